@@ -1,0 +1,59 @@
+# Every target does the set-up it needs in $(VENV), once: it is repeated when pyproject.toml, setup.py or a
+# file in csrc/ changes.
+
+VENV ?= .venv
+PYTHON ?= python3
+PYTHONS := 3.10 3.11 3.12 3.13
+
+ifneq ($(words $(VENV)),1)
+$(error VENV is "$(VENV)": give a path without spaces, for example VENV=.venv)
+endif
+
+python := "$(VENV)/bin/python"
+installed := $(VENV)/.installed
+
+version_of = $(shell "$(1)" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
+have = $(call version_of,$(VENV)/bin/python)
+want = $(call version_of,$(PYTHON))
+chosen = $(filter-out file,$(origin PYTHON))
+
+.PHONY: help demo test lint clean check-python
+
+help:
+	@echo 'make demo    run the comparison on the digits data and draw its picture (minutes)'
+	@echo 'make test    lint, type checks and the tests'
+	@echo 'make lint    ruff and mypy only'
+	@echo 'make clean   remove .venv, caches and build outputs; what you ran (runs/) stays'
+	@echo
+	@echo 'PYTHON=python3.12  the Python that makes the environment, 3.10 to 3.13 (default: python3)'
+	@echo 'VENV=DIR           where the environment lives (default: .venv)'
+
+demo: $(installed)
+	"$(VENV)/bin/fedssl" run-table digits_demo
+
+test: lint
+	$(python) -m pytest
+
+lint: $(installed)
+	$(python) -m ruff check .
+	$(python) -m ruff format --check .
+	$(python) -m mypy
+
+# Fixed names only: an environment elsewhere (VENV=...) is its owner's to remove.
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find fedkernels fedssl tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The mark is the last step, so an installation that fails or is killed is taken up again by the next call.
+$(installed): pyproject.toml setup.py $(wildcard csrc/*/*) | check-python
+	$(python) -m pip --version >/dev/null 2>&1 || "$(PYTHON)" -m venv "$(VENV)"
+	$(python) -m pip install --editable ".[test]"
+	@touch "$@"
+
+# An environment that exists keeps its Python; only a PYTHON given by hand is compared with it.
+check-python:
+	$(if $(filter $(PYTHONS),$(or $(have),$(want))),,$(error Python 3.10 to 3.13 is needed, \
+	but $(if $(have),$(VENV) has Python $(have): run "make clean" or set VENV,$(PYTHON) is \
+	$(if $(want),Python $(want),not a Python that runs): name another one, as in "make test PYTHON=python3.12")))
+	$(if $(and $(have),$(chosen),$(if $(filter $(have),$(want)),,differs)),$(error $(VENV) has Python $(have), \
+	but $(PYTHON) is $(if $(want),Python $(want),not a Python that runs): run "make clean" first or set another VENV))

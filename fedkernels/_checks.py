@@ -1,0 +1,90 @@
+"""Argument checks that the public functions share: one line that names the argument, what was expected and what came."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+REDUCTIONS = ("mean", "sum", "none")
+
+
+def floating(name: str, tensor: object, ndim: int | None = None, at_least: int = 0, layout: str = "") -> None:
+    """`tensor` is a dense floating tensor of `ndim` dimensions (or of at least `at_least`)."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.dtype not in _FLOATING:
+        raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {tensor.dtype}")
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}")
+    if (ndim is not None and tensor.ndim != ndim) or tensor.ndim < at_least:
+        raise ValueError(f"{name} must have shape {layout}, got {list(tensor.shape)}")
+
+
+def not_empty(name: str, tensor: Tensor, dims: Sequence[int], layout: str) -> None:
+    """None of the sizes `dims` of `tensor` is zero."""
+    if any(tensor.shape[dim] == 0 for dim in dims):
+        raise ValueError(f"{name} must not be empty in {layout}, got shape {list(tensor.shape)}")
+
+
+def same_device(**tensors: Tensor) -> None:
+    """All tensors lie on one device."""
+    (first, reference), *others = tensors.items()
+    for name, tensor in others:
+        if tensor.device != reference.device:
+            raise ValueError(
+                f"{name} must be on the device of {first} ({reference.device}), got {tensor.device}"
+            )
+
+
+def positive(name: str, value: object) -> float:
+    """`value` is a positive, finite Python number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a Python number, got {type(value).__name__}")
+    if not 0 < value < math.inf:  # also refuses NaN
+        raise ValueError(f"{name} must be positive and finite, got {value}")
+    return float(value)
+
+
+def one_of(name: str, value: object, allowed: Sequence[str]) -> None:
+    """`value` is one of the strings `allowed`."""
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+
+
+def parameter_lists(global_params: Sequence[Tensor], client_params: Sequence[Sequence[Tensor]]) -> None:
+    """K >= 1 lists of floating tensors that match the global list in length, shape and device."""
+    if isinstance(global_params, Tensor) or not isinstance(global_params, Sequence):
+        raise TypeError(f"global_params must be a list of tensors, got {type(global_params).__name__}")
+    if isinstance(client_params, Tensor) or not isinstance(client_params, Sequence):
+        raise TypeError(
+            f"client_params must be a list with one list of tensors per client, got {type(client_params).__name__}"
+        )
+    if len(global_params) == 0:
+        raise ValueError("global_params must hold at least one tensor, got an empty list")
+    if len(client_params) == 0:
+        raise ValueError("client_params must hold at least one client, got an empty list")
+    for index, tensor in enumerate(global_params):
+        floating(f"global_params[{index}]", tensor)
+    for client, params in enumerate(client_params):
+        if isinstance(params, Tensor) or not isinstance(params, Sequence):
+            raise TypeError(f"client_params[{client}] must be a list of tensors, got {type(params).__name__}")
+        if len(params) != len(global_params):
+            raise ValueError(
+                f"client_params[{client}] must hold {len(global_params)} tensors as global_params does, "
+                f"got {len(params)}"
+            )
+        for index, (tensor, reference) in enumerate(zip(params, global_params, strict=True)):
+            name = f"client_params[{client}][{index}]"
+            floating(name, tensor)
+            if tensor.shape != reference.shape:
+                raise ValueError(
+                    f"{name} must have the shape {list(reference.shape)} of global_params[{index}], "
+                    f"got {list(tensor.shape)}"
+                )
+            if tensor.device != reference.device:
+                raise ValueError(
+                    f"{name} must be on the device of global_params[{index}] ({reference.device}), "
+                    f"got {tensor.device}"
+                )

@@ -1,0 +1,1 @@
+"""The operators in plain PyTorch: see README.md in this folder."""

@@ -1,0 +1,5 @@
+"""`python -m fedssl` is `fedssl`."""
+
+from .cli import main
+
+main()

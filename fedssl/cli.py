@@ -1,0 +1,193 @@
+"""The command line. Every user's mistake is one line on stderr and exit code 2."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table as TextTable
+
+from .errors import UserError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Federated self-supervised learning: run recipes, compare methods, report.",
+)
+console = Console()
+
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="KEY=VALUE...", help="for instance training.batch_size=64 seed=1")
+]
+
+
+@app.command()
+def run(
+    recipe: Annotated[str | None, typer.Argument(help="a shipped recipe's name, or a .yaml file")] = None,
+    overrides: Overrides = None,
+    output: Annotated[Path | None, typer.Option(help="the run's folder; runs/NAME-seedN where not given")] = None,
+    resume: Annotated[Path | None, typer.Option(help="continue the run in this folder")] = None,
+    overwrite: Annotated[bool, typer.Option(help="replace the folder where it exists")] = False,
+) -> None:
+    """Run a recipe, or continue an interrupted run (fedssl run --resume RUN)."""
+    from .engines import in_process
+    from .progress import ProgressBars
+    from .recipe import load_recipe
+
+    if resume is not None:
+        if recipe or output or overwrite:
+            raise UserError("--resume takes the run's folder alone: its recipe is stored there")
+        path = resume
+    else:
+        if recipe is None:
+            raise UserError("name a recipe (fedssl recipes lists them) or give --resume RUN")
+        loaded = load_recipe(recipe, overrides or ())
+        path = output or Path("runs") / f"{loaded.name}-seed{loaded.seed}"
+    try:
+        with ProgressBars(console) as bars:
+            if resume is not None:
+                directory = in_process.resume(path, bars)
+            else:
+                directory = in_process.run(loaded, path, bars, overwrite)
+    except KeyboardInterrupt:
+        if (path / "recipe.yaml").is_file():
+            console.print(f"\nStopped. The last complete round is kept; continue with: fedssl run --resume {path}")
+        else:
+            console.print("\nStopped before the run began; nothing was written.")
+        raise typer.Exit(130) from None
+    _print_final(directory.read_metrics())
+    console.print(f"{path}: fedssl report {path} draws it", highlight=False)
+
+
+@app.command()
+def recipes() -> None:
+    """List the shipped recipes."""
+    from .recipe import load_recipe, recipe_names
+
+    table = TextTable("recipe", "what it is", box=None, pad_edge=False)
+    for name in recipe_names():
+        table.add_row(name, load_recipe(name).description)
+    console.print(table)
+
+
+@app.command()
+def partition(
+    recipe: Annotated[str, typer.Argument(help="a shipped recipe's name, or a .yaml file")],
+    overrides: Overrides = None,
+    chart: Annotated[Path | None, typer.Option(help="also draw it into this image file")] = None,
+) -> None:
+    """Show which client holds how many images of each class, without training."""
+    from .data.datasets import load_dataset
+    from .data.partitions import class_counts, draw_partition, format_partition, partition_indices
+    from .recipe import load_recipe
+
+    loaded = load_recipe(recipe, overrides or ())
+    dataset = load_dataset(loaded.data, loaded.seed)
+    rows = partition_indices(dataset.train_labels, loaded.partition, loaded.seed)
+    counts = class_counts(dataset.train_labels, rows, len(dataset.class_names))
+    console.print(format_partition(counts, dataset.class_names), highlight=False, soft_wrap=True)
+    if chart is not None:
+        draw_partition(counts, dataset.class_names).savefig(chart, dpi=150)
+        console.print(f"drawn: {chart}", highlight=False)
+
+
+@app.command()
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="a run's folder")],
+    fractions: Annotated[
+        list[float] | None,
+        typer.Option("--semi-supervised", help="also fine-tune on this fraction of the labels; may be repeated"),
+    ] = None,
+) -> None:
+    """Evaluate a run's last checkpoint: kNN, linear, and semi-supervised fine-tuning where asked."""
+    from .evaluation.run import evaluate_run
+
+    path = evaluate_run(run, fractions or [], note=lambda text: console.print(text, highlight=False))
+    console.print(path.read_text(encoding="utf-8").rstrip(), highlight=False)
+    console.print(f"written: {path}", highlight=False)
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="one or more runs' folders")],
+    output: Annotated[Path | None, typer.Option(help="the page; RUN/report.html, or report.html for several")] = None,
+) -> None:
+    """Write a page with curves, tables, the partition chart and the spectrum of the representations."""
+    from .report import write_report
+
+    console.print(f"written: {write_report(runs, output)}", highlight=False)
+
+
+@app.command()
+def tables() -> None:
+    """List the shipped tables."""
+    from .tables import load_table, table_names
+
+    table = TextTable("table", "what it compares", box=None, pad_edge=False)
+    for name in table_names():
+        table.add_row(name, load_table(name).description)
+    console.print(table)
+
+
+@app.command("run-table")
+def run_table(
+    table: Annotated[str, typer.Argument(help="a shipped table's name, or a .yaml file")],
+    overrides: Overrides = None,
+    output: Annotated[Path | None, typer.Option(help="the table's folder; runs/TABLE where not given")] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="cells at a time, each in a process of its own")] = 1,
+) -> None:
+    """Run a grid of recipes and seeds, resumable cell by cell, and write the table and its picture."""
+    from . import tables as module
+
+    loaded = module.load_table(table)
+    path = output or Path("runs") / loaded.name
+    try:
+        module.run_table(loaded, path, overrides or (), jobs=jobs, note=lambda text: console.print(text, highlight=False))
+    except KeyboardInterrupt:
+        console.print("\nStopped. Finished cells and rounds are kept; the same command continues.")
+        raise typer.Exit(130) from None
+
+
+@app.command()
+def doctor() -> None:
+    """Tell what is installed and used; the first thing to look at when something does not work."""
+    from .doctor import diagnose
+
+    table = TextTable("what", "finding", box=None, pad_edge=False)
+    for what, finding in diagnose():
+        table.add_row(what, finding)
+    console.print(table)
+
+
+def _print_final(rows: list[tuple[int, str, str, float]]) -> None:
+    """The evaluation after the last round, a line a client."""
+    if not rows:
+        return
+    last = max(row[0] for row in rows)
+    metrics = ("knn", "linear", "effective_rank")
+    values = {(who, metric): value for number, who, metric, value in rows if number == last and metric in metrics}
+    table = TextTable("client", "kNN %", "linear %", "effective rank", box=None, pad_edge=False)
+    for who in dict.fromkeys(who for who, _ in values):
+        table.add_row(who, *(f"{values[who, m]:.1f}" if (who, m) in values else "-" for m in metrics))
+    console.print(table)
+
+
+def main() -> None:
+    """Entry point of the `fedssl` command."""
+    try:
+        app()
+    except UserError as error:
+        Console(stderr=True).print(f"fedssl: {error}", style="bold red", highlight=False, markup=False, soft_wrap=True)
+        sys.exit(2)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

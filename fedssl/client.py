@@ -1,0 +1,67 @@
+"""A client while it works on one round."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .data.augmentation import AugmentationOptions
+from .messages import Message
+from .models.model import Model
+from .objectives.base import Objective
+from .randomness import generator_for
+
+
+@dataclass
+class Client:
+    """One client with its data and its model.
+
+    Attributes:
+        index: the client's number, from 0.
+        images: its private training images, uint8 [n, C, H, W].
+        labels: their labels, int64 [n]; only a supervised objective looks at them.
+        public_images: the representation alignment data that all clients share, uint8 [L, C, H, W].
+        model: its own model.
+        memory: what its parts keep between rounds (FedEMA's lambda, a whitening matrix). The engine stores it.
+    """
+
+    index: int
+    images: Tensor
+    labels: Tensor
+    public_images: Tensor | None
+    model: Model
+    memory: Message = field(default_factory=Message)
+
+
+@dataclass
+class LocalRound:
+    """What a part sees while one client works on one round.
+
+    Attributes:
+        client: the client.
+        received: the server's message of this round.
+        number: the round, from 1 (0 is the opening round, in which nothing is trained).
+        seed: the run's seed; `generator` derives streams from it.
+    """
+
+    client: Client
+    received: Message
+    number: int
+    seed: int
+    objective: Objective
+    augmentation: AugmentationOptions
+    _logged: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    def generator(self, purpose: str) -> torch.Generator:
+        """A generator of this client's, this round's and this purpose's own."""
+        return generator_for(self.seed, "client", self.client.index, "round", self.number, purpose)
+
+    def log(self, name: str, value: float) -> None:
+        """Log a number; the round's metrics hold the mean over its steps."""
+        self._logged[name].append(value)
+
+    def logged(self) -> dict[str, float]:
+        return {name: sum(values) / len(values) for name, values in self._logged.items()}

@@ -1,0 +1,247 @@
+"""How the training samples are divided amongst the clients, as a list of indices, a table and a chart."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from fedssl.errors import UserError
+from fedssl.options import Options
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_TRIES = 1000
+_MOST_TABLE_COLUMNS = 12
+_MOST_LEGEND_ENTRIES = 20
+
+
+class PartitionOptions(Options):
+    """How to divide the samples.
+
+    name: iid (equal random shares); disjoint_classes (Hetero-SSFL, section 5.1); dirichlet (each class is divided by
+        its own draw from Dirichlet(alpha); Hsu et al. 2019); quantity_skew (the sizes are drawn from Dirichlet(alpha),
+        the classes are mixed; Li et al. 2022).
+    clients: number of clients.
+    classes_per_client: for disjoint_classes; by default classes // clients.
+    alpha: for dirichlet and quantity_skew; small is uneven, large is even.
+    min_samples: fewest samples a client may have; dirichlet and quantity_skew are drawn again until it holds.
+    """
+
+    name: Literal["iid", "disjoint_classes", "dirichlet", "quantity_skew"] = "disjoint_classes"
+    clients: int = Field(5, ge=1)
+    classes_per_client: int | None = Field(None, ge=1)
+    alpha: float = Field(0.5, gt=0)
+    min_samples: int = Field(2, ge=1)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "PartitionOptions":
+        if self.classes_per_client is not None and self.name != "disjoint_classes":
+            raise ValueError(
+                f"classes_per_client is for name=disjoint_classes, not for name={self.name}; leave it out"
+            )
+        return self
+
+
+def partition_indices(labels: Tensor, options: PartitionOptions, seed: int) -> list[Tensor]:
+    """Divide samples with integer `labels` [n] amongst `options.clients` clients.
+
+    Returns one sorted int64 index tensor a client; every sample is on exactly one client. The same labels, options
+    and seed >= 0 always give the same answer.
+
+    Raises:
+        UserError: the request cannot be met (too few samples or classes, classes left over, a client too small).
+    """
+    if labels.ndim != 1 or labels.is_floating_point():
+        raise TypeError(f"labels must be integers [n], came {labels.dtype} {list(labels.shape)}")
+    total = len(labels)
+    if total < options.clients * options.min_samples:
+        raise UserError(
+            f"{total} samples cannot give {options.clients} clients at least {options.min_samples} each; "
+            "lower partition.clients or partition.min_samples, or use more data"
+        )
+    generator = np.random.default_rng(seed)
+    # Every partition is a division of groups (the classes, or all samples as one group) into given counts.
+    if options.name in ("iid", "quantity_skew"):
+        groups = [np.arange(total)]
+    else:
+        array = labels.cpu().numpy()
+        groups = [np.flatnonzero(array == label) for label in np.unique(array)]
+    sizes = np.array([len(group) for group in groups])
+
+    if options.name == "iid":
+        counts = _equal_shares(sizes, np.ones((1, options.clients), bool))
+    elif options.name == "disjoint_classes":
+        counts = _equal_shares(sizes, _deal_classes(len(groups), options, generator))
+    else:
+        counts = _dirichlet_counts(sizes, options, generator)
+    smallest = int(counts.sum(0).min())
+    if smallest < options.min_samples:
+        raise UserError(
+            f"client {int(counts.sum(0).argmin())} would have {smallest} samples, fewer than "
+            f"partition.min_samples={options.min_samples}; use fewer clients or more data"
+        )
+
+    parts: list[list[NDArray[np.int64]]] = [[] for _ in range(options.clients)]
+    for group, group_counts in zip(groups, counts, strict=True):
+        pieces = np.split(generator.permutation(group), np.cumsum(group_counts)[:-1])
+        for part, piece in zip(parts, pieces, strict=True):
+            part.append(piece)
+    return [torch.from_numpy(np.sort(np.concatenate(part)).astype(np.int64)) for part in parts]
+
+
+def _deal_classes(
+    classes: int, options: PartitionOptions, generator: np.random.Generator
+) -> NDArray[np.bool_]:
+    """Which client holds which class, [classes, clients], as in Hetero-SSFL, section 5.1.
+
+    Each client in turn takes the classes that the fewest clients hold so far, ties broken at random. So no client
+    gets a class twice, the classes are held by equally many clients (within one), and where there are no more
+    places than classes nothing is shared.
+    """
+    clients = options.clients
+    per_client = options.classes_per_client or classes // clients
+    if per_client == 0:
+        raise UserError(
+            f"{clients} clients cannot have disjoint classes: the data have only {classes}; lower partition.clients to "
+            f"{classes}, or set partition.classes_per_client=1 to share classes"
+        )
+    if per_client > classes:
+        raise UserError(
+            f"partition.classes_per_client={per_client} but the data have only {classes} classes; lower it"
+        )
+    if clients * per_client < classes:
+        raise UserError(
+            f"{clients} clients x {per_client} classes hold {clients * per_client} of {classes} classes and leave "
+            f"samples over; set partition.classes_per_client={-(-classes // clients)} or change partition.clients"
+        )
+    holds = np.zeros((classes, clients), bool)
+    for client in range(clients):
+        least_held_first = np.lexsort((generator.random(classes), holds.sum(1)))
+        holds[least_held_first[:per_client], client] = True
+    return holds
+
+
+def _equal_shares(sizes: NDArray[np.int64], holds: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Counts [groups, clients]: each group divided equally (within one) amongst the clients that hold it."""
+    counts = np.zeros(holds.shape, np.int64)
+    for group, size in enumerate(sizes):
+        holders = np.flatnonzero(holds[group])
+        share, rest = divmod(int(size), len(holders))
+        counts[group, holders] = share
+        counts[group, holders[:rest]] += 1
+    return counts
+
+
+def _dirichlet_counts(
+    sizes: NDArray[np.int64], options: PartitionOptions, generator: np.random.Generator
+) -> NDArray[np.int64]:
+    """Counts [groups, clients]: each group divided by its own Dirichlet(alpha), redrawn until none is too small."""
+    most = 0
+    for _ in range(_TRIES):
+        shares = generator.dirichlet(np.full(options.clients, options.alpha), size=len(sizes))
+        edges = np.rint(np.cumsum(shares, axis=1) * sizes[:, None]).astype(np.int64)
+        edges[:, -1] = sizes
+        counts = np.diff(edges, axis=1, prepend=0)
+        smallest = int(counts.sum(0).min())
+        if smallest >= options.min_samples:
+            return counts
+        most = max(most, smallest)
+    raise UserError(
+        f"{options.name} with alpha={options.alpha:g}: in {_TRIES} draws the smallest of {options.clients} clients never "
+        f"had more than {most} samples, and partition.min_samples={options.min_samples}; raise partition.alpha, or "
+        "lower partition.clients or partition.min_samples"
+    )
+
+
+def class_counts(labels: Tensor, indices: Sequence[Tensor], classes: int) -> Tensor:
+    """Samples of each class on each client: int64 [clients, classes]; labels [n] run from 0 to classes - 1."""
+    return torch.stack([torch.bincount(labels[index], minlength=classes) for index in indices])
+
+
+def format_partition(counts: Tensor, class_names: Sequence[str]) -> str:
+    """A plain-text table of `counts` [clients, classes] with totals.
+
+    Up to 12 classes have a column each; of more, each client's number of classes and its largest three are named.
+    """
+    clients, classes = _checked_shape(counts, class_names)
+    totals = counts.sum(0)
+    rows = [(str(client), counts[client]) for client in range(clients)] + [("total", totals)]
+    if classes <= _MOST_TABLE_COLUMNS:
+        cells = [["client", *class_names, "total"]]
+        cells += [[name, *(str(value) for value in row.tolist()), str(int(row.sum()))] for name, row in rows]
+    else:
+        cells = [["client", "total", "classes", "largest classes"]]
+        for name, row in rows:
+            largest = [
+                index for index in row.argsort(descending=True, stable=True)[:3].tolist() if row[index] > 0
+            ]
+            listed = ", ".join(f"{class_names[index]} ({int(row[index])})" for index in largest)
+            cells.append([name, str(int(row.sum())), str(int((row > 0).sum())), listed])
+    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
+    text_column = 3 if classes > _MOST_TABLE_COLUMNS else None
+    lines = []
+    for row in cells:
+        padded = [
+            cell.ljust(width) if column == text_column else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(padded).rstrip())
+    return "\n".join(lines)
+
+
+def draw_partition(counts: Tensor, class_names: Sequence[str]) -> "Figure":
+    """A chart of `counts` [clients, classes]: one stacked horizontal bar a client, one colour a class.
+
+    The figure needs no display and no global state; save it with `figure.savefig`.
+    """
+    from matplotlib import colormaps
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import ListedColormap, Normalize
+    from matplotlib.figure import Figure
+
+    clients, classes = _checked_shape(counts, class_names)
+    if classes <= 10:
+        colours = [colormaps["tab10"](index) for index in range(classes)]
+    elif classes <= _MOST_LEGEND_ENTRIES:
+        colours = [colormaps["tab20"](index) for index in range(classes)]
+    else:
+        colours = [colormaps["turbo"](index / (classes - 1)) for index in range(classes)]
+
+    figure = Figure(figsize=(8, min(1.6 + 0.4 * max(clients, 4), 40)), layout="constrained")
+    axes = figure.add_subplot()
+    positions = np.arange(clients)
+    left = np.zeros(clients)
+    for index in range(classes):
+        width = counts[:, index].cpu().numpy()
+        axes.barh(positions, width, left=left, color=colours[index], label=class_names[index], height=0.8)
+        left = left + width
+    for position, total in zip(positions, left, strict=True):
+        axes.annotate(
+            f"{int(total):,}", (total, position), (4, 0), textcoords="offset points", va="center", fontsize=8
+        )
+    axes.margins(x=0.08, y=0.02)
+    axes.set_xlim(left=0)
+    axes.set_yticks(positions[:: max(1, clients // 50)])
+    axes.invert_yaxis()
+    axes.set(xlabel="training samples", ylabel="client")
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    if classes <= _MOST_LEGEND_ENTRIES:
+        figure.legend(*axes.get_legend_handles_labels(), title="class", loc="outside right upper", fontsize=9)
+    else:
+        scale = ScalarMappable(Normalize(-0.5, classes - 0.5), ListedColormap(colours))
+        figure.colorbar(scale, ax=axes, label="class number", pad=0.02)
+    return figure
+
+
+def _checked_shape(counts: Tensor, class_names: Sequence[str]) -> tuple[int, int]:
+    if counts.ndim != 2 or counts.shape[1] != len(class_names):
+        raise ValueError(
+            f"counts must be [clients, classes] with {len(class_names)} classes, came {list(counts.shape)}"
+        )
+    return counts.shape[0], counts.shape[1]

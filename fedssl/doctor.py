@@ -1,0 +1,30 @@
+"""What is installed, and what of it fedssl uses."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+
+import torch
+
+PACKAGES = ("torch", "torchvision", "timm", "numpy", "pydantic", "scikit-learn", "safetensors", "matplotlib")
+
+
+def diagnose() -> list[tuple[str, str]]:
+    """Facts about this installation as (what, finding) pairs."""
+    facts = [("python", f"{platform.python_version()} on {platform.platform()}")]
+    for name in ("fedkernels-fedssl", *PACKAGES):
+        try:
+            facts.append((name, importlib.metadata.version(name)))
+        except importlib.metadata.PackageNotFoundError:
+            facts.append((name, "not installed"))
+    facts.append(("processor", f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads"))
+    facts.append(("vector instructions", torch.backends.cpu.get_cpu_capability()))
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        facts.append(("cuda", f"{torch.version.cuda}: {', '.join(names)}"))
+    else:
+        facts.append(("cuda", "no device: everything runs on the processor"))
+    facts.append(("fedkernels", "pure PyTorch operators"))
+    return facts

@@ -1,0 +1,40 @@
+"""All measures of one model on one data set."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from ..data.datasets import Dataset
+from ..models.model import Model
+from .features import extract_features
+from .knn import knn_accuracy
+from .linear import linear_accuracy
+from .spectrum import effective_rank, singular_values
+
+if TYPE_CHECKING:
+    from ..recipe import EvaluationOptions
+
+
+def evaluate_model(
+    model: Model, dataset: Dataset, options: EvaluationOptions, seed: int, *, linear: bool
+) -> tuple[dict[str, float], Tensor]:
+    """Measure a model's encoder.
+
+    Labels of the whole training set are used here, and nowhere in self-supervised training.
+
+    Returns:
+        `knn` and, if asked, `linear` accuracy in percent on the test images, the `effective_rank` of their
+        representations; and the singular values of these, float64, descending.
+    """
+    train = extract_features(model.encoder, dataset.train_images, device=model.device)
+    test = extract_features(model.encoder, dataset.test_images, device=model.device)
+    data = (train, dataset.train_labels, test, dataset.test_labels)
+    metrics = {
+        "knn": knn_accuracy(*data, neighbors=options.neighbors, temperature=options.temperature),
+        "effective_rank": effective_rank(test),
+    }
+    if linear:
+        metrics["linear"] = linear_accuracy(*data, len(dataset.class_names), options.linear, seed)
+    return metrics, singular_values(test)

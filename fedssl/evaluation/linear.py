@@ -1,0 +1,88 @@
+"""Linear evaluation: how well one linear layer on the frozen encoder separates the classes."""
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedssl.errors import UserError
+from fedssl.evaluation.features import check_features, check_labels, check_same_width
+from fedssl.options import Options
+
+
+class LinearOptions(Options):
+    """How the linear layer is trained; the defaults are the Hetero-SSFL paper's (section 5.1)."""
+
+    epochs: int = Field(default=100, ge=1)
+    batch_size: int = Field(default=512, ge=1)
+    learning_rate: float = Field(default=3e-3, gt=0)
+
+
+def linear_accuracy(
+    train_features: Tensor,
+    train_labels: Tensor,
+    test_features: Tensor,
+    test_labels: Tensor,
+    classes: int,
+    options: LinearOptions,
+    generator_seed: int,
+) -> float:
+    """Test accuracy of one linear layer trained on frozen representations, in percent.
+
+    The protocol of Hetero-SSFL, section 5.1: Adam, 100 epochs, batches of 512, learning rate 0.003; the loss,
+    which the paper does not name, is cross-entropy. This is the offline variant: the representations are
+    extracted once, so the classifier sees no augmentation, and they are neither standardised nor normalised.
+    Figures of online variants (a classifier trained along with the encoder, or on augmented images) differ.
+
+    The paper's "linear fully connected layer with 1000 neurons" can be read as 1000 outputs of which only
+    `classes` are ever a label, or as a hidden layer; here the one layer has `classes` outputs.
+
+    Args:
+        train_features: floating point [n, d], finite.
+        train_labels: integer [n], 0 to classes - 1.
+        test_features: floating point [m, d], finite.
+        test_labels: integer [m], 0 to classes - 1.
+        classes: number of outputs.
+        options: epochs, batch size and learning rate.
+        generator_seed: decides the initial weights and the order of the batches. The same seed gives the same
+            result; torch's global random generator is neither read nor moved.
+
+    Returns:
+        Percentage of the m test samples that are classified right, 0 to 100.
+
+    Raises:
+        UserError: shapes or labels that do not fit, non-finite features, or training diverged.
+    """
+    check_features("train_features", train_features)
+    check_features("test_features", test_features)
+    check_same_width(train_features, test_features)
+    check_labels("train_labels", train_labels, len(train_features), classes)
+    check_labels("test_labels", test_labels, len(test_features), classes)
+
+    device = train_features.device
+    inputs = train_features.detach().float()
+    targets = train_labels.to(device, torch.int64)
+    count, width = inputs.shape
+
+    generator = torch.Generator().manual_seed(generator_seed)
+    bound = width**-0.5  # the initialisation of torch.nn.Linear, which would draw from the global generator
+    weight = torch.empty(classes, width).uniform_(-bound, bound, generator=generator).to(device)
+    bias = torch.empty(classes).uniform_(-bound, bound, generator=generator).to(device)
+    parameters = [weight.requires_grad_(), bias.requires_grad_()]
+    optimizer = torch.optim.Adam(parameters, lr=options.learning_rate)
+
+    with torch.enable_grad():
+        for _ in range(options.epochs):
+            order = torch.randperm(count, generator=generator).to(device)
+            for batch in order.split(options.batch_size):
+                loss = F.cross_entropy(F.linear(inputs[batch], weight, bias), targets[batch])
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+    if not all(bool(torch.isfinite(parameter).all()) for parameter in parameters):
+        raise UserError(
+            f"learning_rate: the linear evaluation diverged at {options.learning_rate}; choose a lower one"
+        )
+    with torch.no_grad():
+        predicted = F.linear(test_features.to(device).float(), weight, bias).argmax(dim=1)
+    return 100.0 * int((predicted == test_labels.to(device)).sum()) / len(test_features)

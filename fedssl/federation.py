@@ -1,0 +1,168 @@
+"""From a recipe to what an engine runs: the data, the clients and the method; every inconsistency is refused here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .client import Client
+from .data.datasets import Dataset, load_dataset
+from .data.partitions import class_counts, partition_indices
+from .errors import UserError
+from .messages import Message
+from .method import Method
+from .models.encoders import build_encoder
+from .models.model import Model
+from .randomness import generator_for, seeded
+from .recipe import Recipe
+
+MODEL = "model/"
+MEMORY = "memory/"
+
+
+@dataclass(frozen=True)
+class Federation:
+    """A recipe made ready.
+
+    Attributes:
+        recipe: the recipe.
+        dataset: the data set with test and public images.
+        client_rows: which training images each client holds, int64 row numbers.
+        method: the method object.
+        device: where models are trained.
+    """
+
+    recipe: Recipe
+    dataset: Dataset
+    client_rows: list[Tensor]
+    method: Method
+    device: torch.device
+
+    @property
+    def class_counts(self) -> Tensor:
+        """Images per client and class, int64 [clients, classes]."""
+        return class_counts(self.dataset.train_labels, self.client_rows, len(self.dataset.class_names))
+
+    def architecture(self, client: int) -> str:
+        names = self.recipe.architectures
+        return names[client % len(names)]
+
+    def new_model(self, client: int | None) -> Model:
+        """The model of a client, or the global one (None), as it is before any training."""
+        owner = "server" if client is None else client
+        with seeded(self.recipe.seed, "model", owner):
+            return _build_model(self.recipe, self.dataset, self.architecture(client or 0)).to(self.device)
+
+    def client(self, index: int, state: Message) -> Client:
+        """A client with its stored state; an empty state gives the client that has not yet taken part."""
+        model = self.new_model(index)
+        stored = {k.removeprefix(MODEL): v for k, v in state.tensors.items() if k.startswith(MODEL)}
+        model.load_state_dict(stored, strict=False)
+        memory = {k.removeprefix(MEMORY): v for k, v in state.tensors.items() if k.startswith(MEMORY)}
+        rows = self.client_rows[index]
+        return Client(
+            index,
+            self.dataset.train_images[rows],
+            self.dataset.train_labels[rows],
+            self.dataset.public_images,
+            model,
+            Message(memory, dict(state.numbers), dict(state.config)),
+        )
+
+    def client_state(self, client: Client) -> Message:
+        """What must be stored of a client: its whole model and its parts' memory."""
+        tensors = {MODEL + name: tensor for name, tensor in client.model.state_dict().items()}
+        tensors |= {MEMORY + name: tensor for name, tensor in client.memory.tensors.items()}
+        return Message(tensors, client.memory.numbers, client.memory.config).copy()
+
+    def sampled_clients(self, round_number: int) -> list[int]:
+        """Who takes part in a round, in ascending order; drawn without replacement."""
+        clients = len(self.client_rows)
+        wanted = self.recipe.clients_per_round or clients
+        order = torch.randperm(clients, generator=generator_for(self.recipe.seed, "sampling", round_number))
+        return sorted(order[:wanted].tolist())
+
+
+def build_federation(recipe: Recipe) -> Federation:
+    """Load the data, deal it to the clients and compose the method.
+
+    Raises:
+        UserError: data that cannot be read or dealt as asked, or parts that do not fit each other.
+    """
+    clients = recipe.partition.clients
+    if recipe.clients_per_round is not None and recipe.clients_per_round > clients:
+        raise UserError(f"clients_per_round is {recipe.clients_per_round}, partition.clients only {clients}")
+    for aggregator in recipe.aggregators:
+        aggregator.check(clients)
+    names = [a.name for a in recipe.aggregators]
+    for regularizer in recipe.regularizers:
+        if regularizer.needs_aggregator and regularizer.needs_aggregator not in names:
+            raise UserError(
+                f"{regularizer.name} reads what {regularizer.needs_aggregator} sends: "
+                f"add {{name: {regularizer.needs_aggregator}}} to aggregators"
+            )
+    exchanges = any(a.exchanges_weights for a in recipe.aggregators)
+    if exchanges and len(set(recipe.architectures[:clients])) > 1:
+        raise UserError(
+            f"architectures {recipe.architectures} differ, but {recipe.aggregators[0].name} exchanges weights; "
+            "name one architecture, or use representation_mean with keep_own"
+        )
+    if exchanges == recipe.local_update.personal:
+        raise UserError(
+            f"local_update {recipe.local_update.name} does not go with "
+            f"aggregators {names}: "
+            + ("use replace" if exchanges else "without exchanged weights use keep_own")
+        )
+    device = _device(recipe.device)
+    dataset = load_dataset(recipe.data, recipe.seed)
+    public_users = [p.name for p in (*recipe.regularizers, *recipe.aggregators) if p.needs_public_images]
+    if public_users and dataset.public_images is None:
+        raise UserError(
+            f"{public_users[0]} needs public images to align on: give data.public_path (an .npz or a folder of images) "
+            "or data.public_holdout (that many training images, taken from no client)"
+        )
+    rows = partition_indices(dataset.train_labels, recipe.partition, recipe.seed)
+    for k, mine in enumerate(rows):
+        if len(mine) < recipe.training.batch_size:
+            raise UserError(
+                f"client {k} has {len(mine)} image{'s' if len(mine) != 1 else ''}, fewer than training.batch_size "
+                f"{recipe.training.batch_size}: lower the batch size, or raise partition.min_samples, "
+                "or use fewer clients"
+            )
+    for name in dict.fromkeys(recipe.architectures):  # an unknown one is refused before any training
+        with seeded(recipe.seed, "model", "check"):
+            _build_model(recipe, dataset, name)
+
+    def global_model() -> Model:
+        with seeded(recipe.seed, "model", "server"):
+            return _build_model(recipe, dataset, recipe.architectures[0]).to(device)
+
+    method = Method(
+        objective=recipe.objective,
+        regularizers=tuple(recipe.regularizers),
+        schedule=recipe.schedule,
+        aggregators=tuple(recipe.aggregators),
+        local_update=recipe.local_update,
+        training=recipe.training,
+        augmentation=recipe.augmentation,
+        rounds=recipe.rounds,
+        seed=recipe.seed,
+        global_model=global_model() if exchanges else None,
+    )
+    return Federation(recipe, dataset, rows, method, device)
+
+
+def _build_model(recipe: Recipe, dataset: Dataset, architecture: str) -> Model:
+    channels, size = dataset.train_images.shape[1], dataset.train_images.shape[-1]
+    encoder = build_encoder(architecture, channels, size)
+    return recipe.objective.build(encoder, len(dataset.class_names))
+
+
+def _device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("device is cuda, but this torch sees no CUDA device; use device=cpu or auto")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)

@@ -1,0 +1,19 @@
+"""Keep one's own weights."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from .base import LocalUpdate
+
+if TYPE_CHECKING:
+    from ..client import LocalRound
+
+
+class KeepOwn(LocalUpdate):
+    """Hetero-SSFL, Algorithm 1: W_i(t) starts from W_i(t-1). Whatever arrives serves regularisers only."""
+
+    personal: ClassVar[bool] = True
+
+    def receive(self, local: LocalRound) -> None:
+        """Leave the model as it is."""

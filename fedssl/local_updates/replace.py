@@ -1,0 +1,33 @@
+"""Take the server's weights."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..errors import UserError
+from .base import LocalUpdate
+
+if TYPE_CHECKING:
+    from ..client import LocalRound
+
+
+class Replace(LocalUpdate):
+    """McMahan et al. 2017: local training starts from the global weights.
+
+    Only what the server sent is replaced, so a target network and layers that do not travel stay.
+    """
+
+    def receive(self, local: LocalRound) -> None:
+        own = local.client.model.state_dict()
+        with torch.no_grad():
+            for name, tensor in local.received.tensors.items():
+                if name not in own:
+                    continue
+                if own[name].shape != tensor.shape:
+                    raise UserError(
+                        f"client {local.client.index} received {name} of shape {tuple(tensor.shape)}, its model has "
+                        f"{tuple(own[name].shape)}; all clients need one architecture to exchange weights"
+                    )
+                own[name].copy_(tensor)

@@ -1,0 +1,52 @@
+"""What travels and what is kept: named tensors, named numbers, a small config."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+
+@dataclass
+class Message:
+    """One message between server and client, or one stored state; never assumed to be "the weights".
+
+    Weights, representations, kernels, dictionaries and single layers all travel as named tensors in their
+    own dtype. A server's state and a client's state have the same form, so that one writer stores all three.
+
+    Attributes:
+        tensors: by name. Entries of a model carry their state-dict name (`online.encoder.conv1.weight`).
+        numbers: by name, for instance the number of training samples, or a loss to log.
+        config: short texts, numbers and switches that tell the receiver how to read the tensors.
+    """
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    numbers: dict[str, float] = field(default_factory=dict)
+    config: dict[str, str | int | float | bool] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        """Payload in bytes: the tensors' data and eight bytes a number. Names and framing are not counted."""
+        return sum(t.numel() * t.element_size() for t in self.tensors.values()) + 8 * len(self.numbers)
+
+    def copy(self) -> Message:
+        """A message that shares no memory with this one, on the CPU and without gradients."""
+        tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.tensors.items()}
+        return Message(tensors, dict(self.numbers), dict(self.config))
+
+
+def merge(messages: Iterable[Message]) -> Message:
+    """Join messages of several parts into one; a name that two parts use is a programming error (ValueError)."""
+    joined = Message()
+    for message in messages:
+        for mine, new in (
+            (joined.tensors, message.tensors),
+            (joined.numbers, message.numbers),
+            (joined.config, message.config),
+        ):
+            clash = mine.keys() & new.keys()
+            if clash:
+                raise ValueError(f"two parts of this method both send {sorted(clash)[0]!r}")
+            mine.update(new)  # type: ignore[arg-type]
+    return joined

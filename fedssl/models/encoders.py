@@ -1,0 +1,194 @@
+"""Encoders: the networks whose output, the representation, is what federated self-supervised learning learns.
+
+`build_encoder` finds a network by name: one of the small ones defined here, sized for a few CPU cores, or any
+model of `timm`, adapted to small images where that matters.
+
+| name | parameters | multiply-adds, 8x8x1 | multiply-adds, 32x32x3 | features |
+|---|---|---|---|---|
+| `small_convnet` | 240,608 | 1.0 M | 3.2 M | 128 |
+| `small_convnet_wide` | 540,624 | 2.2 M | 7.0 M | 192 |
+| `small_resnet10` | 307,248 | 1.0 M | 16.2 M | 128 |
+| `small_resnet10_wide` | 690,120 | 2.2 M | 36.1 M | 192 |
+| `small_resnet18` | 699,888 | 2.2 M | 35.0 M | 128 |
+
+Parameters are for grey images; colour adds 288 to 864. Multiply-adds are those of one image's forward pass; a
+training step costs about three times as much. For comparison, timm's `resnet18` takes 555 M at 32x32x3.
+"""
+
+import difflib
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from fedssl.errors import UserError
+
+# Up to this image side the ImageNet stem (7x7 stride 2, then a stride-2 max-pool) would discard most of the
+# picture before the first block: on small images that costs about 10 points of accuracy.
+SMALL_IMAGE = 64
+
+# name -> (widths of the four blocks)
+_CONVNETS = {
+    "small_convnet": (32, 64, 128, 128),
+    "small_convnet_wide": (48, 96, 192, 192),
+}
+# name -> (residual blocks per stage, widths of the four stages)
+_RESNETS = {
+    "small_resnet10": ((1, 1, 1, 1), (16, 32, 64, 128)),
+    "small_resnet10_wide": ((1, 1, 1, 1), (24, 48, 96, 192)),
+    "small_resnet18": ((2, 2, 2, 2), (16, 32, 64, 128)),
+}
+# timm's files whose models take `img_size` and `patch_size` and cut the image into a grid of patches.
+_VISION_TRANSFORMERS = ("vision_transformer", "deit", "eva", "beit")
+
+
+class Encoder(nn.Module):
+    """What the rest of fedssl asks of an encoder; any module with these two members serves as one.
+
+    `num_features` is the dimension of the representation. `forward` maps normalised images, float
+    [n, C, H, W], to representations, float [n, num_features].
+    """
+
+    num_features: int
+
+    def forward(self, images: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class SmallConvNet(Encoder):
+    """Four blocks of 3x3 convolution, BatchNorm and ReLU, then the average over the spatial positions.
+
+    A block has stride 2 as long as the side of its input is above 2, so an 8x8 image goes through 4, 2, 2, 2
+    and a 32x32 image through 16, 8, 4, 2.
+    """
+
+    def __init__(self, in_channels: int, image_size: int, widths: tuple[int, ...]) -> None:
+        super().__init__()
+        blocks: list[nn.Module] = []
+        channels, side = in_channels, image_size
+        for width in widths:
+            stride = 2 if side > 2 else 1
+            blocks += [
+                nn.Conv2d(channels, width, kernel_size=3, stride=stride, padding=1, bias=False),
+                nn.BatchNorm2d(width),
+                nn.ReLU(inplace=True),
+            ]
+            channels, side = width, -(-side // stride)
+        self.blocks = nn.Sequential(*blocks)
+        self.num_features = channels
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.blocks(images).mean(dim=(2, 3))
+
+
+def encoder_names() -> list[str]:
+    """The names of the small encoders defined here, sorted. timm's are listed by `timm.list_models()`."""
+    return sorted([*_CONVNETS, *_RESNETS])
+
+
+def build_encoder(architecture: str, in_channels: int, image_size: int) -> Encoder:
+    """Build an untrained encoder, initialised from torch's global random generator.
+
+    Args:
+        architecture: one of `encoder_names()`, or any name that `timm.create_model` knows (never with
+            pretrained weights). Two families of timm are adapted to images of at most 64 pixels a side:
+            ResNets (`timm.models.resnet.ResNet`, whatever their stem was) get one 3x3 stride-1 convolution as
+            stem and no max-pool; vision transformers get a patch size that leaves about 8x8 tokens (8 at 64
+            pixels, 4 at 28 to 32, 2 below). Other models are taken as they are.
+        in_channels: channels of the images, 1 for grey and 3 for colour.
+        image_size: side of the square images in pixels.
+
+    Returns:
+        A module on the CPU, in training mode, with `num_features: int`, that maps float [n, in_channels,
+        image_size, image_size] to float [n, num_features]. It has an `Encoder`'s members, but those from timm
+        are no instances of it.
+
+    Raises:
+        UserError: the name is unknown (with the closest known ones), or the model cannot take such images.
+    """
+    for name, value in (("in_channels", in_channels), ("image_size", image_size)):
+        if value < 1:
+            raise UserError(f"{name}: expected at least 1, got {value}")
+    if architecture in _CONVNETS:
+        return SmallConvNet(in_channels, image_size, _CONVNETS[architecture])
+    if architecture in _RESNETS:
+        return _small_resnet(in_channels, *_RESNETS[architecture])
+    return _timm_encoder(architecture, in_channels, image_size)
+
+
+def _small_resnet(in_channels: int, layers: tuple[int, ...], widths: tuple[int, ...]) -> Encoder:
+    from timm.models.resnet import BasicBlock, ResNet  # here, as importing timm takes seconds
+
+    # timm fixes the plain stem's width at 64; that of the "deep" stem is free, and the stem is replaced.
+    model = ResNet(
+        cast(Any, BasicBlock),  # timm's annotation asks for an instance where it takes the class
+        layers,
+        num_classes=0,
+        in_chans=in_channels,
+        channels=widths,
+        stem_type="deep",
+        stem_width=widths[0] // 2,
+    )
+    _use_small_image_stem(model, in_channels)
+    return cast(Encoder, model)
+
+
+def _timm_encoder(architecture: str, in_channels: int, image_size: int) -> Encoder:
+    import timm
+    from timm.models import is_model_in_modules
+    from timm.models.resnet import ResNet
+
+    if not timm.is_model(architecture):
+        close = difflib.get_close_matches(architecture, [*encoder_names(), *timm.list_models()], n=5)
+        hint = f"did you mean {' or '.join(close)}?" if close else f"try one of {', '.join(encoder_names())}"
+        raise UserError(f"architecture: unknown name {architecture!r}; {hint} (any name of timm will do)")
+
+    base_name = architecture.split(".")[0]  # without timm's tag of pretrained weights
+    pretrained_config = timm.get_pretrained_cfg(base_name)
+    arguments: dict[str, Any] = {}
+    if pretrained_config is not None and pretrained_config.fixed_input_size:
+        arguments["img_size"] = image_size
+    if image_size <= SMALL_IMAGE and is_model_in_modules(base_name, _VISION_TRANSFORMERS):
+        arguments["patch_size"] = _patch_size(image_size)
+
+    # timm reports an image that does not fit a model in whatever exception its file happens to raise, in some
+    # models only when an image passes through. The probe also tells the true dimension of the output, which
+    # is not `num_features` in models with a convolution after the pooling (MobileNetV3).
+    try:
+        model = timm.create_model(
+            architecture, pretrained=False, num_classes=0, in_chans=in_channels, **arguments
+        )
+        if image_size <= SMALL_IMAGE and isinstance(model, ResNet):
+            _use_small_image_stem(model, in_channels)
+        model.eval()
+        with torch.no_grad():
+            output = model(torch.zeros(1, in_channels, image_size, image_size))
+        model.train()
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(
+            f"architecture: timm's {architecture!r} does not take {image_size}x{image_size} pixels and "
+            f"{in_channels} channels ({reason}); choose another, for example small_resnet18 or resnet18"
+        ) from error
+    if not isinstance(output, Tensor) or output.dim() != 2:
+        raise UserError(
+            f"architecture: timm's {architecture!r} does not give one vector an image; choose another, for "
+            "example small_resnet18 or resnet18"
+        )
+    encoder = cast(Encoder, model)
+    encoder.num_features = output.shape[1]
+    return encoder
+
+
+def _use_small_image_stem(model: Any, in_channels: int) -> None:
+    """Replace a timm ResNet's stem by one 3x3 stride-1 convolution of the same width, without max-pool."""
+    # timm's reduction figures describe the original stem; nothing here uses them.
+    width = [layer for layer in model.conv1.modules() if isinstance(layer, nn.Conv2d)][-1].out_channels
+    model.conv1 = nn.Conv2d(in_channels, width, kernel_size=3, stride=1, padding=1, bias=False)
+    nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")  # as timm does
+    model.maxpool = nn.Identity()
+
+
+def _patch_size(image_size: int) -> int:
+    """The largest patch side of 8, 4 or 2 pixels with at least 7 patches along the image's side, else 2."""
+    return next((patch for patch in (8, 4) if image_size // patch >= 7), 2)

@@ -1,0 +1,57 @@
+"""Projector and predictor: the small networks that stand on the encoder while it is trained."""
+
+from torch import nn
+
+from fedssl.errors import UserError
+
+
+def mlp_head(
+    in_features: int,
+    hidden_features: int,
+    out_features: int,
+    layers: int = 2,
+    batch_norm: bool = True,
+    last_batch_norm: bool = False,
+) -> nn.Sequential:
+    """Linear - BatchNorm - ReLU, `layers - 1` times, then a linear layer.
+
+    A linear layer before a BatchNorm has no bias, as the normalisation would subtract it again. With two
+    layers this is BYOL's projector and predictor and SimSiam's predictor; with three and `last_batch_norm` it
+    is SimSiam's projector. Initialised from torch's global random generator.
+
+    Args:
+        in_features: dimension of the input.
+        hidden_features: dimension between the layers; not used where `layers` is 1.
+        out_features: dimension of the output.
+        layers: number of linear layers, at least 1.
+        batch_norm: whether a BatchNorm stands before each ReLU.
+        last_batch_norm: whether one more BatchNorm stands after the last linear layer. It has no weight and
+            bias of its own, as in the released code of SimSiam and MoCo v3.
+
+    Returns:
+        A module that maps float [n, in_features] to float [n, out_features].
+
+    Raises:
+        UserError: a dimension or the number of layers is below 1.
+    """
+    sizes = {
+        "in_features": in_features,
+        "hidden_features": hidden_features,
+        "out_features": out_features,
+        "layers": layers,
+    }
+    for name, value in sizes.items():
+        if value < 1:
+            raise UserError(f"{name}: expected at least 1, got {value}")
+    modules: list[nn.Module] = []
+    width = in_features
+    for _ in range(layers - 1):
+        modules.append(nn.Linear(width, hidden_features, bias=not batch_norm))
+        if batch_norm:
+            modules.append(nn.BatchNorm1d(hidden_features))
+        modules.append(nn.ReLU(inplace=True))
+        width = hidden_features
+    modules.append(nn.Linear(width, out_features, bias=not last_batch_norm))
+    if last_batch_norm:
+        modules.append(nn.BatchNorm1d(out_features, affine=False))
+    return nn.Sequential(*modules)

@@ -1,0 +1,76 @@
+"""A client's model: the online network that is trained, and the target network where there is one."""
+
+from __future__ import annotations
+
+import copy
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+Layer = Literal["encoder", "predictor"]
+
+
+class Model(nn.Module):
+    """Networks under two names: `online` is trained and can travel, `target` is the client's own.
+
+    Args:
+        online: modules by name, in the order in which they are applied; the first is `encoder`, and
+            `projector` and `predictor` follow where the objective has them.
+        target_parts: names of the online modules that also exist as a target network (an exact copy at the
+            start, without gradients).
+    """
+
+    def __init__(self, online: dict[str, nn.Module], target_parts: tuple[str, ...] = ()):
+        super().__init__()
+        self.online = nn.ModuleDict(online)
+        self.target = nn.ModuleDict({name: copy.deepcopy(online[name]) for name in target_parts})
+        self.target.requires_grad_(False)
+
+    @property
+    def encoder(self) -> nn.Module:
+        return self.online["encoder"]
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    def represent(self, images: Tensor, layer: Layer = "predictor") -> Tensor:
+        """The online network's output at a layer: `encoder`, or `predictor` for the whole online network.
+
+        Args:
+            images: normalised float32 [n, C, H, W].
+
+        Returns:
+            [n, d] with d as the layer gives it.
+        """
+        out = self.encoder(images)
+        if layer == "predictor":
+            for name, module in self.online.items():
+                if name != "encoder":
+                    out = module(out)
+        return out
+
+    def target_project(self, images: Tensor) -> Tensor:
+        """The target network's output for normalised images, without gradient: [n, d]."""
+        with torch.no_grad():
+            out = images
+            for module in self.target.values():
+                out = module(out)
+        return out
+
+    @torch.no_grad()
+    def reset_target(self) -> None:
+        """Make the target network an exact copy of the online one."""
+        for name, module in self.target.items():
+            module.load_state_dict(self.online[name].state_dict())
+
+    @torch.no_grad()
+    def update_target(self, momentum: float) -> None:
+        """target = momentum * target + (1 - momentum) * online, on parameters.
+
+        Buffers are left out: the target's BatchNorm keeps the statistics of its own forward passes.
+        """
+        for name, module in self.target.items():
+            for old, new in zip(module.parameters(), self.online[name].parameters(), strict=True):
+                old.lerp_(new, 1.0 - momentum)

@@ -1,0 +1,48 @@
+"""What a client minimises alone."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from ..models.model import Model
+from ..parts import Part
+
+
+@dataclass
+class Step:
+    """What one training step computed, for regularisers to build on. Entries are one tensor a view, [n, d].
+
+    Attributes:
+        loss: the objective's loss, a scalar.
+        representations: the encoder's outputs.
+        projections: the online projector's outputs (empty where there is none).
+        predictions: the online predictor's outputs (empty where there is none).
+    """
+
+    loss: Tensor
+    representations: tuple[Tensor, ...]
+    projections: tuple[Tensor, ...] = ()
+    predictions: tuple[Tensor, ...] = ()
+
+
+class Objective(Part):
+    """Builds the heads around an encoder and computes the loss of a step."""
+
+    @property
+    def views(self) -> int:
+        """Augmented views of each image that a step needs."""
+        return 2
+
+    @abstractmethod
+    def build(self, encoder: nn.Module, classes: int) -> Model:
+        """The model around an encoder (which has `num_features`). `classes` is for supervised objectives."""
+
+    @abstractmethod
+    def step(self, model: Model, views: tuple[Tensor, ...], labels: Tensor) -> Step:
+        """The loss of one batch. Views: normalised float32 [n, C, H, W] each; labels int64 [n]."""
+
+    def after_step(self, model: Model) -> None:
+        """Called after each optimiser step: moves the target network where there is one."""

@@ -1,0 +1,39 @@
+"""SimSiam: predict the other view's projection, with a stop-gradient and no target network."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from ..models.heads import mlp_head
+from ..models.model import Model
+from .base import Objective, Step
+
+
+class SimSiam(Objective):
+    """Chen & He 2020, Exploring Simple Siamese Representation Learning, Eq. 2.
+
+    Projector of three layers that ends in BatchNorm, predictor with a bottleneck, as in their section 3.
+    """
+
+    output_features: int = Field(2048, ge=1)
+    bottleneck_features: int = Field(512, ge=1)
+
+    def build(self, encoder: nn.Module, classes: int) -> Model:
+        size = self.output_features
+        return Model(
+            {
+                "encoder": encoder,
+                "projector": mlp_head(encoder.num_features, size, size, layers=3, last_batch_norm=True),  # type: ignore[arg-type]
+                "predictor": mlp_head(size, self.bottleneck_features, size),
+            }
+        )
+
+    def step(self, model: Model, views: tuple[Tensor, ...], labels: Tensor) -> Step:
+        representations = tuple(model.encoder(view) for view in views)
+        projections = tuple(model.online["projector"](r) for r in representations)
+        predictions = tuple(model.online["predictor"](p) for p in projections)
+        similarity = F.cosine_similarity(predictions[0], projections[1].detach(), dim=-1)
+        similarity = similarity + F.cosine_similarity(predictions[1], projections[0].detach(), dim=-1)
+        return Step(-similarity.mean() / 2, representations, projections, predictions)

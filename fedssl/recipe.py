@@ -1,0 +1,221 @@
+"""Recipes: a few lines of YAML that name a method's parts, checked before anything is loaded."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import Field, InstanceOf, SerializeAsAny, ValidationError
+
+from .aggregators.base import Aggregator
+from .data.augmentation import AugmentationOptions
+from .data.datasets import DataOptions
+from .data.partitions import PartitionOptions
+from .errors import UserError
+from .evaluation.linear import LinearOptions
+from .local_updates.base import LocalUpdate
+from .objectives.base import Objective
+from .options import Options
+from .parts import part_class
+from .regularizers.base import Regularizer
+from .schedules.base import Schedule
+from .training import TrainingOptions
+
+#: recipe keys that hold parts, the folder each is looked up in, and whether the key holds a list of them
+PART_KEYS: dict[str, tuple[str, bool]] = {
+    "objective": ("objectives", False),
+    "regularizers": ("regularizers", True),
+    "schedule": ("schedules", False),
+    "aggregators": ("aggregators", True),
+    "local_update": ("local_updates", False),
+}
+
+
+class EvaluationOptions(Options):
+    """What is measured, and when. kNN and linear evaluation use the labelled training set of the data set."""
+
+    every: int = Field(0, ge=0, description="rounds between kNN evaluations; 0 evaluates before and after training")
+    neighbors: int = Field(20, ge=1)
+    temperature: float = Field(0.1, gt=0)
+    linear: LinearOptions = LinearOptions()
+
+
+class Recipe(Options):
+    """A whole run: data, clients, parts, training and evaluation. `resolved` fills every default."""
+
+    name: str
+    description: str = ""
+    seed: int = Field(0, ge=0)
+    rounds: int = Field(..., ge=1)
+    clients_per_round: int | None = Field(None, ge=1, description="sampled each round; all where not given")
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    architectures: list[str] = Field(
+        ..., min_length=1, description="client k has architecture k, cyclically: ours or any of timm's"
+    )
+    data: DataOptions = DataOptions()
+    partition: PartitionOptions = PartitionOptions()
+    augmentation: AugmentationOptions = AugmentationOptions()
+    objective: SerializeAsAny[InstanceOf[Objective]]
+    regularizers: list[SerializeAsAny[InstanceOf[Regularizer]]] = []
+    schedule: SerializeAsAny[InstanceOf[Schedule]]
+    aggregators: list[SerializeAsAny[InstanceOf[Aggregator]]] = []
+    local_update: SerializeAsAny[InstanceOf[LocalUpdate]]
+    training: TrainingOptions = TrainingOptions()
+    evaluation: EvaluationOptions = EvaluationOptions()
+
+    def to_yaml(self) -> str:
+        """The resolved recipe: every option with its value; `load_recipe` reads it back to an equal recipe."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=110)
+
+
+def recipe_names() -> list[str]:
+    """The recipes that ship with fedssl."""
+    folder = resources.files("fedssl") / "recipes"
+    return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
+
+
+def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a shipped recipe by name, or a file by path, and apply `key=value` overrides.
+
+    Args:
+        name_or_path: `hetero_ssfl`, or `./mine.yaml`.
+        overrides: `training.batch_size=64`, `regularizers.0.weight=1`, `objective.name=simsiam`; the value is YAML.
+
+    Raises:
+        UserError: no such recipe; not YAML; a key or value that is not allowed, with its path and what is.
+    """
+    values = read_values(name_or_path)
+    for override in overrides:
+        apply_override(values, override)
+    return parse_recipe(values, source=str(name_or_path))
+
+
+def parse_recipe(values: dict[str, Any], source: str = "recipe") -> Recipe:
+    """Check a recipe given as a mapping; `source` is what error messages call it."""
+    problems: list[str] = []
+    values = dict(values)
+    for key, (folder, many) in PART_KEYS.items():
+        if key not in values:
+            continue
+        if many and not isinstance(values[key], list):
+            problems.append(f"{key}: expected a list of parts, got {values[key]!r}")
+            continue
+        given = values[key] if many else [values[key]]
+        parts = [
+            _parse_part(folder, value, f"{key}.{i}" if many else key, problems) for i, value in enumerate(given)
+        ]
+        values[key] = parts if many else parts[0]
+    if not problems:
+        try:
+            return Recipe.model_validate(values)
+        except ValidationError as error:
+            problems = _explain(error, Recipe)
+    raise UserError(f"{source}: {'; '.join(problems)}")
+
+
+def read_values(name_or_path: str | Path) -> dict[str, Any]:
+    """The unchecked mapping of a shipped recipe or a YAML file."""
+    text = str(name_or_path)
+    if text in recipe_names():
+        content = (resources.files("fedssl") / "recipes" / f"{text}.yaml").read_text(encoding="utf-8")
+    else:
+        path = Path(text).expanduser()
+        if not path.is_file():
+            near = difflib.get_close_matches(text, recipe_names(), n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise UserError(f"no recipe {text!r}: {hint}shipped are {', '.join(recipe_names())}, or give a .yaml file")
+        try:
+            content = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{path} cannot be read: {error}") from error
+    try:
+        values = yaml.safe_load(content)
+    except yaml.YAMLError as error:
+        raise UserError(f"{text} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{text} must hold a mapping of recipe keys, it holds {type(values).__name__}")
+    return values
+
+
+def apply_override(values: dict[str, Any], override: str) -> None:
+    """Set one `a.b.0.c=value` in nested mappings and lists."""
+    path, equals, text = override.partition("=")
+    if not equals or not path:
+        raise UserError(f"{override!r} is not key=value, for instance training.batch_size=64")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UserError(f"{override!r}: the value is not YAML: {' '.join(str(error).split())}") from error
+    keys = path.split(".")
+    target: Any = values
+    for i, key in enumerate(keys):
+        last = i == len(keys) - 1
+        if isinstance(target, list):
+            if not key.isdigit() or int(key) >= len(target):
+                raise UserError(f"{override!r}: {'.'.join(keys[:i])} is a list of {len(target)}, {key!r} is no entry")
+            index: Any = int(key)
+        elif isinstance(target, dict):
+            index = key
+            if not last:
+                target.setdefault(key, {})
+        else:
+            raise UserError(f"{override!r}: {'.'.join(keys[:i])} is {target!r} and has no entries")
+        if last:
+            # another part under the same key has other options: the old part's are not carried over
+            renamed = key == "name" and ".".join(keys[:-1]).split(".")[0] in PART_KEYS
+            if renamed and isinstance(target, dict) and target.get("name") != value:
+                target.clear()
+            target[index] = value
+        else:
+            target = target[index]
+
+
+def _parse_part(folder: str, value: Any, path: str, problems: list[str]) -> Any:
+    if isinstance(value, str):
+        value = {"name": value}
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        problems.append(f"{path}: expected a part such as {{name: ...}}, got {value!r}")
+        return value
+    try:
+        cls = part_class(folder, value["name"])
+    except UserError as error:
+        problems.append(f"{path}.name: {error}")
+        return value
+    try:
+        return cls.model_validate(value)
+    except ValidationError as error:
+        problems.extend(_explain(error, cls, path))
+        return value
+
+
+def _explain(error: ValidationError, model: type[Options], prefix: str = "") -> list[str]:
+    """One clause per problem: path, what came, what is allowed."""
+    clauses = []
+    for item in error.errors():
+        location = [str(part) for part in item["loc"]]
+        path = ".".join(([prefix] if prefix else []) + location)
+        if item["type"] == "extra_forbidden":
+            allowed = _fields_at(model, location[:-1])
+            near = difflib.get_close_matches(location[-1], allowed, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            clauses.append(f"{path}: unknown key; {hint}allowed here are {', '.join(allowed)}")
+        elif item["type"] == "missing":
+            clauses.append(f"{path}: missing")
+        else:
+            message = item["msg"][0].lower() + item["msg"][1:]
+            clauses.append(f"{path}: {message}, got {item['input']!r}")
+    return clauses
+
+
+def _fields_at(model: type[Options], location: list[str]) -> list[str]:
+    current: Any = model
+    for key in location:
+        field = current.model_fields.get(key)
+        if field is None or not (isinstance(field.annotation, type) and issubclass(field.annotation, Options)):
+            return []
+        current = field.annotation
+    return [name for name, field in current.model_fields.items() if not field.exclude]

@@ -1,0 +1,63 @@
+"""Hetero-SSFL's proximal term: align the representations of public images by linear CKA."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from pydantic import Field
+from torch import Tensor
+
+from fedkernels import linear_cka, linear_cka_to_kernel
+
+from ..aggregators.representation_mean import FACTOR, KERNEL, WHITENING
+from ..data.augmentation import normalize
+from ..data.batches import endless_batches
+from ..objectives.base import Step
+from .base import Regularizer, StepLoss
+
+if TYPE_CHECKING:
+    from ..client import LocalRound
+
+
+class CKAAlignment(Regularizer):
+    """mu * (1 - CKA(K_k, K-bar)) on a mini-batch of the public images a step (Makhija et al. 2022, Eq. 1 and 2).
+
+    The paper prints + mu * CKA, which as a term to minimise drives clients apart. CKA is a similarity and the text
+    calls the term a distance, so it is 1 - CKA here. Rows of the public images that a step draws give the
+    mini-batch of A_k; the same rows of the factor of K-bar, or rows and columns of K-bar, give the target.
+
+    What K-bar is (peers or a control, which layer, which kernel) is said by the `representation_mean` aggregator;
+    its message carries it here. Logs `cka`, the mean over the round's steps. High CKA alone is not success: a
+    representation of rank one aligns perfectly, so look at the effective rank beside it.
+    """
+
+    needs_public_images: ClassVar[bool] = True
+    needs_aggregator: ClassVar[str | None] = "representation_mean"
+
+    weight: float = Field(0.5, ge=0, description="mu; the paper's 0.5 for CIFAR, 1 for Tiny-ImageNet")
+    batch_size: int = Field(100, ge=2, description="public images a step")
+
+    def start_round(self, local: LocalRound) -> StepLoss:
+        received, client = local.received, local.client
+        assert client.public_images is not None
+        model, public = client.model, client.public_images
+        layer = received.config["alignment.layer"]
+        centered = bool(received.config["alignment.centered"])
+        factor, kernel = received.tensors.get(FACTOR), received.tensors.get(KERNEL)
+        whitening = client.memory.tensors.get(WHITENING)
+        batches = endless_batches(len(public), self.batch_size, local.generator("cka_alignment"))
+
+        def term(step: Step) -> Tensor:
+            rows = next(batches)
+            x = model.represent(normalize(public[rows].to(model.device)), layer)  # type: ignore[arg-type]
+            if whitening is not None:
+                x = x @ whitening.to(x)
+            if factor is not None:
+                cka = linear_cka(x, factor[rows].to(x), centered=centered)
+            else:
+                assert kernel is not None
+                cka = linear_cka_to_kernel(x, kernel[rows][:, rows].to(x), centered=centered)
+            local.log("cka", float(cka.detach()))
+            return self.weight * (1.0 - cka)
+
+        return term

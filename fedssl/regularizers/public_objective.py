@@ -1,0 +1,47 @@
+"""A control: train on the public images too, without any federation."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from ..data.augmentation import two_views
+from ..data.batches import endless_batches
+from ..objectives.base import Step
+from .base import Regularizer, StepLoss
+
+if TYPE_CHECKING:
+    from ..client import LocalRound
+
+
+class PublicObjective(Regularizer):
+    """weight * the client's own objective on two views of a mini-batch of the public images a step.
+
+    A method that aligns clients on public images lets each of them see those images. What a client gains from
+    seeing them alone is no gain from its peers; this control shows it. It takes the same number of steps, and of
+    public images a step, as `cka_alignment`.
+    """
+
+    needs_public_images: ClassVar[bool] = True
+
+    weight: float = Field(1.0, ge=0)
+    batch_size: int = Field(100, ge=2, description="public images a step")
+
+    def start_round(self, local: LocalRound) -> StepLoss:
+        assert local.client.public_images is not None
+        model, public = local.client.model, local.client.public_images
+        batches = endless_batches(len(public), self.batch_size, local.generator("public_objective order"))
+        augmentation = local.generator("public_objective augmentation")
+        no_labels = torch.zeros(min(self.batch_size, len(public)), dtype=torch.int64, device=model.device)
+
+        def term(step: Step) -> Tensor:
+            images = public[next(batches)]
+            views = tuple(v.to(model.device) for v in two_views(images, local.augmentation, augmentation))
+            loss = local.objective.step(model, views, no_labels).loss
+            local.log("public_loss", float(loss.detach()))
+            return self.weight * loss
+
+        return term

@@ -1,0 +1,83 @@
+"""One client's local training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from .client import LocalRound
+from .data.augmentation import augment
+from .data.batches import epoch_batches
+from .errors import UserError
+from .options import Options
+from .regularizers.base import Regularizer
+
+
+class TrainingOptions(Options):
+    """Defaults are Hetero-SSFL's (section 5.1), the weight decay FedU's."""
+
+    local_epochs: int = Field(5, ge=1)
+    batch_size: int = Field(200, ge=2)
+    optimizer: Literal["sgd", "adam"] = "sgd"
+    learning_rate: float = Field(0.032, gt=0)
+    learning_rate_schedule: Literal["constant", "cosine"] = Field("constant", description="over the rounds")
+    momentum: float = Field(0.9, ge=0, lt=1, description="of sgd")
+    weight_decay: float = Field(5e-4, ge=0)
+
+
+def learning_rate(options: TrainingOptions, round_number: int, rounds: int) -> float:
+    """The rate of a round, from 1 to `rounds`; `cosine` starts at the full rate and would reach 0 after the last."""
+    if options.learning_rate_schedule == "constant":
+        return options.learning_rate
+    return options.learning_rate * 0.5 * (1.0 + math.cos(math.pi * (round_number - 1) / rounds))
+
+
+def train_locally(
+    local: LocalRound, options: TrainingOptions, regularizers: Sequence[Regularizer], rounds: int
+) -> None:
+    """Train the client's model for one round; the metrics of the round are logged in `local`.
+
+    The optimiser is new in every round: its state describes weights that the server may have replaced.
+
+    Raises:
+        UserError: the loss is not finite.
+    """
+    client, objective = local.client, local.objective
+    model, device = client.model, client.model.device
+    terms = [regularizer.start_round(local) for regularizer in regularizers]
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    rate = learning_rate(options, local.number, rounds)
+    optimizer: torch.optim.Optimizer
+    if options.optimizer == "sgd":
+        optimizer = torch.optim.SGD(
+            parameters, lr=rate, momentum=options.momentum, weight_decay=options.weight_decay
+        )
+    else:
+        optimizer = torch.optim.Adam(parameters, lr=rate, weight_decay=options.weight_decay)
+    order, augmentation = local.generator("order"), local.generator("augmentation")
+    for _ in range(options.local_epochs):
+        for rows in epoch_batches(len(client.images), options.batch_size, order):
+            images = client.images[rows]
+            views: tuple[Tensor, ...] = tuple(
+                augment(images, local.augmentation, augmentation).to(device) for _ in range(objective.views)
+            )
+            step = objective.step(model, views, client.labels[rows].to(device))
+            loss = step.loss
+            for term in terms:
+                loss = loss + term(step)
+            if not torch.isfinite(loss):
+                raise UserError(
+                    f"client {client.index}'s loss became {float(loss)} in round {local.number}; "
+                    "lower training.learning_rate or the regularizers' weights"
+                )
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            optimizer.step()
+            objective.after_step(model)
+            local.log("loss", float(step.loss.detach()))
+            local.log("total_loss", float(loss.detach()))
