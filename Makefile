@@ -42,7 +42,7 @@ lint: $(installed)
 # Fixed names only: an environment elsewhere (VENV=...) is its owner's to remove.
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find fedkernels fedssl tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
+	find . -name '.?*' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The mark is the last step, so an installation that fails or is killed is taken up again by the next call.
 $(installed): pyproject.toml setup.py $(wildcard csrc/*/*) | check-python

@@ -22,7 +22,8 @@ app = typer.Typer(
 console = Console()
 
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="KEY=VALUE...", help="for instance training.batch_size=64 seed=1")
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE...", help="for instance training.batch_size=64 seed=1"),
 ]
 
 
@@ -147,7 +148,9 @@ def run_table(
     loaded = module.load_table(table)
     path = output or Path("runs") / loaded.name
     try:
-        module.run_table(loaded, path, overrides or (), jobs=jobs, note=lambda text: console.print(text, highlight=False))
+        module.run_table(
+            loaded, path, overrides or (), jobs=jobs, note=lambda text: console.print(text, highlight=False)
+        )
     except KeyboardInterrupt:
         console.print("\nStopped. Finished cells and rounds are kept; the same command continues.")
         raise typer.Exit(130) from None

@@ -112,12 +112,12 @@ def build_federation(recipe: Recipe) -> Federation:
     if exchanges == recipe.local_update.personal:
         raise UserError(
             f"local_update {recipe.local_update.name} does not go with "
-            f"aggregators {names}: "
-            + ("use replace" if exchanges else "without exchanged weights use keep_own")
+            f"aggregators {names}: " + ("use replace" if exchanges else "without exchanged weights use keep_own")
         )
     device = _device(recipe.device)
     dataset = load_dataset(recipe.data, recipe.seed)
-    public_users = [p.name for p in (*recipe.regularizers, *recipe.aggregators) if p.needs_public_images]
+    public_users = [r.name for r in recipe.regularizers if r.needs_public_images]
+    public_users += [a.name for a in recipe.aggregators if a.needs_public_images]
     if public_users and dataset.public_images is None:
         raise UserError(
             f"{public_users[0]} needs public images to align on: give data.public_path (an .npz or a folder of images) "

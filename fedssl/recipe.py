@@ -60,9 +60,9 @@ class Recipe(Options):
     partition: PartitionOptions = PartitionOptions()
     augmentation: AugmentationOptions = AugmentationOptions()
     objective: SerializeAsAny[InstanceOf[Objective]]
-    regularizers: list[SerializeAsAny[InstanceOf[Regularizer]]] = []
+    regularizers: list[SerializeAsAny[InstanceOf[Regularizer]]] = Field(default_factory=list)
     schedule: SerializeAsAny[InstanceOf[Schedule]]
-    aggregators: list[SerializeAsAny[InstanceOf[Aggregator]]] = []
+    aggregators: list[SerializeAsAny[InstanceOf[Aggregator]]] = Field(default_factory=list)
     local_update: SerializeAsAny[InstanceOf[LocalUpdate]]
     training: TrainingOptions = TrainingOptions()
     evaluation: EvaluationOptions = EvaluationOptions()
@@ -105,9 +105,7 @@ def parse_recipe(values: dict[str, Any], source: str = "recipe") -> Recipe:
             problems.append(f"{key}: expected a list of parts, got {values[key]!r}")
             continue
         given = values[key] if many else [values[key]]
-        parts = [
-            _parse_part(folder, value, f"{key}.{i}" if many else key, problems) for i, value in enumerate(given)
-        ]
+        parts = [_parse_part(folder, value, f"{key}.{i}" if many else key, problems) for i, value in enumerate(given)]
         values[key] = parts if many else parts[0]
     if not problems:
         try:

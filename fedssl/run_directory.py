@@ -128,9 +128,7 @@ class RunDirectory:
 
     # Checkpoints
 
-    def commit(
-        self, round_number: int, server: Message, changed_clients: dict[int, Message], finished: bool
-    ) -> None:
+    def commit(self, round_number: int, server: Message, changed_clients: dict[int, Message], finished: bool) -> None:
         """Store the states of a finished round; clients that did not take part keep their file."""
         files = dict(self.checkpoint.files)
         new = {"server": server} | {f"client-{k:04d}": state for k, state in changed_clients.items()}

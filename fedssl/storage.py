@@ -52,7 +52,8 @@ def sync_folder(folder: Path) -> None:
 
 def write_message(path: Path, message: Message) -> None:
     """Store a message as one safetensors file; numbers and config stand as JSON in its header."""
-    header = {"numbers": json.dumps(message.numbers), "config": json.dumps(message.config)}
+    # one entry: safetensors orders several at random, and equal states shall be equal files
+    header = {"message": json.dumps({"numbers": message.numbers, "config": message.config})}
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in message.tensors.items()}
     write_atomically(path, save_tensors(tensors, metadata=header))
 
@@ -67,7 +68,7 @@ def read_message(path: Path) -> Message:
         data = path.read_bytes()
         tensors = load_tensors(data)
         length = int.from_bytes(data[:8], "little")
-        header = json.loads(data[8 : 8 + length])["__metadata__"]
-        return Message(tensors, json.loads(header["numbers"]), json.loads(header["config"]))
+        header = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["message"])
+        return Message(tensors, header["numbers"], header["config"])
     except (OSError, SafetensorError, ValueError, KeyError) as error:
         raise UserError(f"{path} cannot be read as a checkpoint: {error}") from error

@@ -54,9 +54,7 @@ def train_locally(
     rate = learning_rate(options, local.number, rounds)
     optimizer: torch.optim.Optimizer
     if options.optimizer == "sgd":
-        optimizer = torch.optim.SGD(
-            parameters, lr=rate, momentum=options.momentum, weight_decay=options.weight_decay
-        )
+        optimizer = torch.optim.SGD(parameters, lr=rate, momentum=options.momentum, weight_decay=options.weight_decay)
     else:
         optimizer = torch.optim.Adam(parameters, lr=rate, weight_decay=options.weight_decay)
     order, augmentation = local.generator("order"), local.generator("augmentation")

@@ -53,6 +53,4 @@ class WeightedMean(Aggregator):
         order = sorted(replies)
         weights = [replies[k].numbers["samples"] for k in order]
         names = [name for name in replies[order[0]].tensors if name in server.tensors and name.startswith("online.")]
-        return Message(
-            {name: weighted_mean([replies[k].tensors[name] for k in order], weights) for name in names}
-        )
+        return Message({name: weighted_mean([replies[k].tensors[name] for k in order], weights) for name in names})

@@ -1,7 +1,8 @@
 """Two random views of each image, computed for a whole batch at once.
 
-Every image has its own random parameters, drawn from an explicit generator. The operations are plain functions of
-float32 images [n, C, H, W] in [0, 1] and of one parameter an image, in torchvision's definitions.
+Every image has its own random parameters, drawn from an explicit generator. The operations are plain
+functions of float32 images [n, C, H, W] in [0, 1] and of one parameter an image, in torchvision's
+definitions.
 """
 
 from typing import Annotated
@@ -21,9 +22,10 @@ _CROP_TRIES = 10
 class AugmentationOptions(Options):
     """Strength and probability of each operation; 0 turns one off (crop: scale (1, 1) and ratio (1, 1)).
 
-    Colour jitter, grayscale and flip are BYOL's (Grill et al. 2020, appendix B), blur is SimCLR's (Chen et al. 2020,
-    appendix A: probability 0.5, sigma 0.1 to 2, kernel a tenth of the side). The smallest crop of 0.2 of the area is
-    that of MoCo v2, SimSiam and FedU2's released code; BYOL's 0.08 leaves 9x9 pixels of a 32x32 image.
+    Colour jitter, grayscale and flip are BYOL's (Grill et al. 2020, appendix B), blur is SimCLR's (Chen et
+    al. 2020, appendix A: probability 0.5, sigma 0.1 to 2, kernel a tenth of the side). The smallest crop of
+    0.2 of the area is that of MoCo v2, SimSiam and FedU2's released code; BYOL's 0.08 leaves 9x9 pixels of a
+    32x32 image.
 
     crop_scale: the crop's share of the area; crop_ratio: its width / height (drawn evenly in the logarithm).
     flip, grayscale, blur, jitter_probability: probabilities.
@@ -64,9 +66,7 @@ def normalize(images: Tensor) -> Tensor:
     return images.float().mul_(4 / 255).sub_(2)
 
 
-def two_views(
-    images: Tensor, options: AugmentationOptions, generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
+def two_views(images: Tensor, options: AugmentationOptions, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Two independent calls of `augment`: the positive pair of uint8 images [n, C, H, W]."""
     return augment(images, options, generator), augment(images, options, generator)
 
@@ -74,18 +74,16 @@ def two_views(
 def augment(images: Tensor, options: AugmentationOptions, generator: torch.Generator) -> Tensor:
     """One random view of each image: uint8 [n, C, H, W] to normalised float32 [n, C, H, W] (see `normalize`).
 
-    Random resized crop, horizontal flip, colour jitter, grayscale, Gaussian blur, in BYOL's order. Images of one
-    channel skip saturation, hue and grayscale. The order of the four jitter operations is drawn once a batch.
+    Random resized crop, horizontal flip, colour jitter, grayscale, Gaussian blur, in BYOL's order. Images of
+    one channel skip saturation, hue and grayscale. The order of the four jitter operations is drawn once a
+    batch.
 
-    Randomness comes from `generator` alone. The parameters are drawn on the generator's device and moved to the
-    images', so that a CPU generator gives the same parameters for images on a CPU and on a GPU, and no operation
-    waits for the GPU.
+    Randomness comes from `generator` alone. The parameters are drawn on the generator's device and moved to
+    the images', so that a CPU generator gives the same parameters for images on a CPU and on a GPU.
     """
     _check(images)
     if images.ndim != 4 or images.shape[1] not in (1, 3) or min(images.shape[2:]) < 2:
-        raise ValueError(
-            f"images must be [n, 1 or 3, H, W] with sides of at least 2, came {list(images.shape)}"
-        )
+        raise ValueError(f"images must be [n, 1 or 3, H, W] with sides of at least 2, came {list(images.shape)}")
     count, channels, height, width = images.shape
     device = images.device
     views = images.float().div_(255)
@@ -114,9 +112,7 @@ def _jitter(images: Tensor, options: AugmentationOptions, generator: torch.Gener
         strength, operation = strengths[index], operations[index]
         if strength == 0:
             continue
-        low, high = (
-            (-strength, strength) if operation is adjust_hue else (max(0.0, 1 - strength), 1 + strength)
-        )
+        low, high = (-strength, strength) if operation is adjust_hue else (max(0.0, 1 - strength), 1 + strength)
         images = operation(images, _uniform(len(images), low, high, generator).to(images.device))
     return images
 
@@ -134,8 +130,8 @@ def draw_crop_boxes(
 ) -> Tensor:
     """Boxes of a random resized crop, int64 [count, 4]: top, left, height, width, all inside the image.
 
-    Distributed as torchvision's RandomResizedCrop: the first of ten drawn shapes that fits, else the largest central
-    box whose ratio is allowed.
+    Distributed as torchvision's RandomResizedCrop: the first of ten drawn shapes that fits, else the largest
+    central box whose ratio is allowed.
     """
     uniforms = torch.rand(2 * _CROP_TRIES + 2, count, generator=generator, device=generator.device)
     areas = height * width * (scale[0] + (scale[1] - scale[0]) * uniforms[:_CROP_TRIES])
@@ -173,21 +169,20 @@ def _choose(count: int, probability: float, generator: torch.Generator) -> Tenso
 def crop_and_resize(images: Tensor, boxes: Tensor, mirrored: Tensor) -> Tensor:
     """Cut box i from image i, stretch it to the image's size, and swap left and right where mirrored[i].
 
-    images [n, C, H, W]; boxes int64 [n, 4]: top, left, height, width; mirrored bool [n]. Bilinear. A box is never
-    larger than the image, so this never shrinks and needs no filter against aliasing.
+    images [n, C, H, W]; boxes int64 [n, 4]: top, left, height, width; mirrored bool [n]. Bilinear. A box is
+    never larger than the image, so this never shrinks and needs no filter against aliasing.
     """
     height, width = images.shape[2:]
     rows = _sample_positions(boxes[:, 0], boxes[:, 2], height)
     columns = _sample_positions(boxes[:, 1], boxes[:, 3], width)
     columns = torch.where(mirrored[:, None], columns.flip(1), columns)
-    grid = torch.stack(
-        (columns[:, None, :].expand(-1, height, -1), rows[:, :, None].expand(-1, -1, width)), dim=3
-    )
+    x, y = columns[:, None, :].expand(-1, height, -1), rows[:, :, None].expand(-1, -1, width)
+    grid = torch.stack((x, y), dim=3)
     return F.grid_sample(images, grid, mode="bilinear", align_corners=False)
 
 
 def _sample_positions(start: Tensor, length: Tensor, size: int) -> Tensor:
-    """[n, size]: where to read for each output pixel, in grid_sample's coordinates (-1 and 1 are the edges)."""
+    """[n, size]: where to read for each output pixel, as grid_sample counts (-1 and 1 are the edges)."""
     start, length = start[:, None].float(), length[:, None].float()
     pixels = start + (torch.arange(size, device=start.device) + 0.5) * (length / size) - 0.5
     # Half a pixel beyond the box belongs to its neighbours: repeat the box's border instead.
@@ -222,7 +217,7 @@ def _blend(images: Tensor, centres: Tensor, factors: Tensor) -> Tensor:
 
 
 def adjust_hue(images: Tensor, shifts: Tensor) -> Tensor:
-    """Turn the hue of RGB image i by shifts[i] ([n], in turns: -0.5 to 0.5) in HSV; value and saturation stay."""
+    """Turn the HSV hue of RGB image i by shifts[i] ([n], in turns, -0.5 to 0.5)."""
     red, green, blue = images.unbind(1)
     value = images.amax(1)
     chroma = value - images.amin(1)
@@ -249,12 +244,15 @@ def blur_kernel_size(height: int, width: int) -> int:
 
 
 def gaussian_blur(images: Tensor, sigmas: Tensor, kernel_size: int) -> Tensor:
-    """Blur image i with standard deviation sigmas[i] ([n], pixels > 0), borders reflected; `kernel_size` is odd."""
+    """Blur image i with standard deviation sigmas[i] ([n], pixels > 0), borders reflected.
+
+    `kernel_size` is odd and less than twice the shorter side.
+    """
     radius = kernel_size // 2
     offsets = torch.arange(-radius, radius + 1, device=images.device)
     kernels = torch.softmax(-0.5 * (offsets / sigmas[:, None]) ** 2, dim=1)
     images = F.pad(images, [radius] * 4, mode="reflect")
-    # Each image has its own kernel: a sum of shifted images is faster than a convolution with a group an image.
+    # Each image has its own kernel: summing shifted images is faster than a convolution of n C groups.
     for dimension in (2, 3):
         size = images.shape[dimension] - 2 * radius
         blurred = images.narrow(dimension, 0, size) * kernels[:, 0, None, None, None]

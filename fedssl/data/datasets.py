@@ -25,7 +25,7 @@ _DEFAULT_FOLDER_SIZE = 32
 _MOST_CLASSES = 65536
 
 # One random stream per purpose, so that (for instance) a public_limit does not change the training images.
-_HOLDOUT_STREAM, _TRAIN_STREAM, _TEST_STREAM, _PUBLIC_STREAM = range(4)
+_HOLDOUT_STREAM, _TRAIN_STREAM, _TEST_STREAM, _PUBLIC_STREAM = range(1, 5)
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +34,7 @@ class Dataset:
 
     train_images: uint8 [n, C, H, W], C is 1 or 3; train_labels: int64 [n], 0 to len(class_names) - 1.
     test_images, test_labels: the same for the test set, with the same C, H and W.
-    public_images: uint8 [L, C, H, W] without labels, the representation alignment data of Hetero-SSFL; or None.
+    public_images: uint8 [L, C, H, W] without labels, Hetero-SSFL's representation alignment data; or None.
     """
 
     name: str
@@ -52,12 +52,14 @@ class DataOptions(Options):
     path: the .npz file, the image folder (with train/ and test/), or the root of a torchvision set
         (default ~/.cache/fedssl).
     download: let torchvision fetch a missing set.
-    public_path: unlabelled public images, an .npz (key x, x_train or train_images, or its only array) or a folder.
-    public_holdout: that many training images are taken out and become the public images, without their labels.
+    public_path: unlabelled public images, a folder or an .npz (key x, x_train, train_images, or its only
+        array).
+    public_holdout: that many training images are taken out and become the public images, without labels.
     train_limit: at most that many training images (after the holdout), class-balanced, drawn by the seed.
     test_limit: at most that many test images, class-balanced, the same ones for every seed.
     public_limit: at most that many public images, drawn by the seed.
-    image_size: resize to that many pixels a side (image folders need one: 32 where none is given).
+    image_size: resize to that many pixels a side, the longer side cut off where an image is not square (image
+        folders need one: 32 where none is given).
     """
 
     name: Literal["digits", "cifar10", "cifar100", "fashion_mnist", "npz", "folder"] = "digits"
@@ -76,9 +78,7 @@ class DataOptions(Options):
             what = "an .npz file" if self.name == "npz" else "a folder with train/ and test/"
             raise ValueError(f"name={self.name} needs path={what}")
         if self.name == "digits" and self.path is not None:
-            raise ValueError(
-                "path is given but name=digits is built in; set name to npz, folder or a torchvision set"
-            )
+            raise ValueError("path is given but name=digits is built in; set name to npz, folder or a torchvision set")
         if self.public_path is not None and self.public_holdout > 0:
             raise ValueError("public_path and public_holdout are two sources of public images; give only one")
         return self
@@ -120,9 +120,7 @@ def load_dataset(options: DataOptions, seed: int) -> Dataset:
         order = torch.from_numpy(_generator(seed, _PUBLIC_STREAM).permutation(len(public_images)))
         public_images = public_images[order[: options.public_limit].sort().values]
 
-    return Dataset(
-        options.name, train_images, train_labels, test_images, test_labels, class_names, public_images
-    )
+    return Dataset(options.name, train_images, train_labels, test_images, test_labels, class_names, public_images)
 
 
 _Splits = tuple[Tensor, Tensor, Tensor, Tensor, tuple[str, ...]]
@@ -180,15 +178,15 @@ def _load_torchvision(name: str, root: Path, download: bool) -> _Splits:
     }
     try:
         train, test = (kinds[name](root, train=is_train, download=download) for is_train in (True, False))
-    except (RuntimeError, OSError) as error:
+    except (RuntimeError, OSError, ValueError, AssertionError) as error:
         if download:
             raise UserError(
-                f"{name} could not be downloaded to {root} ({_brief(error)}); check the network and the disk, or "
-                "set data.path to a folder that holds it"
+                f"{name} could not be downloaded to {root} ({_brief(error)}); "
+                "check the network and the disk, or set data.path to a folder that holds it"
             ) from error
         raise UserError(
-            f"{name} is not complete under {root}; set data.download=true to fetch it, or data.path to the folder "
-            "that holds it"
+            f"{name} is not complete under {root}; "
+            "set data.download=true to fetch it, or data.path to the folder that holds it"
         ) from error
     tensors = []
     for split in (train, test):
@@ -232,10 +230,10 @@ def _open_npz(path: Path) -> Any:
         raise UserError(f"there is no file {path}; set data.path=FILE.npz to one that exists")
     try:
         archive = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise UserError(
-            f"{path} cannot be read as an .npz file; write it with numpy.savez_compressed"
-        ) from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({_brief(error)}); check its permissions and the disk") from error
+    except (ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise UserError(f"{path} cannot be read as an .npz file; write it with numpy.savez_compressed") from error
     if not isinstance(archive, np.lib.npyio.NpzFile):
         raise UserError(f"{path} is a single array, not an .npz file; write it with numpy.savez_compressed")
     return archive
@@ -250,13 +248,9 @@ def _read_array(archive: Any, path: Path, key: str) -> NDArray[Any]:
             raise UserError(
                 f"{path}: {key} is an object array, which is never read; save it as numbers (or strings)"
             ) from error
-        raise UserError(
-            f"{path}: {key} is corrupt ({_brief(error)}); copy or write the file again"
-        ) from error
+        raise UserError(f"{path}: {key} is corrupt ({_brief(error)}); copy or write the file again") from error
     except (OSError, EOFError, KeyError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
-        raise UserError(
-            f"{path}: {key} is corrupt ({_brief(error)}); copy or write the file again"
-        ) from error
+        raise UserError(f"{path}: {key} is corrupt ({_brief(error)}); copy or write the file again") from error
 
 
 def _to_labels(array: NDArray[Any], where: str) -> Tensor:
@@ -281,21 +275,17 @@ def _class_names(names: NDArray[Any] | None, classes: int, path: Path) -> tuple[
         return tuple(str(index) for index in range(classes))
     if names.ndim != 1 or len(names) < classes:
         raise UserError(
-            f"{path}: class_names has shape {list(names.shape)} but the labels reach {classes - 1}; expected at least "
-            f"{classes} names (or leave class_names out)"
+            f"{path}: class_names has shape {list(names.shape)} but the labels reach {classes - 1}; "
+            f"expected at least {classes} names (or leave class_names out)"
         )
-    return tuple(
-        name.decode(errors="replace") if isinstance(name, bytes) else str(name) for name in names.tolist()
-    )
+    return tuple(name.decode(errors="replace") if isinstance(name, bytes) else str(name) for name in names.tolist())
 
 
 def _to_uint8(arrays: dict[str, NDArray[Any]]) -> dict[str, NDArray[np.uint8]]:
     """Pixels to 0..255; whether floats mean [0, 1] or [0, 255] is decided over all of `arrays` together."""
     for where, array in arrays.items():
         if array.dtype.kind not in "iubf":
-            raise UserError(
-                f"{where} has type {array.dtype}; pixels must be uint8 (or floats in [0, 1] or [0, 255])"
-            )
+            raise UserError(f"{where} has type {array.dtype}; pixels must be uint8 (or floats in [0, 1] or [0, 255])")
         if array.size == 0:
             raise UserError(f"{where} is empty (shape {list(array.shape)}); at least one image is needed")
         if array.dtype.kind == "f":
@@ -306,8 +296,8 @@ def _to_uint8(arrays: dict[str, NDArray[Any]]) -> dict[str, NDArray[np.uint8]]:
                 )
         if array.dtype.kind != "b" and (array.min() < 0 or array.max() > 255):
             raise UserError(
-                f"{where} has pixels from {array.min():g} to {array.max():g}; expected uint8, or floats in [0, 1] or "
-                "[0, 255]"
+                f"{where} has pixels from {array.min():g} to {array.max():g}; "
+                "expected uint8, or floats in [0, 1] or [0, 255]"
             )
     brightest = max((float(array.max()) for array in arrays.values() if array.dtype.kind == "f"), default=0.0)
     float_scale = 255.0 if brightest <= 1.0 else 1.0
@@ -343,9 +333,7 @@ def _load_folder(path: Path, size: int) -> _Splits:
     folders = []
     for split in ("train", "test"):
         if not (path / split).is_dir():
-            raise UserError(
-                f"there is no folder {path / split}; data.path must hold train/CLASS/ and test/CLASS/"
-            )
+            raise UserError(f"there is no folder {path / split}; data.path must hold train/CLASS/ and test/CLASS/")
         try:
             folders.append(ImageFolder(str(path / split)))
         except FileNotFoundError as error:
@@ -355,9 +343,7 @@ def _load_folder(path: Path, size: int) -> _Splits:
     train, test = folders
     unknown = sorted(set(test.classes) - set(train.classes))
     if unknown:
-        raise UserError(
-            f"{path / 'test'} has classes that train/ lacks: {_listed(unknown)}; make the folders match"
-        )
+        raise UserError(f"{path / 'test'} has classes that train/ lacks: {_listed(unknown)}; make the folders match")
     train_images, train_gray = _decode([Path(name) for name, _ in train.samples], size, size)
     test_images, test_gray = _decode([Path(name) for name, _ in test.samples], size, size)
     if train_gray and test_gray:
@@ -383,11 +369,11 @@ def _decode(files: Sequence[Path], height: int, width: int) -> tuple[Tensor, boo
         try:
             with Image.open(file) as image:
                 all_gray = all_gray and image.mode in ("1", "L", "LA")
-                images[index] = ImageOps.fit(image.convert("RGB"), (width, height), Image.Resampling.BILINEAR)
+                images[index] = np.asarray(
+                    ImageOps.fit(image.convert("RGB"), (width, height), Image.Resampling.BILINEAR)
+                )
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-            raise UserError(
-                f"{file} cannot be read as an image ({_brief(error)}); repair or remove it"
-            ) from error
+            raise UserError(f"{file} cannot be read as an image ({_brief(error)}); repair or remove it") from error
     return torch.from_numpy(images).permute(0, 3, 1, 2).contiguous(), all_gray
 
 
@@ -405,33 +391,29 @@ def _load_public(path: Path, shape: torch.Size) -> Tensor:
     if path.is_dir():
         from torchvision.datasets.folder import IMG_EXTENSIONS
 
-        files = sorted(
-            file for file in path.rglob("*") if file.suffix.lower() in IMG_EXTENSIONS and file.is_file()
-        )
+        files = sorted(file for file in path.rglob("*") if file.suffix.lower() in IMG_EXTENSIONS and file.is_file())
         if not files:
-            raise UserError(
-                f"{path} holds no image; data.public_path must name a folder with images or an .npz file"
-            )
+            raise UserError(f"{path} holds no image; data.public_path must name a folder with images or an .npz file")
         images, all_gray = _decode(files, height, width)
         if all_gray:
             images = images[:, :1].contiguous()
     else:
         with _open_npz(path) as archive:
-            keys = [key for key in _PUBLIC_KEYS if key in archive.files] or archive.files
-            if keys[:1] == archive.files or (keys and keys[0] in _PUBLIC_KEYS):
-                array = _read_array(archive, path, keys[0])
-            else:
+            only = archive.files if len(archive.files) == 1 else []
+            keys = [key for key in _PUBLIC_KEYS if key in archive.files] or only
+            if not keys:
                 raise UserError(
-                    f"{path} has the arrays {_listed(archive.files)}; expected one of {', '.join(_PUBLIC_KEYS)}, or a "
-                    "single array"
+                    f"{path} has the arrays {_listed(archive.files)}; "
+                    f"expected one of {', '.join(_PUBLIC_KEYS)}, or a single array"
                 )
+            array = _read_array(archive, path, keys[0])
         where = f"{keys[0]} in {path}"
         images = _channels_first(_to_uint8({where: array})[where], where)
 
     if images.shape[1] == 3 and channels == 1:
         raise UserError(
-            f"the public images of {path} are in colour but the training images are gray; convert them to gray or "
-            "set data.public_holdout instead of data.public_path"
+            f"the public images of {path} are in colour but the training images are gray; "
+            "convert them to gray, or set data.public_holdout instead of data.public_path"
         )
     if images.shape[2:] != (height, width):
         images = _resize(images, height, width)
@@ -457,7 +439,7 @@ def _resize(images: Tensor, height: int, width: int) -> Tensor:
 
 
 def _balanced_subset(labels: Tensor, limit: int, generator: np.random.Generator) -> Tensor:
-    """Sorted indices of `limit` samples, as many of each class as there are (all of them if `limit` is larger)."""
+    """Sorted indices of `limit` samples (or all, if fewer), of each class as many as possible, within one."""
     order = generator.permutation(len(labels))
     shuffled = labels.numpy()[order]
     rank_in_class = np.empty(len(labels), np.int64)
@@ -476,7 +458,7 @@ def _same_shape(train: Tensor, test: Tensor) -> None:
     if train.shape[1:] != test.shape[1:]:
         shapes = ["x".join(str(side) for side in images.shape[1:]) for images in (train, test)]
         raise UserError(
-            f"the training images are {shapes[0]} but the test images are {shapes[1]} (channels x height x width); "
+            f"training images are {shapes[0]} but test images are {shapes[1]} (channels x height x width); "
             "make them equal, or set data.image_size where only the size differs"
         )
 

@@ -23,9 +23,9 @@ _MOST_LEGEND_ENTRIES = 20
 class PartitionOptions(Options):
     """How to divide the samples.
 
-    name: iid (equal random shares); disjoint_classes (Hetero-SSFL, section 5.1); dirichlet (each class is divided by
-        its own draw from Dirichlet(alpha); Hsu et al. 2019); quantity_skew (the sizes are drawn from Dirichlet(alpha),
-        the classes are mixed; Li et al. 2022).
+    name: iid (equal random shares); disjoint_classes (Hetero-SSFL, section 5.1); dirichlet (each class is
+        divided by its own draw from Dirichlet(alpha), Hsu et al. 2019); quantity_skew (the clients' sizes are
+        drawn from Dirichlet(alpha) and the classes are mixed, Li et al. 2022).
     clients: number of clients.
     classes_per_client: for disjoint_classes; by default classes // clients.
     alpha: for dirichlet and quantity_skew; small is uneven, large is even.
@@ -41,20 +41,18 @@ class PartitionOptions(Options):
     @model_validator(mode="after")
     def _consistent(self) -> "PartitionOptions":
         if self.classes_per_client is not None and self.name != "disjoint_classes":
-            raise ValueError(
-                f"classes_per_client is for name=disjoint_classes, not for name={self.name}; leave it out"
-            )
+            raise ValueError(f"classes_per_client is for name=disjoint_classes, not for name={self.name}; leave it out")
         return self
 
 
 def partition_indices(labels: Tensor, options: PartitionOptions, seed: int) -> list[Tensor]:
     """Divide samples with integer `labels` [n] amongst `options.clients` clients.
 
-    Returns one sorted int64 index tensor a client; every sample is on exactly one client. The same labels, options
-    and seed >= 0 always give the same answer.
+    Returns one sorted int64 index tensor a client; every sample is on exactly one client. The same labels,
+    options and seed >= 0 always give the same answer.
 
     Raises:
-        UserError: the request cannot be met (too few samples or classes, classes left over, a client too small).
+        UserError: the request cannot be met (too few samples or classes, classes left over, a small client).
     """
     if labels.ndim != 1 or labels.is_floating_point():
         raise TypeError(f"labels must be integers [n], came {labels.dtype} {list(labels.shape)}")
@@ -94,30 +92,27 @@ def partition_indices(labels: Tensor, options: PartitionOptions, seed: int) -> l
     return [torch.from_numpy(np.sort(np.concatenate(part)).astype(np.int64)) for part in parts]
 
 
-def _deal_classes(
-    classes: int, options: PartitionOptions, generator: np.random.Generator
-) -> NDArray[np.bool_]:
+def _deal_classes(classes: int, options: PartitionOptions, generator: np.random.Generator) -> NDArray[np.bool_]:
     """Which client holds which class, [classes, clients], as in Hetero-SSFL, section 5.1.
 
-    Each client in turn takes the classes that the fewest clients hold so far, ties broken at random. So no client
-    gets a class twice, the classes are held by equally many clients (within one), and where there are no more
-    places than classes nothing is shared.
+    Each client in turn takes the classes that the fewest clients hold so far, ties broken at random. So no
+    client gets a class twice, all classes are held by equally many clients (within one), and where there are
+    no more places than classes nothing is shared.
     """
     clients = options.clients
     per_client = options.classes_per_client or classes // clients
     if per_client == 0:
         raise UserError(
-            f"{clients} clients cannot have disjoint classes: the data have only {classes}; lower partition.clients to "
-            f"{classes}, or set partition.classes_per_client=1 to share classes"
+            f"{clients} clients cannot have disjoint classes: the data have only {classes}; "
+            f"lower partition.clients to {classes}, or set partition.classes_per_client=1 to share classes"
         )
     if per_client > classes:
-        raise UserError(
-            f"partition.classes_per_client={per_client} but the data have only {classes} classes; lower it"
-        )
+        raise UserError(f"partition.classes_per_client={per_client} but the data have only {classes} classes; lower it")
     if clients * per_client < classes:
         raise UserError(
-            f"{clients} clients x {per_client} classes hold {clients * per_client} of {classes} classes and leave "
-            f"samples over; set partition.classes_per_client={-(-classes // clients)} or change partition.clients"
+            f"{clients} clients x {per_client} classes are {clients * per_client} of {classes} classes and "
+            f"leave samples over; set partition.classes_per_client={-(-classes // clients)}, or raise "
+            "partition.clients"
         )
     holds = np.zeros((classes, clients), bool)
     for client in range(clients):
@@ -140,7 +135,7 @@ def _equal_shares(sizes: NDArray[np.int64], holds: NDArray[np.bool_]) -> NDArray
 def _dirichlet_counts(
     sizes: NDArray[np.int64], options: PartitionOptions, generator: np.random.Generator
 ) -> NDArray[np.int64]:
-    """Counts [groups, clients]: each group divided by its own Dirichlet(alpha), redrawn until none is too small."""
+    """Counts [groups, clients]: each group divided by its own draw, repeated until no client is too small."""
     most = 0
     for _ in range(_TRIES):
         shares = generator.dirichlet(np.full(options.clients, options.alpha), size=len(sizes))
@@ -152,43 +147,41 @@ def _dirichlet_counts(
             return counts
         most = max(most, smallest)
     raise UserError(
-        f"{options.name} with alpha={options.alpha:g}: in {_TRIES} draws the smallest of {options.clients} clients never "
-        f"had more than {most} samples, and partition.min_samples={options.min_samples}; raise partition.alpha, or "
-        "lower partition.clients or partition.min_samples"
+        f"{options.name} with alpha={options.alpha:g}: in {_TRIES} draws the smallest of {options.clients} "
+        f"clients never had more than {most} samples, and partition.min_samples={options.min_samples}; "
+        "raise partition.alpha, or lower partition.clients or partition.min_samples"
     )
 
 
 def class_counts(labels: Tensor, indices: Sequence[Tensor], classes: int) -> Tensor:
-    """Samples of each class on each client: int64 [clients, classes]; labels [n] run from 0 to classes - 1."""
+    """Samples of each class on each client: int64 [clients, classes]; `labels` [n] are below `classes`."""
     return torch.stack([torch.bincount(labels[index], minlength=classes) for index in indices])
 
 
 def format_partition(counts: Tensor, class_names: Sequence[str]) -> str:
     """A plain-text table of `counts` [clients, classes] with totals.
 
-    Up to 12 classes have a column each; of more, each client's number of classes and its largest three are named.
+    Up to 12 classes have a column each; of more, each client's number of classes and its largest three stand.
     """
     clients, classes = _checked_shape(counts, class_names)
     totals = counts.sum(0)
     rows = [(str(client), counts[client]) for client in range(clients)] + [("total", totals)]
     if classes <= _MOST_TABLE_COLUMNS:
         cells = [["client", *class_names, "total"]]
-        cells += [[name, *(str(value) for value in row.tolist()), str(int(row.sum()))] for name, row in rows]
+        cells += [[name, *map(str, row.tolist()), str(int(row.sum()))] for name, row in rows]
     else:
         cells = [["client", "total", "classes", "largest classes"]]
         for name, row in rows:
-            largest = [
-                index for index in row.argsort(descending=True, stable=True)[:3].tolist() if row[index] > 0
-            ]
+            largest = [index for index in row.argsort(descending=True, stable=True)[:3].tolist() if row[index] > 0]
             listed = ", ".join(f"{class_names[index]} ({int(row[index])})" for index in largest)
             cells.append([name, str(int(row.sum())), str(int((row > 0).sum())), listed])
     widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
     text_column = 3 if classes > _MOST_TABLE_COLUMNS else None
     lines = []
-    for row in cells:
+    for line in cells:
         padded = [
             cell.ljust(width) if column == text_column else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
         ]
         lines.append("  ".join(padded).rstrip())
     return "\n".join(lines)
@@ -203,6 +196,7 @@ def draw_partition(counts: Tensor, class_names: Sequence[str]) -> "Figure":
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import ListedColormap, Normalize
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
     clients, classes = _checked_shape(counts, class_names)
     if classes <= 10:
@@ -212,27 +206,27 @@ def draw_partition(counts: Tensor, class_names: Sequence[str]) -> "Figure":
     else:
         colours = [colormaps["turbo"](index / (classes - 1)) for index in range(classes)]
 
-    figure = Figure(figsize=(8, min(1.6 + 0.4 * max(clients, 4), 40)), layout="constrained")
+    legend_entries = classes if classes <= _MOST_LEGEND_ENTRIES else 0
+    height = max(3, min(1 + 0.45 * clients, 40), 0.8 + 0.22 * legend_entries)  # inches
+    figure = Figure(figsize=(8, height), layout="constrained")
     axes = figure.add_subplot()
-    positions = np.arange(clients)
-    left = np.zeros(clients)
-    for index in range(classes):
-        width = counts[:, index].cpu().numpy()
-        axes.barh(positions, width, left=left, color=colours[index], label=class_names[index], height=0.8)
-        left = left + width
-    for position, total in zip(positions, left, strict=True):
-        axes.annotate(
-            f"{int(total):,}", (total, position), (4, 0), textcoords="offset points", va="center", fontsize=8
-        )
-    axes.margins(x=0.08, y=0.02)
-    axes.set_xlim(left=0)
-    axes.set_yticks(positions[:: max(1, clients // 50)])
-    axes.invert_yaxis()
+    sizes = counts.cpu().numpy()
+    ends = sizes.cumsum(1)
+    for client in range(clients):
+        held = np.flatnonzero(sizes[client])
+        pieces = [(ends[client, index] - sizes[client, index], sizes[client, index]) for index in held]
+        axes.broken_barh(pieces, (client - 0.4, 0.8), facecolors=[colours[index] for index in held])
+        total = int(ends[client, -1])
+        axes.annotate(f"{total:,}", (total, client), (4, 0), textcoords="offset points", va="center", fontsize=8)
+    axes.set_xlim(0, max(1, 1.08 * ends[:, -1].max()))
+    axes.set_ylim(clients - 0.5, -0.5)
+    axes.set_yticks(range(0, clients, max(1, clients // 50)))
     axes.set(xlabel="training samples", ylabel="client")
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    if classes <= _MOST_LEGEND_ENTRIES:
-        figure.legend(*axes.get_legend_handles_labels(), title="class", loc="outside right upper", fontsize=9)
+    if legend_entries:
+        handles = [Patch(color=colour, label=name) for colour, name in zip(colours, class_names, strict=True)]
+        figure.legend(handles=handles, title="class", loc="outside right upper", fontsize=9)
     else:
         scale = ScalarMappable(Normalize(-0.5, classes - 0.5), ListedColormap(colours))
         figure.colorbar(scale, ax=axes, label="class number", pad=0.02)

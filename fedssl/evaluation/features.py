@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from fedssl.errors import UserError
+from ..errors import UserError
 
 
 def extract_features(
@@ -26,7 +26,7 @@ def extract_features(
     Raises:
         UserError: wrong dtype or shape of the images, or the encoder does not give one vector an image.
     """
-    from fedssl.data.augmentation import normalize
+    from ..data.augmentation import normalize
 
     check_images("images", images)
     if batch_size < 1:
@@ -59,8 +59,7 @@ def check_images(name: str, images: Tensor) -> None:
     """Raise a UserError that begins with `name` unless `images` is uint8 [n, C, H, W] with n at least 1."""
     if images.dtype != torch.uint8 or images.dim() != 4 or len(images) == 0:
         raise UserError(
-            f"{name}: expected at least one image as uint8 [n, C, H, W], "
-            f"got {images.dtype} {list(images.shape)}"
+            f"{name}: expected at least one image as uint8 [n, C, H, W], got {images.dtype} {list(images.shape)}"
         )
 
 
@@ -75,9 +74,7 @@ def check_features(name: str, features: Tensor) -> None:
             f"got {features.dtype} {list(features.shape)}"
         )
     if not torch.isfinite(features).all():
-        raise UserError(
-            f"{name}: contains NaN or infinite values, so training has diverged; lower the learning rate"
-        )
+        raise UserError(f"{name}: contains NaN or infinite values, so training has diverged; lower the learning rate")
 
 
 def check_labels(name: str, labels: Tensor, count: int, classes: int | None = None) -> None:

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedssl.errors import UserError
-from fedssl.evaluation.features import check_features, check_labels, check_same_width
+from ..errors import UserError
+from .features import check_features, check_labels, check_same_width
 
 # Similarities held at a time: 64 MiB in float32, whatever the size of the test set.
 _SIMILARITIES_AT_A_TIME = 16 * 2**20

@@ -5,9 +5,9 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedssl.errors import UserError
-from fedssl.evaluation.features import check_features, check_labels, check_same_width
-from fedssl.options import Options
+from ..errors import UserError
+from ..options import Options
+from .features import check_features, check_labels, check_same_width
 
 
 class LinearOptions(Options):
@@ -80,9 +80,7 @@ def linear_accuracy(
                 loss.backward()
                 optimizer.step()
     if not all(bool(torch.isfinite(parameter).all()) for parameter in parameters):
-        raise UserError(
-            f"learning_rate: the linear evaluation diverged at {options.learning_rate}; choose a lower one"
-        )
+        raise UserError(f"learning_rate: the linear evaluation diverged at {options.learning_rate}; choose a lower one")
     with torch.no_grad():
         predicted = F.linear(test_features.to(device).float(), weight, bias).argmax(dim=1)
     return 100.0 * int((predicted == test_labels.to(device)).sum()) / len(test_features)

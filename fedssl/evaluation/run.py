@@ -18,9 +18,7 @@ from .evaluate import evaluate_model
 from .semi_supervised import SemiSupervisedOptions, semi_supervised_accuracy
 
 
-def evaluate_run(
-    path: Path, fractions: Sequence[float] = (), note: Callable[[str], None] = lambda text: None
-) -> Path:
+def evaluate_run(path: Path, fractions: Sequence[float] = (), note: Callable[[str], None] = lambda text: None) -> Path:
     """Evaluate the last checkpoint's models, per client and mean.
 
     Args:

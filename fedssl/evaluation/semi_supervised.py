@@ -9,15 +9,15 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedssl.errors import UserError
-from fedssl.evaluation.features import (
+from ..errors import UserError
+from ..options import Options
+from .features import (
     check_features,
     check_images,
     check_labels,
     device_of,
     extract_features,
 )
-from fedssl.options import Options
 
 _MOMENTUM = 0.9
 
@@ -49,9 +49,8 @@ def semi_supervised_accuracy(
 
     The protocol of Hetero-SSFL, appendix B: 1 % or 10 % of the labels, encoder and linear layer trained for
     100 epochs by SGD with Nesterov momentum 0.9 and learning rate 0.05, batches of 256 or 512. The paper
-    names no loss, augmentation, weight decay or learning-rate decay; here the loss is cross-entropy, and there
-    is none of the others.
-    A last batch of one image is seen by BatchNorm with its running statistics.
+    names no loss, augmentation, weight decay or learning-rate decay; here the loss is cross-entropy, and
+    there is none of the others. In a batch of one image, BatchNorm uses its running statistics.
 
     Args:
         encoder: maps normalised images, float32 [b, C, H, W], to representations [b, d]. It is copied, and
@@ -72,7 +71,7 @@ def semi_supervised_accuracy(
     Raises:
         UserError: images or labels that do not fit, or training diverged.
     """
-    from fedssl.data.augmentation import normalize
+    from ..data.augmentation import normalize
 
     check_images("train_images", train_images)
     check_images("test_images", test_images)
@@ -90,9 +89,7 @@ def semi_supervised_accuracy(
     with _own_global_generators(seed, device), torch.enable_grad():
         width = extract_features(tuned, images[:1], device=device).shape[1]
         network = nn.Sequential(tuned, nn.Linear(width, classes)).to(device)
-        optimizer = torch.optim.SGD(
-            network.parameters(), lr=options.learning_rate, momentum=_MOMENTUM, nesterov=True
-        )
+        optimizer = torch.optim.SGD(network.parameters(), lr=options.learning_rate, momentum=_MOMENTUM, nesterov=True)
         for _ in range(options.epochs):
             order = torch.randperm(len(images), generator=generator).to(device)
             for batch in order.split(batch_size):

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from fedssl.evaluation.features import check_features
+from .features import check_features
 
 
 def singular_values(features: Tensor) -> Tensor:

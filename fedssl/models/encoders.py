@@ -21,7 +21,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from fedssl.errors import UserError
+from ..errors import UserError
 
 # Up to this image side the ImageNet stem (7x7 stride 2, then a stride-2 max-pool) would discard most of the
 # picture before the first block: on small images that costs about 10 points of accuracy.
@@ -155,9 +155,7 @@ def _timm_encoder(architecture: str, in_channels: int, image_size: int) -> Encod
     # models only when an image passes through. The probe also tells the true dimension of the output, which
     # is not `num_features` in models with a convolution after the pooling (MobileNetV3).
     try:
-        model = timm.create_model(
-            architecture, pretrained=False, num_classes=0, in_chans=in_channels, **arguments
-        )
+        model = timm.create_model(architecture, pretrained=False, num_classes=0, in_chans=in_channels, **arguments)
         if image_size <= SMALL_IMAGE and isinstance(model, ResNet):
             _use_small_image_stem(model, in_channels)
         model.eval()

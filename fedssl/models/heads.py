@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from fedssl.errors import UserError
+from ..errors import UserError
 
 
 def mlp_head(

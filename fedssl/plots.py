@@ -1,0 +1,366 @@
+"""Charts of runs as matplotlib Figures: no pyplot, no display, no global state.
+
+Colours are Okabe and Ito's, which stay apart for colour-blind readers; past eight methods the line style changes.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
+from numpy.typing import NDArray
+
+#: what a metric is called in charts and tables
+METRIC_TITLES = {
+    "knn": "kNN accuracy (%)",
+    "linear": "linear accuracy (%)",
+    "effective_rank": "effective rank",
+    "loss": "objective's loss",
+    "total_loss": "loss with regularisers",
+    "cka": "CKA with the target kernel",
+}
+_DECIMALS = {"knn": 1, "linear": 1, "effective_rank": 1}
+_PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31")
+_LINE_STYLES = ("-", "--", ":", "-.")
+_TEXT, _MUTED, _GRID = "#222222", "#666666", "#E3E3E3"
+#: how a table's rows are drawn: colour, hatch, and what the legend calls them
+_ROLES = {
+    "method": ("#0072B2", "", "the method"),
+    "baseline": ("#E69F00", "", "baseline: no federation"),
+    "control": ("#F5D9A6", "////", "control: nothing is learned from peers"),
+    "other": ("#BBBBBB", "", "for comparison, not in the verdict"),
+}
+_MOST_CARDS = 6
+
+
+@dataclass(frozen=True)
+class Style:
+    """How one method is drawn in every chart of a page."""
+
+    colour: str
+    line: str
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One method's values of one metric, one a seed.
+
+    Attributes:
+        label: the method's name.
+        before: of the untrained encoders; empty where unknown.
+        after: of the trained encoders.
+        colour, hatch: how the bar is filled.
+    """
+
+    label: str
+    before: Sequence[float]
+    after: Sequence[float]
+    colour: str
+    hatch: str = ""
+
+
+@dataclass(frozen=True)
+class Card:
+    """A client (or the public images) in a table's picture: two short texts and a mosaic of images.
+
+    `images` is uint8 [h, w] or [h, w, 3], or None.
+    """
+
+    title: str
+    subtitle: str
+    images: NDArray[np.uint8] | None
+
+
+def method_styles(labels: Sequence[str]) -> dict[str, Style]:
+    """A style for each of the labels, by their order: no two are alike."""
+    return {
+        label: Style(_PALETTE[i % len(_PALETTE)], _LINE_STYLES[i // len(_PALETTE) % len(_LINE_STYLES)])
+        for i, label in enumerate(labels)
+    }
+
+
+def mean_and_spread(values: Sequence[float]) -> tuple[float, float | None]:
+    """The mean of one or more values and their sample standard deviation; None where there is only one value."""
+    return fmean(values), stdev(values) if len(values) > 1 else None
+
+
+def format_values(metric: str, values: Sequence[float]) -> str:
+    """`91.3 ± 0.4` over several seeds, `91.3` for one, a dash for none."""
+    if not values:
+        return "-"
+    decimals = _DECIMALS.get(metric, 3)
+    mean, spread = mean_and_spread(values)
+    return f"{mean:.{decimals}f}" + ("" if spread is None else f" ± {spread:.{decimals}f}")
+
+
+def metric_title(metric: str) -> str:
+    """What a metric is called; one without a title of its own keeps its name."""
+    return METRIC_TITLES.get(metric, metric.replace("_", " "))
+
+
+def draw_curves(
+    metric: str, groups: Mapping[str, Sequence[Mapping[int, float]]], styles: Mapping[str, Style]
+) -> Figure:
+    """A metric by round: each method's mean over its runs as a line, from their lowest to their highest as a band.
+
+    Args:
+        metric: the metric's name.
+        groups: by method, each run's values by round. The mean stands at the rounds that all its runs reached.
+        styles: see `method_styles`.
+    """
+    figure = Figure(figsize=(6.4, 3.9), layout="constrained")
+    axes = figure.add_subplot()
+    for label, runs in groups.items():
+        rounds = sorted(set.intersection(*(set(run) for run in runs))) if runs else []
+        if not rounds:
+            continue
+        values = np.array([[run[number] for number in rounds] for run in runs])
+        style = styles[label]
+        marker = "o" if len(rounds) <= 25 else None
+        axes.plot(
+            rounds,
+            values.mean(0),
+            color=style.colour,
+            linestyle=style.line,
+            marker=marker,
+            ms=3.5,
+            lw=1.9,
+            label=label,
+        )
+        if len(runs) > 1:
+            axes.fill_between(rounds, values.min(0), values.max(0), color=style.colour, alpha=0.15, lw=0)
+    _tidy(axes)
+    axes.set_xlabel("round", fontsize=11)
+    axes.set_ylabel(metric_title(metric), fontsize=11)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    _legend(figure, axes)
+    return figure
+
+
+def draw_bars(panels: Mapping[str, Sequence[Bar]]) -> Figure:
+    """One panel a metric, one bar a method from its untrained to its trained mean, one dot a seed.
+
+    Args:
+        panels: bars by metric; all panels have the same methods in the same order.
+    """
+    most = max(len(bars) for bars in panels.values())
+    figure = Figure(figsize=(1.9 + 3.7 * len(panels), 1.5 + 0.42 * most), layout="constrained")
+    grid = figure.subplots(1, len(panels), squeeze=False)[0]
+    for i, (axes, (metric, bars)) in enumerate(zip(grid, panels.items(), strict=True)):
+        _draw_bars(axes, metric, bars, names=i == 0)
+    figure.supxlabel(_bars_note(panels), fontsize=9.5, color=_MUTED)
+    return figure
+
+
+def draw_spectrum(groups: Mapping[str, Sequence[Sequence[Sequence[float]]]], styles: Mapping[str, Style]) -> Figure:
+    """Singular values of the representations, relative to the largest, on a log scale.
+
+    The index is normalised to run from 0 to 1, because clients' representations differ in dimension. A line is the
+    geometric mean over a method's runs and their clients. A flat line means that all directions are in use; one
+    that falls off early, that the representation has collapsed to a few.
+
+    Args:
+        groups: by method, by run, by client: singular values, descending.
+        styles: see `method_styles`.
+    """
+    figure = Figure(figsize=(6.4, 3.9), layout="constrained")
+    axes = figure.add_subplot()
+    for label, runs in groups.items():
+        lines = [_relative_spectrum(values) for run in runs for values in run if len(values)]
+        if lines:
+            style = styles[label]
+            mean = np.exp(np.mean(np.log(lines), axis=0))
+            axes.plot(_SPECTRUM_GRID, mean, color=style.colour, linestyle=style.line, lw=1.9, label=label)
+    _tidy(axes)
+    axes.set_yscale("log")
+    axes.set_xlabel("index of the singular value / their number", fontsize=11)
+    axes.set_ylabel("relative to the largest", fontsize=11)
+    _legend(figure, axes)
+    return figure
+
+
+def draw_table_picture(
+    title: str,
+    subtitle: str,
+    cards: Sequence[Card],
+    panels: Mapping[str, Sequence[tuple[str, str, Sequence[float], Sequence[float]]]],
+    untrained: Mapping[str, Sequence[float]],
+    caption: str,
+) -> Figure:
+    """A table as one picture: who takes part, what each method reached, and what follows from it.
+
+    Args:
+        title, subtitle: what is shown, and with which data.
+        cards: the clients; beyond a handful the rest are only counted.
+        panels: by metric, one (label, role, before by seed, after by seed) a row; a role is `method`, `baseline`,
+            `control` or `other`.
+        untrained: by metric, the untrained encoders' values by seed: a dashed line.
+        caption: the verdict; may hold several lines.
+    """
+    width = 13.0
+    title_lines = textwrap.wrap(title, 108) or [""]
+    caption_lines = [line for text in caption.splitlines() for line in textwrap.wrap(text, 150)]
+    rows = max(len(bars) for bars in panels.values())
+    heights = {
+        "title": 0.42 + 0.29 * len(title_lines),
+        "cards": 2.35 if cards else 0.01,
+        "bars": 1.05 + 0.42 * rows,
+        "legend": 0.75,
+        "caption": 0.2 + 0.215 * len(caption_lines),
+    }
+    total = sum(heights.values())
+    figure = Figure(figsize=(width, total), facecolor="white")
+    top = {}
+    used = 0.0
+    for name, height in heights.items():
+        top[name] = 1 - used / total
+        used += height
+
+    left = 0.35 / width
+    figure.text(
+        left,
+        top["title"] - 0.12 / total,
+        "\n".join(title_lines),
+        va="top",
+        size=15,
+        weight="bold",
+        color=_TEXT,
+    )
+    below_title = top["title"] - (0.2 + 0.27 * len(title_lines)) / total
+    figure.text(left, below_title, subtitle, va="top", size=11, color=_MUTED)
+
+    shown = cards[:_MOST_CARDS]
+    slot = (1 - 2 * left) / max(len(shown), 1)
+    for i, card in enumerate(shown):
+        bottom = top["cards"] - (heights["cards"] - 0.18) / total
+        axes = figure.add_axes((left + i * slot, bottom, slot * 0.93, (heights["cards"] - 0.85) / total))
+        _draw_card(axes, card)
+
+    label_width, value_width = 0.19, 0.068
+    panel = (1 - left - label_width - 0.01) / len(panels)
+    bar_height = (heights["bars"] - 0.85) / total
+    for i, (metric, entries) in enumerate(panels.items()):
+        box = (
+            left + label_width + i * panel,
+            top["bars"] - 0.4 / total - bar_height,
+            panel - value_width,
+            bar_height,
+        )
+        axes = figure.add_axes(box)
+        bars = [Bar(label, before, after, _ROLES[role][0], _ROLES[role][1]) for label, role, before, after in entries]
+        _draw_bars(axes, metric, bars, names=i == 0, untrained=untrained.get(metric, ()))
+
+    roles = [role for role in _ROLES if any(entry[1] == role for bars in panels.values() for entry in bars)]
+    handles: list[Patch | Line2D] = [
+        Patch(facecolor=_ROLES[r][0], hatch=_ROLES[r][1], edgecolor="#8A6A2B" if _ROLES[r][1] else "none", lw=0)
+        for r in roles
+    ]
+    names = [_ROLES[role][2] for role in roles]
+    handles += [
+        Line2D([], [], color=_TEXT, ls="--", lw=1.3),
+        Line2D([], [], color=_TEXT, marker="o", ls="", ms=4.5, mfc="white"),
+    ]
+    names += ["untrained encoder", "one seed"]
+    figure.legend(
+        handles, names, loc="upper center", bbox_to_anchor=(0.5, top["legend"]), ncols=len(names), frameon=False,
+        fontsize=10, handlelength=1.7, columnspacing=1.5,
+    )  # fmt: skip
+    note = "A bar runs from the encoders before training to those after it (means over seeds and clients)."
+    figure.text(0.5, top["legend"] - 0.34 / total, note, va="top", ha="center", size=10, color=_MUTED)
+    figure.text(left, top["caption"], "\n".join(caption_lines), va="top", size=11, color=_TEXT, linespacing=1.35)
+    return figure
+
+
+_SPECTRUM_GRID = np.linspace(0.0, 1.0, 200)
+_SPECTRUM_FLOOR = 1e-6
+
+
+def _relative_spectrum(values: Sequence[float]) -> NDArray[np.float64]:
+    """Singular values over their largest at the grid's points; all at the floor where the largest is 0."""
+    array = np.asarray(values, dtype=np.float64)
+    relative = np.clip(array / array.max(), _SPECTRUM_FLOOR, None) if array.max() > 0 else np.full(len(array), 1e-6)
+    return np.exp(np.interp(_SPECTRUM_GRID, np.linspace(0.0, 1.0, len(array)), np.log(relative)))
+
+
+def _draw_bars(axes: Axes, metric: str, bars: Sequence[Bar], names: bool, untrained: Sequence[float] = ()) -> None:
+    """Horizontal bars from before to after training, a dot a seed, mean and spread in figures on the right.
+
+    Accuracies of trained and untrained encoders are often close, so the axis does not start at 0; a bar's length
+    still means something, as it starts where the encoder itself started.
+    """
+    for y, bar in enumerate(bars):
+        if not bar.after:
+            axes.text(1.03, y, "-", transform=axes.get_yaxis_transform(), va="center", size=10.5, color=_MUTED)
+            continue
+        start = fmean(bar.before) if bar.before else 0.0
+        mean = fmean(bar.after)
+        edge = "#8A6A2B" if bar.hatch else "none"
+        axes.barh(y, mean - start, left=start, height=0.6, color=bar.colour, hatch=bar.hatch, edgecolor=edge, lw=0)
+        axes.plot([mean, mean], [y - 0.36, y + 0.36], color=_TEXT, lw=2.2, solid_capstyle="butt")
+        spots = y + (np.linspace(-0.16, 0.16, len(bar.after)) if len(bar.after) > 1 else np.zeros(1))
+        axes.plot(bar.after, spots, "o", color=_TEXT, ms=4.5, mfc="white", mew=1.1, zorder=4)
+        axes.text(
+            1.03, y, format_values(metric, bar.after), transform=axes.get_yaxis_transform(), va="center", size=10.5,
+            color=_TEXT,
+        )  # fmt: skip
+    if untrained:
+        axes.axvline(fmean(untrained), color=_TEXT, ls="--", lw=1.3, zorder=3)
+    axes.margins(x=0.08)
+    if metric in ("knn", "linear"):
+        low, high = axes.get_xlim()
+        axes.set_xlim(max(low, 0), min(high, 100.8))
+    elif axes.get_xlim()[0] < 0:
+        axes.set_xlim(left=0)
+    axes.set_ylim(len(bars) - 0.4, -0.6)
+    axes.set_yticks(range(len(bars)), [bar.label for bar in bars] if names else [""] * len(bars), fontsize=11)
+    axes.tick_params(axis="y", length=0)
+    axes.set_title(metric_title(metric), fontsize=12, loc="left", color=_TEXT)
+    _tidy(axes)
+    axes.grid(axis="y", visible=False)
+    axes.spines["left"].set_visible(False)
+
+
+def _bars_note(panels: Mapping[str, Sequence[Bar]]) -> str:
+    seeds = max(len(bar.after) for bars in panels.values() for bar in bars)
+    spread = "; figures: mean ± sample standard deviation over seeds" if seeds > 1 else ""
+    return f"a bar runs from before training to after it; a dot is one seed{spread}"
+
+
+def _draw_card(axes: Axes, card: Card) -> None:
+    axes.set_axis_off()
+    if card.images is not None:
+        axes.imshow(card.images, cmap="gray", vmin=0, vmax=255, interpolation="nearest")
+        axes.set_anchor("N")
+    axes.set_title(card.title, fontsize=11.5, weight="bold", color=_TEXT, loc="center", pad=19)
+    axes.annotate(
+        card.subtitle, (0.5, 1), (0, 5), xycoords="axes fraction", textcoords="offset points", ha="center", va="bottom",
+        size=9.5, color=_MUTED,
+    )  # fmt: skip
+
+
+def _tidy(axes: Axes) -> None:
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color("#999999")
+    axes.tick_params(labelsize=10, colors=_TEXT)
+    axes.grid(color=_GRID, lw=0.8)
+    axes.set_axisbelow(True)
+
+
+def _legend(figure: Figure, axes: Axes) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    if not labels:
+        axes.text(0.5, 0.5, "no values", transform=axes.transAxes, ha="center", color=_MUTED)
+    elif len(labels) > 1 or math.isfinite(axes.dataLim.width):
+        columns = 3 if max(map(len, labels)) < 16 else 2
+        figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=10)

@@ -1,0 +1,491 @@
+"""`report.html`: what one or more runs did, as one page that needs no network, no scripts and no other file."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import html
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import torch
+import yaml
+from matplotlib.figure import Figure
+
+from .data.partitions import draw_partition
+from .errors import UserError
+from .plots import (
+    Bar,
+    draw_bars,
+    draw_curves,
+    draw_spectrum,
+    format_values,
+    method_styles,
+    metric_title,
+)
+from .run_directory import RunDirectory
+from .storage import write_atomically
+
+#: measured before and after training, and possibly in between
+EVALUATED = ("knn", "linear", "effective_rank")
+_TRAFFIC = ("bytes_down", "bytes_up")
+_CURVES_FIRST = ("loss", "total_loss", "cka", "knn", "linear", "effective_rank")
+_CURVE_NOTES = {
+    "loss": "What each client minimises alone. Losses of different objectives do not compare.",
+    "cka": "High CKA alone is not success: a collapsed representation aligns perfectly. See the effective rank.",
+}
+_SETTINGS = (
+    "rounds", "clients_per_round", "architectures", "data", "partition", "objective", "regularizers", "schedule",
+    "aggregators", "local_update", "training",
+)  # fmt: skip
+_STYLE = """
+body { font: 16px/1.5 system-ui, -apple-system, "Segoe UI", sans-serif; color: #222; background: #fff;
+       max-width: 68rem; margin: 2rem auto; padding: 0 1.2rem; }
+h1 { font-size: 1.7rem; margin-bottom: .2rem; } h2 { font-size: 1.25rem; margin-top: 2.4rem; }
+h2 { border-bottom: 1px solid #ddd; padding-bottom: .25rem; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .92rem; margin: .8rem 0; }
+th, td { text-align: left; padding: .28rem .75rem .28rem 0; border-bottom: 1px solid #e5e5e5; vertical-align: top; }
+thead th { border-bottom: 2px solid #999; } td.number, th.number { text-align: right; white-space: nowrap; }
+tr.mean td { font-weight: 600; border-bottom: 2px solid #bbb; } tr.method td { font-weight: 600; background: #eef5fb; }
+.note { color: #666; font-size: .92rem; } .warning { background: #fff4dd; padding: .5rem .8rem; }
+.wide { overflow-x: auto; } img { max-width: 100%; height: auto; }
+figure { margin: .6rem 0; } figcaption { color: #666; font-size: .88rem; }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(24rem, 1fr)); gap: 1rem 2rem; }
+pre { background: #f6f6f6; padding: .8rem; overflow-x: auto; font-size: .82rem; }
+"""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run's folder tells, up to its last committed round.
+
+    Attributes:
+        path: the folder, as given.
+        recipe: the resolved recipe as plain values, so that it shows even where a part of the user's own is gone.
+        values: metric value by (round, who, metric); who is a client's number, `global` or `mean`.
+        class_names, class_counts: the partition, images per client and class; empty where not stored.
+        spectra: singular values by client, descending.
+    """
+
+    path: Path
+    recipe: Mapping[str, Any]
+    values: Mapping[tuple[int, str, str], float]
+    class_names: Sequence[str]
+    class_counts: Sequence[Sequence[int]]
+    spectra: Mapping[str, Sequence[float]]
+
+    @property
+    def name(self) -> str:
+        return str(self.recipe["name"])
+
+    @property
+    def seed(self) -> int:
+        return int(self.recipe.get("seed", 0))
+
+    @property
+    def rounds(self) -> int:
+        return int(self.recipe["rounds"])
+
+    @property
+    def last_round(self) -> int:
+        """The last committed round; -1 where there is none."""
+        return max((number for number, _, _ in self.values), default=-1)
+
+    @property
+    def finished(self) -> bool:
+        return self.last_round >= self.rounds
+
+    def overall(self, metric: str) -> dict[int, float]:
+        """By round: the global model's value, or the mean over the clients' models."""
+        means = {number: v for (number, who, name), v in self.values.items() if name == metric and who == "mean"}
+        return means | {
+            number: v for (number, who, name), v in self.values.items() if name == metric and who == "global"
+        }
+
+    def evaluated(self, metric: str, when: str, who: str | None = None) -> float | None:
+        """A measure `before` training (round 0) or `after` it (the last round, of a finished run only).
+
+        `who` is a client's number; without it, the global model or the mean over clients is meant.
+        """
+        if when == "after" and not self.finished:
+            return None
+        number = 0 if when == "before" else self.rounds
+        if who is None:
+            return self.overall(metric).get(number)
+        return self.values.get((number, who, metric))
+
+    def total(self, metric: str) -> float:
+        """Sum over all rounds and clients."""
+        return sum(v for (_, who, name), v in self.values.items() if name == metric and who.isdigit())
+
+
+def read_run(path: Path) -> Run:
+    """Read a run's folder, finished or not.
+
+    Raises:
+        UserError: not a run's folder, or a file in it that cannot be read.
+    """
+    directory = RunDirectory.open(path)
+    try:
+        recipe = yaml.safe_load((path / "recipe.yaml").read_text(encoding="utf-8"))
+        if not isinstance(recipe, dict) or not {"name", "rounds"} <= recipe.keys():
+            raise ValueError("recipe.yaml is not a resolved recipe: it names no name or no rounds")
+        values = {
+            (int(row["round"]), row["client"], row["metric"]): float(row["value"])
+            for row in _csv_rows(path / "metrics.csv", directory.checkpoint.lengths.get("metrics.csv"))
+        }
+        partition = _csv_rows(path / "partition.csv")
+        names = [name for name in partition[0] if name != "client"] if partition else []
+        counts = [[int(row[name]) for name in names] for row in partition]
+        spectra: dict[str, list[float]] = {}
+        for row in _csv_rows(path / "spectrum.csv"):
+            spectra.setdefault(row["client"], []).append(float(row["value"]))
+    except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError) as error:
+        raise UserError(f"{path} cannot be read as a run's folder: {' '.join(str(error).split())}") from error
+    return Run(path, recipe, values, names, counts, spectra)
+
+
+def write_report(runs: Sequence[Path], output: Path | None = None) -> Path:
+    """Write one page about the runs; runs whose recipes have the same `name` are seeds of one method.
+
+    Args:
+        runs: run folders, finished or not.
+        output: the page's file; RUN/report.html for one run and ./report.html for several where not given.
+
+    Raises:
+        UserError: a folder that is no run, no run with a finished round, or an output that cannot be written.
+    """
+    if not runs:
+        raise UserError("name at least one run's folder, for instance runs/hetero_ssfl-seed0")
+    folders = list({path.resolve(): path for path in runs}.values())
+    found = [read_run(path) for path in folders]
+    if all(run.last_round < 0 for run in found):
+        which = f"{folders[0]} has" if len(folders) == 1 else "these runs have"
+        raise UserError(f"{which} no finished round to report on yet; continue with fedssl run --resume {folders[0]}")
+    path = output or (folders[0] / "report.html" if len(folders) == 1 else Path("report.html"))
+    write_atomically(path, build_report(found).encode())
+    return path
+
+
+def build_report(runs: Sequence[Run]) -> str:
+    """The page's HTML."""
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(run.name, []).append(run)
+    title = " / ".join(groups) if len(groups) <= 3 else f"{len(groups)} methods compared"
+    sections = [
+        _what_ran(groups),
+        _results(groups),
+        _curves(groups),
+        _spectra(groups),
+        _partitions(groups),
+        _per_client(groups),
+        _traffic(groups),
+        _recipes(groups),
+    ]
+    return page(title, "\n".join(section for section in sections if section))
+
+
+# HTML helpers, also used by the page of a table
+
+
+def page(title: str, body: str) -> str:
+    """A whole HTML document around an already escaped body."""
+    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(title)}</title>'
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"><head>{head}<style>{_STYLE}</style></head>\n'
+        f"<body><h1>{escape(title)}</h1>\n{body}\n</body></html>\n"
+    )
+
+
+def escape(text: object) -> str:
+    """Text as it may stand in HTML, also inside an attribute."""
+    return html.escape(str(text), quote=True)
+
+
+def html_table(
+    header: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    text_columns: int = 1,
+    classes: Mapping[int, str] | None = None,
+) -> str:
+    """A table; all cells are escaped. Columns from `text_columns` on are numbers and set to the right."""
+
+    def cells(tag: str, row: Sequence[object]) -> str:
+        return "".join(
+            f"<{tag}{' class=number' if i >= text_columns else ''}>{escape(cell)}</{tag}>" for i, cell in enumerate(row)
+        )
+
+    lines = []
+    for i, row in enumerate(rows):
+        mark = f" class={classes[i]}" if classes and i in classes else ""
+        lines.append(f"<tr{mark}>{cells('td', row)}</tr>")
+    body = "\n".join(lines)
+    return (
+        f'<div class="wide"><table><thead><tr>{cells("th", header)}</tr></thead><tbody>\n{body}</tbody></table></div>'
+    )
+
+
+def html_figure(figure: Figure, description: str, caption: str = "", png: bool = False) -> str:
+    """A figure inside the page: SVG, or PNG for a figure that holds many pixels anyway."""
+    data = io.BytesIO()
+    if png:
+        figure.savefig(data, format="png", dpi=150)
+    else:
+        # fixed ids and no date: the same runs give the same page
+        with matplotlib.rc_context({"svg.hashsalt": "fedssl"}):
+            figure.savefig(data, format="svg", metadata={"Date": None})
+    kind = "png" if png else "svg+xml"
+    source = f"data:image/{kind};base64,{base64.b64encode(data.getvalue()).decode()}"
+    below = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
+    return f'<figure><img alt="{escape(description)}" src="{source}">{below}</figure>'
+
+
+# The page's sections
+
+
+def _what_ran(groups: Mapping[str, list[Run]]) -> str:
+    parts = ["<h2>What ran</h2>"]
+    for name, runs in groups.items():
+        description = " ".join(str(runs[0].recipe.get("description") or "").split())
+        parts.append(f"<p><strong>{escape(name)}</strong>{': ' + escape(description) if description else ''}</p>")
+    rows = [(run.name, run.seed, run.path, _state(run)) for runs in groups.values() for run in runs]
+    parts.append(html_table(("method", "seed", "folder", "state"), rows, text_columns=4))
+    for name, runs in groups.items():
+        parts += [f'<p class="warning">{escape(f"{name}: {text}")}</p>' for text in _doubts(runs)]
+    names = list(groups)
+    settings = [
+        (key, *(_setting(groups[name][0].recipe.get(key)) for name in names))
+        for key in _SETTINGS
+        if any(groups[name][0].recipe.get(key) not in (None, [], {}) for name in names)
+    ]
+    parts.append("<h2>Key settings</h2>" + html_table(("setting", *names), settings, text_columns=len(names) + 1))
+    return "\n".join(parts)
+
+
+def _state(run: Run) -> str:
+    if run.finished:
+        return f"finished, {run.rounds} rounds"
+    if run.last_round < 0:
+        return "no finished round yet"
+    return f"unfinished: {run.last_round} of {run.rounds} rounds; continue with fedssl run --resume {run.path}"
+
+
+def _doubts(runs: Sequence[Run]) -> list[str]:
+    """Why a mean over these runs may not be a mean over seeds of one recipe."""
+    doubts = []
+    first, *others = (flatten({k: v for k, v in run.recipe.items() if k != "seed"}) for run in runs)
+    differing = sorted(
+        {key for other in others for key in first.keys() | other.keys() if first.get(key) != other.get(key)}
+    )
+    if differing:
+        doubts.append(f"these runs have one name but differ in {', '.join(differing)}; their mean mixes recipes")
+    seeds = [run.seed for run in runs]
+    if len(set(seeds)) < len(seeds):
+        doubts.append("several runs have the same seed, so their spread says less than it seems to")
+    return doubts
+
+
+def _setting(value: Any) -> str:
+    """A recipe's value in a line or two: parts as `name (key=value, ...)`, options left at None dropped."""
+    if value is None:
+        return "-"
+    if isinstance(value, list):
+        return "; ".join(_setting(item) for item in value) or "-"
+    if isinstance(value, dict):
+        options = ", ".join(f"{k}={_setting(v)}" for k, v in value.items() if k != "name" and v is not None)
+        if "name" not in value:
+            return options
+        return f"{value['name']} ({options})" if options else str(value["name"])
+    return str(value)
+
+
+def flatten(values: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested mappings and lists as one mapping with dotted keys, the form of the command line's overrides."""
+    if isinstance(values, (dict, list)) and values:
+        items = values.items() if isinstance(values, dict) else enumerate(values)
+        flat: dict[str, Any] = {}
+        for key, value in items:
+            flat |= flatten(value, f"{prefix}.{key}" if prefix else str(key))
+        return flat
+    return {prefix: values}
+
+
+def _gather(runs: Sequence[Run], metric: str, when: str, who: str | None = None) -> list[float]:
+    """A measure's values over the runs that have it."""
+    values = (run.evaluated(metric, when, who) for run in runs)
+    return [value for value in values if value is not None]
+
+
+def _results(groups: Mapping[str, list[Run]]) -> str:
+    metrics = [m for m in EVALUATED if any(_gather(runs, m, "before") for runs in groups.values())]
+    if not metrics:
+        return ""
+    rows = []
+    for name, runs in groups.items():
+        finished = sum(run.finished for run in runs)
+        rows.append(
+            (name, finished, *(format_values(m, _gather(runs, m, w)) for m in metrics for w in ("before", "after")))
+        )
+    header = ["method", "finished runs", *(f"{metric_title(m)} {w}" for m in metrics for w in ("before", "after"))]
+    styles = method_styles(list(groups))
+    panels = {
+        metric: [
+            Bar(name, _gather(runs, metric, "before"), _gather(runs, metric, "after"), styles[name].colour)
+            for name, runs in groups.items()
+        ]
+        for metric in metrics
+    }
+    chart = ""
+    if any(run.finished for runs in groups.values() for run in runs):
+        chart = html_figure(draw_bars(panels), "Accuracy and effective rank per method, before and after training")
+    return (
+        "<h2>Before and after training</h2>\n"
+        + chart
+        + html_table(header, rows)
+        + '<p class="note">Of the global model, or the mean over the clients\' own models. Before is round 0, the '
+        "untrained encoder; after is the last round of finished runs. With several finished runs: mean ± sample "
+        "standard deviation over them. kNN and linear accuracy use the labels of the whole training set, which self-supervised "
+        "training never sees; the linear classifier is trained afterwards on frozen features.</p>"
+    )
+
+
+def _curves(groups: Mapping[str, list[Run]]) -> str:
+    logged = {name for runs in groups.values() for run in runs for _, _, name in run.values} - set(_TRAFFIC)
+    order = [m for m in _CURVES_FIRST if m in logged] + sorted(logged - set(_CURVES_FIRST))
+    styles = method_styles(list(groups))
+    charts = []
+    for metric in order:
+        curves = {name: [c for run in runs if (c := run.overall(metric))] for name, runs in groups.items()}
+        # before and after training alone are two points, which the bars show better
+        fewest = 3 if metric in EVALUATED else 2
+        curves = {name: runs for name, runs in curves.items() if runs and max(map(len, runs)) >= fewest}
+        repeats_loss = metric == "total_loss" and all(
+            run.overall("total_loss") == run.overall("loss") for runs in groups.values() for run in runs
+        )
+        if curves and not repeats_loss:
+            what = f"{metric_title(metric)} by round"
+            charts.append(html_figure(draw_curves(metric, curves, styles), what, _CURVE_NOTES.get(metric, "")))
+    if not charts:
+        return ""
+    return (
+        "<h2>Curves</h2>\n<p class=note>Mean over clients (or the global model). With several runs of a method: their "
+        f'mean, and the band from the lowest to the highest.</p>\n<div class="charts">{"".join(charts)}</div>'
+    )
+
+
+def _spectra(groups: Mapping[str, list[Run]]) -> str:
+    spectra = {
+        name: [list(run.spectra.values()) for run in runs if run.finished and run.spectra]
+        for name, runs in groups.items()
+    }
+    spectra = {name: runs for name, runs in spectra.items() if runs}
+    if not spectra:
+        return ""
+    figure = draw_spectrum(spectra, method_styles(list(groups)))
+    caption = (
+        "Singular values of the centred test representations after training, relative to the largest; geometric mean "
+        "over clients and runs. A line that falls off early means a representation collapsed to few directions."
+    )
+    return "<h2>Spectrum of the representations</h2>\n" + html_figure(figure, "Singular-value spectrum", caption)
+
+
+def _partitions(groups: Mapping[str, list[Run]]) -> str:
+    """One chart for each partition that the methods' first runs have."""
+    charts: dict[tuple[tuple[int, ...], ...], tuple[Run, list[str]]] = {}
+    for name, runs in groups.items():
+        run = next((run for run in runs if run.class_counts), None)
+        if run is not None:
+            key = tuple(map(tuple, run.class_counts))
+            charts.setdefault(key, (run, []))[1].append(f"{name} (seed {run.seed})")
+    parts = []
+    for run, names in charts.values():
+        figure = draw_partition(torch.tensor(run.class_counts), list(run.class_names))
+        parts.append(
+            html_figure(figure, "Training images per client and class", f"Seed {run.seed}: {', '.join(names)}")
+        )
+    if not parts:
+        return ""
+    note = '<p class="note">Other seeds deal the images anew.</p>' if any(len(r) > 1 for r in groups.values()) else ""
+    return "<h2>Who holds what</h2>\n" + note + "".join(parts)
+
+
+def _per_client(groups: Mapping[str, list[Run]]) -> str:
+    metrics = [m for m in EVALUATED if any(_gather(runs, m, "before") for runs in groups.values())]
+    if not metrics:
+        return ""
+    rows: list[tuple[object, ...]] = []
+    means: dict[int, str] = {}
+    for name, runs in groups.items():
+        clients = {who for run in runs for _, who, metric in run.values if metric in metrics and who != "mean"}
+        for who in sorted(clients, key=lambda who: (not who.isdigit(), int(who) if who.isdigit() else 0)):
+            values = (format_values(m, _gather(runs, m, w, who)) for m in metrics for w in ("before", "after"))
+            client = f"client {who}" if who.isdigit() else "global model"
+            rows.append((name, client, _architecture(runs[0], who), *values))
+        values = (format_values(m, _gather(runs, m, w)) for m in metrics for w in ("before", "after"))
+        if "global" not in clients:
+            rows.append((name, "mean", "", *values))
+        means[len(rows) - 1] = "mean"
+    header = [
+        "method",
+        "model of",
+        "architecture",
+        *(f"{metric_title(m)} {w}" for m in metrics for w in ("before", "after")),
+    ]
+    several = any(len(runs) > 1 for runs in groups.values())
+    note = '<p class="note">Client k may hold other classes in each seed.</p>' if several else ""
+    return "<h2>Every client</h2>\n" + html_table(header, rows, text_columns=3, classes=means) + note
+
+
+def _architecture(run: Run, who: str) -> str:
+    names = run.recipe.get("architectures") or [""]
+    return str(names[int(who) % len(names)] if who.isdigit() else names[0])
+
+
+def _traffic(groups: Mapping[str, list[Run]]) -> str:
+    rows = []
+    for name, runs in groups.items():
+        for run in runs:
+            down, up = run.total("bytes_down"), run.total("bytes_up")
+            rows.append((name, run.seed, max(run.last_round, 0), *map(format_bytes, (down, up, down + up))))
+    header = ("method", "seed", "rounds", "down to clients", "up to the server", "together")
+    return (
+        "<h2>Traffic</h2>\n"
+        + html_table(header, rows)
+        + '<p class="note">Payload over all rounds and clients: tensors and '
+        "numbers, without names, framing or compression. 1 MB = 1,000,000 bytes.</p>"
+    )
+
+
+def format_bytes(count: float) -> str:
+    """`0`, `812 B`, `4.1 kB`, `20.5 MB`, `1.3 GB`."""
+    if count < 1000:
+        return f"{count:.0f} B" if count else "0"
+    for unit, size in (("kB", 1e3), ("MB", 1e6)):
+        if count < 999.95 * size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count / 1e9:,.1f} GB"
+
+
+def _recipes(groups: Mapping[str, list[Run]]) -> str:
+    """The whole recipes, folded."""
+    parts = []
+    for name, runs in groups.items():
+        text = yaml.safe_dump(dict(runs[0].recipe), sort_keys=False, allow_unicode=True, width=100)
+        parts.append(
+            f"<details><summary>{escape(name)}, seed {runs[0].seed}</summary><pre>{escape(text)}</pre></details>"
+        )
+    return "<h2>Resolved recipes</h2>\n" + "\n".join(parts)
+
+
+def _csv_rows(path: Path, length: int | None = None) -> list[dict[str, str]]:
+    """A CSV file's rows, of its first `length` bytes; a last line without its end is not complete and left out."""
+    if not path.is_file():
+        return []
+    data = path.read_bytes()[:length]
+    text = data[: data.rfind(b"\n") + 1].decode()
+    return list(csv.DictReader(io.StringIO(text)))

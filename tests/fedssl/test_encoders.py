@@ -1,0 +1,182 @@
+"""The encoders: shapes, the adaptation to small images, the documented sizes, and the errors."""
+
+import pytest
+import torch
+from timm.models.resnet import ResNet
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from fedssl.errors import UserError
+from fedssl.models import encoders
+from fedssl.models.encoders import build_encoder, encoder_names
+
+SMALL = ["small_convnet", "small_convnet_wide", "small_resnet10", "small_resnet10_wide", "small_resnet18"]
+
+
+def documented_rows():
+    """The rows of the module's table: name, parameters, two multiply-add counts, features."""
+    for line in encoders.__doc__.splitlines():
+        cells = [cell.strip() for cell in line.strip("| ").split("|")]
+        if cells[0].startswith("`small_"):
+            name, parameters, small, large, features = cells
+            yield (
+                name.strip("`"),
+                int(parameters.replace(",", "")),
+                float(small.removesuffix(" M")),
+                float(large.removesuffix(" M")),
+                int(features),
+            )
+
+
+def count_parameters(module):
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def multiply_adds(module, image):
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        module.eval()(image)
+    return counter.get_total_flops() / 2
+
+
+def test_encoder_names_are_the_small_ones():
+    assert encoder_names() == SMALL
+
+
+@pytest.mark.parametrize("name", [*SMALL, "resnet18", "mobilenetv3_small_050"])
+@pytest.mark.parametrize(("channels", "side"), [(1, 8), (3, 32), (1, 28)])
+def test_output_is_one_vector_an_image_with_gradients(name, channels, side):
+    encoder = build_encoder(name, channels, side)
+    assert all(module.training for module in encoder.modules())
+    output = encoder(torch.randn(3, channels, side, side))
+    assert output.shape == (3, encoder.num_features)
+    output.square().sum().backward()
+    first = next(encoder.parameters())
+    assert first.grad is not None
+    assert first.grad.abs().max() > 0
+
+
+@pytest.mark.parametrize("row", list(documented_rows()), ids=lambda row: row[0])
+def test_documented_sizes_are_true(row):
+    name, parameters, small, large, features = row
+    grey, colour = build_encoder(name, 1, 8), build_encoder(name, 3, 32)
+    assert count_parameters(grey) == parameters
+    assert grey.num_features == colour.num_features == features
+    assert multiply_adds(grey, torch.zeros(1, 1, 8, 8)) / 1e6 == pytest.approx(small, abs=0.05)
+    assert multiply_adds(colour, torch.zeros(1, 3, 32, 32)) / 1e6 == pytest.approx(large, abs=0.05)
+
+
+def test_the_table_documents_every_small_encoder():
+    assert sorted(row[0] for row in documented_rows()) == encoder_names()
+
+
+@pytest.mark.parametrize(("side", "sides"), [(32, [16, 8, 4, 2]), (8, [4, 2, 2, 2]), (7, [4, 2, 2, 2]), (1, [1] * 4)])
+def test_convnet_halves_the_side_until_two(side, sides):
+    encoder = build_encoder("small_convnet", 1, side).eval()
+    seen = []
+    for layer in encoder.blocks:
+        if isinstance(layer, nn.Conv2d):
+            layer.register_forward_hook(lambda module, inputs, output: seen.append(output.shape[-1]))
+    encoder(torch.zeros(1, 1, side, side))
+    assert seen == sides
+
+
+def test_convnet_averages_over_positions():
+    encoder = build_encoder("small_convnet", 3, 32).eval()
+    images = torch.randn(2, 3, 32, 32)
+    torch.testing.assert_close(encoder(images), encoder.blocks(images).flatten(2).mean(dim=2))
+
+
+@pytest.mark.parametrize("name", ["small_resnet10", "small_resnet18", "resnet18", "resnet18d", "resnet50_gn"])
+def test_small_images_get_a_stride_one_stem_without_pooling(name):
+    encoder = build_encoder(name, 3, 32)
+    assert isinstance(encoder, ResNet)
+    assert isinstance(encoder.conv1, nn.Conv2d)
+    assert (encoder.conv1.kernel_size, encoder.conv1.stride) == ((3, 3), (1, 1))
+    assert isinstance(encoder.maxpool, nn.Identity)
+    # The first stage sees the full image.
+    seen = []
+    encoder.layer1.register_forward_hook(lambda module, inputs, output: seen.append(output.shape[-1]))
+    encoder.eval()(torch.zeros(1, 3, 32, 32))
+    assert seen == [32]
+
+
+def test_stem_is_as_wide_as_the_first_stage_of_the_small_resnets():
+    for name, width in (("small_resnet10", 16), ("small_resnet10_wide", 24), ("small_resnet18", 16)):
+        assert build_encoder(name, 1, 8).conv1.out_channels == width
+
+
+def test_large_images_keep_the_stem_of_timm():
+    encoder = build_encoder("resnet18", 3, 96)
+    assert encoder.conv1.stride == (2, 2)
+    assert isinstance(encoder.maxpool, nn.MaxPool2d)
+
+
+@pytest.mark.parametrize(("name", "blocks"), [("small_resnet10", 4), ("small_resnet18", 8), ("resnet18", 8)])
+def test_last_batch_norm_of_a_residual_block_starts_at_zero(name, blocks):
+    norms = [module.bn2 for module in build_encoder(name, 1, 8).modules() if hasattr(module, "bn2")]
+    assert len(norms) == blocks
+    assert all(bool((norm.weight == 0).all()) for norm in norms)
+
+
+@pytest.mark.parametrize(("side", "patch"), [(64, 8), (32, 4), (28, 4), (24, 2), (16, 2), (8, 2)])
+def test_vision_transformer_patch_size(side, patch):
+    encoder = build_encoder("vit_tiny_patch16_224", 1, side)
+    assert encoder.patch_embed.patch_size == (patch, patch)
+    assert encoder.patch_embed.grid_size == (side // patch, side // patch)
+    assert encoder(torch.randn(2, 1, side, side)).shape == (2, 192)
+
+
+def test_a_timm_model_of_fixed_input_size_is_built_for_the_images():
+    # Swin's window of 7 does not divide its 8x8 tokens; timm pads, but only if it is told the image size.
+    encoder = build_encoder("swin_tiny_patch4_window7_224", 3, 32)
+    assert encoder(torch.randn(2, 3, 32, 32)).shape == (2, encoder.num_features)
+
+
+def test_initialisation_comes_from_the_global_generator():
+    for name in ("small_convnet", "small_resnet10", "test_resnet"):
+        states = []
+        for seed in (1, 1, 2):
+            torch.manual_seed(seed)
+            states.append(build_encoder(name, 1, 8).state_dict())
+        same = [torch.equal(states[0][key], states[1][key]) for key in states[0]]
+        other = [torch.equal(states[0][key], states[2][key]) for key in states[0]]
+        assert all(same)
+        assert not all(other)
+
+
+def test_building_leaves_no_trace_of_the_probe_in_batch_norm():
+    for name, tensor in build_encoder("resnet18", 1, 8).named_buffers():
+        if name.endswith("num_batches_tracked"):
+            assert int(tensor) == 0
+        if name.endswith("running_var"):
+            assert bool((tensor == 1).all())
+
+
+@pytest.mark.parametrize(
+    ("name", "suggestion"),
+    [("resnet81", "resnet18"), ("small_resnet11", "small_resnet10"), ("zzqq", "small_convnet")],
+)
+def test_unknown_name_is_an_error_with_close_matches(name, suggestion):
+    with pytest.raises(UserError) as caught:
+        build_encoder(name, 3, 32)
+    message = str(caught.value)
+    assert message.startswith(f"architecture: unknown name {name!r}")
+    assert suggestion in message
+    assert "\n" not in message
+
+
+def test_images_too_small_for_a_timm_model_are_an_error():
+    with pytest.raises(UserError, match="architecture: timm's 'mixer_s16_224' does not take 8x8 pixels") as caught:
+        build_encoder("mixer_s16_224", 3, 8)
+    assert "\n" not in str(caught.value)
+
+
+def test_remote_models_are_never_fetched():
+    with pytest.raises(UserError, match="unknown name"):
+        build_encoder("hf_hub:timm/resnet18.a1_in1k", 3, 32)
+
+
+@pytest.mark.parametrize(("channels", "side", "name"), [(0, 8, "in_channels"), (1, 0, "image_size")])
+def test_sizes_below_one_are_errors(channels, side, name):
+    with pytest.raises(UserError, match=f"{name}: expected at least 1, got 0"):
+        build_encoder("small_convnet", channels, side)

@@ -1,0 +1,117 @@
+"""Linear evaluation: against a plain training loop and scikit-learn's optimum, and its reproducibility."""
+
+import pytest
+import torch
+from sklearn.linear_model import LogisticRegression
+from torch import nn
+
+from fedssl.errors import UserError
+from fedssl.evaluation.linear import LinearOptions, linear_accuracy
+
+
+def blobs(train=300, test=200, dimension=6, classes=4, noise=1.0, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    centres = torch.randn(classes, dimension, generator=generator)
+    labels = torch.randint(classes, (train + test,), generator=generator)
+    points = centres[labels] + noise * torch.randn(train + test, dimension, generator=generator)
+    return points[:train], labels[:train], points[train:], labels[train:]
+
+
+def test_defaults_are_the_papers():
+    assert LinearOptions().model_dump() == {"epochs": 100, "batch_size": 512, "learning_rate": 3e-3}
+
+
+def test_equals_a_plain_training_loop():
+    # The same draws in the same order, given to torch's own layer: weights, biases, a permutation an epoch.
+    train, train_labels, test, test_labels = blobs()
+    generator = torch.Generator().manual_seed(7)
+    layer = nn.Linear(6, 4)
+    with torch.no_grad():
+        for parameter in (layer.weight, layer.bias):
+            parameter.copy_((2 * torch.rand(parameter.shape, generator=generator) - 1) / 6**0.5)
+    optimizer = torch.optim.Adam(layer.parameters(), lr=0.01)
+    for _ in range(3):
+        order = torch.randperm(300, generator=generator)
+        for start in range(0, 300, 64):
+            batch = order[start : start + 64]
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(layer(train[batch]), train_labels[batch]).backward()
+            optimizer.step()
+    expected = 100 * (layer(test).argmax(dim=1) == test_labels).float().mean().item()
+    options = LinearOptions(epochs=3, batch_size=64, learning_rate=0.01)
+    got = linear_accuracy(train, train_labels, test, test_labels, 4, options, 7)
+    assert got == pytest.approx(expected, abs=1e-4)
+    assert 30 < got < 90  # neither chance nor converged, so that the number of steps shows
+
+
+def test_reaches_the_optimum_of_logistic_regression():
+    data = blobs(noise=1.5)
+    model = LogisticRegression(C=1e6, max_iter=1000).fit(data[0].numpy(), data[1].numpy())
+    optimum = 100 * model.score(data[2].numpy(), data[3].numpy())
+    assert 40 < optimum < 90
+    options = LinearOptions(epochs=200, learning_rate=0.02)
+    assert linear_accuracy(*data, 4, options, 0) == pytest.approx(optimum, abs=2.0)
+
+
+def test_only_a_linear_boundary_is_learned():
+    # Exclusive or: no line gets more than three of the four corners right.
+    corners = torch.tensor([[0.0, 0.0], [1.0, 1.0], [0.0, 1.0], [1.0, 0.0]]).repeat(50, 1)
+    labels = torch.tensor([0, 0, 1, 1]).repeat(50)
+    options = LinearOptions(learning_rate=0.05)
+    assert linear_accuracy(corners, labels, corners, labels, 2, options, 0) <= 75.0
+
+
+def test_reproducible_from_the_seed_alone():
+    data = blobs(noise=2.0, test=1000)
+    options = LinearOptions(epochs=1, batch_size=64)
+    results = []
+    for global_seed in (1, 2):
+        torch.manual_seed(global_seed)
+        before = torch.get_rng_state()
+        results.append(linear_accuracy(*data, 4, options, 3))
+        assert torch.equal(torch.get_rng_state(), before)
+    assert results[0] == results[1]
+    assert len({linear_accuracy(*data, 4, options, seed) for seed in range(5)}) > 1
+
+
+def test_inputs_stay_as_they_are():
+    data = blobs()
+    copies = [tensor.clone() for tensor in data]
+    linear_accuracy(*data, 4, LinearOptions(epochs=1), 0)
+    assert all(torch.equal(tensor, copy) for tensor, copy in zip(data, copies, strict=True))
+    assert not data[0].requires_grad
+
+
+def test_works_where_gradients_are_switched_off():
+    data = blobs()
+    expected = linear_accuracy(*data, 4, LinearOptions(epochs=2), 0)
+    with torch.no_grad():
+        assert linear_accuracy(*data, 4, LinearOptions(epochs=2), 0) == expected
+
+
+def test_a_class_without_samples_and_a_last_batch_of_one_are_fine():
+    train, train_labels, test, test_labels = blobs(train=65)
+    accuracy = linear_accuracy(train, train_labels, test, test_labels, 9, LinearOptions(batch_size=64), 0)
+    assert accuracy > 50
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({0: torch.full((300, 6), torch.nan)}, "train_features: contains NaN"),
+        ({2: torch.ones(200, 5)}, "test_features: expected the dimension of train_features, 6, got 5"),
+        ({1: torch.full((300,), 4)}, "train_labels: expected class indices from 0 to 3, got 4 to 4"),
+        ({3: torch.full((200,), -1)}, "test_labels: expected class indices from 0 to 3, got -1 to -1"),
+        ({3: torch.zeros(199, dtype=torch.int64)}, "test_labels: expected one label a sample"),
+    ],
+)
+def test_bad_input_is_named(change, message):
+    data = [change.get(position, tensor) for position, tensor in enumerate(blobs())]
+    with pytest.raises(UserError, match=message):
+        linear_accuracy(*data, 4, LinearOptions(), 0)
+
+
+@pytest.mark.parametrize("options", [{"epochs": 0}, {"batch_size": 0}, {"learning_rate": 0.0}, {"epoch": 1}])
+def test_bad_options_are_refused(options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        LinearOptions(**options)

@@ -1,0 +1,43 @@
+import pytest
+import torch
+
+from fedssl.messages import Message, merge
+from fedssl.storage import read_message, write_message
+
+
+def test_bytes_are_the_tensors_data_and_eight_a_number():
+    message = Message({"a": torch.zeros(3, 2), "b": torch.zeros(5, dtype=torch.float16)}, {"samples": 4})
+    assert message.num_bytes == 3 * 2 * 4 + 5 * 2 + 8
+
+
+def test_a_copy_shares_no_memory_and_carries_no_gradient():
+    tensor = torch.ones(2, requires_grad=True)
+    copy = Message({"a": tensor}).copy()
+    with torch.no_grad():
+        tensor.fill_(7)
+    assert copy.tensors["a"].tolist() == [1, 1]
+    assert not copy.tensors["a"].requires_grad
+
+
+def test_merge_refuses_a_name_that_two_parts_send():
+    with pytest.raises(ValueError, match="both send 'a'"):
+        merge([Message({"a": torch.zeros(1)}), Message({"a": torch.zeros(1)})])
+
+
+def test_a_stored_message_comes_back_bit_for_bit(tmp_path):
+    tensors = {
+        "weights": torch.randn(4, 3),
+        "half": torch.randn(5).bfloat16(),
+        "count": torch.tensor(12),
+        "empty": torch.zeros(0, 3),
+        "transposed": torch.randn(4, 3).T,
+    }
+    message = Message(tensors, {"loss": 0.1 + 0.2, "samples": 3}, {"layer": "encoder", "centered": True})
+    write_message(tmp_path / "m.safetensors", message)
+    back = read_message(tmp_path / "m.safetensors")
+    assert back.numbers == message.numbers
+    assert back.config == message.config
+    assert back.tensors.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert back.tensors[name].dtype == tensor.dtype
+        assert torch.equal(back.tensors[name], tensor)
