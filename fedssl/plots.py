@@ -5,7 +5,6 @@ Colours are Okabe and Ito's, which stay apart for colour-blind readers; past eig
 
 from __future__ import annotations
 
-import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -35,9 +34,9 @@ _TEXT, _MUTED, _GRID = "#222222", "#666666", "#E3E3E3"
 #: how a table's rows are drawn: colour, hatch, and what the legend calls them
 _ROLES = {
     "method": ("#0072B2", "", "the method"),
-    "baseline": ("#E69F00", "", "baseline: no federation"),
+    "baseline": ("#E69F00", "", "baseline"),
     "control": ("#F5D9A6", "////", "control: nothing is learned from peers"),
-    "other": ("#BBBBBB", "", "for comparison, not in the verdict"),
+    "other": ("#BBBBBB", "", "other, not in the verdict"),
 }
 _MOST_CARDS = 6
 
@@ -207,12 +206,12 @@ def draw_table_picture(
         caption: the verdict; may hold several lines.
     """
     width = 13.0
-    title_lines = textwrap.wrap(title, 108) or [""]
-    caption_lines = [line for text in caption.splitlines() for line in textwrap.wrap(text, 150)]
+    title_lines = textwrap.wrap(title.rstrip("."), 112, break_on_hyphens=False) or [""]
+    caption_lines = [line for text in caption.splitlines() for line in textwrap.wrap(text, 150, break_on_hyphens=False)]
     rows = max(len(bars) for bars in panels.values())
     heights = {
-        "title": 0.42 + 0.29 * len(title_lines),
-        "cards": 2.35 if cards else 0.01,
+        "title": 0.55 + 0.27 * len(title_lines),
+        "cards": 2.42 if cards else 0.01,
         "bars": 1.05 + 0.42 * rows,
         "legend": 0.75,
         "caption": 0.2 + 0.215 * len(caption_lines),
@@ -235,14 +234,14 @@ def draw_table_picture(
         weight="bold",
         color=_TEXT,
     )
-    below_title = top["title"] - (0.2 + 0.27 * len(title_lines)) / total
+    below_title = top["title"] - (0.22 + 0.25 * len(title_lines)) / total
     figure.text(left, below_title, subtitle, va="top", size=11, color=_MUTED)
 
     shown = cards[:_MOST_CARDS]
     slot = (1 - 2 * left) / max(len(shown), 1)
     for i, card in enumerate(shown):
-        bottom = top["cards"] - (heights["cards"] - 0.18) / total
-        axes = figure.add_axes((left + i * slot, bottom, slot * 0.93, (heights["cards"] - 0.85) / total))
+        bottom = top["cards"] - (heights["cards"] - 0.16) / total
+        axes = figure.add_axes((left + i * slot, bottom, slot * 0.93, (heights["cards"] - 0.92) / total))
         _draw_card(axes, card)
 
     label_width, value_width = 0.19, 0.068
@@ -340,10 +339,10 @@ def _draw_card(axes: Axes, card: Card) -> None:
     if card.images is not None:
         axes.imshow(card.images, cmap="gray", vmin=0, vmax=255, interpolation="nearest")
         axes.set_anchor("N")
-    axes.set_title(card.title, fontsize=11.5, weight="bold", color=_TEXT, loc="center", pad=19)
+    axes.set_title(card.title, fontsize=11.5, weight="bold", color=_TEXT, loc="center", pad=34)
     axes.annotate(
         card.subtitle, (0.5, 1), (0, 5), xycoords="axes fraction", textcoords="offset points", ha="center", va="bottom",
-        size=9.5, color=_MUTED,
+        size=10, color=_MUTED,
     )  # fmt: skip
 
 
@@ -361,6 +360,6 @@ def _legend(figure: Figure, axes: Axes) -> None:
     handles, labels = axes.get_legend_handles_labels()
     if not labels:
         axes.text(0.5, 0.5, "no values", transform=axes.transAxes, ha="center", color=_MUTED)
-    elif len(labels) > 1 or math.isfinite(axes.dataLim.width):
+    elif len(labels) > 1:
         columns = 3 if max(map(len, labels)) < 16 else 2
         figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=10)

@@ -49,7 +49,8 @@ h1 { font-size: 1.7rem; margin-bottom: .2rem; } h2 { font-size: 1.25rem; margin-
 h2 { border-bottom: 1px solid #ddd; padding-bottom: .25rem; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .92rem; margin: .8rem 0; }
 th, td { text-align: left; padding: .28rem .75rem .28rem 0; border-bottom: 1px solid #e5e5e5; vertical-align: top; }
-thead th { border-bottom: 2px solid #999; } td.number, th.number { text-align: right; white-space: nowrap; }
+thead th { border-bottom: 2px solid #999; } td:first-child { white-space: nowrap; }
+td.number, th.number { text-align: right; white-space: nowrap; }
 tr.mean td { font-weight: 600; border-bottom: 2px solid #bbb; } tr.method td { font-weight: 600; background: #eef5fb; }
 .note { color: #666; font-size: .92rem; } .warning { background: #fff4dd; padding: .5rem .8rem; }
 .wide { overflow-x: auto; } img { max-width: 100%; height: auto; }
@@ -185,7 +186,7 @@ def build_report(runs: Sequence[Run]) -> str:
         _partitions(groups),
         _per_client(groups),
         _traffic(groups),
-        _recipes(groups),
+        _settings(groups),
     ]
     return page(title, "\n".join(section for section in sections if section))
 
@@ -253,26 +254,56 @@ def _what_ran(groups: Mapping[str, list[Run]]) -> str:
     for name, runs in groups.items():
         description = " ".join(str(runs[0].recipe.get("description") or "").split())
         parts.append(f"<p><strong>{escape(name)}</strong>{': ' + escape(description) if description else ''}</p>")
-    rows = [(run.name, run.seed, run.path, _state(run)) for runs in groups.values() for run in runs]
-    parts.append(html_table(("method", "seed", "folder", "state"), rows, text_columns=4))
-    for name, runs in groups.items():
-        parts += [f'<p class="warning">{escape(f"{name}: {text}")}</p>' for text in _doubts(runs)]
-    names = list(groups)
-    settings = [
-        (key, *(_setting(groups[name][0].recipe.get(key)) for name in names))
-        for key in _SETTINGS
-        if any(groups[name][0].recipe.get(key) not in (None, [], {}) for name in names)
+    rows = [
+        (name, len(runs), ", ".join(str(run.seed) for run in runs), _progress(runs)) for name, runs in groups.items()
     ]
-    parts.append("<h2>Key settings</h2>" + html_table(("setting", *names), settings, text_columns=len(names) + 1))
+    parts.append(html_table(("method", "runs", "seeds", "state"), rows, text_columns=4))
+    for name, runs in groups.items():
+        warnings = [text for run in runs if (text := _unfinished(run))] + _doubts(runs)
+        parts += [f'<p class="warning">{escape(f"{name}: {text}")}</p>' for text in warnings]
     return "\n".join(parts)
 
 
-def _state(run: Run) -> str:
+def _progress(runs: Sequence[Run]) -> str:
+    finished = sum(run.finished for run in runs)
+    rounds = ", ".join(dict.fromkeys(str(run.rounds) for run in runs))
+    state = "finished" if finished == len(runs) else f"{finished} of {len(runs)} finished" if finished else "unfinished"
+    return f"{state}, {rounds} rounds"
+
+
+def _unfinished(run: Run) -> str:
     if run.finished:
-        return f"finished, {run.rounds} rounds"
-    if run.last_round < 0:
-        return "no finished round yet"
-    return f"unfinished: {run.last_round} of {run.rounds} rounds; continue with fedssl run --resume {run.path}"
+        return ""
+    done = f"{run.last_round} of {run.rounds} rounds" if run.last_round >= 0 else "no round"
+    return f"seed {run.seed} is unfinished, {done} done; continue with fedssl run --resume {run.path}"
+
+
+def _settings(groups: Mapping[str, list[Run]]) -> str:
+    """The first runs' settings; methods that share a value share a line."""
+    rows: list[tuple[str, str, str]] = []
+    for key in _SETTINGS:
+        methods: dict[str, list[str]] = {}
+        for name, runs in groups.items():
+            methods.setdefault(_setting(runs[0].recipe.get(key)), []).append(name)
+        if set(methods) == {"-"}:
+            continue
+        for i, (value, names) in enumerate(methods.items()):
+            rows.append(("" if i else key, ", ".join(names) if len(methods) > 1 else "all", value))
+    folders = [(name, run.seed, run.path) for name, runs in groups.items() for run in runs]
+    recipes = [
+        f"<details><summary>Resolved recipe: {escape(name)}, seed {runs[0].seed}</summary><pre>"
+        + escape(yaml.safe_dump(dict(runs[0].recipe), sort_keys=False, allow_unicode=True, width=100))
+        + "</pre></details>"
+        for name, runs in groups.items()
+    ]
+    return (
+        "<h2>Settings</h2>\n"
+        + html_table(("setting", "of", "value"), rows, text_columns=3)
+        + "<details><summary>Folders</summary>"
+        + html_table(("method", "seed", "folder"), folders, text_columns=3)
+        + "</details>\n"
+        + "\n".join(recipes)
+    )
 
 
 def _doubts(runs: Sequence[Run]) -> list[str]:
@@ -321,17 +352,19 @@ def _gather(runs: Sequence[Run], metric: str, when: str, who: str | None = None)
     return [value for value in values if value is not None]
 
 
+def _before_and_after(runs: Sequence[Run], metric: str, who: str | None = None) -> str:
+    return " → ".join(format_values(metric, _gather(runs, metric, when, who)) for when in ("before", "after"))
+
+
 def _results(groups: Mapping[str, list[Run]]) -> str:
     metrics = [m for m in EVALUATED if any(_gather(runs, m, "before") for runs in groups.values())]
     if not metrics:
         return ""
-    rows = []
-    for name, runs in groups.items():
-        finished = sum(run.finished for run in runs)
-        rows.append(
-            (name, finished, *(format_values(m, _gather(runs, m, w)) for m in metrics for w in ("before", "after")))
-        )
-    header = ["method", "finished runs", *(f"{metric_title(m)} {w}" for m in metrics for w in ("before", "after"))]
+    rows = [
+        (name, sum(run.finished for run in runs), *(_before_and_after(runs, m) for m in metrics))
+        for name, runs in groups.items()
+    ]
+    header = ["method", "finished runs", *map(metric_title, metrics)]
     styles = method_styles(list(groups))
     panels = {
         metric: [
@@ -341,16 +374,16 @@ def _results(groups: Mapping[str, list[Run]]) -> str:
         for metric in metrics
     }
     chart = ""
-    if any(run.finished for runs in groups.values() for run in runs):
+    if sum(run.finished for runs in groups.values() for run in runs) > 1:
         chart = html_figure(draw_bars(panels), "Accuracy and effective rank per method, before and after training")
     return (
         "<h2>Before and after training</h2>\n"
         + chart
         + html_table(header, rows)
-        + '<p class="note">Of the global model, or the mean over the clients\' own models. Before is round 0, the '
-        "untrained encoder; after is the last round of finished runs. With several finished runs: mean ± sample "
-        "standard deviation over them. kNN and linear accuracy use the labels of the whole training set, which self-supervised "
-        "training never sees; the linear classifier is trained afterwards on frozen features.</p>"
+        + '<p class="note">Before → after training, of the global model or the mean over the clients\' own models. '
+        "Before is round 0, the untrained encoder; after is the last round of finished runs. With several finished "
+        "runs: mean ± sample standard deviation over them. kNN and linear accuracy use the labels of the whole training set, "
+        "which self-supervised training never sees; the linear classifier is trained afterwards on frozen features.</p>"
     )
 
 
@@ -423,19 +456,14 @@ def _per_client(groups: Mapping[str, list[Run]]) -> str:
     for name, runs in groups.items():
         clients = {who for run in runs for _, who, metric in run.values if metric in metrics and who != "mean"}
         for who in sorted(clients, key=lambda who: (not who.isdigit(), int(who) if who.isdigit() else 0)):
-            values = (format_values(m, _gather(runs, m, w, who)) for m in metrics for w in ("before", "after"))
-            client = f"client {who}" if who.isdigit() else "global model"
+            values = (_before_and_after(runs, m, who) for m in metrics)
+            client = f"client\u00a0{who}" if who.isdigit() else "global\u00a0model"
             rows.append((name, client, _architecture(runs[0], who), *values))
-        values = (format_values(m, _gather(runs, m, w)) for m in metrics for w in ("before", "after"))
+        values = (_before_and_after(runs, m) for m in metrics)
         if "global" not in clients:
             rows.append((name, "mean", "", *values))
         means[len(rows) - 1] = "mean"
-    header = [
-        "method",
-        "model of",
-        "architecture",
-        *(f"{metric_title(m)} {w}" for m in metrics for w in ("before", "after")),
-    ]
+    header = ["method", "model of", "architecture", *map(metric_title, metrics)]
     several = any(len(runs) > 1 for runs in groups.values())
     note = '<p class="note">Client k may hold other classes in each seed.</p>' if several else ""
     return "<h2>Every client</h2>\n" + html_table(header, rows, text_columns=3, classes=means) + note
@@ -469,17 +497,6 @@ def format_bytes(count: float) -> str:
         if count < 999.95 * size:
             return f"{count / size:.1f} {unit}"
     return f"{count / 1e9:,.1f} GB"
-
-
-def _recipes(groups: Mapping[str, list[Run]]) -> str:
-    """The whole recipes, folded."""
-    parts = []
-    for name, runs in groups.items():
-        text = yaml.safe_dump(dict(runs[0].recipe), sort_keys=False, allow_unicode=True, width=100)
-        parts.append(
-            f"<details><summary>{escape(name)}, seed {runs[0].seed}</summary><pre>{escape(text)}</pre></details>"
-        )
-    return "<h2>Resolved recipes</h2>\n" + "\n".join(parts)
 
 
 def _csv_rows(path: Path, length: int | None = None) -> list[dict[str, str]]:

@@ -338,7 +338,7 @@ class _Telling:
     def end(self, cell: _Cell, failure: str | None = None) -> None:
         self.ended += 1
         left = (self.waiting - self.ended) * (time.monotonic() - self.started) / self.ended
-        time_left = f"; about {_duration(left)} left" if self.ended < self.waiting else ""
+        time_left = f"; {_duration(left)} left" if self.ended < self.waiting else ""
         if failure is None:
             run = read_run(cell.path)
             found = ((metric, run.evaluated(metric, "after")) for metric in JUDGED)
@@ -642,9 +642,13 @@ def _reading(table: Table, results: Results) -> str:
     )
 
 
+_SHORT_TITLES = {"kNN accuracy (%)": "kNN %", "linear accuracy (%)": "linear %"}
+
+
 def format_table(table: Table, results: Results) -> str:
-    """The table as plain text."""
-    lines = [["", *_header(table)]] + [[label, *cells] for label, _, cells in _cells_of_rows(table, results)]
+    """The table as plain text, narrow enough for a terminal."""
+    header = [_SHORT_TITLES.get(title, title) for title in _header(table)]
+    lines = [["", *header]] + [[label, *cells] for label, _, cells in _cells_of_rows(table, results)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     rendered = [
         "  ".join(
@@ -665,7 +669,7 @@ def _write_results(table: Table, results: Results, output: Path, cells: Sequence
     data = io.BytesIO()
     figure.savefig(data, format="png", dpi=150)
     write_atomically(output / "picture.png", data.getvalue())
-    body = html_figure(figure, f"{table.name}: clients, accuracies and verdict", png=True)
+    body = html_figure(figure, f"{' '.join(table.description.split())} {verdict(table, results)}", png=True)
     rows = _cells_of_rows(table, results)
     classes = {i: "method" for i, (_, role, _) in enumerate(rows) if role == "method"}
     body += "<h2>Figures</h2>\n" + html_table(
@@ -682,8 +686,7 @@ def _write_results(table: Table, results: Results, output: Path, cells: Sequence
     body += (
         "<p class=note>Every run's resolved recipe, metrics and checkpoint stand in the folders beside this page.</p>"
     )
-    intro = f"<p>{escape(' '.join(table.description.split()))}</p>\n"
-    write_atomically(output / "table.html", page(table.name, intro + body).encode())
+    write_atomically(output / "table.html", page(table.name, body).encode())
 
 
 _RULE = (
@@ -766,11 +769,11 @@ def _cards(run: Run) -> list[Card]:
         held = f"only {' and '.join(names)}" if len(names) <= 2 else f"{len(names)} classes"
         architecture = recipe.architectures[k % len(recipe.architectures)]
         images = _mosaic(dataset.train_images[mine], labels)
-        cards.append(Card(f"client {k}: {held}", f"{architecture}, {len(mine)} images", images))
+        cards.append(Card(f"client {k}: {held}", f"{architecture}\n{len(mine)} images", images))
     if most == 5 and dataset.public_images is not None:
         public = dataset.public_images
         images = _mosaic(public, torch.zeros(len(public), dtype=torch.int64))
-        cards.append(Card("public images", f"no labels, {len(public)} images", images))
+        cards.append(Card("public images", f"no labels\n{len(public)} images", images))
     return cards
 
 

@@ -37,7 +37,6 @@ def extract_features(
     batches = []
     try:
         encoder.to(device).eval()
-        # no_grad rather than inference_mode: a classifier may be trained on what is returned.
         with torch.no_grad():
             for batch in images.split(batch_size):
                 output = encoder(normalize(batch.to(device)))

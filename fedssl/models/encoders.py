@@ -128,6 +128,9 @@ def _small_resnet(in_channels: int, layers: tuple[int, ...], widths: tuple[int, 
         channels=widths,
         stem_type="deep",
         stem_width=widths[0] // 2,
+        # With timm's zero start of each residual branch an untrained 8x8 network sees nine pixels (measured on digits:
+        # kNN 15 % against 77 %), and a client here trains for a few hundred steps only.
+        zero_init_last=False,
     )
     _use_small_image_stem(model, in_channels)
     return cast(Encoder, model)

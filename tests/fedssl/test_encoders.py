@@ -69,7 +69,9 @@ def test_the_table_documents_every_small_encoder():
     assert sorted(row[0] for row in documented_rows()) == encoder_names()
 
 
-@pytest.mark.parametrize(("side", "sides"), [(32, [16, 8, 4, 2]), (8, [4, 2, 2, 2]), (7, [4, 2, 2, 2]), (1, [1] * 4)])
+@pytest.mark.parametrize(
+    ("side", "sides"), [(32, [16, 8, 4, 2]), (24, [12, 6, 3, 2]), (8, [4, 2, 2, 2]), (7, [4, 2, 2, 2]), (1, [1] * 4)]
+)
 def test_convnet_halves_the_side_until_two(side, sides):
     encoder = build_encoder("small_convnet", 1, side).eval()
     seen = []
@@ -111,11 +113,13 @@ def test_large_images_keep_the_stem_of_timm():
     assert isinstance(encoder.maxpool, nn.MaxPool2d)
 
 
-@pytest.mark.parametrize(("name", "blocks"), [("small_resnet10", 4), ("small_resnet18", 8), ("resnet18", 8)])
-def test_last_batch_norm_of_a_residual_block_starts_at_zero(name, blocks):
+@pytest.mark.parametrize(
+    ("name", "blocks", "start"), [("small_resnet10", 4, 1), ("small_resnet18", 8, 1), ("resnet18", 8, 0)]
+)
+def test_residual_branches_start_full_in_small_resnets_and_at_zero_in_timms(name, blocks, start):
     norms = [module.bn2 for module in build_encoder(name, 1, 8).modules() if hasattr(module, "bn2")]
     assert len(norms) == blocks
-    assert all(bool((norm.weight == 0).all()) for norm in norms)
+    assert all(bool((norm.weight == start).all()) for norm in norms)
 
 
 @pytest.mark.parametrize(("side", "patch"), [(64, 8), (32, 4), (28, 4), (24, 2), (16, 2), (8, 2)])
@@ -166,8 +170,8 @@ def test_unknown_name_is_an_error_with_close_matches(name, suggestion):
 
 
 def test_images_too_small_for_a_timm_model_are_an_error():
-    with pytest.raises(UserError, match="architecture: timm's 'mixer_s16_224' does not take 8x8 pixels") as caught:
-        build_encoder("mixer_s16_224", 3, 8)
+    with pytest.raises(UserError, match="architecture: timm's 'pit_ti_224' does not take 8x8 pixels") as caught:
+        build_encoder("pit_ti_224", 3, 8)
     assert "\n" not in str(caught.value)
 
 

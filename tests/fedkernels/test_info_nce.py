@@ -1,0 +1,144 @@
+"""info_nce against loops in float64 and torch's cross-entropy."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fedkernels
+from fedkernels import info_nce
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+def rows(count, d, seed=0, dtype=torch.float64, scale=1.0):
+    generator = torch.Generator().manual_seed(seed)
+    return (scale * torch.randn(count, d, generator=generator, dtype=torch.float64)).to(dtype)
+
+
+def by_loops(query, key, temperature):
+    losses = []
+    for i in range(len(query)):
+        logits = [sum(float(a) * float(b) for a, b in zip(query[i], k, strict=True)) / temperature for k in key]
+        top = max(logits)
+        losses.append(top + math.log(sum(math.exp(logit - top) for logit in logits)) - logits[i])
+    return losses
+
+
+def test_equals_the_formula_by_loops():
+    query, key = rows(4, 3, 1), rows(7, 3, 2)
+    truth = torch.tensor(by_loops(query, key, 0.3), dtype=torch.float64)
+    torch.testing.assert_close(info_nce(query, key, 0.3, "none"), truth)
+    torch.testing.assert_close(info_nce(query, key, 0.3), truth.mean())
+    torch.testing.assert_close(info_nce(query, key, 0.3, "sum"), truth.sum())
+
+
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(st.integers(1, 40), st.integers(0, 40), st.integers(1, 33), st.sampled_from([0.05, 0.2, 1.0, 7.0]))
+def test_equals_cross_entropy(batch, more, d, temperature):
+    query, key = rows(batch, d, 1).requires_grad_(), rows(batch + more, d, 2).requires_grad_()
+    truth = F.cross_entropy(query @ key.T / temperature, torch.arange(batch))
+    loss = info_nce(query, key, temperature)
+    torch.testing.assert_close(loss, truth)
+    torch.testing.assert_close(torch.autograd.grad(loss, [query, key]), torch.autograd.grad(truth, [query, key]))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_gradcheck(reduction):
+    query, key = rows(3, 4, 1).requires_grad_(), rows(5, 4, 2).requires_grad_()
+    assert torch.autograd.gradcheck(lambda q, k: info_nce(q, k, 0.5, reduction), (query, key))
+    assert torch.autograd.gradcheck(lambda q: info_nce(q, key.detach(), 0.5, reduction), (query,))
+    assert torch.autograd.gradcheck(lambda k: info_nce(query.detach(), k, 0.5, reduction), (key,))
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, torch.float32])
+def test_narrow_inputs_are_summed_wide(dtype):
+    query, key = rows(33, 65, 1, dtype).requires_grad_(), rows(40, 65, 2, dtype).requires_grad_()
+    wide_query, wide_key = query.detach().double().requires_grad_(), key.detach().double().requires_grad_()
+    loss, truth = info_nce(query, key, 0.2), info_nce(wide_query, wide_key, 0.2)
+    assert loss.dtype == torch.float32
+    assert truth.dtype == torch.float64
+    torch.testing.assert_close(loss.double(), truth, rtol=2e-6, atol=0)
+    loss.backward()
+    truth.backward()
+    for narrow, wide in ((query, wide_query), (key, wide_key)):
+        assert narrow.grad.dtype == dtype
+        # One rounding to the input's dtype, nothing more.
+        torch.testing.assert_close(narrow.grad, wide.grad.to(dtype), rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+
+
+def test_mixed_dtypes_take_the_wider_sum():
+    assert info_nce(rows(2, 3, dtype=BF16), rows(2, 3, dtype=torch.float32), 1.0).dtype == torch.float32
+    assert info_nce(rows(2, 3, dtype=FP16), rows(2, 3), 1.0).dtype == torch.float64
+
+
+def test_autocast_does_not_narrow():
+    query, key = rows(16, 64, 1, torch.float32), rows(16, 64, 2, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = info_nce(query, key, 0.1)
+    assert torch.equal(inside, info_nce(query, key, 0.1))
+
+
+def test_strides_do_not_matter():
+    query, key = rows(4, 6, 1), rows(18, 12, 2)[::2, ::2]
+    assert not key.is_contiguous()
+    torch.testing.assert_close(info_nce(query.T.contiguous().T, key, 0.5), info_nce(query, key.contiguous(), 0.5))
+    torch.testing.assert_close(info_nce(query[:1].expand(4, 6), key, 0.5), info_nce(query[:1].repeat(4, 1), key, 0.5))
+
+
+def test_compiles_without_a_graph_break():
+    query, key = rows(5, 4, 1).requires_grad_(), rows(6, 4, 2).requires_grad_()
+    compiled = torch.compile(info_nce, fullgraph=True, backend="aot_eager")
+    loss, truth = compiled(query, key, 0.3), info_nce(query, key, 0.3)
+    torch.testing.assert_close(loss, truth)
+    torch.testing.assert_close(torch.autograd.grad(loss, [query, key]), torch.autograd.grad(truth, [query, key]))
+
+
+def test_extreme_but_legal_inputs():
+    assert info_nce(rows(1, 3), rows(1, 3), 1.0) == 0  # one query, one key
+    same = torch.ones(4, 3)
+    torch.testing.assert_close(info_nce(same, same, 0.1), torch.tensor(4.0).log())
+    torch.testing.assert_close(info_nce(0 * same, same, 0.1), torch.tensor(4.0).log())
+    query, key = rows(8, 16, 1, torch.float32, 1e4).requires_grad_(), rows(8, 16, 2, torch.float32)
+    loss = info_nce(query, key, 1e-3)
+    torch.testing.assert_close(loss.double(), info_nce(query.double(), key.double(), 1e-3), rtol=1e-5, atol=0)
+    assert torch.autograd.grad(loss, query)[0].isfinite().all()
+
+
+def test_nan_stays_in_its_row():
+    query, key = rows(3, 4, 1), rows(5, 4, 2)
+    query[1, 2] = torch.nan
+    assert info_nce(query, key, 1.0, "none").isnan().tolist() == [False, True, False]
+    assert info_nce(query, key, 1.0).isnan()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((torch.ones(0, 3), torch.ones(2, 3), 1.0), ValueError, "query must not be empty"),
+        ((torch.ones(2, 0), torch.ones(2, 0), 1.0), ValueError, "query must not be empty"),
+        ((torch.ones(3, 3), torch.ones(2, 3), 1.0), ValueError, "key must have at least the B = 3"),
+        ((torch.ones(2, 3), torch.ones(2, 4), 1.0), ValueError, "key must have the d = 3"),
+        ((torch.ones(3), torch.ones(2, 3), 1.0), ValueError, r"query must have shape \[B, d\], got \[3\]"),
+        ((torch.ones(2, 3), torch.ones(1, 2, 3), 1.0), ValueError, "key must have shape"),
+        ((torch.ones(2, 3), torch.ones(2, 3, device="meta"), 1.0), ValueError, "key must be on the device"),
+        ((torch.ones(2, 3).int(), torch.ones(2, 3), 1.0), TypeError, "query must be float16"),
+        (([[1.0]], torch.ones(2, 3), 1.0), TypeError, "query must be a torch.Tensor, got list"),
+        ((torch.ones(2, 3), torch.ones(2, 3), 0.0), ValueError, "temperature must be positive"),
+        ((torch.ones(2, 3), torch.ones(2, 3), math.inf), ValueError, "temperature must be positive"),
+        ((torch.ones(2, 3), torch.ones(2, 3), math.nan), ValueError, "temperature must be positive"),
+        ((torch.ones(2, 3), torch.ones(2, 3), torch.tensor(1.0)), TypeError, "temperature must be a Python number"),
+        ((torch.ones(2, 3), torch.ones(2, 3), 1.0, "max"), ValueError, "reduction must be one of mean, sum, none"),
+    ],
+)
+def test_bad_input_is_named(arguments, error, message):
+    with pytest.raises(error, match=message):
+        info_nce(*arguments)
+
+
+def test_module_is_the_function():
+    query, key = rows(3, 4, 1), rows(5, 4, 2)
+    assert torch.equal(fedkernels.nn.InfoNCE(0.3, "sum")(query, key), info_nce(query, key, 0.3, "sum"))

@@ -1,0 +1,238 @@
+"""linear_cka and its variants against the definition by Gram matrices in float64."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fedkernels
+from fedkernels import linear_cka, linear_cka_pairwise, linear_cka_to_kernel
+
+CENTERED = pytest.mark.parametrize("centered", [False, True])
+
+
+def matrix(*shape, seed=0, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(*shape, generator=generator, dtype=torch.float64) + 0.3).to(dtype)
+
+
+def hsic(k, l, centered):
+    """<HKH, HLH>_F with an explicit H."""
+    rows = len(k)
+    h = torch.eye(rows, dtype=torch.float64) - (1 / rows if centered else 0)
+    return (h @ k @ h * (h @ l @ h)).sum()
+
+
+def by_gram(x, y, centered):
+    return by_kernels(x.double() @ x.double().T, y.double() @ y.double().T, centered)
+
+
+def by_kernels(k, l, centered):
+    return hsic(k, l, centered) / (hsic(k, k, centered) * hsic(l, l, centered)).sqrt()
+
+
+@CENTERED
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(st.integers(2, 30), st.integers(1, 30), st.integers(1, 30))
+def test_equals_the_definition(centered, rows, d1, d2):
+    x, y = matrix(rows, d1, seed=1).requires_grad_(), matrix(rows, d2, seed=2).requires_grad_()
+    value, truth = linear_cka(x, y, centered), by_gram(x, y, centered)
+    torch.testing.assert_close(value, truth)
+    torch.testing.assert_close(
+        torch.autograd.grad(value, [x, y]), torch.autograd.grad(truth, [x, y]), rtol=1e-6, atol=1e-10
+    )
+    kernel = (y @ y.T).detach()
+    torch.testing.assert_close(linear_cka_to_kernel(x, kernel, centered), truth)
+
+
+@pytest.mark.parametrize(("d1", "d2"), [(3, 4), (3, 9), (9, 3), (9, 8), (6, 6)])
+def test_same_numbers_in_feature_and_gram_space(d1, d2):
+    """6 rows: each pair of widths takes another way through the products."""
+    x, y = matrix(6, d1, seed=1), matrix(6, d2, seed=2)
+    features = (y.T @ x).square().sum() / ((x.T @ x).norm() * (y.T @ y).norm())
+    torch.testing.assert_close(linear_cka(x, y), features)
+    torch.testing.assert_close(linear_cka_pairwise([x], [y])[0, 0], features)
+    torch.testing.assert_close(linear_cka_to_kernel(x, y @ y.T), features)
+
+
+@CENTERED
+@pytest.mark.parametrize(("d1", "d2"), [(2, 3), (7, 3), (7, 6)])
+def test_gradcheck(centered, d1, d2):
+    x, y = matrix(5, d1, seed=1).requires_grad_(), matrix(5, d2, seed=2).requires_grad_()
+    z = matrix(5, 2, seed=3).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x, y: linear_cka(x, y, centered), (x, y))
+    assert torch.autograd.gradcheck(lambda x, y, z: linear_cka_pairwise([x, z], [y, z], centered), (x, y, z))
+    # A kernel moves only among symmetric ones.
+    assert torch.autograd.gradcheck(lambda x, y: linear_cka_to_kernel(x, y @ y.T, centered), (x, y))
+
+
+@CENTERED
+def test_batch_dimensions_and_broadcasting(centered):
+    x, y = matrix(2, 3, 6, 4, seed=1), matrix(3, 6, 9, seed=2)
+    truth = torch.stack([torch.stack([by_gram(x[i, j], y[j], centered) for j in range(3)]) for i in range(2)])
+    torch.testing.assert_close(linear_cka(x, y, centered), truth)
+    torch.testing.assert_close(linear_cka_to_kernel(x, y @ y.mT, centered), truth)
+    assert linear_cka(x[:0], y, centered).shape == (0, 3)
+
+
+def test_pairwise_of_ragged_widths():
+    xs = [matrix(6, d, seed=d) for d in (2, 9, 6)]
+    ys = [matrix(6, d, seed=10 + d) for d in (8, 1)]
+    truth = torch.stack([torch.stack([by_gram(x, y, False) for y in ys]) for x in xs])
+    torch.testing.assert_close(linear_cka_pairwise(xs, ys), truth)
+    torch.testing.assert_close(linear_cka_pairwise(xs, xs, centered=True).diagonal(), torch.ones(3).double())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@CENTERED
+def test_narrow_inputs_are_summed_wide(dtype, centered):
+    x, y = matrix(50, 33, seed=1, dtype=dtype).requires_grad_(), matrix(50, 70, seed=2, dtype=dtype)
+    wide_x, wide_y = x.detach().double().requires_grad_(), y.double()
+    value, truth = linear_cka(x, y, centered), by_gram(wide_x, wide_y, centered)
+    assert value.dtype == torch.float32
+    torch.testing.assert_close(value.double(), truth, rtol=2e-6, atol=0)
+    grad, wide_grad = torch.autograd.grad(value, x)[0], torch.autograd.grad(truth, wide_x)[0]
+    assert grad.dtype == dtype
+    rounding = 2 * torch.finfo(dtype).eps
+    torch.testing.assert_close(grad.double(), wide_grad, rtol=rounding, atol=1e-5 * float(wide_grad.abs().max()))
+    kernel = (wide_y @ wide_y.T).float()
+    torch.testing.assert_close(linear_cka_to_kernel(x, kernel, centered).double(), truth, rtol=5e-6, atol=0)
+
+
+def test_autocast_does_not_narrow():
+    x, y = matrix(20, 9, seed=1, dtype=torch.float32), matrix(20, 30, seed=2, dtype=torch.float32)
+    kernel = y @ y.T
+    plain = [linear_cka(x, y), linear_cka_to_kernel(x, kernel, True), linear_cka_pairwise([x], [y])]
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = [linear_cka(x, y), linear_cka_to_kernel(x, kernel, True), linear_cka_pairwise([x], [y])]
+    assert all(torch.equal(p, q) for p, q in zip(plain, inside, strict=True))
+
+
+def test_strides_do_not_matter():
+    x, y = matrix(12, 10, seed=1)[::2, ::3], matrix(5, 6, seed=2).T
+    torch.testing.assert_close(linear_cka(x, y), linear_cka(x.contiguous(), y.contiguous()))
+    kernel = (y @ y.T).T
+    torch.testing.assert_close(linear_cka_to_kernel(x, kernel), linear_cka(x.contiguous(), y.contiguous()))
+
+
+@CENTERED
+def test_compiles_without_a_graph_break(centered):
+    x, y = matrix(6, 4, seed=1).requires_grad_(), matrix(6, 9, seed=2).requires_grad_()
+    kernel = matrix(6, 6, seed=3)
+    kernel = kernel + kernel.T
+
+    def everything(x, y):
+        values = linear_cka(x, y, centered), linear_cka_to_kernel(x, kernel, centered)
+        return torch.stack([*values, linear_cka_pairwise([x, y], [y], centered).sum()])
+
+    values, truth = torch.compile(everything, fullgraph=True, backend="aot_eager")(x, y), everything(x, y)
+    torch.testing.assert_close(values, truth)
+    torch.testing.assert_close(
+        torch.autograd.grad(values.sum(), [x, y]), torch.autograd.grad(truth.sum(), [x, y]), rtol=1e-6, atol=1e-10
+    )
+
+
+@pytest.mark.parametrize("scale", [1e15, 1e-15, 1e38])
+@CENTERED
+def test_scale_does_not_matter(scale, centered):
+    x, y = matrix(8, 5, seed=1, dtype=torch.float32) / 8, matrix(8, 3, seed=2, dtype=torch.float32) / 8
+    plain, scaled = x.clone().requires_grad_(), (x * scale).requires_grad_()
+    truth, value = linear_cka(plain, y, centered), linear_cka(scaled, y * scale, centered)
+    torch.testing.assert_close(value, truth, rtol=1e-5, atol=0)
+    torch.testing.assert_close(linear_cka_to_kernel(scaled, y * scale @ y.T, centered), truth, rtol=1e-5, atol=0)
+    grad, truth_grad = torch.autograd.grad(value, scaled)[0], torch.autograd.grad(truth, plain)[0]
+    # The gradient of f(x) at scale * x is the one at x, divided by scale.
+    torch.testing.assert_close(grad.double() * scale, truth_grad.double(), rtol=1e-4, atol=1e-5)
+
+
+@CENTERED
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("width", [3, 9])
+def test_zero_matrix_has_cka_zero_and_gradient_zero(centered, dtype, width):
+    # Constant columns are zero once centred; a value like 0.1 leaves rounding behind in a plain mean.
+    collapsed = torch.full((7, width), 0.1 if centered else 0.0, dtype=dtype).requires_grad_()
+    y = matrix(7, 4, seed=2, dtype=dtype).requires_grad_()
+    kernel = torch.full((7, 7), 0.1 if centered else 0.0, dtype=dtype)
+    values = [
+        linear_cka(collapsed, y, centered),
+        linear_cka(y, collapsed, centered),
+        linear_cka(collapsed, collapsed, centered),
+        linear_cka_to_kernel(collapsed, y @ y.T, centered),
+        linear_cka_to_kernel(y, kernel, centered),
+        linear_cka_pairwise([collapsed], [y, collapsed], centered),
+    ]
+    for value in values:
+        assert not value.any()
+        grads = torch.autograd.grad(value.sum(), [collapsed, y], allow_unused=True)
+        assert all(grad is None or not grad.any() for grad in grads)
+
+
+def test_one_zero_matrix_leaves_the_batch_alone():
+    x = matrix(3, 6, 4, seed=1)
+    x[1] = 0
+    x.requires_grad_()
+    y = matrix(6, 4, seed=2)
+    value = linear_cka(x, y)
+    torch.testing.assert_close(value[0], by_gram(x[0], y, False))
+    assert value[1] == 0
+    grad = torch.autograd.grad(value.sum(), x)[0]
+    assert grad.isfinite().all()
+    assert grad[0].any()
+    assert not grad[1].any()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_not_finite_gives_nan(bad):
+    x, y = matrix(2, 6, 4, seed=1), matrix(6, 4, seed=2)
+    x[1, 2, 3] = bad
+    assert linear_cka(x, y).isnan().tolist() == [False, True]
+    assert linear_cka_to_kernel(x, y @ y.T, True).isnan().tolist() == [False, True]
+    assert linear_cka_pairwise([x[0], x[1]], [y]).isnan().tolist() == [[False], [True]]
+
+
+def test_bounds_and_invariance():
+    x = matrix(9, 4, seed=1)
+    rotation = torch.linalg.qr(matrix(4, 4, seed=2))[0]
+    torch.testing.assert_close(linear_cka(x, x @ rotation), torch.tensor(1.0).double())
+    torch.testing.assert_close(linear_cka(x, x + 5, centered=True), torch.tensor(1.0).double())
+    assert linear_cka(x, x + 5) < 0.999
+    halves = torch.eye(8).double()
+    assert linear_cka(halves[:, :4], halves[:, 4:]) == 0
+    gram_space = torch.cat([halves, halves], 1)
+    assert linear_cka(gram_space * (torch.arange(8)[:, None] < 4), gram_space * (torch.arange(8)[:, None] >= 4)) == 0
+
+
+X = torch.ones(4, 3)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: linear_cka(torch.ones(0, 3), torch.ones(0, 3)), ValueError, "x must not be empty"),
+        (lambda: linear_cka(X, torch.ones(4, 0)), ValueError, "y must not be empty"),
+        (lambda: linear_cka(X, torch.ones(5, 3)), ValueError, "y must have the L = 4 rows of x, got 5"),
+        (lambda: linear_cka(torch.ones(3), X), ValueError, "x must have shape"),
+        (lambda: linear_cka(torch.ones(2, 4, 3), torch.ones(3, 4, 3)), ValueError, "y must have leading dimensions"),
+        (lambda: linear_cka(X, X.int()), TypeError, "y must be float16"),
+        (lambda: linear_cka(X, X.to("meta")), ValueError, "y must be on the device of x"),
+        (lambda: linear_cka_to_kernel(X, torch.ones(4, 5)), ValueError, r"kernel must be \[..., 4, 4\]"),
+        (lambda: linear_cka_to_kernel(X, torch.ones(4)), ValueError, "kernel must have shape"),
+        (lambda: linear_cka_to_kernel(X, torch.ones(4, 4).bool()), TypeError, "kernel must be float16"),
+        (lambda: linear_cka_pairwise([], [X]), ValueError, "xs must hold at least one"),
+        (lambda: linear_cka_pairwise([X], []), ValueError, "ys must hold at least one"),
+        (lambda: linear_cka_pairwise(X, [X]), TypeError, "xs must be a list"),
+        (lambda: linear_cka_pairwise([X, 3], [X]), TypeError, r"xs\[1\] must be a torch.Tensor"),
+        (lambda: linear_cka_pairwise([X], [X, torch.ones(5, 3)]), ValueError, r"ys\[1\] must have the L = 4"),
+        (lambda: linear_cka_pairwise([X], [torch.ones(1, 4, 3)]), ValueError, r"ys\[0\] must have shape"),
+    ],
+)
+def test_bad_input_is_named(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_module_is_a_distance():
+    x, y = matrix(2, 6, 3, seed=1), matrix(2, 6, 4, seed=2)
+    loss = fedkernels.nn.CKALoss(centered=True)
+    torch.testing.assert_close(loss(x, y), 1 - linear_cka(x, y, True).mean())
+    torch.testing.assert_close(loss(x, x), torch.tensor(0.0).double())
