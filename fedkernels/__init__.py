@@ -1,7 +1,34 @@
-"""Operators of federated self-supervised learning."""
+"""Operators of federated self-supervised learning, exact and differentiable: see README.md in this folder."""
 
-from .info_nce import info_nce
-from .linear_cka import linear_cka, linear_cka_pairwise, linear_cka_to_kernel
-from .nt_xent import nt_xent
+from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
+from importlib.metadata import version as _version
 
-__all__ = ["info_nce", "linear_cka", "linear_cka_pairwise", "linear_cka_to_kernel", "nt_xent"]
+from fedkernels import nn
+from fedkernels.apply_deltas import apply_deltas
+from fedkernels.client_weights import client_weights
+from fedkernels.delta_gram import delta_gram
+from fedkernels.info_nce import info_nce
+from fedkernels.linear_cka import linear_cka, linear_cka_pairwise, linear_cka_to_kernel
+from fedkernels.nt_xent import nt_xent
+from fedkernels.unbalanced_ot import TransportInfo, unbalanced_ot, unbalanced_ot_plan
+
+try:
+    __version__ = _version("fedkernels-fedssl")
+except _PackageNotFoundError:  # run from a source tree that is not installed
+    __version__ = "0+unknown"
+
+__all__ = [
+    "TransportInfo",
+    "__version__",
+    "apply_deltas",
+    "client_weights",
+    "delta_gram",
+    "info_nce",
+    "linear_cka",
+    "linear_cka_pairwise",
+    "linear_cka_to_kernel",
+    "nn",
+    "nt_xent",
+    "unbalanced_ot",
+    "unbalanced_ot_plan",
+]

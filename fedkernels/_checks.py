@@ -1,4 +1,4 @@
-"""Argument checks that the public functions share: one line that names the argument, what was expected and what came."""
+"""Argument checks that the public functions share: one line names the argument, what was expected and what came."""
 
 import math
 from collections.abc import Sequence
@@ -33,9 +33,7 @@ def same_device(**tensors: Tensor) -> None:
     (first, reference), *others = tensors.items()
     for name, tensor in others:
         if tensor.device != reference.device:
-            raise ValueError(
-                f"{name} must be on the device of {first} ({reference.device}), got {tensor.device}"
-            )
+            raise ValueError(f"{name} must be on the device of {first} ({reference.device}), got {tensor.device}")
 
 
 def positive(name: str, value: object) -> float:
@@ -85,6 +83,5 @@ def parameter_lists(global_params: Sequence[Tensor], client_params: Sequence[Seq
                 )
             if tensor.device != reference.device:
                 raise ValueError(
-                    f"{name} must be on the device of global_params[{index}] ({reference.device}), "
-                    f"got {tensor.device}"
+                    f"{name} must be on the device of global_params[{index}] ({reference.device}), got {tensor.device}"
                 )

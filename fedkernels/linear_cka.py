@@ -57,7 +57,8 @@ def linear_cka_to_kernel(x: Tensor, kernel: Tensor, centered: bool = False) -> T
 
     Raises:
         TypeError: an input is not a floating tensor.
-        ValueError: L = 0, d = 0, a kernel that is not L by L, leading dimensions that do not broadcast, unequal devices.
+        ValueError: L = 0, d = 0, a kernel that is not L by L, leading dimensions that do not broadcast, unequal
+            devices.
     """
     _check_representation("x", x)
     _checks.floating("kernel", kernel, at_least=2, layout="[..., L, L]")
@@ -77,7 +78,8 @@ def linear_cka_pairwise(xs: Sequence[Tensor], ys: Sequence[Tensor], centered: bo
         centered: as in ``linear_cka``.
 
     Returns:
-        [N, M] with entry (n, m) = ``linear_cka(xs[n], ys[m], centered)``: float64 where any input is float64, else float32.
+        [N, M] with entry (n, m) = ``linear_cka(xs[n], ys[m], centered)``: float64 where any input is float64,
+        else float32.
 
     Raises:
         TypeError: an argument is not a list of floating tensors.

@@ -38,7 +38,6 @@ _ROLES = {
     "control": ("#F5D9A6", "////", "control: nothing is learned from peers"),
     "other": ("#BBBBBB", "", "other, not in the verdict"),
 }
-_MOST_CARDS = 6
 
 
 @dataclass(frozen=True)
@@ -199,7 +198,7 @@ def draw_table_picture(
 
     Args:
         title, subtitle: what is shown, and with which data.
-        cards: the clients; beyond a handful the rest are only counted.
+        cards: some clients, about six at most.
         panels: by metric, one (label, role, before by seed, after by seed) a row; a role is `method`, `baseline`,
             `control` or `other`.
         untrained: by metric, the untrained encoders' values by seed: a dashed line.
@@ -237,9 +236,8 @@ def draw_table_picture(
     below_title = top["title"] - (0.22 + 0.25 * len(title_lines)) / total
     figure.text(left, below_title, subtitle, va="top", size=11, color=_MUTED)
 
-    shown = cards[:_MOST_CARDS]
-    slot = (1 - 2 * left) / max(len(shown), 1)
-    for i, card in enumerate(shown):
+    slot = (1 - 2 * left) / max(len(cards), 3)
+    for i, card in enumerate(cards):
         bottom = top["cards"] - (heights["cards"] - 0.16) / total
         axes = figure.add_axes((left + i * slot, bottom, slot * 0.93, (heights["cards"] - 0.92) / total))
         _draw_card(axes, card)

@@ -382,8 +382,9 @@ def _results(groups: Mapping[str, list[Run]]) -> str:
         + html_table(header, rows)
         + '<p class="note">Before → after training, of the global model or the mean over the clients\' own models. '
         "Before is round 0, the untrained encoder; after is the last round of finished runs. With several finished "
-        "runs: mean ± sample standard deviation over them. kNN and linear accuracy use the labels of the whole training set, "
-        "which self-supervised training never sees; the linear classifier is trained afterwards on frozen features.</p>"
+        "runs: mean ± sample standard deviation over them. kNN and linear accuracy use the labels of the whole "
+        "training set, which self-supervised training never sees; the linear classifier is trained afterwards, on "
+        "frozen features.</p>"
     )
 
 

@@ -729,6 +729,8 @@ def _csv(table: Table, results: Results) -> str:
 
 # The picture
 
+_MOST_CLIENTS = 5
+
 
 def _picture(table: Table, results: Results, path: Path) -> Any:
     """The table's picture; the clients are those of the run in `path`."""
@@ -747,9 +749,11 @@ def _picture(table: Table, results: Results, path: Path) -> Any:
     }
     untrained = {m: results.values(_reference(table), m, "before") for m in panels}
     seeds = f"{len(table.seeds)} seeds" if len(table.seeds) > 1 else f"seed {table.seeds[0]}"
-    subtitle = f"{run.recipe['data']['name']}, {run.rounds} rounds, {seeds}"
+    cards, clients = _cards(run), int(run.recipe["partition"]["clients"])
+    shown = f", {_MOST_CLIENTS} of them shown" if clients > _MOST_CLIENTS else ""
+    subtitle = f"{run.recipe['data']['name']}, {clients} clients{shown}, {run.rounds} rounds, {seeds}"
     title = " ".join(table.description.split()) or table.name
-    return draw_table_picture(title, subtitle, _cards(run), panels, untrained, verdict(table, results))
+    return draw_table_picture(title, subtitle, cards, panels, untrained, verdict(table, results))
 
 
 def _cards(run: Run) -> list[Card]:
@@ -760,9 +764,8 @@ def _cards(run: Run) -> list[Card]:
     uses_public = any(r.needs_public_images for r in recipe.regularizers) or any(
         a.needs_public_images for a in recipe.aggregators
     )
-    most = 5 if dataset.public_images is not None and uses_public else 6
     cards = []
-    for k, mine in enumerate(rows[:most]):
+    for k, mine in enumerate(rows[:_MOST_CLIENTS]):
         labels = dataset.train_labels[mine]
         present = sorted(set(labels.tolist()))
         names = [dataset.class_names[label] for label in present]
@@ -770,7 +773,7 @@ def _cards(run: Run) -> list[Card]:
         architecture = recipe.architectures[k % len(recipe.architectures)]
         images = _mosaic(dataset.train_images[mine], labels)
         cards.append(Card(f"client {k}: {held}", f"{architecture}\n{len(mine)} images", images))
-    if most == 5 and dataset.public_images is not None:
+    if uses_public and dataset.public_images is not None:
         public = dataset.public_images
         images = _mosaic(public, torch.zeros(len(public), dtype=torch.int64))
         cards.append(Card("public images", f"no labels\n{len(public)} images", images))

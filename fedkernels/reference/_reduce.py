@@ -4,7 +4,7 @@ from torch import Tensor
 
 
 def reduce(losses: Tensor, reduction: str) -> Tensor:
-    """"mean" and "sum" over the rows; "none" gives the rows."""
+    """ "mean" and "sum" over the rows; "none" gives the rows."""
     if reduction == "mean":
         return losses.mean()
     if reduction == "sum":

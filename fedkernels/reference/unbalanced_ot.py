@@ -83,7 +83,11 @@ def solve(
     """
     batch, (rows, columns) = cost.shape[:-2], cost.shape[-2:]
     problem = _Problem(
-        cost.double().reshape(-1, rows, columns), a.double().reshape(-1, rows), b.double().reshape(-1, columns), tau_a, tau_b
+        cost.double().reshape(-1, rows, columns),
+        a.double().reshape(-1, rows),
+        b.double().reshape(-1, columns),
+        tau_a,
+        tau_b,
     )
     best = torch.zeros_like(problem.cost)
     best_value = objective(problem.cost, problem.a, problem.b, tau_a, tau_b, best)

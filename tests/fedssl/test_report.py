@@ -276,9 +276,8 @@ def test_a_run_of_the_engine_is_reported(tiny, tmp_path):
     assert [row[3].split(" → ")[1] for row in clients] == [f"{last[who, 'knn']:.1f}" for who in ("0", "1", "2", "mean")]
     up = sum(v for _, _, metric, v in directory.read_metrics() if metric == "bytes_up")
     assert page.table("method", "seed", "rounds", "down to clients")[0][4] == format_bytes(up)
-    assert {"Who holds what", "Spectrum of the representations", "Curves"} <= set(page.text.split("\n")) or all(
-        heading in page.text for heading in ("Who holds what", "Spectrum of the representations", "Curves")
-    )
+    for heading in ("Who holds what", "Spectrum of the representations", "Curves"):
+        assert heading in page.text
 
 
 def test_flattened_keys_are_those_of_overrides():
@@ -340,12 +339,12 @@ def test_the_spectrum_is_relative_and_averaged_over_clients_of_any_dimension():
     assert lines["collapsed"].max() == pytest.approx(1e-6)
 
 
-@pytest.mark.parametrize("clients", [0, 2, 40])
+@pytest.mark.parametrize("clients", [0, 2, 6])
 def test_a_tables_picture_can_be_drawn_for_any_number_of_clients(clients):
     cards = [Card(f"client {k}", "net\n3 images", np.zeros((6, 8), np.uint8) if k else None) for k in range(clients)]
     rows = [("ours", "method", [40.0], [50.0]), ("alone", "baseline", [], []), ("x", "control", [], [45.0])]
     figure = draw_table_picture("title", "data", cards, {"knn": rows}, {"knn": [40.0]}, "a line\nanother")
     figure.draw_without_rendering()
     shown = [axes for axes in figure.axes if axes.get_title().startswith("client")]
-    assert len(shown) == min(clients, 6)
-    assert any("+ 34 more" in text.get_text() for text in figure.texts) == (clients == 40)
+    assert len(shown) == clients
+    assert {"title", "data", "a line\nanother"} <= {text.get_text() for text in figure.texts}

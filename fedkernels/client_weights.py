@@ -1,0 +1,71 @@
+"""The convex combination of the clients' updates that has the least norm."""
+
+import torch
+from torch import Tensor
+
+from fedkernels import _checks
+from fedkernels.reference._precision import compute_dtype
+from fedkernels.reference.client_weights import client_weights as _reference
+
+
+def client_weights(gram: Tensor, *, tol: float = 1e-8) -> Tensor:
+    """Weights of the clients: ``argmin p'Gp`` over ``p >= 0, sum(p) = 1``.
+
+    With ``G_ij = <g_i, g_j>`` this is the combination of the g_k of least norm, along which every client improves at
+    the same or a better rate. Source: FedU2 (Liao et al. 2024), Eq. 10, without its constants; the ADMM keeps p apart
+    from its non-negative copy where the paper's Eq. 12 clips p itself, which is not the optimum.
+
+    Args:
+        gram: [..., K, K] symmetric positive semi-definite, float16, bfloat16, float32 or float64, any strides.
+            May be of deficient rank: equal clients are fine.
+        tol: the iterations stop at ``p'Gp - min_k (Gp)_k <= tol * min(mean(G), min_k G_kk)``. The left side bounds the
+            excess over the optimum, the right side's minimum is never below it. An exact solve on the clients
+            with positive weight follows.
+
+    Returns:
+        [..., K], non-negative with sum 1; float64 for a float64 gram, else float32; solved in float64 on the CPU.
+        Detached: the weights are not differentiable. K = 1 gives 1. A zero gram gives equal weights. A client with
+        ``G_kk = 0`` takes part in a minimum of 0.
+
+    Raises:
+        TypeError: gram is not a floating tensor, or tol not a number.
+        ValueError: K = 0, not square, not finite, not symmetric, not a Gram matrix (``G_kk < 0`` or
+            ``G_ij^2 > G_ii G_jj``; beyond rounding in each case), tol out of range.
+    """
+    _checks.floating("gram", gram, at_least=2, layout="[..., K, K]")
+    _checks.not_empty("gram", gram, (-2, -1), "K")
+    if gram.shape[-1] != gram.shape[-2]:
+        raise ValueError(f"gram must have shape [..., K, K], got {list(gram.shape)}")
+    tol = _checks.positive("tol", tol)
+    with torch.no_grad():
+        return torch.ops.fedkernels.client_weights_solve(gram, tol)
+
+
+# An operator to torch.compile: checks and loop depend on the data, which a compiled graph cannot hold.
+torch.library.define("fedkernels::client_weights_solve", "(Tensor gram, float tol) -> Tensor")
+
+
+@torch.library.impl("fedkernels::client_weights_solve", ("cpu", "cuda"))
+def _solve(gram: Tensor, tol: float) -> Tensor:
+    _check_gram(gram)
+    return _reference(gram, tol=tol)
+
+
+@torch.library.register_fake("fedkernels::client_weights_solve")
+def _(gram: Tensor, tol: float) -> Tensor:
+    return gram.new_empty(gram.shape[:-1], dtype=compute_dtype(gram))
+
+
+def _check_gram(gram: Tensor) -> None:
+    gram = gram.double()
+    if not gram.isfinite().all():
+        raise ValueError(f"gram must be finite, got {int((~gram.isfinite()).sum())} entries that are NaN or infinite")
+    slack = 1e-2 * gram.abs().amax((-2, -1), keepdim=True)  # a bfloat16 gram is rounded to 0.4 %
+    if ((gram - gram.mT).abs() > slack).any():
+        raise ValueError("gram must be symmetric, got a matrix that differs from its transpose by more than 1 %")
+    diagonal = gram.diagonal(dim1=-2, dim2=-1)
+    if (diagonal < -slack[..., 0]).any():
+        raise ValueError(f"gram must be positive semi-definite, got {float(diagonal.min()):.3g} on its diagonal")
+    size = diagonal.clamp(min=0).sqrt()
+    if (gram.abs() > size[..., :, None] * size[..., None, :] + slack).any():
+        raise ValueError("gram must be positive semi-definite, got an entry with G_ij^2 > G_ii G_jj")

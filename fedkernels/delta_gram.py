@@ -1,0 +1,31 @@
+"""The Gram matrix of the clients' updates."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from fedkernels import _checks
+from fedkernels.reference.delta_gram import delta_gram as _reference
+
+
+def delta_gram(global_params: Sequence[Tensor], client_params: Sequence[Sequence[Tensor]]) -> Tensor:
+    """``G_ij = <delta_i, delta_j>`` with ``delta_k = global - client_k``, over all tensors of a model.
+
+    The tensors are read where they lie: no model is flattened and no delta is held whole. Source: the G of FedU2
+    (Liao et al. 2024), Eq. 10, is this matrix with row and column k divided by ``G_kk / 2``, since
+    ``grad log |theta_g - theta_k|^2 = 2 delta_k / |delta_k|^2``.
+
+    Args:
+        global_params: T >= 1 tensors, float16, bfloat16, float32 or float64, any shapes and strides.
+        client_params: K >= 1 lists of T tensors with the shapes and devices of the global ones; dtypes may differ.
+
+    Returns:
+        [K, K] in float64, exactly symmetric, on the device of the first tensor. Differences and sums are float64
+        too. Not differentiable: the result is detached.
+
+    Raises:
+        TypeError: not lists of floating tensors (leave integer buffers, such as BatchNorm's counters, out).
+        ValueError: an empty list; a tensor that differs from the global one in shape or device (its index is named).
+    """
+    _checks.parameter_lists(global_params, client_params)
+    return _reference(global_params, client_params)

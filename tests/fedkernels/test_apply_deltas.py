@@ -1,0 +1,138 @@
+"""apply_deltas against the weighted mean and the formula in float64."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedkernels import apply_deltas
+
+SHAPES = [(4, 3, 3), (5,), (), (2, 0)]
+
+
+def model(seed, dtype=torch.float64, shapes=SHAPES):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+def by_formula(start, clients, weights):
+    stepped = [g.double().clone() for g in start]
+    for index, g in enumerate(start):
+        for weight, params in zip(weights, clients, strict=True):
+            stepped[index] -= weight * (g.double() - params[index].double())
+    return stepped
+
+
+@settings(derandomize=True, deadline=None, max_examples=30)
+@given(
+    st.lists(st.floats(-3, 3), min_size=1, max_size=5), st.lists(st.lists(st.integers(0, 5), max_size=3), min_size=1)
+)
+def test_equals_the_formula(weights, shapes):
+    start, clients = model(0, shapes=shapes), [model(1 + k, shapes=shapes) for k in range(len(weights))]
+    truth = by_formula(start, clients, weights)
+    assert apply_deltas(start, clients, weights) is None
+    torch.testing.assert_close(start, truth)
+
+
+def test_weights_that_sum_to_one_give_the_weighted_mean():
+    start, clients = model(0), [model(1), model(2), model(3)]
+    weights = torch.tensor([0.5, 0.2, 0.3])
+    apply_deltas(start, clients, weights)
+    for index, tensor in enumerate(start):
+        mean = sum(float(w) * params[index] for w, params in zip(weights, clients, strict=True))
+        torch.testing.assert_close(tensor, mean, rtol=1e-6, atol=1e-6)  # the weights are float32
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_narrow_parameters_are_rounded_once(dtype):
+    start, clients = model(0, dtype), [model(k, dtype) for k in range(1, 8)]
+    weights = [0.1, 0.2, 0.05, 0.15, 0.25, 0.2, 0.05]
+    truth = [tensor.to(dtype) for tensor in by_formula(start, clients, weights)]
+    apply_deltas(start, clients, weights)
+    assert all(torch.equal(p, q) for p, q in zip(start, truth, strict=True))
+
+
+def test_in_place_on_parameters_and_strides():
+    linear, client = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    places = [p.data_ptr() for p in linear.parameters()]
+    apply_deltas(list(linear.parameters()), [list(client.parameters())], [1.0])
+    assert [p.data_ptr() for p in linear.parameters()] == places
+    assert all(p.requires_grad and p.is_leaf for p in linear.parameters())
+    torch.testing.assert_close(linear.weight, client.weight)
+
+    whole = torch.zeros(4, 6)
+    apply_deltas([whole[::2, 1::2]], [[torch.ones(3, 2).T]], torch.tensor([2.0]))
+    assert whole.tolist() == [[0, 2, 0, 2, 0, 2], [0] * 6] * 2
+
+
+def test_clients_at_the_start_leave_it_exactly_there():
+    start = model(0, torch.float32)
+    before = [tensor.clone() for tensor in start]
+    apply_deltas(start, [before, before], [0.3, 0.9])
+    assert all(torch.equal(p, q) for p, q in zip(start, before, strict=True))
+
+
+def test_compiles_without_a_graph_break():
+    start, clients, weights = model(0), [model(1), model(2)], torch.tensor([0.5, 0.25])
+    truth = by_formula(start, clients, weights.tolist())
+    torch.compile(apply_deltas, fullgraph=True, backend="aot_eager")(start, clients, weights)
+    torch.testing.assert_close(start, truth)
+
+
+def test_shared_memory_is_refused():
+    flat = torch.arange(12.0)
+    for start, clients, message in [
+        ([flat], [[flat]], r"client_params\[0\]\[0\] must not share memory with global_params\[0\]"),
+        ([flat[:6]], [[torch.ones(6)], [flat[5:11]]], r"client_params\[1\]\[0\] must not share memory"),
+        ([flat[5:11]], [[torch.ones(6)], [flat[:6]]], r"client_params\[1\]\[0\] must not share memory"),
+        ([flat[3:5]], [[flat[0:8:4]]], r"client_params\[0\]\[0\] must not share memory"),
+        (
+            [flat, flat],
+            [[torch.ones(12)] * 2],
+            r"global_params\[[01]\] must not share memory with global_params\[[01]\]",
+        ),
+        ([torch.ones(1).expand(4)], [[torch.ones(4)]], r"global_params\[0\] must not overlap itself"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            apply_deltas(start, clients, [0.5] * len(clients))
+    assert torch.equal(flat, torch.arange(12.0))
+
+
+def test_neighbours_in_one_storage_are_fine():
+    flat, client = torch.arange(12.0), torch.full((6,), 7.0)
+    apply_deltas([flat[:6], flat[6:]], [[client, client], [client, client]], [0.5, 0.5])
+    assert flat.tolist() == [7.0] * 12
+    both = torch.arange(12.0)
+    apply_deltas([both[:6]], [[both[6:]]], [1.0])
+    assert both[:6].tolist() == both[6:].tolist() == [6, 7, 8, 9, 10, 11]
+
+
+T = torch.ones(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("clients", "weights", "error", "message"),
+    [
+        ([[T], [T]], [1.0], ValueError, "weights must hold one number for each of the 2 clients, got 1"),
+        ([[T]], [float("nan")], ValueError, "weights must be finite"),
+        ([[T]], torch.tensor([torch.inf]), ValueError, "weights must be finite"),
+        ([[T]], torch.ones(1, 1), ValueError, r"weights must have shape \[K\]"),
+        ([[T]], torch.tensor([1]), TypeError, "weights must be float16"),
+        ([[T]], 1.0, TypeError, "weights must be a tensor"),
+        ([[T.T]], [1.0], ValueError, r"client_params\[0\]\[0\] must have the shape \[2, 3\]"),
+        ([[T.int()]], [1.0], TypeError, r"client_params\[0\]\[0\] must be float16"),
+        ([], [], ValueError, "client_params must hold at least one client"),
+    ],
+)
+def test_bad_input_is_named_and_nothing_written(clients, weights, error, message):
+    start = torch.zeros(2, 3)
+    with pytest.raises(error, match=message):
+        apply_deltas([start], clients, weights)
+    assert not start.any()
+
+
+def test_an_integer_buffer_is_refused_before_anything_is_written():
+    start, counter = torch.zeros(2, 3), torch.zeros((), dtype=torch.long)
+    with pytest.raises(TypeError, match=r"global_params\[1\] must be float16"):
+        apply_deltas([start, counter], [[T, counter.clone()]], [1.0])
+    assert not start.any()

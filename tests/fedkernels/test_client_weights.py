@@ -1,0 +1,172 @@
+"""client_weights against quadprog's active-set solver and the optimality conditions."""
+
+import numpy as np
+import pytest
+import quadprog
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedkernels import client_weights
+
+
+def gram_of(clients, entries, correlation=0.0, seed=0, spread=0.0):
+    """Updates with a common part (correlation) and lengths that differ by orders of magnitude (spread)."""
+    generator = torch.Generator().manual_seed(seed)
+    deltas = torch.randn(clients, entries, generator=generator, dtype=torch.float64)
+    deltas += correlation * torch.randn(entries, generator=generator, dtype=torch.float64)
+    deltas *= torch.randn(clients, 1, generator=generator, dtype=torch.float64).mul(spread).exp()
+    return deltas @ deltas.T
+
+
+def by_quadprog(gram):
+    clients = len(gram)
+    ridge = 1e-13 * float(gram.trace())  # it demands a definite matrix
+    constraints = np.c_[np.ones(clients), np.eye(clients)]
+    bounds = np.r_[1.0, np.zeros(clients)]
+    p = quadprog.solve_qp(2 * (gram.numpy() + ridge * np.eye(clients)), np.zeros(clients), constraints, bounds, 1)[0]
+    # It keeps to its constraints within 1e-10 only.
+    feasible = torch.from_numpy(p).clamp(min=0)
+    return feasible / feasible.sum()
+
+
+def assert_optimal(gram, p, rtol=1e-10):
+    """On the simplex, and p'Gp = min_k (Gp)_k: all clients with weight have the least gradient."""
+    assert (p >= 0).all()
+    assert float(p.sum()) == pytest.approx(1, abs=1e-12)
+    gradient = gram @ p
+    assert p @ gradient - gradient.min() <= rtol * gram.diagonal().min() + 1e-15 * gram.trace()
+
+
+@pytest.mark.parametrize("correlation", [0.0, 1.0, 5.0])
+@pytest.mark.parametrize("spread", [0.0, 1.0])
+@pytest.mark.parametrize("clients", [2, 3, 7, 15, 30])
+def test_equals_quadprog(clients, correlation, spread):
+    gram = gram_of(clients, 60, correlation, clients, spread)
+    p, truth = client_weights(gram), by_quadprog(gram)
+    assert_optimal(gram, p)
+    torch.testing.assert_close(p, truth, rtol=0, atol=1e-7)
+    torch.testing.assert_close(p @ gram @ p, truth @ gram @ truth, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("correlation", [0.3, 2.0])
+@pytest.mark.parametrize(("clients", "rank"), [(5, 3), (20, 6), (30, 25), (100, 40)])
+def test_deficient_rank(clients, rank, correlation):
+    """The weights need not be unique; the optimum is."""
+    gram = gram_of(clients, rank, correlation, clients)
+    p, truth = client_weights(gram), by_quadprog(gram)
+    assert_optimal(gram, p)
+    assert p @ gram @ p <= truth @ gram @ truth + 1e-12 * gram.diagonal().min()
+
+
+def test_duplicate_clients_share():
+    generator = torch.Generator().manual_seed(1)
+    deltas = torch.randn(6, 40, generator=generator, dtype=torch.float64)
+    deltas[3] = deltas[5] = deltas[1]
+    gram = deltas @ deltas.T
+    p = client_weights(gram)
+    assert_optimal(gram, p)
+    torch.testing.assert_close(p[[1, 3, 5]], p[1].expand(3))
+    alone = client_weights(gram[[0, 1, 2, 4]][:, [0, 1, 2, 4]])
+    torch.testing.assert_close(p[[1, 3, 5]].sum(), alone[1])
+    torch.testing.assert_close(p[[0, 2, 4]], alone[[0, 2, 3]])
+
+
+@settings(derandomize=True, deadline=None, max_examples=30)
+@given(
+    st.integers(1, 24), st.integers(1, 30), st.floats(0, 5), st.floats(0, 2), st.integers(0, 999), st.floats(1e-9, 1e9)
+)
+def test_optimal_on_any_gram(clients, entries, correlation, spread, seed, scale):
+    gram = scale * gram_of(clients, entries, correlation, seed, spread)
+    assert_optimal(gram, client_weights(gram), rtol=1e-8)
+
+
+def test_hundreds_of_clients():
+    gram = gram_of(300, 800, 1.0, 2, 0.5)
+    assert_optimal(gram, client_weights(gram))
+
+
+def test_known_weights():
+    # Orthogonal updates: inversely to the squared lengths.
+    lengths = torch.tensor([1.0, 2.0, 4.0]).double()
+    torch.testing.assert_close(client_weights(lengths.diag()), (1 / lengths) / (1 / lengths).sum())
+    # The second update lies behind the first, which alone is nearest to 0.
+    assert client_weights(torch.tensor([[1.0, 1.5], [1.5, 4.0]])).tolist() == [1, 0]
+    # Opposite updates cancel.
+    torch.testing.assert_close(client_weights(torch.tensor([[1.0, -2.0], [-2.0, 4.0]])), torch.tensor([2 / 3, 1 / 3]))
+
+
+def test_degenerate_grams():
+    assert client_weights(torch.tensor([[3.0]])).tolist() == [1]
+    assert client_weights(torch.tensor([[0.0]])).tolist() == [1]
+    assert client_weights(torch.zeros(4, 4)).tolist() == [0.25] * 4
+    torch.testing.assert_close(client_weights(torch.ones(5, 5)), torch.full((5,), 0.2))
+    assert client_weights(torch.diag(torch.tensor([1.0, 0.0, 2.0]))).tolist() == [0, 1, 0]  # one did not move
+
+
+def test_order_and_scale_do_not_matter():
+    gram = gram_of(9, 30, 1.0)
+    order = torch.randperm(9, generator=torch.Generator().manual_seed(0))
+    p = client_weights(gram)
+    torch.testing.assert_close(client_weights(gram[order][:, order]), p[order])
+    torch.testing.assert_close(client_weights(1e200 * gram), p)
+    torch.testing.assert_close(client_weights(1e-200 * gram), p)
+
+
+def test_batch_and_strides():
+    grams = torch.stack([gram_of(6, 20, 1.0, seed) for seed in range(4)]).view(2, 2, 6, 6)
+    p = client_weights(grams)
+    assert p.shape == (2, 2, 6)
+    for i in range(2):
+        for j in range(2):
+            assert torch.equal(p[i, j], client_weights(grams[i, j]))
+    wide = torch.zeros(12, 12).double()
+    wide[::2, ::2] = grams[0, 0]
+    assert torch.equal(client_weights(wide[::2, ::2]), p[0, 0])
+    assert client_weights(grams[:0]).shape == (0, 2, 6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_narrow_grams_are_solved_wide(dtype):
+    gram = gram_of(6, 20, 1.0).to(dtype)
+    p = client_weights(gram)
+    assert p.dtype == torch.float32
+    torch.testing.assert_close(p.double(), client_weights(gram.double()), rtol=0, atol=1e-7)
+
+
+def test_detached():
+    gram = gram_of(3, 9).requires_grad_()
+    assert not client_weights(gram).requires_grad
+
+
+def test_compiles_without_a_graph_break():
+    gram = gram_of(5, 20, 1.0).requires_grad_()
+    compiled = torch.compile(lambda g: 2 * client_weights(g), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(gram), 2 * client_weights(gram))
+
+
+def broken(i, j, value):
+    gram = torch.eye(3)
+    gram[i, j] = value
+    return gram
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: client_weights(broken(0, 0, torch.nan)), ValueError, "gram must be finite, got 1 entries"),
+        (lambda: client_weights(broken(1, 2, torch.inf)), ValueError, "gram must be finite"),
+        (lambda: client_weights(broken(0, 1, 0.5)), ValueError, "gram must be symmetric"),
+        (lambda: client_weights(broken(1, 1, -1.0)), ValueError, "gram must be positive semi-definite, got -1"),
+        (lambda: client_weights(torch.eye(2).flip(0)), ValueError, "gram must be positive semi-definite"),
+        (lambda: client_weights(torch.ones(2, 3)), ValueError, r"gram must have shape \[..., K, K\]"),
+        (lambda: client_weights(torch.ones(3)), ValueError, "gram must have shape"),
+        (lambda: client_weights(torch.ones(0, 0)), ValueError, "gram must not be empty"),
+        (lambda: client_weights(torch.eye(3).int()), TypeError, "gram must be float16"),
+        (lambda: client_weights([[1.0]]), TypeError, "gram must be a torch.Tensor"),
+        (lambda: client_weights(torch.eye(3), tol=0), ValueError, "tol must be positive"),
+    ],
+)
+def test_bad_input_is_named(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

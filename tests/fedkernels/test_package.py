@@ -1,0 +1,40 @@
+"""The surface of fedkernels and its independence from fedssl."""
+
+import subprocess
+import sys
+
+import torch
+
+import fedkernels
+
+
+def test_public_names():
+    operators = {
+        "apply_deltas",
+        "client_weights",
+        "delta_gram",
+        "info_nce",
+        "linear_cka",
+        "linear_cka_pairwise",
+        "linear_cka_to_kernel",
+        "nt_xent",
+        "unbalanced_ot",
+        "unbalanced_ot_plan",
+    }
+    assert operators | {"TransportInfo", "nn", "__version__"} == set(fedkernels.__all__)
+    assert all(getattr(fedkernels, name).__doc__ and callable(getattr(fedkernels, name)) for name in operators)
+    assert fedkernels.__version__[0].isdigit()
+
+
+def test_modules_hold_no_parameters_and_print_their_options():
+    modules = [fedkernels.nn.InfoNCE(0.2), fedkernels.nn.NTXent(0.5, "sum"), fedkernels.nn.CKALoss(True)]
+    assert not any(list(module.parameters()) for module in modules)
+    assert repr(modules[1]) == "NTXent(temperature=0.5, reduction='sum')"
+    assert isinstance(modules[2], torch.nn.Module)
+
+
+def test_import_is_alone():
+    """Neither fedssl nor torch's compiler comes along."""
+    code = "import sys, fedkernels; fedkernels.info_nce; print(*(m for m in ('fedssl', 'torch._inductor') if m in sys.modules))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == []

@@ -1,0 +1,363 @@
+"""unbalanced_ot against POT, quadprog on the dual, L-BFGS-B and the optimality conditions."""
+
+import math
+import warnings
+
+import numpy as np
+import ot
+import pytest
+import quadprog
+import scipy.optimize
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedkernels import unbalanced_ot, unbalanced_ot_plan
+
+TIGHT = 1e-11
+
+
+def problem(rows, columns, seed=0, batch=(), dtype=torch.float64):
+    """Costs around half the price of the masses, so that some pairs are worth it and some are not."""
+    generator = torch.Generator().manual_seed(seed)
+    cost = 2 * torch.rand(*batch, rows, columns, generator=generator, dtype=torch.float64)
+    a = 0.2 + torch.rand(*batch, rows, generator=generator, dtype=torch.float64)
+    b = 0.2 + torch.rand(*batch, columns, generator=generator, dtype=torch.float64)
+    return cost.to(dtype), a.to(dtype), b.to(dtype)
+
+
+def sphere(batch, d, seed=0):
+    """The cost 1 - cos between random unit vectors, as the uniformity regulariser poses it."""
+    generator = torch.Generator().manual_seed(seed)
+    points = F.normalize(torch.randn(2, batch, d, generator=generator, dtype=torch.float64), dim=2)
+    return 1 - points[0] @ points[1].T
+
+
+def objective(cost, a, b, tau_a, tau_b, plan):
+    rows, columns = plan.sum(-1) - a, plan.sum(-2) - b
+    return (cost * plan).sum() + tau_a / 2 * rows @ rows + tau_b / 2 * columns @ columns
+
+
+def dual_active_set(cost, a, b, tau_a, tau_b):
+    """The optimal value and plan by quadprog on the dual, which is strictly convex; its multipliers are the plan."""
+    rows, columns = cost.shape
+    curvature = np.diag([1 / tau_a] * rows + [1 / tau_b] * columns)
+    pairs = np.zeros((rows + columns, rows * columns))
+    for i in range(rows):
+        for j in range(columns):
+            pairs[[i, rows + j], i * columns + j] = -1
+    masses = np.concatenate([a.numpy(), b.numpy()])
+    _, value, _, _, multipliers, _ = quadprog.solve_qp(curvature, masses, pairs, -cost.numpy().ravel())
+    return -value, torch.from_numpy(multipliers).view(rows, columns)
+
+
+def lbfgs(cost, a, b, tau_a, tau_b):
+    """The optimum by a general bounded minimiser."""
+
+    def value_and_gradient(flat):
+        plan = flat.reshape(cost.shape)
+        rows, columns = plan.sum(1) - a.numpy(), plan.sum(0) - b.numpy()
+        value = (cost.numpy() * plan).sum() + tau_a / 2 * rows @ rows + tau_b / 2 * columns @ columns
+        return value, (cost.numpy() + tau_a * rows[:, None] + tau_b * columns[None]).ravel()
+
+    result = scipy.optimize.minimize(
+        value_and_gradient,
+        np.zeros(cost.numel()),
+        jac=True,
+        method="L-BFGS-B",
+        bounds=[(0, None)] * cost.numel(),
+        options={"maxiter": 20_000, "maxfun": 40_000, "ftol": 1e-16, "gtol": 1e-11},
+    )
+    return result.fun
+
+
+SIZES = [(1, 1, 0.8, 0.8), (1, 6, 0.5, 2.0), (5, 4, 0.8, 0.8), (7, 7, 3.0, 0.6), (3, 11, 1.0, 1.5)]
+
+
+@pytest.mark.parametrize("method", ["accelerated", "steepest"])
+@pytest.mark.parametrize(("rows", "columns", "tau_a", "tau_b"), SIZES)
+def test_equals_an_active_set_solver(rows, columns, tau_a, tau_b, method):
+    cost, a, b = problem(rows, columns, seed=rows)
+    truth, truth_plan = dual_active_set(cost, a, b, tau_a, tau_b)
+    tol = TIGHT if method == "accelerated" else 1e-7
+    value = unbalanced_ot(cost, a, b, tau_a, tau_b, tol=tol, method=method)
+    plan, info = unbalanced_ot_plan(cost, a, b, tau_a, tau_b, tol=tol, method=method)
+    assert value.item() == pytest.approx(truth, rel=2 * tol)
+    torch.testing.assert_close(objective(cost, a, b, tau_a, tau_b, plan), value)
+    torch.testing.assert_close(plan, truth_plan, rtol=0, atol=10 * math.sqrt(tol))
+    assert (plan >= 0).all()
+    assert 0 <= info.gap <= tol
+    torch.testing.assert_close(info.transported_mass, plan.sum())
+
+
+@settings(derandomize=True, deadline=None, max_examples=25)
+@given(
+    st.integers(1, 12), st.integers(1, 12), st.floats(0.1, 5), st.floats(0.1, 5), st.floats(-1, 1), st.integers(0, 999)
+)
+def test_certificate_holds_on_ragged_problems(rows, columns, tau_a, tau_b, shift, seed):
+    """The value is above the optimum by at most the gap that it claims, negative costs included."""
+    cost, a, b = problem(rows, columns, seed)
+    cost = cost + shift
+    truth, _ = dual_active_set(cost, a, b, tau_a, tau_b)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        plan, info = unbalanced_ot_plan(cost, a, b, tau_a, tau_b, tol=1e-5)
+    size = objective(cost.abs(), a, b, tau_a, tau_b, plan)
+    assert -1e-9 * size <= objective(cost, a, b, tau_a, tau_b, plan) - truth <= (info.gap + 1e-9) * size
+    assert info.gap <= 1e-5
+
+
+def test_equals_pot_and_lbfgs():
+    cost, a, b = problem(20, 15, seed=3)
+    tau_a, tau_b = 0.8, 1.3
+    value = unbalanced_ot(cost, a, b, tau_a, tau_b, tol=1e-9).item()
+    # POT's "l2" is half-squared too, so its reg_m is tau.
+    plan = ot.unbalanced.mm_unbalanced(
+        a.numpy(), b.numpy(), cost.numpy(), (tau_a, tau_b), div="l2", numItermax=30_000, stopThr=1e-12
+    )
+    assert value == pytest.approx(float(objective(cost, a, b, tau_a, tau_b, torch.from_numpy(plan))), rel=1e-6)
+    assert value == pytest.approx(lbfgs(cost, a, b, tau_a, tau_b), rel=1e-8)
+
+
+def test_optimality_conditions():
+    cost, a, b = problem(30, 40, seed=4)
+    tau_a, tau_b = 0.8, 0.4
+    plan, _ = unbalanced_ot_plan(cost, a, b, tau_a, tau_b, tol=1e-12)
+    u, v = tau_a * (a - plan.sum(1)), tau_b * (b - plan.sum(0))
+    slack = cost - u[:, None] - v
+    assert slack.min() > -1e-6  # dual feasible
+    assert (plan * slack).abs().max() < 1e-6  # mass moves only where the constraint is tight
+
+
+def test_takes_few_iterations_on_the_sphere():
+    """FISTA with a line search needs some hundreds where the printed steepest descent needs tens of thousands."""
+    cost = sphere(128, 512)
+    plan, info = unbalanced_ot_plan(cost, 1.0, 1.0, 0.8, 0.8, tol=1e-4)
+    assert info.iterations <= 250
+    assert info.transported_mass.item() / 128 == pytest.approx(0.45, abs=0.02)
+    assert unbalanced_ot_plan(cost, 1.0, 1.0, 0.8, 0.8, tol=1e-6)[1].iterations <= 900
+    value, masses = objective(cost, torch.ones(128), torch.ones(128), 0.8, 0.8, plan), torch.ones(128).double()
+    tight = unbalanced_ot(cost, masses, masses, 0.8, 0.8, tol=1e-8)
+    assert 0 <= (value - tight) / tight <= 1e-4
+
+
+@pytest.mark.parametrize("which", ["cost", "a", "b", "all"])
+def test_gradcheck(which):
+    cost, a, b = problem(4, 3, seed=5, batch=(2,))
+    for name, tensor in (("cost", cost), ("a", a), ("b", b)):
+        tensor.requires_grad_(which in (name, "all"))
+    assert torch.autograd.gradcheck(
+        lambda cost, a, b: unbalanced_ot(cost, a, b, 0.8, 1.1, tol=1e-13), (cost, a, b), atol=1e-5, rtol=1e-4
+    )
+
+
+def test_gradient_of_shared_masses_is_summed():
+    cost, a, b = problem(4, 3, seed=5, batch=(2,))
+    shared = a[0].clone().requires_grad_()
+    assert torch.autograd.gradcheck(
+        lambda a: unbalanced_ot(cost, a, b, 0.8, 1.1, tol=1e-13), (shared,), atol=1e-5, rtol=1e-4
+    )
+
+
+def test_gradient_in_cost_is_the_plan():
+    cost, a, b = problem(6, 5, seed=6)
+    cost.requires_grad_()
+    grad = torch.autograd.grad(3 * unbalanced_ot(cost, a, b, 0.8, 0.8), cost)[0]
+    torch.testing.assert_close(grad, 3 * unbalanced_ot_plan(cost, a, b, 0.8, 0.8)[0])
+
+
+def test_second_derivatives_are_refused():
+    cost, a, b = problem(3, 3)
+    cost.requires_grad_()
+    grad = torch.autograd.grad(unbalanced_ot(cost, a, b, 0.8, 0.8).square(), cost, create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_a_batch_is_its_problems():
+    cost, a, b = problem(5, 6, seed=7, batch=(2, 3))
+    plan, info = unbalanced_ot_plan(cost, a, b, 0.8, 0.9)
+    value = unbalanced_ot(cost, a, b, 0.8, 0.9)
+    assert value.shape == info.gap.shape == info.iterations.shape == info.transported_mass.shape == (2, 3)
+    assert len(info.iterations.unique()) > 1  # they end at different times, and each stays as it was then
+    for i in range(2):
+        for j in range(3):
+            alone, alone_info = unbalanced_ot_plan(cost[i, j], a[i, j], b[i, j], 0.8, 0.9)
+            torch.testing.assert_close(plan[i, j], alone)
+            assert info.iterations[i, j] == alone_info.iterations
+            torch.testing.assert_close(value[i, j], objective(cost[i, j], a[i, j], b[i, j], 0.8, 0.9, alone))
+    assert unbalanced_ot(cost[:, :0], a[:, :0], b[:, :0], 0.8, 0.9).shape == (2, 0)
+
+
+def test_masses_may_be_numbers_or_broadcast():
+    cost, _, _ = problem(5, 6, seed=7, batch=(2,))
+    full = unbalanced_ot(cost, torch.full((2, 5), 0.7).double(), torch.ones(2, 6).double(), 0.8, 0.9)
+    torch.testing.assert_close(unbalanced_ot(cost, 0.7, 1, 0.8, 0.9), full, rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        unbalanced_ot(cost, torch.full((5,), 0.7).double(), 1.0, 0.8, 0.9), full, rtol=1e-6, atol=0
+    )
+
+
+def test_strides_do_not_matter():
+    cost, a, b = problem(10, 12, seed=8)
+    strided = unbalanced_ot(cost.T.contiguous().T[::2, ::3], a[::2], b[::3], 0.8, 0.9)
+    plain = unbalanced_ot(cost[::2, ::3].contiguous(), a[::2].contiguous(), b[::3].contiguous(), 0.8, 0.9)
+    torch.testing.assert_close(strided, plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_narrow_inputs_are_solved_wide(dtype):
+    narrow = [tensor.requires_grad_() for tensor in problem(9, 8, seed=9, dtype=dtype)]
+    wide = [tensor.detach().double().requires_grad_() for tensor in narrow]
+    value, truth = unbalanced_ot(*narrow, 0.8, 0.9), unbalanced_ot(*wide, 0.8, 0.9)
+    assert value.dtype == torch.float32
+    torch.testing.assert_close(value.double(), truth, rtol=1e-7, atol=0)
+    for grad, wide_grad in zip(torch.autograd.grad(value, narrow), torch.autograd.grad(truth, wide), strict=True):
+        assert grad.dtype == dtype
+        torch.testing.assert_close(grad, wide_grad.to(dtype), rtol=2 * torch.finfo(dtype).eps, atol=1e-7)
+    assert unbalanced_ot_plan(*narrow, 0.8, 0.9)[0].dtype == torch.float32
+    assert unbalanced_ot_plan(*wide, 0.8, 0.9)[0].dtype == torch.float64
+
+
+def test_autocast_changes_nothing():
+    cost, a, b = problem(9, 8, seed=9, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = unbalanced_ot(cost, a, b, 0.8, 0.9)
+    assert torch.equal(inside, unbalanced_ot(cost, a, b, 0.8, 0.9))
+
+
+def test_compiles_without_a_graph_break():
+    cost, a, b = problem(4, 5, seed=10)
+    cost.requires_grad_()
+
+    def everything(cost):
+        plan, info = unbalanced_ot_plan(cost, a, b, 0.8, 0.9)
+        return unbalanced_ot(2 * cost, a, 1.0, 0.8, 0.9) + plan.sum() + info.gap
+
+    value, truth = torch.compile(everything, fullgraph=True, backend="aot_eager")(cost), everything(cost)
+    torch.testing.assert_close(value, truth)
+    torch.testing.assert_close(torch.autograd.grad(value, cost), torch.autograd.grad(truth, cost))
+
+
+def test_an_optimum_that_transports_nothing_warns():
+    """FedU2's printed setting: squared distances of about 2 against tau (a + b) = 1.6."""
+    cost = (2 * sphere(6, 512)).requires_grad_()
+    a = torch.ones(6).double().requires_grad_()
+    with pytest.warns(UserWarning, match="transports nothing in 1 of 1 problems"):
+        value = unbalanced_ot(cost, a, 1.0, 0.8, 0.8)
+    assert value.item() == pytest.approx(0.8 * 6)  # every mass is created or destroyed
+    grad_cost, grad_a = torch.autograd.grad(value, [cost, a])
+    assert not grad_cost.any()
+    torch.testing.assert_close(grad_a, torch.full((6,), 0.8).double())
+    with pytest.warns(UserWarning, match="transports nothing"):
+        plan, info = unbalanced_ot_plan(cost, a, 1.0, 0.8, 0.8)
+    assert not plan.any()
+    assert info.iterations == info.gap == info.transported_mass == 0
+
+
+def test_the_warning_comes_once_for_each_line_that_calls():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            unbalanced_ot(torch.full((2, 2), 9.0), 1.0, 1.0, 0.8, 0.8)
+        unbalanced_ot(torch.full((2, 2), 9.0), 1.0, 1.0, 0.8, 0.8)
+    assert [warning.filename for warning in caught] == [__file__] * 2
+
+
+def test_exactly_at_the_threshold_nothing_moves():
+    with pytest.warns(UserWarning, match="transports nothing"):
+        assert unbalanced_ot(torch.full((2, 2), 2.0), 1.0, 1.0, 1.0, 1.0) == 2
+    assert unbalanced_ot(torch.full((2, 2), 1.9), 1.0, 1.0, 1.0, 1.0) < 2
+
+
+def test_too_few_iterations_warn_and_keep_the_best():
+    cost, a, b = problem(20, 20, seed=11)
+    with pytest.warns(RuntimeWarning, match=r"max_iterations reached in 1 of 1 problems at a relative gap of up to"):
+        plan, info = unbalanced_ot_plan(cost, a, b, 0.8, 0.8, tol=1e-9, max_iterations=7)
+    assert info.iterations == 7
+    assert info.gap > 1e-9
+    truth, _ = dual_active_set(cost, a, b, 0.8, 0.8)
+    excess = objective(cost, a, b, 0.8, 0.8, plan) - truth
+    assert 0 < excess / objective(cost, a, b, 0.8, 0.8, plan) <= info.gap
+
+
+@pytest.mark.parametrize("method", ["accelerated", "steepest"])
+def test_the_case_where_the_printed_step_divides_by_zero(method):
+    cost = torch.tensor([[4.0, 0.0], [0.0, 4.0]]).double()
+    plan, _ = unbalanced_ot_plan(cost, 1.0, 1.0, 2.0, 2.0, tol=1e-10, method=method)
+    torch.testing.assert_close(plan, 1 - torch.eye(2).double(), rtol=0, atol=1e-4)
+    assert unbalanced_ot(cost, 1.0, 1.0, 2.0, 2.0, tol=1e-10, method=method).abs() < 1e-8
+
+
+def test_infinite_cost_forbids_a_pair():
+    cost, a, b = problem(4, 5, seed=12)
+    forbidden = cost.clone()
+    forbidden[1, 2] = forbidden[3] = torch.inf
+    forbidden.requires_grad_()
+    value = unbalanced_ot(forbidden, a, b, 0.8, 0.9, tol=TIGHT)
+    truth, _ = dual_active_set(forbidden.detach().clamp(max=1e3), a, b, 0.8, 0.9)
+    assert value.item() == pytest.approx(truth, rel=1e-9)
+    grad = torch.autograd.grad(value, forbidden)[0]
+    assert grad[1, 2] == 0
+    assert not grad[3].any()
+    assert grad.sum() > 0
+    steepest = unbalanced_ot(forbidden, a, b, 0.8, 0.9, tol=1e-6, method="steepest")
+    assert steepest.item() == pytest.approx(truth, rel=1e-5)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, -torch.inf])
+def test_a_hopeless_problem_is_nan_and_leaves_its_batch_alone(bad):
+    cost, a, b = problem(4, 5, seed=13, batch=(3,))
+    truth = unbalanced_ot(cost, a, b, 0.8, 0.9)
+    cost[1, 2, 3] = bad
+    cost.requires_grad_()
+    value = unbalanced_ot(cost, a, b, 0.8, 0.9)
+    assert value.isnan().tolist() == [False, True, False]
+    torch.testing.assert_close(value[[0, 2]], truth[[0, 2]])
+    grad = torch.autograd.grad(value.sum(), cost)[0]
+    assert grad[1].isnan().all()
+    assert grad[[0, 2]].isfinite().all()
+    a[2, 0] = torch.inf
+    assert unbalanced_ot(cost, a, b, 0.8, 0.9).isnan().tolist() == [False, True, True]
+
+
+C = torch.ones(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: unbalanced_ot(torch.ones(0, 3), 1.0, 1.0, 1.0, 1.0), ValueError, "cost must not be empty in M or N"),
+        (lambda: unbalanced_ot(torch.ones(3, 0), 1.0, 1.0, 1.0, 1.0), ValueError, "cost must not be empty in M or N"),
+        (lambda: unbalanced_ot(torch.ones(3), 1.0, 1.0, 1.0, 1.0), ValueError, "cost must have shape"),
+        (lambda: unbalanced_ot(C.int(), 1.0, 1.0, 1.0, 1.0), TypeError, "cost must be float16"),
+        (
+            lambda: unbalanced_ot(C, torch.ones(3), 1.0, 1.0, 1.0),
+            ValueError,
+            r"a must be a number or have shape \[..., 2\]",
+        ),
+        (lambda: unbalanced_ot(C, torch.ones(1), 1.0, 1.0, 1.0), ValueError, "a must be a number or have shape"),
+        (lambda: unbalanced_ot(C, 1.0, torch.ones(4, 3), 1.0, 1.0), ValueError, r"b must broadcast to \[3\]"),
+        (lambda: unbalanced_ot(C, 1.0, torch.ones(3).long(), 1.0, 1.0), TypeError, "b must be float16"),
+        (lambda: unbalanced_ot(C, 1.0, None, 1.0, 1.0), TypeError, "b must be a torch.Tensor"),
+        (lambda: unbalanced_ot(C, torch.ones(2, device="meta"), 1.0, 1.0, 1.0), ValueError, "a must be on the device"),
+        (lambda: unbalanced_ot(C, 1.0, 1.0, 0.0, 1.0), ValueError, "tau_a must be positive"),
+        (lambda: unbalanced_ot(C, 1.0, 1.0, 1.0, math.inf), ValueError, "tau_b must be positive"),
+        (lambda: unbalanced_ot(C, 1.0, 1.0, torch.tensor(1.0), 1.0), TypeError, "tau_a must be a Python number"),
+        (lambda: unbalanced_ot(C, 1.0, 1.0, 1.0, 1.0, tol=0.0), ValueError, "tol must be positive"),
+        (
+            lambda: unbalanced_ot(C, 1.0, 1.0, 1.0, 1.0, max_iterations=0),
+            ValueError,
+            "max_iterations must be a positive",
+        ),
+        (
+            lambda: unbalanced_ot(C, 1.0, 1.0, 1.0, 1.0, method="newton"),
+            ValueError,
+            "method must be one of accelerated",
+        ),
+    ],
+)
+def test_bad_input_is_named(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

@@ -1,0 +1,58 @@
+"""What the README shows works as written."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from fedssl.cli import app
+from fedssl.engines.in_process import run
+from fedssl.recipe import load_recipe, parse_recipe
+from fedssl.run_directory import RunDirectory
+
+from .conftest import AVERAGED, tiny_values
+
+README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+
+
+def block(start: str) -> str:
+    return next(code for code in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if start in code)
+
+
+def test_the_regularizer_of_the_readme_is_under_60_lines_and_runs(tmp_path):
+    code = block("class Variance")
+    assert len(code.splitlines()) < 60
+    part = tmp_path / "variance.py"
+    part.write_text(code)
+    regularizer = {"name": str(part), "weight": 2.0}
+    run(parse_recipe(tiny_values(**AVERAGED, regularizers=[regularizer])), tmp_path / "run")
+    rows = RunDirectory.open(tmp_path / "run").read_metrics()
+    assert len([row for row in rows if row[2] == "deviation" and row[1] == "0"]) == 2
+    total, loss = (next(v for _, who, m, v in rows if m == name and who == "0") for name in ("total_loss", "loss"))
+    assert total > loss
+
+
+def test_a_wrong_option_of_an_own_part_is_refused(tmp_path):
+    part = tmp_path / "variance.py"
+    part.write_text(block("class Variance"))
+    with pytest.raises(Exception, match=r"regularizers.0.weigth: unknown key; did you mean weight\?"):
+        parse_recipe(tiny_values(regularizers=[{"name": str(part), "weigth": 2.0}]))
+
+
+def test_the_operator_example_runs():
+    exec(block("from fedkernels import"), {})
+
+
+def test_every_command_of_the_readme_is_one_that_exists_and_every_override_is_valid():
+    lines = re.sub(r"\\\n\s*", "", README).splitlines()
+    commands = [shlex.split(line, comments=True) for line in lines if re.match(r"\s+fedssl [a-z]", line)]
+    assert len(commands) >= 7
+    known = {command.name or command.callback.__name__ for command in app.registered_commands}
+    for command in commands:
+        assert command[1] in known
+        if command[1] in ("run", "partition"):
+            overrides = [word for word in command[3:] if not word.startswith("regularizers=[{name: ./")]
+            load_recipe(command[2], overrides)
