@@ -140,7 +140,7 @@ def draw_curves(
     axes.set_xlabel("round", fontsize=11)
     axes.set_ylabel(metric_title(metric), fontsize=11)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    _legend(figure, axes)
+    _legend(figure, axes, len(styles))
     return figure
 
 
@@ -182,7 +182,7 @@ def draw_spectrum(groups: Mapping[str, Sequence[Sequence[Sequence[float]]]], sty
     axes.set_yscale("log")
     axes.set_xlabel("index of the singular value / their number", fontsize=11)
     axes.set_ylabel("relative to the largest", fontsize=11)
-    _legend(figure, axes)
+    _legend(figure, axes, len(styles))
     return figure
 
 
@@ -205,12 +205,12 @@ def draw_table_picture(
         caption: the verdict; may hold several lines.
     """
     width = 13.0
-    title_lines = textwrap.wrap(title.rstrip("."), 112, break_on_hyphens=False) or [""]
-    caption_lines = [line for text in caption.splitlines() for line in textwrap.wrap(text, 150, break_on_hyphens=False)]
+    title_lines = textwrap.wrap(title.rstrip("."), 100, break_on_hyphens=False) or [""]
+    caption_lines = [line for text in caption.splitlines() for line in textwrap.wrap(text, 140, break_on_hyphens=False)]
     rows = max(len(bars) for bars in panels.values())
     heights = {
         "title": 0.55 + 0.27 * len(title_lines),
-        "cards": 2.42 if cards else 0.01,
+        "cards": 2.62 if cards else 0.01,
         "bars": 1.05 + 0.42 * rows,
         "legend": 0.75,
         "caption": 0.2 + 0.215 * len(caption_lines),
@@ -239,11 +239,11 @@ def draw_table_picture(
     slot = (1 - 2 * left) / max(len(cards), 3)
     for i, card in enumerate(cards):
         bottom = top["cards"] - (heights["cards"] - 0.16) / total
-        axes = figure.add_axes((left + i * slot, bottom, slot * 0.93, (heights["cards"] - 0.92) / total))
+        axes = figure.add_axes((left + i * slot, bottom, slot * 0.93, (heights["cards"] - 1.1) / total))
         _draw_card(axes, card)
 
-    label_width, value_width = 0.19, 0.068
-    panel = (1 - left - label_width - 0.01) / len(panels)
+    label_width, value_width = 0.185, 0.078
+    panel = (1 - left - label_width - 0.005) / len(panels)
     bar_height = (heights["bars"] - 0.85) / total
     for i, (metric, entries) in enumerate(panels.items()):
         box = (
@@ -271,7 +271,7 @@ def draw_table_picture(
         handles, names, loc="upper center", bbox_to_anchor=(0.5, top["legend"]), ncols=len(names), frameon=False,
         fontsize=10, handlelength=1.7, columnspacing=1.5,
     )  # fmt: skip
-    note = "A bar runs from the encoders before training to those after it (means over seeds and clients)."
+    note = "Bars start at the untrained encoders; figures are mean ± sample standard deviation over the seeds."
     figure.text(0.5, top["legend"] - 0.34 / total, note, va="top", ha="center", size=10, color=_MUTED)
     figure.text(left, top["caption"], "\n".join(caption_lines), va="top", size=11, color=_TEXT, linespacing=1.35)
     return figure
@@ -289,16 +289,16 @@ def _relative_spectrum(values: Sequence[float]) -> NDArray[np.float64]:
 
 
 def _draw_bars(axes: Axes, metric: str, bars: Sequence[Bar], names: bool, untrained: Sequence[float] = ()) -> None:
-    """Horizontal bars from before to after training, a dot a seed, mean and spread in figures on the right.
+    """Horizontal bars, a dot a seed, mean and spread in figures on the right.
 
-    Accuracies of trained and untrained encoders are often close, so the axis does not start at 0; a bar's length
-    still means something, as it starts where the encoder itself started.
+    Accuracies of trained and untrained encoders are often close, so the axis does not start at 0. A bar's length
+    still means something: it starts at the `untrained` encoders, or else where the method's own encoders started.
     """
     for y, bar in enumerate(bars):
         if not bar.after:
             axes.text(1.03, y, "-", transform=axes.get_yaxis_transform(), va="center", size=10.5, color=_MUTED)
             continue
-        start = fmean(bar.before) if bar.before else 0.0
+        start = fmean(untrained or bar.before or [0.0])
         mean = fmean(bar.after)
         edge = "#8A6A2B" if bar.hatch else "none"
         axes.barh(y, mean - start, left=start, height=0.6, color=bar.colour, hatch=bar.hatch, edgecolor=edge, lw=0)
@@ -318,7 +318,9 @@ def _draw_bars(axes: Axes, metric: str, bars: Sequence[Bar], names: bool, untrai
     elif axes.get_xlim()[0] < 0:
         axes.set_xlim(left=0)
     axes.set_ylim(len(bars) - 0.4, -0.6)
-    axes.set_yticks(range(len(bars)), [bar.label for bar in bars] if names else [""] * len(bars), fontsize=11)
+    axes.set_yticks(
+        range(len(bars)), [textwrap.fill(bar.label, 30) for bar in bars] if names else [""] * len(bars), fontsize=11
+    )
     axes.tick_params(axis="y", length=0)
     axes.set_title(metric_title(metric), fontsize=12, loc="left", color=_TEXT)
     _tidy(axes)
@@ -337,7 +339,7 @@ def _draw_card(axes: Axes, card: Card) -> None:
     if card.images is not None:
         axes.imshow(card.images, cmap="gray", vmin=0, vmax=255, interpolation="nearest")
         axes.set_anchor("N")
-    axes.set_title(card.title, fontsize=11.5, weight="bold", color=_TEXT, loc="center", pad=34)
+    axes.set_title(card.title, fontsize=11.5, weight="bold", color=_TEXT, loc="center", pad=47)
     axes.annotate(
         card.subtitle, (0.5, 1), (0, 5), xycoords="axes fraction", textcoords="offset points", ha="center", va="bottom",
         size=10, color=_MUTED,
@@ -354,10 +356,11 @@ def _tidy(axes: Axes) -> None:
     axes.set_axisbelow(True)
 
 
-def _legend(figure: Figure, axes: Axes) -> None:
+def _legend(figure: Figure, axes: Axes, methods: int) -> None:
+    """Name the lines, unless the page has one method only."""
     handles, labels = axes.get_legend_handles_labels()
     if not labels:
         axes.text(0.5, 0.5, "no values", transform=axes.transAxes, ha="center", color=_MUTED)
-    elif len(labels) > 1:
+    elif methods > 1:
         columns = 3 if max(map(len, labels)) < 16 else 2
         figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=10)

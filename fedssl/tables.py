@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import re
 import signal
+import textwrap
 import threading
 import time
 import traceback
@@ -24,7 +25,7 @@ from dataclasses import dataclass
 from importlib import resources
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -276,7 +277,7 @@ def run_table(
         for seed in table.seeds
     ]
     _check_output(output, cells)
-    header = "".join(f"# with {override}\n" for override in overrides)
+    header = "".join(f"# with {' '.join(override.split())}\n" for override in overrides)
     content = yaml.safe_dump(table.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=110)
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -413,8 +414,7 @@ def _run_in_processes(cells: Sequence[_Cell], jobs: int, told: _Telling) -> list
         for _ in range(jobs):
             start_worker()
         while busy:
-            for connection in wait(list(busy)):
-                assert isinstance(connection, Connection)
+            for connection in cast(list[Connection], wait(list(busy))):
                 cell = busy[connection]
                 try:
                     kind, content = connection.recv()
@@ -643,12 +643,16 @@ def _reading(table: Table, results: Results) -> str:
 
 
 _SHORT_TITLES = {"kNN accuracy (%)": "kNN %", "linear accuracy (%)": "linear %"}
+_LABEL_WIDTH = 34
 
 
 def format_table(table: Table, results: Results) -> str:
     """The table as plain text, narrow enough for a terminal."""
     header = [_SHORT_TITLES.get(title, title) for title in _header(table)]
-    lines = [["", *header]] + [[label, *cells] for label, _, cells in _cells_of_rows(table, results)]
+    lines = [["", *header]]
+    for label, _, cells in _cells_of_rows(table, results):
+        first, *rest = textwrap.wrap(label, _LABEL_WIDTH)
+        lines += [[first, *cells], *(["  " + more, *[""] * len(cells)] for more in rest)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     rendered = [
         "  ".join(
@@ -751,8 +755,10 @@ def _picture(table: Table, results: Results, path: Path) -> Any:
     seeds = f"{len(table.seeds)} seeds" if len(table.seeds) > 1 else f"seed {table.seeds[0]}"
     cards, clients = _cards(run), int(run.recipe["partition"]["clients"])
     shown = f", {_MOST_CLIENTS} of them shown" if clients > _MOST_CLIENTS else ""
-    subtitle = f"{run.recipe['data']['name']}, {clients} clients{shown}, {run.rounds} rounds, {seeds}"
-    title = " ".join(table.description.split()) or table.name
+    data = run.recipe["data"]
+    name = Path(data["path"]).stem if data["name"] in ("npz", "folder") else data["name"]
+    subtitle = f"{name}, {clients} clients{shown}, {run.rounds} rounds, {seeds}"
+    title = " ".join(table.description.split()).partition(". ")[0] or table.name
     return draw_table_picture(title, subtitle, cards, panels, untrained, verdict(table, results))
 
 
@@ -771,12 +777,12 @@ def _cards(run: Run) -> list[Card]:
         names = [dataset.class_names[label] for label in present]
         held = f"only {' and '.join(names)}" if len(names) <= 2 else f"{len(names)} classes"
         architecture = recipe.architectures[k % len(recipe.architectures)]
-        images = _mosaic(dataset.train_images[mine], labels)
-        cards.append(Card(f"client {k}: {held}", f"{architecture}\n{len(mine)} images", images))
+        lines = (textwrap.shorten(held, 26, placeholder=" ..."), architecture, f"{len(mine)} images")
+        cards.append(Card(f"client {k}", "\n".join(lines), _mosaic(dataset.train_images[mine], labels)))
     if uses_public and dataset.public_images is not None:
         public = dataset.public_images
         images = _mosaic(public, torch.zeros(len(public), dtype=torch.int64))
-        cards.append(Card("public images", f"no labels\n{len(public)} images", images))
+        cards.append(Card("public images", f"without labels,\nfor all clients\n{len(public)} images", images))
     return cards
 
 

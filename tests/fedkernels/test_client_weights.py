@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedkernels import client_weights
+from fedkernels.reference import client_weights as reference
 
 
 def gram_of(clients, entries, correlation=0.0, seed=0, spread=0.0):
@@ -79,6 +80,16 @@ def test_duplicate_clients_share():
 def test_optimal_on_any_gram(clients, entries, correlation, spread, seed, scale):
     gram = scale * gram_of(clients, entries, correlation, seed, spread)
     assert_optimal(gram, client_weights(gram), rtol=1e-8)
+
+
+@pytest.mark.parametrize("correlation", [0.0, 1.0, 5.0])
+@pytest.mark.parametrize("clients", [3, 10, 40])
+def test_admm_converges_without_the_exact_end(clients, correlation, monkeypatch):
+    """The active-set end would hide an iteration that goes astray."""
+    monkeypatch.setattr(reference, "_polish", lambda gram, p: p)
+    monkeypatch.setattr(reference, "_MAX_ITERATIONS", 500)
+    gram = gram_of(clients, 60, correlation, clients)
+    assert_optimal(gram, reference.client_weights(gram), rtol=1e-8)
 
 
 def test_hundreds_of_clients():

@@ -150,10 +150,11 @@ def test_scale_does_not_matter(scale, centered):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("width", [3, 9])
 def test_zero_matrix_has_cka_zero_and_gradient_zero(centered, dtype, width):
-    # Constant columns are zero once centred; a value like 0.1 leaves rounding behind in a plain mean.
-    collapsed = torch.full((7, width), 0.1 if centered else 0.0, dtype=dtype).requires_grad_()
+    # Constant columns are zero once centred; values like 0.1 leave rounding behind in a plain mean of 7.
+    row = matrix(width, seed=1, dtype=dtype) if centered else torch.zeros(width, dtype=dtype)
+    collapsed = row.repeat(7, 1).requires_grad_()
     y = matrix(7, 4, seed=2, dtype=dtype).requires_grad_()
-    kernel = torch.full((7, 7), 0.1 if centered else 0.0, dtype=dtype)
+    kernel = (collapsed @ collapsed.T).detach()
     values = [
         linear_cka(collapsed, y, centered),
         linear_cka(y, collapsed, centered),

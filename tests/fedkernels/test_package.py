@@ -35,6 +35,6 @@ def test_modules_hold_no_parameters_and_print_their_options():
 
 def test_import_is_alone():
     """Neither fedssl nor torch's compiler comes along."""
-    code = "import sys, fedkernels; fedkernels.info_nce; print(*(m for m in ('fedssl', 'torch._inductor') if m in sys.modules))"
+    code = "import sys, fedkernels; fedkernels.info_nce; print(*sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.split() == []
+    assert not {"fedssl", "torch._inductor"} & set(result.stdout.split())

@@ -30,6 +30,11 @@ METHODS = {
     "simsiam": AVERAGED | {"objective": {"name": "simsiam", "output_features": 16, "bottleneck_features": 8}},
     "supervised": AVERAGED | {"objective": "supervised"},
     "public": {"regularizers": [{"name": "public_objective", "batch_size": 16}]},
+    "averaged and aligned": {
+        "regularizers": ALIGNED["regularizers"],
+        "aggregators": ["weighted_mean", "representation_mean"],
+        "local_update": "replace",
+    },
     "sampled": ALIGNED | {"clients_per_round": 2},
 }
 
