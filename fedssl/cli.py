@@ -62,7 +62,7 @@ def run(
             console.print("\nStopped before the run began; nothing was written.")
         raise typer.Exit(130) from None
     _print_final(directory.read_metrics())
-    console.print(f"{path}: fedssl report {path} draws it", highlight=False)
+    _print(f"{path}: fedssl report {path} draws it")
 
 
 @app.command()
@@ -91,10 +91,10 @@ def partition(
     dataset = load_dataset(loaded.data, loaded.seed)
     rows = partition_indices(dataset.train_labels, loaded.partition, loaded.seed)
     counts = class_counts(dataset.train_labels, rows, len(dataset.class_names))
-    console.print(format_partition(counts, dataset.class_names), highlight=False, soft_wrap=True)
+    _print(format_partition(counts, dataset.class_names))
     if chart is not None:
         draw_partition(counts, dataset.class_names).savefig(chart, dpi=150)
-        console.print(f"drawn: {chart}", highlight=False)
+        _print(f"drawn: {chart}")
 
 
 @app.command()
@@ -108,9 +108,9 @@ def evaluate(
     """Evaluate a run's last checkpoint: kNN, linear, and semi-supervised fine-tuning where asked."""
     from .evaluation.run import evaluate_run
 
-    path = evaluate_run(run, fractions or [], note=lambda text: console.print(text, highlight=False))
-    console.print(path.read_text(encoding="utf-8").rstrip(), highlight=False)
-    console.print(f"written: {path}", highlight=False)
+    path = evaluate_run(run, fractions or [], note=_print)
+    _print(path.read_text(encoding="utf-8").rstrip())
+    _print(f"written: {path}")
 
 
 @app.command()
@@ -121,7 +121,7 @@ def report(
     """Write a page with curves, tables, the partition chart and the spectrum of the representations."""
     from .report import write_report
 
-    console.print(f"written: {write_report(runs, output)}", highlight=False)
+    _print(f"written: {write_report(runs, output)}")
 
 
 @app.command()
@@ -149,7 +149,7 @@ def run_table(
     path = output or Path("runs") / loaded.name
     try:
         module.run_table(
-            loaded, path, overrides or (), jobs=jobs, note=lambda text: console.print(text, highlight=False)
+            loaded, path, overrides or (), jobs=jobs, note=_print
         )
     except KeyboardInterrupt:
         console.print("\nStopped. Finished cells and rounds are kept; the same command continues.")
@@ -165,6 +165,11 @@ def doctor() -> None:
     for what, finding in diagnose():
         table.add_row(what, finding)
     console.print(table)
+
+
+def _print(text: str) -> None:
+    """Plain text: square brackets in a label are no markup, and numbers get no colours."""
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _print_final(rows: list[tuple[int, str, str, float]]) -> None:
