@@ -143,14 +143,13 @@ def run_table(
     jobs: Annotated[int, typer.Option(min=1, help="cells at a time, each in a process of its own")] = 1,
 ) -> None:
     """Run a grid of recipes and seeds, resumable cell by cell, and write the table and its picture."""
-    from . import tables as module
+    from . import table_runner
+    from .tables import load_table
 
-    loaded = module.load_table(table)
+    loaded = load_table(table)
     path = output or Path("runs") / loaded.name
     try:
-        module.run_table(
-            loaded, path, overrides or (), jobs=jobs, note=_print
-        )
+        table_runner.run_table(loaded, path, overrides or (), jobs=jobs, note=_print)
     except KeyboardInterrupt:
         console.print("\nStopped. Finished cells and rounds are kept; the same command continues.")
         raise typer.Exit(130) from None

@@ -74,7 +74,12 @@ class Recipe(Options):
 
 def recipe_names() -> list[str]:
     """The recipes that ship with fedssl."""
-    folder = resources.files("fedssl") / "recipes"
+    return shipped_names("recipe")
+
+
+def shipped_names(kind: Literal["recipe", "table"]) -> list[str]:
+    """The recipes or the tables that ship with fedssl."""
+    folder = resources.files("fedssl") / f"{kind}s"
     return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
 
 
@@ -111,21 +116,26 @@ def parse_recipe(values: dict[str, Any], source: str = "recipe") -> Recipe:
         try:
             return Recipe.model_validate(values)
         except ValidationError as error:
-            problems = _explain(error, Recipe)
+            problems = explain_errors(error, Recipe)
     raise UserError(f"{source}: {'; '.join(problems)}")
 
 
-def read_values(name_or_path: str | Path) -> dict[str, Any]:
-    """The unchecked mapping of a shipped recipe or a YAML file."""
+def read_values(name_or_path: str | Path, kind: Literal["recipe", "table"] = "recipe") -> dict[str, Any]:
+    """The unchecked mapping of a shipped recipe (or table) or of a YAML file.
+
+    Raises:
+        UserError: no such recipe or file; not YAML; not a mapping.
+    """
     text = str(name_or_path)
-    if text in recipe_names():
-        content = (resources.files("fedssl") / "recipes" / f"{text}.yaml").read_text(encoding="utf-8")
+    names = shipped_names(kind)
+    if text in names:
+        content = (resources.files("fedssl") / f"{kind}s" / f"{text}.yaml").read_text(encoding="utf-8")
     else:
         path = Path(text).expanduser()
         if not path.is_file():
-            near = difflib.get_close_matches(text, recipe_names(), n=1)
+            near = difflib.get_close_matches(text, names, n=1)
             hint = f"did you mean {near[0]}? " if near else ""
-            raise UserError(f"no recipe {text!r}: {hint}shipped are {', '.join(recipe_names())}, or give a .yaml file")
+            raise UserError(f"no {kind} {text!r}: {hint}shipped are {', '.join(names)}, or give a .yaml file")
         try:
             content = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -135,7 +145,7 @@ def read_values(name_or_path: str | Path) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise UserError(f"{text} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
-        raise UserError(f"{text} must hold a mapping of recipe keys, it holds {type(values).__name__}")
+        raise UserError(f"{text} must hold a mapping of {kind} keys, it holds {type(values).__name__}")
     return values
 
 
@@ -186,12 +196,18 @@ def _parse_part(folder: str, value: Any, path: str, problems: list[str]) -> Any:
     try:
         return cls.model_validate(value)
     except ValidationError as error:
-        problems.extend(_explain(error, cls, path))
+        problems.extend(explain_errors(error, cls, path))
         return value
 
 
-def _explain(error: ValidationError, model: type[Options], prefix: str = "") -> list[str]:
-    """One clause per problem: path, what came, what is allowed."""
+def explain_errors(error: ValidationError, model: type[Options], prefix: str = "") -> list[str]:
+    """What pydantic found wrong, one clause a problem: the key's path, what came, what is allowed.
+
+    Args:
+        error: raised while `model` was validated.
+        model: tells which keys are allowed.
+        prefix: the path of the validated mapping in the user's file; empty for the whole file.
+    """
     clauses = []
     for item in error.errors():
         location = [str(part) for part in item["loc"]]

@@ -66,8 +66,9 @@ class RunDirectory:
             raise UserError(
                 f"{path} exists: continue it with fedssl run --resume {path}, or give --overwrite, or another --output"
             )
-        preparing = path.with_name(f"{path.name}.preparing-{os.getpid()}")
+        preparing = path.with_name(f"{path.name}.preparing")
         try:
+            shutil.rmtree(preparing, ignore_errors=True)  # of a run that was killed here
             (preparing / "checkpoints").mkdir(parents=True)
             for name, text in files.items():
                 write_atomically(preparing / name, text.encode())

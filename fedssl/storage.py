@@ -66,7 +66,9 @@ def read_message(path: Path) -> Message:
     """
     try:
         data = path.read_bytes()
-        tensors = load_tensors(data)
+        # Copies in torch's own memory: as views of `data` they would be aligned by chance, and a matrix product may
+        # round differently on memory that is aligned differently.
+        tensors = {name: tensor.clone() for name, tensor in load_tensors(data).items()}
         length = int.from_bytes(data[:8], "little")
         header = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["message"])
         return Message(tensors, header["numbers"], header["config"])

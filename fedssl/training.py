@@ -70,7 +70,7 @@ def train_locally(
                 loss = loss + term(step)
             if not torch.isfinite(loss):
                 raise UserError(
-                    f"client {client.index}'s loss became {float(loss)} in round {local.number}; "
+                    f"client {client.index}'s loss became {float(loss.detach())} in round {local.number}; "
                     "lower training.learning_rate or the regularizers' weights"
                 )
             optimizer.zero_grad(set_to_none=True)

@@ -65,6 +65,7 @@ def resume(path: Path, progress: Progress | None = None) -> RunDirectory:
     The result is bit-identical to that of a run that was never interrupted, on the same machine and thread count.
     """
     directory = RunDirectory.open(path)
+    directory.roll_back()
     if directory.checkpoint.finished:
         return directory
     return _run(build_federation(load_recipe(path / "recipe.yaml")), directory, progress or Silent())
@@ -83,7 +84,6 @@ def models_to_evaluate(
 
 def _run(federation: Federation, directory: RunDirectory, progress: Progress) -> RunDirectory:
     rounds = federation.recipe.rounds
-    directory.roll_back()
     first = directory.checkpoint.round + 1
     progress.start(first, rounds)
     with _tensorboard(directory, first) as write_events:

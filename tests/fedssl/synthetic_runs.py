@@ -1,4 +1,4 @@
-"""Run folders with made-up figures, as the engine would leave them."""
+"""A small table, and run folders with made-up figures, as the engine would leave them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,25 @@ from typing import Any
 
 from fedssl.recipe import Recipe
 from fedssl.run_directory import RunDirectory
+from fedssl.tables import Table
+
+ROWS = [{"label": label, "recipe": "local_only"} for label in ("ours", "alone", "control 1", "control 2", "other")]
+
+
+def table_values(**changes: Any) -> dict[str, Any]:
+    return {
+        "name": "small",
+        "seeds": [0, 1],
+        "method": "ours",
+        "baselines": ["alone"],
+        "controls": ["control 1", "control 2"],
+        "rows": ROWS,
+    } | changes
+
+
+def make_table(**changes: Any) -> Table:
+    return Table.model_validate(table_values(**changes))
+
 
 Row = tuple[int, str, str, float]
 

@@ -77,6 +77,7 @@ def test_lists_and_partition(fedssl, tmp_path):
     assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
 
 
+NPZ = ["local_only", "data.public_holdout=0", "data.name=npz"]
 TWO = "partition={name: disjoint_classes, clients: 3}"
 
 
@@ -99,9 +100,9 @@ def images(path, **changes):
         (["run", "--resume", "nowhere"], "nowhere is not a run's folder"),
         (["run", "hetero_ssfl", "--resume", "nowhere"], "--resume takes the run's folder alone"),
         (["run", "hetero_ssfl", "data.name=npz", "data.path=none.npz"], "none.npz"),
-        (["run", "local_only", "data.public_holdout=0", "data.name=npz", "data.path=nokeys.npz"], "x_train"),
-        (["run", "local_only", "data.public_holdout=0", "data.name=npz", "data.path=nan.npz"], "nan.npz"),
-        (["run", "local_only", "data.public_holdout=0", "data.name=npz", "data.path=two.npz", TWO], "the data have only 2; lower partition.clients to 2"),
+        (["run", *NPZ, "data.path=nokeys.npz"], "x_train"),
+        (["run", *NPZ, "data.path=nan.npz"], "nan.npz"),
+        (["run", *NPZ, "data.path=two.npz", TWO], "the data have only 2; lower partition.clients to 2"),
         (
             ["run", "hetero_ssfl", "data.public_holdout=0"],
             "representation_mean needs public images|cka_alignment needs",

@@ -187,11 +187,19 @@ class Killed(BaseException):
     """Stands for SIGKILL: no handler of the code under test may catch it."""
 
 
-@pytest.mark.parametrize("victim", range(24))
-def test_killed_during_any_file_operation_of_a_checkpoint(victim, tiny, tmp_path, monkeypatch):
-    """The victim-th flush or rename of the whole run never happens, and what was written of the file is torn."""
+@pytest.fixture(scope="module")
+def undisturbed(tiny, tmp_path_factory):
+    """A finished run of two rounds in which all three clients exchange representations."""
+    path = tmp_path_factory.mktemp("undisturbed") / "run"
+    run(tiny(**ALIGNED), path)
+    return path
+
+
+# One run makes 61 such calls: 7 for the folder, then for each round the logs, the states, and the manifest.
+@pytest.mark.parametrize("victim", [0, 2, 4, 6, 7, 8, 10, 12, 19, 21, 22, 23, 24, 26, 38, 39, 42, 45, 58, 59, 60])
+def test_killed_during_any_file_operation_of_a_checkpoint(victim, undisturbed, tiny, tmp_path, monkeypatch):
+    """The victim-th flush or rename of the whole run never happens, and what was being written is torn."""
     recipe = tiny(**ALIGNED)
-    run(recipe, tmp_path / "undisturbed")
     calls = 0
     real_fsync = os.fsync
 
@@ -223,7 +231,7 @@ def test_killed_during_any_file_operation_of_a_checkpoint(victim, tiny, tmp_path
         resume(tmp_path / "killed")
     else:
         run(recipe, tmp_path / "killed")
-    assert contents(tmp_path / "killed") == contents(tmp_path / "undisturbed")
+    assert contents(tmp_path / "killed") == contents(undisturbed)
 
 
 def test_a_finished_run_is_left_as_it_is(tiny, tmp_path):
