@@ -3,6 +3,7 @@
 
 VENV ?= .venv
 PYTHON ?= python3
+JOBS ?= 2
 PYTHONS := 3.10 3.11 3.12 3.13
 
 ifneq ($(words $(VENV)),1)
@@ -27,9 +28,10 @@ help:
 	@echo
 	@echo 'PYTHON=python3.12  the Python that makes the environment, 3.10 to 3.13 (default: python3)'
 	@echo 'VENV=DIR           where the environment lives (default: .venv)'
+	@echo 'JOBS=N             runs at a time in make demo (default: 2)'
 
 demo: $(installed)
-	"$(VENV)/bin/fedssl" run-table digits_demo
+	"$(VENV)/bin/fedssl" run-table digits_demo --jobs $(JOBS)
 
 test: lint
 	$(python) -m pytest
