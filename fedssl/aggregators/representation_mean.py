@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..data.augmentation import normalize
 from ..errors import UserError
+from ..evaluation.spectrum import effective_rank
 from ..messages import Message
 from ..models.model import Layer
 from .base import Aggregator
@@ -51,7 +52,8 @@ class RepresentationMean(Aggregator):
     factor F = [sqrt(w_j) A_j] of K-bar = F F' and not the L x L matrix: the same numbers in fewer bytes.
 
     A_j is taken at the end of client j's round (Algorithm 1 takes it at the start of the next one: the same weights)
-    in evaluation mode, from the public images without augmentation.
+    in evaluation mode, from the public images without augmentation. Its effective rank is logged in every round, to be
+    read beside `cka`.
 
     Options:
         target: `peers` is the paper's K-bar. `self` (the client's own kernel of its previous round) and
@@ -109,6 +111,7 @@ class RepresentationMean(Aggregator):
         model.eval()
         batches = client.public_images.split(self.batch_size)
         a = torch.cat([model.represent(normalize(b.to(model.device)), self.layer) for b in batches]).cpu()
+        local.log("public_effective_rank", effective_rank(a))
         if self.centered:
             a = a - a.mean(dim=0)
         if self.kernel == "frobenius":

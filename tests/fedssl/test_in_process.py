@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 import random
 import signal
@@ -40,9 +41,12 @@ METHODS = {
 
 
 def contents(path: Path) -> dict[str, bytes]:
-    """Everything that a run leaves, except wall-clock times and TensorBoard's time-stamped events."""
+    """Everything that a run leaves, except wall-clock times: timings.csv, its length, and TensorBoard's events."""
     files = [f for f in sorted(path.rglob("*")) if f.is_file() and "tensorboard" not in f.parts]
-    return {str(f.relative_to(path)): f.read_bytes() for f in files if f.name != "timings.csv"}
+    found = {str(f.relative_to(path)): f.read_bytes() for f in files if f.name != "timings.csv"}
+    manifest = json.loads(found["checkpoints/manifest.json"])
+    del manifest["lengths"]["timings.csv"]
+    return found | {"checkpoints/manifest.json": json.dumps(manifest).encode()}
 
 
 def metric(path: Path, name: str, round_number: int) -> dict[str, float]:
@@ -112,9 +116,10 @@ def test_metrics_hold_evaluation_training_and_traffic(tiny, tmp_path):
             assert values["mean"] == pytest.approx(sum(values[k] for k in "012") / 3)
     assert metric(tmp_path / "a", "loss", 1).keys() == {"0", "1", "2", "mean"}
     assert 0 < metric(tmp_path / "a", "cka", 1)["mean"] <= 1
+    assert metric(tmp_path / "a", "public_effective_rank", 1)["0"] > 1
     # 30 public images, 16 features, 3 clients: 48 columns are more than 30 rows, so the kernel goes down
     assert metric(tmp_path / "a", "bytes_down", 1)["0"] == 30 * 30 * 4
-    numbers = len(["samples", "loss", "total_loss", "cka"])
+    numbers = len(["samples", "loss", "total_loss", "cka", "public_effective_rank"])
     assert metric(tmp_path / "a", "bytes_up", 1)["0"] == 30 * 16 * 4 + 8 * numbers
     with open(tmp_path / "a" / "spectrum.csv") as file:
         values = [float(row["value"]) for row in csv.DictReader(file) if row["client"] == "0"]
