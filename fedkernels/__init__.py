@@ -4,6 +4,7 @@ from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
 from importlib.metadata import version as _version
 
 from fedkernels import nn
+from fedkernels._native import build_info
 from fedkernels.apply_deltas import apply_deltas
 from fedkernels.client_weights import client_weights
 from fedkernels.delta_gram import delta_gram
@@ -21,6 +22,7 @@ __all__ = [
     "TransportInfo",
     "__version__",
     "apply_deltas",
+    "build_info",
     "client_weights",
     "delta_gram",
     "info_nce",

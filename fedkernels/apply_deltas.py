@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fedkernels import _checks
+from fedkernels import _checks, _native
 from fedkernels.reference.apply_deltas import apply_deltas as _reference
 
 
@@ -35,7 +35,27 @@ def apply_deltas(
     weights = _check_weights(weights, len(client_params))
     if not torch.compiler.is_compiling():  # a traced tensor has no address
         _check_memory(global_params, client_params)
-    _reference(global_params, client_params, weights)
+    clients = [tensor for params in client_params for tensor in params]
+    operator = _native.operator("apply_deltas", *global_params, *clients)
+    if operator is None:
+        _reference(global_params, client_params, weights)
+        return
+    with torch.no_grad():
+        targets = [tensor.contiguous() for tensor in global_params]
+        operator(targets, [tensor.contiguous() for tensor in clients], weights.to("cpu", torch.float64).contiguous())
+        for tensor, target in zip(global_params, targets, strict=True):
+            if target is not tensor:  # a copy, for it was not contiguous
+                tensor.copy_(target)
+    if not torch.compiler.is_compiling():
+        # The operator writes behind autograd's back: a graph that holds the old values must notice.
+        torch.autograd.graph.increment_version(list(global_params))
+
+
+if _native.module is not None:
+
+    @torch.library.register_fake("fedkernels::apply_deltas")
+    def _(global_params: list[Tensor], client_params: list[Tensor], weights: Tensor) -> None:
+        return None
 
 
 def _check_weights(weights: Tensor | Sequence[float], clients: int) -> Tensor:

@@ -79,7 +79,9 @@ def package_files() -> set[str]:
     return {
         path.relative_to(ROOT).as_posix()
         for path in found
-        if "__pycache__" not in path.parts and path.suffix not in {".so", ".pyc"} and path.name != "README.md"
+        if "__pycache__" not in path.parts
+        and path.suffix not in {".so", ".pyc", ".missing"}
+        and path.name != "README.md"
     }
 
 
@@ -111,7 +113,9 @@ def test_sdist_is_complete(built: Built) -> None:
 
 def test_wheel_holds_the_two_packages_and_nothing_else(built: Built) -> None:
     outside = {name for name in built.wheel if ".dist-info/" not in name}
-    assert outside == package_files()
+    # The compiled module is one for all Pythons; where it could not be compiled a note says why.
+    assert outside - package_files() in ({"fedkernels/_C.abi3.so"}, {"fedkernels/_C.missing"})
+    assert package_files() <= outside
     assert {"fedkernels/py.typed", "fedssl/py.typed"} <= outside
 
 

@@ -21,7 +21,7 @@ def test_public_names():
         "unbalanced_ot",
         "unbalanced_ot_plan",
     }
-    assert operators | {"TransportInfo", "nn", "__version__"} == set(fedkernels.__all__)
+    assert operators | {"TransportInfo", "build_info", "nn", "__version__"} == set(fedkernels.__all__)
     assert all(getattr(fedkernels, name).__doc__ and callable(getattr(fedkernels, name)) for name in operators)
     assert fedkernels.__version__[0].isdigit()
 

@@ -1,0 +1,109 @@
+// Vectors of doubles as wide as the instruction set, and the dtypes that are read and written.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "cpu/dtype.h"
+
+namespace fedkernels::FEDKERNELS_ISA {
+
+#if defined(__AVX512F__)
+constexpr int LANES = 8;
+#elif defined(__AVX__)
+constexpr int LANES = 4;
+#else
+constexpr int LANES = 2;
+#endif
+
+typedef double Vec __attribute__((vector_size(LANES * 8)));
+typedef double VecAnywhere __attribute__((vector_size(LANES * 8), aligned(8), may_alias));
+typedef int64_t Mask __attribute__((vector_size(LANES * 8)));  // of a comparison: -1 where it holds, else 0
+
+static inline Vec load(const double* p) { return *(const VecAnywhere*)p; }
+static inline void store(double* p, Vec v) { *(VecAnywhere*)p = v; }
+static inline Vec splat(double x) { return x - Vec{}; }
+static inline double sum(Vec v) {
+  double total = 0;
+  for (int lane = 0; lane < LANES; ++lane) total += v[lane];
+  return total;
+}
+
+static inline float half_to_float(uint16_t half) {
+  uint32_t bits = (uint32_t)(half & 0x7fff) << 13;
+  bits |= (half & 0x7c00) == 0x7c00 ? 0x7f800000u : 0u;  // infinity and NaN
+  float value;
+  __builtin_memcpy(&value, &bits, 4);
+  value = (half & 0x7c00) == 0x7c00 ? value : value * 0x1p112f;  // the exponent's bias, subnormals included
+  return half & 0x8000 ? -value : value;
+}
+
+static inline float bfloat_to_float(uint16_t bfloat) {
+  uint32_t bits = (uint32_t)bfloat << 16;
+  float value;
+  __builtin_memcpy(&value, &bits, 4);
+  return value;
+}
+
+static inline uint16_t float_to_bfloat(float value) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, &value, 4);
+  if ((bits & 0x7fffffff) > 0x7f800000) return 0x7fc0;
+  return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);  // to the nearest, ties to even
+}
+
+static inline uint16_t float_to_half(float value) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, &value, 4);
+  const uint32_t sign = (bits >> 16) & 0x8000;
+  bits &= 0x7fffffff;
+  if (bits > 0x7f800000) return (uint16_t)(sign | 0x7e00);   // NaN
+  if (bits >= 0x477ff000) return (uint16_t)(sign | 0x7c00);  // 65520 and above round to infinity
+  if (bits < 0x38800000) {  // a subnormal half: adding 1/2 leaves its bits at the end of the sum
+    float magnitude;
+    __builtin_memcpy(&magnitude, &bits, 4);
+    magnitude += 0.5f;
+    __builtin_memcpy(&bits, &magnitude, 4);
+    return (uint16_t)(sign | (bits - 0x3f000000));
+  }
+  bits += 0xc8000fff + ((bits >> 13) & 1);  // rebias the exponent, round to the nearest, ties to even
+  return (uint16_t)(sign | (bits >> 13));
+}
+
+// `count` entries of `source` from entry `start`, widened.
+static inline void read(double* out, const void* source, DType dtype, int64_t start, int64_t count) {
+  switch (dtype) {
+    case DType::f64:
+      __builtin_memcpy(out, (const double*)source + start, count * 8);
+      break;
+    case DType::f32:
+      for (int64_t i = 0; i < count; ++i) out[i] = ((const float*)source)[start + i];
+      break;
+    case DType::bf16:
+      for (int64_t i = 0; i < count; ++i) out[i] = bfloat_to_float(((const uint16_t*)source)[start + i]);
+      break;
+    case DType::f16:
+      for (int64_t i = 0; i < count; ++i) out[i] = half_to_float(((const uint16_t*)source)[start + i]);
+      break;
+  }
+}
+
+// Half precision is rounded by way of float32, as PyTorch rounds it.
+static inline void write(void* target, DType dtype, int64_t start, const double* values, int64_t count) {
+  switch (dtype) {
+    case DType::f64:
+      __builtin_memcpy((double*)target + start, values, count * 8);
+      break;
+    case DType::f32:
+      for (int64_t i = 0; i < count; ++i) ((float*)target)[start + i] = (float)values[i];
+      break;
+    case DType::bf16:
+      for (int64_t i = 0; i < count; ++i) ((uint16_t*)target)[start + i] = float_to_bfloat((float)values[i]);
+      break;
+    case DType::f16:
+      for (int64_t i = 0; i < count; ++i) ((uint16_t*)target)[start + i] = float_to_half((float)values[i]);
+      break;
+  }
+}
+
+}  // namespace fedkernels::FEDKERNELS_ISA

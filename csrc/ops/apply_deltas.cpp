@@ -1,0 +1,28 @@
+#include "cpu/apply_deltas.h"
+
+#include "ops/tensors.h"
+
+namespace fedkernels {
+
+static void apply_deltas_cpu(std::vector<Tensor> global_params, std::vector<Tensor> client_params, Tensor weights) {
+  const ParameterLists lists(global_params, client_params);
+  STD_TORCH_CHECK(weights.is_cpu() && weights.is_contiguous() && weights.scalar_type() == ScalarType::Double &&
+                      weights.numel() == lists.clients,
+                  "weights must be float64 [K] on the CPU");
+  const double* weight = static_cast<const double*>(weights.data_ptr());
+  const std::vector<Piece> pieces = pieces_of(lists, 1 << 14);
+  const auto kernel = FEDKERNELS_BEST(apply_deltas);
+  torch::stable::parallel_for(0, pieces.size(), 2, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      kernel(lists.of(pieces[i].tensor), weight, lists.clients, pieces[i].start, pieces[i].count);
+    }
+  });
+}
+
+STABLE_TORCH_LIBRARY_FRAGMENT(fedkernels, m) {
+  m.def("apply_deltas(Tensor(a!)[] global_params, Tensor[] client_params, Tensor weights) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(fedkernels, CPU, m) { m.impl("apply_deltas", TORCH_BOX(&apply_deltas_cpu)); }
+
+}  // namespace fedkernels

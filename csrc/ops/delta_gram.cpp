@@ -1,0 +1,50 @@
+#include "cpu/delta_gram.h"
+
+#include "ops/tensors.h"
+
+namespace fedkernels {
+
+static Tensor delta_gram_cpu(std::vector<Tensor> global_params, std::vector<Tensor> client_params) {
+  const ParameterLists lists(global_params, client_params);
+  const std::vector<Piece> pieces = pieces_of(lists, 1 << 14);
+  const int64_t clients = lists.clients;
+  const int64_t padded = (clients + DELTA_GRAM_ROWS - 1) / DELTA_GRAM_ROWS * DELTA_GRAM_ROWS;
+
+  // Each slot sums its share of the pieces; the slots are then added in order. So the result does not depend on the
+  // number of threads. Fewer slots where the matrix is large.
+  const int64_t room = padded * padded, tile = delta_gram_tile(padded);
+  const int64_t most = std::clamp<int64_t>((1 << 22) / room, 4, 64);
+  const int64_t slots = std::clamp<int64_t>(pieces.size() / 2, 1, most);
+  const int64_t stride = room + padded * tile;
+  std::vector<double> memory(slots * stride);
+  const auto kernel = FEDKERNELS_BEST(delta_gram);
+  torch::stable::parallel_for(0, slots, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t slot = begin; slot < end; ++slot) {
+      double* gram = memory.data() + slot * stride;
+      const size_t last = pieces.size() * (slot + 1) / slots;
+      for (size_t i = pieces.size() * slot / slots; i < last; ++i) {
+        const Piece& piece = pieces[i];
+        kernel(lists.of(piece.tensor), clients, piece.start, piece.count, gram + room, gram);
+      }
+    }
+  });
+
+  Tensor result = torch::stable::empty({clients, clients}, ScalarType::Double);
+  double* gram = static_cast<double*>(result.data_ptr());
+  for (int64_t i = 0; i < clients; ++i) {
+    for (int64_t j = i; j < clients; ++j) {
+      double total = 0;
+      for (int64_t slot = 0; slot < slots; ++slot) total += memory[slot * stride + i * padded + j];
+      gram[i * clients + j] = gram[j * clients + i] = total;
+    }
+  }
+  return result;
+}
+
+STABLE_TORCH_LIBRARY_FRAGMENT(fedkernels, m) {
+  m.def("delta_gram(Tensor[] global_params, Tensor[] client_params) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(fedkernels, CPU, m) { m.impl("delta_gram", TORCH_BOX(&delta_gram_cpu)); }
+
+}  // namespace fedkernels

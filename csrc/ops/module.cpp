@@ -1,0 +1,55 @@
+// The Python module: importing it registers the operators. It tells what it is compiled for, and nothing else.
+#include <Python.h>
+
+#include <cstdlib>
+#include <cstring>
+
+#include "cpu/isa.h"
+
+namespace fedkernels {
+
+static Isa best_isa() {
+  Isa best = Isa::baseline;
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+    best = Isa::avx2;
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl")) {
+      best = Isa::avx512;
+    }
+  }
+  const char* wanted = std::getenv("FEDKERNELS_CPU");
+  if (wanted && std::strcmp(wanted, "baseline") == 0) best = Isa::baseline;
+  if (wanted && std::strcmp(wanted, "avx2") == 0 && best == Isa::avx512) best = Isa::avx2;
+#endif
+  return best;
+}
+
+Isa isa() {
+  static const Isa chosen = best_isa();
+  return chosen;
+}
+
+}  // namespace fedkernels
+
+static PyObject* build_info(PyObject*, PyObject*) {
+  static const char* const names[] = {"baseline", "avx2", "avx512"};
+  return Py_BuildValue("{s:s,s:s,s:s,s:s}", "compiled", FEDKERNELS_ISAS, "used",
+                       names[static_cast<int>(fedkernels::isa())], "compiler",
+#if defined(__clang__)
+                       "clang " __clang_version__,
+#else
+                       "g++ " __VERSION__,
+#endif
+                       "torch", "2.11");
+}
+
+static PyMethodDef methods[] = {
+    {"build_info", build_info, METH_NOARGS, "What the module is compiled for: a dict of strings."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
+
+PyMODINIT_FUNC PyInit__C() { return PyModule_Create(&definition); }
