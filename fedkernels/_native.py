@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-COMPILED = ("apply_deltas", "delta_gram")  # the operators that csrc/ops defines
+COMPILED = ("apply_deltas", "delta_gram", "unbalanced_ot")  # the operators that csrc/ops defines
 _NOTE = Path(__file__).with_name("_C.missing")  # written by the installation where it could not compile
 
 
@@ -49,8 +49,8 @@ def build_info() -> dict[str, str]:
     """What is compiled and what is used.
 
     Returns:
-        ``native``: "used", or why not. ``operators``: those that are compiled; the others, and all on other devices, run
-        on the references. Where the module is used also ``cpu_compiled``, the instruction sets that its CPU kernels are
+        ``native``: "used", or why not. ``operators``: those that are compiled; the others, and all on other devices,
+        run on the references. Where the module is used also ``cpu_compiled``, the instruction sets that its CPU kernels are
         compiled for; ``cpu_used``, the one that this processor runs; ``cuda_compiled``, the architectures of the CUDA
         kernels; ``compiler``; ``oldest_torch``, which the module needs.
     """

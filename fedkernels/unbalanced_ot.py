@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedkernels import _checks
+from fedkernels import _checks, _native
 from fedkernels.reference import unbalanced_ot as _reference
 from fedkernels.reference._precision import compute_dtype
 from fedkernels.reference.unbalanced_ot import TransportInfo
@@ -83,36 +83,56 @@ def unbalanced_ot_plan(
         (float64, the sum of the plan). None carries a gradient.
     """
     cost, a, b, options = _check(cost, a, b, tau_a, tau_b, tol, max_iterations, method)
-    plan, iterations, gap = _solve(cost, a, b, *options)
-    info = TransportInfo(iterations, gap, plan.sum((-2, -1)))
+    plan, _, _, _, mass, iterations, gap = _solve(cost, a, b, *options)
+    info = TransportInfo(iterations, gap, mass)
     _warn(info, options[2])
-    return plan.to(compute_dtype(cost, a, b)), info
+    return plan, info
 
+
+_ARGUMENTS = "(Tensor cost, Tensor a, Tensor b, float tau_a, float tau_b, float tol, int max_iterations, str method)"
+_RETURNS = "(Tensor plan, Tensor u, Tensor v, Tensor value, Tensor mass, Tensor iterations, Tensor gap)"
 
 # An operator to torch.compile: its loop ends where the data say so, which a compiled graph cannot hold.
-torch.library.define(
-    "fedkernels::unbalanced_ot_solve",
-    "(Tensor cost, Tensor a, Tensor b, float tau_a, float tau_b, float tol, int max_iterations, str method)"
-    " -> (Tensor plan, Tensor iterations, Tensor gap)",
-)
-torch.library.impl("fedkernels::unbalanced_ot_solve", ("cpu", "cuda"))(_reference.solve)
+torch.library.define("fedkernels::unbalanced_ot_reference", f"{_ARGUMENTS} -> {_RETURNS}")
 
 
-@torch.library.register_fake("fedkernels::unbalanced_ot_solve")
+@torch.library.impl("fedkernels::unbalanced_ot_reference", ("cpu", "cuda"))
 def _(
     cost: Tensor, a: Tensor, b: Tensor, tau_a: float, tau_b: float, tol: float, max_iterations: int, method: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    batch = cost.shape[:-2]
-    plan = cost.new_empty(cost.shape, dtype=torch.float64)
-    return plan, plan.new_empty(batch, dtype=torch.int64), plan.new_empty(batch)
+) -> tuple[Tensor, ...]:
+    plan, iterations, gap = _reference.solve(cost, a, b, tau_a, tau_b, tol, max_iterations, method)
+    wide_a, wide_b = a.double(), b.double()
+    value = _reference.objective(cost.double(), wide_a, wide_b, tau_a, tau_b, plan)
+    rows, columns = plan.sum(-1), plan.sum(-2)
+    u, v = tau_a * (wide_a - rows), tau_b * (wide_b - columns)
+    return plan.to(compute_dtype(cost, a, b)), u, v, value, rows.sum(-1), iterations, gap
 
 
-def _solve(
+def _shapes(
     cost: Tensor, a: Tensor, b: Tensor, tau_a: float, tau_b: float, tol: float, max_iterations: int, method: str
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
+    """plan in the dtype of the result; u [..., M], v [..., N], value, mass and gap [...] float64; iterations int64."""
+    batch, wide = cost.shape[:-2], torch.float64
+    return (
+        cost.new_empty(cost.shape, dtype=compute_dtype(cost, a, b)),
+        cost.new_empty(a.shape, dtype=wide),
+        cost.new_empty(b.shape, dtype=wide),
+        cost.new_empty(batch, dtype=wide),
+        cost.new_empty(batch, dtype=wide),
+        cost.new_empty(batch, dtype=torch.int64),
+        cost.new_empty(batch, dtype=wide),
+    )
+
+
+torch.library.register_fake("fedkernels::unbalanced_ot_reference")(_shapes)
+if _native.module is not None:
+    torch.library.register_fake("fedkernels::unbalanced_ot")(_shapes)
+
+
+def _solve(cost: Tensor, a: Tensor, b: Tensor, *options: Any) -> tuple[Tensor, ...]:
     with torch.no_grad():
-        solve = torch.ops.fedkernels.unbalanced_ot_solve
-        return solve(cost, a, b, tau_a, tau_b, tol, max_iterations, method)
+        operator = _native.operator("unbalanced_ot", cost, a, b) or torch.ops.fedkernels.unbalanced_ot_reference
+        return operator(cost.contiguous(), a.contiguous(), b.contiguous(), *options)
 
 
 class _UnbalancedOT(torch.autograd.Function):
@@ -130,18 +150,11 @@ class _UnbalancedOT(torch.autograd.Function):
         max_iterations: int,
         method: str,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        plan, iterations, gap = _solve(cost, a, b, tau_a, tau_b, tol, max_iterations, method)
-        wide_a, wide_b = a.double(), b.double()
-        value = _reference.objective(cost.double(), wide_a, wide_b, tau_a, tau_b, plan)
-        dtype = compute_dtype(cost, a, b)
-        rows, columns = plan.sum(-1), plan.sum(-2)
-        ctx.save_for_backward(
-            plan.to(dtype), (tau_a * (wide_a - rows)).to(dtype), (tau_b * (wide_b - columns)).to(dtype)
-        )
+        plan, u, v, value, mass, iterations, gap = _solve(cost, a, b, tau_a, tau_b, tol, max_iterations, method)
+        ctx.save_for_backward(plan, u, v)
         ctx.dtypes = cost.dtype, a.dtype, b.dtype
-        mass = rows.sum(-1)
         ctx.mark_non_differentiable(iterations, gap, mass)
-        return value.to(dtype), iterations, gap, mass
+        return value.to(plan.dtype), iterations, gap, mass
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -149,10 +162,11 @@ class _UnbalancedOT(torch.autograd.Function):
         plan, u, v = ctx.saved_tensors
         grad = grads[0]
         cost_dtype, a_dtype, b_dtype = ctx.dtypes
+        needs_cost, needs_a, needs_b, *_ = ctx.needs_input_grad
         return (
-            (grad[..., None, None] * plan).to(cost_dtype),
-            (grad[..., None] * u).to(a_dtype),
-            (grad[..., None] * v).to(b_dtype),
+            (grad[..., None, None] * plan).to(cost_dtype) if needs_cost else None,
+            (grad[..., None] * u).to(a_dtype) if needs_a else None,
+            (grad[..., None] * v).to(b_dtype) if needs_b else None,
             *(None,) * 5,
         )
 

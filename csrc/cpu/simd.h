@@ -3,6 +3,9 @@
 
 #include <stddef.h>
 #include <stdint.h>
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
 
 #include "cpu/dtype.h"
 
@@ -18,7 +21,6 @@ constexpr int LANES = 2;
 
 typedef double Vec __attribute__((vector_size(LANES * 8)));
 typedef double VecAnywhere __attribute__((vector_size(LANES * 8), aligned(8), may_alias));
-typedef int64_t Mask __attribute__((vector_size(LANES * 8)));  // of a comparison: -1 where it holds, else 0
 
 static inline Vec load(const double* p) { return *(const VecAnywhere*)p; }
 static inline void store(double* p, Vec v) { *(VecAnywhere*)p = v; }
@@ -27,6 +29,21 @@ static inline double sum(Vec v) {
   double total = 0;
   for (int lane = 0; lane < LANES; ++lane) total += v[lane];
   return total;
+}
+
+// Is a lane below 0, or -0?
+static inline bool any_sign(Vec v) {
+#if defined(__AVX512DQ__)
+  return _mm512_movepi64_mask((__m512i)v) != 0;
+#elif defined(__AVX__)
+  return _mm256_movemask_pd((__m256d)v) != 0;
+#elif defined(__SSE2__)
+  return _mm_movemask_pd((__m128d)v) != 0;
+#else
+  bool found = false;
+  for (int lane = 0; lane < LANES; ++lane) found |= __builtin_signbit(v[lane]) != 0;
+  return found;
+#endif
 }
 
 static inline float half_to_float(uint16_t half) {

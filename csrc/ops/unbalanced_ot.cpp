@@ -1,0 +1,72 @@
+#include "cpu/unbalanced_ot.h"
+
+#include <memory>
+#include <string>
+#include <tuple>
+
+#include "ops/tensors.h"
+
+namespace fedkernels {
+
+// plan, u, v, value, mass, iterations, gap: as the fake implementation in fedkernels/unbalanced_ot.py gives their shapes.
+using Solutions = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+static Solutions unbalanced_ot_cpu(Tensor cost, Tensor a, Tensor b, double tau_a, double tau_b, double tol,
+                                   int64_t max_iterations, std::string method) {
+  const int64_t ndim = cost.dim();
+  STD_TORCH_CHECK(ndim >= 2 && a.dim() == ndim - 1 && b.dim() == ndim - 1, "cost must have shape [..., M, N]");
+  const int64_t rows = cost.size(ndim - 2), columns = cost.size(ndim - 1);
+  STD_TORCH_CHECK(rows > 0 && columns > 0, "cost must not be empty in M or N");
+  const std::vector<int64_t> batch(cost.sizes().begin(), cost.sizes().end() - 2);
+  const int64_t problems = cost.numel() / rows / columns;
+  STD_TORCH_CHECK(a.numel() == problems * rows && b.numel() == problems * columns,
+                  "a and b must have shapes [..., M] and [..., N]");
+  const Array costs = array_of(cost, "cost"), masses_a = array_of(a, "a"), masses_b = array_of(b, "b");
+
+  const bool wide = costs.dtype == DType::f64 || masses_a.dtype == DType::f64 || masses_b.dtype == DType::f64;
+  std::vector<int64_t> of_rows = batch, of_columns = batch;
+  of_rows.push_back(rows);
+  of_columns.push_back(columns);
+  Tensor plan = torch::stable::empty(cost.sizes(), wide ? ScalarType::Double : ScalarType::Float);
+  Tensor u = torch::stable::empty(of_rows, ScalarType::Double);
+  Tensor v = torch::stable::empty(of_columns, ScalarType::Double);
+  Tensor value = torch::stable::empty(batch, ScalarType::Double);
+  Tensor mass = torch::stable::empty(batch, ScalarType::Double);
+  Tensor gap = torch::stable::empty(batch, ScalarType::Double);
+  Tensor iterations = torch::stable::empty(batch, ScalarType::Long);
+  const Array plans = {plan.data_ptr(), wide ? DType::f64 : DType::f32};
+  double *const us = static_cast<double*>(u.data_ptr()), *const vs = static_cast<double*>(v.data_ptr());
+  double *const values = static_cast<double*>(value.data_ptr()), *const gaps = static_cast<double*>(gap.data_ptr());
+  double* const masses = static_cast<double*>(mass.data_ptr());
+  int64_t* const counts = static_cast<int64_t*>(iterations.data_ptr());
+
+  const auto kernel = FEDKERNELS_BEST(unbalanced_ot);
+  torch::stable::parallel_for(0, problems, 1, [&](int64_t begin, int64_t end) {
+    size_t size = (transport_workspace(rows, columns) + 8) * sizeof(double);
+    const std::unique_ptr<char[]> memory(new char[size]);
+    void* workspace = memory.get();
+    std::align(64, size - 64, workspace, size);
+    for (int64_t p = begin; p < end; ++p) {
+      const TransportProblem problem = {costs,   masses_a, masses_b, p * rows * columns, p * rows,       p * columns,
+                                        rows,    columns,  tau_a,    tau_b,              tol,            max_iterations,
+                                        method == "accelerated"};
+      TransportSolution solution = {plans, p * rows * columns, us + p * rows, vs + p * columns, 0, 0, 0, 0};
+      kernel(problem, static_cast<double*>(workspace), &solution);
+      values[p] = solution.value;
+      masses[p] = solution.mass;
+      gaps[p] = solution.gap;
+      counts[p] = solution.iterations;
+    }
+  });
+  return {plan, u, v, value, mass, iterations, gap};
+}
+
+STABLE_TORCH_LIBRARY_FRAGMENT(fedkernels, m) {
+  m.def(
+      "unbalanced_ot(Tensor cost, Tensor a, Tensor b, float tau_a, float tau_b, float tol, int max_iterations, "
+      "str method) -> (Tensor plan, Tensor u, Tensor v, Tensor value, Tensor mass, Tensor iterations, Tensor gap)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(fedkernels, CPU, m) { m.impl("unbalanced_ot", TORCH_BOX(&unbalanced_ot_cpu)); }
+
+}  // namespace fedkernels
