@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-COMPILED = ("apply_deltas", "delta_gram", "unbalanced_ot")  # the operators that csrc/ops defines
+COMPILED = ("apply_deltas", "client_weights", "delta_gram", "unbalanced_ot")  # the operators that csrc/ops defines
 _NOTE = Path(__file__).with_name("_C.missing")  # written by the installation where it could not compile
 
 
@@ -42,7 +42,7 @@ def operator(name: str, *tensors: Tensor) -> Any:
     """The compiled operator `name` where there is one for the device of all these tensors, else None."""
     if module is None or not all(tensor.device.type == "cpu" for tensor in tensors):
         return None
-    return getattr(torch.ops.fedkernels, name)
+    return getattr(torch.ops.fedkernels, name).default
 
 
 def build_info() -> dict[str, str]:
@@ -50,9 +50,9 @@ def build_info() -> dict[str, str]:
 
     Returns:
         ``native``: "used", or why not. ``operators``: those that are compiled; the others, and all on other devices,
-        run on the references. Where the module is used also ``cpu_compiled``, the instruction sets that its CPU kernels are
-        compiled for; ``cpu_used``, the one that this processor runs; ``cuda_compiled``, the architectures of the CUDA
-        kernels; ``compiler``; ``oldest_torch``, which the module needs.
+        run on the references. Where the module is used also ``cpu_compiled``, the instruction sets that its CPU
+        kernels are compiled for; ``cpu_used``, the one that this processor runs; ``cuda_compiled``, the architectures
+        of the CUDA kernels; ``compiler``; ``oldest_torch``, which the module needs.
     """
     if module is None:
         return {"native": f"not used: {_reason}", "operators": ""}

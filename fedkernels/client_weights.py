@@ -1,9 +1,11 @@
 """The convex combination of the clients' updates that has the least norm."""
 
+import math
+
 import torch
 from torch import Tensor
 
-from fedkernels import _checks
+from fedkernels import _checks, _native
 from fedkernels.reference._precision import compute_dtype
 from fedkernels.reference.client_weights import client_weights as _reference
 
@@ -38,22 +40,36 @@ def client_weights(gram: Tensor, *, tol: float = 1e-8) -> Tensor:
         raise ValueError(f"gram must have shape [..., K, K], got {list(gram.shape)}")
     tol = _checks.positive("tol", tol)
     with torch.no_grad():
-        return torch.ops.fedkernels.client_weights_solve(gram, tol)
+        if torch.compiler.is_compiling():
+            return torch.ops.fedkernels.client_weights_solve(gram, tol)
+        return _solve(gram, tol)
+
+
+def _solve(gram: Tensor, tol: float) -> Tensor:
+    operator = _native.operator("client_weights", gram)
+    if operator is None:
+        _check_gram(gram)
+        return _reference(gram, tol=tol)
+    weights = operator(gram.contiguous(), tol)
+    if math.isnan(weights.sum()):
+        _check_gram(gram)
+        left = weights.isnan().any(-1)  # problems whose optimum is not unique or 0
+        weights[left] = _reference(gram[left], tol=tol)
+    return weights
 
 
 # An operator to torch.compile: checks and loop depend on the data, which a compiled graph cannot hold.
 torch.library.define("fedkernels::client_weights_solve", "(Tensor gram, float tol) -> Tensor")
+torch.library.impl("fedkernels::client_weights_solve", ("cpu", "cuda"))(_solve)
 
 
-@torch.library.impl("fedkernels::client_weights_solve", ("cpu", "cuda"))
-def _solve(gram: Tensor, tol: float) -> Tensor:
-    _check_gram(gram)
-    return _reference(gram, tol=tol)
-
-
-@torch.library.register_fake("fedkernels::client_weights_solve")
-def _(gram: Tensor, tol: float) -> Tensor:
+def _shape(gram: Tensor, tol: float) -> Tensor:
     return gram.new_empty(gram.shape[:-1], dtype=compute_dtype(gram))
+
+
+torch.library.register_fake("fedkernels::client_weights_solve")(_shape)
+if _native.module is not None:
+    torch.library.register_fake("fedkernels::client_weights")(_shape)
 
 
 def _check_gram(gram: Tensor) -> None:
