@@ -43,11 +43,11 @@ lint: $(installed)
 
 # Fixed names only: an environment elsewhere (VENV=...) is its owner's to remove.
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist fedkernels/_C.* *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name '.?*' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The mark is the last step, so an installation that fails or is killed is taken up again by the next call.
-$(installed): pyproject.toml setup.py $(wildcard csrc/*/*) | check-python
+$(installed): pyproject.toml setup.py $(wildcard csrc/*.py csrc/*/*) | check-python
 	$(python) -m pip --version >/dev/null 2>&1 || "$(PYTHON)" -m venv "$(VENV)"
 	$(python) -m pip install --editable ".[test]"
 	@touch "$@"

@@ -1,0 +1,196 @@
+"""The compiled module: its operators, instruction sets and threads, what happens without it, and its build."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import fedkernels
+from fedkernels import _native
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = Path(fedkernels.__file__).parent
+
+
+def randn(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def run(code, *, python=sys.executable, path=PACKAGE.parent, **environment):
+    """`code` in a fresh process that imports fedkernels from `path`."""
+    env = os.environ | {"PYTHONPATH": str(path), "OMP_NUM_THREADS": "1"} | environment
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True, env=env, cwd=path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.strip(), done.stderr.strip()
+
+
+def problems():
+    """Arguments of every compiled operator."""
+    params, clients = [randn(40, 50), randn(7)], [randn(40, 50, seed=1), randn(7, seed=1)]
+    deltas = randn(9, 30)
+    cost, masses = randn(3, 20, 17).abs(), torch.ones(3, 20).double()
+    return {
+        "apply_deltas": ([t.clone() for t in params], clients, torch.tensor([0.5]).double()),
+        "client_weights": (deltas @ deltas.T, 1e-8),
+        "delta_gram": (params, clients + [t + 1 for t in clients]),
+        "unbalanced_ot": (cost, masses, masses[:, :17].contiguous(), 0.8, 0.9, 1e-4, 1000, "accelerated"),
+    }
+
+
+def test_every_compiled_operator_is_tried_here():
+    assert set(problems()) == set(_native.COMPILED)
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("name", _native.COMPILED)
+def test_opcheck(name):
+    torch.library.opcheck(getattr(torch.ops.fedkernels, name).default, problems()[name])
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("name", _native.COMPILED)
+def test_threads_agree_to_the_last_bit(name):
+    before, results = torch.get_num_threads(), []
+    large = [randn(700, 90), randn(11)]
+    try:
+        for threads in (1, 2, 4):
+            torch.set_num_threads(threads)
+            if name == "apply_deltas":
+                arguments = ([t.clone() for t in large], [t + 1 for t in large], torch.tensor([0.3]).double())
+            elif name == "delta_gram":
+                arguments = (large, [*(t + 1 for t in large), *(t - 2 * t.abs() for t in large)])
+            else:
+                arguments = problems()[name]
+            result = getattr(torch.ops.fedkernels, name)(*arguments)
+            result = arguments[0] if result is None else result
+            results.append([result] if isinstance(result, torch.Tensor) else list(result))
+    finally:
+        torch.set_num_threads(before)
+    for others in results[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(results[0], others, strict=True))
+
+
+AGAINST_REFERENCE = """
+import torch, fedkernels
+from fedkernels import _native
+generator = torch.Generator().manual_seed(0)
+params = [[torch.randn(s, generator=generator).to(d) for s in [(30, 31), (5,)]] for d in
+          (torch.float32, torch.float64, torch.bfloat16, torch.float16)]
+cost, gram = torch.rand(2, 33, 21, generator=generator), torch.randn(70, 90, generator=generator).double()
+def results():
+    start = [t.clone() for t in params[3]]
+    fedkernels.apply_deltas(start, params[1:], [0.2, 0.3, 0.4])
+    value = fedkernels.unbalanced_ot(cost, 1.0, 1.0, 0.8, 0.9)
+    steep = fedkernels.unbalanced_ot(cost, 1.0, 1.0, 0.8, 0.9, method="steepest", tol=1e-2)
+    weights = fedkernels.client_weights(gram @ gram.T)
+    return [*start, fedkernels.delta_gram(params[0], params[1:]), value, steep, weights]
+native = results()
+print(fedkernels.build_info()["cpu_used"])
+_native.module = None
+for one, other in zip(native, results(), strict=True):
+    torch.testing.assert_close(one, other)
+"""
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512"])
+def test_every_instruction_set_agrees_with_the_references(isa):
+    if isa not in fedkernels.build_info()["cpu_compiled"].split():
+        pytest.skip(f"{isa} is not compiled on this machine")
+    used, _ = run(AGAINST_REFERENCE, FEDKERNELS_CPU=isa)
+    if used != isa:
+        pytest.skip(f"this processor has no {isa}; {used} agreed")
+
+
+@pytest.mark.usefixtures("native")
+def test_a_second_torch_loads_the_same_module():
+    python = os.environ.get("FEDKERNELS_SECOND_PYTHON")
+    if not python:
+        pytest.skip("FEDKERNELS_SECOND_PYTHON names no Python with another version of torch")
+    version, _ = run("import torch; print(torch.__version__)", python=python)
+    assert version != torch.__version__
+    run(AGAINST_REFERENCE, python=python)
+    assert run("import fedkernels; print(fedkernels.build_info()['native'])", python=python)[0] == "used"
+
+
+class Transport(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return fedkernels.unbalanced_ot(randn(4, 20, 20, seed=index).abs(), 1.0, 1.0, 0.8, 0.8)
+
+
+def test_forked_workers():
+    """A child must not wait for threads that only its parent has."""
+    here = [Transport()[index] for index in range(4)]
+    there = torch.utils.data.DataLoader(Transport(), batch_size=None, num_workers=2, multiprocessing_context="fork")
+    assert all(torch.equal(x, y) for x, y in zip(here, there, strict=True))
+
+
+@pytest.mark.usefixtures("native")
+def test_in_place_writes_are_seen_by_autograd():
+    weight = torch.nn.Parameter(randn(3))
+    loss = weight.square().sum()
+    fedkernels.apply_deltas([weight], [[randn(3, seed=1)]], [1.0])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+REPORT = """
+import warnings
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import fedkernels
+    fedkernels.unbalanced_ot(__import__("torch").rand(3, 3), 1.0, 1.0, 0.8, 0.8)
+print(len(caught), *(str(w.message) for w in caught))
+print(fedkernels.build_info())
+"""
+
+
+def copy_of_package(folder):
+    return shutil.copytree(PACKAGE, folder / "fedkernels", ignore=shutil.ignore_patterns("_C.*", "__pycache__"))
+
+
+def test_a_missing_module_is_told_once_and_the_references_serve(tmp_path):
+    package = copy_of_package(tmp_path)
+    out, _ = run(REPORT, path=tmp_path, FEDKERNELS_NATIVE="")
+    assert out.startswith("1 fedkernels runs on its slower references")
+    assert "not compiled when fedkernels was installed" in out
+    (package / "_C.missing").write_text("CompileError: no c++\n")
+    out, _ = run(REPORT, path=tmp_path, FEDKERNELS_NATIVE="")
+    assert out.startswith("1 ")
+    assert out.count("CompileError: no c++") == 2  # in the warning and in build_info
+
+
+def test_a_module_that_does_not_load_is_told_with_its_reason(tmp_path):
+    (copy_of_package(tmp_path) / "_C.abi3.so").write_bytes(b"not a library")
+    out, _ = run(REPORT, path=tmp_path, FEDKERNELS_NATIVE="")
+    assert out.startswith("1 ")
+    assert out.count("it does not load") == 2
+
+
+def test_the_environment_forces_the_references():
+    out, _ = run(REPORT, FEDKERNELS_NATIVE="0")
+    assert out.startswith("0\n")
+    assert "FEDKERNELS_NATIVE=0" in out
+
+
+@pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="not a source tree")
+def test_without_a_compiler_the_build_succeeds_and_says_why(tmp_path):
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    for name in ("csrc", "fedkernels", "fedssl"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("_C.*", "__pycache__"))
+    env = os.environ | {"CC": "no-such-compiler", "CXX": "no-such-compiler"}
+    command = [sys.executable, "setup.py", "build", "--build-base", "out", "--build-lib", "lib"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "fedkernels._C is left out" in done.stdout + done.stderr
+    assert "no-such-compiler" in (tmp_path / "lib/fedkernels/_C.missing").read_text()
+    out, _ = run(REPORT, path=tmp_path / "lib", FEDKERNELS_NATIVE="")
+    assert "no-such-compiler" in out
