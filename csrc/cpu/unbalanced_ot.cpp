@@ -1,7 +1,8 @@
 // The algorithm is that of fedkernels/reference/unbalanced_ot.py, step for step. What is different is the work of a step:
 // the quadratic sees the plan only through its row and column sums, so one pass over the entries takes the step and sums
-// all that the line search, the restart and the next gradient need. And from some ten steps on nearly all of the plan
-// is 0: a block of columns in which it was 0 and the gradient is positive is only compared, not written.
+// all that the line search, the restart and the next gradient need. And from some tens of steps on nearly all of the
+// plan is 0: a block of columns in which it was 0 and the gradient is positive is not written, and not even read where
+// the gradient was so large at the last look that u and v cannot have made up for it since.
 #include "cpu/unbalanced_ot.h"
 
 #include "cpu/simd.h"
@@ -43,6 +44,8 @@ struct Solver {
   double *row_bound, *column_bound;   // scratch of the certificate
   double *row_bound2, *column_bound2;
   double *row_room, *column_room;
+  double* room;   // of each block: a lower bound on min(cost - v) + drift
+  double* drift;  // of each column of blocks: by how much v has risen in all
 
   Solver(const TransportProblem& problem, double* workspace) : problem(problem) {
     rows = problem.rows;
@@ -59,7 +62,7 @@ struct Solver {
     cost = take(rows * pitch);
     double** const of_rows[] = {&a, &u, &row_bound, &row_bound2, &row_room};
     for (double** array : of_rows) *array = take(padded);
-    double** const of_columns[] = {&b, &v, &column_bound, &column_bound2, &column_room};
+    double** const of_columns[] = {&b, &v, &column_bound, &column_bound2, &column_room, &drift};
     for (double** array : of_columns) *array = take(pitch);
     Plan* const plans[] = {&plan, &previous, &trial, &best};
     for (Plan* each : plans) {
@@ -73,6 +76,9 @@ struct Solver {
       __builtin_memset(each->column_sums, 0, pitch * 8);
       __builtin_memset(each->live, 0, flags * 8);
     }
+    room = take(transport_pitch(rows * blocks));
+    for (int64_t block = 0; block < rows * blocks; ++block) room[block] = -INFINITE;
+    for (int64_t j = 0; j < pitch; ++j) v[j] = drift[j] = 0;
     for (int64_t i = 0; i < rows; ++i) {
       read(cost + i * pitch, problem.cost.data, problem.cost.dtype, problem.cost_start + i * problem.columns,
            problem.columns);
@@ -201,8 +207,15 @@ struct Solver {
     for (int64_t i = 0; i < rows; ++i) {
       u[i] = tau_a * (a[i] - plan.row_sums[i] - weight * (plan.row_sums[i] - previous.row_sums[i]));
     }
-    for (int64_t j = 0; j < pitch; ++j) {
-      v[j] = tau_b * (b[j] - plan.column_sums[j] - weight * (plan.column_sums[j] - previous.column_sums[j]));
+    for (int64_t block = 0; block < blocks; ++block) {
+      double rise = 0;
+      for (int64_t j = block * BLOCK; j < (block + 1) * BLOCK; ++j) {
+        const double next =
+            tau_b * (b[j] - plan.column_sums[j] - weight * (plan.column_sums[j] - previous.column_sums[j]));
+        rise = max(next - v[j], rise);
+        v[j] = next;
+      }
+      drift[block] += rise;
     }
   }
 
@@ -216,13 +229,23 @@ struct Solver {
       Vec row_sum{};
       for (int64_t block = 0; block < blocks; ++block) {
         const int64_t flag = i * blocks + block, start = flag * BLOCK, column = block * BLOCK;
+        const bool live = plan.live[flag] | previous.live[flag];
+        bool idle = !live && room[flag] - drift[block] > u[i];
         Vec gradient[VECS];
-        Vec lowest = splat(INFINITE);
-        for (int k = 0; k < VECS; ++k) {
-          gradient[k] = load(cost + start + k * LANES) - ui - load(v + column + k * LANES);
-          lowest = min(gradient[k], lowest);
+        if (!idle) {
+          Vec lowest = splat(INFINITE);
+          for (int k = 0; k < VECS; ++k) {
+            gradient[k] = load(cost + start + k * LANES) - load(v + column + k * LANES);
+            lowest = min(gradient[k], lowest);
+            gradient[k] -= ui;
+          }
+          if (!live) {
+            const double low = least(lowest);
+            room[flag] = low + drift[block];
+            idle = low >= u[i];
+          }
         }
-        if (!(plan.live[flag] | previous.live[flag]) && !any_sign(lowest)) {
+        if (idle) {
           if (trial.live[flag]) {
             __builtin_memset(trial.entries + start, 0, BLOCK * 8);
             trial.live[flag] = 0;

@@ -28,13 +28,16 @@ struct TransportSolution {
 
 constexpr int64_t TRANSPORT_BLOCK = 16;  // columns that are skipped together where the plan is 0 and stays 0
 
-inline int64_t transport_pitch(int64_t columns) { return (columns + TRANSPORT_BLOCK - 1) / TRANSPORT_BLOCK * TRANSPORT_BLOCK; }
+inline int64_t transport_pitch(int64_t columns) {
+  return (columns + TRANSPORT_BLOCK - 1) / TRANSPORT_BLOCK * TRANSPORT_BLOCK;
+}
 
-// Doubles of workspace: the cost, four plans with their marginals and flags, and some vectors.
+// Doubles of workspace: the cost, four plans with their marginals and flags, a bound for each block, and some vectors.
 inline int64_t transport_workspace(int64_t rows, int64_t columns) {
   const int64_t pitch = transport_pitch(columns), padded_rows = transport_pitch(rows);
-  const int64_t plan = rows * pitch + padded_rows + pitch + transport_pitch(rows * pitch / TRANSPORT_BLOCK / 8 + 1);
-  return rows * pitch + 4 * plan + 6 * padded_rows + 6 * pitch;
+  const int64_t blocks = rows * pitch / TRANSPORT_BLOCK;
+  const int64_t plan = rows * pitch + padded_rows + pitch + transport_pitch(blocks / 8 + 1);
+  return rows * pitch + 4 * plan + transport_pitch(blocks) + 5 * padded_rows + 6 * pitch;
 }
 
 }  // namespace fedkernels
