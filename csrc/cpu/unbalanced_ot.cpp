@@ -47,7 +47,13 @@ struct Solver {
   double* room;   // of each block: a lower bound on min(cost - v) + drift
   double* drift;  // of each column of blocks: by how much v has risen in all
 
-  Solver(const TransportProblem& problem, double* workspace) : problem(problem) {
+  ParallelFor parallel_for;
+  int64_t bands;
+  double* of_bands[TRANSPORT_BANDS];  // [pitch] each: a band's part of what is reduced over the rows
+  Vec squares_of[TRANSPORT_BANDS], advances_of[TRANSPORT_BANDS];
+
+  Solver(const TransportProblem& problem, ParallelFor parallel_for, double* workspace)
+      : problem(problem), parallel_for(parallel_for), bands(transport_bands(problem.rows, problem.columns)) {
     rows = problem.rows;
     pitch = transport_pitch(problem.columns);
     blocks = pitch / BLOCK;
@@ -76,6 +82,7 @@ struct Solver {
       __builtin_memset(each->column_sums, 0, pitch * 8);
       __builtin_memset(each->live, 0, flags * 8);
     }
+    for (double*& array : of_bands) array = take(pitch);
     room = take(transport_pitch(rows * blocks));
     for (int64_t block = 0; block < rows * blocks; ++block) room[block] = -INFINITE;
     for (int64_t j = 0; j < pitch; ++j) v[j] = drift[j] = 0;
@@ -87,6 +94,23 @@ struct Solver {
     read(a, problem.a.data, problem.a.dtype, problem.a_start, rows);
     read(b, problem.b.data, problem.b.dtype, problem.b_start, problem.columns);
     for (int64_t j = problem.columns; j < pitch; ++j) b[j] = 0;
+  }
+
+  // body(band, first row, end) for each band of rows.
+  template <typename Body>
+  void for_bands(const Body& body) const {
+    if (bands == 1) return body(0, 0, rows);
+    struct Call {
+      const Body& body;
+      int64_t rows, bands;
+    } call = {body, rows, bands};
+    parallel_for(
+        bands,
+        [](int64_t band, void* context) {
+          const Call& call = *(const Call*)context;
+          call.body(band, call.rows * band / call.bands, call.rows * (band + 1) / call.bands);
+        },
+        &call);
   }
 
   // NaN, a cost of -inf (no minimum) or an infinite mass.
@@ -150,19 +174,26 @@ struct Solver {
 
   // row_room_i = min_j(cost_ij - at_v_j) and column_room_j = min_i(cost_ij - at_u_i), at most tau_a a_i and tau_b b_j.
   void largest_feasible(const double* at_u, const double* at_v, double* of_rows, double* of_columns) const {
-    for (int64_t j = 0; j < pitch; ++j) of_columns[j] = tau_b * b[j];
-    for (int64_t i = 0; i < rows; ++i) {
-      const double* c = cost + i * pitch;
-      const Vec ui = splat(at_u[i]);
-      Vec low0 = splat(INFINITE), low1 = low0;
-      for (int64_t j = 0; j < pitch; j += 2 * LANES) {
-        const Vec c0 = load(c + j), c1 = load(c + j + LANES);
-        low0 = min(c0 - load(at_v + j), low0);
-        low1 = min(c1 - load(at_v + j + LANES), low1);
-        store(of_columns + j, min(c0 - ui, load(of_columns + j)));
-        store(of_columns + j + LANES, min(c1 - ui, load(of_columns + j + LANES)));
+    for_bands([&](int64_t band, int64_t first, int64_t end) {
+      double* const lowest = of_bands[band];
+      for (int64_t j = 0; j < pitch; ++j) lowest[j] = tau_b * b[j];
+      for (int64_t i = first; i < end; ++i) {
+        const double* c = cost + i * pitch;
+        const Vec ui = splat(at_u[i]);
+        Vec low0 = splat(INFINITE), low1 = low0;
+        for (int64_t j = 0; j < pitch; j += 2 * LANES) {
+          const Vec c0 = load(c + j), c1 = load(c + j + LANES);
+          low0 = min(c0 - load(at_v + j), low0);
+          low1 = min(c1 - load(at_v + j + LANES), low1);
+          store(lowest + j, min(c0 - ui, load(lowest + j)));
+          store(lowest + j + LANES, min(c1 - ui, load(lowest + j + LANES)));
+        }
+        of_rows[i] = min(tau_a * a[i], least(min(low0, low1)));
       }
-      of_rows[i] = min(tau_a * a[i], least(min(low0, low1)));
+    });
+    __builtin_memcpy(of_columns, of_bands[0], pitch * 8);
+    for (int64_t band = 1; band < bands; ++band) {
+      for (int64_t j = 0; j < pitch; ++j) of_columns[j] = min(of_bands[band][j], of_columns[j]);
     }
   }
 
@@ -220,11 +251,12 @@ struct Solver {
   }
 
   // trial = max(0, point - step * gradient(point)), with its sums, |move|^2 and <move, trial - plan>.
-  void step(double weight, double step_length, double* move_square, double* move_advance) {
+  void step_rows(int64_t first, int64_t end, double weight, double step_length, int64_t band) {
     const Vec inertia = splat(weight), length = splat(step_length);
-    for (int64_t j = 0; j < pitch; ++j) trial.column_sums[j] = 0;
+    double* const column_sums = of_bands[band];
+    for (int64_t j = 0; j < pitch; ++j) column_sums[j] = 0;
     Vec squares{}, advances{};
-    for (int64_t i = 0; i < rows; ++i) {
+    for (int64_t i = first; i < end; ++i) {
       const Vec ui = splat(u[i]);
       Vec row_sum{};
       for (int64_t block = 0; block < blocks; ++block) {
@@ -262,13 +294,26 @@ struct Solver {
           advances += move * (next - x);
           block_sum += next;
           store(trial.entries + start + k * LANES, next);
-          double* sums = trial.column_sums + column + k * LANES;
+          double* sums = column_sums + column + k * LANES;
           store(sums, load(sums) + next);
         }
         trial.live[flag] = any_sign(Vec{} - block_sum);
         row_sum += block_sum;
       }
       trial.row_sums[i] = sum(row_sum);
+    }
+    squares_of[band] = squares;
+    advances_of[band] = advances;
+  }
+
+  void step(double weight, double step_length, double* move_square, double* move_advance) {
+    for_bands([&](int64_t band, int64_t first, int64_t end) { step_rows(first, end, weight, step_length, band); });
+    __builtin_memcpy(trial.column_sums, of_bands[0], pitch * 8);
+    Vec squares = squares_of[0], advances = advances_of[0];
+    for (int64_t band = 1; band < bands; ++band) {
+      for (int64_t j = 0; j < pitch; ++j) trial.column_sums[j] += of_bands[band][j];
+      squares += squares_of[band];
+      advances += advances_of[band];
     }
     *move_square = sum(squares);
     *move_advance = sum(advances);
@@ -352,8 +397,9 @@ struct Solver {
 
 }  // namespace
 
-void unbalanced_ot(const TransportProblem& problem, double* workspace, TransportSolution* solution) {
-  Solver solver(problem, workspace);
+void unbalanced_ot(const TransportProblem& problem, ParallelFor parallel_for, double* workspace,
+                   TransportSolution* solution) {
+  Solver solver(problem, parallel_for, workspace);
   const int64_t rows = solver.rows, columns = problem.columns;
   solution->iterations = 0;
   if (solver.hopeless()) {

@@ -32,15 +32,27 @@ inline int64_t transport_pitch(int64_t columns) {
   return (columns + TRANSPORT_BLOCK - 1) / TRANSPORT_BLOCK * TRANSPORT_BLOCK;
 }
 
+// Bands of rows that threads may work on at the same time. Their number depends on the size alone, and so does the
+// result; below some hundred rows and columns a step is too short to be shared.
+constexpr int64_t TRANSPORT_BANDS = 8;
+
+inline int64_t transport_bands(int64_t rows, int64_t columns) {
+  return rows * columns < 131072 || rows < TRANSPORT_BANDS ? 1 : TRANSPORT_BANDS;
+}
+
+// Calls body(index, context) for index = 0 .. count - 1, in any order and on any threads.
+using ParallelFor = void (*)(int64_t count, void (*body)(int64_t index, void* context), void* context);
+
 // Doubles of workspace: the cost, four plans with their marginals and flags, a bound for each block, and some vectors.
 inline int64_t transport_workspace(int64_t rows, int64_t columns) {
   const int64_t pitch = transport_pitch(columns), padded_rows = transport_pitch(rows);
   const int64_t blocks = rows * pitch / TRANSPORT_BLOCK;
   const int64_t plan = rows * pitch + padded_rows + pitch + transport_pitch(blocks / 8 + 1);
-  return rows * pitch + 4 * plan + transport_pitch(blocks) + 5 * padded_rows + 6 * pitch;
+  return rows * pitch + 4 * plan + transport_pitch(blocks) + 5 * padded_rows + (6 + TRANSPORT_BANDS) * pitch;
 }
 
 }  // namespace fedkernels
 
 // `workspace` is aligned to 64 bytes.
-FEDKERNELS_DECLARE(unbalanced_ot, void, const TransportProblem& problem, double* workspace, TransportSolution* solution)
+FEDKERNELS_DECLARE(unbalanced_ot, void, const TransportProblem& problem, ParallelFor parallel_for, double* workspace,
+                   TransportSolution* solution)

@@ -11,6 +11,13 @@ namespace fedkernels {
 // plan, u, v, value, mass, iterations, gap: as the fake implementation in fedkernels/unbalanced_ot.py gives their shapes.
 using Solutions = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
+// Within a problem. Inside the parallel loop over problems torch runs it on the calling thread.
+static void for_each(int64_t count, void (*body)(int64_t index, void* context), void* context) {
+  torch::stable::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t index = begin; index < end; ++index) body(index, context);
+  });
+}
+
 static Solutions unbalanced_ot_cpu(Tensor cost, Tensor a, Tensor b, double tau_a, double tau_b, double tol,
                                    int64_t max_iterations, std::string method) {
   const int64_t ndim = cost.dim();
@@ -51,7 +58,7 @@ static Solutions unbalanced_ot_cpu(Tensor cost, Tensor a, Tensor b, double tau_a
                                         rows,    columns,  tau_a,    tau_b,              tol,            max_iterations,
                                         method == "accelerated"};
       TransportSolution solution = {plans, p * rows * columns, us + p * rows, vs + p * columns, 0, 0, 0, 0};
-      kernel(problem, static_cast<double*>(workspace), &solution);
+      kernel(problem, for_each, static_cast<double*>(workspace), &solution);
       values[p] = solution.value;
       masses[p] = solution.mass;
       gaps[p] = solution.gap;

@@ -63,6 +63,9 @@ def test_threads_agree_to_the_last_bit(name):
                 arguments = ([t.clone() for t in large], [t + 1 for t in large], torch.tensor([0.3]).double())
             elif name == "delta_gram":
                 arguments = (large, [*(t + 1 for t in large), *(t - 2 * t.abs() for t in large)])
+            elif name == "unbalanced_ot":  # one problem, large enough to be shared by threads
+                masses = torch.ones(370).double()
+                arguments = (randn(370, 370).abs(), masses, masses, 0.8, 0.9, 1e-3, 1000, "accelerated")
             else:
                 arguments = problems()[name]
             result = getattr(torch.ops.fedkernels, name)(*arguments)
