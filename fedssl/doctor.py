@@ -8,6 +8,8 @@ import platform
 
 import torch
 
+import fedkernels
+
 PACKAGES = ("torch", "torchvision", "timm", "numpy", "pydantic", "scikit-learn", "safetensors", "matplotlib")
 
 
@@ -26,5 +28,5 @@ def diagnose() -> list[tuple[str, str]]:
         facts.append(("cuda", f"{torch.version.cuda}: {', '.join(names)}"))
     else:
         facts.append(("cuda", "no device: everything runs on the processor"))
-    facts.append(("fedkernels", "pure PyTorch operators"))
+    facts += [(f"fedkernels, {what}", finding) for what, finding in fedkernels.build_info().items()]
     return facts
