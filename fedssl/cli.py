@@ -57,7 +57,7 @@ def run(
                 directory = in_process.run(loaded, path, bars, overwrite)
     except KeyboardInterrupt:
         if (path / "recipe.yaml").is_file():
-            console.print(f"\nStopped. The last complete round is kept; continue with: fedssl run --resume {path}")
+            _print(f"\nStopped. The last complete round is kept; continue with: fedssl run --resume {path}")
         else:
             console.print("\nStopped before the run began; nothing was written.")
         raise typer.Exit(130) from None

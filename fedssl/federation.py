@@ -59,7 +59,8 @@ class Federation:
         """A client with its stored state; an empty state gives the client that has not yet taken part."""
         model = self.new_model(index)
         stored = {k.removeprefix(MODEL): v for k, v in state.tensors.items() if k.startswith(MODEL)}
-        model.load_state_dict(stored, strict=False)
+        if stored:  # whole or an error: a tensor that is missing must not stay at its first value
+            model.load_state_dict(stored)
         memory = {k.removeprefix(MEMORY): v for k, v in state.tensors.items() if k.startswith(MEMORY)}
         rows = self.client_rows[index]
         return Client(

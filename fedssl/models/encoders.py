@@ -128,8 +128,8 @@ def _small_resnet(in_channels: int, layers: tuple[int, ...], widths: tuple[int, 
         channels=widths,
         stem_type="deep",
         stem_width=widths[0] // 2,
-        # With timm's zero start of each residual branch an untrained 8x8 network sees nine pixels (measured on digits:
-        # kNN 15 % against 77 %), and a client here trains for a few hundred steps only.
+        # With timm's zero start of each residual branch an untrained network sees only what strided 1x1 shortcuts
+        # pick out, nine pixels of an 8x8 image; and a client here trains for a few hundred steps only.
         zero_init_last=False,
     )
     _use_small_image_stem(model, in_channels)

@@ -261,6 +261,14 @@ def test_a_damaged_checkpoint_is_told(tiny, tmp_path):
         directory.server_state()
 
 
+def test_a_stored_client_that_lacks_a_tensor_is_not_taken(tiny, tmp_path):
+    run(tiny(rounds=1), tmp_path / "a")
+    state = RunDirectory.open(tmp_path / "a").client_state(0)
+    del state.tensors["model/online.projector.0.weight"]
+    with pytest.raises(RuntimeError, match=r"online.projector.0.weight"):
+        build_federation(tiny(rounds=1)).client(0, state)
+
+
 def test_a_full_disk_during_a_checkpoint(tmp_path):
     """A real limit on file size in a real process: one line, exit code 2, the last complete round intact."""
     recipe = parse_recipe(tiny_values(**ALIGNED, rounds=3))
@@ -296,7 +304,5 @@ def test_ctrl_c_ends_cleanly_and_says_how_to_resume(tmp_path):
     process.send_signal(signal.SIGINT)
     output, errors = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert f"continue with: fedssl run --resume {path}" in output.replace("\n", " ").replace("  ", " ") or (
-        "--resume" in output and path.name in output
-    )
+    assert f"continue with: fedssl run --resume {path}\n" in output
     assert "Traceback" not in errors
