@@ -10,7 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-COMPILED = ("apply_deltas", "client_weights", "delta_gram", "unbalanced_ot")  # the operators that csrc/ops defines
+COMPILED = (
+    "apply_deltas",
+    "client_weights",
+    "delta_gram",
+    "info_nce",
+    "nt_xent",
+    "unbalanced_ot",
+)  # the operators that csrc/ops defines
 _NOTE = Path(__file__).with_name("_C.missing")  # written by the installation where it could not compile
 
 
@@ -38,11 +45,23 @@ def _load() -> tuple[ModuleType | None, str]:
 module, _reason = _load()
 
 
+# Those that have CUDA kernels too, csrc/ops/<name>_cuda.cpp, in a module that was compiled with CUDA.
+CUDA = frozenset(
+    name
+    for name in COMPILED
+    if module is not None and torch._C._dispatch_has_kernel_for_dispatch_key(f"fedkernels::{name}", "CUDA")
+)
+
+
 def operator(name: str, *tensors: Tensor) -> Any:
     """The compiled operator `name` where there is one for the device of all these tensors, else None."""
-    if module is None or not all(tensor.device.type == "cpu" for tensor in tensors):
+    if module is None:
         return None
-    return getattr(torch.ops.fedkernels, name).default
+    first = tensors[0].device
+    on_one_gpu = first.type == "cuda" and all(tensor.device == first for tensor in tensors)
+    if all(tensor.device.type == "cpu" for tensor in tensors) or (on_one_gpu and name in CUDA):
+        return getattr(torch.ops.fedkernels, name).default
+    return None
 
 
 def build_info() -> dict[str, str]:
@@ -52,7 +71,8 @@ def build_info() -> dict[str, str]:
         ``native``: "used", or why not. ``operators``: those that are compiled; the others, and all on other devices,
         run on the references. Where the module is used also ``cpu_compiled``, the instruction sets that its CPU
         kernels are compiled for; ``cpu_used``, the one that this processor runs; ``cuda_compiled``, the architectures
-        of the CUDA kernels; ``compiler``; ``oldest_torch``, which the module needs.
+        of the CUDA kernels, or "none" and why; ``cuda_operators``, those of the operators that have CUDA kernels;
+        ``compiler``; ``oldest_torch``, which the module needs.
     """
     if module is None:
         return {"native": f"not used: {_reason}", "operators": ""}
@@ -62,7 +82,8 @@ def build_info() -> dict[str, str]:
         "operators": " ".join(COMPILED),
         "cpu_compiled": built["compiled"],
         "cpu_used": built["used"],
-        "cuda_compiled": "none",
+        "cuda_compiled": built.get("cuda", "none"),
+        "cuda_operators": " ".join(sorted(CUDA)),
         "compiler": built["compiler"],
         "oldest_torch": built["torch"],
     }

@@ -1,8 +1,13 @@
 """InfoNCE: the contrastive loss of queries against keys."""
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
-from fedkernels import _checks
+from fedkernels import _checks, _native
+from fedkernels._autograd import keep_missing, needs_gradient, refuse_second_derivative
+from fedkernels.reference._precision import compute_dtype
 from fedkernels.reference.info_nce import info_nce as _reference
 
 
@@ -39,4 +44,74 @@ def info_nce(query: Tensor, key: Tensor, temperature: float, reduction: str = "m
     _checks.same_device(query=query, key=key)
     temperature = _checks.positive("temperature", temperature)
     _checks.one_of("reduction", reduction, _checks.REDUCTIONS)
-    return _reference(query, key, temperature, reduction)
+    operator = _native.operator("info_nce", query, key)
+    if operator is None:
+        return _reference(query, key, temperature, reduction)
+    wanted = needs_gradient(query), needs_gradient(key)
+    loss: Tensor = operator(query.contiguous(), key.contiguous(), temperature, reduction, *wanted)[0]
+    return loss
+
+
+if _native.module is not None:
+
+    @torch.library.register_fake("fedkernels::info_nce")
+    def _(
+        query: Tensor, key: Tensor, temperature: float, reduction: str, query_gradient: bool, key_gradient: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        rows = query.shape[:1] if reduction == "none" else ()
+        return query.new_empty(rows, dtype=compute_dtype(query, key)), *_gradients(
+            query, key, *_formed(reduction, query_gradient, key_gradient)
+        )
+
+    @torch.library.register_fake("fedkernels::info_nce_gradients")
+    def _(
+        query: Tensor, key: Tensor, temperature: float, weights: Tensor, query_gradient: bool, key_gradient: bool
+    ) -> tuple[Tensor, Tensor]:
+        return _gradients(query, key, query_gradient, key_gradient)
+
+    def _gradients(query: Tensor, key: Tensor, query_gradient: bool, key_gradient: bool) -> tuple[Tensor, Tensor]:
+        dtype = compute_dtype(query, key)
+        return (
+            query.new_empty(query.shape if query_gradient else 0, dtype=dtype),
+            key.new_empty(key.shape if key_gradient else 0, dtype=dtype),
+        )
+
+    def _formed(reduction: str, query_gradient: bool, key_gradient: bool) -> tuple[bool, bool]:
+        """The gradients that are formed with the losses. The keys' mixes the rows, so that it needs to know what the
+        losses will be weighted by: one weight for all can be applied later, one for each cannot."""
+        if reduction == "none" and key_gradient:
+            return False, False
+        return query_gradient, key_gradient
+
+    def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        keep_missing(ctx)
+        query, key, ctx.temperature, ctx.reduction, *wanted = inputs
+        ctx.formed = _formed(ctx.reduction, *wanted)
+        ctx.rows, ctx.dtypes = query.shape[0], (query.dtype, key.dtype)
+        ctx.save_for_backward(*(output[1:] if any(ctx.formed) else (query, key)))
+
+    def _backward(ctx: Any, grad: Tensor | None, *of_gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("info_nce", *of_gradients)
+        if grad is None:
+            return (None,) * 6
+        wanted = ctx.needs_input_grad[:2]
+        if ctx.reduction == "mean":
+            grad = grad / ctx.rows
+        if any(ctx.formed):
+            by = grad[:, None] if ctx.reduction == "none" else grad
+            gradients = [gradient * by for gradient in ctx.saved_tensors]
+        else:
+            weights = grad.expand(ctx.rows).double().contiguous()
+            gradients = torch.ops.fedkernels.info_nce_gradients(*ctx.saved_tensors, ctx.temperature, weights, *wanted)
+        of_query, of_key = (
+            gradient.to(dtype) if need else None
+            for gradient, need, dtype in zip(gradients, wanted, ctx.dtypes, strict=True)
+        )
+        return of_query, of_key, None, None, None, None
+
+    def _refuse(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
+        refuse_second_derivative("info_nce", *grads)
+        return (None,) * 6
+
+    torch.library.register_autograd("fedkernels::info_nce", _backward, setup_context=_keep)
+    torch.library.register_autograd("fedkernels::info_nce_gradients", _refuse)

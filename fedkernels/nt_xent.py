@@ -1,8 +1,13 @@
 """NT-Xent: SimCLR's contrastive loss."""
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
-from fedkernels import _checks
+from fedkernels import _checks, _native
+from fedkernels._autograd import keep_missing, needs_gradient, refuse_second_derivative
+from fedkernels.reference._precision import compute_dtype
 from fedkernels.reference.nt_xent import nt_xent as _reference
 
 
@@ -38,4 +43,56 @@ def nt_xent(view1: Tensor, view2: Tensor, temperature: float, reduction: str = "
     _checks.same_device(view1=view1, view2=view2)
     temperature = _checks.positive("temperature", temperature)
     _checks.one_of("reduction", reduction, _checks.REDUCTIONS)
-    return _reference(view1, view2, temperature, reduction)
+    operator = _native.operator("nt_xent", view1, view2)
+    if operator is None:
+        return _reference(view1, view2, temperature, reduction)
+    wanted = needs_gradient(view1) or needs_gradient(view2)
+    loss: Tensor = operator(view1.contiguous(), view2.contiguous(), temperature, reduction, wanted)[0]
+    return loss
+
+
+if _native.module is not None:
+
+    @torch.library.register_fake("fedkernels::nt_xent")
+    def _(view1: Tensor, view2: Tensor, temperature: float, reduction: str, gradient: bool) -> tuple[Tensor, Tensor]:
+        dtype, rows = compute_dtype(view1, view2), 2 * view1.shape[0]
+        formed = gradient and reduction != "none"
+        return (
+            view1.new_empty((rows,) if reduction == "none" else (), dtype=dtype),
+            view1.new_empty((rows, view1.shape[1]) if formed else 0, dtype=dtype),
+        )
+
+    @torch.library.register_fake("fedkernels::nt_xent_gradients")
+    def _(view1: Tensor, view2: Tensor, temperature: float, weights: Tensor) -> Tensor:
+        return view1.new_empty((2 * view1.shape[0], view1.shape[1]), dtype=compute_dtype(view1, view2))
+
+    def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        keep_missing(ctx)
+        view1, view2, ctx.temperature, ctx.reduction, gradient = inputs
+        ctx.formed = gradient and ctx.reduction != "none"
+        ctx.rows, ctx.dtypes = 2 * view1.shape[0], (view1.dtype, view2.dtype)
+        ctx.save_for_backward(*([output[1]] if ctx.formed else [view1, view2]))
+
+    def _backward(ctx: Any, grad: Tensor | None, of_gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("nt_xent", of_gradient)
+        if grad is None:
+            return (None,) * 5
+        if ctx.reduction == "mean":
+            grad = grad / ctx.rows
+        if ctx.formed:
+            gradient = ctx.saved_tensors[0] * grad
+        else:
+            weights = grad.expand(ctx.rows).double().contiguous()
+            gradient = torch.ops.fedkernels.nt_xent_gradients(*ctx.saved_tensors, ctx.temperature, weights)
+        of_views = (
+            part.to(dtype) if need else None
+            for part, need, dtype in zip(gradient.chunk(2), ctx.needs_input_grad, ctx.dtypes, strict=False)
+        )
+        return *of_views, None, None, None
+
+    def _refuse(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
+        refuse_second_derivative("nt_xent", *grads)
+        return (None,) * 4
+
+    torch.library.register_autograd("fedkernels::nt_xent", _backward, setup_context=_keep)
+    torch.library.register_autograd("fedkernels::nt_xent_gradients", _refuse)

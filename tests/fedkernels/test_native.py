@@ -43,6 +43,8 @@ def problems():
         "apply_deltas": ([t.clone() for t in params], clients, torch.tensor([0.5]).double()),
         "client_weights": (deltas @ deltas.T, 1e-8),
         "delta_gram": (params, clients + [t + 1 for t in clients]),
+        "info_nce": (randn(37, 20), randn(50, 20, seed=1), 0.3, "mean", True, True),
+        "nt_xent": (randn(37, 20), randn(37, 20, seed=1), 0.3, "sum", True),
         "unbalanced_ot": (cost, masses, masses[:, :17].contiguous(), 0.8, 0.9, 1e-4, 1000, "accelerated"),
     }
 
@@ -72,6 +74,10 @@ def test_threads_agree_to_the_last_bit(name):
             elif name == "unbalanced_ot":  # one problem, large enough to be shared by threads
                 masses = torch.ones(370).double()
                 arguments = (randn(370, 370).abs(), masses, masses, 0.8, 0.9, 1e-3, 1000, "accelerated")
+            elif name == "info_nce":  # several groups of queries and blocks of keys
+                arguments = (randn(700, 20), randn(900, 20, seed=1), 0.3, "mean", True, True)
+            elif name == "nt_xent":
+                arguments = (randn(700, 20), randn(700, 20, seed=1), 0.3, "mean", True)
             else:
                 arguments = problems()[name]
             result = getattr(torch.ops.fedkernels, name)(*arguments)

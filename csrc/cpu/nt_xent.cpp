@@ -1,0 +1,277 @@
+// The logits are symmetric: a group of rows meets the blocks of rows from its own on, and each block beyond the group
+// counts for the rows of both. Two passes of this kind do: the first finds every row's sum, the second forms
+// w_ij = (p_ij + p_ji) / t and with it the gradients of row i and of row j. That is half a product, half a product again
+// and one product for the gradients, where a gradient from the plain formula takes one and two.
+#include "cpu/nt_xent.h"
+
+#include "cpu/logits.h"
+
+namespace fedkernels::FEDKERNELS_ISA {
+
+namespace {
+
+template <class T>
+struct NTXent {
+  static constexpr int64_t WIDE = TILE_COLUMNS<T>, PANELS = 4;
+  // Below every logit, yet finite: where only a row's self has been met, exp(-inf - LOWEST) is 0 and not NaN.
+  static constexpr T LOWEST = sizeof(T) == 8 ? (T)-1e300 : (T)-3e38f;
+
+  const NTXentProblem& problem;
+  Rows<T> rows;
+  int64_t batch, count, width, blocks, group;  // count: of rows; group: rows in one, a multiple of KEYS
+  T scale;                                     // 1 / temperature
+  T *losses, *gradient;
+
+  // What all workers share.
+  T *largest, *positive, *weight;  // of each row; weight: the loss's over temperature and total
+  double* total;
+  T *packed_queries, *plain_queries, *largest_of, *sums_of, *kept, *packed_keys;
+  // Of the workers, one behind another.
+  T *buffers, *chunks, *gradients;
+  int64_t used;
+
+  NTXent(const NTXentProblem& problem, int64_t workers, char* at) : problem(problem) {
+    batch = problem.batch;
+    count = 2 * batch;
+    width = problem.width;
+    rows = {problem.view1, problem.view2, batch, width};
+    blocks = up(count, KEYS) / KEYS;
+    scale = (T)(1 / problem.temperature);
+    losses = (T*)problem.losses;
+    gradient = (T*)problem.gradient;
+    const int64_t most = (1 << 23) / (int64_t)sizeof(T) / count / KEYS;  // 8 MiB of weights between rows
+    group = least(most < 1 ? 1 : most > 2 ? 2 : most, blocks) * KEYS;
+
+    Memory memory{at};
+    const int64_t lanes = up(group, WIDE);
+    largest = memory.take<T>(count);
+    positive = memory.take<T>(count);
+    weight = memory.take<T>(count);
+    total = memory.take<double>(count);
+    packed_queries = memory.take<T>(lanes * width);
+    largest_of = memory.take<T>(blocks * lanes);
+    sums_of = memory.take<T>(blocks * lanes);
+    buffers = memory.take<T>(workers * block_size(width));
+    // The first pass needs `chunks`, the second the rest: they share the room.
+    const int64_t start = memory.used;
+    chunks = memory.take<T>(workers * lanes * KEYS);
+    const int64_t first_pass = memory.used;
+    memory.used = start;
+    plain_queries = memory.take<T>(gradient ? lanes * up(width, WIDE) : 0);
+    kept = memory.take<T>(gradient ? lanes * up(count, TILE_ROWS) : 0);
+    packed_keys = memory.take<T>(gradient ? blocks * packed_keys_size(width) : 0);
+    gradients = memory.take<T>(gradient ? workers * gradient_size() : 0);
+    used = memory.used > first_pass ? memory.used : first_pass;
+  }
+
+  int64_t gradient_size() const { return up(width, TILE_ROWS) * WIDE * PANELS; }
+  int64_t keys_of(int64_t block) const { return least(KEYS, count - block * KEYS); }
+  double given_weight(int64_t i) const { return problem.weights ? problem.weights[i] : 1; }
+  int64_t partner(int64_t i) const { return i < batch ? i + batch : i - batch; }
+  T* buffer(int64_t worker) const { return buffers + worker * block_size(width); }
+
+  void pack_group(int64_t first, int64_t size, const Threads& threads) const {
+    for_each(threads, up(size, WIDE) / WIDE, [&](int64_t panel, int64_t worker) {
+      const int64_t start = panel * WIDE;
+      pack_queries(rows, first + start, least(WIDE, size - start), buffer(worker), packed_queries + start * width);
+    });
+  }
+
+  // A row's logit with itself, and those of the lanes that hold no row.
+  void leave_out(T* chunk, int64_t block, int64_t start, int64_t end) const {
+    for (int64_t lane = 0; lane < WIDE; ++lane) {
+      const int64_t i = start + lane;
+      if (i >= end) {
+        for (int64_t j = 0; j < keys_of(block); ++j) chunk[j * WIDE + lane] = (T)-__builtin_inf();
+      } else if (i / KEYS == block) {
+        chunk[(i - block * KEYS) * WIDE + lane] = (T)-__builtin_inf();
+      }
+    }
+  }
+
+  void find_positives(const T* chunk, int64_t block, int64_t start, int64_t end) const {
+    for (int64_t i = start; i < least(start + WIDE, end); ++i) {
+      const int64_t j = partner(i);
+      if (j / KEYS != block) continue;
+      positive[i] = chunk[(j - block * KEYS) * WIDE + i - start];
+      if (j >= end) positive[j] = positive[i];
+    }
+  }
+
+  // Joins sum_j exp((s_j - top) / t) to what a row has met before.
+  void join(int64_t i, T top, double sum) const {
+    const T both = top > largest[i] ? top : largest[i];
+    const auto to_both = [&](T from, double value) {
+      return value == 0 ? 0 : value * __builtin_exp(((double)from - (double)both) / problem.temperature);
+    };
+    total[i] = to_both(largest[i], total[i]) + to_both(top, sum);
+    largest[i] = both;
+  }
+
+  // First pass: largest, total and positive of every row.
+  void sums(int64_t first, const Threads& threads) const {
+    const int64_t size = least(group, count - first), panels = up(size, WIDE) / WIDE, lanes = panels * WIDE;
+    const int64_t own = first / KEYS, beyond = up(first + size, KEYS) / KEYS, pitch = KEYS * WIDE;
+    pack_group(first, size, threads);
+    for_each(threads, blocks - own, [&](int64_t index, int64_t worker) {
+      const int64_t block = own + index, keys = keys_of(block);
+      const T* left = rows.block(block * KEYS, keys, buffer(worker));
+      T* const chunk = chunks + worker * up(group, WIDE) * KEYS;
+      for (int64_t panel = 0; panel < panels; ++panel) {
+        const int64_t start = first + panel * WIDE;
+        logits(left, keys, width, packed_queries + panel * WIDE * width, chunk + panel * pitch);
+        find_positives(chunk + panel * pitch, block, start, first + size);
+        if (block < beyond || panel == panels - 1) leave_out(chunk + panel * pitch, block, start, first + size);
+      }
+      if (block >= beyond) {
+        for (int64_t j = 0; j < keys; ++j) across(chunk + j * WIDE, panels, pitch, block * KEYS + j);
+      }
+      for (int64_t panel = 0; panel < panels; ++panel) {
+        T* const top = largest_of + block * lanes + panel * WIDE;
+        for (int64_t lane = 0; lane < WIDE; ++lane) top[lane] = LOWEST;
+        raise(chunk + panel * pitch, keys, top);
+        exponentials(chunk + panel * pitch, keys, top, scale, sums_of + block * lanes + panel * WIDE);
+      }
+    });
+    for (int64_t i = 0; i < size; ++i) {
+      for (int64_t block = own; block < blocks; ++block) {
+        join(first + i, largest_of[block * lanes + i], (double)sums_of[block * lanes + i]);
+      }
+    }
+  }
+
+  // The group's part in the sum of row j, which lies across its chunks.
+  void across(const T* entries, int64_t panels, int64_t pitch, int64_t j) const {
+    using W = Wide<T>;
+    auto tops = W::splat(LOWEST);
+    for (int64_t panel = 0; panel < panels; ++panel) {
+      const auto x0 = W::load(entries + panel * pitch), x1 = W::load(entries + panel * pitch + W::LANES);
+      tops = x0 > tops ? x0 : tops;
+      tops = x1 > tops ? x1 : tops;
+    }
+    T top = tops[0];
+    for (int lane = 1; lane < W::LANES; ++lane) top = tops[lane] > top ? tops[lane] : top;
+    typename W::Type sum{};
+    for (int64_t panel = 0; panel < panels; ++panel) {
+      sum += exp_of<T>((W::load(entries + panel * pitch) - top) * scale);
+      sum += exp_of<T>((W::load(entries + panel * pitch + W::LANES) - top) * scale);
+    }
+    double together = 0;
+    for (int lane = 0; lane < W::LANES; ++lane) together += (double)sum[lane];
+    join(j, top, together);
+  }
+
+  // Second pass: the gradients.
+  void gradients_of(int64_t first, const Threads& threads) const {
+    const int64_t size = least(group, count - first), panels = up(size, WIDE) / WIDE;
+    const int64_t own = first / KEYS, beyond = up(first + size, KEYS) / KEYS, pitch = up(count, TILE_ROWS) * WIDE;
+    pack_group(first, size, threads);
+    for_each(threads, panels, [&](int64_t panel, int64_t worker) {
+      const int64_t start = panel * WIDE, of_panel = least(WIDE, size - start);
+      const T* block = rows.block(first + start, of_panel, buffer(worker));
+      for (int64_t lane = 0; lane < WIDE; ++lane) {
+        for (int64_t c = 0; c < up(width, WIDE); ++c) {
+          plain_queries[c / WIDE * panels * WIDE * WIDE + (start + lane) * WIDE + c % WIDE] =
+              lane < of_panel && c < width ? block[lane * width + c] : 0;
+        }
+      }
+    });
+    for_each(threads, blocks - own, [&](int64_t index, int64_t worker) {
+      const int64_t block = own + index, keys = keys_of(block);
+      const T* left = rows.block(block * KEYS, keys, buffer(worker));
+      if (first == 0) {
+        pack_columns<TILE_ROWS>(packed_keys + block * packed_keys_size(width), KEY_PANEL, left, keys, width);
+      }
+      T* const chunk = kept + block * KEYS * WIDE;
+      for (int64_t panel = 0; panel < panels; ++panel) {
+        logits(left, keys, width, packed_queries + panel * WIDE * width, chunk + panel * pitch);
+        weigh(chunk + panel * pitch, block, first + panel * WIDE, first + size);
+      }
+      if (block >= beyond) {
+        key_gradient(chunk, panels, pitch, keys, plain_queries, width, gradient + block * KEYS * width);
+      }
+    });
+    for_each(threads, up(panels, PANELS) / PANELS, [&](int64_t index, int64_t worker) {
+      own_gradients(first, size, index * PANELS, least(PANELS, panels - index * PANELS), pitch,
+                    gradients + worker * gradient_size());
+    });
+  }
+
+  // chunk = w_ij = weight_i exp((s_ij - largest_i) / t) + the same of j, less what the positives take away.
+  void weigh(T* chunk, int64_t block, int64_t start, int64_t end) const {
+    using W = Wide<T>;
+    T top[WIDE], by[WIDE];
+    for (int64_t lane = 0; lane < WIDE; ++lane) {
+      top[lane] = start + lane < end ? largest[start + lane] : 0;
+      by[lane] = start + lane < end ? weight[start + lane] : 0;
+    }
+    leave_out(chunk, block, start, end);
+    const int64_t keys = keys_of(block);
+    for (int half = 0; half < 2; ++half) {
+      const auto tops = W::load(top + half * W::LANES), weights = W::load(by + half * W::LANES);
+      for (int64_t j = 0; j < keys; ++j) {
+        T* const at = chunk + j * WIDE + half * W::LANES;
+        const auto s = W::load(at);
+        const auto of_i = exp_of<T>((s - tops) * scale), of_j = exp_of<T>((s - largest[block * KEYS + j]) * scale);
+        W::store(at, of_i * weights + of_j * weight[block * KEYS + j]);
+      }
+    }
+    for (int64_t i = keys * WIDE; i < up(keys, TILE_ROWS) * WIDE; ++i) chunk[i] = 0;
+    for (int64_t i = start; i < least(start + WIDE, end); ++i) {
+      const int64_t j = partner(i);
+      if (j / KEYS == block) {
+        chunk[(j - block * KEYS) * WIDE + i - start] -=
+            (T)((given_weight(i) + given_weight(j)) / problem.temperature);
+      }
+    }
+  }
+
+  void own_gradients(int64_t first, int64_t size, int64_t start, int64_t panels, int64_t pitch, T* own) const {
+    const int64_t room = up(width, TILE_ROWS) * WIDE;
+    for (int64_t i = 0; i < panels * room; ++i) own[i] = 0;
+    for (int64_t block = first / KEYS; block < blocks; ++block) {
+      for (int64_t panel = 0; panel < panels; ++panel) {
+        query_gradient<true>(packed_keys + block * packed_keys_size(width), keys_of(block),
+                             kept + (start + panel) * pitch + block * KEYS * WIDE, width, own + panel * room);
+      }
+    }
+    for (int64_t i = start * WIDE; i < least(size, (start + panels) * WIDE); ++i) {
+      const T* column = own + (i / WIDE - start) * room + i % WIDE;
+      for (int64_t c = 0; c < width; ++c) gradient[(first + i) * width + c] += column[c * WIDE];
+    }
+  }
+
+  void solve(const Threads& threads) const {
+    for (int64_t i = 0; i < count; ++i) {
+      largest[i] = LOWEST;
+      positive[i] = 0;
+      total[i] = 0;
+    }
+    for (int64_t first = 0; first < count; first += group) sums(first, threads);
+    for (int64_t i = 0; i < count; ++i) {
+      // A total of 0 is one of logits that are all -inf: 0 / 0.
+      const double sum = total[i] == 0 ? __builtin_nan("") : total[i];
+      losses[i] = (T)(__builtin_log(sum) + ((double)largest[i] - (double)positive[i]) / problem.temperature);
+      weight[i] = (T)(given_weight(i) / (problem.temperature * sum));
+    }
+    if (!gradient) return;
+    for (int64_t i = 0; i < count * width; ++i) gradient[i] = 0;
+    for (int64_t first = 0; first < count; first += group) gradients_of(first, threads);
+  }
+};
+
+}  // namespace
+
+int64_t nt_xent_memory(const NTXentProblem& problem, int64_t workers) {
+  return problem.wide ? NTXent<double>(problem, workers, nullptr).used : NTXent<float>(problem, workers, nullptr).used;
+}
+
+void nt_xent(const NTXentProblem& problem, const Threads& threads, void* memory) {
+  if (problem.wide) {
+    NTXent<double>(problem, threads.workers, (char*)memory).solve(threads);
+  } else {
+    NTXent<float>(problem, threads.workers, (char*)memory).solve(threads);
+  }
+}
+
+}  // namespace fedkernels::FEDKERNELS_ISA

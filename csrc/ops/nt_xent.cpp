@@ -1,0 +1,62 @@
+#include "cpu/nt_xent.h"
+
+#include <string>
+#include <tuple>
+
+#include "ops/contrastive.h"
+
+namespace fedkernels {
+
+static NTXentProblem problem_of(const Tensor& view1, const Tensor& view2, double temperature) {
+  STD_TORCH_CHECK(view1.dim() == 2 && view2.dim() == 2 && view1.size(0) == view2.size(0) &&
+                      view1.size(1) == view2.size(1) && view1.size(0) > 0 && view1.size(1) > 0,
+                  "view1 and view2 must have one shape [B, d], neither 0");
+  const Array first = array_of(view1, "view1"), second = array_of(view2, "view2");
+  const bool wide = first.dtype == DType::f64 || second.dtype == DType::f64;
+  return {first, second, view1.size(0), view1.size(1), temperature, wide, nullptr, nullptr, nullptr};
+}
+
+static Tensor solve(NTXentProblem& problem, const Tensor& gradient) {
+  Tensor losses = torch::stable::empty({2 * problem.batch}, result_dtype(problem.wide));
+  problem.losses = losses.data_ptr();
+  problem.gradient = gradient.numel() ? gradient.data_ptr() : nullptr;
+  const Threads threads = torch_threads();
+  const auto memory = kernel_memory(FEDKERNELS_BEST(nt_xent_memory)(problem, threads.workers));
+  FEDKERNELS_BEST(nt_xent)(problem, threads, memory.get());
+  return losses;
+}
+
+static Tensor gradient_of_both(const NTXentProblem& problem, bool wanted) {
+  if (!wanted) return torch::stable::empty({0}, result_dtype(problem.wide));
+  return torch::stable::empty({2 * problem.batch, problem.width}, result_dtype(problem.wide));
+}
+
+// The gradient is that of the sum of the losses in the rows of both views. It is empty where it is not wanted, and where
+// the losses are not reduced: each may be weighted by something else.
+static std::tuple<Tensor, Tensor> nt_xent_cpu(Tensor view1, Tensor view2, double temperature, std::string reduction,
+                                              bool gradient) {
+  NTXentProblem problem = problem_of(view1, view2, temperature);
+  Tensor to_rows = gradient_of_both(problem, gradient && reduction != "none");
+  const Tensor losses = solve(problem, to_rows);
+  return {reduced(losses, reduction), to_rows};
+}
+
+static Tensor nt_xent_gradients_cpu(Tensor view1, Tensor view2, double temperature, Tensor weights) {
+  NTXentProblem problem = problem_of(view1, view2, temperature);
+  problem.weights = weights_of(weights, 2 * problem.batch);
+  Tensor to_rows = gradient_of_both(problem, true);
+  solve(problem, to_rows);
+  return to_rows;
+}
+
+STABLE_TORCH_LIBRARY_FRAGMENT(fedkernels, m) {
+  m.def("nt_xent(Tensor view1, Tensor view2, float temperature, str reduction, bool gradient) -> (Tensor, Tensor)");
+  m.def("nt_xent_gradients(Tensor view1, Tensor view2, float temperature, Tensor weights) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(fedkernels, CPU, m) {
+  m.impl("nt_xent", TORCH_BOX(&nt_xent_cpu));
+  m.impl("nt_xent_gradients", TORCH_BOX(&nt_xent_gradients_cpu));
+}
+
+}  // namespace fedkernels
