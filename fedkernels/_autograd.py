@@ -4,11 +4,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 
 def needs_gradient(tensor: Tensor) -> bool:
     """Will a gradient be asked for? The operators form it together with the value."""
     return tensor.requires_grad and torch.is_grad_enabled()
+
+
+def has_tangent(*tensors: Tensor) -> bool:
+    """Is a forward-mode derivative asked for? The references have it; the operators would drop it without a word."""
+    return not torch.compiler.is_compiling() and any(unpack_dual(tensor).tangent is not None for tensor in tensors)
 
 
 def keep_missing(ctx: Any) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedkernels import _checks, _native
+from fedkernels import _checks, _contrastive, _native
 from fedkernels._autograd import keep_missing, needs_gradient, refuse_second_derivative
 from fedkernels.reference._precision import compute_dtype
 from fedkernels.reference.info_nce import info_nce as _reference
@@ -44,10 +44,10 @@ def info_nce(query: Tensor, key: Tensor, temperature: float, reduction: str = "m
     _checks.same_device(query=query, key=key)
     temperature = _checks.positive("temperature", temperature)
     _checks.one_of("reduction", reduction, _checks.REDUCTIONS)
-    operator = _native.operator("info_nce", query, key)
+    wanted = needs_gradient(query), needs_gradient(key)
+    operator = _contrastive.operator("info_nce", query, key, reduction == "none" and wanted[1])
     if operator is None:
         return _reference(query, key, temperature, reduction)
-    wanted = needs_gradient(query), needs_gradient(key)
     loss: Tensor = operator(query.contiguous(), key.contiguous(), temperature, reduction, *wanted)[0]
     return loss
 

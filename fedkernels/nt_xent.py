@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedkernels import _checks, _native
+from fedkernels import _checks, _contrastive, _native
 from fedkernels._autograd import keep_missing, needs_gradient, refuse_second_derivative
 from fedkernels.reference._precision import compute_dtype
 from fedkernels.reference.nt_xent import nt_xent as _reference
@@ -43,10 +43,10 @@ def nt_xent(view1: Tensor, view2: Tensor, temperature: float, reduction: str = "
     _checks.same_device(view1=view1, view2=view2)
     temperature = _checks.positive("temperature", temperature)
     _checks.one_of("reduction", reduction, _checks.REDUCTIONS)
-    operator = _native.operator("nt_xent", view1, view2)
+    wanted = needs_gradient(view1) or needs_gradient(view2)
+    operator = _contrastive.operator("nt_xent", view1, view2, reduction == "none" and wanted)
     if operator is None:
         return _reference(view1, view2, temperature, reduction)
-    wanted = needs_gradient(view1) or needs_gradient(view2)
     loss: Tensor = operator(view1.contiguous(), view2.contiguous(), temperature, reduction, wanted)[0]
     return loss
 

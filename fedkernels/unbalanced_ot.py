@@ -41,7 +41,7 @@ def unbalanced_ot(
         tau_b: positive price of a deviation from b.
         tol: the solver stops at this duality gap, relative to ``<|cost|, plan>`` + the penalties, which is the value
             itself where cost >= 0. The gradient converges more slowly than the value: at 1e-4 it is off by some 20 %.
-        max_iterations: passes over the plan, 100,000 for None. Where they do not suffice the function warns, telling
+        max_iterations: steps of the solver, 100,000 for None. Where they do not suffice the function warns, telling
             the gap that was reached.
         method: "accelerated" is FISTA with restart and a backtracking line search. "steepest" is FedU2's Eq. 6 with the
             guards that it needs to converge; it takes about a hundred times as many iterations.

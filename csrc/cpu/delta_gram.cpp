@@ -1,27 +1,103 @@
 #include "cpu/delta_gram.h"
 
-#include "cpu/dots.h"
+#include "cpu/simd.h"
 
 namespace fedkernels::FEDKERNELS_ISA {
 
-void delta_gram(const Array* arrays, int64_t clients, int64_t start, int64_t count, double* deltas, double* gram) {
-  const int64_t padded = (clients + DELTA_GRAM_ROWS - 1) / DELTA_GRAM_ROWS * DELTA_GRAM_ROWS;
-  const int64_t tile = delta_gram_tile(padded);
-  double base[512];
+namespace {
+
+constexpr int ROWS = DELTA_GRAM_ROWS;
+#if defined(__AVX512F__)
+constexpr int COLUMNS = ROWS;  // 25 sums in 32 registers
+#else
+constexpr int COLUMNS = 2;  // 10 sums in 16 registers
+#endif
+
+// sums[r * pitch + c] += the products of row r of x with row c of y, for r < ROWS, c < WIDTH, over `count` entries, a
+// multiple of LANES; where DIAGONAL >= 0 row r of x is row r - DIAGONAL of y, and only pairs with r <= c + DIAGONAL.
+template <int WIDTH, int DIAGONAL>
+inline void add_products(const double* x, const double* y, int64_t tile, int64_t count, Vec* sums, int64_t pitch) {
+  const auto wanted = [](int r, int c) { return DIAGONAL < 0 || r <= c + DIAGONAL; };
+  Vec part[ROWS][WIDTH];
+  for (int r = 0; r < ROWS; ++r) {
+    for (int c = 0; c < WIDTH; ++c) part[r][c] = sums[r * pitch + c];
+  }
+  for (int64_t i = 0; i < count; i += LANES) {
+    Vec right[WIDTH];
+    for (int c = 0; c < WIDTH; ++c) right[c] = load(y + c * tile + i);
+    for (int r = 0; r < ROWS; ++r) {
+      const Vec left = load(x + r * tile + i);
+      for (int c = 0; c < WIDTH; ++c) {
+        if (wanted(r, c)) part[r][c] += left * right[c];
+      }
+    }
+  }
+  for (int r = 0; r < ROWS; ++r) {
+    for (int c = 0; c < WIDTH; ++c) sums[r * pitch + c] = part[r][c];
+  }
+}
+
+// The same for c < ROWS.
+template <bool SAME>
+inline void add_block(const double* x, const double* y, int64_t tile, int64_t count, Vec* sums, int64_t pitch) {
+  if constexpr (COLUMNS == ROWS) {
+    add_products<ROWS, SAME ? 0 : -1>(x, y, tile, count, sums, pitch);
+  } else {
+    add_products<2, SAME ? 0 : -1>(x, y, tile, count, sums, pitch);
+    add_products<2, SAME ? 2 : -1>(x, y + 2 * tile, tile, count, sums + 2, pitch);
+    add_products<1, SAME ? 4 : -1>(x, y + 4 * tile, tile, count, sums + 4, pitch);
+  }
+}
+
+// The processor sees too short a run of each of the many arrays to fetch ahead by itself.
+inline void prefetch(const Array& array, int64_t start, int64_t count) {
+  const int64_t width = array.dtype == DType::f64 ? 8 : array.dtype == DType::f32 ? 4 : 2;
+  const char* first = (const char*)array.data + start * width;
+  for (int64_t byte = 0; byte < count * width; byte += 64) __builtin_prefetch(first + byte);
+}
+
+// out = base - array
+inline void subtract(const double* __restrict base, const Array& array, int64_t start, int64_t count,
+                     double* __restrict out) {
+  if (array.dtype == DType::f32) {
+    const float* entries = (const float*)array.data + start;
+    for (int64_t i = 0; i < count; ++i) out[i] = base[i] - entries[i];
+  } else {
+    read(out, array.data, array.dtype, start, count);
+    for (int64_t i = 0; i < count; ++i) out[i] = base[i] - out[i];
+  }
+}
+
+}  // namespace
+
+void delta_gram(const Array* arrays, int64_t clients, int64_t start, int64_t count, double* workspace, double* gram) {
+  const int64_t padded = delta_gram_padded(clients), tile = delta_gram_tile(padded);
+  double *const base = workspace, *const deltas = base + tile;
+  Vec* const sums = (Vec*)(deltas + padded * tile);
   for (int64_t done = 0; done < count; done += tile) {
     const int64_t size = count - done < tile ? count - done : tile;
+    const int64_t ahead = count - done - size < tile ? count - done - size : tile;
     const int64_t even = (size + LANES - 1) / LANES * LANES;
+    prefetch(arrays[0], start + done + size, ahead);
     read(base, arrays[0].data, arrays[0].dtype, start + done, size);
     for (int64_t k = 0; k < clients; ++k) {
-      double* delta = deltas + k * tile;
-      read(delta, arrays[k + 1].data, arrays[k + 1].dtype, start + done, size);
-      for (int64_t i = 0; i < size; ++i) delta[i] = base[i] - delta[i];
+      double* const delta = deltas + k * tile;
+      prefetch(arrays[k + 1], start + done + size, ahead);
+      subtract(base, arrays[k + 1], start + done, size, delta);
       for (int64_t i = size; i < even; ++i) delta[i] = 0;
     }
-    for (int64_t i = 0; i < padded; i += DELTA_GRAM_ROWS) {
-      for (int64_t j = i; j < padded; j += DELTA_GRAM_ROWS) {
-        dots(deltas + i * tile, tile, deltas + j * tile, tile, even, 1, gram + i * padded + j, padded);
+    for (int64_t i = 0; i < padded; i += ROWS) {
+      const double* const rows = deltas + i * tile;
+      add_block<true>(rows, rows, tile, even, sums + i * padded + i, padded);
+      for (int64_t j = i + ROWS; j < padded; j += ROWS) {
+        add_block<false>(rows, deltas + j * tile, tile, even, sums + i * padded + j, padded);
       }
+    }
+  }
+  for (int64_t i = 0; i < clients; ++i) {
+    for (int64_t j = i; j < clients; ++j) {
+      gram[i * padded + j] += sum(sums[i * padded + j]);
+      sums[i * padded + j] = Vec{};
     }
   }
 }

@@ -6,17 +6,26 @@
 
 namespace fedkernels {
 
-constexpr int64_t DELTA_GRAM_ROWS = 4;  // K is padded to a multiple of it
+constexpr int64_t DELTA_GRAM_ROWS = 5;  // K is padded to a multiple of it
 
-// Entries of each client that are widened at a time: they stay in the second-level cache.
+inline int64_t delta_gram_padded(int64_t clients) {
+  return (clients + DELTA_GRAM_ROWS - 1) / DELTA_GRAM_ROWS * DELTA_GRAM_ROWS;
+}
+
+// Entries of each client that are widened at a time: with few clients they stay in the first-level cache.
 inline int64_t delta_gram_tile(int64_t padded_clients) {
-  const int64_t tile = 16384 / padded_clients / 64 * 64;
+  const int64_t tile = 4096 / padded_clients / 64 * 64;
   return tile < 64 ? 64 : tile > 512 ? 512 : tile;
+}
+
+// Doubles of workspace: the tile of the global tensor and of all clients, and eight partial sums for each pair of them.
+inline int64_t delta_gram_workspace(int64_t padded_clients) {
+  return (padded_clients + 1) * delta_gram_tile(padded_clients) + padded_clients * padded_clients * 8;
 }
 
 }  // namespace fedkernels
 
-// Adds to gram [padded, padded], of which the blocks of 4 x 4 on and above the diagonal are used. `arrays` holds the
-// global tensor and the K clients'; `deltas` is room for padded * tile entries, all zero before the first call.
-FEDKERNELS_DECLARE(delta_gram, void, const Array* arrays, int64_t clients, int64_t start, int64_t count, double* deltas,
-                   double* gram)
+// Adds to gram [padded, padded], of which the upper triangle is used. `arrays` holds the global tensor and the K
+// clients'; `workspace` is aligned to 64 bytes and all zero before the first call.
+FEDKERNELS_DECLARE(delta_gram, void, const Array* arrays, int64_t clients, int64_t start, int64_t count,
+                   double* workspace, double* gram)

@@ -10,14 +10,14 @@ struct ExpOf;
 
 template <>
 struct ExpOf<float> {
-  typedef int32_t Bits __attribute__((vector_size(LANES * 8)));
+  typedef uint32_t Bits __attribute__((vector_size(LANES * 8)));
   static constexpr int MANTISSA = 23, DEGREE = 7;
   static constexpr float ROUND = 0x1.8p23f, LN2_HIGH = 0.693359375f, LN2_LOW = -2.12194440e-4f, SMALLEST = -87;
 };
 
 template <>
 struct ExpOf<double> {
-  typedef int64_t Bits __attribute__((vector_size(LANES * 8)));
+  typedef uint64_t Bits __attribute__((vector_size(LANES * 8)));
   static constexpr int MANTISSA = 52, DEGREE = 13;
   static constexpr double ROUND = 0x1.8p52, LN2_HIGH = 0x1.62e42feep-1, LN2_LOW = 0x1.a39ef35793c76p-33, SMALLEST = -708;
 };

@@ -10,8 +10,6 @@ namespace fedkernels::FEDKERNELS_ISA {
 
 namespace {
 
-const double INFINITE = __builtin_inf();
-
 template <class T>
 struct InfoNCE {
   static constexpr int64_t WIDE = TILE_COLUMNS<T>;
@@ -22,7 +20,8 @@ struct InfoNCE {
   T scale;  // 1 / temperature
   T *losses, *to_query, *to_key;
 
-  InfoNCE(const InfoNCEProblem& problem) : problem(problem), width(problem.width), scale((T)(1 / problem.temperature)) {
+  InfoNCE(const InfoNCEProblem& problem) : problem(problem), width(problem.width) {
+    scale = inverse<T>(problem.temperature);
     query = {problem.query, problem.query, problem.queries, width};
     key = {problem.key, problem.key, problem.keys, width};
     blocks = up(problem.keys, KEYS) / KEYS;
@@ -43,7 +42,9 @@ struct InfoNCE {
   }
 
   // log(sum_j exp((s_j - largest) / t)) + (largest - s_positive) / t: nothing is rounded to the size of the logits.
+  // A total of 0 is one of logits that are all -inf: 0 / 0.
   T loss(double total, T largest, T positive) const {
+    if (total == 0) return (T)__builtin_nan("");
     return (T)(__builtin_log(total) + ((double)largest - (double)positive) / problem.temperature);
   }
 
@@ -75,7 +76,7 @@ struct InfoNCE {
     for (int64_t panel = 0; panel < panels; ++panel) {
       Running& now = own.running[panel];
       for (int64_t lane = 0; lane < WIDE; ++lane) {
-        now.largest[lane] = (T)-INFINITE;
+        now.largest[lane] = LOWEST<T>;
         now.positive[lane] = 0;
         now.total[lane] = 0;
       }
@@ -114,8 +115,7 @@ struct InfoNCE {
     }
     exponentials(chunk, size, now.largest, scale, sums);
     for (int64_t lane = 0; lane < WIDE; ++lane) {
-      // A total of 0 stays 0, also where the factor is NaN: no finite logit has been met.
-      now.total[lane] = (now.total[lane] == 0 ? 0 : now.total[lane] * (double)factor[lane]) + (double)sums[lane];
+      now.total[lane] = now.total[lane] * (double)factor[lane] + (double)sums[lane];
       same &= factor[lane] == 1;
     }
     if (!gradient || same) return;
@@ -199,7 +199,7 @@ struct InfoNCE {
         T* const largest = s.largest_of + block * lanes + panel * WIDE;
         logits(keys, size, width, s.packed_queries + panel * WIDE * width, chunk);
         find_positives(chunk, block, first + panel * WIDE, s.positive + panel * WIDE);
-        for (int64_t lane = 0; lane < WIDE; ++lane) largest[lane] = (T)-INFINITE;
+        for (int64_t lane = 0; lane < WIDE; ++lane) largest[lane] = LOWEST<T>;
         raise(chunk, size, largest);
       }
     });
@@ -213,8 +213,12 @@ struct InfoNCE {
     }
     for_each(threads, blocks, [&](int64_t block, int64_t) {
       for (int64_t panel = 0; panel < panels; ++panel) {
-        exponentials(s.exponentials + panel * pitch + block * KEYS * WIDE, keys_of(block), s.largest + panel * WIDE,
-                     scale, s.sums_of + block * lanes + panel * WIDE);
+        T* const chunk = s.exponentials + panel * pitch + block * KEYS * WIDE;
+        exponentials(chunk, keys_of(block), s.largest + panel * WIDE, scale, s.sums_of + block * lanes + panel * WIDE);
+        // A lane that holds no query has the logits 0 * key, which may be NaN: it must give the keys nothing.
+        for (int64_t lane = count - panel * WIDE; lane < WIDE; ++lane) {
+          for (int64_t j = 0; j < keys_of(block); ++j) chunk[j * WIDE + lane] = 0;
+        }
       }
     });
     for (int64_t i = 0; i < lanes; ++i) {

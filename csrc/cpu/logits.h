@@ -12,6 +12,18 @@ namespace fedkernels::FEDKERNELS_ISA {
 
 constexpr int64_t KEYS = TILE_DEPTH;  // keys in a block
 
+// The lowest finite number: where only logits of -inf have been met, exp(-inf - LOWEST) is 0 and not NaN.
+template <class T>
+constexpr T LOWEST = sizeof(T) == 8 ? (T)-__DBL_MAX__ : (T)-__FLT_MAX__;
+
+// 1 / temperature, but never 0: a logit of -inf has to stay one.
+template <class T>
+static inline T inverse(double temperature) {
+  constexpr T SMALLEST = sizeof(T) == 8 ? (T)__DBL_MIN__ : (T)__FLT_MIN__;
+  const T scale = (T)(1 / temperature);
+  return scale > SMALLEST ? scale : SMALLEST;
+}
+
 // The rows of one matrix below those of another.
 template <class T>
 struct Rows {

@@ -13,8 +13,6 @@ namespace {
 template <class T>
 struct NTXent {
   static constexpr int64_t WIDE = TILE_COLUMNS<T>, PANELS = 4;
-  // Below every logit, yet finite: where only a row's self has been met, exp(-inf - LOWEST) is 0 and not NaN.
-  static constexpr T LOWEST = sizeof(T) == 8 ? (T)-1e300 : (T)-3e38f;
 
   const NTXentProblem& problem;
   Rows<T> rows;
@@ -36,7 +34,7 @@ struct NTXent {
     width = problem.width;
     rows = {problem.view1, problem.view2, batch, width};
     blocks = up(count, KEYS) / KEYS;
-    scale = (T)(1 / problem.temperature);
+    scale = inverse<T>(problem.temperature);
     losses = (T*)problem.losses;
     gradient = (T*)problem.gradient;
     const int64_t most = (1 << 23) / (int64_t)sizeof(T) / count / KEYS;  // 8 MiB of weights between rows
@@ -128,7 +126,7 @@ struct NTXent {
       }
       for (int64_t panel = 0; panel < panels; ++panel) {
         T* const top = largest_of + block * lanes + panel * WIDE;
-        for (int64_t lane = 0; lane < WIDE; ++lane) top[lane] = LOWEST;
+        for (int64_t lane = 0; lane < WIDE; ++lane) top[lane] = LOWEST<T>;
         raise(chunk + panel * pitch, keys, top);
         exponentials(chunk + panel * pitch, keys, top, scale, sums_of + block * lanes + panel * WIDE);
       }
@@ -143,7 +141,7 @@ struct NTXent {
   // The group's part in the sum of row j, which lies across its chunks.
   void across(const T* entries, int64_t panels, int64_t pitch, int64_t j) const {
     using W = Wide<T>;
-    auto tops = W::splat(LOWEST);
+    auto tops = W::splat(LOWEST<T>);
     for (int64_t panel = 0; panel < panels; ++panel) {
       const auto x0 = W::load(entries + panel * pitch), x1 = W::load(entries + panel * pitch + W::LANES);
       tops = x0 > tops ? x0 : tops;
@@ -243,7 +241,7 @@ struct NTXent {
 
   void solve(const Threads& threads) const {
     for (int64_t i = 0; i < count; ++i) {
-      largest[i] = LOWEST;
+      largest[i] = LOWEST<T>;
       positive[i] = 0;
       total[i] = 0;
     }

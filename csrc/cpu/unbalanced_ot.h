@@ -26,33 +26,19 @@ struct TransportSolution {
   int64_t iterations;
 };
 
-constexpr int64_t TRANSPORT_BLOCK = 16;  // columns that are skipped together where the plan is 0 and stays 0
+constexpr int64_t TRANSPORT_GROUP = 8;  // a row's candidates are padded to a multiple of it
 
-inline int64_t transport_pitch(int64_t columns) {
-  return (columns + TRANSPORT_BLOCK - 1) / TRANSPORT_BLOCK * TRANSPORT_BLOCK;
-}
+// Rows or columns with their padding, at least one.
+inline int64_t transport_pitch(int64_t count) { return (count / TRANSPORT_GROUP + 1) * TRANSPORT_GROUP; }
 
-// Bands of rows that threads may work on at the same time. Their number depends on the size alone, and so does the
-// result; below some hundred rows and columns a step is too short to be shared.
-constexpr int64_t TRANSPORT_BANDS = 8;
-
-inline int64_t transport_bands(int64_t rows, int64_t columns) {
-  return rows * columns < 131072 || rows < TRANSPORT_BANDS ? 1 : TRANSPORT_BANDS;
-}
-
-// Calls body(index, context) for index = 0 .. count - 1, in any order and on any threads.
-using ParallelFor = void (*)(int64_t count, void (*body)(int64_t index, void* context), void* context);
-
-// Doubles of workspace: the cost, four plans with their marginals and flags, a bound for each block, and some vectors.
+// Doubles of workspace: 13 vectors of rows and 11 of columns, and for each candidate its cost, four plans and its
+// column in 32 bits. There is room for all entries as candidates, of which few are ever touched.
 inline int64_t transport_workspace(int64_t rows, int64_t columns) {
-  const int64_t pitch = transport_pitch(columns), padded_rows = transport_pitch(rows);
-  const int64_t blocks = rows * pitch / TRANSPORT_BLOCK;
-  const int64_t plan = rows * pitch + padded_rows + pitch + transport_pitch(blocks / 8 + 1);
-  return rows * pitch + 4 * plan + transport_pitch(blocks) + 5 * padded_rows + (6 + TRANSPORT_BANDS) * pitch;
+  const int64_t candidates = rows * transport_pitch(columns);
+  return 13 * transport_pitch(rows) + 11 * transport_pitch(columns) + 5 * candidates + candidates / 2;
 }
 
 }  // namespace fedkernels
 
-// `workspace` is aligned to 64 bytes.
-FEDKERNELS_DECLARE(unbalanced_ot, void, const TransportProblem& problem, ParallelFor parallel_for, double* workspace,
-                   TransportSolution* solution)
+// `workspace` is aligned to 64 bytes; columns < 2^31 - 8.
+FEDKERNELS_DECLARE(unbalanced_ot, void, const TransportProblem& problem, double* workspace, TransportSolution* solution)

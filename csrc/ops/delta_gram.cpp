@@ -1,5 +1,7 @@
 #include "cpu/delta_gram.h"
 
+#include <memory>
+
 #include "ops/tensors.h"
 
 namespace fedkernels {
@@ -8,23 +10,25 @@ static Tensor delta_gram_cpu(std::vector<Tensor> global_params, std::vector<Tens
   const ParameterLists lists(global_params, client_params);
   const std::vector<Piece> pieces = pieces_of(lists, 1 << 14);
   const int64_t clients = lists.clients;
-  const int64_t padded = (clients + DELTA_GRAM_ROWS - 1) / DELTA_GRAM_ROWS * DELTA_GRAM_ROWS;
+  const int64_t padded = delta_gram_padded(clients);
 
   // Each slot sums its share of the pieces; the slots are then added in order. So the result does not depend on the
   // number of threads. Fewer slots where the matrix is large.
-  const int64_t room = padded * padded, tile = delta_gram_tile(padded);
-  const int64_t most = std::clamp<int64_t>((1 << 22) / room, 4, 64);
+  const int64_t room = padded * padded, most = std::clamp<int64_t>((1 << 22) / room, 4, 64);
   const int64_t slots = std::clamp<int64_t>(pieces.size() / 2, 1, most);
-  const int64_t stride = room + padded * tile;
-  std::vector<double> memory(slots * stride);
+  std::vector<double> memory(slots * room);
   const auto kernel = FEDKERNELS_BEST(delta_gram);
   torch::stable::parallel_for(0, slots, 1, [&](int64_t begin, int64_t end) {
+    std::vector<double> scratch(delta_gram_workspace(padded) + 8);
+    void* workspace = scratch.data();
+    size_t size = scratch.size() * sizeof(double);
+    std::align(64, size - 64, workspace, size);
     for (int64_t slot = begin; slot < end; ++slot) {
-      double* gram = memory.data() + slot * stride;
       const size_t last = pieces.size() * (slot + 1) / slots;
       for (size_t i = pieces.size() * slot / slots; i < last; ++i) {
         const Piece& piece = pieces[i];
-        kernel(lists.of(piece.tensor), clients, piece.start, piece.count, gram + room, gram);
+        kernel(lists.of(piece.tensor), clients, piece.start, piece.count, static_cast<double*>(workspace),
+               memory.data() + slot * room);
       }
     }
   });
@@ -34,7 +38,7 @@ static Tensor delta_gram_cpu(std::vector<Tensor> global_params, std::vector<Tens
   for (int64_t i = 0; i < clients; ++i) {
     for (int64_t j = i; j < clients; ++j) {
       double total = 0;
-      for (int64_t slot = 0; slot < slots; ++slot) total += memory[slot * stride + i * padded + j];
+      for (int64_t slot = 0; slot < slots; ++slot) total += memory[slot * room + i * padded + j];
       gram[i * clients + j] = gram[j * clients + i] = total;
     }
   }

@@ -35,8 +35,8 @@ Isa isa() {
 
 static PyObject* build_info(PyObject*, PyObject*) {
   static const char* const names[] = {"baseline", "avx2", "avx512"};
-  return Py_BuildValue("{s:s,s:s,s:s,s:s}", "compiled", FEDKERNELS_ISAS, "used",
-                       names[static_cast<int>(fedkernels::isa())], "compiler",
+  return Py_BuildValue("{s:s,s:s,s:s,s:s,s:s}", "compiled", FEDKERNELS_ISAS, "used",
+                       names[static_cast<int>(fedkernels::isa())], "cuda", FEDKERNELS_CUDA, "compiler",
 #if defined(__clang__)
                        "clang " __clang_version__,
 #else

@@ -8,15 +8,8 @@
 
 namespace fedkernels {
 
-// plan, u, v, value, mass, iterations, gap: as the fake implementation in fedkernels/unbalanced_ot.py gives their shapes.
+// plan, u, v, value, mass, iterations, gap: in the shapes of the fake implementation in fedkernels/unbalanced_ot.py.
 using Solutions = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
-
-// Within a problem. Inside the parallel loop over problems torch runs it on the calling thread.
-static void for_each(int64_t count, void (*body)(int64_t index, void* context), void* context) {
-  torch::stable::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t index = begin; index < end; ++index) body(index, context);
-  });
-}
 
 static Solutions unbalanced_ot_cpu(Tensor cost, Tensor a, Tensor b, double tau_a, double tau_b, double tol,
                                    int64_t max_iterations, std::string method) {
@@ -24,6 +17,7 @@ static Solutions unbalanced_ot_cpu(Tensor cost, Tensor a, Tensor b, double tau_a
   STD_TORCH_CHECK(ndim >= 2 && a.dim() == ndim - 1 && b.dim() == ndim - 1, "cost must have shape [..., M, N]");
   const int64_t rows = cost.size(ndim - 2), columns = cost.size(ndim - 1);
   STD_TORCH_CHECK(rows > 0 && columns > 0, "cost must not be empty in M or N");
+  STD_TORCH_CHECK(columns < (int64_t{1} << 31) - TRANSPORT_GROUP, "cost must have fewer than 2^31 - 8 columns");
   const std::vector<int64_t> batch(cost.sizes().begin(), cost.sizes().end() - 2);
   const int64_t problems = cost.numel() / rows / columns;
   STD_TORCH_CHECK(a.numel() == problems * rows && b.numel() == problems * columns,
@@ -58,7 +52,7 @@ static Solutions unbalanced_ot_cpu(Tensor cost, Tensor a, Tensor b, double tau_a
                                         rows,    columns,  tau_a,    tau_b,              tol,            max_iterations,
                                         method == "accelerated"};
       TransportSolution solution = {plans, p * rows * columns, us + p * rows, vs + p * columns, 0, 0, 0, 0};
-      kernel(problem, for_each, static_cast<double*>(workspace), &solution);
+      kernel(problem, static_cast<double*>(workspace), &solution);
       values[p] = solution.value;
       masses[p] = solution.mass;
       gaps[p] = solution.gap;

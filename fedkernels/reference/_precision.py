@@ -11,4 +11,5 @@ def compute_dtype(*tensors: Tensor) -> torch.dtype:
 
 def no_autocast(tensor: Tensor) -> torch.autocast:
     """A region in which autocast does not narrow the products of `tensor` to half precision."""
-    return torch.autocast(tensor.device.type, enabled=False)
+    # Autocast does not know the meta device, on which nothing is computed anyway.
+    return torch.autocast("cpu" if tensor.is_meta else tensor.device.type, enabled=False)

@@ -44,6 +44,18 @@ def test_small_differences_of_large_weights_are_exact():
     assert delta_gram(start, clients).tolist() == [[unit, -2 * unit], [-2 * unit, 4 * unit]]
 
 
+@pytest.mark.parametrize("clients", [1, 4, 5, 6, 10, 11, 23])
+def test_any_number_of_clients(clients):
+    """Large entries of one sign and one huge one in a tensor of a prime size: sums are as good as float64's."""
+    generator = torch.Generator().manual_seed(clients)
+    start, others = [torch.zeros(3_001)], [[10 + torch.rand(3_001, generator=generator)] for _ in range(clients)]
+    others[0][0][2_999] = 1e6
+    gram, truth = delta_gram(start, others), by_flattening(start, others)
+    norms = truth.diagonal().sqrt()
+    assert ((gram - truth).abs() / (norms[:, None] * norms)).max() < 1e-13
+    assert torch.equal(gram, gram.T)
+
+
 def test_strides_and_mixed_dtypes():
     start, client = torch.randn(6, 8, generator=torch.Generator().manual_seed(0)), torch.ones(8, 6).double()
     gram = delta_gram([start[::2, ::2]], [[client.T[::2, ::2]], [start[1::2, 1::2].bfloat16()]])

@@ -142,6 +142,31 @@ def test_takes_few_iterations_on_the_sphere():
     assert 0 <= (value - tight) / tight <= 1e-4
 
 
+def test_entries_that_look_dear_at_first_are_found():
+    """The kernel steps on entries that it chooses by their cost; dear ones are needed where cheap rows are used up."""
+    generator = torch.Generator().manual_seed(20)
+    rows, columns = 24, 30
+    column = torch.rand(columns, generator=generator).double()
+    noise = 0.01 * torch.rand(rows, columns, generator=generator).double()
+    a = 2 * torch.rand(rows, generator=generator).double()
+    b = 2 * torch.rand(columns, generator=generator).double()
+    x, y = torch.rand(rows, 1, generator=generator).double(), torch.rand(1, columns, generator=generator).double()
+    collapsed = column + noise  # all rows want the same columns
+    for cost in (collapsed, (x - y).square(), 2 * torch.rand(rows, columns, generator=generator).double()):
+        truth, _ = dual_active_set(cost, a, b, 0.8, 0.9)
+        plan, info = unbalanced_ot_plan(cost, a, b, 0.8, 0.9, tol=1e-6)
+        value = objective(cost, a, b, 0.8, 0.9, plan)
+        assert info.gap <= 1e-6
+        assert -1e-9 <= (value - truth) / value <= 1e-6
+
+
+def test_equal_entries_share():
+    """Where the optimum is not unique, no row or column is preferred."""
+    plan, _ = unbalanced_ot_plan(torch.full((20, 30), 0.7).double(), 1.0, 1.0, 0.8, 0.8, tol=1e-9)
+    torch.testing.assert_close(plan, plan[:1, :1].expand(20, 30))
+    assert plan[0, 0] > 0
+
+
 @pytest.mark.parametrize("which", ["cost", "a", "b", "all"])
 def test_gradcheck(which):
     cost, a, b = problem(4, 3, seed=5, batch=(2,))

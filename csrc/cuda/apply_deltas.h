@@ -1,0 +1,15 @@
+// global <- global - sum_k w_k (global - client_k) over T tensors, in place.
+#pragma once
+
+#include <stdint.h>
+
+#include "cpu/dtype.h"
+#include "cuda/stream.h"
+#include "cuda/words.h"
+
+// `arrays` [tensors, clients + 1] (the global version, which is written, then the clients'), `sizes` [tensors] and
+// `weights` [clients] lie on the host and may go when the call returns; what `arrays` points to and `words`, words_of_lists()
+// of them, lie on the device. -> nullptr, or what went wrong.
+extern "C" const char* cuda_apply_deltas(const fedkernels::Array* arrays, const int64_t* sizes, int64_t tensors,
+                                         int64_t clients, const double* weights, int64_t* words,
+                                         fedkernels::cuda::Stream stream);

@@ -1,0 +1,76 @@
+// What the CUDA implementations of the operators share: torch's current stream, memory from torch, errors.
+#pragma once
+
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/device.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "cuda/stream.h"
+#include "ops/tensors.h"
+
+// Defined by the CUDA library of torch; a torch for CPUs has none, and never calls what needs it.
+extern "C" __attribute__((weak)) int32_t aoti_torch_get_current_cuda_stream(int32_t device, void** stream);
+
+namespace fedkernels {
+
+// Makes a tensor's device the current one, as long as this lives, and holds the stream that torch would use there.
+class OnDevice {
+ public:
+  explicit OnDevice(const Tensor& tensor) : guard_(tensor.get_device_index()) {
+    STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream, "this torch has no CUDA");
+    void* stream = nullptr;
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
+    stream_ = static_cast<cuda::Stream>(stream);
+  }
+  cuda::Stream stream() const { return stream_; }
+
+ private:
+  torch::stable::accelerator::DeviceGuard guard_;
+  cuda::Stream stream_;
+};
+
+// A host function of csrc/cuda returns nullptr, or what went wrong.
+inline void check_cuda(const char* error) { STD_TORCH_CHECK(!error, "CUDA: ", error); }
+
+inline Array cuda_array_of(const Tensor& tensor, const char* name, int32_t device) {
+  STD_TORCH_CHECK(tensor.is_cuda() && tensor.is_contiguous() && tensor.get_device_index() == device, name,
+                  " must be contiguous and on the device of the first tensor");
+  return {tensor.data_ptr(), dtype_of(tensor, name)};
+}
+
+// As ParameterLists in ops/tensors.h.
+struct CudaLists {
+  std::vector<Array> arrays;
+  std::vector<int64_t> sizes;
+  int64_t clients;
+
+  CudaLists(const std::vector<Tensor>& global_params, const std::vector<Tensor>& client_params) {
+    const int64_t tensors = global_params.size();
+    STD_TORCH_CHECK(tensors > 0 && !client_params.empty() && client_params.size() % tensors == 0,
+                    "client_params must hold K >= 1 versions of the T >= 1 tensors in global_params");
+    clients = client_params.size() / tensors;
+    const int32_t device = global_params[0].get_device_index();
+    for (int64_t t = 0; t < tensors; ++t) {
+      arrays.push_back(cuda_array_of(global_params[t], "global_params", device));
+      sizes.push_back(global_params[t].numel());
+      for (int64_t k = 0; k < clients; ++k) {
+        const Tensor& client = client_params[k * tensors + t];
+        STD_TORCH_CHECK(client.numel() == sizes[t], "client_params must have the sizes of global_params");
+        arrays.push_back(cuda_array_of(client, "client_params", device));
+      }
+    }
+  }
+};
+
+// Uninitialised memory on the device of `like`. It may go when the operator returns: the stream is the one that torch
+// counts its use by.
+inline Tensor memory_on(const Tensor& like, const std::vector<int64_t>& shape, ScalarType dtype) {
+  return torch::stable::new_empty(like, shape, dtype);
+}
+
+}  // namespace fedkernels

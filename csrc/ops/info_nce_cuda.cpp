@@ -1,0 +1,53 @@
+#include <string>
+#include <tuple>
+
+#include "ops/contrastive_cuda.h"
+
+namespace fedkernels {
+
+// As on the CPU, but for half precision alone; info_nce_gradients has no implementation here.
+static std::tuple<Tensor, Tensor, Tensor> info_nce_cuda(Tensor query, Tensor key, double temperature,
+                                                        std::string reduction, bool query_gradient, bool key_gradient) {
+  STD_TORCH_CHECK(query.dim() == 2 && key.dim() == 2 && query.size(1) == key.size(1) && query.size(1) > 0 &&
+                      query.size(0) > 0 && key.size(0) >= query.size(0),
+                  "query must have shape [B, d] and key [N, d], N >= B > 0");
+  check_contrastive(query, key, "query and key");
+  const bool later = reduction == "none" && key_gradient;
+  const OnDevice device(query);
+  const int64_t queries = query.size(0), keys = key.size(0), width = query.size(1);
+  const std::vector<int64_t> none = {0};
+  Tensor to_query = floats_on(query, query_gradient && !later ? std::vector<int64_t>{queries, width} : none);
+  Tensor to_key = floats_on(query, key_gradient && !later ? std::vector<int64_t>{keys, width} : none);
+  const Tensor losses = floats_on(query, {queries}), largest = floats_on(query, {queries});
+  const Tensor share = floats_on(query, {queries});
+
+  cuda::ContrastivePass pass = {};
+  pass.rows = {query.data_ptr(), dtype_of(query, "query")};
+  pass.columns = {key.data_ptr(), dtype_of(key, "key")};
+  pass.row_count = queries;
+  pass.column_count = keys;
+  pass.width = width;
+  pass.temperature = static_cast<float>(temperature);
+  pass.positives = keys;
+  pass.row_largest = floats_of(largest);
+  pass.row_share = floats_of(share);
+  pass.losses = floats_of(losses);
+  pass.gradient = floats_of(to_query);
+  run_pass(pass, query, device.stream());
+  if (to_key.numel()) {
+    std::swap(pass.rows, pass.columns);
+    pass.row_count = keys;
+    pass.column_count = pass.positives = queries;
+    pass.given = true;
+    pass.column_largest = pass.row_largest;
+    pass.column_share = pass.row_share;
+    pass.row_largest = pass.row_share = nullptr;
+    pass.gradient = floats_of(to_key);
+    run_pass(pass, query, device.stream());
+  }
+  return {reduced_on_cuda(losses, reduction, device.stream()), to_query, to_key};
+}
+
+STABLE_TORCH_LIBRARY_IMPL(fedkernels, CUDA, m) { m.impl("info_nce", TORCH_BOX(&info_nce_cuda)); }
+
+}  // namespace fedkernels

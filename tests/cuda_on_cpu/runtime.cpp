@@ -1,0 +1,445 @@
+// Runs the threads of a grid as fibres on one thread of the CPU. A fibre gives way at barriers and exchanges only, so
+// what a thread reads before a barrier that it should have waited for, another has not written yet. Blocks run one
+// after another, those of a cooperative launch together.
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+
+#include <string>
+#include <vector>
+
+#include "cuda/launch.h"
+#include "cuda/ptx.h"
+
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#include <sanitizer/common_interface_defs.h>
+#endif
+#if !defined(__x86_64__)
+#include <ucontext.h>
+#endif
+
+namespace cuda_on_cpu {
+
+Thread* current = nullptr;
+
+namespace {
+
+// ---- fibres ----
+
+#if defined(__x86_64__)
+extern "C" void cuda_on_cpu_switch(void** from, void* to);
+asm(R"(
+.text
+.p2align 4
+cuda_on_cpu_switch:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+)");
+using Context = void*;
+#else
+using Context = ucontext_t;
+#endif
+
+constexpr size_t STACK = 256 << 10;  // only pages that are used take memory
+
+enum class State { ready, at_barrier, at_exchange, polling, ended };
+
+struct Copy {
+  void* to;
+  const void* from;
+  int bytes, valid;
+};
+
+struct Block;
+
+struct Fibre : Thread {
+  Context context;
+  char* stack;
+  void* fake_stack;
+  State state;
+  Block* of;
+  unsigned warp, lane;
+  const unsigned* counter;  // polling
+  unsigned target;
+  std::vector<std::vector<Copy>> copies;  // groups; the last one is open
+};
+
+// Lanes that exchange values; two sets of slots, for a fast lane may be at the next exchange before a slow one has read.
+struct Exchange {
+  unsigned mask, come = 0, phase = 0;
+  const char* operation = nullptr;
+  alignas(64) char slots[2][32][64];
+};
+
+struct Block {
+  std::vector<Fibre> fibres;
+  std::vector<std::vector<Exchange*>> exchanges;  // of each warp, one for each mask
+  unsigned at_barrier = 0;
+  int votes = 0, outcome = 0;
+  void* dynamic = nullptr;
+  std::vector<std::pair<const SharedVariable*, void*>> variables;
+  size_t variable_bytes = 0;
+};
+
+struct Settings {
+  int poison = 0x7fff, reversed = 0, multiprocessors = 4;
+  size_t shared_limit = 227 << 10;
+} settings;
+
+const std::function<void()>* body;
+std::string error;
+bool failed;
+Context scheduler;
+#if defined(__SANITIZE_ADDRESS__)
+void* scheduler_fake_stack;
+const void* scheduler_stack;
+size_t scheduler_stack_size;
+
+void on_report(const char* report) {
+  if (error.empty()) error = report;
+}
+#endif
+
+inline Fibre* self() { return static_cast<Fibre*>(current); }
+
+void switch_to_scheduler(bool last = false) {
+  Fibre* fibre = self();
+#if defined(__SANITIZE_ADDRESS__)
+  __sanitizer_start_switch_fiber(last ? nullptr : &fibre->fake_stack, scheduler_stack, scheduler_stack_size);
+#endif
+#if defined(__x86_64__)
+  cuda_on_cpu_switch(&fibre->context, scheduler);
+#else
+  swapcontext(&fibre->context, &scheduler);
+#endif
+#if defined(__SANITIZE_ADDRESS__)
+  __sanitizer_finish_switch_fiber(fibre->fake_stack, &scheduler_stack, &scheduler_stack_size);
+#endif
+  (void)last;
+}
+
+void switch_to(Fibre* fibre) {
+  current = fibre;
+#if defined(__SANITIZE_ADDRESS__)
+  __sanitizer_start_switch_fiber(&scheduler_fake_stack, fibre->stack, STACK);
+#endif
+#if defined(__x86_64__)
+  cuda_on_cpu_switch(&scheduler, fibre->context);
+#else
+  swapcontext(&scheduler, &fibre->context);
+#endif
+#if defined(__SANITIZE_ADDRESS__)
+  __sanitizer_finish_switch_fiber(scheduler_fake_stack, nullptr, nullptr);
+#endif
+  current = nullptr;
+}
+
+void entry() {
+#if defined(__SANITIZE_ADDRESS__)
+  __sanitizer_finish_switch_fiber(nullptr, &scheduler_stack, &scheduler_stack_size);
+#endif
+  (*body)();
+  self()->state = State::ended;
+  switch_to_scheduler(true);
+  abort();
+}
+
+void prepare(Fibre* fibre) {
+#if defined(__SANITIZE_ADDRESS__)
+  __asan_unpoison_memory_region(fibre->stack, STACK);
+#endif
+#if defined(__x86_64__)
+  // Stacks of many threads that began at the same distance would share a few lines of the cache.
+  char* const end = fibre->stack + STACK - reinterpret_cast<uintptr_t>(fibre->stack) / STACK % 128 * 320;
+  void** top = reinterpret_cast<void**>(end) - 2;  // after `ret` the stack is as after a call
+  *top = reinterpret_cast<void*>(entry);
+  for (int i = 0; i < 6; ++i) *--top = nullptr;
+  fibre->context = top;
+#else
+  getcontext(&fibre->context);
+  fibre->context.uc_stack.ss_sp = fibre->stack;
+  fibre->context.uc_stack.ss_size = STACK;
+  fibre->context.uc_link = nullptr;
+  makecontext(&fibre->context, entry, 0);
+#endif
+}
+
+// Stacks are kept for the next block.
+std::vector<char*> free_stacks;
+
+char* take_stack() {
+  if (free_stacks.empty()) {
+    void* memory = mmap(nullptr, STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED) abort();
+    return static_cast<char*>(memory);
+  }
+  char* stack = free_stacks.back();
+  free_stacks.pop_back();
+  return stack;
+}
+
+// ---- memory of a block ----
+
+void* poisoned(size_t bytes, size_t alignment) {
+  void* memory = nullptr;
+  if (posix_memalign(&memory, alignment, bytes)) abort();
+  const uint16_t pattern = settings.poison;
+  for (size_t i = 0; i < bytes; ++i) static_cast<char*>(memory)[i] = pattern >> i % 2 * 8;
+  return memory;
+}
+
+Block* new_block(const Launch& launch, uint3 index) {
+  Block* block = new Block;
+  const dim3& size = launch.block;
+  const unsigned threads = size.x * size.y * size.z;
+  block->fibres.resize(threads);
+  block->exchanges.resize(threads / 32);
+  if (launch.shared) block->dynamic = poisoned(launch.shared, 128);
+  for (unsigned i = 0; i < threads; ++i) {
+    Fibre& fibre = block->fibres[i];
+    fibre.thread = {i % size.x, i / size.x % size.y, i / size.x / size.y};
+    fibre.block = index;
+    fibre.block_size = size;
+    fibre.grid_size = launch.grid;
+    fibre.stack = take_stack();
+    fibre.fake_stack = nullptr;
+    fibre.state = State::ready;
+    fibre.of = block;
+    fibre.warp = i / 32;
+    fibre.lane = i % 32;
+    prepare(&fibre);
+  }
+  return block;
+}
+
+void delete_block(Block* block) {
+  for (Fibre& fibre : block->fibres) free_stacks.push_back(fibre.stack);
+  for (auto& warp : block->exchanges) {
+    for (Exchange* exchange : warp) delete exchange;
+  }
+  for (auto& variable : block->variables) free(variable.second);
+  free(block->dynamic);
+  delete block;
+}
+
+// ---- the scheduler ----
+
+void describe_standstill(const std::vector<Block*>& blocks) {
+  unsigned count[5] = {}, total = 0;
+  std::string operation;
+  for (const Block* block : blocks) {
+    for (const Fibre& fibre : block->fibres) {
+      ++count[static_cast<int>(fibre.state)];
+      ++total;
+    }
+    for (const auto& warp : block->exchanges) {
+      for (const Exchange* exchange : warp) {
+        if (exchange->come && operation.empty()) operation = std::string(" (") + exchange->operation + ")";
+      }
+    }
+  }
+  char text[256];
+  snprintf(text, sizeof(text),
+           "a barrier that not all threads reach: of %u threads %u wait at __syncthreads, %u in their warp%s, %u for other "
+           "blocks, and %u have ended",
+           total, count[1], count[2], operation.c_str(), count[3], count[4]);
+  error = text;
+  failed = true;
+}
+
+void run_blocks(const std::vector<Block*>& blocks) {
+  std::vector<Fibre*> fibres;
+  for (Block* block : blocks) {
+    for (Fibre& fibre : block->fibres) fibres.push_back(&fibre);
+  }
+  if (settings.reversed) std::reverse(fibres.begin(), fibres.end());
+  size_t left = fibres.size();
+  while (left) {
+    bool moved = false;
+    for (Fibre* fibre : fibres) {
+      if (fibre->state == State::polling && *fibre->counter >= fibre->target) fibre->state = State::ready;
+      if (fibre->state != State::ready) continue;
+      moved = true;
+      switch_to(fibre);
+      if (failed) return;
+      left -= fibre->state == State::ended;
+    }
+    if (!moved) return describe_standstill(blocks);
+  }
+}
+
+}  // namespace
+
+// ---- what the headers call ----
+
+void fail(const char* format, ...) {
+  char text[512];
+  const Fibre* fibre = self();
+  const int start = snprintf(text, sizeof(text), "block %u, thread %u: ", fibre->block.x, fibre->thread.x);
+  va_list arguments;
+  va_start(arguments, format);
+  vsnprintf(text + start, sizeof(text) - start, format, arguments);
+  va_end(arguments);
+  error = text;
+  failed = true;
+  switch_to_scheduler(true);
+  abort();
+}
+
+int barrier(bool vote) {
+  Fibre* fibre = self();
+  Block* block = fibre->of;
+  block->votes += vote;
+  if (++block->at_barrier == block->fibres.size()) {
+    block->outcome = block->votes;
+    block->votes = 0;
+    block->at_barrier = 0;
+    for (Fibre& other : block->fibres) {
+      if (other.state == State::at_barrier) other.state = State::ready;
+    }
+  } else {
+    fibre->state = State::at_barrier;
+    switch_to_scheduler();
+  }
+  return block->outcome;
+}
+
+const char* exchange(unsigned mask, const char* operation, const void* value, size_t bytes) {
+  Fibre* fibre = self();
+  if (!(mask >> fibre->lane & 1)) fail("%s: the lane is not in its own mask %#x", operation, mask);
+  auto& of_warp = fibre->of->exchanges[fibre->warp];
+  Exchange* exchange = nullptr;
+  for (Exchange* each : of_warp) {
+    if (each->mask == mask) exchange = each;
+  }
+  if (!exchange) {
+    of_warp.push_back(exchange = new Exchange);
+    exchange->mask = mask;
+  }
+  if (exchange->come && strcmp(exchange->operation, operation)) {
+    fail("lanes of one warp are at different operations: %s and %s", exchange->operation, operation);
+  }
+  exchange->operation = operation;
+  char(*slots)[64] = exchange->slots[exchange->phase];
+  memcpy(slots[fibre->lane], value, bytes);
+  exchange->come |= 1u << fibre->lane;
+  if (exchange->come == mask) {
+    exchange->come = 0;
+    exchange->phase ^= 1;
+    Fibre* of_lane = fibre - fibre->lane;
+    for (unsigned lane = 0; lane < 32; ++lane) {
+      if (mask >> lane & 1 && of_lane[lane].state == State::at_exchange) of_lane[lane].state = State::ready;
+    }
+  } else {
+    fibre->state = State::at_exchange;
+    switch_to_scheduler();
+  }
+  return slots[0];
+}
+
+void wait_for(const unsigned* counter, unsigned target) {
+  Fibre* fibre = self();
+  while (*counter < target) {
+    fibre->counter = counter;
+    fibre->target = target;
+    fibre->state = State::polling;
+    switch_to_scheduler();
+  }
+}
+
+void copy_later(void* to, const void* from, int bytes, int valid) {
+  if (valid < 0 || valid > bytes) fail("copy_async: %d of %d bytes", valid, bytes);
+  if (reinterpret_cast<uintptr_t>(to) % bytes || reinterpret_cast<uintptr_t>(from) % bytes) {
+    fail("copy_async: an address is not a multiple of %d", bytes);
+  }
+  auto& copies = self()->copies;
+  if (copies.empty()) copies.emplace_back();
+  copies.back().push_back({to, from, bytes, valid});
+}
+
+void close_copies() {
+  auto& copies = self()->copies;
+  if (copies.empty()) copies.emplace_back();
+  copies.emplace_back();
+}
+
+void wait_for_copies(int pending) {
+  auto& copies = self()->copies;
+  while (copies.size() > static_cast<size_t>(pending) + 1) {
+    for (const Copy& copy : copies.front()) {
+      memcpy(copy.to, copy.from, copy.valid);
+      memset(static_cast<char*>(copy.to) + copy.valid, 0, copy.bytes - copy.valid);
+    }
+    copies.erase(copies.begin());
+  }
+}
+
+char* dynamic_shared() {
+  Block* block = self()->of;
+  if (!block->dynamic) fail("dynamic_shared: the launch gives no shared memory");
+  return static_cast<char*>(block->dynamic);
+}
+
+void* SharedVariable::here() const {
+  Block* block = self()->of;
+  for (const auto& variable : block->variables) {
+    if (variable.first == this) return variable.second;
+  }
+  block->variable_bytes += bytes;
+  if (block->variable_bytes > 48 << 10) fail("SHARED: %zu bytes, a block has 49152", block->variable_bytes);
+  void* memory = poisoned(bytes, std::max<size_t>(alignment, 16));
+  block->variables.push_back({this, memory});
+  return memory;
+}
+
+int multiprocessors() { return settings.multiprocessors; }
+size_t shared_limit() { return settings.shared_limit; }
+
+const char* run(const Launch& launch, const std::function<void()>& of_thread) {
+  const unsigned threads = launch.block.x * launch.block.y * launch.block.z;
+  const size_t blocks = static_cast<size_t>(launch.grid.x) * launch.grid.y * launch.grid.z;
+  failed = false;
+  error.clear();
+  if (threads == 0 || threads > 1024 || threads % 32) error = "a block must have a multiple of 32 threads, up to 1024";
+  if (blocks == 0 || launch.grid.y > 65535 || launch.grid.z > 65535) error = "a grid with no blocks, or too many";
+  if (launch.shared > settings.shared_limit) error = "more dynamic shared memory than a block may have";
+  if (!error.empty()) return error.c_str();
+
+#if defined(__SANITIZE_ADDRESS__)
+  __asan_set_error_report_callback(on_report);
+#endif
+  body = &of_thread;
+  std::vector<Block*> together;
+  for (size_t i = 0; i < blocks && !failed; ++i) {
+    const size_t index = settings.reversed ? blocks - 1 - i : i;
+    const unsigned x = index % launch.grid.x, y = index / launch.grid.x % launch.grid.y;
+    together.push_back(new_block(launch, {x, y, static_cast<unsigned>(index / launch.grid.x / launch.grid.y)}));
+    if (launch.cooperative && together.size() < blocks) continue;
+    run_blocks(together);
+    for (Block* block : together) delete_block(block);
+    together.clear();
+  }
+  return error.empty() ? nullptr : error.c_str();
+}
+
+// Shared memory starts as `poison` in each two bytes; `reversed` runs blocks and threads from the last to the first.
+extern "C" void cuda_on_cpu_settings(int poison, int reversed, int multiprocessors, size_t shared_limit) {
+  settings = {poison, reversed, multiprocessors, shared_limit};
+}
+
+}  // namespace cuda_on_cpu

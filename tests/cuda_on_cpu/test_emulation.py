@@ -1,0 +1,179 @@
+"""The emulation itself: what it computes, and that it finds the faults that are planted here."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.cuda_on_cpu.emulation import ROOT, SANITIZED, EmulationError, poison
+
+SELF = "tests/cuda_on_cpu/self_test.cu"
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def sum_blocks(library, values):
+    def run(call):
+        sums = poison((len(values) + 255) // 256, dtype=torch.float32)
+        call("self_sum_blocks", values, sums, len(values), None)
+        return sums
+
+    return library.results(run)
+
+
+def product_16(library, dtype, transposed):
+    a, b = randn(16, 16).to(dtype), randn(16, 8, seed=1).to(dtype)
+
+    def run(call):
+        c = poison(16, 8, dtype=torch.float32)
+        right = b.T.contiguous() if transposed else b
+        call("self_product_16", a, right, c, int(dtype == torch.float16), transposed, None)
+        return c
+
+    torch.testing.assert_close(library.results(run), a.float() @ b.float(), rtol=1e-5, atol=1e-5)
+
+
+def test_sums_of_256_blocks(compiler):
+    values = randn(256 * 256 - 77)
+    sums = sum_blocks(compiler.load(SELF), values)
+    torch.testing.assert_close(sums, torch.nn.functional.pad(values, (0, 77)).view(256, 256).sum(1))
+
+
+def test_lanes(compiler):
+    def run(call):
+        to = poison(192, dtype=torch.int32)
+        call("self_lanes", to, None)
+        return to.view(6, 32)
+
+    found = compiler.load(SELF).results(run).tolist()
+    assert found[0] == [10 * (lane // 2) for lane in range(32)]
+    assert found[1] == [lane - 3 if lane >= 3 else lane for lane in range(32)]
+    assert found[2] == [lane + 5 if lane % 8 < 3 else lane for lane in range(32)]
+    assert [bits & 0xFFFFFFFF for bits in found[3]] == [sum(1 << lane for lane in range(0, 32, 3))] * 32
+    assert found[4] == [lane ^ 1 for lane in range(16)] + [1] * 16
+    assert found[5] == [7] * 32
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_of_16_bits(compiler, dtype, transposed):
+    product_16(compiler.load(SELF), dtype, transposed)
+
+
+def test_products_in_tf32(compiler):
+    a, b = randn(16, 8), randn(8, 8, seed=1)
+
+    def run(call):
+        c = poison(16, 8, dtype=torch.float32)
+        call("self_product_tf32", a, b, c, None)
+        return c
+
+    found = compiler.load(SELF).results(run)
+    torch.testing.assert_close(found, a @ b, rtol=0, atol=2e-2)
+    assert not torch.allclose(found, a @ b, rtol=0, atol=1e-6)  # it is tf32
+
+
+def test_blocks_wait_for_each_other(compiler):
+    def run(call):
+        values, counter = torch.zeros(9, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+        call("self_around", values, counter, 9, None)
+        return values
+
+    assert compiler.load(SELF).results(run).tolist() == [110] * 9
+
+
+def test_conversions(compiler):
+    special = torch.tensor([0, 1e-8, 6e-5, 65519.9, 65520, 1e30, torch.inf, torch.nan, 1 + 2**-8, 1 + 2**-11, 3e-39])
+    values = torch.cat([special, randn(100)])
+
+    def run(call):
+        to = poison(4 * len(values), dtype=torch.int32)
+        call("self_convert", values, to, len(values), None)
+        return to
+
+    found = compiler.load(SELF).results(run).view(-1, 4)
+    for column, dtype in ((0, torch.float16), (1, torch.bfloat16)):
+        pairs = found[:, column].contiguous().view(dtype).view(-1, 2)
+        torch.testing.assert_close(pairs, torch.stack([values, -values], 1).to(dtype), rtol=0, atol=0, equal_nan=True)
+    tf32 = found[:, 2].contiguous().view(torch.float32)
+    torch.testing.assert_close(tf32, values, rtol=2**-11, atol=1e-41, equal_nan=True)
+    back = found[:, 3].contiguous().view(torch.float32)
+    torch.testing.assert_close(back, values.half().float() + values.bfloat16().float(), rtol=0, atol=0, equal_nan=True)
+
+
+# ---- planted faults ----
+
+
+def test_a_missing_barrier_is_found(compiler):
+    faulty = compiler.mutant(SELF, "  __syncthreads();  // before the sums are read\n", "")
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(sum_blocks(faulty, torch.ones(512)), torch.full((2,), 256.0))
+
+
+def test_a_missing_wait_is_found(compiler):
+    faulty = compiler.mutant(SELF, "  copy_async_wait<0>();\n", "")
+    with pytest.raises(AssertionError):
+        product_16(faulty, torch.bfloat16, False)
+
+
+def test_a_barrier_that_not_all_threads_reach_is_found(compiler):
+    faulty = compiler.mutant(SELF, "  __syncthreads();  // before", "  if (index < count) __syncthreads();  // before")
+    sum_blocks(faulty, torch.ones(512))  # all reach it
+    with pytest.raises(EmulationError, match="a barrier that not all threads reach: of 256 threads 255 wait"):
+        sum_blocks(faulty, torch.ones(511))
+
+
+def test_a_shuffle_that_not_all_lanes_reach_is_found(compiler):
+    faulty = compiler.mutant(SELF, "  for (int offset = 16;", "  if (threadIdx.x != 3) for (int offset = 16;")
+    with pytest.raises(EmulationError, match=r"31 in their warp \(__shfl_xor_sync\)"):
+        sum_blocks(faulty, torch.ones(256))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("const int row = lane / 4, column = 2 * (lane % 4);", "const int row = lane % 8, column = 2 * (lane / 8);"),
+        ("{columns[0], columns[1]}", "{columns[1], columns[0]}"),
+        ("of_a + lane % 16 * 16 + lane / 16 * 8", "of_a + lane / 2 * 16 + lane % 2 * 8"),
+    ],
+)
+def test_a_wrong_fragment_index_is_found(compiler, old, new):
+    with pytest.raises(AssertionError):
+        product_16(compiler.mutant(SELF, old, new), torch.bfloat16, False)
+
+
+# ---- the tests of all kernels under AddressSanitizer, in a process that starts with it ----
+
+
+@pytest.mark.skipif(not SANITIZED, reason="for the process that test_all_kernels_stay_inside_their_memory starts")
+def test_an_off_by_one_is_found(compiler):
+    faulty = compiler.mutant(SELF, "index < count ?", "index <= count ?")
+    with pytest.raises(EmulationError, match="heap-buffer-overflow"):
+        sum_blocks(faulty, torch.ones(511))
+    with pytest.raises(EmulationError, match="heap-buffer-overflow"):  # shared memory
+        sum_blocks(compiler.mutant(SELF, "of_warps[warp];", "of_warps[warp + 1];"), torch.ones(512))
+
+
+@pytest.mark.skipif(SANITIZED or shutil.which("g++") is None, reason="needs g++, in the first process")
+def test_all_kernels_stay_inside_their_memory():
+    # libstdc++ as well, for AddressSanitizer looks its functions up when it starts.
+    ask = [["g++", f"-print-file-name={name}"] for name in ("libasan.so", "libstdc++.so.6")]
+    runtimes = [subprocess.run(command, capture_output=True, text=True).stdout.strip() for command in ask]
+    if not all(os.path.isabs(runtime) for runtime in runtimes):
+        pytest.skip("g++ has no AddressSanitizer here")
+    environment = os.environ | {
+        "FEDKERNELS_SANITIZED": "1",
+        "LD_PRELOAD": " ".join(runtimes),
+        "ASAN_OPTIONS": "detect_leaks=0:verify_asan_link_order=0:halt_on_error=0",
+        "OMP_NUM_THREADS": "1",
+    }
+    chosen = ["tests/cuda_on_cpu", "-k", "off_by_one or not is_found"]  # the other faults were found already
+    command = [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", *chosen]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert "passed" in done.stdout

@@ -1,0 +1,86 @@
+"""Where there is an nvcc: csrc/cuda compiles for every architecture, without a warning and without spills."""
+
+import re
+import runpy
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from tests.cuda_on_cpu.emulation import ROOT, SANITIZED
+
+SOURCES = sorted(path.name for path in (ROOT / "csrc/cuda").glob("*.cu"))
+
+
+def spills(report):
+    """-> functions that keep registers in memory, and how many functions there are, from what ptxas -v prints."""
+    found, function, count = [], "", 0
+    for line in report.splitlines():
+        if match := re.search(r"Function properties for (\S+)", line):
+            function, count = match[1], count + 1
+        elif (match := re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", line)) and match.group(1, 2) != (
+            "0",
+            "0",
+        ):
+            found.append(f"{function}: {line.strip()}")
+    return found, count
+
+
+@pytest.fixture(scope="module")
+def build():
+    """setup.py's names."""
+    with mock.patch("setuptools.setup"), mock.patch.object(sys, "path", list(sys.path)):
+        return runpy.run_path(str(ROOT / "setup.py"))
+
+
+@pytest.fixture(scope="module")
+def reports(build, tmp_path_factory):
+    nvcc = build["nvcc_path"]()
+    if nvcc is None:
+        pytest.skip("no nvcc")
+    if SANITIZED:
+        pytest.skip("once is enough")
+    folder = tmp_path_factory.mktemp("nvcc")
+
+    def compile_one(source: str) -> subprocess.CompletedProcess[str]:
+        flags = [*build["NVCC_FLAGS"], *build["architecture_flags"](build["ARCHITECTURES"].split()), "-Xptxas", "-v"]
+        command = [nvcc, *flags, "-c", ROOT / "csrc/cuda" / source, "-o", folder / f"{source}.o"]
+        return subprocess.run([str(part) for part in command], cwd=ROOT, capture_output=True, text=True)
+
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(SOURCES, pool.map(compile_one, SOURCES), strict=True))
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_compiles_for_all_architectures_without_spills(reports, source):
+    done = reports[source]
+    assert done.returncode == 0, done.stdout + done.stderr
+    found, count = spills(done.stderr)
+    assert not found
+    assert count >= 4  # at least one kernel for each architecture was looked at
+
+
+def test_a_spill_is_found():
+    report = """ptxas info    : Function properties for kernel
+    8 bytes stack frame, 16 bytes spill stores, 0 bytes spill loads
+ptxas info    : Function properties for other
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads"""
+    assert spills(report) == (["kernel: 8 bytes stack frame, 16 bytes spill stores, 0 bytes spill loads"], 2)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_no_torch_header(source):
+    """Also none by way of another header."""
+    seen, queue = set(), [Path("csrc/cuda") / source]
+    while queue:
+        path = queue.pop()
+        if path in seen or not (ROOT / path).exists():
+            continue
+        seen.add(path)
+        text = (ROOT / path).read_text(encoding="utf-8")
+        assert not re.search(r'#include [<"](torch|ATen|c10)/', text), path
+        queue += [Path("csrc") / name for name in re.findall(r'#include "(.+)"', text)]
+    assert len(seen) > 2
