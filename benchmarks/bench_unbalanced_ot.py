@@ -1,0 +1,129 @@
+"""Unbalanced optimal transport: B representations to B uniform samples of the sphere, value and gradient in the cost.
+
+Cost 1 - cos in d = 512, a = b = 1, tau = 0.8. Ours is solved to a certified relative gap of 1e-4. The value is the
+objective at the plan found; its error is the excess over the optimum (solved to a gap of 1e-9, in float64), which
+says how far each peer has come. The gradient is the plan, by the envelope theorem; POT's plan serves in the same way.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.case import Bar, Case, Floor, Implementation, Inputs, Outputs, value_and_gradients
+from fedkernels import unbalanced_ot, unbalanced_ot_plan
+
+TAU = 0.8
+MM = "POT mm_unbalanced, numpy float64"
+MM_FLUSHED = "POT mm_unbalanced, numpy float32"
+MM_BACKWARD = "POT mm_unbalanced, torch float64, backward through it"
+ITERATIONS = 1000  # POT's default; reaches an error of 3e-5 to 4e-5 at these sizes
+
+
+def cases(quick: bool) -> tuple[Case, ...]:
+    return tuple(_case(rows, 64 if quick else 512) for rows in ((24,) if quick else (128, 256, 512)))
+
+
+def _case(rows: int, width: int) -> Case:
+    peers = [
+        Implementation(MM, _mm, package="POT", note=f"div='l2', {ITERATIONS} iterations"),
+        Implementation(MM_FLUSHED, _mm_flushed, package="POT", note="the same, denormal numbers flushed to 0"),
+        Implementation(MM_BACKWARD, _mm_backward, package="POT", note="the same, in torch with autograd"),
+    ]
+    if rows <= 128:  # takes several seconds at larger sizes
+        note = "reg=0, 300 iterations of scipy's L-BFGS-B"
+        peers.append(Implementation("POT lbfgsb_unbalanced, numpy float64", _lbfgsb, package="POT", note=note))
+    return Case(
+        size=f"B = {rows}, d = {width}, to a gap of 1e-4",
+        inputs=partial(_inputs, rows, width),
+        tiny=partial(_inputs, 16, 32),
+        implementations=(Implementation("fedkernels.unbalanced_ot", _ours), *peers),
+        truth=_optimum,
+        floor=Floor("one in-place add of two B x B float64 matrices per iteration that ours takes", _floor),
+        bars=(Bar(faster_than=(MM, MM_FLUSHED), times=30.0), Bar(faster_than=(MM_BACKWARD,), times=100.0)),
+    )
+
+
+def _inputs(rows: int, width: int) -> Inputs:
+    generator = torch.Generator().manual_seed(0)
+    z, samples = (F.normalize(torch.randn(rows, width, generator=generator), dim=1) for _ in range(2))
+    return {"cost": (1 - z @ samples.T).requires_grad_()}
+
+
+def _ours(inputs: Inputs) -> Outputs:
+    return value_and_gradients(unbalanced_ot(inputs["cost"], 1.0, 1.0, TAU, TAU), inputs)
+
+
+def _optimum(inputs: Inputs) -> Outputs:
+    cost = inputs["cost"].detach().double().requires_grad_()
+    value = unbalanced_ot(cost, 1.0, 1.0, TAU, TAU, tol=1e-9, max_iterations=10_000_000)
+    return value_and_gradients(value, {"cost": cost})
+
+
+def _objective(cost: Any, plan: Any) -> Any:
+    """For torch's and numpy's arrays alike."""
+    penalties = ((plan.sum(1) - 1) ** 2).sum() + ((plan.sum(0) - 1) ** 2).sum()
+    return (cost * plan).sum() + TAU / 2 * penalties
+
+
+def _from_numpy(cost: Any, plan: Any) -> Outputs:
+    value = _objective(cost.astype("float64"), plan.astype("float64"))
+    return {"value": torch.tensor(float(value), dtype=torch.float64), "gradient in cost": torch.from_numpy(plan)}
+
+
+def _solve_mm(inputs: Inputs, dtype: str) -> Outputs:
+    cost = inputs["cost"].detach().numpy().astype(dtype)
+    ones = torch.ones(len(cost), dtype=getattr(torch, dtype)).numpy()
+    plan = importlib.import_module("ot").unbalanced.mm_unbalanced(
+        ones, ones, cost, TAU, div="l2", numItermax=ITERATIONS
+    )
+    return _from_numpy(cost, plan)
+
+
+def _mm(inputs: Inputs) -> Outputs:
+    return _solve_mm(inputs, "float64")
+
+
+def _mm_flushed(inputs: Inputs) -> Outputs:
+    # The entries that leave the plan shrink towards 0 and spend most of the time as denormal numbers.
+    torch.set_flush_denormal(True)
+    try:
+        return _solve_mm(inputs, "float32")
+    finally:
+        torch.set_flush_denormal(False)
+
+
+def _mm_backward(inputs: Inputs) -> Outputs:
+    cost = inputs["cost"].double()
+    ones = torch.ones(len(cost), dtype=torch.float64)
+    plan = importlib.import_module("ot").unbalanced.mm_unbalanced(
+        ones, ones, cost, TAU, div="l2", numItermax=ITERATIONS
+    )
+    return value_and_gradients(_objective(cost, plan), inputs)
+
+
+def _lbfgsb(inputs: Inputs) -> Outputs:
+    cost = inputs["cost"].detach().double().numpy()
+    ones = torch.ones(len(cost), dtype=torch.float64).numpy()
+    plan = importlib.import_module("ot").unbalanced.lbfgsb_unbalanced(
+        ones, ones, cost, reg=0, reg_m=TAU, reg_div="l2", regm_div="l2", numItermax=300, stopThr=1e-12
+    )
+    return _from_numpy(cost, plan)
+
+
+def _floor(inputs: Inputs) -> Callable[[], None]:
+    cost: Tensor = inputs["cost"].detach()
+    _, info = unbalanced_ot_plan(cost, 1.0, 1.0, TAU, TAU)
+    plan, other = torch.zeros(cost.shape, dtype=torch.float64), cost.double()
+
+    def passes() -> None:
+        for _ in range(int(info.iterations)):
+            plan.add_(other)
+
+    return passes

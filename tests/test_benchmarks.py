@@ -1,0 +1,230 @@
+"""``python -m benchmarks``: what it writes, what it leaves alone, and what becomes of a peer that cannot run."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("benchmarks", reason="the benchmarks are not part of the sdist")
+
+from benchmarks import __main__ as command
+from benchmarks import case, measure, write
+from benchmarks.case import Bar, Case, Implementation
+
+README = write.README
+
+
+def row(name: str, times: list[float], **more: Any) -> dict[str, Any]:
+    return {"implementation": name, "note": "", "same_result": True, "status": "ok", "times": times, **more}
+
+
+def finished(size: str = "B = 4") -> dict[str, Any]:
+    rows = [
+        row("ours", [0.002, 0.001, 0.003], growth=3 * 2**20, outputs=2**20, extra=2 * 2**20, errors={"value": 1e-7}),
+        row("slow", [0.008, 0.006, 0.007]),
+        row("fast", [0.004, 0.004, 0.004]),
+        {"implementation": "absent", "note": "", "same_result": True, "status": "not installed"},
+    ]
+    bars = (
+        Bar(faster_than=("slow", "fast"), times=2.0),
+        Bar(faster_than=("slow",), times=4.0),
+        Bar(faster_than=("absent",), times=1.0),
+        Bar(floor=1.5),
+        Bar(extra_mib=1.0),
+        Bar(error=1e-6),
+    )
+    return measure.finish(size, rows, {"definition": "a product", "times": [0.001, 0.001, 0.001]}, bars)
+
+
+@pytest.fixture
+def canned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """main() without measuring, on a README of its own."""
+    monkeypatch.setattr(command, "measure_case", lambda operator, index, **_: finished(f"{operator} {index}"))
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{write.START}\nold\n{write.END}\nafter\n", encoding="utf-8")
+    monkeypatch.setattr(write, "README", readme)
+    return readme
+
+
+def test_quick_run_writes_results_and_leaves_the_readme_alone(tmp_path: Path) -> None:
+    before = README.read_bytes()
+    arguments = [sys.executable, "-m", "benchmarks", "apply_deltas", "--quick", "--repeats", "2", "--threads", "1"]
+    done = subprocess.run([*arguments, "--output", tmp_path], cwd=measure.ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert README.read_bytes() == before
+
+    entry = json.loads((tmp_path / "results.json").read_text())["apply_deltas"]
+    assert entry["environment"]["threads"] == 1
+    assert entry["environment"]["torch"] == torch.__version__
+    (measured,) = entry["cases"]
+    assert [len(one["times"]) for one in measured["rows"]] == [2, 2, 2]
+    assert len(measured["floor"]["times"]) == 2
+    ours, loop, _ = measured["rows"]
+    assert ours["errors"]["value"] < 1e-6
+    assert loop["ratio"] == pytest.approx(loop["median"] / ours["median"])
+    if sys.platform == "linux":
+        assert ours["outputs"] == 0  # written in place
+        assert ours["extra"] == ours["growth"]
+    text = (tmp_path / "results.md").read_text()
+    assert "**fedkernels.apply_deltas**" in text
+    assert "K = 10, P = 0.000314 M in 4 tensors" in text
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_medians_ratios_and_bars() -> None:
+    measured = finished()
+    ours, slow, fast, absent = measured["rows"]
+    assert (ours["median"], ours["interquartile_range"]) == pytest.approx((0.002, 0.001))
+    assert (slow["ratio"], fast["ratio"], measured["floor"]["ratio"]) == pytest.approx((3.5, 2.0, 2.0))
+    assert "ratio" not in absent
+    assert [bar["outcome"] for bar in measured["bars"]] == ["met", "missed", "not measured", "missed", "missed", "met"]
+    assert measured["bars"][0]["bar"] == ">= 2 x fast"
+    assert measured["bars"][2]["measured"] == "not installed"
+
+
+def test_a_run_of_some_operators_keeps_the_others(canned: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "results"
+    assert command.main(["delta_gram", "apply_deltas", "--output", str(folder)]) == 0
+    first = json.loads((folder / "results.json").read_text())
+    assert command.main(["apply_deltas", "--threads", "5", "--output", str(folder)]) == 0
+    second = json.loads((folder / "results.json").read_text())
+    assert second["delta_gram"] == first["delta_gram"]
+    assert second["apply_deltas"]["environment"]["threads"] == 5
+    assert "## delta_gram" in (folder / "results.md").read_text()
+
+
+def test_the_readme_gets_the_short_table_between_its_marks(canned: Path, tmp_path: Path) -> None:
+    assert command.main(["delta_gram", "--output", str(tmp_path / "results")]) == 0
+    text = canned.read_text()
+    assert text.startswith(f"before\n{write.START}\n|")
+    assert text.endswith(f"{write.END}\nafter\n")
+    assert "old" not in text
+    assert "| `delta_gram` | delta_gram 0 | 2.00 | fast 4.00 | 2.00 | 2.00 | 2.0 | - |" in text
+
+
+@pytest.mark.parametrize("option", ["--no-readme", "--quick"])
+def test_the_readme_stays(canned: Path, tmp_path: Path, option: str) -> None:
+    before = canned.read_text()
+    assert command.main(["delta_gram", option, "--output", str(tmp_path / "results")]) == 0
+    assert canned.read_text() == before
+
+
+def test_the_repository_readme_has_the_marks() -> None:
+    text = README.read_text(encoding="utf-8")
+    assert text.count(write.START) == text.count(write.END) == 1
+    assert text.index(write.START) < text.index(write.END)
+
+
+def test_an_interrupted_run_keeps_what_is_there(
+    canned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "results"
+    assert command.main(["delta_gram", "--output", str(folder)]) == 0
+    before = [path.read_bytes() for path in (folder / "results.json", folder / "results.md", canned)]
+
+    def interrupt(*_: Any, **__: Any) -> dict[str, Any]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "measure_case", interrupt)
+    assert command.main(["delta_gram", "--output", str(folder)]) == 130
+    assert "delta_gram was not written" in capsys.readouterr().err
+    assert [path.read_bytes() for path in (folder / "results.json", folder / "results.md", canned)] == before
+
+
+def test_an_unknown_operator_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.main(["linear_ckaa"])
+    assert "operator must be one of info_nce, " in capsys.readouterr().err
+
+
+def test_every_operator_has_its_file_and_ours_comes_first() -> None:
+    files = {path.stem.removeprefix("bench_") for path in (measure.ROOT / "benchmarks").glob("bench_*.py")}
+    assert files == set(command.OPERATORS)
+    for operator in command.OPERATORS:
+        for quick in (True, False):
+            for one in measure.load_cases(operator, quick):
+                names = [implementation.name for implementation in one.implementations]
+                assert names[0].startswith(f"fedkernels.{operator}")
+                assert len(set(names)) == len(names)
+                for bar in one.bars:
+                    assert set(bar.faster_than) <= set(names)
+
+
+def test_a_peer_that_is_not_installed_is_a_row_that_says_so() -> None:
+    absent = Implementation("absent", lambda inputs: {}, package="no-such-distribution")
+    request = {"operator": "delta_gram", "index": 0, "threads": 1, "repeats": 1, "quick": True}
+    empty = Case(size="", inputs=dict, tiny=dict, implementations=(absent,))
+    assert measure._memory_row(empty, absent, request)["status"] == "not installed"
+
+
+def test_a_process_that_fails_or_lasts_too_long_is_reported() -> None:
+    request = {"operator": "delta_gram", "index": 99, "threads": 1, "repeats": 1, "quick": True, "task": "memory"}
+    assert measure._child({**request, "names": []}, 60.0)["status"] == "failed: IndexError: tuple index out of range"
+    assert measure._child({**request, "names": []}, 0.01)["status"].startswith("not ready after")
+
+
+def test_running_out_of_memory_is_told_from_other_failures() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**55)
+    assert measure._problem(caught.value) == "out of memory"
+    assert measure._problem(MemoryError()) == "out of memory"
+    assert measure._problem(RuntimeError("shapes do not fit\nmore")) == "failed: shapes do not fit"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
+def test_the_peak_holds_what_was_freed_again() -> None:
+    def run() -> case.Outputs:
+        torch.ones(32 * 2**18).sum()  # 32 MiB, gone at the end
+        return {"value": torch.ones(8 * 2**18)}
+
+    _, growth = measure._peak_growth(run)
+    assert growth is not None
+    assert growth / 2**20 == pytest.approx(32, abs=4)
+
+
+def test_errors_are_relative_to_the_largest_entry() -> None:
+    truth = {"value": torch.tensor([2.0, -4.0]), "gradient in x": torch.ones(2), "gradient in y": torch.ones(2)}
+    outputs = {name: tensor.clone() for name, tensor in truth.items()} | {"unbiased estimate": torch.ones(1)}
+    outputs["value"][0] += 1
+    outputs["gradient in x"][1] = math.nan
+    errors = case.largest_errors(outputs, truth, {})
+    assert errors["value"] == 0.25
+    assert math.isnan(errors["gradient"])
+
+
+def test_inputs_in_float64_are_new_leaves_that_ask_for_the_same_gradients() -> None:
+    inputs = {"x": torch.ones(2, requires_grad=True), "y": torch.ones(2), "target": torch.arange(2), "n": 3}
+    wide = case.in_float64(inputs)
+    assert wide["x"].dtype == wide["y"].dtype == torch.float64
+    assert wide["target"].dtype == torch.int64
+    assert wide["n"] == 3
+    assert wide["x"].is_leaf
+    assert (wide["x"].requires_grad, wide["y"].requires_grad) == (True, False)
+
+
+@pytest.mark.parametrize("operator", ["info_nce", "linear_cka", "client_weights", "apply_deltas", "unbalanced_ot"])
+def test_the_implementations_agree_with_the_truth(operator: str) -> None:
+    """What needs no further package, at the quick sizes: each computes what its row says."""
+    for one in measure.load_cases(operator, True):
+        if not one.timed or one.truth is None:
+            continue
+        inputs = one.inputs()
+        for implementation in one.implementations:
+            if implementation.package:
+                continue
+            if one.reset is not None:
+                one.reset(inputs)
+            outputs = {name: tensor.clone() for name, tensor in implementation.call(inputs).items()}
+            if one.reset is not None:
+                one.reset(inputs)
+            errors = (one.errors or case.largest_errors)(outputs, one.truth(inputs), inputs)
+            assert errors["value"] < (1e-4 if operator == "unbalanced_ot" else 1e-5), implementation.name
+            if "gradient" in errors and operator != "unbalanced_ot":
+                assert errors["gradient"] < 1e-4, implementation.name
