@@ -18,13 +18,14 @@ have = $(call version_of,$(VENV)/bin/python)
 want = $(call version_of,$(PYTHON))
 chosen = $(filter-out file,$(origin PYTHON))
 
-.PHONY: help demo test lint clean check-python
+.PHONY: help demo test lint sanitize clean check-python
 
 help:
-	@echo 'make demo    run the comparison on the digits data and draw its picture (minutes)'
-	@echo 'make test    lint, type checks and the tests'
-	@echo 'make lint    ruff and mypy only'
-	@echo 'make clean   remove .venv, caches and build outputs; what you ran (runs/) stays'
+	@echo 'make demo      run the comparison on the digits data and draw its picture (minutes)'
+	@echo 'make test      lint, type checks and the tests'
+	@echo 'make lint      ruff and mypy only'
+	@echo 'make sanitize  the CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer (half an hour)'
+	@echo 'make clean     remove .venv, caches and build outputs; what you ran (runs/) stays'
 	@echo
 	@echo 'PYTHON=python3.12  the Python that makes the environment, 3.10 to 3.13 (default: python3)'
 	@echo 'VENV=DIR           where the environment lives (default: .venv)'
@@ -40,6 +41,9 @@ lint: $(installed)
 	$(python) -m ruff check .
 	$(python) -m ruff format --check .
 	$(python) -m mypy
+
+sanitize: $(installed)
+	$(python) csrc/sanitize.py
 
 # Fixed names only: an environment elsewhere (VENV=...) is its owner's to remove.
 clean:
