@@ -117,11 +117,14 @@ def evaluate(
 def report(
     runs: Annotated[list[Path], typer.Argument(help="one or more runs' folders")],
     output: Annotated[Path | None, typer.Option(help="the page; RUN/report.html, or report.html for several")] = None,
+    collapse: Annotated[
+        bool, typer.Option(help="also look whether representations have collapsed; needs the run's data, some seconds")
+    ] = True,
 ) -> None:
-    """Write a page with curves, tables, the partition chart and the spectrum of the representations."""
+    """Write a page with curves, tables, the partition chart and pictures of the representations."""
     from .report import write_report
 
-    _print(f"written: {write_report(runs, output)}")
+    _print(f"written: {write_report(runs, output, collapse)}")
 
 
 @app.command()

@@ -95,14 +95,18 @@ def build_federation(recipe: Recipe) -> Federation:
     clients = recipe.partition.clients
     if recipe.clients_per_round is not None and recipe.clients_per_round > clients:
         raise UserError(f"clients_per_round is {recipe.clients_per_round}, partition.clients only {clients}")
+    answers = recipe.clients_per_round or clients
+    if recipe.guard.minimum_answers > answers:
+        raise UserError(f"guard.minimum_answers is {recipe.guard.minimum_answers}, but only {answers} clients answer")
     for aggregator in recipe.aggregators:
         aggregator.check(clients)
     names = [a.name for a in recipe.aggregators]
-    for regularizer in recipe.regularizers:
-        if regularizer.needs_aggregator and regularizer.needs_aggregator not in names:
+    needed = {r.name: r.needs_aggregator for r in recipe.regularizers}
+    needed[recipe.objective.name] = recipe.objective.needs_aggregator
+    for reader, aggregator_name in needed.items():
+        if aggregator_name and aggregator_name not in names:
             raise UserError(
-                f"{regularizer.name} reads what {regularizer.needs_aggregator} sends: "
-                f"add {{name: {regularizer.needs_aggregator}}} to aggregators"
+                f"{reader} reads what {aggregator_name} sends: add {{name: {aggregator_name}}} to aggregators"
             )
     exchanges = any(a.exchanges_weights for a in recipe.aggregators)
     if exchanges and len(set(recipe.architectures[:clients])) > 1:
@@ -134,7 +138,9 @@ def build_federation(recipe: Recipe) -> Federation:
             )
     for name in dict.fromkeys(recipe.architectures):  # an unknown one is refused before any training
         with seeded(recipe.seed, "model", "check"):
-            _build_model(recipe, dataset, name)
+            model = _build_model(recipe, dataset, name)
+        for part in (*recipe.regularizers, *recipe.aggregators, recipe.local_update):
+            part.check_model(model)
 
     def global_model() -> Model:
         with seeded(recipe.seed, "model", "server"):
@@ -151,6 +157,8 @@ def build_federation(recipe: Recipe) -> Federation:
         rounds=recipe.rounds,
         seed=recipe.seed,
         global_model=global_model() if exchanges else None,
+        public_images=dataset.public_images,
+        guard=recipe.guard,
     )
     return Federation(recipe, dataset, rows, method, device)
 

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+#: what a client's or the server's step logs: `metric/loss` in a reply, `metric/eua_weight/3` in the server's state
+METRIC = "metric/"
+
 
 @dataclass
 class Message:

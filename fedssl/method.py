@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .aggregators.base import Aggregator
+import torch
+from torch import Tensor
+
+from .aggregators.base import Aggregator, Shape
 from .client import Client, LocalRound
 from .data.augmentation import AugmentationOptions
+from .guard import REFUSED, GuardOptions, refusals, require_answers
 from .local_updates.base import LocalUpdate
-from .messages import Message, merge
+from .messages import METRIC, Message, merge
 from .models.model import Model
 from .objectives.base import Objective
 from .randomness import seeded
 from .regularizers.base import Regularizer
 from .schedules.base import Schedule
 from .training import TrainingOptions, train_locally
-
-METRIC = "metric/"
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,8 @@ class Method:
         objective, regularizers, schedule, aggregators, local_update: the parts.
         training, augmentation, rounds, seed: how long and with which numbers the clients train.
         global_model: the first global model, where weights are exchanged.
+        guard: which answers are refused, and how many a round needs.
+        public_images: uint8 [L, C, H, W]; for aggregators that train on them before the first round.
     """
 
     objective: Objective
@@ -40,39 +45,93 @@ class Method:
     rounds: int
     seed: int
     global_model: Model | None
+    guard: GuardOptions
+    public_images: Tensor | None = None
 
     # The server's side
 
     def initial_state(self) -> Message:
         """The server's state before any round."""
-        return merge(a.initial_state(self.global_model) for a in self.aggregators).copy()
+        states = [a.initial_state(self.global_model) for a in self.aggregators]
+        with seeded(self.seed, "server", "public images"):
+            trained = [
+                a.train_on_public_images(self._server_round(), self.training) for a in self.aggregators if a.trains
+            ]
+        return merge([*states, *trained]).copy()
+
+    def _server_round(self) -> LocalRound:
+        """The server as if it were a client, numbered -1, that holds the public images and the first global model."""
+        assert self.global_model is not None
+        assert self.public_images is not None
+        no_labels = torch.zeros(len(self.public_images), dtype=torch.int64)
+        model = copy.deepcopy(self.global_model)
+        return self._local_round(Client(-1, self.public_images, no_labels, None, model), Message(), 0)
 
     @property
     def opening_round(self) -> bool:
         """Whether the server asks every client once before the first round (`open_client`)."""
         return any(a.opening_round for a in self.aggregators)
 
+    def broadcast_opening(self, server: Message, clients: list[int]) -> dict[int, Message]:
+        """What each of the clients receives in the opening round; mostly nothing."""
+        sent = [a.open(server, clients, self._travelling(0)) for a in self.aggregators if a.opening_round]
+        return {k: merge(messages[k] for messages in sent) for k in clients}
+
     def broadcast(self, server: Message, clients: list[int], round_number: int) -> dict[int, Message]:
         """What each of the clients receives in a round."""
-        travelling = self.schedule.travelling(self.global_model, round_number) if self.global_model else []
+        travelling = self._travelling(round_number)
         sent = [a.broadcast(server, clients, travelling) for a in self.aggregators]
         return {k: merge(messages[k] for messages in sent) for k in clients}
 
-    def aggregate(self, server: Message, replies: dict[int, Message]) -> Message:
-        """The server's next state from the replies by client."""
-        state = Message(dict(server.tensors), dict(server.numbers), dict(server.config))
-        for aggregator in self.aggregators:
-            changed = aggregator.aggregate(server, replies)
+    def aggregate(self, server: Message, replies: dict[int, Message], round_number: int) -> Message:
+        """The server's next state from the replies by client; 0 is the opening round.
+
+        Broken replies are left out (guard.py). The state tells of the round: its numbers `metric/NAME/WHO` are what the
+        aggregators log, its config's `refused/CLIENT` why a reply was left out.
+
+        Raises:
+            UserError: too few replies are left.
+        """
+        working = [a for a in self.aggregators if round_number or a.opening_round]
+        refused = self._refusals(server, replies, working, round_number)
+        require_answers(refused, len(replies), round_number, self.guard)
+        accepted = {k: reply for k, reply in replies.items() if k not in refused}
+        state = Message(
+            dict(server.tensors),
+            {name: number for name, number in server.numbers.items() if not name.startswith(METRIC)},
+            {name: value for name, value in server.config.items() if not name.startswith(REFUSED)},
+        )
+        for aggregator in working:
+            changed = aggregator.aggregate(server, accepted)
             state.tensors.update(changed.tensors)
             state.numbers.update(changed.numbers)
             state.config.update(changed.config)
+        state.config.update({f"{REFUSED}{k}": reason for k, reason in refused.items()})
         return state
+
+    def _refusals(
+        self, server: Message, replies: dict[int, Message], working: list[Aggregator], round_number: int
+    ) -> dict[int, str]:
+        travelling = self._travelling(round_number)
+        expected: dict[int, dict[str, Shape]] = {}
+        complete = True
+        for k in replies:
+            parts = [a.expected(server, k, travelling) for a in working]
+            expected[k] = {name: shape for part in parts if part is not None for name, shape in part.items()}
+            complete = complete and None not in parts
+        return refusals(server, replies, expected, complete, self.guard.largest_value)
+
+    def _travelling(self, round_number: int) -> list[str]:
+        return self.schedule.travelling(self.global_model, round_number) if self.global_model else []
 
     # A client's side
 
-    def open_client(self, client: Client) -> Message:
-        """A client's answer in the opening round: nothing is received and nothing is trained."""
-        local = self._local_round(client, Message(), 0)
+    def open_client(self, client: Client, received: Message | None = None) -> Message:
+        """A client's answer in the opening round: nothing is trained. Changes its model to what it received, if any."""
+        local = self._local_round(client, received or Message(), 0)
+        if local.received.tensors:
+            self.local_update.receive(local)
+            client.model.reset_target()
         opening = [a for a in self.aggregators if a.opening_round]
         return self._reply(local, opening)
 
@@ -81,12 +140,14 @@ class Method:
         local = self._local_round(client, received, round_number)
         with seeded(self.seed, "client", client.index, "round", round_number):
             first = "rounds_taken" not in client.memory.numbers
-            self.local_update.receive(local)
+            after_training = self.local_update.receive(local)
             if first:
                 client.model.reset_target()
             client.memory.numbers["rounds_taken"] = client.memory.numbers.get("rounds_taken", 0) + 1
             self.schedule.prepare(client.model, round_number)
             train_locally(local, self.training, self.regularizers, self.rounds)
+            if after_training:
+                after_training()
             return self._reply(local, self.aggregators)
 
     def _local_round(self, client: Client, received: Message, round_number: int) -> LocalRound:

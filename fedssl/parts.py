@@ -14,18 +14,24 @@ import pkgutil
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
 from .errors import UserError
 from .options import Options
 
+if TYPE_CHECKING:
+    from .models.model import Model
+
 
 class Part(Options):
     """Base of all parts: typed options (pydantic, frozen, unknown keys refused) and the methods that use them."""
 
     name: str = Field("", description="the part's file name, or the path or module of a part of your own")
+
+    def check_model(self, model: Model) -> None:
+        """Refuse a model that lacks what the part works on (UserError). Called before anything runs."""
 
 
 def part_names(folder: str) -> list[str]:

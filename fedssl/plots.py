@@ -22,17 +22,22 @@ from numpy.typing import NDArray
 METRIC_TITLES = {
     "knn": "kNN accuracy (%)",
     "linear": "linear accuracy (%)",
+    "semi_supervised_0.01": "fine-tuned on 1 % (%)",
+    "semi_supervised_0.1": "fine-tuned on 10 % (%)",
     "effective_rank": "effective rank",
     "loss": "objective's loss",
     "total_loss": "loss with regularisers",
     "cka": "CKA with the target kernel",
 }
-_DECIMALS = {"knn": 1, "linear": 1, "effective_rank": 1}
+#: accuracies in percent
+ACCURACIES = ("knn", "linear", "semi_supervised_0.01", "semi_supervised_0.1")
+_DECIMALS = dict.fromkeys((*ACCURACIES, "effective_rank"), 1)
 _PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31")
 _LINE_STYLES = ("-", "--", ":", "-.")
-_TEXT, _MUTED, _GRID = "#222222", "#666666", "#E3E3E3"
+TEXT, MUTED, GRID = "#222222", "#666666", "#E3E3E3"
 #: how a table's rows are drawn: colour, hatch, and what the legend calls them
 _ROLES = {
+    "row": ("#0072B2", "", ""),
     "method": ("#0072B2", "", "the method"),
     "baseline": ("#E69F00", "", "baseline"),
     "control": ("#F5D9A6", "////", "control: nothing is learned from peers"),
@@ -136,11 +141,11 @@ def draw_curves(
         )
         if len(runs) > 1:
             axes.fill_between(rounds, values.min(0), values.max(0), color=style.colour, alpha=0.15, lw=0)
-    _tidy(axes)
+    tidy(axes)
     axes.set_xlabel("round", fontsize=11)
     axes.set_ylabel(metric_title(metric), fontsize=11)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    _legend(figure, axes, len(styles))
+    name_lines(figure, axes, len(styles))
     return figure
 
 
@@ -155,7 +160,7 @@ def draw_bars(panels: Mapping[str, Sequence[Bar]]) -> Figure:
     grid = figure.subplots(1, len(panels), squeeze=False)[0]
     for i, (axes, (metric, bars)) in enumerate(zip(grid, panels.items(), strict=True)):
         _draw_bars(axes, metric, bars, names=i == 0)
-    figure.supxlabel(_bars_note(panels), fontsize=9.5, color=_MUTED)
+    figure.supxlabel(_bars_note(panels), fontsize=9.5, color=MUTED)
     return figure
 
 
@@ -178,11 +183,11 @@ def draw_spectrum(groups: Mapping[str, Sequence[Sequence[Sequence[float]]]], sty
             style = styles[label]
             mean = np.exp(np.mean(np.log(lines), axis=0))
             axes.plot(_SPECTRUM_GRID, mean, color=style.colour, linestyle=style.line, lw=1.9, label=label)
-    _tidy(axes)
+    tidy(axes)
     axes.set_yscale("log")
     axes.set_xlabel("index of the singular value / their number", fontsize=11)
     axes.set_ylabel("relative to the largest", fontsize=11)
-    _legend(figure, axes, len(styles))
+    name_lines(figure, axes, len(styles))
     return figure
 
 
@@ -200,7 +205,7 @@ def draw_table_picture(
         title, subtitle: what is shown, and with which data.
         cards: some clients, about six at most.
         panels: by metric, one (label, role, before by seed, after by seed) a row; a role is `method`, `baseline`,
-            `control` or `other`.
+            `control` or `other`, or `row` where the table judges none.
         untrained: by metric, the untrained encoders' values by seed: a dashed line.
         caption: the verdict; may hold several lines.
     """
@@ -231,10 +236,10 @@ def draw_table_picture(
         va="top",
         size=15,
         weight="bold",
-        color=_TEXT,
+        color=TEXT,
     )
     below_title = top["title"] - (0.22 + 0.25 * len(title_lines)) / total
-    figure.text(left, below_title, subtitle, va="top", size=11, color=_MUTED)
+    figure.text(left, below_title, subtitle, va="top", size=11, color=MUTED)
 
     slot = (1 - 2 * left) / max(len(cards), 3)
     for i, card in enumerate(cards):
@@ -256,15 +261,19 @@ def draw_table_picture(
         bars = [Bar(label, before, after, _ROLES[role][0], _ROLES[role][1]) for label, role, before, after in entries]
         _draw_bars(axes, metric, bars, names=i == 0, untrained=untrained.get(metric, ()))
 
-    roles = [role for role in _ROLES if any(entry[1] == role for bars in panels.values() for entry in bars)]
+    roles = [
+        role
+        for role in _ROLES
+        if _ROLES[role][2] and any(entry[1] == role for bars in panels.values() for entry in bars)
+    ]
     handles: list[Patch | Line2D] = [
         Patch(facecolor=_ROLES[r][0], hatch=_ROLES[r][1], edgecolor="#8A6A2B" if _ROLES[r][1] else "none", lw=0)
         for r in roles
     ]
     names = [_ROLES[role][2] for role in roles]
     handles += [
-        Line2D([], [], color=_TEXT, ls="--", lw=1.3),
-        Line2D([], [], color=_TEXT, marker="o", ls="", ms=4.5, mfc="white"),
+        Line2D([], [], color=TEXT, ls="--", lw=1.3),
+        Line2D([], [], color=TEXT, marker="o", ls="", ms=4.5, mfc="white"),
     ]
     names += ["untrained encoder", "one seed"]
     figure.legend(
@@ -272,8 +281,8 @@ def draw_table_picture(
         fontsize=10, handlelength=1.7, columnspacing=1.5,
     )  # fmt: skip
     note = "Bars start at the untrained encoders; figures are mean ± sample standard deviation over the seeds."
-    figure.text(0.5, top["legend"] - 0.34 / total, note, va="top", ha="center", size=10, color=_MUTED)
-    figure.text(left, top["caption"], "\n".join(caption_lines), va="top", size=11, color=_TEXT, linespacing=1.35)
+    figure.text(0.5, top["legend"] - 0.34 / total, note, va="top", ha="center", size=10, color=MUTED)
+    figure.text(left, top["caption"], "\n".join(caption_lines), va="top", size=11, color=TEXT, linespacing=1.35)
     return figure
 
 
@@ -296,23 +305,23 @@ def _draw_bars(axes: Axes, metric: str, bars: Sequence[Bar], names: bool, untrai
     """
     for y, bar in enumerate(bars):
         if not bar.after:
-            axes.text(1.03, y, "-", transform=axes.get_yaxis_transform(), va="center", size=10.5, color=_MUTED)
+            axes.text(1.03, y, "-", transform=axes.get_yaxis_transform(), va="center", size=10.5, color=MUTED)
             continue
         start = fmean(untrained or bar.before or [0.0])
         mean = fmean(bar.after)
         edge = "#8A6A2B" if bar.hatch else "none"
         axes.barh(y, mean - start, left=start, height=0.6, color=bar.colour, hatch=bar.hatch, edgecolor=edge, lw=0)
-        axes.plot([mean, mean], [y - 0.36, y + 0.36], color=_TEXT, lw=2.2, solid_capstyle="butt")
+        axes.plot([mean, mean], [y - 0.36, y + 0.36], color=TEXT, lw=2.2, solid_capstyle="butt")
         spots = y + (np.linspace(-0.16, 0.16, len(bar.after)) if len(bar.after) > 1 else np.zeros(1))
-        axes.plot(bar.after, spots, "o", color=_TEXT, ms=4.5, mfc="white", mew=1.1, zorder=4)
+        axes.plot(bar.after, spots, "o", color=TEXT, ms=4.5, mfc="white", mew=1.1, zorder=4)
         axes.text(
             1.03, y, format_values(metric, bar.after), transform=axes.get_yaxis_transform(), va="center", size=10.5,
-            color=_TEXT,
+            color=TEXT,
         )  # fmt: skip
     if untrained:
-        axes.axvline(fmean(untrained), color=_TEXT, ls="--", lw=1.3, zorder=3)
+        axes.axvline(fmean(untrained), color=TEXT, ls="--", lw=1.3, zorder=3)
     axes.margins(x=0.08)
-    if metric in ("knn", "linear"):
+    if metric in ACCURACIES:
         low, high = axes.get_xlim()
         axes.set_xlim(max(low, 0), min(high, 100.8))
     elif axes.get_xlim()[0] < 0:
@@ -322,8 +331,8 @@ def _draw_bars(axes: Axes, metric: str, bars: Sequence[Bar], names: bool, untrai
         range(len(bars)), [textwrap.fill(bar.label, 30) for bar in bars] if names else [""] * len(bars), fontsize=11
     )
     axes.tick_params(axis="y", length=0)
-    axes.set_title(metric_title(metric), fontsize=12, loc="left", color=_TEXT)
-    _tidy(axes)
+    axes.set_title(metric_title(metric), fontsize=12, loc="left", color=TEXT)
+    tidy(axes)
     axes.grid(axis="y", visible=False)
     axes.spines["left"].set_visible(False)
 
@@ -339,28 +348,29 @@ def _draw_card(axes: Axes, card: Card) -> None:
     if card.images is not None:
         axes.imshow(card.images, cmap="gray", vmin=0, vmax=255, interpolation="nearest")
         axes.set_anchor("N")
-    axes.set_title(card.title, fontsize=11.5, weight="bold", color=_TEXT, loc="center", pad=47)
+    axes.set_title(card.title, fontsize=11.5, weight="bold", color=TEXT, loc="center", pad=47)
     axes.annotate(
         card.subtitle, (0.5, 1), (0, 5), xycoords="axes fraction", textcoords="offset points", ha="center", va="bottom",
-        size=10, color=_MUTED,
+        size=10, color=MUTED,
     )  # fmt: skip
 
 
-def _tidy(axes: Axes) -> None:
+def tidy(axes: Axes) -> None:
+    """The axes' common look: two spines, a light grid behind the data."""
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     for side in ("left", "bottom"):
         axes.spines[side].set_color("#999999")
-    axes.tick_params(labelsize=10, colors=_TEXT)
-    axes.grid(color=_GRID, lw=0.8)
+    axes.tick_params(labelsize=10, colors=TEXT)
+    axes.grid(color=GRID, lw=0.8)
     axes.set_axisbelow(True)
 
 
-def _legend(figure: Figure, axes: Axes, methods: int) -> None:
+def name_lines(figure: Figure, axes: Axes, methods: int) -> None:
     """Name the lines, unless the page has one method only."""
     handles, labels = axes.get_legend_handles_labels()
     if not labels:
-        axes.text(0.5, 0.5, "no values", transform=axes.transAxes, ha="center", color=_MUTED)
+        axes.text(0.5, 0.5, "no values", transform=axes.transAxes, ha="center", color=MUTED)
     elif methods > 1:
         columns = 3 if max(map(len, labels)) < 16 else 2
         figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=10)

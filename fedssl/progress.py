@@ -60,3 +60,6 @@ class ProgressBars:
 
     def note(self, text: str) -> None:
         self.bars.update(self.clients, status=text)
+
+    def warn(self, text: str) -> None:
+        self.console.print(text, highlight=False, markup=False)

@@ -6,17 +6,19 @@ import difflib
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import Field, InstanceOf, SerializeAsAny, ValidationError
 
 from .aggregators.base import Aggregator
+from .client_states import Place
 from .data.augmentation import AugmentationOptions
 from .data.datasets import DataOptions
 from .data.partitions import PartitionOptions
 from .errors import UserError
 from .evaluation.linear import LinearOptions
+from .guard import GuardOptions
 from .local_updates.base import LocalUpdate
 from .objectives.base import Objective
 from .options import Options
@@ -42,6 +44,10 @@ class EvaluationOptions(Options):
     neighbors: int = Field(20, ge=1)
     temperature: float = Field(0.1, gt=0)
     linear: LinearOptions = LinearOptions()
+    semi_supervised: list[Annotated[float, Field(gt=0, le=1)]] = Field(
+        default_factory=list,
+        description="labelled fractions to fine-tune on after training; 0.01 and 0.1 in the papers",
+    )
 
 
 class Recipe(Options):
@@ -53,6 +59,9 @@ class Recipe(Options):
     rounds: int = Field(..., ge=1)
     clients_per_round: int | None = Field(None, ge=1, description="sampled each round; all where not given")
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    client_states: Place = Field(
+        "disk", description="where clients' states live between rounds; memory is flat in the clients with disk"
+    )
     architectures: list[str] = Field(
         ..., min_length=1, description="client k has architecture k, cyclically: ours or any of timm's"
     )
@@ -65,6 +74,7 @@ class Recipe(Options):
     aggregators: list[SerializeAsAny[InstanceOf[Aggregator]]] = Field(default_factory=list)
     local_update: SerializeAsAny[InstanceOf[LocalUpdate]]
     training: TrainingOptions = TrainingOptions()
+    guard: GuardOptions = GuardOptions()
     evaluation: EvaluationOptions = EvaluationOptions()
 
     def to_yaml(self) -> str:

@@ -9,6 +9,7 @@ import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import matplotlib
@@ -16,8 +17,10 @@ import torch
 import yaml
 from matplotlib.figure import Figure
 
+from .collapse_plots import draw_log_singular_values, draw_spheres, draw_tsne
 from .data.partitions import draw_partition
 from .errors import UserError
+from .evaluation.collapse import Collapse, Geometry, collapse_of_run
 from .plots import (
     Bar,
     draw_bars,
@@ -30,8 +33,8 @@ from .plots import (
 from .run_directory import RunDirectory
 from .storage import write_atomically
 
-#: measured before and after training, and possibly in between
-EVALUATED = ("knn", "linear", "effective_rank")
+#: measured before and after training, and possibly in between; fine-tuning after it alone
+EVALUATED = ("knn", "linear", "semi_supervised_0.01", "semi_supervised_0.1", "effective_rank")
 _TRAFFIC = ("bytes_down", "bytes_up")
 _CURVES_FIRST = ("loss", "total_loss", "cka", "knn", "linear", "effective_rank")
 _CURVE_NOTES = {
@@ -53,7 +56,8 @@ thead th { border-bottom: 2px solid #999; } td:first-child { white-space: nowrap
 td.number, th.number { text-align: right; white-space: nowrap; }
 tr.mean td { font-weight: 600; border-bottom: 2px solid #bbb; } tr.method td { font-weight: 600; background: #eef5fb; }
 .note { color: #666; font-size: .92rem; } .warning { background: #fff4dd; padding: .5rem .8rem; }
-.wide { overflow-x: auto; } img { max-width: 100%; height: auto; }
+.wide { overflow-x: auto; } .wide tr > :first-child { position: sticky; left: 0; background: #fff; }
+.wide tr.method > :first-child { background: #eef5fb; } img { max-width: 100%; height: auto; }
 figure { margin: .6rem 0; } figcaption { color: #666; font-size: .88rem; }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(24rem, 1fr)); gap: 1rem 2rem; }
 pre { background: #f6f6f6; padding: .8rem; overflow-x: auto; font-size: .82rem; }
@@ -150,12 +154,13 @@ def read_run(path: Path) -> Run:
     return Run(path, recipe, values, names, counts, spectra)
 
 
-def write_report(runs: Sequence[Path], output: Path | None = None) -> Path:
+def write_report(runs: Sequence[Path], output: Path | None = None, collapse: bool = True) -> Path:
     """Write one page about the runs; runs whose recipes have the same `name` are seeds of one method.
 
     Args:
         runs: run folders, finished or not.
         output: the page's file; RUN/report.html for one run and ./report.html for several where not given.
+        collapse: analyse the representations of each method's first finished run, see `collapse_of_run`.
 
     Raises:
         UserError: a folder that is no run, no run with a finished round, or an output that cannot be written.
@@ -168,12 +173,27 @@ def write_report(runs: Sequence[Path], output: Path | None = None) -> Path:
         which = f"{folders[0]} has" if len(folders) == 1 else "these runs have"
         raise UserError(f"{which} no finished round to report on yet; continue with fedssl run --resume {folders[0]}")
     path = output or (folders[0] / "report.html" if len(folders) == 1 else Path("report.html"))
-    write_atomically(path, build_report(found).encode())
+    write_atomically(path, build_report(found, _analyses(found) if collapse else {}).encode())
     return path
 
 
-def build_report(runs: Sequence[Run]) -> str:
-    """The page's HTML."""
+def _analyses(runs: Sequence[Run]) -> dict[str, Collapse | str]:
+    """By method: the collapse analysis of its first finished run, or why there is none."""
+    found: dict[str, Collapse | str] = {}
+    for run in runs:
+        if run.finished and run.name not in found:
+            try:
+                analysis = collapse_of_run(run.path)
+            except UserError as error:
+                found[run.name] = str(error)
+            else:
+                if analysis is not None:
+                    found[run.name] = analysis
+    return found
+
+
+def build_report(runs: Sequence[Run], analyses: Mapping[str, Collapse | str] | None = None) -> str:
+    """The page's HTML; `analyses` by method, a text where one could not be made."""
     groups: dict[str, list[Run]] = {}
     for run in runs:
         groups.setdefault(run.name, []).append(run)
@@ -183,6 +203,7 @@ def build_report(runs: Sequence[Run]) -> str:
         _results(groups),
         _curves(groups),
         _spectra(groups),
+        _collapse(analyses or {}),
         _partitions(groups),
         _per_client(groups),
         _traffic(groups),
@@ -213,8 +234,12 @@ def html_table(
     rows: Sequence[Sequence[object]],
     text_columns: int = 1,
     classes: Mapping[int, str] | None = None,
+    groups: Sequence[tuple[str, int]] = (),
 ) -> str:
-    """A table; all cells are escaped. Columns from `text_columns` on are numbers and set to the right."""
+    """A table; all cells are escaped. Columns from `text_columns` on are numbers and set to the right.
+
+    `classes` by row; `groups` are titles above the header, each with its number of columns.
+    """
 
     def cells(tag: str, row: Sequence[object]) -> str:
         return "".join(
@@ -226,9 +251,9 @@ def html_table(
         mark = f" class={classes[i]}" if classes and i in classes else ""
         lines.append(f"<tr{mark}>{cells('td', row)}</tr>")
     body = "\n".join(lines)
-    return (
-        f'<div class="wide"><table><thead><tr>{cells("th", header)}</tr></thead><tbody>\n{body}</tbody></table></div>'
-    )
+    above = "".join(f"<th colspan={columns}>{escape(title)}</th>" for title, columns in groups)
+    head = (f"<tr>{above}</tr>" if above else "") + f"<tr>{cells('th', header)}</tr>"
+    return f'<div class="wide"><table><thead>{head}</thead><tbody>\n{body}</tbody></table></div>'
 
 
 def html_figure(figure: Figure, description: str, caption: str = "", png: bool = False) -> str:
@@ -356,8 +381,13 @@ def _before_and_after(runs: Sequence[Run], metric: str, who: str | None = None) 
     return " → ".join(format_values(metric, _gather(runs, metric, when, who)) for when in ("before", "after"))
 
 
+def _measured(groups: Mapping[str, list[Run]]) -> list[str]:
+    every = [run for runs in groups.values() for run in runs]
+    return [m for m in EVALUATED if _gather(every, m, "before") or _gather(every, m, "after")]
+
+
 def _results(groups: Mapping[str, list[Run]]) -> str:
-    metrics = [m for m in EVALUATED if any(_gather(runs, m, "before") for runs in groups.values())]
+    metrics = _measured(groups)
     if not metrics:
         return ""
     rows = [
@@ -428,6 +458,68 @@ def _spectra(groups: Mapping[str, list[Run]]) -> str:
     return "<h2>Spectrum of the representations</h2>\n" + html_figure(figure, "Singular-value spectrum", caption)
 
 
+def _collapse(analyses: Mapping[str, Collapse | str]) -> str:
+    """How the representations of each method's first finished run fill their space."""
+    if not analyses:
+        return ""
+    found = {name: one for name, one in analyses.items() if not isinstance(one, str)}
+    parts = ["<h2>Collapse of the representations</h2>"]
+    for name, problem in analyses.items():
+        if isinstance(problem, str):
+            parts.append(f'<p class="warning">{escape(f"{name}: no collapse analysis: {problem}")}</p>')
+    if not found:
+        return "\n".join(parts)
+    rows = []
+    for name, one in found.items():
+        if one.shared:
+            rows.append((name, "global model", *_geometry_cells([one.shared])))
+        count = len(one.local)
+        if count:
+            what = f"mean of {count} local models" if count > 1 else "a local model"
+            rows.append((name, what, *_geometry_cells(one.local)))
+    parts.append(
+        html_table(("method", "model", "alignment", "uniformity", "effective rank", "sphere covered (%)"), rows, 2)
+    )
+    images = ", ".join(dict.fromkeys(str(len(one.labels)) for one in found.values()))
+    parts.append(
+        f'<p class="note">Of the l2-normalised representations of {images} test images; of each method the first '
+        "finished run. A local model is a client's own right after its training, before the server joins anything. "
+        "Alignment: mean squared distance between two augmented views of an image, 0 is perfect. Uniformity: log of "
+        "the mean of exp(-2 squared distance) over pairs, the lower the more uniform, 0 is one point (Wang &amp; "
+        "Isola 2020). A collapsed representation is perfectly aligned and not uniform: read the two together.</p>"
+    )
+    figure = draw_log_singular_values(found)
+    caption = (
+        "The 100 largest singular values of the covariance matrix, natural logarithm. A line that falls off early "
+        "means dimensional collapse; the dashed one is what uniform points on the sphere have."
+    )
+    parts.append(html_figure(figure, "Log singular values of the covariance", caption))
+    caption = (
+        "Representations projected onto their three main directions and onto the sphere again, coloured by class; "
+        "points on the far side are pale. The more of the sphere is blank, the worse the collapse. An encoder that "
+        "ends in a ReLU has no negative outputs, so even without collapse its points keep to one side."
+    )
+    parts.append(html_figure(draw_spheres(found), "Representations on the sphere", caption, png=True))
+    tsne = draw_tsne(found)
+    if tsne is not None:
+        caption = (
+            "t-SNE of the same test images as the global model (circles) and one local model (crosses) represent them. "
+            "Where both mix, the models share one representation space; distances between groups mean nothing."
+        )
+        parts.append(html_figure(tsne, "t-SNE of global and local representations", caption, png=True))
+    return "\n".join(parts)
+
+
+def _geometry_cells(models: Sequence[Geometry]) -> list[str]:
+    means = (
+        fmean(values)
+        for values in zip(
+            *((m.alignment, m.uniformity, m.effective_rank, 100 * m.coverage) for m in models), strict=True
+        )
+    )
+    return [f"{value:.{decimals}f}" for value, decimals in zip(means, (3, 2, 1, 0), strict=True)]
+
+
 def _partitions(groups: Mapping[str, list[Run]]) -> str:
     """One chart for each partition that the methods' first runs have."""
     charts: dict[tuple[tuple[int, ...], ...], tuple[Run, list[str]]] = {}
@@ -449,7 +541,7 @@ def _partitions(groups: Mapping[str, list[Run]]) -> str:
 
 
 def _per_client(groups: Mapping[str, list[Run]]) -> str:
-    metrics = [m for m in EVALUATED if any(_gather(runs, m, "before") for runs in groups.values())]
+    metrics = _measured(groups)
     if not metrics:
         return ""
     rows: list[tuple[object, ...]] = []

@@ -4,6 +4,7 @@
     partition.csv                   images per client and class
     metrics.csv                     round,client,metric,value; client is a number, `global`, or `mean`
     timings.csv                     round,seconds (apart, so that metrics.csv is the same on every machine)
+    refused.csv                     round,client,reason: answers that were left out, where there were any
     spectrum.csv                    client,index,value: singular values of the test representations at the end
     tensorboard/                    the same metrics as TensorBoard events
     checkpoints/manifest.json       the last complete round and the files that belong to it
@@ -34,6 +35,7 @@ from .storage import cannot_write, read_message, sync_folder, write_atomically, 
 
 MetricRow = tuple[int, str, str, float]
 METRICS_HEADER = ("round", "client", "metric", "value")
+LOGS = ("metrics.csv", "timings.csv", "refused.csv")
 
 
 @dataclass
@@ -53,6 +55,7 @@ class RunDirectory:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.checkpoint = self._read_manifest()
+        self._written: dict[str, str] = {}  # states of the round that is not yet committed, by owner
 
     @classmethod
     def create(cls, path: Path, files: dict[str, str], overwrite: bool = False) -> RunDirectory:
@@ -97,6 +100,11 @@ class RunDirectory:
     def append_timing(self, round_number: int, seconds: float) -> None:
         self._append("timings.csv", ("round", "seconds"), [(round_number, f"{seconds:.3f}")])
 
+    def append_refused(self, round_number: int, reasons: dict[int, str]) -> None:
+        if reasons:
+            rows = [(round_number, k, reason) for k, reason in reasons.items()]
+            self._append("refused.csv", ("round", "client", "reason"), rows)
+
     def _append(self, name: str, header: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:
         path = self.path / name
         text = io.StringIO()
@@ -129,18 +137,25 @@ class RunDirectory:
 
     # Checkpoints
 
-    def commit(self, round_number: int, server: Message, changed_clients: dict[int, Message], finished: bool) -> None:
-        """Store the states of a finished round; clients that did not take part keep their file."""
-        files = dict(self.checkpoint.files)
-        new = {"server": server} | {f"client-{k:04d}": state for k, state in changed_clients.items()}
-        for owner, state in new.items():
-            files[owner] = f"{owner}.round-{round_number:05d}.safetensors"
-            write_message(self.checkpoints / files[owner], state)
-        lengths = {
-            name: (self.path / name).stat().st_size
-            for name in ("metrics.csv", "timings.csv")
-            if (self.path / name).exists()
-        }
+    def write_client(self, index: int, round_number: int, state: Message) -> None:
+        """Write a client's state of a round; it counts from the round's `commit` on."""
+        self._write_state(f"client-{index:04d}", round_number, state)
+
+    def discard_client(self, index: int) -> None:
+        """Take back what `write_client` wrote in the round that is not yet committed."""
+        self._written.pop(f"client-{index:04d}", None)
+
+    def _write_state(self, owner: str, round_number: int, state: Message) -> None:
+        name = f"{owner}.round-{round_number:05d}.safetensors"
+        write_message(self.checkpoints / name, state)
+        self._written[owner] = name
+
+    def commit(self, round_number: int, server: Message, finished: bool) -> None:
+        """Store a finished round with the clients' states written in it; the other clients keep their file."""
+        self._write_state("server", round_number, server)
+        files = self.checkpoint.files | self._written
+        self._written = {}
+        lengths = {name: (self.path / name).stat().st_size for name in LOGS if (self.path / name).exists()}
         self.checkpoint = Checkpoint(round_number, files, lengths, finished)
         self._write_manifest()
         self._remove_unused()
@@ -149,13 +164,14 @@ class RunDirectory:
         return read_message(self.checkpoints / self.checkpoint.files["server"])
 
     def client_state(self, index: int) -> Message:
-        """A client's stored state; empty where it has not taken part yet."""
-        name = self.checkpoint.files.get(f"client-{index:04d}")
+        """A client's last written state; empty where it has not taken part yet."""
+        owner = f"client-{index:04d}"
+        name = self._written.get(owner) or self.checkpoint.files.get(owner)
         return read_message(self.checkpoints / name) if name else Message()
 
     def roll_back(self) -> None:
         """Drop what an interrupted run wrote after its last commit."""
-        for name in ("metrics.csv", "timings.csv"):
+        for name in LOGS:
             path, length = self.path / name, self.checkpoint.lengths.get(name, 0)
             if path.exists():
                 if length:

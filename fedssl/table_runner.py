@@ -1,8 +1,10 @@
 """Running a table: cell by cell, here or in worker processes, and continued where it was stopped.
 
-OUTPUT/table.yaml                    the table that was run
-OUTPUT/<row's label>/seed-<n>/       one run's folder a cell
-OUTPUT/table.md, table.csv, table.html, picture.png
+OUTPUT/table.yaml                             the table that was run
+OUTPUT/<row's label>/[<scenario>/]seed-<n>/   one run's folder a cell
+OUTPUT/table.md, table.html                   the table, with mean, spread and the paper's figures
+OUTPUT/summary.csv, table.csv                 the same as data, and every seed's value
+OUTPUT/picture.png                            the table as a picture; with scenarios picture-<scenario>.png
 
 Every worker process imports this module, so what draws (matplotlib) is imported only where the parent needs it.
 """
@@ -79,7 +81,13 @@ def run_table(
     if jobs < 1:
         raise UserError(f"jobs must be at least 1, got {jobs}")
     cells = [
-        _Cell(row.label, seed, cell_recipe(table, row, seed, overrides), cell_path(output, row.label, seed))
+        _Cell(
+            f"{row.label}, {scenario.label}" if scenario.label else row.label,
+            seed,
+            cell_recipe(table, row, seed, overrides, scenario),
+            cell_path(output, row.label, seed, scenario.label),
+        )
+        for scenario in table.all_scenarios
         for row in table.rows
         for seed in table.seeds
     ]
@@ -99,12 +107,14 @@ def run_table(
         _run_here(waiting, progress)
     else:
         _run_in_processes(waiting, min(jobs, len(waiting)), progress)
-    results = read_results(table, output)
-    if results.finished:
+    results = [read_results(table, output, scenario) for scenario in table.all_scenarios]
+    if any(one.finished for one in results):
         write_results(table, results, output)
-        say("\n" + format_table(table, results) + "\n")
-        say(verdict(table, results))
-        say(f"\npicture: {output / 'picture.png'}\npage:    {output / 'table.html'}")
+        for one in results:
+            if one.finished:
+                say("\n" + "\n\n".join(filter(None, (one.label, format_table(table, one), verdict(table, one)))))
+        pictures = ", ".join(str(output / one.picture) for one in results if one.finished)
+        say(f"\npicture: {pictures}\npage:    {output / 'table.html'}")
     failures = progress.failures
     if failures:
         listed = "; ".join(f"{cell}: {failures[cell]}" for cell in cells if cell in failures)

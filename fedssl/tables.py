@@ -14,7 +14,7 @@ from .errors import UserError
 from .options import Options
 from .recipe import PART_KEYS, Recipe, apply_override, explain_errors, parse_recipe, read_values, shipped_names
 
-Metric = Literal["knn", "linear", "effective_rank", "loss", "cka"]
+Metric = Literal["knn", "linear", "semi_supervised_0.01", "semi_supervised_0.1", "effective_rank", "loss", "cka"]
 #: what the row of the encoders before training is called
 UNTRAINED = "untrained"
 
@@ -27,6 +27,19 @@ class TableRow(Options):
     settings: dict[str, Any] = Field(default_factory=dict)
 
 
+class TableScenario(Options):
+    """Settings under which every row is run once more, such as cross-silo and cross-device: a group of columns.
+
+    label: what the group is called; empty for the only one of a table without scenarios.
+    settings: recipe values, between those of the table and those of the row.
+    paper: figures to show beside ours, by row label and metric, as printed there.
+    """
+
+    label: str = ""
+    settings: dict[str, Any] = Field(default_factory=dict)
+    paper: dict[str, dict[Metric, str]] = Field(default_factory=dict)
+
+
 class Table(Options):
     """What to run and how to judge it.
 
@@ -34,10 +47,13 @@ class Table(Options):
     seeds: each row is run once with each.
     metrics: the columns.
     method: the row that the verdict is about; no verdict where not given.
+    verdict: `collaboration` says whether there is a collaboration gain, which takes baselines and controls;
+        `comparison` only which of them the method beats.
     baselines, controls: the rows that it must beat. Other rows are shown and do not enter the verdict.
     settings: recipe values for all rows.
     rows: the rows.
-    paper: figures to show beside ours, by label and metric, as printed there.
+    scenarios: where given, every row is run in each, and each has the columns `metrics`.
+    paper: figures to show beside ours, by label and metric, as printed there; with scenarios each has its own.
     """
 
     name: str = Field(..., pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
@@ -45,20 +61,24 @@ class Table(Options):
     seeds: list[int] = Field(..., min_length=1)
     metrics: list[Metric] = Field(["knn", "linear", "effective_rank"], min_length=1)
     method: str | None = None
+    verdict: Literal["collaboration", "comparison"] = "collaboration"
     baselines: list[str] = Field(default_factory=list)
     controls: list[str] = Field(default_factory=list)
     settings: dict[str, Any] = Field(default_factory=dict)
     rows: list[TableRow] = Field(..., min_length=1)
+    scenarios: list[TableScenario] = Field(default_factory=list)
     paper: dict[str, dict[Metric, str]] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _consistent(self) -> Table:
         labels = [row.label for row in self.rows]
-        slugs = [_slug(label) for label in labels]
-        for i, slug in enumerate(slugs):
-            if slug in slugs[:i]:
-                raise ValueError(f"rows {labels[slugs.index(slug)]!r} and {labels[i]!r} need labels that differ more")
-        if UNTRAINED in slugs:
+        _check_labels("rows", labels)
+        _check_labels("scenarios", [scenario.label for scenario in self.scenarios])
+        if not all(scenario.label for scenario in self.scenarios):
+            raise ValueError("every scenario needs a label")
+        if self.scenarios and self.paper:
+            raise ValueError("paper: a table with scenarios has the paper's figures in each of them")
+        if UNTRAINED in map(slug, labels):
             raise ValueError(f"{UNTRAINED!r} is the label of the row before training; choose another")
         if len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0:
             raise ValueError(f"seeds must be different numbers from 0 on, got {self.seeds}")
@@ -66,7 +86,7 @@ class Table(Options):
             "method": [self.method] if self.method is not None else [],
             "baselines": self.baselines,
             "controls": self.controls,
-            "paper": list(self.paper),
+            "paper": [label for scenario in self.all_scenarios for label in scenario.paper],
         }
         for key, values in named.items():
             for value in values:
@@ -78,8 +98,15 @@ class Table(Options):
                 raise ValueError(f"{label!r} may stand only once in method, baselines and controls together")
         return self
 
+    @property
+    def all_scenarios(self) -> list[TableScenario]:
+        """The scenarios, or the one without label that a table without any consists of."""
+        return self.scenarios or [TableScenario(paper=self.paper)]
+
     def role(self, label: str) -> str:
-        """`method`, `baseline`, `control` or `other`."""
+        """`method`, `baseline`, `control` or `other`; `row` in a table without a verdict."""
+        if self.method is None:
+            return "row"
         if label == self.method:
             return "method"
         return "baseline" if label in self.baselines else "control" if label in self.controls else "other"
@@ -98,13 +125,15 @@ def load_table(name_or_path: str | Path) -> Table:
     """
     values = read_values(name_or_path, "table")
     problems: list[str] = []
-    rows = values.get("rows")
-    if isinstance(rows, list):  # one by one, so that a wrong key is told with those allowed
-        for i, row in enumerate(rows):
-            try:
-                TableRow.model_validate(row)
-            except ValidationError as error:
-                problems += explain_errors(error, TableRow, f"rows.{i}")
+    kinds: dict[str, type[Options]] = {"rows": TableRow, "scenarios": TableScenario}
+    for key, kind in kinds.items():
+        entries = values.get(key)
+        if isinstance(entries, list):  # one by one, so that a wrong key is told with those allowed
+            for i, entry in enumerate(entries):
+                try:
+                    kind.model_validate(entry)
+                except ValidationError as error:
+                    problems += explain_errors(error, kind, f"{key}.{i}")
     if not problems:
         try:
             return Table.model_validate(values)
@@ -113,8 +142,10 @@ def load_table(name_or_path: str | Path) -> Table:
     raise UserError(f"{name_or_path}: {'; '.join(problems)}")
 
 
-def cell_recipe(table: Table, row: TableRow, seed: int, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe of one cell: the row's recipe, then the table's settings, the row's, and `key=value` overrides.
+def cell_recipe(
+    table: Table, row: TableRow, seed: int, overrides: Sequence[str] = (), scenario: TableScenario | None = None
+) -> Recipe:
+    """The recipe of one cell: the row's recipe, then the settings of table, scenario and row, then the overrides.
 
     Mappings are merged key by key; lists are replaced; a part with another name replaces the part.
 
@@ -127,11 +158,12 @@ def cell_recipe(table: Table, row: TableRow, seed: int, overrides: Sequence[str]
             raise UserError(f"{override!r}: a table sets {key} itself; change the table's {key}s instead")
     try:
         values = read_values(row.recipe)
-        for settings in (table.settings, row.settings):
+        for settings in (table.settings, scenario.settings if scenario else {}, row.settings):
             values = _merge(values, settings)
         for override in overrides:
             apply_override(values, override)
-        return parse_recipe(values | {"name": row.label, "seed": seed}, source=row.recipe)
+        name = f"{row.label} ({scenario.label})" if scenario and scenario.label else row.label
+        return parse_recipe(values | {"name": name, "seed": seed}, source=row.recipe)
     except UserError as error:
         raise UserError(f"row {row.label!r}: {error}") from error
 
@@ -148,10 +180,19 @@ def _merge(values: dict[str, Any], changes: dict[str, Any], top: bool = True) ->
     return merged
 
 
-def cell_path(output: Path, label: str, seed: int) -> Path:
+def cell_path(output: Path, label: str, seed: int, scenario: str = "") -> Path:
     """The run's folder of one cell, in the table's folder `output`."""
-    return output / _slug(label) / f"seed-{seed}"
+    row = output / slug(label)
+    return (row / slug(scenario) if scenario else row) / f"seed-{seed}"
 
 
-def _slug(label: str) -> str:
+def _check_labels(kind: str, labels: list[str]) -> None:
+    slugs = [slug(label) for label in labels]
+    for i, one in enumerate(slugs):
+        if one in slugs[:i]:
+            raise ValueError(f"{kind} {labels[slugs.index(one)]!r} and {labels[i]!r} need labels that differ more")
+
+
+def slug(label: str) -> str:
+    """A label as a file name."""
     return re.sub(r"[^a-z0-9]+", "-", label.lower()).strip("-") or "row"

@@ -65,6 +65,7 @@ def train_locally(
                 augment(images, local.augmentation, augmentation).to(device) for _ in range(objective.views)
             )
             step = objective.step(model, views, client.labels[rows].to(device))
+            step.views = views
             loss = step.loss
             for term in terms:
                 loss = loss + term(step)

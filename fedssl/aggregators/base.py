@@ -11,6 +11,10 @@ from ..parts import Part
 
 if TYPE_CHECKING:
     from ..client import LocalRound
+    from ..training import TrainingOptions
+
+#: one entry a dimension: a size, None for any size, or a name for a size that all clients share (see guard.py)
+Shape = tuple[int | str | None, ...]
 
 
 class Aggregator(Part):
@@ -24,6 +28,8 @@ class Aggregator(Part):
     exchanges_weights: ClassVar[bool] = False
     #: True where the server collects from all clients once before the first round
     opening_round: ClassVar[bool] = False
+    #: True where the server trains on the public images before the first round (`train_on_public_images`)
+    trains: ClassVar[bool] = False
     #: whether it works on the shared public images; a recipe without such images is then refused
     needs_public_images: ClassVar[bool] = False
 
@@ -34,6 +40,14 @@ class Aggregator(Part):
         """The server's state before any round. `model` is the first global model where weights are exchanged."""
         return Message()
 
+    def train_on_public_images(self, local: LocalRound, training: TrainingOptions) -> Message:
+        """Entries for the server's first state; `local` is the server as if it were a client with the public images."""
+        return Message()
+
+    def open(self, server: Message, clients: list[int], travelling: list[str]) -> dict[int, Message]:
+        """What each of the clients receives in the opening round, for a part that has one."""
+        return {k: Message() for k in clients}
+
     @abstractmethod
     def broadcast(self, server: Message, clients: list[int], travelling: list[str]) -> dict[int, Message]:
         """What each of the clients receives; `travelling` are the model's entries that travel in this round."""
@@ -42,6 +56,17 @@ class Aggregator(Part):
     def collect(self, local: LocalRound, travelling: list[str]) -> Message:
         """What a client sends after its round."""
 
+    def expected(self, server: Message, client: int, travelling: list[str]) -> dict[str, Shape] | None:
+        """Names and shapes of the tensors that a client's `collect` sends; the guard refuses an answer without them.
+
+        None where the part does not say: then the guard checks only the values of what comes.
+        """
+        return {name: tuple(server.tensors[name].shape) for name in travelling} if self.exchanges_weights else None
+
     @abstractmethod
     def aggregate(self, server: Message, replies: dict[int, Message]) -> Message:
-        """The entries of the server's state that change, from the replies by client."""
+        """The entries of the server's state that change, from the replies by client; no reply is broken (guard.py).
+
+        At least one client has answered. A number named `metric/NAME/WHO` is logged as a metric of that round; WHO is
+        a client's number or `global`.
+        """

@@ -13,7 +13,7 @@ from ..errors import UserError
 from ..evaluation.spectrum import effective_rank
 from ..messages import Message
 from ..models.model import Layer
-from .base import Aggregator
+from .base import Aggregator, Shape
 
 if TYPE_CHECKING:
     from ..client import LocalRound
@@ -89,19 +89,26 @@ class RepresentationMean(Aggregator):
 
     def broadcast(self, server: Message, clients: list[int], travelling: list[str]) -> dict[int, Message]:
         if self.target == "self":
-            return {k: self._message([server.tensors[f"representation.{k}"]], [1.0]) for k in clients}
+            own = {k: server.tensors.get(f"representation.{k}") for k in clients}
+            return {k: self._message([], []) if a is None else self._message([a], [1.0]) for k, a in own.items()}
         known = sorted(int(name.split(".")[1]) for name in server.tensors if name.startswith("representation."))
         weights = [1.0 if self.weights is None else self.weights[k] for k in known]
-        total = sum(weights)
+        total = sum(weights) or 1.0
         factors = [server.tensors[f"representation.{k}"] for k in known]
         return dict.fromkeys(clients, self._message(factors, [w / total for w in weights]))
 
     def _message(self, factors: list[Tensor], weights: list[float]) -> Message:
+        config: dict[str, str | int | float | bool] = {
+            "alignment.layer": self.layer,
+            "alignment.centered": self.centered,
+        }
+        if not any(weights):  # no usable answer yet: nothing to align to
+            return Message(config=config)
         factor = join_factors(factors, weights)
         rows, columns = factor.shape
         as_factor = self.send == "factor" or (self.send == "auto" and columns < rows)
         tensors = {FACTOR: factor} if as_factor else {KERNEL: factor @ factor.T}
-        return Message(tensors, config={"alignment.layer": self.layer, "alignment.centered": self.centered})
+        return Message(tensors, config=config)
 
     @torch.no_grad()
     def collect(self, local: LocalRound, travelling: list[str]) -> Message:
@@ -123,10 +130,11 @@ class RepresentationMean(Aggregator):
             a = a @ whitening
         return Message({f"representation.{client.index}": a})
 
+    def expected(self, server: Message, client: int, travelling: list[str]) -> dict[str, Shape] | None:
+        known = (len(a) for name, a in server.tensors.items() if name.startswith("representation."))
+        return {f"representation.{client}": (next(known, "public images"), None)}
+
     def aggregate(self, server: Message, replies: dict[int, Message]) -> Message:
-        renewed = Message()
-        for k in sorted(replies):
-            name = f"representation.{k}"
-            if self.target != "untrained" or name not in server.tensors:
-                renewed.tensors[name] = replies[k].tensors[name]
-        return renewed
+        if self.target == "untrained" and any(name.startswith("representation.") for name in server.tensors):
+            return Message()
+        return Message({name: replies[k].tensors[name] for k in sorted(replies) for name in [f"representation.{k}"]})

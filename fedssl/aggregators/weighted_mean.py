@@ -29,6 +29,11 @@ def weighted_mean(tensors: list[Tensor], weights: list[float]) -> Tensor:
     return mean.to(tensors[0].dtype)
 
 
+def is_statistic(name: str, tensor: Tensor) -> bool:
+    """Whether an entry of a model is no weight: BatchNorm's running statistics, and integers such as its counter."""
+    return not tensor.is_floating_point() or name.rpartition(".")[2] in ("running_mean", "running_var")
+
+
 class WeightedMean(Aggregator):
     """FedAvg (McMahan et al. 2017, Algorithm 1): theta = sum_k n_k theta_k / sum_k n_k over those who answered.
 

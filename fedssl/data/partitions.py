@@ -24,15 +24,16 @@ class PartitionOptions(Options):
     """How to divide the samples.
 
     name: iid (equal random shares); disjoint_classes (Hetero-SSFL, section 5.1); dirichlet (each class is
-        divided by its own draw from Dirichlet(alpha), Hsu et al. 2019); quantity_skew (the clients' sizes are
-        drawn from Dirichlet(alpha) and the classes are mixed, Li et al. 2022).
+        divided by its own draw from Dirichlet(alpha), so sizes differ too, Yurochkin et al. 2019); dirichlet_equal
+        (equal sizes; each client draws its shares of the classes from Dirichlet(alpha), Hsu et al. 2019);
+        quantity_skew (the clients' sizes are drawn from Dirichlet(alpha) and the classes are mixed, Li et al. 2022).
     clients: number of clients.
     classes_per_client: for disjoint_classes; by default classes // clients.
-    alpha: for dirichlet and quantity_skew; small is uneven, large is even.
+    alpha: for dirichlet, dirichlet_equal and quantity_skew; small is uneven, large is even.
     min_samples: fewest samples a client may have; dirichlet and quantity_skew are drawn again until it holds.
     """
 
-    name: Literal["iid", "disjoint_classes", "dirichlet", "quantity_skew"] = "disjoint_classes"
+    name: Literal["iid", "disjoint_classes", "dirichlet", "dirichlet_equal", "quantity_skew"] = "disjoint_classes"
     clients: int = Field(5, ge=1)
     classes_per_client: int | None = Field(None, ge=1)
     alpha: float = Field(0.5, gt=0)
@@ -75,6 +76,8 @@ def partition_indices(labels: Tensor, options: PartitionOptions, seed: int) -> l
         counts = _equal_shares(sizes, np.ones((1, options.clients), bool))
     elif options.name == "disjoint_classes":
         counts = _equal_shares(sizes, _deal_classes(len(groups), options, generator))
+    elif options.name == "dirichlet_equal":
+        counts = _class_prior_counts(sizes, options, generator)
     else:
         counts = _dirichlet_counts(sizes, options, generator)
     smallest = int(counts.sum(0).min())
@@ -151,6 +154,34 @@ def _dirichlet_counts(
         f"clients never had more than {most} samples, and partition.min_samples={options.min_samples}; "
         "raise partition.alpha, or lower partition.clients or partition.min_samples"
     )
+
+
+def _class_prior_counts(
+    sizes: NDArray[np.int64], options: PartitionOptions, generator: np.random.Generator
+) -> NDArray[np.int64]:
+    """Counts [groups, clients] whose column sums are equal within one: Hsu et al. 2019, section 3, dealt to the end.
+
+    Each client draws its class prior from Dirichlet(alpha * C * p) with p [C] the classes' frequencies; the factor C
+    makes it Dirichlet(alpha, ..., alpha) for balanced classes. The clients take one sample after another in turns, each
+    from a class drawn by its prior amongst the classes that have samples left, or, where its prior holds none of
+    these, by what is left. (Hsu et al. deal no more than their clients need; here every sample is dealt, so the last
+    ones fit the priors less.)
+    """
+    total, classes = int(sizes.sum()), len(sizes)
+    priors = generator.dirichlet(options.alpha * classes * sizes / total, size=options.clients)
+    left = sizes.copy()
+    counts = np.zeros((classes, options.clients), np.int64)
+    wanted = np.full(options.clients, total // options.clients)
+    wanted[generator.permutation(options.clients)[: total % options.clients]] += 1
+    for turn in range(int(wanted.max())):
+        for client in generator.permutation(np.flatnonzero(wanted > turn)):
+            edges = np.cumsum(priors[client] * (left > 0))
+            if edges[-1] <= 0:
+                edges = np.cumsum(left)
+            group = int(np.searchsorted(edges, generator.random() * edges[-1], side="right"))
+            left[group] -= 1
+            counts[group, client] += 1
+    return counts
 
 
 def class_counts(labels: Tensor, indices: Sequence[Tensor], classes: int) -> Tensor:

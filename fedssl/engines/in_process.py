@@ -13,11 +13,12 @@ from typing import Protocol
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
+from ..client_states import ClientStates
 from ..errors import UserError
 from ..evaluation.evaluate import evaluate_model
 from ..federation import Federation, build_federation
-from ..messages import Message
-from ..method import METRIC
+from ..guard import refused_in
+from ..messages import METRIC, Message
 from ..models.model import Model
 from ..randomness import seed_for
 from ..recipe import Recipe, load_recipe
@@ -31,6 +32,7 @@ class Progress(Protocol):
     def client(self, round_number: int, index: int, position: int, clients: int) -> None: ...
     def round_done(self, round_number: int, metrics: dict[str, float]) -> None: ...
     def note(self, text: str) -> None: ...
+    def warn(self, text: str) -> None: ...
 
 
 class Silent:
@@ -40,6 +42,7 @@ class Silent:
     def client(self, round_number: int, index: int, position: int, clients: int) -> None: ...
     def round_done(self, round_number: int, metrics: dict[str, float]) -> None: ...
     def note(self, text: str) -> None: ...
+    def warn(self, text: str) -> None: ...
 
 
 def run(recipe: Recipe, path: Path, progress: Progress | None = None, overwrite: bool = False) -> RunDirectory:
@@ -85,19 +88,21 @@ def models_to_evaluate(
 def _run(federation: Federation, directory: RunDirectory, progress: Progress) -> RunDirectory:
     rounds = federation.recipe.rounds
     first = directory.checkpoint.round + 1
+    states = ClientStates(directory, federation.recipe.client_states)
     progress.start(first, rounds)
     with _tensorboard(directory, first) as write_events:
         for number in range(first, rounds + 1):
             started = time.perf_counter()
             if number == 0:
-                server, states, rows = _opening(federation)
+                server, rows = _opening(federation, states, progress)
             else:
-                server, states, rows = _round(federation, directory, number, progress)
+                server, rows = _round(federation, directory.server_state(), states, number, progress)
             rows += _evaluate(federation, directory, number, server, states, progress)
             directory.append_metrics(rows)
+            directory.append_refused(number, refused_in(server))
             directory.append_timing(number, time.perf_counter() - started)
             write_events(rows)
-            directory.commit(number, server, states, finished=number == rounds)
+            directory.commit(number, server, finished=number == rounds)
             progress.round_done(number, {metric: v for _, who, metric, v in rows if who in ("mean", "global")})
     return directory
 
@@ -107,10 +112,10 @@ def _evaluate(
     directory: RunDirectory,
     number: int,
     server: Message,
-    states: dict[int, Message],
+    states: ClientStates,
     progress: Progress,
 ) -> list[MetricRow]:
-    """kNN and effective rank every few rounds; before and after training the linear evaluation too."""
+    """kNN and effective rank every few rounds; before and after training linear too; after it fine-tuning if asked."""
     options, rounds = federation.recipe.evaluation, federation.recipe.rounds
     whole = number in (0, rounds)
     if not whole and not (options.every and number % options.every == 0):
@@ -119,12 +124,14 @@ def _evaluate(
     rows: list[MetricRow] = []
     spectra: dict[str, Tensor] = {}
 
-    def state(k: int) -> Message:
-        return states[k] if k in states else directory.client_state(k)
-
-    for who, model in models_to_evaluate(federation, server, state):
+    for who, model in models_to_evaluate(federation, server, states.load):
         metrics, spectra[who] = evaluate_model(
-            model, federation.dataset, options, seed_for(federation.recipe.seed, "evaluation"), linear=whole
+            model,
+            federation.dataset,
+            options,
+            seed_for(federation.recipe.seed, "evaluation"),
+            linear=whole,
+            fractions=options.semi_supervised if number == rounds else (),
         )
         rows += [(number, who, metric, value) for metric, value in metrics.items()]
     if federation.method.personal:
@@ -151,44 +158,62 @@ def _tensorboard(directory: RunDirectory, first: int) -> Iterator[Callable[[list
         writer.close()
 
 
-def _opening(federation: Federation) -> tuple[Message, dict[int, Message], list[MetricRow]]:
+def _opening(federation: Federation, states: ClientStates, progress: Progress) -> tuple[Message, list[MetricRow]]:
     """Round 0: the server's first state, and each client's answer where the method asks for one."""
     method = federation.method
     server = method.initial_state()
     replies: dict[int, Message] = {}
-    states: dict[int, Message] = {}
+    sent: dict[int, Message] = {}
     if method.opening_round:
-        for k in range(len(federation.client_rows)):
+        everyone = list(range(len(federation.client_rows)))
+        sent = method.broadcast_opening(server, everyone)
+        for k in everyone:
             client = federation.client(k, Message())
-            replies[k] = method.open_client(client)
-            states[k] = federation.client_state(client)
-        server = method.aggregate(server, replies)
-    return server, states, _traffic_rows(0, {}, replies)
+            replies[k] = method.open_client(client, sent[k])
+            states.store(k, 0, federation.client_state(client))
+        server = method.aggregate(server, replies, 0)
+    return server, _traffic_rows(0, {k: m for k, m in sent.items() if m.num_bytes}, replies) + _refused_rows(
+        0, server, replies, states, progress
+    )
 
 
 def _round(
-    federation: Federation, directory: RunDirectory, number: int, progress: Progress
-) -> tuple[Message, dict[int, Message], list[MetricRow]]:
+    federation: Federation, server: Message, states: ClientStates, number: int, progress: Progress
+) -> tuple[Message, list[MetricRow]]:
     method = federation.method
-    server = directory.server_state()
     chosen = federation.sampled_clients(number)
     sent = method.broadcast(server, chosen, number)
     replies: dict[int, Message] = {}
-    states: dict[int, Message] = {}
     for position, k in enumerate(chosen):
         progress.client(number, k, position, len(chosen))
-        client = federation.client(k, directory.client_state(k))
+        client = federation.client(k, states.load(k))
         replies[k] = method.client_round(client, sent[k], number)
-        states[k] = federation.client_state(client)
-    server = method.aggregate(server, replies)
-    rows = _traffic_rows(number, sent, replies)
+        states.store(k, number, federation.client_state(client))
+    server = method.aggregate(server, replies, number)
+    rows = _traffic_rows(number, sent, replies) + _refused_rows(number, server, replies, states, progress)
     names = sorted({n for reply in replies.values() for n in reply.numbers if n.startswith(METRIC)})
     for name in names:
         values = {k: reply.numbers[name] for k, reply in replies.items() if name in reply.numbers}
         metric = name.removeprefix(METRIC)
         rows += [(number, str(k), metric, value) for k, value in values.items()]
         rows.append((number, "mean", metric, sum(values.values()) / len(values)))
-    return server, states, rows
+    for name, value in server.numbers.items():
+        if name.startswith(METRIC):
+            metric, _, who = name.removeprefix(METRIC).rpartition("/")
+            rows.append((number, who, metric, value))
+    return server, rows
+
+
+def _refused_rows(
+    number: int, server: Message, replies: dict[int, Message], states: ClientStates, progress: Progress
+) -> list[MetricRow]:
+    """The clients whose answer was left out of a round: told, taken out of the replies, and their round undone."""
+    refused = refused_in(server)
+    for k, reason in refused.items():
+        progress.warn(f"round {number}: the answer of client {k} is left out: {reason}")
+        del replies[k]
+        states.discard(k)
+    return [(number, str(k), "refused", 1.0) for k in refused]
 
 
 def _traffic_rows(number: int, sent: dict[int, Message], replies: dict[int, Message]) -> list[MetricRow]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -11,6 +12,7 @@ from ..models.model import Model
 from .features import extract_features
 from .knn import knn_accuracy
 from .linear import linear_accuracy
+from .semi_supervised import SemiSupervisedOptions, semi_supervised_accuracy
 from .spectrum import effective_rank, singular_values
 
 if TYPE_CHECKING:
@@ -18,7 +20,13 @@ if TYPE_CHECKING:
 
 
 def evaluate_model(
-    model: Model, dataset: Dataset, options: EvaluationOptions, seed: int, *, linear: bool
+    model: Model,
+    dataset: Dataset,
+    options: EvaluationOptions,
+    seed: int,
+    *,
+    linear: bool,
+    fractions: Sequence[float] = (),
 ) -> tuple[dict[str, float], Tensor]:
     """Measure a model's encoder.
 
@@ -26,7 +34,8 @@ def evaluate_model(
 
     Returns:
         `knn` and, if asked, `linear` accuracy in percent on the test images, the `effective_rank` of their
-        representations; and the singular values of these, float64, descending.
+        representations, and for each of `fractions` of the labels `semi_supervised_FRACTION`, the accuracy after
+        fine-tuning on them; and the singular values of the representations, float64, descending.
     """
     train = extract_features(model.encoder, dataset.train_images, device=model.device)
     test = extract_features(model.encoder, dataset.test_images, device=model.device)
@@ -37,4 +46,16 @@ def evaluate_model(
     }
     if linear:
         metrics["linear"] = linear_accuracy(*data, len(dataset.class_names), options.linear, seed)
+    for fraction in fractions:
+        metrics[f"semi_supervised_{fraction:g}"] = semi_supervised_accuracy(
+            model.encoder,
+            dataset.train_images,
+            dataset.train_labels,
+            dataset.test_images,
+            dataset.test_labels,
+            len(dataset.class_names),
+            SemiSupervisedOptions(fraction=fraction),
+            seed,
+            model.device,
+        )
     return metrics, singular_values(test)

@@ -1,5 +1,7 @@
 """Representations of a set of images from a frozen encoder: the input of every offline evaluation."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -29,6 +31,23 @@ def extract_features(
     from ..data.augmentation import normalize
 
     check_images("images", images)
+    return _extract(encoder, images, normalize, batch_size, device)
+
+
+def extract_view_features(
+    encoder: nn.Module, views: Tensor, *, batch_size: int = 500, device: torch.device | str | None = None
+) -> Tensor:
+    """`extract_features` of augmented views, normalised float32 [n, C, H, W] as `augment` gives them."""
+    return _extract(encoder, views, lambda batch: batch, batch_size, device)
+
+
+def _extract(
+    encoder: nn.Module,
+    images: Tensor,
+    prepare: Callable[[Tensor], Tensor],
+    batch_size: int,
+    device: torch.device | str | None,
+) -> Tensor:
     if batch_size < 1:
         raise UserError(f"batch_size: expected at least 1, got {batch_size}")
     home = device_of(encoder)
@@ -39,7 +58,7 @@ def extract_features(
         encoder.to(device).eval()
         with torch.no_grad():
             for batch in images.split(batch_size):
-                output = encoder(normalize(batch.to(device)))
+                output = encoder(prepare(batch.to(device)))
                 if output.dim() != 2 or len(output) != len(batch):
                     raise UserError(
                         f"encoder: expected an output of shape [{len(batch)}, d] for {len(batch)} images, "

@@ -15,7 +15,6 @@ from ..recipe import load_recipe
 from ..run_directory import RunDirectory
 from ..storage import write_atomically
 from .evaluate import evaluate_model
-from .semi_supervised import SemiSupervisedOptions, semi_supervised_accuracy
 
 
 def evaluate_run(path: Path, fractions: Sequence[float] = (), note: Callable[[str], None] = lambda text: None) -> Path:
@@ -23,7 +22,7 @@ def evaluate_run(path: Path, fractions: Sequence[float] = (), note: Callable[[st
 
     Args:
         path: a run's folder.
-        fractions: labelled fractions to fine-tune on, in (0, 1]; the paper's are 0.01 and 0.1.
+        fractions: labelled fractions to fine-tune on, in (0, 1], beside the recipe's own; the papers' are 0.01 and 0.1.
         note: told what is being evaluated.
 
     Returns:
@@ -35,28 +34,15 @@ def evaluate_run(path: Path, fractions: Sequence[float] = (), note: Callable[[st
     for fraction in fractions:
         if not 0 < fraction <= 1:
             raise UserError(f"--semi-supervised must be a fraction in (0, 1], for instance 0.01, got {fraction}")
-    protocols = [SemiSupervisedOptions(fraction=fraction) for fraction in fractions]
     federation = build_federation(load_recipe(path / "recipe.yaml"))
     recipe, data = federation.recipe, federation.dataset
-    classes = len(data.class_names)
+    wanted = list(dict.fromkeys([*recipe.evaluation.semi_supervised, *fractions]))
     results: dict[str, dict[str, float]] = {}
     server = directory.server_state()
     for who, model in models_to_evaluate(federation, server, directory.client_state):
         note(f"evaluating {'client ' if who.isdigit() else ''}{who}")
         seed = seed_for(recipe.seed, "evaluation")
-        results[who], _ = evaluate_model(model, data, recipe.evaluation, seed, linear=True)
-        for protocol in protocols:
-            results[who][f"semi_supervised_{protocol.fraction:g}"] = semi_supervised_accuracy(
-                model.encoder,
-                data.train_images,
-                data.train_labels,
-                data.test_images,
-                data.test_labels,
-                classes,
-                protocol,
-                seed,
-                federation.device,
-            )
+        results[who], _ = evaluate_model(model, data, recipe.evaluation, seed, linear=True, fractions=wanted)
     names = list(next(iter(results.values())))
     if len(results) > 1:
         results["mean"] = {n: sum(r[n] for r in results.values()) / len(results) for n in names}

@@ -1,7 +1,10 @@
 """Singular-value spectrum and effective rank of a set of representations: whether they have collapsed."""
 
+import math
+
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from .features import check_features
 
@@ -24,6 +27,27 @@ def singular_values(features: Tensor) -> Tensor:
     check_features("features", features)
     matrix = features.detach().to(torch.float64)
     return torch.linalg.svdvals((matrix - matrix.mean(dim=0)) / len(matrix) ** 0.5)
+
+
+def log_covariance_singular_values(features: Tensor, top: int = 100) -> Tensor:
+    """Natural logarithms of the largest singular values of the covariance matrix, for FedU2's Figure 3.
+
+    The covariance (divisor n) is that of the l2-normalised representations, which the paper works with, so that scales
+    compare: all its singular values sum to at most 1. Those below 1e-12, which float32 does not carry, stand at that.
+
+    Args:
+        features: floating point [n, d], finite, one representation a row.
+        top: how many.
+
+    Returns:
+        float64 [min(n, d, top)], descending, between log(1e-12) = -27.6 and 0.
+
+    Raises:
+        UserError: not a floating-point matrix, empty, or non-finite.
+    """
+    check_features("features", features)
+    values = singular_values(F.normalize(features.detach().to(torch.float64), dim=1))[:top]
+    return values.square().log().clamp(min=math.log(1e-12))
 
 
 def effective_rank(features: Tensor) -> float:

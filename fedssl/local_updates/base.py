@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar
 
 from ..parts import Part
@@ -10,11 +11,16 @@ from ..parts import Part
 if TYPE_CHECKING:
     from ..client import LocalRound
 
+AfterTraining = Callable[[], None]
+
 
 class LocalUpdate(Part):
     #: True where each client ends with a model of its own, which is then what gets evaluated
     personal: ClassVar[bool] = False
 
     @abstractmethod
-    def receive(self, local: LocalRound) -> None:
-        """Change the client's model by `local.received`, before training."""
+    def receive(self, local: LocalRound) -> AfterTraining | None:
+        """Change the client's model by `local.received`, before training.
+
+        May return a function that is called after training, for instance to note how far the model moved.
+        """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -20,16 +21,21 @@ class Step:
         representations: the encoder's outputs.
         projections: the online projector's outputs (empty where there is none).
         predictions: the online predictor's outputs (empty where there is none).
+        views: the views that the step was given, normalised float32 [n, C, H, W]; the training loop fills them in.
     """
 
     loss: Tensor
     representations: tuple[Tensor, ...]
     projections: tuple[Tensor, ...] = ()
     predictions: tuple[Tensor, ...] = ()
+    views: tuple[Tensor, ...] = ()
 
 
 class Objective(Part):
     """Builds the heads around an encoder and computes the loss of a step."""
+
+    #: the aggregator that it cannot do without; a recipe without it is then refused
+    needs_aggregator: ClassVar[str | None] = None
 
     @property
     def views(self) -> int:

@@ -15,10 +15,12 @@ class SimSiam(Objective):
     """Chen & He 2020, Exploring Simple Siamese Representation Learning, Eq. 2.
 
     Projector of three layers that ends in BatchNorm, predictor with a bottleneck, as in their section 3.
+    `stop_gradient: false` is their section 4.1: the representations collapse. It is there to study that.
     """
 
     output_features: int = Field(2048, ge=1)
     bottleneck_features: int = Field(512, ge=1)
+    stop_gradient: bool = True
 
     def build(self, encoder: nn.Module, classes: int) -> Model:
         size = self.output_features
@@ -34,6 +36,7 @@ class SimSiam(Objective):
         representations = tuple(model.encoder(view) for view in views)
         projections = tuple(model.online["projector"](r) for r in representations)
         predictions = tuple(model.online["predictor"](p) for p in projections)
-        similarity = F.cosine_similarity(predictions[0], projections[1].detach(), dim=-1)
-        similarity = similarity + F.cosine_similarity(predictions[1], projections[0].detach(), dim=-1)
+        targets = tuple(p.detach() for p in projections) if self.stop_gradient else projections
+        similarity = F.cosine_similarity(predictions[0], targets[1], dim=-1)
+        similarity = similarity + F.cosine_similarity(predictions[1], targets[0], dim=-1)
         return Step(-similarity.mean() / 2, representations, projections, predictions)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -48,6 +49,8 @@ class CKAAlignment(Regularizer):
         batches = endless_batches(len(public), self.batch_size, local.generator("cka_alignment"))
 
         def term(step: Step) -> Tensor:
+            if factor is None and kernel is None:  # the server has no usable answer to align to yet
+                return torch.zeros((), device=model.device)
             rows = next(batches)
             x = model.represent(normalize(public[rows].to(model.device)), layer)  # type: ignore[arg-type]
             if whitening is not None:

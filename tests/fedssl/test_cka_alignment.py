@@ -100,7 +100,7 @@ def test_factor_and_kernel_give_the_same_term_and_gradient(kernel, layer, center
         federation = build_federation(tiny(**{**ALIGNED, "aggregators": [part]}))
         method = federation.method
         clients = [federation.client(k, Message()) for k in range(3)]
-        server = method.aggregate(method.initial_state(), {c.index: method.open_client(c) for c in clients})
+        server = method.aggregate(method.initial_state(), {c.index: method.open_client(c) for c in clients}, 0)
         received = method.broadcast(server, [0, 1, 2], 1)[1]
         assert list(received.tensors) == [FACTOR if send == "factor" else KERNEL]
         local = LocalRound(clients[1], received, 1, 0, method.objective, method.augmentation)
@@ -123,7 +123,7 @@ def test_the_term_is_mu_times_one_minus_eq_1(centered, tiny):
     federation = build_federation(tiny(**{**ALIGNED, "aggregators": [part]}))
     method = federation.method
     clients = [federation.client(k, Message()) for k in range(3)]
-    server = method.aggregate(method.initial_state(), {c.index: method.open_client(c) for c in clients})
+    server = method.aggregate(method.initial_state(), {c.index: method.open_client(c) for c in clients}, 0)
     local = LocalRound(clients[0], method.broadcast(server, [0], 1)[0], 1, 0, method.objective, method.augmentation)
     term = CKAAlignment(name="cka_alignment", weight=0.7, batch_size=30).start_round(local)(NO_STEP)
     own = clients[0].model.represent(normalize(clients[0].public_images), "encoder").double().detach()

@@ -127,6 +127,17 @@ def test_metrics_hold_evaluation_training_and_traffic(tiny, tmp_path):
     assert list((tmp_path / "a" / "tensorboard").iterdir())
 
 
+def test_fine_tuning_is_measured_after_training_where_asked(tiny, tmp_path):
+    evaluation = {"neighbors": 5, "linear": {"epochs": 1}, "semi_supervised": [0.1, 1]}
+    run(tiny(**AVERAGED, rounds=1, evaluation=evaluation), tmp_path / "a")
+    found = {m: r for r, _, m, v in RunDirectory.open(tmp_path / "a").read_metrics() if m.startswith("semi_supervised")}
+    assert found == {"semi_supervised_0.1": 1, "semi_supervised_1": 1}
+    with pytest.raises(
+        UserError, match=r"evaluation.semi_supervised.1: input should be less than or equal to 1, got 2"
+    ):
+        tiny(evaluation={"semi_supervised": [0.1, 2]})
+
+
 def test_an_existing_folder_is_not_overwritten_unasked(tiny, tmp_path):
     run(tiny(rounds=1), tmp_path / "a")
     before = contents(tmp_path / "a")

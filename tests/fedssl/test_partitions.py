@@ -41,7 +41,7 @@ def assert_exact_cover(parts: list[Tensor], total: int) -> None:
 @settings(deadline=None, max_examples=150)
 @given(
     labels=st.lists(st.integers(0, 7), min_size=1, max_size=120),
-    name=st.sampled_from(["iid", "disjoint_classes", "dirichlet", "quantity_skew"]),
+    name=st.sampled_from(["iid", "disjoint_classes", "dirichlet", "dirichlet_equal", "quantity_skew"]),
     clients=st.integers(1, 9),
     classes_per_client=st.none() | st.integers(1, 9),
     alpha=st.sampled_from([0.5, 5.0, 100.0]),
@@ -139,6 +139,29 @@ def test_dirichlet_shares_have_the_right_spread():
     shares = sizes.double() / 1000
     assert shares.mean(0) == pytest.approx([0.25] * 4, abs=0.03)
     assert shares.var().item() == pytest.approx(3 / (16 * 9), rel=0.12)
+
+
+def test_dirichlet_equal_gives_equal_sizes_and_own_class_shares():
+    labels = balanced_labels(10, 503)
+    counts = counts_of(labels, name="dirichlet_equal", clients=100, alpha=0.1)
+    assert set(counts.sum(1).tolist()) == {50, 51}
+    assert counts.sum(0).tolist() == [503] * 10
+    # the largest share of Dirichlet(0.1, ..., 0.1) over 10 classes has a mean of 0.65; an equal one is 0.1
+    assert 0.5 < (counts.max(1).values / counts.sum(1)).mean() < 0.7
+    even = counts_of(labels, name="dirichlet_equal", clients=100, alpha=1000)
+    assert (even - 5).abs().max() <= 9
+
+
+def test_dirichlet_equal_follows_the_priors_while_classes_last():
+    """Two clients, one class each by a tiny alpha: one that both prefer is shared, and the other filled up with."""
+    labels = torch.tensor([0] * 60 + [1] * 40)
+    seen = set()
+    for seed in range(20):
+        counts = counts_of(labels, seed, name="dirichlet_equal", clients=2, alpha=0.001)
+        seen.add(tuple(counts.flatten().tolist()))
+    # different tastes: all of class 0's taker is of class 0, its rest goes to the other; same tastes: dealt in turns
+    assert {(50, 0, 10, 40), (10, 40, 50, 0)} <= seen
+    assert {(30, 20, 30, 20)} & seen
 
 
 def test_quantity_skew_mixes_the_classes():

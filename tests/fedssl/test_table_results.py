@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from fedssl.table_results import Results, format_table, read_results, verdict
+import csv
+
+import pytest
+
+from fedssl.table_results import Results, format_table, read_results, verdict, write_results
 from fedssl.tables import Table
 
 from .synthetic_runs import ROWS, evaluated, make_table, write_run
@@ -121,6 +125,81 @@ def test_the_table_has_the_untrained_row_first_and_the_papers_figures_beside(tmp
     assert lines[4] == ["alone", "51.0", "±", "1.4", "-"]
     assert lines[5] == ["control", "1", "-", "-"]
     long = make_table(rows=[*ROWS, {"label": "a label of " + "many " * 9 + "words", "recipe": "local_only"}])
-    text = format_table(long, found)
+    text = format_table(long, read_results(long, tmp_path))
     assert max(map(len, text.splitlines())) <= 80
     assert "words" in text
+
+
+def test_a_comparison_says_what_the_method_beats_and_what_not():
+    table = make_table(verdict="comparison", controls=[], baselines=["alone", "control 1", "control 2"])
+    text = knn_verdict([53.0, 55.0], table=table, control_1=[53.0, 53.0], control_2=[57.0, 57.0])
+    assert text == (
+        "kNN accuracy: ours with 54.0 ± 1.4 beats alone by 3.0. It does not beat control 1 (1.0 above, within the "
+        "spread of 1.4) and control 2 (3.0 below)."
+    )
+    text = knn_verdict([53.0, 55.0], table=table)
+    assert text.endswith("with 54.0 ± 1.4 beats alone by 3.0, control 1 by 3.0 and control 2 by 3.0.")
+    text = knn_verdict([53.0], table=make_table(verdict="comparison", seeds=[0]))
+    assert text == "kNN accuracy: nothing can be said about the order: one seed has no spread, at least two are needed."
+
+
+@pytest.fixture
+def two_scenarios(tiny, tmp_path):
+    """A table of two scenarios, whose second is not finished, and what it wrote."""
+    scenarios = [
+        {"label": "cross-silo (K = 3)", "paper": {"ours": {"knn": "71.20"}}},
+        {"label": "cross-device", "paper": {"alone": {"knn": "60.1"}, "ours": {"knn": "62.3"}}},
+    ]
+    table = make_table(rows=ROWS[:2], controls=[], verdict="comparison", metrics=["knn"], scenarios=scenarios)
+    for scenario, slug in (("cross-silo (K = 3)", "cross-silo-k-3"), ("cross-device", "cross-device")):
+        for label in ("ours", "alone"):
+            for seed in (0, 1):
+                after = 50.0 + 2 * seed + 10 * (label == "ours")
+                rows = evaluated(0, "knn", [40.0]) + evaluated(2, "knn", [after])
+                if slug == "cross-device" and label == "alone":
+                    rows = rows[:2]
+                write_run(tmp_path / label / slug / f"seed-{seed}", tiny(name=f"{label} ({scenario})", seed=seed), rows)
+    write_results(table, [read_results(table, tmp_path, one) for one in table.all_scenarios], tmp_path)
+    return tmp_path
+
+
+def test_scenarios_stand_side_by_side_with_the_papers_figures(two_scenarios):
+    lines = (two_scenarios / "table.md").read_text(encoding="utf-8").splitlines()
+    header = "cross-silo (K = 3): kNN accuracy (%) | cross-silo (K = 3): in the paper"
+    assert lines[4].startswith(f"| row | role | {header} | cross-device: kNN accuracy (%)")
+    assert lines[6:9] == [
+        "| untrained |  | 40.0 ± 0.0 |  | 40.0 ± 0.0 |  |",
+        "| ours | method | 61.0 ± 1.4 | 71.20 | 61.0 ± 1.4 | 62.3 |",
+        "| alone | baseline | 51.0 ± 1.4 |  | - | 60.1 |",
+    ]
+    text = "\n".join(lines)
+    assert "Not all runs of alone (cross-device) are finished." in text
+    assert "- cross-silo (K = 3): kNN accuracy: ours with 61.0 ± 1.4 beats alone by 10.0." in text
+    assert "- cross-device: kNN accuracy: nothing can be said about the order: runs of alone are missing." in text
+    page = (two_scenarios / "table.html").read_text(encoding="utf-8")
+    assert "<th colspan=2></th><th colspan=2>cross-silo (K = 3)</th><th colspan=2>cross-device</th>" in page
+    for slug in ("cross-silo-k-3", "cross-device"):
+        assert (two_scenarios / f"picture-{slug}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_summary_has_mean_spread_seeds_and_the_papers_figure(two_scenarios):
+    with open(two_scenarios / "summary.csv", newline="") as file:
+        rows = {(r["scenario"], r["row"]): r for r in csv.DictReader(file)}
+    ours = rows["cross-silo (K = 3)", "ours"]
+    assert (ours["metric"], ours["mean"], ours["seeds"], ours["paper"]) == ("knn", "61.0", "2", "71.20")
+    assert float(ours["spread"]) == pytest.approx(2**0.5)
+    missing = rows["cross-device", "alone"]
+    assert [missing[key] for key in ("mean", "spread", "seeds", "paper")] == ["", "", "0", "60.1"]
+    with open(two_scenarios / "table.csv", newline="") as file:
+        values = {(r["scenario"], r["row"], r["seed"]): r["value"] for r in csv.DictReader(file)}
+    assert values["cross-silo (K = 3)", "alone", "1"] == "52.0"
+
+
+def test_a_table_that_judges_nothing_has_no_roles(tiny, tmp_path):
+    table = make_table(method=None, baselines=[], controls=[], rows=ROWS[:1], metrics=["knn"], seeds=[0])
+    write_run(tmp_path / "ours" / "seed-0", tiny(name="ours"), evaluated(2, "knn", [51.0]))
+    write_results(table, [read_results(table, tmp_path)], tmp_path)
+    text = (tmp_path / "table.md").read_text(encoding="utf-8")
+    assert "| row | kNN accuracy (%) |\n|---|---:|\n" in text
+    assert "| ours | 51.0 |" in text
+    assert "role" not in (tmp_path / "table.html").read_text(encoding="utf-8")

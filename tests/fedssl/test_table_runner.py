@@ -115,6 +115,28 @@ def test_a_table_is_run_and_not_run_again(tiny_table, tmp_path, monkeypatch):
     assert (output / "table.md").read_text(encoding="utf-8") == markdown
 
 
+def test_every_row_is_run_in_every_scenario(tiny_table, tmp_path, monkeypatch):
+    scenarios = [{"label": "all"}, {"label": "sampled", "settings": {"clients_per_round": 1, "rounds": 1}}]
+    changes = {"scenarios": scenarios, "seeds": [0], "rows": [tiny_table.rows[1].model_dump()]}
+    table = Table.model_validate(tiny_table.model_dump() | changes | {"method": None, "baselines": []})
+    lines: list[str] = []
+    output = run_table(table, tmp_path / "out", note=lines.append)
+    stored = {
+        name: yaml.safe_load((output / "alone" / name / "seed-0" / "recipe.yaml").read_text())
+        for name in ("all", "sampled")
+    }
+    assert [(one["name"], one["clients_per_round"], one["rounds"]) for one in stored.values()] == [
+        ("Alone! (all)", None, 2),
+        ("Alone! (sampled)", 1, 1),
+    ]
+    assert "Alone!, sampled, seed 0" in lines[2]
+    assert sorted(file.name for file in output.glob("*.*")) == [
+        "picture-all.png", "picture-sampled.png", "summary.csv", "table.csv", "table.html", "table.md", "table.yaml",
+    ]  # fmt: skip
+    monkeypatch.setattr(table_runner.in_process, "run", None)
+    run_table(table, output)
+
+
 def test_cells_of_another_recipe_are_not_mixed_in(tiny_table, tmp_path):
     one_seed = tiny_table.model_copy(update={"seeds": [0]})
     run_table(one_seed, tmp_path / "out", ["rounds=1"])

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from fedssl.errors import UserError
-from fedssl.tables import cell_recipe, load_table, table_names
+from fedssl.tables import cell_path, cell_recipe, load_table, table_names
 
 from .conftest import ALIGNED, tiny_values
 from .synthetic_runs import ROWS, make_table, table_values
@@ -18,9 +18,11 @@ def test_every_cell_of_the_shipped_tables_is_a_valid_recipe(name):
     data = table.settings.get("data", {})
     # such a table is run with the path on the command line
     path = ["data.path=images.npz"] if data.get("name") == "npz" and "path" not in data else []
-    for row in table.rows:
-        recipe = cell_recipe(table, row, 5, ["rounds=7", *path])
-        assert (recipe.name, recipe.seed, recipe.rounds) == (row.label, 5, 7)
+    for scenario in table.all_scenarios:
+        for row in table.rows:
+            recipe = cell_recipe(table, row, 5, ["rounds=7", *path], scenario)
+            assert recipe.name == (f"{row.label} ({scenario.label})" if scenario.label else row.label)
+            assert (recipe.seed, recipe.rounds) == (5, 7)
 
 
 @pytest.mark.parametrize(
@@ -45,6 +47,12 @@ def test_every_cell_of_the_shipped_tables_is_a_valid_recipe(name):
             {"rows": [{"label": "ours", "recipe": "a", "sets": {}}]},
             "rows.0.sets: unknown key; .*label, recipe, settings",
         ),
+        ({"scenarios": [{"settings": {}}]}, "every scenario needs a label"),
+        ({"scenarios": [{"label": "a b"}, {"label": "A-b"}]}, "scenarios 'a b' and 'A-b' need labels that differ"),
+        ({"scenarios": [{"label": "a", "paper": {"x": {"knn": "1"}}}]}, "paper names 'x'"),
+        ({"scenarios": [{"label": "a"}], "paper": {"ours": {"knn": "1"}}}, "paper: a table with scenarios has"),
+        ({"scenarios": [{"label": "a", "setting": {}}]}, "scenarios.0.setting: unknown key; did you mean settings"),
+        ({"verdict": "best"}, "verdict: .*'collaboration' or 'comparison'"),
         ({"control": ["x"]}, "control: unknown key; did you mean controls"),
         ({"name": "../up"}, "name: "),
     ],
@@ -89,6 +97,26 @@ def test_settings_are_merged_and_lists_replaced(tmp_path):
     assert recipe.architectures == ["small_convnet_wide"]
     assert recipe.rounds == 1
     assert recipe.regularizers[0].model_dump()["weight"] == 0.25
+
+
+def test_a_scenario_stands_between_the_table_and_the_row(tmp_path):
+    base = tmp_path / "base.yaml"
+    base.write_text(yaml.safe_dump(tiny_values()))
+    row = {"label": "ours", "recipe": str(base), "settings": {"training": {"batch_size": 6}}}
+    scenario = {"label": "few clients", "settings": {"training": {"batch_size": 5, "local_epochs": 3}, "rounds": 7}}
+    values = {"rows": [row], "scenarios": [scenario, {"label": "as it is"}], "settings": {"rounds": 9}}
+    table = make_table(baselines=[], controls=[], **values)
+    first, second = (cell_recipe(table, table.rows[0], 3, scenario=one) for one in table.all_scenarios)
+    assert (first.name, second.name) == ("ours (few clients)", "ours (as it is)")
+    assert (first.training.batch_size, first.training.local_epochs, first.rounds) == (6, 3, 7)
+    assert (second.training.batch_size, second.training.local_epochs, second.rounds) == (6, 1, 9)
+    assert cell_path(tmp_path, "ours", 3, "few clients") == tmp_path / "ours" / "few-clients" / "seed-3"
+    assert cell_path(tmp_path, "ours", 3) == tmp_path / "ours" / "seed-3"
+
+
+def test_a_table_without_scenarios_is_one_scenario():
+    table = make_table(paper={"ours": {"knn": "71.2"}})
+    assert [(one.label, one.settings, one.paper) for one in table.all_scenarios] == [("", {}, table.paper)]
 
 
 def test_another_part_does_not_inherit_the_old_parts_options(tmp_path):

@@ -1,0 +1,52 @@
+"""FedCA's base model: trained on the public images before the first round, sent to each client once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from pydantic import Field
+
+from ..messages import Message
+from ..training import TrainingOptions, train_locally
+from .base import Aggregator, Shape
+
+if TYPE_CHECKING:
+    from ..client import LocalRound
+
+BASE = "base_model."
+HAS_IT = "base_model.sent."
+
+
+class BaseModel(Aggregator):
+    """The base model of the alignment module of FedCA (Zhang et al. 2023, Federated unsupervised representation
+    learning): an encoder trained on public data alone, which `base_alignment` aligns every client's encoder with.
+
+    The server trains it with the recipe's objective, starting from the first global weights, for `epochs` over the
+    public images. Down: the encoder, to each client in the first round in which it takes part; a client keeps it. Up:
+    nothing. From the paper's abstract; there is no released code, and how long to train is chosen here.
+    """
+
+    needs_public_images: ClassVar[bool] = True
+    trains: ClassVar[bool] = True
+
+    epochs: int = Field(50, ge=1, description="over the public images, on the server")
+
+    def train_on_public_images(self, local: LocalRound, training: TrainingOptions) -> Message:
+        size = min(training.batch_size, len(local.client.images))
+        changed = {"local_epochs": self.epochs, "batch_size": size}
+        local.client.model.train()
+        train_locally(local, training.model_copy(update=changed), [], rounds=1)
+        return Message({BASE + name: t for name, t in local.client.model.encoder.state_dict().items()})
+
+    def broadcast(self, server: Message, clients: list[int], travelling: list[str]) -> dict[int, Message]:
+        base = Message({name: t for name, t in server.tensors.items() if name.startswith(BASE)})
+        return {k: Message() if f"{HAS_IT}{k}" in server.numbers else base for k in clients}
+
+    def collect(self, local: LocalRound, travelling: list[str]) -> Message:
+        return Message()
+
+    def expected(self, server: Message, client: int, travelling: list[str]) -> dict[str, Shape] | None:
+        return {}
+
+    def aggregate(self, server: Message, replies: dict[int, Message]) -> Message:
+        return Message(numbers={f"{HAS_IT}{k}": 1 for k in replies})

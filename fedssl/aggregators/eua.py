@@ -1,0 +1,130 @@
+"""FedU2's efficient unified aggregator: a step that changes the deviation from every client at one rate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fedkernels import apply_deltas, client_weights, delta_gram
+
+from ..messages import METRIC, Message
+from .weighted_mean import WeightedMean, is_statistic, weighted_mean
+
+# a client whose update is shorter than this fraction of the longest one has not moved: that is float32's rounding
+RELATIVE_DEVIATION_TOLERANCE = 1e-6
+
+
+def moved_clients(gram: Tensor) -> Tensor:
+    """Which clients have left the global model, bool [K], from <delta_i, delta_j>, float64 [K, K]."""
+    deviation = gram.diagonal()
+    return deviation > RELATIVE_DEVIATION_TOLERANCE**2 * deviation.max()
+
+
+def least_norm_step(
+    gram: Tensor, scale: Tensor, samples: list[float], length: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """p on the simplex with the least |sum_k p_k g_k|, g_k = scale_k delta_k, and the step along that point.
+
+    Args:
+        gram: <delta_i, delta_j>, float64 [K, K].
+        scale: float64 [K]; only those of clients that moved are read. The others have weight 0.
+        samples: where no client moved p is by samples (and the step goes nowhere).
+        length: of the step length * sum_k p_k g_k. Without it the new model is a convex combination of the clients'.
+
+    Returns:
+        p and the step's factors of the deltas, float64 [K] each.
+    """
+    moved = moved_clients(gram)
+    if not moved.any():
+        p = torch.tensor(samples, dtype=torch.float64) / sum(samples)
+        return p, p
+    p, factors = gram.new_zeros(2, len(gram))
+    scale = scale[moved]
+    p[moved] = client_weights(gram[moved][:, moved] * scale[:, None] * scale)
+    factors[moved] = p[moved] * scale
+    return p, factors / factors.sum() if length is None else length * factors
+
+
+def deviation_change_rates(gram: Tensor, step: Tensor) -> Tensor:
+    """Eq. 7 without its approximation, (u_k(old) - u_k(new)) / u_k(old), after the step sum_k step_k delta_k.
+
+    u_k = |theta_g - theta_k|^2. float64 [clients that moved] from <delta_i, delta_j> [K, K] and step [K].
+    """
+    product = gram @ step
+    moved = moved_clients(gram)
+    return (2 * product - step @ product)[moved] / gram.diagonal()[moved]
+
+
+def take_least_norm_step(
+    server: Message,
+    replies: dict[int, Message],
+    scale: Callable[[Tensor], Tensor],
+    length: float | None,
+    label: str,
+) -> Message:
+    """The model after `least_norm_step` on its weights; integers and running statistics by samples.
+
+    Args:
+        server, replies: as `Aggregator.aggregate` has them.
+        scale: of the updates, from their squared lengths |delta_k|^2, float64 [K].
+        length: see `least_norm_step`.
+        label: what the names of the logged numbers begin with.
+    """
+    order = sorted(replies)
+    samples = [replies[k].numbers["samples"] for k in order]
+    names = [name for name in replies[order[0]].tensors if name in server.tensors and name.startswith("online.")]
+    weights = [name for name in names if not is_statistic(name, server.tensors[name])]
+    statistics = [name for name in names if is_statistic(name, server.tensors[name])]
+    old = [server.tensors[name] for name in weights]
+    clients = [[replies[k].tensors[name] for name in weights] for k in order]
+    gram = delta_gram(old, clients).cpu()
+    p, step = least_norm_step(gram, scale(gram.diagonal()), samples, length)
+    new = [tensor.clone() for tensor in old]
+    apply_deltas(new, clients, step)
+
+    state = Message(dict(zip(weights, new, strict=True)))
+    state.tensors |= {name: weighted_mean([replies[k].tensors[name] for k in order], samples) for name in statistics}
+    state.numbers = {f"{METRIC}{label}_weight/{k}": float(weight) for k, weight in zip(order, p, strict=True)}
+    rates = deviation_change_rates(gram, step)
+    if len(rates):
+        state.numbers[f"{METRIC}{label}_rate_min/global"] = float(rates.min())
+        state.numbers[f"{METRIC}{label}_rate_max/global"] = float(rates.max())
+    return state
+
+
+class EUA(WeightedMean):
+    """FedU2 (Liao et al. 2024), section 3.4: theta_g <- theta_g - eta d*, d* = (eta / phi) sum_k p_k grad log u_k.
+
+    u_k = |theta_g - theta_k|^2 is client k's deviation, so with delta_k = theta_g - theta_k its gradient is
+    grad log u_k = 2 delta_k / |delta_k|^2. The weights p minimise p'Gp on the simplex with G_ij = <grad log u_i,
+    grad log u_j> (Eq. 10). Along d* all clients with p_k > 0 change their deviation at one rate, which no
+    direction of that length improves for the worst of them, and those with p_k = 0 at the same or a better rate
+    (Theorem 1; exact in the limit of short steps).
+
+    Options:
+        step_size: eta of Eq. 9 and of the update below Eq. 12, one number as in Algorithm 1. The paper gives no
+            value. Where not given, the step's length is that at which the new model is a convex combination of the
+            clients' models, sum_k w_k theta_k with w_k proportional to p_k / |delta_k|^2: where the updates are
+            orthogonal that is the unweighted mean, whatever their lengths.
+        phi: the multiplier of |d|^2 < 1 in Eq. 9, the paper's 0.1. It is constant there, so that all it does is to
+            divide the step; not read where step_size is not given.
+
+    Deviations from the paper. Eq. 12 clips its linear solve and does not reach the optimum of Eq. 10; p is solved
+    exactly here (`fedkernels.client_weights`), so its penalty rho = 1 does not exist. Integers and running statistics
+    have no deviation to speak of: they are averaged by samples. A client that did not move (see
+    RELATIVE_DEVIATION_TOLERANCE) has no grad log u_k: it has weight 0; where none moved, all weights are by samples
+    and the model stays as it is.
+
+    Logs p as `eua_weight` by client, and the least and the largest c_k of Eq. 7 after the step, over the clients that
+    moved: `eua_rate_min`, `eua_rate_max`. A negative one is a client from which the global model moved away.
+    """
+
+    step_size: float | None = Field(None, gt=0)
+    phi: float = Field(0.1, gt=0)
+
+    def aggregate(self, server: Message, replies: dict[int, Message]) -> Message:
+        length = None if self.step_size is None else self.step_size**2 / self.phi
+        return take_least_norm_step(server, replies, lambda u: 2 / u, length, "eua")

@@ -1,0 +1,73 @@
+"""L-DAWA: each client's layer counts by its angle to the global layer."""
+
+from __future__ import annotations
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from ..messages import METRIC, Message
+from .weighted_mean import WeightedMean, is_statistic, weighted_mean
+
+ROUNDS = "l_dawa.rounds"
+
+
+def cosine(a: Tensor, b: Tensor) -> float:
+    """cos of the angle between two tensors of one shape, in float64; 1 where either is zero."""
+    a, b = a.to(torch.float64).flatten(), b.to(torch.float64).flatten()
+    norms = float(torch.linalg.vector_norm(a) * torch.linalg.vector_norm(b))
+    return min(1.0, max(-1.0, float(a @ b) / norms)) if norms > 0 else 1.0
+
+
+def scaled_mean(tensors: list[Tensor], factors: list[float]) -> Tensor:
+    """(1/K) sum_k f_k t_k over K tensors, in float64, returned in their dtype."""
+    mean = torch.zeros_like(tensors[0], dtype=torch.float64)
+    for tensor, factor in zip(tensors, factors, strict=True):
+        mean.add_(tensor.to(torch.float64), alpha=factor / len(tensors))
+    return mean.to(tensors[0].dtype)
+
+
+class LDawa(WeightedMean):
+    """Layer-wise divergence aware weight aggregation (Rehman et al. 2023, L-DAWA, section 3).
+
+    Per tensor w of the model, over the K clients that answered:
+
+        w = (1/K) sum_k cos(w_k, w_g) w_k        w_g: the global tensor that the clients started from
+
+    As in the authors' released code there is no division by the sum of the cosines, so a layer shrinks where clients
+    diverge. The first rounds are averaged by samples instead, as the first global model is random.
+
+    Deviations from the released code: it scales BatchNorm's running statistics by their cosines too; here running
+    statistics and integers are averaged by samples in every round. A tensor that is zero, or whose global one is, has
+    no angle and counts in full; the code divides by zero where the global one is. Two rounds are plain by default; the
+    script's comparison lets a third one through.
+
+    Logs `l_dawa_cosine` of each client: the mean of its cosines over the tensors.
+    """
+
+    plain_rounds: int = Field(2, ge=0, description="first rounds, averaged by samples")
+
+    def aggregate(self, server: Message, replies: dict[int, Message]) -> Message:
+        number = server.numbers.get(ROUNDS, 0) + 1
+        if number <= self.plain_rounds:
+            state = super().aggregate(server, replies)
+            state.numbers[ROUNDS] = number
+            return state
+        order = sorted(replies)
+        samples = [replies[k].numbers["samples"] for k in order]
+        state = Message(numbers={ROUNDS: number})
+        angles: dict[int, list[float]] = {k: [] for k in order}
+        for name in replies[order[0]].tensors:
+            if name not in server.tensors or not name.startswith("online."):
+                continue
+            tensors = [replies[k].tensors[name] for k in order]
+            if is_statistic(name, tensors[0]):
+                state.tensors[name] = weighted_mean(tensors, samples)
+                continue
+            cosines = [cosine(tensor, server.tensors[name]) for tensor in tensors]
+            state.tensors[name] = scaled_mean(tensors, cosines)
+            for k, value in zip(order, cosines, strict=True):
+                angles[k].append(value)
+        for k, values in angles.items():
+            state.numbers[f"{METRIC}l_dawa_cosine/{k}"] = sum(values) / len(values)
+        return state

@@ -1,0 +1,91 @@
+"""Orchestra's clusters: each client clusters what its target network remembers, the server clusters their centroids."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+
+from ..clustering import cluster_globally, cluster_locally
+from ..data.augmentation import augment
+from ..errors import UserError
+from ..messages import METRIC, Message
+from ..models.model import Model
+from ..objectives.orchestra import OrchestraModel
+from .base import Aggregator, Shape
+
+if TYPE_CHECKING:
+    from ..client import LocalRound
+
+GLOBAL = "centroids"  # the model's own name for them, so that a client's local update puts them in place
+LOCAL = "local_centroids"
+
+
+class OrchestraClusters(Aggregator):
+    """Global clusters of Orchestra (Lubana et al. 2022, section 4, Algorithm 1); goes with the objective `orchestra`
+    and an aggregator of the weights.
+
+    Up: each client's local centroids, [local_clusters, d], of its memory after training. Down: the global centroids,
+    [clusters, d]. The opening round sets the first ones: clients receive the first global weights, fill their memory,
+    cluster it, and train nothing.
+
+    As in the authors' released code: 16 local clusters by five rounds of equal-size k-means, sharpness 25 in
+    Sinkhorn-Knopp; on the server 500 SGD steps (rate 0.01, momentum 0.9, weight decay 1e-4), temperature 0.1, starting
+    from the last global centroids, over the centroids of the clients of this round. Deviations: the opening round asks
+    all clients, not a sample; the memory is filled from one batch of augmented images, several views of each where a
+    client has fewer images than its memory; Sinkhorn-Knopp stops by the worst row and scales rows last.
+    """
+
+    opening_round: ClassVar[bool] = True
+
+    local_clusters: int = Field(16, ge=2)
+    temperature: float = Field(0.1, gt=0)
+    steps: int = Field(500, ge=1, description="of the server's clustering")
+
+    def check_model(self, model: Model) -> None:
+        if not isinstance(model, OrchestraModel):
+            raise UserError(f"{self.name} goes with objective orchestra; the recipe names another objective")
+        if self.local_clusters > len(model.memory):
+            raise UserError(
+                f"{self.name}.local_clusters is {self.local_clusters}, objective.memory only {len(model.memory)}"
+            )
+
+    def initial_state(self, model: Model | None) -> Message:
+        assert isinstance(model, OrchestraModel)
+        return Message({GLOBAL: model.centroids})
+
+    def open(self, server: Message, clients: list[int], travelling: list[str]) -> dict[int, Message]:
+        return dict.fromkeys(clients, Message({name: server.tensors[name] for name in travelling}))
+
+    def broadcast(self, server: Message, clients: list[int], travelling: list[str]) -> dict[int, Message]:
+        return dict.fromkeys(clients, Message({GLOBAL: server.tensors[GLOBAL]}))
+
+    def collect(self, local: LocalRound, travelling: list[str]) -> Message:
+        model = local.client.model
+        assert isinstance(model, OrchestraModel)
+        if local.number == 0:
+            fill_memory(local, model)
+        generator = local.generator("local clusters")
+        return Message({LOCAL: cluster_locally(model.memory.cpu(), self.local_clusters, generator)})
+
+    def expected(self, server: Message, client: int, travelling: list[str]) -> dict[str, Shape] | None:
+        return {LOCAL: (self.local_clusters, server.tensors[GLOBAL].shape[1])}
+
+    def aggregate(self, server: Message, replies: dict[int, Message]) -> Message:
+        points = torch.cat([replies[k].tensors[LOCAL] for k in sorted(replies)])
+        centroids = cluster_globally(points, server.tensors[GLOBAL], self.temperature, self.steps)
+        used = len((points @ centroids.T).argmax(dim=1).unique())
+        return Message({GLOBAL: centroids}, {f"{METRIC}clusters_used/global": used})
+
+
+@torch.no_grad()
+def fill_memory(local: LocalRound, model: OrchestraModel) -> None:
+    """Fill a client's memory with target projections of augmented images; BatchNorm's statistics stay as they are."""
+    images, generator = local.client.images, local.generator("memory")
+    order = torch.randperm(len(images), generator=generator)
+    rows = order[torch.arange(len(model.memory)) % len(order)]
+    views = augment(images[rows], local.augmentation, generator).to(model.device)
+    model.remember(F.normalize(copy.deepcopy(model).train().target_project(views), dim=1))

@@ -1,0 +1,140 @@
+"""The server's guard: an answer that cannot be right is refused, named, and left out of its round.
+
+It stands in `Method.aggregate`, before every aggregator and under every engine. It finds what is broken, not what is
+cunning: a client that sends plausible but wrong numbers passes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+from torch import Tensor
+
+from .errors import UserError
+from .messages import Message
+from .options import Options
+
+if TYPE_CHECKING:
+    from .aggregators.base import Shape
+
+#: why a client's answer was left out of the last round: `refused/3` in the config of the server's state
+REFUSED = "refused/"
+
+_LARGEST_NUMBER = 1e12  # of samples, bytes and the like
+_LARGEST_INTEGER = 2**53  # what a mean in float64 holds exactly
+
+
+class GuardOptions(Options):
+    """When an answer is refused, and when a round fails for want of answers."""
+
+    minimum_answers: int = Field(1, ge=1, description="answers that a round needs after the broken ones are left out")
+    largest_value: float = Field(
+        1e6, gt=0, description="largest magnitude in a tensor; weights and representations of networks stay far below"
+    )
+
+
+def refusals(
+    server: Message, replies: dict[int, Message], expected: dict[int, dict[str, Shape]], complete: bool, largest: float
+) -> dict[int, str]:
+    """Why each broken answer is refused, by client; empty where all are sound.
+
+    An answer is refused where a tensor is missing, has a name that nobody asked for, a wrong shape or dtype, holds NaN
+    or an infinity or a magnitude above `largest`; and where `samples` is missing or not positive, or any number is not
+    finite. The first such thing is told.
+
+    Args:
+        server: the server's state; an answer's tensor has the dtype of its entry of the same name.
+        replies: the answers by client.
+        expected: by client the tensors that must come (see `Aggregator.expected`). A size given by name is the one
+            that most answers have; of equally frequent ones that of the lowest client number.
+        complete: whether no other tensors may come.
+        largest: `GuardOptions.largest_value`.
+    """
+    shared = _shared_sizes(replies, expected)
+    found = {}
+    for k in sorted(replies):
+        reason = _broken(server, replies[k], expected[k], complete, largest, shared)
+        if reason:
+            found[k] = reason
+    return found
+
+
+def refused_in(server: Message) -> dict[int, str]:
+    """Why answers were left out of the round that made this state of the server, by client."""
+    reasons = {name: str(value) for name, value in server.config.items() if name.startswith(REFUSED)}
+    return {int(name.removeprefix(REFUSED)): reason for name, reason in reasons.items()}
+
+
+def require_answers(refused: dict[int, str], answers: int, round_number: int, options: GuardOptions) -> None:
+    """Fail where too few of a round's answers are left (UserError that tells why each other one was refused)."""
+    left = answers - len(refused)
+    if left >= options.minimum_answers:
+        return
+    reasons = "".join(f"; client {k}: {reason}" for k, reason in refused.items())
+    raise UserError(
+        f"round {round_number}: {left} of {answers} answers can be used, guard.minimum_answers is "
+        f"{options.minimum_answers}{reasons}"
+    )
+
+
+def _shared_sizes(replies: dict[int, Message], expected: dict[int, dict[str, Shape]]) -> dict[str, int]:
+    seen: dict[str, Counter[int]] = {}
+    for k in sorted(replies):
+        for name, shape in expected[k].items():
+            tensor = replies[k].tensors.get(name)
+            if not isinstance(tensor, Tensor) or tensor.dim() != len(shape):
+                continue
+            for wanted, size in zip(shape, tensor.shape, strict=True):
+                if isinstance(wanted, str):
+                    seen.setdefault(wanted, Counter())[size] += 1
+    return {label: sizes.most_common(1)[0][0] for label, sizes in seen.items()}
+
+
+def _broken(
+    server: Message,
+    reply: Message,
+    expected: dict[str, Shape],
+    complete: bool,
+    largest: float,
+    shared: dict[str, int],
+) -> str | None:
+    for name, shape in expected.items():
+        if name not in reply.tensors:
+            return f"{name} is missing"
+        wanted = [shared.get(size) if isinstance(size, str) else size for size in shape]
+        got = list(reply.tensors[name].shape)
+        if len(got) != len(wanted) or any(w not in (None, g) for w, g in zip(wanted, got, strict=True)):
+            return f"{name} has shape {got}, expected {['any' if w is None else w for w in wanted]}"
+    for name, tensor in reply.tensors.items():
+        if complete and name not in expected:
+            return f"{name} was not asked for"
+        reason = _broken_tensor(tensor, server.tensors.get(name), largest)
+        if reason:
+            return f"{name} {reason}"
+    if not reply.numbers.get("samples", 0) > 0:
+        return f"samples is {reply.numbers.get('samples', 'missing')}, expected a positive number"
+    for name, number in reply.numbers.items():
+        if not abs(number) <= _LARGEST_NUMBER:  # NaN compares false
+            return f"the number {name} is {number}"
+    return None
+
+
+def _broken_tensor(tensor: Tensor, known: Tensor | None, largest: float) -> str | None:
+    if known is not None and tensor.dtype != known.dtype:
+        return f"has dtype {tensor.dtype}, expected {known.dtype}"
+    if tensor.is_complex():
+        return f"has dtype {tensor.dtype}, expected real numbers"
+    if tensor.numel() == 0:
+        return None
+    low, high = (float(value) for value in tensor.detach().aminmax())
+    if math.isnan(low) or math.isnan(high):
+        return "holds NaN"
+    if math.isinf(low) or math.isinf(high):
+        return "holds an infinite value"
+    limit = largest if tensor.is_floating_point() else _LARGEST_INTEGER
+    if max(-low, high) > limit:
+        return f"holds {max(-low, high):.3g} in magnitude, more than {limit:.3g}"
+    return None

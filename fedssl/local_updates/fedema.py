@@ -1,0 +1,74 @@
+"""FedEMA: mix the global model into one's own, the more the less local training moved it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from pydantic import Field
+
+from ..models.model import Model
+from .base import AfterTraining, LocalUpdate
+from .fedu import divergence, encoder_weights, require_predictor
+from .replace import Replace
+
+if TYPE_CHECKING:
+    from ..client import LocalRound
+
+DIVERGENCE = "fedema.divergence"
+LAMBDA = "fedema.lambda"
+LAST_ROUND = "fedema.last_round"
+
+
+class FedEMA(LocalUpdate):
+    """Divergence-aware exponential moving average update (Zhuang et al. 2022, Divergence-aware Federated
+    Self-Supervised Learning).
+
+        online = mu * own + (1 - mu) * global,  mu = min(1, lambda_k * divergence_k),  lambda_k = tau / divergence_k
+
+    for the parameters of encoder, projector and predictor. lambda_k is set once, after client k's first local
+    training, so that its first mu is tau; it stays in the client's memory. In its first round a client takes the
+    global model, and so does one that was not in the previous round (the released code's `selective_ema`); its target
+    network then starts from it again.
+
+    Follows the authors' released code (EasyFL, applications/fedssl): divergence_k is that of the client's previous
+    local training (see FedU). The paper's text takes the distance of the arriving global model from the client's own.
+    tau is the paper's 0.7; the code's default is 0.8. BatchNorm's running statistics are the arriving ones: a moving
+    average is defined for parameters, and the code treats the encoder so too (the predictor's it takes from the side
+    that has the larger share). A client whose training moved nothing has no lambda yet and takes the global model.
+
+    Logs `divergence`, `mu` (0 where the global model was taken) and `lambda`.
+    """
+
+    tau: float = Field(0.7, gt=0, le=1, description="mu of a client's first mixture")
+
+    def check_model(self, model: Model) -> None:
+        require_predictor(self, model)
+
+    def receive(self, local: LocalRound) -> AfterTraining:
+        model, numbers = local.client.model, local.client.memory.numbers
+        mixes = LAMBDA in numbers and numbers[LAST_ROUND] == local.number - 1
+        mu = min(1.0, numbers[LAMBDA] * numbers[DIVERGENCE]) if mixes else 0.0
+        own = {name: p.detach().clone() for name, p in model.online.named_parameters()}
+        Replace().receive(local)
+        if mixes:
+            with torch.no_grad():
+                for name, parameter in model.online.named_parameters():
+                    if f"online.{name}" in local.received.tensors:
+                        parameter.lerp_(own[name], mu)
+        elif LAST_ROUND in numbers:
+            model.reset_target()
+        local.log("mu", mu)
+        before = encoder_weights(model)
+
+        def after_training() -> None:
+            moved = divergence(before, encoder_weights(model))
+            numbers[DIVERGENCE] = moved
+            numbers[LAST_ROUND] = local.number
+            if LAMBDA not in numbers and moved > 0:
+                numbers[LAMBDA] = self.tau / moved
+            local.log("divergence", moved)
+            if LAMBDA in numbers:
+                local.log("lambda", numbers[LAMBDA])
+
+        return after_training

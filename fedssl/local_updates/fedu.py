@@ -1,0 +1,74 @@
+"""FedU: take the global predictor only where local training moved the encoder little."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from ..errors import UserError
+from ..models.model import Model
+from .base import AfterTraining, LocalUpdate
+from .replace import Replace
+
+if TYPE_CHECKING:
+    from ..client import LocalRound
+
+DIVERGENCE = "fedu.divergence"
+
+
+def encoder_weights(model: Model) -> dict[str, Tensor]:
+    """Copies of the encoder's weights with two or more dimensions: in a convolutional network, its convolutions."""
+    return {name: p.detach().clone() for name, p in model.encoder.named_parameters() if p.dim() > 1}
+
+
+def divergence(before: dict[str, Tensor], after: dict[str, Tensor]) -> float:
+    """Mean over the tensors of |after - before|_2."""
+    distances = [float(torch.linalg.vector_norm(after[name] - tensor)) for name, tensor in before.items()]
+    return sum(distances) / len(distances)
+
+
+def require_predictor(part: LocalUpdate, model: Model) -> None:
+    if "predictor" not in model.online:
+        raise UserError(f"{part.name} decides about the predictor, and this objective has none: use byol or simsiam")
+
+
+class FedU(LocalUpdate):
+    """Divergence-aware predictor update (Zhuang et al. 2021, Collaborative Unsupervised Visual Representation Learning
+    from Decentralized Data, section 3.2).
+
+    Encoder and projector become the global ones. The predictor does so only where the client's divergence is below
+    `threshold`; otherwise the client goes on with its own. In its first round a client takes everything. Encoder,
+    projector and predictor travel up and down in every round, whatever a client makes of them.
+
+    Follows the authors' released code (EasyFL, applications/fedssl): the divergence is that of the client's previous
+    local training, the mean L2 distance of the encoder's convolution weights after it from those before it, and the
+    threshold is 0.4. Deviation: a residual block's shortcut convolution counts too; the released code finds
+    convolutions by their name and so misses them. It also stands for other encoders than convolutional networks: every
+    weight of the encoder with two or more dimensions counts.
+
+    Logs `divergence` and `global_predictor` (1 where the client took it).
+    """
+
+    threshold: float = Field(0.4, gt=0, description="mu; the divergence from which a client keeps its predictor")
+
+    def check_model(self, model: Model) -> None:
+        require_predictor(self, model)
+
+    def receive(self, local: LocalRound) -> AfterTraining:
+        model, numbers = local.client.model, local.client.memory.numbers
+        keep = numbers.get(DIVERGENCE, 0.0) >= self.threshold
+        own = {name: t.clone() for name, t in model.state_dict().items() if name.startswith("online.predictor.")}
+        Replace().receive(local)
+        if keep:
+            model.load_state_dict(own, strict=False)
+        local.log("global_predictor", float(not keep))
+        before = encoder_weights(model)
+
+        def after_training() -> None:
+            numbers[DIVERGENCE] = divergence(before, encoder_weights(model))
+            local.log("divergence", numbers[DIVERGENCE])
+
+        return after_training

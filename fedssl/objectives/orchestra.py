@@ -1,0 +1,105 @@
+"""Orchestra: agree with the target network on which global cluster an image belongs to, and tell how it was turned."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from ..models.heads import mlp_head
+from ..models.model import Model
+from .base import Objective, Step
+
+
+class OrchestraModel(Model):
+    """Encoder, projector and rotation classifier, a target of the first two, and two tables that are no networks.
+
+    Buffers:
+        centroids: the global clusters, unit rows, [clusters, d]; they arrive from the server.
+        memory: the target's last projections, unit rows, oldest first, [memory, d]; the client's own.
+    """
+
+    centroids: Tensor
+    memory: Tensor
+
+    def __init__(self, online: dict[str, nn.Module], features: int, clusters: int, memory: int):
+        super().__init__(online, target_parts=("encoder", "projector"))
+        self.register_buffer("centroids", F.normalize(torch.randn(clusters, features), dim=1))
+        self.register_buffer("memory", torch.zeros(memory, features))
+
+    @torch.no_grad()
+    def remember(self, projections: Tensor) -> None:
+        """Append unit projections [n, d] to the memory; the oldest drop out."""
+        self.memory.copy_(torch.cat([self.memory, projections])[-len(self.memory) :])
+
+
+def cluster_loss(online: Tensor, target: Tensor, centroids: Tensor, temperature: float) -> Tensor:
+    """Mean over the images of -sum_c p_c log q_c, p and q the softmax of z C' / temperature of target and online.
+
+    online, target: unit rows [n, d]; centroids: unit rows [c, d]. Result a scalar.
+    """
+    wanted = F.softmax(target @ centroids.T / temperature, dim=1)
+    return -(wanted * F.log_softmax(online @ centroids.T / temperature, dim=1)).sum(dim=1).mean()
+
+
+def turn(images: Tensor) -> tuple[Tensor, Tensor]:
+    """Image i of square [n, C, H, H] turned by i mod 4 quarter turns, and these numbers, int64 [n]."""
+    turns = torch.arange(len(images), device=images.device) % 4
+    turned = torch.stack([torch.rot90(image, i % 4, dims=(1, 2)) for i, image in enumerate(images)])
+    return turned, turns
+
+
+class Orchestra(Objective):
+    """Lubana et al. 2022, Orchestra: Unsupervised Federated Learning via Globally Consistent Clustering, section 4.
+
+        `cluster_loss`(online projection of view 2, target projection of view 1) + cross-entropy of the quarter turns
+
+    The clusters come from the aggregator `orchestra_clusters`, which a recipe must name too. Defaults are those of the
+    authors' released code: 128 global clusters, memory 128, temperature 0.1, target momentum 0.996 on parameters only,
+    projector and rotation classifier on 512 features. The projector ends in a BatchNorm without weights.
+
+    Deviations from the released code: the target network stays with its client, as everywhere here; the code sends and
+    averages it too, which doubles the bytes. Turns are taken in equal shares by an image's place in the batch, whose
+    order is random, and not drawn. All views have the recipe's augmentation (the code solarises some). The code also
+    passes view 1 through the online network and uses nothing of it.
+
+    Logs nothing of its own; a `loss` near log(128) + log(4) is that of a network that knows nothing.
+    """
+
+    needs_aggregator: ClassVar[str | None] = "orchestra_clusters"
+
+    clusters: int = Field(128, ge=2, description="global clusters")
+    memory: int = Field(128, ge=2, description="target projections that a client clusters")
+    features: int = Field(512, ge=2, description="of the projection, and of the projector's hidden layer")
+    temperature: float = Field(0.1, gt=0)
+    target_momentum: float = Field(0.996, ge=0, le=1)
+
+    @property
+    def views(self) -> int:
+        return 3
+
+    def build(self, encoder: nn.Module, classes: int) -> Model:
+        size = self.features
+        online = {
+            "encoder": encoder,
+            "projector": mlp_head(encoder.num_features, size, size, last_batch_norm=True),  # type: ignore[arg-type]
+            "rotation": nn.Linear(size, 4),
+        }
+        return OrchestraModel(online, size, self.clusters, self.memory)
+
+    def step(self, model: Model, views: tuple[Tensor, ...], labels: Tensor) -> Step:
+        assert isinstance(model, OrchestraModel)
+        representation = model.encoder(views[1])
+        projection = model.online["projector"](representation)
+        target = F.normalize(model.target_project(views[0]), dim=1)
+        loss = cluster_loss(F.normalize(projection, dim=1), target, model.centroids, self.temperature)
+        turned, turns = turn(views[2])
+        loss = loss + F.cross_entropy(model.online["rotation"](model.online["projector"](model.encoder(turned))), turns)
+        model.remember(target)
+        return Step(loss, (representation,), (projection,))
+
+    def after_step(self, model: Model) -> None:
+        model.update_target(self.target_momentum)

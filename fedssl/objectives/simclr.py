@@ -1,0 +1,39 @@
+"""SimCLR: tell the other view of an image from all other images of the batch."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from fedkernels import nt_xent
+
+from ..models.heads import mlp_head
+from ..models.model import Model
+from .base import Objective, Step
+
+
+class SimCLR(Objective):
+    """Chen et al. 2020, A Simple Framework for Contrastive Learning of Visual Representations, Eq. 1.
+
+    NT-Xent on the l2-normalised projections of both views, by `fedkernels.nt_xent`: a row's similarity to itself is
+    left out as -inf, as in the paper. (FedU2's released code sets it to 0.)
+
+    Defaults: projector of two layers, 2048 -> 128 (their section 4.2, hidden size as wide as ResNet-50's
+    representation), with BatchNorm as in their code, and the temperature 0.5 that is best on CIFAR-10 (appendix B.9).
+    FedU2 has 2048 -> 512 and its code the temperature 0.07.
+    """
+
+    hidden_features: int = Field(2048, ge=1)
+    output_features: int = Field(128, ge=1)
+    temperature: float = Field(0.5, gt=0)
+
+    def build(self, encoder: nn.Module, classes: int) -> Model:
+        projector = mlp_head(encoder.num_features, self.hidden_features, self.output_features)  # type: ignore[arg-type]
+        return Model({"encoder": encoder, "projector": projector})
+
+    def step(self, model: Model, views: tuple[Tensor, ...], labels: Tensor) -> Step:
+        representations = tuple(model.encoder(view) for view in views)
+        projections = tuple(model.online["projector"](r) for r in representations)
+        one, two = (F.normalize(projection, dim=1) for projection in projections)
+        return Step(nt_xent(one, two, self.temperature), representations, projections)

@@ -1,0 +1,56 @@
+"""FedCA's alignment: stay near what a model trained on public data makes of the same images."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from ..aggregators.base_model import BASE
+from ..objectives.base import Step
+from .base import Regularizer, StepLoss
+
+if TYPE_CHECKING:
+    from ..client import LocalRound
+
+
+def squared_distance(representation: Tensor, base: Tensor) -> Tensor:
+    """Mean over the images of |representation - base|_2^2, both [n, d]; a scalar."""
+    return (representation - base).square().sum(dim=1).mean()
+
+
+class BaseAlignment(Regularizer):
+    """The alignment module of FedCA (Zhang et al. 2023, Federated unsupervised representation learning):
+
+        weight * `squared_distance`(encoder's output, the base model's for the same view), the mean over the views
+
+    The base model comes from the aggregator `base_model`; a client keeps it in its memory. It is in evaluation mode and
+    without gradient. From the paper's abstract; there is no released code: the distance, that it is taken at the
+    encoder's output, and the weight are chosen here.
+
+    Logs `base_distance`, the term without its weight.
+    """
+
+    needs_aggregator: ClassVar[str | None] = "base_model"
+
+    weight: float = Field(0.01, ge=0)
+
+    def start_round(self, local: LocalRound) -> StepLoss:
+        memory = local.client.memory.tensors
+        memory.update({name: t.clone() for name, t in local.received.tensors.items() if name.startswith(BASE)})
+        base = copy.deepcopy(local.client.model.encoder)
+        base.load_state_dict({name.removeprefix(BASE): t for name, t in memory.items() if name.startswith(BASE)})
+        base.requires_grad_(False).eval()
+
+        def term(step: Step) -> Tensor:
+            with torch.no_grad():
+                wanted = [base(view) for view in step.views[: len(step.representations)]]
+            distances = [squared_distance(r, w) for r, w in zip(step.representations, wanted, strict=True)]
+            loss = sum(distances[1:], distances[0]) / len(distances)
+            local.log("base_distance", float(loss.detach()))
+            return self.weight * loss
+
+        return term

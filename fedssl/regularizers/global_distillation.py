@@ -1,0 +1,67 @@
+"""FedX's global distillation: predict what the global model makes of an image and of its relations."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from fedkernels import nt_xent
+
+from ..errors import UserError
+from ..models.model import Model
+from ..objectives.base import Step
+from .base import Regularizer, StepLoss
+from .relational_distillation import other_images, relational_loss
+
+if TYPE_CHECKING:
+    from ..client import LocalRound
+
+
+def received_network(local: LocalRound) -> nn.Sequential:
+    """Encoder and projector with the weights that arrived, frozen, in evaluation mode."""
+    model = copy.deepcopy(local.client.model)
+    model.load_state_dict(local.received.tensors, strict=False)
+    network = nn.Sequential(model.encoder, model.online["projector"])
+    return network.requires_grad_(False).eval()
+
+
+class GlobalDistillation(Regularizer):
+    """The two global losses of FedX (Han et al. 2022, FedX: Unsupervised Federated Learning with Cross Knowledge
+    Distillation), the global model being the one that arrived at the start of the round:
+
+        nt_xent(prediction of view 1, global projection of view 2)
+        + `relational_loss` of the predictions of both views over global projections of random images
+
+    As in the authors' released code: weight 1, temperature 0.1 for both, the global model in evaluation mode and
+    without gradient. The divergence is the paper's (see `relational_distillation`). Only the weights travel for this.
+    """
+
+    weight: float = Field(1.0, ge=0)
+    temperature: float = Field(0.1, gt=0)
+    batch_size: int = Field(64, ge=2, description="random images a step")
+
+    def check_model(self, model: Model) -> None:
+        if "predictor" not in model.online:
+            raise UserError(f"{self.name} trains the predictor, and this objective has none: use fedx")
+
+    def start_round(self, local: LocalRound) -> StepLoss:
+        global_network = received_network(local)
+        others = other_images(local, self.batch_size, "global_distillation")
+
+        def term(step: Step) -> Tensor:
+            with torch.no_grad():
+                second = global_network(step.views[1])
+                projected = global_network(next(others))
+            first = F.normalize(step.predictions[0], dim=1)
+            contrast = nt_xent(first, F.normalize(second, dim=1), self.temperature)
+            relation = relational_loss(step.predictions[0], step.predictions[1], projected, self.temperature)
+            local.log("global_contrastive_loss", float(contrast.detach()))
+            local.log("global_relational_loss", float(relation.detach()))
+            return self.weight * (contrast + relation)
+
+        return term

@@ -1,0 +1,75 @@
+"""FedX's local relational distillation: both views of an image stand alike to other images."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+
+from ..data.augmentation import augment
+from ..data.batches import endless_batches
+from ..errors import UserError
+from ..models.model import Model
+from ..objectives.base import Step
+from .base import Regularizer, StepLoss
+
+if TYPE_CHECKING:
+    from ..client import LocalRound
+
+
+def relational_loss(first: Tensor, second: Tensor, others: Tensor, temperature: float) -> Tensor:
+    """Jensen-Shannon divergence of the two views' similarity distributions over `others`, mean over the images.
+
+    r1 = softmax_j(cos(first_i, others_j) / temperature), r2 alike, m = (r1 + r2) / 2:
+    (KL(r1 | m) + KL(r2 | m)) / 2, between 0 and ln 2. first, second [n, d], others [m, d], result a scalar.
+    """
+    others = F.normalize(others, dim=1)
+    logs = [F.log_softmax(F.normalize(v, dim=1) @ others.T / temperature, dim=1) for v in (first, second)]
+    mixture = torch.logaddexp(logs[0], logs[1]) - math.log(2.0)
+    divergences = [(log.exp() * (log - mixture)).sum(dim=1) for log in logs]
+    return ((divergences[0] + divergences[1]) / 2).mean()
+
+
+def other_images(local: LocalRound, batch_size: int, purpose: str) -> Iterator[Tensor]:
+    """Endless augmented batches of the client's own images, in an order of their own; normalised, on its device."""
+    client, generator = local.client, local.generator(f"{purpose} augmentation")
+    for rows in endless_batches(len(client.images), batch_size, local.generator(f"{purpose} order")):
+        yield augment(client.images[rows], local.augmentation, generator).to(client.model.device)
+
+
+class RelationalDistillation(Regularizer):
+    """The local relational loss of FedX (Han et al. 2022, FedX: Unsupervised Federated Learning with Cross Knowledge
+    Distillation): `relational_loss` of the projections of the two views, over projections of random images of the
+    client.
+
+    The divergence is Jensen and Shannon's, as the paper names it; the authors' released code computes
+    (KL(m | r1) + KL(m | r2)) / 2, which agrees with it to second order. As in the code, weight 1, temperature 0.1, 64
+    random images (a batch there), and gradients flow through all three. The code passes the random images through the
+    network together with the views; here they form a batch of their own.
+    """
+
+    weight: float = Field(1.0, ge=0)
+    temperature: float = Field(0.1, gt=0)
+    batch_size: int = Field(64, ge=2, description="random images a step")
+
+    def check_model(self, model: Model) -> None:
+        if "projector" not in model.online:
+            raise UserError(f"{self.name} compares projections, and this objective has none: use fedx or simclr")
+
+    def start_round(self, local: LocalRound) -> StepLoss:
+        model = local.client.model
+        others = other_images(local, self.batch_size, "relational_distillation")
+
+        def term(step: Step) -> Tensor:
+            first, second = step.projections
+            projected = model.online["projector"](model.encoder(next(others)))
+            loss = relational_loss(first, second, projected, self.temperature)
+            local.log("local_relational_loss", float(loss.detach()))
+            return self.weight * loss
+
+        return term

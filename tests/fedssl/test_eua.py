@@ -1,0 +1,227 @@
+"""EUA and the released aggregator: by hand, against a quadratic-programming solver, Theorem 1, degenerate rounds."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import quadprog
+import torch
+
+from fedkernels import delta_gram
+from fedssl.aggregators.eua import EUA, least_norm_step, moved_clients
+from fedssl.aggregators.mgda import MGDA
+from fedssl.messages import METRIC, Message
+
+WEIGHT = "online.encoder.weight"
+MEAN, COUNT = "online.encoder.bn.running_mean", "online.encoder.bn.num_batches_tracked"
+
+
+def reply(weight, samples=1.0, mean=0.0, count=0):
+    tensors = {WEIGHT: torch.as_tensor(weight), MEAN: torch.tensor([mean]), COUNT: torch.tensor(count)}
+    return Message(tensors, {"samples": float(samples)})
+
+
+def server_at(weight):
+    return Message(reply(weight).tensors)
+
+
+def logged(state, part):
+    """Its metrics by name, without the part's."""
+    start = f"{METRIC}{part}_"
+    return {name.removeprefix(start): value for name, value in state.numbers.items() if name.startswith(start)}
+
+
+# By hand: theta_g = (0, 0), clients at (-1, 0) and (0, -2), so delta_0 = (1, 0), delta_1 = (0, 2), u = (1, 4).
+HAND = {0: reply([-1.0, 0.0], samples=1, mean=4.0, count=10), 1: reply([0.0, -2.0], samples=3, mean=8.0, count=21)}
+
+
+def test_eua_by_hand():
+    """grad log u = 2 delta / u = (2, 0) and (0, 1): G = diag(4, 1), and 4 p^2 + (1 - p)^2 is least at p = 1/5.
+
+    d* ~ 0.2 (2, 0) + 0.8 (0, 1) = 0.4 delta_0 + 0.4 delta_1: as a convex combination both count 1/2, so the new model
+    is (-1/2, -1). Its deviations are 1/4 + 1 = 5/4 from each client: c_0 = (1 - 5/4) / 1, c_1 = (4 - 5/4) / 4.
+    """
+    state = EUA(name="eua").aggregate(server_at([0.0, 0.0]), HAND)
+    torch.testing.assert_close(state.tensors[WEIGHT], torch.tensor([-0.5, -1.0]))
+    numbers = {"weight/0": 0.2, "weight/1": 0.8, "rate_min/global": -0.25, "rate_max/global": 0.6875}
+    assert logged(state, "eua") == pytest.approx(numbers)
+    # by samples 1 : 3, whatever p: (4 + 3 * 8) / 4 = 7 and (10 + 3 * 21) / 4 = 18.25, a counter stays an integer
+    assert state.tensors[MEAN] == 7.0
+    assert state.tensors[COUNT].dtype == torch.int64
+    assert state.tensors[COUNT] == 18
+
+
+def test_eua_takes_the_printed_step_where_it_is_given():
+    """eta = 0.2, phi = 0.5: d* = eta / phi * (0.4, 0.8) = (0.16, 0.32), and theta - eta d* = (-0.032, -0.064)."""
+    state = EUA(name="eua", step_size=0.2, phi=0.5).aggregate(server_at([0.0, 0.0]), HAND)
+    torch.testing.assert_close(state.tensors[WEIGHT], torch.tensor([-0.032, -0.064]))
+
+
+def test_mgda_by_hand():
+    """Unit updates (1, 0) and (0, 1): p = (1/2, 1/2). Factors p / |delta| = (1/2, 1/4), as a convex combination
+    (2/3, 1/3): the new model is (-2/3, -2/3). With a learning rate of 0.1 it is -0.1 * (1/2, 1/2).
+    """
+    state = MGDA(name="mgda").aggregate(server_at([0.0, 0.0]), HAND)
+    torch.testing.assert_close(state.tensors[WEIGHT], torch.tensor([-2 / 3, -2 / 3]))
+    assert (state.tensors[MEAN], state.tensors[COUNT]) == (7.0, 18)
+    numbers = logged(state, "mgda")
+    assert (numbers["weight/0"], numbers["weight/1"]) == pytest.approx((0.5, 0.5))
+    state = MGDA(name="mgda", learning_rate=0.1).aggregate(server_at([0.0, 0.0]), HAND)
+    torch.testing.assert_close(state.tensors[WEIGHT], torch.tensor([-0.05, -0.05]))
+
+
+def test_orthogonal_updates_of_any_length_are_averaged_evenly():
+    """G = diag(4 / u), so p_k ~ u_k, and the factors p_k / u_k are equal."""
+    weights = -torch.diag(torch.tensor([1.0, 3.0, 10.0, 0.1]))
+    state = EUA(name="eua").aggregate(server_at(torch.zeros(4)), {k: reply(w) for k, w in enumerate(weights)})
+    torch.testing.assert_close(state.tensors[WEIGHT], weights.mean(0))
+
+
+def random_clients(clients, entries, seed, correlation=0.0, spread=0.0):
+    """theta_g and the theta_k, float64: updates with a common part, and lengths that differ by orders of magnitude."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    deltas = (normal(clients, entries) + correlation * normal(entries)) * (spread * normal(clients, 1)).exp()
+    start = normal(entries)
+    return start, start - deltas
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_theorem_1_all_deviations_change_at_one_rate(seed):
+    """Measured from the models before and after a short step, not from the Gram matrix."""
+    start, ends = random_clients(6, 400, seed, correlation=0.3, spread=0.2)
+    replies = {k: reply(end) for k, end in enumerate(ends)}
+    state = EUA(name="eua", step_size=1e-3).aggregate(server_at(start), replies)
+    weights = [logged(state, "eua")[f"weight/{k}"] for k in range(6)]
+    assert min(weights) > 1e-3
+
+    def deviations(model):
+        return (model - ends).square().sum(1)
+
+    rates = (deviations(start) - deviations(state.tensors[WEIGHT])) / deviations(start)
+    assert rates.min() > 0
+    assert float(rates.max() / rates.min()) == pytest.approx(1, abs=1e-4)
+    assert logged(state, "eua")["rate_min/global"] == pytest.approx(float(rates.min()), rel=1e-6)
+    assert logged(state, "eua")["rate_max/global"] == pytest.approx(float(rates.max()), rel=1e-6)
+    # and the mean by samples does not have this property
+    mean = start + 1e-4 * (ends.mean(0) - start)
+    plain = (deviations(start) - deviations(mean)) / deviations(start)
+    assert float(plain.max() / plain.min()) > 1.1
+
+
+def test_clients_without_weight_change_at_the_same_or_a_better_rate():
+    start, ends = random_clients(12, 30, 3, correlation=1.0, spread=1.0)
+    state = EUA(name="eua", step_size=1e-4).aggregate(server_at(start), {k: reply(end) for k, end in enumerate(ends)})
+    weights = torch.tensor([logged(state, "eua")[f"weight/{k}"] for k in range(12)])
+    before, after = (start - ends).square().sum(1), (state.tensors[WEIGHT] - ends).square().sum(1)
+    rates = (before - after) / before
+    assert 0 < int((weights > 0).sum()) < 12
+    common = rates[weights > 0]
+    assert float(common.max() / common.min()) == pytest.approx(1, abs=1e-4)
+    assert rates.min() >= common.min() * (1 - 1e-4)
+
+
+def by_quadprog(gram):
+    clients = len(gram)
+    ridge = 1e-13 * np.trace(gram)  # it demands a definite matrix
+    constraints, bounds = np.c_[np.ones(clients), np.eye(clients)], np.r_[1.0, np.zeros(clients)]
+    p = quadprog.solve_qp(2 * (gram + ridge * np.eye(clients)), np.zeros(clients), constraints, bounds, 1)[0].clip(0)
+    return p / p.sum()
+
+
+def problem(seed):
+    """One of 200: K from 2 to 100, correlated, lengths over orders of magnitude, duplicates, one that did not move."""
+    chance = np.random.default_rng(seed)
+    clients = int(chance.choice([2, 3, 5, 10, 20, 50, 100]))
+    entries = int(chance.choice([clients // 2 + 1, 2 * clients, 300]))
+    start, ends = random_clients(clients, entries, seed, chance.choice([0.0, 0.5, 3.0]), chance.choice([0.0, 0.5, 1.5]))
+    if chance.random() < 0.3:
+        ends[-1] = ends[0]
+    if chance.random() < 0.3 and clients > 2:
+        ends[1] = start
+    return start, ends
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_weights_reach_the_optimum(seed):
+    start, ends = problem(seed)
+    clients = len(ends)
+    state = EUA(name="eua").aggregate(server_at(start), {k: reply(end) for k, end in enumerate(ends)})
+    p = np.array([logged(state, "eua")[f"weight/{k}"] for k in range(clients)])
+    assert p.min() >= 0
+    assert p.sum() == pytest.approx(1, abs=1e-9)
+    assert state.tensors[WEIGHT].isfinite().all()
+    deltas = (start - ends).numpy()
+    squares = (deltas**2).sum(1)
+    moved = squares > 0
+    assert p[~moved].sum() == 0
+    rates = 2 * deltas[moved] / squares[moved, None]  # grad log u_k as rows
+    gram = rates @ rates.T
+    best = by_quadprog(gram)
+    # relative to the best single client, which the optimum is never above
+    assert p[moved] @ gram @ p[moved] <= best @ gram @ best + 1e-6 * gram.diagonal().min()
+
+
+def test_the_problems_are_of_every_kind():
+    problems = [problem(seed) for seed in range(200)]
+    assert {len(ends) for _, ends in problems} == {2, 3, 5, 10, 20, 50, 100}
+    assert sum(bool((ends[1] == start).all()) for start, ends in problems) > 30
+    assert sum(bool((ends[-1] == ends[0]).all()) for _, ends in problems) > 30
+    conditions = [float(torch.linalg.cond(delta_gram([start], [[end] for end in ends]))) for start, ends in problems]
+    assert sum(value > 1e8 for value in conditions) > 30
+
+
+@pytest.mark.parametrize("part", [EUA(name="eua"), MGDA(name="mgda")])
+def test_one_client_is_taken_as_it_is(part):
+    state = part.aggregate(server_at([1.0, 2.0]), {4: reply([3.0, -1.0], samples=7, mean=5.0, count=3)})
+    torch.testing.assert_close(state.tensors[WEIGHT], torch.tensor([3.0, -1.0]))
+    assert logged(state, part.name)["weight/4"] == 1.0
+
+
+@pytest.mark.parametrize("part", [EUA(name="eua"), MGDA(name="mgda"), EUA(name="eua", step_size=1.0)])
+def test_where_no_client_moved_the_model_stays_and_weights_are_by_samples(part):
+    start = [1.0, 2.0]
+    state = part.aggregate(server_at(start), {0: reply(start, samples=1, mean=4.0), 2: reply(start, samples=3)})
+    assert torch.equal(state.tensors[WEIGHT], torch.tensor(start))
+    assert state.tensors[MEAN] == 1.0
+    assert logged(state, part.name) == {"weight/0": 0.25, "weight/2": 0.75}  # and no rates
+
+
+@pytest.mark.parametrize("part", [EUA(name="eua"), MGDA(name="mgda"), EUA(name="eua", step_size=1.0)])
+def test_a_client_that_did_not_move_has_no_weight(part):
+    state = part.aggregate(server_at([0.0, 0.0]), HAND | {2: reply([0.0, 0.0], samples=100)})
+    alone = part.aggregate(server_at([0.0, 0.0]), HAND)
+    assert logged(state, part.name) == logged(alone, part.name) | {"weight/2": 0.0}
+    assert torch.equal(state.tensors[WEIGHT], alone.tensors[WEIGHT])
+
+
+def test_opposite_updates_cancel():
+    """grad log u = (2) and (-2/3) with u = (1, 9): p = (1/4, 3/4) gives 0, and no step improves both."""
+    state = EUA(name="eua").aggregate(server_at([0.0]), {0: reply([-1.0]), 1: reply([3.0])})
+    assert logged(state, "eua")["weight/0"] == pytest.approx(0.25, abs=1e-6)
+    assert abs(float(state.tensors[WEIGHT][0])) < 1e-5
+
+
+def test_rounding_is_no_movement():
+    gram = torch.diag(torch.tensor([1.0, 1e-13], dtype=torch.float64))
+    assert moved_clients(gram).tolist() == [True, False]
+    assert least_norm_step(gram, 1 / gram.diagonal(), [1.0, 1.0])[0].tolist() == [1.0, 0.0]
+
+
+def test_the_server_state_is_not_changed_in_place():
+    server = server_at([0.0, 0.0])
+    EUA(name="eua").aggregate(server, HAND)
+    assert torch.equal(server.tensors[WEIGHT], torch.zeros(2))
+
+
+def test_half_precision_weights_keep_their_dtype():
+    replies = {k: reply(torch.tensor(w, dtype=torch.bfloat16)) for k, w in enumerate([[-1.0, 0.0], [0.0, -2.0]])}
+    state = EUA(name="eua").aggregate(server_at(torch.zeros(2, dtype=torch.bfloat16)), replies)
+    assert state.tensors[WEIGHT].dtype == torch.bfloat16
+    assert state.tensors[WEIGHT].tolist() == [-0.5, -1.0]
+    assert not math.isnan(logged(state, "eua")["rate_min/global"])

@@ -1,0 +1,280 @@
+"""A broken client is named, refused and left out, by every aggregator, and the run goes on."""
+
+from __future__ import annotations
+
+import csv
+import math
+
+import pytest
+import torch
+
+from fedssl.engines.in_process import Silent, resume, run
+from fedssl.errors import UserError
+from fedssl.federation import build_federation
+from fedssl.guard import GuardOptions, refusals, refused_in, require_answers
+from fedssl.messages import Message
+from fedssl.method import Method
+from fedssl.run_directory import RunDirectory
+
+from .conftest import ALIGNED, AVERAGED
+from .test_shipped_recipes import small
+
+NAME = "online.encoder.weight"
+SERVER = Message({NAME: torch.zeros(2, 3), "online.count": torch.tensor(4)})
+EXPECTED = {NAME: (2, 3), "online.count": ()}
+
+
+def sound():
+    return Message({NAME: torch.ones(2, 3), "online.count": torch.tensor(7)}, {"samples": 5.0, "metric/loss": 1.0})
+
+
+def with_tensor(name, tensor):
+    message = sound()
+    message.tensors[name] = tensor
+    return message
+
+
+def with_entry(value):
+    message = sound()
+    message.tensors[NAME][1, 2] = value
+    return message
+
+
+def with_number(name, value):
+    message = sound()
+    message.numbers[name] = value
+    return message
+
+
+def without(name):
+    message = sound()
+    message.tensors.pop(name, None)
+    message.numbers.pop(name, None)
+    return message
+
+
+BROKEN = {
+    "NaN": (with_entry(math.nan), f"{NAME} holds NaN"),
+    "infinity": (with_entry(math.inf), f"{NAME} holds an infinite value"),
+    "minus infinity": (with_entry(-math.inf), f"{NAME} holds an infinite value"),
+    "NaN beside infinity": (with_tensor(NAME, torch.tensor([[math.nan, math.inf, 0]] * 2)), f"{NAME} holds NaN"),
+    "1e30": (with_entry(1e30), f"{NAME} holds 1e+30 in magnitude, more than 1e+06"),
+    "-1e30": (with_entry(-1e30), f"{NAME} holds 1e+30 in magnitude, more than 1e+06"),
+    "a huge counter": (
+        with_tensor("online.count", torch.tensor(-(2**62))),
+        "online.count holds 4.61e+18 in magnitude, more than 9.01e+15",
+    ),
+    "shape": (with_tensor(NAME, torch.ones(3, 2)), f"{NAME} has shape [3, 2], expected [2, 3]"),
+    "dimensions": (with_tensor(NAME, torch.ones(6)), f"{NAME} has shape [6], expected [2, 3]"),
+    "dtype": (
+        with_tensor(NAME, torch.ones(2, 3, dtype=torch.int64)),
+        f"{NAME} has dtype torch.int64, expected torch.float32",
+    ),
+    "complex": (
+        with_tensor(NAME, torch.ones(2, 3, dtype=torch.complex64)),
+        f"{NAME} has dtype torch.complex64, expected torch.float32",
+    ),
+    "missing": (without(NAME), f"{NAME} is missing"),
+    "a name nobody asked for": (with_tensor("online.more", torch.ones(1)), "online.more was not asked for"),
+    "no samples": (without("samples"), "samples is missing, expected a positive number"),
+    "negative samples": (with_number("samples", -5.0), "samples is -5.0, expected a positive number"),
+    "NaN samples": (with_number("samples", math.nan), "samples is nan, expected a positive number"),
+    "1e30 samples": (with_number("samples", 1e30), "the number samples is 1e+30"),
+    "a NaN metric": (with_number("metric/loss", math.nan), "the number metric/loss is nan"),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_what_is_refused_and_why(kind):
+    reply, reason = BROKEN[kind]
+    replies = {0: sound(), 3: reply, 5: sound()}
+    assert refusals(SERVER, replies, dict.fromkeys(replies, EXPECTED), True, 1e6) == {3: reason}
+
+
+def test_sound_answers_pass():
+    replies = {0: sound(), 1: with_entry(-1e6), 2: with_tensor("online.count", torch.tensor(2**53))}
+    assert refusals(SERVER, replies, dict.fromkeys(replies, EXPECTED), True, 1e6) == {}
+    more = {0: with_tensor("dictionary.0", torch.zeros(0, 3))}
+    assert refusals(SERVER, more, {0: EXPECTED}, False, 1e6) == {}  # a part that does not say what it sends
+
+
+def test_half_precision_is_measured_too():
+    server = Message({NAME: torch.zeros(2, dtype=torch.bfloat16)})
+    replies = {0: Message({NAME: torch.tensor([1.0, 3e38], dtype=torch.bfloat16)}, {"samples": 1.0})}
+    assert "in magnitude" in refusals(server, replies, {0: {NAME: (2,)}}, True, 1e6)[0]
+
+
+def test_a_size_that_all_share_is_what_most_have():
+    """Nobody told the server how many public images there are; two of three clients say five."""
+    sizes = {0: (4, 2), 1: (5, 3), 2: (5, 7)}
+    replies = {k: Message({f"r.{k}": torch.ones(size)}, {"samples": 1.0}) for k, size in sizes.items()}
+    expected = {k: {f"r.{k}": ("images", None)} for k in replies}
+    assert refusals(Message(), replies, expected, True, 1e6) == {0: "r.0 has shape [4, 2], expected [5, 'any']"}
+
+
+def test_too_few_answers_are_told_with_every_reason():
+    refused = {1: "a holds NaN", 2: "b is missing"}
+    require_answers(refused, 3, 7, GuardOptions())
+    message = r"^round 7: 1 of 3 answers can be used, guard.minimum_answers is 2; client 1: a holds NaN; client 2: b is"
+    with pytest.raises(UserError, match=message):
+        require_answers(refused, 3, 7, GuardOptions(minimum_answers=2))
+
+
+# Through the engine
+
+KINDS = {
+    "averaged": AVERAGED,
+    "eua": {"aggregators": ["eua"], "local_update": "replace"},
+    "mgda": {"aggregators": ["mgda"], "local_update": "replace"},
+    "l_dawa": {"aggregators": [{"name": "l_dawa", "plain_rounds": 0}], "local_update": "replace"},
+    "aligned": ALIGNED,
+    "aligned to itself": ALIGNED | {"aggregators": [{"name": "representation_mean", "target": "self"}]},
+    "averaged and aligned": {
+        "regularizers": ALIGNED["regularizers"],
+        "aggregators": ["weighted_mean", "representation_mean"],
+        "local_update": "replace",
+    },
+}
+BREAKING = {
+    "NaN": lambda t: t.view(-1)[:1].fill_(math.nan),
+    "Inf": lambda t: t.view(-1)[-1:].fill_(-math.inf),
+    "1e30": lambda t: t.fill_(1e30),
+}
+
+
+def break_client(monkeypatch, index, how, rounds):
+    """Client `index` answers wrongly in these rounds; `how` is told the reply. Returns the replies that it gave."""
+    given = []
+    real_round, real_open = Method.client_round, Method.open_client
+
+    def client_round(self, client, received, number):
+        reply = real_round(self, client, received, number)
+        if client.index == index and number in rounds:
+            with torch.no_grad():  # its model is broken as well
+                next(client.model.parameters()).fill_(math.nan)
+            how(reply)
+            given.append(reply)
+        return reply
+
+    def open_client(self, client, *received):
+        reply = real_open(self, client, *received)
+        if client.index == index and 0 in rounds:
+            how(reply)
+            given.append(reply)
+        return reply
+
+    monkeypatch.setattr(Method, "client_round", client_round)
+    monkeypatch.setattr(Method, "open_client", open_client)
+    return given
+
+
+def first_floating(reply):
+    return next(tensor for tensor in reply.tensors.values() if tensor.is_floating_point())
+
+
+class Told(Silent):
+    def __init__(self):
+        self.warnings = []
+
+    def warn(self, text):
+        self.warnings.append(text)
+
+
+@pytest.mark.parametrize(
+    ("kind", "breaking"), [*((kind, "NaN") for kind in KINDS), ("averaged", "Inf"), ("eua", "1e30")]
+)
+def test_a_broken_client_is_left_out_by_every_aggregator(kind, breaking, tiny, tmp_path, monkeypatch):
+    """Broken from the opening round on, if there is one: the run is that of the others, and ends sound."""
+    given = break_client(monkeypatch, 1, lambda reply: BREAKING[breaking](first_floating(reply)), {0, 1, 2})
+    told = Told()
+    recipe = tiny(**KINDS[kind])
+    directory = run(recipe, tmp_path / "a", told)
+    opening = build_federation(recipe).method.opening_round
+    rounds = [0, 1, 2] if opening else [1, 2]
+    assert len(given) == len(rounds)
+    rows = directory.read_metrics()
+    assert [(r, who) for r, who, metric, _ in rows if metric == "refused"] == [(r, "1") for r in rounds]
+    assert {who for r, who, metric, _ in rows if metric == "loss"} == {"0", "2", "mean"}
+    with open(tmp_path / "a" / "refused.csv", newline="") as file:
+        reasons = list(csv.DictReader(file))
+    assert [(row["round"], row["client"]) for row in reasons] == [(str(r), "1") for r in rounds]
+    assert told.warnings == [
+        f"round {row['round']}: the answer of client 1 is left out: {row['reason']}" for row in reasons
+    ]
+    server = directory.server_state()
+    assert refused_in(server) == {1: reasons[-1]["reason"]}
+    for state in (server, *(directory.client_state(k) for k in range(3))):
+        assert all(tensor.isfinite().all() for tensor in state.tensors.values())
+    assert not directory.client_state(1).tensors  # its rounds do not count
+    for who in {who for _, who, metric, _ in rows if metric == "knn"}:
+        assert any(r == 2 and w == who and m == "knn" and v >= 0 for r, w, m, v in rows)
+
+
+@pytest.mark.parametrize("name", ["fedu", "fedema", "fedx", "orchestra", "fedca"])
+def test_a_method_that_remembers_goes_on_without_a_broken_client(name, tmp_path, monkeypatch):
+    """Of two clients one is broken in the opening round, if there is one, and in the first."""
+    recipe = small(name)
+    break_client(monkeypatch, 1, lambda reply: BREAKING["NaN"](first_floating(reply)), {0, 1})
+    directory = run(recipe, tmp_path / "a")
+    rounds = [0, 1] if build_federation(recipe).method.opening_round else [1]
+    refused = [(r, who) for r, who, metric, _ in directory.read_metrics() if metric == "refused"]
+    assert refused == [(r, "1") for r in rounds]
+    assert refused_in(directory.server_state()) == {}  # sound in the second
+    for state in (directory.server_state(), directory.client_state(0), directory.client_state(1)):
+        assert state.tensors
+        assert all(tensor.isfinite().all() for tensor in state.tensors.values())
+
+
+def test_the_global_model_is_that_of_the_sound_clients(tiny, tmp_path, monkeypatch):
+    """One round with client 1 refused: by hand the mean of the other two."""
+    break_client(monkeypatch, 1, lambda reply: BREAKING["NaN"](first_floating(reply)), {1})
+    directory = run(tiny(**AVERAGED, rounds=1), tmp_path / "a")
+    samples = [len(rows) for rows in build_federation(tiny(**AVERAGED)).client_rows]
+    name = "online.encoder.blocks.0.weight"
+    zero, two = (directory.client_state(k).tensors["model/" + name].double() for k in (0, 2))
+    mean = (samples[0] * zero + samples[2] * two) / (samples[0] + samples[2])
+    torch.testing.assert_close(directory.server_state().tensors[name].double(), mean, atol=1e-7, rtol=1e-6)
+
+
+def test_a_client_that_recovers_goes_on_from_its_last_good_state(tiny, tmp_path, monkeypatch):
+    """Refused in round 2 of 3: in round 3 it takes part again, with the target network that it had after round 1."""
+    for place in ("disk", "memory"):
+        with monkeypatch.context() as patch:
+            break_client(patch, 1, lambda reply: reply.tensors.popitem(), {2})
+            directory = run(tiny(**AVERAGED, rounds=3, client_states=place), tmp_path / place)
+        rows = directory.read_metrics()
+        assert [(r, who) for r, who, metric, _ in rows if metric == "refused"] == [(2, "1")]
+        assert {r for r, who, metric, _ in rows if metric == "loss" and who == "1"} == {1, 3}
+        state = directory.client_state(1)
+        assert state.numbers["rounds_taken"] == 2
+        assert all(tensor.isfinite().all() for tensor in state.tensors.values())
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        (lambda reply: reply.tensors.update(more=torch.ones(1)), "more was not asked for"),
+        (
+            lambda reply: reply.tensors.pop("online.encoder.blocks.0.weight"),
+            "online.encoder.blocks.0.weight is missing",
+        ),
+        (lambda reply: reply.numbers.update(samples=1e30), r"the number samples is 1e\+30"),
+        (lambda reply: reply.numbers.update({"metric/loss": math.nan}), "the number metric/loss is nan"),
+    ],
+)
+def test_too_few_sound_answers_end_the_run_and_the_rounds_before_are_kept(how, reason, tiny, tmp_path, monkeypatch):
+    recipe = tiny(**AVERAGED, guard={"minimum_answers": 3})
+    with monkeypatch.context() as patch:
+        break_client(patch, 2, how, {2})
+        with pytest.raises(UserError, match=rf"^round 2: 2 of 3 answers can be used, .* is 3; client 2: {reason}$"):
+            run(recipe, tmp_path / "a")
+    assert RunDirectory.open(tmp_path / "a").checkpoint.round == 1
+    resume(tmp_path / "a")  # the client is sound again
+    run(recipe, tmp_path / "undisturbed")
+    ours, theirs = (RunDirectory.open(tmp_path / name).server_state() for name in ("a", "undisturbed"))
+    assert all(torch.equal(ours.tensors[name], theirs.tensors[name]) for name in theirs.tensors)
+
+
+def test_more_answers_than_clients_are_never_there(tiny):
+    with pytest.raises(UserError, match=r"guard.minimum_answers is 4, but only 3 clients answer"):
+        build_federation(tiny(**AVERAGED, guard={"minimum_answers": 4}))

@@ -1,0 +1,121 @@
+"""Alignment, uniformity, the sphere, the covariance's singular values and t-SNE, against values found by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from fedssl.errors import UserError
+from fedssl.evaluation.alignment import alignment
+from fedssl.evaluation.spectrum import log_covariance_singular_values
+from fedssl.evaluation.sphere import sphere_coverage, sphere_points
+from fedssl.evaluation.tsne import tsne_together
+from fedssl.evaluation.uniformity import uniformity
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_alignment_by_hand():
+    # normalised: (1, 0) and (0, 1) are sqrt(2) apart, (0, 1) and (0, 1) nothing
+    assert alignment(torch.tensor([[1.0, 0], [0, 2]]), torch.tensor([[0.0, 3], [0, 1]])) == pytest.approx(1.0)
+    views = normal(5, 3)
+    assert alignment(views, 7 * views) == pytest.approx(0.0, abs=1e-12)
+    assert alignment(views, -views) == pytest.approx(4.0)
+
+
+def test_uniformity_by_hand():
+    # squared distances 2, 4 and 2
+    points = torch.tensor([[1.0, 0], [0, 5], [-2, 0]])
+    assert uniformity(points) == pytest.approx(math.log((2 * math.exp(-4) + math.exp(-8)) / 3))
+    assert uniformity(torch.ones(9, 4)) == pytest.approx(0.0, abs=1e-12)
+    # in d dimensions the cosine of two uniform points has mean 0 and variance 1 / d: log E exp(4 cos - 4) is -4 + 8 / d
+    assert uniformity(normal(1000, 400)) == pytest.approx(-4 + 8 / 400, abs=0.01)
+
+
+def test_log_singular_values_of_the_covariance_by_hand():
+    # normalised: +-e1 and +-e2, whose covariance is diag(1/2, 1/2, 0)
+    points = torch.tensor([[2.0, 0, 0], [-3, 0, 0], [0, 1, 0], [0, -1, 0]])
+    found = log_covariance_singular_values(points)
+    assert found.tolist() == pytest.approx([math.log(0.5), math.log(0.5), math.log(1e-12)])
+    assert log_covariance_singular_values(points, top=1).tolist() == pytest.approx([math.log(0.5)])
+    # one point: no variance at all
+    assert log_covariance_singular_values(torch.ones(4, 2)).tolist() == pytest.approx([math.log(1e-12)] * 2)
+
+
+def test_three_dimensions_are_only_turned():
+    features = normal(20, 3)
+    unit = features.double() / features.double().norm(dim=1, keepdim=True)
+    points = sphere_points(features)
+    torch.testing.assert_close(points @ points.T, unit @ unit.T)
+
+
+def test_a_point_and_an_arc_stay_what_they_are():
+    one = torch.tensor([[3.0, 4, 0, 0, 0], [6, 8, 0, 0, 0]])
+    torch.testing.assert_close(sphere_points(one), torch.tensor([[1.0, 0, 0]] * 2, dtype=torch.float64))
+    angle = torch.linspace(-0.6, 0.6, 30, dtype=torch.float64)
+    plane = torch.linalg.qr(normal(7, 2).double()).Q
+    arc = torch.stack([angle.cos(), angle.sin()], dim=1) @ plane.T
+    points = sphere_points(2.5 * arc)
+    torch.testing.assert_close(points[:, 2], torch.zeros(30, dtype=torch.float64), atol=1e-7, rtol=0)
+    torch.testing.assert_close(points[:, 0], angle.cos())
+    torch.testing.assert_close(points[:, 1].abs(), angle.sin().abs())
+
+
+def test_the_first_axis_points_at_the_middle_whatever_the_dimension():
+    features = normal(50, 1) + 5
+    assert sphere_points(features).tolist() == [[1.0, 0.0, 0.0]] * 50
+    assert sphere_points(-features).tolist() == [[1.0, 0.0, 0.0]] * 50
+    assert sphere_points(normal(50, 12) + 0.5)[:, 0].mean() > 0.5
+
+
+def test_a_row_without_a_direction_is_zero():
+    assert sphere_points(torch.tensor([[0.0, 0], [1, 0]])).tolist() == [[0, 0, 0], [1, 0, 0]]
+
+
+def test_coverage_of_a_point_a_half_and_all():
+    assert sphere_coverage(torch.tensor([[0.0, 0, 1]] * 5)) == 1 / 200
+    points = torch.nn.functional.normalize(normal(5000, 3), dim=1)
+    assert sphere_coverage(points) == 1.0
+    half = points[points[:, 2] > 0]
+    assert sphere_coverage(half) == pytest.approx(0.5, abs=0.1)  # cells on the equator count whole
+    # 200 points in 200 cells: 1 - (1 - 1/200)^200 of them are hit
+    assert sphere_coverage(points[:200]) == pytest.approx(1 - (1 - 1 / 200) ** 200, abs=0.07)
+
+
+def test_tsne_puts_alike_near_alike_and_repeats():
+    centres = 10 * torch.eye(3, 8)
+    features = centres.repeat(10, 1) + 0.1 * normal(30, 8)
+    other = features + 0.01 * normal(30, 8, seed=1)
+    first, second = tsne_together(features, other, seed=3)
+    assert first.shape == second.shape == (30, 2)
+    nearest = torch.cdist(second, first).argmin(dim=1)
+    assert (nearest % 3 == torch.arange(30) % 3).all()
+    again = tsne_together(features, other, seed=3)
+    torch.testing.assert_close(again, (first, second))
+
+
+def test_tsne_of_a_collapsed_representation_does_not_fail():
+    first, second = tsne_together(torch.ones(8, 4), torch.ones(6, 4), seed=0)
+    assert torch.isfinite(torch.cat([first, second])).all()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: alignment(torch.ones(2, 3), torch.ones(3, 3)), r"second: expected the shape of first, \[2, 3\]"),
+        (lambda: alignment(torch.ones(2, 3), torch.full((2, 3), math.nan)), "second: contains NaN"),
+        (lambda: uniformity(torch.ones(1, 3)), "features: expected at least two representations, got 1"),
+        (lambda: uniformity(torch.full((2, 3), math.inf)), "features: contains NaN or infinite"),
+        (lambda: sphere_points(torch.ones(3)), "features: expected a floating-point matrix"),
+        (lambda: sphere_coverage(torch.ones(3, 2)), "points: expected three columns"),
+        (lambda: tsne_together(torch.ones(3, 2), torch.ones(3, 4), 0), "expected the dimension of train_features"),
+        (lambda: log_covariance_singular_values(torch.ones(0, 2)), "features: expected"),
+    ],
+)
+def test_bad_input_is_named(call, message):
+    with pytest.raises(UserError, match=message):
+        call()

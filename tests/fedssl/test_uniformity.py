@@ -1,0 +1,203 @@
+"""FUR, why it does nothing as printed, and the sliced distance that was released in its place."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fedkernels import unbalanced_ot, unbalanced_ot_plan
+from fedssl.errors import UserError
+from fedssl.evaluation.spectrum import effective_rank
+from fedssl.federation import build_federation
+from fedssl.objectives.base import Step
+from fedssl.regularizers import sliced_uniformity, uniformity
+from fedssl.regularizers.sliced_uniformity import SlicedUniformity, sliced_distance, tangent_coordinates
+from fedssl.regularizers.uniformity import Uniformity, sphere_samples
+
+FUR = {"name": "uniformity"}
+SLICED = {"name": "sliced_uniformity"}
+
+
+class Local:
+    """As much of a client's round as these terms look at."""
+
+    def __init__(self):
+        self.logged = {}
+
+    def generator(self, purpose):
+        return torch.Generator().manual_seed(0)
+
+    def log(self, name, value):
+        self.logged.setdefault(name, []).append(value)
+
+
+def step_of(*views):
+    return Step(torch.tensor(0.0), representations=views, projections=views)
+
+
+def test_fur_by_hand(monkeypatch):
+    """One image, the sample s = (0, 1), tau_a = tau_b = 0.8: the plan is one number p >= 0 and the value
+    C p + 0.8 (p - 1)^2, least at p = 1 - C / 1.6.
+
+    View 1 is (2, 0), normalised (1, 0): C = 1, p = 0.375, value 0.375 + 0.8 * 0.625^2 = 0.6875. View 2 is (0, -3):
+    C = 2 is beyond 1.6, p = 0, value 0.8. Weight 0.1: 0.1 * (0.6875 + 0.8) = 0.14875.
+    Gradient in view 1: -0.1 * 0.375 * (s - <s, z> z) / |(2, 0)| = (0, -0.01875), in view 2 it is 0.
+    """
+    monkeypatch.setattr(uniformity, "sphere_samples", lambda *_: torch.tensor([[0.0, 1.0]]))
+    one = torch.tensor([[2.0, 0.0]], requires_grad=True)
+    two = torch.tensor([[0.0, -3.0]], requires_grad=True)
+    local = Local()
+    with pytest.warns(UserWarning, match="transports nothing in 1 of 2"):
+        value = Uniformity(**FUR).start_round(local)(step_of(one, two))
+    value.backward()
+    assert float(value.detach()) == pytest.approx(0.14875, rel=1e-4)
+    torch.testing.assert_close(one.grad, torch.tensor([[0.0, -0.01875]]), rtol=1e-2, atol=1e-6)
+    assert torch.equal(two.grad, torch.zeros(1, 2))
+    assert local.logged["uniformity_mass"] == [pytest.approx(0.375 / 2, rel=1e-2)]
+    assert local.logged["uniformity_gap"][0] <= 1e-4
+    assert local.logged["uniformity_iterations"][0] >= 1
+
+
+def representations(kind):
+    """B = 128 unit vectors of 512 entries."""
+    generator = torch.Generator().manual_seed(0)
+    if kind == "random":
+        z = torch.randn(128, 512, generator=generator)
+    elif kind == "low rank":
+        z = torch.randn(128, 5, generator=generator) @ torch.randn(5, 512, generator=generator)
+    else:
+        z = torch.randn(1, 512, generator=generator) + 1e-3 * torch.randn(128, 512, generator=generator)
+    return F.normalize(z, dim=1), sphere_samples(128, 512, generator)
+
+
+@pytest.mark.parametrize(("kind", "moved"), [("random", 0.44), ("low rank", 0.43), ("collapsed", 0.37)])
+def test_as_printed_it_does_nothing_and_as_it_is_here_it_moves_mass(kind, moved):
+    z, samples = representations(kind)
+    z.requires_grad_()
+    printed = torch.cdist(z, samples).square()
+    assert float(printed.detach().mean()) == pytest.approx(2, abs=0.05)
+    assert float(printed.detach().std()) == pytest.approx(0.088, abs=0.008)  # 2 / sqrt(512)
+    for mass in (1.0, 1 / 128):
+        with pytest.warns(UserWarning, match="transports nothing"):
+            value = unbalanced_ot(printed, mass, mass, 0.8, 0.8)
+        assert float(value.detach()) == pytest.approx(0.8 * 128 * mass**2)  # only what stays unmatched
+        (gradient,) = torch.autograd.grad(value, z, retain_graph=True)
+        assert torch.equal(gradient, torch.zeros_like(gradient))
+    _, info = unbalanced_ot_plan((1 - z @ samples.T).detach(), 1.0, 1.0, 0.8, 0.8)
+    assert float(info.transported_mass) / 128 == pytest.approx(moved, abs=0.01)
+
+
+def test_a_collapsed_batch_is_dispersed():
+    """Free points, moved against the gradient alone: their mean cosine falls and their effective rank rises."""
+    generator = torch.Generator().manual_seed(1)
+    line = torch.randn(1, 32, generator=generator)
+    z = torch.randn(1, 32, generator=generator) + 0.3 * torch.randn(24, 1, generator=generator) * line
+    z = F.normalize(z, dim=1).requires_grad_()
+
+    def mean_cosine():
+        unit = F.normalize(z.detach(), dim=1)
+        return float((unit @ unit.T).mean())
+
+    before, rank_before = mean_cosine(), effective_rank(z)
+    term = Uniformity(**FUR, weight=1.0).start_round(Local())
+    for _ in range(60):
+        z.grad = None
+        term(step_of(z)).backward()
+        with torch.no_grad():
+            z -= 0.5 * z.grad
+    assert before > 0.8
+    assert mean_cosine() < 0.5
+    assert rank_before < 1.5
+    assert effective_rank(z) > 5
+
+
+def test_the_gradient_is_that_of_unbalanced_ot():
+    """The plan is solved for once and its gradient written by hand."""
+    z, samples = (t[:16] for t in representations("low rank"))
+    z = z.clone().requires_grad_()
+    patched = SimpleNamespace(start=uniformity.sphere_samples)
+    uniformity.sphere_samples = lambda *_: samples
+    try:
+        value = Uniformity(**FUR, weight=1.0, tolerance=1e-8).start_round(Local())(step_of(z))
+    finally:
+        uniformity.sphere_samples = patched.start
+    (gradient,) = torch.autograd.grad(value, z)
+    truth = unbalanced_ot(1 - F.normalize(z, dim=1) @ samples.T, 1.0, 1.0, 0.8, 0.8, tol=1e-8)
+    (expected,) = torch.autograd.grad(truth, z)
+    torch.testing.assert_close(value, truth)
+    torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_samples_are_on_the_sphere_and_new_for_each_step():
+    samples = sphere_samples(2000, 3, torch.Generator().manual_seed(0))
+    torch.testing.assert_close(samples.norm(dim=1), torch.ones(2000))
+    torch.testing.assert_close(samples.T @ samples / 2000, torch.eye(3) / 3, rtol=0, atol=0.03)
+    term = Uniformity(**FUR).start_round(Local())
+    z, _ = representations("random")
+    assert term(step_of(z[:8])) != term(step_of(z[:8]))
+
+
+def test_both_terms_take_the_views_that_there_are(tiny):
+    """Symmetric BYOL has two online views, one-directed BYOL one."""
+    for symmetric, views in ((True, 2), (False, 1)):
+        objective = {"name": "byol", "hidden_features": 32, "output_features": 16, "symmetric": symmetric}
+        federation = build_federation(tiny(objective=objective, regularizers=[FUR, SLICED]))
+        method, generator = federation.method, torch.Generator().manual_seed(0)
+        images = tuple(torch.randn(4, 1, 8, 8, generator=generator) for _ in range(2))
+        step = method.objective.step(federation.new_model(0), images, torch.zeros(4))
+        assert len(step.representations) == views
+        for regularizer in method.regularizers:
+            assert regularizer.start_round(Local())(step).isfinite()
+
+
+# Sliced
+
+
+def angles(*values):
+    """Points of the circle."""
+    t = torch.tensor(values)
+    return torch.stack([t.cos(), t.sin()], dim=1)
+
+
+def test_sliced_distance_by_hand():
+    """On the circle, from the base (1, 0) along (0, 1), the coordinate of a point is its angle. Points at 0.5 and 0.1,
+    samples at 0.7 and -0.2; sorted 0.1, 0.5 against -0.2, 0.7: (0.3^2 + 0.2^2) / 2 = 0.065. From the base (0, 1) along
+    (1, 0) the coordinate is pi / 2 - angle: the same distance, and so the same mean over both slices.
+    """
+    base, direction = torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([[0.0, 1.0], [1.0, 0.0]])
+    points, samples = angles(0.5, 0.1), angles(0.7, -0.2)
+    expected = torch.tensor([[0.5, math.pi / 2 - 0.5], [0.1, math.pi / 2 - 0.1]])
+    torch.testing.assert_close(tangent_coordinates(points, base, direction), expected)
+    assert float(sliced_distance(points, samples, base, direction)) == pytest.approx(0.065)
+    both = sliced_distance(torch.stack([points, samples]), samples, base, direction)
+    torch.testing.assert_close(both, torch.tensor([0.065, 0.0]))
+
+
+def test_the_sliced_term_is_weighted_and_summed_over_views(monkeypatch):
+    """Two views at the distances 0.065 and 0 from the samples, weight 0.01. The direction is made orthogonal to the
+    base: of (1, 0) and any draw it is (0, 1) or (0, -1), which gives the same distance."""
+    drawn = iter([angles(0.7, -0.2), torch.tensor([[1.0, 0.0]])])
+    monkeypatch.setattr(sliced_uniformity, "sphere_samples", lambda *_: next(drawn))
+    local = Local()
+    value = SlicedUniformity(**SLICED, slices=1).start_round(local)(step_of(3 * angles(0.5, 0.1), angles(-0.2, 0.7)))
+    assert float(value) == pytest.approx(0.01 * 0.065, rel=1e-4)
+    assert local.logged == {"sliced_distance": [pytest.approx(0.0325, rel=1e-4)]}
+
+
+def test_collapsed_points_are_farther_from_uniform_and_the_gradient_is_finite_everywhere():
+    term = SlicedUniformity(**SLICED, slices=200).start_round
+    collapsed, random = representations("collapsed")[0], representations("random")[0]
+    assert term(Local())(step_of(collapsed)) > 5 * term(Local())(step_of(random))
+    base = torch.tensor([[1.0, 0.0, 0.0]])
+    z = torch.cat([base, -base]).requires_grad_()  # at the base and opposite to it
+    sliced_distance(z, F.normalize(torch.ones(2, 3), dim=1), base, torch.tensor([[0.0, 1.0, 0.0]])).backward()
+    assert z.grad.isfinite().all()
+
+
+def test_without_a_projector_it_is_refused(tiny):
+    with pytest.raises(UserError, match="sliced_uniformity works on the projector's output"):
+        build_federation(tiny(objective="supervised", regularizers=[SLICED]))
