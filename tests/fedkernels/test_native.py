@@ -60,6 +60,44 @@ def test_opcheck(name):
 
 
 @pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("wanted", [(False, False), (True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_opcheck_of_the_contrastive_losses(reduction, wanted):
+    """Which gradients come with the losses depends on the reduction, and so do the shapes of what is returned."""
+    operators, utilities = torch.ops.fedkernels, ("test_schema", "test_autograd_registration", "test_faketensor")
+    query, key = randn(37, 20).requires_grad_(wanted[0]), randn(50, 20, seed=1).requires_grad_(wanted[1])
+    torch.library.opcheck(operators.info_nce.default, (query, key, 0.3, reduction, *wanted), test_utils=utilities)
+    views = query, key.detach()[:37].clone().requires_grad_(wanted[1])
+    torch.library.opcheck(operators.nt_xent.default, (*views, 0.3, reduction, any(wanted)), test_utils=utilities)
+
+
+def gradients_by_weights():
+    """Arguments of the operators that form the gradients once the weights of the losses are known."""
+    rows, weights = randn(900, 20), torch.linspace(-0.5, 1.5, 1400).double()
+    return {
+        "info_nce_gradients": (randn(700, 20, seed=1), rows, 0.3, weights[:700].clone(), True, True),
+        "nt_xent_gradients": (randn(700, 20, seed=1), rows[:700].clone(), 0.3, weights),
+    }
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("name", gradients_by_weights())
+def test_gradients_by_weights(name):
+    operator, arguments = getattr(torch.ops.fedkernels, name).default, gradients_by_weights()[name]
+    torch.library.opcheck(operator, arguments)
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 4):
+            torch.set_num_threads(threads)
+            result = operator(*arguments)
+            results.append([result] if isinstance(result, torch.Tensor) else result)
+    finally:
+        torch.set_num_threads(before)
+    for others in results[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(results[0], others, strict=True))
+
+
+@pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("name", _native.COMPILED)
 def test_threads_agree_to_the_last_bit(name):
     before, results = torch.get_num_threads(), []
