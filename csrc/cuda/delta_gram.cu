@@ -77,8 +77,10 @@ Part part_of(int64_t row_start, int64_t rows, int64_t column_start, int64_t colu
   for (int group = 0; group < part.row_groups(); ++group) {
     part.tiles += part.column_groups() - (triangle ? ROWS / COLUMNS * group : 0);
   }
+  // More slices make the tile of entries longer, and leave fewer threads to read a client beside it.
   for (int slices : {48, 24, 16, 8, 4, 2}) {
-    if (part.slices == 1 && slices * part.tiles <= THREADS) part.slices = slices;
+    const bool all_are_read = slices < 4 || MOST_MEMBERS * (THREADS / (2 * slices)) >= part.members();
+    if (part.slices == 1 && slices * part.tiles <= THREADS && all_are_read) part.slices = slices;
   }
   part.depth = part.slices >= 4 ? 8 * part.slices : 32;
   return part;

@@ -42,7 +42,7 @@ def test_float32_to_1e_6(compiler, clients):
     check(run(compiler.load("delta_gram.cu"), start, params), start, params, 2e-7)
 
 
-@pytest.mark.parametrize("clients", [2, 12, 145, 230])
+@pytest.mark.parametrize("clients", [2, 12, 105, 145, 230])  # 105: many rows beside a single column
 def test_float64_and_more_clients_than_a_panel(compiler, clients):
     shapes = SHAPES[:4] if clients > 100 else SHAPES
     start, params = model(0, ANY[1:2], shapes), [model(1 + k, ANY[1:2], shapes) for k in range(clients)]
