@@ -141,7 +141,7 @@ def _child(request: dict[str, Any], timeout: float) -> dict[str, Any]:
     threads = str(request["threads"])
     limits = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), threads)
     if request["task"] == "memory":
-        limits["MALLOC_MMAP_THRESHOLD_"] = "65536"  # what is freed leaves the process: else glibc's heuristics are measured
+        limits["MALLOC_MMAP_THRESHOLD_"] = "65536"  # freed memory leaves the process, else glibc's heuristics count
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
         command = [sys.executable, "-m", "benchmarks.measure", json.dumps({**request, "answer": str(answer)})]
