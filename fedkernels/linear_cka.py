@@ -42,10 +42,7 @@ def linear_cka(x: Tensor, y: Tensor, centered: bool = False) -> Tensor:
     operator = None if has_tangent(x, y) else _native.operator("linear_cka", x, y)
     if operator is None:
         return _reference.linear_cka(x, y, centered)
-    # Products over samples or over features, whichever are smaller; kept for the gradients.
-    sample_space = x.shape[-2] < x.shape[-1] + y.shape[-1]
-    keep = needs_gradient(x) or needs_gradient(y)
-    value: Tensor = operator(x.contiguous(), y.contiguous(), centered, sample_space, keep)[0]
+    value: Tensor = operator(x.contiguous(), y.contiguous(), centered, needs_gradient(x), needs_gradient(y))[0]
     return value
 
 
@@ -83,10 +80,7 @@ def linear_cka_to_kernel(x: Tensor, kernel: Tensor, centered: bool = False) -> T
     operator = None if has_tangent(x, kernel) else _native.operator("linear_cka_to_kernel", x, kernel)
     if operator is None or needs_gradient(kernel):
         return _reference.linear_cka_to_kernel(x, kernel, centered)
-    keep = needs_gradient(x)
-    # xx' costs half of what Kx does and gives the value too; but with it the gradient costs an L x L product of its own.
-    sample_space = not keep or rows < 3 * x.shape[-1]
-    value: Tensor = operator(x.contiguous(), kernel.contiguous(), centered, sample_space, keep)[0]
+    value: Tensor = operator(x.contiguous(), kernel.contiguous(), centered, needs_gradient(x))[0]
     return value
 
 
@@ -146,117 +140,48 @@ def _check_broadcast(name: str, other: Tensor, x: Tensor) -> None:
 
 
 if _native.module is not None:
-    # What an operator returns beside the value is for its gradients: norms, scales and centers ("state"), and products.
-    _NUMBERS = 5  # of the state, without the centers
 
     @torch.library.register_fake("fedkernels::linear_cka")
-    def _(
-        x: Tensor, y: Tensor, centered: bool, sample_space: bool, keep: bool
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        dtype, batch = compute_dtype(x, y), torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])
-        rows, d1, d2 = x.shape[-2], x.shape[-1], y.shape[-1]
-        side1, side2 = (rows, rows) if sample_space else (d1, d2)
-        return (
-            x.new_empty(batch, dtype=dtype),
-            x.new_empty((*batch, _NUMBERS + (d1 + d2 if centered else 0)), dtype=torch.float64),
-            x.new_empty((*batch, d2, d1) if keep and not sample_space else 0, dtype=dtype),
-            x.new_empty((*batch, side1, side1) if keep else 0, dtype=dtype),
-            x.new_empty((*batch, side2, side2) if keep else 0, dtype=dtype),
-        )
-
-    @torch.library.register_fake("fedkernels::linear_cka_gradients")
-    def _(
-        grad: Tensor,
-        x: Tensor,
-        y: Tensor,
-        state: Tensor,
-        cross: Tensor,
-        xx: Tensor,
-        yy: Tensor,
-        centered: bool,
-        sample_space: bool,
-        x_gradient: bool,
-        y_gradient: bool,
-    ) -> tuple[Tensor, Tensor]:
-        return (
-            xx.new_empty((*grad.shape, *x.shape[-2:]) if x_gradient else 0),
-            yy.new_empty((*grad.shape, *y.shape[-2:]) if y_gradient else 0),
-        )
+    def _(x: Tensor, y: Tensor, centered: bool, x_gradient: bool, y_gradient: bool) -> tuple[Tensor, Tensor, Tensor]:
+        values = _values(x, y)
+        return values, _gradients(values, x, x_gradient), _gradients(values, y, y_gradient)
 
     @torch.library.register_fake("fedkernels::linear_cka_to_kernel")
-    def _(
-        x: Tensor, kernel: Tensor, centered: bool, sample_space: bool, keep: bool
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        dtype, batch = compute_dtype(x, kernel), torch.broadcast_shapes(x.shape[:-2], kernel.shape[:-2])
-        rows, width = x.shape[-2:]
-        side = rows if sample_space else width
-        return (
-            x.new_empty(batch, dtype=dtype),
-            x.new_empty((*batch, _NUMBERS + (width + 2 * rows if centered else 0)), dtype=torch.float64),
-            x.new_empty((*batch, rows, width) if keep and not sample_space else 0, dtype=dtype),
-            x.new_empty((*batch, side, side) if keep else 0, dtype=dtype),
-        )
-
-    @torch.library.register_fake("fedkernels::linear_cka_to_kernel_gradient")
-    def _(
-        grad: Tensor,
-        x: Tensor,
-        kernel: Tensor,
-        state: Tensor,
-        product: Tensor,
-        xx: Tensor,
-        centered: bool,
-        sample_space: bool,
-    ) -> Tensor:
-        return xx.new_empty((*grad.shape, *x.shape[-2:]))
+    def _(x: Tensor, kernel: Tensor, centered: bool, gradient: bool) -> tuple[Tensor, Tensor]:
+        values = _values(x, kernel)
+        return values, _gradients(values, x, gradient)
 
     @torch.library.register_fake("fedkernels::linear_cka_pairwise")
     def _(xs: Sequence[Tensor], ys: Sequence[Tensor], centered: bool) -> Tensor:
         return xs[0].new_empty((len(xs), len(ys) or len(xs)), dtype=compute_dtype(*xs, *ys))
 
+    def _values(x: Tensor, other: Tensor) -> Tensor:
+        return x.new_empty(torch.broadcast_shapes(x.shape[:-2], other.shape[:-2]), dtype=compute_dtype(x, other))
+
+    def _gradients(values: Tensor, given: Tensor, wanted: bool) -> Tensor:
+        return values.new_empty((*values.shape, *given.shape[-2:]) if wanted else 0)
+
     def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         keep_missing(ctx)
-        first, second, ctx.centered, ctx.sample_space, keep = inputs
-        if keep:
-            ctx.save_for_backward(first, second, *output[1:])
+        ctx.given = [(tensor.shape, tensor.dtype) for tensor in inputs[:2]]
+        ctx.save_for_backward(*output[1:])
 
-    def _of_input(gradient: Tensor, given: Tensor) -> Tensor:
-        """The gradient in an input that may have been broadcast, in its dtype."""
-        return gradient.sum_to_size(given.shape).to(given.dtype)
-
-    def _backward(ctx: Any, grad: Tensor | None, *of_products: Tensor | None) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative("linear_cka", *of_products)
+    def _in_inputs(ctx: Any, grad: Tensor | None) -> list[Tensor | None]:
+        """The gradients in the inputs, which may have been broadcast, in their dtypes."""
         if grad is None:
-            return (None,) * 5
-        inputs, wanted = ctx.saved_tensors, ctx.needs_input_grad[:2]
-        gradients = torch.ops.fedkernels.linear_cka_gradients(
-            grad.double().contiguous(), *inputs, ctx.centered, ctx.sample_space, *wanted
-        )
-        of_x, of_y = (
-            _of_input(gradient, given) if need else None
-            for gradient, given, need in zip(gradients, inputs[:2], wanted, strict=True)
-        )
-        return of_x, of_y, None, None, None
+            return [None, None]
+        return [
+            (gradients * grad[..., None, None]).sum_to_size(shape).to(dtype) if need else None
+            for gradients, (shape, dtype), need in zip(ctx.saved_tensors, ctx.given, ctx.needs_input_grad, strict=False)
+        ]
 
-    def _backward_to_kernel(ctx: Any, grad: Tensor | None, *of_products: Tensor | None) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative("linear_cka_to_kernel", *of_products)
-        if grad is None or not ctx.needs_input_grad[0]:
-            return (None,) * 5
-        inputs = ctx.saved_tensors
-        gradient = torch.ops.fedkernels.linear_cka_to_kernel_gradient(
-            grad.double().contiguous(), *inputs, ctx.centered, ctx.sample_space
-        )
-        return _of_input(gradient, inputs[0]), None, None, None, None
+    def _backward(ctx: Any, grad: Tensor | None, *of_gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("linear_cka", *of_gradients)
+        return *_in_inputs(ctx, grad), None, None, None
 
-    def _refuse(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
-        refuse_second_derivative("linear_cka", *grads)
-        return (None,) * 11
-
-    def _refuse_to_kernel(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
-        refuse_second_derivative("linear_cka_to_kernel", *grads)
-        return (None,) * 8
+    def _backward_to_kernel(ctx: Any, grad: Tensor | None, *of_gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("linear_cka_to_kernel", *of_gradients)
+        return _in_inputs(ctx, grad)[0], None, None, None
 
     torch.library.register_autograd("fedkernels::linear_cka", _backward, setup_context=_keep)
-    torch.library.register_autograd("fedkernels::linear_cka_gradients", _refuse)
     torch.library.register_autograd("fedkernels::linear_cka_to_kernel", _backward_to_kernel, setup_context=_keep)
-    torch.library.register_autograd("fedkernels::linear_cka_to_kernel_gradient", _refuse_to_kernel)

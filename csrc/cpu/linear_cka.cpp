@@ -1,43 +1,33 @@
-// Everything is products in tiles of gemm.h, on pieces that stay in the cache. Products are in T, their norms are summed
-// in double. Symmetric products are formed on and above the diagonal, in blocks, and only what the gradients need of them
-// is kept. The pieces depend on the sizes alone, and sums over pieces are added in order.
+// Everything is products in tiles of gemm.h, on pieces that stay in the cache. With z_1, z_2, .. of the same rows, CKA of
+// two is |z_2'z_1|^2 / (|z_1'z_1| |z_2'z_2|). In feature space these products are formed as they stand there, [width,
+// width]. In sample space they are the Gram matrices z z', [rows, rows], whose inner products are the same numbers. Each
+// problem is solved in the space that takes fewer multiplications.
+//
+// Products are in T, sums over their entries in double. Symmetric products are formed on and above the diagonal. The
+// pieces depend on the sizes alone, and sums over pieces are added in order.
 #include "cpu/linear_cka.h"
 
-#include "cpu/gemm.h"
 #include "cpu/memory.h"
+#include "cpu/products.h"
 
 namespace fedkernels::FEDKERNELS_ISA {
 
 namespace {
 
-#ifndef DEPTH_
-#define DEPTH_ 256
-#endif
-constexpr int64_t DEPTH = DEPTH_ / TILE_ROWS * TILE_ROWS;
-#ifndef ROWS_
-#define ROWS_ 128
-#endif
-#ifndef GROUP_
-#define GROUP_ 20
-#endif
-constexpr int64_t ROWS = ROWS_ / TILE_ROWS * TILE_ROWS;  // of a product that a thread takes at a time
+constexpr int64_t DEPTH = TILE_DEPTH;
+constexpr int64_t ROWS = 128 / TILE_ROWS * TILE_ROWS;  // of a product that a thread takes at a time
+
+// ---- the range of float: CKA does not depend on the scale ----
 
 // Squared norms between these do not come from products that overflowed or vanished.
 template <class T>
-static inline bool ordinary(double norm) {
+bool ordinary(double norm) {
   return sizeof(T) == 8 ? norm > 1e-200 && norm < 1e200 : norm > 1e-36 && norm < 1e36;
 }
 
-// The power of two that brings the largest entry to [0.5, 1), as far as one can.
-double scale_of(double largest) {
-  if (!(largest > 0 && largest < __builtin_inf())) return 1;
-  int exponent;
-  __builtin_frexp(largest, &exponent);
-  return __builtin_ldexp(1, exponent > 1000 ? -1000 : exponent < -1000 ? 1000 : -exponent);
-}
-
+// The power of two that brings the largest of `count` entries to [0.5, 1), as far as one can.
 template <class T>
-double largest_of(const Array& array, int64_t start, int64_t count) {
+double scale_of(const Array& array, int64_t start, int64_t count) {
   double largest = 0;
   T piece[256];
   for (int64_t done = 0; done < count; done += 256) {
@@ -48,226 +38,123 @@ double largest_of(const Array& array, int64_t start, int64_t count) {
       if (magnitude > largest) largest = magnitude;
     }
   }
-  return largest;
+  if (!(largest > 0 && largest < __builtin_inf())) return 1;
+  int exponent;
+  __builtin_frexp(largest, &exponent);
+  return __builtin_ldexp(1, exponent > 1000 ? -1000 : exponent < -1000 ? 1000 : -exponent);
 }
 
-// Sums in double.
+// ---- the value and the factors of its gradient ----
 
-typedef float HalfVec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
-static inline Vec to_double(const float* p) { return __builtin_convertvector(*(const HalfVec*)p, Vec); }
-static inline Vec to_double(const double* p) { return load(p); }
+// cross / sqrt(xx yy). The gradient in x is of_cross times that of half of cross plus of_xx times that of a fourth of xx.
+struct Ratio {
+  double value = 0, of_cross = 0, of_xx = 0, of_yy = 0;
+  bool zero;  // a matrix is zero: so are value and gradient
+
+  Ratio(double cross, double xx, double yy) {
+    zero = xx == 0 || yy == 0;
+    if (zero) return;
+    const double norms = __builtin_sqrt(xx) * __builtin_sqrt(yy);
+    value = cross / norms;
+    const double two = value == value ? 2 : value;  // NaN spreads, also where a factor is infinite
+    of_cross = two / norms;
+    of_xx = -two * value / xx;
+    of_yy = -two * value / yy;
+  }
+};
+
+// A sum of squares in disguise: below 0 it is rounding.
+double above_zero(double cross) { return cross < 0 ? 0 : cross; }
 
 template <class T>
-double inner(const T* p, const T* q, int64_t count) {
-  Vec sums[4] = {};
-  int64_t i = 0;
-  for (; i + 4 * LANES <= count; i += 4 * LANES) {
-    for (int v = 0; v < 4; ++v) sums[v] += to_double(p + i + v * LANES) * to_double(q + i + v * LANES);
-  }
-  double total = sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
-  for (; i < count; ++i) total += (double)p[i] * (double)q[i];
-  return total;
+void fill_zero(void* gradient, int64_t count) {
+  if (!gradient) return;
+  for (int64_t i = 0; i < count; ++i) ((T*)gradient)[i] = 0;
 }
 
-// sums[a * pitch + b] += by <p_a, q_b> for four arrays p_a and four q_b, `apart` entries from one to the next.
 template <class T>
-void inner_of_fours(const T* p, const T* q, int64_t apart, int64_t count, double by, double* sums, int64_t pitch) {
-  Vec totals[4][4] = {};
-  for (int64_t i = 0; i < count; i += LANES) {
-    Vec left[4];
-    for (int a = 0; a < 4; ++a) left[a] = to_double(p + a * apart + i);
-    for (int b = 0; b < 4; ++b) {
-      const Vec right = to_double(q + b * apart + i);
-      for (int a = 0; a < 4; ++a) totals[a][b] += left[a] * right;
-    }
-  }
-  for (int a = 0; a < 4; ++a) {
-    for (int b = 0; b < 4; ++b) sums[a * pitch + b] += by * sum(totals[a][b]);
-  }
+void multiply_by(T* values, int64_t count, double factor) {
+  if (factor == 1) return;
+  for (int64_t i = 0; i < count; ++i) values[i] = (T)((double)values[i] * factor);
 }
 
-// Products.
+// ---- representations ----
 
-// A tile of a product, of which `rows` x `columns` entries are wanted. The left side is a panel as the right side is, or
-// rows `pitch` entries apart of which as many as a tile has can be read.
-template <bool PANEL, class T>
-__attribute__((noinline)) void product_tile(bool add, const T* left, int64_t pitch, const T* right, int64_t depth,
-                                            T* out, int64_t out_pitch, int64_t rows, int64_t columns) {
-  constexpr int64_t WIDE = TILE_COLUMNS<T>;
-  const int64_t left_row = PANEL ? 1 : pitch, left_step = PANEL ? WIDE : 1;
-  if (rows >= TILE_ROWS && columns >= WIDE) {
-    if (add) {
-      tile<true>(left, left_row, left_step, right, depth, out, out_pitch);
-    } else {
-      tile<false>(left, left_row, left_step, right, depth, out, out_pitch);
-    }
-    return;
-  }
-  T edge[TILE_ROWS * WIDE];
-  tile<false>(left, left_row, left_step, right, depth, edge, WIDE);
-  for (int64_t r = 0; r < least(TILE_ROWS, rows); ++r) {
-    for (int64_t c = 0; c < least(WIDE, columns); ++c) {
-      T& target = out[r * out_pitch + c];
-      target = add ? target + edge[r * WIDE + c] : edge[r * WIDE + c];
-    }
-  }
-}
-
-#ifndef PRE_
-#define PRE_ 2
-#endif
-static inline void soon(const void* p, int64_t bytes) {
-#if PRE_ > 0
-  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char*)p + i, 0, PRE_);
-#else
-  (void)p; (void)bytes;
-#endif
-}
-
-// out (+)= left times right: rows times panels, `right_pitch` entries from panel to panel.
-template <class T>
-void multiply(bool add, const T* left, int64_t pitch, const T* right, int64_t right_pitch, int64_t depth, T* out,
-              int64_t out_pitch, int64_t rows, int64_t columns) {
-  constexpr int64_t WIDE = TILE_COLUMNS<T>;
-  for (int64_t start = 0; start < depth; start += DEPTH) {
-    for (int64_t c = 0; c < columns; c += WIDE) {
-      const T* next = right + (c / WIDE + 1) * right_pitch + start * WIDE;
-      const int64_t share = up(up(least(DEPTH, depth - start) * WIDE * (int64_t)sizeof(T), 64) / (up(rows, TILE_ROWS) / TILE_ROWS), 64);
-      for (int64_t r = 0; r < rows; r += TILE_ROWS) {
-        if (c + WIDE < columns) soon((const char*)next + r / TILE_ROWS * share, share);
-        product_tile<false>(add || start > 0, left + r * pitch + start, pitch,
-                            right + c / WIDE * right_pitch + start * WIDE, least(DEPTH, depth - start),
-                            out + r * out_pitch + c, out_pitch, rows - r, columns - c);
-      }
-    }
-  }
-}
-
-// Rows as panels: out[panel][k * WIDE + r] = rows[(panel * WIDE + r) * width + k], 0 where there is no such row.
-template <class T>
-void pack_rows(T* out, const T* rows, int64_t count, int64_t width) {
-  constexpr int64_t WIDE = TILE_COLUMNS<T>, STRIP = 16;
-  for (int64_t first = 0; first < count; first += WIDE) {
-    for (int64_t k = 0; k < width; k += STRIP) {
-      const int64_t size = least(STRIP, width - k);
-      T strip[WIDE][STRIP];
-      for (int64_t r = 0; r < WIDE; ++r) {
-        for (int64_t i = 0; i < size; ++i) strip[r][i] = first + r < count ? rows[(first + r) * width + k + i] : 0;
-      }
-      for (int64_t i = 0; i < size; ++i) {
-        for (int64_t r = 0; r < WIDE; ++r) out[(k + i) * WIDE + r] = strip[r][i];
-      }
-    }
-    out += width * WIDE;
-  }
-}
-
-// Representations, as they enter the products: scaled and centered.
-
+// A representation as it enters the products: scaled, and less the centers of its columns.
 template <class T>
 struct Matrix {
-  Representation z;
-  int64_t rows;
-  const T *high, *low;  // the center as a sum of two
+  Array array;
+  int64_t start, width, rows;
+  double scale;
+  T *high, *low;  // [width], a center as a sum of two; null: none
 
-  const T* block(int64_t start, int64_t count, T* buffer) const {  // followed by what a tile may read
-    const int64_t width = z.width;
-    if (holds<T>(z.array) && z.scale == 1 && !z.center && start + up(count, TILE_ROWS) <= rows) {
-      return (const T*)z.array.data + z.start + start * width;
+  // `count` rows, followed by as many as a tile may read: as they lie, or in the buffer.
+  const T* block(int64_t first, int64_t count, T* buffer) const {
+    if (holds<T>(array) && scale == 1 && !high && first + up(count, TILE_ROWS) <= rows) {
+      return (const T*)array.data + start + first * width;
     }
-    widen(buffer, z.array, z.start + start * width, count * width);
-    if (z.scale != 1) {
-      for (int64_t i = 0; i < count * width; ++i) buffer[i] = (T)((double)buffer[i] * z.scale);
-    }
-    if (z.center) {
-      for (int64_t r = 0; r < count; ++r) {
-        T* const row = buffer + r * width;
-        for (int64_t c = 0; c < width; ++c) row[c] = row[c] - high[c] - low[c];
-      }
+    widen(buffer, array, start + first * width, count * width);
+    multiply_by(buffer, count * width, scale);
+    for (int64_t r = 0; high && r < count; ++r) {
+      T* const row = buffer + r * width;
+      for (int64_t c = 0; c < width; ++c) row[c] = row[c] - high[c] - low[c];
     }
     for (int64_t i = count * width; i < up(count, TILE_ROWS) * width; ++i) buffer[i] = 0;
     return buffer;
   }
 };
 
+// All of a problem, with the inner products that are looked for.
 template <class T>
-int64_t buffer_size(int64_t rows, int64_t width) {
-  return up(up(rows, TILE_ROWS) * width, 16);
-}
-
-template <class T>
-void split_center(const Representation& z, T* high, T* low) {
-  for (int64_t c = 0; c < z.width; ++c) {
-    high[c] = (T)z.center[c];
-    low[c] = (T)(z.center[c] - (double)high[c]);
-  }
-}
-
-// One whole matrix as the right side of a product over its rows.
-template <class T>
-int64_t packed_size(int64_t rows, int64_t width) {
-  return rows * up(width, TILE_COLUMNS<T>);
-}
-
-template <class T>
-void pack(T* out, const Matrix<T>& matrix, const Threads& threads, T* buffers) {
-  constexpr int64_t WIDE = TILE_COLUMNS<T>;
-  const int64_t rows = matrix.rows, width = matrix.z.width;
-  for_each(threads, up(rows, ROWS) / ROWS, [&](int64_t index, int64_t worker) {
-    const int64_t start = index * ROWS, count = least(ROWS, rows - start);
-    const T* block = matrix.block(start, count, buffers + worker * buffer_size<T>(ROWS, width));
-    pack_columns<WIDE>(out + start * WIDE, rows * WIDE, block, count, width);
-  });
-}
-
-// The representations of a problem.
-template <class T>
-struct Inputs {
+struct Matrices {
   static constexpr int64_t PART = 512;  // rows whose sums are joined
 
-  const CKAProducts& problem;
-  int64_t widest = 0;
-  Matrix<T>* matrices;
+  const Representation* given;
+  int64_t count, first, rows;  // the first meet the others, or one another where there are no others
+  bool centered;
+  int64_t widest = 0, widths = 0;
+  Matrix<T>* matrix;
+  double* inner;  // [count][count]: |z_j'z_i|^2 for i <= j that meet
   T *high, *low, *buffers;
-  double *first, *sums;
+  double *first_row, *sums;
 
-  Inputs(const CKAProducts& problem, int64_t workers, Memory& memory) : problem(problem) {
-    const int64_t parts = up(problem.rows, PART) / PART;
-    int64_t widths = 0;
-    for (int64_t i = 0; i < problem.count; ++i) {
-      const int64_t width = problem.matrices[i].width;
-      widths += width;
-      widest = width > widest ? width : widest;
+  Matrices(const Representation* given, int64_t count, int64_t first, int64_t rows, bool centered, int64_t workers,
+           Memory& memory)
+      : given(given), count(count), first(first), rows(rows), centered(centered) {
+    for (int64_t i = 0; i < count; ++i) {
+      widths += given[i].width;
+      widest = given[i].width > widest ? given[i].width : widest;
     }
-    const bool centered = problem.matrices[0].center;
-    matrices = memory.take<Matrix<T>>(problem.count);
+    matrix = memory.take<Matrix<T>>(count);
+    inner = memory.take<double>(count * count);
     high = memory.take<T>(centered ? widths : 0);
     low = memory.take<T>(centered ? widths : 0);
-    first = memory.take<double>(centered ? widest : 0);
-    sums = memory.take<double>(centered ? parts * widest : 0);
-    buffers = memory.take<T>(workers * buffer_size<T>(DEPTH, widest));
-  }
-
-  T* buffer(int64_t worker) const { return buffers + worker * buffer_size<T>(DEPTH, widest); }
-
-  void prepare(const Threads& threads) const {
-    int64_t at = 0;
-    for (int64_t i = 0; i < problem.count; ++i) {
-      Representation& z = problem.matrices[i];
-      if (z.center) {
-        find_center(z, threads);
-        split_center(z, high + at, low + at);
-      }
-      matrices[i] = {z, problem.rows, high + at, low + at};
-      at += z.width;
+    first_row = memory.take<double>(centered ? widest : 0);
+    sums = memory.take<double>(centered ? up(rows, PART) / PART * widest : 0);
+    buffers = memory.take<T>(workers * buffer_size());
+    if (!memory.base) return;
+    for (int64_t i = 0, at = 0; i < count; at += given[i++].width) {
+      T *const of_high = centered ? high + at : nullptr, *const of_low = centered ? low + at : nullptr;
+      matrix[i] = {given[i].array, given[i].start, given[i].width, rows, 1, of_high, of_low};
     }
   }
 
-  void find_center(const Representation& z, const Threads& threads) const {
-    const int64_t width = z.width, rows = problem.rows, parts = up(rows, PART) / PART;
+  int64_t buffer_size() const { return up(up(DEPTH, TILE_ROWS) * widest, 16); }
+  T* buffer(int64_t worker) const { return buffers + worker * buffer_size(); }
+
+  // Is the product of i <= j wanted?
+  bool meet(int64_t i, int64_t j) const { return i == j || first == count || (i < first && j >= first); }
+  double norm(int64_t i) const { return inner[i * count + i]; }
+
+  void find_centers(const Threads& threads) const {
+    for (int64_t i = 0; centered && i < count; ++i) find_center(matrix[i], threads);
+  }
+
+  void find_center(const Matrix<T>& z, const Threads& threads) const {
+    const int64_t width = z.width, parts = up(rows, PART) / PART;
     T* const row = buffer(0);
     widen(row, z.array, z.start, width);
-    for (int64_t c = 0; c < width; ++c) first[c] = (double)row[c] * z.scale;
+    for (int64_t c = 0; c < width; ++c) first_row[c] = (double)row[c] * z.scale;
     // Less the first row, so that the mean of a constant column is that constant.
     for_each(threads, parts, [&](int64_t part, int64_t worker) {
       double* const total = sums + part * width;
@@ -278,47 +165,32 @@ struct Inputs {
           widen(buffer(worker), z.array, z.start + r * width, width);
           entries = buffer(worker);
         }
-        for (int64_t c = 0; c < width; ++c) total[c] += (double)entries[c] * z.scale - first[c];
+        for (int64_t c = 0; c < width; ++c) total[c] += (double)entries[c] * z.scale - first_row[c];
       }
     });
     for (int64_t c = 0; c < width; ++c) {
       double total = 0;
       for (int64_t part = 0; part < parts; ++part) total += sums[part * width + c];
-      z.center[c] = first[c] + total / (double)rows;
+      const double center = first_row[c] + total / (double)rows;
+      z.high[c] = (T)center;
+      z.low[c] = (T)(center - (double)z.high[c]);
     }
   }
 
   // Scales those whose products are out of range. -> Is there one?
   bool rescale() const {
     bool changed = false;
-    for (int64_t i = 0; i < problem.count; ++i) {
-      Representation& z = problem.matrices[i];
-      if (ordinary<T>(problem.norms[i])) continue;
-      z.scale = scale_of(largest_of<T>(z.array, z.start, problem.rows * z.width));
-      changed |= z.scale != 1;
+    for (int64_t i = 0; i < count; ++i) {
+      if (ordinary<T>(norm(i))) continue;
+      matrix[i].scale = scale_of<T>(given[i].array, given[i].start, rows * given[i].width);
+      changed |= matrix[i].scale != 1;
     }
     return changed;
   }
-
-  // Where the inner product of i and j goes, i <= j.
-  void set(int64_t i, int64_t j, double value) const {
-    const int64_t first = problem.first, count = problem.count;
-    if (i == j) problem.norms[i] = value;
-    if (!problem.cross || !meet(i, j)) return;
-    if (first == count) {
-      problem.cross[i * count + j] = problem.cross[j * count + i] = value;
-    } else if (i != j) {
-      problem.cross[i * (count - first) + j - first] = value;
-    }
-  }
-
-  // Is the product of i <= j wanted?
-  bool meet(int64_t i, int64_t j) const {
-    return i == j || problem.first == problem.count || (i < problem.first && j >= problem.first);
-  }
 };
 
-// Feature space: the products are summed over groups of rows.
+// ---- feature space: the products are summed over groups of rows ----
+
 template <class T>
 struct FeatureSpace {
   static constexpr int64_t WIDE = TILE_COLUMNS<T>, PANEL = DEPTH * WIDE, CHUNK = 8;
@@ -331,77 +203,77 @@ struct FeatureSpace {
     int64_t product, right, begin, end;
   };
 
-  const Inputs<T>& inputs;
-  const CKAProducts& problem;
+  const Matrices<T>& matrices;
+  bool mirrored;  // are symmetric products wanted below the diagonal too?
   int64_t panels = 0, products = 0, pieces = 0, group;  // group: rows in one
   int64_t* first_panel;
-  Product* product;
+  Product* product;  // of i = 0 with j = 0, 1, .., then of i = 1, as far as they meet
   Piece* piece;
   double* squares;  // of each piece
   T* packed;        // [group / DEPTH][panels][DEPTH][WIDE]
 
-  int64_t width(int64_t i) const { return problem.matrices[i].width; }
+  int64_t width(int64_t i) const { return matrices.given[i].width; }
   int64_t panels_of(int64_t i) const { return up(width(i), WIDE) / WIDE; }
+  int64_t panels_before(int64_t i, int64_t j, int64_t right) const { return i == j ? right + 1 : panels_of(j); }
 
-  FeatureSpace(const Inputs<T>& inputs, Memory& memory) : inputs(inputs), problem(inputs.problem) {
-    const int64_t count = problem.count;
-    first_panel = memory.take<int64_t>(count);
-    for (int64_t i = 0; i < count; ++i) {
+  FeatureSpace(const Matrices<T>& matrices, bool mirrored, Memory& memory) : matrices(matrices), mirrored(mirrored) {
+    first_panel = memory.take<int64_t>(matrices.count);
+    for (int64_t i = 0; i < matrices.count; ++i) {
       if (memory.base) first_panel[i] = panels;
       panels += panels_of(i);
     }
     list([&](int64_t i, int64_t j) {
       ++products;
-      for (int64_t p = 0; p < panels_of(i); ++p) pieces += up(i == j ? p + 1 : panels_of(j), CHUNK) / CHUNK;
+      for (int64_t p = 0; p < panels_of(i); ++p) pieces += up(panels_before(i, j, p), CHUNK) / CHUNK;
     });
     product = memory.take<Product>(products);
     piece = memory.take<Piece>(pieces);
     squares = memory.take<double>(pieces);
     int64_t next = 0, next_piece = 0;
     list([&](int64_t i, int64_t j) {
-      void* kept = i == j ? (problem.kept_norms ? problem.kept_norms[i] : nullptr) : problem.kept_cross;
-      T* const out = kept ? (T*)kept : memory.take<T>(width(i) * width(j));
+      T* const out = memory.take<T>(width(i) * width(j));
       if (!memory.base) return;
       product[next] = {i, j, out};
       for (int64_t p = 0; p < panels_of(i); ++p) {
-        const int64_t end = i == j ? p + 1 : panels_of(j);
+        const int64_t end = panels_before(i, j, p);
         for (int64_t q = 0; q < end; q += CHUNK) piece[next_piece++] = {next, p, q, least(end, q + CHUNK)};
       }
       ++next;
     });
-    const int64_t most = (1 << GROUP_) / (int64_t)sizeof(T) / (panels * PANEL);  // blocks in 4 MiB
-    group = DEPTH * (most < 1 ? 1 : least(most, up(problem.rows, DEPTH) / DEPTH));
+    const int64_t most = (1 << 20) / (int64_t)sizeof(T) / (panels * PANEL);  // blocks in 1 MiB
+    group = DEPTH * (most < 1 ? 1 : least(most, up(matrices.rows, DEPTH) / DEPTH));
     packed = memory.take<T>(group / DEPTH * panels * PANEL + TILE_ROWS);
   }
 
   template <class Body>
   void list(const Body& body) const {
-    for (int64_t i = 0; i < problem.count; ++i) {
-      for (int64_t j = i; j < problem.count; ++j) {
-        if (inputs.meet(i, j)) body(i, j);
+    for (int64_t i = 0; i < matrices.count; ++i) {
+      for (int64_t j = i; j < matrices.count; ++j) {
+        if (matrices.meet(i, j)) body(i, j);
       }
     }
   }
 
   void run(const Threads& threads) const {
-    for (int64_t first = 0; first < problem.rows; first += group) {
-      const int64_t size = least(group, problem.rows - first), blocks = up(size, DEPTH) / DEPTH;
-      for_each(threads, blocks * problem.count, [&](int64_t index, int64_t worker) {
-        const int64_t block = index / problem.count, i = index % problem.count, start = block * DEPTH;
-        const int64_t count = least(DEPTH, size - start);
-        const T* rows = inputs.matrices[i].block(first + start, count, inputs.buffer(worker));
-        pack_columns<WIDE>(packed + (block * panels + first_panel[i]) * PANEL, PANEL, rows, count, width(i));
+    const int64_t rows = matrices.rows, count = matrices.count;
+    for (int64_t first = 0; first < rows; first += group) {
+      const int64_t size = least(group, rows - first), blocks = up(size, DEPTH) / DEPTH;
+      for_each(threads, blocks * count, [&](int64_t index, int64_t worker) {
+        const int64_t block = index / count, i = index % count, start = block * DEPTH;
+        const int64_t depth = least(DEPTH, size - start);
+        const T* from = matrices.matrix[i].block(first + start, depth, matrices.buffer(worker));
+        pack_columns<WIDE>(packed + (block * panels + first_panel[i]) * PANEL, PANEL, from, depth, width(i));
       });
       for_each(threads, pieces, [&](int64_t index, int64_t) {
         multiply_piece(piece[index], first, size);
-        if (first + size == problem.rows) squares[index] = finish(piece[index]);
+        if (first + size == rows) squares[index] = finish(piece[index]);
       });
     }
     int64_t next = 0;
     for (int64_t index = 0; index < products; ++index) {
       double total = 0;
       for (; next < pieces && piece[next].product == index; ++next) total += squares[next];
-      inputs.set(product[index].i, product[index].j, total);
+      matrices.inner[product[index].i * count + product[index].j] = total;
     }
   }
 
@@ -416,7 +288,7 @@ struct FeatureSpace {
         const T* const left = own + (first_panel[of.j] + q) * PANEL;
         const int64_t rows = least(WIDE, down - q * WIDE);
         for (int64_t r = 0; r < rows; r += TILE_ROWS) {
-          if (q + 1 < at.end) soon(left + PANEL + r * (PANEL / WIDE), PANEL / WIDE * TILE_ROWS * sizeof(T));
+          if (q + 1 < at.end) soon(left + PANEL + r * DEPTH, TILE_ROWS * DEPTH * (int64_t)sizeof(T));
           product_tile<true>(first > 0 || block > 0, left + r, 0, right, depth,
                              of.out + (q * WIDE + r) * across + at.right * WIDE, across, rows - r,
                              across - at.right * WIDE);
@@ -425,7 +297,7 @@ struct FeatureSpace {
     }
   }
 
-  // The sum of squares; below the diagonal of a symmetric product what is above.
+  // The sum of squares, and below the diagonal of a symmetric product what is above.
   double finish(const Piece& at) const {
     const Product& of = product[at.product];
     const int64_t across = width(of.i), columns = least(WIDE, across - at.right * WIDE);
@@ -434,119 +306,120 @@ struct FeatureSpace {
       const int64_t rows = least(WIDE, width(of.j) - q * WIDE);
       const bool twice = of.i == of.j && q < at.right;
       T* const block = of.out + q * WIDE * across + at.right * WIDE;
-      T* const mirrored = of.out + at.right * WIDE * across + q * WIDE;
+      T* const opposite = of.out + at.right * WIDE * across + q * WIDE;
       double sum = 0;
       for (int64_t r = 0; r < rows; ++r) sum += inner(block + r * across, block + r * across, columns);
       total += twice ? 2 * sum : sum;
-      if (!twice || !problem.kept_norms) continue;
-      for (int64_t c = 0; c < columns; ++c) {
-        for (int64_t r = 0; r < rows; ++r) mirrored[c * across + r] = block[r * across + c];
+      for (int64_t c = 0; twice && mirrored && c < columns; ++c) {
+        for (int64_t r = 0; r < rows; ++r) opposite[c * across + r] = block[r * across + c];
       }
     }
     return total;
   }
 };
 
-// Sample space: blocks of the Gram matrices of all representations meet while they are in the cache.
+// ---- sample space: blocks of the Gram matrices of all representations meet while they are in the cache ----
+
 template <class T>
 struct SampleSpace {
   static constexpr int64_t WIDE = TILE_COLUMNS<T>, SLICE = 2048;
 
-  const Inputs<T>& inputs;
-  const CKAProducts& problem;
-  int64_t size, blocks, widths = 0;  // size: rows and columns of a block
-  T *packed, *grams;                 // of the workers, one behind another
-  double* sums;                      // [blocks][count][count]
+  const Matrices<T>& matrices;
+  int64_t size, blocks;  // size: rows and columns of a block
+  T* whole;              // [count][rows][rows], the Gram matrices; null: not kept
+  T *packed, *grams;     // of the workers, one behind another
+  double* sums;          // [blocks][count][count]
 
-  SampleSpace(const Inputs<T>& inputs, int64_t workers, Memory& memory) : inputs(inputs), problem(inputs.problem) {
-    size = least(up(problem.rows / 8, WIDE), 128);
-    if (size < WIDE) size = WIDE;
-    blocks = up(problem.rows, size) / size;
-    for (int64_t i = 0; i < problem.count; ++i) widths += problem.matrices[i].width;
+  SampleSpace(const Matrices<T>& matrices, bool kept, int64_t workers, Memory& memory) : matrices(matrices) {
+    const int64_t rows = matrices.rows, count = matrices.count;
+    size = least(up(up(rows, 8) / 8, WIDE), 128);
+    blocks = up(rows, size) / size;
+    whole = kept ? memory.take<T>(count * rows * rows) : nullptr;
     packed = memory.take<T>(workers * packed_room());
-    grams = memory.take<T>(workers * problem.count * gram_room());
-    sums = memory.take<double>(blocks * problem.count * problem.count);
+    grams = memory.take<T>(workers * count * gram_room());
+    sums = memory.take<double>(blocks * count * count);
   }
 
-  int64_t packed_room() const { return size * widths; }
+  int64_t packed_room() const { return size * matrices.widths; }
   int64_t gram_room() const { return up(size, TILE_ROWS) * size; }
-  int64_t rows_of(int64_t block) const { return least(size, problem.rows - block * size); }
+  int64_t rows_of(int64_t block) const { return least(size, matrices.rows - block * size); }
+  const T* gram(int64_t i) const { return whole + i * matrices.rows * matrices.rows; }
 
-  // also(i, j, gram, pitch, worker): what else is done with the block of the first Gram matrix.
+  void run(const Threads& threads) const {
+    run(threads, [](int64_t, int64_t, const T*, int64_t, int64_t) {});
+  }
+
+  // also(i, j, gram, pitch, worker): what else is done with block (i, j) of the first Gram matrix, i <= j. All of one j
+  // come in order on one thread.
   template <class Also>
   void run(const Threads& threads, const Also& also) const {
-    const int64_t count = problem.count;
+    const int64_t count = matrices.count;
     for_each(threads, blocks, [&](int64_t index, int64_t worker) {
-      const int64_t j = blocks - 1 - index;  // those with the most work first
-      column(j, worker, sums + j * count * count, also);
+      column(blocks - 1 - index, worker, also);  // those with the most work first
     });
-    for (int64_t p = 0; p < count; ++p) {
-      for (int64_t q = p; q < count; ++q) {
-        double total = 0;
-        for (int64_t j = 0; j < blocks; ++j) total += sums[(j * count + p) * count + q];
-        inputs.set(p, q, total);
-      }
+    for (int64_t p = 0; p < count * count; ++p) {
+      double total = 0;
+      for (int64_t j = 0; j < blocks; ++j) total += sums[j * count * count + p];
+      matrices.inner[p] = total;
     }
   }
 
   template <class Also>
-  void column(int64_t j, int64_t worker, double* totals, const Also& also) const {
-    const int64_t count = problem.count, columns = rows_of(j), pitch = up(columns, WIDE);
+  void column(int64_t j, int64_t worker, const Also& also) const {
+    const int64_t count = matrices.count, columns = rows_of(j), pitch = up(columns, WIDE);
     T* const own = packed + worker * packed_room();
-    T* const gram = grams + worker * count * gram_room();
-    for (int64_t p = 0, at = 0; p < count; at += inputs.matrices[p++].z.width * pitch) {
-      const T* rows = inputs.matrices[p].block(j * size, columns, inputs.buffer(worker));
-      pack_rows(own + at, rows, columns, inputs.matrices[p].z.width);
+    T* const of_worker = grams + worker * count * gram_room();
+    double* const totals = sums + j * count * count;
+    for (int64_t p = 0, at = 0; p < count; at += matrices.matrix[p++].width * pitch) {
+      const T* rows = matrices.matrix[p].block(j * size, columns, matrices.buffer(worker));
+      pack_rows(own + at, rows, columns, matrices.matrix[p].width);
     }
     for (int64_t p = 0; p < count * count; ++p) totals[p] = 0;
     for (int64_t i = 0; i <= j; ++i) {
       const int64_t rows = rows_of(i);
-      for (int64_t p = 0, at = 0; p < count; at += inputs.matrices[p++].z.width * pitch) {
-        const int64_t width = inputs.matrices[p].z.width;
-        const T* left = inputs.matrices[p].block(i * size, rows, inputs.buffer(worker));
-        multiply(false, left, width, own + at, width * WIDE, width, gram + p * gram_room(), pitch,
-                 up(rows, TILE_ROWS), pitch);
-        if (problem.kept_norms) keep((T*)problem.kept_norms[p], i, j, gram + p * gram_room(), pitch);
+      for (int64_t p = 0, at = 0; p < count; at += matrices.matrix[p++].width * pitch) {
+        const int64_t width = matrices.matrix[p].width;
+        const T* left = matrices.matrix[p].block(i * size, rows, matrices.buffer(worker));
+        T* const out = of_worker + p * gram_room();
+        multiply(false, left, width, own + at, width * WIDE, width, out, pitch, up(rows, TILE_ROWS), pitch);
+        if (whole) keep(whole + p * matrices.rows * matrices.rows, i, j, out, pitch);
       }
-      join(gram, rows * pitch, i < j ? 2 : 1, totals);
-      also(i, j, gram, pitch, worker);
+      join(of_worker, rows * pitch, i < j ? 2 : 1, totals);
+      also(i, j, of_worker, pitch, worker);
     }
   }
 
-  void keep(T* whole, int64_t i, int64_t j, const T* gram, int64_t pitch) const {
-    const int64_t rows = problem.rows;
+  void keep(T* target, int64_t i, int64_t j, const T* block, int64_t pitch) const {
+    const int64_t rows = matrices.rows;
     for (int64_t r = 0; r < rows_of(i); ++r) {
-      T* const row = whole + (i * size + r) * rows + j * size;
-      for (int64_t c = 0; c < rows_of(j); ++c) row[c] = gram[r * pitch + c];
+      T* const row = target + (i * size + r) * rows + j * size;
+      for (int64_t c = 0; c < rows_of(j); ++c) row[c] = block[r * pitch + c];
     }
-    if (i == j) return;
-    for (int64_t c = 0; c < rows_of(j); ++c) {
-      T* const row = whole + (j * size + c) * rows + i * size;
-      for (int64_t r = 0; r < rows_of(i); ++r) row[r] = gram[r * pitch + c];
+    for (int64_t c = 0; i < j && c < rows_of(j); ++c) {
+      T* const row = target + (j * size + c) * rows + i * size;
+      for (int64_t r = 0; r < rows_of(i); ++r) row[r] = block[r * pitch + c];
     }
   }
 
-  // totals[p * count + q] += by <gram_p, gram_q>
-  void join(const T* gram, int64_t entries, double by, double* totals) const {
-    const int64_t count = problem.count, first = problem.first, room = gram_room();
-    const int64_t others = first == count ? 0 : first;
+  // totals[p * count + q] += by <gram_p, gram_q> where p <= q meet.
+  void join(const T* blocks_of, int64_t entries, double by, double* totals) const {
+    const int64_t count = matrices.count, first = matrices.first, room = gram_room();
+    const bool others = first < count;
     for (int64_t start = 0; start < entries; start += SLICE) {
       const int64_t length = least(SLICE, entries - start);
-      const T* const at = gram + start;
+      const T* const at = blocks_of + start;
       const auto one = [&](int64_t p, int64_t q) {
         totals[p * count + q] += by * inner(at + p * room, at + q * room, length);
       };
-      for (int64_t p = 0; p < count; ++p) {
-        if (others || p >= first / 4 * 4) one(p, p);
-      }
+      for (int64_t p = 0; others && p < count; ++p) one(p, p);
       for (int64_t p = 0; p < first; p += 4) {
-        for (int64_t q = others ? others : p; q < count; q += 4) {
+        for (int64_t q = others ? first : p; q < count; q += 4) {
           if (p + 4 <= first && q + 4 <= count) {
             inner_of_fours(at + p * room, at + q * room, room, length, by, totals + p * count + q, count);
             continue;
           }
           for (int64_t a = p; a < least(p + 4, first); ++a) {
-            for (int64_t b = others ? q : q > a ? q : a + 1; b < least(q + 4, count); ++b) one(a, b);
+            for (int64_t b = a > q ? a : q; b < least(q + 4, count); ++b) one(a, b);
           }
         }
       }
@@ -554,239 +427,220 @@ struct SampleSpace {
   }
 };
 
+// ---- gradients ----
+
+// A whole matrix as the right side of a product over its rows.
 template <class T>
-int64_t find_products(const CKAProducts& problem, const Threads& threads, char* at) {
-  Memory memory{at};
-  const Inputs<T> inputs(problem, threads.workers, memory);
-  const auto solve = [&](const auto& run) {
-    for (int64_t i = 0; i < problem.count; ++i) problem.matrices[i].scale = 1;
-    inputs.prepare(threads);
-    run();
-    if (!inputs.rescale()) return;
-    inputs.prepare(threads);
-    run();
-  };
-  if (problem.sample_space) {
-    const SampleSpace<T> space(inputs, threads.workers, memory);
-    if (at) solve([&] { space.run(threads, [](int64_t, int64_t, const T*, int64_t, int64_t) {}); });
-  } else {
-    const FeatureSpace<T> space(inputs, memory);
-    if (at) solve([&] { space.run(threads); });
+struct Packed {
+  const Matrices<T>& matrices;
+  T* panels;
+
+  Packed(const Matrices<T>& matrices, Memory& memory) : matrices(matrices) {
+    panels = memory.take<T>(matrices.rows * up(matrices.widest, TILE_COLUMNS<T>));
   }
+
+  int64_t pitch() const { return matrices.rows * TILE_COLUMNS<T>; }
+
+  void pack(int64_t i, const Threads& threads) const {
+    constexpr int64_t WIDE = TILE_COLUMNS<T>;
+    const Matrix<T>& z = matrices.matrix[i];
+    for_each(threads, up(z.rows, ROWS) / ROWS, [&](int64_t index, int64_t worker) {
+      const int64_t first = index * ROWS, count = least(ROWS, z.rows - first);
+      pack_columns<WIDE>(panels + first * WIDE, pitch(), z.block(first, count, matrices.buffer(worker)), count, z.width);
+    });
+  }
+};
+
+// Gradients M z of sample space, for symmetric [rows, rows] matrices M.
+template <class T>
+struct SampleGradients {
+  const Matrices<T>& matrices;
+  Packed<T> packed;
+  T* left;  // of the workers, one behind another
+
+  SampleGradients(const Matrices<T>& matrices, int64_t workers, Memory& memory)
+      : matrices(matrices), packed(matrices, memory) {
+    left = memory.take<T>(workers * ROWS * matrices.rows);
+  }
+
+  // fill(r, out): row r of M.
+  template <class Fill>
+  void run(int64_t i, void* gradient, const Threads& threads, const Fill& fill) const {
+    if (!gradient) return;
+    const Matrix<T>& z = matrices.matrix[i];
+    packed.pack(i, threads);
+    for_each(threads, up(z.rows, ROWS) / ROWS, [&](int64_t index, int64_t worker) {
+      const int64_t first = index * ROWS, count = least(ROWS, z.rows - first);
+      T* const own = left + worker * ROWS * z.rows;
+      T* const target = (T*)gradient + first * z.width;
+      for (int64_t r = 0; r < count; ++r) fill(first + r, own + r * z.rows);
+      multiply(false, own, z.rows, packed.panels, packed.pitch(), z.rows, target, z.width, count, z.width);
+      multiply_by(target, count * z.width, z.scale);
+    });
+  }
+};
+
+// Gradients a y(y'x) + b x(x'x) of feature space.
+template <class T>
+struct FeatureGradients {
+  static constexpr int64_t WIDE = TILE_COLUMNS<T>;
+
+  const Matrices<T>& matrices;
+  T* right;  // the two products below each other, in panels of columns
+
+  FeatureGradients(const Matrices<T>& matrices, Memory& memory) : matrices(matrices) {
+    right = memory.take<T>(matrices.widths * up(matrices.widest, WIDE));
+  }
+
+  // A panel of columns of the product with entries product[k * down + c * across].
+  static void weigh(T* out, const T* product, int64_t height, int64_t down, int64_t across, int64_t columns, double by) {
+    for (int64_t k = 0; k < height; ++k) {
+      for (int64_t c = 0; c < WIDE; ++c) {
+        out[k * WIDE + c] = c < columns ? (T)((double)product[k * down + c * across] * by) : 0;
+      }
+    }
+  }
+
+  // gradient = of_cross other (other' own) + of_own own (own' own), the products' entries as in `weigh`. There may be no
+  // other: then the gradient holds what takes the first term's place.
+  void run(int64_t i, int64_t other, const T* cross, int64_t down, int64_t across, double of_cross, const T* self,
+           double of_own, void* gradient, const Threads& threads) const {
+    if (!gradient) return;
+    const Matrix<T>&z = matrices.matrix[i], &y = matrices.matrix[other];
+    const int64_t before = cross ? y.width : 0, pitch = (before + z.width) * WIDE;
+    for_each(threads, up(z.width, WIDE) / WIDE, [&](int64_t panel, int64_t) {
+      const int64_t first = panel * WIDE, columns = least(WIDE, z.width - first);
+      T* const out = right + panel * pitch;
+      if (cross) weigh(out, cross + first * across, before, down, across, columns, of_cross);
+      weigh(out + before * WIDE, self + first, z.width, z.width, 1, columns, of_own);
+    });
+    for_each(threads, up(z.rows, ROWS) / ROWS, [&](int64_t index, int64_t worker) {
+      const int64_t first = index * ROWS, count = least(ROWS, z.rows - first);
+      T* const target = (T*)gradient + first * z.width;
+      T* const buffer = matrices.buffer(worker);
+      if (cross) {
+        multiply(false, y.block(first, count, buffer), before, right, pitch, before, target, z.width, count, z.width);
+      } else {
+        multiply_by(target, count * z.width, of_cross);
+      }
+      multiply(true, z.block(first, count, buffer), z.width, right + before * WIDE, pitch, z.width, target, z.width,
+               count, z.width);
+      multiply_by(target, count * z.width, z.scale);
+    });
+  }
+};
+
+// ---- the problems ----
+
+template <class T>
+int64_t solve(CKAProblem& problem, const Threads& threads, Memory memory) {
+  const Representation both[] = {problem.x, problem.y};
+  const int64_t rows = problem.rows, x_width = problem.x.width, y_width = problem.y.width;
+  const Matrices<T> matrices(both, 2, 1, rows, problem.centered, threads.workers, memory);
+  const bool gradients = problem.x_gradient || problem.y_gradient;
+  const auto find_value = [&](const auto& space) {
+    for (int attempt = 0; attempt < 2; ++attempt) {
+      matrices.find_centers(threads);
+      space.run(threads);
+      if (!matrices.rescale()) break;
+    }
+    const Ratio found(above_zero(matrices.inner[1]), matrices.norm(0), matrices.norm(1));
+    problem.value = found.value;
+    if (found.value == 0) {
+      fill_zero<T>(problem.x_gradient, rows * x_width);
+      fill_zero<T>(problem.y_gradient, rows * y_width);
+    }
+    return found;
+  };
+
+  if (rows < x_width + y_width) {
+    const SampleSpace<T> space(matrices, gradients, threads.workers, memory);
+    const SampleGradients<T> formed(matrices, threads.workers, memory);
+    if (!memory.base) return memory.used;
+    const Ratio by = find_value(space);
+    const auto form = [&](int64_t i, double of_own, void* gradient) {
+      formed.run(i, gradient, threads, [&](int64_t r, T* row) {
+        const T *own = space.gram(i) + r * rows, *other = space.gram(1 - i) + r * rows;
+        for (int64_t c = 0; c < rows; ++c) row[c] = (T)((double)other[c] * by.of_cross + (double)own[c] * of_own);
+      });
+    };
+    if (by.value == 0) return memory.used;
+    form(0, by.of_xx, problem.x_gradient);
+    form(1, by.of_yy, problem.y_gradient);
+    return memory.used;
+  }
+  const FeatureSpace<T> space(matrices, gradients, memory);
+  const FeatureGradients<T> formed(matrices, memory);
+  if (!memory.base) return memory.used;
+  const Ratio by = find_value(space);
+  if (by.value == 0) return memory.used;
+  const T *xx = space.product[0].out, *cross = space.product[1].out, *yy = space.product[2].out;
+  formed.run(0, 1, cross, x_width, 1, by.of_cross, xx, by.of_xx, problem.x_gradient, threads);
+  formed.run(1, 0, cross, 1, x_width, by.of_cross, yy, by.of_yy, problem.y_gradient, threads);
   return memory.used;
 }
 
-// The gradients: products of [rows, rows] or of the representations with what was kept.
-
-// target = scale * target, for the gradient in what was not scaled.
-template <class T>
-void rescale_rows(T* target, int64_t count, double scale) {
-  if (scale == 1) return;
-  for (int64_t i = 0; i < count; ++i) target[i] = (T)((double)target[i] * scale);
-}
-
-// gradient = M z for a symmetric [rows, rows] matrix, whose rows are formed by fill(first, count, into, worker).
-template <class T, class Fill>
-void sample_gradient(const Matrix<T>& matrix, T* gradient, const Threads& threads, T* packed, T* buffers, T* left,
-                     const Fill& fill) {
-  constexpr int64_t WIDE = TILE_COLUMNS<T>;
-  const int64_t rows = matrix.rows, width = matrix.z.width;
-  pack(packed, matrix, threads, buffers);
-  for_each(threads, up(rows, ROWS) / ROWS, [&](int64_t index, int64_t worker) {
-    const int64_t first = index * ROWS, count = least(ROWS, rows - first);
-    T* const own = left + worker * buffer_size<T>(ROWS, rows);
-    fill(first, count, own, worker);
-    T* const target = gradient + first * width;
-    multiply(false, own, rows, packed, rows * WIDE, rows, target, width, count, width);
-    rescale_rows(target, count * width, matrix.z.scale);
-  });
-}
-
-template <class T>
-Matrix<T> matrix_of(const Representation& z, int64_t rows, Memory& memory) {
-  T* const high = memory.take<T>(z.center ? z.width : 0);
-  T* const low = memory.take<T>(z.center ? z.width : 0);
-  if (memory.base && z.center) split_center(z, high, low);
-  return {z, rows, high, low};
-}
-
-template <class T>
-struct Gradients {
-  static constexpr int64_t WIDE = TILE_COLUMNS<T>;
-
-  const CKAGradients& problem;
-  int64_t rows, x_width, y_width, used;
-  Matrix<T> x, y;
-  T *x_buffers, *y_buffers;
-  T *x_right, *y_right;  // feature space: what [y x] and [x y] are multiplied with
-  T *packed, *left;      // sample space
-
-  Gradients(const CKAGradients& problem, int64_t workers, char* at) : problem(problem), rows(problem.rows) {
-    Memory memory{at};
-    x_width = problem.x.width;
-    y_width = problem.y.width;
-    x = matrix_of<T>(problem.x, rows, memory);
-    y = matrix_of<T>(problem.y, rows, memory);
-    x_buffers = memory.take<T>(workers * buffer_size<T>(ROWS, x_width));
-    y_buffers = memory.take<T>(workers * buffer_size<T>(ROWS, y_width));
-    if (problem.sample_space) {
-      packed = memory.take<T>(packed_size<T>(rows, x_width > y_width ? x_width : y_width));
-      left = memory.take<T>(workers * buffer_size<T>(ROWS, rows));
-    } else {
-      const int64_t together = x_width + y_width;
-      x_right = memory.take<T>(problem.x_gradient ? together * up(x_width, WIDE) : 0);
-      y_right = memory.take<T>(problem.y_gradient ? together * up(y_width, WIDE) : 0);
-    }
-    used = memory.used;
-  }
-
-  void in_sample_space(const Threads& threads) const {
-    const T *xx = (const T*)problem.xx, *yy = (const T*)problem.yy;
-    const auto gradient_in = [&](const Matrix<T>& matrix, T* buffers, void* gradient, const T* own, double by_own,
-                                 const T* other) {
-      if (!gradient) return;
-      sample_gradient(matrix, (T*)gradient, threads, packed, buffers, left,
-                      [&](int64_t first, int64_t count, T* into, int64_t) {
-                        for (int64_t i = 0; i < count * rows; ++i) {
-                          const double of_other = (double)other[first * rows + i] * problem.of_cross;
-                          into[i] = (T)(of_other + (double)own[first * rows + i] * by_own);
-                        }
-                      });
-    };
-    gradient_in(x, x_buffers, problem.x_gradient, xx, problem.of_xx, yy);
-    gradient_in(y, y_buffers, problem.y_gradient, yy, problem.of_yy, xx);
-  }
-
-  // Panels of columns of a kept product, or of its transpose, times a factor.
-  static void weigh(T* out, const T* product, int64_t height, int64_t width, int64_t panel, double by, bool transposed) {
-    const int64_t first = panel * WIDE, columns = least(WIDE, width - first);
-    for (int64_t k = 0; k < height; ++k) {
-      for (int64_t c = 0; c < WIDE; ++c) {
-        const int64_t at = transposed ? (first + c) * height + k : k * width + first + c;
-        out[k * WIDE + c] = c < columns ? (T)((double)product[at] * by) : 0;
-      }
-    }
-  }
-
-  void in_feature_space(const Threads& threads) const {
-    const T *cross = (const T*)problem.cross, *xx = (const T*)problem.xx, *yy = (const T*)problem.yy;
-    const int64_t together = (x_width + y_width) * WIDE;  // from panel to panel
-    const int64_t x_panels = problem.x_gradient ? up(x_width, WIDE) / WIDE : 0;
-    const int64_t y_panels = problem.y_gradient ? up(y_width, WIDE) / WIDE : 0;
-    for_each(threads, x_panels + y_panels, [&](int64_t index, int64_t) {
-      if (index < x_panels) {
-        T* const out = x_right + index * together;
-        weigh(out, cross, y_width, x_width, index, problem.of_cross, false);
-        weigh(out + y_width * WIDE, xx, x_width, x_width, index, problem.of_xx, false);
-      } else {
-        T* const out = y_right + (index - x_panels) * together;
-        weigh(out, cross, x_width, y_width, index - x_panels, problem.of_cross, true);
-        weigh(out + x_width * WIDE, yy, y_width, y_width, index - x_panels, problem.of_yy, false);
-      }
-    });
-    for_each(threads, up(rows, ROWS) / ROWS, [&](int64_t index, int64_t worker) {
-      const int64_t first = index * ROWS, count = least(ROWS, rows - first);
-      const T* of_x = x.block(first, count, x_buffers + worker * buffer_size<T>(ROWS, x_width));
-      const T* of_y = y.block(first, count, y_buffers + worker * buffer_size<T>(ROWS, y_width));
-      const auto gradient_in = [&](const Matrix<T>& own, const T* of_own, const Matrix<T>& other, const T* of_other,
-                                   const T* right, void* gradient) {
-        if (!gradient) return;
-        const int64_t width = own.z.width, before = other.z.width;
-        T* const target = (T*)gradient + first * width;
-        multiply(false, of_other, before, right, together, before, target, width, count, width);
-        multiply(true, of_own, width, right + before * WIDE, together, width, target, width, count, width);
-        rescale_rows(target, count * width, own.z.scale);
-      };
-      gradient_in(x, of_x, y, of_y, x_right, problem.x_gradient);
-      gradient_in(y, of_y, x, of_x, y_right, problem.y_gradient);
-    });
-  }
-
-  void run(const Threads& threads) const {
-    if (problem.sample_space) {
-      in_sample_space(threads);
-    } else {
-      in_feature_space(threads);
-    }
-  }
-};
-
-// A given kernel.
-
+// A kernel as it enters the products: scaled, and HKH where it is centered.
 template <class T>
 struct Kernel {
-  const KernelProducts& problem;
+  const Representation& given;
+  int64_t rows, blocks;
+  bool centered;
+  double scale = 1;
+  double *row_center, *column_center;         // (HKH)_ij = K_ij - row_center_i - column_center_j
+  double *first_row, *row_sums, *column_sums;  // [rows], [rows] and [blocks][rows]
+  T* buffers;                                  // of the workers, one row for each
 
-  // `count` entries of row i from column j on.
-  void read(T* out, int64_t i, int64_t j, int64_t count) const {
-    widen(out, problem.kernel, problem.kernel_start + i * problem.rows + j, count);
-    if (problem.row_center) {
-      const double own = problem.row_center[i], *const of_columns = problem.column_center + j, by = problem.kernel_scale;
-      for (int64_t c = 0; c < count; ++c) out[c] = (T)((double)out[c] * by - own - of_columns[c]);
-    } else if (problem.kernel_scale != 1) {
-      for (int64_t c = 0; c < count; ++c) out[c] = (T)((double)out[c] * problem.kernel_scale);
+  Kernel(const CKAToKernelProblem& problem, int64_t workers, Memory& memory)
+      : given(problem.kernel), rows(problem.rows), blocks(up(rows, ROWS) / ROWS), centered(problem.centered) {
+    const int64_t count = centered ? rows : 0;
+    row_center = memory.take<double>(count);
+    column_center = memory.take<double>(count);
+    first_row = memory.take<double>(count);
+    row_sums = memory.take<double>(count);
+    column_sums = memory.take<double>(blocks * count);
+    buffers = memory.take<T>(workers * up(count, 16));
+  }
+
+  // `count` entries of row i from column j on. -> Their squared norm.
+  double read(T* out, int64_t i, int64_t j, int64_t count) const {
+    widen(out, given.array, given.start + i * rows + j, count);
+    if (centered) {
+      const double own = row_center[i], *const of_columns = column_center + j;
+      for (int64_t c = 0; c < count; ++c) out[c] = (T)((double)out[c] * scale - own - of_columns[c]);
+    } else {
+      multiply_by(out, count, scale);
     }
-  }
-};
-
-template <class T>
-struct KernelSums {
-  static constexpr int64_t WIDE = TILE_COLUMNS<T>;
-
-  KernelProducts& problem;
-  int64_t rows, width, blocks, workers;
-  double *sums;               // [blocks][2]: trace and norm
-  double *row_sums, *column_sums, *first_row;  // of the kernel, [rows], [blocks][rows] and [rows]
-  T *packed, *left, *buffers, *row;
-
-  KernelSums(KernelProducts& problem, int64_t workers, Memory& memory) : problem(problem), workers(workers) {
-    rows = problem.rows;
-    width = problem.x.width;
-    blocks = up(rows, ROWS) / ROWS;
-    sums = memory.take<double>(blocks * 2);
-    row_sums = memory.take<double>(problem.row_center ? rows : 0);
-    column_sums = memory.take<double>(problem.row_center ? blocks * rows : 0);
-    first_row = memory.take<double>(problem.row_center ? rows : 0);
-    row = memory.take<T>(problem.row_center ? workers * up(rows, 16) : 0);
-    if (problem.sample_space) return;
-    packed = memory.take<T>(packed_size<T>(rows, width));
-    left = memory.take<T>(workers * ROWS * DEPTH);
-    buffers = memory.take<T>(workers * buffer_size<T>(ROWS, width));
+    return inner(out, out, count);
   }
 
-  // (H K H)_ij = K_ij - row_center_i - column_center_j. The sums are of K_ij - K_0j - K_i0 + K_00, in which a constant
-  // kernel is 0 to the last bit.
+  // The sums are of K_ij - K_0j - K_i0 + K_00, in which a constant kernel is 0 to the last bit.
   void find_centers(const Threads& threads) const {
-    const Array& kernel = problem.kernel;
-    const int64_t start = problem.kernel_start;
-    const double scale = problem.kernel_scale;
-    widen(row, kernel, start, rows);
-    for (int64_t j = 0; j < rows; ++j) first_row[j] = (double)row[j] * scale;
+    if (!centered) return;
+    widen(buffers, given.array, given.start, rows);
+    for (int64_t j = 0; j < rows; ++j) first_row[j] = (double)buffers[j] * scale;
     for_each(threads, blocks, [&](int64_t block, int64_t worker) {
       double* const totals = column_sums + block * rows;
+      T* const row = buffers + worker * up(rows, 16);
       for (int64_t j = 0; j < rows; ++j) totals[j] = 0;
       for (int64_t i = block * ROWS; i < least(rows, (block + 1) * ROWS); ++i) {
-        const T* entries = (const T*)kernel.data + start + i * rows;
-        if (!holds<T>(kernel)) {
-          widen(row + worker * up(rows, 16), kernel, start + i * rows, rows);
-          entries = row + worker * up(rows, 16);
-        }
-        problem.row_center[i] = (double)entries[0] * scale - first_row[0];
-        row_sums[i] = center_row(entries, scale, problem.row_center[i], totals);
+        widen(row, given.array, given.start + i * rows, rows);
+        row_center[i] = (double)row[0] * scale - first_row[0];
+        row_sums[i] = add_row(row, row_center[i], totals);
       }
     });
     double total = 0;
     for (int64_t i = 0; i < rows; ++i) total += row_sums[i];
     const double mean = total / (double)rows / (double)rows;
-    for (int64_t i = 0; i < rows; ++i) problem.row_center[i] += row_sums[i] / (double)rows - mean;
+    for (int64_t i = 0; i < rows; ++i) row_center[i] += row_sums[i] / (double)rows - mean;
     for (int64_t j = 0; j < rows; ++j) {
       double sum = 0;
       for (int64_t block = 0; block < blocks; ++block) sum += column_sums[block * rows + j];
-      problem.column_center[j] = first_row[j] + sum / (double)rows;
+      column_center[j] = first_row[j] + sum / (double)rows;
     }
   }
 
-  double center_row(const T* entries, double scale, double own, double* totals) const {
+  double add_row(const T* entries, double own, double* totals) const {
     Vec together{};
     int64_t j = 0;
     for (; j + LANES <= rows; j += LANES) {
@@ -803,181 +657,173 @@ struct KernelSums {
     return all;
   }
 
-  // Kx, of blocks of rows.
-  void multiply_kernel(const Matrix<T>& x, const Threads& threads) const {
-    const Kernel<T> kernel{problem};
-    T* const product = (T*)problem.product;
-    pack(packed, x, threads, buffers);
-    for_each(threads, blocks, [&](int64_t block, int64_t worker) {
-      const int64_t first = block * ROWS, count = least(ROWS, rows - first);
-      T* const own = left + worker * ROWS * DEPTH;
-      T* const target = product + first * width;
-      double norm = 0;
-      for (int64_t start = 0; start < rows; start += DEPTH) {
-        const int64_t depth = least(DEPTH, rows - start);
-        for (int64_t r = 0; r < count; ++r) {
-          kernel.read(own + r * DEPTH, first + r, start, depth);
-          norm += inner(own + r * DEPTH, own + r * DEPTH, depth);
-        }
-        multiply(start > 0, own, DEPTH, packed + start * WIDE, rows * WIDE, depth, target, width, count, width);
-      }
-      const T* of_x = x.block(first, count, buffers + worker * buffer_size<T>(ROWS, width));
-      sums[2 * block] = inner(of_x, target, count * width);
-      sums[2 * block + 1] = norm;
-    });
-    join(blocks);
+  bool rescale(double norm) {
+    if (ordinary<T>(norm)) return false;
+    scale = scale_of<T>(given.array, given.start, rows * rows);
+    return scale != 1;
   }
+};
 
-  void join(int64_t count) const {
-    problem.trace = problem.kernel_norm = 0;
-    for (int64_t i = 0; i < count; ++i) {
-      problem.trace += sums[2 * i];
-      problem.kernel_norm += sums[2 * i + 1];
+// tr(x'Kx) and |K|^2 as sums over blocks.
+struct KernelSums {
+  double *of_blocks, trace = 0, norm = 0;
+
+  void join(int64_t blocks) {
+    trace = norm = 0;
+    for (int64_t i = 0; i < blocks; ++i) {
+      trace += of_blocks[2 * i];
+      norm += of_blocks[2 * i + 1];
     }
-  }
-
-  bool rescale() const {
-    if (ordinary<T>(problem.kernel_norm)) return false;
-    problem.kernel_scale = scale_of(largest_of<T>(problem.kernel, problem.kernel_start, rows * rows));
-    return problem.kernel_scale != 1;
   }
 };
 
 template <class T>
-int64_t find_kernel_products(KernelProducts& problem, const Threads& threads, char* at) {
-  Memory memory{at};
-  const CKAProducts of_x{&problem.x,      1, 1, problem.rows, problem.wide, problem.sample_space,
-                         &problem.x_norm, nullptr, nullptr, problem.xx ? &problem.xx : nullptr};
-  const Inputs<T> inputs(of_x, threads.workers, memory);
-  const KernelSums<T> kernel(problem, threads.workers, memory);
-  const auto solve = [&](const auto& run) {
-    problem.x.scale = problem.kernel_scale = 1;
-    for (bool again = true, last = false; again; last = true) {
-      inputs.prepare(threads);
-      if (problem.row_center) kernel.find_centers(threads);
-      run();
-      again = !last && (inputs.rescale() | kernel.rescale());
+int64_t solve(CKAToKernelProblem& problem, const Threads& threads, Memory memory) {
+  const int64_t rows = problem.rows, width = problem.x.width, workers = threads.workers;
+  T* const gradient = (T*)problem.gradient;
+  const Matrices<T> matrices(&problem.x, 1, 1, rows, problem.centered, workers, memory);
+  Kernel<T> kernel(problem, workers, memory);
+  KernelSums sums{memory.take<double>(2 * up(rows, TILE_ROWS))};
+  const auto find_value = [&](const auto& products) {
+    for (int attempt = 0; attempt < 2; ++attempt) {
+      matrices.find_centers(threads);
+      kernel.find_centers(threads);
+      products();
+      if (!(matrices.rescale() | kernel.rescale(sums.norm))) break;
+    }
+    const Ratio found(sums.trace, matrices.norm(0), sums.norm);
+    problem.value = found.value;
+    if (found.zero) fill_zero<T>(gradient, rows * width);
+    return found;
+  };
+
+  // Half of xx' costs half of what Kx does and <K, xx'> is the value too; but its gradient takes one more [rows, rows]
+  // product, and space for xx'.
+  if (!gradient || rows < 3 * width) {
+    const SampleSpace<T> space(matrices, gradient, workers, memory);
+    const SampleGradients<T> formed(matrices, workers, memory);
+    const int64_t size = space.size;
+    T* const blocks = memory.take<T>(workers * 2 * size * size);
+    if (!memory.base) return memory.used;
+    const Ratio by = find_value([&] {
+      for (int64_t i = 0; i < 2 * space.blocks; ++i) sums.of_blocks[i] = 0;
+      space.run(threads, [&](int64_t i, int64_t j, const T* gram, int64_t pitch, int64_t worker) {
+        T *const block = blocks + worker * 2 * size * size, *const opposite = block + size * size;
+        const int64_t height = space.rows_of(i), columns = space.rows_of(j);
+        double norm = 0;
+        for (int64_t r = 0; r < height; ++r) {
+          norm += kernel.read(block + r * pitch, i * size + r, j * size, columns);
+          for (int64_t c = columns; c < pitch; ++c) block[r * pitch + c] = 0;
+        }
+        for (int64_t c = 0; i < j && c < columns; ++c) {  // what lies below the diagonal, and may be no mirror image
+          norm += kernel.read(opposite, j * size + c, i * size, height);
+          for (int64_t r = 0; r < height; ++r) block[r * pitch + c] += opposite[r];
+        }
+        sums.of_blocks[2 * j] += inner(gram, block, height * pitch);
+        sums.of_blocks[2 * j + 1] += norm;
+      });
+      sums.join(space.blocks);
+    });
+    if (by.zero) return memory.used;
+    formed.run(0, gradient, threads, [&](int64_t r, T* row) {
+      const T* const own = space.gram(0) + r * rows;
+      kernel.read(row, r, 0, rows);
+      for (int64_t c = 0; c < rows; ++c) row[c] = (T)((double)row[c] * by.of_cross + (double)own[c] * by.of_xx);
+    });
+    return memory.used;
+  }
+
+  const FeatureSpace<T> space(matrices, true, memory);
+  const FeatureGradients<T> formed(matrices, memory);
+  const Packed<T> packed(matrices, memory);
+  T* const left = memory.take<T>(workers * ROWS * DEPTH);
+  if (!memory.base) return memory.used;
+  const Ratio by = find_value([&] {
+    space.run(threads);
+    packed.pack(0, threads);
+    for_each(threads, kernel.blocks, [&](int64_t block, int64_t worker) {  // Kx, kept where the gradient will be
+      const int64_t first = block * ROWS, count = least(ROWS, rows - first);
+      T* const own = left + worker * ROWS * DEPTH;
+      T* const target = gradient + first * width;
+      double norm = 0;
+      for (int64_t start = 0; start < rows; start += DEPTH) {
+        const int64_t depth = least(DEPTH, rows - start);
+        for (int64_t r = 0; r < count; ++r) norm += kernel.read(own + r * DEPTH, first + r, start, depth);
+        multiply(start > 0, own, DEPTH, packed.panels + start * TILE_COLUMNS<T>, packed.pitch(), depth, target, width,
+                 count, width);
+      }
+      const T* of_x = matrices.matrix[0].block(first, count, matrices.buffer(worker));
+      sums.of_blocks[2 * block] = inner(of_x, target, count * width);
+      sums.of_blocks[2 * block + 1] = norm;
+    });
+    sums.join(kernel.blocks);
+  });
+  if (!by.zero) {
+    formed.run(0, 0, nullptr, 0, 0, by.of_cross, space.product[0].out, by.of_xx, gradient, threads);
+  }
+  return memory.used;
+}
+
+// Multiplications of the products in either space; the inner products of Gram matrices are in double, about 4 times as
+// slow.
+bool cheaper_in_sample_space(const CKAPairwiseProblem& problem) {
+  double widths[2] = {}, squares = 0;
+  for (int64_t i = 0; i < problem.count; ++i) {
+    const double width = (double)problem.representations[i].width;
+    widths[i >= problem.first] += width;
+    squares += width * width;
+  }
+  const bool same = problem.first == problem.count;
+  const double rows = (double)problem.rows, first = (double)problem.first, others = (double)problem.count - first;
+  const double across = same ? (widths[0] * widths[0] - squares) / 2 : widths[0] * widths[1];
+  const double meetings = same ? first * (first + 1) / 2 : first * others + first + others;
+  return rows * (widths[0] + widths[1] + 4 * meetings) < 2 * across + squares;
+}
+
+template <class T>
+int64_t solve(const CKAPairwiseProblem& problem, const Threads& threads, Memory memory) {
+  const int64_t count = problem.count, first = problem.first;
+  const Matrices<T> matrices(problem.representations, count, first, problem.rows, problem.centered, threads.workers,
+                             memory);
+  const auto find_values = [&](const auto& space) {
+    for (int attempt = 0; attempt < 2; ++attempt) {
+      matrices.find_centers(threads);
+      space.run(threads);
+      if (!matrices.rescale()) break;
+    }
+    const int64_t others = first == count ? 0 : first;
+    for (int64_t i = 0; i < first; ++i) {
+      for (int64_t j = others; j < count; ++j) {
+        const double cross = above_zero(i <= j ? matrices.inner[i * count + j] : matrices.inner[j * count + i]);
+        problem.values[i * (count - others) + j - others] = Ratio(cross, matrices.norm(i), matrices.norm(j)).value;
+      }
     }
   };
-  if (!problem.sample_space) {
-    const FeatureSpace<T> space(inputs, memory);
-    if (!at) return memory.used;
-    solve([&] {
-      space.run(threads);
-      kernel.multiply_kernel(inputs.matrices[0], threads);
-    });
-    return memory.used;
+  if (cheaper_in_sample_space(problem)) {
+    const SampleSpace<T> space(matrices, false, threads.workers, memory);
+    if (memory.base) find_values(space);
+  } else {
+    const FeatureSpace<T> space(matrices, false, memory);
+    if (memory.base) find_values(space);
   }
-  const SampleSpace<T> space(inputs, threads.workers, memory);
-  const int64_t size = space.size;
-  double* const sums = memory.take<double>(2 * space.blocks);
-  T* const blocks = memory.take<T>(threads.workers * 2 * size * size);
-  if (!at) return memory.used;
-  const Kernel<T> entries{problem};
-  solve([&] {
-    for (int64_t i = 0; i < 2 * space.blocks; ++i) sums[i] = 0;
-    space.run(threads, [&](int64_t i, int64_t j, const T* gram, int64_t pitch, int64_t worker) {
-      T *const block = blocks + worker * 2 * size * size, *const other = block + size * size;
-      const int64_t rows = space.rows_of(i), columns = space.rows_of(j);
-      double norm = 0;
-      for (int64_t r = 0; r < rows; ++r) {
-        T* const row = block + r * pitch;
-        entries.read(row, i * size + r, j * size, columns);
-        norm += inner(row, row, columns);
-        for (int64_t c = columns; c < pitch; ++c) row[c] = 0;
-      }
-      if (i < j) {  // what lies below the diagonal, and may be no mirror image
-        for (int64_t c = 0; c < columns; ++c) {
-          entries.read(other + c * size, j * size + c, i * size, rows);
-          norm += inner(other + c * size, other + c * size, rows);
-        }
-        for (int64_t r = 0; r < rows; ++r) {
-          for (int64_t c = 0; c < columns; ++c) block[r * pitch + c] += other[c * size + r];
-        }
-      }
-      sums[2 * j] += inner(gram, block, rows * pitch);
-      sums[2 * j + 1] += norm;
-    });
-    problem.trace = problem.kernel_norm = 0;
-    for (int64_t j = 0; j < space.blocks; ++j) {
-      problem.trace += sums[2 * j];
-      problem.kernel_norm += sums[2 * j + 1];
-    }
-  });
   return memory.used;
-}
-
-template <class T>
-int64_t find_kernel_gradient(const KernelGradient& problem, const Threads& threads, char* at) {
-  constexpr int64_t WIDE = TILE_COLUMNS<T>;
-  Memory memory{at};
-  const KernelProducts& products = problem.products;
-  const int64_t rows = products.rows, width = products.x.width;
-  const Matrix<T> x = matrix_of<T>(products.x, rows, memory);
-  const T* const xx = (const T*)products.xx;
-  T* const gradient = (T*)problem.gradient;
-  T* const buffers = memory.take<T>(threads.workers * buffer_size<T>(ROWS, width));
-  if (products.sample_space) {
-    T* const packed = memory.take<T>(packed_size<T>(rows, width));
-    T* const left = memory.take<T>(threads.workers * buffer_size<T>(ROWS, rows));
-    if (!at) return memory.used;
-    const Kernel<T> kernel{products};
-    sample_gradient(x, gradient, threads, packed, buffers, left, [&](int64_t first, int64_t count, T* into, int64_t) {
-      for (int64_t r = 0; r < count; ++r) {
-        T* const row = into + r * rows;
-        const T* const own = xx + (first + r) * rows;
-        kernel.read(row, first + r, 0, rows);
-        for (int64_t j = 0; j < rows; ++j) {
-          row[j] = (T)((double)row[j] * problem.of_kernel + (double)own[j] * problem.of_xx);
-        }
-      }
-    });
-    return memory.used;
-  }
-  T* const right = memory.take<T>(width * up(width, WIDE));
-  if (!at) return memory.used;
-  for_each(threads, up(width, WIDE) / WIDE, [&](int64_t panel, int64_t) {
-    Gradients<T>::weigh(right + panel * width * WIDE, xx, width, width, panel, problem.of_xx, false);
-  });
-  const T* const product = (const T*)products.product;
-  for_each(threads, up(rows, ROWS) / ROWS, [&](int64_t index, int64_t worker) {
-    const int64_t first = index * ROWS, count = least(ROWS, rows - first);
-    T* const target = gradient + first * width;
-    const T* const of_x = x.block(first, count, buffers + worker * buffer_size<T>(ROWS, width));
-    for (int64_t i = 0; i < count * width; ++i) target[i] = (T)((double)product[first * width + i] * problem.of_kernel);
-    multiply(true, of_x, width, right, width * WIDE, width, target, width, count, width);
-    rescale_rows(target, count * width, products.x.scale);
-  });
-  return memory.used;
-}
-
-template <class T>
-int64_t find_gradients(const CKAGradients& problem, const Threads& threads, char* at) {
-  const Gradients<T> gradients(problem, threads.workers, at);
-  if (at) gradients.run(threads);
-  return gradients.used;
 }
 
 }  // namespace
 
-int64_t cka_products(const CKAProducts& problem, const Threads& threads, void* memory) {
-  return problem.wide ? find_products<double>(problem, threads, (char*)memory)
-                      : find_products<float>(problem, threads, (char*)memory);
+int64_t linear_cka(CKAProblem& problem, const Threads& threads, void* memory) {
+  return problem.wide ? solve<double>(problem, threads, {(char*)memory})
+                      : solve<float>(problem, threads, {(char*)memory});
 }
 
-int64_t cka_gradients(const CKAGradients& problem, const Threads& threads, void* memory) {
-  return problem.wide ? find_gradients<double>(problem, threads, (char*)memory)
-                      : find_gradients<float>(problem, threads, (char*)memory);
+int64_t linear_cka_to_kernel(CKAToKernelProblem& problem, const Threads& threads, void* memory) {
+  return problem.wide ? solve<double>(problem, threads, {(char*)memory})
+                      : solve<float>(problem, threads, {(char*)memory});
 }
 
-int64_t kernel_products(KernelProducts& problem, const Threads& threads, void* memory) {
-  return problem.wide ? find_kernel_products<double>(problem, threads, (char*)memory)
-                      : find_kernel_products<float>(problem, threads, (char*)memory);
-}
-
-int64_t kernel_gradient(const KernelGradient& problem, const Threads& threads, void* memory) {
-  return problem.products.wide ? find_kernel_gradient<double>(problem, threads, (char*)memory)
-                               : find_kernel_gradient<float>(problem, threads, (char*)memory);
+int64_t linear_cka_pairwise(const CKAPairwiseProblem& problem, const Threads& threads, void* memory) {
+  return problem.wide ? solve<double>(problem, threads, {(char*)memory})
+                      : solve<float>(problem, threads, {(char*)memory});
 }
 
 }  // namespace fedkernels::FEDKERNELS_ISA
