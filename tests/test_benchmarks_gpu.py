@@ -26,7 +26,10 @@ LIMITS = {"copy": 1e9, "bf16": 1e12, "tf32": 1e12, "fp32": 1e12}
 PEER_ALONE = {"unbalanced_ot"}  # its peer takes long
 
 
-@pytest.mark.parametrize("case", [case for case in cases(tiny=True) if case.operator not in PEER_ALONE], ids=lambda case: f"{case.operator}-{case.size}")
+TINY = [case for case in cases(tiny=True) if case.operator not in PEER_ALONE]
+
+
+@pytest.mark.parametrize("case", TINY, ids=lambda case: f"{case.operator}-{case.size}")
 def test_the_implementations_agree_with_the_truth(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "LONGEST", 0.0)
     measured = measure.measure_case(case, CPU, LIMITS)
