@@ -15,6 +15,9 @@ COMPILED = (
     "client_weights",
     "delta_gram",
     "info_nce",
+    "linear_cka",
+    "linear_cka_pairwise",
+    "linear_cka_to_kernel",
     "nt_xent",
     "unbalanced_ot",
 )  # the operators that csrc/ops defines

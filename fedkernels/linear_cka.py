@@ -1,12 +1,15 @@
 """Linear centred kernel alignment (CKA): how similar two representations of the same L samples are, from 0 to 1."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fedkernels import _checks
+from fedkernels import _checks, _native
+from fedkernels._autograd import has_tangent, keep_missing, needs_gradient, refuse_second_derivative
 from fedkernels.reference import linear_cka as _reference
+from fedkernels.reference._precision import compute_dtype
 
 
 def linear_cka(x: Tensor, y: Tensor, centered: bool = False) -> Tensor:
@@ -36,7 +39,11 @@ def linear_cka(x: Tensor, y: Tensor, centered: bool = False) -> Tensor:
     if y.shape[-2] != x.shape[-2]:
         raise ValueError(f"y must have the L = {x.shape[-2]} rows of x, got {y.shape[-2]}")
     _check_broadcast("y", y, x)
-    return _reference.linear_cka(x, y, centered)
+    operator = None if has_tangent(x, y) else _native.operator("linear_cka", x, y)
+    if operator is None:
+        return _reference.linear_cka(x, y, centered)
+    value: Tensor = operator(x.contiguous(), y.contiguous(), centered, needs_gradient(x), needs_gradient(y))[0]
+    return value
 
 
 def linear_cka_to_kernel(x: Tensor, kernel: Tensor, centered: bool = False) -> Tensor:
@@ -45,10 +52,14 @@ def linear_cka_to_kernel(x: Tensor, kernel: Tensor, centered: bool = False) -> T
     With ``kernel = yy'`` this is ``linear_cka(x, y)``. ``centered=True`` takes ``HKH`` for the kernel and ``Hx`` for x,
     with ``H = I - 11'/L``. Source: Hetero-SSFL (Makhija et al. 2022), Eq. 1 and 2, where K is the clients' mean kernel.
 
+    Where the kernel is known as ``FF'`` with F [..., L, r], ``linear_cka(x, F)`` is the same number without an L by L
+    matrix, and cheaper where ``(d + r)^2`` is below ``L (L + d)``.
+
     Args:
         x: [..., L, d], float16, bfloat16, float32 or float64, any strides.
-        kernel: [..., L, L], symmetric (not checked); leading dimensions broadcast against x's. Usually a constant; it
-            gets a gradient where it asks for one.
+        kernel: [..., L, L], symmetric (not checked: the gradient in x is that of a symmetric kernel); leading
+            dimensions broadcast against x's. Usually a constant; it gets a gradient where it asks for one, from the
+            reference.
         centered: centre x and the kernel.
 
     Returns:
@@ -66,11 +77,17 @@ def linear_cka_to_kernel(x: Tensor, kernel: Tensor, centered: bool = False) -> T
     if kernel.shape[-2:] != (rows, rows):
         raise ValueError(f"kernel must be [..., {rows}, {rows}] for the {rows} rows of x, got {list(kernel.shape)}")
     _check_broadcast("kernel", kernel, x)
-    return _reference.linear_cka_to_kernel(x, kernel, centered)
+    operator = None if has_tangent(x, kernel) else _native.operator("linear_cka_to_kernel", x, kernel)
+    if operator is None or needs_gradient(kernel):
+        return _reference.linear_cka_to_kernel(x, kernel, centered)
+    value: Tensor = operator(x.contiguous(), kernel.contiguous(), centered, needs_gradient(x))[0]
+    return value
 
 
 def linear_cka_pairwise(xs: Sequence[Tensor], ys: Sequence[Tensor], centered: bool = False) -> Tensor:
     """CKA of every representation in ``xs`` with every one in ``ys``, say the layers of two networks.
+
+    Meant for measuring: where an input asks for a gradient the reference serves, which keeps all products.
 
     Args:
         xs: N >= 1 tensors [L, d_n], float16, bfloat16, float32 or float64, any strides; the d_n may differ.
@@ -97,7 +114,13 @@ def linear_cka_pairwise(xs: Sequence[Tensor], ys: Sequence[Tensor], centered: bo
             if matrix.shape[0] != xs[0].shape[0]:
                 raise ValueError(f"{label} must have the L = {xs[0].shape[0]} rows of xs[0], got {matrix.shape[0]}")
             _checks.same_device(**{"xs[0]": xs[0], label: matrix})
-    return _reference.linear_cka_pairwise(xs, ys, centered)
+    everything = [*xs, *ys]
+    operator = _native.operator("linear_cka_pairwise", *everything)
+    if operator is None or any(needs_gradient(z) for z in everything) or has_tangent(*everything):
+        return _reference.linear_cka_pairwise(xs, ys, centered)
+    same = len(xs) == len(ys) and all(x is y for x, y in zip(xs, ys, strict=True))
+    values: Tensor = operator([x.contiguous() for x in xs], [] if same else [y.contiguous() for y in ys], centered)
+    return values
 
 
 def _check_representation(name: str, x: Tensor) -> None:
@@ -114,3 +137,51 @@ def _check_broadcast(name: str, other: Tensor, x: Tensor) -> None:
             f"got {list(other.shape[:-2])}"
         ) from None
     _checks.same_device(**{"x": x, name: other})
+
+
+if _native.module is not None:
+
+    @torch.library.register_fake("fedkernels::linear_cka")
+    def _(x: Tensor, y: Tensor, centered: bool, x_gradient: bool, y_gradient: bool) -> tuple[Tensor, Tensor, Tensor]:
+        values = _values(x, y)
+        return values, _gradients(values, x, x_gradient), _gradients(values, y, y_gradient)
+
+    @torch.library.register_fake("fedkernels::linear_cka_to_kernel")
+    def _(x: Tensor, kernel: Tensor, centered: bool, gradient: bool) -> tuple[Tensor, Tensor]:
+        values = _values(x, kernel)
+        return values, _gradients(values, x, gradient)
+
+    @torch.library.register_fake("fedkernels::linear_cka_pairwise")
+    def _(xs: Sequence[Tensor], ys: Sequence[Tensor], centered: bool) -> Tensor:
+        return xs[0].new_empty((len(xs), len(ys) or len(xs)), dtype=compute_dtype(*xs, *ys))
+
+    def _values(x: Tensor, other: Tensor) -> Tensor:
+        return x.new_empty(torch.broadcast_shapes(x.shape[:-2], other.shape[:-2]), dtype=compute_dtype(x, other))
+
+    def _gradients(values: Tensor, given: Tensor, wanted: bool) -> Tensor:
+        return values.new_empty((*values.shape, *given.shape[-2:]) if wanted else 0)
+
+    def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        keep_missing(ctx)
+        ctx.given = [(tensor.shape, tensor.dtype) for tensor in inputs[:2]]
+        ctx.save_for_backward(*output[1:])
+
+    def _in_inputs(ctx: Any, grad: Tensor | None) -> list[Tensor | None]:
+        """The gradients in the inputs, which may have been broadcast, in their dtypes."""
+        if grad is None:
+            return [None, None]
+        return [
+            (gradients * grad[..., None, None]).sum_to_size(shape).to(dtype) if need else None
+            for gradients, (shape, dtype), need in zip(ctx.saved_tensors, ctx.given, ctx.needs_input_grad, strict=False)
+        ]
+
+    def _backward(ctx: Any, grad: Tensor | None, *of_gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("linear_cka", *of_gradients)
+        return *_in_inputs(ctx, grad), None, None, None
+
+    def _backward_to_kernel(ctx: Any, grad: Tensor | None, *of_gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("linear_cka_to_kernel", *of_gradients)
+        return _in_inputs(ctx, grad)[0], None, None, None
+
+    torch.library.register_autograd("fedkernels::linear_cka", _backward, setup_context=_keep)
+    torch.library.register_autograd("fedkernels::linear_cka_to_kernel", _backward_to_kernel, setup_context=_keep)

@@ -7,6 +7,7 @@
 
 #include "cpu/exp.h"
 #include "cpu/gemm.h"
+#include "cpu/memory.h"
 
 namespace fedkernels::FEDKERNELS_ISA {
 
@@ -144,19 +145,5 @@ static inline void key_gradient(const T* chunks, int64_t panels, int64_t pitch, 
     }
   }
 }
-
-// A bump allocator over one piece of memory, or over none to learn how much is needed.
-struct Memory {
-  char* base;
-  int64_t used = 0;
-
-  template <class T>
-  T* take(int64_t count) {
-    used = up(used, 64);
-    T* const start = base ? (T*)(base + used) : nullptr;
-    used += count * (int64_t)sizeof(T);
-    return start;
-  }
-};
 
 }  // namespace fedkernels::FEDKERNELS_ISA
