@@ -46,13 +46,15 @@ double scale_of(const Array& array, int64_t start, int64_t count) {
 
 // ---- the value and the factors of its gradient ----
 
-// cross / sqrt(xx yy). The gradient in x is of_cross times that of half of cross plus of_xx times that of a fourth of xx.
+// cross / sqrt(xx yy), and the factors of y(y'x) and x(x'x) in its gradient in x, of y(y'y) in that in y.
 struct Ratio {
-  double value = 0, of_cross = 0, of_xx = 0, of_yy = 0;
   bool zero;  // a matrix is zero: so are value and gradient
+  double value = 0, of_cross = 0, of_xx = 0, of_yy = 0;
+  double none = 0;  // the gradient of a value that is 0 by definition: 0, but NaN beside a matrix that is not finite
 
   Ratio(double cross, double xx, double yy) {
     zero = xx == 0 || yy == 0;
+    none = 0 * (xx + yy);
     if (zero) return;
     const double norms = __builtin_sqrt(xx) * __builtin_sqrt(yy);
     value = cross / norms;
@@ -67,9 +69,8 @@ struct Ratio {
 double above_zero(double cross) { return cross < 0 ? 0 : cross; }
 
 template <class T>
-void fill_zero(void* gradient, int64_t count) {
-  if (!gradient) return;
-  for (int64_t i = 0; i < count; ++i) ((T*)gradient)[i] = 0;
+void fill(void* gradient, int64_t count, double value) {
+  for (int64_t i = 0; gradient && i < count; ++i) ((T*)gradient)[i] = (T)value;
 }
 
 template <class T>
@@ -204,7 +205,7 @@ struct FeatureSpace {
   };
 
   const Matrices<T>& matrices;
-  bool mirrored;  // are symmetric products wanted below the diagonal too?
+  bool first_whole, others_whole;  // are symmetric products wanted below the diagonal too?
   int64_t panels = 0, products = 0, pieces = 0, group;  // group: rows in one
   int64_t* first_panel;
   Product* product;  // of i = 0 with j = 0, 1, .., then of i = 1, as far as they meet
@@ -216,7 +217,8 @@ struct FeatureSpace {
   int64_t panels_of(int64_t i) const { return up(width(i), WIDE) / WIDE; }
   int64_t panels_before(int64_t i, int64_t j, int64_t right) const { return i == j ? right + 1 : panels_of(j); }
 
-  FeatureSpace(const Matrices<T>& matrices, bool mirrored, Memory& memory) : matrices(matrices), mirrored(mirrored) {
+  FeatureSpace(const Matrices<T>& matrices, bool first_whole, bool others_whole, Memory& memory)
+      : matrices(matrices), first_whole(first_whole), others_whole(others_whole) {
     first_panel = memory.take<int64_t>(matrices.count);
     for (int64_t i = 0; i < matrices.count; ++i) {
       if (memory.base) first_panel[i] = panels;
@@ -304,13 +306,13 @@ struct FeatureSpace {
     double total = 0;
     for (int64_t q = at.begin; q < at.end; ++q) {
       const int64_t rows = least(WIDE, width(of.j) - q * WIDE);
-      const bool twice = of.i == of.j && q < at.right;
+      const bool twice = of.i == of.j && q < at.right, whole = of.i == 0 ? first_whole : others_whole;
       T* const block = of.out + q * WIDE * across + at.right * WIDE;
       T* const opposite = of.out + at.right * WIDE * across + q * WIDE;
       double sum = 0;
       for (int64_t r = 0; r < rows; ++r) sum += inner(block + r * across, block + r * across, columns);
       total += twice ? 2 * sum : sum;
-      for (int64_t c = 0; twice && mirrored && c < columns; ++c) {
+      for (int64_t c = 0; twice && whole && c < columns; ++c) {
         for (int64_t r = 0; r < rows; ++r) opposite[c * across + r] = block[r * across + c];
       }
     }
@@ -537,7 +539,6 @@ int64_t solve(CKAProblem& problem, const Threads& threads, Memory memory) {
   const Representation both[] = {problem.x, problem.y};
   const int64_t rows = problem.rows, x_width = problem.x.width, y_width = problem.y.width;
   const Matrices<T> matrices(both, 2, 1, rows, problem.centered, threads.workers, memory);
-  const bool gradients = problem.x_gradient || problem.y_gradient;
   const auto find_value = [&](const auto& space) {
     for (int attempt = 0; attempt < 2; ++attempt) {
       matrices.find_centers(threads);
@@ -547,14 +548,14 @@ int64_t solve(CKAProblem& problem, const Threads& threads, Memory memory) {
     const Ratio found(above_zero(matrices.inner[1]), matrices.norm(0), matrices.norm(1));
     problem.value = found.value;
     if (found.value == 0) {
-      fill_zero<T>(problem.x_gradient, rows * x_width);
-      fill_zero<T>(problem.y_gradient, rows * y_width);
+      fill<T>(problem.x_gradient, rows * x_width, found.none);
+      fill<T>(problem.y_gradient, rows * y_width, found.none);
     }
     return found;
   };
 
   if (rows < x_width + y_width) {
-    const SampleSpace<T> space(matrices, gradients, threads.workers, memory);
+    const SampleSpace<T> space(matrices, problem.x_gradient || problem.y_gradient, threads.workers, memory);
     const SampleGradients<T> formed(matrices, threads.workers, memory);
     if (!memory.base) return memory.used;
     const Ratio by = find_value(space);
@@ -569,7 +570,7 @@ int64_t solve(CKAProblem& problem, const Threads& threads, Memory memory) {
     form(1, by.of_yy, problem.y_gradient);
     return memory.used;
   }
-  const FeatureSpace<T> space(matrices, gradients, memory);
+  const FeatureSpace<T> space(matrices, problem.x_gradient, problem.y_gradient, memory);
   const FeatureGradients<T> formed(matrices, memory);
   if (!memory.base) return memory.used;
   const Ratio by = find_value(space);
@@ -693,7 +694,7 @@ int64_t solve(CKAToKernelProblem& problem, const Threads& threads, Memory memory
     }
     const Ratio found(sums.trace, matrices.norm(0), sums.norm);
     problem.value = found.value;
-    if (found.zero) fill_zero<T>(gradient, rows * width);
+    if (found.zero) fill<T>(gradient, rows * width, found.none);
     return found;
   };
 
@@ -733,7 +734,7 @@ int64_t solve(CKAToKernelProblem& problem, const Threads& threads, Memory memory
     return memory.used;
   }
 
-  const FeatureSpace<T> space(matrices, true, memory);
+  const FeatureSpace<T> space(matrices, true, true, memory);
   const FeatureGradients<T> formed(matrices, memory);
   const Packed<T> packed(matrices, memory);
   T* const left = memory.take<T>(workers * ROWS * DEPTH);
@@ -803,7 +804,7 @@ int64_t solve(const CKAPairwiseProblem& problem, const Threads& threads, Memory 
     const SampleSpace<T> space(matrices, false, threads.workers, memory);
     if (memory.base) find_values(space);
   } else {
-    const FeatureSpace<T> space(matrices, false, memory);
+    const FeatureSpace<T> space(matrices, false, false, memory);
     if (memory.base) find_values(space);
   }
   return memory.used;

@@ -125,7 +125,7 @@ def test_compiles_without_a_graph_break(name, dynamic):
         torch.testing.assert_close(value, truth)
 
 
-@pytest.mark.parametrize("name", ["info_nce", "nt_xent"])
+@pytest.mark.parametrize("name", ["info_nce", "nt_xent", "linear_cka"])
 def test_one_compiled_graph_serves_many_sizes(name):
     function, tensors = ALL[name]
     torch.compiler.reset()

@@ -100,6 +100,50 @@ def test_narrow_inputs_are_summed_wide(dtype, centered):
     torch.testing.assert_close(linear_cka_to_kernel(x, kernel, centered).double(), truth, rtol=5e-6, atol=0)
 
 
+@CENTERED
+@pytest.mark.parametrize("widths", [(130, 70), (45, 1)])
+def test_many_samples(centered, widths):
+    """More rows than any block or group of the compiled operators has, and more than one float32 sum bears."""
+    x, y = (matrix(2600, width, seed=width) for width in widths)
+    x, y = x + y.mean(1, keepdim=True), y + x[:, :1]  # alike, so that the value is not near 0
+    leaves = x.float().requires_grad_(), y.float().requires_grad_()
+    wide = tuple(leaf.detach().double().requires_grad_() for leaf in leaves)
+    value, truth = linear_cka(*leaves, centered), feature_space(*wide, centered)
+    torch.testing.assert_close(value.double(), truth, rtol=2e-6, atol=0)
+    for grad, true in zip(torch.autograd.grad(value, leaves), torch.autograd.grad(truth, wide), strict=True):
+        torch.testing.assert_close(grad.double(), true, rtol=1e-5, atol=1e-5 * float(true.abs().max()))
+    assert torch.equal(linear_cka_pairwise([leaves[0].detach()], [leaves[1].detach()], centered)[0, 0], value)
+
+
+@CENTERED
+def test_kernel_of_many_samples(centered):
+    """The norm over 2600^2 entries, and the gradient by way of Kx."""
+    x, y = matrix(2600, 40, seed=1), matrix(2600, 30, seed=2)
+    y = y + x[:, :1]
+    kernel, leaf, wide = (y @ y.T).float(), x.float().requires_grad_(), x.float().double().requires_grad_()
+    value, truth = linear_cka_to_kernel(leaf, kernel, centered), feature_space(wide, y, centered)
+    torch.testing.assert_close(value.double(), truth, rtol=1e-5, atol=0)
+    torch.testing.assert_close(linear_cka_to_kernel(leaf.detach(), kernel, centered).double(), truth, rtol=1e-5, atol=0)
+    grad, true = torch.autograd.grad(value, leaf)[0], torch.autograd.grad(truth, wide)[0]
+    torch.testing.assert_close(grad.double(), true, rtol=1e-5, atol=1e-5 * float(true.abs().max()))
+
+
+def feature_space(x, y, centered):
+    if centered:
+        x, y = x - x.mean(0), y - y.mean(0)
+    return (y.T @ x).square().sum() / ((x.T @ x).norm() * (y.T @ y).norm())
+
+
+@CENTERED
+@pytest.mark.parametrize("scale", [1e200, 1e-200])
+def test_scale_does_not_matter_in_float64(scale, centered):
+    x, y = matrix(8, 5, seed=1), matrix(8, 3, seed=2)
+    truth = by_gram(x, y, centered)
+    torch.testing.assert_close(linear_cka(x * scale, y, centered), truth)
+    torch.testing.assert_close(linear_cka_to_kernel(x * scale, y @ y.T * scale, centered), truth)
+    torch.testing.assert_close(linear_cka_pairwise([x, x * scale], [y / scale], centered)[:, 0], truth.expand(2))
+
+
 def test_autocast_does_not_narrow():
     x, y = matrix(20, 9, seed=1, dtype=torch.float32), matrix(20, 30, seed=2, dtype=torch.float32)
     kernel = y @ y.T

@@ -44,6 +44,9 @@ def problems():
         "client_weights": (deltas @ deltas.T, 1e-8),
         "delta_gram": (params, clients + [t + 1 for t in clients]),
         "info_nce": (randn(37, 20), randn(50, 20, seed=1), 0.3, "mean", True, True),
+        "linear_cka": (randn(2, 37, 20), randn(37, 50, seed=1), True, True, True),
+        "linear_cka_pairwise": ([randn(37, 20), randn(37, 9, seed=1)], [randn(37, 50, seed=2)], True),
+        "linear_cka_to_kernel": (randn(2, 37, 20), randn(37, 37, seed=1), True, True),
         "nt_xent": (randn(37, 20), randn(37, 20, seed=1), 0.3, "sum", True),
         "unbalanced_ot": (cost, masses, masses[:, :17].contiguous(), 0.8, 0.9, 1e-4, 1000, "accelerated"),
     }
@@ -69,6 +72,47 @@ def test_opcheck_of_the_contrastive_losses(reduction, wanted):
     torch.library.opcheck(operators.info_nce.default, (query, key, 0.3, reduction, *wanted), test_utils=utilities)
     views = query, key.detach()[:37].clone().requires_grad_(wanted[1])
     torch.library.opcheck(operators.nt_xent.default, (*views, 0.3, reduction, any(wanted)), test_utils=utilities)
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("wanted", [(False, False), (True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("samples", [7, 40])  # in sample space, in feature space
+def test_opcheck_of_linear_cka(samples, wanted):
+    operators, utilities = torch.ops.fedkernels, ("test_schema", "test_autograd_registration", "test_faketensor")
+    x, y = randn(3, 1, samples, 5).requires_grad_(wanted[0]), randn(2, samples, 9, seed=1).requires_grad_(wanted[1])
+    torch.library.opcheck(operators.linear_cka.default, (x, y, False, *wanted), test_utils=utilities)
+    kernel = (y @ y.mT).detach()
+    torch.library.opcheck(operators.linear_cka_to_kernel.default, (x, kernel, True, wanted[0]), test_utils=utilities)
+
+
+def similarities():
+    """Calls of the operators of CKA that take each way through their products, large enough to be shared by threads."""
+    few, many = [randn(300, width, seed=width) for width in (170, 200, 90)], randn(2100, 90)
+    kernel = many @ many.T
+    operators = torch.ops.fedkernels
+    return {
+        "samples": lambda: operators.linear_cka(few[0], few[1], True, True, True),
+        "features": lambda: operators.linear_cka(many, many[:, :70].exp(), True, True, True),
+        "kernel, samples": lambda: operators.linear_cka_to_kernel(few[0], kernel[:300, :300].contiguous(), True, True),
+        "kernel, features": lambda: operators.linear_cka_to_kernel(many, kernel, True, True),
+        "pairs, samples": lambda: operators.linear_cka_pairwise(few, [], True),
+        "pairs, features": lambda: operators.linear_cka_pairwise([many, many[:, :3].exp()], [many[:, :40].exp()], True),
+    }
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("name", similarities())
+def test_threads_agree_on_similarities_to_the_last_bit(name):
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 4):
+            torch.set_num_threads(threads)
+            result = similarities()[name]()
+            results.append([result] if isinstance(result, torch.Tensor) else result)
+    finally:
+        torch.set_num_threads(before)
+    for others in results[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(results[0], others, strict=True))
 
 
 def gradients_by_weights():
@@ -134,13 +178,23 @@ generator = torch.Generator().manual_seed(0)
 params = [[torch.randn(s, generator=generator).to(d) for s in [(30, 31), (5,)]] for d in
           (torch.float32, torch.float64, torch.bfloat16, torch.float16)]
 cost, gram = torch.rand(2, 33, 21, generator=generator), torch.randn(70, 90, generator=generator).double()
+def similarities():
+    for dtype, rows in ((torch.float32, 300), (torch.float64, 300), (torch.float32, 61), (torch.float64, 61)):
+        x, y = (torch.randn(2, rows, d, generator=torch.Generator().manual_seed(d)).to(dtype) for d in (75, 43))
+        for centered in (False, True):
+            leaves = x.clone().requires_grad_(), y.clone().requires_grad_()
+            value = fedkernels.linear_cka(*leaves, centered)
+            to_kernel = fedkernels.linear_cka_to_kernel(leaves[0], y @ y.mT, centered)
+            yield from (value.detach(), to_kernel.detach(), *torch.autograd.grad((value + 2 * to_kernel).sum(), leaves))
+            yield fedkernels.linear_cka_to_kernel(x, y @ y.mT, centered)
+            yield fedkernels.linear_cka_pairwise([*x, *y], [y[0], x[1]], centered)
 def results():
     start = [t.clone() for t in params[3]]
     fedkernels.apply_deltas(start, params[1:], [0.2, 0.3, 0.4])
     value = fedkernels.unbalanced_ot(cost, 1.0, 1.0, 0.8, 0.9)
     steep = fedkernels.unbalanced_ot(cost, 1.0, 1.0, 0.8, 0.9, method="steepest", tol=1e-2)
     weights = fedkernels.client_weights(gram @ gram.T)
-    return [*start, fedkernels.delta_gram(params[0], params[1:]), value, steep, weights]
+    return [*start, fedkernels.delta_gram(params[0], params[1:]), value, steep, weights, *similarities()]
 native = results()
 print(fedkernels.build_info()["cpu_used"])
 _native.module = None
