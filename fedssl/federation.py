@@ -85,6 +85,15 @@ class Federation:
         order = torch.randperm(clients, generator=generator_for(self.recipe.seed, "sampling", round_number))
         return sorted(order[:wanted].tolist())
 
+    def answering_clients(self, round_number: int, sampled: list[int]) -> list[int]:
+        """Who of the sampled clients answers; each drops out with probability `client_dropout`, by its own draw."""
+        probability = self.recipe.client_dropout
+        if not probability:
+            return sampled
+        seed = self.recipe.seed
+        draws = {k: torch.rand((), generator=generator_for(seed, "dropout", round_number, k)) for k in sampled}
+        return [k for k in sampled if draws[k] >= probability]
+
 
 def build_federation(recipe: Recipe) -> Federation:
     """Load the data, deal it to the clients and compose the method.

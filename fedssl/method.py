@@ -86,6 +86,8 @@ class Method:
     def aggregate(self, server: Message, replies: dict[int, Message], round_number: int) -> Message:
         """The server's next state from the replies by client; 0 is the opening round.
 
+        Without any reply, as where all sampled clients have dropped out, nothing changes.
+
         Broken replies are left out (guard.py). The state tells of the round: its numbers `metric/NAME/WHO` are what the
         aggregators log, its config's `refused/CLIENT` why a reply was left out.
 
@@ -94,8 +96,11 @@ class Method:
         """
         working = [a for a in self.aggregators if round_number or a.opening_round]
         refused = self._refusals(server, replies, working, round_number)
-        require_answers(refused, len(replies), round_number, self.guard)
         accepted = {k: reply for k, reply in replies.items() if k not in refused}
+        if replies:
+            require_answers(refused, len(replies), round_number, self.guard)
+        elif round_number:  # all who were asked have dropped out: nothing changes
+            working = []
         state = Message(
             dict(server.tensors),
             {name: number for name, number in server.numbers.items() if not name.startswith(METRIC)},

@@ -58,6 +58,9 @@ class Recipe(Options):
     seed: int = Field(0, ge=0)
     rounds: int = Field(..., ge=1)
     clients_per_round: int | None = Field(None, ge=1, description="sampled each round; all where not given")
+    client_dropout: float = Field(
+        0.0, ge=0, lt=1, description="probability that a sampled client does not answer, for each client and round"
+    )
     device: Literal["auto", "cpu", "cuda"] = "auto"
     client_states: Place = Field(
         "disk", description="where clients' states live between rounds; memory is flat in the clients with disk"

@@ -42,7 +42,7 @@ _CURVE_NOTES = {
     "cka": "High CKA alone is not success: a collapsed representation aligns perfectly. See the effective rank.",
 }
 _SETTINGS = (
-    "rounds", "clients_per_round", "architectures", "data", "partition", "objective", "regularizers", "schedule",
+    "rounds", "clients_per_round", "client_dropout", "architectures", "data", "partition", "objective", "regularizers", "schedule",
     "aggregators", "local_update", "training",
 )  # fmt: skip
 _STYLE = """
