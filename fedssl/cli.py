@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -104,11 +104,17 @@ def evaluate(
         list[float] | None,
         typer.Option("--semi-supervised", help="also fine-tune on this fraction of the labels; may be repeated"),
     ] = None,
+    fine_tune: Annotated[
+        Literal["train", "validation"] | None,
+        typer.Option(help="also fine-tune on all labels of these images: macro precision, recall, F1 and accuracy"),
+    ] = None,
 ) -> None:
-    """Evaluate a run's last checkpoint: kNN, linear, and semi-supervised fine-tuning where asked."""
+    """Evaluate a run's last checkpoint: kNN, linear, and fine-tuning where asked."""
+    from .evaluation.fine_tune import FineTuneOptions
     from .evaluation.run import evaluate_run
 
-    path = evaluate_run(run, fractions or [], note=_print)
+    options = FineTuneOptions(images=fine_tune) if fine_tune else None
+    path = evaluate_run(run, fractions or [], note=_print, fine_tune=options)
     _print(path.read_text(encoding="utf-8").rstrip())
     _print(f"written: {path}")
 

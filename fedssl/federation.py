@@ -11,6 +11,7 @@ from .client import Client
 from .data.datasets import Dataset, load_dataset
 from .data.partitions import class_counts, partition_indices
 from .errors import UserError
+from .evaluation.fine_tune import check_fine_tuning
 from .messages import Message
 from .method import Method
 from .models.encoders import build_encoder
@@ -130,6 +131,7 @@ def build_federation(recipe: Recipe) -> Federation:
         )
     device = _device(recipe.device)
     dataset = load_dataset(recipe.data, recipe.seed)
+    check_fine_tuning(recipe.evaluation.fine_tune, dataset)
     public_users = [r.name for r in recipe.regularizers if r.needs_public_images]
     public_users += [a.name for a in recipe.aggregators if a.needs_public_images]
     if public_users and dataset.public_images is None:

@@ -17,6 +17,7 @@ from .data.augmentation import AugmentationOptions
 from .data.datasets import DataOptions
 from .data.partitions import PartitionOptions
 from .errors import UserError
+from .evaluation.fine_tune import FineTuneOptions
 from .evaluation.linear import LinearOptions
 from .guard import GuardOptions
 from .local_updates.base import LocalUpdate
@@ -47,6 +48,9 @@ class EvaluationOptions(Options):
     semi_supervised: list[Annotated[float, Field(gt=0, le=1)]] = Field(
         default_factory=list,
         description="labelled fractions to fine-tune on after training; 0.01 and 0.1 in the papers",
+    )
+    fine_tune: FineTuneOptions | None = Field(
+        None, description="fine-tune on all labels after training, as LW-FedSSL does; {} for its options"
     )
 
 

@@ -14,7 +14,11 @@ from .errors import UserError
 from .options import Options
 from .recipe import PART_KEYS, Recipe, apply_override, explain_errors, parse_recipe, read_values, shipped_names
 
-Metric = Literal["knn", "linear", "semi_supervised_0.01", "semi_supervised_0.1", "effective_rank", "loss", "cka"]
+Metric = Literal[
+    "knn", "linear", "semi_supervised_0.01", "semi_supervised_0.1",
+    "fine_tune_accuracy", "fine_tune_per_class_accuracy", "fine_tune_precision", "fine_tune_recall", "fine_tune_f1",
+    "effective_rank", "loss", "cka",
+]  # fmt: skip
 #: what the row of the encoders before training is called
 UNTRAINED = "untrained"
 

@@ -132,6 +132,7 @@ def _evaluate(
             seed_for(federation.recipe.seed, "evaluation"),
             linear=whole,
             fractions=options.semi_supervised if number == rounds else (),
+            fine_tune=options.fine_tune if number == rounds else None,
         )
         rows += [(number, who, metric, value) for metric, value in metrics.items()]
     if federation.method.personal:

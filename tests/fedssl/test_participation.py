@@ -87,7 +87,9 @@ def test_a_quarter_of_100_clients_with_dropout_is_reproducible_and_resumes(tiny,
 def test_a_round_in_which_nobody_answers_changes_nothing(tiny, tmp_path, kind):
     recipe = tiny(**kind, clients_per_round=1, client_dropout=0.9, rounds=3)
     federation = build_federation(recipe)
-    answered = {number: federation.answering_clients(number, federation.sampled_clients(number)) for number in (1, 2, 3)}
+    answered = {
+        number: federation.answering_clients(number, federation.sampled_clients(number)) for number in (1, 2, 3)
+    }
     assert not any(answered.values())
     directory = run(recipe, tmp_path / "a")
     first = federation.method.initial_state()
