@@ -16,6 +16,7 @@ from .messages import Message
 from .method import Method
 from .models.encoders import build_encoder
 from .models.model import Model
+from .models.stages import StagedEncoder
 from .randomness import generator_for, seeded
 from .recipe import Recipe
 
@@ -129,6 +130,11 @@ def build_federation(recipe: Recipe) -> Federation:
             f"local_update {recipe.local_update.name} does not go with "
             f"aggregators {names}: " + ("use replace" if exchanges else "without exchanged weights use keep_own")
         )
+    if recipe.schedule.cuts and not exchanges:
+        raise UserError(
+            f"schedule {recipe.schedule.name} sends layers, but aggregators {names} exchange no weights: "
+            "add {name: weighted_mean}, or use end_to_end"
+        )
     device = _device(recipe.device)
     dataset = load_dataset(recipe.data, recipe.seed)
     check_fine_tuning(recipe.evaluation.fine_tune, dataset)
@@ -152,6 +158,8 @@ def build_federation(recipe: Recipe) -> Federation:
             model = _build_model(recipe, dataset, name)
         for part in (*recipe.regularizers, *recipe.aggregators, recipe.local_update):
             part.check_model(model)
+        if isinstance(model.encoder, StagedEncoder):
+            recipe.schedule.check(model.encoder, recipe.rounds)
 
     def global_model() -> Model:
         with seeded(recipe.seed, "model", "server"):
@@ -176,7 +184,7 @@ def build_federation(recipe: Recipe) -> Federation:
 
 def _build_model(recipe: Recipe, dataset: Dataset, architecture: str) -> Model:
     channels, size = dataset.train_images.shape[1], dataset.train_images.shape[-1]
-    encoder = build_encoder(architecture, channels, size)
+    encoder = recipe.schedule.adapt(build_encoder(architecture, channels, size))
     return recipe.objective.build(encoder, len(dataset.class_names))
 
 

@@ -16,11 +16,17 @@ from .guard import REFUSED, GuardOptions, refusals, require_answers
 from .local_updates.base import LocalUpdate
 from .messages import METRIC, Message, merge
 from .models.model import Model
+from .models.stages import StagedEncoder
 from .objectives.base import Objective
 from .randomness import seeded
 from .regularizers.base import Regularizer
-from .schedules.base import Schedule
+from .schedules.base import Plan, Schedule
 from .training import TrainingOptions, train_locally
+
+#: in the server's state where the schedule cuts the encoder: the last round, and how many final layers client 3 holds
+#: (HELD + "3")
+ROUND = "schedule/round"
+HELD = "schedule/held/"
 
 
 @dataclass(frozen=True)
@@ -81,7 +87,18 @@ class Method:
         """What each of the clients receives in a round."""
         travelling = self._travelling(round_number)
         sent = [a.broadcast(server, clients, travelling) for a in self.aggregators]
-        return {k: merge(messages[k] for messages in sent) for k in clients}
+        return {
+            k: merge([*(messages[k] for messages in sent), self._lacking(server, k, round_number)]) for k in clients
+        }
+
+    def _lacking(self, server: Message, client: int, round_number: int) -> Message:
+        """The final layers that a client does not hold yet, where the schedule has such layers."""
+        if not (self.schedule.cuts and self.global_model):
+            return Message()
+        plan = self.plan(self.global_model, round_number)
+        held = int(server.numbers.get(f"{HELD}{client}", 0))
+        names = self.schedule.lacking(self.global_model, plan, held)
+        return Message({name: server.tensors[name] for name in names})
 
     def aggregate(self, server: Message, replies: dict[int, Message], round_number: int) -> Message:
         """The server's next state from the replies by client; 0 is the opening round.
@@ -112,6 +129,9 @@ class Method:
             state.numbers.update(changed.numbers)
             state.config.update(changed.config)
         state.config.update({f"{REFUSED}{k}": reason for k, reason in refused.items()})
+        if self.schedule.cuts and self.global_model and round_number:
+            done = self.plan(self.global_model, round_number).done
+            state.numbers.update({ROUND: round_number} | {f"{HELD}{k}": done for k in accepted})
         return state
 
     def _refusals(
@@ -127,7 +147,13 @@ class Method:
         return refusals(server, replies, expected, complete, self.guard.largest_value)
 
     def _travelling(self, round_number: int) -> list[str]:
-        return self.schedule.travelling(self.global_model, round_number) if self.global_model else []
+        model = self.global_model
+        return self.schedule.travelling(model, self.plan(model, round_number)) if model else []
+
+    def plan(self, model: Model, round_number: int) -> Plan:
+        """What a round does with the layers of a model; the opening round is planned as the first."""
+        layers = model.encoder.layers if isinstance(model.encoder, StagedEncoder) else 1
+        return self.schedule.plan(layers, max(round_number, 1), self.seed)
 
     # A client's side
 
@@ -146,10 +172,10 @@ class Method:
         with seeded(self.seed, "client", client.index, "round", round_number):
             first = "rounds_taken" not in client.memory.numbers
             after_training = self.local_update.receive(local)
-            if first:
+            if first or self.schedule.cuts or self.objective.fresh_target:
                 client.model.reset_target()
             client.memory.numbers["rounds_taken"] = client.memory.numbers.get("rounds_taken", 0) + 1
-            self.schedule.prepare(client.model, round_number)
+            self.schedule.prepare(client.model, self.plan(client.model, round_number))
             train_locally(local, self.training, self.regularizers, self.rounds)
             if after_training:
                 after_training()
@@ -159,7 +185,8 @@ class Method:
         return LocalRound(client, received, round_number, self.seed, self.objective, self.augmentation)
 
     def _reply(self, local: LocalRound, aggregators: tuple[Aggregator, ...] | list[Aggregator]) -> Message:
-        travelling = self.schedule.travelling(local.client.model, local.number)
+        model = local.client.model
+        travelling = self.schedule.travelling(model, self.plan(model, local.number))
         reply = merge(a.collect(local, travelling) for a in aggregators).copy()
         reply.numbers["samples"] = len(local.client.images)
         for name, value in local.logged().items():
@@ -177,4 +204,6 @@ class Method:
         """The global model with the server's weights."""
         model = build()
         model.load_state_dict(server.tensors, strict=False)
+        if ROUND in server.numbers:
+            self.schedule.prepare_evaluation(model, self.plan(model, int(server.numbers[ROUND])))
         return model

@@ -69,8 +69,10 @@ class Model(nn.Module):
     def update_target(self, momentum: float) -> None:
         """target = momentum * target + (1 - momentum) * online, on parameters.
 
-        Buffers are left out: the target's BatchNorm keeps the statistics of its own forward passes.
+        Buffers are left out: the target's BatchNorm keeps the statistics of its own forward passes. So are parameters
+        whose online ones do not train.
         """
         for name, module in self.target.items():
             for old, new in zip(module.parameters(), self.online[name].parameters(), strict=True):
-                old.lerp_(new, 1.0 - momentum)
+                if new.requires_grad:
+                    old.lerp_(new, 1.0 - momentum)
