@@ -70,6 +70,11 @@ class StepCounter:
             yield
         self._flops = operations.flops
 
+    @property
+    def flops(self) -> int:
+        """Operations of the forward pass that was counted last."""
+        return self._flops
+
     def finish(self, optimizer: torch.optim.Optimizer) -> StepCost:
         """The cost of the step, after backward pass and update."""
         parameters = list(self._model.parameters())
