@@ -182,6 +182,8 @@ class Method:
         """`client_round`, and what its first step took; `most_steps` ends the training after so many."""
         local = self._local_round(client, received, round_number)
         with seeded(self.seed, "client", client.index, "round", round_number):
+            if any(r.needs_previous_model for r in self.regularizers):
+                local.previous = client.model.online_state()
             first = "rounds_taken" not in client.memory.numbers
             after_training = self.local_update.receive(local)
             if first or self.schedule.cuts or self.objective.fresh_target:

@@ -25,7 +25,7 @@ class TrainingOptions(Options):
 
     local_epochs: int = Field(5, ge=1)
     batch_size: int = Field(200, ge=2)
-    optimizer: Literal["sgd", "adam"] = "sgd"
+    optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
     learning_rate: float = Field(0.032, gt=0)
     learning_rate_schedule: Literal["constant", "cosine"] = Field("constant", description="over the rounds")
     momentum: float = Field(0.9, ge=0, lt=1, description="of sgd")
@@ -75,7 +75,8 @@ def train_locally(
     if options.optimizer == "sgd":
         optimizer = torch.optim.SGD(parameters, lr=rate, momentum=options.momentum, weight_decay=options.weight_decay)
     else:
-        optimizer = torch.optim.Adam(parameters, lr=rate, weight_decay=options.weight_decay)
+        adam = torch.optim.AdamW if options.optimizer == "adamw" else torch.optim.Adam
+        optimizer = adam(parameters, lr=rate, weight_decay=options.weight_decay)
     order, augmentation = local.generator("order"), local.generator("augmentation")
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

@@ -180,6 +180,13 @@ class StagedEncoder(Encoder):
             out = self.reshape[str(self.depth)](out)
         return out
 
+    def share_frozen_outputs(self, *others: nn.Module) -> None:
+        """Let networks whose frozen layers equal these run them once for each batch of images."""
+        shared = self.frozen_outputs or FrozenOutputs()
+        for encoder in (self, *others):
+            if isinstance(encoder, StagedEncoder):
+                encoder.frozen_outputs = shared
+
     @contextmanager
     def _frozen_part(self, images: Tensor) -> Any:
         """While the network runs: take the frozen layers' output from `frozen_outputs`, or put it there."""

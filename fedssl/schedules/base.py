@@ -9,7 +9,7 @@ from typing import ClassVar
 from torch import nn
 
 from ..models.model import Model
-from ..models.stages import FrozenOutputs, StagedEncoder
+from ..models.stages import StagedEncoder
 from ..parts import Part
 
 
@@ -64,11 +64,12 @@ class Schedule(Part):
         model.online.requires_grad_(True)
         if isinstance(model.encoder, StagedEncoder):
             model.encoder.use(plan.active, plan.frozen)
+            model.encoder.frozen_outputs = None  # of another round
             target = dict(model.target.items()).get("encoder")
             if isinstance(target, StagedEncoder):
                 target.use(plan.active, plan.frozen)
                 target.requires_grad_(False)
-                model.encoder.frozen_outputs = target.frozen_outputs = FrozenOutputs()
+                model.encoder.share_frozen_outputs(target)
 
     def travelling(self, model: Model, plan: Plan) -> list[str]:
         """State-dict names of what a weight-exchanging aggregator sends up and down in a round."""
