@@ -15,7 +15,6 @@ from fractions import Fraction
 from rich.table import Table as TextTable
 
 from .accounting import StepCost, StepCounter
-from .client import Client
 from .data.augmentation import normalize
 from .errors import UserError
 from .federation import Federation
@@ -70,15 +69,27 @@ def estimate(federation: Federation, newcomers: bool = False, note: Note = lambd
     return _Estimate(federation, newcomers, note).rounds()
 
 
+@dataclass(frozen=True)
+class _ClientRound:
+    """A client's part in a round, and the stage in which it took part last; None where it never did."""
+
+    client: int
+    number: int
+    stage: int
+    last_stage: int | None
+    received: Message
+
+
 class _Estimate:
     def __init__(self, federation: Federation, newcomers: bool, note: Note):
         self.federation, self.newcomers, self.note = federation, newcomers, note
         self.method = federation.method
         # others send what has a client's own name, or depends on its images
         self.only_weights = all(a.exchanges_weights for a in self.method.aggregators)
+        self.compares_stages = any(r.needs_previous_model for r in self.method.regularizers)
         self.replies: dict[tuple[object, ...], Message | int] = {}
         self.steps: dict[tuple[object, ...], tuple[StepCost, int]] = {}
-        self.memories: dict[object, Message] = {}
+        self.memories: dict[tuple[object, int | None], Message] = {}
         self.opened: dict[int, Message] = {}
         self.counted: dict[tuple[object, ...], StepCost] = {}
 
@@ -89,13 +100,14 @@ class _Estimate:
         if method.opening_round:
             server, opening = self._opening(server)
             found.append(opening)
-        seen: set[int] = set()
+        last_stages: dict[int, int] = {}
         for number in range(1, federation.recipe.rounds + 1):
             chosen = federation.sampled_clients(number)
             answering = federation.answering_clients(number, chosen)
             sent = method.broadcast(server, chosen, number)
-            replies = {k: self._reply(k, k not in seen or self.newcomers, sent[k], number) for k in answering}
-            costs = {k: self._step(k, sent[k], number) for k in answering}
+            rounds = [_ClientRound(k, number, self._stage(number), last_stages.get(k), sent[k]) for k in answering]
+            replies = {one.client: self._reply(one) for one in rounds}
+            costs = {one.client: self._step(one) for one in rounds}
             found.append(
                 RoundCost(
                     number,
@@ -107,8 +119,8 @@ class _Estimate:
                     {k: one_view for k, (_, one_view) in costs.items()},
                 )
             )
-            seen.update(answering)
             if not self.newcomers:
+                last_stages |= dict.fromkeys(answering, self._stage(number))
                 server = self._next(server, replies, number)
         return found
 
@@ -137,14 +149,16 @@ class _Estimate:
         state.numbers.update(self.method.note_answers(replies, number))
         return state
 
-    def _kind(self, client: int, received: Message, number: int) -> tuple[object, ...]:
-        """What rounds have in common that take the same."""
-        kind: tuple[object, ...] = (self.federation.architecture(client),)
+    def _kind(self, one: _ClientRound) -> tuple[object, ...]:
+        """What rounds have in common whose steps take the same."""
+        kind: tuple[object, ...] = (self.federation.architecture(one.client),)
         if self.method.global_model is not None:
-            plan = self.method.plan(self.method.global_model, number)
+            plan = self.method.plan(self.method.global_model, one.number)
             kind += plan.stage, len(plan.active), len(plan.frozen)
+        if self.compares_stages:
+            kind += (one.last_stage == one.stage,)
         # weights that arrive are put into place; other things are worked on
-        return kind if self.only_weights else (*kind, received.num_bytes)
+        return kind if self.only_weights else (*kind, one.received.num_bytes)
 
     def _stage(self, number: int) -> int:
         model = self.method.global_model
@@ -154,25 +168,28 @@ class _Estimate:
         options = self.method.training
         return options.local_epochs * (len(self.federation.client_rows[client]) // options.batch_size)
 
-    def _reply(self, client: int, first: bool, received: Message, number: int) -> Message | int:
+    def _reply(self, one: _ClientRound) -> Message | int:
         """A client's answer, or its bytes where no other part needs the answer itself."""
-        kind = self._kind(client, received, number)
-        key = (*kind, first) if self.only_weights else (*kind, first, client)
+        key = (*self._kind(one), one.last_stage is None)
+        if not self.only_weights:
+            key += (one.client,)
         if key not in self.replies:
-            reply, _ = self._run(client, first, received, number, self._batch_sizes()[0])
+            reply, _ = self._run(one, self._batch_sizes()[0])
             self.replies[key] = reply.num_bytes if self.only_weights else reply
         return self.replies[key]
 
-    def _step(self, client: int, received: Message, number: int) -> tuple[StepCost, int]:
+    def _step(self, one: _ClientRound) -> tuple[StepCost, int]:
         """What a step takes at the recipe's batch size, and one pass of one image through the online network."""
-        kind = self._kind(client, received, number)
+        kind = self._kind(one)
         if kind not in self.steps:
-            self.note(f"counting a step of round {number} ({self.federation.architecture(client)})")
+            self.note(f"counting a step of round {one.number} ({self.federation.architecture(one.client)})")
             sizes = self._batch_sizes()
+            counted = []
             for size in sizes:
-                if (*kind, size) not in self.counted:
-                    self._run(client, False, received, number, size)
-            counted = [self.counted[(*kind, size)] for size in sizes]
+                key = (*kind, size)
+                if key not in self.counted:
+                    self._run(one, size)
+                counted.append(self.counted[key])
             wanted = self.method.training.batch_size
             step = StepCost(
                 **{
@@ -180,35 +197,36 @@ class _Estimate:
                     for field in fields(StepCost)
                 }
             )
-            self.steps[kind] = step, self._one_view(client, received, number)
+            self.steps[kind] = step, self._one_view(one)
         return self.steps[kind]
 
     def _batch_sizes(self) -> Sequence[int]:
         wanted = self.method.training.batch_size
         return (wanted,) if wanted <= _SIZES[-1] or self.federation.device.type == "cuda" else _SIZES
 
-    def _run(
-        self, client: int, first: bool, received: Message, number: int, batch_size: int
-    ) -> tuple[Message, StepCost]:
-        """One step of a client that takes part for the first time, or of one that has done so before."""
-        owner: object = self.federation.architecture(client) if self.only_weights else client
-        if not first and owner not in self.memories:
-            self._run(client, True, received, number, batch_size)
-        one = self.federation.client(client, Message())
-        one.memory = self.opened.get(client, Message()).copy() if first else self.memories[owner].copy()
+    def _run(self, one: _ClientRound, batch_size: int) -> tuple[Message, StepCost]:
+        """One step of a client that remembers what such clients remember."""
+        owner: object = self.federation.architecture(one.client) if self.only_weights else one.client
+        client = self.federation.client(one.client, Message())
+        if one.last_stage is None:
+            client.memory = self.opened.get(one.client, Message()).copy()
+        else:
+            client.memory = self.memories[owner, one.last_stage if self.compares_stages else None].copy()
         options = self.method.training.model_copy(update={"batch_size": batch_size})
-        reply, cost = replace(self.method, training=options).counted_round(one, received, number, most_steps=1)
-        self.memories.setdefault(owner, one.memory)
-        self.counted.setdefault((*self._kind(client, received, number), batch_size), cost)
+        method = replace(self.method, training=options)
+        reply, cost = method.counted_round(client, one.received, one.number, most_steps=1)
+        for stage in (one.stage, None):
+            self.memories.setdefault((owner, stage), client.memory)
+        self.counted.setdefault((*self._kind(one), batch_size), cost)
         return reply, cost
 
-    def _one_view(self, client: int, received: Message, number: int) -> int:
-        one: Client = self.federation.client(client, Message())
-        self.method.schedule.prepare(one.model, self.method.plan(one.model, number))
-        one.model.eval()  # a single image has no batch statistics
-        counter = StepCounter(one.model)
+    def _one_view(self, one: _ClientRound) -> int:
+        client = self.federation.client(one.client, Message())
+        self.method.schedule.prepare(client.model, self.method.plan(client.model, one.number))
+        client.model.eval()  # a single image has no batch statistics
+        counter = StepCounter(client.model)
         with counter.forward():
-            one.model.represent(normalize(one.images[:1].to(one.model.device)))
+            client.model.represent(normalize(client.images[:1].to(client.model.device)))
         return counter.flops
 
 

@@ -138,7 +138,7 @@ class Method:
         if not (self.schedule.cuts and self.global_model and round_number):
             return {}
         done = self.plan(self.global_model, round_number).done
-        return {ROUND: round_number} | {f"{HELD}{k}": done for k in answered}
+        return {ROUND: float(round_number)} | {f"{HELD}{k}": float(done) for k in answered}
 
     def _refusals(
         self, server: Message, replies: dict[int, Message], working: list[Aggregator], round_number: int

@@ -27,6 +27,11 @@ LAYER_WISE = AVERAGED | {
     "rounds": 8,
     "schedule": {"name": "layer_wise", "rounds_per_stage": 2},
 }
+TRANSFORMER = {
+    "architectures": ["small_vit"],
+    "objective": {"name": "moco_v3", "hidden_features": 16, "output_features": 8},
+}
+TOKENS = ("cls_token", "pos_embed")
 UNEVEN = {"partition": {"name": "dirichlet", "clients": 5, "min_samples": 9, "alpha": 1.0}}
 KINDS = {
     "local": {},
@@ -36,6 +41,11 @@ KINDS = {
     "layer-wise": LAYER_WISE,
     "layer-wise, joining late": LAYER_WISE | {"clients_per_round": 1},
     "layer-wise, dropping out": LAYER_WISE | {"client_dropout": 0.5},
+    "layer-wise, aligned to previous models": LAYER_WISE
+    | {"regularizers": ["representation_alignment", "proximal"], "client_dropout": 0.4},
+    "depth dropout": LAYER_WISE
+    | TRANSFORMER
+    | {"schedule": {"name": "layer_wise", "rounds_per_stage": 2, "kept_layers": 2}, "client_dropout": 0.3},
     "progressive": LAYER_WISE | {"schedule": {"name": "progressive", "rounds_per_stage": 4, "layers_per_stage": 2}},
 }
 
@@ -112,31 +122,28 @@ def test_a_run_sends_and_takes_exactly_what_was_foretold(kind, tmp_path):
 
 def test_layers_of_earlier_stages_travel_once_and_to_those_who_lack_them():
     """Two rounds a stage: a client that was there receives a finished layer once, a newcomer all of them each time."""
-    federation = build_federation(parse_recipe(tiny_values(**LAYER_WISE)))
+    federation = build_federation(parse_recipe(tiny_values(**(LAYER_WISE | TRANSFORMER))))
     model = federation.new_model(None)
-    sizes = [
-        _bytes_of(model, f"online.encoder.network.blocks.{3 * i}", f"online.encoder.network.blocks.{3 * i + 1}")
-        for i in range(4)
+    block = _bytes_of(model, "online.encoder.network.blocks.0.")
+    stem = _bytes_of(model, "online.encoder.network.patch_embed.", *(f"online.encoder.network.{n}" for n in TOKENS))
+    heads = _bytes_of(model, "online.projector.", "online.predictor.", "online.encoder.network.norm.")
+    costs = estimate(federation)
+    assert [set(cost.bytes_down.values()) for cost in costs] == [
+        {heads + block + extra} for extra in (stem, stem, stem + block, 0, block, 0, block, 0)
     ]
-    heads = _bytes_of(model, "online.projector", "online.predictor")
-    down = [set(cost.bytes_down.values()) for cost in estimate(federation)]
-    expected = [heads + sizes[0]] * 2
-    for stage in (1, 2, 3):
-        expected += [heads + sizes[stage] + sizes[stage - 1], heads + sizes[stage]]
-    assert down == [{value} for value in expected]
     worst = [set(cost.bytes_down.values()) for cost in estimate(federation, newcomers=True)]
-    assert worst == [{heads + sum(sizes[: 1 + stage])} for stage in range(4) for _ in range(2)]
+    assert worst == [{heads + stem + (1 + stage) * block} for stage in range(4) for _ in range(2)]
 
 
-def _bytes_of(model: nn.Module, *modules: str) -> int:
+def _bytes_of(model: nn.Module, *prefixes: str) -> int:
     state = model.state_dict()
-    mine = {name: t for name, t in state.items() if name.startswith(tuple(f"{module}." for module in modules))}
+    mine = {name: t for name, t in state.items() if name.startswith(prefixes)}
     return Message(mine).num_bytes
 
 
 def test_layer_wise_takes_less_and_the_target_network_passes_frozen_layers_with_the_online_one():
     whole, layered = (
-        estimate(build_federation(parse_recipe(tiny_values(**(AVERAGED | {"rounds": 8} | changes)))))
+        estimate(build_federation(parse_recipe(tiny_values(**(AVERAGED | {"rounds": 8} | changes | TRANSFORMER)))))
         for changes in ({}, LAYER_WISE)
     )
     assert totals(layered)["bytes_up"] < totals(whole)["bytes_up"] / 2
