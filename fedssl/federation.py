@@ -11,6 +11,7 @@ from .client import Client
 from .data.datasets import Dataset, load_dataset
 from .data.partitions import class_counts, partition_indices
 from .errors import UserError
+from .evaluation.fine_tune import check_fine_tuning
 from .messages import Message
 from .method import Method
 from .models.encoders import build_encoder
@@ -86,6 +87,15 @@ class Federation:
         order = torch.randperm(clients, generator=generator_for(self.recipe.seed, "sampling", round_number))
         return sorted(order[:wanted].tolist())
 
+    def answering_clients(self, round_number: int, sampled: list[int]) -> list[int]:
+        """Who of the sampled clients answers; each drops out with probability `client_dropout`, by its own draw."""
+        probability = self.recipe.client_dropout
+        if not probability:
+            return sampled
+        seed = self.recipe.seed
+        draws = {k: torch.rand((), generator=generator_for(seed, "dropout", round_number, k)) for k in sampled}
+        return [k for k in sampled if draws[k] >= probability]
+
 
 def build_federation(recipe: Recipe) -> Federation:
     """Load the data, deal it to the clients and compose the method.
@@ -127,6 +137,7 @@ def build_federation(recipe: Recipe) -> Federation:
         )
     device = _device(recipe.device)
     dataset = load_dataset(recipe.data, recipe.seed)
+    check_fine_tuning(recipe.evaluation.fine_tune, dataset)
     public_users = [r.name for r in recipe.regularizers if r.needs_public_images]
     public_users += [a.name for a in recipe.aggregators if a.needs_public_images]
     if public_users and dataset.public_images is None:

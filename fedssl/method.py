@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from .accounting import StepCost
 from .aggregators.base import Aggregator, Shape
 from .client import Client, LocalRound
 from .data.augmentation import AugmentationOptions
@@ -103,6 +104,8 @@ class Method:
     def aggregate(self, server: Message, replies: dict[int, Message], round_number: int) -> Message:
         """The server's next state from the replies by client; 0 is the opening round.
 
+        Without any reply, as where all sampled clients have dropped out, nothing changes.
+
         Broken replies are left out (guard.py). The state tells of the round: its numbers `metric/NAME/WHO` are what the
         aggregators log, its config's `refused/CLIENT` why a reply was left out.
 
@@ -111,8 +114,11 @@ class Method:
         """
         working = [a for a in self.aggregators if round_number or a.opening_round]
         refused = self._refusals(server, replies, working, round_number)
-        require_answers(refused, len(replies), round_number, self.guard)
         accepted = {k: reply for k, reply in replies.items() if k not in refused}
+        if replies:
+            require_answers(refused, len(replies), round_number, self.guard)
+        elif round_number:  # all who were asked have dropped out: nothing changes
+            working = []
         state = Message(
             dict(server.tensors),
             {name: number for name, number in server.numbers.items() if not name.startswith(METRIC)},
@@ -124,10 +130,15 @@ class Method:
             state.numbers.update(changed.numbers)
             state.config.update(changed.config)
         state.config.update({f"{REFUSED}{k}": reason for k, reason in refused.items()})
-        if self.schedule.cuts and self.global_model and round_number:
-            done = self.plan(self.global_model, round_number).done
-            state.numbers.update({ROUND: round_number} | {f"{HELD}{k}": done for k in accepted})
+        state.numbers.update(self.note_answers(accepted, round_number))
         return state
+
+    def note_answers(self, answered: Iterable[int], round_number: int) -> dict[str, float]:
+        """The server's numbers that tell, after a round, which final layers those hold who answered."""
+        if not (self.schedule.cuts and self.global_model and round_number):
+            return {}
+        done = self.plan(self.global_model, round_number).done
+        return {ROUND: float(round_number)} | {f"{HELD}{k}": float(done) for k in answered}
 
     def _refusals(
         self, server: Message, replies: dict[int, Message], working: list[Aggregator], round_number: int
@@ -163,6 +174,12 @@ class Method:
 
     def client_round(self, client: Client, received: Message, round_number: int) -> Message:
         """Receive, train, answer. Changes the client's model and memory."""
+        return self.counted_round(client, received, round_number)[0]
+
+    def counted_round(
+        self, client: Client, received: Message, round_number: int, most_steps: int | None = None
+    ) -> tuple[Message, StepCost]:
+        """`client_round`, and what its first step took; `most_steps` ends the training after so many."""
         local = self._local_round(client, received, round_number)
         with seeded(self.seed, "client", client.index, "round", round_number):
             if any(r.needs_previous_model for r in self.regularizers):
@@ -173,10 +190,10 @@ class Method:
                 client.model.reset_target()
             client.memory.numbers["rounds_taken"] = client.memory.numbers.get("rounds_taken", 0) + 1
             self.schedule.prepare(client.model, self.plan(client.model, round_number))
-            train_locally(local, self.training, self.regularizers, self.rounds)
+            cost = train_locally(local, self.training, self.regularizers, self.rounds, most_steps)
             if after_training:
                 after_training()
-            return self._reply(local, self.aggregators)
+            return self._reply(local, self.aggregators), cost
 
     def _local_round(self, client: Client, received: Message, round_number: int) -> LocalRound:
         return LocalRound(client, received, round_number, self.seed, self.objective, self.augmentation)
