@@ -10,6 +10,7 @@ import torch
 
 from fedssl.engines.in_process import Silent, resume, run
 from fedssl.errors import UserError
+from fedssl.evaluation.evaluate import evaluate_model
 from fedssl.federation import Federation, build_federation
 from fedssl.messages import Message
 from fedssl.recipe import Recipe
@@ -336,23 +337,22 @@ def test_killed_around_a_stages_end_and_resumed_it_ends_alike(schedule, staged, 
 
 def test_a_run_is_evaluated_at_its_depth_and_counts_the_late_layers(staged, tmp_path, monkeypatch):
     depths = []
-    real = "fedssl.engines.in_process.evaluate_model"
-    from fedssl.engines import in_process
-
-    evaluate = in_process.evaluate_model
 
     def watching(model, *arguments, **options):
         depths.append(model.encoder.depth)
-        return evaluate(model, *arguments, **options)
+        return evaluate_model(model, *arguments, **options)
 
-    monkeypatch.setattr(real, watching)
-    run(staged(evaluation={"every": 1, "neighbors": 5, "linear": {"epochs": 1}}), tmp_path / "a")
+    monkeypatch.setattr("fedssl.engines.in_process.evaluate_model", watching)
+    recipe = staged(evaluation={"every": 1, "neighbors": 5, "linear": {"epochs": 1}})
+    run(recipe, tmp_path / "a")
     assert depths == [4, 1, 2, 3, 4]  # before training the untrained encoder, whole
     found = {(r, who, m): v for r, who, m, v in RunDirectory.open(tmp_path / "a").read_metrics()}
-    for number in (2, 3, 4):
-        up = found[number, "0", "bytes_up"] - 8 * 3  # without the numbers samples, loss, total_loss
-        assert found[number, "0", "bytes_down"] > up
-    assert found[1, "0", "bytes_down"] == found[1, "0", "bytes_up"] - 8 * 3
+    exchange = Exchange(recipe)
+    size = {n: t.numel() * t.element_size() for n, t in exchange.server.tensors.items()}
+    for number in (1, 2, 3, 4):
+        newest = exchange.names([number - 1], top=number)
+        late = exchange.names([number - 2]) if number > 1 else set()
+        assert found[number, "0", "bytes_down"] == sum(size[name] for name in newest | late)
 
 
 def test_other_aggregators_and_regularizers_work_on_the_layers_that_travel(staged):
