@@ -180,12 +180,17 @@ def run_table(
     output: Annotated[Path | None, typer.Option(help="the table's folder; runs/TABLE where not given")] = None,
     jobs: Annotated[int, typer.Option(min=1, help="cells at a time, each in a process of its own")] = 1,
 ) -> None:
-    """Run a grid of recipes and seeds, resumable cell by cell, and write the table and its picture."""
+    """Run a grid of recipes and seeds, resumable cell by cell, and write the table; or count what its rows take."""
     from . import table_runner
     from .tables import load_table
 
     loaded = load_table(table)
     path = output or Path("runs") / loaded.name
+    if loaded.kind == "resources":
+        from .resource_tables import run_resource_table
+
+        run_resource_table(loaded, path, overrides or (), note=_print)
+        return
     try:
         table_runner.run_table(loaded, path, overrides or (), jobs=jobs, note=_print)
     except KeyboardInterrupt:

@@ -15,14 +15,16 @@ from fractions import Fraction
 from rich.table import Table as TextTable
 
 from .accounting import StepCost, StepCounter
+from .client import Client
 from .data.augmentation import normalize
 from .errors import UserError
 from .federation import Federation
 from .messages import Message
+from .models.model import Model
 
 #: batch sizes of the steps that are counted on a CPU; what a step takes is a polynomial of degree two in the batch size
 #: (one for layers, two where a term compares all images with all), so three sizes give it exactly for every other
-_SIZES = (3, 4, 5)
+_SIZES = (2, 3, 4)
 
 Note = Callable[[str], None]
 
@@ -90,6 +92,7 @@ class _Estimate:
         self.replies: dict[tuple[object, ...], Message | int] = {}
         self.steps: dict[tuple[object, ...], tuple[StepCost, int]] = {}
         self.memories: dict[tuple[object, int | None], Message] = {}
+        self.models: dict[str, Model] = {}
         self.opened: dict[int, Message] = {}
         self.counted: dict[tuple[object, ...], StepCost] = {}
 
@@ -129,7 +132,7 @@ class _Estimate:
         sent = self.method.broadcast_opening(server, everyone)
         replies = {}
         for k in everyone:
-            client = self.federation.client(k, Message())
+            client = self._client(k)
             replies[k] = self.method.open_client(client, sent[k])
             self.opened[k] = client.memory
         up = {k: reply.num_bytes for k, reply in replies.items()}
@@ -207,7 +210,7 @@ class _Estimate:
     def _run(self, one: _ClientRound, batch_size: int) -> tuple[Message, StepCost]:
         """One step of a client that remembers what such clients remember."""
         owner: object = self.federation.architecture(one.client) if self.only_weights else one.client
-        client = self.federation.client(one.client, Message())
+        client = self._client(one.client)
         if one.last_stage is None:
             client.memory = self.opened.get(one.client, Message()).copy()
         else:
@@ -220,8 +223,17 @@ class _Estimate:
         self.counted.setdefault((*self._kind(one), batch_size), cost)
         return reply, cost
 
+    def _client(self, index: int) -> Client:
+        """A client with a model of its architecture, which others have used before: what it holds does not matter."""
+        name = self.federation.architecture(index)
+        if name not in self.models:
+            self.models[name] = self.federation.new_model(index)
+        data, rows = self.federation.dataset, self.federation.client_rows[index]
+        images, labels = data.train_images[rows], data.train_labels[rows]
+        return Client(index, images, labels, data.public_images, self.models[name])
+
     def _one_view(self, one: _ClientRound) -> int:
-        client = self.federation.client(one.client, Message())
+        client = self._client(one.client)
         self.method.schedule.prepare(client.model, self.method.plan(client.model, one.number))
         client.model.eval()  # a single image has no batch statistics
         counter = StepCounter(client.model)

@@ -97,8 +97,8 @@ class Federation:
         return [k for k in sampled if draws[k] >= probability]
 
 
-def build_federation(recipe: Recipe) -> Federation:
-    """Load the data, deal it to the clients and compose the method.
+def build_federation(recipe: Recipe, dataset: Dataset | None = None) -> Federation:
+    """Load the data, deal it to the clients and compose the method; `dataset` is taken in place of the recipe's.
 
     Raises:
         UserError: data that cannot be read or dealt as asked, or parts that do not fit each other.
@@ -136,7 +136,7 @@ def build_federation(recipe: Recipe) -> Federation:
             "add {name: weighted_mean}, or use end_to_end"
         )
     device = _device(recipe.device)
-    dataset = load_dataset(recipe.data, recipe.seed)
+    dataset = dataset or load_dataset(recipe.data, recipe.seed)
     check_fine_tuning(recipe.evaluation.fine_tune, dataset)
     public_users = [r.name for r in recipe.regularizers if r.needs_public_images]
     public_users += [a.name for a in recipe.aggregators if a.needs_public_images]

@@ -114,6 +114,12 @@ class Table(Options):
                     raise ValueError(f"{key} names {value!r}, which is no row's label; labels are {', '.join(labels)}")
         if (self.kind == "resources") != bool(set(RESOURCES) & set(self.metrics)):
             raise ValueError(f"metrics {', '.join(RESOURCES)} go with kind resources, the others with kind runs")
+        if not set(self.metrics) <= set(RESOURCES) and self.kind == "resources":
+            raise ValueError(f"metrics of a table of kind resources are {', '.join(RESOURCES)}")
+        for figures in self.paper.values() if self.kind == "resources" else ():
+            for figure in figures.values():
+                if not re.fullmatch(r"\d+(\.\d+)?", figure):
+                    raise ValueError(f"paper: {figure!r} is no number")
         if self.kind == "resources" and (self.scenarios or self.method is not None):
             raise ValueError("a table of kind resources has no scenarios and no method")
         judged = [*named["method"], *self.baselines, *self.controls]
