@@ -36,14 +36,17 @@ def run(
     overwrite: Annotated[bool, typer.Option(help="replace the folder where it exists")] = False,
 ) -> None:
     """Run a recipe, or continue an interrupted run (fedssl run --resume RUN)."""
-    from .engines import in_process
+    from .engines import engine_of
     from .progress import ProgressBars
     from .recipe import load_recipe
+    from .run_directory import RunDirectory
 
     if resume is not None:
         if recipe or output or overwrite:
             raise UserError("--resume takes the run's folder alone: its recipe is stored there")
         path = resume
+        RunDirectory.open(path)
+        loaded = load_recipe(path / "recipe.yaml")
     else:
         if recipe is None:
             raise UserError("name a recipe (fedssl recipes lists them) or give --resume RUN")
@@ -52,9 +55,9 @@ def run(
     try:
         with ProgressBars(console) as bars:
             if resume is not None:
-                directory = in_process.resume(path, bars)
+                directory = engine_of(loaded).resume(path, bars)
             else:
-                directory = in_process.run(loaded, path, bars, overwrite)
+                directory = engine_of(loaded).run(loaded, path, bars, overwrite)
     except KeyboardInterrupt:
         if (path / "recipe.yaml").is_file():
             _print(f"\nStopped. The last complete round is kept; continue with: fedssl run --resume {path}")

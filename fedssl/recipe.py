@@ -16,6 +16,7 @@ from .client_states import Place
 from .data.augmentation import AugmentationOptions
 from .data.datasets import DataOptions
 from .data.partitions import PartitionOptions
+from .engines.options import EngineName, FlowerOptions
 from .errors import UserError
 from .evaluation.linear import LinearOptions
 from .guard import GuardOptions
@@ -58,6 +59,10 @@ class Recipe(Options):
     seed: int = Field(0, ge=0)
     rounds: int = Field(..., ge=1)
     clients_per_round: int | None = Field(None, ge=1, description="sampled each round; all where not given")
+    engine: EngineName = Field(
+        "in-process", description="flower-simulation: on Ray, on this machine; flower: across machines, docs/deploy.md"
+    )
+    flower: FlowerOptions = FlowerOptions()
     device: Literal["auto", "cpu", "cuda"] = "auto"
     client_states: Place = Field(
         "disk", description="where clients' states live between rounds; memory is flat in the clients with disk"
