@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated
 
 import typer
@@ -159,6 +160,56 @@ def run_table(
     except KeyboardInterrupt:
         console.print("\nStopped. Finished cells and rounds are kept; the same command continues.")
         raise typer.Exit(130) from None
+
+
+@app.command("app")
+def flower_app(
+    recipe: Annotated[str, typer.Argument(help="a shipped recipe's name, or a .yaml file")],
+    folder: Annotated[Path, typer.Argument(help="the app's folder")],
+    overrides: Overrides = None,
+    output: Annotated[
+        str | None, typer.Option(help="the run's folder on the SuperLink's machine; runs/NAME-seedN where not given")
+    ] = None,
+) -> None:
+    """Write the Flower app of a recipe, which flwr run takes across machines (docs/deploy.md)."""
+    from .recipe import load_recipe
+
+    loaded = load_recipe(recipe, [*(overrides or ()), "engine=flower"])
+    _flower("flower_app").write_app(loaded, folder, output)
+    _print(f"written: {folder}; start it with: flwr run {folder} NAME-OF-THE-SUPERLINK")
+
+
+@app.command()
+def superlink(
+    folder: Annotated[Path, typer.Argument(help="holds ca.crt, server.crt and server.key; keeps the database")],
+    host: Annotated[str, typer.Option(help="the address to listen on; 0.0.0.0 for all")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="without TLS and authentication; for tests only")
+    ] = False,
+) -> None:
+    """Start Flower's SuperLink, the server that the sites connect to, with TLS and their authentication."""
+    _flower("flower_nodes").superlink(folder, host, port, insecure)
+
+
+@app.command()
+def supernode(
+    site: Annotated[Path, typer.Argument(help="the site's YAML file: client, data, architecture, device, state")],
+    superlink: Annotated[str, typer.Option(help="the SuperLink's address, host:port")],
+    root_certificates: Annotated[Path | None, typer.Option(help="ca.crt of the SuperLink's authority")] = None,
+    key: Annotated[Path | None, typer.Option(help="the site's private key")] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="without TLS and authentication; for tests only")
+    ] = False,
+) -> None:
+    """Start Flower's SuperNode for this site; it takes part in runs until it is stopped."""
+    raise typer.Exit(_flower("flower_nodes").supernode(site, superlink, root_certificates, key, insecure))
+
+
+def _flower(module: str) -> ModuleType:
+    from .engines import flower_module
+
+    return flower_module(module)
 
 
 @app.command()

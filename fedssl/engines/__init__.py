@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -28,12 +29,19 @@ def engine_of(recipe: Recipe) -> ModuleType:
         from . import in_process
 
         return in_process
+    return flower_module("flower")
+
+
+def flower_module(name: str) -> ModuleType:
+    """A module of the Flower engine.
+
+    Raises:
+        UserError: Flower is not installed.
+    """
     from ..errors import UserError
 
     try:
-        from . import flower
+        import_module("flwr")
     except ModuleNotFoundError as error:
-        if error.name and error.name.split(".")[0] in ("flwr", "ray"):
-            raise UserError(f"engine {recipe.engine} needs Flower: pip install 'fedkernels-fedssl[flower]'") from error
-        raise
-    return flower
+        raise UserError("engine flower needs Flower: pip install 'fedkernels-fedssl[flower]'") from error
+    return import_module(f".{name}", __package__)
