@@ -45,7 +45,7 @@ from ..site import SiteOptions, SiteStates, load_site, public_digest, site_feder
 from .flower_messages import from_records, to_records
 from .in_process import Progress, Silent, evaluate_after, evaluation_due, first_files, refuse_existing, run_rounds
 
-_POLL_SECONDS = 0.2
+_POLL_SECONDS = (0.1, 2.0)  # first and longest; each look is a request to the SuperLink
 _ASK_AGAIN_SECONDS = 30.0
 _MEASURE = "evaluation/"
 _SPECTRUM = "evaluation.spectrum"
@@ -131,9 +131,12 @@ class FlowerClients:
         }
         came, missing = self._ask("evaluate", contents, number)
         for k, records in came.items():
-            _, found[k] = _split_evaluation(from_records(records))
+            try:
+                _, found[k] = _split_evaluation(from_records(records))
+            except UserError as error:
+                missing[k] = str(error)
         for k in everyone:
-            if k in found:
+            if k in found and _SPECTRUM in found[k].tensors:
                 yield k, found[k].numbers, found[k].tensors[_SPECTRUM]
             else:
                 self._progress.warn(f"round {number}: client {k} is not evaluated: {missing.get(k, 'not connected')}")
@@ -164,10 +167,9 @@ class FlowerClients:
         missing = {k: "its message could not be sent" for k in contents if self._nodes[k] not in waiting.values()}
         for node, content, failure in self._collect(waiting, time.monotonic() + seconds):
             k = by_node[node]
-            said = content.config_records.get("answer") if content is not None else None
-            if failure is not None:
-                missing[k] = failure
-            elif content is None or said is None or (said["client"], said["round"]) != (k, number):
+            if content is None:
+                missing[k] = failure or "its answer is empty"
+            elif _record(content, "answer") != {"client": k, "round": number}:
                 missing[k] = f"its answer is none to round {number} of client {k}"
             else:
                 came[k] = content
@@ -186,6 +188,7 @@ class FlowerClients:
 
     def _collect(self, waiting: dict[str, int], deadline: float) -> Iterator[tuple[int, RecordDict | None, str | None]]:
         """Answers as they come: (node, content, failure). Those that came are taken out of `waiting`."""
+        pause, longest = _POLL_SECONDS
         while waiting:
             if self._stop.is_set():
                 raise Stopped
@@ -196,12 +199,13 @@ class FlowerClients:
                 if reply.has_error():
                     yield node, None, f"its app failed: {_one_line(reply.error.reason)}"
                 elif "failure" in reply.content:
-                    yield node, None, _one_line(str(reply.content["failure"]["reason"]))
+                    yield node, None, _one_line(str(_record(reply.content, "failure").get("reason")))
                 else:
                     yield node, reply.content, None
             if not waiting or time.monotonic() >= deadline:
                 return
-            time.sleep(_POLL_SECONDS)
+            time.sleep(pause)
+            pause = min(1.3 * pause, longest)
 
     def _patience(self, wanted: set[int]) -> float:
         """A round goes on without those that left, as long as enough are there."""
@@ -211,6 +215,7 @@ class FlowerClients:
     def _look(self, wanted: set[int], seconds: float) -> None:
         """Ask new nodes which client they are, until the wanted ones are there or the time is over."""
         deadline = time.monotonic() + seconds
+        pause, longest = _POLL_SECONDS
         while True:
             here = set(self._grid.get_node_ids())
             self._nodes = {k: node for k, node in self._nodes.items() if node in here}
@@ -224,16 +229,18 @@ class FlowerClients:
                 self._introduce(node, answer, failure)
             if wanted <= self._nodes.keys() or time.monotonic() >= deadline:
                 return
-            time.sleep(_POLL_SECONDS)
+            time.sleep(pause)
+            pause = min(1.3 * pause, longest)
 
     def _introduce(self, node: int, answer: RecordDict | None, failure: str | None) -> None:
-        if failure is None and answer is not None and "answer" in answer:
-            k = answer["answer"]["client"]
-            other = self._nodes.get(k)
-            if other in (None, node):
-                self._nodes[k] = node
+        if answer is not None:
+            k = _record(answer, "answer").get("client")
+            if not isinstance(k, int) or not 0 <= k < len(self._federation.client_rows):
+                failure = f"it says that it is client {k}"
+            elif self._nodes.setdefault(k, node) == node:
                 return
-            failure = f"it says that it is client {k}, which node {other} is"
+            else:
+                failure = f"it says that it is client {k}, which node {self._nodes[k]} is"
         self._ask_at[node] = time.monotonic() + _ASK_AGAIN_SECONDS
         self._progress.warn(f"node {node} is left out: {failure}")
 
@@ -251,6 +258,12 @@ def _split_evaluation(reply: Message) -> tuple[Message, Message]:
         evaluation.tensors[_SPECTRUM] = tensors.pop(_SPECTRUM)
     evaluation.numbers = {n.removeprefix(_MEASURE): v for n, v in evaluation.numbers.items()}
     return Message(tensors, numbers, reply.config), evaluation
+
+
+def _record(content: RecordDict, name: str) -> dict[str, Any]:
+    """A config record as a plain mapping; empty where there is none of that name."""
+    record = content.get(name)
+    return dict(record) if isinstance(record, ConfigRecord) else {}
 
 
 def _one_line(text: str) -> str:

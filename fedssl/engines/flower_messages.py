@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from torch import Tensor
@@ -47,10 +49,12 @@ def from_records(records: RecordDict) -> Message:
     Raises:
         UserError: a record is missing, or an array is none that `to_records` makes.
     """
-    try:
-        arrays, numbers, config = records["tensors"], records["numbers"], records["config"]
-    except KeyError as error:
-        raise UserError(f"the message has no record {error}") from error
+    arrays, numbers, config = (records.get(name) for name in ("tensors", "numbers", "config"))
+    if not (isinstance(arrays, ArrayRecord) and isinstance(numbers, MetricRecord) and isinstance(config, ConfigRecord)):
+        raise UserError(f"the message has records {sorted(records)}, expected tensors, numbers and config")
+    lists = [name for record in (numbers, config) for name, value in record.items() if isinstance(value, list | bytes)]
+    if lists:
+        raise UserError(f"{lists[0]} is a list, expected one value")
     tensors = {name: _to_tensor(name, array) for name, array in arrays.items()}
     return Message(tensors, dict(numbers), dict(config))
 
@@ -71,10 +75,8 @@ def _to_tensor(name: str, array: Array) -> Tensor:
     dtype = _DTYPES.get(array.dtype)
     if array.stype != _SERIALISATION or dtype is None:
         raise UserError(f"{name} came as {array.stype} of {array.dtype}, expected {_SERIALISATION}")
-    count = 1
-    for size in array.shape:
-        count *= size
-    if count < 0 or count * dtype.itemsize != len(array.data):
+    count = math.prod(array.shape)
+    if min(array.shape, default=0) < 0 or count * dtype.itemsize != len(array.data):
         raise UserError(f"{name} came with {len(array.data)} bytes for the shape {list(array.shape)} of {array.dtype}")
     if not count:
         return torch.empty(array.shape, dtype=dtype)

@@ -7,6 +7,7 @@ first in the SuperNode's path; the command asks it for a forked copy of itself, 
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import select
@@ -99,10 +100,11 @@ def supernode(site_file: Path, address: str, certificate: Path | None, key: Path
         file = Path(folder) / "flwr-clientapp"
         file.write_text(_COMMAND.format(python=sys.executable, address=repr(bound)))
         file.chmod(0o700)
-        environment = _environment()
+        # Flower looks for a new message's task every second; a round has several such steps one after another
+        environment = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.3"} | _environment()
         environment["PATH"] = f"{folder}{os.pathsep}{environment['PATH']}"
         signal.signal(signal.SIGTERM, _interrupt)
-        process = subprocess.Popen(command, env=environment)
+        process = subprocess.Popen(command, env=environment, preexec_fn=end_with_parent)
         try:
             return _serve(listener, process)
         except KeyboardInterrupt:
@@ -173,9 +175,15 @@ def _check(site_file: Path) -> int:
 
 
 def _environment() -> dict[str, str]:
-    """This process's, with Flower's commands of the same installation first, and a quick look for new messages."""
+    """This process's, with Flower's commands of the same installation first in the path."""
     path = f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-    return {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"} | os.environ | {"PATH": path}
+    return os.environ | {"PATH": path}
+
+
+def end_with_parent() -> None:
+    """In a child that has just been started: be told to end when the parent is killed. Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def _existing(path: Path, what: str) -> Path:

@@ -1,7 +1,11 @@
-"""A SuperLink and SuperNodes on loopback, with TLS and authentication, started and stopped by their process ids."""
+"""A SuperLink and SuperNodes on loopback, with TLS and authentication, started and stopped by their process ids.
+
+They also end when the process of the tests is killed.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -9,15 +13,16 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from pathlib import Path
 
 import yaml
 
-from fedssl.engines.flower_app import write_app
+import fedssl
 from fedssl.recipe import Recipe
-
-SCRIPTS = Path(sys.executable).parent
+from fedssl.run_directory import RunDirectory
 
 
 def make_authority(folder: Path) -> None:
@@ -47,8 +52,14 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def with_package() -> dict[str, str]:
+    """This process's environment, in which the package that is tested is found from any folder."""
+    paths = [str(Path(fedssl.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+
+
 class Deployment:
-    """Everything below one folder; `close` ends every process that was started, by its process group."""
+    """Everything below one folder; `close` ends every process that was started."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -67,16 +78,17 @@ class Deployment:
     def start(self, name: str, arguments: list[str], environment: dict[str, str] | None = None) -> subprocess.Popen:
         home = self.folder / f"home-{name}"
         home.mkdir(exist_ok=True)
-        log = open(self.log(name), "ab")
-        variables = os.environ | {"FLWR_HOME": str(home), "OMP_NUM_THREADS": "1"} | (environment or {})
-        with log:
+        from fedssl.engines.flower_nodes import end_with_parent
+
+        variables = with_package() | {"FLWR_HOME": str(home), "OMP_NUM_THREADS": "1"} | (environment or {})
+        with open(self.log(name), "ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "fedssl", *arguments],
                 cwd=self.folder,
                 env=variables,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
+                preexec_fn=end_with_parent,
             )
         self.processes[name] = process
         return process
@@ -118,10 +130,8 @@ class Deployment:
 
     def _signal(self, process: subprocess.Popen, number: signal.Signals) -> None:
         for member in _family(process.pid):
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(member, number)
-            except ProcessLookupError:
-                pass
 
     def close(self) -> None:
         for name in list(self.processes):
@@ -130,13 +140,19 @@ class Deployment:
     # Flower's command line
 
     def flwr(self, *arguments: str) -> dict:
-        command = [str(SCRIPTS / "flwr"), *arguments, "--format", "json"]
-        environment = os.environ | {"FLWR_HOME": str(self.folder / "operator")}
-        done = subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True)
+        """Flower's command line, in this process: a new one would take seconds to import it."""
+        from flwr.cli.app import app
+        from typer.testing import CliRunner
+
+        with _standard_output() as read:
+            done = CliRunner(env={"FLWR_HOME": str(self.folder / "operator")}).invoke(
+                app, [*arguments, "--format=json"]
+            )
+            text = read()
         try:
-            return json.loads(done.stdout)
+            return json.loads(text)
         except ValueError:
-            raise AssertionError(f"flwr {' '.join(arguments)}: {done.stdout}{done.stderr}") from None
+            raise AssertionError(f"flwr {' '.join(arguments)}: {text}{done.output} {done.exception!r}") from None
 
     def register(self, *names: str) -> None:
         for name in names:
@@ -144,6 +160,8 @@ class Deployment:
             assert answer["success"], answer
 
     def submit(self, recipe: Recipe, output: Path) -> str:
+        from fedssl.engines.flower_app import write_app
+
         app = self.folder / f"app-{output.name}"
         write_app(recipe, app, str(output))
         answer = self.flwr("run", str(app), "test")
@@ -157,8 +175,14 @@ class Deployment:
 
     def finish(self, run: str, seconds: float = 120) -> str:
         """Wait for a run's end; its status."""
-        self.wait_for(lambda: self.status(run).startswith("finished"), f"run {run} ends", seconds, poll=1.0)
+        self.wait_for(lambda: self.status(run).startswith("finished"), f"run {run} ends", seconds, poll=0.5)
         return self.status(run)
+
+    # The run's folder
+
+    def committed(self, output: Path) -> int:
+        """The last committed round; -1 before any."""
+        return RunDirectory.open(output).checkpoint.round if (output / "recipe.yaml").is_file() else -1
 
     # Waiting
 
@@ -170,13 +194,74 @@ class Deployment:
         return self.folder / f"{name}.log"
 
     def logs(self) -> str:
-        return "\n".join(f"== {log.name}\n{log.read_text(errors='replace')[-4000:]}" for log in self.folder.glob("*.log"))
+        return "\n".join(
+            f"== {log.name}\n{log.read_text(errors='replace')[-4000:]}" for log in self.folder.glob("*.log")
+        )
 
     def wait_for(self, condition, what: str, seconds: float = 60, poll: float = 0.1) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, f"waited {seconds:g} s until {what}\n{self.logs()}"
             time.sleep(poll)
+
+
+class CountingProxy:
+    """Passes TCP connections on to a port of this machine and counts the bytes of both directions."""
+
+    def __init__(self, port: int):
+        self.target = port
+        self.bytes = 0
+        self._lock = threading.Lock()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                outer, _ = self._listener.accept()
+                try:
+                    inner = socket.create_connection(("127.0.0.1", self.target))
+                except OSError:
+                    outer.close()
+                    continue
+                for pair in ((outer, inner), (inner, outer)):
+                    threading.Thread(target=self._pass_on, args=pair, daemon=True).start()
+
+    def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(2**16):
+                with self._lock:
+                    self.bytes += len(data)
+                sink.sendall(data)
+        for one in (source, sink):
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+@contextlib.contextmanager
+def _standard_output():
+    """What is written to the process's own standard output, as Flower does with JSON; read by the yielded function."""
+    assert sys.__stdout__ is not None
+    sys.__stdout__.flush()
+    kept = os.dup(1)
+    with tempfile.TemporaryFile() as file:
+
+        def read() -> str:
+            sys.__stdout__.flush()
+            file.seek(0)
+            return file.read().decode()
+
+        os.dup2(file.fileno(), 1)
+        try:
+            yield read
+        finally:
+            sys.__stdout__.flush()
+            os.dup2(kept, 1)
+            os.close(kept)
 
 
 def _family(pid: int) -> list[int]:
