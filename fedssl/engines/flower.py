@@ -31,6 +31,7 @@ from typing import Any
 from flwr.app import ConfigRecord, Context, RecordDict
 from flwr.app import Message as FlowerMessage
 from flwr.clientapp import ClientApp
+from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid, ServerApp
 from rich.console import Console
 from torch import Tensor
@@ -197,7 +198,9 @@ class FlowerClients:
                 if node is None:
                     continue
                 if reply.has_error():
-                    yield node, None, f"its app failed: {_one_line(reply.error.reason)}"
+                    gone = reply.error.code == ErrorCode.NODE_UNAVAILABLE
+                    reason = "its node has gone" if gone else f"its app failed: {_one_line(reply.error.reason)}"
+                    yield node, None, reason
                 elif "failure" in reply.content:
                     yield node, None, _one_line(str(_record(reply.content, "failure").get("reason")))
                 else:

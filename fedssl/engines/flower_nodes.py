@@ -25,6 +25,7 @@ from ..data.datasets import load_dataset
 from ..errors import UserError
 from ..site import load_site
 
+_STOP_SECONDS = 20.0
 _COMMAND = """\
 #!{python} -IS
 import json, socket, sys
@@ -111,7 +112,11 @@ def supernode(site_file: Path, address: str, certificate: Path | None, key: Path
             return 130
         finally:
             process.terminate()
-            process.wait()
+            try:
+                process.wait(_STOP_SECONDS)
+            except subprocess.TimeoutExpired:  # it is still looking for a SuperLink that has gone, to take its leave
+                process.kill()
+                process.wait()
 
 
 def _serve(listener: socket.socket, process: subprocess.Popen[bytes]) -> int:

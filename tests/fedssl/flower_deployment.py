@@ -175,7 +175,7 @@ class Deployment:
 
     def finish(self, run: str, seconds: float = 120) -> str:
         """Wait for a run's end; its status."""
-        self.wait_for(lambda: self.status(run).startswith("finished"), f"run {run} ends", seconds, poll=0.5)
+        self.wait_for(lambda: self.status(run).startswith("finished"), f"run {run} ends", seconds, poll=1.0)
         return self.status(run)
 
     # The run's folder

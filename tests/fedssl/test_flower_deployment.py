@@ -185,7 +185,9 @@ def test_faults(deployment, tiny, tmp_path):
     name = next(iter(build_federation(recipe).method.initial_state().tensors))
     assert lost[:2] == [(1, 1, f"{name} holds NaN"), (1, 2, lost[1][2])]
     assert lost[1][2].startswith(f"{name} has shape ")
-    assert lost[2:4] == [(3, 1, f"no answer within {DEADLINE} s"), (3, 2, f"no answer within {DEADLINE} s")]
+    assert [entry[:2] for entry in lost[2:4]] == [(3, 1), (3, 2)]
+    # whichever comes first: the deadline, or the minute after which Flower takes a silent node for gone
+    assert {reason for *_, reason in lost[2:4]} <= {f"no answer within {DEADLINE} s", "its node has gone"}
     assert all(number == 4 for number, *_ in lost[4:])  # where round 4 was done before the SuperLink was killed
     dropped: dict[int, set[int]] = {}
     for number, k, _ in lost:
