@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Literal
 
 import typer
@@ -36,14 +37,17 @@ def run(
     overwrite: Annotated[bool, typer.Option(help="replace the folder where it exists")] = False,
 ) -> None:
     """Run a recipe, or continue an interrupted run (fedssl run --resume RUN)."""
-    from .engines import in_process
+    from .engines import engine_of
     from .progress import ProgressBars
     from .recipe import load_recipe
+    from .run_directory import RunDirectory
 
     if resume is not None:
         if recipe or output or overwrite:
             raise UserError("--resume takes the run's folder alone: its recipe is stored there")
         path = resume
+        RunDirectory.open(path)
+        loaded = load_recipe(path / "recipe.yaml")
     else:
         if recipe is None:
             raise UserError("name a recipe (fedssl recipes lists them) or give --resume RUN")
@@ -52,9 +56,9 @@ def run(
     try:
         with ProgressBars(console) as bars:
             if resume is not None:
-                directory = in_process.resume(path, bars)
+                directory = engine_of(loaded).resume(path, bars)
             else:
-                directory = in_process.run(loaded, path, bars, overwrite)
+                directory = engine_of(loaded).run(loaded, path, bars, overwrite)
     except KeyboardInterrupt:
         if (path / "recipe.yaml").is_file():
             _print(f"\nStopped. The last complete round is kept; continue with: fedssl run --resume {path}")
@@ -196,6 +200,56 @@ def run_table(
     except KeyboardInterrupt:
         console.print("\nStopped. Finished cells and rounds are kept; the same command continues.")
         raise typer.Exit(130) from None
+
+
+@app.command("app")
+def flower_app(
+    recipe: Annotated[str, typer.Argument(help="a shipped recipe's name, or a .yaml file")],
+    folder: Annotated[Path, typer.Argument(help="the app's folder")],
+    overrides: Overrides = None,
+    output: Annotated[
+        str | None, typer.Option(help="the run's folder on the SuperLink's machine; runs/NAME-seedN where not given")
+    ] = None,
+) -> None:
+    """Write the Flower app of a recipe, which flwr run takes across machines (docs/deploy.md)."""
+    from .recipe import load_recipe
+
+    loaded = load_recipe(recipe, [*(overrides or ()), "engine=flower"])
+    _flower("flower_app").write_app(loaded, folder, output)
+    _print(f"written: {folder}; start it with: flwr run {folder} NAME-OF-THE-SUPERLINK")
+
+
+@app.command()
+def superlink(
+    folder: Annotated[Path, typer.Argument(help="holds ca.crt, server.crt and server.key; keeps the database")],
+    host: Annotated[str, typer.Option(help="the address to listen on; 0.0.0.0 for all")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="without TLS and authentication; for tests only")
+    ] = False,
+) -> None:
+    """Start Flower's SuperLink, the server that the sites connect to, with TLS and their authentication."""
+    _flower("flower_nodes").superlink(folder, host, port, insecure)
+
+
+@app.command()
+def supernode(
+    site: Annotated[Path, typer.Argument(help="the site's YAML file: client, data, architecture, device, state")],
+    superlink: Annotated[str, typer.Option(help="the SuperLink's address, host:port")],
+    root_certificates: Annotated[Path | None, typer.Option(help="ca.crt of the SuperLink's authority")] = None,
+    key: Annotated[Path | None, typer.Option(help="the site's private key")] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="without TLS and authentication; for tests only")
+    ] = False,
+) -> None:
+    """Start Flower's SuperNode for this site; it takes part in runs until it is stopped."""
+    raise typer.Exit(_flower("flower_nodes").supernode(site, superlink, root_certificates, key, insecure))
+
+
+def _flower(module: str) -> ModuleType:
+    from .engines import flower_module
+
+    return flower_module(module)
 
 
 @app.command()

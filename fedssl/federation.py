@@ -97,8 +97,14 @@ class Federation:
         return [k for k in sampled if draws[k] >= probability]
 
 
-def build_federation(recipe: Recipe, dataset: Dataset | None = None) -> Federation:
-    """Load the data, deal it to the clients and compose the method; `dataset` is taken in place of the recipe's.
+def build_federation(recipe: Recipe, dataset: Dataset | None = None, owner: int | None = None) -> Federation:
+    """Load the data, deal it to the clients and compose the method.
+
+    Args:
+        recipe: the recipe.
+        dataset: is taken in place of the recipe's.
+        owner: the client whose own images `recipe.data` names: it gets all of them and the others none. Where not
+            given they are dealt by `recipe.partition`.
 
     Raises:
         UserError: data that cannot be read or dealt as asked, or parts that do not fit each other.
@@ -107,6 +113,8 @@ def build_federation(recipe: Recipe, dataset: Dataset | None = None) -> Federati
     if recipe.clients_per_round is not None and recipe.clients_per_round > clients:
         raise UserError(f"clients_per_round is {recipe.clients_per_round}, partition.clients only {clients}")
     answers = recipe.clients_per_round or clients
+    if recipe.partition.name == "sites" and recipe.engine != "flower":
+        raise UserError(f"partition sites is for engine flower, whose sites bring their own data, not {recipe.engine}")
     if recipe.guard.minimum_answers > answers:
         raise UserError(f"guard.minimum_answers is {recipe.guard.minimum_answers}, but only {answers} clients answer")
     for aggregator in recipe.aggregators:
@@ -138,15 +146,20 @@ def build_federation(recipe: Recipe, dataset: Dataset | None = None) -> Federati
     device = _device(recipe.device)
     dataset = dataset or load_dataset(recipe.data, recipe.seed)
     check_fine_tuning(recipe.evaluation.fine_tune, dataset)
-    public_users = [r.name for r in recipe.regularizers if r.needs_public_images]
-    public_users += [a.name for a in recipe.aggregators if a.needs_public_images]
+    public_users = public_image_users(recipe)
     if public_users and dataset.public_images is None:
         raise UserError(
             f"{public_users[0]} needs public images to align on: give data.public_path (an .npz or a folder of images) "
             "or data.public_holdout (that many training images, taken from no client)"
         )
-    rows = partition_indices(dataset.train_labels, recipe.partition, recipe.seed)
+    if owner is None:
+        rows = partition_indices(dataset.train_labels, recipe.partition, recipe.seed)
+    else:
+        rows = [torch.empty(0, dtype=torch.int64) for _ in range(clients)]
+        rows[owner] = torch.arange(len(dataset.train_labels))
     for k, mine in enumerate(rows):
+        if (owner is None and recipe.partition.name == "sites") or owner not in (None, k):
+            continue
         if len(mine) < recipe.training.batch_size:
             raise UserError(
                 f"client {k} has {len(mine)} image{'s' if len(mine) != 1 else ''}, fewer than training.batch_size "
@@ -182,6 +195,12 @@ def build_federation(recipe: Recipe, dataset: Dataset | None = None) -> Federati
     return Federation(recipe, dataset, rows, method, device)
 
 
+def public_image_users(recipe: Recipe) -> list[str]:
+    """The parts that work on the shared public images."""
+    users = [r.name for r in recipe.regularizers if r.needs_public_images]
+    return users + [a.name for a in recipe.aggregators if a.needs_public_images]
+
+
 def _build_model(recipe: Recipe, dataset: Dataset, architecture: str) -> Model:
     channels, size = dataset.train_images.shape[1], dataset.train_images.shape[-1]
     encoder = recipe.schedule.adapt(build_encoder(architecture, channels, size))
@@ -189,8 +208,8 @@ def _build_model(recipe: Recipe, dataset: Dataset, architecture: str) -> Model:
 
 
 def _device(name: str) -> torch.device:
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UserError("device is cuda, but this torch sees no CUDA device; use device=cpu or auto")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise UserError(f"device is {name}, but this torch sees no CUDA device; use device=cpu or auto")
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)

@@ -16,6 +16,7 @@ from .client_states import Place
 from .data.augmentation import AugmentationOptions
 from .data.datasets import DataOptions
 from .data.partitions import PartitionOptions
+from .engines.options import EngineName, FlowerOptions
 from .errors import UserError
 from .evaluation.fine_tune import FineTuneOptions
 from .evaluation.linear import LinearOptions
@@ -65,6 +66,10 @@ class Recipe(Options):
     client_dropout: float = Field(
         0.0, ge=0, lt=1, description="probability that a sampled client does not answer, for each client and round"
     )
+    engine: EngineName = Field(
+        "in-process", description="flower-simulation: on Ray, on this machine; flower: across machines, docs/deploy.md"
+    )
+    flower: FlowerOptions = FlowerOptions()
     device: Literal["auto", "cpu", "cuda"] = "auto"
     client_states: Place = Field(
         "disk", description="where clients' states live between rounds; memory is flat in the clients with disk"

@@ -9,6 +9,7 @@
     tensorboard/                    the same metrics as TensorBoard events
     checkpoints/manifest.json       the last complete round and the files that belong to it
     checkpoints/*.safetensors       the server's state and each client's
+    sites_run.txt                   engine flower: the run's name at the sites, which keep the clients' states
 
 A round is committed by the rename of manifest.json. State files carry the round in their name and are never
 changed, so a manifest always points at whole files; metrics.csv only grows, and the manifest holds its length, so
@@ -35,6 +36,8 @@ from .storage import cannot_write, read_message, sync_folder, write_atomically, 
 
 MetricRow = tuple[int, str, str, float]
 METRICS_HEADER = ("round", "client", "metric", "value")
+#: holds the name by which the sites know the run; only where the clients' states are at sites of their own
+SITES_RUN = "sites_run.txt"
 LOGS = ("metrics.csv", "timings.csv", "refused.csv")
 
 
@@ -46,6 +49,11 @@ class Checkpoint:
     files: dict[str, str] = field(default_factory=dict)
     lengths: dict[str, int] = field(default_factory=dict)
     finished: bool = False
+
+
+def client_file(index: int, round_number: int) -> str:
+    """The name of the file with a client's state after a round."""
+    return f"client-{index:04d}.round-{round_number:05d}.safetensors"
 
 
 class RunDirectory:
@@ -91,6 +99,11 @@ class RunDirectory:
         if not (path / "recipe.yaml").is_file():
             raise UserError(f"{path} is not a run's folder: it holds no recipe.yaml")
         return cls(path)
+
+    @property
+    def clients_elsewhere(self) -> bool:
+        """Whether the clients keep their states at sites of their own (engine flower)."""
+        return (self.path / SITES_RUN).is_file()
 
     # Logs that only grow
 
@@ -141,6 +154,15 @@ class RunDirectory:
         """Write a client's state of a round; it counts from the round's `commit` on."""
         self._write_state(f"client-{index:04d}", round_number, state)
 
+    def adopt_client(self, index: int, round_number: int) -> None:
+        """Note a client's state of a round that the client itself has written (engine flower); as `write_client`."""
+        self._written[f"client-{index:04d}"] = client_file(index, round_number)
+
+    def client_round(self, index: int) -> int | None:
+        """The round of a client's last committed state; None where it has not taken part yet."""
+        name = self.checkpoint.files.get(f"client-{index:04d}")
+        return None if name is None else int(name.split(".round-")[1].split(".")[0])
+
     def discard_client(self, index: int) -> None:
         """Take back what `write_client` wrote in the round that is not yet committed."""
         self._written.pop(f"client-{index:04d}", None)
@@ -167,6 +189,8 @@ class RunDirectory:
         """A client's last written state; empty where it has not taken part yet."""
         owner = f"client-{index:04d}"
         name = self._written.get(owner) or self.checkpoint.files.get(owner)
+        if name and self.clients_elsewhere:
+            raise UserError(f"{self.path}: client {index}'s model is at its own site; only the client can evaluate it")
         return read_message(self.checkpoints / name) if name else Message()
 
     def roll_back(self) -> None:

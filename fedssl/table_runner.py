@@ -28,7 +28,7 @@ from typing import Any, cast
 import torch
 import yaml
 
-from .engines import in_process
+from .engines import engine_of, in_process
 from .errors import UserError
 from .recipe import Recipe, parse_recipe
 from .run_directory import RunDirectory
@@ -198,9 +198,9 @@ class _Rounds(in_process.Silent):
 
 def _run_cell(recipe: Recipe, path: Path, tell: Callable[[int], None]) -> None:
     if (path / "recipe.yaml").is_file():
-        in_process.resume(path, _Rounds(tell))
+        engine_of(recipe).resume(path, _Rounds(tell))
     else:
-        in_process.run(recipe, path, _Rounds(tell))
+        engine_of(recipe).run(recipe, path, _Rounds(tell))
 
 
 def _run_here(cells: Sequence[_Cell], progress: _Progress) -> None:

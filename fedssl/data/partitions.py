@@ -26,14 +26,17 @@ class PartitionOptions(Options):
     name: iid (equal random shares); disjoint_classes (Hetero-SSFL, section 5.1); dirichlet (each class is
         divided by its own draw from Dirichlet(alpha), so sizes differ too, Yurochkin et al. 2019); dirichlet_equal
         (equal sizes; each client draws its shares of the classes from Dirichlet(alpha), Hsu et al. 2019);
-        quantity_skew (the clients' sizes are drawn from Dirichlet(alpha) and the classes are mixed, Li et al. 2022).
+        quantity_skew (the clients' sizes are drawn from Dirichlet(alpha) and the classes are mixed, Li et al. 2022);
+        sites (nothing is divided: every site of engine flower brings its own images).
     clients: number of clients.
     classes_per_client: for disjoint_classes; by default classes // clients.
     alpha: for dirichlet, dirichlet_equal and quantity_skew; small is uneven, large is even.
     min_samples: fewest samples a client may have; dirichlet and quantity_skew are drawn again until it holds.
     """
 
-    name: Literal["iid", "disjoint_classes", "dirichlet", "dirichlet_equal", "quantity_skew"] = "disjoint_classes"
+    name: Literal["iid", "disjoint_classes", "dirichlet", "dirichlet_equal", "quantity_skew", "sites"] = (
+        "disjoint_classes"
+    )
     clients: int = Field(5, ge=1)
     classes_per_client: int | None = Field(None, ge=1)
     alpha: float = Field(0.5, gt=0)
@@ -49,14 +52,16 @@ class PartitionOptions(Options):
 def partition_indices(labels: Tensor, options: PartitionOptions, seed: int) -> list[Tensor]:
     """Divide samples with integer `labels` [n] amongst `options.clients` clients.
 
-    Returns one sorted int64 index tensor a client; every sample is on exactly one client. The same labels,
-    options and seed >= 0 always give the same answer.
+    Returns one sorted int64 index tensor a client; every sample is on exactly one client (with `sites` on none). The
+    same labels, options and seed >= 0 always give the same answer.
 
     Raises:
         UserError: the request cannot be met (too few samples or classes, classes left over, a small client).
     """
     if labels.ndim != 1 or labels.is_floating_point():
         raise TypeError(f"labels must be integers [n], came {labels.dtype} {list(labels.shape)}")
+    if options.name == "sites":
+        return [torch.empty(0, dtype=torch.int64) for _ in range(options.clients)]
     total = len(labels)
     if total < options.clients * options.min_samples:
         raise UserError(

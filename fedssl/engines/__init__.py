@@ -1,0 +1,47 @@
+"""What runs a method: in this process, or on Flower."""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..recipe import Recipe
+
+# Flower and Ray report usage unless told otherwise, and look at this when they are imported.
+for _name, _value in {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}.items():
+    os.environ.setdefault(_name, _value)
+
+
+def engine_of(recipe: Recipe) -> ModuleType:
+    """The module with `run` and `resume` for a recipe's engine.
+
+    Raises:
+        UserError: Flower is not installed.
+    """
+    if recipe.engine == "in-process":
+        from . import in_process
+
+        return in_process
+    return flower_module("flower")
+
+
+def flower_module(name: str) -> ModuleType:
+    """A module of the Flower engine.
+
+    Raises:
+        UserError: Flower is not installed.
+    """
+    from ..errors import UserError
+
+    try:
+        import_module("flwr")
+    except ModuleNotFoundError as error:
+        raise UserError("engine flower needs Flower: pip install 'fedkernels-fedssl[flower]'") from error
+    return import_module(f".{name}", __package__)

@@ -53,12 +53,9 @@ def run(recipe: Recipe, path: Path, progress: Progress | None = None, overwrite:
     Raises:
         UserError: see `load_recipe`, `build_federation` and `RunDirectory`.
     """
-    if path.exists() and not overwrite:
-        raise UserError(
-            f"{path} exists: continue it with fedssl run --resume {path}, or give --overwrite, or another --output"
-        )
+    refuse_existing(path, overwrite)
     federation = build_federation(recipe)
-    directory = RunDirectory.create(path, _first_files(federation), overwrite)
+    directory = RunDirectory.create(path, first_files(federation), overwrite)
     return _run(federation, directory, progress or Silent())
 
 
@@ -74,6 +71,14 @@ def resume(path: Path, progress: Progress | None = None) -> RunDirectory:
     return _run(build_federation(load_recipe(path / "recipe.yaml")), directory, progress or Silent())
 
 
+def refuse_existing(path: Path, overwrite: bool) -> None:
+    """Refuse a folder that is there already (UserError), before anything is loaded."""
+    if path.exists() and not overwrite:
+        raise UserError(
+            f"{path} exists: continue it with fedssl run --resume {path}, or give --overwrite, or another --output"
+        )
+
+
 def models_to_evaluate(
     federation: Federation, server: Message, client_state: Callable[[int], Message]
 ) -> Iterator[tuple[str, Model]]:
@@ -85,21 +90,71 @@ def models_to_evaluate(
         yield "global", federation.method.load_global(server, lambda: federation.new_model(None))
 
 
+class Clients(Protocol):
+    """How an engine reaches the clients; everything else of a run is `run_rounds`, under every engine."""
+
+    def answers(self, number: int, sent: dict[int, Message]) -> tuple[dict[int, Message], dict[int, str]]:
+        """The clients' answers to a round's messages (round 0 is the opening one), and why the others gave none.
+
+        The states of those that answered are kept, and count from the round's commit on.
+        """
+        ...
+
+    def discard(self, index: int) -> None:
+        """Undo this round of a client whose answer was refused."""
+        ...
+
+    def evaluations(self, number: int) -> Iterator[tuple[int, dict[str, float], Tensor]]:
+        """Measures and spectrum of each client's own model after a round; see `evaluate_after`."""
+        ...
+
+
+class LocalClients:
+    """Clients of this process, one after another."""
+
+    def __init__(self, federation: Federation, directory: RunDirectory, progress: Progress):
+        self._federation, self._progress = federation, progress
+        self._states = ClientStates(directory, federation.recipe.client_states)
+
+    def answers(self, number: int, sent: dict[int, Message]) -> tuple[dict[int, Message], dict[int, str]]:
+        method = self._federation.method
+        replies = {}
+        for position, k in enumerate(sent):
+            if number:
+                self._progress.client(number, k, position, len(sent))
+            client = self._federation.client(k, self._states.load(k) if number else Message())
+            replies[k] = method.client_round(client, sent[k], number) if number else method.open_client(client, sent[k])
+            self._states.store(k, number, self._federation.client_state(client))
+        return replies, {}
+
+    def discard(self, index: int) -> None:
+        self._states.discard(index)
+
+    def evaluations(self, number: int) -> Iterator[tuple[int, dict[str, float], Tensor]]:
+        for k in range(len(self._federation.client_rows)):
+            model = self._federation.client(k, self._states.load(k)).model
+            yield k, *evaluate_after(self._federation, model, number)
+
+
 def _run(federation: Federation, directory: RunDirectory, progress: Progress) -> RunDirectory:
+    return run_rounds(federation, directory, progress, LocalClients(federation, directory, progress))
+
+
+def run_rounds(federation: Federation, directory: RunDirectory, progress: Progress, clients: Clients) -> RunDirectory:
+    """All rounds that are left, each ended by its commit; the same under every engine."""
     rounds = federation.recipe.rounds
     first = directory.checkpoint.round + 1
-    states = ClientStates(directory, federation.recipe.client_states)
     progress.start(first, rounds)
     with _tensorboard(directory, first) as write_events:
         for number in range(first, rounds + 1):
             started = time.perf_counter()
             if number == 0:
-                server, rows = _opening(federation, states, progress)
+                server, rows, missing = _opening(federation, clients, progress)
             else:
-                server, rows = _round(federation, directory.server_state(), states, number, progress)
-            rows += _evaluate(federation, directory, number, server, states, progress)
+                server, rows, missing = _round(federation, directory.server_state(), clients, number, progress)
+            rows += _evaluate(federation, directory, number, server, clients, progress)
             directory.append_metrics(rows)
-            directory.append_refused(number, refused_in(server))
+            directory.append_refused(number, missing | refused_in(server))
             directory.append_timing(number, time.perf_counter() - started)
             write_events(rows)
             directory.commit(number, server, finished=number == rounds)
@@ -107,39 +162,53 @@ def _run(federation: Federation, directory: RunDirectory, progress: Progress) ->
     return directory
 
 
+def evaluation_due(recipe: Recipe, number: int) -> bool:
+    """Whether models are evaluated after this round: before and after training, and every few rounds between."""
+    return number in (0, recipe.rounds) or bool(recipe.evaluation.every and number % recipe.evaluation.every == 0)
+
+
+def evaluate_after(federation: Federation, model: Model, number: int) -> tuple[dict[str, float], Tensor]:
+    """kNN and effective rank; before and after training linear too; after it fine-tuning if asked.
+
+    Returns:
+        The measures by name, and the singular values of the test representations.
+    """
+    recipe = federation.recipe
+    return evaluate_model(
+        model,
+        federation.dataset,
+        recipe.evaluation,
+        seed_for(recipe.seed, "evaluation"),
+        linear=number in (0, recipe.rounds),
+        fractions=recipe.evaluation.semi_supervised if number == recipe.rounds else (),
+        fine_tune=recipe.evaluation.fine_tune if number == recipe.rounds else None,
+    )
+
+
 def _evaluate(
     federation: Federation,
     directory: RunDirectory,
     number: int,
     server: Message,
-    states: ClientStates,
+    clients: Clients,
     progress: Progress,
 ) -> list[MetricRow]:
-    """kNN and effective rank every few rounds; before and after training linear too; after it fine-tuning if asked."""
-    options, rounds = federation.recipe.evaluation, federation.recipe.rounds
-    whole = number in (0, rounds)
-    if not whole and not (options.every and number % options.every == 0):
+    if not evaluation_due(federation.recipe, number):
         return []
     progress.note(f"evaluating after round {number}")
     rows: list[MetricRow] = []
     spectra: dict[str, Tensor] = {}
-
-    for who, model in models_to_evaluate(federation, server, states.load):
-        metrics, spectra[who] = evaluate_model(
-            model,
-            federation.dataset,
-            options,
-            seed_for(federation.recipe.seed, "evaluation"),
-            linear=whole,
-            fractions=options.semi_supervised if number == rounds else (),
-            fine_tune=options.fine_tune if number == rounds else None,
-        )
-        rows += [(number, who, metric, value) for metric, value in metrics.items()]
     if federation.method.personal:
+        for k, metrics, spectra[str(k)] in clients.evaluations(number):
+            rows += [(number, str(k), metric, value) for metric, value in metrics.items()]
         for metric in dict.fromkeys(row[2] for row in rows):
             values = [row[3] for row in rows if row[2] == metric]
             rows.append((number, "mean", metric, sum(values) / len(values)))
-    if number == rounds:
+    else:
+        model = federation.method.load_global(server, lambda: federation.new_model(None))
+        metrics, spectra["global"] = evaluate_after(federation, model, number)
+        rows += [(number, "global", metric, value) for metric, value in metrics.items()]
+    if number == federation.recipe.rounds:
         directory.write_spectra(spectra)
     return rows
 
@@ -159,40 +228,52 @@ def _tensorboard(directory: RunDirectory, first: int) -> Iterator[Callable[[list
         writer.close()
 
 
-def _opening(federation: Federation, states: ClientStates, progress: Progress) -> tuple[Message, list[MetricRow]]:
+def _opening(
+    federation: Federation, clients: Clients, progress: Progress
+) -> tuple[Message, list[MetricRow], dict[int, str]]:
     """Round 0: the server's first state, and each client's answer where the method asks for one."""
     method = federation.method
     server = method.initial_state()
-    replies: dict[int, Message] = {}
-    sent: dict[int, Message] = {}
-    if method.opening_round:
-        everyone = list(range(len(federation.client_rows)))
-        sent = method.broadcast_opening(server, everyone)
-        for k in everyone:
-            client = federation.client(k, Message())
-            replies[k] = method.open_client(client, sent[k])
-            states.store(k, 0, federation.client_state(client))
-        server = method.aggregate(server, replies, 0)
-    return server, _traffic_rows(0, {k: m for k, m in sent.items() if m.num_bytes}, replies) + _refused_rows(
-        0, server, replies, states, progress
-    )
+    if not method.opening_round:
+        return server, [], {}
+    sent = method.broadcast_opening(server, list(range(len(federation.client_rows))))
+    server, replies, rows, missing = _exchange(federation, server, sent, clients, 0, progress)
+    return server, _traffic_rows(0, {k: m for k, m in sent.items() if m.num_bytes}, replies) + rows, missing
+
+
+def _exchange(
+    federation: Federation, server: Message, sent: dict[int, Message], clients: Clients, number: int, progress: Progress
+) -> tuple[Message, dict[int, Message], list[MetricRow], dict[int, str]]:
+    """A round's messages there and back: the server's next state, the answers that count, rows and reasons of the rest.
+
+    Clients whose answer was refused or did not come are told, counted in the metrics `refused` and `missing`, and their
+    round is undone.
+    """
+    replies, missing = clients.answers(number, sent)
+    for k, reason in missing.items():
+        progress.warn(f"round {number}: client {k} is left out: {reason}")
+    try:
+        server = federation.method.aggregate(server, replies, number)
+    except UserError as error:
+        raise UserError("; ".join([str(error), *(f"client {k}: {why}" for k, why in missing.items())])) from error
+    rows = [(number, str(k), "missing", 1.0) for k in missing]
+    for k, reason in refused_in(server).items():
+        progress.warn(f"round {number}: the answer of client {k} is left out: {reason}")
+        del replies[k]
+        clients.discard(k)
+        rows.append((number, str(k), "refused", 1.0))
+    return server, replies, rows, missing
 
 
 def _round(
-    federation: Federation, server: Message, states: ClientStates, number: int, progress: Progress
-) -> tuple[Message, list[MetricRow]]:
-    method = federation.method
+    federation: Federation, server: Message, clients: Clients, number: int, progress: Progress
+) -> tuple[Message, list[MetricRow], dict[int, str]]:
     chosen = federation.sampled_clients(number)
     answering = federation.answering_clients(number, chosen)
-    sent = method.broadcast(server, chosen, number)
-    replies: dict[int, Message] = {}
-    for position, k in enumerate(answering):
-        progress.client(number, k, position, len(answering))
-        client = federation.client(k, states.load(k))
-        replies[k] = method.client_round(client, sent[k], number)
-        states.store(k, number, federation.client_state(client))
-    server = method.aggregate(server, replies, number)
-    rows = _traffic_rows(number, sent, replies) + _refused_rows(number, server, replies, states, progress)
+    sent = federation.method.broadcast(server, chosen, number)
+    asked = {k: sent[k] for k in answering}
+    server, replies, lost, missing = _exchange(federation, server, asked, clients, number, progress)
+    rows = _traffic_rows(number, sent, replies) + lost
     rows += [(number, str(k), "dropped", 1.0) for k in chosen if k not in answering]
     if federation.recipe.clients_per_round or federation.recipe.client_dropout:
         rows.append((number, "global", "answers", float(len(replies))))
@@ -206,19 +287,7 @@ def _round(
         if name.startswith(METRIC):
             metric, _, who = name.removeprefix(METRIC).rpartition("/")
             rows.append((number, who, metric, value))
-    return server, rows
-
-
-def _refused_rows(
-    number: int, server: Message, replies: dict[int, Message], states: ClientStates, progress: Progress
-) -> list[MetricRow]:
-    """The clients whose answer was left out of a round: told, taken out of the replies, and their round undone."""
-    refused = refused_in(server)
-    for k, reason in refused.items():
-        progress.warn(f"round {number}: the answer of client {k} is left out: {reason}")
-        del replies[k]
-        states.discard(k)
-    return [(number, str(k), "refused", 1.0) for k in refused]
+    return server, rows, missing
 
 
 def _traffic_rows(number: int, sent: dict[int, Message], replies: dict[int, Message]) -> list[MetricRow]:
@@ -227,7 +296,7 @@ def _traffic_rows(number: int, sent: dict[int, Message], replies: dict[int, Mess
     return rows + [(number, str(k), "bytes_up", float(message.num_bytes)) for k, message in replies.items()]
 
 
-def _first_files(federation: Federation) -> dict[str, str]:
+def first_files(federation: Federation) -> dict[str, str]:
     """What a run's folder holds before its first round."""
     names = federation.dataset.class_names
     table = [["client", *names], *([k, *counts] for k, counts in enumerate(federation.class_counts.tolist()))]

@@ -121,8 +121,9 @@ def _analyse(federation: Federation, directory: RunDirectory) -> Collapse:
     if not federation.method.personal:
         for who, model in models_to_evaluate(federation, directory.server_state(), directory.client_state):
             look(who, model)
-    for k in _some_clients(directory, recipe.seed):
-        look(str(k), federation.client(k, directory.client_state(k)).model)
+    if federation.method.personal or not directory.clients_elsewhere:
+        for k in _some_clients(directory, recipe.seed):
+            look(str(k), federation.client(k, directory.client_state(k)).model)
     labels = data.test_labels[order].tolist()
     local = next((who for who in models if who != GLOBAL), None)
     tsne: dict[str, list[list[float]]] = {}

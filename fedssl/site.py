@@ -1,0 +1,121 @@
+"""A site of a federation across machines: one client with its own data, architecture and device."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+
+import yaml
+from pydantic import Field, ValidationError
+
+from .data.datasets import DataOptions
+from .errors import UserError
+from .federation import Federation, build_federation
+from .messages import Message
+from .options import Options
+from .recipe import Recipe, explain_errors
+from .run_directory import client_file
+from .storage import read_message, write_message
+
+
+class SiteOptions(Options):
+    """What a site says of itself, in a YAML file of its own that never leaves it."""
+
+    client: int = Field(..., ge=0, description="the site's number, from 0; each client of the recipe is one site")
+    data: DataOptions | None = Field(None, description="its own images; its share of the recipe's data where not given")
+    architecture: str | None = Field(None, description="its own; the recipe's for this client where not given")
+    device: str | None = Field(None, pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="the recipe's where not given")
+    state: Path = Field(..., description="the folder that keeps the client's model between rounds")
+
+
+def load_site(path: str | Path) -> SiteOptions:
+    """Read a site's file.
+
+    Raises:
+        UserError: no such file; not YAML; a key or value that is not allowed.
+    """
+    path = Path(path).expanduser()
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"the site's file {path} cannot be read: {error}") from error
+    except yaml.YAMLError as error:
+        raise UserError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{path} must hold keys such as client and state, it holds {type(values).__name__}")
+    try:
+        return SiteOptions.model_validate(values)
+    except ValidationError as error:
+        raise UserError(f"{path}: {'; '.join(explain_errors(error, SiteOptions))}") from error
+
+
+def site_federation(recipe: Recipe, site: SiteOptions) -> Federation:
+    """The federation as a site sees it: its own client is whole, of the others it has no images.
+
+    Raises:
+        UserError: see `build_federation`; an unknown client; no data where each site brings its own.
+    """
+    clients = recipe.partition.clients
+    if site.client >= clients:
+        raise UserError(
+            f"client is {site.client}, but the recipe has partition.clients {clients}: name 0 to {clients - 1}"
+        )
+    if site.data is None and recipe.partition.name == "sites":
+        raise UserError("the recipe divides no data (partition sites): name the site's own images under data")
+    architectures = [recipe.architectures[k % len(recipe.architectures)] for k in range(clients)]
+    if site.architecture is not None:
+        architectures[site.client] = site.architecture
+    changed = {
+        "architectures": architectures,
+        "data": site.data or recipe.data,
+        "device": site.device or recipe.device,
+    }
+    return build_federation(recipe.model_copy(update=changed), owner=None if site.data is None else site.client)
+
+
+def public_digest(federation: Federation) -> str:
+    """A short text that two sites share only if their public images are the same; empty without such images."""
+    images = federation.dataset.public_images
+    if images is None:
+        return ""
+    digest = hashlib.sha256(str(list(images.shape)).encode())
+    digest.update(images.contiguous().numpy().tobytes())
+    return digest.hexdigest()[:32]
+
+
+class SiteStates:
+    """A client's states on the site's disk: the one that the server's last commit counts on, and the newest."""
+
+    def __init__(self, folder: Path, client: int, prune: bool):
+        self._folder, self._client, self._prune = folder, client, prune
+
+    @classmethod
+    def of_run(cls, site: SiteOptions, run: str) -> SiteStates:
+        """In a folder of the run's own below `site.state`; `run` is the name that the server gave it."""
+        if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", run):
+            raise UserError(f"the server calls its run {run!r}, expected letters and digits")
+        folder = site.state.expanduser() / run
+        folder.mkdir(parents=True, exist_ok=True)
+        return cls(folder, site.client, prune=True)
+
+    def load(self, round_number: int | None) -> Message:
+        """The state after a round; empty for None: the client has not taken part yet.
+
+        Raises:
+            UserError: it is not here, or damaged.
+        """
+        return Message() if round_number is None else read_message(self._path(round_number))
+
+    def store(self, round_number: int, state: Message, kept: int | None) -> None:
+        """Keep a state, and drop all but it and that of the round `kept`, which may have to be trained from again."""
+        path = self._path(round_number)
+        write_message(path, state)
+        if self._prune:
+            needed = {path} if kept is None else {path, self._path(kept)}
+            for other in self._folder.glob(f"client-{self._client:04d}.round-*"):
+                if other not in needed:
+                    other.unlink(missing_ok=True)
+
+    def _path(self, round_number: int) -> Path:
+        return self._folder / client_file(self._client, round_number)

@@ -1,0 +1,528 @@
+"""The Flower engine without processes: its messages, its server and client app, a site's file, the app's folder."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
+
+from flwr.app import Array, ConfigRecord, Context, RecordDict
+from flwr.app import Message as FlowerMessage
+from flwr.app.error import Error
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+from flwr.supercore.task_identity import TaskIdentity
+
+from fedssl.aggregators.weighted_mean import WeightedMean
+from fedssl.engines import flower, in_process
+from fedssl.engines.flower import FlowerClients, make_client_app
+from fedssl.engines.flower_app import write_app
+from fedssl.engines.flower_messages import from_records, to_records
+from fedssl.engines.in_process import first_files, run_rounds
+from fedssl.errors import UserError
+from fedssl.federation import build_federation
+from fedssl.messages import Message
+from fedssl.method import Method
+from fedssl.recipe import Recipe, load_recipe
+from fedssl.run_directory import SITES_RUN, RunDirectory
+from fedssl.site import load_site, site_federation
+
+from .conftest import ALIGNED, AVERAGED
+from .flower_deployment import with_package
+from .test_in_process import contents, metric
+
+FEDU2 = {
+    "aggregators": ["eua"],
+    "regularizers": [{"name": "uniformity", "weight": 0.1, "tau_a": 0.8, "tau_b": 0.8}],
+    "local_update": "replace",
+}
+KINDS = {"hetero_ssfl": ALIGNED, "fedu2": FEDU2, "weighted_mean": AVERAGED, "local": {}}
+
+
+@pytest.fixture(autouse=True)
+def _identity():
+    """Flower notes in its processes who they are, and asks for it when a message is made."""
+    TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1
+
+
+class LoopGrid:
+    """Flower's grid with the nodes in this process: each has a client app and a node config."""
+
+    def __init__(self, app, configs: dict[int, dict]):
+        self.app, self.configs = app, configs
+        self.replies: dict[str, FlowerMessage] = {}
+        self.numbers = itertools.count()
+        self.silent: set[int] = set()  # nodes that answer no round
+        self.tamper = lambda node, reply: None
+        self.left: list[FlowerMessage] = []  # what left the nodes
+
+    def get_node_ids(self):
+        return list(self.configs)
+
+    def push_messages(self, messages):
+        names = []
+        for message in messages:
+            node, name = message.metadata.dst_node_id, f"message {next(self.numbers)}"
+            names.append(name)
+            if node in self.silent and message.metadata.message_type != "query":
+                continue
+            message.metadata.__dict__["_message_id"] = name
+            context = Context(0, node, self.configs[node], RecordDict(), {})
+            try:
+                reply = self.app(message, context)
+            except Exception as error:
+                reply = FlowerMessage(Error(2, str(error)), reply_to=message)
+            self.tamper(node, reply)
+            self.left.append(reply)
+            self.replies[name] = reply
+        return names
+
+    def pull_messages(self, names):
+        return [self.replies.pop(name) for name in list(names) if name in self.replies]
+
+
+class Told(in_process.Silent):
+    def __init__(self):
+        self.warnings: list[str] = []
+
+    def warn(self, text: str) -> None:
+        self.warnings.append(text)
+
+
+def start(recipe: Recipe, path: Path, sites: list[Path] | None = None) -> tuple[RunDirectory, LoopGrid]:
+    """A run's folder and its nodes; simulated ones, or with a site's file each."""
+    federation = build_federation(recipe)
+    files = first_files(federation) | ({SITES_RUN: "run"} if sites else {})
+    directory = RunDirectory.create(path, files)
+    app = make_client_app((path / "recipe.yaml").absolute(), simulated=not sites)
+    if sites:
+        configs = {11 + i: {"site": str(file)} for i, file in enumerate(sites)}
+    else:
+        configs = {11 + k: {"partition-id": k} for k in range(len(federation.client_rows))}
+    return directory, LoopGrid(app, configs)
+
+
+def go(recipe: Recipe, directory: RunDirectory, grid: LoopGrid) -> list[str]:
+    told = Told()
+    federation = build_federation(recipe)
+    clients = FlowerClients(grid, federation, directory, told, "run", threading.Event())
+    clients.connect()
+    run_rounds(federation, directory, told, clients)
+    return told.warnings
+
+
+class Clock:
+    """Stands for the module `time`: waiting takes no time."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def quick(tiny, monkeypatch):
+    """The tiny recipe under engine flower, whose server waits without waiting."""
+    monkeypatch.setattr(flower, "time", Clock())
+    waits = {"round_seconds": 100, "connect_seconds": 10}
+    return lambda **changes: tiny(**({"engine": "flower", "flower": waits} | changes))
+
+
+def write_sites(folder: Path, count: int = 3, **keys) -> list[Path]:
+    files = []
+    for k in range(count):
+        file = folder / f"site{k}.yaml"
+        file.write_text(yaml.safe_dump({"client": k, "state": str(folder / f"state{k}")} | keys))
+        files.append(file)
+    return files
+
+
+# Messages
+
+
+def test_every_dtype_travels_as_it_is():
+    dtypes = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8]
+    tensors = {str(dtype): (torch.rand(3, 5) * 100).to(dtype) for dtype in dtypes}
+    tensors |= {"bool": torch.tensor([True, False]), "scalar": torch.tensor(7), "empty": torch.empty(0, 4)}
+    tensors["transposed"] = torch.arange(6.0).reshape(2, 3).T
+    tensors["not finite"] = torch.tensor([float("nan"), float("inf")])
+    message = Message(
+        tensors, {"samples": 3, "loss": 0.1}, {"layer": "encoder", "centered": True, "rounds": 2, "t": 0.5}
+    )
+    records = to_records(message)
+    inflated = RecordDict.inflate(records.deflate(), records.children)
+    for name, record in inflated.items():
+        inflated[name] = type(record).inflate(record.deflate(), record.children)
+    came = from_records(inflated)
+    assert list(came.tensors) == list(tensors)
+    for name, tensor in tensors.items():
+        assert came.tensors[name].dtype == tensor.dtype
+        torch.testing.assert_close(came.tensors[name], tensor, rtol=0, atol=0, equal_nan=True)
+    assert (came.numbers, came.config) == (message.numbers, message.config)
+    assert type(came.numbers["samples"]) is int
+
+
+@pytest.mark.parametrize(
+    ("array", "expected"),
+    [
+        (Array("float32", (2, 2), "torch.raw", b"1234"), r"a came with 4 bytes for the shape \[2, 2\] of float32"),
+        (Array("float32", (1,), "numpy.ndarray", b"1234"), "a came as numpy.ndarray of float32, expected torch.raw"),
+        (Array("object", (1,), "torch.raw", b"1234"), "a came as torch.raw of object"),
+        (Array("float32", (-1, -1), "torch.raw", b"1234"), r"a came with 4 bytes for the shape \[-1, -1\]"),
+    ],
+)
+def test_an_array_that_is_none_of_ours_is_refused(array, expected):
+    records = to_records(Message())
+    records["tensors"]["a"] = array
+    with pytest.raises(UserError, match=expected):
+        from_records(records)
+
+
+def test_what_flower_sends_is_the_message_and_little_more():
+    """Bytes of all of a Flower message's objects against `num_bytes`, which is what a run's metrics hold."""
+    recipe = load_recipe("fedu2")
+    federation = build_federation(recipe)
+    message = federation.method.broadcast(federation.method.initial_state(), [0], 1)[0]
+    content = to_records(message)
+    content["task"] = ConfigRecord({"run": "0" * 16, "client": 0, "round": 1, "start": -1, "seconds": 3600.0})
+    sent = FlowerMessage(content, dst_node_id=1, message_type="train", ttl=10.0)
+    size = sum(len(part.deflate()) for part in get_all_nested_objects(sent).values())
+    # less is possible: equal tensors, such as the ones of batch normalisation, are sent once
+    assert 0.97 * message.num_bytes < size < 1.03 * message.num_bytes
+
+
+# Rounds
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_run_is_the_one_in_this_process_bit_for_bit(kind, tiny, tmp_path):
+    recipe = tiny(**KINDS[kind])
+    in_process.run(recipe, tmp_path / "a")
+    go(recipe, *start(recipe, tmp_path / "b"))
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+
+
+@pytest.mark.parametrize("kind", ["hetero_ssfl", "fedu2"])
+def test_clients_keep_their_states_at_their_sites(kind, quick, tiny, tmp_path):
+    in_process.run(tiny(**KINDS[kind]), tmp_path / "a")
+    recipe = quick(**KINDS[kind])
+    directory, grid = start(recipe, tmp_path / "b", write_sites(tmp_path))
+    assert go(recipe, directory, grid) == []
+    for name in ("metrics.csv", "spectrum.csv", "partition.csv", "checkpoints/server.round-00002.safetensors"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    for k in range(3):
+        [*_, newest] = sorted((tmp_path / f"state{k}" / "run").iterdir())
+        assert newest.read_bytes() == (tmp_path / "a" / "checkpoints" / newest.name).read_bytes()
+    assert not list((tmp_path / "b" / "checkpoints").glob("client*"))
+    with pytest.raises(UserError, match="client 0's model is at its own site"):
+        directory.client_state(0)
+
+
+def test_interrupted_between_rounds_the_run_continues_from_the_same_states(quick, tiny, tmp_path, monkeypatch):
+    in_process.run(tiny(**ALIGNED, rounds=3), tmp_path / "a")
+    recipe = quick(**ALIGNED, rounds=3)
+    directory, grid = start(recipe, tmp_path / "b", write_sites(tmp_path))
+    monkeypatch.setattr(RunDirectory, "commit", interrupt_after(2, RunDirectory.commit))
+    with pytest.raises(KeyboardInterrupt):
+        go(recipe, directory, grid)
+    monkeypatch.undo()
+    directory = RunDirectory.open(tmp_path / "b")
+    assert directory.checkpoint.round == 1  # round 2 was trained at the sites, and is trained again
+    directory.roll_back()
+    go(recipe, directory, grid)
+    assert (tmp_path / "a" / "metrics.csv").read_bytes() == (tmp_path / "b" / "metrics.csv").read_bytes()
+
+
+def interrupt_after(commits: int, real):
+    calls = []
+
+    def commit(*arguments, **keys):
+        calls.append(None)
+        if len(calls) > commits:
+            raise KeyboardInterrupt
+        real(*arguments, **keys)
+
+    return commit
+
+
+def test_a_site_that_lost_its_state_is_left_out_and_named(quick, tmp_path):
+    recipe = quick(**AVERAGED)
+    directory, grid = start(recipe, tmp_path / "b", write_sites(tmp_path))
+
+    def lose(node, reply):
+        for file in (tmp_path / "state1").rglob("*.round-00001.*"):
+            file.unlink()
+
+    grid.tamper = lose
+    warnings = go(recipe, directory, grid)
+    assert len(warnings) == 1
+    assert "round 2: client 1 is left out: " in warnings[0]
+    assert "cannot be read as a checkpoint" in warnings[0]
+    assert metric(tmp_path / "b", "missing", 2) == {"1": 1.0}
+
+
+def test_stragglers_are_dropped_and_counted(quick, tmp_path):
+    recipe = quick(**AVERAGED, guard={"minimum_answers": 2})
+    directory, grid = start(recipe, tmp_path / "b")
+    grid.silent = {12}
+    warnings = go(recipe, directory, grid)
+    assert warnings == [f"round {n}: client 1 is left out: no answer within 100 s" for n in (1, 2)]
+    assert metric(tmp_path / "b", "missing", 1) == {"1": 1.0}
+    assert metric(tmp_path / "b", "bytes_up", 1).keys() == {"0", "2"}
+    assert "1,1,no answer within 100 s" in (tmp_path / "b" / "refused.csv").read_text()
+    assert directory.client_round(1) is None
+    assert directory.client_round(0) == 2
+
+
+def test_under_the_minimum_the_run_ends_with_what_was_committed(quick, tmp_path):
+    recipe = quick(**AVERAGED, guard={"minimum_answers": 3})
+    directory, grid = start(recipe, tmp_path / "b")
+    grid.silent = {12}
+    with pytest.raises(UserError, match=r"round 1: 2 of 2 answers .*minimum_answers is 3; client 1: no answer within"):
+        go(recipe, directory, grid)
+    assert RunDirectory.open(tmp_path / "b").checkpoint.round == 0
+
+
+def test_refused_answers_are_named_and_their_clients_train_on_from_before(quick, tmp_path):
+    recipe = quick(**AVERAGED, guard={"minimum_answers": 2})
+    directory, grid = start(recipe, tmp_path / "b", write_sites(tmp_path))
+    last = next(iter(build_federation(recipe).method.initial_state().tensors))
+
+    def poison(node, reply):
+        if node == 12 and "tensors" in reply.content and reply.content["answer"]["round"] == 1:
+            size = len(reply.content["tensors"][last].data)
+            shape = reply.content["tensors"][last].shape
+            reply.content["tensors"][last] = Array("float32", shape, "torch.raw", b"\xff" * size)
+
+    grid.tamper = poison
+    warnings = go(recipe, directory, grid)
+    assert warnings == [f"round 1: the answer of client 1 is left out: {last} holds NaN"]
+    assert metric(tmp_path / "b", "refused", 1) == {"1": 1.0}
+    assert directory.client_round(1) == 2
+
+
+def test_an_app_that_crashes_is_named(quick, tmp_path, monkeypatch):
+    recipe = quick(**AVERAGED)
+    directory, grid = start(recipe, tmp_path / "b")
+    real = Method.client_round
+
+    def crash(method, client, *arguments):
+        if client.index == 2:
+            raise RuntimeError("no such\nkernel")
+        return real(method, client, *arguments)
+
+    monkeypatch.setattr(Method, "client_round", crash)
+    warnings = go(recipe, directory, grid)
+    assert warnings == [f"round {n}: client 2 is left out: its app failed: no such kernel" for n in (1, 2)]
+
+
+def test_work_that_the_server_no_longer_waits_for_is_ended(quick, tmp_path, monkeypatch):
+    recipe = quick(**AVERAGED)
+    directory, grid = start(recipe, tmp_path / "b")
+    real = Method.client_round
+
+    def hang(method, client, *arguments):
+        if client.index == 2:
+            assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 100
+            signal.raise_signal(signal.SIGALRM)  # as the timer does when the time is over
+        return real(method, client, *arguments)
+
+    monkeypatch.setattr(Method, "client_round", hang)
+    warnings = go(recipe, directory, grid)
+    assert warnings == [f"round {n}: client 2 is left out: stopped after 100 s, the round's deadline" for n in (1, 2)]
+
+
+# Who takes part
+
+
+def test_a_client_that_is_not_connected_is_told_and_the_run_begins(quick, tmp_path):
+    recipe = quick(**AVERAGED)
+    directory, grid = start(recipe, tmp_path / "b", write_sites(tmp_path)[:2])
+    warnings = go(recipe, directory, grid)
+    assert warnings[0] == "client 2 is not connected: the run begins without it"
+    assert warnings[1] == "round 1: client 2 is left out: it is not connected"
+
+
+def test_too_few_clients_are_connected(quick, tmp_path):
+    recipe = quick(**AVERAGED, guard={"minimum_answers": 3})
+    directory, grid = start(recipe, tmp_path / "b", write_sites(tmp_path)[:2])
+    with pytest.raises(UserError, match=r"2 of 3 clients are connected after 10 s, .* is 3; missing are \[2\]"):
+        go(recipe, directory, grid)
+
+
+def test_two_nodes_that_say_they_are_the_same_client(quick, tmp_path):
+    recipe = quick(**AVERAGED)
+    sites = write_sites(tmp_path)
+    directory, grid = start(recipe, tmp_path / "b", [*sites, sites[0]])
+    warnings = go(recipe, directory, grid)
+    assert warnings == ["node 14 is left out: it says that it is client 0, which node 11 is"]
+
+
+def test_a_site_with_other_public_images_is_left_out(quick, tmp_path):
+    recipe = quick(**ALIGNED)
+    sites = write_sites(tmp_path)
+    other = {"client": 1, "state": str(tmp_path / "x"), "data": {"name": "digits", "public_holdout": 31}}
+    sites[1].write_text(yaml.safe_dump(other))
+    directory, grid = start(recipe, tmp_path / "b", sites)
+    warnings = go(recipe, directory, grid)
+    assert warnings[0].startswith("node 12 is left out: its public images are not those of the server")
+
+
+# A site's own data, architecture and device
+
+
+def test_a_site_brings_its_own_images_and_architecture(quick, tmp_path):
+    recipe = quick(**(ALIGNED | {"partition": {"name": "sites", "clients": 3}}))
+    federation = build_federation(recipe)
+    assert [len(rows) for rows in federation.client_rows] == [0, 0, 0]
+    sites = write_sites(tmp_path, data={"name": "digits", "train_limit": 40, "test_limit": 60, "public_holdout": 30})
+    changed = yaml.safe_load(sites[1].read_text()) | {"architecture": "small_convnet_wide", "device": "cpu"}
+    sites[1].write_text(yaml.safe_dump(changed))
+    own = site_federation(recipe, load_site(sites[1]))
+    assert [len(rows) for rows in own.client_rows] == [0, 40, 0]
+    assert own.architecture(1) == "small_convnet_wide"
+    assert own.architecture(0) == federation.architecture(0)
+    directory, grid = start(recipe, tmp_path / "b", sites)
+    assert go(recipe, directory, grid) == []
+    assert metric(tmp_path / "b", "knn", 2).keys() == {"0", "1", "2", "mean"}
+
+
+def test_a_site_file_that_is_wrong(tmp_path, quick):
+    file = tmp_path / "site.yaml"
+    with pytest.raises(UserError, match=r"the site's file .* cannot be read"):
+        load_site(file)
+    file.write_text("client: 0\nstate: x\narchitektur: y\n")
+    with pytest.raises(UserError, match=r"architektur: unknown key; did you mean architecture\?"):
+        load_site(file)
+    file.write_text("client: 0\n")
+    with pytest.raises(UserError, match="state: missing"):
+        load_site(file)
+    file.write_text("client: 3\nstate: x\n")
+    with pytest.raises(UserError, match=r"client is 3, but the recipe has partition.clients 3"):
+        site_federation(quick(**AVERAGED), load_site(file))
+    file.write_text("client: 0\nstate: x\narchitecture: small_resnet10\n")
+    with pytest.raises(UserError, match="differ, but weighted_mean exchanges weights"):
+        site_federation(quick(**AVERAGED), load_site(file))
+    file.write_text("client: 0\nstate: x\n")
+    with pytest.raises(UserError, match="name the site's own images under data"):
+        site_federation(quick(partition={"name": "sites", "clients": 2}), load_site(file))
+
+
+def test_sites_of_their_own_data_are_for_the_flower_engine(tiny):
+    with pytest.raises(UserError, match="partition sites is for engine flower"):
+        build_federation(tiny(partition={"name": "sites", "clients": 2}))
+
+
+def test_the_runs_name_cannot_leave_the_sites_folder(quick, tmp_path):
+    site = flower._described_site
+    write_sites(tmp_path)
+    (tmp_path / "recipe.yaml").write_text(quick(**AVERAGED).to_yaml())
+    states = site(str(tmp_path / "recipe.yaml"), (("site", str(tmp_path / "site0.yaml")),)).states
+    with pytest.raises(UserError, match="expected letters and digits"):
+        states("../elsewhere")
+
+
+# What leaves a site
+
+
+def images_in(data: bytes, images: torch.Tensor) -> int:
+    """How many of the images stand in some bytes, as they are, scaled to 0..1, or in any float type of that."""
+    found = 0
+    for image in images:
+        forms = [image, image.float(), image.float() / 255, image.half(), (image.float() / 255).bfloat16()]
+        forms += [2 * (image.float() / 255) - 1]
+        found += any(form.contiguous().view(torch.uint8).numpy().tobytes() in data for form in forms)
+    return found
+
+
+def bytes_of(messages: list[FlowerMessage]) -> bytes:
+    return b"".join(part.deflate() for message in messages for part in get_all_nested_objects(message).values())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_image_of_a_site_leaves_it(kind, quick, tmp_path):
+    recipe = quick(**KINDS[kind])
+    directory, grid = start(recipe, tmp_path / "b", write_sites(tmp_path))
+    go(recipe, directory, grid)
+    federation = build_federation(recipe)
+    assert len(grid.left) >= 6
+    assert images_in(bytes_of(grid.left), federation.dataset.train_images) == 0
+    labels = federation.dataset.train_labels[federation.client_rows[0]]
+    assert labels.numpy().tobytes() not in bytes_of(grid.left)
+
+
+def test_an_image_that_leaves_would_be_found(quick, tmp_path, monkeypatch):
+    real = WeightedMean.collect
+
+    def leak(part, local, travelling):
+        message = real(part, local, travelling)
+        message.tensors["batch"] = local.client.images[:5].float() / 255
+        return message
+
+    monkeypatch.setattr(WeightedMean, "collect", leak)
+    recipe = quick(**AVERAGED)
+    directory, grid = start(recipe, tmp_path / "b", write_sites(tmp_path))
+    with pytest.raises(UserError, match="batch was not asked for"):
+        go(recipe, directory, grid)
+    assert images_in(bytes_of(grid.left), build_federation(recipe).dataset.train_images) >= 5
+
+
+# The app and the commands
+
+
+def test_the_apps_folder_holds_the_recipe_and_is_replaced_but_nothing_else_is(quick, tmp_path):
+    recipe = quick(**FEDU2)
+    for seed in (0, 1):
+        write_app(recipe.model_copy(update={"seed": seed}), tmp_path / "app")
+        assert load_recipe(tmp_path / "app" / "fedssl_app" / "recipe.yaml").seed == seed
+    project = (tmp_path / "app" / "pyproject.toml").read_text()
+    assert 'serverapp = "fedssl_app.server_app:app"' in project
+    assert 'output = "runs/tiny-seed1"' in project
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").touch()
+    with pytest.raises(UserError, match="holds something else than an app"):
+        write_app(recipe, tmp_path / "mine")
+    with pytest.raises(UserError, match="engine is in-process, a Flower app needs engine=flower"):
+        write_app(recipe.model_copy(update={"engine": "in-process"}), tmp_path / "other")
+
+
+def test_a_deployment_is_not_run_in_one_process(quick, tmp_path):
+    with pytest.raises(UserError, match="write its app with fedssl app"):
+        flower.run(quick(), tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+
+
+def fedssl(*arguments: str, cwd: Path) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "fedssl", *arguments]
+    return subprocess.run(command, cwd=cwd, env=with_package(), capture_output=True, text=True)
+
+
+def test_the_commands_refuse_to_start_without_tls(tmp_path):
+    done = fedssl("superlink", ".", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "ca.crt does not exist: needed for TLS" in done.stderr
+    write_sites(tmp_path, 1)
+    done = fedssl("supernode", "site0.yaml", "--superlink", "127.0.0.1:1", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "give --root-certificates and --key, or --insecure" in done.stderr
+
+
+def test_a_site_whose_data_are_not_there_is_told_before_anything_starts(tmp_path):
+    write_sites(tmp_path, 1, data={"name": "npz", "path": "nowhere.npz"})
+    done = fedssl("supernode", "site0.yaml", "--superlink", "127.0.0.1:1", "--insecure", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "fedssl: warning: insecure: no TLS" in done.stderr
+    assert "nowhere.npz" in done.stderr
+    assert "SuperNode" not in done.stdout + done.stderr
