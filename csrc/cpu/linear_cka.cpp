@@ -242,7 +242,9 @@ struct FeatureSpace {
       }
       ++next;
     });
-    const int64_t most = (1 << 20) / (int64_t)sizeof(T) / (panels * PANEL);  // blocks in 1 MiB
+    // Blocks in 8 MiB: threads wait for one another twice in a group, which costs more than a packed side that lies in
+    // the third-level cache.
+    const int64_t most = (1 << 23) / (int64_t)sizeof(T) / (panels * PANEL);
     group = DEPTH * (most < 1 ? 1 : least(most, up(matrices.rows, DEPTH) / DEPTH));
     packed = memory.take<T>(group / DEPTH * panels * PANEL + TILE_ROWS);
   }
