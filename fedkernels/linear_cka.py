@@ -40,6 +40,10 @@ def linear_cka(x: Tensor, y: Tensor, centered: bool = False) -> Tensor:
         raise ValueError(f"y must have the L = {x.shape[-2]} rows of x, got {y.shape[-2]}")
     _check_broadcast("y", y, x)
     operator = None if has_tangent(x, y) else _native.operator("linear_cka", x, y)
+    if operator is not None and x.is_cuda:
+        if not (_small(x) and _small(y)):
+            operator = None
+        x, y = (z.expand(*torch.broadcast_shapes(x.shape[:-2], y.shape[:-2]), *z.shape[-2:]) for z in (x, y))
     if operator is None:
         return _reference.linear_cka(x, y, centered)
     value: Tensor = operator(x.contiguous(), y.contiguous(), centered, needs_gradient(x), needs_gradient(y))[0]
@@ -121,6 +125,11 @@ def linear_cka_pairwise(xs: Sequence[Tensor], ys: Sequence[Tensor], centered: bo
     same = len(xs) == len(ys) and all(x is y for x, y in zip(xs, ys, strict=True))
     values: Tensor = operator([x.contiguous() for x in xs], [] if same else [y.contiguous() for y in ys], centered)
     return values
+
+
+def _small(x: Tensor) -> bool:
+    """Is this what csrc/cuda/linear_cka.cu computes? Larger products, and float64, are best left to torch's BLAS."""
+    return x.dtype != torch.float64 and x.shape[-2] <= 512 and x.shape[-1] <= 128
 
 
 def _check_representation(name: str, x: Tensor) -> None:

@@ -368,6 +368,7 @@ HUGE = 2**31
 LONG = torch.ones(1, 2).expand(HUGE, 2)  # 2^32 entries, 8 bytes
 
 
+@pytest.mark.cpu_only(reason="their copy would have them all")
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -507,6 +508,7 @@ def test_gradients_formed_with_the_value_do_not_read_their_inputs_again(name):
     torch.testing.assert_close(torch.autograd.grad(value, leaf)[0], truth)
 
 
+@pytest.mark.cpu_only(reason="the copy is not changed")
 def test_gradients_that_wait_for_their_weights_notice_a_change():
     for function in (info_nce, nt_xent):
         leaf = randn(4, 4, seed=1).requires_grad_()

@@ -79,6 +79,7 @@ def test_compiles_without_a_graph_break():
     torch.testing.assert_close(start, truth)
 
 
+@pytest.mark.cpu_only(reason="copies share no memory")
 def test_shared_memory_is_refused():
     flat = torch.arange(12.0)
     for start, clients, message in [

@@ -78,6 +78,7 @@ def assert_same(some, others):
     assert all(torch.equal(x, y) and x.dtype == y.dtype for x, y in zip(some, others, strict=True))
 
 
+@pytest.mark.cpu_only(reason="nothing is computed")
 def test_every_public_function_is_tried_here():
     tried = {name.partition(",")[0] for name in ALL}
     others = {"TransportInfo", "__version__", "build_info", "nn"}
@@ -137,6 +138,7 @@ def test_one_compiled_graph_serves_many_sizes(name):
             torch.testing.assert_close(value, truth)
 
 
+@pytest.mark.cpu_only(reason="threads of the CPU")
 @pytest.mark.parametrize("name", ALL)
 def test_thread_counts_agree(name):
     function, tensors = ALL[name]
@@ -160,6 +162,7 @@ class Everything(torch.utils.data.Dataset):
         return result(*list(ALL.values())[index])
 
 
+@pytest.mark.cpu_only(reason="CUDA does not outlive a fork")
 def test_forked_workers():
     """A child must not wait for threads that only its parent has."""
     before = torch.get_num_threads()

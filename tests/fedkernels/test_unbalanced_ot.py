@@ -281,6 +281,7 @@ def test_an_optimum_that_transports_nothing_warns():
     assert info.iterations == info.gap == info.transported_mass == 0
 
 
+@pytest.mark.cpu_only(reason="it calls by way of conftest.py")
 def test_the_warning_comes_once_for_each_line_that_calls():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")

@@ -1,0 +1,1 @@
+"""The operators against their peers on an NVIDIA GPU: ``python -m benchmarks.gpu``."""

@@ -1,0 +1,247 @@
+"""What only a GPU shows: its own precision, streams, graphs, devices, and no waiting of the host.
+
+The tests of each operator run there too, by conftest.py. Those called test_small_case are what compute-sanitizer sees.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedkernels import _native, apply_deltas, client_weights, delta_gram, info_nce, linear_cka, nt_xent
+
+pytestmark = pytest.mark.gpu
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+HALF = pytest.mark.parametrize("dtype", [BF16, FP16])
+
+
+def randn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=FP64)
+
+
+def with_gradients(function: Callable[..., Tensor]) -> Callable[..., list[Tensor]]:
+    def call(*tensors):
+        leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+        value = function(*leaves)
+        return [value.detach(), *torch.autograd.grad(value.sum(), leaves)]
+
+    return call
+
+
+def transport(cost, a, b):
+    """The operator itself: the public function looks at what came out and warns, for which it waits."""
+    options = 0.8, 0.9, 1e-7, 10_000, "accelerated"
+    plan, u, v, value, mass, _, _ = torch.ops.fedkernels.unbalanced_ot(cost, a, b, *options)
+    return [value, mass, plan.sum(-1), plan.sum(-2), u, v]
+
+
+def gram(start, *clients):
+    return [delta_gram([start, start[0]], [[client, client[1]] for client in clients])]
+
+
+def step(start, *clients):
+    start = start.clone()
+    apply_deltas([start], [[client] for client in clients], torch.linspace(-0.2, 0.7, len(clients)))
+    return [start]
+
+
+class Case(NamedTuple):
+    call: Callable[..., list[Tensor]]
+    tensors: list[Tensor]  # float64
+    dtype: torch.dtype
+    tolerance: float  # of each output, relative to its largest entry
+
+
+ROWS, MORE = randn(37, 40, seed=1) / 6, randn(150, 40, seed=2) / 6
+COST = (2 * randn(3, 30, 20, seed=3)).sigmoid()
+LARGE_COST = (2 * randn(150, 140, seed=4)).sigmoid()  # more than one block holds
+CLIENTS = [randn(67, 61, seed=10 + k) for k in range(13)]
+CASES = {
+    "info_nce, bfloat16": Case(with_gradients(lambda q, k: info_nce(q, k, 0.3)), [ROWS, MORE], BF16, 1e-2),
+    "info_nce, float16": Case(with_gradients(lambda q, k: info_nce(q, k, 0.3)), [ROWS, MORE], FP16, 2e-3),
+    "info_nce, float32": Case(with_gradients(lambda q, k: info_nce(q, k, 0.3)), [ROWS, MORE], FP32, 1e-5),
+    "info_nce, query alone": Case(with_gradients(lambda q: info_nce(q, q.detach(), 0.3)), [ROWS], BF16, 1e-2),
+    "nt_xent, bfloat16": Case(with_gradients(lambda p, q: nt_xent(p, q, 0.3)), [ROWS, MORE[:37]], BF16, 1e-2),
+    "nt_xent, float32": Case(with_gradients(lambda p, q: nt_xent(p, q, 0.3)), [ROWS, MORE[:37]], FP32, 1e-5),
+    "linear_cka": Case(with_gradients(linear_cka), [randn(3, 70, 9), randn(3, 70, 50, seed=1)], FP32, 1e-5),
+    "linear_cka, centered": Case(
+        with_gradients(lambda x, y: linear_cka(x, y, True)), [randn(2, 40, 100), randn(2, 40, 70, seed=1)], FP32, 1e-5
+    ),
+    "unbalanced_ot": Case(transport, [COST, torch.ones(3, 30).double(), torch.ones(3, 20).double()], FP32, 1e-2),
+    "unbalanced_ot, large": Case(
+        transport, [LARGE_COST, torch.ones(150).double(), torch.ones(140).double()], FP32, 1e-2
+    ),
+    "client_weights": Case(lambda g: [client_weights(g)], [CLIENTS[0][:9] @ CLIENTS[0][:9].T], FP64, 1e-6),
+    "delta_gram": Case(gram, CLIENTS[:4], FP32, 1e-6),
+    "delta_gram, 12 clients": Case(gram, CLIENTS, FP32, 1e-6),
+    "delta_gram, float64": Case(gram, CLIENTS, FP64, 1e-12),
+    "apply_deltas": Case(step, CLIENTS, FP32, 1e-7),
+    "apply_deltas, bfloat16": Case(step, CLIENTS, BF16, 1e-2),
+}
+# The host has to know the values: whether they are finite.
+WAITING = {"client_weights"}
+EVERY = pytest.mark.parametrize("name", CASES)
+UNATTENDED = pytest.mark.parametrize("name", [name for name in CASES if name not in WAITING])
+
+
+def on(device, name):
+    return [tensor.to(CASES[name].dtype).to(device) for tensor in CASES[name].tensors]
+
+
+def assert_near(found, truth, tolerance):
+    for one, true in zip(found, truth, strict=True):
+        true = true.double().cpu()
+        assert (one.double().cpu() - true).abs().max() <= tolerance * true.abs().max()
+
+
+def assert_equal(found, truth):
+    assert all(torch.equal(one, true) for one, true in zip(found, truth, strict=True))
+
+
+@EVERY
+def test_small_case(name):
+    """Against the same in float64 on the CPU, of the inputs as they were rounded."""
+    case = CASES[name]
+    found = case.call(*on("cuda", name))
+    assert all(tensor.is_cuda for tensor in found)
+    truth = case.call(*(tensor.double() for tensor in on("cpu", name)))
+    assert_near(found, truth, case.tolerance)
+    assert_equal(case.call(*on("cuda", name)), found)  # to the last bit
+
+
+def test_the_module_has_kernels_for_this_gpu():
+    expected = {"apply_deltas", "delta_gram", "info_nce", "linear_cka", "nt_xent", "unbalanced_ot"}
+    assert expected <= _native.CUDA, _native.build_info()
+    x = torch.ones(2, 3, device="cuda")
+    for name in _native.CUDA:
+        assert _native.operator(name, x) is not None
+        assert _native.operator(name, x, x.cpu()) is None
+
+
+@UNATTENDED
+def test_works_on_the_current_stream(name):
+    """The inputs are written late on a stream of their own: who reads them on another finds NaN."""
+    case, ready = CASES[name], on("cuda", name)
+    truth = case.call(*ready)
+    late = [torch.full_like(tensor, torch.nan) for tensor in ready]
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)  # cycles: some 30 ms
+        for tensor, value in zip(late, ready, strict=True):
+            tensor.copy_(value)
+        found = case.call(*late)
+    stream.synchronize()
+    assert_equal(found, truth)
+
+
+@pytest.mark.parametrize("name", ["info_nce, bfloat16", "nt_xent, bfloat16", "linear_cka", "delta_gram"])
+def test_works_on_the_current_stream_when_compiled(name):
+    case, ready = CASES[name], on("cuda", name)
+    truth = case.call(*ready)
+    late = [torch.full_like(tensor, torch.nan) for tensor in ready]
+    torch.compiler.reset()
+    compiled = torch.compile(case.call, backend="aot_eager")
+    compiled(*ready)
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        for tensor, value in zip(late, ready, strict=True):
+            tensor.copy_(value)
+        found = compiled(*late)
+    stream.synchronize()
+    assert_near(found, truth, 1e-5)
+
+
+@UNATTENDED
+def test_a_graph_replays_it(name):
+    """Captured once; then other values come to the same place."""
+    case, first = CASES[name], on("cuda", name)
+    other = [tensor.flip(-1) * 0.5 for tensor in first]
+    truth, inputs = case.call(*other), [tensor.clone() for tensor in first]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        case.call(*inputs)  # what is set up by a first call must not be captured
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = case.call(*inputs)
+    for _ in range(2):
+        for tensor, value in zip(inputs, other, strict=True):
+            tensor.copy_(value)
+        for tensor in found:
+            tensor.fill_(torch.nan)
+        graph.replay()
+    torch.cuda.synchronize()
+    assert_equal(found, truth)
+
+
+@UNATTENDED
+def test_the_host_does_not_wait(name):
+    case, inputs = CASES[name], on("cuda", name)
+    case.call(*inputs)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        case.call(*inputs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@EVERY
+def test_works_beside_the_current_device(name):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one CUDA device")
+    case = CASES[name]
+    assert torch.cuda.current_device() == 0
+    found = case.call(*on("cuda:1", name))
+    assert all(tensor.device == torch.device("cuda:1") for tensor in found)
+    assert torch.cuda.current_device() == 0
+    assert_near(found, case.call(*on("cuda:0", name)), 1e-6)
+
+
+def test_inputs_on_different_devices_are_refused():
+    here, there = torch.ones(4, 3), torch.ones(4, 3, device="cuda")
+    for call in (
+        lambda: info_nce(there, here, 0.5),
+        lambda: info_nce(here, there, 0.5),
+        lambda: nt_xent(there, here, 0.5),
+        lambda: linear_cka(there, here),
+        lambda: delta_gram([there], [[there], [here]]),
+        lambda: apply_deltas([here], [[there]], [1.0]),
+    ):
+        with pytest.raises(ValueError, match="must be on the device of"):
+            call()
+
+
+@HALF
+@pytest.mark.parametrize("keys_learn", [False, True])
+def test_logits_are_never_held(dtype, keys_learn):
+    rows = 8192
+    query, key = (randn(rows, 64, seed=seed).to(dtype).cuda() / 8 for seed in (1, 2))
+    query.requires_grad_()
+    key.requires_grad_(keys_learn)
+    for _ in range(2):  # the first warms up
+        query.grad = key.grad = None
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        info_nce(query, key, 0.2).backward()
+        extra = torch.cuda.max_memory_allocated() - before
+    assert extra < 2 * rows * rows / 4
+
+
+def test_delta_gram_of_a_model_is_exact_to_1e_6():
+    """Large entries of one sign, in tensors longer than a chunk."""
+    sizes = [(3,), (300, 301), (), (0, 4), (70_001,)]
+    start = [torch.zeros(size) for size in sizes]
+    clients = [[10 + randn(*size, seed=100 * k).float() for size in sizes] for k in range(10)]
+    truth = delta_gram([t.double() for t in start], [[t.double() for t in client] for client in clients])
+    found = delta_gram([t.cuda() for t in start], [[t.cuda() for t in client] for client in clients]).cpu()
+    norms = truth.diagonal().sqrt()
+    assert ((found - truth).abs() / (norms[:, None] * norms)).max() < 1e-6
+    assert torch.equal(found, found.T)
