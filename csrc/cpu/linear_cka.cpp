@@ -1,7 +1,7 @@
-// Everything is products in tiles of gemm.h, on pieces that stay in the cache. With z_1, z_2, .. of the same rows, CKA of
-// two is |z_2'z_1|^2 / (|z_1'z_1| |z_2'z_2|). In feature space these products are formed as they stand there, [width,
-// width]. In sample space they are the Gram matrices z z', [rows, rows], whose inner products are the same numbers. Each
-// problem is solved in the space that takes fewer multiplications.
+// Everything is products in tiles of gemm.h, on pieces that stay in the cache. With z_1, z_2, .. of the same rows, CKA
+// of two is |z_2'z_1|^2 / (|z_1'z_1| |z_2'z_2|). In feature space these products are formed as they stand there,
+// [width, width]. In sample space they are the Gram matrices z z', [rows, rows], whose inner products are the same
+// numbers. Each problem is solved in the space that takes fewer multiplications.
 //
 // Products are in T, sums over their entries in double. Symmetric products are formed on and above the diagonal. The
 // pieces depend on the sizes alone, and sums over pieces are added in order.
@@ -242,7 +242,9 @@ struct FeatureSpace {
       }
       ++next;
     });
-    const int64_t most = (1 << 20) / (int64_t)sizeof(T) / (panels * PANEL);  // blocks in 1 MiB
+    // Blocks in 8 MiB: threads wait for one another twice in a group, which costs more than a packed side that lies in
+    // the third-level cache.
+    const int64_t most = (1 << 23) / (int64_t)sizeof(T) / (panels * PANEL);
     group = DEPTH * (most < 1 ? 1 : least(most, up(matrices.rows, DEPTH) / DEPTH));
     packed = memory.take<T>(group / DEPTH * panels * PANEL + TILE_ROWS);
   }
@@ -448,7 +450,8 @@ struct Packed {
     const Matrix<T>& z = matrices.matrix[i];
     for_each(threads, up(z.rows, ROWS) / ROWS, [&](int64_t index, int64_t worker) {
       const int64_t first = index * ROWS, count = least(ROWS, z.rows - first);
-      pack_columns<WIDE>(panels + first * WIDE, pitch(), z.block(first, count, matrices.buffer(worker)), count, z.width);
+      const T* rows = z.block(first, count, matrices.buffer(worker));
+      pack_columns<WIDE>(panels + first * WIDE, pitch(), rows, count, z.width);
     });
   }
 };
@@ -495,7 +498,8 @@ struct FeatureGradients {
   }
 
   // A panel of columns of the product with entries product[k * down + c * across].
-  static void weigh(T* out, const T* product, int64_t height, int64_t down, int64_t across, int64_t columns, double by) {
+  static void weigh(T* out, const T* product, int64_t height, int64_t down, int64_t across, int64_t columns,
+                    double by) {
     for (int64_t k = 0; k < height; ++k) {
       for (int64_t c = 0; c < WIDE; ++c) {
         out[k * WIDE + c] = c < columns ? (T)((double)product[k * down + c * across] * by) : 0;
@@ -503,8 +507,8 @@ struct FeatureGradients {
     }
   }
 
-  // gradient = of_cross other (other' own) + of_own own (own' own), the products' entries as in `weigh`. There may be no
-  // other: then the gradient holds what takes the first term's place.
+  // gradient = of_cross other (other' own) + of_own own (own' own), the products' entries as in `weigh`. There may be
+  // no other: then the gradient holds what takes the first term's place.
   void run(int64_t i, int64_t other, const T* cross, int64_t down, int64_t across, double of_cross, const T* self,
            double of_own, void* gradient, const Threads& threads) const {
     if (!gradient) return;

@@ -41,8 +41,8 @@ static inline void inner_of_fours(const T* p, const T* q, int64_t apart, int64_t
   }
 }
 
-// A tile of a product, of which `rows` x `columns` entries are wanted. The left side is a panel as the right side is, or
-// rows `left_pitch` entries apart of which as many as a tile has can be read.
+// A tile of a product, of which `rows` x `columns` entries are wanted. The left side is a panel as the right side is,
+// or rows `left_pitch` entries apart of which as many as a tile has can be read.
 template <bool PANEL, class T>
 __attribute__((noinline)) static void product_tile(bool add, const T* left, int64_t left_pitch, const T* right,
                                                    int64_t depth, T* out, int64_t pitch, int64_t rows,

@@ -111,8 +111,8 @@ static void set(const Tensor& values, int64_t index, double value) {
   }
 }
 
-// -> The values [...], and the gradients of their sum, one for each problem: the inputs may be broadcast. A gradient that
-// is not wanted is an empty tensor.
+// -> The values [...], and the gradients of their sum, one for each problem: the inputs may be broadcast. A gradient
+// that is not wanted is an empty tensor.
 static std::tuple<Tensor, Tensor, Tensor> linear_cka_cpu(Tensor x, Tensor y, bool centered, bool x_gradient,
                                                          bool y_gradient) {
   const Matrices xs(x, "x"), ys(y, "y");
