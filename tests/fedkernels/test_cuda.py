@@ -15,7 +15,6 @@ from fedkernels import _native, apply_deltas, client_weights, delta_gram, info_n
 pytestmark = pytest.mark.gpu
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-HALF = pytest.mark.parametrize("dtype", [BF16, FP16])
 
 
 def randn(*shape, seed=0):
@@ -56,6 +55,7 @@ class Case(NamedTuple):
 
 
 ROWS, MORE = randn(37, 40, seed=1) / 6, randn(150, 40, seed=2) / 6
+WIDE_ROWS, WIDE_MORE = randn(20, 600, seed=5) / 24, randn(30, 600, seed=6) / 24
 COST = (2 * randn(3, 30, 20, seed=3)).sigmoid()
 LARGE_COST = (2 * randn(150, 140, seed=4)).sigmoid()  # more than one block holds
 CLIENTS = [randn(67, 61, seed=10 + k) for k in range(13)]
@@ -63,9 +63,13 @@ CASES = {
     "info_nce, bfloat16": Case(with_gradients(lambda q, k: info_nce(q, k, 0.3)), [ROWS, MORE], BF16, 1e-2),
     "info_nce, float16": Case(with_gradients(lambda q, k: info_nce(q, k, 0.3)), [ROWS, MORE], FP16, 2e-3),
     "info_nce, float32": Case(with_gradients(lambda q, k: info_nce(q, k, 0.3)), [ROWS, MORE], FP32, 1e-5),
+    "info_nce, float64": Case(with_gradients(lambda q, k: info_nce(q, k, 0.3)), [ROWS, MORE], FP64, 1e-12),
+    "info_nce, two dtypes": Case(with_gradients(lambda q, k: info_nce(q, k.half(), 0.3)), [ROWS, MORE], BF16, 1e-2),
+    "info_nce, wide rows": Case(with_gradients(lambda q, k: info_nce(q, k, 0.3)), [WIDE_ROWS, WIDE_MORE], BF16, 1e-2),
     "info_nce, query alone": Case(with_gradients(lambda q: info_nce(q, q.detach(), 0.3)), [ROWS], BF16, 1e-2),
     "nt_xent, bfloat16": Case(with_gradients(lambda p, q: nt_xent(p, q, 0.3)), [ROWS, MORE[:37]], BF16, 1e-2),
     "nt_xent, float32": Case(with_gradients(lambda p, q: nt_xent(p, q, 0.3)), [ROWS, MORE[:37]], FP32, 1e-5),
+    "nt_xent, float64": Case(with_gradients(lambda p, q: nt_xent(p, q, 0.3)), [ROWS, MORE[:37]], FP64, 1e-12),
     "linear_cka": Case(with_gradients(linear_cka), [randn(3, 70, 9), randn(3, 70, 50, seed=1)], FP32, 1e-5),
     "linear_cka, centered": Case(
         with_gradients(lambda x, y: linear_cka(x, y, True)), [randn(2, 40, 100), randn(2, 40, 70, seed=1)], FP32, 1e-5
@@ -75,6 +79,9 @@ CASES = {
         transport, [LARGE_COST, torch.ones(150).double(), torch.ones(140).double()], FP32, 1e-2
     ),
     "client_weights": Case(lambda g: [client_weights(g)], [CLIENTS[0][:9] @ CLIENTS[0][:9].T], FP64, 1e-6),
+    "client_weights, a batch": Case(
+        lambda g: [client_weights(g)], [torch.stack([c[:40] @ c[:40].T for c in CLIENTS[:3]])], FP64, 1e-6
+    ),
     "delta_gram": Case(gram, CLIENTS[:4], FP32, 1e-6),
     "delta_gram, 12 clients": Case(gram, CLIENTS, FP32, 1e-6),
     "delta_gram, float64": Case(gram, CLIENTS, FP64, 1e-12),
@@ -82,7 +89,7 @@ CASES = {
     "apply_deltas, bfloat16": Case(step, CLIENTS, BF16, 1e-2),
 }
 # The host has to know the values: whether they are finite.
-WAITING = {"client_weights"}
+WAITING = {"client_weights", "client_weights, a batch"}
 EVERY = pytest.mark.parametrize("name", CASES)
 UNATTENDED = pytest.mark.parametrize("name", [name for name in CASES if name not in WAITING])
 
@@ -113,7 +120,7 @@ def test_small_case(name):
 
 
 def test_the_module_has_kernels_for_this_gpu():
-    expected = {"apply_deltas", "delta_gram", "info_nce", "linear_cka", "nt_xent", "unbalanced_ot"}
+    expected = {"apply_deltas", "client_weights", "delta_gram", "info_nce", "linear_cka", "nt_xent", "unbalanced_ot"}
     assert expected <= _native.CUDA, _native.build_info()
     x = torch.ones(2, 3, device="cuda")
     for name in _native.CUDA:
@@ -218,7 +225,7 @@ def test_inputs_on_different_devices_are_refused():
             call()
 
 
-@HALF
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32, FP64])
 @pytest.mark.parametrize("keys_learn", [False, True])
 def test_logits_are_never_held(dtype, keys_learn):
     rows = 8192
