@@ -34,8 +34,9 @@ help:
 demo: $(installed)
 	"$(VENV)/bin/fedssl" run-table digits_demo --jobs $(JOBS)
 
+# One thread a process: the processes share the cores. A file's tests stay together, as they share what is compiled.
 test: lint
-	$(python) -m pytest
+	OMP_NUM_THREADS=1 $(python) -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 lint: $(installed)
 	$(python) -m ruff check .

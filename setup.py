@@ -164,7 +164,8 @@ class BuildNative(build_ext):
         if nvcc is None:
             raise RuntimeError("no nvcc was found")
         names = architectures()
-        sources = sorted(Path("csrc/cuda").glob("*.cu"))
+        # The longest first, so that no processor is left with it in the end.
+        sources = sorted(Path("csrc/cuda").glob("*.cu"), key=lambda path: path.stat().st_size, reverse=True)
         folder = Path(self.build_temp) / "cuda"
         folder.mkdir(parents=True, exist_ok=True)
 

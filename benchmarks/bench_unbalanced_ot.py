@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.case import Bar, Case, Floor, Implementation, Inputs, Outputs, value_and_gradients
-from fedkernels import unbalanced_ot, unbalanced_ot_plan
+from fedkernels import unbalanced_ot
 
 TAU = 0.8
 MM = "POT mm_unbalanced, numpy float64"
@@ -45,7 +45,7 @@ def _case(rows: int, width: int) -> Case:
         tiny=partial(_inputs, 16, 32),
         implementations=(Implementation("fedkernels.unbalanced_ot", _ours), *peers),
         truth=_optimum,
-        floor=Floor("one in-place add of two B x B float64 matrices per iteration that ours takes", _floor),
+        floor=Floor("one read of the cost and one write of the gradient (a copy of B x B)", _floor),
         bars=(Bar(faster_than=(MM, MM_FLUSHED), times=30.0), Bar(faster_than=(MM_BACKWARD,), times=100.0)),
     )
 
@@ -119,11 +119,9 @@ def _lbfgsb(inputs: Inputs) -> Outputs:
 
 def _floor(inputs: Inputs) -> Callable[[], None]:
     cost: Tensor = inputs["cost"].detach()
-    _, info = unbalanced_ot_plan(cost, 1.0, 1.0, TAU, TAU)
-    plan, other = torch.zeros(cost.shape, dtype=torch.float64), cost.double()
+    plan = torch.empty_like(cost)
 
-    def passes() -> None:
-        for _ in range(int(info.iterations)):
-            plan.add_(other)
+    def read_and_write() -> None:
+        plan.copy_(cost)
 
-    return passes
+    return read_and_write

@@ -140,6 +140,8 @@ def _child(request: dict[str, Any], timeout: float) -> dict[str, Any]:
     """The answer of a process, or {"status": what went wrong}."""
     threads = str(request["threads"])
     limits = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), threads)
+    if request["task"] == "memory":
+        limits["MALLOC_MMAP_THRESHOLD_"] = "65536"  # freed memory leaves the process, else glibc's heuristics count
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
         command = [sys.executable, "-m", "benchmarks.measure", json.dumps({**request, "answer": str(answer)})]

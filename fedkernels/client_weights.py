@@ -25,7 +25,8 @@ def client_weights(gram: Tensor, *, tol: float = 1e-8) -> Tensor:
             with positive weight follows.
 
     Returns:
-        [..., K], non-negative with sum 1; float64 for a float64 gram, else float32; solved in float64 on the CPU.
+        [..., K], non-negative with sum 1; float64 for a float64 gram, else float32; solved in float64, on a GPU up to
+        K = 128, else on the CPU.
         Detached: the weights are not differentiable. K = 1 gives 1. A zero gram gives equal weights. A client with
         ``G_kk = 0`` takes part in a minimum of 0.
 
@@ -45,8 +46,13 @@ def client_weights(gram: Tensor, *, tol: float = 1e-8) -> Tensor:
         return _solve(gram, tol)
 
 
+_MOST_ON_CUDA = 128  # clients that one block of csrc/cuda/client_weights.cu takes
+
+
 def _solve(gram: Tensor, tol: float) -> Tensor:
     operator = _native.operator("client_weights", gram)
+    if gram.is_cuda and (operator is None or gram.shape[-1] > _MOST_ON_CUDA):
+        return _solve(gram.cpu(), tol).to(gram.device)
     if operator is None:
         _check_gram(gram)
         return _reference(gram, tol=tol)

@@ -80,12 +80,13 @@ if _native.module is not None:
         if ctx.reduction == "mean":
             grad = grad / ctx.rows
         if ctx.formed:
-            gradient = ctx.saved_tensors[0] * grad
+            gradient, factor = ctx.saved_tensors[0], grad
         else:
             weights = grad.expand(ctx.rows).double().contiguous()
-            gradient = torch.ops.fedkernels.nt_xent_gradients(*ctx.saved_tensors, ctx.temperature, weights)
+            gradient, factor = torch.ops.fedkernels.nt_xent_gradients(*ctx.saved_tensors, ctx.temperature, weights), 1
+        # Each view's product is its own, so that what takes them can free one before it comes to the other.
         of_views = (
-            part.to(dtype) if need else None
+            (part * factor).to(dtype) if need else None
             for part, need, dtype in zip(gradient.chunk(2), ctx.needs_input_grad, ctx.dtypes, strict=False)
         )
         return *of_views, None, None, None

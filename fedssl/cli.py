@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -98,17 +98,52 @@ def partition(
 
 
 @app.command()
+def cost(
+    recipe: Annotated[str, typer.Argument(help="a shipped recipe's name, or a .yaml file")],
+    overrides: Overrides = None,
+    newcomers: Annotated[
+        bool, typer.Option(help="as if every client took part for the first time in every round: the most traffic")
+    ] = False,
+    rounds: Annotated[
+        Path | None, typer.Option(help="also write every round of every client into this CSV file")
+    ] = None,
+) -> None:
+    """Tell what a client will need in memory, operations and traffic, without training."""
+    from .cost import costs_as_csv, estimate, format_costs
+    from .federation import build_federation
+    from .recipe import load_recipe
+    from .storage import write_atomically
+
+    costs = estimate(build_federation(load_recipe(recipe, overrides or ())), newcomers)
+    console.print(format_costs(costs), highlight=False)
+    _print(
+        "Memory: parameters, gradients, optimiser state and what the forward pass keeps, of the largest client's step. "
+        "FLOPs: a multiply-add is two; frozen layers and target networks forward only. Traffic of a stage: the mean of "
+        "a client's round."
+    )
+    if rounds is not None:
+        write_atomically(rounds, costs_as_csv(costs).encode())
+        _print(f"written: {rounds}")
+
+
+@app.command()
 def evaluate(
     run: Annotated[Path, typer.Argument(help="a run's folder")],
     fractions: Annotated[
         list[float] | None,
         typer.Option("--semi-supervised", help="also fine-tune on this fraction of the labels; may be repeated"),
     ] = None,
+    fine_tune: Annotated[
+        Literal["train", "validation"] | None,
+        typer.Option(help="also fine-tune on all labels of these images: macro precision, recall, F1 and accuracy"),
+    ] = None,
 ) -> None:
-    """Evaluate a run's last checkpoint: kNN, linear, and semi-supervised fine-tuning where asked."""
+    """Evaluate a run's last checkpoint: kNN, linear, and fine-tuning where asked."""
+    from .evaluation.fine_tune import FineTuneOptions
     from .evaluation.run import evaluate_run
 
-    path = evaluate_run(run, fractions or [], note=_print)
+    options = FineTuneOptions(images=fine_tune) if fine_tune else None
+    path = evaluate_run(run, fractions or [], note=_print, fine_tune=options)
     _print(path.read_text(encoding="utf-8").rstrip())
     _print(f"written: {path}")
 
@@ -145,12 +180,17 @@ def run_table(
     output: Annotated[Path | None, typer.Option(help="the table's folder; runs/TABLE where not given")] = None,
     jobs: Annotated[int, typer.Option(min=1, help="cells at a time, each in a process of its own")] = 1,
 ) -> None:
-    """Run a grid of recipes and seeds, resumable cell by cell, and write the table and its picture."""
+    """Run a grid of recipes and seeds, resumable cell by cell, and write the table; or count what its rows take."""
     from . import table_runner
     from .tables import load_table
 
     loaded = load_table(table)
     path = output or Path("runs") / loaded.name
+    if loaded.kind == "resources":
+        from .resource_tables import run_resource_table
+
+        run_resource_table(loaded, path, overrides or (), note=_print)
+        return
     try:
         table_runner.run_table(loaded, path, overrides or (), jobs=jobs, note=_print)
     except KeyboardInterrupt:

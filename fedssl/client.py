@@ -45,6 +45,8 @@ class LocalRound:
         received: the server's message of this round.
         number: the round, from 1 (0 is the opening round, in which nothing is trained).
         seed: the run's seed; `generator` derives streams from it.
+        previous: the client's online network as it was before it received anything in this round, by state-dict name;
+            only where a regulariser asks for it (`needs_previous_model`).
     """
 
     client: Client
@@ -53,6 +55,7 @@ class LocalRound:
     seed: int
     objective: Objective
     augmentation: AugmentationOptions
+    previous: dict[str, Tensor] | None = None
     _logged: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def generator(self, purpose: str) -> torch.Generator:

@@ -11,10 +11,12 @@ from .client import Client
 from .data.datasets import Dataset, load_dataset
 from .data.partitions import class_counts, partition_indices
 from .errors import UserError
+from .evaluation.fine_tune import check_fine_tuning
 from .messages import Message
 from .method import Method
 from .models.encoders import build_encoder
 from .models.model import Model
+from .models.stages import StagedEncoder
 from .randomness import generator_for, seeded
 from .recipe import Recipe
 
@@ -85,9 +87,18 @@ class Federation:
         order = torch.randperm(clients, generator=generator_for(self.recipe.seed, "sampling", round_number))
         return sorted(order[:wanted].tolist())
 
+    def answering_clients(self, round_number: int, sampled: list[int]) -> list[int]:
+        """Who of the sampled clients answers; each drops out with probability `client_dropout`, by its own draw."""
+        probability = self.recipe.client_dropout
+        if not probability:
+            return sampled
+        seed = self.recipe.seed
+        draws = {k: torch.rand((), generator=generator_for(seed, "dropout", round_number, k)) for k in sampled}
+        return [k for k in sampled if draws[k] >= probability]
 
-def build_federation(recipe: Recipe) -> Federation:
-    """Load the data, deal it to the clients and compose the method.
+
+def build_federation(recipe: Recipe, dataset: Dataset | None = None) -> Federation:
+    """Load the data, deal it to the clients and compose the method; `dataset` is taken in place of the recipe's.
 
     Raises:
         UserError: data that cannot be read or dealt as asked, or parts that do not fit each other.
@@ -119,8 +130,14 @@ def build_federation(recipe: Recipe) -> Federation:
             f"local_update {recipe.local_update.name} does not go with "
             f"aggregators {names}: " + ("use replace" if exchanges else "without exchanged weights use keep_own")
         )
+    if recipe.schedule.cuts and not exchanges:
+        raise UserError(
+            f"schedule {recipe.schedule.name} sends layers, but aggregators {names} exchange no weights: "
+            "add {name: weighted_mean}, or use end_to_end"
+        )
     device = _device(recipe.device)
-    dataset = load_dataset(recipe.data, recipe.seed)
+    dataset = dataset or load_dataset(recipe.data, recipe.seed)
+    check_fine_tuning(recipe.evaluation.fine_tune, dataset)
     public_users = [r.name for r in recipe.regularizers if r.needs_public_images]
     public_users += [a.name for a in recipe.aggregators if a.needs_public_images]
     if public_users and dataset.public_images is None:
@@ -141,6 +158,8 @@ def build_federation(recipe: Recipe) -> Federation:
             model = _build_model(recipe, dataset, name)
         for part in (*recipe.regularizers, *recipe.aggregators, recipe.local_update):
             part.check_model(model)
+        if isinstance(model.encoder, StagedEncoder):
+            recipe.schedule.check(model.encoder, recipe.rounds)
 
     def global_model() -> Model:
         with seeded(recipe.seed, "model", "server"):
@@ -165,7 +184,7 @@ def build_federation(recipe: Recipe) -> Federation:
 
 def _build_model(recipe: Recipe, dataset: Dataset, architecture: str) -> Model:
     channels, size = dataset.train_images.shape[1], dataset.train_images.shape[-1]
-    encoder = build_encoder(architecture, channels, size)
+    encoder = recipe.schedule.adapt(build_encoder(architecture, channels, size))
     return recipe.objective.build(encoder, len(dataset.class_names))
 
 

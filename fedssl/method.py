@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from .accounting import StepCost
 from .aggregators.base import Aggregator, Shape
 from .client import Client, LocalRound
 from .data.augmentation import AugmentationOptions
@@ -16,11 +17,17 @@ from .guard import REFUSED, GuardOptions, refusals, require_answers
 from .local_updates.base import LocalUpdate
 from .messages import METRIC, Message, merge
 from .models.model import Model
+from .models.stages import StagedEncoder
 from .objectives.base import Objective
 from .randomness import seeded
 from .regularizers.base import Regularizer
-from .schedules.base import Schedule
+from .schedules.base import Plan, Schedule
 from .training import TrainingOptions, train_locally
+
+#: in the server's state where the schedule cuts the encoder: the last round, and how many final layers client 3 holds
+#: (HELD + "3")
+ROUND = "schedule/round"
+HELD = "schedule/held/"
 
 
 @dataclass(frozen=True)
@@ -81,10 +88,23 @@ class Method:
         """What each of the clients receives in a round."""
         travelling = self._travelling(round_number)
         sent = [a.broadcast(server, clients, travelling) for a in self.aggregators]
-        return {k: merge(messages[k] for messages in sent) for k in clients}
+        return {
+            k: merge([*(messages[k] for messages in sent), self._lacking(server, k, round_number)]) for k in clients
+        }
+
+    def _lacking(self, server: Message, client: int, round_number: int) -> Message:
+        """The final layers that a client does not hold yet, where the schedule has such layers."""
+        if not (self.schedule.cuts and self.global_model):
+            return Message()
+        plan = self.plan(self.global_model, round_number)
+        held = int(server.numbers.get(f"{HELD}{client}", 0))
+        names = self.schedule.lacking(self.global_model, plan, held)
+        return Message({name: server.tensors[name] for name in names})
 
     def aggregate(self, server: Message, replies: dict[int, Message], round_number: int) -> Message:
         """The server's next state from the replies by client; 0 is the opening round.
+
+        Without any reply, as where all sampled clients have dropped out, nothing changes.
 
         Broken replies are left out (guard.py). The state tells of the round: its numbers `metric/NAME/WHO` are what the
         aggregators log, its config's `refused/CLIENT` why a reply was left out.
@@ -94,8 +114,11 @@ class Method:
         """
         working = [a for a in self.aggregators if round_number or a.opening_round]
         refused = self._refusals(server, replies, working, round_number)
-        require_answers(refused, len(replies), round_number, self.guard)
         accepted = {k: reply for k, reply in replies.items() if k not in refused}
+        if replies:
+            require_answers(refused, len(replies), round_number, self.guard)
+        elif round_number:  # all who were asked have dropped out: nothing changes
+            working = []
         state = Message(
             dict(server.tensors),
             {name: number for name, number in server.numbers.items() if not name.startswith(METRIC)},
@@ -107,7 +130,15 @@ class Method:
             state.numbers.update(changed.numbers)
             state.config.update(changed.config)
         state.config.update({f"{REFUSED}{k}": reason for k, reason in refused.items()})
+        state.numbers.update(self.note_answers(accepted, round_number))
         return state
+
+    def note_answers(self, answered: Iterable[int], round_number: int) -> dict[str, float]:
+        """The server's numbers that tell, after a round, which final layers those hold who answered."""
+        if not (self.schedule.cuts and self.global_model and round_number):
+            return {}
+        done = self.plan(self.global_model, round_number).done
+        return {ROUND: float(round_number)} | {f"{HELD}{k}": float(done) for k in answered}
 
     def _refusals(
         self, server: Message, replies: dict[int, Message], working: list[Aggregator], round_number: int
@@ -122,7 +153,13 @@ class Method:
         return refusals(server, replies, expected, complete, self.guard.largest_value)
 
     def _travelling(self, round_number: int) -> list[str]:
-        return self.schedule.travelling(self.global_model, round_number) if self.global_model else []
+        model = self.global_model
+        return self.schedule.travelling(model, self.plan(model, round_number)) if model else []
+
+    def plan(self, model: Model, round_number: int) -> Plan:
+        """What a round does with the layers of a model; the opening round is planned as the first."""
+        layers = model.encoder.layers if isinstance(model.encoder, StagedEncoder) else 1
+        return self.schedule.plan(layers, max(round_number, 1), self.seed)
 
     # A client's side
 
@@ -137,24 +174,33 @@ class Method:
 
     def client_round(self, client: Client, received: Message, round_number: int) -> Message:
         """Receive, train, answer. Changes the client's model and memory."""
+        return self.counted_round(client, received, round_number)[0]
+
+    def counted_round(
+        self, client: Client, received: Message, round_number: int, most_steps: int | None = None
+    ) -> tuple[Message, StepCost]:
+        """`client_round`, and what its first step took; `most_steps` ends the training after so many."""
         local = self._local_round(client, received, round_number)
         with seeded(self.seed, "client", client.index, "round", round_number):
+            if any(r.needs_previous_model for r in self.regularizers):
+                local.previous = client.model.online_state()
             first = "rounds_taken" not in client.memory.numbers
             after_training = self.local_update.receive(local)
-            if first:
+            if first or self.schedule.cuts or self.objective.fresh_target:
                 client.model.reset_target()
             client.memory.numbers["rounds_taken"] = client.memory.numbers.get("rounds_taken", 0) + 1
-            self.schedule.prepare(client.model, round_number)
-            train_locally(local, self.training, self.regularizers, self.rounds)
+            self.schedule.prepare(client.model, self.plan(client.model, round_number))
+            cost = train_locally(local, self.training, self.regularizers, self.rounds, most_steps)
             if after_training:
                 after_training()
-            return self._reply(local, self.aggregators)
+            return self._reply(local, self.aggregators), cost
 
     def _local_round(self, client: Client, received: Message, round_number: int) -> LocalRound:
         return LocalRound(client, received, round_number, self.seed, self.objective, self.augmentation)
 
     def _reply(self, local: LocalRound, aggregators: tuple[Aggregator, ...] | list[Aggregator]) -> Message:
-        travelling = self.schedule.travelling(local.client.model, local.number)
+        model = local.client.model
+        travelling = self.schedule.travelling(model, self.plan(model, local.number))
         reply = merge(a.collect(local, travelling) for a in aggregators).copy()
         reply.numbers["samples"] = len(local.client.images)
         for name, value in local.logged().items():
@@ -172,4 +218,6 @@ class Method:
         """The global model with the server's weights."""
         model = build()
         model.load_state_dict(server.tensors, strict=False)
+        if ROUND in server.numbers:
+            self.schedule.prepare_evaluation(model, self.plan(model, int(server.numbers[ROUND])))
         return model

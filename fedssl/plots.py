@@ -24,13 +24,19 @@ METRIC_TITLES = {
     "linear": "linear accuracy (%)",
     "semi_supervised_0.01": "fine-tuned on 1 % (%)",
     "semi_supervised_0.1": "fine-tuned on 10 % (%)",
+    "fine_tune_accuracy": "fine-tuned accuracy (%)",
+    "fine_tune_per_class_accuracy": "fine-tuned per-class accuracy (%)",
+    "fine_tune_precision": "fine-tuned precision (%)",
+    "fine_tune_recall": "fine-tuned recall (%)",
+    "fine_tune_f1": "fine-tuned F1 (%)",
     "effective_rank": "effective rank",
     "loss": "objective's loss",
     "total_loss": "loss with regularisers",
     "cka": "CKA with the target kernel",
 }
 #: accuracies in percent
-ACCURACIES = ("knn", "linear", "semi_supervised_0.01", "semi_supervised_0.1")
+FINE_TUNED = tuple(f"fine_tune_{score}" for score in ("accuracy", "per_class_accuracy", "precision", "recall", "f1"))
+ACCURACIES = ("knn", "linear", "semi_supervised_0.01", "semi_supervised_0.1", *FINE_TUNED)
 _DECIMALS = dict.fromkeys((*ACCURACIES, "effective_rank"), 1)
 _PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31")
 _LINE_STYLES = ("-", "--", ":", "-.")

@@ -17,6 +17,7 @@ from .data.augmentation import AugmentationOptions
 from .data.datasets import DataOptions
 from .data.partitions import PartitionOptions
 from .errors import UserError
+from .evaluation.fine_tune import FineTuneOptions
 from .evaluation.linear import LinearOptions
 from .guard import GuardOptions
 from .local_updates.base import LocalUpdate
@@ -48,6 +49,9 @@ class EvaluationOptions(Options):
         default_factory=list,
         description="labelled fractions to fine-tune on after training; 0.01 and 0.1 in the papers",
     )
+    fine_tune: FineTuneOptions | None = Field(
+        None, description="fine-tune on all labels after training, as LW-FedSSL does; {} for its options"
+    )
 
 
 class Recipe(Options):
@@ -58,6 +62,9 @@ class Recipe(Options):
     seed: int = Field(0, ge=0)
     rounds: int = Field(..., ge=1)
     clients_per_round: int | None = Field(None, ge=1, description="sampled each round; all where not given")
+    client_dropout: float = Field(
+        0.0, ge=0, lt=1, description="probability that a sampled client does not answer, for each client and round"
+    )
     device: Literal["auto", "cpu", "cuda"] = "auto"
     client_states: Place = Field(
         "disk", description="where clients' states live between rounds; memory is flat in the clients with disk"

@@ -22,6 +22,7 @@ from .data.partitions import draw_partition
 from .errors import UserError
 from .evaluation.collapse import Collapse, Geometry, collapse_of_run
 from .plots import (
+    FINE_TUNED,
     Bar,
     draw_bars,
     draw_curves,
@@ -34,7 +35,7 @@ from .run_directory import RunDirectory
 from .storage import write_atomically
 
 #: measured before and after training, and possibly in between; fine-tuning after it alone
-EVALUATED = ("knn", "linear", "semi_supervised_0.01", "semi_supervised_0.1", "effective_rank")
+EVALUATED = ("knn", "linear", "semi_supervised_0.01", "semi_supervised_0.1", *FINE_TUNED, "effective_rank")
 _TRAFFIC = ("bytes_down", "bytes_up")
 _CURVES_FIRST = ("loss", "total_loss", "cka", "knn", "linear", "effective_rank")
 _CURVE_NOTES = {
@@ -42,8 +43,8 @@ _CURVE_NOTES = {
     "cka": "High CKA alone is not success: a collapsed representation aligns perfectly. See the effective rank.",
 }
 _SETTINGS = (
-    "rounds", "clients_per_round", "architectures", "data", "partition", "objective", "regularizers", "schedule",
-    "aggregators", "local_update", "training",
+    "rounds", "clients_per_round", "client_dropout", "architectures", "data", "partition", "objective", "regularizers",
+    "schedule", "aggregators", "local_update", "training",
 )  # fmt: skip
 _STYLE = """
 body { font: 16px/1.5 system-ui, -apple-system, "Segoe UI", sans-serif; color: #222; background: #fff;
@@ -402,6 +403,7 @@ def _results(groups: Mapping[str, list[Run]]) -> str:
             for name, runs in groups.items()
         ]
         for metric in metrics
+        if metric not in FINE_TUNED or metric == "fine_tune_f1"  # five panels of one thing would be unreadable
     }
     chart = ""
     if sum(run.finished for runs in groups.values() for run in runs) > 1:

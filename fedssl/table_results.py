@@ -406,7 +406,7 @@ def _picture(table: Table, results: Results, output: Path) -> Figure:
     data = run.recipe["data"]
     name = Path(data["path"]).stem if data["name"] in ("npz", "folder") else data["name"]
     subtitle = f"{results.label}: " if results.label else ""
-    subtitle += f"{name}, {clients} clients{shown}, {run.rounds} rounds, {seeds}"
+    subtitle += f"{name}, {clients} client{'s' * (clients > 1)}{shown}, {run.rounds} rounds, {seeds}"
     title = " ".join(table.description.split()).partition(". ")[0] or table.name
     return draw_table_picture(title, subtitle, cards, panels, untrained, verdict(table, results))
 

@@ -87,9 +87,9 @@ def run_table(
             cell_recipe(table, row, seed, overrides, scenario),
             cell_path(output, row.label, seed, scenario.label),
         )
+        for seed in table.seeds  # first, so that a table that is stopped compares all rows
         for scenario in table.all_scenarios
         for row in table.rows
-        for seed in table.seeds
     ]
     _check_output(output, cells)
     header = "".join(f"# with {' '.join(override.split())}\n" for override in overrides)

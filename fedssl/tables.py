@@ -14,17 +14,32 @@ from .errors import UserError
 from .options import Options
 from .recipe import PART_KEYS, Recipe, apply_override, explain_errors, parse_recipe, read_values, shipped_names
 
-Metric = Literal["knn", "linear", "semi_supervised_0.01", "semi_supervised_0.1", "effective_rank", "loss", "cka"]
+Metric = Literal[
+    "knn", "linear", "semi_supervised_0.01", "semi_supervised_0.1",
+    "fine_tune_accuracy", "fine_tune_per_class_accuracy", "fine_tune_precision", "fine_tune_recall", "fine_tune_f1",
+    "effective_rank", "loss", "cka",
+    "memory", "flops", "traffic",
+]  # fmt: skip
+#: what a table of kind `resources` shows
+RESOURCES: tuple[Metric, ...] = ("memory", "flops", "traffic")
 #: what the row of the encoders before training is called
 UNTRAINED = "untrained"
 
 
 class TableRow(Options):
-    """A recipe (shipped name or path, from where the command is called) with changed settings, under a label."""
+    """A recipe (shipped name or path, from where the command is called) with changed settings, under a label.
+
+    In a table of resources also:
+
+    relative_to: the row whose figures are 1; its own where not given.
+    newcomers: as if every client took part for the first time in every round.
+    """
 
     label: str = Field(..., min_length=1)
     recipe: str
     settings: dict[str, Any] = Field(default_factory=dict)
+    relative_to: str | None = None
+    newcomers: bool = False
 
 
 class TableScenario(Options):
@@ -44,6 +59,8 @@ class Table(Options):
     """What to run and how to judge it.
 
     name, description: what the table is called, and what it compares.
+    kind: `runs` trains every row; `resources` tells what each would take, without training (resource_tables.py).
+    image: channels, height and width of the made-up images of a table of resources.
     seeds: each row is run once with each.
     metrics: the columns.
     method: the row that the verdict is about; no verdict where not given.
@@ -58,6 +75,8 @@ class Table(Options):
 
     name: str = Field(..., pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
     description: str = ""
+    kind: Literal["runs", "resources"] = "runs"
+    image: tuple[int, int, int] = (3, 32, 32)
     seeds: list[int] = Field(..., min_length=1)
     metrics: list[Metric] = Field(["knn", "linear", "effective_rank"], min_length=1)
     method: str | None = None
@@ -87,11 +106,22 @@ class Table(Options):
             "baselines": self.baselines,
             "controls": self.controls,
             "paper": [label for scenario in self.all_scenarios for label in scenario.paper],
+            "relative_to": [row.relative_to for row in self.rows if row.relative_to is not None],
         }
         for key, values in named.items():
             for value in values:
                 if value not in labels:
                     raise ValueError(f"{key} names {value!r}, which is no row's label; labels are {', '.join(labels)}")
+        if (self.kind == "resources") != bool(set(RESOURCES) & set(self.metrics)):
+            raise ValueError(f"metrics {', '.join(RESOURCES)} go with kind resources, the others with kind runs")
+        if not set(self.metrics) <= set(RESOURCES) and self.kind == "resources":
+            raise ValueError(f"metrics of a table of kind resources are {', '.join(RESOURCES)}")
+        for figures in self.paper.values() if self.kind == "resources" else ():
+            for figure in figures.values():
+                if not re.fullmatch(r"\d+(\.\d+)?", figure):
+                    raise ValueError(f"paper: {figure!r} is no number")
+        if self.kind == "resources" and (self.scenarios or self.method is not None):
+            raise ValueError("a table of kind resources has no scenarios and no method")
         judged = [*named["method"], *self.baselines, *self.controls]
         for label in judged:
             if judged.count(label) > 1:

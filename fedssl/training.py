@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
+from .accounting import StepCost, StepCounter
 from .client import LocalRound
 from .data.augmentation import augment
 from .data.batches import epoch_batches
@@ -23,7 +25,7 @@ class TrainingOptions(Options):
 
     local_epochs: int = Field(5, ge=1)
     batch_size: int = Field(200, ge=2)
-    optimizer: Literal["sgd", "adam"] = "sgd"
+    optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
     learning_rate: float = Field(0.032, gt=0)
     learning_rate_schedule: Literal["constant", "cosine"] = Field("constant", description="over the rounds")
     momentum: float = Field(0.9, ge=0, lt=1, description="of sgd")
@@ -38,11 +40,28 @@ def learning_rate(options: TrainingOptions, round_number: int, rounds: int) -> f
 
 
 def train_locally(
-    local: LocalRound, options: TrainingOptions, regularizers: Sequence[Regularizer], rounds: int
-) -> None:
+    local: LocalRound,
+    options: TrainingOptions,
+    regularizers: Sequence[Regularizer],
+    rounds: int,
+    most_steps: int | None = None,
+) -> StepCost:
     """Train the client's model for one round; the metrics of the round are logged in `local`.
 
     The optimiser is new in every round: its state describes weights that the server may have replaced.
+
+    The first step is counted (accounting.py): `memory` in bytes, `flops` of the whole round; on CUDA also
+    `cuda_memory`, the allocator's own peak in bytes.
+
+    Args:
+        local: the client and its round.
+        options: how long and with which numbers.
+        regularizers: the terms that are added to the objective's loss.
+        rounds: of the whole run.
+        most_steps: stop after so many steps; where a step shall only be counted.
+
+    Returns:
+        What the first step took.
 
     Raises:
         UserError: the loss is not finite.
@@ -56,19 +75,28 @@ def train_locally(
     if options.optimizer == "sgd":
         optimizer = torch.optim.SGD(parameters, lr=rate, momentum=options.momentum, weight_decay=options.weight_decay)
     else:
-        optimizer = torch.optim.Adam(parameters, lr=rate, weight_decay=options.weight_decay)
+        adam = torch.optim.AdamW if options.optimizer == "adamw" else torch.optim.Adam
+        optimizer = adam(parameters, lr=rate, weight_decay=options.weight_decay)
     order, augmentation = local.generator("order"), local.generator("augmentation")
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    counter = StepCounter(model)
+    cost: StepCost | None = None
+    steps = 0
     for _ in range(options.local_epochs):
         for rows in epoch_batches(len(client.images), options.batch_size, order):
+            if steps == most_steps:
+                break
             images = client.images[rows]
             views: tuple[Tensor, ...] = tuple(
                 augment(images, local.augmentation, augmentation).to(device) for _ in range(objective.views)
             )
-            step = objective.step(model, views, client.labels[rows].to(device))
-            step.views = views
-            loss = step.loss
-            for term in terms:
-                loss = loss + term(step)
+            with counter.forward() if cost is None else nullcontext():
+                step = objective.step(model, views, client.labels[rows].to(device))
+                step.views = views
+                loss = step.loss
+                for term in terms:
+                    loss = loss + term(step)
             if not torch.isfinite(loss):
                 raise UserError(
                     f"client {client.index}'s loss became {float(loss.detach())} in round {local.number}; "
@@ -77,6 +105,19 @@ def train_locally(
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             optimizer.step()
+            if cost is None:
+                cost = counter.finish(optimizer)
             objective.after_step(model)
+            steps += 1
             local.log("loss", float(step.loss.detach()))
             local.log("total_loss", float(loss.detach()))
+    if cost is None:
+        raise UserError(
+            f"client {client.index} has {len(client.images)} images, fewer than training.batch_size "
+            f"{options.batch_size}"
+        )
+    local.log("memory", cost.memory)
+    local.log("flops", cost.flops * steps)
+    if device.type == "cuda":
+        local.log("cuda_memory", torch.cuda.max_memory_allocated(device))
+    return cost

@@ -1,7 +1,8 @@
 // The logits are symmetric: a group of rows meets the blocks of rows from its own on, and each block beyond the group
 // counts for the rows of both. Two passes of this kind do: the first finds every row's sum, the second forms
 // w_ij = (p_ij + p_ji) / t and with it the gradients of row i and of row j. That is half a product, half a product again
-// and one product for the gradients, where a gradient from the plain formula takes one and two.
+// and one product for the gradients, where a gradient from the plain formula takes one and two. The second pass goes by
+// spans of blocks: a span's w_ij are kept until both their rows have had them.
 #include "cpu/nt_xent.h"
 
 #include "cpu/logits.h"
@@ -12,20 +13,19 @@ namespace {
 
 template <class T>
 struct NTXent {
-  static constexpr int64_t WIDE = TILE_COLUMNS<T>, PANELS = 4;
+  static constexpr int64_t WIDE = TILE_COLUMNS<T>, PANELS = 4, SPAN = 8;
 
   const NTXentProblem& problem;
   Rows<T> rows;
-  int64_t batch, count, width, blocks, group;  // count: of rows; group: rows in one, a multiple of KEYS
-  T scale;                                     // 1 / temperature
+  int64_t batch, count, width, blocks, group, span;  // count: of rows; group: rows in one; span: blocks in one
+  T scale;                                           // 1 / temperature
   T *losses, *gradient;
 
   // What all workers share.
   T *largest, *positive, *weight;  // of each row; weight: the loss's over temperature and total
   double* total;
-  T *packed_queries, *plain_queries, *largest_of, *sums_of, *kept, *packed_keys;
-  // Of the workers, one behind another.
-  T *buffers, *chunks, *gradients;
+  T *packed_queries, *plain_queries, *largest_of, *sums_of, *kept, *packed_keys, *own;
+  T *buffers, *chunks;  // of the workers, one behind another
   int64_t used;
 
   NTXent(const NTXentProblem& problem, int64_t workers, char* at) : problem(problem) {
@@ -37,8 +37,8 @@ struct NTXent {
     scale = inverse<T>(problem.temperature);
     losses = (T*)problem.losses;
     gradient = (T*)problem.gradient;
-    const int64_t most = (1 << 23) / (int64_t)sizeof(T) / count / KEYS;  // 8 MiB of weights between rows
-    group = least(most < 1 ? 1 : most > 2 ? 2 : most, blocks) * KEYS;
+    group = least(2, blocks) * KEYS;
+    span = least(blocks, SPAN > 2 * workers ? SPAN : 2 * workers);
 
     Memory memory{at};
     const int64_t lanes = up(group, WIDE);
@@ -56,13 +56,14 @@ struct NTXent {
     const int64_t first_pass = memory.used;
     memory.used = start;
     plain_queries = memory.take<T>(gradient ? lanes * up(width, WIDE) : 0);
-    kept = memory.take<T>(gradient ? lanes * up(count, TILE_ROWS) : 0);
+    kept = memory.take<T>(gradient ? lanes * kept_rows() : 0);
     packed_keys = memory.take<T>(gradient ? blocks * packed_keys_size(width) : 0);
-    gradients = memory.take<T>(gradient ? workers * gradient_size() : 0);
+    own = memory.take<T>(gradient ? lanes / WIDE * own_size() : 0);
     used = memory.used > first_pass ? memory.used : first_pass;
   }
 
-  int64_t gradient_size() const { return up(width, TILE_ROWS) * WIDE * PANELS; }
+  int64_t kept_rows() const { return up(least(count, span * KEYS), TILE_ROWS); }
+  int64_t own_size() const { return up(width, TILE_ROWS) * WIDE; }  // of one panel
   int64_t keys_of(int64_t block) const { return least(KEYS, count - block * KEYS); }
   double given_weight(int64_t i) const { return problem.weights ? problem.weights[i] : 1; }
   int64_t partner(int64_t i) const { return i < batch ? i + batch : i - batch; }
@@ -162,7 +163,7 @@ struct NTXent {
   // Second pass: the gradients.
   void gradients_of(int64_t first, const Threads& threads) const {
     const int64_t size = least(group, count - first), panels = up(size, WIDE) / WIDE;
-    const int64_t own = first / KEYS, beyond = up(first + size, KEYS) / KEYS, pitch = up(count, TILE_ROWS) * WIDE;
+    const int64_t beyond = up(first + size, KEYS) / KEYS, pitch = kept_rows() * WIDE;
     pack_group(first, size, threads);
     for_each(threads, panels, [&](int64_t panel, int64_t worker) {
       const int64_t start = panel * WIDE, of_panel = least(WIDE, size - start);
@@ -174,25 +175,46 @@ struct NTXent {
         }
       }
     });
-    for_each(threads, blocks - own, [&](int64_t index, int64_t worker) {
-      const int64_t block = own + index, keys = keys_of(block);
-      const T* left = rows.block(block * KEYS, keys, buffer(worker));
-      if (first == 0) {
-        pack_columns<TILE_ROWS>(packed_keys + block * packed_keys_size(width), KEY_PANEL, left, keys, width);
-      }
-      T* const chunk = kept + block * KEYS * WIDE;
-      for (int64_t panel = 0; panel < panels; ++panel) {
-        logits(left, keys, width, packed_queries + panel * WIDE * width, chunk + panel * pitch);
-        weigh(chunk + panel * pitch, block, first + panel * WIDE, first + size);
-      }
-      if (block >= beyond) {
-        key_gradient(chunk, panels, pitch, keys, plain_queries, width, gradient + block * KEYS * width);
+    for (int64_t i = 0; i < panels * own_size(); ++i) own[i] = 0;
+    const int64_t together = panels / threads.workers;
+    const int64_t of_task = together < 1 ? 1 : least(together, PANELS);
+    for (int64_t start = first / KEYS; start < blocks; start += span) {
+      const int64_t of_span = least(span, blocks - start);
+      for_each(threads, of_span, [&](int64_t index, int64_t worker) {
+        const int64_t block = start + index, keys = keys_of(block);
+        const T* left = rows.block(block * KEYS, keys, buffer(worker));
+        if (first == 0) {  // this group meets all blocks
+          pack_columns<TILE_ROWS>(packed_keys + block * packed_keys_size(width), KEY_PANEL, left, keys, width);
+        }
+        T* const chunk = kept + index * KEYS * WIDE;
+        for (int64_t panel = 0; panel < panels; ++panel) {
+          logits(left, keys, width, packed_queries + panel * WIDE * width, chunk + panel * pitch);
+          weigh(chunk + panel * pitch, block, first + panel * WIDE, first + size);
+        }
+        if (block >= beyond) {
+          key_gradient(chunk, panels, pitch, keys, plain_queries, width, gradient + block * KEYS * width);
+        }
+      });
+      for_each(threads, up(panels, of_task) / of_task, [&](int64_t task, int64_t) {
+        own_gradients(start, of_span, task * of_task, least(of_task, panels - task * of_task), pitch);
+      });
+    }
+    for_each(threads, panels, [&](int64_t panel, int64_t) {
+      for (int64_t i = panel * WIDE; i < least(size, (panel + 1) * WIDE); ++i) {
+        const T* column = own + panel * own_size() + i % WIDE;
+        for (int64_t c = 0; c < width; ++c) gradient[(first + i) * width + c] += column[c * WIDE];
       }
     });
-    for_each(threads, up(panels, PANELS) / PANELS, [&](int64_t index, int64_t worker) {
-      own_gradients(first, size, index * PANELS, least(PANELS, panels - index * PANELS), pitch,
-                    gradients + worker * gradient_size());
-    });
+  }
+
+  // Adds to the gradients of the group's own rows, some panels of them, what a span of blocks gives.
+  void own_gradients(int64_t block, int64_t of_span, int64_t start, int64_t panels, int64_t pitch) const {
+    for (int64_t index = 0; index < of_span; ++index) {
+      for (int64_t panel = start; panel < start + panels; ++panel) {
+        query_gradient<true>(packed_keys + (block + index) * packed_keys_size(width), keys_of(block + index),
+                             kept + panel * pitch + index * KEYS * WIDE, width, own + panel * own_size());
+      }
+    }
   }
 
   // chunk = w_ij = weight_i exp((s_ij - largest_i) / t) + the same of j, less what the positives take away.
@@ -221,21 +243,6 @@ struct NTXent {
         chunk[(j - block * KEYS) * WIDE + i - start] -=
             (T)((given_weight(i) + given_weight(j)) / problem.temperature);
       }
-    }
-  }
-
-  void own_gradients(int64_t first, int64_t size, int64_t start, int64_t panels, int64_t pitch, T* own) const {
-    const int64_t room = up(width, TILE_ROWS) * WIDE;
-    for (int64_t i = 0; i < panels * room; ++i) own[i] = 0;
-    for (int64_t block = first / KEYS; block < blocks; ++block) {
-      for (int64_t panel = 0; panel < panels; ++panel) {
-        query_gradient<true>(packed_keys + block * packed_keys_size(width), keys_of(block),
-                             kept + (start + panel) * pitch + block * KEYS * WIDE, width, own + panel * room);
-      }
-    }
-    for (int64_t i = start * WIDE; i < least(size, (start + panels) * WIDE); ++i) {
-      const T* column = own + (i / WIDE - start) * room + i % WIDE;
-      for (int64_t c = 0; c < width; ++c) gradient[(first + i) * width + c] += column[c * WIDE];
     }
   }
 

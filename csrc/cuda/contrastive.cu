@@ -7,6 +7,7 @@
 // width. Weights go from the one to the other through shared memory, rounded to the inputs' dtype.
 #include "cuda/contrastive.h"
 
+#include "cuda/contrastive_join.h"
 #include "cuda/dtype.h"
 #include "cuda/launch.h"
 #include "cuda/reduce.h"
@@ -16,9 +17,6 @@ namespace fedkernels::cuda {
 namespace {
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS;
-constexpr float LOG2_E = 1.4426950408889634f;
-// Below every logit, yet finite: where nothing has been met, exp(-inf - LOWEST) is 0 and not NaN.
-constexpr float LOWEST = -3e38f;
 // Weights of the second pass are as small as 1 / columns: scaled, float16 holds them as normal numbers.
 constexpr float WEIGHT_SCALE = 4096;
 
@@ -33,9 +31,6 @@ struct Tiles {
   static constexpr int WEIGHT_PITCH = COLUMNS + 8;           // 16 bytes more keep the rows of a matrix in other banks
 };
 
-inline __host__ __device__ int64_t up(int64_t count, int64_t multiple) {
-  return (count + multiple - 1) / multiple * multiple;
-}
 inline __host__ __device__ int pitch_of(int64_t width) { return static_cast<int>(up(width, 16)) + 8; }
 
 template <int WIDTH>
@@ -60,25 +55,7 @@ struct OfHalf {
   }
 };
 
-// The kernels' arguments: a pass with its matrices as 16-bit words, and where the parts of the sums go.
-struct Arguments {
-  const uint16_t *rows, *columns;
-  int row_count, column_count, width;
-  float scale;  // log2(e) / temperature
-  int shift, positives;
-  bool leave_out_self, given;
-  const float *row_largest, *row_share, *column_largest, *column_share;
-  int parts, tiles_of_part;         // of the columns; tiles of columns in each
-  float *largest, *total, *positive;  // [parts, row_count]
-  float* gradient;                    // [parts, row_count, width], or null
-  bool vectors;                       // rows and columns lie so that 16 bytes can be copied at a time
-};
-
-__device__ inline int positive_of(const Arguments& pass, int row) {
-  int column = row + pass.shift;
-  if (pass.shift > 0 && column >= pass.column_count) column -= pass.column_count;
-  return column < pass.positives ? column : -1;
-}
+using Halves = Arguments<uint16_t, float>;
 
 // Rows first to first + COUNT of a matrix to shared memory; 0 beyond its end and its width.
 template <int COUNT>
@@ -103,7 +80,7 @@ __device__ inline void fetch(uint16_t* tile, int pitch, const uint16_t* source, 
 }
 
 template <typename Precision, int WIDTH>
-__global__ void __launch_bounds__(THREADS, 1) contrastive_kernel(Arguments pass) {
+__global__ void __launch_bounds__(THREADS, 1) contrastive_kernel(Halves pass) {
   using T = Tiles<WIDTH>;
   const int pitch = pitch_of(pass.width), depth = static_cast<int>(up(pass.width, 16));
   uint16_t* const rows = dynamic_shared<uint16_t>();
@@ -127,7 +104,7 @@ __global__ void __launch_bounds__(THREADS, 1) contrastive_kernel(Arguments pass)
   for (int m = 0; m < T::OF_ROWS; ++m) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      largest[m][h] = LOWEST;
+      largest[m][h] = lowest<float>();
       const int row = first_row + own_row + m * 16 + h * 8 + g;
       if (pass.row_share && row < pass.row_count && pass.given) {
         given_largest[m][h] = pass.row_largest[row];
@@ -203,7 +180,7 @@ __global__ void __launch_bounds__(THREADS, 1) contrastive_kernel(Arguments pass)
       for (int m = 0; m < T::OF_ROWS; ++m) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          float top = LOWEST;
+          float top = lowest<float>();
 #pragma unroll
           for (int n = 0; n < T::OF_COLUMNS; ++n) {
             top = fmaxf(top, fmaxf(logits[m][n][2 * h], logits[m][n][2 * h + 1]));
@@ -331,60 +308,14 @@ __global__ void __launch_bounds__(THREADS, 1) contrastive_kernel(Arguments pass)
   }
 }
 
-// One block a row: joins the parts in their order.
-template <typename Precision>
-__global__ void __launch_bounds__(128) join_kernel(Arguments pass, float temperature, float* row_largest,
-                                                   float* row_share, float* losses, float* gradient) {
-  const int row = blockIdx.x, positive = positive_of(pass, row);
-  float top = LOWEST, share = 1 / WEIGHT_SCALE, times = 0;
-  if (!pass.given) {
-    for (int part = 0; part < pass.parts; ++part) top = fmaxf(top, pass.largest[part * pass.row_count + row]);
-    float total = 0, logit = 0;
-    for (int part = 0; part < pass.parts; ++part) {
-      const int at = part * pass.row_count + row;
-      total += pass.total[at] * exp2f((pass.largest[at] - top) * pass.scale);
-      logit += pass.positive[at];  // 0 but for the part that holds it
-    }
-    share = 1 / total;
-    times = 1;
-    if (threadIdx.x == 0) {
-      row_largest[row] = top;
-      row_share[row] = share;
-      losses[row] = logf(total == 0 ? __uint_as_float(0x7fffffff) : total) + (top - logit) / temperature;
-    }
-  } else {
-    times = (pass.row_share != nullptr) + (pass.column_share != nullptr);
-  }
-  if (!gradient) return;
-  for (int column = threadIdx.x; column < pass.width; column += blockDim.x) {
-    float sum = 0;
-    for (int part = 0; part < pass.parts; ++part) {
-      const int64_t at = static_cast<int64_t>(part) * pass.row_count + row;
-      const float factor = pass.given ? 1 : exp2f((pass.largest[at] - top) * pass.scale);
-      sum += pass.gradient[at * pass.width + column] * factor;
-    }
-    const float taken =
-        positive < 0 ? 0 : times * Precision::wide(pass.columns[static_cast<int64_t>(positive) * pass.width + column]);
-    gradient[static_cast<int64_t>(row) * pass.width + column] = (sum * share - taken) / temperature;
-  }
-}
-
 // One block: the sum of all losses, or their mean.
 constexpr int SUM_THREADS = 1024;
-__global__ void __launch_bounds__(SUM_THREADS) sum_kernel(const float* losses, int64_t count, double divisor,
-                                                          float* result) {
+__global__ void __launch_bounds__(SUM_THREADS) sum_kernel(Array losses, int64_t count, double divisor, Array result) {
   SHARED(of_warps, double[SUM_THREADS / 32]);
   double sum = 0;
-  for (int64_t i = threadIdx.x; i < count; i += SUM_THREADS) sum += static_cast<double>(losses[i]);
+  for (int64_t i = threadIdx.x; i < count; i += SUM_THREADS) sum += read_one(losses, i);
   sum = block_reduce(sum, of_warps, Sum());
-  if (threadIdx.x == 0) *result = static_cast<float>(sum / divisor);
-}
-
-int parts_of(int64_t row_blocks, int64_t column_tiles) {
-  const int64_t wanted = (multiprocessors() + row_blocks - 1) / row_blocks;
-  const int64_t most = (column_tiles + 3) / 4;  // a part has some tiles, or its start is not worth it
-  const int64_t parts = wanted < most ? wanted : most;
-  return static_cast<int>(parts < 1 ? 1 : parts > 16 ? 16 : parts);
+  if (threadIdx.x == 0) write_one(result, 0, sum / divisor);
 }
 
 template <int WIDTH>
@@ -396,40 +327,14 @@ int parts_for(int64_t row_count, int64_t column_count) {
 template <typename Precision, int WIDTH>
 const char* run(const ContrastivePass& given, void* memory, Stream stream) {
   using T = Tiles<WIDTH>;
-  const int rows = static_cast<int>(given.row_count), columns = static_cast<int>(given.column_count);
-  Arguments pass = {};
-  pass.rows = static_cast<const uint16_t*>(given.rows.data);
-  pass.columns = static_cast<const uint16_t*>(given.columns.data);
-  pass.row_count = rows;
-  pass.column_count = columns;
-  pass.width = static_cast<int>(given.width);
-  pass.scale = LOG2_E / given.temperature;
-  pass.shift = static_cast<int>(given.shift);
-  pass.positives = static_cast<int>(given.positives);
-  pass.leave_out_self = given.leave_out_self;
-  pass.given = given.given;
-  pass.row_largest = given.row_largest;
-  pass.row_share = given.row_share;
-  pass.column_largest = given.column_largest;
-  pass.column_share = given.column_share;
-  const int tiles = (columns + T::COLUMNS - 1) / T::COLUMNS;
-  pass.tiles_of_part = (tiles + parts_for<WIDTH>(rows, columns) - 1) / parts_for<WIDTH>(rows, columns);
-  pass.parts = (tiles + pass.tiles_of_part - 1) / pass.tiles_of_part;
-  float* const at = static_cast<float*>(memory);
-  const int64_t sums = static_cast<int64_t>(pass.parts) * rows;
-  pass.largest = at;
-  pass.total = at + sums;
-  pass.positive = at + 2 * sums;
-  pass.gradient = !given.gradient ? nullptr : pass.parts == 1 ? given.gradient : at + 3 * sums;
-  const auto aligned = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };
-  pass.vectors = given.width % 8 == 0 && aligned(pass.rows) && aligned(pass.columns);
-
-  const unsigned row_blocks = static_cast<unsigned>((rows + T::ROWS - 1) / T::ROWS);
+  Halves pass = arguments_of<uint16_t, float>(given, T::COLUMNS, parts_for<WIDTH>(given.row_count, given.column_count),
+                                              memory);
+  pass.weight_scale = WEIGHT_SCALE;
+  const unsigned row_blocks = static_cast<unsigned>((pass.row_count + T::ROWS - 1) / T::ROWS);
   const Shape shape = {dim3(row_blocks, static_cast<unsigned>(pass.parts)), dim3(THREADS),
                        shared_bytes<WIDTH>(given.width)};
   if (const char* error = launch(shape, stream, contrastive_kernel<Precision, WIDTH>, pass)) return error;
-  return launch({dim3(static_cast<unsigned>(rows)), dim3(128)}, stream, join_kernel<Precision>, pass, given.temperature,
-                given.row_largest, given.row_share, given.losses, given.gradient);
+  return join<Precision>(pass, given, stream);
 }
 
 // The widest tiles that fit: those for 512 columns need the least shared memory at any width.
@@ -455,7 +360,7 @@ extern "C" int64_t cuda_contrastive_memory(int64_t row_count, int64_t column_cou
   int64_t most = 0;
   for (const int64_t parts : {parts_for<128>(row_count, column_count), parts_for<256>(row_count, column_count),
                               parts_for<512>(row_count, column_count)}) {
-    const int64_t entries = parts * row_count * (3 + (gradient && parts > 1 ? width : 0));
+    const int64_t entries = numbers_of_parts(parts, row_count, width, gradient);
     most = entries > most ? entries : most;
   }
   return most * static_cast<int64_t>(sizeof(float));
@@ -469,8 +374,8 @@ extern "C" const char* cuda_contrastive(const fedkernels::cuda::ContrastivePass*
                                                      : run<OfHalf>(*pass, memory, stream);
 }
 
-extern "C" const char* cuda_contrastive_sum(const float* losses, int64_t count, double divisor, float* result,
-                                            fedkernels::cuda::Stream stream) {
+extern "C" const char* cuda_contrastive_sum(const fedkernels::Array* losses, int64_t count, double divisor,
+                                            const fedkernels::Array* result, fedkernels::cuda::Stream stream) {
   using namespace fedkernels::cuda;
-  return launch({dim3(1), dim3(SUM_THREADS)}, stream, sum_kernel, losses, count, divisor, result);
+  return launch({dim3(1), dim3(SUM_THREADS)}, stream, sum_kernel, *losses, count, divisor, *result);
 }

@@ -1,4 +1,5 @@
-// The passes that info_nce and nt_xent are made of, for rows in half precision.
+// The passes that info_nce and nt_xent are made of: contrastive.cu for rows in half precision, contrastive_wide.cu for
+// float32 and float64.
 #pragma once
 
 #include <stddef.h>
@@ -9,11 +10,12 @@
 
 namespace fedkernels::cuda {
 
-// What one row of logits s_rc = rows_r . columns_c has to do with the rest of the problem.
+// What one row of logits s_rc = rows_r . columns_c has to do with the rest of the problem. What the pointers that have no
+// type show is float64 where the rows are, else float32.
 struct ContrastivePass {
-  Array rows, columns;                 // [row_count, width] and [column_count, width], both bf16 or both f16
-  int64_t row_count, column_count, width;  // width <= 512
-  float temperature;
+  Array rows, columns;  // [row_count, width] and [column_count, width], both in one dtype
+  int64_t row_count, column_count, width;
+  double temperature;
   // The positive of row r is column r + shift, counted on from column 0 after the last one where shift > 0; a row for
   // which that is not below `positives` has none.
   int64_t shift, positives;
@@ -24,23 +26,30 @@ struct ContrastivePass {
   // Second pass, with given sums: gradient_r = (sum_c w_rc columns_c - n positive_r) / t, where w_rc is p_rc by the sums
   // of the row and / or that by the sums of the column, and n is how many of the two.
   bool given;
-  float *row_largest, *row_share;  // [row_count]; written by the first pass; null in the second: not used
-  const float *column_largest, *column_share;  // [column_count]; second pass: null: not used
-  float* losses;                               // [row_count]; first pass
-  float* gradient;                             // [row_count, width], or null
+  void *row_largest, *row_share;               // [row_count]; written by the first pass; null in the second: not used
+  const void *column_largest, *column_share;   // [column_count]; second pass: null: not used
+  void* losses;                                // [row_count]; first pass
+  void* gradient;                              // [row_count, width], or null
 };
 
 }  // namespace fedkernels::cuda
 
-// Does the current device have the shared memory for this width?
+// Does the current device have the shared memory for this width in half precision?
 extern "C" bool cuda_contrastive_fits(int64_t width);
 
-// Bytes of device memory, aligned to 16, that a pass works in.
+// Bytes of device memory, aligned to 16, that a pass over halves works in.
 extern "C" int64_t cuda_contrastive_memory(int64_t row_count, int64_t column_count, int64_t width, bool gradient);
 
 extern "C" const char* cuda_contrastive(const fedkernels::cuda::ContrastivePass* pass, void* memory,
                                         fedkernels::cuda::Stream stream);
 
-// result = (sum of the losses) / divisor, in float64 until the end.
-extern "C" const char* cuda_contrastive_sum(const float* losses, int64_t count, double divisor, float* result,
-                                            fedkernels::cuda::Stream stream);
+// The same for float32 and float64 (`wide`), of any width.
+extern "C" int64_t cuda_contrastive_wide_memory(int64_t row_count, int64_t column_count, int64_t width, bool gradient,
+                                                bool wide);
+
+extern "C" const char* cuda_contrastive_wide(const fedkernels::cuda::ContrastivePass* pass, void* memory,
+                                             fedkernels::cuda::Stream stream);
+
+// result = (sum of the losses) / divisor, in float64 until the end; both are float32 or float64.
+extern "C" const char* cuda_contrastive_sum(const fedkernels::Array* losses, int64_t count, double divisor,
+                                            const fedkernels::Array* result, fedkernels::cuda::Stream stream);

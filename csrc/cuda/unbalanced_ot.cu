@@ -3,9 +3,10 @@
 // through its row and column sums, so one pass over the entries forms all that the line search and the restart need.
 // An accepted step forms its entries a second time instead of keeping them.
 //
-// To 128 x 128 a problem is one block's: a warp holds eight rows, the plan in registers (of the widest only half, which is
-// what they have room for), the point with momentum in shared memory. Larger ones, and FedU2's steepest descent, are a team's: blocks that run at the same time and wait for
-// each other, with the entries in global memory, where the second-level cache holds them.
+// To 128 x 128 a problem is one block's: a warp holds eight rows, half of the plan in registers, which is what they have
+// room for, the rest and the point with momentum in shared memory. Larger ones, and FedU2's steepest descent, are a
+// team's: blocks that run at the same time and wait for each other, with the entries in global memory, where the
+// second-level cache holds them.
 #include "cuda/unbalanced_ot.h"
 
 #include "cuda/dtype.h"
@@ -18,7 +19,8 @@ namespace {
 
 constexpr int GROUP = 8;         // rows that a warp sums together
 constexpr int BLOCK_LIMIT = 128, BLOCK_THREADS = BLOCK_LIMIT / GROUP * 32;
-constexpr int IN_REGISTERS = 2;  // columns of a lane of which the plan is kept in registers
+constexpr int COLUMNS = BLOCK_LIMIT / 32;      // of a lane
+constexpr int IN_REGISTERS = COLUMNS / 2;      // columns of a lane of which the plan is kept in registers
 constexpr int CHECK_EVERY = 10;  // as in the reference
 constexpr double TINY = 2.2250738585072014e-308;
 
@@ -101,6 +103,19 @@ __device__ inline void sum_over_block(double (&values)[COUNT], double* of_warps)
   }
 }
 
+// Of an array in float32 or float64, which the costs and the plans are.
+__device__ inline double read_wide(const Array& source, int64_t index) {
+  return source.dtype == DType::f64 ? __ldg(static_cast<const double*>(source.data) + index)
+                                    : static_cast<double>(__ldg(static_cast<const float*>(source.data) + index));
+}
+__device__ inline void write_wide(const Array& target, int64_t index, double value) {
+  if (target.dtype == DType::f64) {
+    static_cast<double*>(target.data)[index] = value;
+  } else {
+    static_cast<float*>(target.data)[index] = static_cast<float>(value);
+  }
+}
+
 struct Pair {
   double of_row, of_column;
 };
@@ -113,23 +128,23 @@ enum Vector { MASSES, DUALS, OF_PLAN, OF_POINT, OF_TRIAL, OF_BEST, ROOM, VECTORS
 // Doubles of shared memory: the warps' scalars, the vectors and the warps' part of each column; then, where there is room,
 // the point and what the registers do not hold of the plan.
 struct BlockMemory {
-  int warps, of_lane;  // columns of a lane
+  int warps;
 
   static constexpr int OF_WARPS = 2 * 32, FOUND = 8, FIXED = OF_WARPS + FOUND + 2 * VECTORS * BLOCK_LIMIT;
-  __host__ __device__ int partial() const { return 32 * of_lane * warps; }
-  __host__ __device__ int point() const { return GROUP * of_lane * BLOCK_THREADS; }
-  __host__ __device__ int rest() const { return of_lane > IN_REGISTERS ? point() / of_lane * (of_lane - IN_REGISTERS) : 0; }
+  static constexpr int POINT = GROUP * COLUMNS * 32, REST = GROUP * (COLUMNS - IN_REGISTERS) * 32;  // of a warp
+  __host__ __device__ int partial() const { return BLOCK_LIMIT * warps; }
+  __host__ __device__ int point() const { return POINT * warps; }
+  __host__ __device__ int rest() const { return REST * warps; }
 };
 
 // Lane l of warp w holds rows 8 w .. 8 w + 7 and columns l, l + 32, .. of the plan.
-template <int COLUMNS, typename Cost>
+template <typename Cost>
 struct Block {
-  static constexpr int PITCH = 32 * COLUMNS;
   const Transport& t;
   const int rows, columns, threads, warp, lane;
-  // Of this thread, BLOCK_THREADS apart: a distance that the compiler knows costs no registers.
+  // Of this thread, 32 apart: a distance that the compiler knows costs no registers.
   double *const point, *const rest;
-  double plan[GROUP][COLUMNS < IN_REGISTERS ? COLUMNS : IN_REGISTERS];
+  double plan[GROUP][IN_REGISTERS];
 
   __device__ __forceinline__ Block(const Transport& t, double* point, double* rest)
       : t(t),
@@ -138,8 +153,8 @@ struct Block {
         threads(blockDim.x),
         warp(threadIdx.x / 32),
         lane(threadIdx.x % 32),
-        point(point + threadIdx.x),
-        rest(rest + threadIdx.x) {}
+        point(point + warp * BlockMemory::POINT + lane),
+        rest(rest + warp * BlockMemory::REST + lane) {}
 
   // Shared memory is named by its place and not held in pointers, which would take the registers of the plan.
   static __device__ __forceinline__ double* of_warps() { return dynamic_shared<double>(); }
@@ -157,24 +172,23 @@ struct Block {
 
   // This thread's part of the matrix, looked up for each pass.
   struct Entries {
-    const Cost* cost;
-    int rows, columns;  // what is left of them from the first entry on
+    const Cost* cost;          // of the problem: one address for the whole block, which takes no register of a thread
+    int first, rows, columns;  // the first entry, and what is left of rows and columns from it on
 
     __device__ __forceinline__ bool inside(int r, int c) const { return r < rows && c * 32 < columns; }
   };
   __device__ __forceinline__ Entries entries() const {
-    const int64_t first = (static_cast<int64_t>(blockIdx.x) * rows + warp * GROUP) * columns + lane;
-    return {keep_here(static_cast<const Cost*>(t.cost.data) + first), keep_here(rows - warp * GROUP),
-            keep_here(columns - lane)};
+    return {static_cast<const Cost*>(t.cost.data) + static_cast<int64_t>(blockIdx.x) * (rows * columns),
+            keep_here(warp * GROUP * columns + lane), keep_here(rows - warp * GROUP), keep_here(columns - lane)};
   }
   // Outside the matrix a pair is forbidden.
   __device__ __forceinline__ double cost_at(const Entries& at, int r, int c) const {
-    return at.inside(r, c) ? static_cast<double>(__ldg(at.cost + r * columns + c * 32)) : infinite();
+    return at.inside(r, c) ? static_cast<double>(__ldg(at.cost + (at.first + r * columns + c * 32))) : infinite();
   }
   __device__ __forceinline__ double& plan_at(int r, int c) {
-    return c < IN_REGISTERS ? plan[r][c] : rest[(r * (COLUMNS - IN_REGISTERS) + c - IN_REGISTERS) * BLOCK_THREADS];
+    return c < IN_REGISTERS ? plan[r][c] : rest[(r * (COLUMNS - IN_REGISTERS) + c - IN_REGISTERS) * 32];
   }
-  __device__ __forceinline__ double& point_at(int r, int c) { return point[(r * COLUMNS + c) * BLOCK_THREADS]; }
+  __device__ __forceinline__ double& point_at(int r, int c) { return point[(r * COLUMNS + c) * 32]; }
   __device__ __forceinline__ double gradient(const Entries& at, int r, int c) const {
     return cost_at(at, r, c) - by_row(DUALS)[warp * GROUP + r] - by_column(DUALS)[c * 32 + lane];
   }
@@ -214,12 +228,12 @@ struct Block {
       if (lane % (32 / HALF) == 0) by_row(to)[warp * GROUP + first + lane / (32 / HALF)] = value;
     }
 #pragma unroll
-    for (int c = 0; c < COLUMNS; ++c) partial()[warp * PITCH + c * 32 + lane] = of_columns[c];
+    for (int c = 0; c < COLUMNS; ++c) partial()[warp * BLOCK_LIMIT + c * 32 + lane] = of_columns[c];
   }
   template <typename Operation>
   __device__ __forceinline__ double over_warps(int column, Operation operation) const {
     double value = partial()[column];
-    for (int w = 1; w < threads / 32; ++w) value = operation(value, partial()[w * PITCH + column]);
+    for (int w = 1; w < threads / 32; ++w) value = operation(value, partial()[w * BLOCK_LIMIT + column]);
     return value;
   }
 
@@ -230,22 +244,14 @@ struct Block {
   }
   template <typename Body>
   __device__ __forceinline__ void for_columns(const Body& body) {
-    for (int j = threadIdx.x; j < PITCH; j += threads) body(j);
+    for (int j = threadIdx.x; j < BLOCK_LIMIT; j += threads) body(j);
   }
 
-  // The plan as it is, or `value` everywhere.
-  __device__ __forceinline__ void write_plan(bool fill, double value) {
+  __device__ __forceinline__ void write_plan() {
     const Entries matrix = entries();
-    const int64_t first = matrix.cost - static_cast<const Cost*>(t.cost.data);
+    const int64_t first = static_cast<int64_t>(blockIdx.x) * (rows * columns) + matrix.first;
     for_entries([&](int r, int c) {
-      if (!matrix.inside(r, c)) return;
-      const int64_t index = first + r * columns + c * 32;
-      const double entry = fill ? value : plan_at(r, c);
-      if (t.plan.dtype == DType::f64) {
-        static_cast<double*>(t.plan.data)[index] = entry;
-      } else {
-        static_cast<float*>(t.plan.data)[index] = static_cast<float>(entry);
-      }
+      if (matrix.inside(r, c)) write_wide(t.plan, first + r * columns + c * 32, plan_at(r, c));
     });
   }
 
@@ -338,7 +344,7 @@ struct Block {
     sum_over_block(penalties, of_warps());
     Certificate now = found();
     if (now.improves(linear[0], linear[1], penalties[0])) {
-      write_plan(false, 0);
+      write_plan();
       for_rows([&](int i) { by_row(OF_BEST)[i] = by_row(OF_PLAN)[i]; });
       for_columns([&](int j) { by_column(OF_BEST)[j] = by_column(OF_PLAN)[j]; });
     }
@@ -385,7 +391,10 @@ struct Block {
     bad = __syncthreads_or(bad);
     pays = __syncthreads_or(pays);
     const double nan = not_a_number();
-    write_plan(true, bad ? nan : 0);
+#pragma unroll 1
+    for (int index = threadIdx.x; index < rows * columns; index += threads) {
+      write_wide(t.plan, problem * rows * columns + index, bad ? nan : 0);
+    }
     double start[1] = {penalties_part()};
     sum_over_block(start, of_warps());
     if (threadIdx.x == 0) {
@@ -401,32 +410,33 @@ struct Block {
     }
 
     __syncthreads();
+    const bool hopeless = found().gap != found().gap;  // `bad`, which no register had to hold meanwhile
     double mass[1] = {};
     for_rows([&](int i) {
-      if (i < rows) t.u[problem * rows + i] = bad ? nan : t.tau_a * (by_row(MASSES)[i] - by_row(OF_BEST)[i]);
+      if (i < rows) t.u[problem * rows + i] = hopeless ? not_a_number() : t.tau_a * (by_row(MASSES)[i] - by_row(OF_BEST)[i]);
       mass[0] += by_row(OF_BEST)[i];
     });
     for_columns([&](int j) {
-      if (j < columns) t.v[problem * columns + j] = bad ? nan : t.tau_b * (by_column(MASSES)[j] - by_column(OF_BEST)[j]);
+      if (j < columns) t.v[problem * columns + j] = hopeless ? not_a_number() : t.tau_b * (by_column(MASSES)[j] - by_column(OF_BEST)[j]);
     });
     sum_over_block(mass, of_warps());
     if (threadIdx.x == 0) {
-      t.value[problem] = bad ? nan : found().value;
-      t.mass[problem] = bad ? nan : mass[0];
+      t.value[problem] = hopeless ? not_a_number() : found().value;
+      t.mass[problem] = hopeless ? not_a_number() : mass[0];
       t.gap[problem] = found().gap;
       t.iterations[problem] = iteration;
     }
   }
 };
 
-template <int COLUMNS, typename Cost>
-__global__ void __launch_bounds__(BLOCK_THREADS) solve_in_block(const Transport t, double* points, double* rests) {
+template <typename Cost>
+__global__ void __launch_bounds__(BLOCK_THREADS, 1) solve_in_block(const Transport t, double* points, double* rests) {
   // Memory that is not given is shared.
-  const BlockMemory memory = {static_cast<int>(blockDim.x) / 32, COLUMNS};
+  const BlockMemory memory = {static_cast<int>(blockDim.x) / 32};
   double* const shared = dynamic_shared<double>() + BlockMemory::FIXED + memory.partial();
   double* const rest = points ? shared : shared + memory.point();
   const int64_t problem = blockIdx.x;
-  Block<COLUMNS, Cost> solver(t, points ? points + problem * memory.point() : shared,
+  Block<Cost> solver(t, points ? points + problem * memory.point() : shared,
                               rests ? rests + problem * memory.rest() : rest);
   solver.solve();
 }
@@ -449,11 +459,9 @@ struct TeamSize {
 // The groups of eight rows are shared out to the blocks, a group's columns to the threads: a thread works on the same
 // entries all the time. Of vectors over the rows a block uses its own rows only; of those over the columns each has a copy,
 // and the copies are equal. What is for all blocks is written between two barriers and read by __ldcg.
-template <typename Cost>
 struct Team {
   const Transport& t;
-  const int64_t rows, columns, problem, blocks, rank, groups;
-  const Cost* cost;
+  const int64_t rows, columns, problem, blocks, rank, groups, first;  // first: entry of all problems' matrices
   unsigned* counter;
   double* of_warps;   // shared memory, [MOST_SUMS, 32]
   double* of_groups;  // shared memory, [TEAM_WARPS, GROUP]
@@ -472,7 +480,7 @@ struct Team {
         blocks(size.blocks),
         rank(blockIdx.x % size.blocks),
         groups((t.rows + GROUP - 1) / GROUP),
-        cost(static_cast<const Cost*>(t.cost.data) + problem * t.rows * t.columns),
+        first(problem * t.rows * t.columns),
         counter(counter),
         of_warps(of_warps),
         of_groups(of_groups) {
@@ -497,6 +505,7 @@ struct Team {
   // Calls body(i) for this thread's part of the block's rows.
   template <typename Body>
   __device__ void for_rows(const Body& body) {
+#pragma unroll 1
     for (int64_t k = threadIdx.x; k < (groups - rank + blocks - 1) / blocks * GROUP; k += TEAM_THREADS) {
       const int64_t i = (rank + k / GROUP * blocks) * GROUP + k % GROUP;
       if (i < rows) body(i);
@@ -504,24 +513,25 @@ struct Team {
   }
   template <typename Body>
   __device__ void for_columns(const Body& body) {
+#pragma unroll 1
     for (int64_t j = threadIdx.x; j < columns; j += TEAM_THREADS) body(j);
   }
   // Each column is one thread's of the whole team.
   template <typename Body>
   __device__ void for_shared_columns(const Body& body) {
+#pragma unroll 1
     for (int64_t j = rank * TEAM_THREADS + threadIdx.x; j < columns; j += blocks * TEAM_THREADS) body(j);
   }
 
-  // Calls body(i, j, index) for this thread's entries.
+  // Calls body(i, j, index) for this thread's entries. Bodies store, and a load cannot be moved before that: nothing would
+  // be gained from unrolled loops.
   template <typename Body>
   __device__ void for_entries(const Body& body) {
     for (int64_t group = rank; group < groups; group += blocks) {
+      const int64_t last = (group + 1) * GROUP < rows ? (group + 1) * GROUP : rows;
       for (int64_t j = threadIdx.x; j < columns; j += TEAM_THREADS) {
-#pragma unroll
-        for (int r = 0; r < GROUP; ++r) {
-          const int64_t i = group * GROUP + r;
-          if (i < rows) body(i, j, i * columns + j);
-        }
+#pragma unroll 1
+        for (int64_t i = group * GROUP; i < last; ++i) body(i, j, i * columns + j);
       }
     }
   }
@@ -535,6 +545,7 @@ struct Team {
       double of_rows[GROUP];
 #pragma unroll
       for (int r = 0; r < GROUP; ++r) of_rows[r] = neutral;
+#pragma unroll 1
       for (int64_t j = threadIdx.x; j < columns; j += TEAM_THREADS) {
         double of_column = group == rank ? neutral : partial[j];
 #pragma unroll
@@ -555,6 +566,7 @@ struct Team {
       const int64_t i = group * GROUP + threadIdx.x;
       if (threadIdx.x < GROUP && i < rows) {
         double all = of_groups[threadIdx.x];
+#pragma unroll 1
         for (int w = 1; w < TEAM_WARPS; ++w) all = operation(all, of_groups[w * GROUP + threadIdx.x]);
         for_rows[i] = all;
       }
@@ -587,15 +599,17 @@ struct Team {
     }
   }
 
+  // Of one kernel for both precisions: there is little that the compiler could gain from knowing which.
+  __device__ double cost(int64_t index) const { return read_wide(t.cost, first + index); }
   __device__ double gradient(int64_t i, int64_t j, int64_t index) const {
-    const double here = cost[index];
+    const double here = cost(index);
     return here < infinite() ? here - u[i] - v[j] : 0;  // a forbidden entry stays 0
   }
 
   // As in solve_in_block.
   __device__ void largest_feasible(const double* at_u, const double* at_v, double* for_rows, double* for_columns) {
     reduce_entries(infinite(), Least(), for_rows, [&](int64_t i, int64_t j, int64_t index) -> Pair {
-      const double here = cost[index];
+      const double here = cost(index);
       return {here - at_v[j], here - at_u[i]};
     });
     this->for_rows([&](int64_t i) { for_rows[i] = least(t.tau_a * a[i], for_rows[i]); });
@@ -700,7 +714,6 @@ struct Team {
   }
 
   __device__ void solve() {
-    const int64_t at_plan = problem * rows * columns;
     double told[2] = {};  // entries that are no numbers, entries that pay
     for_rows([&](int64_t i) {
       a[i] = read_one(t.a, problem * rows + i);
@@ -716,7 +729,7 @@ struct Team {
     });
     __syncthreads();
     for_entries([&](int64_t i, int64_t j, int64_t index) {
-      const double here = cost[index];
+      const double here = cost(index);
       told[0] += !(here > -infinite());
       told[1] += u[i] + v[j] - here > 0;
       plan[index] = point[index] = 0;
@@ -724,7 +737,7 @@ struct Team {
     sum(told);
     const bool bad = told[0] > 0;
     const double nan = not_a_number();
-    for_entries([&](int64_t, int64_t, int64_t index) { write_one(t.plan, at_plan + index, bad ? nan : 0); });
+    for_entries([&](int64_t, int64_t, int64_t index) { write_wide(t.plan, first + index, bad ? nan : 0); });
     double start[1] = {penalties_part()};
     sum(start);
     Certificate found = {start[0], start[0], -infinite(), bad ? nan : told[1] > 0 ? infinite() : 0};
@@ -742,13 +755,13 @@ struct Team {
 
       double value[3] = {0, 0, penalties_part()};
       for_entries([&](int64_t, int64_t, int64_t index) {
-        const double here = plan[index] > 0 ? cost[index] * plan[index] : 0;
+        const double here = plan[index] > 0 ? cost(index) * plan[index] : 0;
         value[0] += here;
         value[1] += fabs(here);
       });
       sum(value);
       if (found.improves(value[0], value[1], value[2])) {
-        for_entries([&](int64_t, int64_t, int64_t index) { write_one(t.plan, at_plan + index, plan[index]); });
+        for_entries([&](int64_t, int64_t, int64_t index) { write_wide(t.plan, first + index, plan[index]); });
         for_rows([&](int64_t i) { best_rows[i] = plan_rows[i]; });
         for_columns([&](int64_t j) { best_columns[j] = plan_columns[j]; });
       }
@@ -786,14 +799,13 @@ struct Team {
   }
 };
 
-template <typename Cost>
-__global__ void __launch_bounds__(TEAM_THREADS)
+__global__ void __launch_bounds__(TEAM_THREADS, 1)
     solve_in_team(const Transport t, const TeamSize size, double* memory, unsigned* counters) {
   SHARED(of_warps, double[MOST_SUMS * 32]);
   SHARED(of_groups, double[TEAM_WARPS * GROUP]);
   const int64_t team = blockIdx.x / size.blocks;
   for (int64_t problem = team; problem < t.problems; problem += size.teams) {
-    Team<Cost> solver(t, size, problem, memory + team * size.words(t), counters + team, of_warps, of_groups);
+    Team solver(t, size, problem, memory + team * size.words(t), counters + team, of_warps, of_groups);
     solver.solve();
     solver.wait();  // its memory is the next problem's
   }
@@ -803,9 +815,7 @@ __global__ void __launch_bounds__(TEAM_THREADS)
 
 bool one_block(const Transport& t) { return t.accelerated && t.rows <= BLOCK_LIMIT && t.columns <= BLOCK_LIMIT; }
 
-BlockMemory memory_of(const Transport& t) {
-  return {static_cast<int>((t.rows + GROUP - 1) / GROUP), t.columns <= 32 ? 1 : t.columns <= 64 ? 2 : 4};
-}
+BlockMemory memory_of(const Transport& t) { return {static_cast<int>((t.rows + GROUP - 1) / GROUP)}; }
 
 // Where a block keeps its entries: the point, then the rest of the plan, in shared memory as long as there is room.
 struct Room {
@@ -823,34 +833,30 @@ Room room_of(const BlockMemory& memory) {
   return room;
 }
 
-template <typename Cost>
 const char* launch_blocks(const Transport& t, double* words, Stream stream) {
   const BlockMemory memory = memory_of(t);
   const Room room = room_of(memory);
   const Shape shape = {static_cast<unsigned>(t.problems), 32u * memory.warps, room.shared};
   double* const points = room.point ? nullptr : words;
   double* const rests = room.rest ? nullptr : words + (room.point ? 0 : t.problems * memory.point());
-  if (t.columns <= 32) return launch(shape, stream, solve_in_block<1, Cost>, t, points, rests);
-  if (t.columns <= 64) return launch(shape, stream, solve_in_block<2, Cost>, t, points, rests);
-  return launch(shape, stream, solve_in_block<4, Cost>, t, points, rests);
+  if (t.cost.dtype == DType::f64) return launch(shape, stream, solve_in_block<double>, t, points, rests);
+  return launch(shape, stream, solve_in_block<float>, t, points, rests);
 }
 
-template <typename Cost>
 TeamSize team_size(const Transport& t) {
   const int64_t groups = (t.rows + GROUP - 1) / GROUP, most = groups < MOST_BLOCKS ? groups : MOST_BLOCKS;
-  const int64_t room = static_cast<int64_t>(multiprocessors()) * blocks_at_a_time({1, TEAM_THREADS}, solve_in_team<Cost>);
+  const int64_t room = static_cast<int64_t>(multiprocessors()) * blocks_at_a_time({1, TEAM_THREADS}, solve_in_team);
   const int64_t blocks = most < room ? most : room > 0 ? room : 1;
   const int64_t teams = room / blocks < t.problems ? room / blocks : t.problems;
   return {blocks, teams > 0 ? teams : 1};
 }
 
-template <typename Cost>
 const char* launch_teams(const Transport& t, double* words, Stream stream) {
-  const TeamSize size = team_size<Cost>(t);
+  const TeamSize size = team_size(t);
   unsigned* const counters = reinterpret_cast<unsigned*>(words);
   if (const char* error = fill_zero(words, sizeof(double) * size.teams, stream)) return error;
   const Shape shape = {static_cast<unsigned>(size.blocks * size.teams), TEAM_THREADS, 0, true};
-  return launch(shape, stream, solve_in_team<Cost>, t, size, words + size.teams, counters);
+  return launch(shape, stream, solve_in_team, t, size, words + size.teams, counters);
 }
 
 }  // namespace
@@ -866,7 +872,7 @@ extern "C" int64_t cuda_unbalanced_ot_words(const fedkernels::cuda::Transport* t
     const Room room = room_of(memory);
     return t.problems * ((room.point ? 0 : memory.point()) + (room.rest ? 0 : memory.rest()));
   }
-  const TeamSize size = t.cost.dtype == fedkernels::DType::f64 ? team_size<double>(t) : team_size<float>(t);
+  const TeamSize size = team_size(t);
   return size.teams * (1 + size.words(t));
 }
 
@@ -875,10 +881,8 @@ extern "C" const char* cuda_unbalanced_ot(const fedkernels::cuda::Transport* tra
   using namespace fedkernels::cuda;
   const Transport& t = *transport;
   if (t.problems == 0) return nullptr;
-  const bool wide = t.cost.dtype == fedkernels::DType::f64;
-  if (!wide && t.cost.dtype != fedkernels::DType::f32) return "cost must be float32 or float64";
-  if (one_block(t)) {
-    return wide ? launch_blocks<double>(t, words, stream) : launch_blocks<float>(t, words, stream);
+  if (t.cost.dtype != fedkernels::DType::f64 && t.cost.dtype != fedkernels::DType::f32) {
+    return "cost must be float32 or float64";
   }
-  return wide ? launch_teams<double>(t, words, stream) : launch_teams<float>(t, words, stream);
+  return one_block(t) ? launch_blocks(t, words, stream) : launch_teams(t, words, stream);
 }

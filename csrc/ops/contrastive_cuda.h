@@ -8,38 +8,46 @@
 
 namespace fedkernels {
 
-// Two matrices in one half precision on one device.
 inline void check_contrastive(const Tensor& first, const Tensor& second, const char* names) {
   STD_TORCH_CHECK(first.is_cuda() && second.is_cuda() && first.get_device_index() == second.get_device_index() &&
                       first.is_contiguous() && second.is_contiguous(),
                   names, " must be contiguous and on one device");
-  STD_TORCH_CHECK(first.scalar_type() == second.scalar_type() &&
-                      (first.scalar_type() == ScalarType::BFloat16 || first.scalar_type() == ScalarType::Half),
-                  names, " must both be bfloat16 or both float16 on CUDA");
-  STD_TORCH_CHECK(first.size(0) < (1 << 30) && second.size(0) < (1 << 30), names, " have too many rows");
+  STD_TORCH_CHECK(first.size(0) < (1 << 30) && second.size(0) < (1 << 30) && first.size(1) < (1 << 30), names,
+                  " are too large");
 }
 
-inline Tensor floats_on(const Tensor& like, const std::vector<int64_t>& shape) {
-  return memory_on(like, shape, ScalarType::Float);
+// The precision that the rows are multiplied in: one half precision on the tensor cores, where they fit, else float64 where
+// an input is that and float32 otherwise. The device is the current one.
+inline ScalarType contrastive_dtype(const Tensor& first, const Tensor& second) {
+  const ScalarType dtype = first.scalar_type(), other = second.scalar_type();
+  const bool half = dtype == ScalarType::BFloat16 || dtype == ScalarType::Half;
+  if (half && dtype == other && cuda_contrastive_fits(first.size(1))) return dtype;
+  return dtype == ScalarType::Double || other == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
 
-inline float* floats_of(const Tensor& tensor) {
-  return tensor.numel() ? static_cast<float*>(tensor.data_ptr()) : nullptr;
-}
+// That of the sums and the gradients.
+inline ScalarType sums_dtype(ScalarType dtype) { return dtype == ScalarType::Double ? dtype : ScalarType::Float; }
+
+inline void* data_of(const Tensor& tensor) { return tensor.numel() ? tensor.data_ptr() : nullptr; }
 
 inline void run_pass(const cuda::ContrastivePass& pass, const Tensor& like, cuda::Stream stream) {
-  const int64_t bytes = cuda_contrastive_memory(pass.row_count, pass.column_count, pass.width, pass.gradient);
-  const Tensor memory = floats_on(like, {bytes / 4});
-  check_cuda(cuda_contrastive(&pass, memory.data_ptr(), stream));
+  const bool wide = pass.rows.dtype == DType::f64, half = !wide && pass.rows.dtype != DType::f32;
+  const int64_t rows = pass.row_count, columns = pass.column_count, width = pass.width;
+  const int64_t bytes = half ? cuda_contrastive_memory(rows, columns, width, pass.gradient)
+                             : cuda_contrastive_wide_memory(rows, columns, width, pass.gradient, wide);
+  const Tensor memory = memory_on(like, {bytes / 4}, ScalarType::Float);
+  check_cuda(half ? cuda_contrastive(&pass, memory.data_ptr(), stream)
+                  : cuda_contrastive_wide(&pass, memory.data_ptr(), stream));
 }
 
 inline Tensor reduced_on_cuda(const Tensor& losses, const std::string& reduction, cuda::Stream stream) {
   STD_TORCH_CHECK(reduction == "mean" || reduction == "sum" || reduction == "none",
                   "reduction must be mean, sum or none");
   if (reduction == "none") return losses;
-  Tensor result = floats_on(losses, {});
+  Tensor result = memory_on(losses, {}, losses.scalar_type());
+  const Array from = {losses.data_ptr(), dtype_of(losses, "losses")}, to = {result.data_ptr(), from.dtype};
   const double divisor = reduction == "mean" ? static_cast<double>(losses.numel()) : 1;
-  check_cuda(cuda_contrastive_sum(floats_of(losses), losses.numel(), divisor, floats_of(result), stream));
+  check_cuda(cuda_contrastive_sum(&from, losses.numel(), divisor, &to, stream));
   return result;
 }
 

@@ -5,7 +5,7 @@
 
 namespace fedkernels {
 
-// As on the CPU, but for half precision alone; info_nce_gradients has no implementation here.
+// As on the CPU; info_nce_gradients has no implementation here.
 static std::tuple<Tensor, Tensor, Tensor> info_nce_cuda(Tensor query, Tensor key, double temperature,
                                                         std::string reduction, bool query_gradient, bool key_gradient) {
   STD_TORCH_CHECK(query.dim() == 2 && key.dim() == 2 && query.size(1) == key.size(1) && query.size(1) > 0 &&
@@ -15,24 +15,27 @@ static std::tuple<Tensor, Tensor, Tensor> info_nce_cuda(Tensor query, Tensor key
   const bool later = reduction == "none" && key_gradient;
   const OnDevice device(query);
   const int64_t queries = query.size(0), keys = key.size(0), width = query.size(1);
+  const ScalarType dtype = contrastive_dtype(query, key), of_sums = sums_dtype(dtype);
+  const Tensor rows = query.scalar_type() == dtype ? query : torch::stable::to(query, dtype);
+  const Tensor columns = key.scalar_type() == dtype ? key : torch::stable::to(key, dtype);
   const std::vector<int64_t> none = {0};
-  Tensor to_query = floats_on(query, query_gradient && !later ? std::vector<int64_t>{queries, width} : none);
-  Tensor to_key = floats_on(query, key_gradient && !later ? std::vector<int64_t>{keys, width} : none);
-  const Tensor losses = floats_on(query, {queries}), largest = floats_on(query, {queries});
-  const Tensor share = floats_on(query, {queries});
+  const auto sums_on = [&](const std::vector<int64_t>& shape) { return memory_on(query, shape, of_sums); };
+  Tensor to_query = sums_on(query_gradient && !later ? std::vector<int64_t>{queries, width} : none);
+  Tensor to_key = sums_on(key_gradient && !later ? std::vector<int64_t>{keys, width} : none);
+  const Tensor losses = sums_on({queries}), largest = sums_on({queries}), share = sums_on({queries});
 
   cuda::ContrastivePass pass = {};
-  pass.rows = {query.data_ptr(), dtype_of(query, "query")};
-  pass.columns = {key.data_ptr(), dtype_of(key, "key")};
+  pass.rows = {rows.data_ptr(), dtype_of(rows, "query")};
+  pass.columns = {columns.data_ptr(), dtype_of(columns, "key")};
   pass.row_count = queries;
   pass.column_count = keys;
   pass.width = width;
-  pass.temperature = static_cast<float>(temperature);
+  pass.temperature = temperature;
   pass.positives = keys;
-  pass.row_largest = floats_of(largest);
-  pass.row_share = floats_of(share);
-  pass.losses = floats_of(losses);
-  pass.gradient = floats_of(to_query);
+  pass.row_largest = data_of(largest);
+  pass.row_share = data_of(share);
+  pass.losses = data_of(losses);
+  pass.gradient = data_of(to_query);
   run_pass(pass, query, device.stream());
   if (to_key.numel()) {
     std::swap(pass.rows, pass.columns);
@@ -42,7 +45,7 @@ static std::tuple<Tensor, Tensor, Tensor> info_nce_cuda(Tensor query, Tensor key
     pass.column_largest = pass.row_largest;
     pass.column_share = pass.row_share;
     pass.row_largest = pass.row_share = nullptr;
-    pass.gradient = floats_of(to_key);
+    pass.gradient = data_of(to_key);
     run_pass(pass, query, device.stream());
   }
   return {reduced_on_cuda(losses, reduction, device.stream()), to_query, to_key};

@@ -25,7 +25,7 @@ _CHECK_EVERY = 10  # the certificate costs about as much as four steps
 class TransportInfo(NamedTuple):
     """How a plan was reached. Every field has the batch shape [...] of the cost."""
 
-    iterations: Tensor  # int64: passes over the plan, rejected step lengths included
+    iterations: Tensor  # int64: steps of the solver, rejected step lengths included
     gap: Tensor  # float64: duality gap relative to <|cost|, plan> + penalties
     transported_mass: Tensor  # float64: the sum of the plan's entries
 

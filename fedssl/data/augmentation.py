@@ -32,6 +32,8 @@ class AugmentationOptions(Options):
     brightness, contrast, saturation: factors are drawn from [max(0, 1 - value), 1 + value].
     hue: shifts are drawn from [-hue, hue] turns of the colour wheel.
     blur_sigma: standard deviation of the blur in pixels.
+    solarize: probability that values of 0.5 and more (of 1) are inverted, the last operation in BYOL and MoCo v3. They
+        do so to one view of two with probability 0.2; here each view has the same. Off by default.
     """
 
     crop_scale: tuple[float, float] = (0.2, 1.0)
@@ -45,6 +47,7 @@ class AugmentationOptions(Options):
     grayscale: _Probability = 0.2
     blur: _Probability = 0.5
     blur_sigma: tuple[float, float] = (0.1, 2.0)
+    solarize: _Probability = 0.0
 
     @model_validator(mode="after")
     def _consistent(self) -> "AugmentationOptions":
@@ -74,9 +77,9 @@ def two_views(images: Tensor, options: AugmentationOptions, generator: torch.Gen
 def augment(images: Tensor, options: AugmentationOptions, generator: torch.Generator) -> Tensor:
     """One random view of each image: uint8 [n, C, H, W] to normalised float32 [n, C, H, W] (see `normalize`).
 
-    Random resized crop, horizontal flip, colour jitter, grayscale, Gaussian blur, in BYOL's order. Images of
-    one channel skip saturation, hue and grayscale. The order of the four jitter operations is drawn once a
-    batch.
+    Random resized crop, horizontal flip, colour jitter, grayscale, Gaussian blur, solarisation, in BYOL's order.
+    Images of one channel skip saturation, hue and grayscale. The order of the four jitter operations is drawn
+    once a batch.
 
     Randomness comes from `generator` alone. The parameters are drawn on the generator's device and moved to
     the images', so that a CPU generator gives the same parameters for images on a CPU and on a GPU.
@@ -100,6 +103,9 @@ def augment(images: Tensor, options: AugmentationOptions, generator: torch.Gener
     chosen = _choose(count, options.blur, generator).to(device)
     sigmas = _uniform(len(chosen), *options.blur_sigma, generator).to(device)
     views[chosen] = gaussian_blur(views[chosen], sigmas, blur_kernel_size(height, width))
+    if options.solarize:  # nothing is drawn where it is off, so that it does not move other draws
+        chosen = _choose(count, options.solarize, generator).to(device)
+        views[chosen] = solarize(views[chosen])
     return views.sub_(0.5).div_(0.25)
 
 
@@ -260,6 +266,11 @@ def gaussian_blur(images: Tensor, sigmas: Tensor, kernel_size: int) -> Tensor:
             blurred.addcmul_(images.narrow(dimension, shift, size), kernels[:, shift, None, None, None])
         images = blurred
     return images
+
+
+def solarize(images: Tensor) -> Tensor:
+    """Invert the values of 0.5 and more: [n, C, H, W], 0 to 1."""
+    return torch.where(images >= 0.5, 1 - images, images)
 
 
 def _check(images: Tensor) -> None:

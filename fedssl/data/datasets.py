@@ -20,6 +20,7 @@ _SPLIT_KEYS = (
     ("x_train", "y_train", "x_test", "y_test"),
     ("train_images", "train_labels", "test_images", "test_labels"),
 )
+_VALIDATION_KEYS = (("x_val", "y_val"), ("val_images", "val_labels"))
 _PUBLIC_KEYS = ("x", "x_train", "train_images")
 _DEFAULT_FOLDER_SIZE = 32
 _MOST_CLASSES = 65536
@@ -35,6 +36,8 @@ class Dataset:
     train_images: uint8 [n, C, H, W], C is 1 or 3; train_labels: int64 [n], 0 to len(class_names) - 1.
     test_images, test_labels: the same for the test set, with the same C, H and W.
     public_images: uint8 [L, C, H, W] without labels, Hetero-SSFL's representation alignment data; or None.
+    validation_images, validation_labels: the official validation split, where a file has one (MedMNIST's): no client
+        holds it, and only fine-tuning can be asked to use it.
     """
 
     name: str
@@ -44,6 +47,8 @@ class Dataset:
     test_labels: Tensor
     class_names: tuple[str, ...]
     public_images: Tensor | None
+    validation_images: Tensor | None = None
+    validation_labels: Tensor | None = None
 
 
 class DataOptions(Options):
@@ -92,8 +97,10 @@ def load_dataset(options: DataOptions, seed: int) -> Dataset:
     Raises:
         UserError: a missing, unreadable or unsuitable file; the message says what to do.
     """
-    train_images, train_labels, test_images, test_labels, class_names = _load_splits(options)
-    _same_shape(train_images, test_images)
+    (train_images, train_labels, test_images, test_labels, class_names), validation = _load_splits(options)
+    _same_shape(train_images, test_images, "test")
+    if validation is not None:
+        _same_shape(train_images, validation[0], "validation")
 
     public_images = None
     if options.public_path is not None:
@@ -120,30 +127,43 @@ def load_dataset(options: DataOptions, seed: int) -> Dataset:
         order = torch.from_numpy(_generator(seed, _PUBLIC_STREAM).permutation(len(public_images)))
         public_images = public_images[order[: options.public_limit].sort().values]
 
-    return Dataset(options.name, train_images, train_labels, test_images, test_labels, class_names, public_images)
+    return Dataset(
+        options.name,
+        train_images,
+        train_labels,
+        test_images,
+        test_labels,
+        class_names,
+        public_images,
+        *(validation or (None, None)),
+    )
 
 
 _Splits = tuple[Tensor, Tensor, Tensor, Tensor, tuple[str, ...]]
+_Validation = tuple[Tensor, Tensor] | None
 
 
-def _load_splits(options: DataOptions) -> _Splits:
+def _load_splits(options: DataOptions) -> tuple[_Splits, _Validation]:
+    validation: _Validation = None
     if options.name == "folder":
         assert options.path is not None
-        return _load_folder(options.path.expanduser(), options.image_size or _DEFAULT_FOLDER_SIZE)
+        return _load_folder(options.path.expanduser(), options.image_size or _DEFAULT_FOLDER_SIZE), None
     if options.name == "npz":
         assert options.path is not None
-        splits = _load_npz(options.path.expanduser())
+        splits, validation = _load_npz(options.path.expanduser())
     elif options.name == "digits":
         splits = _load_digits()
     else:
         root = (options.path or Path("~/.cache/fedssl")).expanduser()
         splits = _load_torchvision(options.name, root, options.download)
     if options.image_size is None:
-        return splits
+        return splits, validation
     train_images, train_labels, test_images, test_labels, class_names = splits
     train_images = _resize(train_images, options.image_size, options.image_size)
     test_images = _resize(test_images, options.image_size, options.image_size)
-    return train_images, train_labels, test_images, test_labels, class_names
+    if validation is not None:
+        validation = (_resize(validation[0], options.image_size, options.image_size), validation[1])
+    return (train_images, train_labels, test_images, test_labels, class_names), validation
 
 
 # ---- digits and torchvision --------------------------------------------------------------------------------
@@ -197,30 +217,29 @@ def _load_torchvision(name: str, root: Path, download: bool) -> _Splits:
 # ---- .npz files ----------------------------------------------------------------------------------------
 
 
-def _load_npz(path: Path) -> _Splits:
+def _load_npz(path: Path) -> tuple[_Splits, _Validation]:
     with _open_npz(path) as archive:
         found = set(archive.files)
         keys = next((names for names in _SPLIT_KEYS if found.issuperset(names)), None)
         if keys is None:
             accepted = " or ".join(", ".join(names) for names in _SPLIT_KEYS)
             raise UserError(f"{path} has the arrays {_listed(archive.files)}; expected {accepted}")
-        train_x, train_y, test_x, test_y = (_read_array(archive, path, key) for key in keys)
+        parts = [keys[:2], keys[2:], *[pair for pair in _VALIDATION_KEYS if found.issuperset(pair)][:1]]
+        arrays = [(_read_array(archive, path, x), _read_array(archive, path, y)) for x, y in parts]
         names = _read_array(archive, path, "class_names") if "class_names" in found else None
 
     labels = []
-    for images, raw, image_key, label_key in (
-        (train_x, train_y, keys[0], keys[1]),
-        (test_x, test_y, keys[2], keys[3]),
-    ):
+    for (image_key, label_key), (images, raw) in zip(parts, arrays, strict=True):
         labels.append(_to_labels(raw, f"{label_key} in {path}"))
         if len(images) != len(raw):
             raise UserError(
                 f"{path}: {image_key} has {len(images)} images but {label_key} has {len(raw)} labels; they must match"
             )
-    converted = _to_uint8({f"{keys[0]} in {path}": train_x, f"{keys[2]} in {path}": test_x})
-    train_images, test_images = (_channels_first(array, where) for where, array in converted.items())
+    converted = _to_uint8({f"{key} in {path}": images for (key, _), (images, _) in zip(parts, arrays, strict=True)})
+    tensors = [_channels_first(array, where) for where, array in converted.items()]
     classes = 1 + int(max(part.max() for part in labels))
-    return train_images, labels[0], test_images, labels[1], _class_names(names, classes, path)
+    splits = (tensors[0], labels[0], tensors[1], labels[1], _class_names(names, classes, path))
+    return splits, (tensors[2], labels[2]) if len(tensors) > 2 else None
 
 
 def _open_npz(path: Path) -> Any:
@@ -454,11 +473,11 @@ def _generator(seed: int, stream: int) -> np.random.Generator:
     return np.random.default_rng([seed, stream])
 
 
-def _same_shape(train: Tensor, test: Tensor) -> None:
-    if train.shape[1:] != test.shape[1:]:
-        shapes = ["x".join(str(side) for side in images.shape[1:]) for images in (train, test)]
+def _same_shape(train: Tensor, other: Tensor, name: str) -> None:
+    if train.shape[1:] != other.shape[1:]:
+        shapes = ["x".join(str(side) for side in images.shape[1:]) for images in (train, other)]
         raise UserError(
-            f"training images are {shapes[0]} but test images are {shapes[1]} (channels x height x width); "
+            f"training images are {shapes[0]} but {name} images are {shapes[1]} (channels x height x width); "
             "make them equal, or set data.image_size where only the size differs"
         )
 

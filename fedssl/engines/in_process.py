@@ -132,6 +132,7 @@ def _evaluate(
             seed_for(federation.recipe.seed, "evaluation"),
             linear=whole,
             fractions=options.semi_supervised if number == rounds else (),
+            fine_tune=options.fine_tune if number == rounds else None,
         )
         rows += [(number, who, metric, value) for metric, value in metrics.items()]
     if federation.method.personal:
@@ -182,15 +183,19 @@ def _round(
 ) -> tuple[Message, list[MetricRow]]:
     method = federation.method
     chosen = federation.sampled_clients(number)
+    answering = federation.answering_clients(number, chosen)
     sent = method.broadcast(server, chosen, number)
     replies: dict[int, Message] = {}
-    for position, k in enumerate(chosen):
-        progress.client(number, k, position, len(chosen))
+    for position, k in enumerate(answering):
+        progress.client(number, k, position, len(answering))
         client = federation.client(k, states.load(k))
         replies[k] = method.client_round(client, sent[k], number)
         states.store(k, number, federation.client_state(client))
     server = method.aggregate(server, replies, number)
     rows = _traffic_rows(number, sent, replies) + _refused_rows(number, server, replies, states, progress)
+    rows += [(number, str(k), "dropped", 1.0) for k in chosen if k not in answering]
+    if federation.recipe.clients_per_round or federation.recipe.client_dropout:
+        rows.append((number, "global", "answers", float(len(replies))))
     names = sorted({n for reply in replies.values() for n in reply.numbers if n.startswith(METRIC)})
     for name in names:
         values = {k: reply.numbers[name] for k, reply in replies.items() if name in reply.numbers}

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..data.datasets import Dataset
 from ..models.model import Model
 from .features import extract_features
+from .fine_tune import FineTuneOptions, fine_tuned_scores
 from .knn import knn_accuracy
 from .linear import linear_accuracy
 from .semi_supervised import SemiSupervisedOptions, semi_supervised_accuracy
@@ -27,6 +28,7 @@ def evaluate_model(
     *,
     linear: bool,
     fractions: Sequence[float] = (),
+    fine_tune: FineTuneOptions | None = None,
 ) -> tuple[dict[str, float], Tensor]:
     """Measure a model's encoder.
 
@@ -35,7 +37,9 @@ def evaluate_model(
     Returns:
         `knn` and, if asked, `linear` accuracy in percent on the test images, the `effective_rank` of their
         representations, and for each of `fractions` of the labels `semi_supervised_FRACTION`, the accuracy after
-        fine-tuning on them; and the singular values of the representations, float64, descending.
+        fine-tuning on them; where `fine_tune` is given, the scores after fine-tuning on all: `fine_tune_accuracy` and
+        the macro averages `fine_tune_per_class_accuracy`, `_precision`, `_recall` and `_f1`; and the singular values of
+        the representations, float64, descending.
     """
     train = extract_features(model.encoder, dataset.train_images, device=model.device)
     test = extract_features(model.encoder, dataset.test_images, device=model.device)
@@ -58,4 +62,7 @@ def evaluate_model(
             seed,
             model.device,
         )
+    if fine_tune is not None:
+        scores = fine_tuned_scores(model.encoder, dataset, fine_tune, seed, model.device)
+        metrics |= {f"fine_tune_{name}": value for name, value in scores.items()}
     return metrics, singular_values(test)

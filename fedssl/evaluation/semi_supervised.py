@@ -86,7 +86,7 @@ def semi_supervised_accuracy(
     batch_size = options.batch_size or (256 if options.fraction <= 0.01 else 512)
 
     tuned = copy.deepcopy(encoder).requires_grad_(True)
-    with _own_global_generators(seed, device), torch.enable_grad():
+    with own_global_generators(seed, device), torch.enable_grad():
         width = extract_features(tuned, images[:1], device=device).shape[1]
         network = nn.Sequential(tuned, nn.Linear(width, classes)).to(device)
         optimizer = torch.optim.SGD(network.parameters(), lr=options.learning_rate, momentum=_MOMENTUM, nesterov=True)
@@ -138,7 +138,7 @@ def labeled_subset(labels: Tensor, fraction: float, generator: torch.Generator) 
 
 
 @contextmanager
-def _own_global_generators(seed: int, device: torch.device) -> Iterator[None]:
+def own_global_generators(seed: int, device: torch.device) -> Iterator[None]:
     """Seed torch's global generators (linear layer, dropout) inside the block and put them back after it."""
     on_cuda = device.type == "cuda"
     with torch.random.fork_rng(devices=[device] if on_cuda else []):

@@ -11,6 +11,13 @@ from torch import Tensor, nn
 Layer = Literal["encoder", "predictor"]
 
 
+def frozen_copy(model: Model, state: dict[str, Tensor]) -> nn.Sequential:
+    """Encoder and projector of a model with the entries of a state put in; without gradients, in evaluation mode."""
+    other = copy.deepcopy(model)
+    other.load_state_dict(state, strict=False)
+    return nn.Sequential(other.encoder, other.online["projector"]).requires_grad_(False).eval()
+
+
 class Model(nn.Module):
     """Networks under two names: `online` is trained and can travel, `target` is the client's own.
 
@@ -30,6 +37,10 @@ class Model(nn.Module):
     @property
     def encoder(self) -> nn.Module:
         return self.online["encoder"]
+
+    def online_state(self) -> dict[str, Tensor]:
+        """A copy of the online network's entries, by their names in the whole model's state."""
+        return {name: tensor.clone() for name, tensor in self.state_dict().items() if name.startswith("online.")}
 
     @property
     def device(self) -> torch.device:
@@ -69,8 +80,10 @@ class Model(nn.Module):
     def update_target(self, momentum: float) -> None:
         """target = momentum * target + (1 - momentum) * online, on parameters.
 
-        Buffers are left out: the target's BatchNorm keeps the statistics of its own forward passes.
+        Buffers are left out: the target's BatchNorm keeps the statistics of its own forward passes. So are parameters
+        whose online ones do not train.
         """
         for name, module in self.target.items():
             for old, new in zip(module.parameters(), self.online[name].parameters(), strict=True):
-                old.lerp_(new, 1.0 - momentum)
+                if new.requires_grad:
+                    old.lerp_(new, 1.0 - momentum)

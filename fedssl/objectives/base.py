@@ -38,6 +38,11 @@ class Objective(Part):
     needs_aggregator: ClassVar[str | None] = None
 
     @property
+    def fresh_target(self) -> bool:
+        """Whether a target network starts every round as a copy of the online one, not only a client's first."""
+        return False
+
+    @property
     def views(self) -> int:
         """Augmented views of each image that a step needs."""
         return 2

@@ -29,13 +29,15 @@ class BYOL(Objective):
 
     hidden_features: int = Field(4096, ge=1)
     output_features: int = Field(2048, ge=1)
+    projector_layers: int = Field(2, ge=1, description="LW-FedSSL has three")
     target_momentum: float = Field(0.99, ge=0, le=1)
     symmetric: bool = True
 
     def build(self, encoder: nn.Module, classes: int) -> Model:
+        width: int = encoder.num_features  # type: ignore[assignment]
         online = {
             "encoder": encoder,
-            "projector": mlp_head(encoder.num_features, self.hidden_features, self.output_features),  # type: ignore[arg-type]
+            "projector": mlp_head(width, self.hidden_features, self.output_features, self.projector_layers),
             "predictor": mlp_head(self.output_features, self.hidden_features, self.output_features),
         }
         return Model(online, target_parts=("encoder", "projector"))

@@ -26,10 +26,12 @@ class SimCLR(Objective):
 
     hidden_features: int = Field(2048, ge=1)
     output_features: int = Field(128, ge=1)
+    projector_layers: int = Field(2, ge=1, description="LW-FedSSL has three")
     temperature: float = Field(0.5, gt=0)
 
     def build(self, encoder: nn.Module, classes: int) -> Model:
-        projector = mlp_head(encoder.num_features, self.hidden_features, self.output_features)  # type: ignore[arg-type]
+        width: int = encoder.num_features  # type: ignore[assignment]
+        projector = mlp_head(width, self.hidden_features, self.output_features, self.projector_layers)
         return Model({"encoder": encoder, "projector": projector})
 
     def step(self, model: Model, views: tuple[Tensor, ...], labels: Tensor) -> Step:

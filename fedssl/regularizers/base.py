@@ -25,6 +25,9 @@ class Regularizer(Part):
     #: the aggregator whose message it reads; a recipe without it is then refused
     needs_aggregator: ClassVar[str | None] = None
 
+    #: whether it reads `LocalRound.previous`
+    needs_previous_model: ClassVar[bool] = False
+
     @abstractmethod
     def start_round(self, local: LocalRound) -> StepLoss:
         """Prepare one client's round and return the function that gives each step's term (a scalar).

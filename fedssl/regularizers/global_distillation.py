@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import copy
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedkernels import nt_xent
 
 from ..errors import UserError
-from ..models.model import Model
+from ..models.model import Model, frozen_copy
 from ..objectives.base import Step
 from .base import Regularizer, StepLoss
 from .relational_distillation import other_images, relational_loss
 
 if TYPE_CHECKING:
     from ..client import LocalRound
-
-
-def received_network(local: LocalRound) -> nn.Sequential:
-    """Encoder and projector with the weights that arrived, frozen, in evaluation mode."""
-    model = copy.deepcopy(local.client.model)
-    model.load_state_dict(local.received.tensors, strict=False)
-    network = nn.Sequential(model.encoder, model.online["projector"])
-    return network.requires_grad_(False).eval()
 
 
 class GlobalDistillation(Regularizer):
@@ -50,7 +41,7 @@ class GlobalDistillation(Regularizer):
             raise UserError(f"{self.name} trains the predictor, and this objective has none: use fedx")
 
     def start_round(self, local: LocalRound) -> StepLoss:
-        global_network = received_network(local)
+        global_network = frozen_copy(local.client.model, local.received.tensors)
         others = other_images(local, self.batch_size, "global_distillation")
 
         def term(step: Step) -> Tensor:

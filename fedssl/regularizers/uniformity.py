@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +11,8 @@ from torch import Tensor
 
 from fedkernels import unbalanced_ot_plan
 
+from ..errors import UserError
+from ..models.model import Model
 from ..objectives.base import Step
 from .base import Regularizer, StepLoss
 
@@ -46,7 +48,8 @@ class Uniformity(Regularizer):
     converge.
 
     Representations are the encoder's output, as the paper's F_theta. An encoder that ends in a ReLU has no negative
-    outputs, so its representations cannot cover the sphere whatever the weight.
+    outputs, so its representations cannot cover the sphere whatever the weight. `layer: projector` takes the
+    projector's outputs, which can; the authors' released code works on these.
 
     Logs the share of the mass that is transported (`uniformity_mass`, of a possible 1; 0 is a term that teaches
     nothing, and `unbalanced_ot` warns), `uniformity_iterations` and `uniformity_gap`.
@@ -56,12 +59,18 @@ class Uniformity(Regularizer):
     tau_a: float = Field(0.8, gt=0, description="price of the representations' unmatched mass")
     tau_b: float = Field(0.8, gt=0, description="price of the samples' unmatched mass")
     tolerance: float = Field(1e-4, gt=0, description="relative duality gap")
+    layer: Literal["encoder", "projector"] = Field("encoder", description="whose outputs are spread")
+
+    def check_model(self, model: Model) -> None:
+        if self.layer not in model.online:
+            raise UserError(f"uniformity's layer is {self.layer}, which this objective's model does not have")
 
     def start_round(self, local: LocalRound) -> StepLoss:
         generator = local.generator("uniformity")
 
         def term(step: Step) -> Tensor:
-            z = F.normalize(torch.stack(step.representations).float(), dim=-1)
+            outputs = step.representations if self.layer == "encoder" else step.projections
+            z = F.normalize(torch.stack(outputs).float(), dim=-1)
             _, rows, features = z.shape
             samples = sphere_samples(rows, features, generator).to(z.device)
             cost = 1.0 - z @ samples.T

@@ -3,16 +3,92 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import nn
 
 from ..models.model import Model
+from ..models.stages import StagedEncoder
 from ..parts import Part
 
 
+@dataclass(frozen=True)
+class Plan:
+    """What a round does with the encoder's layers, numbered from 0. The heads train and travel in every round.
+
+    Attributes:
+        stage: the stage, from 1.
+        depth: layers that the encoder has got so far.
+        active: layers that train and travel.
+        frozen: layers that are run forward only, do not change and do not travel.
+        done: so many first layers are final. A client that lacks one of these receives it.
+
+    Layers below `depth` that are neither active nor frozen are left out of this round (depth dropout).
+    """
+
+    stage: int
+    depth: int
+    active: tuple[int, ...]
+    frozen: tuple[int, ...] = ()
+    done: int = 0
+
+
 class Schedule(Part):
-    @abstractmethod
-    def prepare(self, model: Model, round_number: int) -> None:
-        """Set the modes and `requires_grad` with which this round trains."""
+    """A new one overrides `plan`; one that does not train all layers in every round sets `cuts`."""
+
+    #: True where the encoder must be cut into layers (models/stages.py). Then clients exchange weights, and a target
+    #: network starts every round as a copy of the online one, so that both have the same frozen layers.
+    cuts: ClassVar[bool] = False
 
     @abstractmethod
-    def travelling(self, model: Model, round_number: int) -> list[str]:
-        """State-dict names of what a weight-exchanging aggregator sends up and down in this round."""
+    def plan(self, layers: int, round_number: int, seed: int) -> Plan:
+        """The plan of a round.
+
+        Args:
+            layers: how many the encoder has; 1 where it is not cut.
+            round_number: from 1.
+            seed: the run's seed, for what is drawn.
+        """
+
+    def check(self, encoder: StagedEncoder, rounds: int) -> None:
+        """Refuse options that do not fit the encoder or the number of rounds (UserError)."""
+
+    def adapt(self, encoder: nn.Module) -> nn.Module:
+        """The encoder that the model is built around."""
+        return StagedEncoder(encoder) if self.cuts else encoder
+
+    def prepare(self, model: Model, plan: Plan) -> None:
+        """Set the modes and `requires_grad` with which a round trains, on the online and the target network."""
+        model.train()
+        model.online.requires_grad_(True)
+        if isinstance(model.encoder, StagedEncoder):
+            model.encoder.use(plan.active, plan.frozen)
+            model.encoder.frozen_outputs = None  # of another round
+            target = dict(model.target.items()).get("encoder")
+            if isinstance(target, StagedEncoder):
+                target.use(plan.active, plan.frozen)
+                target.requires_grad_(False)
+                model.encoder.share_frozen_outputs(target)
+
+    def travelling(self, model: Model, plan: Plan) -> list[str]:
+        """State-dict names of what a weight-exchanging aggregator sends up and down in a round."""
+        if not isinstance(model.encoder, StagedEncoder):
+            return [name for name in model.state_dict() if name.startswith("online.")]
+        mine = {"online.encoder." + name for name in model.encoder.names(plan.active, top=plan.depth)}
+        return [
+            name
+            for name in model.state_dict()
+            if name in mine or (name.startswith("online.") and not name.startswith("online.encoder."))
+        ]
+
+    def lacking(self, model: Model, plan: Plan, held: int) -> list[str]:
+        """State-dict names of the final layers that a client does not have which holds only the first `held`."""
+        if not isinstance(model.encoder, StagedEncoder):
+            return []
+        return ["online.encoder." + name for name in model.encoder.names(range(held, plan.done))]
+
+    def prepare_evaluation(self, model: Model, plan: Plan) -> None:
+        """Let the encoder have the depth of a plan."""
+        if isinstance(model.encoder, StagedEncoder):
+            model.encoder.use(range(plan.depth))

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from ..models.model import Model
-from .base import Schedule
+from .base import Plan, Schedule
 
 
 class EndToEnd(Schedule):
     """The whole online network trains and travels; the target network stays where it is."""
 
-    def prepare(self, model: Model, round_number: int) -> None:
-        model.train()
-        model.online.requires_grad_(True)
-
-    def travelling(self, model: Model, round_number: int) -> list[str]:
-        return [name for name in model.state_dict() if name.startswith("online.")]
+    def plan(self, layers: int, round_number: int, seed: int) -> Plan:
+        return Plan(stage=1, depth=layers, active=tuple(range(layers)))

@@ -1,4 +1,4 @@
-"""csrc/cuda/contrastive.cu: the passes of info_nce and nt_xent against the references in float64."""
+"""csrc/cuda/contrastive.cu and contrastive_wide.cu: info_nce and nt_xent against the references in float64."""
 
 import ctypes
 
@@ -9,7 +9,7 @@ from fedkernels.reference.info_nce import info_nce
 from fedkernels.reference.nt_xent import nt_xent
 from tests.cuda_on_cpu.emulation import DTYPES, Array, EmulationError, poison
 
-BF16, FP16 = torch.bfloat16, torch.float16
+BF16, FP16, FP32, WIDE = torch.bfloat16, torch.float16, torch.float32, torch.float64
 SMALL = 99 << 10  # bytes of shared memory that a block may have on sm_86 and sm_89
 
 
@@ -20,7 +20,7 @@ class Pass(ctypes.Structure):
         ("rows", Array),
         ("columns", Array),
         *((name, ctypes.c_int64) for name in ("row_count", "column_count", "width")),
-        ("temperature", ctypes.c_float),
+        ("temperature", ctypes.c_double),
         *((name, ctypes.c_int64) for name in ("shift", "positives")),
         *((name, ctypes.c_bool) for name in ("leave_out_self", "given")),
         *(
@@ -45,12 +45,11 @@ def rows(count, width, dtype, seed):
 
 def run_pass(library, call, first, second, temperature, sums, gradient, *, losses=None, processors=4, **options):
     shape = first.shape[0], second.shape[0], first.shape[1]
-    library.handle.cuda_on_cpu_settings(0, 0, processors, ctypes.c_size_t(227 << 10))
-    size = library.handle.cuda_contrastive_memory
-    size.restype = ctypes.c_int64
-    memory = poison(
-        size(*(ctypes.c_int64(n) for n in shape), ctypes.c_bool(gradient is not None)) // 4, dtype=torch.float32
-    )
+    library.settings(0, False, processors, 227 << 10)
+    half = first.dtype in (BF16, FP16)
+    function = "cuda_contrastive" if half else "cuda_contrastive_wide"
+    size = (*shape, gradient is not None) if half else (*shape, gradient is not None, first.dtype == WIDE)
+    memory = poison(library.ask(f"{function}_memory", *size) // 4, dtype=torch.float32)
     names = dict(zip(("row_largest", "row_share", "column_largest", "column_share"), map(pointer, sums), strict=True))
     given = Pass(
         array(first),
@@ -62,45 +61,23 @@ def run_pass(library, call, first, second, temperature, sums, gradient, *, losse
         **names,
         **options,
     )
-    call("cuda_contrastive", ctypes.byref(given), memory, None)
+    call(function, ctypes.byref(given), memory, None)
 
 
-def floats(*shape):
-    return poison(*shape, dtype=torch.float32)
+def sums_like(rows, *shape):
+    return poison(*shape, dtype=WIDE if rows.dtype == WIDE else torch.float32)
 
 
 def run_info_nce(library, query, key, temperature, **device):
     processors = device.get("multiprocessors", 4)
 
     def run(call):
-        losses, largest, share = floats(len(query)), floats(len(query)), floats(len(query))
-        of_query, of_key = floats(*query.shape), floats(*key.shape)
-        sums = (largest, share, None, None)
-        run_pass(
-            library,
-            call,
-            query,
-            key,
-            temperature,
-            sums,
-            of_query,
-            losses=losses,
-            positives=len(key),
-            processors=processors,
-        )
-        sums = (None, None, largest, share)
-        run_pass(
-            library,
-            call,
-            key,
-            query,
-            temperature,
-            sums,
-            of_key,
-            given=True,
-            positives=len(query),
-            processors=processors,
-        )
+        losses, largest, share = (sums_like(query, len(query)) for _ in range(3))
+        of_query, of_key = sums_like(query, *query.shape), sums_like(key, *key.shape)
+        sums, options = (largest, share, None, None), {"positives": len(key), "processors": processors}
+        run_pass(library, call, query, key, temperature, sums, of_query, losses=losses, **options)
+        sums, options = (None, None, largest, share), {"positives": len(query), "processors": processors}
+        run_pass(library, call, key, query, temperature, sums, of_key, given=True, **options)
         return losses, of_query, of_key
 
     return library.results(run, **device)
@@ -110,7 +87,7 @@ def run_nt_xent(library, view1, view2, temperature):
     z = torch.cat([view1, view2])
 
     def run(call):
-        losses, largest, share, gradient = floats(len(z)), floats(len(z)), floats(len(z)), floats(*z.shape)
+        losses, largest, share, gradient = (sums_like(z, *n) for n in ([len(z)], [len(z)], [len(z)], z.shape))
         options = {"shift": len(view1), "positives": len(z), "leave_out_self": True}
         run_pass(library, call, z, z, temperature, (largest, share, None, None), None, losses=losses, **options)
         sums = (largest, share, largest, share)
@@ -120,12 +97,29 @@ def run_nt_xent(library, view1, view2, temperature):
     return library.results(run)
 
 
-def check(found, truth, gradients, expected, dtype, temperature):
-    torch.testing.assert_close(found.double(), truth, rtol=2e-5, atol=2e-5)
+def check(found, truth, gradients, expected, dtype):
+    eps = torch.finfo(dtype).eps
+    slack = 40 * max(eps, torch.finfo(found.dtype).eps) if dtype not in (BF16, FP16) else 2e-5
+    torch.testing.assert_close(found.double(), truth, rtol=slack, atol=slack)
     for gradient, wide in zip(gradients, expected, strict=True):
-        # The weights are rounded to the inputs' dtype before the second product, and they sum to 1 or 2.
-        atol = torch.finfo(dtype).eps * float(wide.abs().max())
+        # Halves: the weights are rounded to the inputs' dtype before the second product, and they sum to 1 or 2.
+        atol = (1 if dtype in (BF16, FP16) else 40) * eps * float(wide.abs().max())
         torch.testing.assert_close(gradient.double(), wide, rtol=0, atol=atol)
+
+
+def check_info_nce(library, query, key, temperature, **device):
+    found, *gradients = run_info_nce(library, query, key, temperature, **device)
+    wide = [query.double().requires_grad_(), key.double().requires_grad_()]
+    truth = info_nce(*wide, temperature, "none")
+    check(found, truth.detach(), gradients, torch.autograd.grad(truth.sum(), wide), query.dtype)
+
+
+def check_nt_xent(library, view1, view2, temperature):
+    found, gradient = run_nt_xent(library, view1, view2, temperature)
+    wide = [view1.double().requires_grad_(), view2.double().requires_grad_()]
+    truth = nt_xent(*wide, temperature, "none")
+    expected = torch.cat(torch.autograd.grad(truth.sum(), wide))
+    check(found, truth.detach(), [gradient], [expected], view1.dtype)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
@@ -135,10 +129,7 @@ def check(found, truth, gradients, expected, dtype, temperature):
 )
 def test_info_nce(compiler, dtype, queries, keys, width, temperature):
     query, key = rows(queries, width, dtype, 1), rows(keys, width, dtype, 2)
-    found, *gradients = run_info_nce(compiler.load("contrastive.cu"), query, key, temperature)
-    wide = [query.double().requires_grad_(), key.double().requires_grad_()]
-    truth = info_nce(*wide, temperature, "none")
-    check(found, truth.detach(), gradients, torch.autograd.grad(truth.sum(), wide), dtype, temperature)
+    check_info_nce(compiler.load("contrastive.cu"), query, key, temperature)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
@@ -147,20 +138,35 @@ def test_info_nce(compiler, dtype, queries, keys, width, temperature):
 )
 def test_nt_xent(compiler, dtype, batch, width, temperature):
     view1, view2 = rows(batch, width, dtype, 1), rows(batch, width, dtype, 2)
-    found, gradient = run_nt_xent(compiler.load("contrastive.cu"), view1, view2, temperature)
-    wide = [view1.double().requires_grad_(), view2.double().requires_grad_()]
-    truth = nt_xent(*wide, temperature, "none")
-    expected = torch.cat(torch.autograd.grad(truth.sum(), wide))
-    check(found, truth.detach(), [gradient], [expected], dtype, temperature)
+    check_nt_xent(compiler.load("contrastive.cu"), view1, view2, temperature)
 
 
-def test_columns_in_one_part_or_several(compiler):
+# The widths are those of one block and more; rows that begin where 16 bytes can be copied, and others.
+@pytest.mark.parametrize("dtype", [FP32, WIDE])
+@pytest.mark.parametrize(
+    ("queries", "keys", "width", "temperature"),
+    [(1, 1, 1, 1.0), (5, 9, 3, 0.5), (130, 131, 40, 0.2), (64, 200, 129, 0.1), (20, 70, 260, 0.2), (3, 5, 515, 0.3)],
+)
+def test_info_nce_wide(compiler, dtype, queries, keys, width, temperature):
+    query, key = rows(queries, width, dtype, 1), rows(keys, width, dtype, 2)
+    check_info_nce(compiler.load("contrastive_wide.cu"), query, key, temperature)
+
+
+@pytest.mark.parametrize("dtype", [FP32, WIDE])
+@pytest.mark.parametrize(("batch", "width", "temperature"), [(1, 5, 1.0), (37, 24, 0.2), (67, 131, 0.5)])
+def test_nt_xent_wide(compiler, dtype, batch, width, temperature):
+    view1, view2 = rows(batch, width, dtype, 1), rows(batch, width, dtype, 2)
+    check_nt_xent(compiler.load("contrastive_wide.cu"), view1, view2, temperature)
+
+
+@pytest.mark.parametrize(("source", "dtype"), [("contrastive.cu", BF16), ("contrastive_wide.cu", FP32)])
+def test_columns_in_one_part_or_several(compiler, source, dtype):
     """One multiprocessor: nothing is shared out; 16: each block has a few columns."""
-    query, key = rows(40, 32, BF16, 1), rows(900, 32, BF16, 2)
-    library = compiler.load("contrastive.cu")
+    query, key = rows(40, 32, dtype, 1), rows(900, 32, dtype, 2)
+    library = compiler.load(source)
     one, many = (run_info_nce(library, query, key, 0.1, multiprocessors=count) for count in (1, 16))
     for x, y in zip(one, many, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-2, atol=1e-3)
+        torch.testing.assert_close(x, y, rtol=2 * torch.finfo(dtype).eps, atol=1e-3 if dtype == BF16 else 1e-5)
     torch.testing.assert_close(one[0], many[0], rtol=1e-5, atol=1e-5)
 
 
@@ -173,28 +179,31 @@ def test_small_shared_memory(compiler):
         run_info_nce(library, rows(4, 512, BF16, 1), rows(4, 512, BF16, 2), 0.1, shared_limit=SMALL)
 
 
-def test_nan_stays_in_its_row(compiler):
-    query, key = rows(50, 16, BF16, 1), rows(50, 16, BF16, 2)
+@pytest.mark.parametrize(("source", "dtype"), [("contrastive.cu", BF16), ("contrastive_wide.cu", FP32)])
+def test_nan_stays_in_its_row(compiler, source, dtype):
+    query, key = rows(50, 16, dtype, 1), rows(50, 16, dtype, 2)
     query[17, 3] = torch.nan
-    losses, of_query, of_key = run_info_nce(compiler.load("contrastive.cu"), query, key, 0.2)
+    losses, of_query, of_key = run_info_nce(compiler.load(source), query, key, 0.2)
     assert losses.isnan().nonzero().flatten().tolist() == [17]
     assert of_query.isnan().any(1).nonzero().flatten().tolist() == [17]
     assert of_key.isnan().all()
 
 
-def test_large_logits(compiler):
-    query, key = 100 * rows(20, 64, BF16, 1), 100 * rows(30, 64, BF16, 2)
-    losses, of_query, _ = run_info_nce(compiler.load("contrastive.cu"), query, key, 1e-2)
+@pytest.mark.parametrize(("source", "dtype"), [("contrastive.cu", BF16), ("contrastive_wide.cu", FP32)])
+def test_large_logits(compiler, source, dtype):
+    query, key = 100 * rows(20, 64, dtype, 1), 100 * rows(30, 64, dtype, 2)
+    losses, of_query, _ = run_info_nce(compiler.load(source), query, key, 1e-2)
     torch.testing.assert_close(losses.double(), info_nce(query.double(), key.double(), 1e-2, "none"), rtol=1e-5, atol=1)
     assert of_query.isfinite().all()
 
 
-def test_the_sum_of_the_losses(compiler):
-    library, losses = compiler.load("contrastive.cu"), torch.rand(5000)
+@pytest.mark.parametrize("dtype", [FP32, WIDE])
+def test_the_sum_of_the_losses(compiler, dtype):
+    library, losses = compiler.load("contrastive.cu"), torch.rand(5000, dtype=dtype)
 
     def run(call):
-        result = floats(1)
-        call("cuda_contrastive_sum", losses, 5000, 5000.0, result, None)
+        result = poison(1, dtype=dtype)
+        call("cuda_contrastive_sum", ctypes.byref(array(losses)), 5000, 5000.0, ctypes.byref(array(result)), None)
         return result
 
     torch.testing.assert_close(library.results(run)[0], losses.mean())
@@ -214,13 +223,23 @@ def test_the_sum_of_the_losses(compiler):
 def test_a_planted_fault_is_found(compiler, old, new):
     library = compiler.mutant("contrastive.cu", old, new)
     query, key = rows(70, 32, BF16, 1), rows(140, 32, BF16, 2)
-    wide = [query.double().requires_grad_(), key.double().requires_grad_()]
-    truth = info_nce(*wide, 0.2, "none")
-    expected = torch.autograd.grad(truth.sum(), wide)
-
-    def compare():
-        found, *gradients = run_info_nce(library, query, key, 0.2)
-        check(found, truth.detach(), gradients, expected, BF16, 0.2)
-
     with pytest.raises(AssertionError):
-        compare()
+        check_info_nce(library, query, key, 0.2)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        # The barrier at which a buffer is full and the other one free.
+        ("    copy_async_wait<0>();\n    __syncthreads();\n", "    copy_async_wait<0>();\n"),
+        # A lane's place in the second product.
+        ("values + (j + l) * S::WIDTH", "values + (j + 1) * S::WIDTH"),
+        # The factor of what was summed before.
+        ("        total[i] *= factor;\n", ""),
+    ],
+)
+def test_a_planted_fault_in_the_wide_kernel_is_found(compiler, old, new):
+    library = compiler.mutant("contrastive_wide.cu", old, new)
+    query, key = rows(70, 40, FP32, 1), rows(140, 40, FP32, 2)
+    with pytest.raises(AssertionError):
+        check_info_nce(library, query, key, 0.2)

@@ -19,6 +19,7 @@ from fedssl.data.augmentation import (
     draw_crop_boxes,
     gaussian_blur,
     normalize,
+    solarize,
     to_gray,
     two_views,
 )
@@ -106,6 +107,13 @@ def test_blur_is_torchvisions(channels, height, width, kernel_size):
 @pytest.mark.parametrize(("size", "expected"), [(8, 3), (28, 3), (32, 3), (64, 7), (96, 9), (224, 23)])
 def test_blur_kernel_is_odd_and_about_a_tenth(size, expected):
     assert blur_kernel_size(size, size + 5) == blur_kernel_size(size + 5, size) == expected
+
+
+def test_solarisation_is_torchvisions():
+    images = random_images(2, 3, 8, 8)
+    torch.testing.assert_close(solarize(images), tv.solarize(images, threshold=0.5))
+    part = (augment(random_bytes(500, 1, 6, 6), only(solarize=0.2), seeded()) <= 1e-4).flatten(1).all(1)
+    assert part.float().mean().item() == pytest.approx(0.2, abs=0.05)
 
 
 def test_crop_is_torchvisions_with_and_without_mirror():
@@ -275,7 +283,8 @@ def test_bad_images_are_refused():
         {"crop_scale": (0.2, 1.5)},
         {"crop_ratio": (0, 1)},
         {"blur_sigma": (0, 1)},
-        {"solarize": 0.2},
+        {"solarize": 1.2},
+        {"posterize": 0.2},
     ],
 )
 def test_bad_options_are_refused(wrong):

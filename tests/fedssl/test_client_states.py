@@ -41,7 +41,7 @@ class Gauge(Silent):
         self.models.append(sum(type(thing) is Model for thing in alive))
         storages = {}
         for thing in alive:
-            if issubclass(type(thing), torch.Tensor):
+            if type(thing) in (torch.Tensor, torch.nn.Parameter):  # not those without data that torch.compile keeps
                 storages[thing.data_ptr()] = thing.untyped_storage().nbytes()
         self.tensor_bytes.append(sum(storages.values()))
 

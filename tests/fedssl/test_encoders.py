@@ -10,7 +10,7 @@ from fedssl.errors import UserError
 from fedssl.models import encoders
 from fedssl.models.encoders import build_encoder, encoder_names
 
-SMALL = ["small_convnet", "small_convnet_wide", "small_resnet10", "small_resnet10_wide", "small_resnet18"]
+SMALL = ["small_convnet", "small_convnet_wide", "small_resnet10", "small_resnet10_wide", "small_resnet18", "small_vit"]
 
 
 def documented_rows():

@@ -16,6 +16,8 @@ from fedssl.messages import Message
 from fedssl.recipe import Recipe, load_recipe, recipe_names
 from fedssl.run_directory import RunDirectory
 
+from .figures import foretold, logged
+
 #: what makes a recipe's own parts small enough; everything else is SMALL
 PARTS = {
     "fedca": ["aggregators.1.samples=6", "aggregators.2.epochs=1"],
@@ -24,6 +26,8 @@ PARTS = {
         "aggregators.1={name: orchestra_clusters, local_clusters: 4, steps: 5}",
     ],
     "l_dawa": ["aggregators.0.plain_rounds=1"],
+    "lw_fedssl": ["schedule.layers_per_stage=2", "schedule.rounds_per_stage=1"],
+    "prog_fedssl": ["schedule.layers_per_stage=2", "schedule.rounds_per_stage=1"],
 }
 SMALL = [
     "rounds=2",
@@ -78,8 +82,13 @@ def test_a_shipped_recipe_runs_two_rounds(name, finished):
     assert RunDirectory.open(finished(name)).checkpoint.finished
     found = metrics(finished(name))
     assert all(math.isfinite(value) for value in found.values())
-    logged = {metric for number, _, metric in found if number == 2}
-    assert {"knn", "linear", "effective_rank", "loss"} <= logged
+    told = {metric for number, _, metric in found if number == 2}
+    assert {"knn", "linear", "effective_rank", "loss"} <= told
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_it_sends_and_takes_what_was_foretold(name, finished):
+    assert foretold(small(name)) == logged(finished(name))
 
 
 class Killed(BaseException):

@@ -62,6 +62,20 @@ def test_fur_by_hand(monkeypatch):
     assert local.logged["uniformity_iterations"][0] >= 1
 
 
+def test_fur_of_the_named_layer():
+    encoded, projected = torch.randn(2, 1, 8, 6, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    step = Step(torch.tensor(0.0), representations=(encoded[0],), projections=(projected[0],))
+    for layer, taken in (("encoder", encoded), ("projector", projected)):
+        term = Uniformity(**FUR, layer=layer).start_round(Local())
+        found = torch.autograd.grad(term(step), [encoded, projected], allow_unused=True)
+        assert [gradient is not None for gradient in found] == [taken is encoded, taken is projected]
+
+
+def test_fur_of_a_layer_that_is_not_there(tiny):
+    with pytest.raises(UserError, match="uniformity's layer is projector"):
+        build_federation(tiny(objective={"name": "supervised"}, regularizers=[FUR | {"layer": "projector"}]))
+
+
 def representations(kind):
     """B = 128 unit vectors of 512 entries."""
     generator = torch.Generator().manual_seed(0)

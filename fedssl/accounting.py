@@ -1,0 +1,143 @@
+"""What a training step needs: memory and operations, counted on a real step, the same way in training and before it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+#: forward and backward of an active layer: the backward pass counts twice the forward (LW-FedSSL, appendix A.1)
+ACTIVE = 3
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """What one training step takes.
+
+    Attributes:
+        parameters: bytes of the model's parameters and buffers, the target network's too.
+        gradients, optimizer: bytes of the gradients and of the optimiser's state, after the step.
+        activations: bytes that the forward pass keeps for the backward pass, at their most.
+        flops: floating-point operations by the paper's rule: what runs without gradients counts once, what runs with
+            gradients three times.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    flops: int
+
+    @property
+    def memory(self) -> int:
+        """Peak memory in bytes: at the end of the forward pass all four are there together."""
+        return self.parameters + self.gradients + self.optimizer + self.activations
+
+
+class StepCounter:
+    """Counts one step: `with counter.forward():` around the losses, `counter.finish(optimizer)` after the step.
+
+    Nothing that is counted changes: the hooks only look.
+
+    Memory is that of tensors that outlive an operation. What an operation needs while it runs, and what the allocator
+    wastes, is not in it, so a process needs somewhat more; on CUDA `torch.cuda.max_memory_allocated` tells. A second
+    model that a regularizer holds is not counted either.
+
+    Operations are those of matrix products, convolutions and attention (`torch.utils.flop_counter`), a multiply-add as
+    two; the paper's GFLOPs count a multiply-add as one. fedkernels' operators, norms and element-wise operations, a
+    percent or so together, are not counted.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._model = model
+        self._live: Counter[int] = Counter()
+        self._bytes = self._peak = self._flops = 0
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Count what runs and what is kept for the backward pass in the body."""
+        self._own = {_address(t) for t in (*self._model.parameters(), *self._model.buffers())}
+        operations = _ForwardOperations()
+        with operations, saved_tensors_hooks(self._keep, lambda kept: kept.tensor):
+            yield
+        self._flops = operations.flops
+
+    @property
+    def flops(self) -> int:
+        """Operations of the forward pass that was counted last."""
+        return self._flops
+
+    def finish(self, optimizer: torch.optim.Optimizer) -> StepCost:
+        """The cost of the step, after backward pass and update."""
+        parameters = list(self._model.parameters())
+        state = [t for entry in optimizer.state.values() for t in entry.values() if isinstance(t, Tensor)]
+        return StepCost(
+            parameters=_total([*parameters, *self._model.buffers()]),
+            gradients=_total([p.grad for p in parameters if p.grad is not None]),
+            optimizer=_total(state),
+            activations=self._peak,
+            flops=self._flops,
+        )
+
+    def _keep(self, tensor: Tensor) -> _Kept:
+        return _Kept(self, tensor)
+
+    def _add(self, address: int, size: int) -> None:
+        self._live[address] += 1
+        if self._live[address] == 1:
+            self._bytes += size
+            self._peak = max(self._peak, self._bytes)
+
+    def _remove(self, address: int, size: int) -> None:
+        self._live[address] -= 1
+        if self._live[address] == 0:
+            self._bytes -= size
+
+
+class _Kept:
+    """One tensor that autograd keeps; its storage counts as long as any such tensor of it lives."""
+
+    def __init__(self, counter: StepCounter, tensor: Tensor):
+        self.tensor = tensor.detach()  # with its graph it would keep itself alive
+        self._counter = None if _address(tensor) in counter._own else counter
+        self._storage = _address(tensor), tensor.untyped_storage().nbytes()
+        if self._counter is not None:
+            self._counter._add(*self._storage)
+
+    def __del__(self) -> None:
+        if self._counter is not None:
+            self._counter._remove(*self._storage)
+
+
+class _ForwardOperations(TorchDispatchMode):
+    """Sums the operations of a forward pass, those that run with gradients `ACTIVE` times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        count = flop_registry.get(func.overloadpacket)
+        if count is not None:
+            self.flops += int(count(*args, **kwargs, out_val=result)) * (ACTIVE if torch.is_grad_enabled() else 1)
+        return result
+
+
+def _address(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _total(tensors: list[Tensor]) -> int:
+    """Bytes of the storages, each once."""
+    storages = {_address(t): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())

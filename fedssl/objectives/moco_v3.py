@@ -1,0 +1,66 @@
+"""MoCo v3: tell the momentum network's projection of the other view from those of all other images of the batch."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from fedkernels import info_nce
+
+from ..models.heads import mlp_head
+from ..models.model import Model
+from .base import Objective, Step
+
+
+class MoCoV3(Objective):
+    """Chen, Xie & He 2021, An Empirical Study of Training Self-Supervised Vision Transformers, Algorithm 1, as
+    LW-FedSSL's Algorithm 2 and Eq. 2 have it:
+
+        loss = info_nce(q1, k2, temperature) + info_nce(q2, k1, temperature)
+
+    q: the l2-normalised predictions of the online network, k: the l2-normalised projections of the target network,
+    whose parameters follow the online ones by `target_momentum` after each step. The negatives are the other images of
+    the batch. Defaults are LW-FedSSL's (section 4.1): projector of three layers and predictor of two, 512 hidden and
+    256 output features, temperature 0.05, momentum 0.99 kept constant.
+
+    What LW-FedSSL leaves open is taken from Chen et al.'s released code for vision transformers: BatchNorm before each
+    ReLU and, without weight and bias, after each head's last layer. (For ResNets that code has a projector of two
+    layers and no BatchNorm after the predictor.) Differences to that code, which follow LW-FedSSL: the patch embedding
+    trains, the target network moves after the step and not before the loss, and the loss has no factor
+    2 * temperature.
+
+    `fresh_target_each_round`: as in LW-FedSSL's Algorithm 2, line 4, the target network starts every round as a copy of
+    the online one. Without it a client's target network goes on from its last round.
+    """
+
+    hidden_features: int = Field(512, ge=1)
+    output_features: int = Field(256, ge=1)
+    temperature: float = Field(0.05, gt=0, description="tau")
+    target_momentum: float = Field(0.99, ge=0, le=1, description="mu")
+    fresh_target_each_round: bool = True
+
+    @property
+    def fresh_target(self) -> bool:
+        return self.fresh_target_each_round
+
+    def build(self, encoder: nn.Module, classes: int) -> Model:
+        hidden, out = self.hidden_features, self.output_features
+        online = {
+            "encoder": encoder,
+            "projector": mlp_head(encoder.num_features, hidden, out, layers=3, last_batch_norm=True),  # type: ignore[arg-type]
+            "predictor": mlp_head(out, hidden, out, layers=2, last_batch_norm=True),
+        }
+        return Model(online, target_parts=("encoder", "projector"))
+
+    def step(self, model: Model, views: tuple[Tensor, ...], labels: Tensor) -> Step:
+        representations = tuple(model.encoder(view) for view in views)
+        projections = tuple(model.online["projector"](r) for r in representations)
+        predictions = tuple(model.online["predictor"](p) for p in projections)
+        first, second = (F.normalize(p, dim=1) for p in predictions)
+        first_key, second_key = (F.normalize(model.target_project(view), dim=1) for view in views)
+        loss = info_nce(first, second_key, self.temperature) + info_nce(second, first_key, self.temperature)
+        return Step(loss, representations, projections, predictions)
+
+    def after_step(self, model: Model) -> None:
+        model.update_target(self.target_momentum)

@@ -1,0 +1,41 @@
+"""FedProx's proximal term: stay near the global weights."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+from torch import Tensor
+
+from ..objectives.base import Step
+from .base import Regularizer, StepLoss
+
+if TYPE_CHECKING:
+    from ..client import LocalRound
+
+
+class Proximal(Regularizer):
+    """FedProx (Li et al. 2020, Federated Optimization in Heterogeneous Networks, Eq. 2): mu / 2 |w - w_t|^2.
+
+    LW-FedSSL's proximal alignment (PA, section 4.6), which it cites and prints no mu for. w are the parameters that
+    train in the round, heads too; w_t are their values at the round's start. Layers that are frozen or not yet there
+    have no distance. The default mu is the middle one of those that FedProx tries (0.001, 0.01, 0.1, 1), on a
+    logarithmic scale rounded down.
+
+    Logs `proximal_distance`, |w - w_t|.
+    """
+
+    weight: float = Field(0.01, ge=0, description="mu")
+
+    def start_round(self, local: LocalRound) -> StepLoss:
+        trained = [p for p in local.client.model.online.parameters() if p.requires_grad]
+        start = [p.detach().clone() for p in trained]
+
+        def term(step: Step) -> Tensor:
+            squared = step.loss.new_zeros(())
+            for now, before in zip(trained, start, strict=True):
+                squared = squared + (now - before).square().sum()
+            local.log("proximal_distance", float(squared.detach()) ** 0.5)
+            return 0.5 * self.weight * squared
+
+        return term

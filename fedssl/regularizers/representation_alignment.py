@@ -1,0 +1,73 @@
+"""MOON's model contrast: nearer to the global model's representation than to the client's previous one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+
+from ..models.model import frozen_copy
+from ..models.stages import StagedEncoder
+from ..objectives.base import Step
+from .base import Regularizer, StepLoss
+
+if TYPE_CHECKING:
+    from ..client import LocalRound
+
+STAGE = "representation_alignment.stage"
+
+
+def model_contrast(now: Tensor, towards: Tensor, away: Tensor, temperature: float) -> Tensor:
+    """-log(exp(cos(z, g) / t) / (exp(cos(z, g) / t) + exp(cos(z, p) / t))), the mean over rows. Inputs [n, d]."""
+    difference = F.cosine_similarity(now, away, dim=-1) - F.cosine_similarity(now, towards, dim=-1)
+    return F.softplus(difference / temperature).mean()
+
+
+class RepresentationAlignment(Regularizer):
+    """MOON (Li, He & Song 2021, Model-Contrastive Federated Learning, Eq. 3): weight * `model_contrast` of each image's
+    projection z, that of the global model as it arrived, and that of the client's own model at the end of its previous
+    round; the mean over the views.
+
+    LW-FedSSL's representation alignment (RA, section 4.6) cites MOON and prints neither equation nor constants. The
+    defaults are MOON's: temperature 0.5, weight 1 (mu; tuned there among 0.1, 1, 5, 10). Both other models are frozen
+    and in evaluation mode, as in MOON's released code.
+
+    In a client's first round, and in its first round of a stage, there is no previous model of that depth: the term is
+    then 0. Layers that are final are the same in all three models and each view passes them once.
+
+    Logs `alignment_loss` from the second round on.
+    """
+
+    needs_previous_model: ClassVar[bool] = True
+
+    weight: float = Field(1.0, ge=0, description="mu")
+    temperature: float = Field(0.5, gt=0, description="tau")
+
+    def start_round(self, local: LocalRound) -> StepLoss:
+        model, memory = local.client.model, local.client.memory.numbers
+        depth = model.encoder.depth if isinstance(model.encoder, StagedEncoder) else 1
+        comparable = memory.get(STAGE) == depth
+        memory[STAGE] = depth
+        if not comparable or local.previous is None:
+            return lambda step: step.loss.new_zeros(())
+        arrived = frozen_copy(model, local.received.tensors)
+        previous = frozen_copy(model, local.previous)
+        if isinstance(model.encoder, StagedEncoder):
+            model.encoder.share_frozen_outputs(arrived[0], previous[0])
+
+        def term(step: Step) -> Tensor:
+            with torch.no_grad():
+                towards = [arrived(view) for view in step.views]
+                away = [previous(view) for view in step.views]
+            losses = [
+                model_contrast(z, g, p, self.temperature)
+                for z, g, p in zip(step.projections, towards, away, strict=False)
+            ]
+            loss = sum(losses[1:], losses[0]) / len(losses)
+            local.log("alignment_loss", float(loss.detach()))
+            return self.weight * loss
+
+        return term

@@ -1,0 +1,100 @@
+"""csrc/cuda/client_weights.cu against quadprog and the reference."""
+
+import ctypes
+
+import pytest
+import torch
+
+from fedkernels.reference.client_weights import client_weights
+from tests.cuda_on_cpu.emulation import arrays, poison
+from tests.fedkernels.test_client_weights import assert_optimal, by_quadprog, gram_of
+
+LARGE, SMALL = 227 << 10, 99 << 10  # bytes of shared memory: the matrix lies there, or not
+
+
+def solve(library, grams, tol=1e-8, shared_limit=LARGE):
+    problems, clients = grams.shape[:2]
+
+    def run(call):
+        weights = poison(problems, clients, dtype=torch.float64 if grams.dtype == torch.float64 else torch.float32)
+        memory = poison(library.ask("cuda_client_weights_words", problems, clients))
+        given = arrays([grams, weights])
+        call(
+            "cuda_client_weights",
+            ctypes.byref(given[0]),
+            problems,
+            clients,
+            tol,
+            memory,
+            ctypes.byref(given[1]),
+            None,
+        )
+        return weights
+
+    return library.results(run, shared_limit=shared_limit)
+
+
+@pytest.mark.parametrize(
+    ("clients", "correlation", "spread"),
+    [(2, 0.0, 0.0), (3, 1.0, 1.0), (15, 5.0, 1.0), (31, 1.0, 0.0), (33, 0.0, 1.0), (64, 1.0, 0.5)],
+)
+def test_equals_quadprog(compiler, clients, correlation, spread):
+    grams = torch.stack([gram_of(clients, 2 * clients + 7, correlation, seed, spread) for seed in range(2)])
+    found = solve(compiler.load("client_weights.cu"), grams)
+    for gram, weights in zip(grams, found, strict=True):
+        assert_optimal(gram, weights)
+        torch.testing.assert_close(weights, by_quadprog(gram), rtol=0, atol=1e-7)
+        torch.testing.assert_close(weights, client_weights(gram), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize(("clients", "shared_limit"), [(128, LARGE), (101, SMALL)])
+def test_many_clients(compiler, clients, shared_limit):
+    gram = gram_of(clients, 300, 0.3, 1)
+    weights = solve(compiler.load("client_weights.cu"), gram[None], shared_limit=shared_limit)[0]
+    assert_optimal(gram, weights)
+    torch.testing.assert_close(weights, client_weights(gram), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_narrow_grams(compiler, dtype):
+    grams = gram_of(6, 20, 1.0)[None].to(dtype)
+    weights = solve(compiler.load("client_weights.cu"), grams)
+    assert weights.dtype == torch.float32
+    torch.testing.assert_close(weights.double(), client_weights(grams.double()), rtol=0, atol=1e-7)
+
+
+def test_what_the_reference_has_to_decide(compiler):
+    """One problem each: equal clients, a client that did not move, no Gram matrix, NaN; and what is known at once."""
+    deltas = torch.randn(3, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    deltas[2] = deltas[1]
+    one_did_not_move = torch.diag(torch.tensor([1.0, 0.0, 2.0])).double()
+    lopsided, indefinite, nan = torch.eye(3).double(), torch.eye(3).double(), torch.eye(3).double()
+    lopsided[0, 1] = 0.5
+    indefinite[1, 1] = -1
+    nan[0, 2] = torch.nan
+    zero, orthogonal = torch.zeros(3, 3).double(), torch.diag(torch.tensor([1.0, 2.0, 4.0])).double()
+    grams = torch.stack([deltas @ deltas.T, one_did_not_move, lopsided, indefinite, nan, zero, orthogonal])
+    found = solve(compiler.load("client_weights.cu"), grams)
+    assert found[:5].isnan().all()
+    torch.testing.assert_close(found[5], torch.full((3,), 1 / 3).double())
+    torch.testing.assert_close(found[6], torch.tensor([4.0, 2.0, 1.0]).double() / 7)
+    assert solve(compiler.load("client_weights.cu"), torch.tensor([[[3.0]]]).double()).item() == 1
+
+
+def test_scale_does_not_matter(compiler):
+    library, gram = compiler.load("client_weights.cu"), gram_of(9, 30, 1.0)
+    small, large = solve(library, torch.stack([1e-150 * gram, 1e150 * gram]))
+    torch.testing.assert_close(small, large, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("      if (i == j) inverse[j] = over;\n      __syncthreads();\n", "      if (i == j) inverse[j] = over;\n"),
+        ("value -= triangle(i, k) * triangle(j, k)", "value -= triangle(i, k) * triangle(i, k)"),
+    ],
+)
+def test_a_planted_fault_is_found(compiler, old, new):
+    library, gram = compiler.mutant("client_weights.cu", old, new), gram_of(20, 60, 0.0, 3)
+    with pytest.raises(AssertionError):
+        assert_optimal(gram, solve(library, gram[None])[0])

@@ -1,0 +1,154 @@
+"""Encoders cut into layers: the cut changes nothing, roles do what they say, and names are sorted to their layer."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from fedssl.errors import UserError
+from fedssl.models.encoders import build_encoder
+from fedssl.models.stages import StagedEncoder
+
+#: name, layers, side, names that go with the first layer beside those of its block, names on top at depth 1
+CUTS = [
+    ("small_vit", 4, 8, {"cls_token", "pos_embed", "patch_embed"}, {"norm"}),
+    ("test_vit", 6, 32, {"cls_token", "pos_embed", "patch_embed"}, {"norm"}),
+    ("test_vit3", 9, 32, {"reg_token", "pos_embed", "patch_embed"}, {"norm", "attn_pool"}),
+    ("small_resnet10", 4, 8, {"conv1", "bn1"}, {"reshape"}),
+    ("test_resnet", 4, 32, {"conv1", "bn1"}, {"reshape"}),
+    ("small_convnet", 4, 8, set(), {"reshape"}),
+]
+
+
+def staged(name: str, side: int = 8) -> StagedEncoder:
+    torch.manual_seed(0)
+    return StagedEncoder(build_encoder(name, 1, side))
+
+
+def images(side: int = 8, count: int = 3) -> torch.Tensor:
+    return torch.randn(count, 1, side, side, generator=torch.Generator().manual_seed(1))
+
+
+def first_parts(names: list[str]) -> set[str]:
+    return {"reshape" if name.startswith("reshape.") else name.split(".")[1] for name in names}
+
+
+@pytest.mark.parametrize(("name", "layers", "side", "bottom", "top"), CUTS)
+def test_the_whole_encoder_computes_what_it_computed_uncut(name, layers, side, bottom, top):
+    torch.manual_seed(0)
+    encoder = build_encoder(name, 1, side)
+    cut = StagedEncoder(copy.deepcopy(encoder))
+    assert cut.layers == cut.depth == layers
+    assert cut.num_features == encoder.num_features
+    assert torch.equal(cut.eval()(images(side)), encoder.eval()(images(side)))
+
+
+@pytest.mark.parametrize(("name", "layers", "side", "bottom", "top"), CUTS)
+def test_every_entry_belongs_to_one_layer_or_to_the_top(name, layers, side, bottom, top):
+    cut = staged(name, side)
+    by_layer = [cut.names([layer]) for layer in range(layers)]
+    everything = [n for names in by_layer for n in names] + cut.names([], top=layers)
+    assert sorted(everything) == sorted(n for n in cut.state_dict() if not n.startswith("reshape."))
+    blocks = {"blocks"} if "layer1" not in dict(cut.network.named_children()) else {"layer1"}
+    assert first_parts(by_layer[0]) == bottom | blocks
+    assert first_parts(cut.names([], top=1)) == top
+    assert all(len(names) > 0 for names in by_layer)
+
+
+@pytest.mark.parametrize(("name", "layers", "side", "bottom", "top"), CUTS)
+def test_at_every_depth_the_output_has_full_width_and_only_the_newest_layer_learns(name, layers, side, bottom, top):
+    cut = staged(name, side)
+    for depth in range(1, layers + 1):
+        cut.use(active=[depth - 1], frozen=range(depth - 1))
+        cut.zero_grad(set_to_none=True)
+        output = cut(images(side))
+        assert output.shape == (3, cut.num_features)
+        (output * torch.arange(float(cut.num_features))).sum().backward()
+        learned = {n for n, p in cut.named_parameters() if p.grad is not None}
+        parameters = dict(cut.named_parameters())
+        assert learned == set(cut.names([depth - 1], top=depth)) & set(parameters)
+        assert learned == {n for n, p in parameters.items() if p.requires_grad}
+
+
+def test_a_vision_transformer_of_some_depth_is_its_first_blocks():
+    cut = staged("small_vit")
+    shorter = copy.deepcopy(cut.network)
+    shorter.blocks = nn.Sequential(*(switch.module for switch in list(shorter.blocks)[:2]))
+    cut.use(range(2))
+    assert torch.equal(cut(images()), shorter(images()))
+
+
+def test_a_resnet_of_some_depth_is_pooled_and_reshaped():
+    cut = staged("small_resnet10").eval()
+    cut.use(range(2))
+    net = cut.network
+    x = net.act1(net.bn1(net.conv1(images())))
+    x = net.layer2.module(net.layer1.module(x)).mean(dim=(2, 3))
+    assert x.shape == (3, 32)
+    torch.testing.assert_close(cut(images()), x @ cut.reshape["2"].weight.T + cut.reshape["2"].bias)
+    assert set(cut.reshape) == {"1", "2", "3"}  # at full depth nothing is reshaped
+
+
+def test_frozen_layers_stay_in_evaluation_mode_whatever_mode_is_set():
+    cut = staged("small_resnet10")
+    cut.use(active=[2], frozen=[0, 1])
+    for _ in range(2):
+        cut.eval()
+        cut.train()
+        assert not cut.network.bn1.training
+        assert not any(m.training for s in (0, 1, 3) for m in cut.switches(s)[0].modules())
+        assert all(m.training for m in cut.switches(2)[0].modules())
+
+
+def test_frozen_layers_make_no_graph_and_their_buffers_stay():
+    cut = staged("small_resnet10")
+    cut.use(active=[1], frozen=[0])
+    before = {n: t.clone() for n, t in cut.state_dict().items()}
+    seen = []
+    cut.switches(0)[0].register_forward_hook(lambda module, inputs, output: seen.append(output.requires_grad))
+    cut(images()).sum().backward()
+    assert seen == [False]
+    changed = {n for n, t in cut.state_dict().items() if not torch.equal(t, before[n])}
+    assert changed
+    assert changed <= set(cut.names([1]))  # running statistics of the active layer alone
+
+
+def test_two_networks_run_equal_frozen_layers_once_for_each_view():
+    cut = staged("small_resnet10")
+    target = copy.deepcopy(cut)
+    calls = []
+    for encoder, who in ((cut, "online"), (target, "target")):
+        encoder.use(active=[2], frozen=[0, 1])
+        encoder.switches(0)[0].module.register_forward_hook(lambda m, i, o, who=who: calls.append(who))
+    one, two = images(), images() + 1
+    alone = [target(view) for view in (one, two)]
+    assert calls == ["target", "target"]
+    calls.clear()
+    cut.share_frozen_outputs(target)
+    cut(one), cut(two)
+    shared = [target(view) for view in (one, two)]
+    assert calls == ["online", "online"]
+    for view in (0, 1):
+        torch.testing.assert_close(shared[view], alone[view], rtol=0, atol=0)
+    target(one.clone())  # other images, so they are computed
+    assert calls[2:] == ["target"]
+    other = copy.deepcopy(cut)  # may get other weights
+    other(one)
+    assert len(calls) == 4
+
+
+@pytest.mark.parametrize("name", ["mobilenetv3_small_050", "xcit_nano_12_p16_224", "swin_tiny_patch4_window7_224"])
+def test_a_network_of_another_family_is_refused(name):
+    with pytest.raises(UserError, match=r"cannot be cut into layers.*resnet18 or vit_tiny_patch16_224"):
+        StagedEncoder(build_encoder(name, 3, 32))
+
+
+def test_vit_tiny_is_the_papers():
+    """12 blocks of 444,864 parameters, patch 4 at 32 pixels: 64 patches and a class token."""
+    cut = StagedEncoder(build_encoder("vit_tiny_patch16_224", 3, 32))
+    sizes = [sum(cut.state_dict()[n].numel() for n in cut.names([layer])) for layer in range(12)]
+    assert sizes == [444_864 + (4 * 4 * 3 + 1) * 192 + 192 + 65 * 192] + 11 * [444_864]
+    assert sum(cut.state_dict()[n].numel() for n in cut.names([], top=12)) == 2 * 192
