@@ -63,6 +63,7 @@ CASES = {
     "info_nce, bfloat16": Case(with_gradients(lambda q, k: info_nce(q, k, 0.3)), [ROWS, MORE], BF16, 1e-2),
     "info_nce, float16": Case(with_gradients(lambda q, k: info_nce(q, k, 0.3)), [ROWS, MORE], FP16, 2e-3),
     "info_nce, float32": Case(with_gradients(lambda q, k: info_nce(q, k, 0.3)), [ROWS, MORE], FP32, 1e-5),
+    "info_nce, float64": Case(with_gradients(lambda q, k: info_nce(q, k, 0.3)), [ROWS, MORE], FP64, 1e-12),
     "info_nce, query alone": Case(with_gradients(lambda q: info_nce(q, q.detach(), 0.3)), [ROWS], BF16, 1e-2),
     "nt_xent, bfloat16": Case(with_gradients(lambda p, q: nt_xent(p, q, 0.3)), [ROWS, MORE[:37]], BF16, 1e-2),
     "nt_xent, float32": Case(with_gradients(lambda p, q: nt_xent(p, q, 0.3)), [ROWS, MORE[:37]], FP32, 1e-5),
@@ -113,7 +114,7 @@ def test_small_case(name):
 
 
 def test_the_module_has_kernels_for_this_gpu():
-    expected = {"apply_deltas", "delta_gram", "info_nce", "linear_cka", "nt_xent", "unbalanced_ot"}
+    expected = {"apply_deltas", "client_weights", "delta_gram", "info_nce", "linear_cka", "nt_xent", "unbalanced_ot"}
     assert expected <= _native.CUDA, _native.build_info()
     x = torch.ones(2, 3, device="cuda")
     for name in _native.CUDA:
