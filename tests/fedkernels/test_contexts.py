@@ -49,15 +49,15 @@ DIFFERENTIABLE = {
     "nt_xent": (lambda p, q: nt_xent(p, q, 0.3), [ROWS, MORE[:37]]),
     "nt_xent, one view": (lambda p: nt_xent(p, MORE[:37].to(p.dtype), 0.3, "sum"), [ROWS]),
     "nt_xent, not reduced": (lambda p, q: nt_xent(p, q, 0.3, "none"), [ROWS, MORE[:37]]),
-    "linear_cka": (linear_cka, [X, Y]),
+    "linear_cka": (lambda x, y: linear_cka(x, y), [X, Y]),
     "linear_cka, centered": (lambda x, y: linear_cka(x, y, centered=True), [X, WIDE]),
-    "linear_cka_to_kernel": (linear_cka_to_kernel, [X, WIDE @ WIDE.T]),
+    "linear_cka_to_kernel": (lambda x, k: linear_cka_to_kernel(x, k), [X, WIDE @ WIDE.T]),
     "linear_cka_pairwise": (lambda x, y, z: linear_cka_pairwise([x, y], [z]), [X[0], Y[0], WIDE]),
     "unbalanced_ot": (lambda cost, a: unbalanced_ot(cost, a, 1.0, 0.8, 0.9, tol=1e-6), [COST, MASSES]),
 }
 DETACHED = {
     "unbalanced_ot_plan": (lambda cost, a: unbalanced_ot_plan(cost, a, 1.0, 0.8, 0.9)[0], [COST, MASSES]),
-    "client_weights": (client_weights, [gram(9, 90)]),
+    "client_weights": (lambda g: client_weights(g), [gram(9, 90)]),
     "delta_gram": (lambda start, p, q: delta_gram([start], [[p], [q]]), [ROWS, ROWS + 1, -ROWS]),
     "apply_deltas": (applied, [ROWS, ROWS + 1, -ROWS]),
 }
