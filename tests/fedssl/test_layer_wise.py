@@ -324,7 +324,6 @@ def test_killed_around_a_stages_end_and_resumed_it_ends_alike(schedule, staged, 
         options={"rounds_per_stage": 2, "layers_per_stage": 2},
         clients_per_round=2,
         regularizers=["representation_alignment", "proximal"],
-        evaluation={"every": 1, "neighbors": 5, "linear": {"epochs": 1}},
     )
     run(recipe, tmp_path / "undisturbed")
     with pytest.raises(Killed):
