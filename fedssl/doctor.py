@@ -10,7 +10,18 @@ import torch
 
 import fedkernels
 
-PACKAGES = ("torch", "torchvision", "timm", "numpy", "pydantic", "scikit-learn", "safetensors", "matplotlib", "flwr", "ray")
+PACKAGES = (
+    "torch",
+    "torchvision",
+    "timm",
+    "numpy",
+    "pydantic",
+    "scikit-learn",
+    "safetensors",
+    "matplotlib",
+    "flwr",
+    "ray",
+)
 
 
 def diagnose() -> list[tuple[str, str]]:
