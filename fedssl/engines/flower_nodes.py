@@ -19,6 +19,7 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 from ..data.datasets import load_dataset
@@ -26,6 +27,8 @@ from ..errors import UserError
 from ..site import load_site
 
 _STOP_SECONDS = 20.0
+#: what a copy may need; none of them starts threads or looks for a CUDA device when it is imported
+_IMPORTED = ("fedssl.engines.flower", "flwr.supernode.cli", "sklearn.datasets", "timm")
 _COMMAND = """\
 #!{python} -IS
 import json, socket, sys
@@ -92,7 +95,8 @@ def supernode(site_file: Path, address: str, certificate: Path | None, key: Path
     # in a copy, because this process is forked later: it must not have used torch's threads or CUDA until then
     if _wait(_fork(lambda: _check(site_file))):
         return 2
-    from . import flower  # noqa: F401  what every copy needs
+    for module in _IMPORTED:
+        import_module(module)
 
     with tempfile.TemporaryDirectory(prefix="fedssl-") as folder, socket.socket(socket.AF_UNIX) as listener:
         bound = str(Path(folder) / "copies")
