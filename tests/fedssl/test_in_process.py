@@ -119,7 +119,7 @@ def test_metrics_hold_evaluation_training_and_traffic(tiny, tmp_path):
     assert metric(tmp_path / "a", "public_effective_rank", 1)["0"] > 1
     # 30 public images, 16 features, 3 clients: 48 columns are more than 30 rows, so the kernel goes down
     assert metric(tmp_path / "a", "bytes_down", 1)["0"] == 30 * 30 * 4
-    numbers = len(["samples", "loss", "total_loss", "cka", "public_effective_rank"])
+    numbers = len(["samples", "loss", "total_loss", "cka", "public_effective_rank", "memory", "flops"])
     assert metric(tmp_path / "a", "bytes_up", 1)["0"] == 30 * 16 * 4 + 8 * numbers
     with open(tmp_path / "a" / "spectrum.csv") as file:
         values = [float(row["value"]) for row in csv.DictReader(file) if row["client"] == "0"]
