@@ -30,7 +30,11 @@ def _load() -> tuple[ModuleType | None, str]:
         return None, "FEDKERNELS_NATIVE=0 is set in the environment"
     # Importing torch put its libraries into the process: the module finds them there, whichever version they are.
     try:
-        return importlib.import_module("fedkernels._C"), ""
+        loaded = importlib.import_module("fedkernels._C")
+        lacking = [name for name in COMPILED if not hasattr(torch.ops.fedkernels, name)]
+        if not lacking:
+            return loaded, ""
+        reason = f"it was compiled from older sources and lacks {', '.join(lacking)}"
     except ModuleNotFoundError:
         cause = _NOTE.read_text(encoding="utf-8").strip() if _NOTE.exists() else ""
         reason = f"it was not compiled ({cause})" if cause else "it was not compiled when fedkernels was installed"

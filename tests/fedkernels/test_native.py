@@ -281,6 +281,15 @@ def test_a_module_that_does_not_load_is_told_with_its_reason(tmp_path):
     assert out.count("it does not load") == 2
 
 
+@pytest.mark.skipif(_native.module is None, reason="not compiled")
+def test_a_module_of_older_sources_is_told_with_what_it_lacks(monkeypatch):
+    monkeypatch.setattr(_native, "COMPILED", (*_native.COMPILED, "newer_operator"))
+    with pytest.warns(UserWarning, match="compiled from older sources and lacks newer_operator"):
+        module, reason = _native._load()
+    assert module is None
+    assert "newer_operator" in reason
+
+
 def test_the_environment_forces_the_references():
     out, _ = run(REPORT, FEDKERNELS_NATIVE="0")
     assert out.startswith("0\n")
