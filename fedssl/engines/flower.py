@@ -199,7 +199,8 @@ class FlowerClients:
                     continue
                 if reply.has_error():
                     gone = reply.error.code == ErrorCode.NODE_UNAVAILABLE
-                    reason = "its node has gone" if gone else f"its app failed: {_one_line(reply.error.reason)}"
+                    why = _one_line(reply.error.reason or "no reason given")
+                    reason = "its node has gone" if gone else f"its app failed: {why}"
                     yield node, None, reason
                 elif "failure" in reply.content:
                     yield node, None, _one_line(str(_record(reply.content, "failure").get("reason")))
@@ -316,7 +317,7 @@ def make_client_app(recipe_file: Path, simulated: bool = False) -> ClientApp:
 
     def handle(work: Callable[[Site, Mapping[str, Any], RecordDict], RecordDict]) -> Callable[..., FlowerMessage]:
         def answer(message: FlowerMessage, context: Context) -> FlowerMessage:
-            task = message.content["task"]
+            task: Any = message.content["task"]
             try:
                 with _time_limit(float(task.get("seconds", 0.0))):
                     site = describe(str(recipe_file), tuple(sorted(context.node_config.items())))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
@@ -56,7 +57,8 @@ def from_records(records: RecordDict) -> Message:
     if lists:
         raise UserError(f"{lists[0]} is a list, expected one value")
     tensors = {name: _to_tensor(name, array) for name, array in arrays.items()}
-    return Message(tensors, dict(numbers), dict(config))
+    found: tuple[dict[str, Any], dict[str, Any]] = dict(numbers.items()), dict(config.items())
+    return Message(tensors, *found)
 
 
 def _number(value: float) -> int | float:
