@@ -228,6 +228,7 @@ class _Estimate:
         name = self.federation.architecture(index)
         if name not in self.models:
             self.models[name] = self.federation.new_model(index)
+        self.models[name].zero_grad()  # a run's client starts without gradients, so of other layers neither
         data, rows = self.federation.dataset, self.federation.client_rows[index]
         images, labels = data.train_images[rows], data.train_labels[rows]
         return Client(index, images, labels, data.public_images, self.models[name])

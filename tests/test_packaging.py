@@ -228,9 +228,9 @@ def test_make_test_installs_once_and_ends_with_pytest(tmp_path: Path) -> None:
         "ran -m ruff check .",
         "ran -m ruff format --check .",
         "ran -m mypy",
-        "ran -m pytest",
+        "ran -m pytest -n auto --maxprocesses 4 --dist loadfile",
     ]
-    assert first.stdout.splitlines()[-1] == "ran -m pytest"
+    assert first.stdout.splitlines()[-1].startswith("ran -m pytest")
     assert "pip" not in make(tmp_path, "test").stdout
 
 

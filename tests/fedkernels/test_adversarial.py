@@ -530,7 +530,8 @@ def test_tensor_subclasses(name):
     truth = OF_ONE[name](rows)
     for other in (rows.clone().as_subclass(Tagged), torch.nn.Parameter(rows.clone())):
         value = OF_ONE[name](other)
-        assert torch.equal(value.detach().as_subclass(torch.Tensor), truth)
+        # a parameter may need a gradient that only the reference has, which rounds differently
+        torch.testing.assert_close(value.detach().as_subclass(torch.Tensor), truth, rtol=1e-12, atol=0)
     with torch.inference_mode():
         assert torch.equal(OF_ONE[name](rows.clone()), truth)
     conjugate = torch.complex(torch.zeros_like(rows), -rows).conj().imag  # its sign is a flag, not in memory

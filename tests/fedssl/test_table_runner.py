@@ -174,7 +174,8 @@ def test_a_stopped_table_continues_where_it_was(tiny_table, tmp_path, monkeypatc
         patch.setattr(table_runner._Rounds, "round_done", stop_in_the_second_cell)
         with pytest.raises(KeyboardInterrupt):
             run_table(tiny_table, tmp_path / "stopped")
-    assert RunDirectory.open(tmp_path / "stopped" / "ours" / "seed-1").checkpoint.round == 1
+    second = cell_path(tmp_path / "stopped", tiny_table.rows[1].label, tiny_table.seeds[0])
+    assert RunDirectory.open(second).checkpoint.round == 1
     lines: list[str] = []
     run_table(tiny_table, tmp_path / "stopped", note=lines.append)
     assert "4 runs, 1 of them finished already" in lines[0]

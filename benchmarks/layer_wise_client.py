@@ -1,4 +1,4 @@
-"""``python -m benchmarks.bench_layer_wise``: what a client's training takes in LW-FedSSL's last stage and end-to-end.
+"""``python -m benchmarks.layer_wise_client``: what a client's training takes in LW-FedSSL's last stage and end-to-end.
 
 ViT-Tiny (12 blocks, 4x4 patches) at 32x32 pixels with MoCo v3's heads, noise for images. Both train by the code that a
 run uses, views and update included; the last stage is the dearest, as all other layers are passed forward.
@@ -77,7 +77,7 @@ def measure(batch_size: int, repeats: int, threads: int) -> dict[str, Any]:
     """Both rows with memory and times."""
     rows: dict[str, dict[str, Any]] = {}
     for name, recipe in NAMES.items():
-        command = [sys.executable, "-m", "benchmarks.bench_layer_wise", "--memory-of", recipe]
+        command = [sys.executable, "-m", "benchmarks.layer_wise_client", "--memory-of", recipe]
         command += ["--batch-size", str(batch_size), "--threads", str(threads)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         if done.returncode:
@@ -117,7 +117,7 @@ def tables(result: dict[str, Any]) -> str:
     lines = [
         "# A client's training, layer-wise against end-to-end",
         "",
-        "Written by `python -m benchmarks.bench_layer_wise`; its first lines say what is measured.",
+        "Written by `python -m benchmarks.layer_wise_client`; its first lines say what is measured.",
         "",
         f"Batch {result['batch_size']}. " + ", ".join(f"{k}: {v}" for k, v in result["environment"].items()),
         "",
@@ -142,7 +142,7 @@ def tables(result: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_layer_wise", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.layer_wise_client", description=__doc__)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
