@@ -158,7 +158,9 @@ class Compiler:
 
 
 def _run(command: Sequence[Any]) -> None:
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+    # Preloaded, AddressSanitizer would watch the compiler too, which then takes several times as long.
+    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    done = subprocess.run([str(part) for part in command], env=environment, capture_output=True, text=True)
     if done.returncode:
         raise EmulationError(f"{' '.join(str(part) for part in command)}\n{done.stderr}")
 
