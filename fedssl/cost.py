@@ -248,7 +248,7 @@ def format_costs(costs: Sequence[RoundCost]) -> TextTable:
     from .report import format_bytes  # here, as what draws takes a second to import
 
     table = TextTable(box=None, pad_edge=False)
-    for column in ("stage", "rounds", "memory", "of it activations", "FLOPs a step", "a client's round", "down", "up"):
+    for column in ("stage", "rounds", "memory", "activations", "FLOPs a step", "FLOPs a round", "down", "up"):
         table.add_column(column, justify="left" if column == "stage" else "right")
     for stage in sorted({cost.stage for cost in costs}):
         mine = [cost for cost in costs if cost.stage == stage]
@@ -269,7 +269,7 @@ def format_costs(costs: Sequence[RoundCost]) -> TextTable:
         )
     total = totals(costs)
     table.add_row(
-        "all clients and rounds", str(len(costs)), format_bytes(total["memory"]), "", "", format_flops(total["flops"]),
+        "all", str(len(costs)), format_bytes(total["memory"]), "", "", format_flops(total["flops"]),
         format_bytes(total["bytes_down"]), format_bytes(total["bytes_up"]),
     )  # fmt: skip
     return table
