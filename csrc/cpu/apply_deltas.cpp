@@ -16,10 +16,13 @@ void apply_deltas(const Array* arrays, const double* weights, int64_t clients, i
   double base[TILE], step[TILE], client[TILE];
   for (int64_t done = 0; done < count; done += TILE) {
     const int64_t size = count - done < TILE ? count - done : TILE;
+    const int64_t ahead = count - done - size < TILE ? count - done - size : TILE;
+    prefetch(arrays[0], start + done + size, ahead);
     read(base, arrays[0].data, arrays[0].dtype, start + done, size);
     for (int64_t i = 0; i < size; ++i) step[i] = 0;
     for (int64_t k = 0; k < clients; ++k) {
       const double weight = weights[k];
+      prefetch(arrays[k + 1], start + done + size, ahead);
       read(client, arrays[k + 1].data, arrays[k + 1].dtype, start + done, size);
       for (int64_t i = 0; i < size; ++i) step[i] += weight * (base[i] - client[i]);
     }

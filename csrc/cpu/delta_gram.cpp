@@ -49,13 +49,6 @@ inline void add_block(const double* x, const double* y, int64_t tile, int64_t co
   }
 }
 
-// The processor sees too short a run of each of the many arrays to fetch ahead by itself.
-inline void prefetch(const Array& array, int64_t start, int64_t count) {
-  const int64_t width = array.dtype == DType::f64 ? 8 : array.dtype == DType::f32 ? 4 : 2;
-  const char* first = (const char*)array.data + start * width;
-  for (int64_t byte = 0; byte < count * width; byte += 64) __builtin_prefetch(first + byte);
-}
-
 // out = base - array
 inline void subtract(const double* __restrict base, const Array& array, int64_t start, int64_t count,
                      double* __restrict out) {

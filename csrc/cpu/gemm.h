@@ -29,8 +29,9 @@ constexpr int64_t TILE_ROWS = 4;
 template <class T>
 constexpr int64_t TILE_COLUMNS = 2 * Wide<T>::LANES;
 
-// Entries of k at a time, a multiple of TILE_ROWS: this many times TILE_COLUMNS stay in the first-level cache.
-constexpr int64_t TILE_DEPTH = 256 / TILE_ROWS * TILE_ROWS;
+// Entries of k at a time, a multiple of TILE_ROWS: this many times TILE_COLUMNS, 16 KiB, stay in the first-level cache,
+// also where two hardware threads share it.
+constexpr int64_t TILE_DEPTH = 128 / TILE_ROWS * TILE_ROWS;
 
 static inline int64_t up(int64_t count, int64_t multiple) { return (count + multiple - 1) / multiple * multiple; }
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }

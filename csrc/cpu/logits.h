@@ -11,7 +11,7 @@
 
 namespace fedkernels::FEDKERNELS_ISA {
 
-constexpr int64_t KEYS = TILE_DEPTH;  // keys in a block
+constexpr int64_t KEYS = 256 / TILE_ROWS * TILE_ROWS;  // in a block
 
 // The lowest finite number: where only logits of -inf have been met, exp(-inf - LOWEST) is 0 and not NaN.
 template <class T>
@@ -63,9 +63,9 @@ static inline void pack_queries(const Rows<T>& rows, int64_t start, int64_t coun
 // chunk = the block's keys times a panel's queries, without the temperature.
 template <class T>
 static inline void logits(const T* keys, int64_t count, int64_t width, const T* panel, T* chunk) {
-  constexpr int64_t WIDE = TILE_COLUMNS<T>;
-  for (int64_t start = 0; start < width; start += TILE_DEPTH) {
-    const int64_t depth = least(TILE_DEPTH, width - start);
+  constexpr int64_t WIDE = TILE_COLUMNS<T>, DEPTH = 256;
+  for (int64_t start = 0; start < width; start += DEPTH) {
+    const int64_t depth = least(DEPTH, width - start);
     for (int64_t j = 0; j < count; j += TILE_ROWS) {
       const T* left = keys + j * width + start;
       if (start == 0) {

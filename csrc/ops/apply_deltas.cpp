@@ -1,6 +1,7 @@
 #include "cpu/apply_deltas.h"
 
 #include "ops/tensors.h"
+#include "ops/threads.h"
 
 namespace fedkernels {
 
@@ -12,10 +13,9 @@ static void apply_deltas_cpu(std::vector<Tensor> global_params, std::vector<Tens
   const double* weight = static_cast<const double*>(weights.data_ptr());
   const std::vector<Piece> pieces = pieces_of(lists, 1 << 14);
   const auto kernel = FEDKERNELS_BEST(apply_deltas);
-  torch::stable::parallel_for(0, pieces.size(), 2, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      kernel(lists.of(pieces[i].tensor), weight, lists.clients, pieces[i].start, pieces[i].count);
-    }
+  const int64_t count = pieces.size(), workers = std::min<int64_t>((count + 1) / 2, torch_threads().workers);
+  for_each_task(count, workers, [&](int64_t i, int64_t) {
+    kernel(lists.of(pieces[i].tensor), weight, lists.clients, pieces[i].start, pieces[i].count);
   });
 }
 

@@ -1,8 +1,9 @@
 #include "cpu/delta_gram.h"
 
-#include <memory>
+#include <cstring>
 
 #include "ops/tensors.h"
+#include "ops/threads.h"
 
 namespace fedkernels {
 
@@ -18,18 +19,16 @@ static Tensor delta_gram_cpu(std::vector<Tensor> global_params, std::vector<Tens
   const int64_t slots = std::clamp<int64_t>(pieces.size() / 2, 1, most);
   std::vector<double> memory(slots * room);
   const auto kernel = FEDKERNELS_BEST(delta_gram);
-  torch::stable::parallel_for(0, slots, 1, [&](int64_t begin, int64_t end) {
-    std::vector<double> scratch(delta_gram_workspace(padded) + 8);
-    void* workspace = scratch.data();
-    size_t size = scratch.size() * sizeof(double);
-    std::align(64, size - 64, workspace, size);
-    for (int64_t slot = begin; slot < end; ++slot) {
-      const size_t last = pieces.size() * (slot + 1) / slots;
-      for (size_t i = pieces.size() * slot / slots; i < last; ++i) {
-        const Piece& piece = pieces[i];
-        kernel(lists.of(piece.tensor), clients, piece.start, piece.count, static_cast<double*>(workspace),
-               memory.data() + slot * room);
-      }
+  const int64_t workers = std::min<int64_t>(slots, torch_threads().workers);
+  const int64_t each = (delta_gram_workspace(padded) * sizeof(double) + 63) / 64 * 64;
+  const auto workspace = kernel_memory(workers * each);
+  std::memset(workspace.get(), 0, workers * each);
+  for_each_task(slots, workers, [&](int64_t slot, int64_t worker) {
+    const size_t last = pieces.size() * (slot + 1) / slots;
+    for (size_t i = pieces.size() * slot / slots; i < last; ++i) {
+      const Piece& piece = pieces[i];
+      kernel(lists.of(piece.tensor), clients, piece.start, piece.count,
+             reinterpret_cast<double*>(workspace.get() + worker * each), memory.data() + slot * room);
     }
   });
 

@@ -94,13 +94,8 @@ static void solve_all(int64_t count, double multiplications, const Solve& solve)
   const int64_t workers = std::min<int64_t>(count, torch_threads().workers);
   const int64_t each = (solve(0, alone, nullptr) + 63) / 64 * 64;
   const auto memory = kernel_memory(each * workers);
-  const auto task = [&](int64_t index, int64_t worker) { solve(index, alone, memory.get() + worker * each); };
-  run_tasks(
-      count, workers,
-      [](int64_t index, int64_t worker, void* context) {
-        (*static_cast<decltype(task)*>(context))(index, worker);
-      },
-      const_cast<void*>(static_cast<const void*>(&task)));
+  for_each_task(count, workers,
+                [&](int64_t index, int64_t worker) { solve(index, alone, memory.get() + worker * each); });
 }
 
 static void set(const Tensor& values, int64_t index, double value) {

@@ -22,6 +22,16 @@ inline void run_tasks(int64_t count, int64_t workers, void (*task)(int64_t, int6
   });
 }
 
+// body(index, worker) for every index below count: threads take one after another, so that one that the machine holds up
+// does not hold up the others.
+template <class Body>
+void for_each_task(int64_t count, int64_t workers, const Body& body) {
+  run_tasks(
+      count, workers,
+      [](int64_t index, int64_t worker, void* context) { (*static_cast<const Body*>(context))(index, worker); },
+      const_cast<void*>(static_cast<const void*>(&body)));
+}
+
 inline Threads torch_threads() { return {run_tasks, static_cast<int64_t>(torch::stable::get_num_threads())}; }
 
 struct Free {
