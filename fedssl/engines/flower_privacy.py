@@ -171,10 +171,11 @@ def _masked(
         reply = from_records(answer())
         vector = flatten(reply.tensors)
         _require_finite(vector)
-        if np.abs(vector).max(initial=0.0) > options.clipping_range:
-            raise UserError(
-                f"a weight is beyond flower.secure_aggregation.clipping_range {options.clipping_range:g}: raise it"
-            )
+        for name, tensor in reply.tensors.items():  # Flower would cut it off
+            if tensor.is_floating_point() and bool((tensor.abs() > options.clipping_range).any()):
+                raise UserError(
+                    f"{name} is beyond flower.secure_aggregation.clipping_range {options.clipping_range:g}: raise it"
+                )
         samples = int(reply.numbers.pop("samples"))
         numbers.update(reply.numbers)
         result = FitRes(Status(Code.OK, ""), ndarrays_to_parameters([vector]), samples, {})
@@ -182,7 +183,7 @@ def _masked(
 
     with _unpredictable():
         out = secaggplus_mod(message, context, call_next)
-    configs = out.content[RECORD_KEY_CONFIGS]  # the rest of it holds the number of samples
+    configs: Any = out.content[RECORD_KEY_CONFIGS]  # the rest of it holds the number of samples
     if Key.MASKED_PARAMETERS in configs:
         # integers below 2^32 as Flower has them in int64; as a tensor they are sent in pieces
         arrays = [bytes_to_ndarray(data) for data in configs[Key.MASKED_PARAMETERS]]
@@ -293,6 +294,11 @@ def secure_mean(
     return result
 
 
+def quantization_range(clients: int) -> int:
+    """The largest integer that a client may send: a power of two, with which the clients' sum stays below 2^32."""
+    return min(2**30, 1 << ((2**32 - 1) // clients).bit_length() - 1)
+
+
 class _Protocol:
     """Flower's workflow, which is made for its former strategies, with what it wants of such a one."""
 
@@ -300,20 +306,21 @@ class _Protocol:
         secure = options.secure_aggregation
         assert secure is not None
         clients = len(exchange.contents)
-        every = secure.num_shares is None or secure.num_shares >= clients
+        shares: int | float = 1.0  # of all clients
+        if secure.num_shares is not None and secure.num_shares < clients:
+            shares = secure.num_shares
         self._workflow = SecAggPlusWorkflow(
-            1.0 if every else secure.num_shares,
+            shares,
             secure.reconstruction_threshold,
             max_weight=float(1 if options.differential_privacy else secure.max_weight),
             clipping_range=secure.clipping_range,
+            quantization_range=quantization_range(clients),
         )
         self.strategy = _Strategy([exchange.nodes[k] for k in exchange.contents])
-        records = {
-            MAIN_CONFIGS_RECORD: ConfigRecord({WorkflowKey.CURRENT_ROUND: number}),
-            MAIN_PARAMS_RECORD: ArrayRecord(),
-        }
-        context = Context(0, 0, {}, RecordDict(records), {})
-        self._context = LegacyContext(context, strategy=self.strategy)
+        records = RecordDict({MAIN_CONFIGS_RECORD: ConfigRecord({WorkflowKey.CURRENT_ROUND: number})})
+        records[MAIN_PARAMS_RECORD] = ArrayRecord()
+        strategy: Any = self.strategy
+        self._context = LegacyContext(Context(0, 0, {}, records, {}), strategy=strategy)
         self._state = WorkflowState()
         self._exchange = exchange
         self.failure: str | None = None
@@ -355,7 +362,7 @@ class _Exchange:
             k, configs = clients[message.metadata.dst_node_id], message.content[RECORD_KEY_CONFIGS]
             collects = configs[Key.STAGE] == Stage.COLLECT_MASKED_VECTORS
             whole = self.contents[k] if collects else {"task": self.contents[k]["task"]}
-            asked[k] = RecordDict({**whole, RECORD_KEY_CONFIGS: configs})
+            asked[k] = RecordDict({**whole, RECORD_KEY_CONFIGS: ConfigRecord(dict(configs))})  # Flower shares one
         came, missing = self._ask(asked)
         answers = []
         for k, content in came.items():

@@ -43,7 +43,8 @@ class SecAggPlus(Options):
     """The server learns the clients' sum alone (Flower's SecAgg+; Bell et al. 2020, Secure single-server aggregation
     with (poly)logarithmic overhead).
 
-    A weight is sent as an integer: its steps are clipping_range / 2^21 * max_weight / (the client's images) wide.
+    A weight is sent as an integer, in steps of at most 4 n clipping_range / 2^32 * max_weight / (the client's images);
+    n are the clients of the round.
     """
 
     name: Literal["secagg_plus"]
@@ -53,7 +54,7 @@ class SecAggPlus(Options):
     reconstruction_threshold: float = Field(
         2 / 3, gt=0, le=1, description="fraction of the shares that opens a lost client's key; at least two shares"
     )
-    clipping_range: float = Field(8.0, gt=0, description="largest magnitude of a weight; more is refused")
+    clipping_range: float = Field(64.0, gt=0, description="largest magnitude of a weight; more is refused")
     max_weight: int = Field(1000, ge=1, description="images of the largest client; one that has more is refused")
 
 

@@ -10,9 +10,8 @@ from ..aggregators.weighted_mean import WeightedMean
 if TYPE_CHECKING:
     from ..recipe import Recipe
 
-# what SecAgg+ counts in: every client sends integers up to 2^22 (Flower's default), and their sum must stay below 2^32
-_QUANTIZATION_RANGE = 2**22
-_MODULUS_RANGE = 2**32
+# SecAgg+ counts below 2^32, so that of more clients each would send integers below 2^22, Flower's default
+_MOST_CLIENTS = 2**10 - 1
 
 
 def privacy_problem(recipe: Recipe) -> str | None:
@@ -63,9 +62,8 @@ def _no_sum(recipe: Recipe) -> str | None:
     options = recipe.flower.secure_aggregation
     assert options is not None
     clients = recipe.clients_per_round or recipe.partition.clients
-    most = _MODULUS_RANGE // _QUANTIZATION_RANGE - 1
-    if not 2 <= clients <= most:
-        return f"needs 2 to {most} clients a round, there are {clients}"
+    if not 2 <= clients <= _MOST_CLIENTS:
+        return f"needs 2 to {_MOST_CLIENTS} clients a round, there are {clients}"
     if options.num_shares is not None and options.num_shares % 2 == 0:
         return f"needs an odd num_shares, it is {options.num_shares}"
     return None
