@@ -359,7 +359,8 @@ class _Exchange:
         clients = {self.nodes[k]: k for k in self.contents}
         asked, collects = {}, False
         for message in messages:
-            k, configs = clients[message.metadata.dst_node_id], message.content[RECORD_KEY_CONFIGS]
+            k = clients[message.metadata.dst_node_id]
+            configs: Any = message.content[RECORD_KEY_CONFIGS]
             collects = configs[Key.STAGE] == Stage.COLLECT_MASKED_VECTORS
             whole = self.contents[k] if collects else {"task": self.contents[k]["task"]}
             asked[k] = RecordDict({**whole, RECORD_KEY_CONFIGS: ConfigRecord(dict(configs))})  # Flower shares one
