@@ -166,6 +166,12 @@ def build_federation(recipe: Recipe, dataset: Dataset | None = None, owner: int 
                 f"{recipe.training.batch_size}: lower the batch size, or raise partition.min_samples, "
                 "or use fewer clients"
             )
+        secure = recipe.flower.secure_aggregation
+        if secure and not recipe.flower.differential_privacy and len(mine) > secure.max_weight:
+            # without the number: the line leaves a site that is refused
+            raise UserError(
+                f"client {k} has more images than flower.secure_aggregation.max_weight {secure.max_weight}: raise it"
+            )
     for name in dict.fromkeys(recipe.architectures):  # an unknown one is refused before any training
         with seeded(recipe.seed, "model", "check"):
             model = _build_model(recipe, dataset, name)

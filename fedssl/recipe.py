@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import Field, InstanceOf, SerializeAsAny, ValidationError
@@ -17,6 +17,7 @@ from .data.augmentation import AugmentationOptions
 from .data.datasets import DataOptions
 from .data.partitions import PartitionOptions
 from .engines.options import EngineName, FlowerOptions
+from .engines.privacy import privacy_problem
 from .errors import UserError
 from .evaluation.fine_tune import FineTuneOptions
 from .evaluation.linear import LinearOptions
@@ -136,9 +137,14 @@ def parse_recipe(values: dict[str, Any], source: str = "recipe") -> Recipe:
         values[key] = parts if many else parts[0]
     if not problems:
         try:
-            return Recipe.model_validate(values)
+            recipe = Recipe.model_validate(values)
         except ValidationError as error:
             problems = explain_errors(error, Recipe)
+        else:
+            problem = privacy_problem(recipe)
+            if problem is None:
+                return recipe
+            problems = [problem]
     raise UserError(f"{source}: {'; '.join(problems)}")
 
 
@@ -248,10 +254,18 @@ def explain_errors(error: ValidationError, model: type[Options], prefix: str = "
 
 
 def _fields_at(model: type[Options], location: list[str]) -> list[str]:
-    current: Any = model
+    current: list[type[Options]] = [model]  # more than one where the next key names one of several
     for key in location:
-        field = current.model_fields.get(key)
-        if field is None or not (isinstance(field.annotation, type) and issubclass(field.annotation, Options)):
-            return []
-        current = field.annotation
-    return [name for name, field in current.model_fields.items() if not field.exclude]
+        if len(current) == 1:
+            field = current[0].model_fields.get(key)
+            current = _models_in(field.annotation) if field else []
+        else:
+            current = [c for c in current if key in get_args(c.model_fields["name"].annotation)]
+    return [name for name, field in current[0].model_fields.items() if not field.exclude] if len(current) == 1 else []
+
+
+def _models_in(annotation: Any) -> list[type[Options]]:
+    """The option models that a type admits: itself, or those of a union."""
+    if isinstance(annotation, type) and issubclass(annotation, Options):
+        return [annotation]
+    return [model for inner in get_args(annotation) for model in _models_in(inner)]

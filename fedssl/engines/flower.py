@@ -44,6 +44,7 @@ from ..recipe import Recipe, load_recipe
 from ..run_directory import SITES_RUN, RunDirectory
 from ..site import SiteOptions, SiteStates, load_site, public_digest, site_federation
 from .flower_messages import from_records, to_records
+from .flower_privacy import flatten, private_answer, private_federation, secure_mean, unflatten
 from .in_process import Progress, Silent, evaluate_after, evaluation_due, first_files, refuse_existing, run_rounds
 
 _POLL_SECONDS = (0.1, 2.0)  # first and longest; each look is a request to the SuperLink
@@ -103,9 +104,13 @@ class FlowerClients:
         for k in sent.keys() & self._nodes.keys():
             contents[k] = to_records(sent[k])
             contents[k]["task"] = self._task(k, number, evaluate=evaluate)
+        unreached = {k: "it is not connected" for k in sent if k not in contents}
+        if self._options.secure_aggregation is not None:
+            replies, missing = self._secure_answers(number, sent, contents)
+            return replies, dict(sorted((missing | unreached).items()))
         came, missing = self._ask("train", contents, number)
-        missing |= {k: "it is not connected" for k in sent if k not in contents}
-        replies: dict[int, Message] = {}
+        missing |= unreached
+        replies = {}
         self._evaluated = {}
         for k in sorted(came):
             try:
@@ -116,6 +121,32 @@ class FlowerClients:
             replies[k], self._evaluated[k] = _split_evaluation(reply)
             self._directory.adopt_client(k, number)
         return replies, dict(sorted(missing.items()))
+
+    def _secure_answers(
+        self, number: int, sent: dict[int, Message], contents: dict[int, RecordDict]
+    ) -> tuple[dict[int, Message], dict[int, str]]:
+        """The clients' mean, as the answer of each that is in it: an average over these is that mean again."""
+        if not contents:
+            return {}, {}
+        model = self._federation.method.global_model
+        assert model is not None
+        names = self._federation.method.schedule.travelling(model, self._federation.method.plan(model, number))
+        before = {name: sent[min(contents)].tensors[name] for name in names}
+        result = secure_mean(
+            self._options,
+            contents,
+            self._nodes,
+            flatten(before).size,
+            number,
+            lambda asked: self._ask("train", asked, number),
+        )
+        replies = {}
+        if result.mean is not None:
+            mean = unflatten(result.mean, before)
+            for k, numbers in result.numbers.items():
+                replies[k] = Message(mean, numbers | {"samples": 1})
+                self._directory.adopt_client(k, number)
+        return replies, result.missing
 
     def discard(self, index: int) -> None:
         self._directory.discard_client(index)
@@ -282,7 +313,7 @@ def make_server_app(recipe_file: Path) -> ServerApp:
     def main(grid: Grid, context: Context) -> None:
         recipe = load_recipe(recipe_file)
         path = Path(str(context.run_config.get("output") or Path("runs") / f"{recipe.name}-seed{recipe.seed}"))
-        federation = build_federation(recipe)
+        federation = private_federation(build_federation(recipe))
         if path.exists():
             directory = RunDirectory.open(path)
             if (path / "recipe.yaml").read_text(encoding="utf-8") != recipe.to_yaml():
@@ -318,10 +349,17 @@ def make_client_app(recipe_file: Path, simulated: bool = False) -> ClientApp:
     def handle(work: Callable[[Site, Mapping[str, Any], RecordDict], RecordDict]) -> Callable[..., FlowerMessage]:
         def answer(message: FlowerMessage, context: Context) -> FlowerMessage:
             task: Any = message.content["task"]
+
+            def done() -> RecordDict:
+                site = describe(str(recipe_file), tuple(sorted(context.node_config.items())))
+                return work(site, task, message.content)
+
             try:
                 with _time_limit(float(task.get("seconds", 0.0))):
-                    site = describe(str(recipe_file), tuple(sorted(context.node_config.items())))
-                    content = work(site, task, message.content)
+                    if work is _train:
+                        content = private_answer(load_recipe(recipe_file).flower, message, context, done)
+                    else:
+                        content = done()
             except UserError as error:
                 content = RecordDict({"failure": ConfigRecord({"reason": str(error)})})
             return FlowerMessage(content, reply_to=message)
@@ -432,7 +470,7 @@ def run(recipe: Recipe, path: Path, progress: Progress | None = None, overwrite:
     """Run a recipe from its start into a new folder, its clients on Ray; see `in_process.run`."""
     _refuse_deployment(recipe)
     refuse_existing(path, overwrite)
-    federation = build_federation(recipe)
+    federation = private_federation(build_federation(recipe))
     directory = RunDirectory.create(path, first_files(federation), overwrite)
     return _simulate(federation, directory, progress or Silent())
 
@@ -445,7 +483,7 @@ def resume(path: Path, progress: Progress | None = None) -> RunDirectory:
     directory.roll_back()
     if directory.checkpoint.finished:
         return directory
-    return _simulate(build_federation(recipe), directory, progress or Silent())
+    return _simulate(private_federation(build_federation(recipe)), directory, progress or Silent())
 
 
 def _refuse_deployment(recipe: Recipe) -> None:

@@ -26,6 +26,7 @@ from fedssl.engines import flower, in_process
 from fedssl.engines.flower import FlowerClients, make_client_app
 from fedssl.engines.flower_app import write_app
 from fedssl.engines.flower_messages import from_records, to_records
+from fedssl.engines.flower_privacy import private_federation
 from fedssl.engines.in_process import first_files, run_rounds
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
@@ -58,6 +59,7 @@ class LoopGrid:
 
     def __init__(self, app, configs: dict[int, dict]):
         self.app, self.configs = app, configs
+        self.contexts = {node: Context(0, node, config, RecordDict(), {}) for node, config in configs.items()}
         self.replies: dict[str, FlowerMessage] = {}
         self.numbers = itertools.count()
         self.silent: set[int] = set()  # nodes that answer no round
@@ -75,9 +77,8 @@ class LoopGrid:
             if node in self.silent and message.metadata.message_type != "query":
                 continue
             message.metadata.__dict__["_message_id"] = name
-            context = Context(0, node, self.configs[node], RecordDict(), {})
             try:
-                reply = self.app(message, context)
+                reply = self.app(message, self.contexts[node])
             except Exception as error:
                 reply = FlowerMessage(Error(2, str(error)), reply_to=message)
             self.tamper(node, reply)
@@ -112,7 +113,7 @@ def start(recipe: Recipe, path: Path, sites: list[Path] | None = None) -> tuple[
 
 def go(recipe: Recipe, directory: RunDirectory, grid: LoopGrid) -> list[str]:
     told = Told()
-    federation = build_federation(recipe)
+    federation = private_federation(build_federation(recipe))
     clients = FlowerClients(grid, federation, directory, told, "run", threading.Event())
     clients.connect()
     run_rounds(federation, directory, told, clients)
