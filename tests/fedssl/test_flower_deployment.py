@@ -143,12 +143,15 @@ def replay(recipe: Recipe, path: Path, dropped: dict[int, set[int]]) -> None:
 
 
 def deadline(deployment: Deployment, runs: Runs) -> int:
-    """Seconds for a round, from the longest one of the runs before: the hanging site costs them in full."""
+    """Seconds for a round, which the hanging site costs in full: twice the longest of the runs before.
+
+    Those shared the machine with each other and moved much more, so this is several times what a round takes alone.
+    """
     rounds = []
     for kind in runs.ids:
         with open(deployment.folder / kind / "timings.csv") as file:
             rounds += [float(row["seconds"]) for row in csv.DictReader(file)]
-    return max(20, round(4 * max(rounds)))
+    return max(20, round(2 * max(rounds)))
 
 
 def test_faults(deployment, runs, noisy, tmp_path):
@@ -191,9 +194,11 @@ def test_faults(deployment, runs, noisy, tmp_path):
     name = next(iter(build_federation(recipe).method.initial_state().tensors))
     assert lost[1, 1] == f"{name} holds NaN"
     assert lost[1, 2].startswith(f"{name} has shape ")
-    assert lost[2, 2] == f"no answer within {seconds} s"
-    # whichever comes first: the deadline, or the minute after which Flower takes a silent node for gone
-    assert lost[2, 1] in (f"no answer within {seconds} s", "its node has gone")
+    # whichever comes first: the deadline at the server or the SuperLink, or the minute after which Flower takes a
+    # silent node for gone
+    late = {f"no answer within {seconds} s", "no answer in time"}
+    assert lost[2, 1] in late | {"its node has gone"}
+    assert lost[2, 2] in late
     replay(noisy(**AVERAGED, rounds=3), tmp_path / "replayed", {1: {1, 2}, 2: {1, 2}})
     state = "checkpoints/server.round-00003.safetensors"
     assert (output / state).read_bytes() == (tmp_path / "replayed" / state).read_bytes()
