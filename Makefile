@@ -10,6 +10,7 @@ ifneq ($(words $(VENV)),1)
 $(error VENV is "$(VENV)": give a path without spaces, for example VENV=.venv)
 endif
 
+end_to_end := $(addprefix tests/fedssl/test_,flower_simulation.py flower_deployment.py deploy_page.py)
 python := "$(VENV)/bin/python"
 installed := $(VENV)/.installed
 
@@ -35,8 +36,10 @@ demo: $(installed)
 	"$(VENV)/bin/fedssl" run-table digits_demo --jobs $(JOBS)
 
 # One thread a process: the processes share the cores. A file's tests stay together, as they share what is compiled.
+# The end-to-end tests start processes of their own, Ray's and Flower's, and come afterwards, one after another.
 test: lint
-	OMP_NUM_THREADS=1 $(python) -m pytest -n auto --maxprocesses 4 --dist loadfile
+	OMP_NUM_THREADS=1 $(python) -m pytest -n auto --maxprocesses 4 --dist loadfile $(end_to_end:%=--ignore=%)
+	OMP_NUM_THREADS=1 $(python) -m pytest $(end_to_end)
 
 lint: $(installed)
 	$(python) -m ruff check .

@@ -224,13 +224,13 @@ def test_make_test_installs_once_and_ends_with_pytest(tmp_path: Path) -> None:
     first = make(tmp_path, "test")
     assert first.returncode == 0, first.stderr
     assert "pip install" in first.stdout
-    assert [line for line in first.stdout.splitlines() if line.startswith("ran ")] == [
-        "ran -m ruff check .",
-        "ran -m ruff format --check .",
-        "ran -m mypy",
-        "ran -m pytest -n auto --maxprocesses 4 --dist loadfile",
-    ]
-    assert first.stdout.splitlines()[-1].startswith("ran -m pytest")
+    *lint, parallel, alone = [line for line in first.stdout.splitlines() if line.startswith("ran ")]
+    assert lint == ["ran -m ruff check .", "ran -m ruff format --check .", "ran -m mypy"]
+    assert parallel.startswith("ran -m pytest -n auto --maxprocesses 4 --dist loadfile --ignore=")
+    files = alone.removeprefix("ran -m pytest ").split()
+    assert parallel.split()[-len(files) :] == [f"--ignore={file}" for file in files]
+    assert all((ROOT / file).is_file() for file in files)
+    assert first.stdout.splitlines()[-1] == alone
     assert "pip" not in make(tmp_path, "test").stdout
 
 

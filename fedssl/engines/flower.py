@@ -49,6 +49,12 @@ from .in_process import Progress, Silent, evaluate_after, evaluation_due, first_
 
 _POLL_SECONDS = (0.1, 2.0)  # first and longest; each look is a request to the SuperLink
 _ASK_AGAIN_SECONDS = 30.0
+#: what the SuperLink says in a node's place; a message expires at the round's deadline
+_SILENT = {
+    ErrorCode.NODE_UNAVAILABLE: "its node has gone",
+    ErrorCode.MESSAGE_UNAVAILABLE: "no answer in time",
+    ErrorCode.REPLY_MESSAGE_UNAVAILABLE: "no answer in time",
+}
 _MEASURE = "evaluation/"
 _SPECTRUM = "evaluation.spectrum"
 
@@ -229,10 +235,8 @@ class FlowerClients:
                 if node is None:
                     continue
                 if reply.has_error():
-                    gone = reply.error.code == ErrorCode.NODE_UNAVAILABLE
                     why = _one_line(reply.error.reason or "no reason given")
-                    reason = "its node has gone" if gone else f"its app failed: {why}"
-                    yield node, None, reason
+                    yield node, None, _SILENT.get(reply.error.code, f"its app failed: {why}")
                 elif "failure" in reply.content:
                     yield node, None, _one_line(str(_record(reply.content, "failure").get("reason")))
                 else:

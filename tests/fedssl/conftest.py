@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fedssl.recipe import Recipe, parse_recipe
@@ -31,6 +32,25 @@ ALIGNED: dict[str, Any] = {
     "aggregators": [{"name": "representation_mean"}],
 }
 AVERAGED: dict[str, Any] = {"aggregators": ["weighted_mean"], "local_update": "replace"}
+FEDU2: dict[str, Any] = {
+    "aggregators": ["eua"],
+    "regularizers": [{"name": "uniformity", "weight": 0.1, "tau_a": 0.8, "tau_b": 0.8}],
+    "local_update": "replace",
+}
+#: two rounds, each a stage of its own
+LW_FEDSSL: dict[str, Any] = AVERAGED | {
+    "objective": {"name": "moco_v3", "hidden_features": 16, "output_features": 8},
+    "schedule": {"name": "layer_wise", "layers_per_stage": 2, "rounds_per_stage": 1},
+    "training": {"local_epochs": 1, "batch_size": 8, "optimizer": "adamw"},
+}
+#: images of the noise
+SIZES = {"train": 800, "test": 60}
+#: methods that tests of engines run; none needs timm, whose import takes each of an engine's processes seconds
+METHODS: dict[str, dict[str, Any]] = {
+    "hetero_ssfl": ALIGNED | {"architectures": ["small_convnet", "small_convnet_wide"]},
+    "fedu2": FEDU2,
+    "lw_fedssl": LW_FEDSSL,
+}
 
 
 def tiny_values(**changes: Any) -> dict[str, Any]:
@@ -42,3 +62,20 @@ def tiny_values(**changes: Any) -> dict[str, Any]:
 def tiny() -> Callable[..., Recipe]:
     """Build the tiny recipe with top-level keys replaced; without changes it is local-only BYOL."""
     return lambda **changes: parse_recipe(tiny_values(**changes))
+
+
+@pytest.fixture(scope="session")
+def noisy(tmp_path_factory) -> Callable[..., Recipe]:
+    """Build the tiny recipe on images of noise: the digits would import scikit-learn in each of an engine's processes.
+
+    `public` is the number of public images.
+    """
+    path = tmp_path_factory.mktemp("noise") / "noise.npz"
+    random = np.random.default_rng(0)
+    images = {f"x_{part}": random.integers(0, 256, (size, 8, 8), np.uint8) for part, size in SIZES.items()}
+    labels = {f"y_{part}": np.arange(size) % 10 for part, size in SIZES.items()}
+    np.savez(path, **images, **labels)
+    data = {"name": "npz", "path": str(path), "train_limit": 120}
+    return lambda public=30, **changes: parse_recipe(
+        tiny_values(**({"data": data | {"public_holdout": public}} | changes))
+    )

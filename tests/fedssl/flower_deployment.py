@@ -1,6 +1,7 @@
 """A SuperLink and SuperNodes on loopback, with TLS and authentication, started and stopped by their process ids.
 
-They also end when the process of the tests is killed.
+They also end when the process of the tests is killed. Nothing here waits for a fixed time: on a machine that is busy
+with other things everything takes longer and ends the same.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import yaml
@@ -23,6 +25,42 @@ import yaml
 import fedssl
 from fedssl.recipe import Recipe
 from fedssl.run_directory import RunDirectory
+
+#: seconds until a wait is given up; what takes that long on a busy machine will not happen
+PATIENCE = 600.0
+#: an environment variable that tells whose process one is; children inherit it, also those that leave the process group
+MARK = "FEDSSL_TEST_PROCESS"
+#: `fedssl` at a site that breaks a round where a file says so
+FAULTY_SITE = Path(__file__).with_name("faulty_site.py")
+
+
+def marked(mark: str) -> list[int]:
+    """The processes whose mark begins with this one."""
+    wanted = f"{MARK}={mark}".encode()
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            with contextlib.suppress(OSError):
+                if any(entry.startswith(wanted) for entry in (folder / "environ").read_bytes().split(b"\0")):
+                    found.append(int(folder.name))
+    return found
+
+
+def kill_marked(mark: str) -> None:
+    """SIGKILL to all processes of a mark, until none is left."""
+    while pids := marked(mark):
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def poll(condition: Callable[[], bool], what: str, seconds: float = PATIENCE, pause: float = 0.1) -> None:
+    """Wait until a condition holds; AssertionError with `what` after a long time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds:g} s until {what}"
+        time.sleep(pause)
 
 
 def make_authority(folder: Path) -> None:
@@ -59,12 +97,18 @@ def with_package() -> dict[str, str]:
 
 
 class Deployment:
-    """Everything below one folder; `close` ends every process that was started."""
+    """Everything below one folder; `close` ends every process that was started.
+
+    The sites reach the SuperLink through a proxy that counts the bytes.
+    """
 
     def __init__(self, folder: Path):
         self.folder = folder
         self.port = free_port()
+        self.proxy = CountingProxy(self.port)
         self.processes: dict[str, subprocess.Popen] = {}
+        self.faults = folder / "faults"
+        self.faults.mkdir()
         make_authority(folder / "superlink")
         home = folder / "operator"
         home.mkdir()
@@ -75,17 +119,17 @@ class Deployment:
 
     # Processes
 
-    def start(self, name: str, arguments: list[str], environment: dict[str, str] | None = None) -> subprocess.Popen:
-        home = self.folder / f"home-{name}"
-        home.mkdir(exist_ok=True)
+    def start(self, name: str, command: list[str]) -> subprocess.Popen:
         from fedssl.engines.flower_nodes import end_with_parent
 
-        variables = with_package() | {"FLWR_HOME": str(home), "OMP_NUM_THREADS": "1"} | (environment or {})
+        home = self.folder / f"home-{name}"
+        home.mkdir(exist_ok=True)
+        variables = {"FLWR_HOME": str(home), "OMP_NUM_THREADS": "1", MARK: self._mark(name)}
         with open(self.log(name), "ab") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "fedssl", *arguments],
+                [sys.executable, *command],
                 cwd=self.folder,
-                env=variables,
+                env=with_package() | variables,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 preexec_fn=end_with_parent,
@@ -94,24 +138,22 @@ class Deployment:
         return process
 
     def start_superlink(self) -> None:
-        self.start("superlink", ["superlink", "superlink", "--port", str(self.port)])
+        self.start("superlink", ["-m", "fedssl", "superlink", "superlink", "--port", str(self.port)])
         self.wait_for(self.listening, "the SuperLink listens")
+        self.proxy.open()
 
     def start_node(
-        self,
-        client: int,
-        name: str | None = None,
-        authority: Path | None = None,
-        environment: dict[str, str] | None = None,
-        port: int | None = None,
+        self, client: int, name: str | None = None, authority: Path | None = None, faulty: bool = False
     ) -> subprocess.Popen:
+        """A site's SuperNode; a faulty one looks into the folder `faults` (faulty_site.py)."""
         name = name or f"site{client}"
         site = self.folder / f"{name}.yaml"
         site.write_text(yaml.safe_dump({"client": client, "state": str(self.folder / f"state-{name}")}))
         certificate = authority or self.folder / "superlink" / "ca.crt"
-        arguments = ["supernode", str(site), "--superlink", f"127.0.0.1:{port or self.port}"]
+        program = [str(FAULTY_SITE), str(self.faults)] if faulty else ["-m", "fedssl"]
+        arguments = ["supernode", str(site), "--superlink", f"127.0.0.1:{self.proxy.port}"]
         arguments += ["--root-certificates", str(certificate), "--key", str(self.key(name))]
-        return self.start(name, arguments, environment)
+        return self.start(name, [*program, *arguments])
 
     def key(self, name: str) -> Path:
         path = self.folder / f"{name}.key"
@@ -121,38 +163,31 @@ class Deployment:
 
     def kill(self, name: str) -> None:
         """SIGKILL to the process and everything that it started."""
+        if name == "superlink":
+            self.proxy.close()  # as long as nothing listens behind it, nothing listens before it
         process = self.processes.pop(name)
-        self._signal(process, signal.SIGKILL)
+        process.kill()
+        kill_marked(self._mark(name))
         process.wait()
 
-    def signal(self, name: str, number: signal.Signals) -> None:
-        self._signal(self.processes[name], number)
-
-    def _signal(self, process: subprocess.Popen, number: signal.Signals) -> None:
-        for member in _family(process.pid):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(member, number)
-
     def close(self) -> None:
-        for name in list(self.processes):
-            self.kill(name)
+        kill_marked(f"{self.folder}/")
+        for process in self.processes.values():
+            process.wait()
+        self.proxy.close()
+
+    def _mark(self, name: str) -> str:
+        return f"{self.folder}/{name}/"
 
     # Flower's command line
 
     def flwr(self, *arguments: str) -> dict:
         """Flower's command line, in this process: a new one would take seconds to import it."""
-        from flwr.cli.app import app
-        from typer.testing import CliRunner
-
-        with _standard_output() as read:
-            done = CliRunner(env={"FLWR_HOME": str(self.folder / "operator")}).invoke(
-                app, [*arguments, "--format=json"]
-            )
-            text = read()
+        text, trouble = run_flwr(self.folder / "operator", *arguments, "--format=json")
         try:
             return json.loads(text)
         except ValueError:
-            raise AssertionError(f"flwr {' '.join(arguments)}: {text}{done.output} {done.exception!r}") from None
+            raise AssertionError(f"flwr {' '.join(arguments)}: {text}{trouble}") from None
 
     def register(self, *names: str) -> None:
         for name in names:
@@ -168,17 +203,22 @@ class Deployment:
         assert answer["success"], answer
         return str(answer["run-id"])
 
-    def status(self, run: str) -> str:
-        """`finished:completed`, `finished:failed`, `running` and so on."""
-        answer = self.flwr("list", "test", "--run-id", run)
-        return answer["runs"][0]["status"]
+    def look(self, run: str) -> dict:
+        """What the SuperLink knows of a run: its `status`, its `network-traffic` and so on."""
+        return self.flwr("list", "test", "--run-id", run)["runs"][0]
 
-    def finish(self, run: str, seconds: float = 120) -> str:
-        """Wait for a run's end; its status."""
-        self.wait_for(lambda: self.status(run).startswith("finished"), f"run {run} ends", seconds, poll=1.0)
-        return self.status(run)
+    def finish(self, run: str) -> str:
+        """Wait for a run's end; its status: `finished:completed`, `finished:failed`."""
+        self.wait_for(lambda: self.look(run)["status"].startswith("finished"), f"run {run} ends", pause=0.5)
+        return self.look(run)["status"]
 
-    # The run's folder
+    # A run
+
+    def break_round(self, recipe: Recipe, client: int, number: int, fault: str) -> Path:
+        """Let a faulty site break a round of the recipe's seed (faulty_site.py); the file is gone once it does."""
+        file = self.faults / f"seed-{recipe.seed}-client-{client}-round-{number}"
+        file.write_text(fault)
+        return file
 
     def committed(self, output: Path) -> int:
         """The last committed round; -1 before any."""
@@ -198,28 +238,59 @@ class Deployment:
             f"== {log.name}\n{log.read_text(errors='replace')[-4000:]}" for log in self.folder.glob("*.log")
         )
 
-    def wait_for(self, condition, what: str, seconds: float = 60, poll: float = 0.1) -> None:
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < deadline, f"waited {seconds:g} s until {what}\n{self.logs()}"
-            time.sleep(poll)
+    def wait_for(self, condition: Callable[[], bool], what: str, pause: float = 0.1) -> None:
+        """Wait for a condition; fails at once where a SuperLink or a site of the run has ended by itself."""
+
+        def holds() -> bool:
+            ended = [name for name in ("superlink", "site0", "site1", "site2") if self.has_ended(name)]
+            assert not ended, f"{ended} ended before {what}\n{self.logs()}"
+            return condition()
+
+        try:
+            poll(holds, what, pause=pause)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.logs()}") from None
+
+    def has_ended(self, name: str) -> bool:
+        return name in self.processes and self.processes[name].poll() is not None
+
+
+def run_flwr(home: Path, *arguments: str) -> tuple[str, str]:
+    """Flower's command line in this process: its standard output, and what went wrong."""
+    from flwr.cli.app import app
+    from typer.testing import CliRunner
+
+    with _standard_output() as read:
+        done = CliRunner(env={"FLWR_HOME": str(home)}).invoke(app, [*arguments])
+        text = read()
+    return text, f"{done.output} {done.exception!r}"
 
 
 class CountingProxy:
     """Passes TCP connections on to a port of this machine and counts the bytes of both directions."""
 
-    def __init__(self, port: int):
-        self.target = port
+    def __init__(self, target: int):
+        self.target = target
         self.bytes = 0
         self._lock = threading.Lock()
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self._listener.getsockname()[1]
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._listener = _bound(0)
+        self.port: int = self._listener.getsockname()[1]
 
-    def _accept(self) -> None:
+    def open(self) -> None:
+        self._listener.listen()
+        threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
+
+    def close(self) -> None:
+        """Refuse connections, and keep the port."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        self._listener.close()
+        self._listener = _bound(self.port)
+
+    def _accept(self, listener: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while True:
-                outer, _ = self._listener.accept()
+                outer, _ = listener.accept()
                 try:
                     inner = socket.create_connection(("127.0.0.1", self.target))
                 except OSError:
@@ -238,8 +309,13 @@ class CountingProxy:
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
 
-    def close(self) -> None:
-        self._listener.close()
+
+def _bound(port: int) -> socket.socket:
+    """Bound but not listening: the port is kept, and connections to it are refused."""
+    kept = socket.socket()
+    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    kept.bind(("127.0.0.1", port))
+    return kept
 
 
 @contextlib.contextmanager
@@ -262,22 +338,6 @@ def _standard_output():
             sys.__stdout__.flush()
             os.dup2(kept, 1)
             os.close(kept)
-
-
-def _family(pid: int) -> list[int]:
-    """A process and its descendants; some start sessions of their own, so that a process group does not do."""
-    found = [pid]
-    children: dict[int, list[int]] = {}
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            try:
-                parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            except (OSError, IndexError):
-                continue
-            children.setdefault(parent, []).append(int(folder.name))
-    for member in found:
-        found += children.get(member, [])
-    return found
 
 
 def missing_tools() -> str | None:

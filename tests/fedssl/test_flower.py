@@ -36,16 +36,11 @@ from fedssl.recipe import Recipe, load_recipe
 from fedssl.run_directory import SITES_RUN, RunDirectory
 from fedssl.site import load_site, site_federation
 
-from .conftest import ALIGNED, AVERAGED
+from .conftest import ALIGNED, AVERAGED, FEDU2, LW_FEDSSL
 from .flower_deployment import with_package
 from .test_in_process import contents, metric
 
-FEDU2 = {
-    "aggregators": ["eua"],
-    "regularizers": [{"name": "uniformity", "weight": 0.1, "tau_a": 0.8, "tau_b": 0.8}],
-    "local_update": "replace",
-}
-KINDS = {"hetero_ssfl": ALIGNED, "fedu2": FEDU2, "weighted_mean": AVERAGED, "local": {}}
+KINDS = {"hetero_ssfl": ALIGNED, "fedu2": FEDU2, "lw_fedssl": LW_FEDSSL, "weighted_mean": AVERAGED, "local": {}}
 
 
 @pytest.fixture(autouse=True)
@@ -215,7 +210,7 @@ def test_the_run_is_the_one_in_this_process_bit_for_bit(kind, tiny, tmp_path):
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
 
 
-@pytest.mark.parametrize("kind", ["hetero_ssfl", "fedu2"])
+@pytest.mark.parametrize("kind", ["hetero_ssfl", "fedu2", "lw_fedssl"])
 def test_clients_keep_their_states_at_their_sites(kind, quick, tiny, tmp_path):
     in_process.run(tiny(**KINDS[kind]), tmp_path / "a")
     recipe = quick(**KINDS[kind])

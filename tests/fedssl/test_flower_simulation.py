@@ -1,12 +1,10 @@
-"""The simulation on Ray leaves the run's folder that this process leaves, bit for bit."""
+"""The simulation on Ray leaves the run's folder that this process leaves, bit for bit, also when it was interrupted."""
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
-import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,59 +14,78 @@ pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]
 pytest.importorskip("ray", reason="ray is not installed: pip install .[flower]")
 
 from fedssl.engines import engine_of, in_process
-from fedssl.recipe import parse_recipe
+from fedssl.recipe import load_recipe
+from fedssl.run_directory import RunDirectory
 
-from .conftest import ALIGNED, tiny_values
-from .flower_deployment import with_package
+from .conftest import LW_FEDSSL, METHODS
+from .flower_deployment import MARK, PATIENCE, kill_marked, marked, poll, with_package
 from .test_in_process import contents
 
-pytestmark = pytest.mark.skipif(
-    "FEDSSL_TEST_DEADLINE" not in os.environ, reason="for an idle machine: FEDSSL_TEST_DEADLINE=45"
-)
-FEDU2 = {
-    "aggregators": ["eua"],
-    "regularizers": [{"name": "uniformity", "weight": 0.1, "tau_a": 0.8, "tau_b": 0.8}],
-    "local_update": "replace",
-}
 SIMULATED = {"engine": "flower-simulation", "flower": {"cpus": 2, "object_store_megabytes": 100}}
 
+#: `fedssl` whose terminal sends Ctrl-C, to all its processes, when round 1 is committed
+INTERRUPTED = """
+import os, signal, time
+from fedssl.cli import main
+from fedssl.recipe import load_recipe
+from fedssl.run_directory import RunDirectory
 
-def without_engine(found: dict[str, bytes]) -> dict[str, bytes]:
-    """A run's folder but for its recipe, which names the engine."""
-    return {name: data for name, data in found.items() if name != "recipe.yaml"}
+real = RunDirectory.commit
+
+def commit(directory, number, *arguments, **keys):
+    real(directory, number, *arguments, **keys)
+    if number == 1:
+        os.killpg(os.getpgrp(), signal.SIGINT)
+        time.sleep(1)  # the main thread hears it
+
+RunDirectory.commit = commit
+main()
+"""
 
 
-@pytest.mark.parametrize("method", [ALIGNED, FEDU2], ids=["hetero_ssfl", "fedu2"])
-def test_simulated_the_run_is_the_same_bit_for_bit(method, tiny, tmp_path):
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """A simulated client computes with one thread; a sum over another number of them rounds differently."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a simulated client has one; a sum over another number of them rounds differently
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def without_engine(path: Path) -> dict[str, bytes]:
+    """A run's folder but for its recipe, which names the engine."""
+    return {name: data for name, data in contents(path).items() if name != "recipe.yaml"}
+
+
+@pytest.mark.parametrize("kind", METHODS)
+def test_simulated_the_run_is_the_same_bit_for_bit(kind, noisy, tmp_path):
+    in_process.run(noisy(**METHODS[kind]), tmp_path / "here")
+    recipe = noisy(**METHODS[kind], **SIMULATED)
+    engine_of(recipe).run(recipe, tmp_path / "simulated")
+    assert without_engine(tmp_path / "here") == without_engine(tmp_path / "simulated")
+
+
+def test_interrupted_by_ctrl_c_and_resumed_the_run_is_the_same_bit_for_bit(noisy, tmp_path):
+    """Interrupted between LW-FedSSL's stages, so that the second begins with what was stored."""
+    in_process.run(noisy(**LW_FEDSSL), tmp_path / "here")
+    recipe, path = tmp_path / "recipe.yaml", tmp_path / "simulated"
+    recipe.write_text(noisy(**LW_FEDSSL, **SIMULATED).to_yaml())
     try:
-        in_process.run(tiny(**method), tmp_path / "here")
-        recipe = tiny(**method, **SIMULATED)
-        engine_of(recipe).run(recipe, tmp_path / "simulated")
+        stopped = subprocess.run(
+            [sys.executable, "-c", INTERRUPTED, "run", str(recipe), "--output", str(path)],
+            env=with_package() | {"OMP_NUM_THREADS": "1", MARK: f"{tmp_path}/"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=PATIENCE,
+            start_new_session=True,
+        )
+        assert stopped.returncode == 130, stopped.stdout
+        assert f"continue with: fedssl run --resume {path}" in stopped.stdout
+        assert "Traceback" not in stopped.stdout
+        assert RunDirectory.open(path).checkpoint.round == 1
+        poll(lambda: not marked(f"{tmp_path}/"), "Ray's processes have ended too")
     finally:
-        torch.set_num_threads(threads)
-    assert without_engine(contents(tmp_path / "here")) == without_engine(contents(tmp_path / "simulated"))
-
-
-def test_ctrl_c_ends_a_simulation_and_it_is_resumed(tmp_path):
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(parse_recipe(tiny_values(rounds=2000, **SIMULATED)).to_yaml())
-    path = tmp_path / "run"
-    command = [sys.executable, "-m", "fedssl", "run", str(recipe), "--output", str(path)]
-    environment = with_package() | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
-        while process.poll() is None and not committed(path, 1):
-            time.sleep(0.1)
-        os.kill(process.pid, signal.SIGINT)
-        output, _ = process.communicate(timeout=120)
-    finally:
-        process.kill()
-    assert process.returncode == 130, output
-    assert f"continue with: fedssl run --resume {path}" in output
-    assert "Traceback" not in output
-
-
-def committed(path: Path, number: int) -> bool:
-    return bool(list((path / "checkpoints").glob(f"server.round-{number:05d}*"))) if path.exists() else False
+        kill_marked(f"{tmp_path}/")
+    engine_of(load_recipe(recipe)).resume(path)
+    assert without_engine(tmp_path / "here") == without_engine(path)
