@@ -24,6 +24,7 @@ from fedssl.run_directory import RunDirectory
 
 from .conftest import AVERAGED, METHODS
 from .flower_deployment import PATIENCE, Deployment, make_authority, missing_tools
+from .test_flower_privacy import assert_close
 
 pytestmark = pytest.mark.skipif(missing_tools() is not None, reason=str(missing_tools()))
 
@@ -120,6 +121,20 @@ def test_under_the_minimum_a_run_fails_clearly_and_keeps_what_was_committed(depl
     print(found["status-details"])
     assert "guard.minimum_answers is 3" in found["status-details"]
     assert deployment.committed(deployment.folder / "spoiled") == 0
+
+
+def test_with_secure_aggregation_and_clipping_the_mean_is_the_same(deployment, runs, noisy):
+    """A client's keys outlive its process."""
+    method = AVERAGED | {"partition": {"name": "iid", "clients": 3}, "rounds": 1}  # equal, as privacy counts them
+    private = {
+        "secure_aggregation": {"name": "secagg_plus"},
+        "differential_privacy": {"name": "fixed_clipping", "clipping_norm": 1e9, "noise_multiplier": 0},
+    }
+    output = deployment.folder / "private"
+    run = deployment.submit(noisy(**method, engine="flower", flower=WAITS | private), output)
+    in_process.run(noisy(**method), deployment.folder / "private here")
+    assert deployment.finish(run) == "finished:completed", deployment.logs()
+    assert_close(deployment.folder / "private here", output, atol=1e-5)
 
 
 class Dropping(LocalClients):

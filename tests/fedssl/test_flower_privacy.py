@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from flwr.app import Message as FlowerMessage
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key, Stage
 
 from fedssl.aggregators.weighted_mean import weighted_mean
-from fedssl.engines import engine_of, flower, in_process
+from fedssl.engines import flower, in_process
 from fedssl.engines.flower_messages import from_records, to_records
 from fedssl.engines.flower_privacy import private_answer, private_federation, quantization_range
 from fedssl.engines.options import FlowerOptions
@@ -31,7 +30,6 @@ from fedssl.run_directory import RunDirectory
 from fedssl.site import load_site, site_federation
 
 from .conftest import AVERAGED, tiny_values
-from .flower_deployment import Deployment, missing_tools
 from .test_flower import FEDU2, Clock, LoopGrid, _identity, go, start, write_sites  # noqa: F401 - the fixture
 from .test_in_process import metric
 
@@ -544,45 +542,3 @@ def test_a_server_that_does_not_ask_for_masks_gets_nothing(private, tmp_path, mo
     directory, grid = begin(recipe, tmp_path / "secure")
     go(private(**AVERAGED, rounds=1), directory, grid)
     assert not any("tensors" in reply.content for reply in grid.left if reply.has_content())
-
-
-# On Ray and across processes: a client's keys outlive its process
-
-MACHINE = pytest.mark.skipif(
-    "FEDSSL_TEST_DEADLINE" not in os.environ, reason="for an idle machine: FEDSSL_TEST_DEADLINE=45"
-)
-
-
-@MACHINE
-def test_simulated_on_ray(tiny, tmp_path):
-    pytest.importorskip("ray", reason="ray is not installed: pip install .[flower]")
-    in_process.run(tiny(**AVERAGED, rounds=1), tmp_path / "plain")
-    options = {"cpus": 2, "object_store_megabytes": 100, "secure_aggregation": SECURE}
-    recipe = tiny(**AVERAGED, rounds=1, engine="flower-simulation", flower=options)
-    engine_of(recipe).run(recipe, tmp_path / "secure")
-    assert_close(tmp_path / "plain", tmp_path / "secure", atol=quantisation_error(recipe) + 1e-5)
-
-
-@MACHINE
-@pytest.mark.skipif(missing_tools() is not None, reason=str(missing_tools()))
-def test_across_processes(tiny, tmp_path):
-    in_process.run(tiny(**AVERAGED | EQUAL, rounds=1), tmp_path / "plain")
-    seconds = int(os.environ["FEDSSL_TEST_DEADLINE"])
-    options = {
-        "round_seconds": seconds,
-        "connect_seconds": 300,
-        "secure_aggregation": SECURE,
-        "differential_privacy": HUGE,
-    }
-    recipe = tiny(**AVERAGED | EQUAL, rounds=1, engine="flower", flower=options)
-    deployment = Deployment(tmp_path)
-    try:
-        deployment.start_superlink()
-        deployment.register("site0", "site1", "site2")
-        for k in range(3):
-            deployment.start_node(k)
-        run = deployment.submit(recipe, tmp_path / "secure")
-        assert deployment.finish(run, 10 * seconds) == "finished:completed", deployment.logs()
-    finally:
-        deployment.close()
-    assert_close(tmp_path / "plain", tmp_path / "secure", atol=1e-5)

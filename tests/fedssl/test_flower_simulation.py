@@ -17,8 +17,9 @@ from fedssl.engines import engine_of, in_process
 from fedssl.recipe import load_recipe
 from fedssl.run_directory import RunDirectory
 
-from .conftest import LW_FEDSSL, METHODS
+from .conftest import AVERAGED, LW_FEDSSL, METHODS
 from .flower_deployment import MARK, PATIENCE, kill_marked, marked, poll, with_package
+from .test_flower_privacy import assert_close, quantisation_error
 from .test_in_process import contents
 
 SIMULATED = {"engine": "flower-simulation", "flower": {"cpus": 2, "object_store_megabytes": 100}}
@@ -63,6 +64,15 @@ def test_simulated_the_run_is_the_same_bit_for_bit(kind, noisy, tmp_path):
     recipe = noisy(**METHODS[kind], **SIMULATED)
     engine_of(recipe).run(recipe, tmp_path / "simulated")
     assert without_engine(tmp_path / "here") == without_engine(tmp_path / "simulated")
+
+
+def test_simulated_with_secure_aggregation_the_mean_is_the_same(noisy, tmp_path):
+    """A client's keys outlive its process."""
+    in_process.run(noisy(**AVERAGED, rounds=1), tmp_path / "plain")
+    options = SIMULATED["flower"] | {"secure_aggregation": {"name": "secagg_plus"}}
+    recipe = noisy(**AVERAGED, rounds=1, engine="flower-simulation", flower=options)
+    engine_of(recipe).run(recipe, tmp_path / "secure")
+    assert_close(tmp_path / "plain", tmp_path / "secure", atol=quantisation_error(recipe) + 1e-5)
 
 
 def test_interrupted_by_ctrl_c_and_resumed_the_run_is_the_same_bit_for_bit(noisy, tmp_path):
