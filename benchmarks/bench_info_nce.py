@@ -29,7 +29,8 @@ def cases(quick: bool) -> tuple[Case, ...]:
             keys_learn=False,
             bars=(
                 Bar(faster_than=(NAIVE,), times=2.0),
-                Bar(faster_than=linear_cross_entropy, times=1.5),
+                Bar(faster_than=(WHOLE,), times=1.5),
+                Bar(faster_than=(CHUNKED,), times=1.5),
                 Bar(floor=1.35),
             ),
         ),

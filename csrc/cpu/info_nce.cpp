@@ -10,6 +10,9 @@ namespace fedkernels::FEDKERNELS_ISA {
 
 namespace {
 
+// Keys in a block: of so many a chunk leaves room in the first-level cache, also where two hardware threads share it.
+constexpr int64_t KEYS = 128 / TILE_ROWS * TILE_ROWS;
+
 template <class T>
 struct InfoNCE {
   static constexpr int64_t WIDE = TILE_COLUMNS<T>;
@@ -65,7 +68,7 @@ struct InfoNCE {
   }
 
   Group group_memory(Memory& memory, int64_t size) const {
-    return {memory.take<T>(block_size(width)), memory.take<T>(to_query ? packed_keys_size(width) : 0),
+    return {memory.take<T>(KEYS * width), memory.take<T>(to_query ? up(width, TILE_ROWS) * KEYS : 0),
             memory.take<T>(size * width),      memory.take<T>(KEYS * WIDE),
             memory.take<T>(to_query ? size * up(width, TILE_ROWS) : 0), memory.take<Running>(size / WIDE)};
   }
@@ -84,7 +87,7 @@ struct InfoNCE {
     for (int64_t block = 0; block < blocks; ++block) {
       const int64_t size = keys_of(block);
       const T* keys = key.block(block * KEYS, size, own.keys);
-      if (to_query) pack_columns<TILE_ROWS>(own.packed_keys, KEY_PANEL, keys, size, width);
+      if (to_query) pack_columns<TILE_ROWS>(own.packed_keys, KEYS * TILE_ROWS, keys, size, width);
       for (int64_t panel = 0; panel < panels; ++panel) {
         Running& now = own.running[panel];
         logits(keys, size, width, own.packed_queries + panel * WIDE * width, own.chunk);
@@ -93,9 +96,9 @@ struct InfoNCE {
         meet(own.chunk, size, now, to_query && block > 0 ? gradient : nullptr);
         if (!to_query) continue;
         if (block == 0) {
-          query_gradient<false>(own.packed_keys, size, own.chunk, width, gradient);
+          query_gradient<false, KEYS>(own.packed_keys, size, own.chunk, width, gradient);
         } else {
-          query_gradient<true>(own.packed_keys, size, own.chunk, width, gradient);
+          query_gradient<true, KEYS>(own.packed_keys, size, own.chunk, width, gradient);
         }
       }
     }
@@ -162,7 +165,7 @@ struct InfoNCE {
 
   static constexpr int64_t PANELS = 4;  // of queries whose gradients share one reading of the keys
 
-  int64_t buffer_size() const { return up(block_size(width), 16); }
+  int64_t buffer_size() const { return up(KEYS * width, 16); }
   int64_t gradient_size() const { return up(width, TILE_ROWS) * WIDE * PANELS; }
 
   Shared shared_memory(Memory& memory, int64_t workers) const {
@@ -170,7 +173,7 @@ struct InfoNCE {
     return {memory.take<T>(size * width),
             memory.take<T>(size * up(width, WIDE)),
             memory.take<T>(size * up(problem.keys, TILE_ROWS)),
-            memory.take<T>(to_query ? blocks * packed_keys_size(width) : 0),
+            memory.take<T>(to_query ? blocks * KEYS * up(width, TILE_ROWS) : 0),
             memory.take<T>(size),
             memory.take<T>(size),
             memory.take<T>(blocks * size),
@@ -192,7 +195,8 @@ struct InfoNCE {
       const int64_t size = keys_of(block);
       const T* keys = key.block(block * KEYS, size, s.buffer + worker * buffer_size());
       if (to_query && first == 0) {
-        pack_columns<TILE_ROWS>(s.packed_keys + block * packed_keys_size(width), KEY_PANEL, keys, size, width);
+        T* const packed = s.packed_keys + block * KEYS * up(width, TILE_ROWS);
+        pack_columns<TILE_ROWS>(packed, KEYS * TILE_ROWS, keys, size, width);
       }
       for (int64_t panel = 0; panel < panels; ++panel) {
         T* const chunk = s.exponentials + panel * pitch + block * KEYS * WIDE;
@@ -268,13 +272,13 @@ struct InfoNCE {
                            T* gradient) const {
     const int64_t room = up(width, TILE_ROWS) * WIDE;
     for (int64_t block = 0; block < blocks; ++block) {
-      const T* keys = s.packed_keys + block * packed_keys_size(width);
+      const T* keys = s.packed_keys + block * KEYS * up(width, TILE_ROWS);
       for (int64_t panel = 0; panel < panels; ++panel) {
         const T* chunk = s.exponentials + (start + panel) * pitch + block * KEYS * WIDE;
         if (block == 0) {
-          query_gradient<false>(keys, keys_of(block), chunk, width, gradient + panel * room);
+          query_gradient<false, KEYS>(keys, keys_of(block), chunk, width, gradient + panel * room);
         } else {
-          query_gradient<true>(keys, keys_of(block), chunk, width, gradient + panel * room);
+          query_gradient<true, KEYS>(keys, keys_of(block), chunk, width, gradient + panel * room);
         }
       }
     }

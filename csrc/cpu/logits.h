@@ -11,8 +11,6 @@
 
 namespace fedkernels::FEDKERNELS_ISA {
 
-constexpr int64_t KEYS = 256 / TILE_ROWS * TILE_ROWS;  // in a block
-
 // The lowest finite number: where only logits of -inf have been met, exp(-inf - LOWEST) is 0 and not NaN.
 template <class T>
 constexpr T LOWEST = sizeof(T) == 8 ? (T)-__DBL_MAX__ : (T)-__FLT_MAX__;
@@ -46,9 +44,6 @@ struct Rows {
     return buffer;
   }
 };
-
-// Room for one block of rows.
-static inline int64_t block_size(int64_t width) { return KEYS * width; }
 
 // Queries as the packed right side of the logits: [panel][width][TILE_COLUMNS].
 template <class T>
@@ -109,16 +104,14 @@ static inline void exponentials(T* chunk, int64_t count, const T* largest, T sca
   for (int64_t i = count * 2 * W::LANES; i < up(count, TILE_ROWS) * 2 * W::LANES; ++i) chunk[i] = 0;
 }
 
-// Keys as the left side of query_gradient: panels of TILE_ROWS columns, [panel][KEYS][TILE_ROWS].
-constexpr int64_t KEY_PANEL = KEYS * TILE_ROWS;
-static inline int64_t packed_keys_size(int64_t width) { return up(width, TILE_ROWS) * KEYS; }
-
 // gradient[c * TILE_COLUMNS + lane] (+)= sum_j keys[j][c] chunk[j][lane], c up to the width filled to whole tiles.
-template <bool ADD, class T>
+// packed_keys: panels of TILE_ROWS columns, [panel][KEYS][TILE_ROWS].
+template <bool ADD, int64_t KEYS, class T>
 static inline void query_gradient(const T* packed_keys, int64_t count, const T* chunk, int64_t width, T* gradient) {
   constexpr int64_t WIDE = TILE_COLUMNS<T>;
   for (int64_t panel = 0; panel * TILE_ROWS < width; ++panel) {
-    tile<ADD>(packed_keys + panel * KEY_PANEL, 1, TILE_ROWS, chunk, count, gradient + panel * TILE_ROWS * WIDE, WIDE);
+    const T* left = packed_keys + panel * KEYS * TILE_ROWS;
+    tile<ADD>(left, 1, TILE_ROWS, chunk, count, gradient + panel * TILE_ROWS * WIDE, WIDE);
   }
 }
 

@@ -11,6 +11,9 @@ namespace fedkernels::FEDKERNELS_ISA {
 
 namespace {
 
+// Keys in a block. With half as many a call takes about a tenth longer: kept weights are passed over once a block.
+constexpr int64_t KEYS = 256 / TILE_ROWS * TILE_ROWS;
+
 template <class T>
 struct NTXent {
   static constexpr int64_t WIDE = TILE_COLUMNS<T>, PANELS = 4, SPAN = 8;
@@ -49,7 +52,7 @@ struct NTXent {
     packed_queries = memory.take<T>(lanes * width);
     largest_of = memory.take<T>(blocks * lanes);
     sums_of = memory.take<T>(blocks * lanes);
-    buffers = memory.take<T>(workers * block_size(width));
+    buffers = memory.take<T>(workers * KEYS * width);
     // The first pass needs `chunks`, the second the rest: they share the room.
     const int64_t start = memory.used;
     chunks = memory.take<T>(workers * lanes * KEYS);
@@ -57,7 +60,7 @@ struct NTXent {
     memory.used = start;
     plain_queries = memory.take<T>(gradient ? lanes * up(width, WIDE) : 0);
     kept = memory.take<T>(gradient ? lanes * kept_rows() : 0);
-    packed_keys = memory.take<T>(gradient ? blocks * packed_keys_size(width) : 0);
+    packed_keys = memory.take<T>(gradient ? blocks * KEYS * up(width, TILE_ROWS) : 0);
     own = memory.take<T>(gradient ? lanes / WIDE * own_size() : 0);
     used = memory.used > first_pass ? memory.used : first_pass;
   }
@@ -67,7 +70,7 @@ struct NTXent {
   int64_t keys_of(int64_t block) const { return least(KEYS, count - block * KEYS); }
   double given_weight(int64_t i) const { return problem.weights ? problem.weights[i] : 1; }
   int64_t partner(int64_t i) const { return i < batch ? i + batch : i - batch; }
-  T* buffer(int64_t worker) const { return buffers + worker * block_size(width); }
+  T* buffer(int64_t worker) const { return buffers + worker * KEYS * width; }
 
   void pack_group(int64_t first, int64_t size, const Threads& threads) const {
     for_each(threads, up(size, WIDE) / WIDE, [&](int64_t panel, int64_t worker) {
@@ -184,7 +187,8 @@ struct NTXent {
         const int64_t block = start + index, keys = keys_of(block);
         const T* left = rows.block(block * KEYS, keys, buffer(worker));
         if (first == 0) {  // this group meets all blocks
-          pack_columns<TILE_ROWS>(packed_keys + block * packed_keys_size(width), KEY_PANEL, left, keys, width);
+          T* const packed = packed_keys + block * KEYS * up(width, TILE_ROWS);
+          pack_columns<TILE_ROWS>(packed, KEYS * TILE_ROWS, left, keys, width);
         }
         T* const chunk = kept + index * KEYS * WIDE;
         for (int64_t panel = 0; panel < panels; ++panel) {
@@ -211,7 +215,7 @@ struct NTXent {
   void own_gradients(int64_t block, int64_t of_span, int64_t start, int64_t panels, int64_t pitch) const {
     for (int64_t index = 0; index < of_span; ++index) {
       for (int64_t panel = start; panel < start + panels; ++panel) {
-        query_gradient<true>(packed_keys + (block + index) * packed_keys_size(width), keys_of(block + index),
+        query_gradient<true, KEYS>(packed_keys + (block + index) * KEYS * up(width, TILE_ROWS), keys_of(block + index),
                              kept + panel * pitch + index * KEYS * WIDE, width, own + panel * own_size());
       }
     }
