@@ -216,13 +216,17 @@ def draw_table_picture(
         caption: the verdict; may hold several lines.
     """
     width = 13.0
-    title_lines = textwrap.wrap(title.rstrip("."), 100, break_on_hyphens=False) or [""]
+    title_lines = textwrap.wrap(title.rstrip("."), 92, break_on_hyphens=False) or [""]
     caption_lines = [line for text in caption.splitlines() for line in textwrap.wrap(text, 140, break_on_hyphens=False)]
     rows = max(len(bars) for bars in panels.values())
+    left, label_width, value_width = 0.35 / width, 0.185, 0.078
+    panel = (1 - left - label_width - 0.005) / len(panels)
+    letters = int(panel * width / 0.1)  # of a panel's title in a line
+    title_height = 0.2 + 0.2 * max(len(textwrap.wrap(metric_title(metric), letters)) for metric in panels)
     heights = {
         "title": 0.55 + 0.27 * len(title_lines),
         "cards": 2.62 if cards else 0.01,
-        "bars": 1.05 + 0.42 * rows,
+        "bars": 0.65 + title_height + 0.42 * rows,
         "legend": 0.75,
         "caption": 0.2 + 0.215 * len(caption_lines),
     }
@@ -234,7 +238,6 @@ def draw_table_picture(
         top[name] = 1 - used / total
         used += height
 
-    left = 0.35 / width
     figure.text(
         left,
         top["title"] - 0.12 / total,
@@ -253,19 +256,18 @@ def draw_table_picture(
         axes = figure.add_axes((left + i * slot, bottom, slot * 0.93, (heights["cards"] - 1.1) / total))
         _draw_card(axes, card)
 
-    label_width, value_width = 0.185, 0.078
-    panel = (1 - left - label_width - 0.005) / len(panels)
-    bar_height = (heights["bars"] - 0.85) / total
+    bar_height = (heights["bars"] - 0.45 - title_height) / total
     for i, (metric, entries) in enumerate(panels.items()):
         box = (
             left + label_width + i * panel,
-            top["bars"] - 0.4 / total - bar_height,
+            top["bars"] - title_height / total - bar_height,
             panel - value_width,
             bar_height,
         )
         axes = figure.add_axes(box)
         bars = [Bar(label, before, after, _ROLES[role][0], _ROLES[role][1]) for label, role, before, after in entries]
         _draw_bars(axes, metric, bars, names=i == 0, untrained=untrained.get(metric, ()))
+        axes.set_title(textwrap.fill(metric_title(metric), letters), fontsize=12, loc="left", color=TEXT)
 
     roles = [
         role

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -407,7 +408,8 @@ def _picture(table: Table, results: Results, output: Path) -> Figure:
     name = Path(data["path"]).stem if data["name"] in ("npz", "folder") else data["name"]
     subtitle = f"{results.label}: " if results.label else ""
     subtitle += f"{name}, {clients} client{'s' * (clients > 1)}{shown}, {run.rounds} rounds, {seeds}"
-    title = " ".join(table.description.split()).partition(". ")[0] or table.name
+    # "et al. 2024" ends no sentence
+    title = re.split(r"\.\s(?=[A-Z])", " ".join(table.description.split()))[0] or table.name
     return draw_table_picture(title, subtitle, cards, panels, untrained, verdict(table, results))
 
 
@@ -425,6 +427,8 @@ def _cards(run: Run) -> list[Card]:
         present = sorted(set(labels.tolist()))
         names = [dataset.class_names[label] for label in present]
         held = f"only {' and '.join(names)}" if len(names) <= 2 else f"{len(names)} classes"
+        if len(names) == len(dataset.class_names):
+            held = f"all {len(names)} classes"
         architecture = recipe.architectures[k % len(recipe.architectures)]
         lines = (textwrap.shorten(held, 26, placeholder=" ..."), architecture, f"{len(mine)} images")
         cards.append(Card(f"client {k}", "\n".join(lines), _mosaic(dataset.train_images[mine], labels)))
