@@ -266,8 +266,7 @@ def draw_table_picture(
         )
         axes = figure.add_axes(box)
         bars = [Bar(label, before, after, _ROLES[role][0], _ROLES[role][1]) for label, role, before, after in entries]
-        _draw_bars(axes, metric, bars, names=i == 0, untrained=untrained.get(metric, ()))
-        axes.set_title(textwrap.fill(metric_title(metric), letters), fontsize=12, loc="left", color=TEXT)
+        _draw_bars(axes, metric, bars, names=i == 0, untrained=untrained.get(metric, ()), letters=letters)
 
     roles = [
         role
@@ -305,11 +304,19 @@ def _relative_spectrum(values: Sequence[float]) -> NDArray[np.float64]:
     return np.exp(np.interp(_SPECTRUM_GRID, np.linspace(0.0, 1.0, len(array)), np.log(relative)))
 
 
-def _draw_bars(axes: Axes, metric: str, bars: Sequence[Bar], names: bool, untrained: Sequence[float] = ()) -> None:
+def _draw_bars(
+    axes: Axes,
+    metric: str,
+    bars: Sequence[Bar],
+    names: bool,
+    untrained: Sequence[float] = (),
+    letters: int = 100,
+) -> None:
     """Horizontal bars, a dot a seed, mean and spread in figures on the right.
 
     Accuracies of trained and untrained encoders are often close, so the axis does not start at 0. A bar's length
     still means something: it starts at the `untrained` encoders, or else where the method's own encoders started.
+    `letters` is how many of the title stand in a line.
     """
     for y, bar in enumerate(bars):
         if not bar.after:
@@ -339,7 +346,7 @@ def _draw_bars(axes: Axes, metric: str, bars: Sequence[Bar], names: bool, untrai
         range(len(bars)), [textwrap.fill(bar.label, 30) for bar in bars] if names else [""] * len(bars), fontsize=11
     )
     axes.tick_params(axis="y", length=0)
-    axes.set_title(metric_title(metric), fontsize=12, loc="left", color=TEXT)
+    axes.set_title(textwrap.fill(metric_title(metric), letters), fontsize=12, loc="left", color=TEXT)
     tidy(axes)
     axes.grid(axis="y", visible=False)
     axes.spines["left"].set_visible(False)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from fedssl.recipe import Recipe, parse_recipe
 
@@ -79,3 +80,12 @@ def noisy(tmp_path_factory) -> Callable[..., Recipe]:
     return lambda public=30, **changes: parse_recipe(
         tiny_values(**({"data": data | {"public_holdout": public}} | changes))
     )
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """As sites and simulated clients have: a sum over another number of threads rounds differently."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 
 pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
 
@@ -26,7 +25,10 @@ from .conftest import AVERAGED, METHODS
 from .flower_deployment import PATIENCE, Deployment, make_authority, missing_tools
 from .test_flower_privacy import assert_close
 
-pytestmark = pytest.mark.skipif(missing_tools() is not None, reason=str(missing_tools()))
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(missing_tools() is not None, reason=str(missing_tools())),
+]
 
 # large layers and many public images, so that what Flower adds to each tensor is little beside it
 KINDS = {
@@ -41,15 +43,6 @@ KINDS = {
     },
 }
 WAITS = {"round_seconds": PATIENCE, "connect_seconds": PATIENCE}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """The sites compute with one thread; a sum over another number of them rounds differently."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +33,7 @@ from .conftest import AVERAGED, tiny_values
 from .test_flower import FEDU2, Clock, LoopGrid, _identity, go, start, write_sites  # noqa: F401 - the fixture
 from .test_in_process import metric
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 HUGE = {"name": "fixed_clipping", "clipping_norm": 1e9, "noise_multiplier": 0}
 SECURE = {"name": "secagg_plus", "max_weight": 60}
 EQUAL = {"partition": {"name": "iid", "clients": 3}}  # differential privacy counts all clients the same
@@ -44,15 +45,6 @@ LAYER_WISE = AVERAGED | {
     "training": {"local_epochs": 1, "batch_size": 20, "learning_rate": 0.001},
 }
 FEDEMA = AVERAGED | {"local_update": "fedema"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """As sites and simulated clients have."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # A client's answer

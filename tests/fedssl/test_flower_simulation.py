@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
 pytest.importorskip("ray", reason="ray is not installed: pip install .[flower]")
@@ -22,6 +20,7 @@ from .flower_deployment import MARK, PATIENCE, kill_marked, marked, poll, with_p
 from .test_flower_privacy import assert_close, quantisation_error
 from .test_in_process import contents
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 SIMULATED = {"engine": "flower-simulation", "flower": {"cpus": 2, "object_store_megabytes": 100}}
 
 #: `fedssl` whose terminal sends Ctrl-C, to all its processes, when round 1 is committed
@@ -42,15 +41,6 @@ def commit(directory, number, *arguments, **keys):
 RunDirectory.commit = commit
 main()
 """
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """A simulated client computes with one thread; a sum over another number of them rounds differently."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def without_engine(path: Path) -> dict[str, bytes]:
