@@ -229,7 +229,7 @@ def superlink(
     ] = False,
 ) -> None:
     """Start Flower's SuperLink, the server that the sites connect to, with TLS and their authentication."""
-    _flower("flower_nodes").superlink(folder, host, port, insecure)
+    raise typer.Exit(_flower("flower_nodes").superlink(folder, host, port, insecure))
 
 
 @app.command()

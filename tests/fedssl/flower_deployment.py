@@ -63,14 +63,14 @@ def poll(condition: Callable[[], bool], what: str, seconds: float = PATIENCE, pa
         time.sleep(pause)
 
 
-def make_authority(folder: Path) -> None:
+def make_authority(folder: Path, names: str = "DNS:localhost,IP:127.0.0.1") -> None:
     """A certificate authority and a server's certificate for localhost, as docs/deploy.md makes them."""
     folder.mkdir(parents=True, exist_ok=True)
 
     def openssl(*arguments: str) -> None:
         subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
 
-    (folder / "server.ext").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
+    (folder / "server.ext").write_text(f"subjectAltName={names}\n")
     key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
     openssl("req", "-x509", *key, "-days", "365", "-subj", "/CN=authority", "-keyout", "ca.key", "-out", "ca.crt")
     openssl("req", *key, "-subj", "/CN=localhost", "-keyout", "server.key", "-out", "server.csr")
@@ -120,7 +120,7 @@ class Deployment:
     # Processes
 
     def start(self, name: str, command: list[str]) -> subprocess.Popen:
-        from fedssl.engines.flower_nodes import end_with_parent
+        from fedssl.engines.flower_commands import end_with_parent
 
         home = self.folder / f"home-{name}"
         home.mkdir(exist_ok=True)

@@ -37,9 +37,10 @@ from fedssl.run_directory import SITES_RUN, RunDirectory
 from fedssl.site import load_site, site_federation
 
 from .conftest import ALIGNED, AVERAGED, FEDU2, LW_FEDSSL
-from .flower_deployment import with_package
+from .flower_deployment import make_authority, missing_tools, with_package
 from .test_in_process import contents, metric
 
+needs_openssl = pytest.mark.skipif(missing_tools() is not None, reason=str(missing_tools()))
 KINDS = {"hetero_ssfl": ALIGNED, "fedu2": FEDU2, "lw_fedssl": LW_FEDSSL, "weighted_mean": AVERAGED, "local": {}}
 
 
@@ -513,6 +514,18 @@ def test_the_commands_refuse_to_start_without_tls(tmp_path):
     done = fedssl("supernode", "site0.yaml", "--superlink", "127.0.0.1:1", cwd=tmp_path)
     assert done.returncode == 2
     assert "give --root-certificates and --key, or --insecure" in done.stderr
+
+
+@needs_openssl
+def test_a_certificate_that_flowers_own_processes_would_not_trust_is_refused(tmp_path):
+    make_authority(tmp_path, names="DNS:fed.example.org,IP:10.0.0.1")
+    done = fedssl("superlink", ".", "--host", "0.0.0.0", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "server.crt holds for 10.0.0.1, fed.example.org and not for 127.0.0.1" in done.stderr
+    (tmp_path / "server.crt").write_text("nonsense")
+    done = fedssl("superlink", ".", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "server.crt is no certificate" in done.stderr
 
 
 def test_a_site_whose_data_are_not_there_is_told_before_anything_starts(tmp_path):

@@ -1,0 +1,185 @@
+"""Flower's commands as forked copies of one process that has imported what they need.
+
+A SuperLink starts a `flwr-serverapp` for every run and a SuperNode a `flwr-clientapp` for every message, both through a
+`flower-superexec`; importing torch, timm and fedssl takes each of them longer than many a round. `run` imports them
+once. It puts commands of these names first in the path, which ask it for a copy of itself, and the copy does what
+Flower's own command would have done: with the arguments, the environment, the folder and the output of the one that
+asked, and with its exit code.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from importlib import import_module, metadata
+from pathlib import Path
+
+_STOP_SECONDS = 20.0
+_STARTED = ("flower-superexec", "flwr-clientapp", "flwr-serverapp")  # by Flower's processes
+_REQUEST = """\
+#!{python} -IS
+import json, os, socket, sys
+with socket.socket(socket.AF_UNIX) as connection:
+    connection.connect({address})
+    request = {{"command": {name}, "arguments": sys.argv[1:], "environment": dict(os.environ), "folder": os.getcwd()}}
+    socket.send_fds(connection, [b"+"], [0, 1, 2])
+    connection.sendall(json.dumps(request).encode() + b"\\n")
+    code = connection.recv(1)  # when the copy has ended
+sys.exit(code[0] if code else 1)
+"""
+
+
+def run(command: list[str], environment: dict[str, str], modules: Sequence[str]) -> int:
+    """Run one of Flower's commands, and those that it starts, until it ends or this process is told to end.
+
+    Args:
+        command: `flower-superlink` or `flower-supernode`, and its arguments.
+        environment: the command's.
+        modules: what the copies need besides Flower. They are imported while the command starts, and must not start
+            threads or look for a CUDA device when they are imported: a fork has neither.
+
+    Returns:
+        The command's exit code; 130 where this process was interrupted.
+    """
+    entries = {name: _load(name) for name in (command[0], *_STARTED)}
+    signal.signal(signal.SIGTERM, _interrupt)
+    with tempfile.TemporaryDirectory(prefix="fedssl-") as folder, socket.socket(socket.AF_UNIX) as listener:
+        address = str(Path(folder) / "copies")
+        listener.bind(address)
+        listener.listen()
+        for name in _STARTED:
+            file = Path(folder) / name
+            file.write_text(_REQUEST.format(python=sys.executable, address=repr(address), name=repr(name)))
+            file.chmod(0o700)
+        environment = environment | {"PATH": f"{folder}{os.pathsep}{environment['PATH']}"}
+
+        def start() -> int:
+            listener.close()
+            end_with_parent()
+            return _become(entries[command[0]], command, environment)
+
+        main = fork(start)
+        copies: dict[int, socket.socket] = {}  # and the connections of those who asked for them
+        code: int | None = None
+        try:
+            for module in modules:
+                import_module(module)
+            while (code := _exit_code(main)) is None:
+                _answer_ended(copies)
+                if select.select([listener], [], [], 0.2)[0]:
+                    copies |= [_copy(listener, entries)]
+            return code
+        except KeyboardInterrupt:
+            return 130
+        finally:
+            if code is None:
+                _end({main})
+            _end(copies.keys())
+
+
+def fork(work: Callable[[], int]) -> int:
+    """Do something in a copy of this process; the copy's process id."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        code = work()
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def wait(child: int) -> int:
+    """Wait for a copy's end; its exit code."""
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def end_with_parent() -> None:
+    """In a child that has just been started: be told to end when the parent is killed. Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
+def _load(command: str) -> Callable[[], None]:
+    [entry] = [e for e in metadata.distribution("flwr").entry_points if e.name == command]
+    function: Callable[[], None] = entry.load()
+    return function
+
+
+def _copy(listener: socket.socket, entries: dict[str, Callable[[], None]]) -> tuple[int, socket.socket]:
+    """Make the copy that a command asks for: its process id, and the connection that waits for its exit code."""
+    connection, _ = listener.accept()
+    _, files, _, _ = socket.recv_fds(connection, 1, 3)
+    with connection.makefile("rb") as lines:
+        request = json.loads(lines.readline())
+
+    def start() -> int:
+        listener.close()
+        os.setsid()  # Ctrl-C in the terminal is for Flower's command, which ends what it started
+        for number, file in enumerate(files):
+            os.dup2(file, number)
+        os.chdir(request["folder"])
+        command = [request["command"], *request["arguments"]]
+        return _become(entries[command[0]], command, request["environment"])
+
+    copy = fork(start)
+    for file in files:
+        os.close(file)
+    return copy, connection
+
+
+def _answer_ended(copies: dict[int, socket.socket]) -> None:
+    for copy in list(copies):
+        code = _exit_code(copy)
+        if code is not None:
+            with copies.pop(copy) as connection, suppress(OSError):
+                connection.sendall(bytes([code % 256]))
+
+
+def _end(children: Iterable[int]) -> None:
+    """Ask children to end, and kill those that do not."""
+    left = set(children)
+    for child in left:
+        os.kill(child, signal.SIGTERM)
+    deadline = time.monotonic() + _STOP_SECONDS
+    while left and time.monotonic() < deadline:
+        left = {child for child in left if _exit_code(child) is None}
+        time.sleep(0.05)
+    for child in left:  # such as a SuperNode that looks for a SuperLink that has gone, to take its leave
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def _become(entry: Callable[[], None], command: list[str], environment: dict[str, str]) -> int:
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = command
+    entry()
+    return 0
+
+
+def _exit_code(child: int) -> int | None:
+    found, status = os.waitpid(child, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if found else None
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
