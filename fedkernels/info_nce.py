@@ -45,7 +45,7 @@ def info_nce(query: Tensor, key: Tensor, temperature: float, reduction: str = "m
     temperature = _checks.positive("temperature", temperature)
     _checks.one_of("reduction", reduction, _checks.REDUCTIONS)
     wanted = needs_gradient(query), needs_gradient(key)
-    operator = _contrastive.operator("info_nce", query, key, reduction == "none" and wanted[1])
+    operator = _contrastive.operator("info_nce", query, key)
     if operator is None:
         return _reference(query, key, temperature, reduction)
     loss: Tensor = operator(query.contiguous(), key.contiguous(), temperature, reduction, *wanted)[0]

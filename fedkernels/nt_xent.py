@@ -44,7 +44,7 @@ def nt_xent(view1: Tensor, view2: Tensor, temperature: float, reduction: str = "
     temperature = _checks.positive("temperature", temperature)
     _checks.one_of("reduction", reduction, _checks.REDUCTIONS)
     wanted = needs_gradient(view1) or needs_gradient(view2)
-    operator = _contrastive.operator("nt_xent", view1, view2, reduction == "none" and wanted)
+    operator = _contrastive.operator("nt_xent", view1, view2)
     if operator is None:
         return _reference(view1, view2, temperature, reduction)
     loss: Tensor = operator(view1.contiguous(), view2.contiguous(), temperature, reduction, wanted)[0]

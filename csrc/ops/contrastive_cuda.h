@@ -30,6 +30,26 @@ inline ScalarType sums_dtype(ScalarType dtype) { return dtype == ScalarType::Dou
 
 inline void* data_of(const Tensor& tensor) { return tensor.numel() ? tensor.data_ptr() : nullptr; }
 
+// What each loss counts, as a pass takes it, and behind these the unit; empty where all count once.
+inline Tensor counts_of(const Tensor* weights, const Tensor& losses, cuda::Stream stream) {
+  const int64_t count = losses.numel();
+  Tensor counts = memory_on(losses, {weights ? count + 1 : 0}, losses.scalar_type());
+  if (!weights) return counts;
+  STD_TORCH_CHECK(weights->is_cuda() && weights->get_device_index() == losses.get_device_index() &&
+                      weights->is_contiguous() && weights->scalar_type() == ScalarType::Double &&
+                      weights->numel() == count,
+                  "weights must be float64 on the device of the rows, one for each loss");
+  const Array to = {counts.data_ptr(), dtype_of(counts, "losses")};
+  check_cuda(cuda_contrastive_weights(static_cast<const double*>(weights->data_ptr()), count, &to, stream));
+  return counts;
+}
+
+inline void count_by(cuda::ContrastivePass& pass, Tensor& counts) {
+  if (!counts.numel()) return;
+  pass.row_weight = counts.data_ptr();
+  pass.weight_unit = torch::stable::narrow(counts, 0, counts.numel() - 1, 1).data_ptr();
+}
+
 inline void run_pass(const cuda::ContrastivePass& pass, const Tensor& like, cuda::Stream stream) {
   const bool wide = pass.rows.dtype == DType::f64, half = !wide && pass.rows.dtype != DType::f32;
   const int64_t rows = pass.row_count, columns = pass.column_count, width = pass.width;
@@ -40,14 +60,15 @@ inline void run_pass(const cuda::ContrastivePass& pass, const Tensor& like, cuda
                   : cuda_contrastive_wide(&pass, memory.data_ptr(), stream));
 }
 
-inline Tensor reduced_on_cuda(const Tensor& losses, const std::string& reduction, cuda::Stream stream) {
+inline Tensor reduced_on_cuda(const Tensor& losses, const std::string& reduction) {
   STD_TORCH_CHECK(reduction == "mean" || reduction == "sum" || reduction == "none",
                   "reduction must be mean, sum or none");
   if (reduction == "none") return losses;
+  const OnDevice device(losses);
   Tensor result = memory_on(losses, {}, losses.scalar_type());
   const Array from = {losses.data_ptr(), dtype_of(losses, "losses")}, to = {result.data_ptr(), from.dtype};
   const double divisor = reduction == "mean" ? static_cast<double>(losses.numel()) : 1;
-  check_cuda(cuda_contrastive_sum(&from, losses.numel(), divisor, &to, stream));
+  check_cuda(cuda_contrastive_sum(&from, losses.numel(), divisor, &to, device.stream()));
   return result;
 }
 

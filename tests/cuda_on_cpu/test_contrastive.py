@@ -25,7 +25,10 @@ class Pass(ctypes.Structure):
         *((name, ctypes.c_bool) for name in ("leave_out_self", "given")),
         *(
             (name, ctypes.c_void_p)
-            for name in ("row_largest", "row_share", "column_largest", "column_share", "losses", "gradient")
+            for name in (
+                *("row_largest", "row_share", "column_largest", "column_share"),
+                *("row_weight", "column_weight", "weight_unit", "losses", "gradient"),
+            )
         ),
     )
 
@@ -68,33 +71,44 @@ def sums_like(rows, *shape):
     return poison(*shape, dtype=WIDE if rows.dtype == WIDE else torch.float32)
 
 
-def run_info_nce(library, query, key, temperature, **device):
+def run_info_nce(library, query, key, temperature, counts=None, **device):
     processors = device.get("multiprocessors", 4)
+    counted = pointer(counts), None if counts is None else pointer(counts[-1:])
 
     def run(call):
         losses, largest, share = (sums_like(query, len(query)) for _ in range(3))
         of_query, of_key = sums_like(query, *query.shape), sums_like(key, *key.shape)
         sums, options = (largest, share, None, None), {"positives": len(key), "processors": processors}
+        options |= dict(zip(("row_weight", "weight_unit"), counted, strict=True))
         run_pass(library, call, query, key, temperature, sums, of_query, losses=losses, **options)
         sums, options = (None, None, largest, share), {"positives": len(query), "processors": processors}
+        options |= dict(zip(("column_weight", "weight_unit"), counted, strict=True))
         run_pass(library, call, key, query, temperature, sums, of_key, given=True, **options)
         return losses, of_query, of_key
 
     return library.results(run, **device)
 
 
-def run_nt_xent(library, view1, view2, temperature):
+def run_nt_xent(library, view1, view2, temperature, counts=None):
     z = torch.cat([view1, view2])
+    counted = pointer(counts), None if counts is None else pointer(counts[-1:])
 
     def run(call):
         losses, largest, share, gradient = (sums_like(z, *n) for n in ([len(z)], [len(z)], [len(z)], z.shape))
         options = {"shift": len(view1), "positives": len(z), "leave_out_self": True}
+        options |= dict(zip(("row_weight", "weight_unit"), counted, strict=True))
         run_pass(library, call, z, z, temperature, (largest, share, None, None), None, losses=losses, **options)
-        sums = (largest, share, largest, share)
+        sums, options = (largest, share, largest, share), options | {"column_weight": counted[0]}
         run_pass(library, call, z, z, temperature, sums, gradient, given=True, **options)
         return losses, gradient
 
     return library.results(run)
+
+
+def counts_of(weights, like):
+    """The weights of the losses as a pass takes them, and behind them their unit."""
+    unit = weights.abs().max()
+    return torch.cat([weights / unit, unit[None]]).to(WIDE if like.dtype == WIDE else torch.float32)
 
 
 def check(found, truth, gradients, expected, dtype):
@@ -107,19 +121,23 @@ def check(found, truth, gradients, expected, dtype):
         torch.testing.assert_close(gradient.double(), wide, rtol=0, atol=atol)
 
 
-def check_info_nce(library, query, key, temperature, **device):
-    found, *gradients = run_info_nce(library, query, key, temperature, **device)
+def check_info_nce(library, query, key, temperature, weights=None, **device):
+    counts = None if weights is None else counts_of(weights, query)
+    found, *gradients = run_info_nce(library, query, key, temperature, counts, **device)
     wide = [query.double().requires_grad_(), key.double().requires_grad_()]
     truth = info_nce(*wide, temperature, "none")
-    check(found, truth.detach(), gradients, torch.autograd.grad(truth.sum(), wide), query.dtype)
+    expected = torch.autograd.grad(truth, wide, torch.ones_like(truth) if weights is None else weights)
+    check(found, truth.detach(), gradients, expected, query.dtype)
 
 
-def check_nt_xent(library, view1, view2, temperature):
-    found, gradient = run_nt_xent(library, view1, view2, temperature)
+def check_nt_xent(library, view1, view2, temperature, weights=None):
+    found, gradient = run_nt_xent(
+        library, view1, view2, temperature, None if weights is None else counts_of(weights, view1)
+    )
     wide = [view1.double().requires_grad_(), view2.double().requires_grad_()]
     truth = nt_xent(*wide, temperature, "none")
-    expected = torch.cat(torch.autograd.grad(truth.sum(), wide))
-    check(found, truth.detach(), [gradient], [expected], view1.dtype)
+    expected = torch.autograd.grad(truth, wide, torch.ones_like(truth) if weights is None else weights)
+    check(found, truth.detach(), [gradient], [torch.cat(expected)], view1.dtype)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
@@ -157,6 +175,39 @@ def test_info_nce_wide(compiler, dtype, queries, keys, width, temperature):
 def test_nt_xent_wide(compiler, dtype, batch, width, temperature):
     view1, view2 = rows(batch, width, dtype, 1), rows(batch, width, dtype, 2)
     check_nt_xent(compiler.load("contrastive_wide.cu"), view1, view2, temperature)
+
+
+SOURCE_OF = {BF16: "contrastive.cu", FP16: "contrastive.cu", FP32: "contrastive_wide.cu", WIDE: "contrastive_wide.cu"}
+
+
+@pytest.mark.parametrize("dtype", SOURCE_OF)
+@pytest.mark.parametrize("scale", [1.0, 1e5])  # beyond what float16 holds
+def test_losses_that_count_differently(compiler, dtype, scale):
+    library, weights = compiler.load(SOURCE_OF[dtype]), scale * torch.linspace(-0.4, 1, 74, dtype=WIDE)
+    query, key = rows(74, 24, dtype, 1), rows(131, 24, dtype, 2)
+    check_info_nce(library, query, key, 0.2, weights)
+    check_nt_xent(library, query[:37].clone(), key[:37].clone(), 0.3, weights)
+
+
+@pytest.mark.parametrize("dtype", [FP32, WIDE])
+def test_what_losses_count(compiler, dtype):
+    """In units of the largest that is finite."""
+
+    def found(*weights):
+        def run(call):
+            given, counts = torch.tensor(weights, dtype=WIDE), poison(len(weights) + 1, dtype=dtype)
+            call("cuda_contrastive_weights", given, len(weights), ctypes.byref(array(counts)), None)
+            return counts
+
+        return compiler.load("contrastive.cu").results(run)
+
+    weights = torch.linspace(-3e7, 2e7, 2500, dtype=WIDE)
+    torch.testing.assert_close(found(*weights.tolist()), counts_of(weights, poison(1, dtype=dtype)))
+    assert found(0.0, -0.0).tolist() == [0, 0, 1]
+    infinite = found(torch.inf, 2.0, torch.nan, -4.0)
+    torch.testing.assert_close(
+        infinite, torch.tensor([torch.inf, 0.5, torch.nan, -1, 4], dtype=dtype), rtol=0, atol=0, equal_nan=True
+    )
 
 
 @pytest.mark.parametrize(("source", "dtype"), [("contrastive.cu", BF16), ("contrastive_wide.cu", FP32)])
