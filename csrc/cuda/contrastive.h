@@ -1,5 +1,5 @@
-// The passes that info_nce and nt_xent are made of: contrastive.cu for rows in half precision, contrastive_wide.cu for
-// float32 and float64.
+// The passes that info_nce and nt_xent are made of: contrastive.cu for rows in half precision, or in float32 that may be
+// multiplied in tf32; contrastive_wide.cu for float32 and float64 as they are.
 #pragma once
 
 #include <stddef.h>
@@ -37,12 +37,14 @@ struct ContrastivePass {
 
 }  // namespace fedkernels::cuda
 
-// Does the current device have the shared memory for this width in half precision?
-extern "C" bool cuda_contrastive_fits(int64_t width);
+// Does the current device have the shared memory for this width, in half precision or in tf32?
+extern "C" bool cuda_contrastive_fits(int64_t width, bool tf32);
 
-// Bytes of device memory, aligned to 16, that a pass over halves works in.
-extern "C" int64_t cuda_contrastive_memory(int64_t row_count, int64_t column_count, int64_t width, bool gradient);
+// Bytes of device memory, aligned to 16, that a pass over halves or tf32 works in.
+extern "C" int64_t cuda_contrastive_memory(int64_t row_count, int64_t column_count, int64_t width, bool gradient,
+                                           bool tf32);
 
+// Rows in float32 are rounded to tf32; sums and the gradient are float32.
 extern "C" const char* cuda_contrastive(const fedkernels::cuda::ContrastivePass* pass, void* memory,
                                         fedkernels::cuda::Stream stream);
 

@@ -16,17 +16,20 @@ inline void check_contrastive(const Tensor& first, const Tensor& second, const c
                   " are too large");
 }
 
-// The precision that the rows are multiplied in: one half precision on the tensor cores, where they fit, else float64 where
-// an input is that and float32 otherwise. The device is the current one.
-inline ScalarType contrastive_dtype(const Tensor& first, const Tensor& second) {
+struct Precision {
+  ScalarType rows, sums;  // the sums' is that of the gradients
+  bool tensor_cores;
+};
+
+// One half precision on the tensor cores where the rows fit, else float64 where an input is that and float32 otherwise, as
+// tf32 on the tensor cores if that may be and they fit. The device is the current one.
+inline Precision precision_of(const Tensor& first, const Tensor& second, bool tf32) {
   const ScalarType dtype = first.scalar_type(), other = second.scalar_type();
   const bool half = dtype == ScalarType::BFloat16 || dtype == ScalarType::Half;
-  if (half && dtype == other && cuda_contrastive_fits(first.size(1))) return dtype;
-  return dtype == ScalarType::Double || other == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+  if (half && dtype == other && cuda_contrastive_fits(first.size(1), false)) return {dtype, ScalarType::Float, true};
+  if (dtype == ScalarType::Double || other == ScalarType::Double) return {ScalarType::Double, ScalarType::Double, false};
+  return {ScalarType::Float, ScalarType::Float, tf32 && cuda_contrastive_fits(first.size(1), true)};
 }
-
-// That of the sums and the gradients.
-inline ScalarType sums_dtype(ScalarType dtype) { return dtype == ScalarType::Double ? dtype : ScalarType::Float; }
 
 inline void* data_of(const Tensor& tensor) { return tensor.numel() ? tensor.data_ptr() : nullptr; }
 
@@ -50,14 +53,15 @@ inline void count_by(cuda::ContrastivePass& pass, Tensor& counts) {
   pass.weight_unit = torch::stable::narrow(counts, 0, counts.numel() - 1, 1).data_ptr();
 }
 
-inline void run_pass(const cuda::ContrastivePass& pass, const Tensor& like, cuda::Stream stream) {
-  const bool wide = pass.rows.dtype == DType::f64, half = !wide && pass.rows.dtype != DType::f32;
+inline void run_pass(const cuda::ContrastivePass& pass, bool tensor_cores, const Tensor& like, cuda::Stream stream) {
   const int64_t rows = pass.row_count, columns = pass.column_count, width = pass.width;
-  const int64_t bytes = half ? cuda_contrastive_memory(rows, columns, width, pass.gradient)
-                             : cuda_contrastive_wide_memory(rows, columns, width, pass.gradient, wide);
+  const DType dtype = pass.rows.dtype;
+  const int64_t bytes =
+      tensor_cores ? cuda_contrastive_memory(rows, columns, width, pass.gradient, dtype == DType::f32)
+                   : cuda_contrastive_wide_memory(rows, columns, width, pass.gradient, dtype == DType::f64);
   const Tensor memory = memory_on(like, {bytes / 4}, ScalarType::Float);
-  check_cuda(half ? cuda_contrastive(&pass, memory.data_ptr(), stream)
-                  : cuda_contrastive_wide(&pass, memory.data_ptr(), stream));
+  check_cuda(tensor_cores ? cuda_contrastive(&pass, memory.data_ptr(), stream)
+                          : cuda_contrastive_wide(&pass, memory.data_ptr(), stream));
 }
 
 inline Tensor reduced_on_cuda(const Tensor& losses, const std::string& reduction) {
