@@ -35,6 +35,20 @@ def weighted(losses):
     return losses * torch.arange(-3, len(losses) - 3, device=losses.device) * 100.0
 
 
+def in_tf32(function: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
+    """With products of float32 in tf32 where there are such."""
+
+    def call(*tensors):
+        settings, before = torch.backends.cuda.matmul, torch.backends.cuda.matmul.fp32_precision
+        settings.fp32_precision = "tf32"
+        try:
+            return function(*tensors)
+        finally:
+            settings.fp32_precision = before
+
+    return call
+
+
 def transport(cost, a, b):
     """The operator itself: the public function looks at what came out and warns, for which it waits."""
     options = 0.8, 0.9, 1e-7, 10_000, "accelerated"
@@ -69,6 +83,10 @@ CASES = {
     "info_nce, float16": Case(with_gradients(lambda q, k: info_nce(q, k, 0.3)), [ROWS, MORE], FP16, 2e-3),
     "info_nce, float32": Case(with_gradients(lambda q, k: info_nce(q, k, 0.3)), [ROWS, MORE], FP32, 1e-5),
     "info_nce, float64": Case(with_gradients(lambda q, k: info_nce(q, k, 0.3)), [ROWS, MORE], FP64, 1e-12),
+    "info_nce, tf32": Case(in_tf32(with_gradients(lambda q, k: info_nce(q, k, 0.3))), [ROWS, MORE], FP32, 2e-3),
+    "info_nce, not reduced, tf32": Case(
+        in_tf32(with_gradients(lambda q, k: weighted(info_nce(q, k, 0.3, "none")))), [ROWS, MORE], FP32, 2e-3
+    ),
     "info_nce, two dtypes": Case(with_gradients(lambda q, k: info_nce(q, k.half(), 0.3)), [ROWS, MORE], BF16, 1e-2),
     "info_nce, wide rows": Case(with_gradients(lambda q, k: info_nce(q, k, 0.3)), [WIDE_ROWS, WIDE_MORE], BF16, 1e-2),
     "info_nce, query alone": Case(with_gradients(lambda q: info_nce(q, q.detach(), 0.3)), [ROWS], BF16, 1e-2),
@@ -86,6 +104,10 @@ CASES = {
     ),
     "nt_xent, bfloat16": Case(with_gradients(lambda p, q: nt_xent(p, q, 0.3)), [ROWS, MORE[:37]], BF16, 1e-2),
     "nt_xent, float32": Case(with_gradients(lambda p, q: nt_xent(p, q, 0.3)), [ROWS, MORE[:37]], FP32, 1e-5),
+    "nt_xent, tf32": Case(in_tf32(with_gradients(lambda p, q: nt_xent(p, q, 0.3))), [ROWS, MORE[:37]], FP32, 2e-3),
+    "nt_xent, tf32, 300 columns": Case(
+        in_tf32(with_gradients(lambda p, q: nt_xent(p, q, 0.3))), [WIDE_ROWS[:, :300], WIDE_MORE[:20, :300]], FP32, 2e-3
+    ),
     "nt_xent, float64": Case(with_gradients(lambda p, q: nt_xent(p, q, 0.3)), [ROWS, MORE[:37]], FP64, 1e-12),
     "nt_xent, not reduced, bfloat16": Case(
         with_gradients(lambda p, q: weighted(nt_xent(p, q, 0.3, "none"))), [ROWS, MORE[:37]], BF16, 1e-2
@@ -140,6 +162,15 @@ def test_small_case(name):
     truth = case.call(*(tensor.double() for tensor in on("cpu", name)))
     assert_near(found, truth, case.tolerance)
     assert_equal(case.call(*on("cuda", name)), found)  # to the last bit
+
+
+@pytest.mark.parametrize("name", ["info_nce, tf32", "nt_xent, tf32", "nt_xent, tf32, 300 columns"])
+def test_tf32_is_used_where_torch_allows_it(name):
+    """And nowhere else: the cases in float32 are nearer to the truth than tf32 can be."""
+    case = CASES[name]
+    truth = case.call(*(tensor.double() for tensor in on("cpu", name)))
+    with pytest.raises(AssertionError):
+        assert_near(case.call(*on("cuda", name)), truth, 2e-5)
 
 
 def test_the_module_has_kernels_for_this_gpu():
