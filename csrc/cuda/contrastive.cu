@@ -7,7 +7,7 @@
 // width. Weights go from the one to the other through shared memory, rounded to the inputs' dtype.
 //
 // float32 is rounded to tf32 where torch allows it. A fragment of 8 columns in tf32 lies in shared memory as one of 16
-// columns in half precision does: 32 bytes of each row. So all but the values, whose fragments are transposed, is the same.
+// columns in half precision does: 32 bytes of each row. Only the values, whose fragments are transposed, differ.
 #include "cuda/contrastive.h"
 
 #include "cuda/contrastive_join.h"
@@ -51,7 +51,7 @@ size_t shared_bytes(int64_t width) {
 // What the precisions do in their own way:
 //   rounded: an entry as it is multiplied
 //   put: a thread's two weights among 8, at columns 2t and 2t + 1
-//   load_values: from `depth` rows of values at `pitch`, two fragments b of 8 columns, in the order of the weights
+//   load_values: the two fragments b of 16 columns of values, their rows in the order that `put` gives the weights
 struct OfHalves {
   using Entry = uint16_t;
   static __device__ uint16_t rounded(uint16_t bits) { return bits; }
@@ -100,7 +100,8 @@ struct OfTF32 {
 
 // Rows first to first + COUNT of a matrix to shared memory; 0 beyond its end and its width.
 template <typename Precision, int COUNT, typename Entry>
-__device__ inline void fetch(Entry* tile, int pitch, const Entry* source, int first, int count, int width, bool vectors) {
+__device__ inline void fetch(Entry* tile, int pitch, const Entry* source, int first, int count, int width,
+                             bool vectors) {
   constexpr int LANES = 16 / sizeof(Entry);
   const int filled = static_cast<int>(up(width, 16));
   if (vectors) {
@@ -437,12 +438,11 @@ const char* run(const ContrastivePass& pass, void* memory, Stream stream) {
 
 template <typename Entry>
 int64_t most_parts(int64_t row_count, int64_t column_count) {
-  int most = 0;
-  for (const int parts : {parts_for<Entry, 128>(row_count, column_count), parts_for<Entry, 256>(row_count, column_count),
-                          parts_for<Entry, 512>(row_count, column_count)}) {
-    most = parts > most ? parts : most;
-  }
-  return most;
+  const int of_128 = parts_for<Entry, 128>(row_count, column_count);
+  const int of_256 = parts_for<Entry, 256>(row_count, column_count);
+  const int of_512 = parts_for<Entry, 512>(row_count, column_count);
+  const int most = of_128 > of_256 ? of_128 : of_256;
+  return most > of_512 ? most : of_512;
 }
 
 }  // namespace
@@ -458,7 +458,8 @@ extern "C" bool cuda_contrastive_fits(int64_t width, bool tf32) {
 extern "C" int64_t cuda_contrastive_memory(int64_t row_count, int64_t column_count, int64_t width, bool gradient,
                                            bool tf32) {
   using namespace fedkernels::cuda;
-  const int64_t parts = tf32 ? most_parts<float>(row_count, column_count) : most_parts<uint16_t>(row_count, column_count);
+  const int64_t parts =
+      tf32 ? most_parts<float>(row_count, column_count) : most_parts<uint16_t>(row_count, column_count);
   return numbers_of_parts(parts, row_count, width, gradient) * static_cast<int64_t>(sizeof(float));
 }
 

@@ -1,5 +1,5 @@
-// The passes that info_nce and nt_xent are made of: contrastive.cu for rows in half precision, or in float32 that may be
-// multiplied in tf32; contrastive_wide.cu for float32 and float64 as they are.
+// The passes that info_nce and nt_xent are made of: contrastive.cu for rows in half precision, and in float32 that may
+// be multiplied in tf32; contrastive_wide.cu for float32 and float64 as they are.
 #pragma once
 
 #include <stddef.h>
@@ -21,11 +21,12 @@ struct ContrastivePass {
   int64_t shift, positives;
   bool leave_out_self;  // column r does not count for row r
 
+  // What the loss of a row or a column counts is u v.
   // First pass. Sums over each row: largest logit, share = v_r / sum_c exp((s_rc - largest_r) / t) and the loss
-  // log(sum) + (largest - s_positive) / t; and, where asked for, gradient_r = u v_r (sum_c p_rc columns_c - positive_r) / t.
-  // Second pass, with given sums: gradient_r = u (sum_c w_rc columns_c - n_r positive_r) / t, where w_rc is v_r p_rc by the
-  // sums of the row and / or v_c p_rc by those of the column, and n_r is v_r and / or that of the column of the positive.
-  // u v is what the loss of a row or column counts.
+  // log(sum) + (largest - s_positive) / t; and, where asked for,
+  // gradient_r = u v_r (sum_c p_rc columns_c - positive_r) / t.
+  // Second pass, with given sums: gradient_r = u (sum_c w_rc columns_c - n_r positive_r) / t, where w_rc is v_r p_rc by
+  // the sums of the row and / or v_c p_rc by those of the column, and n_r is v_r and / or the v of the positive.
   bool given;
   void *row_largest, *row_share;               // [row_count]; written by the first pass; null in the second: not used
   const void *column_largest, *column_share;   // [column_count]; second pass: null: not used
@@ -55,8 +56,8 @@ extern "C" int64_t cuda_contrastive_wide_memory(int64_t row_count, int64_t colum
 extern "C" const char* cuda_contrastive_wide(const fedkernels::cuda::ContrastivePass* pass, void* memory,
                                              fedkernels::cuda::Stream stream);
 
-// What each loss counts, as a pass takes it: given = weights u with u > 0, so that the finite ones are at most 1 and fit
-// half precision. weights is [count + 1] in float32 or float64, u its last entry.
+// What each loss counts, as a pass takes it: given = u weights with u > 0, so that the finite ones are at most 1 and
+// fit half precision. weights is [count + 1] in float32 or float64, u its last entry.
 extern "C" const char* cuda_contrastive_weights(const double* given, int64_t count, const fedkernels::Array* weights,
                                                 fedkernels::cuda::Stream stream);
 

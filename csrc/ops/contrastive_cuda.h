@@ -21,13 +21,14 @@ struct Precision {
   bool tensor_cores;
 };
 
-// One half precision on the tensor cores where the rows fit, else float64 where an input is that and float32 otherwise, as
-// tf32 on the tensor cores if that may be and they fit. The device is the current one.
+// One half precision on the tensor cores where the rows fit, else float64 where an input is that and float32 otherwise,
+// as tf32 on the tensor cores if that may be and they fit. The device is the current one.
 inline Precision precision_of(const Tensor& first, const Tensor& second, bool tf32) {
   const ScalarType dtype = first.scalar_type(), other = second.scalar_type();
   const bool half = dtype == ScalarType::BFloat16 || dtype == ScalarType::Half;
   if (half && dtype == other && cuda_contrastive_fits(first.size(1), false)) return {dtype, ScalarType::Float, true};
-  if (dtype == ScalarType::Double || other == ScalarType::Double) return {ScalarType::Double, ScalarType::Double, false};
+  const bool wide = dtype == ScalarType::Double || other == ScalarType::Double;
+  if (wide) return {ScalarType::Double, ScalarType::Double, false};
   return {ScalarType::Float, ScalarType::Float, tf32 && cuda_contrastive_fits(first.size(1), true)};
 }
 

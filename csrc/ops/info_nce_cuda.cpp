@@ -5,7 +5,8 @@
 
 namespace fedkernels {
 
-// -> the losses and the gradients of their sum, each counting what `weights` says; a gradient that is not wanted is empty.
+// -> the losses and the gradients of their sum, each loss counting what `weights` says; a gradient that is not wanted
+// is empty.
 static std::tuple<Tensor, Tensor, Tensor> solve(const Tensor& query, const Tensor& key, double temperature,
                                                 const Tensor* weights, bool query_gradient, bool key_gradient,
                                                 bool tf32) {

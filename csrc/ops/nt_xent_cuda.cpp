@@ -5,8 +5,8 @@
 
 namespace fedkernels {
 
-// -> the losses and the gradient of their sum in the rows of both views, each counting what `weights` says; the gradient is
-// empty where it is not wanted.
+// -> the losses and the gradient of their sum in the rows of both views, each loss counting what `weights` says; the
+// gradient is empty where it is not wanted.
 static std::tuple<Tensor, Tensor> solve(const Tensor& view1, const Tensor& view2, double temperature,
                                         const Tensor* weights, bool gradient, bool tf32) {
   STD_TORCH_CHECK(view1.dim() == 2 && view2.dim() == 2 && view1.size(0) == view2.size(0) &&
