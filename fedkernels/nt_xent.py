@@ -29,7 +29,8 @@ def nt_xent(view1: Tensor, view2: Tensor, temperature: float, reduction: str = "
     Returns:
         A scalar, or [2B] for "none" (view1's rows, then view2's): float64 where an input is float64, else float32.
         Products and sums have that precision too, under autocast as well. Gradients come back in each input's dtype.
-        NaN in gives NaN out. With B = 1 the positive is the only other row and the loss is 0.
+        NaN in gives NaN out. With B = 1 the positive is the only other row and the loss is 0. float32 may be multiplied
+        in tf32 on CUDA, as in ``info_nce``.
 
     Raises:
         TypeError: an input is not a floating tensor, or temperature not a number.
@@ -44,17 +45,20 @@ def nt_xent(view1: Tensor, view2: Tensor, temperature: float, reduction: str = "
     temperature = _checks.positive("temperature", temperature)
     _checks.one_of("reduction", reduction, _checks.REDUCTIONS)
     wanted = needs_gradient(view1) or needs_gradient(view2)
-    operator = _contrastive.operator("nt_xent", view1, view2, reduction == "none" and wanted)
+    operator = _contrastive.operator("nt_xent", view1, view2)
     if operator is None:
         return _reference(view1, view2, temperature, reduction)
-    loss: Tensor = operator(view1.contiguous(), view2.contiguous(), temperature, reduction, wanted)[0]
+    options = temperature, reduction, wanted, _contrastive.allows_tf32()
+    loss: Tensor = operator(view1.contiguous(), view2.contiguous(), *options)[0]
     return loss
 
 
 if _native.module is not None:
 
     @torch.library.register_fake("fedkernels::nt_xent")
-    def _(view1: Tensor, view2: Tensor, temperature: float, reduction: str, gradient: bool) -> tuple[Tensor, Tensor]:
+    def _(
+        view1: Tensor, view2: Tensor, temperature: float, reduction: str, gradient: bool, tf32: bool
+    ) -> tuple[Tensor, Tensor]:
         dtype, rows = compute_dtype(view1, view2), 2 * view1.shape[0]
         formed = gradient and reduction != "none"
         return (
@@ -63,12 +67,12 @@ if _native.module is not None:
         )
 
     @torch.library.register_fake("fedkernels::nt_xent_gradients")
-    def _(view1: Tensor, view2: Tensor, temperature: float, weights: Tensor) -> Tensor:
+    def _(view1: Tensor, view2: Tensor, temperature: float, weights: Tensor, tf32: bool) -> Tensor:
         return view1.new_empty((2 * view1.shape[0], view1.shape[1]), dtype=compute_dtype(view1, view2))
 
     def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         keep_missing(ctx)
-        view1, view2, ctx.temperature, ctx.reduction, gradient = inputs
+        view1, view2, ctx.temperature, ctx.reduction, gradient, ctx.tf32 = inputs
         ctx.formed = gradient and ctx.reduction != "none"
         ctx.rows, ctx.dtypes = 2 * view1.shape[0], (view1.dtype, view2.dtype)
         ctx.save_for_backward(*([output[1]] if ctx.formed else [view1, view2]))
@@ -76,24 +80,25 @@ if _native.module is not None:
     def _backward(ctx: Any, grad: Tensor | None, of_gradient: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("nt_xent", of_gradient)
         if grad is None:
-            return (None,) * 5
+            return (None,) * 6
         if ctx.reduction == "mean":
             grad = grad / ctx.rows
         if ctx.formed:
             gradient, factor = ctx.saved_tensors[0], grad
         else:
             weights = grad.expand(ctx.rows).double().contiguous()
-            gradient, factor = torch.ops.fedkernels.nt_xent_gradients(*ctx.saved_tensors, ctx.temperature, weights), 1
+            operator = torch.ops.fedkernels.nt_xent_gradients
+            gradient, factor = operator(*ctx.saved_tensors, ctx.temperature, weights, ctx.tf32), 1
         # Each view's product is its own, so that what takes them can free one before it comes to the other.
         of_views = (
             (part * factor).to(dtype) if need else None
             for part, need, dtype in zip(gradient.chunk(2), ctx.needs_input_grad, ctx.dtypes, strict=False)
         )
-        return *of_views, None, None, None
+        return *of_views, None, None, None, None
 
     def _refuse(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
         refuse_second_derivative("nt_xent", *grads)
-        return (None,) * 4
+        return (None,) * 5
 
     torch.library.register_autograd("fedkernels::nt_xent", _backward, setup_context=_keep)
     torch.library.register_autograd("fedkernels::nt_xent_gradients", _refuse)

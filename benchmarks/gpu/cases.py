@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -29,6 +30,7 @@ def cases(tiny: bool) -> list[Case]:
         *(_info_nce(size, 16 if tiny else 256, torch.bfloat16, False, tiny) for size in rows),
         *(_info_nce(size, 16 if tiny else 256, torch.bfloat16, True, tiny) for size in rows),
         _info_nce(64 if tiny else 8192, 16 if tiny else 256, torch.float32, True, tiny),
+        _in_tf32(_info_nce(64 if tiny else 8192, 16 if tiny else 256, torch.float32, True, tiny)),
         _nt_xent(32 if tiny else 4096, 16 if tiny else 256),
         *(
             _linear_cka(pairs, samples, width)
@@ -72,6 +74,21 @@ def _info_nce(rows: int, width: int, dtype: torch.dtype, keys_learn: bool, tiny:
         of_work=f"{products} products of B x N x d",
         targets=tuple(targets),
     )
+
+
+def _in_tf32(case: Case) -> Case:
+    """The case in float32, for all implementations with torch's leave to multiply in tf32."""
+
+    def allowed(call: Callable[[Inputs], Outputs], inputs: Inputs) -> Outputs:
+        settings, before = torch.backends.cuda.matmul, torch.backends.cuda.matmul.allow_tf32
+        settings.allow_tf32 = True
+        try:
+            return call(inputs)
+        finally:
+            settings.allow_tf32 = before
+
+    implementations = tuple(replace(one, call=partial(allowed, one.call)) for one in case.implementations)
+    return replace(case, size=f"{case.size}, tf32 allowed", implementations=implementations, limit="tf32")
 
 
 def _views(rows: int, width: int, dtype: torch.dtype, keys_learn: bool, device: torch.device) -> Inputs:

@@ -1,5 +1,5 @@
-// The passes that info_nce and nt_xent are made of: contrastive.cu for rows in half precision, contrastive_wide.cu for
-// float32 and float64.
+// The passes that info_nce and nt_xent are made of: contrastive.cu for rows in half precision, and in float32 that may
+// be multiplied in tf32; contrastive_wide.cu for float32 and float64 as they are.
 #pragma once
 
 #include <stddef.h>
@@ -21,25 +21,31 @@ struct ContrastivePass {
   int64_t shift, positives;
   bool leave_out_self;  // column r does not count for row r
 
-  // First pass. Sums over each row: largest logit, 1 / sum_c exp((s_rc - largest_r) / t) and the loss
-  // log(sum) + (largest - s_positive) / t; and, where asked for, gradient_r = (sum_c p_rc columns_c - positive_r) / t.
-  // Second pass, with given sums: gradient_r = (sum_c w_rc columns_c - n positive_r) / t, where w_rc is p_rc by the sums
-  // of the row and / or that by the sums of the column, and n is how many of the two.
+  // What the loss of a row or a column counts is u v.
+  // First pass. Sums over each row: largest logit, share = v_r / sum_c exp((s_rc - largest_r) / t) and the loss
+  // log(sum) + (largest - s_positive) / t; and, where asked for,
+  // gradient_r = u v_r (sum_c p_rc columns_c - positive_r) / t.
+  // Second pass, with given sums: gradient_r = u (sum_c w_rc columns_c - n_r positive_r) / t, where w_rc is v_r p_rc by
+  // the sums of the row and / or v_c p_rc by those of the column, and n_r is v_r and / or the v of the positive.
   bool given;
   void *row_largest, *row_share;               // [row_count]; written by the first pass; null in the second: not used
   const void *column_largest, *column_share;   // [column_count]; second pass: null: not used
+  const void *row_weight, *column_weight;      // v, [row_count] and [column_count]; null: each is 1
+  const void* weight_unit;                     // u; null: 1
   void* losses;                                // [row_count]; first pass
   void* gradient;                              // [row_count, width], or null
 };
 
 }  // namespace fedkernels::cuda
 
-// Does the current device have the shared memory for this width in half precision?
-extern "C" bool cuda_contrastive_fits(int64_t width);
+// Does the current device have the shared memory for this width, in half precision or in tf32?
+extern "C" bool cuda_contrastive_fits(int64_t width, bool tf32);
 
-// Bytes of device memory, aligned to 16, that a pass over halves works in.
-extern "C" int64_t cuda_contrastive_memory(int64_t row_count, int64_t column_count, int64_t width, bool gradient);
+// Bytes of device memory, aligned to 16, that a pass over halves or tf32 works in.
+extern "C" int64_t cuda_contrastive_memory(int64_t row_count, int64_t column_count, int64_t width, bool gradient,
+                                           bool tf32);
 
+// Rows in float32 are rounded to tf32; sums and the gradient are float32.
 extern "C" const char* cuda_contrastive(const fedkernels::cuda::ContrastivePass* pass, void* memory,
                                         fedkernels::cuda::Stream stream);
 
@@ -49,6 +55,11 @@ extern "C" int64_t cuda_contrastive_wide_memory(int64_t row_count, int64_t colum
 
 extern "C" const char* cuda_contrastive_wide(const fedkernels::cuda::ContrastivePass* pass, void* memory,
                                              fedkernels::cuda::Stream stream);
+
+// What each loss counts, as a pass takes it: given = u weights with u > 0, so that the finite ones are at most 1 and
+// fit half precision. weights is [count + 1] in float32 or float64, u its last entry.
+extern "C" const char* cuda_contrastive_weights(const double* given, int64_t count, const fedkernels::Array* weights,
+                                                fedkernels::cuda::Stream stream);
 
 // result = (sum of the losses) / divisor, in float64 until the end; both are float32 or float64.
 extern "C" const char* cuda_contrastive_sum(const fedkernels::Array* losses, int64_t count, double divisor,

@@ -32,6 +32,7 @@ struct Arguments {
   int shift, positives;
   bool leave_out_self, given;
   const Number *row_largest, *row_share, *column_largest, *column_share;
+  const Number *row_weight, *column_weight, *weight_unit;
   Number weight_scale;                 // of the second pass: the gradient comes multiplied by it
   int parts, tiles_of_part;            // of the columns; tiles of columns in each
   Number *largest, *total, *positive;  // [parts, row_count]
@@ -65,6 +66,9 @@ Arguments<Entry, Number> arguments_of(const ContrastivePass& given, int of_tile,
   pass.row_share = static_cast<const Number*>(given.row_share);
   pass.column_largest = static_cast<const Number*>(given.column_largest);
   pass.column_share = static_cast<const Number*>(given.column_share);
+  pass.row_weight = static_cast<const Number*>(given.row_weight);
+  pass.column_weight = static_cast<const Number*>(given.column_weight);
+  pass.weight_unit = static_cast<const Number*>(given.weight_unit);
   pass.weight_scale = 1;
   const int tiles = (pass.column_count + of_tile - 1) / of_tile;
   pass.tiles_of_part = (tiles + parts - 1) / parts;
@@ -102,6 +106,7 @@ __global__ void __launch_bounds__(128)
     join_kernel(Arguments<Entry, Number> pass, Number* row_largest, Number* row_share, Number* losses, Number* gradient) {
   const int row = blockIdx.x, positive = positive_of(pass, row);
   Number top = lowest<Number>(), share = 1 / pass.weight_scale, times = 0;
+  Number by = pass.weight_unit ? *pass.weight_unit : Number(1);
   if (!pass.given) {
     for (int part = 0; part < pass.parts; ++part) {
       const Number here = pass.largest[part * pass.row_count + row];
@@ -115,14 +120,17 @@ __global__ void __launch_bounds__(128)
     }
     share = 1 / total;
     times = 1;
+    const Number weight = pass.row_weight ? pass.row_weight[row] : Number(1);
+    by *= weight;
     if (threadIdx.x == 0) {
       row_largest[row] = top;
-      row_share[row] = share;
+      row_share[row] = share * weight;
       const Number sum = total == 0 ? static_cast<Number>(__uint_as_float(0x7fffffff)) : total;
       losses[row] = logarithm(sum) + (top - logit) / pass.temperature;
     }
   } else {
-    times = static_cast<Number>((pass.row_share != nullptr) + (pass.column_share != nullptr));
+    if (pass.row_share) times += pass.row_weight ? pass.row_weight[row] : Number(1);
+    if (pass.column_share && positive >= 0) times += pass.column_weight ? pass.column_weight[positive] : Number(1);
   }
   if (!gradient) return;
   for (int column = threadIdx.x; column < pass.width; column += blockDim.x) {
@@ -134,7 +142,7 @@ __global__ void __launch_bounds__(128)
     }
     const Number taken =
         positive < 0 ? 0 : times * Precision::wide(pass.columns[static_cast<int64_t>(positive) * pass.width + column]);
-    gradient[static_cast<int64_t>(row) * pass.width + column] = (sum * share - taken) / pass.temperature;
+    gradient[static_cast<int64_t>(row) * pass.width + column] = (sum * share - taken) / pass.temperature * by;
   }
 }
 

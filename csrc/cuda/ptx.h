@@ -84,7 +84,7 @@ __device__ inline void copy_async_wait() {
 // ---- fragments: lane = 4 g + t, each register two 16-bit values or one 32-bit value ----
 
 // Four 8 x 8 matrices of 16-bit values. Lane i gives the address of row i % 8 of matrix i / 8, 16 bytes that are aligned;
-// register m is row g, columns 2t and 2t + 1 of matrix m.
+// register m is row g, columns 2t and 2t + 1 of matrix m; of 8 x 4 matrices of 32-bit values row g, column t.
 __device__ inline void load_matrices(uint32_t (&fragment)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
@@ -92,7 +92,15 @@ __device__ inline void load_matrices(uint32_t (&fragment)[4], const void* row) {
                : "memory");
 }
 
-// The same transposed: register m is column g, rows 2t and 2t + 1 of matrix m.
+// Two of them, at the addresses that lanes 0 to 15 give.
+__device__ inline void load_matrices(uint32_t (&fragment)[2], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+               : "=r"(fragment[0]), "=r"(fragment[1])
+               : "r"(shared_address(row))
+               : "memory");
+}
+
+// Four of them, transposed: register m is column g, rows 2t and 2t + 1 of matrix m.
 __device__ inline void load_matrices_transposed(uint32_t (&fragment)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])

@@ -16,38 +16,64 @@ inline void check_contrastive(const Tensor& first, const Tensor& second, const c
                   " are too large");
 }
 
-// The precision that the rows are multiplied in: one half precision on the tensor cores, where they fit, else float64 where
-// an input is that and float32 otherwise. The device is the current one.
-inline ScalarType contrastive_dtype(const Tensor& first, const Tensor& second) {
+struct Precision {
+  ScalarType rows, sums;  // the sums' is that of the gradients
+  bool tensor_cores;
+};
+
+// One half precision on the tensor cores where the rows fit, else float64 where an input is that and float32 otherwise,
+// as tf32 on the tensor cores if that may be and they fit. The device is the current one.
+inline Precision precision_of(const Tensor& first, const Tensor& second, bool tf32) {
   const ScalarType dtype = first.scalar_type(), other = second.scalar_type();
   const bool half = dtype == ScalarType::BFloat16 || dtype == ScalarType::Half;
-  if (half && dtype == other && cuda_contrastive_fits(first.size(1))) return dtype;
-  return dtype == ScalarType::Double || other == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+  if (half && dtype == other && cuda_contrastive_fits(first.size(1), false)) return {dtype, ScalarType::Float, true};
+  const bool wide = dtype == ScalarType::Double || other == ScalarType::Double;
+  if (wide) return {ScalarType::Double, ScalarType::Double, false};
+  return {ScalarType::Float, ScalarType::Float, tf32 && cuda_contrastive_fits(first.size(1), true)};
 }
-
-// That of the sums and the gradients.
-inline ScalarType sums_dtype(ScalarType dtype) { return dtype == ScalarType::Double ? dtype : ScalarType::Float; }
 
 inline void* data_of(const Tensor& tensor) { return tensor.numel() ? tensor.data_ptr() : nullptr; }
 
-inline void run_pass(const cuda::ContrastivePass& pass, const Tensor& like, cuda::Stream stream) {
-  const bool wide = pass.rows.dtype == DType::f64, half = !wide && pass.rows.dtype != DType::f32;
-  const int64_t rows = pass.row_count, columns = pass.column_count, width = pass.width;
-  const int64_t bytes = half ? cuda_contrastive_memory(rows, columns, width, pass.gradient)
-                             : cuda_contrastive_wide_memory(rows, columns, width, pass.gradient, wide);
-  const Tensor memory = memory_on(like, {bytes / 4}, ScalarType::Float);
-  check_cuda(half ? cuda_contrastive(&pass, memory.data_ptr(), stream)
-                  : cuda_contrastive_wide(&pass, memory.data_ptr(), stream));
+// What each loss counts, as a pass takes it, and behind these the unit; empty where all count once.
+inline Tensor counts_of(const Tensor* weights, const Tensor& losses, cuda::Stream stream) {
+  const int64_t count = losses.numel();
+  Tensor counts = memory_on(losses, {weights ? count + 1 : 0}, losses.scalar_type());
+  if (!weights) return counts;
+  STD_TORCH_CHECK(weights->is_cuda() && weights->get_device_index() == losses.get_device_index() &&
+                      weights->is_contiguous() && weights->scalar_type() == ScalarType::Double &&
+                      weights->numel() == count,
+                  "weights must be float64 on the device of the rows, one for each loss");
+  const Array to = {counts.data_ptr(), dtype_of(counts, "losses")};
+  check_cuda(cuda_contrastive_weights(static_cast<const double*>(weights->data_ptr()), count, &to, stream));
+  return counts;
 }
 
-inline Tensor reduced_on_cuda(const Tensor& losses, const std::string& reduction, cuda::Stream stream) {
+inline void count_by(cuda::ContrastivePass& pass, Tensor& counts) {
+  if (!counts.numel()) return;
+  pass.row_weight = counts.data_ptr();
+  pass.weight_unit = torch::stable::narrow(counts, 0, counts.numel() - 1, 1).data_ptr();
+}
+
+inline void run_pass(const cuda::ContrastivePass& pass, bool tensor_cores, const Tensor& like, cuda::Stream stream) {
+  const int64_t rows = pass.row_count, columns = pass.column_count, width = pass.width;
+  const DType dtype = pass.rows.dtype;
+  const int64_t bytes =
+      tensor_cores ? cuda_contrastive_memory(rows, columns, width, pass.gradient, dtype == DType::f32)
+                   : cuda_contrastive_wide_memory(rows, columns, width, pass.gradient, dtype == DType::f64);
+  const Tensor memory = memory_on(like, {bytes / 4}, ScalarType::Float);
+  check_cuda(tensor_cores ? cuda_contrastive(&pass, memory.data_ptr(), stream)
+                          : cuda_contrastive_wide(&pass, memory.data_ptr(), stream));
+}
+
+inline Tensor reduced_on_cuda(const Tensor& losses, const std::string& reduction) {
   STD_TORCH_CHECK(reduction == "mean" || reduction == "sum" || reduction == "none",
                   "reduction must be mean, sum or none");
   if (reduction == "none") return losses;
+  const OnDevice device(losses);
   Tensor result = memory_on(losses, {}, losses.scalar_type());
   const Array from = {losses.data_ptr(), dtype_of(losses, "losses")}, to = {result.data_ptr(), from.dtype};
   const double divisor = reduction == "mean" ? static_cast<double>(losses.numel()) : 1;
-  check_cuda(cuda_contrastive_sum(&from, losses.numel(), divisor, &to, stream));
+  check_cuda(cuda_contrastive_sum(&from, losses.numel(), divisor, &to, device.stream()));
   return result;
 }
 

@@ -30,7 +30,8 @@ static Tensor solve(InfoNCEProblem& problem, const Tensor& query_gradient, const
 // The gradients are those of the sum of the losses; a gradient that is not wanted is an empty tensor. So are both where
 // losses that are not reduced give the keys a gradient: it mixes them, and their weights are not known yet.
 static std::tuple<Tensor, Tensor, Tensor> info_nce_cpu(Tensor query, Tensor key, double temperature,
-                                                       std::string reduction, bool query_gradient, bool key_gradient) {
+                                                       std::string reduction, bool query_gradient, bool key_gradient,
+                                                       bool) {
   InfoNCEProblem problem = problem_of(query, key, temperature);
   const bool later = reduction == "none" && key_gradient;
   Tensor to_query = gradient_of(query, problem.wide, query_gradient && !later);
@@ -40,7 +41,7 @@ static std::tuple<Tensor, Tensor, Tensor> info_nce_cpu(Tensor query, Tensor key,
 }
 
 static std::tuple<Tensor, Tensor> info_nce_gradients_cpu(Tensor query, Tensor key, double temperature, Tensor weights,
-                                                         bool query_gradient, bool key_gradient) {
+                                                         bool query_gradient, bool key_gradient, bool) {
   InfoNCEProblem problem = problem_of(query, key, temperature);
   problem.weights = weights_of(weights, problem.queries);
   Tensor to_query = gradient_of(query, problem.wide, query_gradient);
@@ -49,13 +50,14 @@ static std::tuple<Tensor, Tensor> info_nce_gradients_cpu(Tensor query, Tensor ke
   return {to_query, to_key};
 }
 
+// tf32: on CUDA float32 may be multiplied in tf32.
 STABLE_TORCH_LIBRARY_FRAGMENT(fedkernels, m) {
   m.def(
-      "info_nce(Tensor query, Tensor key, float temperature, str reduction, bool query_gradient, bool key_gradient)"
-      " -> (Tensor, Tensor, Tensor)");
+      "info_nce(Tensor query, Tensor key, float temperature, str reduction, bool query_gradient, bool key_gradient,"
+      " bool tf32) -> (Tensor, Tensor, Tensor)");
   m.def(
       "info_nce_gradients(Tensor query, Tensor key, float temperature, Tensor weights, bool query_gradient,"
-      " bool key_gradient) -> (Tensor, Tensor)");
+      " bool key_gradient, bool tf32) -> (Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fedkernels, CPU, m) {

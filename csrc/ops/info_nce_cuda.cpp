@@ -5,24 +5,26 @@
 
 namespace fedkernels {
 
-// As on the CPU; info_nce_gradients has no implementation here.
-static std::tuple<Tensor, Tensor, Tensor> info_nce_cuda(Tensor query, Tensor key, double temperature,
-                                                        std::string reduction, bool query_gradient, bool key_gradient) {
+// -> the losses and the gradients of their sum, each loss counting what `weights` says; a gradient that is not wanted
+// is empty.
+static std::tuple<Tensor, Tensor, Tensor> solve(const Tensor& query, const Tensor& key, double temperature,
+                                                const Tensor* weights, bool query_gradient, bool key_gradient,
+                                                bool tf32) {
   STD_TORCH_CHECK(query.dim() == 2 && key.dim() == 2 && query.size(1) == key.size(1) && query.size(1) > 0 &&
                       query.size(0) > 0 && key.size(0) >= query.size(0),
                   "query must have shape [B, d] and key [N, d], N >= B > 0");
   check_contrastive(query, key, "query and key");
-  const bool later = reduction == "none" && key_gradient;
   const OnDevice device(query);
   const int64_t queries = query.size(0), keys = key.size(0), width = query.size(1);
-  const ScalarType dtype = contrastive_dtype(query, key), of_sums = sums_dtype(dtype);
-  const Tensor rows = query.scalar_type() == dtype ? query : torch::stable::to(query, dtype);
-  const Tensor columns = key.scalar_type() == dtype ? key : torch::stable::to(key, dtype);
+  const Precision in = precision_of(query, key, tf32);
+  const Tensor rows = query.scalar_type() == in.rows ? query : torch::stable::to(query, in.rows);
+  const Tensor columns = key.scalar_type() == in.rows ? key : torch::stable::to(key, in.rows);
   const std::vector<int64_t> none = {0};
-  const auto sums_on = [&](const std::vector<int64_t>& shape) { return memory_on(query, shape, of_sums); };
-  Tensor to_query = sums_on(query_gradient && !later ? std::vector<int64_t>{queries, width} : none);
-  Tensor to_key = sums_on(key_gradient && !later ? std::vector<int64_t>{keys, width} : none);
+  const auto sums_on = [&](const std::vector<int64_t>& shape) { return memory_on(query, shape, in.sums); };
+  Tensor to_query = sums_on(query_gradient ? std::vector<int64_t>{queries, width} : none);
+  Tensor to_key = sums_on(key_gradient ? std::vector<int64_t>{keys, width} : none);
   const Tensor losses = sums_on({queries}), largest = sums_on({queries}), share = sums_on({queries});
+  Tensor counts = counts_of(weights, losses, device.stream());
 
   cuda::ContrastivePass pass = {};
   pass.rows = {rows.data_ptr(), dtype_of(rows, "query")};
@@ -34,23 +36,45 @@ static std::tuple<Tensor, Tensor, Tensor> info_nce_cuda(Tensor query, Tensor key
   pass.positives = keys;
   pass.row_largest = data_of(largest);
   pass.row_share = data_of(share);
+  count_by(pass, counts);
   pass.losses = data_of(losses);
   pass.gradient = data_of(to_query);
-  run_pass(pass, query, device.stream());
-  if (to_key.numel()) {
+  run_pass(pass, in.tensor_cores, query, device.stream());
+  if (key_gradient) {
     std::swap(pass.rows, pass.columns);
     pass.row_count = keys;
     pass.column_count = pass.positives = queries;
     pass.given = true;
     pass.column_largest = pass.row_largest;
     pass.column_share = pass.row_share;
+    pass.column_weight = pass.row_weight;
     pass.row_largest = pass.row_share = nullptr;
+    pass.row_weight = nullptr;
     pass.gradient = data_of(to_key);
-    run_pass(pass, query, device.stream());
+    run_pass(pass, in.tensor_cores, query, device.stream());
   }
-  return {reduced_on_cuda(losses, reduction, device.stream()), to_query, to_key};
+  return {losses, to_query, to_key};
 }
 
-STABLE_TORCH_LIBRARY_IMPL(fedkernels, CUDA, m) { m.impl("info_nce", TORCH_BOX(&info_nce_cuda)); }
+// As on the CPU.
+static std::tuple<Tensor, Tensor, Tensor> info_nce_cuda(Tensor query, Tensor key, double temperature,
+                                                        std::string reduction, bool query_gradient, bool key_gradient,
+                                                        bool tf32) {
+  const bool later = reduction == "none" && key_gradient;
+  const auto [losses, to_query, to_key] =
+      solve(query, key, temperature, nullptr, query_gradient && !later, key_gradient && !later, tf32);
+  return {reduced_on_cuda(losses, reduction), to_query, to_key};
+}
+
+static std::tuple<Tensor, Tensor> info_nce_gradients_cuda(Tensor query, Tensor key, double temperature, Tensor weights,
+                                                          bool query_gradient, bool key_gradient, bool tf32) {
+  const auto [losses, to_query, to_key] = solve(query, key, temperature, &weights, query_gradient, key_gradient, tf32);
+  return {to_query, to_key};
+}
+
+STABLE_TORCH_LIBRARY_IMPL(fedkernels, CUDA, m) {
+  m.impl("info_nce", TORCH_BOX(&info_nce_cuda));
+  m.impl("info_nce_gradients", TORCH_BOX(&info_nce_gradients_cuda));
+}
 
 }  // namespace fedkernels

@@ -34,14 +34,14 @@ static Tensor gradient_of_both(const NTXentProblem& problem, bool wanted) {
 // The gradient is that of the sum of the losses in the rows of both views. It is empty where it is not wanted, and where
 // the losses are not reduced: each may be weighted by something else.
 static std::tuple<Tensor, Tensor> nt_xent_cpu(Tensor view1, Tensor view2, double temperature, std::string reduction,
-                                              bool gradient) {
+                                              bool gradient, bool) {
   NTXentProblem problem = problem_of(view1, view2, temperature);
   Tensor to_rows = gradient_of_both(problem, gradient && reduction != "none");
   const Tensor losses = solve(problem, to_rows);
   return {reduced(losses, reduction), to_rows};
 }
 
-static Tensor nt_xent_gradients_cpu(Tensor view1, Tensor view2, double temperature, Tensor weights) {
+static Tensor nt_xent_gradients_cpu(Tensor view1, Tensor view2, double temperature, Tensor weights, bool) {
   NTXentProblem problem = problem_of(view1, view2, temperature);
   problem.weights = weights_of(weights, 2 * problem.batch);
   Tensor to_rows = gradient_of_both(problem, true);
@@ -49,9 +49,12 @@ static Tensor nt_xent_gradients_cpu(Tensor view1, Tensor view2, double temperatu
   return to_rows;
 }
 
+// tf32: on CUDA float32 may be multiplied in tf32.
 STABLE_TORCH_LIBRARY_FRAGMENT(fedkernels, m) {
-  m.def("nt_xent(Tensor view1, Tensor view2, float temperature, str reduction, bool gradient) -> (Tensor, Tensor)");
-  m.def("nt_xent_gradients(Tensor view1, Tensor view2, float temperature, Tensor weights) -> Tensor");
+  m.def(
+      "nt_xent(Tensor view1, Tensor view2, float temperature, str reduction, bool gradient, bool tf32)"
+      " -> (Tensor, Tensor)");
+  m.def("nt_xent_gradients(Tensor view1, Tensor view2, float temperature, Tensor weights, bool tf32) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fedkernels, CPU, m) {

@@ -10,6 +10,7 @@ from fedkernels.reference.nt_xent import nt_xent
 from tests.cuda_on_cpu.emulation import DTYPES, Array, EmulationError, poison
 
 BF16, FP16, FP32, WIDE = torch.bfloat16, torch.float16, torch.float32, torch.float64
+EPS = {BF16: 2**-7, FP16: 2**-10, FP32: 2**-10}  # of what contrastive.cu multiplies: float32 as tf32
 SMALL = 99 << 10  # bytes of shared memory that a block may have on sm_86 and sm_89
 
 
@@ -25,7 +26,10 @@ class Pass(ctypes.Structure):
         *((name, ctypes.c_bool) for name in ("leave_out_self", "given")),
         *(
             (name, ctypes.c_void_p)
-            for name in ("row_largest", "row_share", "column_largest", "column_share", "losses", "gradient")
+            for name in (
+                *("row_largest", "row_share", "column_largest", "column_share"),
+                *("row_weight", "column_weight", "weight_unit", "losses", "gradient"),
+            )
         ),
     )
 
@@ -43,12 +47,24 @@ def rows(count, width, dtype, seed):
     return torch.nn.functional.normalize(values).to(dtype)
 
 
+def on_tensor_cores(library):
+    """Is it contrastive.cu, not contrastive_wide.cu?"""
+    return hasattr(library.handle, "cuda_contrastive")
+
+
+def multiplied(library, matrix):
+    """The matrix as it is multiplied: float32 rounded to tf32, 10 bits of mantissa, on the tensor cores."""
+    if matrix.dtype == FP32 and on_tensor_cores(library):
+        matrix = ((matrix.view(torch.int32) + 0x1000) & ~0x1FFF).view(FP32)
+    return matrix.double()
+
+
 def run_pass(library, call, first, second, temperature, sums, gradient, *, losses=None, processors=4, **options):
     shape = first.shape[0], second.shape[0], first.shape[1]
     library.settings(0, False, processors, 227 << 10)
-    half = first.dtype in (BF16, FP16)
-    function = "cuda_contrastive" if half else "cuda_contrastive_wide"
-    size = (*shape, gradient is not None) if half else (*shape, gradient is not None, first.dtype == WIDE)
+    tensor_cores = on_tensor_cores(library)
+    function = "cuda_contrastive" if tensor_cores else "cuda_contrastive_wide"
+    size = (*shape, gradient is not None, first.dtype == (FP32 if tensor_cores else WIDE))
     memory = poison(library.ask(f"{function}_memory", *size) // 4, dtype=torch.float32)
     names = dict(zip(("row_largest", "row_share", "column_largest", "column_share"), map(pointer, sums), strict=True))
     given = Pass(
@@ -68,61 +84,75 @@ def sums_like(rows, *shape):
     return poison(*shape, dtype=WIDE if rows.dtype == WIDE else torch.float32)
 
 
-def run_info_nce(library, query, key, temperature, **device):
+def run_info_nce(library, query, key, temperature, counts=None, **device):
     processors = device.get("multiprocessors", 4)
+    counted = pointer(counts), None if counts is None else pointer(counts[-1:])
 
     def run(call):
         losses, largest, share = (sums_like(query, len(query)) for _ in range(3))
         of_query, of_key = sums_like(query, *query.shape), sums_like(key, *key.shape)
         sums, options = (largest, share, None, None), {"positives": len(key), "processors": processors}
+        options |= dict(zip(("row_weight", "weight_unit"), counted, strict=True))
         run_pass(library, call, query, key, temperature, sums, of_query, losses=losses, **options)
         sums, options = (None, None, largest, share), {"positives": len(query), "processors": processors}
+        options |= dict(zip(("column_weight", "weight_unit"), counted, strict=True))
         run_pass(library, call, key, query, temperature, sums, of_key, given=True, **options)
         return losses, of_query, of_key
 
     return library.results(run, **device)
 
 
-def run_nt_xent(library, view1, view2, temperature):
+def run_nt_xent(library, view1, view2, temperature, counts=None):
     z = torch.cat([view1, view2])
+    counted = pointer(counts), None if counts is None else pointer(counts[-1:])
 
     def run(call):
         losses, largest, share, gradient = (sums_like(z, *n) for n in ([len(z)], [len(z)], [len(z)], z.shape))
         options = {"shift": len(view1), "positives": len(z), "leave_out_self": True}
+        options |= dict(zip(("row_weight", "weight_unit"), counted, strict=True))
         run_pass(library, call, z, z, temperature, (largest, share, None, None), None, losses=losses, **options)
-        sums = (largest, share, largest, share)
+        sums, options = (largest, share, largest, share), options | {"column_weight": counted[0]}
         run_pass(library, call, z, z, temperature, sums, gradient, given=True, **options)
         return losses, gradient
 
     return library.results(run)
 
 
-def check(found, truth, gradients, expected, dtype):
-    eps = torch.finfo(dtype).eps
-    slack = 40 * max(eps, torch.finfo(found.dtype).eps) if dtype not in (BF16, FP16) else 2e-5
+def counts_of(weights, like):
+    """The weights of the losses as a pass takes them, and behind them their unit."""
+    unit = weights.abs().max()
+    return torch.cat([weights / unit, unit[None]]).to(WIDE if like.dtype == WIDE else torch.float32)
+
+
+def check(library, found, truth, gradients, expected, dtype):
+    slack, atol = 40 * torch.finfo(dtype).eps, 40 * torch.finfo(dtype).eps
+    if on_tensor_cores(library):
+        # The weights are rounded as the inputs are before the second product, and they sum to 1 or 2.
+        slack, atol = 2e-5, EPS[dtype]
     torch.testing.assert_close(found.double(), truth, rtol=slack, atol=slack)
     for gradient, wide in zip(gradients, expected, strict=True):
-        # Halves: the weights are rounded to the inputs' dtype before the second product, and they sum to 1 or 2.
-        atol = (1 if dtype in (BF16, FP16) else 40) * eps * float(wide.abs().max())
-        torch.testing.assert_close(gradient.double(), wide, rtol=0, atol=atol)
+        torch.testing.assert_close(gradient.double(), wide, rtol=0, atol=atol * float(wide.abs().max()))
 
 
-def check_info_nce(library, query, key, temperature, **device):
-    found, *gradients = run_info_nce(library, query, key, temperature, **device)
-    wide = [query.double().requires_grad_(), key.double().requires_grad_()]
+def check_info_nce(library, query, key, temperature, weights=None, **device):
+    counts = None if weights is None else counts_of(weights, query)
+    found, *gradients = run_info_nce(library, query, key, temperature, counts, **device)
+    wide = [multiplied(library, query).requires_grad_(), multiplied(library, key).requires_grad_()]
     truth = info_nce(*wide, temperature, "none")
-    check(found, truth.detach(), gradients, torch.autograd.grad(truth.sum(), wide), query.dtype)
+    expected = torch.autograd.grad(truth, wide, torch.ones_like(truth) if weights is None else weights)
+    check(library, found, truth.detach(), gradients, expected, query.dtype)
 
 
-def check_nt_xent(library, view1, view2, temperature):
-    found, gradient = run_nt_xent(library, view1, view2, temperature)
-    wide = [view1.double().requires_grad_(), view2.double().requires_grad_()]
+def check_nt_xent(library, view1, view2, temperature, weights=None):
+    counts = None if weights is None else counts_of(weights, view1)
+    found, gradient = run_nt_xent(library, view1, view2, temperature, counts)
+    wide = [multiplied(library, view1).requires_grad_(), multiplied(library, view2).requires_grad_()]
     truth = nt_xent(*wide, temperature, "none")
-    expected = torch.cat(torch.autograd.grad(truth.sum(), wide))
-    check(found, truth.detach(), [gradient], [expected], view1.dtype)
+    expected = torch.autograd.grad(truth, wide, torch.ones_like(truth) if weights is None else weights)
+    check(library, found, truth.detach(), [gradient], [torch.cat(expected)], view1.dtype)
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("dtype", EPS)
 @pytest.mark.parametrize(
     ("queries", "keys", "width", "temperature"),
     [(1, 1, 1, 1.0), (5, 9, 3, 0.5), (130, 131, 40, 0.2), (64, 200, 144, 0.1), (70, 70, 256, 0.2), (33, 66, 300, 0.3)],
@@ -132,7 +162,7 @@ def test_info_nce(compiler, dtype, queries, keys, width, temperature):
     check_info_nce(compiler.load("contrastive.cu"), query, key, temperature)
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("dtype", EPS)
 @pytest.mark.parametrize(
     ("batch", "width", "temperature"), [(1, 5, 1.0), (37, 24, 0.2), (67, 129, 0.5), (20, 512, 0.1)]
 )
@@ -159,27 +189,66 @@ def test_nt_xent_wide(compiler, dtype, batch, width, temperature):
     check_nt_xent(compiler.load("contrastive_wide.cu"), view1, view2, temperature)
 
 
-@pytest.mark.parametrize(("source", "dtype"), [("contrastive.cu", BF16), ("contrastive_wide.cu", FP32)])
+# float32 and float64 as they are; the others on the tensor cores, float32 in tf32.
+EACH = pytest.mark.parametrize(
+    ("source", "dtype"),
+    [*(("contrastive.cu", dtype) for dtype in EPS), *(("contrastive_wide.cu", dtype) for dtype in (FP32, WIDE))],
+)
+
+
+@EACH
+@pytest.mark.parametrize("scale", [1.0, 1e5])  # beyond what float16 holds
+def test_losses_that_count_differently(compiler, source, dtype, scale):
+    library, weights = compiler.load(source), scale * torch.linspace(-0.4, 1, 74, dtype=WIDE)
+    query, key = rows(74, 24, dtype, 1), rows(131, 24, dtype, 2)
+    check_info_nce(library, query, key, 0.2, weights)
+    check_nt_xent(library, query[:37].clone(), key[:37].clone(), 0.3, weights)
+
+
+@pytest.mark.parametrize("dtype", [FP32, WIDE])
+def test_what_losses_count(compiler, dtype):
+    """In units of the largest that is finite."""
+
+    def found(*weights):
+        def run(call):
+            given, counts = torch.tensor(weights, dtype=WIDE), poison(len(weights) + 1, dtype=dtype)
+            call("cuda_contrastive_weights", given, len(weights), ctypes.byref(array(counts)), None)
+            return counts
+
+        return compiler.load("contrastive.cu").results(run)
+
+    weights = torch.linspace(-3e7, 2e7, 2500, dtype=WIDE)
+    torch.testing.assert_close(found(*weights.tolist()), counts_of(weights, poison(1, dtype=dtype)))
+    assert found(0.0, -0.0).tolist() == [0, 0, 1]
+    infinite = found(torch.inf, 2.0, torch.nan, -4.0)
+    torch.testing.assert_close(
+        infinite, torch.tensor([torch.inf, 0.5, torch.nan, -1, 4], dtype=dtype), rtol=0, atol=0, equal_nan=True
+    )
+
+
+@EACH
 def test_columns_in_one_part_or_several(compiler, source, dtype):
     """One multiprocessor: nothing is shared out; 16: each block has a few columns."""
     query, key = rows(40, 32, dtype, 1), rows(900, 32, dtype, 2)
     library = compiler.load(source)
     one, many = (run_info_nce(library, query, key, 0.1, multiprocessors=count) for count in (1, 16))
+    rounding = EPS[dtype] if on_tensor_cores(library) else 1e-5
     for x, y in zip(one, many, strict=True):
-        torch.testing.assert_close(x, y, rtol=2 * torch.finfo(dtype).eps, atol=1e-3 if dtype == BF16 else 1e-5)
+        torch.testing.assert_close(x, y, rtol=2 * rounding, atol=rounding / 8)
     torch.testing.assert_close(one[0], many[0], rtol=1e-5, atol=1e-5)
 
 
-def test_small_shared_memory(compiler):
-    query, key = rows(20, 256, BF16, 1), rows(70, 256, BF16, 2)
+@pytest.mark.parametrize(("dtype", "width", "too_wide"), [(BF16, 256, 512), (FP32, 240, 256)])
+def test_small_shared_memory(compiler, dtype, width, too_wide):
+    query, key = rows(20, width, dtype, 1), rows(70, width, dtype, 2)
     library = compiler.load("contrastive.cu")
     large, small = (run_info_nce(library, query, key, 0.1, shared_limit=limit) for limit in (227 << 10, SMALL))
     torch.testing.assert_close(large[0], small[0], rtol=1e-5, atol=1e-5)
     with pytest.raises(EmulationError, match="too large"):
-        run_info_nce(library, rows(4, 512, BF16, 1), rows(4, 512, BF16, 2), 0.1, shared_limit=SMALL)
+        run_info_nce(library, rows(4, too_wide, dtype, 1), rows(4, too_wide, dtype, 2), 0.1, shared_limit=SMALL)
 
 
-@pytest.mark.parametrize(("source", "dtype"), [("contrastive.cu", BF16), ("contrastive_wide.cu", FP32)])
+@EACH
 def test_nan_stays_in_its_row(compiler, source, dtype):
     query, key = rows(50, 16, dtype, 1), rows(50, 16, dtype, 2)
     query[17, 3] = torch.nan
@@ -189,11 +258,13 @@ def test_nan_stays_in_its_row(compiler, source, dtype):
     assert of_key.isnan().all()
 
 
-@pytest.mark.parametrize(("source", "dtype"), [("contrastive.cu", BF16), ("contrastive_wide.cu", FP32)])
+@EACH
 def test_large_logits(compiler, source, dtype):
     query, key = 100 * rows(20, 64, dtype, 1), 100 * rows(30, 64, dtype, 2)
-    losses, of_query, _ = run_info_nce(compiler.load(source), query, key, 1e-2)
-    torch.testing.assert_close(losses.double(), info_nce(query.double(), key.double(), 1e-2, "none"), rtol=1e-5, atol=1)
+    library = compiler.load(source)
+    losses, of_query, _ = run_info_nce(library, query, key, 1e-2)
+    truth = info_nce(multiplied(library, query), multiplied(library, key), 1e-2, "none")
+    torch.testing.assert_close(losses.double(), truth, rtol=1e-5, atol=1)
     assert of_query.isfinite().all()
 
 
@@ -215,7 +286,7 @@ def test_the_sum_of_the_losses(compiler, dtype):
         # A barrier between the weights' writing and their reading.
         ("    if (pass.gradient) {\n      __syncthreads();\n", "    if (pass.gradient) {\n"),
         # The fragment's rows.
-        ("tile + (k + lane % 16) * pitch", "tile + (k + lane % 8) * pitch"),
+        ("values + lane % 16 * pitch", "values + lane % 8 * pitch"),
         # The wait for the tile.
         ("copy_async_wait<1>();", "copy_async_wait<2>();"),
     ],
@@ -223,6 +294,24 @@ def test_the_sum_of_the_losses(compiler, dtype):
 def test_a_planted_fault_is_found(compiler, old, new):
     library = compiler.mutant("contrastive.cu", old, new)
     query, key = rows(70, 32, BF16, 1), rows(140, 32, BF16, 2)
+    with pytest.raises(AssertionError):
+        check_info_nce(library, query, key, 0.2)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        # The rows of the values, in the order of the weights.
+        ("values + lane % 4 * 2 * pitch", "values + lane % 4 * pitch"),
+        # The depth of a fragment.
+        ("k + lane / 8 % 2 * T::LANES", "k + lane / 8 % 2 * 8"),
+        # The rounding: tensor cores cut off what is too long.
+        ("        round_fetched<T::COLUMNS>(tile, pitch, pass.width);\n", ""),
+    ],
+)
+def test_a_planted_fault_in_tf32_is_found(compiler, old, new):
+    library = compiler.mutant("contrastive.cu", old, new)
+    query, key = rows(70, 32, FP32, 1), rows(140, 32, FP32, 2)
     with pytest.raises(AssertionError):
         check_info_nce(library, query, key, 0.2)
 

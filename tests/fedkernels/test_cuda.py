@@ -30,6 +30,25 @@ def with_gradients(function: Callable[..., Tensor]) -> Callable[..., list[Tensor
     return call
 
 
+def weighted(losses):
+    """Losses that are not reduced and count differently, some less than nothing."""
+    return losses * torch.arange(-3, len(losses) - 3, device=losses.device) * 100.0
+
+
+def in_tf32(function: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
+    """With products of float32 in tf32 where there are such."""
+
+    def call(*tensors):
+        settings, before = torch.backends.cuda.matmul, torch.backends.cuda.matmul.fp32_precision
+        settings.fp32_precision = "tf32"
+        try:
+            return function(*tensors)
+        finally:
+            settings.fp32_precision = before
+
+    return call
+
+
 def transport(cost, a, b):
     """The operator itself: the public function looks at what came out and warns, for which it waits."""
     options = 0.8, 0.9, 1e-7, 10_000, "accelerated"
@@ -64,12 +83,38 @@ CASES = {
     "info_nce, float16": Case(with_gradients(lambda q, k: info_nce(q, k, 0.3)), [ROWS, MORE], FP16, 2e-3),
     "info_nce, float32": Case(with_gradients(lambda q, k: info_nce(q, k, 0.3)), [ROWS, MORE], FP32, 1e-5),
     "info_nce, float64": Case(with_gradients(lambda q, k: info_nce(q, k, 0.3)), [ROWS, MORE], FP64, 1e-12),
+    "info_nce, tf32": Case(in_tf32(with_gradients(lambda q, k: info_nce(q, k, 0.3))), [ROWS, MORE], FP32, 2e-3),
+    "info_nce, not reduced, tf32": Case(
+        in_tf32(with_gradients(lambda q, k: weighted(info_nce(q, k, 0.3, "none")))), [ROWS, MORE], FP32, 2e-3
+    ),
     "info_nce, two dtypes": Case(with_gradients(lambda q, k: info_nce(q, k.half(), 0.3)), [ROWS, MORE], BF16, 1e-2),
     "info_nce, wide rows": Case(with_gradients(lambda q, k: info_nce(q, k, 0.3)), [WIDE_ROWS, WIDE_MORE], BF16, 1e-2),
     "info_nce, query alone": Case(with_gradients(lambda q: info_nce(q, q.detach(), 0.3)), [ROWS], BF16, 1e-2),
+    "info_nce, not reduced, bfloat16": Case(
+        with_gradients(lambda q, k: weighted(info_nce(q, k, 0.3, "none"))), [ROWS, MORE], BF16, 1e-2
+    ),
+    "info_nce, not reduced, float16": Case(
+        with_gradients(lambda q, k: weighted(info_nce(q, k, 0.3, "none"))), [ROWS, MORE], FP16, 2e-3
+    ),
+    "info_nce, not reduced, float32": Case(
+        with_gradients(lambda q, k: weighted(info_nce(q, k, 0.3, "none"))), [ROWS, MORE], FP32, 1e-5
+    ),
+    "info_nce, not reduced, key alone": Case(
+        with_gradients(lambda k: weighted(info_nce(k[:37].detach(), k, 0.3, "none"))), [MORE], FP64, 1e-12
+    ),
     "nt_xent, bfloat16": Case(with_gradients(lambda p, q: nt_xent(p, q, 0.3)), [ROWS, MORE[:37]], BF16, 1e-2),
     "nt_xent, float32": Case(with_gradients(lambda p, q: nt_xent(p, q, 0.3)), [ROWS, MORE[:37]], FP32, 1e-5),
+    "nt_xent, tf32": Case(in_tf32(with_gradients(lambda p, q: nt_xent(p, q, 0.3))), [ROWS, MORE[:37]], FP32, 2e-3),
+    "nt_xent, tf32, 300 columns": Case(
+        in_tf32(with_gradients(lambda p, q: nt_xent(p, q, 0.3))), [WIDE_ROWS[:, :300], WIDE_MORE[:20, :300]], FP32, 2e-3
+    ),
     "nt_xent, float64": Case(with_gradients(lambda p, q: nt_xent(p, q, 0.3)), [ROWS, MORE[:37]], FP64, 1e-12),
+    "nt_xent, not reduced, bfloat16": Case(
+        with_gradients(lambda p, q: weighted(nt_xent(p, q, 0.3, "none"))), [ROWS, MORE[:37]], BF16, 1e-2
+    ),
+    "nt_xent, not reduced, float64": Case(
+        with_gradients(lambda p, q: weighted(nt_xent(p, q, 0.3, "none"))), [ROWS, MORE[:37]], FP64, 1e-12
+    ),
     "linear_cka": Case(with_gradients(linear_cka), [randn(3, 70, 9), randn(3, 70, 50, seed=1)], FP32, 1e-5),
     "linear_cka, centered": Case(
         with_gradients(lambda x, y: linear_cka(x, y, True)), [randn(2, 40, 100), randn(2, 40, 70, seed=1)], FP32, 1e-5
@@ -117,6 +162,15 @@ def test_small_case(name):
     truth = case.call(*(tensor.double() for tensor in on("cpu", name)))
     assert_near(found, truth, case.tolerance)
     assert_equal(case.call(*on("cuda", name)), found)  # to the last bit
+
+
+@pytest.mark.parametrize("name", ["info_nce, tf32", "nt_xent, tf32", "nt_xent, tf32, 300 columns"])
+def test_tf32_is_used_where_torch_allows_it(name):
+    """And nowhere else: the cases in float32 are nearer to the truth than tf32 can be."""
+    case = CASES[name]
+    truth = case.call(*(tensor.double() for tensor in on("cpu", name)))
+    with pytest.raises(AssertionError):
+        assert_near(case.call(*on("cuda", name)), truth, 2e-5)
 
 
 def test_the_module_has_kernels_for_this_gpu():
@@ -227,7 +281,8 @@ def test_inputs_on_different_devices_are_refused():
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32, FP64])
 @pytest.mark.parametrize("keys_learn", [False, True])
-def test_logits_are_never_held(dtype, keys_learn):
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_logits_are_never_held(dtype, keys_learn, reduction):
     rows = 8192
     query, key = (randn(rows, 64, seed=seed).to(dtype).cuda() / 8 for seed in (1, 2))
     query.requires_grad_()
@@ -237,7 +292,7 @@ def test_logits_are_never_held(dtype, keys_learn):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        info_nce(query, key, 0.2).backward()
+        info_nce(query, key, 0.2, reduction).sum().backward()
         extra = torch.cuda.max_memory_allocated() - before
     assert extra < 2 * rows * rows / 4
 

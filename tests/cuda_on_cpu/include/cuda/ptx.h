@@ -64,15 +64,18 @@ void copy_async_wait() {
 
 namespace on_cpu {
 
-inline void load_matrices(uint32_t (&fragment)[4], const void* row, bool transposed) {
-  if (reinterpret_cast<uintptr_t>(row) % 16) cuda_on_cpu::fail("load_matrices: a row is not aligned to 16 bytes");
+template <unsigned MATRICES>
+void load_matrices(uint32_t (&fragment)[MATRICES], const void* row, bool transposed) {
   struct Row {
     uint16_t values[8];
-  } mine;
-  memcpy(&mine, row, 16);
+  } mine = {};
+  if (cuda_on_cpu::lane() < 8 * MATRICES) {
+    if (reinterpret_cast<uintptr_t>(row) % 16) cuda_on_cpu::fail("load_matrices: a row is not aligned to 16 bytes");
+    memcpy(&mine, row, 16);
+  }
   const char* slots = cuda_on_cpu::exchange(0xffffffff, "load_matrices", &mine, sizeof(mine));
   const unsigned g = cuda_on_cpu::lane() / 4, t = cuda_on_cpu::lane() % 4;
-  for (unsigned matrix = 0; matrix < 4; ++matrix) {
+  for (unsigned matrix = 0; matrix < MATRICES; ++matrix) {
     uint32_t pair[2];
     for (unsigned i = 0; i < 2; ++i) {
       const unsigned of_row = transposed ? 2 * t + i : g, column = transposed ? g : 2 * t + i;
@@ -117,6 +120,7 @@ void mma_16(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], co
 }  // namespace on_cpu
 
 inline void load_matrices(uint32_t (&fragment)[4], const void* row) { on_cpu::load_matrices(fragment, row, false); }
+inline void load_matrices(uint32_t (&fragment)[2], const void* row) { on_cpu::load_matrices(fragment, row, false); }
 inline void load_matrices_transposed(uint32_t (&fragment)[4], const void* row) {
   on_cpu::load_matrices(fragment, row, true);
 }
