@@ -21,6 +21,7 @@ COMPILED = (
     "nt_xent",
     "unbalanced_ot",
 )  # the operators that csrc/ops defines
+INTERFACE = "2"  # of their schemas, with csrc/ops/module.cpp: raised in both whenever a schema changes
 _NOTE = Path(__file__).with_name("_C.missing")  # written by the installation where it could not compile
 
 
@@ -32,9 +33,12 @@ def _load() -> tuple[ModuleType | None, str]:
     try:
         loaded = importlib.import_module("fedkernels._C")
         lacking = [name for name in COMPILED if not hasattr(torch.ops.fedkernels, name)]
-        if not lacking:
+        if lacking:
+            reason = f"it was compiled from older sources and lacks {', '.join(lacking)}"
+        elif (found := loaded.build_info().get("interface")) != INTERFACE:
+            reason = f"it was compiled from other sources, with interface {found} and not {INTERFACE}"
+        else:
             return loaded, ""
-        reason = f"it was compiled from older sources and lacks {', '.join(lacking)}"
     except ModuleNotFoundError:
         cause = _NOTE.read_text(encoding="utf-8").strip() if _NOTE.exists() else ""
         reason = f"it was not compiled ({cause})" if cause else "it was not compiled when fedkernels was installed"

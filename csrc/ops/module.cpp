@@ -33,9 +33,12 @@ Isa isa() {
 
 }  // namespace fedkernels
 
+// Of the operators' schemas, with fedkernels/_native.py: raised in both whenever a schema changes.
+#define FEDKERNELS_INTERFACE "2"
+
 static PyObject* build_info(PyObject*, PyObject*) {
   static const char* const names[] = {"baseline", "avx2", "avx512"};
-  return Py_BuildValue("{s:s,s:s,s:s,s:s,s:s}", "compiled", FEDKERNELS_ISAS, "used",
+  return Py_BuildValue("{s:s,s:s,s:s,s:s,s:s,s:s}", "interface", FEDKERNELS_INTERFACE, "compiled", FEDKERNELS_ISAS, "used",
                        names[static_cast<int>(fedkernels::isa())], "cuda", FEDKERNELS_CUDA, "compiler",
 #if defined(__clang__)
                        "clang " __clang_version__,

@@ -1,5 +1,6 @@
 """The compiled module: its operators, instruction sets and threads, what happens without it, and its build."""
 
+import hashlib
 import os
 import shutil
 import subprocess
@@ -347,6 +348,21 @@ def test_a_module_of_older_sources_is_told_with_what_it_lacks(monkeypatch):
         module, reason = _native._load()
     assert module is None
     assert "newer_operator" in reason
+
+
+@pytest.mark.skipif(_native.module is None, reason="not compiled")
+def test_a_module_with_other_schemas_is_told(monkeypatch):
+    monkeypatch.setattr(_native, "INTERFACE", "newer")
+    with pytest.warns(UserWarning, match="compiled from other sources, with interface .* and not newer"):
+        module, _ = _native._load()
+    assert module is None
+
+
+@pytest.mark.skipif(_native.module is None, reason="not compiled")
+def test_the_interface_is_that_of_these_schemas():
+    """Where this fails a schema has changed: raise INTERFACE in _native.py and in csrc/ops/module.cpp."""
+    schemas = [str(getattr(torch.ops.fedkernels, name).default._schema) for name in _native.COMPILED]
+    assert (_native.INTERFACE, hashlib.sha256("\n".join(schemas).encode()).hexdigest()[:12]) == ("2", "3ffcb4d79bac")
 
 
 def test_the_environment_forces_the_references():
