@@ -26,7 +26,8 @@ def linear_cka(x: Tensor, y: Tensor, centered: bool = False) -> Tensor:
 
     Returns:
         [...], float64 where an input is float64, else float32. Products have that precision, their norms are summed in
-        float64. Gradients come back in each input's dtype. The scale of x and y does not matter, overflow included.
+        float64; on a GPU large products in float32 follow torch's setting for tf32. Gradients come back in each
+        input's dtype. The scale of x and y does not matter, overflow included.
         A matrix that is zero (for ``centered``: whose columns are constant) has CKA 0 and gradient 0. NaN or inf
         in gives NaN out.
 

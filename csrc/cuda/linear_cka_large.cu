@@ -1,7 +1,7 @@
 // Before the products: maxima, column sums, then z, which is x and y side by side, scaled and centred. A block works on
-// 128 columns of a chunk of a matrix's rows and leaves its part of a sum in memory; the next kernel's blocks add the parts
-// of their columns, all in one order. After the products: their inner products, in float64 and again in parts, from which
-// every block of the last kernel knows the value and the factors that make matrices for the gradients of the products.
+// 128 columns of a chunk of a matrix's rows and leaves its part of a sum in memory; the next kernel's blocks add the
+// parts that they need, all in one order. After the products: their inner products, in float64 and again in parts, from
+// which every block of the last kernel knows the value, and the factors by which the products are to be multiplied.
 #include "cuda/linear_cka_large.h"
 
 #include "cuda/dtype.h"
@@ -13,10 +13,11 @@ namespace fedkernels::cuda {
 namespace {
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS;
-constexpr int WIDTH = 128;                   // columns of a part: four for each lane
-constexpr int MOST_CHUNKS = 32, LEAST_ROWS = 64;
-constexpr int SUM_BLOCKS = 64;               // for the inner products of a problem
-constexpr int KERNEL_SCALES = 4;             // of a problem, see cuda_linear_cka_prepare_to_kernel
+constexpr int WIDTH = 128;                         // columns of a part: four for each lane
+constexpr int MOST_CHUNKS = 32, LEAST_ROWS = 64;   // of the rows, in a part
+constexpr int MOST_SUMS = 256;                     // parts of an inner product
+constexpr int MOST_BLOCKS = 512;                   // for a problem, in the last kernels
+constexpr int KERNEL_SCALES = 4;                   // of a problem, see cuda_linear_cka_prepare_to_kernel
 
 // ---- before the products ----
 
@@ -46,10 +47,10 @@ struct Parts {
 // A block's part.
 struct Part : Parts {
   Array source;
-  int64_t problem, chunk, width, start;   // start: the entry at which the matrix begins
-  int64_t matrix, first_tile, tile;       // first_tile: the matrix's first; tile: this part's, within the matrix
-  int64_t column, from, to;               // first column, and rows
-  int64_t columns_before;                 // of the matrices before
+  int64_t problem, chunk, width, start;  // start: the entry at which the matrix begins
+  int64_t matrix, first_tile, tile;      // first_tile: the matrix's first; tile: this part's, within the matrix
+  int64_t column, from, to;              // first column, and rows
+  int64_t columns_before;                // of the matrices before
 
   __device__ explicit Part(const CKAMatrices& given) : Parts(given) {
     const int64_t block = blockIdx.x;
@@ -119,7 +120,7 @@ __device__ inline bool finite(T value) {
   return value - value == 0;
 }
 
-// What brings numbers up to `largest` to [1, 2), the largest of all below 4. 0 where that is infinite, and NaN comes out.
+// What brings `largest` to [1, 2), or as near as a power of two does. 0 where it is infinite, so that NaN comes out.
 template <typename T>
 __device__ inline T scale_for(T largest) {
   T scale = 0;
@@ -183,8 +184,8 @@ __global__ void __launch_bounds__(THREADS) column_sums_kernel(const CKAMatrices 
   if (threadIdx.x < WIDTH) sums[blockIdx.x * static_cast<int64_t>(WIDTH) + threadIdx.x] = sum;
 }
 
-// Writes the matrices to z. `scales` has `pitch_of_scales` numbers for each problem, first those of the matrices. Where x
-// will meet a kernel `kernel_maxima` are its parts', `parts_of_kernel` for each problem; the scale beside x's is the second.
+// Writes the matrices to z. `scales` has `pitch_of_scales` numbers for each problem, first those of the matrices. Where
+// there is a kernel, `kernel_maxima` has `parts_of_kernel` for each problem, and the scale beside x's is the second.
 template <typename T>
 __global__ void __launch_bounds__(THREADS)
     write_kernel(const CKAMatrices given, const T* maxima, const double* sums, const T* kernel_maxima,
@@ -283,7 +284,7 @@ __global__ void __launch_bounds__(THREADS)
   if (threadIdx.x < WIDTH) column_sums[blockIdx.x * static_cast<int64_t>(WIDTH) + threadIdx.x] = sum;
 }
 
-// margins[problem, tile, 3] for WIDTH rows and columns each: sum of the squared column sums and row sums, and of the sums.
+// margins[problem, tile, 3], each for WIDTH columns and rows: the column sums squared, the row sums squared, the sum.
 __global__ void __launch_bounds__(THREADS)
     margins_kernel(const CKAMatrices kernel, const double* column_sums, const double* row_sums, double* margins) {
   SHARED(of_warps, double[WARPS]);
@@ -345,26 +346,27 @@ struct Terms {
   int count;
 };
 
-// partials[problem, term, SUM_BLOCKS]: parts of the terms' inner products.
+// partials[problem, term, blocks]: parts of the terms' inner products.
 template <typename T>
-__global__ void __launch_bounds__(THREADS) inner_products_kernel(const Terms<T> given, double* partials) {
+__global__ void __launch_bounds__(THREADS)
+    inner_products_kernel(const Terms<T> given, double* partials, int64_t blocks) {
   SHARED(of_warps, double[WARPS]);
-  const int64_t problem = blockIdx.x / SUM_BLOCKS, block = blockIdx.x % SUM_BLOCKS;
+  const int64_t problem = blockIdx.x / blocks, block = blockIdx.x % blocks;
   for (int i = 0; i < given.count; ++i) {
     const Term<T> term = given.terms[i];
     const T *const left = term.left + problem * term.left_step, *const right = term.right + problem * term.right_step;
     double sum = 0;
 #pragma unroll 4
-    for (int64_t at = block * THREADS + threadIdx.x; at < term.count; at += THREADS * SUM_BLOCKS) {
+    for (int64_t at = block * THREADS + threadIdx.x; at < term.count; at += THREADS * blocks) {
       sum += static_cast<double>(left[at]) * static_cast<double>(right[at]);
     }
     sum = block_reduce(sum, of_warps, Sum());
-    if (threadIdx.x == 0) partials[(problem * given.count + i) * SUM_BLOCKS + block] = sum;
+    if (threadIdx.x == 0) partials[(problem * given.count + i) * blocks + block] = sum;
   }
 }
 
-__global__ void __launch_bounds__(THREADS) add_partials_kernel(const double* partials, double* sums) {
-  const double sum = block_sum(partials + blockIdx.x * static_cast<int64_t>(SUM_BLOCKS), SUM_BLOCKS, 1);
+__global__ void __launch_bounds__(THREADS) add_partials_kernel(const double* partials, int64_t count, double* sums) {
+  const double sum = block_sum(partials + blockIdx.x * count, count, 1);
   if (threadIdx.x == 0) sums[blockIdx.x] = sum;
 }
 
@@ -380,11 +382,11 @@ struct Share {
 
 template <typename T>
 __global__ void __launch_bounds__(THREADS)
-    combine_kernel(const CKAProducts given, const double* partials, int64_t blocks_of_problem) {
+    combine_kernel(const CKAProducts given, const double* partials, int64_t count, int64_t blocks_of_problem) {
   const Share share(blocks_of_problem);
-  const double* const of_problem = partials + share.problem * 3 * SUM_BLOCKS;
-  const double xx = block_sum(of_problem, SUM_BLOCKS, 1), yy = block_sum(of_problem + 2 * SUM_BLOCKS, SUM_BLOCKS, 1);
-  double cross = block_sum(of_problem + SUM_BLOCKS, SUM_BLOCKS, 1);
+  const double* const of_problem = partials + share.problem * 3 * count;
+  const double xx = block_sum(of_problem, count, 1), yy = block_sum(of_problem + 2 * count, count, 1);
+  double cross = block_sum(of_problem + count, count, 1);
   const bool zero = xx == 0 || yy == 0, negative = cross < 0;  // negative: by rounding, in sample space
   if (negative) cross = 0;
   const double norms = sqrt(xx) * sqrt(yy), value = zero ? 0 : cross / norms;
@@ -429,11 +431,12 @@ __global__ void __launch_bounds__(THREADS)
 
 template <typename T>
 __global__ void __launch_bounds__(THREADS)
-    combine_to_kernel_kernel(const CKAToKernelProducts given, const double* partials, int64_t blocks_of_problem) {
+    combine_to_kernel_kernel(const CKAToKernelProducts given, const double* partials, int64_t count,
+                             int64_t blocks_of_problem) {
   const Share share(blocks_of_problem);
-  const double* const of_problem = partials + share.problem * 2 * SUM_BLOCKS;
+  const double* const of_problem = partials + share.problem * 2 * count;
   const double* const scales = given.scales + share.problem * KERNEL_SCALES;
-  const double cross = block_sum(of_problem, SUM_BLOCKS, 1), xx = block_sum(of_problem + SUM_BLOCKS, SUM_BLOCKS, 1);
+  const double cross = block_sum(of_problem, count, 1), xx = block_sum(of_problem + count, count, 1);
   const double kernel_scale = scales[2], kk = scales[3], scale = scales[0] * scales[1];
   const bool zero = xx == 0 || kk == 0;
   const double norms = sqrt(xx) * sqrt(kk), value = zero ? 0 : cross * kernel_scale / norms;
@@ -459,9 +462,22 @@ bool one_dimension(int64_t blocks) { return blocks <= 0x7fffffff; }
 
 Shape shape_of(int64_t blocks) { return {static_cast<unsigned>(blocks), THREADS}; }
 
-int64_t blocks_for(int64_t entries) {
+// Blocks that go through so many entries of a problem, and at most `most`.
+int64_t blocks_for(int64_t entries, int64_t most) {
   const int64_t blocks = (entries + 8 * THREADS - 1) / (8 * THREADS);
-  return blocks < 1 ? 1 : blocks > 512 ? 512 : blocks;
+  return blocks < most ? blocks : most;
+}
+
+// -> in *blocks how many parts each of the sums has.
+template <typename T>
+const char* multiply(const Terms<T>& terms, int64_t problems, double* partials, int64_t* blocks, Stream stream) {
+  int64_t longest = 1;
+  for (int i = 0; i < terms.count; ++i) {
+    if (terms.terms[i].count > longest) longest = terms.terms[i].count;
+  }
+  *blocks = blocks_for(longest, MOST_SUMS);
+  if (!one_dimension(problems * *blocks)) return "too many problems at once";
+  return launch(shape_of(problems * *blocks), stream, inner_products_kernel<T>, terms, partials, *blocks);
 }
 
 // Where the sums of some matrices lie in memory.
@@ -552,12 +568,11 @@ const char* combine(const CKAProducts& given, double* partials, Stream stream) {
     terms.terms[2] = Term<T>{other, other, last, last, last};
   }
   const int64_t entries = given.samples ? gram : cross + (square > last ? square : last);
-  const int64_t blocks = given.of_x || given.of_y ? blocks_for(entries) : 1;
-  if (!one_dimension(given.problems * (blocks > SUM_BLOCKS ? blocks : SUM_BLOCKS))) return "too many problems at once";
-  const char* error =
-      launch(shape_of(given.problems * SUM_BLOCKS), stream, inner_products_kernel<T>, terms, partials);
-  if (error) return error;
-  return launch(shape_of(given.problems * blocks), stream, combine_kernel<T>, given, partials, blocks);
+  const int64_t blocks = given.of_x || given.of_y ? blocks_for(entries, MOST_BLOCKS) : 1;
+  if (!one_dimension(given.problems * blocks)) return "too many problems at once";
+  int64_t sums = 0;
+  if (const char* error = multiply(terms, given.problems, partials, &sums, stream)) return error;
+  return launch(shape_of(given.problems * blocks), stream, combine_kernel<T>, given, partials, sums, blocks);
 }
 
 template <typename T>
@@ -569,12 +584,11 @@ const char* combine_to_kernel(const CKAToKernelProducts& given, double* partials
   terms.count = 2;
   terms.terms[0] = Term<T>{z, product, size, size, size};
   terms.terms[1] = Term<T>{own, own, own_size, own_size, own_size};
-  const int64_t blocks = given.gradient ? blocks_for(size) : 1;
-  if (!one_dimension(given.problems * (blocks > SUM_BLOCKS ? blocks : SUM_BLOCKS))) return "too many problems at once";
-  const char* error =
-      launch(shape_of(given.problems * SUM_BLOCKS), stream, inner_products_kernel<T>, terms, partials);
-  if (error) return error;
-  return launch(shape_of(given.problems * blocks), stream, combine_to_kernel_kernel<T>, given, partials, blocks);
+  const int64_t blocks = given.gradient ? blocks_for(size, MOST_BLOCKS) : 1;
+  if (!one_dimension(given.problems * blocks)) return "too many problems at once";
+  int64_t sums = 0;
+  if (const char* error = multiply(terms, given.problems, partials, &sums, stream)) return error;
+  return launch(shape_of(given.problems * blocks), stream, combine_to_kernel_kernel<T>, given, partials, sums, blocks);
 }
 
 template <typename T>
@@ -586,9 +600,9 @@ const char* squares(const T* product, const int64_t* lengths, int64_t segments, 
     terms.terms[i] = Term<T>{product, product, lengths[i], 0, 0};
     product += lengths[i];
   }
-  const char* error = launch(shape_of(SUM_BLOCKS), stream, inner_products_kernel<T>, terms, partials);
-  if (error) return error;
-  return launch(shape_of(segments), stream, add_partials_kernel, partials, sums);
+  int64_t parts = 0;
+  if (const char* error = multiply(terms, 1, partials, &parts, stream)) return error;
+  return launch(shape_of(segments), stream, add_partials_kernel, partials, parts, sums);
 }
 
 }  // namespace
@@ -607,11 +621,11 @@ extern "C" int64_t cuda_linear_cka_prepare_to_kernel_doubles(const fedkernels::c
 }
 
 extern "C" int64_t cuda_linear_cka_combine_doubles(int64_t problems) {
-  return 3 * problems * fedkernels::cuda::SUM_BLOCKS;
+  return 3 * problems * fedkernels::cuda::MOST_SUMS;
 }
 
 extern "C" int64_t cuda_linear_cka_squares_doubles(int64_t segments) {
-  return segments * fedkernels::cuda::SUM_BLOCKS;
+  return segments * fedkernels::cuda::MOST_SUMS;
 }
 
 extern "C" const char* cuda_linear_cka_prepare(const fedkernels::cuda::CKAMatrices* given, void* z, int64_t pitch,

@@ -45,7 +45,7 @@ struct CKAToKernelProducts {
 
 }  // namespace fedkernels::cuda
 
-// Doubles of device memory that these work in.
+// Doubles of device memory that the functions below work in.
 extern "C" int64_t cuda_linear_cka_prepare_doubles(const fedkernels::cuda::CKAMatrices* given);
 extern "C" int64_t cuda_linear_cka_prepare_to_kernel_doubles(const fedkernels::cuda::CKAMatrices* given);
 extern "C" int64_t cuda_linear_cka_combine_doubles(int64_t problems);
@@ -53,14 +53,14 @@ extern "C" int64_t cuda_linear_cka_squares_doubles(int64_t segments);
 
 // -> nullptr, or what went wrong.
 
-// Writes the matrices, each multiplied by a power of two that brings its largest entry to [1, 2) and, if asked, centred,
-// side by side into z, whose rows are `pitch` apart; the powers to scales [problems, count].
+// Writes the matrices side by side to z, whose rows are `pitch` apart: each multiplied by a power of two that brings
+// its largest entry to [1, 2), and centred if asked. scales [problems, count]: these powers.
 extern "C" const char* cuda_linear_cka_prepare(const fedkernels::cuda::CKAMatrices* given, void* z, int64_t pitch,
                                                double* scales, double* memory, fedkernels::cuda::Stream stream);
 
-// The matrices are x and a kernel [problems, rows, rows]. x is written to z as above, but multiplied by a second power of
-// two where kernel z would else leave the range. scales [problems, 4]: both powers, the one that the kernel was multiplied
-// by for its norm, and the squared norm, of HKH if centred.
+// The matrices are x and a kernel [problems, rows, rows]. x is written to z as above, but multiplied by a second power
+// of two where kernel z would else leave the range. scales [problems, 4]: both powers, the one that the kernel was
+// multiplied by for its norm, and that norm squared, of HKH if centred.
 extern "C" const char* cuda_linear_cka_prepare_to_kernel(const fedkernels::cuda::CKAMatrices* given, void* z,
                                                          double* scales, double* memory,
                                                          fedkernels::cuda::Stream stream);

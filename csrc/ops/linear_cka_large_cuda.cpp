@@ -87,16 +87,14 @@ static std::tuple<Tensor, Tensor> linear_cka_prepare_to_kernel_cuda(Tensor x, Te
   return {z, scales};
 }
 
-// `tensor` is [problems, rows, columns] as the first one's dtype, or checks fail.
-static const void* product_of(const Tensor& tensor, const Tensor& first, int64_t problems, int64_t rows, int64_t columns,
-                              const char* name) {
+// A product is [problems, rows, columns] of the first one's dtype.
+static void check_product(const Tensor& tensor, const char* name, const Tensor& first, int64_t problems, int64_t rows,
+                          int64_t columns) {
   const Array array = cuda_array_of(tensor, name, first.get_device_index());
-  STD_TORCH_CHECK(tensor.dim() == 3 && tensor.size(0) == problems && tensor.size(1) == rows && tensor.size(2) == columns,
-                  name, " has another shape than the products need");
-  STD_TORCH_CHECK(tensor.scalar_type() == first.scalar_type() &&
+  STD_TORCH_CHECK(tensor.dim() == 3 && tensor.size(0) == problems && tensor.size(1) == rows &&
+                      tensor.size(2) == columns && tensor.scalar_type() == first.scalar_type() &&
                       (array.dtype == DType::f32 || array.dtype == DType::f64),
-                  name, " must be float32 or float64, as all products");
-  return array.data;
+                  name, " must be float32 or float64 [", problems, ", ", rows, ", ", columns, "], as the others");
 }
 
 static void check_scales(const Tensor& scales, const Tensor& first, int64_t problems, int64_t count) {
@@ -110,11 +108,12 @@ static std::tuple<Tensor, Tensor, Tensor> linear_cka_combine_cuda(Tensor own, Te
   STD_TORCH_CHECK(own.dim() == 3 && other.dim() == 3, "own and other must be [problems, rows, columns]");
   const OnDevice device(own);
   const int64_t problems = own.size(0), x_width = own.size(2), y_width = other.size(2);
-  product_of(own, own, problems, samples ? x_width : x_width + y_width, x_width, "own");
-  product_of(other, own, problems, y_width, y_width, "other");
+  check_product(own, "own", own, problems, samples ? x_width : x_width + y_width, x_width);
+  check_product(other, "other", own, problems, y_width, y_width);
   STD_TORCH_CHECK(!samples || x_width == y_width, "own and other must have the same shape in sample space");
   check_scales(scales, own, problems, 2);
   const ScalarType dtype = own.scalar_type();
+  const bool wide = dtype == ScalarType::Double;
   const auto factors = [&](int64_t width, bool wanted) {
     const std::vector<int64_t> shape = {problems, samples ? width : x_width + y_width, width};
     return memory_on(own, wanted ? shape : std::vector<int64_t>{0}, dtype);
@@ -123,9 +122,9 @@ static std::tuple<Tensor, Tensor, Tensor> linear_cka_combine_cuda(Tensor own, Te
   const Tensor of_x = factors(x_width, x_gradient), of_y = factors(y_width, y_gradient);
   if (problems > 0) {
     const Tensor memory = memory_on(own, {cuda_linear_cka_combine_doubles(problems)}, ScalarType::Double);
-    const cuda::CKAProducts products = {own.data_ptr(),  other.data_ptr(),    problems,           x_width,
-                                        x_width,         y_width,             samples,            dtype == ScalarType::Double,
-                                        doubles(scales), values.data_ptr(),   data_or_null(of_x), data_or_null(of_y)};
+    const cuda::CKAProducts products = {own.data_ptr(),  other.data_ptr(),  problems,           x_width,
+                                        x_width,         y_width,           samples,            wide,
+                                        doubles(scales), values.data_ptr(), data_or_null(of_x), data_or_null(of_y)};
     check_cuda(cuda_linear_cka_combine(&products, doubles(memory), device.stream()));
   }
   return {values, of_x, of_y};
@@ -135,9 +134,9 @@ static Tensor linear_cka_combine_to_kernel_cuda(Tensor product, Tensor own, Tens
   STD_TORCH_CHECK(z.dim() == 3 && own.dim() == 3, "z and own must be [problems, rows, columns]");
   const OnDevice device(z);
   const int64_t problems = z.size(0), rows = z.size(1), width = z.size(2), side = own.size(1);
-  product_of(z, z, problems, rows, width, "z");
-  product_of(product, z, problems, rows, width, "product");
-  product_of(own, z, problems, side, side, "own");
+  check_product(z, "z", z, problems, rows, width);
+  check_product(product, "product", z, problems, rows, width);
+  check_product(own, "own", z, problems, side, side);
   check_scales(scales, z, problems, 4);
   const bool wide = z.scalar_type() == ScalarType::Double;
   const Tensor values = memory_on(z, {problems}, z.scalar_type());
