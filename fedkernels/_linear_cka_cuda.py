@@ -45,19 +45,14 @@ def linear_cka(
 
 
 def linear_cka_to_kernel(x: Tensor, kernel: Tensor, centered: bool, gradient: bool) -> tuple[Tensor, Tensor]:
-    """x [..., L, d], kernel [..., L, L] of the same leading dimensions -> values [...] and the gradient in x.
-
-    x is centred, the kernel never is: Hx meets K as it is given, and |HKH| comes from K's row and column sums.
-    """
+    """x [..., L, d], kernel [..., L, L] of the same leading dimensions -> values [...] and the gradient in x."""
     rows, width = x.shape[-2:]
     with no_autocast(x):
-        z, scales = _ops.linear_cka_prepare_to_kernel(x, kernel, centered)
-        kernels = _single(kernel.to(z.dtype).reshape(len(z), rows, rows))
+        z, scales, hkh = _ops.linear_cka_prepare_to_kernel(x, kernel, centered)
+        kernels = _single(hkh if centered else kernel.to(z.dtype).reshape(hkh.shape[0], rows, rows))
         z = _single(z)
         samples = rows < width
         product, own = kernels @ z, z @ z.mT if samples else z.mT @ z
-        if centered:
-            product -= product.mean(dim=-2, keepdim=True)
         values = _ops.linear_cka_combine_to_kernel(_batch(product), _batch(own), _batch(z), scales, gradient)
         if gradient:
             add = product.addmm_ if product.dim() == 2 else product.baddbmm_

@@ -185,7 +185,8 @@ __global__ void __launch_bounds__(THREADS) column_sums_kernel(const CKAMatrices 
 }
 
 // Writes the matrices to z. `scales` has `pitch_of_scales` numbers for each problem, first those of the matrices. Where
-// there is a kernel, `kernel_maxima` has `parts_of_kernel` for each problem, and the scale beside x's is the second.
+// there is a kernel the second is the one beside x's, for `kernel_maxima`: `parts_of_kernel` for each problem, or none
+// if the kernel is scaled itself.
 template <typename T>
 __global__ void __launch_bounds__(THREADS)
     write_kernel(const CKAMatrices given, const T* maxima, const double* sums, const T* kernel_maxima,
@@ -241,95 +242,130 @@ __global__ void __launch_bounds__(THREADS)
   });
 }
 
-// The kernel, scaled, of which if centred the first row is subtracted and then the first column; H(.)H is the same, but
-// nothing large cancels in what follows. squares[block]; if centred column_sums[block, WIDTH] and
-// row_sums[problem, tile, rows].
+// A kernel's entries, scaled; to be centred the first row is subtracted and then the first column. H(.)H is the same, a
+// constant kernel becomes exactly 0, and nothing large cancels in the sums.
+template <typename T>
+struct KernelEntries {
+  const Part& part;
+  T scale;
+  bool centered;
+  double corner, first[4];
+
+  __device__ KernelEntries(const CKAMatrices& kernel, const Part& part, const T* maxima)
+      : part(part), scale(scale_for(part.largest(maxima))), centered(kernel.centered), corner(0), first{} {
+    if (!centered) return;
+    T values[4];
+    part.read(values, 0);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) first[e] = static_cast<double>(values[e] * scale);
+    corner = first_of_row(0);
+  }
+  __device__ double first_of_row(int64_t row) const {
+    return static_cast<double>(static_cast<T>(read_one(part.source, part.start + row * part.width)) * scale);
+  }
+  // What is to be subtracted from a row; every lane of the warp has the same.
+  __device__ double shift(int64_t row) const { return centered ? first_of_row(row) - corner : 0; }
+  __device__ double operator()(T value, int e, double shift) const {
+    return (static_cast<double>(value * scale) - first[e]) - shift;
+  }
+};
+
+// Of a kernel that is to be centred: column_sums[block, WIDTH] and row_sums[problem, tile, rows].
 template <typename T>
 __global__ void __launch_bounds__(THREADS)
-    kernel_sums_kernel(const CKAMatrices kernel, const T* maxima, double* squares, double* column_sums,
-                       double* row_sums, double* scales) {
-  SHARED(of_warps, double[WARPS]);
+    kernel_sums_kernel(const CKAMatrices kernel, const T* maxima, double* column_sums, double* row_sums) {
   const Part part(kernel);
-  const T scale = scale_for(part.largest(maxima));
-  if (part.tile == 0 && part.chunk == 0 && threadIdx.x == 0) {
-    scales[part.problem * KERNEL_SCALES + 2] = static_cast<double>(scale);
-  }
-  const auto entry_at = [&](int64_t at) { return static_cast<T>(read_one(part.source, at)) * scale; };
-  const double corner = static_cast<double>(entry_at(part.start));
-  T first[4] = {};
+  const KernelEntries<T> entries(kernel, part, maxima);
   const int count = part.count();
-  if (kernel.centered) part.read(first, 0);
-  double square = 0, mine[4] = {};
+  double mine[4] = {};
   part.each_row<T>([&](int64_t row, const T(&values)[4]) {
-    double shift = 0, of_four = 0;
-    if (kernel.centered) shift = static_cast<double>(entry_at(part.start + row * part.width)) - corner;
+    const double shift = entries.shift(row);
+    double of_four = 0;
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      if (e >= count) continue;
-      const double entry =
-          (static_cast<double>(values[e] * scale) - static_cast<double>(first[e] * scale)) - shift;
-      square += entry * entry;
+      const double entry = e < count ? entries(values[e], e, shift) : 0;
       mine[e] += entry;
       of_four += entry;
     }
-    if (kernel.centered) {
-      const double sum = warp_reduce(of_four, Sum());
-      if (threadIdx.x % 32 == 0) row_sums[(part.problem * part.tiles + part.tile) * kernel.rows + row] = sum;
-    }
+    const double sum = warp_reduce(of_four, Sum());
+    if (threadIdx.x % 32 == 0) row_sums[(part.problem * part.tiles + part.tile) * kernel.rows + row] = sum;
   });
-  square = block_reduce(square, of_warps, Sum());
-  if (threadIdx.x == 0) squares[blockIdx.x] = square;
-  if (!kernel.centered) return;
   const double sum = add_warps(mine);
   if (threadIdx.x < WIDTH) column_sums[blockIdx.x * static_cast<int64_t>(WIDTH) + threadIdx.x] = sum;
 }
 
-// margins[problem, tile, 3], each for WIDTH columns and rows: the column sums squared, the row sums squared, the sum.
-__global__ void __launch_bounds__(THREADS)
-    margins_kernel(const CKAMatrices kernel, const double* column_sums, const double* row_sums, double* margins) {
+// means[problem, 2, rows]: of the columns, then of the rows; totals[problem, tile]: the sum of WIDTH columns' means.
+__global__ void __launch_bounds__(THREADS) means_kernel(const CKAMatrices kernel, const double* column_sums,
+                                                        const double* row_sums, double* means, double* totals) {
   SHARED(of_warps, double[WARPS]);
   const Parts parts(kernel);
   const int64_t problem = blockIdx.x / parts.tiles, tile = blockIdx.x % parts.tiles, at = tile * WIDTH + threadIdx.x;
+  const double rows = static_cast<double>(kernel.rows);
   double column = 0, row = 0;
   if (threadIdx.x < WIDTH && at < kernel.rows) {
     for (int64_t chunk = 0; chunk < parts.chunks; ++chunk) {
       column += column_sums[((problem * parts.tiles + tile) * parts.chunks + chunk) * WIDTH + threadIdx.x];
     }
     for (int64_t t = 0; t < parts.tiles; ++t) row += row_sums[(problem * parts.tiles + t) * kernel.rows + at];
+    means[2 * problem * kernel.rows + at] = column / rows;
+    means[(2 * problem + 1) * kernel.rows + at] = row / rows;
   }
-  const double columns = block_reduce(column * column, of_warps, Sum());
-  const double rows = block_reduce(row * row, of_warps, Sum()), total = block_reduce(column, of_warps, Sum());
-  if (threadIdx.x == 0) {
-    double* const to = margins + blockIdx.x * static_cast<int64_t>(3);
-    to[0] = columns;
-    to[1] = rows;
-    to[2] = total;
-  }
+  const double total = block_reduce(column / rows, of_warps, Sum());
+  if (threadIdx.x == 0) totals[blockIdx.x] = total;
 }
 
-// sum of from[i * step] for i < count, in one order.
-__device__ inline double block_sum(const double* from, int64_t count, int64_t step) {
+// sum of from[i] for i < count, in one order.
+__device__ inline double block_sum(const double* from, int64_t count) {
   SHARED(of_warps, double[WARPS]);
   double sum = 0;
-  for (int64_t i = threadIdx.x; i < count; i += THREADS) sum += from[i * step];
+  for (int64_t i = threadIdx.x; i < count; i += THREADS) sum += from[i];
   return block_reduce(sum, of_warps, Sum());
 }
 
-// |HKH|^2 = |K|^2 - (sum of squared column sums + of squared row sums) / L + (sum / L)^2; a block for each problem.
+// squares[block]: of the scaled kernel's entries. If it is to be centred HKH is written to `centred`, scaled.
+template <typename T>
 __global__ void __launch_bounds__(THREADS)
-    kernel_norm_kernel(const CKAMatrices kernel, const double* squares, const double* margins, double* scales) {
-  const Parts parts(kernel);
-  const int64_t problem = blockIdx.x;
-  const double rows = static_cast<double>(kernel.rows);
-  double norm = block_sum(squares + problem * parts.of_problem(), parts.of_problem(), 1);
-  if (kernel.centered) {
-    const double* const of_problem = margins + problem * parts.tiles * 3;
-    const double columns = block_sum(of_problem, parts.tiles, 3), of_rows = block_sum(of_problem + 1, parts.tiles, 3);
-    const double mean = block_sum(of_problem + 2, parts.tiles, 3) / rows;
-    const double centred = norm - (columns + of_rows) / rows + mean * mean;
-    norm = centred < 0 ? 0 : centred;  // by rounding
+    write_kernel_kernel(const CKAMatrices kernel, const T* maxima, const double* means, const double* totals,
+                        T* centred, double* squares, double* scales) {
+  SHARED(of_warps, double[WARPS]);
+  const Part part(kernel);
+  const KernelEntries<T> entries(kernel, part, maxima);
+  const int count = part.count();
+  if (part.tile == 0 && part.chunk == 0 && threadIdx.x == 0) {
+    scales[part.problem * KERNEL_SCALES + 2] = centred ? 1 : static_cast<double>(entries.scale);
   }
-  if (threadIdx.x == 0) scales[problem * KERNEL_SCALES + 3] = norm;
+  const double* const of_columns = means + 2 * part.problem * kernel.rows;
+  const double* const of_rows = of_columns + kernel.rows;
+  double mean = 0, column_means[4] = {};
+  if (centred) {
+    mean = block_sum(totals + part.problem * part.tiles, part.tiles) / static_cast<double>(kernel.rows);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      if (e < count) column_means[e] = of_columns[part.column + part.lane_column() + e];
+    }
+  }
+  double square = 0;
+  part.each_row<T>([&](int64_t row, const T(&values)[4]) {
+    const double shift = entries.shift(row), row_mean = centred ? of_rows[row] - mean : 0;
+    T* const to = centred + part.start + row * part.width + part.column + part.lane_column();
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      if (e >= count) continue;
+      const T entry = static_cast<T>((entries(values[e], e, shift) - column_means[e]) - row_mean);
+      square += static_cast<double>(entry) * static_cast<double>(entry);
+      if (centred) to[e] = entry;
+    }
+  });
+  square = block_reduce(square, of_warps, Sum());
+  if (threadIdx.x == 0) squares[blockIdx.x] = square;
+}
+
+// A block for each problem.
+__global__ void __launch_bounds__(THREADS)
+    kernel_norm_kernel(const CKAMatrices kernel, const double* squares, double* scales) {
+  const int64_t parts = Parts(kernel).of_problem();
+  const double norm = block_sum(squares + blockIdx.x * parts, parts);
+  if (threadIdx.x == 0) scales[blockIdx.x * static_cast<int64_t>(KERNEL_SCALES) + 3] = norm;
 }
 
 // ---- after the products ----
@@ -366,7 +402,7 @@ __global__ void __launch_bounds__(THREADS)
 }
 
 __global__ void __launch_bounds__(THREADS) add_partials_kernel(const double* partials, int64_t count, double* sums) {
-  const double sum = block_sum(partials + blockIdx.x * count, count, 1);
+  const double sum = block_sum(partials + blockIdx.x * count, count);
   if (threadIdx.x == 0) sums[blockIdx.x] = sum;
 }
 
@@ -385,8 +421,8 @@ __global__ void __launch_bounds__(THREADS)
     combine_kernel(const CKAProducts given, const double* partials, int64_t count, int64_t blocks_of_problem) {
   const Share share(blocks_of_problem);
   const double* const of_problem = partials + share.problem * 3 * count;
-  const double xx = block_sum(of_problem, count, 1), yy = block_sum(of_problem + 2 * count, count, 1);
-  double cross = block_sum(of_problem + count, count, 1);
+  const double xx = block_sum(of_problem, count), yy = block_sum(of_problem + 2 * count, count);
+  double cross = block_sum(of_problem + count, count);
   const bool zero = xx == 0 || yy == 0, negative = cross < 0;  // negative: by rounding, in sample space
   if (negative) cross = 0;
   const double norms = sqrt(xx) * sqrt(yy), value = zero ? 0 : cross / norms;
@@ -436,7 +472,7 @@ __global__ void __launch_bounds__(THREADS)
   const Share share(blocks_of_problem);
   const double* const of_problem = partials + share.problem * 2 * count;
   const double* const scales = given.scales + share.problem * KERNEL_SCALES;
-  const double cross = block_sum(of_problem, count, 1), xx = block_sum(of_problem + count, count, 1);
+  const double cross = block_sum(of_problem, count), xx = block_sum(of_problem + count, count);
   const double kernel_scale = scales[2], kk = scales[3], scale = scales[0] * scales[1];
   const bool zero = xx == 0 || kk == 0;
   const double norms = sqrt(xx) * sqrt(kk), value = zero ? 0 : cross * kernel_scale / norms;
@@ -482,7 +518,7 @@ const char* multiply(const Terms<T>& terms, int64_t problems, double* partials, 
 
 // Where the sums of some matrices lie in memory.
 struct Memory {
-  double *maxima, *sums, *squares, *row_sums, *margins, *end;  // the last three are a kernel's
+  double *maxima, *sums, *squares, *row_sums, *means, *totals, *end;  // the last four are a kernel's
 
   Memory(const CKAMatrices& given, bool kernel, double* start) {
     const Parts parts(given);
@@ -491,8 +527,10 @@ struct Memory {
     sums = maxima + blocks;
     squares = sums + (given.centered ? blocks * WIDTH : 0);
     row_sums = squares + (kernel ? blocks : 0);
-    margins = row_sums + (kernel && given.centered ? given.problems * parts.tiles * given.rows : 0);
-    end = margins + (kernel && given.centered ? 3 * given.problems * parts.tiles : 0);
+    const int64_t centred = kernel && given.centered ? given.problems : 0;
+    means = row_sums + centred * parts.tiles * given.rows;
+    totals = means + centred * 2 * given.rows;
+    end = totals + centred * parts.tiles;
   }
 };
 
@@ -524,7 +562,8 @@ CKAMatrices one_of(const CKAMatrices& given, int index) {
 }
 
 template <typename T>
-const char* prepare_to_kernel(const CKAMatrices& given, T* z, double* scales, double* start, Stream stream) {
+const char* prepare_to_kernel(const CKAMatrices& given, T* z, T* centred, double* scales, double* start,
+                              Stream stream) {
   const CKAMatrices x = one_of(given, 0), kernel = one_of(given, 1);
   const Memory of_x(x, false, start), of_kernel(kernel, true, of_x.end);
   const Parts parts(kernel);
@@ -533,22 +572,23 @@ const char* prepare_to_kernel(const CKAMatrices& given, T* z, double* scales, do
   const char* error = sum_columns<T>(x, of_x, stream);
   T* const maxima = reinterpret_cast<T*>(of_kernel.maxima);
   if (!error) error = launch(shape_of(blocks), stream, maxima_kernel<T>, kernel, maxima);
-  if (!error) {
-    error = launch(shape_of(blocks), stream, kernel_sums_kernel<T>, kernel, maxima, of_kernel.squares, of_kernel.sums,
-                   of_kernel.row_sums, scales);
-  }
   if (!error && kernel.centered) {
-    error = launch(shape_of(kernel.problems * parts.tiles), stream, margins_kernel, kernel, of_kernel.sums,
-                   of_kernel.row_sums, of_kernel.margins);
+    error = launch(shape_of(blocks), stream, kernel_sums_kernel<T>, kernel, maxima, of_kernel.sums, of_kernel.row_sums);
+    if (error) return error;
+    error = launch(shape_of(kernel.problems * parts.tiles), stream, means_kernel, kernel, of_kernel.sums,
+                   of_kernel.row_sums, of_kernel.means, of_kernel.totals);
   }
   if (!error) {
-    error = launch(shape_of(kernel.problems), stream, kernel_norm_kernel, kernel, of_kernel.squares, of_kernel.margins,
-                   scales);
+    error = launch(shape_of(blocks), stream, write_kernel_kernel<T>, kernel, maxima, of_kernel.means, of_kernel.totals,
+                   kernel.centered ? centred : nullptr, of_kernel.squares, scales);
+  }
+  if (!error) {
+    error = launch(shape_of(kernel.problems), stream, kernel_norm_kernel, kernel, of_kernel.squares, scales);
   }
   if (error) return error;
   return launch(shape_of(x.problems * Parts(x).of_problem()), stream, write_kernel<T>, x,
-                reinterpret_cast<T*>(of_x.maxima), of_x.sums, maxima, parts.of_problem(), z, x.widths[0], scales,
-                KERNEL_SCALES);
+                reinterpret_cast<T*>(of_x.maxima), of_x.sums, maxima, kernel.centered ? 0 : parts.of_problem(), z,
+                x.widths[0], scales, KERNEL_SCALES);
 }
 
 template <typename T>
@@ -637,12 +677,14 @@ extern "C" const char* cuda_linear_cka_prepare(const fedkernels::cuda::CKAMatric
 }
 
 extern "C" const char* cuda_linear_cka_prepare_to_kernel(const fedkernels::cuda::CKAMatrices* given, void* z,
-                                                         double* scales, double* memory,
+                                                         void* centred, double* scales, double* memory,
                                                          fedkernels::cuda::Stream stream) {
   using namespace fedkernels::cuda;
   if (given->problems == 0) return nullptr;
-  return given->wide ? prepare_to_kernel(*given, static_cast<double*>(z), scales, memory, stream)
-                     : prepare_to_kernel(*given, static_cast<float*>(z), scales, memory, stream);
+  if (given->wide) {
+    return prepare_to_kernel(*given, static_cast<double*>(z), static_cast<double*>(centred), scales, memory, stream);
+  }
+  return prepare_to_kernel(*given, static_cast<float*>(z), static_cast<float*>(centred), scales, memory, stream);
 }
 
 extern "C" const char* cuda_linear_cka_combine(const fedkernels::cuda::CKAProducts* products, double* memory,

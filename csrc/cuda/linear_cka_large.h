@@ -58,11 +58,12 @@ extern "C" int64_t cuda_linear_cka_squares_doubles(int64_t segments);
 extern "C" const char* cuda_linear_cka_prepare(const fedkernels::cuda::CKAMatrices* given, void* z, int64_t pitch,
                                                double* scales, double* memory, fedkernels::cuda::Stream stream);
 
-// The matrices are x and a kernel [problems, rows, rows]. x is written to z as above, but multiplied by a second power
-// of two where kernel z would else leave the range. scales [problems, 4]: both powers, the one that the kernel was
-// multiplied by for its norm, and that norm squared, of HKH if centred.
+// The matrices are x and a kernel [problems, rows, rows]. x is written to z as above. If centred HKH, multiplied by a
+// power of two, is written to `centred`, shaped as the kernel. Else the kernel is to be used as it is, and x multiplied
+// by a second power of two where kernel z would leave the range. scales [problems, 4]: x's power, the second, what a
+// product with the kernel has yet to be multiplied by, and |kernel|^2 of the kernel as it is then.
 extern "C" const char* cuda_linear_cka_prepare_to_kernel(const fedkernels::cuda::CKAMatrices* given, void* z,
-                                                         double* scales, double* memory,
+                                                         void* centred, double* scales, double* memory,
                                                          fedkernels::cuda::Stream stream);
 
 extern "C" const char* cuda_linear_cka_combine(const fedkernels::cuda::CKAProducts* products, double* memory,

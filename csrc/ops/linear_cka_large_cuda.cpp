@@ -73,18 +73,20 @@ static std::tuple<Tensor, Tensor> linear_cka_prepare_cuda(std::vector<Tensor> ma
   return {z, scales};
 }
 
-static std::tuple<Tensor, Tensor> linear_cka_prepare_to_kernel_cuda(Tensor x, Tensor kernel, bool centered) {
+static std::tuple<Tensor, Tensor, Tensor> linear_cka_prepare_to_kernel_cuda(Tensor x, Tensor kernel, bool centered) {
   const OnDevice device(x);
   const cuda::CKAMatrices given = describe({x, kernel}, centered);
   STD_TORCH_CHECK(given.widths[1] == given.rows, "kernel must be [..., L, L] for the L rows of x");
   const Tensor z = memory_on(x, {given.problems, given.rows, given.widths[0]}, computed_in(given.wide));
   const Tensor scales = memory_on(x, {given.problems, 4}, ScalarType::Double);
+  const int64_t side = centered ? given.rows : 0;
+  const Tensor centred = memory_on(x, {given.problems, side, side}, computed_in(given.wide));
   if (given.problems > 0) {
     const Tensor memory = memory_on(x, {cuda_linear_cka_prepare_to_kernel_doubles(&given)}, ScalarType::Double);
-    check_cuda(cuda_linear_cka_prepare_to_kernel(&given, z.data_ptr(), doubles(scales), doubles(memory),
-                                                 device.stream()));
+    check_cuda(cuda_linear_cka_prepare_to_kernel(&given, z.data_ptr(), data_or_null(centred), doubles(scales),
+                                                 doubles(memory), device.stream()));
   }
-  return {z, scales};
+  return {z, scales, centred};
 }
 
 // A product is [problems, rows, columns] of the first one's dtype.

@@ -86,11 +86,12 @@ class Emulated:
         given = self.describe([x, kernel], centered, FP64 in (x.dtype, kernel.dtype))
 
         def solve(call):
-            z, scales = poison(given.problems, *x.shape[-2:], dtype=FP64 if given.wide else FP32), None
-            scales = poison(given.problems, 4)
+            dtype = FP64 if given.wide else FP32
+            z, scales = poison(given.problems, *x.shape[-2:], dtype=dtype), poison(given.problems, 4)
+            hkh = poison(given.problems, *kernel.shape[-2:], dtype=dtype) if centered else z.new_empty(len(z), 0, 0)
             memory = poison(self.library.ask("cuda_linear_cka_prepare_to_kernel_doubles", ctypes.byref(given)))
-            call("cuda_linear_cka_prepare_to_kernel", ctypes.byref(given), z, scales, memory, None)
-            return z, scales
+            call("cuda_linear_cka_prepare_to_kernel", ctypes.byref(given), z, hkh, scales, memory, None)
+            return z, scales, hkh
 
         return self.library.results(solve)
 
@@ -324,6 +325,21 @@ def test_gradients_have_the_dtypes_of_the_inputs():
     near(grads[1], exact[1], y.detach(), 1e-5)
 
 
+@pytest.mark.parametrize("wanted", [(False, False), (True, False), (True, True)])
+def test_opcheck(wanted):
+    x, y = (z.requires_grad_(one) for z, one in zip(pair(23, 10, 6, (2,), (FP64, FP64)), wanted, strict=True))
+    utilities = "test_schema", "test_autograd_registration", "test_faketensor"
+    operator = torch.ops.fedkernels.linear_cka_large.default
+    torch.library.opcheck(operator, (x, y, True, *wanted), test_utils=utilities)
+
+
+def test_a_second_derivative_is_refused():
+    x, y = (z.requires_grad_() for z in pair(23, 10, 6))
+    grad = torch.autograd.grad(through_autograd(x, y, False), x, create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(grad.sum(), x)
+
+
 def test_compiles_without_a_graph_break():
     x, y = (z.requires_grad_() for z in pair(23, 10, 6))
     compiled = torch.compile(through_autograd, fullgraph=True, backend="aot_eager")
@@ -409,12 +425,11 @@ def test_the_scales_of_kernel_and_x_do_not_matter(of_kernel, of_x, dtype, center
     torch.testing.assert_close(scaled[1].double() * of_x, plain[1].double(), rtol=1e-4, atol=1e-5)
 
 
-def test_a_kernel_of_large_mean():
-    """|HKH|^2 comes from sums: nothing that matters may cancel there."""
-    x, y = pair(90, 4, 3)
-    kernel = (y @ y.mT).double() + 1000
-    value = _linear_cka_cuda.linear_cka_to_kernel(x.double(), kernel, True, False)[0]
-    torch.testing.assert_close(value, reference.linear_cka_to_kernel(x.double(), kernel, True), rtol=1e-11, atol=0)
+@pytest.mark.parametrize("dtype", [FP32, FP64])
+def test_a_kernel_of_large_mean(dtype):
+    """Nothing that matters may cancel."""
+    x, y = pair(90, 4, 3, dtypes=(dtype, dtype))
+    check_to_kernel(x + 10, y @ y.mT + 1000, True, tolerance=5e-6 if dtype == FP32 else 1e-12)
 
 
 @CENTERED
@@ -496,8 +511,8 @@ def check_both():
         ("? of_yy : of_cross) * y_scale", "? of_yy : of_cross) * x_scale"),
         ("own[(x_width + column) * x_width + row]", "own[(x_width + row % y_width) * x_width + column % x_width]"),
         ("  __syncthreads();\n\n  const int column = part.lane_column()", "\n  const int column = part.lane_column()"),
-        ("(columns + of_rows) / rows + mean", "(columns - of_rows) / rows + mean"),
-        ("cross * kernel_scale / norms", "cross / norms"),
+        ("? of_rows[row] - mean : 0", "? of_rows[row] + mean : 0"),
+        ("const double shift = entries.shift(row), row_mean", "const double shift = 0, row_mean"),
     ],
     indirect=True,
 )
