@@ -34,14 +34,16 @@ def linear_cka(
         z, scales = _ops.linear_cka_prepare([x, y], centered)
         samples = rows < z.shape[-1]
         z = _single(z)
-        of_x, of_y = z[..., :x_width], z[..., x_width:]
-        own, other = (of_x @ of_x.mT, of_y @ of_y.mT) if samples else (z.mT @ of_x, of_y.mT @ of_y)
-        values, *factors = _ops.linear_cka_combine(_batch(own), _batch(other), scales, samples, x_gradient, y_gradient)
-        gradients = [
-            ((_single(by) @ matrix if samples else z @ _single(by)).reshape(given.shape) if wanted else by)
-            for by, matrix, given, wanted in zip(factors, (of_x, of_y), (x, y), (x_gradient, y_gradient), strict=True)
-        ]
-    return values.reshape(x.shape[:-2]), gradients[0], gradients[1]
+        zx, zy = z[..., :x_width], z[..., x_width:]
+        own, other = (zx @ zx.mT, zy @ zy.mT) if samples else (z.mT @ zx, zy.mT @ zy)
+        values, of_x, of_y = _ops.linear_cka_combine(
+            _batch(own), _batch(other), scales, samples, x_gradient, y_gradient
+        )
+        if x_gradient:
+            of_x = (_single(of_x) @ zx if samples else z @ _single(of_x)).reshape(x.shape)
+        if y_gradient:
+            of_y = (_single(of_y) @ zy if samples else z @ _single(of_y)).reshape(y.shape)
+    return values.reshape(x.shape[:-2]), of_x, of_y
 
 
 def linear_cka_to_kernel(x: Tensor, kernel: Tensor, centered: bool, gradient: bool) -> tuple[Tensor, Tensor]:
@@ -77,12 +79,12 @@ def linear_cka_pairwise(xs: Sequence[Tensor], ys: Sequence[Tensor], centered: bo
             cross = torch.stack([_squares(of_ys, x) for x in of_xs])
             x_norms, y_norms = (torch.cat([_squares([one], one) for one in some]) for some in (of_xs, of_ys))
         else:
-            cross = cross_of_one_list(of_xs)
+            cross = _cross_of_one_list(of_xs)
             x_norms = y_norms = cross.diagonal()
         return _reference.ratio(cross, x_norms[:, None], y_norms).to(z.dtype)
 
 
-def cross_of_one_list(xs: Sequence[Tensor]) -> Tensor:
+def _cross_of_one_list(xs: Sequence[Tensor]) -> Tensor:
     """|x_m'x_n|^2 of all pairs [N, N], each formed once."""
     upper = xs[0].new_zeros((len(xs), len(xs)), dtype=torch.float64)
     for n, x in enumerate(xs):
