@@ -21,6 +21,14 @@ COMPILED = (
     "nt_xent",
     "unbalanced_ot",
 )  # the operators that csrc/ops defines
+# Parts of operators that csrc/ops defines for CUDA alone; fedkernels/_linear_cka_cuda.py calls them between products.
+PARTS = (
+    "linear_cka_combine",
+    "linear_cka_combine_to_kernel",
+    "linear_cka_prepare",
+    "linear_cka_prepare_to_kernel",
+    "linear_cka_squares",
+)
 INTERFACE = "2"  # of their schemas, with csrc/ops/module.cpp: raised in both whenever a schema changes
 _NOTE = Path(__file__).with_name("_C.missing")  # written by the installation where it could not compile
 
@@ -32,7 +40,7 @@ def _load() -> tuple[ModuleType | None, str]:
     # Importing torch put its libraries into the process: the module finds them there, whichever version they are.
     try:
         loaded = importlib.import_module("fedkernels._C")
-        lacking = [name for name in COMPILED if not hasattr(torch.ops.fedkernels, name)]
+        lacking = [name for name in (*COMPILED, *PARTS) if not hasattr(torch.ops.fedkernels, name)]
         if lacking:
             reason = f"it was compiled from older sources and lacks {', '.join(lacking)}"
         elif (found := loaded.build_info().get("interface")) != INTERFACE:
@@ -56,12 +64,16 @@ def _load() -> tuple[ModuleType | None, str]:
 module, _reason = _load()
 
 
-# Those that have CUDA kernels too, csrc/ops/<name>_cuda.cpp, in a module that was compiled with CUDA.
-CUDA = frozenset(
-    name
-    for name in COMPILED
-    if module is not None and torch._C._dispatch_has_kernel_for_dispatch_key(f"fedkernels::{name}", "CUDA")
-)
+def _on_cuda(names: tuple[str, ...]) -> frozenset[str]:
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return frozenset(name for name in names if module is not None and has_kernel(f"fedkernels::{name}", "CUDA"))
+
+
+# Those that have CUDA kernels too, csrc/ops/<name>_cuda.cpp, in a module that was compiled with CUDA; and those that
+# fedkernels/linear_cka.py makes of the parts.
+CUDA = _on_cuda(COMPILED)
+if _on_cuda(PARTS) == frozenset(PARTS):
+    CUDA |= {"linear_cka_large", "linear_cka_pairwise", "linear_cka_to_kernel"}
 
 
 def operator(name: str, *tensors: Tensor) -> Any:
@@ -94,7 +106,7 @@ def build_info() -> dict[str, str]:
         "cpu_compiled": built["compiled"],
         "cpu_used": built["used"],
         "cuda_compiled": built.get("cuda", "none"),
-        "cuda_operators": " ".join(sorted(CUDA)),
+        "cuda_operators": " ".join(sorted(CUDA.intersection(COMPILED))),
         "compiler": built["compiler"],
         "oldest_torch": built["torch"],
     }

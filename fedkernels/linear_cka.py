@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedkernels import _checks, _native
+from fedkernels import _checks, _linear_cka_cuda, _native
 from fedkernels._autograd import has_tangent, keep_missing, needs_gradient, refuse_second_derivative
 from fedkernels.reference import linear_cka as _reference
 from fedkernels.reference._precision import compute_dtype
@@ -26,7 +26,8 @@ def linear_cka(x: Tensor, y: Tensor, centered: bool = False) -> Tensor:
 
     Returns:
         [...], float64 where an input is float64, else float32. Products have that precision, their norms are summed in
-        float64. Gradients come back in each input's dtype. The scale of x and y does not matter, overflow included.
+        float64; on a GPU large products in float32 follow torch's setting for tf32. Gradients come back in each
+        input's dtype. The scale of x and y does not matter, overflow included.
         A matrix that is zero (for ``centered``: whose columns are constant) has CKA 0 and gradient 0. NaN or inf
         in gives NaN out.
 
@@ -39,10 +40,11 @@ def linear_cka(x: Tensor, y: Tensor, centered: bool = False) -> Tensor:
     if y.shape[-2] != x.shape[-2]:
         raise ValueError(f"y must have the L = {x.shape[-2]} rows of x, got {y.shape[-2]}")
     _check_broadcast("y", y, x)
-    operator = None if has_tangent(x, y) else _native.operator("linear_cka", x, y)
+    large = x.is_cuda and not (_small(x) and _small(y))
+    operator = None if has_tangent(x, y) else _native.operator("linear_cka_large" if large else "linear_cka", x, y)
+    if large and x.shape[:-2] != y.shape[:-2]:
+        operator = None  # the reference forms a broadcast matrix's own product once
     if operator is not None and x.is_cuda:
-        if not (_small(x) and _small(y)):
-            operator = None
         x, y = (z.expand(*torch.broadcast_shapes(x.shape[:-2], y.shape[:-2]), *z.shape[-2:]) for z in (x, y))
     if operator is None:
         return _reference.linear_cka(x, y, centered)
@@ -82,6 +84,8 @@ def linear_cka_to_kernel(x: Tensor, kernel: Tensor, centered: bool = False) -> T
         raise ValueError(f"kernel must be [..., {rows}, {rows}] for the {rows} rows of x, got {list(kernel.shape)}")
     _check_broadcast("kernel", kernel, x)
     operator = None if has_tangent(x, kernel) else _native.operator("linear_cka_to_kernel", x, kernel)
+    if x.is_cuda and x.shape[:-2] != kernel.shape[:-2]:
+        operator = None
     if operator is None or needs_gradient(kernel):
         return _reference.linear_cka_to_kernel(x, kernel, centered)
     value: Tensor = operator(x.contiguous(), kernel.contiguous(), centered, needs_gradient(x))[0]
@@ -128,7 +132,7 @@ def linear_cka_pairwise(xs: Sequence[Tensor], ys: Sequence[Tensor], centered: bo
 
 
 def _small(x: Tensor) -> bool:
-    """Is this what csrc/cuda/linear_cka.cu computes? Larger products, and float64, are best left to torch's BLAS."""
+    """Is this what csrc/cuda/linear_cka.cu computes? For others products are best left to torch's BLAS."""
     return x.dtype != torch.float64 and x.shape[-2] <= 512 and x.shape[-1] <= 128
 
 
@@ -149,8 +153,18 @@ def _check_broadcast(name: str, other: Tensor, x: Tensor) -> None:
 
 
 if _native.module is not None:
+    # As linear_cka, for CUDA alone.
+    torch.library.define(
+        "fedkernels::linear_cka_large",
+        "(Tensor x, Tensor y, bool centered, bool x_gradient, bool y_gradient) -> (Tensor, Tensor, Tensor)",
+    )
+    if "linear_cka_large" in _native.CUDA:
+        torch.library.impl("fedkernels::linear_cka_large", "cuda", _linear_cka_cuda.linear_cka)
+        torch.library.impl("fedkernels::linear_cka_to_kernel", "cuda", _linear_cka_cuda.linear_cka_to_kernel)
+        torch.library.impl("fedkernels::linear_cka_pairwise", "cuda", _linear_cka_cuda.linear_cka_pairwise)
 
     @torch.library.register_fake("fedkernels::linear_cka")
+    @torch.library.register_fake("fedkernels::linear_cka_large")
     def _(x: Tensor, y: Tensor, centered: bool, x_gradient: bool, y_gradient: bool) -> tuple[Tensor, Tensor, Tensor]:
         values = _values(x, y)
         return values, _gradients(values, x, x_gradient), _gradients(values, y, y_gradient)
@@ -193,4 +207,5 @@ if _native.module is not None:
         return _in_inputs(ctx, grad)[0], None, None, None
 
     torch.library.register_autograd("fedkernels::linear_cka", _backward, setup_context=_keep)
+    torch.library.register_autograd("fedkernels::linear_cka_large", _backward, setup_context=_keep)
     torch.library.register_autograd("fedkernels::linear_cka_to_kernel", _backward_to_kernel, setup_context=_keep)

@@ -21,7 +21,7 @@ from fedkernels import apply_deltas, client_weights, delta_gram, info_nce, linea
 TEMPERATURE = 0.2
 TAU = 0.8
 EAGER, COMPILED, INF_CL = "eager cross entropy", "torch.compile", "Inf-CL, Triton"
-BMM, MM, STACKED = "eager bmm", "POT mm_unbalanced", "stacked mm"
+BMM, MM, STACKED, EAGER_CKA = "eager bmm", "POT mm_unbalanced", "stacked mm", "eager CKA"
 
 
 def cases(tiny: bool) -> list[Case]:
@@ -36,6 +36,7 @@ def cases(tiny: bool) -> list[Case]:
             _linear_cka(pairs, samples, width)
             for pairs, samples, width in (((3, 20, 8),) if tiny else ((256, 256, 128), (256, 128, 64), (256, 64, 32)))
         ),
+        _large_linear_cka(*((40, 8) if tiny else (5000, 512)), tiny),
         _unbalanced_ot(*((2, 12, 8) if tiny else (132, 128, 512))),
         *(_delta_gram(clients, tiny) for clients in ((3,) if tiny else (10, 100))),
         _apply_deltas(3 if tiny else 10, tiny),
@@ -193,6 +194,29 @@ def _linear_cka(pairs: int, samples: int, width: int) -> Case:
     )
 
 
+def _large_linear_cka(samples: int, width: int, tiny: bool) -> Case:
+    peers = [Implementation(EAGER_CKA, _eager_linear_cka, note="|y'x|^2 / (|x'x| |y'y|)")]
+    if not tiny:
+        compiled = torch.compile(_cka, dynamic=False)
+        peers.append(Implementation(COMPILED, partial(_eager_linear_cka, cka=compiled), note="of the same"))
+    return Case(
+        operator="linear_cka",
+        size=f"float32, one pair, L = {samples}, d = {width}, both gradients",
+        inputs=lambda device: _one_pair(_representations(1, samples, width, device)),
+        implementations=(Implementation("fedkernels.linear_cka", _ours_linear_cka), *peers),
+        truth=lambda inputs: _eager_linear_cka(in_float64(inputs)),
+        limit="fp32",
+        work=14.0 * samples * width * width,
+        of_work="x'x, y'y, y'x, and four products of L x d x d",
+        targets=(Target(EAGER_CKA, 1.0),),
+    )
+
+
+def _one_pair(inputs: Inputs) -> Inputs:
+    """Without the leading dimension: torch.mm's products are faster than torch.bmm's of one."""
+    return {name: tensor.detach()[0].requires_grad_() for name, tensor in inputs.items()}
+
+
 def _representations(pairs: int, samples: int, width: int, device: torch.device) -> Inputs:
     generator = torch.Generator(device).manual_seed(1)
     signal = torch.randn(pairs, samples, 32, generator=generator, device=device)
@@ -208,9 +232,14 @@ def _ours_linear_cka(inputs: Inputs) -> Outputs:
     return _of_both(linear_cka(inputs["x"], inputs["y"]), inputs)
 
 
-def _eager_linear_cka(inputs: Inputs) -> Outputs:
-    x, y, norm = inputs["x"], inputs["y"], torch.linalg.matrix_norm
-    return _of_both(norm(y.mT @ x).square() / (norm(x.mT @ x) * norm(y.mT @ y)), inputs)
+def _cka(x: Tensor, y: Tensor) -> Tensor:
+    norm = torch.linalg.matrix_norm
+    value: Tensor = norm(y.mT @ x).square() / (norm(x.mT @ x) * norm(y.mT @ y))
+    return value
+
+
+def _eager_linear_cka(inputs: Inputs, cka: Callable[..., Tensor] = _cka) -> Outputs:
+    return _of_both(cka(inputs["x"], inputs["y"]), inputs)
 
 
 # Transport

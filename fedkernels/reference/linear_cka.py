@@ -18,7 +18,7 @@ def linear_cka(x: Tensor, y: Tensor, centered: bool = False) -> Tensor:
     with no_autocast(x):
         x, y = _prepare(x.to(dtype), centered), _prepare(y.to(dtype), centered)
         xx, yy = _self_product(x), _self_product(y)
-        return _ratio(_cross(x, y, xx, yy), _inner(xx, xx), _inner(yy, yy)).to(dtype)
+        return ratio(_cross(x, y, xx, yy), _inner(xx, xx), _inner(yy, yy)).to(dtype)
 
 
 def linear_cka_to_kernel(x: Tensor, kernel: Tensor, centered: bool = False) -> Tensor:
@@ -30,7 +30,7 @@ def linear_cka_to_kernel(x: Tensor, kernel: Tensor, centered: bool = False) -> T
         if centered:
             kernel = _center(_center(kernel).mT).mT  # HKH, H = I - 11'/L
         xx = _self_product(x)
-        return _ratio(_inner(x, kernel @ x), _inner(xx, xx), _inner(kernel, kernel)).to(dtype)
+        return ratio(_inner(x, kernel @ x), _inner(xx, xx), _inner(kernel, kernel)).to(dtype)
 
 
 def linear_cka_pairwise(xs: Sequence[Tensor], ys: Sequence[Tensor], centered: bool = False) -> Tensor:
@@ -41,7 +41,7 @@ def linear_cka_pairwise(xs: Sequence[Tensor], ys: Sequence[Tensor], centered: bo
         xxs, yys = ([_self_product(z) for z in zs] for zs in (xs, ys))
         cross = [_cross(x, y, xx, yy) for x, xx in zip(xs, xxs, strict=True) for y, yy in zip(ys, yys, strict=True)]
         x_norms, y_norms = (torch.stack([_inner(zz, zz) for zz in zzs]) for zzs in (xxs, yys))
-        return _ratio(torch.stack(cross).view(len(xs), len(ys)), x_norms[:, None], y_norms).to(dtype)
+        return ratio(torch.stack(cross).view(len(xs), len(ys)), x_norms[:, None], y_norms).to(dtype)
 
 
 def _prepare(x: Tensor, centered: bool) -> Tensor:
@@ -82,7 +82,7 @@ def _inner(p: Tensor, q: Tensor) -> Tensor:
     return (p.double() * q.double()).sum(dim=(-2, -1))
 
 
-def _ratio(cross: Tensor, xx: Tensor, yy: Tensor) -> Tensor:
+def ratio(cross: Tensor, xx: Tensor, yy: Tensor) -> Tensor:
     """cross / sqrt(xx yy), and 0 with gradient 0 where a matrix is zero. NaN stays NaN."""
     zero = (xx == 0) | (yy == 0)
     # Both branches of a `where` are differentiated: the root of 0 must not be formed at all.

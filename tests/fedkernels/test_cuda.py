@@ -10,7 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedkernels import _native, apply_deltas, client_weights, delta_gram, info_nce, linear_cka, nt_xent
+from fedkernels import (
+    _native,
+    apply_deltas,
+    client_weights,
+    delta_gram,
+    info_nce,
+    linear_cka,
+    linear_cka_pairwise,
+    linear_cka_to_kernel,
+    nt_xent,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -26,6 +36,13 @@ def with_gradients(function: Callable[..., Tensor]) -> Callable[..., list[Tensor
         leaves = [tensor.detach().requires_grad_() for tensor in tensors]
         value = function(*leaves)
         return [value.detach(), *torch.autograd.grad(value.sum(), leaves)]
+
+    return call
+
+
+def to_kernel(centered: bool) -> Callable[..., list[Tensor]]:
+    def call(x, kernel):
+        return with_gradients(lambda x: linear_cka_to_kernel(x, kernel, centered))(x)
 
     return call
 
@@ -47,6 +64,10 @@ def in_tf32(function: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]
             settings.fp32_precision = before
 
     return call
+
+
+def pairwise(*tensors):
+    return [linear_cka_pairwise(tensors[:2], tensors[1:], True), linear_cka_pairwise(tensors, tensors)]
 
 
 def transport(cost, a, b):
@@ -78,6 +99,9 @@ WIDE_ROWS, WIDE_MORE = randn(20, 600, seed=5) / 24, randn(30, 600, seed=6) / 24
 COST = (2 * randn(3, 30, 20, seed=3)).sigmoid()
 LARGE_COST = (2 * randn(150, 140, seed=4)).sigmoid()  # more than one block holds
 CLIENTS = [randn(67, 61, seed=10 + k) for k in range(13)]
+SAMPLES = randn(600, 20, seed=7)  # what two representations have in common
+LARGE = [SAMPLES @ randn(20, d, seed=d) + randn(600, d, seed=d + 1) for d in (150, 140)]
+KERNEL = LARGE[1] @ LARGE[1].T
 CASES = {
     "info_nce, bfloat16": Case(with_gradients(lambda q, k: info_nce(q, k, 0.3)), [ROWS, MORE], BF16, 1e-2),
     "info_nce, float16": Case(with_gradients(lambda q, k: info_nce(q, k, 0.3)), [ROWS, MORE], FP16, 2e-3),
@@ -119,6 +143,19 @@ CASES = {
     "linear_cka, centered": Case(
         with_gradients(lambda x, y: linear_cka(x, y, True)), [randn(2, 40, 100), randn(2, 40, 70, seed=1)], FP32, 1e-5
     ),
+    "linear_cka, large": Case(with_gradients(linear_cka), LARGE, FP32, 1e-5),
+    "linear_cka, large, bfloat16": Case(with_gradients(lambda x, y: linear_cka(x, y, True)), LARGE, BF16, 1e-2),
+    "linear_cka, large, a batch": Case(
+        with_gradients(lambda x, y: linear_cka(x, y, True)), [torch.stack([z, z.flip(0)]) for z in LARGE], FP32, 1e-5
+    ),
+    "linear_cka, wide": Case(
+        with_gradients(linear_cka), [randn(3, 40, 200), randn(3, 40, 170, seed=1) + randn(3, 40, 1)], FP32, 1e-5
+    ),
+    "linear_cka, float64": Case(with_gradients(lambda x, y: linear_cka(x, y, True)), LARGE, FP64, 1e-12),
+    "linear_cka_to_kernel": Case(to_kernel(False), [LARGE[0], KERNEL], FP32, 1e-5),
+    "linear_cka_to_kernel, centered": Case(to_kernel(True), [LARGE[0], KERNEL], FP32, 2e-5),
+    "linear_cka_to_kernel, float64": Case(to_kernel(True), [LARGE[0], KERNEL], FP64, 1e-11),
+    "linear_cka_pairwise": Case(pairwise, [*LARGE, SAMPLES], FP32, 1e-5),
     "unbalanced_ot": Case(transport, [COST, torch.ones(3, 30).double(), torch.ones(3, 20).double()], FP32, 1e-2),
     "unbalanced_ot, large": Case(
         transport, [LARGE_COST, torch.ones(150).double(), torch.ones(140).double()], FP32, 1e-2
@@ -174,8 +211,7 @@ def test_tf32_is_used_where_torch_allows_it(name):
 
 
 def test_the_module_has_kernels_for_this_gpu():
-    expected = {"apply_deltas", "client_weights", "delta_gram", "info_nce", "linear_cka", "nt_xent", "unbalanced_ot"}
-    assert expected <= _native.CUDA, _native.build_info()
+    assert {*_native.COMPILED, "linear_cka_large"} == _native.CUDA, _native.build_info()
     x = torch.ones(2, 3, device="cuda")
     for name in _native.CUDA:
         assert _native.operator(name, x) is not None
@@ -199,7 +235,9 @@ def test_works_on_the_current_stream(name):
     assert_equal(found, truth)
 
 
-@pytest.mark.parametrize("name", ["info_nce, bfloat16", "nt_xent, bfloat16", "linear_cka", "delta_gram"])
+@pytest.mark.parametrize(
+    "name", ["info_nce, bfloat16", "nt_xent, bfloat16", "linear_cka", "linear_cka, large", "delta_gram"]
+)
 def test_works_on_the_current_stream_when_compiled(name):
     case, ready = CASES[name], on("cuda", name)
     truth = case.call(*ready)

@@ -112,7 +112,9 @@ def test_many_samples(centered, widths):
     torch.testing.assert_close(value.double(), truth, rtol=2e-6, atol=0)
     for grad, true in zip(torch.autograd.grad(value, leaves), torch.autograd.grad(truth, wide), strict=True):
         torch.testing.assert_close(grad.double(), true, rtol=1e-5, atol=1e-5 * float(true.abs().max()))
-    assert torch.equal(linear_cka_pairwise([leaves[0].detach()], [leaves[1].detach()], centered)[0, 0], value)
+    pairwise = linear_cka_pairwise([leaves[0].detach()], [leaves[1].detach()], centered)[0, 0]
+    # On a GPU the products have other shapes, and torch's BLAS other orders for them.
+    torch.testing.assert_close(pairwise, value.detach(), rtol=1e-6 if hasattr(linear_cka, "__wrapped__") else 0, atol=0)
 
 
 @CENTERED

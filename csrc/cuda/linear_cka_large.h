@@ -1,0 +1,78 @@
+// Linear CKA of large matrices: all but the products, which are left to torch's BLAS (fedkernels/_linear_cka_cuda.py).
+#pragma once
+
+#include <stdint.h>
+
+#include "cpu/dtype.h"
+#include "cuda/stream.h"
+
+namespace fedkernels::cuda {
+
+constexpr int CKA_MATRICES = 16;  // the most in one call
+constexpr int CKA_SEGMENTS = 16;
+
+// Everything lies on the device. `wide`: computed in float64, else in float32, and no input is float64.
+struct CKAMatrices {
+  Array matrices[CKA_MATRICES];  // contiguous [problems, rows, widths[i]]
+  int64_t widths[CKA_MATRICES];
+  int64_t count, problems, rows;
+  bool centered, wide;
+};
+
+// What stands between the products of a pair and its value and gradients; float64 where `wide`, else float32.
+// Feature space: own [problems, x_width + y_width, x_width] is [x'x; y'x] and other [problems, y_width, y_width] y'y.
+// Then of_x and of_y are such that the gradients are [x y] of_x and [x y] of_y.
+// Sample space: own and other [problems, rows, rows] are xx' and yy', and the gradients of_x x and of_y y.
+struct CKAProducts {
+  const void *own, *other;
+  int64_t problems, rows, x_width, y_width;
+  bool samples, wide;     // samples: in sample space
+  const double* scales;   // [problems, 2], by which x and y were multiplied
+  void* values;           // [problems]
+  void *of_x, *of_y;      // null: not wanted
+};
+
+// A pair of x and a kernel.
+struct CKAToKernelProducts {
+  const void* z;  // [problems, rows, width]
+  void* product;  // kernel z; shaped as z
+  void* own;      // [problems, side, side]: z'z or zz'
+  int64_t problems, rows, width, side;
+  bool wide, gradient;
+  const double* scales;  // [problems, 4], of cuda_linear_cka_prepare_to_kernel
+  void* values;          // [problems]
+};
+
+}  // namespace fedkernels::cuda
+
+// Doubles of device memory that the functions below work in.
+extern "C" int64_t cuda_linear_cka_prepare_doubles(const fedkernels::cuda::CKAMatrices* given);
+extern "C" int64_t cuda_linear_cka_prepare_to_kernel_doubles(const fedkernels::cuda::CKAMatrices* given);
+extern "C" int64_t cuda_linear_cka_combine_doubles(int64_t problems);
+extern "C" int64_t cuda_linear_cka_squares_doubles(int64_t segments);
+
+// -> nullptr, or what went wrong.
+
+// Writes the matrices side by side to z, whose rows are `pitch` apart: each multiplied by a power of two that brings
+// its largest entry to [1, 2), and centred if asked. scales [problems, count]: these powers.
+extern "C" const char* cuda_linear_cka_prepare(const fedkernels::cuda::CKAMatrices* given, void* z, int64_t pitch,
+                                               double* scales, double* memory, fedkernels::cuda::Stream stream);
+
+// The matrices are x and a kernel [problems, rows, rows]. x is written to z as above. If centred HKH, multiplied by a
+// power of two, is written to `centred`, shaped as the kernel. Else the kernel is to be used as it is, and x multiplied
+// by a second power of two where kernel z would leave the range. scales [problems, 4]: x's power, the second, what a
+// product with the kernel has yet to be multiplied by, and |kernel|^2 of the kernel as it is then.
+extern "C" const char* cuda_linear_cka_prepare_to_kernel(const fedkernels::cuda::CKAMatrices* given, void* z,
+                                                         void* centred, double* scales, double* memory,
+                                                         fedkernels::cuda::Stream stream);
+
+extern "C" const char* cuda_linear_cka_combine(const fedkernels::cuda::CKAProducts* products, double* memory,
+                                               fedkernels::cuda::Stream stream);
+
+// Where a gradient is wanted, `product` and `own` are multiplied so that it is product + z own, or product + own z.
+extern "C" const char* cuda_linear_cka_combine_to_kernel(const fedkernels::cuda::CKAToKernelProducts* products,
+                                                         double* memory, fedkernels::cuda::Stream stream);
+
+// The sums of squares of consecutive segments of `lengths` [segments] entries, at most CKA_SEGMENTS.
+extern "C" const char* cuda_linear_cka_squares(const void* product, bool wide, const int64_t* lengths, int64_t segments,
+                                               double* squares, double* memory, fedkernels::cuda::Stream stream);
