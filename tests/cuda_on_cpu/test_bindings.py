@@ -12,8 +12,16 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from fedkernels import _linear_cka_cuda, _native, client_weights, linear_cka, linear_cka_pairwise, unbalanced_ot
-from tests.cuda_on_cpu.emulation import ORDERS, ROOT, planted
+from fedkernels import (
+    _linear_cka_cuda,
+    _native,
+    client_weights,
+    linear_cka,
+    linear_cka_pairwise,
+    linear_cka_to_kernel,
+    unbalanced_ot,
+)
+from tests.cuda_on_cpu.emulation import ORDERS, ROOT, SANITIZED, planted
 from tests.fedkernels import test_cuda
 from tests.fedkernels.test_cuda import BF16, FP16, FP32, Case, assert_equal, assert_near, randn, with_gradients
 
@@ -26,7 +34,10 @@ IN_PYTHON = {
     "linear_cka_pairwise": _linear_cka_cuda.linear_cka_pairwise,
 }
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*verriding a previously registered kernel")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*verriding a previously registered kernel"),
+    pytest.mark.skipif(SANITIZED, reason="margins around all memory find here what AddressSanitizer would"),
+]
 
 
 class Bindings:
@@ -128,6 +139,49 @@ def test_every_operator_is_there(bindings):
 @pytest.mark.parametrize("name", CASES)
 def test_case(bindings, name):
     check(bindings, name)
+
+
+def test_no_problems(bindings):
+    for call, *shapes in (
+        (linear_cka, (0, 20, 9), (0, 20, 5)),
+        (linear_cka, (0, 20, 200), (0, 20, 5)),
+        (linear_cka_to_kernel, (0, 20, 9), (0, 20, 20)),
+        (lambda x, y: linear_cka_to_kernel(x, y, True), (0, 20, 9), (0, 20, 20)),
+    ):
+        x, y = (torch.ones(shape, requires_grad=n == 0) for n, shape in enumerate(shapes))
+        with bindings.on_cuda() as called:
+            value = call(x, y)
+            (gradient,) = torch.autograd.grad(value.sum(), x)
+        assert called
+        assert value.shape == (0,)
+        assert gradient.shape == x.shape
+
+
+def test_bad_arguments_are_refused(bindings):
+    """Those of a direct call: Python's checks come first."""
+    ops = bindings.operators
+    x, long, half = torch.ones(4, 3), torch.ones(513, 3), torch.ones(4, 3, dtype=FP16)
+    for name, arguments, message in (
+        ("apply_deltas", ([x], [x, x], torch.ones(2)), "weights must be float64"),
+        ("apply_deltas", ([x], [x, x], torch.ones(3).double()), "weights must be float64"),
+        ("delta_gram", ([x, x], [x]), "client_params must hold"),
+        ("delta_gram", ([x], [x[:3]]), "the sizes of global_params"),
+        ("delta_gram", ([x], [x.T.contiguous().T]), "client_params must be contiguous"),
+        ("client_weights", (torch.ones(129, 129), 1e-8), "K <= 128"),
+        ("info_nce", (x, x[:3], 0.5, "mean", True, True, False), "N >= B"),
+        ("info_nce", (x, x, 0.5, "most", True, True, False), "reduction must be"),
+        ("info_nce_gradients", (x, x, 0.5, torch.ones(4), True, True, False), "weights must be float64"),
+        ("nt_xent", (x, x[:3], 0.5, "mean", True, False), "one shape"),
+        ("linear_cka", (long, long, False, True, True), "L must be 1 to 512"),
+        ("linear_cka", (x.double(), x, False, True, True), "must not be float64"),
+        ("linear_cka_prepare", ([x, x[:3]], False), "the same L"),
+        ("linear_cka_prepare", ([x, x.int()], False), "must be float16"),
+        ("linear_cka_combine", (half[None], half[None], torch.ones(1, 2), True, True, True), "float32 or float64"),
+        ("linear_cka_squares", (x, [12, 1]), "lengths that product has"),
+        ("unbalanced_ot", (x, x[0], x[0], 0.8, 0.9, 1e-3, 9, "steepest"), "a and b must have shapes"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            ops[name](*arguments)
 
 
 @pytest.mark.parametrize("name", FAULTS)
