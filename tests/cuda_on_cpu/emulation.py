@@ -17,6 +17,8 @@ from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
+TORCH = Path(torch.__file__).resolve().parent
+TORCH_TARGET = "0x020b000000000000"  # as in setup.py
 SANITIZED = os.environ.get("FEDKERNELS_SANITIZED") == "1"  # in the process that test_sanitizer.py starts
 DTYPES = {torch.float64: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}  # enum class DType
 
@@ -28,7 +30,7 @@ _FLAGS = [
 ]
 # The order of threads and blocks, and what shared memory starts as: NaN in every dtype, or large finite numbers.
 # Results must be the same to the last bit.
-_ORDERS = ((0x7FFF, False), (0x4B4B, True))
+ORDERS = ((0x7FFF, False), (0x4B4B, True))
 
 
 class EmulationError(AssertionError):
@@ -59,6 +61,7 @@ class Library:
     """One .cu file and the emulation, loaded."""
 
     handle: ctypes.CDLL
+    kernel: Path  # the object file of the .cu file alone
 
     def call(self, function: str, *arguments: object) -> None:
         """Calls once. A tensor goes as its address; None is a null pointer, also the stream."""
@@ -82,7 +85,7 @@ class Library:
     ) -> Any:
         """run(call) in each order of the threads, on a device like this; -> its tensors, which must be equal."""
         found = []
-        for poison, reversed_ in _ORDERS:
+        for poison, reversed_ in ORDERS:
             self.settings(poison, reversed_, multiprocessors, shared_limit)
 
             def call(function: str, *arguments: object, order: tuple[int, bool] = (poison, reversed_)) -> None:
@@ -147,14 +150,34 @@ class Compiler:
             list(pool.map(_run, commands))
         library = folder / f"{name}.so"
         _run([_COMPILER, *_FLAGS, "-shared", folder / "kernel.o", runtime, "-o", library])
-        return Library(ctypes.CDLL(str(library)))
+        return Library(ctypes.CDLL(str(library)), folder / "kernel.o")
 
     def mutant(self, source: str, old: str, new: str) -> Library:
         """The file with a fault planted: `old`, which it holds once, becomes `new`."""
         path = ROOT / source if "/" in source else ROOT / "csrc/cuda" / source
-        text = path.read_text(encoding="utf-8")
-        assert text.count(old) == 1, f"{source} holds {text.count(old)} times: {old}"
-        return self.compile(text.replace(old, new), path.stem)
+        return self.compile(planted(path, old, new), path.stem)
+
+    def bindings(self, text: str, name: str) -> ctypes.CDLL:
+        """C++ of csrc/ops for CUDA with all emulated kernels. Its operators are torch.ops.<name>'s, for the CPU."""
+        require_headers_of_torch()
+        kernels = [self.load(path.name).kernel for path in sorted((ROOT / "csrc/cuda").glob("*.cu"))]
+        folder = Path(tempfile.mkdtemp(prefix=name, dir=self.folder))
+        (folder / "bindings.cpp").write_text(text, encoding="utf-8")
+        flags = [flag for flag in _FLAGS if flag != "-O1"]  # they compile in half the time without
+        flags += ["-fvisibility=hidden", f"-DCUDA_ON_CPU_LIBRARY={name}", f"-DTORCH_TARGET_VERSION={TORCH_TARGET}"]
+        include = [f"-I{HERE / 'include'}", f"-I{ROOT / 'csrc'}", "-isystem", TORCH / "include"]
+        _run([_COMPILER, *flags, *include, "-c", folder / "bindings.cpp", "-o", folder / "bindings.o"])
+        objects = [folder / "bindings.o", *kernels, self.folder / "runtime.o"]
+        library = folder / f"{name}.so"
+        _run([_COMPILER, *_FLAGS, "-shared", *objects, f"-L{TORCH / 'lib'}", "-ltorch_cpu", "-o", library])
+        return ctypes.CDLL(str(library))
+
+
+def planted(path: Path, old: str, new: str) -> str:
+    """The file's text with `old`, which it holds once, as `new`."""
+    text = path.read_text(encoding="utf-8")
+    assert text.count(old) == 1, f"{path} holds {text.count(old)} times: {old}"
+    return text.replace(old, new)
 
 
 def _run(command: Sequence[Any]) -> None:
@@ -168,3 +191,8 @@ def _run(command: Sequence[Any]) -> None:
 def require_compiler() -> None:
     if _COMPILER is None:
         pytest.skip("no C++ compiler")
+
+
+def require_headers_of_torch() -> None:
+    if not (TORCH / "include/torch/csrc/stable/library.h").is_file():
+        pytest.skip("no C++ headers of torch")

@@ -23,6 +23,7 @@
 namespace cuda_on_cpu {
 
 Thread* current = nullptr;
+const void* expected_stream = nullptr;
 
 namespace {
 

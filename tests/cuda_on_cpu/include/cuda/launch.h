@@ -19,6 +19,9 @@ struct Launch {
 // Runs body() as every thread of the grid. -> nullptr, or what went wrong.
 const char* run(const Launch& launch, const std::function<void()>& body);
 
+// That of the caller, which all launches must be on.
+extern const void* expected_stream;
+
 char* dynamic_shared();
 int multiprocessors();
 size_t shared_limit();
@@ -40,13 +43,15 @@ struct Shape {
 };
 
 template <typename... Parameters, typename... Arguments>
-const char* launch(const Shape& shape, Stream, void (*kernel)(Parameters...), Arguments... arguments) {
+const char* launch(const Shape& shape, Stream stream, void (*kernel)(Parameters...), Arguments... arguments) {
+  if (stream != cuda_on_cpu::expected_stream) return "a launch on another stream than the caller's";
   const std::tuple<Parameters...> values(static_cast<Parameters>(arguments)...);
   return cuda_on_cpu::run({shape.grid, shape.block, shape.shared, shape.cooperative},
                           [&] { std::apply(kernel, values); });
 }
 
-inline const char* fill_zero(void* data, size_t bytes, Stream) {
+inline const char* fill_zero(void* data, size_t bytes, Stream stream) {
+  if (stream != cuda_on_cpu::expected_stream) return "zeros written on another stream than the caller's";
   memset(data, 0, bytes);
   return nullptr;
 }

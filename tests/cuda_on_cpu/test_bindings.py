@@ -1,0 +1,190 @@
+"""csrc/ops/*_cuda.cpp, and the Python that only tensors on a GPU take, on the emulated kernels.
+
+g++ compiles the bindings with include/ops/cuda.h, for which tensors on the CPU are CUDA's. They take the place of the
+CPU's operators as long as a case runs, and the cases are those of tests/fedkernels/test_cuda.py.
+"""
+
+import ctypes
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from fedkernels import (
+    _linear_cka_cuda,
+    _native,
+    client_weights,
+    linear_cka,
+    linear_cka_pairwise,
+    linear_cka_to_kernel,
+    unbalanced_ot,
+)
+from tests.cuda_on_cpu.emulation import ORDERS, ROOT, SANITIZED, planted
+from tests.fedkernels import test_cuda
+from tests.fedkernels.test_cuda import BF16, FP16, FP32, Case, assert_equal, assert_near, randn, with_gradients
+
+OPS = ROOT / "csrc/ops"
+SOURCES = sorted(OPS.glob("*_cuda.cpp"))
+# What fedkernels/linear_cka.py registers for CUDA.
+IN_PYTHON = {
+    "linear_cka_large": _linear_cka_cuda.linear_cka,
+    "linear_cka_to_kernel": _linear_cka_cuda.linear_cka_to_kernel,
+    "linear_cka_pairwise": _linear_cka_cuda.linear_cka_pairwise,
+}
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*verriding a previously registered kernel"),
+    pytest.mark.skipif(SANITIZED, reason="margins around all memory find here what AddressSanitizer would"),
+]
+
+
+class Bindings:
+    """The operators of some C++ as torch.ops.<library>'s."""
+
+    def __init__(self, compiler, texts: Sequence[str], library: str) -> None:
+        if _native.module is None:
+            pytest.skip("the operators are declared by fedkernels._C, which is not compiled")
+        text = "\n".join(texts)  # of all files, for torch's headers are most of the work
+        names = re.findall(r'm\.impl\("(\w+)"', text)
+        self.declared = torch.library.Library(library, "FRAGMENT")
+        for name in names:
+            schema = str(getattr(torch.ops.fedkernels, name).default._schema)
+            self.declared.define(schema.removeprefix("fedkernels::"))
+        self.handle = compiler.bindings(text, library)
+        self.operators = {name: getattr(getattr(torch.ops, library), name).default for name in names}
+
+    @contextmanager
+    def on_cuda(self, order: tuple[int, bool] = ORDERS[0]) -> Iterator[list[str]]:
+        """Tensors on the CPU count as CUDA's, and fedkernels' operators are these. -> the names of those called"""
+        self.handle.cuda_on_cpu_settings(order[0], int(order[1]), 4, ctypes.c_size_t(227 << 10))
+        called: list[str] = []
+
+        def noting(name, operator):
+            def call(*arguments):
+                called.append(name)
+                return operator(*arguments)
+
+            return call
+
+        with torch.library._scoped_library("fedkernels", "IMPL") as registered, pytest.MonkeyPatch.context() as patch:
+            for name, operator in {**self.operators, **IN_PYTHON}.items():
+                registered.impl(name, noting(name, operator), "CPU")
+            patch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True), raising=False)
+            patch.setattr(_native, "CUDA", frozenset({*_native.COMPILED, "linear_cka_large"}))
+            yield called
+
+
+CASES = {name: case for name, case in test_cuda.CASES.items() if name != "unbalanced_ot, large"}  # minutes here
+CASES |= {
+    "unbalanced_ot, a team of blocks, float16": Case(
+        lambda cost: [unbalanced_ot(cost, 1.0, 1.0, 0.8, 0.9, tol=1e-3)], [randn(2, 5, 150)], FP16, 5e-3
+    ),
+    "client_weights, equal clients": Case(
+        lambda g: [client_weights(g)], [torch.stack([randn(4, 4) @ randn(4, 4).T, torch.ones(4, 4)])], FP32, 1e-5
+    ),
+    "linear_cka, broadcast, one gradient": Case(
+        with_gradients(lambda x: linear_cka(x, x[:1, ..., :3].detach())), [randn(2, 3, 20, 9)], BF16, 1e-2
+    ),
+    "linear_cka_pairwise, more than one call takes": Case(
+        lambda *zs: [linear_cka_pairwise(zs, zs)], [randn(9, 1 + n % 3, seed=n) for n in range(19)], FP32, 1e-5
+    ),
+}
+# In a file of csrc/ops, and the case that finds it.
+FAULTS = {
+    "apply_deltas": (
+        "apply_deltas",
+        "words_of_lists(tensors, lists.clients)",
+        "words_of_lists(tensors, lists.clients) - 1",
+    ),
+    "delta_gram": ("delta_gram", "sizes.data(), tensors, lists.clients,", "sizes.data(), tensors, lists.clients - 1,"),
+    "client_weights": ("client_weights", "device.stream()", "nullptr"),
+    "info_nce, float32": ("info_nce", "pass.column_share = pass.row_share", "pass.column_share = pass.row_largest"),
+    "nt_xent, float32": ("nt_xent", "pass.shift = batch;", "pass.shift = batch - 1;"),
+    "linear_cka": ("linear_cka", "centered, floats(values)", "!centered, floats(values)"),
+    "linear_cka_pairwise, more than one call takes": ("linear_cka_large", "column * z.element_size()", "column"),
+    "unbalanced_ot": ("unbalanced_ot", "tau_a,\n                                     tau_b", "tau_b, tau_a"),
+}
+
+
+@pytest.fixture(scope="module")
+def bindings(compiler):
+    return Bindings(compiler, [path.read_text(encoding="utf-8") for path in SOURCES], "cuda_on_cpu")
+
+
+@pytest.fixture(scope="module")
+def faulty(compiler):
+    texts = [planted(OPS / f"{name}_cuda.cpp", *fault) for name, *fault in FAULTS.values()]
+    return Bindings(compiler, texts, "cuda_on_cpu_faulty")
+
+
+def check(bindings, name):
+    case = CASES[name]
+    inputs = [tensor.to(case.dtype) for tensor in case.tensors]
+    truth = case.call(*(tensor.double() for tensor in inputs))
+    with bindings.on_cuda() as called:
+        found = case.call(*inputs)
+    assert called
+    assert_near(found, truth, case.tolerance)
+    with bindings.on_cuda(ORDERS[1]):
+        again = case.call(*inputs)
+    assert_equal(again, found)
+
+
+def test_every_operator_is_there(bindings):
+    assert {*_native.COMPILED, *_native.PARTS} <= {*bindings.operators, *IN_PYTHON}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_case(bindings, name):
+    check(bindings, name)
+
+
+def test_no_problems(bindings):
+    for call, *shapes in (
+        (linear_cka, (0, 20, 9), (0, 20, 5)),
+        (linear_cka, (0, 20, 200), (0, 20, 5)),
+        (linear_cka_to_kernel, (0, 20, 9), (0, 20, 20)),
+        (lambda x, y: linear_cka_to_kernel(x, y, True), (0, 20, 9), (0, 20, 20)),
+    ):
+        x, y = (torch.ones(shape, requires_grad=n == 0) for n, shape in enumerate(shapes))
+        with bindings.on_cuda() as called:
+            value = call(x, y)
+            (gradient,) = torch.autograd.grad(value.sum(), x)
+        assert called
+        assert value.shape == (0,)
+        assert gradient.shape == x.shape
+
+
+def test_bad_arguments_are_refused(bindings):
+    """Those of a direct call: Python's checks come first."""
+    ops = bindings.operators
+    x, long, half = torch.ones(4, 3), torch.ones(513, 3), torch.ones(4, 3, dtype=FP16)
+    for name, arguments, message in (
+        ("apply_deltas", ([x], [x, x], torch.ones(2)), "weights must be float64"),
+        ("apply_deltas", ([x], [x, x], torch.ones(3).double()), "weights must be float64"),
+        ("delta_gram", ([x, x], [x]), "client_params must hold"),
+        ("delta_gram", ([x], [x[:3]]), "the sizes of global_params"),
+        ("delta_gram", ([x], [x.T.contiguous().T]), "client_params must be contiguous"),
+        ("client_weights", (torch.ones(129, 129), 1e-8), "K <= 128"),
+        ("info_nce", (x, x[:3], 0.5, "mean", True, True, False), "N >= B"),
+        ("info_nce", (x, x, 0.5, "most", True, True, False), "reduction must be"),
+        ("info_nce_gradients", (x, x, 0.5, torch.ones(4), True, True, False), "weights must be float64"),
+        ("nt_xent", (x, x[:3], 0.5, "mean", True, False), "one shape"),
+        ("linear_cka", (long, long, False, True, True), "L must be 1 to 512"),
+        ("linear_cka", (x.double(), x, False, True, True), "must not be float64"),
+        ("linear_cka_prepare", ([x, x[:3]], False), "the same L"),
+        ("linear_cka_prepare", ([x, x.int()], False), "must be float16"),
+        ("linear_cka_combine", (half[None], half[None], torch.ones(1, 2), True, True, True), "float32 or float64"),
+        ("linear_cka_squares", (x, [12, 1]), "lengths that product has"),
+        ("unbalanced_ot", (x, x[0], x[0], 0.8, 0.9, 1e-3, 9, "steepest"), "a and b must have shapes"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            ops[name](*arguments)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_found(faulty, name):
+    with pytest.raises((AssertionError, RuntimeError)):
+        check(faulty, name)
