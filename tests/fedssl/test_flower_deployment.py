@@ -6,6 +6,7 @@ One SuperLink and its sites serve all tests of this file, as starting them takes
 from __future__ import annotations
 
 import csv
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +44,7 @@ KINDS = {
     },
 }
 EQUAL = AVERAGED | {"partition": {"name": "iid", "clients": 3}, "rounds": 1}  # as privacy counts the clients
+GONE_SECONDS = 62  # until then a SuperLink lets nobody else in with a silent node's key
 WAITS = {"round_seconds": PATIENCE, "connect_seconds": PATIENCE}
 
 
@@ -183,6 +185,7 @@ def test_faults(deployment, private, noisy, tmp_path):
     first = deployment.submit(recipe, output)
     deployment.wait_for(lambda: not any(file.exists() for file in faults), "sites 1 and 2 hang in round 2")
     deployment.kill("site1")
+    killed = time.monotonic()
     make_authority(tmp_path)
     deployment.register("misled")
     deployment.start_node(0, "unknown")
@@ -193,8 +196,9 @@ def test_faults(deployment, private, noisy, tmp_path):
     kept = (output / "metrics.csv").read_bytes()[: RunDirectory.open(output).checkpoint.lengths["metrics.csv"]]
 
     deployment.start_superlink()
-    deployment.start_node(1)
     again = deployment.submit(recipe, output)
+    deployment.wait_for(lambda: time.monotonic() > killed + GONE_SECONDS, "Flower takes the silent site for gone")
+    deployment.start_node(1)
     assert deployment.finish(again) == "finished:completed", deployment.logs()
     assert deployment.look(first)["status"] != "finished:completed"
     assert (output / "metrics.csv").read_bytes().startswith(kept)
