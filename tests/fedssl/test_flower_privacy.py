@@ -422,7 +422,7 @@ def test_what_leaves_a_client_under_secure_aggregation(private, trained, tmp_pat
     assert len(answers) == len(trained) == 3
     floats = sum(t.numel() for t in trained[0].tensors.values() if t.is_floating_point())
     for content in answers:
-        assert set(content) == {"tensors", "numbers", "config", "answer"}
+        assert set(content) == {"tensors", "layout", "numbers", "config", "answer"}
         message = from_records(content)
         assert message.numbers.keys() == {"metric/memory", "metric/flops"}
         [masked] = message.tensors.values()
@@ -503,7 +503,7 @@ def test_what_is_no_masked_vector_is_left_out(private, tmp_path):
     def shorten(node, reply):
         if node == 13 and "tensors" in reply.content:
             short = to_records(Message({"masked": torch.zeros(5, dtype=torch.int32)}))
-            reply.content["tensors"] = short["tensors"]
+            reply.content["tensors"], reply.content["layout"] = short["tensors"], short["layout"]
 
     grid.tamper = shorten
     warnings = go(recipe, directory, grid)
