@@ -258,6 +258,7 @@ class FlowerClients:
         while True:
             here = set(self._grid.get_node_ids())
             self._nodes = {k: node for k, node in self._nodes.items() if node in here}
+            self._ask_at = {node: at for node, at in self._ask_at.items() if node in here}
             new = [node for node in here if time.monotonic() >= self._ask_at.get(node, 0.0)]
             question = ConfigRecord({"run": self._run, "public": self._digest})
             content = {node: RecordDict({"task": question}) for node in new}

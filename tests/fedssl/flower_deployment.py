@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -85,9 +86,12 @@ def make_key(path: Path) -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port to listen on, below those from which systems make connections: one of these could take it meanwhile."""
+    for port in random.sample(range(10_000, 32_000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("100 ports are taken")
 
 
 def with_package() -> dict[str, str]:
@@ -169,6 +173,8 @@ class Deployment:
         process.kill()
         kill_marked(self._mark(name))
         process.wait()
+        if name == "superlink":  # a killed process still listens for as long as its memory is taken down
+            poll(lambda: not self.listening(), "the killed SuperLink listens no more")
 
     def close(self) -> None:
         kill_marked(f"{self.folder}/")

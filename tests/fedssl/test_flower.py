@@ -373,6 +373,25 @@ def test_a_client_that_is_not_connected_is_told_and_the_run_begins(quick, tmp_pa
     assert warnings[1] == "round 1: client 2 is left out: it is not connected"
 
 
+def test_a_node_that_comes_back_is_asked_at_once(quick, tmp_path):
+    """Killed, still taken to be there when it is asked, then known to be gone, then started again."""
+    recipe = quick(**AVERAGED)
+    directory, grid = start(recipe, tmp_path / "b", write_sites(tmp_path))
+    site, grid.contexts[12].node_config = grid.contexts[12].node_config, {}  # so it fails to answer
+    looks = iter([[11, 12, 13], [11, 13], [11, 13]])
+
+    def look():
+        nodes = next(looks, None)
+        if nodes is None:
+            grid.contexts[12].node_config = site
+        return nodes or [11, 12, 13]
+
+    grid.get_node_ids = look
+    [warning] = go(recipe, directory, grid)
+    assert warning.startswith("node 12 is left out: ")
+    assert metric(tmp_path / "b", "missing", 1) == {}
+
+
 def test_too_few_clients_are_connected(quick, tmp_path):
     recipe = quick(**AVERAGED, guard={"minimum_answers": 3})
     directory, grid = start(recipe, tmp_path / "b", write_sites(tmp_path)[:2])
