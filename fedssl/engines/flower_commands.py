@@ -24,6 +24,7 @@ from importlib import import_module, metadata
 from pathlib import Path
 
 _STOP_SECONDS = 20.0
+_ASK_SECONDS = 10.0  # a command asks as soon as it is connected
 _STARTED = ("flower-superexec", "flwr-clientapp", "flwr-serverapp")  # by Flower's processes
 _REQUEST = """\
 #!{python} -IS
@@ -76,7 +77,7 @@ def run(command: list[str], environment: dict[str, str], modules: Sequence[str])
             while (code := _exit_code(main)) is None:
                 _answer_ended(copies)
                 if select.select([listener], [], [], 0.2)[0]:
-                    copies |= [_copy(listener, entries)]
+                    copies |= _copy(listener, entries)
             return code
         except KeyboardInterrupt:
             return 130
@@ -113,9 +114,12 @@ def wait(child: int) -> int:
 
 
 def end_with_parent() -> None:
-    """In a child that has just been started: be told to end when the parent is killed. Linux only."""
+    """In a child that has just been started: be killed when the parent is. Linux only.
+
+    Killed, because Flower's processes take their leave of each other, and try for ever where the other has gone.
+    """
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def _load(command: str) -> Callable[[], None]:
@@ -124,15 +128,27 @@ def _load(command: str) -> Callable[[], None]:
     return function
 
 
-def _copy(listener: socket.socket, entries: dict[str, Callable[[], None]]) -> tuple[int, socket.socket]:
-    """Make the copy that a command asks for: its process id, and the connection that waits for its exit code."""
+def _copy(listener: socket.socket, entries: dict[str, Callable[[], None]]) -> dict[int, socket.socket]:
+    """Make the copy that a command asks for: the connection that waits for its exit code, by its process id.
+
+    None for a command that was ended before it had asked.
+    """
     connection, _ = listener.accept()
-    _, files, _, _ = socket.recv_fds(connection, 1, 3)
-    with connection.makefile("rb") as lines:
-        request = json.loads(lines.readline())
+    connection.settimeout(_ASK_SECONDS)
+    files: list[int] = []
+    try:
+        _, files, _, _ = socket.recv_fds(connection, 1, 3)
+        with connection.makefile("rb") as lines:
+            request = json.loads(lines.readline())
+    except (OSError, ValueError):
+        connection.close()
+        for file in files:
+            os.close(file)
+        return {}
 
     def start() -> int:
         listener.close()
+        end_with_parent()
         os.setsid()  # Ctrl-C in the terminal is for Flower's command, which ends what it started
         for number, file in enumerate(files):
             os.dup2(file, number)
@@ -143,7 +159,7 @@ def _copy(listener: socket.socket, entries: dict[str, Callable[[], None]]) -> tu
     copy = fork(start)
     for file in files:
         os.close(file)
-    return copy, connection
+    return {copy: connection}
 
 
 def _answer_ended(copies: dict[int, socket.socket]) -> None:

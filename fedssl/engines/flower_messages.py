@@ -46,7 +46,7 @@ def to_records(message: Message) -> RecordDict:
     `tensors` has an array for each dtype, named by it: the tensors' entries one after another. `layout` lists the
     tensors' names, dtypes, numbers of dimensions and, all in one list, sizes. `numbers` and `config` are the message's.
     """
-    parts: dict[str, list[bytes]] = {}
+    parts: dict[str, list[memoryview]] = {}
     for name, tensor in message.tensors.items():
         dtype = _name(tensor.dtype)
         if dtype not in _DTYPES:
@@ -57,7 +57,7 @@ def to_records(message: Message) -> RecordDict:
     for dtype, pieces in parts.items():
         data = b"".join(pieces)
         arrays[dtype] = Array(dtype, (len(data) // _DTYPES[dtype].itemsize,), _SERIALISATION, data)
-    layout = {
+    layout: dict[str, Any] = {
         "names": list(message.tensors),
         "dtypes": [_name(tensor.dtype) for tensor in message.tensors.values()],
         "dimensions": [tensor.dim() for tensor in message.tensors.values()],
@@ -81,7 +81,8 @@ def from_records(records: RecordDict) -> Message:
     """
     if any(not isinstance(records.get(name), kind) for name, kind in _RECORDS.items()):
         raise UserError(f"the message has records {sorted(records)}, expected {', '.join(_RECORDS)}")
-    arrays, layout, numbers, config = (records[name] for name in _RECORDS)
+    kept: list[Any] = [records[name] for name in _RECORDS]
+    arrays, layout, numbers, config = kept
     lists = [name for record in (numbers, config) for name, value in record.items() if isinstance(value, list | bytes)]
     if lists:
         raise UserError(f"{lists[0]} is a list, expected one value")
@@ -113,7 +114,8 @@ def _unpack(arrays: dict[str, Array], layout: dict[str, Any]) -> dict[str, Tenso
 
 def _entries(layout: dict[str, Any]) -> Iterator[tuple[str, str, tuple[int, ...]]]:
     """Names, dtypes and shapes."""
-    names, dtypes, dimensions, sizes = (layout.get(key) for key in ("names", "dtypes", "dimensions", "sizes"))
+    lists: list[Any] = [layout.get(key) for key in ("names", "dtypes", "dimensions", "sizes")]
+    names, dtypes, dimensions, sizes = lists
     valid = (
         _list_of(str, names)
         and _list_of(str, dtypes)

@@ -31,8 +31,8 @@ from fedssl.run_directory import RunDirectory
 PATIENCE = 600.0
 #: an environment variable that tells whose process one is; children inherit it, also those that leave the process group
 MARK = "FEDSSL_TEST_PROCESS"
-#: `fedssl` at a site that breaks a round where a file says so
-FAULTY_SITE = Path(__file__).with_name("faulty_site.py")
+#: `fedssl` whose sites break a round where a file says so
+COMMAND = Path(__file__).with_name("flower_command.py")
 
 
 def marked(mark: str) -> list[int]:
@@ -123,7 +123,7 @@ class Deployment:
 
     # Processes
 
-    def start(self, name: str, command: list[str]) -> subprocess.Popen:
+    def start(self, name: str, arguments: list[str]) -> subprocess.Popen:
         from fedssl.engines.flower_commands import end_with_parent
 
         home = self.folder / f"home-{name}"
@@ -131,7 +131,7 @@ class Deployment:
         variables = {"FLWR_HOME": str(home), "OMP_NUM_THREADS": "1", MARK: self._mark(name)}
         with open(self.log(name), "ab") as log:
             process = subprocess.Popen(
-                [sys.executable, *command],
+                [sys.executable, str(COMMAND), str(self.faults), *arguments],
                 cwd=self.folder,
                 env=with_package() | variables,
                 stdout=log,
@@ -142,22 +142,19 @@ class Deployment:
         return process
 
     def start_superlink(self) -> None:
-        self.start("superlink", ["-m", "fedssl", "superlink", "superlink", "--port", str(self.port)])
+        self.start("superlink", ["superlink", "superlink", "--port", str(self.port)])
         self.wait_for(self.listening, "the SuperLink listens")
         self.proxy.open()
 
-    def start_node(
-        self, client: int, name: str | None = None, authority: Path | None = None, faulty: bool = False
-    ) -> subprocess.Popen:
-        """A site's SuperNode; a faulty one looks into the folder `faults` (faulty_site.py)."""
+    def start_node(self, client: int, name: str | None = None, authority: Path | None = None) -> subprocess.Popen:
+        """A site's SuperNode."""
         name = name or f"site{client}"
         site = self.folder / f"{name}.yaml"
         site.write_text(yaml.safe_dump({"client": client, "state": str(self.folder / f"state-{name}")}))
         certificate = authority or self.folder / "superlink" / "ca.crt"
-        program = [str(FAULTY_SITE), str(self.faults)] if faulty else ["-m", "fedssl"]
         arguments = ["supernode", str(site), "--superlink", f"127.0.0.1:{self.proxy.port}"]
         arguments += ["--root-certificates", str(certificate), "--key", str(self.key(name))]
-        return self.start(name, [*program, *arguments])
+        return self.start(name, arguments)
 
     def key(self, name: str) -> Path:
         path = self.folder / f"{name}.key"
@@ -221,7 +218,7 @@ class Deployment:
     # A run
 
     def break_round(self, recipe: Recipe, client: int, number: int, fault: str) -> Path:
-        """Let a faulty site break a round of the recipe's seed (faulty_site.py); the file is gone once it does."""
+        """Let a site break a round of the recipe's seed (flower_command.py); the file is gone once it does."""
         file = self.faults / f"seed-{recipe.seed}-client-{client}-round-{number}"
         file.write_text(fault)
         return file
