@@ -19,7 +19,7 @@ from .flower_commands import fork, run, wait
 
 #: what a ServerApp or ClientApp may need; importing it starts no threads and looks for no CUDA device
 _NEEDED = ("fedssl.engines.flower", "sklearn.datasets")
-_NEEDED_LATER = ("timm",)
+_NEEDED_LATER = ("torch._dynamo", "timm")  # the first is imported by the first optimizer that is made
 
 
 def superlink(folder: Path, host: str, port: int, insecure: bool) -> int:

@@ -20,29 +20,31 @@ from fedssl.method import Method
 #: seconds after which Flower takes a silent site for gone; a minute otherwise
 GONE_SECONDS = 20
 
-faults = Path(sys.argv.pop(1))
-real = Method.client_round
 
+def break_rounds(faults: Path) -> None:
+    real = Method.client_round
 
-def client_round(method, client, received, number):
-    reply = real(method, client, received, number)
-    file = faults / f"seed-{method.seed}-client-{client.index}-round-{number}"
-    fault = file.read_text() if file.exists() else ""
-    file.unlink(missing_ok=True)
-    name = next(iter(reply.tensors))
-    if fault == "nan":
-        reply.tensors[name][:] = float("nan")
-    elif fault == "shape":
-        reply.tensors[name] = reply.tensors[name][1:]
-    elif fault == "hang":
-        time.sleep(24 * 3600)
-    return reply
+    def client_round(method, client, received, number):
+        reply = real(method, client, received, number)
+        file = faults / f"seed-{method.seed}-client-{client.index}-round-{number}"
+        fault = file.read_text() if file.exists() else ""
+        file.unlink(missing_ok=True)
+        name = next(iter(reply.tensors))
+        if fault == "nan":
+            reply.tensors[name][:] = float("nan")
+        elif fault == "shape":
+            reply.tensors[name] = reply.tensors[name][1:]
+        elif fault == "hang":
+            time.sleep(24 * 3600)
+        return reply
+
+    Method.client_round = client_round
 
 
 if __name__ == "__main__":
-    Method.client_round = client_round
-    flower_nodes._NEEDED_LATER = ()  # no recipe here needs timm, which takes five seconds to import
+    break_rounds(Path(sys.argv.pop(1)))
+    flower_nodes._NEEDED_LATER = ("torch._dynamo",)  # no recipe here needs timm, which takes five seconds to import
     # a SuperNode without work looks for some every three seconds
-    start_client_internal.time = SimpleNamespace(sleep=lambda seconds: time.sleep(min(seconds, 0.5)))
+    start_client_internal.time = SimpleNamespace(sleep=lambda seconds: time.sleep(min(seconds, 1)))
     heartbeat.HEARTBEAT_DEFAULT_INTERVAL = fleet_http_connection.HEARTBEAT_DEFAULT_INTERVAL = GONE_SECONDS // 2
     main()

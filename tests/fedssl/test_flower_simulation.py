@@ -48,7 +48,7 @@ def without_engine(path: Path) -> dict[str, bytes]:
     return {name: data for name, data in contents(path).items() if name != "recipe.yaml"}
 
 
-@pytest.mark.parametrize("kind", METHODS)
+@pytest.mark.parametrize("kind", sorted(METHODS.keys() - {"lw_fedssl"}))  # which is interrupted below
 def test_simulated_the_run_is_the_same_bit_for_bit(kind, noisy, tmp_path):
     in_process.run(noisy(**METHODS[kind]), tmp_path / "here")
     recipe = noisy(**METHODS[kind], **SIMULATED)
