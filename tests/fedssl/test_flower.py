@@ -18,6 +18,7 @@ pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, RecordDict
 from flwr.app import Message as FlowerMessage
 from flwr.app.error import Error
+from flwr.common.constant import ErrorCode
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.task_identity import TaskIdentity
 
@@ -302,6 +303,29 @@ def test_stragglers_are_dropped_and_counted(quick, tmp_path):
     assert "1,1,no answer within 100 s" in (tmp_path / "b" / "refused.csv").read_text()
     assert directory.client_round(1) is None
     assert directory.client_round(0) == 2
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        (ErrorCode.NODE_UNAVAILABLE, "its node has gone"),
+        (ErrorCode.MESSAGE_UNAVAILABLE, "no answer in time"),
+        (ErrorCode.REPLY_MESSAGE_UNAVAILABLE, "no answer in time"),
+        (ErrorCode.UNKNOWN, "its app failed: odd"),
+    ],
+)
+def test_what_the_superlink_answers_in_a_sites_place_is_told(code, reason, quick, tmp_path):
+    recipe = quick(**AVERAGED, rounds=1)
+    directory, grid = start(recipe, tmp_path / "b")
+    real = grid.app
+
+    def app(message, context):
+        if message.metadata.dst_node_id == 12 and message.metadata.message_type == "train":
+            return FlowerMessage(Error(code, "odd"), reply_to=message)
+        return real(message, context)
+
+    grid.app = app
+    assert go(recipe, directory, grid) == [f"round 1: client 1 is left out: {reason}"]
 
 
 def test_under_the_minimum_the_run_ends_with_what_was_committed(quick, tmp_path):
