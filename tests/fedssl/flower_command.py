@@ -18,7 +18,7 @@ from fedssl.engines import flower_nodes
 from fedssl.method import Method
 
 #: seconds after which Flower takes a silent site for gone; a minute otherwise
-GONE_SECONDS = 20
+GONE_SECONDS = 30
 
 
 def break_rounds(faults: Path) -> None:
