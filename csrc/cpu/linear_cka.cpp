@@ -16,6 +16,8 @@ namespace {
 
 constexpr int64_t DEPTH = TILE_DEPTH;
 constexpr int64_t ROWS = 128 / TILE_ROWS * TILE_ROWS;  // of a product that a thread takes at a time
+constexpr int64_t MOST_ROWS = 128;                     // of a representation that are looked at at a time, no tile's end
+static_assert(DEPTH <= MOST_ROWS && ROWS <= MOST_ROWS);
 
 // ---- the range of float: CKA does not depend on the scale ----
 
@@ -140,7 +142,7 @@ struct Matrices {
     }
   }
 
-  int64_t buffer_size() const { return up(up(DEPTH, TILE_ROWS) * widest, 16); }
+  int64_t buffer_size() const { return up(up(MOST_ROWS, TILE_ROWS) * widest, 16); }
   T* buffer(int64_t worker) const { return buffers + worker * buffer_size(); }
 
   // Is the product of i <= j wanted?
@@ -336,7 +338,7 @@ struct SampleSpace {
 
   SampleSpace(const Matrices<T>& matrices, bool kept, int64_t workers, Memory& memory) : matrices(matrices) {
     const int64_t rows = matrices.rows, count = matrices.count;
-    size = least(up(up(rows, 8) / 8, WIDE), 128);
+    size = least(up(up(rows, 8) / 8, WIDE), MOST_ROWS);
     blocks = up(rows, size) / size;
     whole = kept ? memory.take<T>(count * rows * rows) : nullptr;
     packed = memory.take<T>(workers * packed_room());

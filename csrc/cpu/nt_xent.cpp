@@ -57,7 +57,7 @@ struct NTXent {
     const int64_t start = memory.used;
     chunks = memory.take<T>(workers * lanes * KEYS);
     const int64_t first_pass = memory.used;
-    memory.used = start;
+    memory.share(start);
     plain_queries = memory.take<T>(gradient ? lanes * up(width, WIDE) : 0);
     kept = memory.take<T>(gradient ? lanes * kept_rows() : 0);
     packed_keys = memory.take<T>(gradient ? blocks * KEYS * up(width, TILE_ROWS) : 0);

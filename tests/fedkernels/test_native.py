@@ -248,6 +248,14 @@ def similarities():
             yield from (value.detach(), to_kernel.detach(), *torch.autograd.grad((value + 2 * to_kernel).sum(), leaves))
             yield fedkernels.linear_cka_to_kernel(x, y @ y.mT, centered)
             yield fedkernels.linear_cka_pairwise([*x, *y], [y[0], x[1]], centered)
+    x, y = (torch.randn(1100, 600, generator=torch.Generator().manual_seed(d)).double() for d in (1, 2))  # full blocks
+    for centered in (False, True):
+        leaves = x.clone().requires_grad_(), y.clone().requires_grad_()
+        value = fedkernels.linear_cka(*leaves, centered)
+        to_kernel = fedkernels.linear_cka_to_kernel(leaves[0], y @ y.mT, centered)
+        yield from (value.detach(), to_kernel.detach(), *torch.autograd.grad(value + 2 * to_kernel, leaves))
+        yield fedkernels.linear_cka_to_kernel(x[:, :7], y @ y.mT, centered)
+        yield fedkernels.linear_cka_pairwise([x], [y, y + x], centered)
 def results():
     start = [t.clone() for t in params[3]]
     fedkernels.apply_deltas(start, params[1:], [0.2, 0.3, 0.4])
