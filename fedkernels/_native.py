@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedkernels._autograd import is_transformed
+
 COMPILED = (
     "apply_deltas",
     "client_weights",
@@ -29,7 +31,7 @@ PARTS = (
     "linear_cka_prepare_to_kernel",
     "linear_cka_squares",
 )
-INTERFACE = "2"  # of their schemas, with csrc/ops/module.cpp: raised in both whenever a schema changes
+INTERFACE = "3"  # of their schemas and the module's functions, with csrc/ops/module.cpp: raised in both by any change
 _NOTE = Path(__file__).with_name("_C.missing")  # written by the installation where it could not compile
 
 
@@ -46,6 +48,7 @@ def _load() -> tuple[ModuleType | None, str]:
         elif (found := loaded.build_info().get("interface")) != INTERFACE:
             reason = f"it was compiled from other sources, with interface {found} and not {INTERFACE}"
         else:
+            _check_instruction_set(loaded.build_info())
             return loaded, ""
     except ModuleNotFoundError:
         cause = _NOTE.read_text(encoding="utf-8").strip() if _NOTE.exists() else ""
@@ -59,6 +62,16 @@ def _load() -> tuple[ModuleType | None, str]:
         stacklevel=2,
     )
     return None, reason
+
+
+def _check_instruction_set(built: dict[str, str]) -> None:
+    wanted = os.environ.get("FEDKERNELS_CPU", "")
+    if wanted and wanted not in built["compiled"].split():
+        warnings.warn(
+            f"FEDKERNELS_CPU must be one of {built['compiled']}, got {wanted!r}: {built['used']} is used",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 module, _reason = _load()
@@ -76,13 +89,39 @@ if _on_cuda(PARTS) == frozenset(PARTS):
     CUDA |= {"linear_cka_large", "linear_cka_pairwise", "linear_cka_to_kernel"}
 
 
+_unusable: dict[int, str] = {}  # GPUs that have been asked: why they cannot run the kernels, or ""
+
+
+def runs_on(gpu: int) -> bool:
+    """Can this GPU run the compiled kernels? One that cannot gets the references, after one warning."""
+    if module is None:
+        return False
+    if gpu not in _unusable:
+        _unusable[gpu] = module.cuda_unusable(gpu)
+        if _unusable[gpu]:
+            compiled = module.build_info()["cuda"]
+            warnings.warn(
+                f"fedkernels runs on its slower references on cuda:{gpu}, which cannot run the kernels compiled for "
+                f"{compiled}: {_unusable[gpu]}. Compile for it (FEDKERNELS_CUDA_ARCHITECTURES) or update its driver.",
+                UserWarning,
+                stacklevel=4,
+            )
+    return not _unusable[gpu]
+
+
+# To torch.compile the answer is a constant. The mark is that of torch.compiler.assume_constant_result, which would
+# import all of the compiler: seconds.
+runs_on._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def operator(name: str, *tensors: Tensor) -> Any:
     """The compiled operator `name` where there is one for the device of all these tensors, else None."""
-    if module is None:
+    if module is None or is_transformed():
         return None
-    first = tensors[0].device
-    on_one_gpu = first.type == "cuda" and all(tensor.device == first for tensor in tensors)
-    if all(tensor.device.type == "cpu" for tensor in tensors) or (on_one_gpu and name in CUDA):
+    device = tensors[0].device
+    if any(tensor.device != device for tensor in tensors):
+        return None
+    if device.type == "cpu" or (device.type == "cuda" and name in CUDA and runs_on(device.index)):
         return getattr(torch.ops.fedkernels, name).default
     return None
 
@@ -95,6 +134,7 @@ def build_info() -> dict[str, str]:
         run on the references. Where the module is used also ``cpu_compiled``, the instruction sets that its CPU
         kernels are compiled for; ``cpu_used``, the one that this processor runs; ``cuda_compiled``, the architectures
         of the CUDA kernels, or "none" and why; ``cuda_operators``, those of the operators that have CUDA kernels;
+        ``cuda_used``, the GPUs that run them and why others do not (each one in sight is asked, and prepared by that);
         ``compiler``; ``oldest_torch``, which the module needs.
     """
     if module is None:
@@ -107,6 +147,14 @@ def build_info() -> dict[str, str]:
         "cpu_used": built["used"],
         "cuda_compiled": built.get("cuda", "none"),
         "cuda_operators": " ".join(sorted(CUDA.intersection(COMPILED))),
+        "cuda_used": _gpus(),
         "compiler": built["compiler"],
         "oldest_torch": built["torch"],
     }
+
+
+def _gpus() -> str:
+    if module is None or not CUDA or not torch.cuda.is_available():
+        return "none"
+    reasons = [module.cuda_unusable(gpu) for gpu in range(torch.cuda.device_count())]
+    return ", ".join(f"cuda:{gpu}{f' (not used: {why})' if why else ''}" for gpu, why in enumerate(reasons))

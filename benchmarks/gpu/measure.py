@@ -1,9 +1,9 @@
 """Measures one case on a GPU: device time from a cold cache, memory, errors; and what the card itself can do.
 
 Times are CUDA events around one call. Before each call a buffer larger than the second-level cache is written, so that
-inputs come from memory, and the device sleeps, so that the host has queued the call by the time it begins: the device's
-work is timed and not Python. "wall" is the time of calls one after the other until the device is done, the host's
-included.
+inputs come from memory, and the device sleeps, twice as long as the host takes to queue a call and at least 2 ms, so
+that all is queued by the time it begins: the device's work is timed and not Python. "wall" is the time of calls one
+after the other until the device is done, the host's included.
 
 On the CPU (a rehearsal) the same code runs with the host's clock, to see that it runs.
 """
@@ -27,7 +27,8 @@ from benchmarks.case import Errors, Implementation, Inputs, Outputs, largest_err
 
 LONGEST = 0.4  # seconds of repeats for each implementation
 MOST, LEAST = 50, 5  # repeats
-SLEEP = 4_000_000  # cycles, about 2 ms
+CLOCK = 2_000_000_000  # cycles a second, about; of the device's sleep
+SHORTEST, LONGEST_SLEEP = 0.002, 0.2  # seconds
 
 Row = dict[str, Any]
 
@@ -91,19 +92,31 @@ class Stopwatch:
         """Seconds of each of the repeats of run(); before() goes first and is not counted."""
         if self.device.type == "cpu":
             return [self._on_cpu(run, before) for _ in range(repeats)]
+        cycles = round(CLOCK * min(max(2 * self._queueing(run, before), SHORTEST), LONGEST_SLEEP))
         marks = []
         for _ in range(repeats):
             if before is not None:
                 before()
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             self.flush.zero_()
-            torch.cuda._sleep(SLEEP)
+            torch.cuda._sleep(cycles)
             start.record()
             run()
             end.record()
             torch.cuda.synchronize(self.device)
             marks.append(start.elapsed_time(end) / 1e3)
         return marks
+
+    def _queueing(self, run: Callable[[], object], before: Callable[[], None] | None) -> float:
+        """Seconds until the host has queued a call: thousands of tensors take longer than their work on the device."""
+        if before is not None:
+            before()
+        torch.cuda.synchronize(self.device)
+        start = time.perf_counter()
+        run()
+        seconds = time.perf_counter() - start
+        torch.cuda.synchronize(self.device)
+        return seconds
 
     def _on_cpu(self, run: Callable[[], object], before: Callable[[], None] | None) -> float:
         if before is not None:

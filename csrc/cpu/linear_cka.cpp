@@ -50,13 +50,12 @@ double scale_of(const Array& array, int64_t start, int64_t count) {
 
 // cross / sqrt(xx yy), and the factors of y(y'x) and x(x'x) in its gradient in x, of y(y'y) in that in y.
 struct Ratio {
-  bool zero;  // a matrix is zero: so are value and gradient
-  double value = 0, of_cross = 0, of_xx = 0, of_yy = 0;
-  double none = 0;  // the gradient of a value that is 0 by definition: 0, but NaN beside a matrix that is not finite
+  bool zero;     // a matrix is zero: value and gradient are 0 by definition, and NaN beside one that is not finite
+  double value, of_cross = 0, of_xx = 0, of_yy = 0;
 
   Ratio(double cross, double xx, double yy) {
     zero = xx == 0 || yy == 0;
-    none = 0 * (xx + yy);
+    value = 0 * (xx + yy);
     if (zero) return;
     const double norms = __builtin_sqrt(xx) * __builtin_sqrt(yy);
     value = cross / norms;
@@ -553,9 +552,9 @@ int64_t solve(CKAProblem& problem, const Threads& threads, Memory memory) {
     }
     const Ratio found(above_zero(matrices.inner[1]), matrices.norm(0), matrices.norm(1));
     problem.value = found.value;
-    if (found.value == 0) {
-      fill<T>(problem.x_gradient, rows * x_width, found.none);
-      fill<T>(problem.y_gradient, rows * y_width, found.none);
+    if (found.zero || found.value == 0) {
+      fill<T>(problem.x_gradient, rows * x_width, found.value);
+      fill<T>(problem.y_gradient, rows * y_width, found.value);
     }
     return found;
   };
@@ -571,7 +570,7 @@ int64_t solve(CKAProblem& problem, const Threads& threads, Memory memory) {
         for (int64_t c = 0; c < rows; ++c) row[c] = (T)((double)other[c] * by.of_cross + (double)own[c] * of_own);
       });
     };
-    if (by.value == 0) return memory.used;
+    if (by.zero || by.value == 0) return memory.used;
     form(0, by.of_xx, problem.x_gradient);
     form(1, by.of_yy, problem.y_gradient);
     return memory.used;
@@ -580,7 +579,7 @@ int64_t solve(CKAProblem& problem, const Threads& threads, Memory memory) {
   const FeatureGradients<T> formed(matrices, memory);
   if (!memory.base) return memory.used;
   const Ratio by = find_value(space);
-  if (by.value == 0) return memory.used;
+  if (by.zero || by.value == 0) return memory.used;
   const T *xx = space.product[0].out, *cross = space.product[1].out, *yy = space.product[2].out;
   formed.run(0, 1, cross, x_width, 1, by.of_cross, xx, by.of_xx, problem.x_gradient, threads);
   formed.run(1, 0, cross, 1, x_width, by.of_cross, yy, by.of_yy, problem.y_gradient, threads);
@@ -700,7 +699,7 @@ int64_t solve(CKAToKernelProblem& problem, const Threads& threads, Memory memory
     }
     const Ratio found(sums.trace, matrices.norm(0), sums.norm);
     problem.value = found.value;
-    if (found.zero) fill<T>(gradient, rows * width, found.none);
+    if (found.zero) fill<T>(gradient, rows * width, found.value);
     return found;
   };
 

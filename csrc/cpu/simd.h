@@ -47,11 +47,13 @@ static inline bool any_sign(Vec v) {
 }
 
 static inline float half_to_float(uint16_t half) {
-  uint32_t bits = (uint32_t)(half & 0x7fff) << 13;
-  bits |= (half & 0x7c00) == 0x7c00 ? 0x7f800000u : 0u;  // infinity and NaN
-  float value;
+  const uint32_t magnitude = (uint32_t)(half & 0x7fff) << 13, exponent = half & 0x7c00;
+  uint32_t bits = magnitude + 0x38000000;                         // the exponent's bias
+  bits = exponent == 0x7c00 ? magnitude | 0x7f800000 : bits;      // infinity and NaN
+  bits = exponent == 0 ? magnitude + 0x38800000 : bits;           // 2^-14 more than a subnormal half:
+  float value;                                                    // a subnormal float the processor may take for 0
   __builtin_memcpy(&value, &bits, 4);
-  value = (half & 0x7c00) == 0x7c00 ? value : value * 0x1p112f;  // the exponent's bias, subnormals included
+  value -= exponent == 0 ? 0x1p-14f : 0.0f;
   return half & 0x8000 ? -value : value;
 }
 

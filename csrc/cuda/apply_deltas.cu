@@ -46,25 +46,25 @@ __global__ void __launch_bounds__(THREADS) apply_deltas_kernel(DeviceLists lists
   const double* weights = lists.weights;
   for (int64_t index = blockIdx.x; index < lists.chunks; index += gridDim.x) {
     const DeviceLists::Piece piece = lists.piece(index);
-    bool uniform = true;
-    for (int64_t k = threadIdx.x; k < lists.clients; k += THREADS) {
-      uniform &= piece.arrays[k + 1].dtype == piece.arrays[0].dtype;
-    }
-    uniform = __syncthreads_and(uniform);
     const int offset = 4 * static_cast<int>(threadIdx.x), count = piece.count - offset;
     if (count <= 0) continue;
     const int64_t start = piece.start + offset;
     const Array* arrays = piece.arrays;
-    if (!uniform) {
-      step<Mixed>(arrays, lists.clients, weights, start, count);
-    } else if (arrays[0].dtype == DType::f32) {
-      step<Uniform<float>>(arrays, lists.clients, weights, start, count);
-    } else if (arrays[0].dtype == DType::bf16) {
-      step<Uniform<BFloat>>(arrays, lists.clients, weights, start, count);
-    } else if (arrays[0].dtype == DType::f16) {
-      step<Uniform<Half>>(arrays, lists.clients, weights, start, count);
-    } else {
-      step<Uniform<double>>(arrays, lists.clients, weights, start, count);
+    switch (piece.dtype) {
+      case static_cast<int>(DType::f64):
+        step<Uniform<double>>(arrays, lists.clients, weights, start, count);
+        break;
+      case static_cast<int>(DType::f32):
+        step<Uniform<float>>(arrays, lists.clients, weights, start, count);
+        break;
+      case static_cast<int>(DType::bf16):
+        step<Uniform<BFloat>>(arrays, lists.clients, weights, start, count);
+        break;
+      case static_cast<int>(DType::f16):
+        step<Uniform<Half>>(arrays, lists.clients, weights, start, count);
+        break;
+      default:
+        step<Mixed>(arrays, lists.clients, weights, start, count);
     }
   }
 }

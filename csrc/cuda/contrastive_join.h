@@ -85,12 +85,23 @@ Arguments<Entry, Number> arguments_of(const ContrastivePass& given, int of_tile,
   return pass;
 }
 
-// Into how many parts the columns are shared out where the rows alone do not fill the device.
+// Into how many parts the columns are shared out. A multiprocessor holds one block, for its registers, and blocks beyond a
+// multiple of the multiprocessors cost a whole wave more: what is least is the waves times the tiles that a block goes
+// through, its start counted as one. Each part has sums and gradients of its own in memory, so there are no more than fill
+// the device, and not two where the rows alone make more than two waves.
 inline int parts_of(int64_t row_blocks, int64_t column_tiles) {
-  const int64_t wanted = (multiprocessors() + row_blocks - 1) / row_blocks;
-  const int64_t most = (column_tiles + 3) / 4;  // a part has some tiles, or its start is not worth it
-  const int64_t parts = wanted < most ? wanted : most;
-  return static_cast<int>(parts < 1 ? 1 : parts > 16 ? 16 : parts);
+  const int64_t at_a_time = multiprocessors(), fill = (at_a_time + row_blocks - 1) / row_blocks;
+  const int64_t useful = fill == 1 && row_blocks < 2 * at_a_time ? 2 : fill;
+  const int64_t of_tiles = (column_tiles + 3) / 4;  // a part has some tiles
+  int64_t best = 1, least = 0;
+  for (int64_t parts = 1; parts <= useful && parts <= of_tiles && parts <= 16; ++parts) {
+    const int64_t waves = (row_blocks * parts + at_a_time - 1) / at_a_time;
+    const int64_t cost = waves * ((column_tiles + parts - 1) / parts + 1);
+    if (parts > 1 && cost >= least) continue;
+    least = cost;
+    best = parts;
+  }
+  return static_cast<int>(best);
 }
 
 // Numbers of memory that `parts` parts write.

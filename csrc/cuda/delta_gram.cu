@@ -88,7 +88,7 @@ Part part_of(int64_t row_start, int64_t rows, int64_t column_start, int64_t colu
 
 // The tiles of entries that a block goes through: some in each of its chunks.
 struct Walk {
-  int chunk, done, count;  // of the chunk's `count` entries `done` are behind
+  int chunk, done, count, dtype;  // of the chunk's `count` entries `done` are behind
   const Array* arrays;
   int64_t start;
 
@@ -99,6 +99,7 @@ struct Walk {
     arrays = piece.arrays;
     start = piece.start;
     count = piece.count;
+    dtype = piece.dtype;
   }
   __device__ void advance(const DeviceLists& lists, int depth) {
     done += depth;
@@ -135,10 +136,8 @@ __global__ void __launch_bounds__(THREADS, sizeof(T) == 4 ? BLOCKS : 1)
   double* const all = dynamic_shared<double>() + thread;   // [VALUES, THREADS]
 #pragma unroll
   for (int v = 0; v < VALUES; ++v) all[v * THREADS] = 0;
-  int products = 0, runs = 0;
+  int products = 0;  // since the last sum in float64
   const auto end_run = [&] {
-    products = 0;
-    ++runs;
 #pragma unroll
     for (int v = 0; v < VALUES; ++v) {
       of_runs[v / COLUMNS][v % COLUMNS] += sums[v / COLUMNS][v % COLUMNS];
@@ -146,7 +145,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(T) == 4 ? BLOCKS : 1)
     }
   };
   const auto end_runs = [&] {
-    runs = 0;
+    products = 0;
 #pragma unroll
     for (int v = 0; v < VALUES; ++v) {
       all[v * THREADS] += of_runs[v / COLUMNS][v % COLUMNS];
@@ -156,39 +155,81 @@ __global__ void __launch_bounds__(THREADS, sizeof(T) == 4 ? BLOCKS : 1)
 
   const auto at = [&](int index) { return *reinterpret_cast<const Four<T>*>(deltas + index); };
 
+  Walk walk = {static_cast<int>(blockIdx.x), 0, 0, MIXED, nullptr, 0};
+
+  // What has been read of the next tile. Loads of all members are on their way together: their addresses come first, and
+  // nothing waits for an entry before it is needed. So halves lie here as they lie in memory, in the first two words.
   T base[4], next[MOST_MEMBERS][4];
-  const auto read = [&](const Walk& walk) {
+  const auto halves = [](int dtype) {
+    return sizeof(T) == 4 && (dtype == static_cast<int>(DType::bf16) || dtype == static_cast<int>(DType::f16));
+  };
+  const auto read = [&] {
     const int offset = walk.done + 4 * unit, count = first_member < lanes ? walk.count - offset : 0;
     const int64_t start = walk.start + offset;
-    read_four(base, walk.arrays[0], start, count);
-#pragma unroll
-    for (int n = 0; n < MOST_MEMBERS; ++n) {
-      const int member = first_member + n * lanes;
-      if (member < members) read_four(next[n], walk.arrays[1 + part.client(member)], start, count);
-    }
-  };
-
-  Walk walk = {static_cast<int>(blockIdx.x), 0, 0, nullptr, 0};
-  walk.enter(lists);
-  if (walk.chunk < lists.chunks) read(walk);
-  while (walk.chunk < lists.chunks) {
-    __syncthreads();  // the tile before has been multiplied
-    if (first_member < lanes) {
+    if (walk.dtype == MIXED || (sizeof(T) == 8 && walk.dtype != static_cast<int>(DType::f64))) {
+      read_four(base, walk.arrays[0], start, count);
 #pragma unroll
       for (int n = 0; n < MOST_MEMBERS; ++n) {
         const int member = first_member + n * lanes;
-        if (member >= members) continue;
-        Four<T> four;
+        if (member < members) read_four(next[n], walk.arrays[1 + part.client(member)], start, count);
+      }
+      return;
+    }
+    const void* from[MOST_MEMBERS];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) four.values[i] = base[i] - next[n][i];
-        *reinterpret_cast<Four<T>*>(deltas + part.slot(member) * pitch + 4 * unit) = four;
+    for (int n = 0; n < MOST_MEMBERS; ++n) {
+      const int member = first_member + n * lanes;
+      from[n] = member < members ? walk.arrays[1 + part.client(member)].data : nullptr;
+    }
+    const auto read_all = [&](const auto& read_one) {
+      read_one(base, walk.arrays[0].data);
+#pragma unroll
+      for (int n = 0; n < MOST_MEMBERS; ++n) {
+        if (from[n]) read_one(next[n], from[n]);
+      }
+    };
+    if constexpr (sizeof(T) == 4) {
+      if (halves(walk.dtype)) {
+        read_all([&](T(&four)[4], const void* source) {
+          uint32_t words[2];
+          read_four_halves(words, static_cast<const uint16_t*>(source), start, count);
+          four[0] = __uint_as_float(words[0]);
+          four[1] = __uint_as_float(words[1]);
+        });
+        return;
       }
     }
-    __syncthreads();
-    walk.advance(lists, part.depth);
-    if (walk.chunk < lists.chunks) read(walk);
+    read_all([&](T(&four)[4], const void* source) { read_four(four, static_cast<const T*>(source), start, count); });
+  };
+  const auto widen_halves = [&](T(&four)[4]) {
+    if constexpr (sizeof(T) == 4) {
+      const uint32_t words[2] = {__float_as_uint(four[0]), __float_as_uint(four[1])};
+      const bool bfloat = walk.dtype == static_cast<int>(DType::bf16);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint16_t bits = static_cast<uint16_t>(words[i / 2] >> 16 * (i % 2));
+        four[i] = bfloat ? widen(BFloat{bits}) : widen(Half{bits});
+      }
+    }
+  };
 
-    if (!active) continue;
+  const auto lay_down = [&] {  // what has been read, as differences, in shared memory
+    if (first_member >= lanes) return;
+    const bool narrow = halves(walk.dtype);
+    if (narrow) widen_halves(base);
+#pragma unroll
+    for (int n = 0; n < MOST_MEMBERS; ++n) {
+      const int member = first_member + n * lanes;
+      if (member >= members) continue;
+      if (narrow) widen_halves(next[n]);
+      Four<T> four;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) four.values[i] = base[i] - next[n][i];
+      *reinterpret_cast<Four<T>*>(deltas + part.slot(member) * pitch + 4 * unit) = four;
+    }
+  };
+  const auto multiply = [&] {
+#pragma unroll 1
     for (int i = 4 * slice; i < part.depth; i += 4 * part.slices) {
       Four<T> right[COLUMNS];
 #pragma unroll
@@ -203,10 +244,22 @@ __global__ void __launch_bounds__(THREADS, sizeof(T) == 4 ? BLOCKS : 1)
         }
       }
       if constexpr (sizeof(T) == 4) {
-        if ((products += 4) == RUN) end_run();
-        if (runs == RUN) end_runs();
+        if ((products += 4) % RUN == 0) end_run();
+        if (products == RUN * RUN) end_runs();
       }
     }
+  };
+
+  walk.enter(lists);
+  for (bool there = false;; there = true) {
+    const bool more = walk.chunk < lists.chunks;
+    if (more) read();
+    if (there && active) multiply();
+    if (!more) break;
+    __syncthreads();  // the tile before has been multiplied
+    lay_down();
+    __syncthreads();
+    walk.advance(lists, part.depth);
   }
   end_run();
   end_runs();

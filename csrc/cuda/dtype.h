@@ -45,6 +45,22 @@ __device__ inline void read_four(Value (&values)[4], const T* source, int64_t st
   }
 }
 
+// The same of half precision as it lies in memory, two entries a word, so that nothing waits for them yet.
+__device__ inline void read_four_halves(uint32_t (&words)[2], const uint16_t* source, int64_t start, int count) {
+  const uint16_t* from = source + start;
+  if (count >= 4 && reinterpret_cast<uintptr_t>(from) % 8 == 0) {
+    const uint2 both = *reinterpret_cast<const uint2*>(from);
+    words[0] = both.x;
+    words[1] = both.y;
+  } else {
+    uint32_t halves[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) halves[i] = i < count ? from[i] : 0;
+    words[0] = halves[0] | halves[1] << 16;
+    words[1] = halves[2] | halves[3] << 16;
+  }
+}
+
 template <typename T>
 __device__ inline void write_four(T* target, int64_t start, const double (&values)[4], int count) {
   T* to = target + start;

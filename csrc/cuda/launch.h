@@ -18,14 +18,34 @@ struct Shape {
   bool cooperative = false;  // all blocks run at the same time, so that they may wait for each other
 };
 
+inline int attribute_of_device(cudaDeviceAttr attribute) {
+  int device = 0, value = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&value, attribute, device);
+  return value;
+}
+
+inline int multiprocessors() { return attribute_of_device(cudaDevAttrMultiProcessorCount); }
+
+// Bytes of shared memory that one block may have.
+inline size_t shared_limit() { return attribute_of_device(cudaDevAttrMaxSharedMemoryPerBlockOptin); }
+
+// Lets the kernel have `bytes` of dynamic shared memory. What is allowed belongs to the kernel and not to the launch, and
+// another thread may be between the two: so it is always the most that there can be, and nobody makes it less.
+template <typename... Parameters>
+cudaError_t allow_shared(size_t bytes, void (*kernel)(Parameters...)) {
+  if (bytes <= 48 << 10) return cudaSuccess;
+  cudaFuncAttributes attributes;
+  const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+  if (error != cudaSuccess) return error;
+  const size_t most = shared_limit() - attributes.sharedSizeBytes;
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(most));
+}
+
 // Enqueues kernel(arguments...). -> nullptr, or what went wrong.
 template <typename... Parameters, typename... Arguments>
 const char* launch(const Shape& shape, Stream stream, void (*kernel)(Parameters...), Arguments... arguments) {
-  if (shape.shared > 48 << 10) {
-    const cudaError_t error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shape.shared));
-    if (error != cudaSuccess) return message(error);
-  }
+  if (const cudaError_t error = allow_shared(shape.shared, kernel); error != cudaSuccess) return message(error);
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeCooperative;
   attribute.val.cooperative = 1;
@@ -43,28 +63,29 @@ inline const char* fill_zero(void* data, size_t bytes, Stream stream) {
   return message(cudaMemsetAsync(data, 0, bytes, stream));
 }
 
-inline int attribute_of_device(cudaDeviceAttr attribute) {
-  int device = 0, value = 0;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&value, attribute, device);
-  return value;
-}
-
-inline int multiprocessors() { return attribute_of_device(cudaDevAttrMultiProcessorCount); }
-
-// Bytes of shared memory that one block may have.
-inline size_t shared_limit() { return attribute_of_device(cudaDevAttrMaxSharedMemoryPerBlockOptin); }
-
 // How many blocks of this shape a multiprocessor holds at the same time.
 template <typename... Parameters>
 int blocks_at_a_time(const Shape& shape, void (*kernel)(Parameters...)) {
-  if (shape.shared > 48 << 10) {
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shape.shared));
-  }
+  if (allow_shared(shape.shared, kernel) != cudaSuccess) return 0;
   int blocks = 0;
   const int threads = static_cast<int>(shape.block.x * shape.block.y * shape.block.z);
   cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, shape.shared);
   return blocks;
+}
+
+// Why the device of this number cannot run the kernel, or nullptr.
+template <typename... Parameters>
+const char* why_not_on(int device, void (*kernel)(Parameters...)) {
+  int before = 0;
+  cudaError_t error = cudaGetDevice(&before);
+  if (error == cudaSuccess) error = cudaSetDevice(device);
+  if (error == cudaSuccess) {
+    cudaFuncAttributes attributes;
+    error = cudaFuncGetAttributes(&attributes, kernel);
+    cudaSetDevice(before);
+  }
+  cudaGetLastError();  // it is told here, and must not be found by somebody who asks later
+  return message(error);
 }
 
 // The block's dynamic shared memory, aligned to 128 bytes.

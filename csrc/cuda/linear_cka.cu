@@ -239,7 +239,7 @@ __global__ void __launch_bounds__(THREADS, TILE == 64 ? 2 : 1) linear_cka_kernel
     xx = block_reduce(xx, sum_of, Sum());
     cross = block_reduce(cross, sum_of, Sum());
     yy = block_reduce(yy, sum_of, Sum());
-    const bool zero = xx == 0 || yy == 0;
+    const bool zero = (xx == 0 || yy == 0) && xx + yy == xx + yy;  // beside NaN all is NaN
     const double norms = sqrt(xx) * sqrt(yy), value = zero ? 0 : cross / norms;
     if (threadIdx.x == 0) given.values[problem] = static_cast<float>(value);
 

@@ -423,7 +423,8 @@ __global__ void __launch_bounds__(THREADS)
   const double* const of_problem = partials + share.problem * 3 * count;
   const double xx = block_sum(of_problem, count), yy = block_sum(of_problem + 2 * count, count);
   double cross = block_sum(of_problem + count, count);
-  const bool zero = xx == 0 || yy == 0, negative = cross < 0;  // negative: by rounding, in sample space
+  const bool zero = (xx == 0 || yy == 0) && xx + yy == xx + yy;  // beside NaN all is NaN
+  const bool negative = cross < 0;                               // by rounding, in sample space
   if (negative) cross = 0;
   const double norms = sqrt(xx) * sqrt(yy), value = zero ? 0 : cross / norms;
   if (share.first == 0) static_cast<T*>(given.values)[share.problem] = static_cast<T>(value);
@@ -474,7 +475,7 @@ __global__ void __launch_bounds__(THREADS)
   const double* const scales = given.scales + share.problem * KERNEL_SCALES;
   const double cross = block_sum(of_problem, count), xx = block_sum(of_problem + count, count);
   const double kernel_scale = scales[2], kk = scales[3], scale = scales[0] * scales[1];
-  const bool zero = xx == 0 || kk == 0;
+  const bool zero = (xx == 0 || kk == 0) && xx + kk == xx + kk;  // beside NaN all is NaN
   const double norms = sqrt(xx) * sqrt(kk), value = zero ? 0 : cross * kernel_scale / norms;
   if (share.first == 0) static_cast<T*>(given.values)[share.problem] = static_cast<T>(value);
   if (!given.gradient) return;

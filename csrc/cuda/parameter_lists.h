@@ -17,10 +17,13 @@ struct HostLists {
   const double* weights;  // [clients], or nullptr
 };
 
+constexpr int MIXED = -1;  // versions of a tensor differ in their dtype
+
 // Chunks of one tensor: chunk c of all belongs to the tensor t with first_chunk[t] <= c < first_chunk[t + 1].
 struct DeviceLists {
   const Array* arrays;
   const int64_t* sizes;
+  const int64_t* dtypes;       // [tensors], of all versions of a tensor, or MIXED
   const int64_t* first_chunk;  // [tensors + 1]
   const double* weights;       // [clients]
   int64_t tensors, clients, chunks, chunk;  // chunk: entries
@@ -29,7 +32,7 @@ struct DeviceLists {
   struct Piece {
     const Array* arrays;
     int64_t start;
-    int count;
+    int count, dtype;
   };
 
   __device__ Piece piece(int64_t index) const {
@@ -43,7 +46,8 @@ struct DeviceLists {
       }
     }
     const int64_t start = (index - first_chunk[low]) * chunk, left = sizes[low] - start;
-    return {arrays + low * (clients + 1), start, static_cast<int>(left < chunk ? left : chunk)};
+    return {arrays + low * (clients + 1), start, static_cast<int>(left < chunk ? left : chunk),
+            static_cast<int>(dtypes[low])};
   }
 };
 
@@ -68,10 +72,12 @@ inline const char* send_lists(const HostLists& host, int64_t chunk, int64_t* mem
   static_assert(sizeof(Array) == 2 * sizeof(int64_t) && sizeof(double) == sizeof(int64_t));
   const int64_t arrays = 2 * host.tensors * (host.clients + 1);
   int64_t* const sizes = memory + arrays;
-  int64_t* const first_chunk = sizes + host.tensors;
+  int64_t* const dtypes = sizes + host.tensors;
+  int64_t* const first_chunk = dtypes + host.tensors;
   int64_t* const weights = first_chunk + host.tensors + 1;
   *device = {reinterpret_cast<const Array*>(memory),
              sizes,
+             dtypes,
              first_chunk,
              reinterpret_cast<const double*>(weights),
              host.tensors,
@@ -100,6 +106,14 @@ inline const char* send_lists(const HostLists& host, int64_t chunk, int64_t* mem
     send(&dtype);
   }
   for (int64_t t = 0; t < host.tensors; ++t) send(host.sizes + t);
+  for (int64_t t = 0; t < host.tensors; ++t) {
+    const Array* const versions = host.arrays + t * (host.clients + 1);
+    int64_t dtype = static_cast<int64_t>(versions[0].dtype);
+    for (int64_t k = 1; k <= host.clients; ++k) {
+      if (versions[k].dtype != versions[0].dtype) dtype = MIXED;
+    }
+    send(&dtype);
+  }
   for (int64_t t = 0; t <= host.tensors; ++t) {
     send(&device->chunks);
     if (t < host.tensors) device->chunks += (host.sizes[t] + chunk - 1) / chunk;

@@ -5,9 +5,9 @@
 
 namespace fedkernels::cuda {
 
-// 8-byte words: arrays, sizes, first chunks, weights.
+// 8-byte words: arrays, sizes, dtypes, first chunks, weights.
 inline int64_t words_of_lists(int64_t tensors, int64_t clients) {
-  return 2 * tensors * (clients + 1) + 2 * tensors + 1 + clients;
+  return 2 * tensors * (clients + 1) + 3 * tensors + 1 + clients;
 }
 
 }  // namespace fedkernels::cuda

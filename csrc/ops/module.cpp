@@ -33,8 +33,8 @@ Isa isa() {
 
 }  // namespace fedkernels
 
-// Of the operators' schemas, with fedkernels/_native.py: raised in both whenever a schema changes.
-#define FEDKERNELS_INTERFACE "2"
+// Of the operators' schemas and this module's functions, with fedkernels/_native.py: raised in both whenever one changes.
+#define FEDKERNELS_INTERFACE "3"
 
 static PyObject* build_info(PyObject*, PyObject*) {
   static const char* const names[] = {"baseline", "avx2", "avx512"};
@@ -48,8 +48,19 @@ static PyObject* build_info(PyObject*, PyObject*) {
                        "torch", "2.11");
 }
 
+// Defined where CUDA kernels are compiled.
+extern "C" __attribute__((weak)) const char* cuda_unusable(int device);
+
+static PyObject* cuda_unusable_on(PyObject*, PyObject* number) {
+  const long device = PyLong_AsLong(number);
+  if (device == -1 && PyErr_Occurred()) return nullptr;
+  const char* reason = cuda_unusable ? cuda_unusable(static_cast<int>(device)) : "no CUDA kernels are compiled";
+  return PyUnicode_FromString(reason ? reason : "");
+}
+
 static PyMethodDef methods[] = {
     {"build_info", build_info, METH_NOARGS, "What the module is compiled for: a dict of strings."},
+    {"cuda_unusable", cuda_unusable_on, METH_O, "Why the GPU of this number cannot run the kernels, or ''."},
     {nullptr, nullptr, 0, nullptr},
 };
 

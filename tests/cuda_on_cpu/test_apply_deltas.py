@@ -20,7 +20,7 @@ def run(library, start, clients, weights):
     def step(call):
         target = [tensor.clone() for tensor in start]
         versions = [version[t] for t in range(len(start)) for version in (target, *clients)]
-        words = poison(2 * len(versions) + 2 * len(start) + 1 + len(clients), dtype=torch.int64)
+        words = poison(2 * len(versions) + 3 * len(start) + 1 + len(clients), dtype=torch.int64)
         sizes = integers([tensor.numel() for tensor in start])
         call("cuda_apply_deltas", arrays(versions), sizes, len(start), len(clients), weights, words, None)
         return target
@@ -66,7 +66,7 @@ def test_views_that_start_anywhere(compiler):
     truth = [start[0].clone()]
     apply_deltas(truth, params, weights)
     library = compiler.load("apply_deltas.cu")
-    words = poison(2 * 3 + 3 + 2, dtype=torch.int64)
+    words = poison(2 * 3 + 4 + 2, dtype=torch.int64)
     versions = arrays([start[0], params[0][0], params[1][0]])
     library.call("cuda_apply_deltas", versions, integers([39]), 1, 2, weights, words, None)
     assert torch.equal(start[0], truth[0])

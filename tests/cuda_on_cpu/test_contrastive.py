@@ -7,7 +7,7 @@ import torch
 
 from fedkernels.reference.info_nce import info_nce
 from fedkernels.reference.nt_xent import nt_xent
-from tests.cuda_on_cpu.emulation import DTYPES, Array, EmulationError, poison
+from tests.cuda_on_cpu.emulation import DTYPES, ORDERS, Array, EmulationError, poison
 
 BF16, FP16, FP32, WIDE = torch.bfloat16, torch.float16, torch.float32, torch.float64
 EPS = {BF16: 2**-7, FP16: 2**-10, FP32: 2**-10}  # of what contrastive.cu multiplies: float32 as tf32
@@ -236,6 +236,14 @@ def test_columns_in_one_part_or_several(compiler, source, dtype):
     for x, y in zip(one, many, strict=True):
         torch.testing.assert_close(x, y, rtol=2 * rounding, atol=rounding / 8)
     torch.testing.assert_close(one[0], many[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("count", "parts"), [(4096, 4), (6144, 2), (8192, 2), (24_576, 2), (65_536, 1)])
+def test_parts_fill_an_h100_without_a_wave_too_many(compiler, count, parts):
+    """Blocks of 128 rows on 132 multiprocessors: 5 parts of 4096 columns would be 160 blocks, and take two waves."""
+    library = compiler.load("contrastive.cu")
+    library.settings(*ORDERS[0], 132, 227 << 10)
+    assert library.ask("cuda_contrastive_memory", count, count, 256, False, False) == parts * count * 3 * 4
 
 
 @pytest.mark.parametrize(("dtype", "width", "too_wide"), [(BF16, 256, 512), (FP32, 240, 256)])

@@ -130,6 +130,9 @@ def test_not_finite_gives_nan(compiler, bad, centered):
     x[1, 2, 3] = bad
     values = run(compiler.load("linear_cka.cu"), x, y, centered)[0]
     assert values.isnan().tolist() == [False, True]
+    y[1] = 0  # which does not hide it
+    values = run(compiler.load("linear_cka.cu"), x, y, centered)[0]
+    assert values.isnan().tolist() == [False, True]
 
 
 def test_views_that_start_anywhere(compiler):

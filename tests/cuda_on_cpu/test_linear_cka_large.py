@@ -286,6 +286,10 @@ def test_not_finite_gives_nan(bad, rows, centered):
     assert _linear_cka_cuda.linear_cka_to_kernel(x, kernel, centered, False)[0].isnan().tolist() == [False, True]
     kernel[0, 1, 1] = bad
     assert _linear_cka_cuda.linear_cka_to_kernel(x[:1], kernel[:1], centered, False)[0].isnan().all()
+    zero, no_kernel = torch.zeros_like(y), torch.zeros_like(kernel)  # which do not hide it
+    assert _linear_cka_cuda.linear_cka(x, zero, centered, False, False)[0].isnan().tolist() == [False, True]
+    assert _linear_cka_cuda.linear_cka_to_kernel(x, no_kernel, centered, False)[0].isnan().tolist() == [False, True]
+    assert _linear_cka_cuda.linear_cka_to_kernel(zero[:1], kernel[:1], centered, False)[0].isnan().all()
 
 
 def test_a_similarity_of_zero_is_not_negative():

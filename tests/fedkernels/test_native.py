@@ -5,10 +5,12 @@ import os
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fedkernels
@@ -52,6 +54,14 @@ def problems():
         "nt_xent": (randn(37, 20), randn(37, 20, seed=1), 0.3, "sum", True, False),
         "unbalanced_ot": (cost, masses, masses[:, :17].contiguous(), 0.8, 0.9, 1e-4, 1000, "accelerated"),
     }
+
+
+@pytest.mark.usefixtures("native")
+def test_an_unknown_instruction_set_is_told():
+    _, told = run("import fedkernels", FEDKERNELS_CPU="avx1024")
+    assert "FEDKERNELS_CPU must be one of" in told
+    assert "got 'avx1024'" in told
+    assert "FEDKERNELS_CPU" not in run("import fedkernels", FEDKERNELS_CPU="baseline")[1]
 
 
 def test_every_compiled_operator_is_tried_here():
@@ -370,7 +380,45 @@ def test_a_module_with_other_schemas_is_told(monkeypatch):
 def test_the_interface_is_that_of_these_schemas():
     """Where this fails a schema has changed: raise INTERFACE in _native.py and in csrc/ops/module.cpp."""
     schemas = [str(getattr(torch.ops.fedkernels, name).default._schema) for name in (*_native.COMPILED, *_native.PARTS)]
-    assert (_native.INTERFACE, hashlib.sha256("\n".join(schemas).encode()).hexdigest()[:12]) == ("2", "96257df2c1c0")
+    assert (_native.INTERFACE, hashlib.sha256("\n".join(schemas).encode()).hexdigest()[:12]) == ("3", "96257df2c1c0")
+
+
+class OfGPUs:
+    """A module that was compiled for GPUs of which cuda:1 is none."""
+
+    def cuda_unusable(self, gpu):
+        return "no kernel image is available" if gpu == 1 else ""
+
+    def build_info(self):
+        return {"cuda": "sm_90 compute_90"}
+
+
+@pytest.mark.skipif(_native.module is None, reason="not compiled")
+def test_a_gpu_that_cannot_run_the_kernels_gets_the_references(monkeypatch):
+    """Told once; another GPU beside it is served."""
+    monkeypatch.setattr(_native, "module", OfGPUs())
+    monkeypatch.setattr(_native, "CUDA", frozenset({"info_nce"}))
+    monkeypatch.setattr(_native, "_unusable", {})
+    with FakeTensorMode():
+        good, bad = (torch.empty(2, 3, device=f"cuda:{gpu}") for gpu in (0, 1))
+        assert _native.operator("info_nce", good, good) is torch.ops.fedkernels.info_nce.default
+        told = "references on cuda:1, .* compiled for sm_90 .*: no kernel image"
+        with pytest.warns(UserWarning, match=told):
+            assert _native.operator("info_nce", bad, bad) is None
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert _native.operator("info_nce", bad, bad) is None
+        assert _native.operator("info_nce", good, bad) is None
+        assert _native.operator("client_weights", good) is None
+
+
+@pytest.mark.skipif(_native.module is None, reason="not compiled")
+def test_a_module_without_cuda_says_so():
+    if "none" not in fedkernels.build_info()["cuda_compiled"]:
+        pytest.skip("compiled with CUDA")
+    assert _native.module.cuda_unusable(0) == "no CUDA kernels are compiled"
+    with pytest.raises(TypeError):
+        _native.module.cuda_unusable("cuda:0")
 
 
 def test_the_environment_forces_the_references():
@@ -394,3 +442,17 @@ def test_without_a_compiler_the_build_succeeds_and_says_why(tmp_path):
     assert "no-such-compiler" in (tmp_path / "lib/fedkernels/_C.missing").read_text()
     out, _ = run(REPORT, path=tmp_path / "lib", FEDKERNELS_NATIVE="")
     assert "no-such-compiler" in out
+
+
+@pytest.mark.usefixtures("native")
+def test_subnormal_halves_count_where_the_processor_flushes():
+    """A half below 6.1e-5 is no subnormal float32, and is read right where those are taken for 0."""
+    halves = torch.arange(1, 0x7C00, 31, dtype=torch.int16).view(torch.float16)
+    truth = halves.double().square()
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor does not flush")
+    try:
+        found = [fedkernels.delta_gram([torch.zeros_like(half)], [[half]]) for half in halves]
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.equal(torch.cat(found).flatten(), truth)

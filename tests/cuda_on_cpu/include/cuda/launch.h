@@ -64,6 +64,11 @@ int blocks_at_a_time(const Shape& shape, void (*)(Parameters...)) {
   return shape.shared > 100 << 10 ? 1 : 2;
 }
 
+template <typename... Parameters>
+const char* why_not_on(int device, void (*)(Parameters...)) {
+  return device == 0 ? nullptr : "no such device";
+}
+
 template <typename T>
 T* dynamic_shared() {
   return reinterpret_cast<T*>(cuda_on_cpu::dynamic_shared());
