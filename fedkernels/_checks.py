@@ -1,6 +1,6 @@
 """Argument checks that the public functions share: one line names the argument, what was expected and what came."""
 
-import math
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -40,15 +40,29 @@ def positive(name: str, value: object) -> float:
     """`value` is a positive, finite Python number."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a Python number, got {type(value).__name__}")
-    if not 0 < value < math.inf:  # also refuses NaN
-        raise ValueError(f"{name} must be positive and finite, got {value}")
+    if not 0 < value <= sys.float_info.max:  # also refuses NaN, and integers beyond float's range
+        raise ValueError(f"{name} must be positive and finite, got {short(value)}")
     return float(value)
+
+
+def boolean(name: str, value: object) -> None:
+    """`value` is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {type(value).__name__}")
 
 
 def one_of(name: str, value: object, allowed: Sequence[str]) -> None:
     """`value` is one of the strings `allowed`."""
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+    if not isinstance(value, str) or value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {short(value)}")
+
+
+def short(value: object) -> str:
+    """What a message shows: Python refuses to print an integer of thousands of digits, and nobody reads it."""
+    if isinstance(value, int) and not -(10**40) < value < 10**40:
+        return f"an integer of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 def parameter_lists(global_params: Sequence[Tensor], client_params: Sequence[Sequence[Tensor]]) -> None:
@@ -65,6 +79,7 @@ def parameter_lists(global_params: Sequence[Tensor], client_params: Sequence[Seq
         raise ValueError("client_params must hold at least one client, got an empty list")
     for index, tensor in enumerate(global_params):
         floating(f"global_params[{index}]", tensor)
+    wanted = [(tensor.shape, tensor.device) for tensor in global_params]
     for client, params in enumerate(client_params):
         if isinstance(params, Tensor) or not isinstance(params, Sequence):
             raise TypeError(f"client_params[{client}] must be a list of tensors, got {type(params).__name__}")
@@ -73,15 +88,14 @@ def parameter_lists(global_params: Sequence[Tensor], client_params: Sequence[Seq
                 f"client_params[{client}] must hold {len(global_params)} tensors as global_params does, "
                 f"got {len(params)}"
             )
-        for index, (tensor, reference) in enumerate(zip(params, global_params, strict=True)):
+        for index, (tensor, (shape, device)) in enumerate(zip(params, wanted, strict=True)):
+            # There are thousands: the name is made where it is needed, for that takes longer than the checks.
+            good = isinstance(tensor, Tensor) and tensor.dtype in _FLOATING and tensor.layout == torch.strided
+            if good and tensor.shape == shape and tensor.device == device:
+                continue
             name = f"client_params[{client}][{index}]"
             floating(name, tensor)
-            if tensor.shape != reference.shape:
-                raise ValueError(
-                    f"{name} must have the shape {list(reference.shape)} of global_params[{index}], "
-                    f"got {list(tensor.shape)}"
-                )
-            if tensor.device != reference.device:
-                raise ValueError(
-                    f"{name} must be on the device of global_params[{index}] ({reference.device}), got {tensor.device}"
-                )
+            of_global = f"of global_params[{index}]"
+            if tensor.shape != shape:
+                raise ValueError(f"{name} must have the shape {list(shape)} {of_global}, got {list(tensor.shape)}")
+            raise ValueError(f"{name} must be on the device {of_global} ({device}), got {tensor.device}")

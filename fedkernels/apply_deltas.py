@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fedkernels import _checks, _native
+from fedkernels._autograd import is_without_data
 from fedkernels.reference.apply_deltas import apply_deltas as _reference
 
 
@@ -33,16 +34,16 @@ def apply_deltas(
     """
     _checks.parameter_lists(global_params, client_params)
     weights = _check_weights(weights, len(client_params))
-    if not torch.compiler.is_compiling():  # a traced tensor has no address
-        _check_memory(global_params, client_params)
+    if not (torch.compiler.is_compiling() or any(is_without_data(tensor) for tensor in global_params)):
+        _check_memory(global_params, client_params)  # a traced tensor has no address
     clients = [tensor for params in client_params for tensor in params]
-    operator = _native.operator("apply_deltas", *global_params, *clients)
+    operator = _native.operator("apply_deltas", *global_params)  # each client's tensor lies where the global one does
     if operator is None:
         _reference(global_params, client_params, weights)
         return
     with torch.no_grad():
         targets = [tensor.contiguous() for tensor in global_params]
-        operator(targets, [tensor.contiguous() for tensor in clients], weights.to("cpu", torch.float64).contiguous())
+        operator(targets, [tensor.contiguous() for tensor in clients], weights)
         for tensor, target in zip(global_params, targets, strict=True):
             if target is not tensor:  # a copy, for it was not contiguous
                 tensor.copy_(target)
@@ -62,41 +63,96 @@ def _check_weights(weights: Tensor | Sequence[float], clients: int) -> Tensor:
     if not isinstance(weights, Tensor):
         if isinstance(weights, str) or not isinstance(weights, Sequence):
             raise TypeError(f"weights must be a tensor [K] or a list of K numbers, got {type(weights).__name__}")
-        weights = torch.tensor(weights, dtype=torch.float64)
-    weights = weights.detach()
+        try:
+            weights = torch.tensor(weights, dtype=torch.float64)
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise TypeError(f"weights must be a tensor [K] or a list of K numbers, got a list: {error}") from None
     _checks.floating("weights", weights, ndim=1, layout="[K]")
     if len(weights) != clients:
         raise ValueError(f"weights must hold one number for each of the {clients} clients, got {len(weights)}")
-    if not torch.compiler.is_compiling() and not weights.isfinite().all():
+    # A copy: they may be one of the tensors that are written.
+    weights = weights.detach().to("cpu", torch.float64, copy=True).contiguous()
+    if not (torch.compiler.is_compiling() or is_without_data(weights)) and not weights.isfinite().all():
         raise ValueError(f"weights must be finite, got {weights.tolist()}")
     return weights
 
 
+# Device, first byte, end, is it written, client (-1: the global one), index of the tensor.
+_Region = tuple[str, int, int, bool, int, int]
+
+
 def _check_memory(global_params: Sequence[Tensor], client_params: Sequence[Sequence[Tensor]]) -> None:
     """A global tensor that is written must not be read again under another name."""
-    regions = []  # device, first byte, end, is it written, name
+    written: list[_Region] = []
+    read: dict[int, _Region] = {}  # of clients that share a tensor the first
     for index, tensor in enumerate(global_params):
-        name = f"global_params[{index}]"
-        if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-            raise ValueError(f"{name} must not overlap itself, got an expanded tensor")
-        regions.append((*_memory(tensor), True, name))
-    for client, params in enumerate(client_params):
-        for index, tensor in enumerate(params):
-            regions.append((*_memory(tensor), False, f"client_params[{client}][{index}]"))
-    # In order of address, a region overlaps an earlier one exactly where it starts before the furthest end so far.
-    furthest: dict[bool, tuple[str, int, str]] = {}  # of all that is written (True) or only read (False)
-    for device, start, end, written, name in sorted(regions):
-        for other_written, (other_device, other_end, other) in furthest.items():
-            if device == other_device and start < other_end and (written or other_written):
-                one, two = (other, name) if written and not other_written else (name, other)
-                raise ValueError(f"{one} must not share memory with {two}")
-        if start < end and furthest.get(written, ("", 0, ""))[:2] < (device, end):
-            furthest[written] = (device, end, name)
+        if not tensor.is_contiguous() and _overlaps_itself(tensor):
+            raise ValueError(f"global_params[{index}] must not overlap itself, got strides {list(tensor.stride())}")
+        device = str(tensor.device)
+        written.append((device, *_memory(tensor), True, -1, index))
+        for k, params in enumerate(client_params):
+            if id(params[index]) not in read:
+                read[id(params[index])] = (device, *_memory(params[index]), False, k, index)
+
+    def tensor_of(client: int, index: int) -> Tensor:
+        return global_params[index] if client < 0 else client_params[client][index]
+
+    # In order of address, those that have not ended yet are the ones that the next may share memory with.
+    before: list[_Region] = []
+    for region in sorted([*written, *read.values()]):
+        device, start, end, is_written, *name = region
+        before = [other for other in before if other[0] == device and other[2] > start]
+        for *_, other_is_written, client, index in before if start < end else ():
+            other = client, index
+            if (is_written or other_is_written) and _share(tensor_of(*name), tensor_of(*other)):
+                one, two = (name, other) if is_written <= other_is_written else (other, name)
+                raise ValueError(f"{_name(*one)} must not share memory with {_name(*two)}")
+        if start < end:
+            before.append(region)
 
 
-def _memory(tensor: Tensor) -> tuple[str, int, int]:
-    """Device and the range of bytes from a tensor's first entry to its last."""
+def _name(client: int, index: int) -> str:
+    return f"global_params[{index}]" if client < 0 else f"client_params[{client}][{index}]"
+
+
+def _memory(tensor: Tensor) -> tuple[int, int]:
+    """The range of bytes from a tensor's first entry to its last."""
     if tensor.numel() == 0 or tensor.is_meta:
-        return str(tensor.device), 0, 0
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+        return 0, 0
+    last = tensor.numel() - 1
+    if not tensor.is_contiguous():
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.data_ptr()
+    return start, start + (last + 1) * tensor.element_size()
+
+
+def _overlaps_itself(tensor: Tensor) -> bool:
+    """Does a strided tensor hold an entry twice?"""
+    span, clear = 0, True  # span: of the dimensions so far, from the one of the least stride
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        clear &= size == 1 or stride > span  # a step clears all that lies within
+        span += (size - 1) * stride
+    if clear or tensor.numel() == 0:
+        return False
+    return tensor.numel() > span + 1 or len(_entries(tensor).unique()) < tensor.numel()
+
+
+def _share(one: Tensor, other: Tensor) -> bool:
+    """Do two tensors whose ranges of memory overlap hold a byte in common? Columns of one matrix do not."""
+    if one.is_contiguous() and other.is_contiguous():
+        return True
+    return bool(torch.isin(_bytes(one), _bytes(other)).any())
+
+
+def _entries(tensor: Tensor) -> Tensor:
+    """Where each entry lies, counted in entries from the first."""
+    places = torch.zeros(1, dtype=torch.int64)
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        places = (places[:, None] + torch.arange(size) * stride).flatten()
+    return places
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    width = tensor.element_size()
+    first = tensor.data_ptr() + _entries(tensor) * width
+    return (first[:, None] + torch.arange(width)).flatten()

@@ -1,11 +1,13 @@
 """The convex combination of the clients' updates that has the least norm."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fedkernels import _checks, _native
+from fedkernels._autograd import is_transformed, is_without_data
 from fedkernels.reference._precision import compute_dtype
 from fedkernels.reference.client_weights import client_weights as _reference
 
@@ -19,10 +21,12 @@ def client_weights(gram: Tensor, *, tol: float = 1e-8) -> Tensor:
 
     Args:
         gram: [..., K, K] symmetric positive semi-definite, float16, bfloat16, float32 or float64, any strides.
-            May be of deficient rank: equal clients are fine.
+            May be of deficient rank: equal clients are fine. Where rounding to its dtype has made it indefinite, so
+            that there need be no minimum, the nearest positive semi-definite matrix is solved in its place.
         tol: the iterations stop at ``p'Gp - min_k (Gp)_k <= tol * min(mean(G), min_k G_kk)``. The left side bounds the
             excess over the optimum, the right side's minimum is never below it. An exact solve on the clients
-            with positive weight follows.
+            with positive weight follows. Less than ``K * 2.2e-16 * trace(G)`` is rounding and not asked for; where
+            even that cannot be reached the function warns.
 
     Returns:
         [..., K], non-negative with sum 1; float64 for a float64 gram, else float32; solved in float64, on a GPU up to
@@ -41,9 +45,10 @@ def client_weights(gram: Tensor, *, tol: float = 1e-8) -> Tensor:
         raise ValueError(f"gram must have shape [..., K, K], got {list(gram.shape)}")
     tol = _checks.positive("tol", tol)
     with torch.no_grad():
-        if torch.compiler.is_compiling():
-            return torch.ops.fedkernels.client_weights_solve(gram, tol)
-        return _solve(gram, tol)
+        if torch.compiler.is_compiling() or is_transformed() or is_without_data(gram):
+            weights: Tensor = torch.ops.fedkernels.client_weights_solve(gram, tol)
+            return weights
+        return _solve(gram, tol)  # the dispatcher would take as long as ten clients do
 
 
 _MOST_ON_CUDA = 128  # clients that one block of csrc/cuda/client_weights.cu takes
@@ -64,7 +69,7 @@ def _solve(gram: Tensor, tol: float) -> Tensor:
     return weights
 
 
-# An operator to torch.compile: checks and loop depend on the data, which a compiled graph cannot hold.
+# An operator to torch.compile, fake tensors and vmap: checks and loop depend on the data, which these do not have.
 torch.library.define("fedkernels::client_weights_solve", "(Tensor gram, float tol) -> Tensor")
 torch.library.impl("fedkernels::client_weights_solve", ("cpu", "cuda"))(_solve)
 
@@ -76,6 +81,12 @@ def _shape(gram: Tensor, tol: float) -> Tensor:
 torch.library.register_fake("fedkernels::client_weights_solve")(_shape)
 if _native.module is not None:
     torch.library.register_fake("fedkernels::client_weights")(_shape)
+
+
+@torch.library.register_vmap("fedkernels::client_weights_solve")
+def _(info: Any, in_dims: tuple[int | None, ...], gram: Tensor, tol: float) -> tuple[Tensor, int]:
+    assert in_dims[0] is not None  # it is the one tensor
+    return torch.ops.fedkernels.client_weights_solve(gram.movedim(in_dims[0], 0), tol), 0
 
 
 def _check_gram(gram: Tensor) -> None:

@@ -30,7 +30,7 @@ def delta_gram(global_params: Sequence[Tensor], client_params: Sequence[Sequence
     """
     _checks.parameter_lists(global_params, client_params)
     clients = [tensor for params in client_params for tensor in params]
-    operator = _native.operator("delta_gram", *global_params, *clients)
+    operator = _native.operator("delta_gram", *global_params)  # each client's tensor lies where the global one does
     if operator is None:
         return _reference(global_params, client_params)
     with torch.no_grad():

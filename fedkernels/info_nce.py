@@ -114,17 +114,19 @@ if _native.module is not None:
         if ctx.reduction == "mean":
             grad = grad / ctx.rows
         if any(ctx.formed):
-            by = grad[:, None] if ctx.reduction == "none" else grad
-            gradients = [gradient * by for gradient in ctx.saved_tensors]
+            factor = grad[:, None] if ctx.reduction == "none" else grad
+            of_query, of_key = (
+                _contrastive.scaled(gradient, factor, dtype) if need else None
+                for gradient, need, dtype in zip(ctx.saved_tensors, wanted, ctx.dtypes, strict=True)
+            )
         else:
             weights = grad.expand(ctx.rows).double().contiguous()
-            gradients = torch.ops.fedkernels.info_nce_gradients(
-                *ctx.saved_tensors, ctx.temperature, weights, *wanted, ctx.tf32
+            operator = torch.ops.fedkernels.info_nce_gradients
+            gradients = operator(*ctx.saved_tensors, ctx.temperature, weights, *wanted, ctx.tf32)
+            of_query, of_key = (
+                gradient.to(dtype) if need else None
+                for gradient, need, dtype in zip(gradients, wanted, ctx.dtypes, strict=True)
             )
-        of_query, of_key = (
-            gradient.to(dtype) if need else None
-            for gradient, need, dtype in zip(gradients, wanted, ctx.dtypes, strict=True)
-        )
         return of_query, of_key, None, None, None, None, None
 
     def _refuse(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:

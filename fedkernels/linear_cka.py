@@ -32,7 +32,7 @@ def linear_cka(x: Tensor, y: Tensor, centered: bool = False) -> Tensor:
         in gives NaN out.
 
     Raises:
-        TypeError: an input is not a floating tensor.
+        TypeError: an input is not a floating tensor, or centered not a bool.
         ValueError: L = 0, d1 = 0, d2 = 0, unequal L, leading dimensions that do not broadcast, unequal devices.
     """
     _check_representation("x", x)
@@ -40,6 +40,7 @@ def linear_cka(x: Tensor, y: Tensor, centered: bool = False) -> Tensor:
     if y.shape[-2] != x.shape[-2]:
         raise ValueError(f"y must have the L = {x.shape[-2]} rows of x, got {y.shape[-2]}")
     _check_broadcast("y", y, x)
+    _checks.boolean("centered", centered)
     large = x.is_cuda and not (_small(x) and _small(y))
     operator = None if has_tangent(x, y) else _native.operator("linear_cka_large" if large else "linear_cka", x, y)
     if large and x.shape[:-2] != y.shape[:-2]:
@@ -73,7 +74,7 @@ def linear_cka_to_kernel(x: Tensor, kernel: Tensor, centered: bool = False) -> T
         ``linear_cka``. It lies between 0 and 1 where the kernel is positive semi-definite.
 
     Raises:
-        TypeError: an input is not a floating tensor.
+        TypeError: an input is not a floating tensor, or centered not a bool.
         ValueError: L = 0, d = 0, a kernel that is not L by L, leading dimensions that do not broadcast, unequal
             devices.
     """
@@ -83,6 +84,7 @@ def linear_cka_to_kernel(x: Tensor, kernel: Tensor, centered: bool = False) -> T
     if kernel.shape[-2:] != (rows, rows):
         raise ValueError(f"kernel must be [..., {rows}, {rows}] for the {rows} rows of x, got {list(kernel.shape)}")
     _check_broadcast("kernel", kernel, x)
+    _checks.boolean("centered", centered)
     operator = None if has_tangent(x, kernel) else _native.operator("linear_cka_to_kernel", x, kernel)
     if x.is_cuda and x.shape[:-2] != kernel.shape[:-2]:
         operator = None
@@ -107,7 +109,7 @@ def linear_cka_pairwise(xs: Sequence[Tensor], ys: Sequence[Tensor], centered: bo
         else float32.
 
     Raises:
-        TypeError: an argument is not a list of floating tensors.
+        TypeError: an argument is not a list of floating tensors, or centered not a bool.
         ValueError: an empty list, L = 0, d = 0, unequal L or devices.
     """
     for name, matrices in (("xs", xs), ("ys", ys)):
@@ -122,6 +124,7 @@ def linear_cka_pairwise(xs: Sequence[Tensor], ys: Sequence[Tensor], centered: bo
             if matrix.shape[0] != xs[0].shape[0]:
                 raise ValueError(f"{label} must have the L = {xs[0].shape[0]} rows of xs[0], got {matrix.shape[0]}")
             _checks.same_device(**{"xs[0]": xs[0], label: matrix})
+    _checks.boolean("centered", centered)
     everything = [*xs, *ys]
     operator = _native.operator("linear_cka_pairwise", *everything)
     if operator is None or any(needs_gradient(z) for z in everything) or has_tangent(*everything):

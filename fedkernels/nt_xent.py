@@ -91,7 +91,7 @@ if _native.module is not None:
             gradient, factor = operator(*ctx.saved_tensors, ctx.temperature, weights, ctx.tf32), 1
         # Each view's product is its own, so that what takes them can free one before it comes to the other.
         of_views = (
-            (part * factor).to(dtype) if need else None
+            _contrastive.scaled(part, factor, dtype) if need else None
             for part, need, dtype in zip(gradient.chunk(2), ctx.needs_input_grad, ctx.dtypes, strict=False)
         )
         return *of_views, None, None, None, None

@@ -1,5 +1,6 @@
 """Unbalanced optimal transport with half-squared marginal penalties, solved to a certified gap."""
 
+import sys
 import warnings
 from typing import Any
 
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fedkernels import _checks, _native
+from fedkernels._autograd import is_transformed, is_without_data, keep_missing
 from fedkernels.reference import unbalanced_ot as _reference
 from fedkernels.reference._precision import compute_dtype
 from fedkernels.reference.unbalanced_ot import TransportInfo
@@ -59,7 +61,9 @@ def unbalanced_ot(
         ValueError: M = 0 or N = 0, shapes that do not fit, unequal devices, a number or method out of range.
     """
     cost, a, b, options = _check(cost, a, b, tau_a, tau_b, tol, max_iterations, method)
-    value, iterations, gap, mass = _UnbalancedOT.apply(cost, a, b, *options)
+    # Without entries, yet it leads to all three: see _OfFirstOrder.
+    link = cost[..., :0].flatten() + a[..., :0].flatten() + b[..., :0].flatten()
+    value, iterations, gap, mass, *_ = _UnbalancedOT.apply(cost, a, b, *options, link)
     _warn(TransportInfo(iterations, gap, mass), options[2])
     return value
 
@@ -136,11 +140,13 @@ def _solve(cost: Tensor, a: Tensor, b: Tensor, *options: Any) -> tuple[Tensor, .
 
 
 class _UnbalancedOT(torch.autograd.Function):
-    """The value with its gradient by the envelope theorem; iterations, gap and mass come along without one."""
+    """The value with its gradient by the envelope theorem; what else the solver gives comes along without one.
+
+    In the form that torch.func.grad and vmap can take; the solver is batched anyway.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any,
         cost: Tensor,
         a: Tensor,
         b: Tensor,
@@ -149,26 +155,61 @@ class _UnbalancedOT(torch.autograd.Function):
         tol: float,
         max_iterations: int,
         method: str,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        link: Tensor,
+    ) -> tuple[Tensor, ...]:
         plan, u, v, value, mass, iterations, gap = _solve(cost, a, b, tau_a, tau_b, tol, max_iterations, method)
-        ctx.save_for_backward(plan, u, v)
-        ctx.dtypes = cost.dtype, a.dtype, b.dtype
-        ctx.mark_non_differentiable(iterations, gap, mass)
-        return value.to(plan.dtype), iterations, gap, mass
+        return value.to(plan.dtype), iterations, gap, mass, plan, u, v
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        plan, u, v = ctx.saved_tensors
-        grad = grads[0]
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        keep_missing(ctx)
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(*output[4:], inputs[-1])
+        ctx.dtypes = [tensor.dtype for tensor in inputs[:3]]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return (None,) * 9
+        *found, link = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            found = [_OfFirstOrder.apply(tensor, link) for tensor in found]
+        plan, u, v = found
         cost_dtype, a_dtype, b_dtype = ctx.dtypes
         needs_cost, needs_a, needs_b, *_ = ctx.needs_input_grad
         return (
             (grad[..., None, None] * plan).to(cost_dtype) if needs_cost else None,
             (grad[..., None] * u).to(a_dtype) if needs_a else None,
             (grad[..., None] * v).to(b_dtype) if needs_b else None,
-            *(None,) * 5,
+            *(None,) * 6,
         )
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        batched = [
+            tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+            for tensor, dim in zip(inputs[:3], in_dims, strict=False)
+        ]
+        return _UnbalancedOT.apply(*batched, *inputs[3:]), (0,) * 7
+
+
+class _OfFirstOrder(torch.autograd.Function):
+    """Plan and duals depend on cost, a and b, by way of the link, but how is not known. A second derivative would take
+    them for constants without a word; here it ends in an error."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(found: Tensor, link: Tensor) -> Tensor:
+        return found.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        raise RuntimeError("unbalanced_ot has no second derivative")
 
 
 def _check(
@@ -192,14 +233,21 @@ def _check(
         max_iterations = _reference.DEFAULT_MAX_ITERATIONS
     elif isinstance(max_iterations, bool) or not isinstance(max_iterations, int) or max_iterations < 1:
         raise ValueError(f"max_iterations must be a positive integer or None, got {max_iterations!r}")
+    else:
+        max_iterations = min(max_iterations, 2**62)  # what the operator can count
     _checks.one_of("method", method, METHODS)
     return cost, a, b, (tau_a, tau_b, tol, max_iterations, method)
 
 
 def _masses(name: str, masses: Tensor | float, cost: Tensor, dim: int) -> Tensor:
     wanted = [*cost.shape[:-2], cost.shape[dim]]
-    if isinstance(masses, (int, float)):
-        return cost.new_full(wanted, float(masses))
+    if isinstance(masses, (int, float)) and not isinstance(masses, bool):
+        if not abs(masses) <= sys.float_info.max:
+            raise ValueError(f"{name} must be finite, got {_checks.short(masses)}")
+        # Never in half precision, which is off by up to 0.4 %: the result has no more than float32 for that.
+        return cost.new_full(wanted, float(masses), dtype=torch.promote_types(cost.dtype, torch.float32))
+    if not isinstance(masses, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor or a Python number, got {type(masses).__name__}")
     _checks.floating(name, masses)
     _checks.same_device(**{"cost": cost, name: masses})
     # One mass in place of a row of them is more often a slip than a wish; a number says it plainly.
@@ -218,21 +266,24 @@ def _masses(name: str, masses: Tensor | float, cost: Tensor, dim: int) -> Tensor
 
 def _warn(info: TransportInfo, tol: float) -> None:
     """Python shows a warning once for each line that calls the public function."""
-    if torch.compiler.is_compiling():  # a warning that depends on data would break the graph
+    if torch.compiler.is_compiling() or is_transformed():  # a warning that depends on data would break the graph
         return
-    idle = int((info.transported_mass == 0).sum())
+    if is_without_data(info.gap):
+        return
+    counted = torch.stack([info.transported_mass.flatten() == 0, info.gap.flatten() > tol]).sum(1)
+    idle, late = counted.tolist()  # at once, for a GPU is waited for
+    problems = info.gap.numel()
     if idle:
         warnings.warn(
-            f"the optimum transports nothing in {idle} of {info.gap.numel()} problems, and the gradient in "
+            f"the optimum transports nothing in {idle} of {problems} problems, and the gradient in "
             "cost is zero: every cost is at least tau_a * a + tau_b * b",
             UserWarning,
             stacklevel=3,
         )
-    late = info.gap > tol
-    if late.any():
+    if late:
         warnings.warn(
-            f"max_iterations reached in {int(late.sum())} of {info.gap.numel()} problems at a relative gap of up to "
-            f"{float(info.gap[late].max()):.1e}, above tol = {tol:.1e}",
+            f"max_iterations reached in {late} of {problems} problems at a relative gap of up to "
+            f"{float(info.gap[info.gap > tol].max()):.1e}, above tol = {tol:.1e}",
             RuntimeWarning,
             stacklevel=3,
         )

@@ -8,12 +8,15 @@ FedU2's Eq. 12 clips the p-update itself instead of a copy. That is not the non-
 1 it does not settle. Which clients have weight 0 is known long before the weights are: the end is solved exactly.
 """
 
+import warnings
+
 import torch
 from torch import Tensor
 
 from fedkernels.reference._precision import compute_dtype
 
 _MAX_ITERATIONS = 20_000
+_MAX_STALLED = 5  # exact solves in a row, 100 iterations apart, that bring no more: what is left is rounding
 
 
 @torch.no_grad()
@@ -41,13 +44,19 @@ def _solve(gram: Tensor, tol: float) -> Tensor:
     gram = gram / gram.trace()
     # Two values that the optimum is not above: that of equal weights and that of the best client alone.
     scale = torch.minimum(uniform @ gram @ uniform, gram.diagonal().min())
-    accept = (tol * scale).clamp(min=torch.finfo(gram.dtype).eps)  # below that, the residual itself is rounding
+    epsilon = clients * torch.finfo(gram.dtype).eps
+    accept = (tol * scale).clamp(min=epsilon)  # below that, the residual itself is rounding
 
     eigenvalues, vectors = torch.linalg.eigh(gram)
+    if eigenvalues[0] < -epsilon:
+        # Rounding to the dtype that it came in made it indefinite: without a minimum. The nearest that has one.
+        gram = (vectors * eigenvalues.clamp(min=0)) @ vectors.T
+        gram = (gram + gram.T) / 2
     eigenvalues = eigenvalues.clamp(min=0)
     ones = vectors.sum(0)  # the vector 1 in the basis of eigenvectors
     rho = 2 / clients  # the mean eigenvalue of 2G
     z, w = uniform, torch.zeros_like(uniform)
+    best, stalled = uniform, 0
     for iteration in range(1, _MAX_ITERATIONS + 1):
         inverse = 1 / (2 * eigenvalues + rho)
         target = rho * (vectors.T @ (z - w))
@@ -60,7 +69,10 @@ def _solve(gram: Tensor, tol: float) -> Tensor:
         weights = z / z.sum()
         if iteration % 100 == 0:
             weights = _polish(gram, weights)
-        if residual(gram, weights) <= accept:
+            stalled = 0 if residual(gram, weights) < residual(gram, best) / 2 else stalled + 1
+        if residual(gram, weights) < residual(gram, best):
+            best = weights
+        if residual(gram, best) <= accept or stalled == _MAX_STALLED:
             break
         # Residual balancing (Boyd et al. 2011, section 3.4.1).
         primal, dual = (p - z).norm(), rho * (z - previous).norm()
@@ -68,7 +80,14 @@ def _solve(gram: Tensor, tol: float) -> Tensor:
             rho, w = rho * 2, w / 2
         elif dual > 10 * primal:
             rho, w = rho / 2, w * 2
-    return _polish(gram, weights)
+    best = _polish(gram, best)
+    if (reached := float(residual(gram, best))) > accept:
+        warnings.warn(
+            f"client_weights: p'Gp - min_k (Gp)_k is {reached:.1e} of the trace of gram, and no less to be had; "
+            f"tol = {tol:g} asks for {float(accept):.1e}",
+            stacklevel=2,
+        )
+    return best
 
 
 def _polish(gram: Tensor, p: Tensor) -> Tensor:

@@ -84,7 +84,7 @@ def _inner(p: Tensor, q: Tensor) -> Tensor:
 
 def ratio(cross: Tensor, xx: Tensor, yy: Tensor) -> Tensor:
     """cross / sqrt(xx yy), and 0 with gradient 0 where a matrix is zero. NaN stays NaN."""
-    zero = (xx == 0) | (yy == 0)
+    zero, none = (xx == 0) | (yy == 0), 0 * (xx + yy).detach()  # NaN beside a matrix that is not finite
     # Both branches of a `where` are differentiated: the root of 0 must not be formed at all.
     xx, yy = torch.where(zero, 1, xx), torch.where(zero, 1, yy)
-    return torch.where(zero, 0, cross / (xx.sqrt() * yy.sqrt()))
+    return torch.where(zero, none, cross / (xx.sqrt() * yy.sqrt()))

@@ -93,6 +93,13 @@ def test_shared_memory_is_refused():
             r"global_params\[[01]\] must not share memory with global_params\[[01]\]",
         ),
         ([torch.ones(1).expand(4)], [[torch.ones(4)]], r"global_params\[0\] must not overlap itself"),
+        ([flat.as_strided((3, 4), (2, 1))], [[torch.ones(3, 4)]], r"global_params\[0\] must not overlap itself"),
+        ([flat.as_strided((2, 3), (4, 2))], [[torch.ones(2, 3)]], r"global_params\[0\] must not overlap itself"),
+        (
+            [flat.view(3, 4)[:, :3]],
+            [[flat.view(3, 4)[:, 1:]]],
+            r"client_params\[0\]\[0\] must not share memory with global_params\[0\]",
+        ),
     ]:
         with pytest.raises(ValueError, match=message):
             apply_deltas(start, clients, [0.5] * len(clients))
@@ -108,6 +115,24 @@ def test_neighbours_in_one_storage_are_fine():
     assert both[:6].tolist() == both[6:].tolist() == [6, 7, 8, 9, 10, 11]
 
 
+def test_columns_of_one_matrix_are_fine():
+    both = torch.arange(12.0).view(2, 6)
+    apply_deltas([both[:, :2], both[:, 2:4]], [[both[:, 4:]] * 2], [1.0])
+    assert both.tolist() == [[4, 5, 4, 5, 4, 5], [10, 11, 10, 11, 10, 11]]
+    steps = torch.arange(8.0).as_strided((2, 3), (3, 2))  # entries 0, 2, 4 and 3, 5, 7
+    apply_deltas([steps], [[torch.zeros(2, 3)]], [1.0])
+    assert steps.tolist() == [[0] * 3] * 2
+
+
+@pytest.mark.cpu_only(reason="copies share no memory")
+def test_weights_may_be_what_is_written():
+    """They are those of the call's beginning, in whichever order the tensors are written."""
+    weights = torch.tensor([1.0, 0.0], dtype=torch.float64)
+    start = [weights, torch.zeros(2)]
+    apply_deltas(start, [[torch.full((2,), 5.0)] * 2, [torch.full((2,), 9.0)] * 2], weights)
+    assert start[0].tolist() == start[1].tolist() == [5, 5]
+
+
 T = torch.ones(2, 3)
 
 
@@ -120,6 +145,10 @@ T = torch.ones(2, 3)
         ([[T]], torch.ones(1, 1), ValueError, r"weights must have shape \[K\]"),
         ([[T]], torch.tensor([1]), TypeError, "weights must be float16"),
         ([[T]], 1.0, TypeError, "weights must be a tensor"),
+        ([[T]], ["a"], TypeError, "weights must be a tensor .* or a list of K numbers"),
+        ([[T]], [None], TypeError, "weights must be a tensor .* or a list of K numbers"),
+        ([[T], [T]], [[1.0], [1.0, 2.0]], TypeError, "weights must be a tensor .* or a list of K numbers"),
+        ([[T]], [10**400], TypeError, "weights must be a tensor .* or a list of K numbers"),
         ([[T.T]], [1.0], ValueError, r"client_params\[0\]\[0\] must have the shape \[2, 3\]"),
         ([[T.int()]], [1.0], TypeError, r"client_params\[0\]\[0\] must be float16"),
         ([], [], ValueError, "client_params must hold at least one client"),

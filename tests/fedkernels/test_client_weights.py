@@ -145,6 +145,45 @@ def test_narrow_grams_are_solved_wide(dtype):
     torch.testing.assert_close(p.double(), client_weights(gram.double()), rtol=0, atol=1e-7)
 
 
+@pytest.fixture
+def exact_solves(monkeypatch):
+    """One entry for each exact solve of the reference: there is one in 100 iterations."""
+    calls, polish = [], reference._polish
+    monkeypatch.setattr(reference, "_polish", lambda gram, p: calls.append(1) or polish(gram, p))
+    return calls
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("clients", "rank"), [(7, 1), (12, 3), (40, 10), (100, 10)])
+def test_rounding_may_make_a_gram_indefinite(clients, rank, dtype, exact_solves):
+    """More clients than a direction has entries, whose optimum is 0: the nearest definite matrix is solved, soon."""
+    gram = gram_of(clients, rank, 0.0, clients).to(dtype)
+    eigenvalues, vectors = torch.linalg.eigh(gram.double())
+    assert eigenvalues[0] < 0
+    nearest = (vectors * eigenvalues.clamp(min=0)) @ vectors.T
+    p = reference.client_weights(gram.double())
+    assert len(exact_solves) <= 10
+    gradient = nearest @ p
+    assert p @ gradient - gradient.min() <= 1e-8 * gram.diagonal().min() + 1e-13 * gram.double().trace()
+
+
+def test_lengths_apart_by_many_orders_of_magnitude(exact_solves):
+    """The tolerance is below what float64 can tell: the best that there is, and soon."""
+    for seed in range(20):
+        gram = gram_of(36, 22, 0.0, seed, 2.5)
+        gradient = gram @ (p := reference.client_weights(gram))
+        assert p @ gradient - gradient.min() <= 1e-14 * gram.trace()
+        assert len(exact_solves) <= 10
+        exact_solves.clear()
+
+
+def test_a_tolerance_that_is_missed_is_told(monkeypatch):
+    monkeypatch.setattr(reference, "_polish", lambda gram, p: torch.full_like(p, 1 / len(p)))
+    monkeypatch.setattr(reference, "_MAX_STALLED", 1)
+    with pytest.warns(UserWarning, match=r"p'Gp - min_k \(Gp\)_k is .* of the trace of gram"):
+        reference.client_weights(gram_of(40, 60, 5.0, 1, 2.0))
+
+
 def test_detached():
     gram = gram_of(3, 9).requires_grad_()
     assert not client_weights(gram).requires_grad

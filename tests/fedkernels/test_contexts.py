@@ -1,8 +1,13 @@
-"""Every public function under autocast, torch.compile, thread counts, forked workers and forward-mode derivatives."""
+"""Every public function under autocast, torch.compile and torch.func, thread counts, forked workers, forward mode."""
+
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
+from torch._subclasses import FakeTensor, FakeTensorMode
 
 import fedkernels
 from fedkernels import (
@@ -18,6 +23,7 @@ from fedkernels import (
     unbalanced_ot_plan,
 )
 
+ROOT = Path(__file__).resolve().parents[2]
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 
@@ -43,11 +49,11 @@ X, Y, WIDE = randn(3, 40, 7, seed=5), randn(3, 40, 50, seed=6), randn(40, 90, se
 # name: function of tensors, these tensors
 DIFFERENTIABLE = {
     "info_nce": (lambda q, k: info_nce(q, k, 0.3), [ROWS, MORE]),
-    "info_nce, query alone": (lambda q: info_nce(q, MORE.to(q.dtype), 0.3, "sum"), [ROWS]),
-    "info_nce, key alone": (lambda k: info_nce(ROWS.to(k.dtype), k, 0.3), [MORE]),
+    "info_nce, query alone": (lambda q: info_nce(q, MORE.to(q), 0.3, "sum"), [ROWS]),
+    "info_nce, key alone": (lambda k: info_nce(ROWS.to(k), k, 0.3), [MORE]),
     "info_nce, not reduced": (lambda q, k: info_nce(q, k, 0.3, "none"), [ROWS, MORE]),
     "nt_xent": (lambda p, q: nt_xent(p, q, 0.3), [ROWS, MORE[:37]]),
-    "nt_xent, one view": (lambda p: nt_xent(p, MORE[:37].to(p.dtype), 0.3, "sum"), [ROWS]),
+    "nt_xent, one view": (lambda p: nt_xent(p, MORE[:37].to(p), 0.3, "sum"), [ROWS]),
     "nt_xent, not reduced": (lambda p, q: nt_xent(p, q, 0.3, "none"), [ROWS, MORE[:37]]),
     "linear_cka": (lambda x, y: linear_cka(x, y), [X, Y]),
     "linear_cka, centered": (lambda x, y: linear_cka(x, y, centered=True), [X, WIDE]),
@@ -165,16 +171,20 @@ class Everything(torch.utils.data.Dataset):
 @pytest.mark.cpu_only(reason="CUDA does not outlive a fork")
 def test_forked_workers():
     """A child must not wait for threads that only its parent has."""
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(4)
-        here = [Everything()[index] for index in range(len(ALL))]
-        loader = torch.utils.data.DataLoader(
+    # In a process of its own: one whose backward pass has once used autograd's threads cannot fork, with any operator.
+    code = "from tests.fedkernels.test_contexts import compare_with_forked; compare_with_forked()"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def compare_with_forked():
+    torch.set_num_threads(4)
+    here = [Everything()[index] for index in range(len(ALL))]
+    there = list(
+        torch.utils.data.DataLoader(
             Everything(), batch_size=None, num_workers=2, multiprocessing_context="fork", timeout=120
         )
-        there = list(loader)
-    finally:
-        torch.set_num_threads(before)
+    )
     for name, values, others in zip(ALL, here, there, strict=True):
         for value, other in zip(values, others, strict=True):
             torch.testing.assert_close(
@@ -194,6 +204,91 @@ def test_forward_mode_is_not_dropped(name):
     torch.testing.assert_close(tangent.sum(), truth)
     _, tangent = torch.func.jvp(function, tuple(tensors), tuple(along))
     torch.testing.assert_close(tangent.sum(), truth)
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_transforms_of_torch_func(name):
+    """Those of one argument, alone and mapped over a batch of it, are what a loop of backward passes gives."""
+    function, (first, *rest) = DIFFERENTIABLE[name]
+    batch = torch.stack([first, first.flip(0), 1.5 * first])
+
+    def total(tensor):
+        return function(tensor, *rest).sum()
+
+    of_each = torch.func.grad(total)
+    truth = [result(total, [one]) for one in batch]
+    torch.testing.assert_close(of_each(first), truth[0][1])
+    torch.testing.assert_close(torch.func.vmap(total)(batch), torch.stack([value for value, _ in truth]))
+    torch.testing.assert_close(torch.func.vmap(of_each)(batch), torch.stack([grad for _, grad in truth]))
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_transforms_compile_without_a_graph_break(name):
+    function, (first, *rest) = DIFFERENTIABLE[name]
+    of_one = torch.func.grad(lambda tensor: function(tensor, *rest).sum())
+    torch.compiler.reset()
+    compiled = torch.compile(of_one, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(first), of_one(first), rtol=1e-3, atol=1e-3)
+
+
+def test_weights_of_clients_map_over_a_batch():
+    grams = torch.stack([gram(9, 90), gram(9, 30)])
+    assert torch.equal(torch.func.vmap(client_weights)(grams), client_weights(grams))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_tensors_without_numbers(name):
+    """Of the meta device and fake ones: shape and dtype come out, and nothing is computed."""
+    function, tensors = ALL[name]
+    truth = function(*tensors)
+    found = function(*(tensor.to("meta") for tensor in tensors))
+    assert found.is_meta
+    assert (found.shape, found.dtype) == (truth.shape, truth.dtype)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        found = function(*(mode.from_tensor(tensor) for tensor in tensors))
+    assert isinstance(found, FakeTensor)
+    assert (found.shape, found.dtype) == (truth.shape, truth.dtype)
+
+
+def test_a_transform_maps_what_is_not_batched():
+    """A batch of masses for one cost, and the batch in the last dimension."""
+    masses = torch.stack([MASSES, 2 * MASSES], 1)
+    found = torch.func.vmap(lambda a: unbalanced_ot(COST[0], a, 1.0, 0.8, 0.9), in_dims=1)(masses)
+    torch.testing.assert_close(found, unbalanced_ot(COST[0].expand(2, 30, 20), masses.T, 1.0, 0.8, 0.9))
+
+
+def test_a_second_derivative_of_a_transport_problem_is_refused():
+    """And not taken for zero, in whichever input and by whichever way; what the value is multiplied by has one."""
+    cost, masses = COST[0].clone().requires_grad_(), MASSES.clone().requires_grad_()
+
+    def solve(cost, masses):
+        return unbalanced_ot(cost, masses, 1.0, 0.8, 0.9)
+
+    for one, other in ((cost, cost), (cost, masses), (masses, cost)):
+        (grad,) = torch.autograd.grad(solve(cost, masses), one, create_graph=True)
+        with pytest.raises(RuntimeError, match="unbalanced_ot has no second derivative"):
+            torch.autograd.grad(grad.square().sum() + other.sum(), other)
+    for number in (0, 1):
+        alone = torch.func.grad(solve, number)
+        for grad, arguments in ((alone, (COST[0], MASSES)), (torch.func.vmap(alone), (COST[:1], MASSES[None]))):
+            for other in (0, 1):
+                with pytest.raises(RuntimeError, match="unbalanced_ot has no second derivative"):
+                    torch.func.grad(lambda *given, grad=grad: grad(*given).square().sum(), other)(*arguments)
+    factor = torch.tensor(2.0, dtype=FP64, requires_grad=True)
+    (grad,) = torch.autograd.grad(factor * solve(cost, masses), cost, create_graph=True)
+    torch.testing.assert_close(torch.autograd.grad(grad.sum(), factor)[0], grad.sum() / factor)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("name", [name for name in DIFFERENTIABLE if name.startswith(("info_nce", "nt_xent"))])
+def test_several_gradients_at_once(name, dtype):
+    function, tensors = DIFFERENTIABLE[name]
+    leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in tensors]
+    value = function(*leaves)
+    along = torch.stack([torch.ones_like(value), torch.full_like(value, -2)])
+    found = torch.autograd.grad(value, leaves, along, is_grads_batched=True, retain_graph=True)
+    for grads, one in zip(found, torch.autograd.grad(value, leaves, along[0]), strict=True):
+        torch.testing.assert_close(grads, torch.stack([one, -2 * one]))
 
 
 def test_a_transport_problem_refuses_forward_mode():

@@ -215,6 +215,29 @@ def test_zero_matrix_has_cka_zero_and_gradient_zero(centered, dtype, width):
         assert all(grad is None or not grad.any() for grad in grads)
 
 
+@CENTERED
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("width", [3, 9])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_zero_matrix_does_not_hide_another_that_is_not_finite(centered, dtype, width, bad):
+    zero, y = torch.zeros(7, width, dtype=dtype).requires_grad_(), matrix(7, 4, seed=2, dtype=dtype)
+    y[2, 1] = bad
+    y.requires_grad_()
+    kernel = matrix(7, 7, seed=3, dtype=dtype)
+    kernel[1, 1] = bad
+    values = [
+        linear_cka(zero, y, centered),
+        linear_cka(y, zero, centered),
+        linear_cka_to_kernel(zero, kernel, centered),
+        linear_cka_to_kernel(y, torch.zeros(7, 7, dtype=dtype), centered),
+        linear_cka_pairwise([zero], [y], centered),
+    ]
+    for value in values:
+        assert value.isnan().all()
+        grads = torch.autograd.grad(value.sum(), [zero, y], allow_unused=True)
+        assert any(grad is not None and grad.isnan().any() for grad in grads)
+
+
 def test_one_zero_matrix_leaves_the_batch_alone():
     x = matrix(3, 6, 4, seed=1)
     x[1] = 0
@@ -263,6 +286,9 @@ X = torch.ones(4, 3)
         (lambda: linear_cka(torch.ones(2, 4, 3), torch.ones(3, 4, 3)), ValueError, "y must have leading dimensions"),
         (lambda: linear_cka(X, X.int()), TypeError, "y must be float16"),
         (lambda: linear_cka(X, X.to("meta")), ValueError, "y must be on the device of x"),
+        (lambda: linear_cka(X, X, "no"), TypeError, "centered must be True or False, got str"),
+        (lambda: linear_cka_to_kernel(X, torch.ones(4, 4), 1), TypeError, "centered must be True or False, got int"),
+        (lambda: linear_cka_pairwise([X], [X], None), TypeError, "centered must be True or False, got NoneType"),
         (lambda: linear_cka_to_kernel(X, torch.ones(4, 5)), ValueError, r"kernel must be \[..., 4, 4\]"),
         (lambda: linear_cka_to_kernel(X, torch.ones(4)), ValueError, "kernel must have shape"),
         (lambda: linear_cka_to_kernel(X, torch.ones(4, 4).bool()), TypeError, "kernel must be float16"),

@@ -196,7 +196,7 @@ def test_second_derivatives_are_refused():
     cost, a, b = problem(3, 3)
     cost.requires_grad_()
     grad = torch.autograd.grad(unbalanced_ot(cost, a, b, 0.8, 0.8).square(), cost, create_graph=True)[0]
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    with pytest.raises(RuntimeError, match="unbalanced_ot has no second derivative"):
         grad.sum().backward()
 
 
@@ -348,6 +348,17 @@ def test_a_hopeless_problem_is_nan_and_leaves_its_batch_alone(bad):
     assert unbalanced_ot(cost, a, b, 0.8, 0.9).isnan().tolist() == [False, True, True]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_masses_given_as_numbers_are_not_rounded_to_half_precision(dtype):
+    cost = problem(4, 5, seed=14)[0].to(dtype)
+    value = unbalanced_ot(cost, 0.303, 0.7, 0.8, 0.9, tol=TIGHT)
+    truth = unbalanced_ot(cost.double(), 0.303, 0.7, 0.8, 0.9, tol=TIGHT)
+    assert value.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    torch.testing.assert_close(value.double(), truth, rtol=1e-6, atol=0)
+    large = unbalanced_ot(cost, 1e6, 1e6, 0.8, 0.9)  # beyond float16
+    torch.testing.assert_close(large, unbalanced_ot(cost.double(), 1e6, 1e6, 0.8, 0.9).to(large), rtol=1e-3, atol=0)
+
+
 C = torch.ones(2, 3)
 
 
@@ -366,7 +377,12 @@ C = torch.ones(2, 3)
         (lambda: unbalanced_ot(C, torch.ones(1), 1.0, 1.0, 1.0), ValueError, "a must be a number or have shape"),
         (lambda: unbalanced_ot(C, 1.0, torch.ones(4, 3), 1.0, 1.0), ValueError, r"b must broadcast to \[3\]"),
         (lambda: unbalanced_ot(C, 1.0, torch.ones(3).long(), 1.0, 1.0), TypeError, "b must be float16"),
-        (lambda: unbalanced_ot(C, 1.0, None, 1.0, 1.0), TypeError, "b must be a torch.Tensor"),
+        (lambda: unbalanced_ot(C, 1.0, None, 1.0, 1.0), TypeError, "b must be a torch.Tensor or a Python number"),
+        (lambda: unbalanced_ot(C, True, 1.0, 1.0, 1.0), TypeError, "a must be .* a Python number, got bool"),
+        (lambda: unbalanced_ot(C, [1.0, 1.0], 1.0, 1.0, 1.0), TypeError, "a must be .* a Python number, got list"),
+        (lambda: unbalanced_ot(C, 10**5000, 1.0, 1.0, 1.0), ValueError, "a must be finite, got an integer of"),
+        (lambda: unbalanced_ot(C, 1.0, 1.0, 10**400, 1.0), ValueError, "tau_a must be positive and finite"),
+        (lambda: unbalanced_ot(C, 1.0, 1.0, 1.0, 1.0, method=np.ones(2)), ValueError, "method must be one of"),
         (lambda: unbalanced_ot(C, torch.ones(2, device="meta"), 1.0, 1.0, 1.0), ValueError, "a must be on the device"),
         (lambda: unbalanced_ot(C, 1.0, 1.0, 0.0, 1.0), ValueError, "tau_a must be positive"),
         (lambda: unbalanced_ot(C, 1.0, 1.0, 1.0, math.inf), ValueError, "tau_b must be positive"),
