@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
@@ -11,7 +12,7 @@ from pydantic import Field, ValidationError
 
 from .data.datasets import DataOptions
 from .errors import UserError
-from .federation import Federation, build_federation
+from .federation import Federation, build_federation, public_image_users
 from .messages import Message
 from .options import Options
 from .recipe import Recipe, explain_errors
@@ -82,6 +83,52 @@ def public_digest(federation: Federation) -> str:
     digest = hashlib.sha256(str(list(images.shape)).encode())
     digest.update(images.contiguous().numpy().tobytes())
     return digest.hexdigest()[:32]
+
+
+@dataclass(frozen=True)
+class DataForm:
+    """What a site's images look like, as it tells the server before a run.
+
+    Attributes:
+        shape: channels, height and width.
+        classes: the names of the classes in their order; empty where the run uses no labels of the sites.
+        public: the digest of the public images; empty where the run uses none.
+    """
+
+    shape: tuple[int, ...]
+    classes: tuple[str, ...]
+    public: str
+
+    @classmethod
+    def of(cls, federation: Federation) -> DataForm:
+        """The form of a federation's images. Nothing is said that the run does not need."""
+        recipe, dataset = federation.recipe, federation.dataset
+        labels_used = recipe.objective.needs_labels or federation.method.personal  # a site evaluates its own model
+        return cls(
+            tuple(dataset.train_images.shape[1:]),
+            dataset.class_names if labels_used else (),
+            public_digest(federation) if public_image_users(recipe) else "",
+        )
+
+    def other_shape(self, other: DataForm) -> str | None:
+        """How the images differ from another's in size or channels, for a sentence; None where they do not."""
+        if self.shape == other.shape:
+            return None
+        mine, theirs = (" x ".join(map(str, form.shape)) for form in (self, other))
+        return f"images of {mine} (channels, height, width), not {theirs}"
+
+    def other_classes(self, other: DataForm) -> str | None:
+        """How the classes differ from another's, for a sentence; None where they do not."""
+        if self.classes == other.classes:
+            return None
+        found = []
+        for what, mine, theirs in (("has", self, other), ("lacks", other, self)):
+            known = set(theirs.classes)
+            names = [name for name in mine.classes if name not in known]
+            if names:
+                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+                found.append(f"{what} {', '.join(repr(name[:40]) for name in names[:3])}{more}")
+        return " and ".join(found) or "has the same in another order"
 
 
 class SiteStates:

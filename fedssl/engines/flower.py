@@ -5,11 +5,12 @@ writes the Flower app that `flwr run` takes (flower_app.py).
 
 A message to a client holds the record `task` and, in a round, the method's message (flower_messages.py):
 
-    query     are you there, and as which client?   run, public images' digest
+    query     are you there, and as which client?   run, version
     train     a round, 0 the opening one            round, the client's last committed round, whether to evaluate
     evaluate  its own model                         round, the client's last committed round
 
-The answer's record `answer` names the client. An answer with a record `failure` holds one line instead of a result.
+The answer's record `answer` names the client; to a query `data` tells what its images look like (site.DataForm). An
+answer with a record `failure` holds one line instead of a result.
 A client keeps its state on its own disk (site.py) under the round's number; the server says from which round on it
 counts, so that a round that was refused, late or lost with the server is trained again from the same state.
 """
@@ -18,12 +19,14 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import secrets
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -33,30 +36,41 @@ from flwr.app import Message as FlowerMessage
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid, ServerApp
+from google.protobuf.message import DecodeError
 from rich.console import Console
 from torch import Tensor
 
+from fedkernels import __version__
+
 from ..errors import UserError
-from ..federation import Federation, build_federation, public_image_users
+from ..federation import Federation, build_federation
+from ..guard import is_measure
 from ..messages import Message
 from ..progress import ProgressBars
 from ..recipe import Recipe, load_recipe
-from ..run_directory import SITES_RUN, RunDirectory
-from ..site import SiteOptions, SiteStates, load_site, public_digest, site_federation
-from .flower_messages import from_records, to_records
+from ..run_directory import SITES_RUN, RunDirectory, alone_in
+from ..site import DataForm, SiteOptions, SiteStates, load_site, site_federation
+from ..storage import write_atomically
+from .flower_messages import TooLarge, answers_below, from_records, to_records
 from .flower_privacy import flatten, private_answer, private_federation, secure_mean, unflatten
 from .in_process import Progress, Silent, evaluate_after, evaluation_due, first_files, refuse_existing, run_rounds
 
 _POLL_SECONDS = (0.1, 2.0)  # first and longest; each look is a request to the SuperLink
 _ASK_AGAIN_SECONDS = 30.0
+_GREETING_SECONDS = 5.0  # that a round waits for who has just come, where it lacks a client
 #: what the SuperLink says in a node's place; a message expires at the round's deadline
 _SILENT = {
     ErrorCode.NODE_UNAVAILABLE: "its node has gone",
     ErrorCode.MESSAGE_UNAVAILABLE: "no answer in time",
     ErrorCode.REPLY_MESSAGE_UNAVAILABLE: "no answer in time",
 }
+#: bytes of the largest answer: so many of any, four times what was sent and the model's, and so many a public image
+_LARGEST_ANSWER = 2**28
+_LARGEST_REPRESENTATION = 2**16
 _MEASURE = "evaluation/"
 _SPECTRUM = "evaluation.spectrum"
+#: what may change when a run goes on: no earlier round depends on it
+_CHANGEABLE = ("flower.round_seconds", "flower.connect_seconds", "guard.minimum_answers")
 
 # The server's side
 
@@ -84,12 +98,15 @@ class FlowerClients:
         self._asked: dict[str, int] = {}  # nodes that have been asked who they are and not answered yet, by message
         self._ask_at: dict[int, float] = {}  # when to ask a node; asked again only where it could not answer
         self._evaluated: dict[int, Message] = {}  # came with the answers of the round
+        self._forms: dict[int, DataForm] = {}  # what the clients' images look like
+        self._misfits: dict[int, str] | None = {}  # clients whose data do not fit; None once the run has begun
 
     def connect(self) -> None:
         """Wait for all clients.
 
         Raises:
-            UserError: when the time is over, fewer than guard.minimum_answers are there.
+            UserError: when the time is over, fewer than guard.minimum_answers are there, or the data of those that are
+                do not fit together.
         """
         everyone = range(len(self._federation.client_rows))
         self._look(set(everyone), self._options.connect_seconds)
@@ -100,6 +117,10 @@ class FlowerClients:
                 f"{self._options.connect_seconds:g} s, guard.minimum_answers is "
                 f"{self._federation.recipe.guard.minimum_answers}; missing are {missing}"
             )
+        if self._misfits:
+            reasons = [f"client {k}: {reason}" for k, reason in sorted(self._misfits.items())]
+            raise UserError(f"the sites' data do not fit together: {'; '.join(reasons)}")
+        self._misfits = None
         for k in missing:
             self._progress.warn(f"client {k} is not connected: the run begins without it")
 
@@ -122,7 +143,7 @@ class FlowerClients:
             try:
                 reply = from_records(came[k])
             except UserError as error:
-                missing[k] = str(error)
+                missing[k] = _one_line(str(error))
                 continue
             replies[k], self._evaluated[k] = _split_evaluation(reply)
             self._directory.adopt_client(k, number)
@@ -172,9 +193,12 @@ class FlowerClients:
             try:
                 _, found[k] = _split_evaluation(from_records(records))
             except UserError as error:
-                missing[k] = str(error)
+                missing[k] = _one_line(str(error))
         for k in everyone:
-            if k in found and _SPECTRUM in found[k].tensors:
+            if k in found and (broken := _broken_evaluation(found[k])):
+                missing[k] = broken
+                del found[k]
+            if k in found:
                 yield k, found[k].numbers, found[k].tensors[_SPECTRUM]
             else:
                 self._progress.warn(f"round {number}: client {k} is not evaluated: {missing.get(k, 'not connected')}")
@@ -199,11 +223,12 @@ class FlowerClients:
         if not contents:
             return {}, {}
         seconds = self._options.round_seconds
+        largest = self._largest_answer + 4 * max(_sent_bytes(content) for content in contents.values())
         waiting = self._push(kind, {self._nodes[k]: contents[k] for k in contents}, number, seconds)
         by_node = {self._nodes[k]: k for k in contents}
         came: dict[int, RecordDict] = {}
         missing = {k: "its message could not be sent" for k in contents if self._nodes[k] not in waiting.values()}
-        for node, content, failure in self._collect(waiting, time.monotonic() + seconds):
+        for node, content, failure in self._collect(waiting, time.monotonic() + seconds, largest):
             k = by_node[node]
             if content is None:
                 missing[k] = failure or "its answer is empty"
@@ -224,48 +249,72 @@ class FlowerClients:
         ids = list(self._grid.push_messages(messages))
         return {name: node for name, node in zip(ids, contents, strict=False) if name}
 
-    def _collect(self, waiting: dict[str, int], deadline: float) -> Iterator[tuple[int, RecordDict | None, str | None]]:
+    def _collect(
+        self, waiting: dict[str, int], deadline: float, largest: int
+    ) -> Iterator[tuple[int, RecordDict | None, str | None]]:
         """Answers as they come: (node, content, failure). Those that came are taken out of `waiting`."""
         pause, longest = _POLL_SECONDS
         while waiting:
             if self._stop.is_set():
                 raise Stopped
-            for reply in self._grid.pull_messages(list(waiting)):
-                node = waiting.pop(reply.metadata.reply_to_message_id, None)
-                if node is None:
-                    continue
-                if reply.has_error():
-                    why = _one_line(reply.error.reason or "no reason given")
-                    yield node, None, _SILENT.get(reply.error.code, f"its app failed: {why}")
-                elif "failure" in reply.content:
-                    yield node, None, _one_line(str(_record(reply.content, "failure").get("reason")))
-                else:
-                    yield node, reply.content, None
+            for name, node in list(waiting.items()):
+                content, failure = self._pull(name, largest)
+                if content is not None or failure is not None:
+                    del waiting[name]
+                    yield node, content, failure
             if not waiting or time.monotonic() >= deadline:
                 return
             time.sleep(pause)
             pause = min(1.3 * pause, longest)
+
+    def _pull(self, name: str, largest: int) -> tuple[RecordDict | None, str | None]:
+        """The answer to one message, or why there is none, or neither yet. One at a time: where one cannot be read
+        Flower gives up on all that it was asked for."""
+        try:
+            with answers_below(largest, self._grid):
+                replies = list(self._grid.pull_messages([name]))
+        except TooLarge as error:
+            return None, str(error)
+        except (DecodeError, ValueError, TypeError, LookupError, AttributeError) as error:
+            return None, f"its answer cannot be read: {_one_line(str(error))}"
+        if not replies:
+            return None, None
+        reply = replies[0]
+        if reply.has_error():
+            why = _one_line(reply.error.reason or "no reason given")
+            return None, _SILENT.get(reply.error.code, f"its app failed: {why}")
+        if "failure" in reply.content:
+            return None, _one_line(str(_record(reply.content, "failure").get("reason")))
+        return reply.content, None
 
     def _patience(self, wanted: set[int]) -> float:
         """A round goes on without those that left, as long as enough are there."""
         enough = len(wanted & self._nodes.keys()) >= self._federation.recipe.guard.minimum_answers
         return 0.0 if enough else self._options.connect_seconds
 
+    def _ask_new(self) -> None:
+        """Ask nodes that have come which client they are. The answer may be looked for after a whole round."""
+        here = set(self._grid.get_node_ids())
+        self._nodes = {k: node for k, node in self._nodes.items() if node in here}
+        self._ask_at = {node: at for node, at in self._ask_at.items() if node in here}
+        new = [node for node in here if time.monotonic() >= self._ask_at.get(node, 0.0)]
+        if not new:
+            return
+        question = ConfigRecord({"run": self._run, "version": __version__})
+        seconds = self._options.connect_seconds + self._options.round_seconds
+        self._asked |= self._push("query", {node: RecordDict({"task": question}) for node in new}, 0, seconds)
+        self._ask_at |= dict.fromkeys(new, float("inf"))
+
     def _look(self, wanted: set[int], seconds: float) -> None:
         """Ask new nodes which client they are, until the wanted ones are there or the time is over."""
         deadline = time.monotonic() + seconds
         pause, longest = _POLL_SECONDS
         while True:
-            here = set(self._grid.get_node_ids())
-            self._nodes = {k: node for k, node in self._nodes.items() if node in here}
-            self._ask_at = {node: at for node, at in self._ask_at.items() if node in here}
-            new = [node for node in here if time.monotonic() >= self._ask_at.get(node, 0.0)]
-            question = ConfigRecord({"run": self._run, "public": self._digest})
-            content = {node: RecordDict({"task": question}) for node in new}
-            if content:
-                self._asked |= self._push("query", content, 0, self._options.connect_seconds)
-                self._ask_at |= dict.fromkeys(new, float("inf"))
-            for node, answer, failure in self._collect(self._asked, 0.0):
+            asked = len(self._ask_at)
+            self._ask_new()
+            if len(self._ask_at) > asked:
+                deadline = max(deadline, time.monotonic() + _GREETING_SECONDS)
+            for node, answer, failure in self._collect(self._asked, 0.0, _LARGEST_ANSWER):
                 self._introduce(node, answer, failure)
             if wanted <= self._nodes.keys() or time.monotonic() >= deadline:
                 return
@@ -277,16 +326,59 @@ class FlowerClients:
             k = _record(answer, "answer").get("client")
             if not isinstance(k, int) or not 0 <= k < len(self._federation.client_rows):
                 failure = f"it says that it is client {k}"
-            elif self._nodes.setdefault(k, node) == node:
-                return
-            else:
+            elif self._nodes.get(k, node) != node:
                 failure = f"it says that it is client {k}, which node {self._nodes[k]} is"
+            elif (failure := self._look_at_data(k, _record(answer, "data"))) is None:
+                self._nodes[k] = node
+                return
         self._ask_at[node] = time.monotonic() + _ASK_AGAIN_SECONDS
         self._progress.warn(f"node {node} is left out: {failure}")
 
+    def _look_at_data(self, client: int, record: dict[str, Any]) -> str | None:
+        """Why a client is left out for what its images look like.
+
+        Before the run has begun, data that do not fit are noted instead: then the run does not begin (`connect`).
+        """
+        form = _data_form(record)
+        if form is None:
+            return "it does not say what its images look like"
+        own = self._own_form
+        if reason := form.other_shape(own):
+            reason = f"it has {reason} as the server has"
+        elif form.public != own.public:
+            return "its public images are not those of the server: give all sites the same file as data.public_path"
+        elif self._federation.recipe.objective.needs_labels:
+            if reason := form.other_classes(own):
+                reason = f"its classes are not the server's, which the objective trains on: it {reason}"
+        elif len(form.classes) > 1:  # with one class there are no labels to speak of
+            self._warn_of_classes(client, form)
+        if self._misfits is None:
+            return reason
+        self._misfits.pop(client, None)  # of another try of the site's
+        if reason:
+            self._misfits[client] = reason
+        return None
+
+    def _warn_of_classes(self, client: int, form: DataForm) -> None:
+        if client in self._forms:
+            return
+        if self._forms and (reason := form.other_classes(self._forms[min(self._forms)])):
+            self._progress.warn(
+                f"client {client}: its classes are not those of client {min(self._forms)}: it {reason}; each is "
+                "evaluated on its own, and their figures do not compare"
+            )
+        self._forms[client] = form
+
     @functools.cached_property
-    def _digest(self) -> str:
-        return public_digest(self._federation) if public_image_users(self._federation.recipe) else ""
+    def _largest_answer(self) -> int:
+        """Bytes that an answer may have beside what was sent; far more than any recipe's, far less than a memory."""
+        model, images = self._federation.method.global_model, self._federation.dataset.public_images
+        weights = 0 if model is None else sum(t.numel() * t.element_size() for t in model.state_dict().values())
+        return _LARGEST_ANSWER + 4 * weights + (0 if images is None else len(images) * _LARGEST_REPRESENTATION)
+
+    @functools.cached_property
+    def _own_form(self) -> DataForm:
+        return DataForm.of(self._federation)
 
 
 def _split_evaluation(reply: Message) -> tuple[Message, Message]:
@@ -298,6 +390,35 @@ def _split_evaluation(reply: Message) -> tuple[Message, Message]:
         evaluation.tensors[_SPECTRUM] = tensors.pop(_SPECTRUM)
     evaluation.numbers = {n.removeprefix(_MEASURE): v for n, v in evaluation.numbers.items()}
     return Message(tensors, numbers, reply.config), evaluation
+
+
+def _broken_evaluation(found: Message) -> str | None:
+    spectrum = found.tensors.get(_SPECTRUM)
+    if spectrum is None or spectrum.dim() != 1 or not spectrum.is_floating_point() or not spectrum.isfinite().all():
+        return "its evaluation came without a spectrum of finite numbers"
+    strange = [name for name in found.numbers if not is_measure(name)]
+    if strange:
+        return f"its evaluation holds {strange[0][:100]!r}, which is no measure of it"
+    wrong = [name for name, value in found.numbers.items() if not math.isfinite(value)]
+    return f"its evaluation says {wrong[0]} is {found.numbers[wrong[0]]}" if wrong else None
+
+
+def _data_form(record: dict[str, Any]) -> DataForm | None:
+    values: list[Any] = [record.get(name) for name in ("shape", "classes", "public")]
+    shape, classes, public = values
+    valid = (
+        isinstance(shape, list)
+        and len(shape) == 3
+        and all(isinstance(size, int) for size in shape)
+        and isinstance(classes, list)
+        and all(isinstance(name, str) for name in classes)
+        and isinstance(public, str)
+    )
+    return DataForm(tuple(shape), tuple(classes), public) if valid else None
+
+
+def _sent_bytes(content: RecordDict) -> int:
+    return sum(len(array.data) for record in content.array_records.values() for array in record.values())
 
 
 def _record(content: RecordDict, name: str) -> dict[str, Any]:
@@ -320,23 +441,49 @@ def make_server_app(recipe_file: Path) -> ServerApp:
         path = Path(str(context.run_config.get("output") or Path("runs") / f"{recipe.name}-seed{recipe.seed}"))
         federation = private_federation(build_federation(recipe))
         if path.exists():
-            directory = RunDirectory.open(path)
-            if (path / "recipe.yaml").read_text(encoding="utf-8") != recipe.to_yaml():
-                raise UserError(f"{path} holds a run of another recipe: name another output")
-            directory.roll_back()
+            RunDirectory.open(path)  # refuses what is no run's folder
         else:
-            run = secrets.token_hex(8)
-            directory = RunDirectory.create(path, first_files(federation) | {SITES_RUN: run})
-        if directory.checkpoint.finished:
-            print(f"{path} is finished already")
-            return
-        run = (path / SITES_RUN).read_text(encoding="utf-8").strip()
-        with ProgressBars(Console(width=160)) as progress:
+            RunDirectory.create(path, first_files(federation) | {SITES_RUN: secrets.token_hex(8)})
+        with alone_in(path), ProgressBars(Console(width=160)) as progress:
+            directory = RunDirectory.open(path)
+            _take_up(path, recipe)
+            directory.roll_back()
+            if directory.checkpoint.finished:
+                progress.note(f"{path} is finished already")
+                return
+            run = (path / SITES_RUN).read_text(encoding="utf-8").strip()
             clients = FlowerClients(grid, federation, directory, progress, run, threading.Event())
             clients.connect()
             run_rounds(federation, directory, progress, clients)
 
     return app
+
+
+def _take_up(path: Path, recipe: Recipe) -> None:
+    """Let a run go on with a recipe that may wait otherwise than the stored one, which it then replaces.
+
+    Raises:
+        UserError: it differs in something that rounds already done depend on.
+    """
+    stored = _leaves(load_recipe(path / "recipe.yaml").model_dump(mode="json"))
+    given = _leaves(recipe.model_dump(mode="json"))
+    changed = [key for key in stored | given if stored.get(key) != given.get(key)]
+    refused = [key for key in changed if key not in _CHANGEABLE]
+    if refused:
+        key = refused[0]
+        raise UserError(
+            f"{path} holds a run of another recipe: {key} is {stored.get(key)!r} there and {given.get(key)!r} here; "
+            f"name another output. Only {', '.join(_CHANGEABLE)} may change when a run goes on"
+        )
+    if changed:
+        write_atomically(path / "recipe.yaml", recipe.to_yaml().encode())
+
+
+def _leaves(value: Any, path: str = "") -> dict[str, Any]:
+    """Values by their keys' path, such as flower.round_seconds; lists are values. An empty mapping has none."""
+    if not isinstance(value, dict):
+        return {path: value}
+    return {k: v for key, inner in value.items() for k, v in _leaves(inner, f"{path}.{key}" if path else key).items()}
 
 
 # The clients' side
@@ -403,11 +550,11 @@ def _described_site(recipe_file: str, node_config: tuple[tuple[str, Any], ...]) 
 
 
 def _greet(site: Site, task: Mapping[str, Any], content: RecordDict) -> RecordDict:
-    if task["public"] and task["public"] != public_digest(site.federation):
-        raise UserError(
-            "its public images are not those of the server: give all sites the same file as data.public_path"
-        )
-    return RecordDict({"answer": ConfigRecord({"client": site.client, "round": 0})})
+    if task["version"] != __version__:
+        raise UserError(f"it has fedssl {__version__}, the server has {task['version']}: install the same everywhere")
+    form = DataForm.of(site.federation)
+    data = ConfigRecord({"shape": list(form.shape), "classes": list(form.classes), "public": form.public})
+    return RecordDict({"answer": ConfigRecord({"client": site.client, "round": 0}), "data": data})
 
 
 def _train(site: Site, task: Mapping[str, Any], content: RecordDict) -> RecordDict:
@@ -472,23 +619,32 @@ def _time_limit(seconds: float) -> Iterator[None]:
 
 
 def run(recipe: Recipe, path: Path, progress: Progress | None = None, overwrite: bool = False) -> RunDirectory:
-    """Run a recipe from its start into a new folder, its clients on Ray; see `in_process.run`."""
+    """Run a recipe from its start into a new folder, its clients on Ray; see `in_process.run`.
+
+    Raises:
+        UserError: see `in_process.run`; the engine is another; Ray is not installed.
+    """
     _refuse_deployment(recipe)
+    _require_ray()
     refuse_existing(path, overwrite)
     federation = private_federation(build_federation(recipe))
     directory = RunDirectory.create(path, first_files(federation), overwrite)
-    return _simulate(federation, directory, progress or Silent())
+    with alone_in(path):
+        return _simulate(federation, directory, progress or Silent())
 
 
 def resume(path: Path, progress: Progress | None = None) -> RunDirectory:
-    """Continue a run from its last complete round; see `in_process.resume`."""
-    directory = RunDirectory.open(path)
+    """Continue a run from its last complete round; see `in_process.resume` and, for what is raised, `run`."""
+    RunDirectory.open(path)  # refuses what is no run's folder
     recipe = load_recipe(path / "recipe.yaml")
     _refuse_deployment(recipe)
-    directory.roll_back()
-    if directory.checkpoint.finished:
-        return directory
-    return _simulate(private_federation(build_federation(recipe)), directory, progress or Silent())
+    _require_ray()
+    with alone_in(path):
+        directory = RunDirectory.open(path)
+        directory.roll_back()
+        if directory.checkpoint.finished:
+            return directory
+        return _simulate(private_federation(build_federation(recipe)), directory, progress or Silent())
 
 
 def _refuse_deployment(recipe: Recipe) -> None:
@@ -497,6 +653,11 @@ def _refuse_deployment(recipe: Recipe) -> None:
             "engine flower runs across machines: write its app with fedssl app RECIPE FOLDER and start it with "
             "flwr run FOLDER (docs/deploy.md), or use engine=flower-simulation on this machine"
         )
+
+
+def _require_ray() -> None:
+    if find_spec("ray") is None:
+        raise UserError("engine flower-simulation needs Ray: pip install 'fedkernels-fedssl[flower]'")
 
 
 def _simulate(federation: Federation, directory: RunDirectory, progress: Progress) -> RunDirectory:

@@ -59,14 +59,21 @@ def write_app(recipe: Recipe, folder: Path, output: str | None = None) -> None:
     """
     if recipe.engine != "flower":
         raise UserError(f"the recipe's engine is {recipe.engine}, a Flower app needs engine=flower")
+    parts = (recipe.objective, *recipe.regularizers, recipe.schedule, *recipe.aggregators, recipe.local_update)
+    own = [part.name for part in parts if part.name.endswith(".py")]
+    if own:
+        raise UserError(
+            f"{own[0]} is a file of your own, which an app does not carry to the sites: put it into the package's "
+            "folder everywhere, and name it as the shipped parts are named"
+        )
     if folder.exists() and any(folder.iterdir()) and not (folder / "fedssl_app" / "recipe.yaml").is_file():
         raise UserError(f"{folder} holds something else than an app: name a new folder")
     name = re.sub(r"[^a-z0-9]+", "-", f"fedssl-{recipe.name}".lower()).strip("-")[:32].strip("-")
     project = _PROJECT.format(
-        name=json.dumps(name),
-        description=json.dumps(" ".join(recipe.description.split()) or recipe.name),
+        name=_toml(name),
+        description=_toml(" ".join(recipe.description.split()) or recipe.name),
         version=importlib.metadata.version("fedkernels-fedssl"),
-        output=json.dumps(output or f"runs/{recipe.name}-seed{recipe.seed}"),
+        output=_toml(output or f"runs/{recipe.name}-seed{recipe.seed}"),
     )
     files = {
         "pyproject.toml": project,
@@ -81,3 +88,8 @@ def write_app(recipe: Recipe, folder: Path, output: str | None = None) -> None:
         raise cannot_write(folder, error) from error
     for file, text in files.items():
         write_atomically(folder / file, text.encode())
+
+
+def _toml(text: str) -> str:
+    """A string in TOML. JSON's escapes are TOML's too, but for those of characters beyond 16 bits."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -8,12 +8,15 @@ What each tensor is called and where it lies is said in the record `layout`.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from flwr.serverapp import Grid
 from torch import Tensor
 
 from ..errors import UserError
@@ -37,6 +40,7 @@ _DTYPES = {
         torch.bool,
     )
 }
+_FEW_OBJECTS = 1000  # of any answer; and one more for each MiB, where Flower sends pieces of 5 MiB
 _RECORDS = {"tensors": ArrayRecord, "layout": ConfigRecord, "numbers": MetricRecord, "config": ConfigRecord}
 
 
@@ -131,7 +135,10 @@ def _entries(layout: dict[str, Any]) -> Iterator[tuple[str, str, tuple[int, ...]
         raise UserError("the message's layout is none: expected names, dtypes, dimensions and sizes of tensors")
     rest = iter(sizes)
     for name, dtype, count in zip(names, dtypes, dimensions, strict=True):
-        yield name, dtype, tuple(next(rest) for _ in range(count))
+        shape = tuple(next(rest) for _ in range(count))
+        if math.prod(max(size, 1) for size in shape) >= 2**60:  # torch counts bytes in 64 bits
+            raise UserError(f"{name} came with the shape {list(shape)}, which no tensor has")
+        yield name, dtype, shape
 
 
 def _list_of(kind: type, values: Any) -> bool:
@@ -144,3 +151,44 @@ def _name(dtype: torch.dtype) -> str:
 
 def _number(value: float) -> int | float:
     return int(value) if isinstance(value, int) else float(value)  # a NumPy scalar is refused by Flower
+
+
+class TooLarge(Exception):
+    """An answer is larger than it may be; the message says it for the log."""
+
+
+@contextmanager
+def answers_below(largest: int, grid: Grid) -> Iterator[None]:
+    """Give up on an answer that is pulled from the grid in the body once more than `largest` bytes of it have come.
+
+    Flower hands over whole answers only, and has no limit of its own. Its grid between machines gets each object of an
+    answer (a piece of an array, a record) by a call of its client's PullObject: that is where they are counted, before
+    the next ones are asked for. The simulation's grid has no such client; its sites are this machine's own.
+
+    Raises:
+        TooLarge: from the body.
+    """
+    client: Any = getattr(grid, "_runtime_client", None)
+    if client is None:
+        yield
+        return
+    pull, lock = client.PullObject, threading.Lock()
+    came = objects = 0
+
+    def counted(request: Any) -> Any:
+        nonlocal came, objects
+        response = pull(request)
+        with lock:  # Flower pulls several at a time
+            came += len(response.object_content)
+            objects += bool(response.object_content)
+            if came > largest:
+                raise TooLarge(f"its answer has more than {largest} bytes, and no answer to this message is that large")
+            if objects > _FEW_OBJECTS + largest // 2**20:
+                raise TooLarge(f"its answer comes in more than {objects - 1} pieces")
+        return response
+
+    client.PullObject = counted
+    try:
+        yield
+    finally:
+        client.PullObject = pull

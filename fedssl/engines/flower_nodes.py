@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -10,16 +11,17 @@ import sysconfig
 from importlib import import_module
 from pathlib import Path
 
-from cryptography import x509
-
 from ..data.datasets import load_dataset
 from ..errors import UserError
+from ..run_directory import alone_in
 from ..site import load_site
+from .flower_certificates import require_authority, require_server, require_site_key
 from .flower_commands import fork, run, wait
 
 #: what a ServerApp or ClientApp may need; importing it starts no threads and looks for no CUDA device
 _NEEDED = ("fedssl.engines.flower", "sklearn.datasets")
 _NEEDED_LATER = ("torch._dynamo", "timm")  # the first is imported by the first optimizer that is made
+_PRIVATE = 0o077  # umask: what these processes write, and those that they start, is for their user alone
 
 
 def superlink(folder: Path, host: str, port: int, insecure: bool) -> int:
@@ -31,8 +33,10 @@ def superlink(folder: Path, host: str, port: int, insecure: bool) -> int:
         insecure: without TLS and without authentication of the sites.
 
     Raises:
-        UserError: a file is missing; the certificate does not hold for the SuperLink's own processes.
+        UserError: a file is missing; the certificate is none that the sites and the SuperLink's own processes would
+            trust (flower_certificates.py); the port is taken; another SuperLink keeps its database in the folder.
     """
+    os.umask(_PRIVATE)
     command = ["flower-superlink", "--host", host, "--port", str(port)]
     command += ["--database", str(_existing(folder, "the SuperLink's folder") / "superlink.db")]
     command += ["--disable-runtime-dependency-installation"]  # it would call uv, which needs the network
@@ -43,9 +47,11 @@ def superlink(folder: Path, host: str, port: int, insecure: bool) -> int:
         files = {"--ssl-ca-certfile": "ca.crt", "--ssl-certfile": "server.crt", "--ssl-keyfile": "server.key"}
         for option, name in files.items():
             command += [option, str(_existing(folder / name, "needed for TLS (docs/deploy.md makes it)"))]
-        _require_own_address(folder / "server.crt", host)
+        require_server(folder / "server.crt", folder / "server.key", folder / "ca.crt", host)
         command += ["--enable-supernode-auth"]
-    return run(command, _environment(), [*_NEEDED, *_NEEDED_LATER])
+    with alone_in(folder, "another SuperLink keeps its database here: stop it, or name another folder"):
+        _require_free_port(host, port)
+        return run(command, _environment(), [*_NEEDED, *_NEEDED_LATER])
 
 
 def supernode(site_file: Path, address: str, certificate: Path | None, key: Path | None, insecure: bool) -> int:
@@ -59,8 +65,9 @@ def supernode(site_file: Path, address: str, certificate: Path | None, key: Path
         insecure: without TLS and without the site's authentication.
 
     Raises:
-        UserError: a file is missing or wrong.
+        UserError: a file is missing or wrong; the authority's certificate has expired or is not valid yet.
     """
+    os.umask(_PRIVATE)
     command = ["flower-supernode", "--superlink", address, "--port", str(_free_port())]
     command += ["--node-config", f"site={json.dumps(str(site_file.absolute()))}"]
     if insecure:
@@ -71,6 +78,8 @@ def supernode(site_file: Path, address: str, certificate: Path | None, key: Path
             raise UserError("give --root-certificates and --key, or --insecure for a test on this machine alone")
         command += ["--root-certificates", str(_existing(certificate, "the authority's certificate"))]
         command += ["--auth-supernode-private-key", str(_existing(key, "the site's private key"))]
+        require_authority(certificate)
+        require_site_key(key)
     for module in _NEEDED:
         import_module(module)
     # in a copy, because this process is forked later: it must not have used torch's threads or CUDA until then
@@ -98,20 +107,17 @@ def _environment() -> dict[str, str]:
     return os.environ | {"PATH": path}
 
 
-def _require_own_address(certificate: Path, host: str) -> None:
-    """Flower's own processes reach the SuperLink with TLS too; without this they would try for ever."""
-    reached = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    try:
-        read = x509.load_pem_x509_certificate(certificate.read_bytes())
-        names = read.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    except (ValueError, x509.ExtensionNotFound) as error:
-        raise UserError(f"{certificate} is no certificate with a subjectAltName: {error}") from error
-    held = [*map(str, names.get_values_for_type(x509.IPAddress)), *names.get_values_for_type(x509.DNSName)]
-    if reached not in held and not any(name.startswith("*.") for name in held):
-        raise UserError(
-            f"{certificate} holds for {', '.join(held) or 'no address'} and not for {reached}, where Flower's own "
-            "processes reach the SuperLink: add it to the subjectAltName (docs/deploy.md)"
-        )
+def _require_free_port(host: str, port: int) -> None:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as Flower: connections that end do not matter
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise UserError(
+                    f"port {port} of {host} is taken, perhaps by another SuperLink: stop it, or give another --port"
+                ) from error
+            raise UserError(f"cannot listen on port {port} of {host}: {error.strerror or error}") from error
 
 
 def _existing(path: Path, what: str) -> Path:

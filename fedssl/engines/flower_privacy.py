@@ -280,6 +280,8 @@ def secure_mean(
         if not exchange.missing:
             break
         left -= exchange.missing.keys()  # in the later stages Flower asks for the keys of all who began
+        if not left:
+            return result
     counted: set[int] = set()
     if agreed and protocol.run("collect_masked_vectors_stage"):
         counted = left - exchange.missing.keys()

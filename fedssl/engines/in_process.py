@@ -22,7 +22,7 @@ from ..messages import METRIC, Message
 from ..models.model import Model
 from ..randomness import seed_for
 from ..recipe import Recipe, load_recipe
-from ..run_directory import MetricRow, RunDirectory
+from ..run_directory import MetricRow, RunDirectory, alone_in
 
 
 class Progress(Protocol):
@@ -56,7 +56,8 @@ def run(recipe: Recipe, path: Path, progress: Progress | None = None, overwrite:
     refuse_existing(path, overwrite)
     federation = build_federation(recipe)
     directory = RunDirectory.create(path, first_files(federation), overwrite)
-    return _run(federation, directory, progress or Silent())
+    with alone_in(path):
+        return _run(federation, directory, progress or Silent())
 
 
 def resume(path: Path, progress: Progress | None = None) -> RunDirectory:
@@ -64,11 +65,13 @@ def resume(path: Path, progress: Progress | None = None) -> RunDirectory:
 
     The result is bit-identical to that of a run that was never interrupted, on the same machine and thread count.
     """
-    directory = RunDirectory.open(path)
-    directory.roll_back()
-    if directory.checkpoint.finished:
-        return directory
-    return _run(build_federation(load_recipe(path / "recipe.yaml")), directory, progress or Silent())
+    RunDirectory.open(path)  # refuses what is no run's folder
+    with alone_in(path):
+        directory = RunDirectory.open(path)
+        directory.roll_back()
+        if directory.checkpoint.finished:
+            return directory
+        return _run(build_federation(load_recipe(path / "recipe.yaml")), directory, progress or Silent())
 
 
 def refuse_existing(path: Path, overwrite: bool) -> None:
@@ -252,6 +255,11 @@ def _exchange(
     replies, missing = clients.answers(number, sent)
     for k, reason in missing.items():
         progress.warn(f"round {number}: client {k} is left out: {reason}")
+    # Under secure aggregation a round of too few changes nothing, and the next one goes on.
+    if sent and not replies and federation.recipe.flower.secure_aggregation is None:
+        least, reasons = federation.recipe.guard.minimum_answers, [f"client {k}: {why}" for k, why in missing.items()]
+        what = f"round {number}: 0 of {len(sent)} answers came, guard.minimum_answers is {least}"
+        raise UserError("; ".join([what, *reasons]))
     try:
         server = federation.method.aggregate(server, replies, number)
     except UserError as error:
@@ -277,7 +285,8 @@ def _round(
     rows += [(number, str(k), "dropped", 1.0) for k in chosen if k not in answering]
     if federation.recipe.clients_per_round or federation.recipe.client_dropout:
         rows.append((number, "global", "answers", float(len(replies))))
-    names = sorted({n for reply in replies.values() for n in reply.numbers if n.startswith(METRIC)})
+    own = {name.rpartition("/")[0] for name in server.numbers if name.startswith(METRIC)}  # no client speaks for these
+    names = sorted({n for reply in replies.values() for n in reply.numbers if n.startswith(METRIC)} - own)
     for name in names:
         values = {k: reply.numbers[name] for k, reply in replies.items() if name in reply.numbers}
         metric = name.removeprefix(METRIC)

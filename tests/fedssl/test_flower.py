@@ -3,28 +3,41 @@
 from __future__ import annotations
 
 import itertools
+import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import yaml
 
 pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
 
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, MetricRecord, RecordDict
 from flwr.app import Message as FlowerMessage
 from flwr.app.error import Error
+from flwr.cli.build import build_fab_from_disk
+from flwr.cli.config_utils import load as load_toml
 from flwr.common.constant import ErrorCode
+from flwr.proto.message_pb2 import Message as ProtoMessage
+from flwr.proto.message_pb2 import ObjectTree, PullObjectResponse
+from flwr.proto.runtime_pb2 import PullAppMessagesResponse
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
+from flwr.superlink.grid.http_grid import HttpGrid
+from google.protobuf.message import DecodeError
 
 from fedssl.aggregators.weighted_mean import WeightedMean
-from fedssl.engines import flower, in_process
-from fedssl.engines.flower import FlowerClients, make_client_app
+from fedssl.engines import flower, flower_nodes, in_process
+from fedssl.engines.flower import FlowerClients, make_client_app, make_server_app
 from fedssl.engines.flower_app import write_app
 from fedssl.engines.flower_messages import from_records, to_records
 from fedssl.engines.flower_privacy import private_federation
@@ -34,11 +47,11 @@ from fedssl.federation import build_federation
 from fedssl.messages import Message
 from fedssl.method import Method
 from fedssl.recipe import Recipe, load_recipe
-from fedssl.run_directory import SITES_RUN, RunDirectory
+from fedssl.run_directory import SITES_RUN, RunDirectory, alone_in
 from fedssl.site import load_site, site_federation
 
 from .conftest import ALIGNED, AVERAGED, FEDU2, LW_FEDSSL
-from .flower_deployment import make_authority, missing_tools, with_package
+from .flower_deployment import free_port, make_authority, missing_tools, with_package
 from .test_in_process import contents, metric
 
 needs_openssl = pytest.mark.skipif(missing_tools() is not None, reason=str(missing_tools()))
@@ -337,6 +350,46 @@ def test_under_the_minimum_the_run_ends_with_what_was_committed(quick, tmp_path)
     assert RunDirectory.open(tmp_path / "b").checkpoint.round == 0
 
 
+def test_a_round_without_any_answer_is_under_every_minimum(quick, tmp_path):
+    recipe = quick(**AVERAGED)
+    directory, grid = start(recipe, tmp_path / "b")
+    grid.silent = {11, 12, 13}
+    with pytest.raises(
+        UserError, match=r"round 1: 0 of 3 answers came, guard.minimum_answers is 1; client 0: no answer"
+    ):
+        go(recipe, directory, grid)
+    assert RunDirectory.open(tmp_path / "b").checkpoint.round == 0
+
+
+def test_an_answer_that_flower_cannot_read_is_that_clients_alone(quick, tmp_path, monkeypatch):
+    recipe = quick(**AVERAGED, guard={"minimum_answers": 2})
+    directory, grid = start(recipe, tmp_path / "b")
+    pull = grid.pull_messages
+
+    def unreadable(names):
+        replies = pull(names)
+        if any(r.metadata.message_type == "train" and r.metadata.src_node_id == 12 for r in replies):
+            raise DecodeError("Error parsing message")
+        return replies
+
+    monkeypatch.setattr(grid, "pull_messages", unreadable)
+    warnings = go(recipe, directory, grid)
+    assert warnings == [
+        f"round {n}: client 1 is left out: its answer cannot be read: Error parsing message" for n in (1, 2)
+    ]
+
+
+def test_a_run_is_worked_on_by_one_process_at_a_time(tmp_path):
+    with (
+        alone_in(tmp_path),
+        pytest.raises(UserError, match="another process is at work on this run"),
+        alone_in(tmp_path),
+    ):
+        pass
+    with alone_in(tmp_path):
+        pass
+
+
 def test_refused_answers_are_named_and_their_clients_train_on_from_before(quick, tmp_path):
     recipe = quick(**AVERAGED, guard={"minimum_answers": 2})
     directory, grid = start(recipe, tmp_path / "b", write_sites(tmp_path))
@@ -441,6 +494,243 @@ def test_a_site_with_other_public_images_is_left_out(quick, tmp_path):
     assert warnings[0].startswith("node 12 is left out: its public images are not those of the server")
 
 
+# Data that do not fit together
+
+
+def write_images(path: Path, size: int = 8, classes: tuple[str, ...] = tuple("0123456789")) -> dict:
+    """A site's file of images of noise, and the data key that names it."""
+    random = np.random.default_rng(0)
+    images = {f"x_{part}": random.integers(0, 256, (40, size, size), np.uint8) for part in ("train", "test")}
+    labels = {f"y_{part}": np.arange(40) % len(classes) for part in ("train", "test")}
+    np.savez(path, **images, **labels, class_names=np.array(classes))
+    return {"name": "npz", "path": str(path)}
+
+
+def with_data(sites: list[Path], client: int, data: dict) -> None:
+    sites[client].write_text(yaml.safe_dump(yaml.safe_load(sites[client].read_text()) | {"data": data}))
+
+
+SUPERVISED = AVERAGED | {"objective": {"name": "supervised"}}
+RENAMED = (*"012345678", "x")
+
+
+def test_images_of_another_size_are_refused_before_the_run_begins(quick, tmp_path):
+    recipe = quick(**AVERAGED)
+    sites = write_sites(tmp_path)
+    with_data(sites, 1, write_images(tmp_path / "a.npz", size=12))
+    with_data(sites, 2, write_images(tmp_path / "b.npz", size=16))
+    directory, grid = start(recipe, tmp_path / "b", sites)
+    expected = (
+        r"the sites' data do not fit together: client 1: it has images of 1 x 12 x 12 \(channels, height, width\), not "
+        r"1 x 8 x 8 as the server has; client 2: it has images of 1 x 16 x 16"
+    )
+    with pytest.raises(UserError, match=expected):
+        go(recipe, directory, grid)
+    assert directory.checkpoint.round == -1
+
+
+@pytest.mark.parametrize(
+    ("classes", "expected"),
+    [
+        (RENAMED, "client 1: its classes are not the server's, .* it has 'x' and lacks '9'"),
+        (tuple("0123465789"), "client 1: .* it has the same in another order"),
+        (("0",), "client 1: .* it lacks '1', '2', '3' and 6 more"),
+    ],
+)
+def test_other_classes_are_refused_where_the_objective_trains_on_them(classes, expected, quick, tmp_path):
+    recipe = quick(**SUPERVISED)
+    sites = write_sites(tmp_path)
+    with_data(sites, 1, write_images(tmp_path / "a.npz", classes=classes))
+    directory, grid = start(recipe, tmp_path / "b", sites)
+    with pytest.raises(UserError, match=expected):
+        go(recipe, directory, grid)
+
+
+@pytest.mark.parametrize(
+    ("kind", "classes", "warned"),
+    [("local", RENAMED, True), ("local", ("0",), False), ("weighted_mean", RENAMED, False)],
+)
+def test_other_classes_are_told_where_sites_are_evaluated_on_them_and_no_matter_else(
+    kind, classes, warned, quick, tmp_path
+):
+    """A site with one class has no labels to speak of."""
+    recipe = quick(**KINDS[kind], rounds=1)
+    sites = write_sites(tmp_path)
+    with_data(sites, 1, write_images(tmp_path / "a.npz", classes=classes))
+    directory, grid = start(recipe, tmp_path / "b", sites)
+    expected = "client 1: its classes are not those of client 0: it has 'x' and lacks '9'; each is evaluated on its own"
+    assert [warning[: len(expected)] for warning in go(recipe, directory, grid)] == [expected] * warned
+
+
+def test_a_site_that_comes_later_with_other_images_is_left_out(quick, tmp_path):
+    recipe = quick(**AVERAGED)
+    sites = write_sites(tmp_path)
+    with_data(sites, 2, write_images(tmp_path / "a.npz", size=12))
+    directory, grid = start(recipe, tmp_path / "b", sites)
+    grid.get_node_ids = lambda: [11, 12] if directory.checkpoint.round < 1 else [11, 12, 13]
+    warnings = go(recipe, directory, grid)
+    assert warnings[0] == "client 2 is not connected: the run begins without it"
+    assert any(warning.startswith("node 13 is left out: it has images of 1 x 12 x 12") for warning in warnings)
+    assert metric(tmp_path / "b", "missing", 2) == {"2": 1.0}
+
+
+@pytest.mark.parametrize(("kind", "sent"), [("weighted_mean", []), ("local", list("0123456789"))])
+def test_of_its_data_a_site_says_no_more_than_is_needed(kind, sent, quick, tmp_path):
+    recipe = quick(**KINDS[kind])
+    directory, grid = start(recipe, tmp_path / "b", write_sites(tmp_path))
+    go(recipe, directory, grid)
+    said = [dict(reply.content["data"]) for reply in grid.left if "data" in reply.content]
+    assert said == [{"shape": [1, 8, 8], "classes": sent, "public": ""}] * 3
+
+
+@pytest.mark.parametrize(
+    "data", [{}, {"shape": [1, 8, 8], "classes": [3], "public": ""}, {"shape": [1, 8], "classes": [], "public": ""}]
+)
+def test_a_site_that_does_not_say_what_its_images_look_like_is_left_out(data, quick, tmp_path):
+    recipe = quick(**AVERAGED, rounds=1)
+    directory, grid = start(recipe, tmp_path / "b", write_sites(tmp_path))
+
+    def tamper(node, reply):
+        if node == 12 and "data" in reply.content:
+            reply.content["data"] = ConfigRecord(data)
+
+    grid.tamper = tamper
+    assert go(recipe, directory, grid)[0] == "node 12 is left out: it does not say what its images look like"
+
+
+# An answer that is too large
+
+
+class PulledGrid(HttpGrid):
+    """Flower's grid between machines, whose SuperLink has one answer in many objects."""
+
+    def __init__(self, pieces: int, bytes_each: int):
+        super().__init__(token="token")
+        self.pulled = 0
+        self.set_run(Run.create_empty(1))
+        trees = [ObjectTree(object_id=f"piece {i}") for i in range(pieces)]
+        answer = PullAppMessagesResponse(
+            messages_list=[ProtoMessage()], message_object_trees=[ObjectTree(object_id="message", children=trees)]
+        )
+
+        def pull_object(request):
+            self.pulled += 1
+            return PullObjectResponse(object_found=True, object_available=True, object_content=b"x" * bytes_each)
+
+        self._client = SimpleNamespace(
+            PullMessages=lambda request: answer, PullObject=pull_object, ConfirmMessageReceived=lambda request: None
+        )
+
+
+@pytest.mark.parametrize(
+    ("pieces", "bytes_each", "reason"),
+    [
+        (5000, 2**20, "its answer has more than 268435456 bytes, and no answer to this message is that large"),
+        (5000, 10, "its answer comes in more than 1256 pieces"),
+    ],
+)
+def test_an_answer_that_is_far_too_large_is_given_up_on_its_way(
+    pieces, bytes_each, reason, quick, tmp_path, monkeypatch
+):
+    recipe = quick(data={"name": "digits", "train_limit": 120, "test_limit": 60})
+    directory, _ = start(recipe, tmp_path / "b")
+    grid = PulledGrid(pieces, bytes_each)
+    monkeypatch.setattr(grid, "get_node_ids", lambda: [11])
+    monkeypatch.setattr(grid, "push_messages", lambda messages: ["name" for _ in messages])
+    told = Told()
+    clients = FlowerClients(grid, build_federation(recipe), directory, told, "run", threading.Event())
+    with pytest.raises(UserError, match="0 of 3 clients are connected"):
+        clients.connect()
+    assert told.warnings == [f"node 11 is left out: {reason}"]
+    assert grid.pulled < 2000
+
+
+def test_an_answer_of_many_numbers_or_with_the_engines_metrics_is_refused(quick, tmp_path):
+    recipe = quick(**AVERAGED, rounds=1)
+    directory, grid = start(recipe, tmp_path / "b")
+    extra = {12: {"metric/bytes_up": 1.0}, 13: {f"metric/{i}": 1.0 for i in range(1000)}}
+
+    def tamper(node, reply):
+        if node in extra and "numbers" in reply.content:
+            reply.content["numbers"] = MetricRecord(dict(reply.content["numbers"]) | extra[node])
+
+    grid.tamper = tamper
+    [shadow, many] = go(recipe, directory, grid)
+    assert shadow.endswith(
+        "client 1 is left out: the number metric/bytes_up has the name of a metric that no client sends"
+    )
+    assert re.search(r"client 2 is left out: it has 100\d numbers, more than 1000", many)
+    assert metric(tmp_path / "b", "bytes_up", 1).keys() == {"0"}
+
+
+def test_what_the_servers_parts_log_of_a_client_no_client_says_itself(quick, tmp_path):
+    recipe = quick(**FEDU2, rounds=1)
+    directory, grid = start(recipe, tmp_path / "b")
+
+    def tamper(node, reply):
+        if node == 12 and "numbers" in reply.content:
+            reply.content["numbers"] = MetricRecord(dict(reply.content["numbers"]) | {"metric/eua_weight": 123.0})
+
+    grid.tamper = tamper
+    assert go(recipe, directory, grid) == []
+    rows = [row for row in directory.read_metrics() if row[2] == "eua_weight"]
+    assert [row[1] for row in rows] == ["0", "1", "2"]
+    assert sum(row[3] for row in rows) == pytest.approx(1)
+
+
+def test_an_evaluation_that_says_more_than_measures_is_left_out(quick, tmp_path):
+    recipe = quick(rounds=1)
+    directory, grid = start(recipe, tmp_path / "b")
+
+    def tamper(node, reply):
+        if node == 12 and "numbers" in reply.content:
+            reply.content["numbers"] = MetricRecord(dict(reply.content["numbers"]) | {"evaluation/bytes_up": 1e9})
+
+    grid.tamper = tamper
+    warnings = go(recipe, directory, grid)
+    assert warnings == [
+        f"round {n}: client 1 is not evaluated: its evaluation holds 'bytes_up', which is no measure of it"
+        for n in (0, 1)
+    ]
+    assert metric(tmp_path / "b", "knn", 1).keys() == {"0", "2", "mean"}
+
+
+# Going on with a recipe that waits otherwise
+
+
+def serve(recipe: Recipe, folder: Path, grid) -> None:
+    """The ServerApp of a deployment, as Flower calls it."""
+    (folder / "recipe.yaml").write_text(recipe.to_yaml())
+    app = make_server_app(folder / "recipe.yaml")
+    app(grid, Context(1, 1, {}, RecordDict(), {"output": str(folder / "run")}))
+
+
+def test_a_failed_run_goes_on_with_other_waits_and_another_minimum(quick, tmp_path):
+    recipe = quick(**AVERAGED, guard={"minimum_answers": 3})
+    _, grid = start(recipe, tmp_path / "nodes", write_sites(tmp_path))
+    grid.silent = {12}
+    with pytest.raises(UserError, match=r"guard.minimum_answers is 3"):
+        serve(recipe, tmp_path, grid)
+    stored = (tmp_path / "run" / "recipe.yaml").read_text()
+    other = recipe.model_copy(update={"rounds": 3})
+    with pytest.raises(UserError, match=r"another recipe: rounds is 2 there and 3 here; name another output"):
+        serve(other, tmp_path, grid)
+    looser = recipe.guard.model_copy(update={"minimum_answers": 2, "largest_value": 2e6})
+    with pytest.raises(UserError, match=r"guard.largest_value is 1000000.0 there and 2000000.0 here"):
+        serve(recipe.model_copy(update={"guard": looser}), tmp_path, grid)
+    assert (tmp_path / "run" / "recipe.yaml").read_text() == stored
+    changed = {
+        "guard": recipe.guard.model_copy(update={"minimum_answers": 2}),
+        "flower": recipe.flower.model_copy(update={"round_seconds": 50, "connect_seconds": 5}),
+    }
+    serve(recipe.model_copy(update=changed), tmp_path, grid)
+    assert RunDirectory.open(tmp_path / "run").checkpoint.finished
+    kept = load_recipe(tmp_path / "run" / "recipe.yaml")
+    assert (kept.guard.minimum_answers, kept.flower.round_seconds, kept.flower.connect_seconds) == (2, 50, 5)
+    assert "no answer within 50 s" in (tmp_path / "run" / "refused.csv").read_text()
+
+
+# A site's own data, architecture and device
 # A site's own data, architecture and device
 
 
@@ -559,6 +849,25 @@ def test_the_apps_folder_holds_the_recipe_and_is_replaced_but_nothing_else_is(qu
         write_app(recipe.model_copy(update={"engine": "in-process"}), tmp_path / "other")
 
 
+def test_any_description_makes_an_app_that_flower_builds(quick, tmp_path):
+    description = 'Größe, 联邦学习, \U0001f600, a "quote", a \\ and \x7f'
+    recipe = quick(**AVERAGED).model_copy(update={"description": description, "name": "größe"})
+    write_app(recipe, tmp_path / "app", "runs/größe \U0001f600")
+    project = load_toml(tmp_path / "app" / "pyproject.toml")
+    assert project is not None
+    assert project["project"]["description"] == description
+    assert project["tool"]["flwr"]["app"]["config"]["output"] == "runs/größe \U0001f600"
+    assert load_recipe(tmp_path / "app" / "fedssl_app" / "recipe.yaml") == recipe
+    assert len(build_fab_from_disk(tmp_path / "app")) > 1000
+
+
+def test_without_ray_the_simulation_says_what_to_install(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(flower, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"needs Ray: pip install 'fedkernels-fedssl\[flower\]'"):
+        flower.run(tiny(engine="flower-simulation"), tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+
+
 def test_a_deployment_is_not_run_in_one_process(quick, tmp_path):
     with pytest.raises(UserError, match="write its app with fedssl app"):
         flower.run(quick(), tmp_path / "a")
@@ -599,3 +908,41 @@ def test_a_site_whose_data_are_not_there_is_told_before_anything_starts(tmp_path
     assert "fedssl: warning: insecure: no TLS" in done.stderr
     assert "nowhere.npz" in done.stderr
     assert "SuperNode" not in done.stdout + done.stderr
+
+
+def test_a_port_that_is_taken_and_a_folder_that_is_in_use_are_told(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        done = fedssl("superlink", ".", "--insecure", "--port", port, cwd=tmp_path)
+    assert done.returncode == 2
+    assert f"port {port} of 127.0.0.1 is taken, perhaps by another SuperLink" in done.stderr
+    with alone_in(tmp_path):
+        done = fedssl("superlink", ".", "--insecure", "--port", port, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "another SuperLink keeps its database here: stop it, or name another folder" in done.stderr
+    done = fedssl("superlink", ".", "--insecure", "--host", "203.0.113.7", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "cannot listen on port 8000 of 203.0.113.7" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["superlink", "supernode"])
+def test_what_the_commands_write_is_for_their_user_alone(command, tmp_path, monkeypatch):
+    def run(*arguments) -> int:
+        (tmp_path / "written").touch()
+        return 0
+
+    monkeypatch.setattr(flower_nodes, "run", run)
+    monkeypatch.setattr(flower_nodes, "import_module", lambda name: None)
+    [site] = write_sites(tmp_path, 1)
+    before = os.umask(0o022)
+    try:
+        if command == "superlink":
+            assert flower_nodes.superlink(tmp_path, "127.0.0.1", free_port(), insecure=True) == 0
+        else:
+            assert flower_nodes.supernode(site, "127.0.0.1:1", None, None, insecure=True) == 0
+            assert (tmp_path / "state0").stat().st_mode & 0o777 == 0o700
+    finally:
+        os.umask(before)
+    assert (tmp_path / "written").stat().st_mode & 0o777 == 0o600

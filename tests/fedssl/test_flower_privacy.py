@@ -431,7 +431,8 @@ def test_what_leaves_a_client_under_secure_aggregation(private, trained, tmp_pat
         assert float(masked.double().std()) == pytest.approx(2**32 / math.sqrt(12), rel=0.05)
         assert abs(float(masked.double().mean())) < 6 * 2**32 / math.sqrt(12 * floats)
     others = [reply.content for reply in grid.left if "tensors" not in reply.content]
-    assert {name for content in others for name in content} == {"answer", RECORD_KEY_CONFIGS}
+    assert {name for content in others for name in content} == {"answer", "data", RECORD_KEY_CONFIGS}
+    assert {dict(content["data"])["public"] for content in others if "data" in content} == {""}
 
 
 @pytest.mark.parametrize("stage", [Stage.SETUP, Stage.SHARE_KEYS, Stage.COLLECT_MASKED_VECTORS])
@@ -532,5 +533,6 @@ def test_a_server_that_does_not_ask_for_masks_gets_nothing(private, tmp_path, mo
     """Whether a client masks its weights is decided by its own copy of the recipe."""
     recipe = private(secure=SECURE, **AVERAGED, rounds=1)
     directory, grid = begin(recipe, tmp_path / "secure")
-    go(private(**AVERAGED, rounds=1), directory, grid)
+    with pytest.raises(UserError, match=r"round 1: 0 of 3 answers came, guard.minimum_answers is 1; client 0: "):
+        go(private(**AVERAGED, rounds=1), directory, grid)
     assert not any("tensors" in reply.content for reply in grid.left if reply.has_content())
