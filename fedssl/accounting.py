@@ -27,7 +27,7 @@ class StepCost:
         gradients, optimizer: bytes of the gradients and of the optimiser's state, after the step.
         activations: bytes that the forward pass keeps for the backward pass, at their most.
         flops: floating-point operations by the paper's rule: what runs without gradients counts once, what runs with
-            gradients three times.
+            gradients three times. What lies before the first layer that trains, such as a frozen stem, has none.
     """
 
     parameters: int
@@ -118,7 +118,7 @@ class _Kept:
 
 
 class _ForwardOperations(TorchDispatchMode):
-    """Sums the operations of a forward pass, those that run with gradients `ACTIVE` times."""
+    """Sums the operations of a forward pass, those that a backward pass will go through `ACTIVE` times."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,11 @@ class _ForwardOperations(TorchDispatchMode):
         result = func(*args, **kwargs)
         count = flop_registry.get(func.overloadpacket)
         if count is not None:
-            self.flops += int(count(*args, **kwargs, out_val=result)) * (ACTIVE if torch.is_grad_enabled() else 1)
+            # The mode alone does not tell: a frozen stem runs with gradients enabled, and nothing in it needs one.
+            differentiated = torch.is_grad_enabled() and any(
+                isinstance(value, Tensor) and value.requires_grad for value in (*args, *kwargs.values())
+            )
+            self.flops += int(count(*args, **kwargs, out_val=result)) * (ACTIVE if differentiated else 1)
         return result
 
 

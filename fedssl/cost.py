@@ -25,6 +25,7 @@ from .models.model import Model
 #: batch sizes of the steps that are counted on a CPU; what a step takes is a polynomial of degree two in the batch size
 #: (one for layers, two where a term compares all images with all), so three sizes give it exactly for every other
 _SIZES = (2, 3, 4)
+_RATE = 1e-9  # of the steps that are counted
 
 Note = Callable[[str], None]
 
@@ -215,7 +216,8 @@ class _Estimate:
             client.memory = self.opened.get(one.client, Message()).copy()
         else:
             client.memory = self.memories[owner, one.last_stage if self.compares_stages else None].copy()
-        options = self.method.training.model_copy(update={"batch_size": batch_size})
+        # A step costs the same at any rate; on a few images the recipe's own can send the weights to infinity.
+        options = self.method.training.model_copy(update={"batch_size": batch_size, "learning_rate": _RATE})
         method = replace(self.method, training=options)
         reply, cost = method.counted_round(client, one.received, one.number, most_steps=1)
         for stage in (one.stage, None):

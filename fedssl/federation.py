@@ -127,10 +127,25 @@ def build_federation(recipe: Recipe, dataset: Dataset | None = None, owner: int 
             raise UserError(
                 f"{reader} reads what {aggregator_name} sends: add {{name: {aggregator_name}}} to aggregators"
             )
-    exchanges = any(a.exchanges_weights for a in recipe.aggregators)
+    for i, name in enumerate(names):
+        if name in names[:i]:
+            raise UserError(f"aggregators name {name} twice, and both would send the same: leave one of the two out")
+    exchanging = [a.name for a in recipe.aggregators if a.exchanges_weights]
+    if len(exchanging) > 1:
+        raise UserError(
+            f"aggregators {exchanging[0]} and {exchanging[1]} both join the weights: leave one of the two out"
+        )
+    exchanges = bool(exchanging)
+    with_global_model = [r.name for r in recipe.regularizers if r.needs_global_model]
+    with_global_model += [a.name for a in recipe.aggregators if a.needs_global_model]
+    if with_global_model and not exchanges:
+        raise UserError(
+            f"{with_global_model[0]} works with the global model, but aggregators {names} exchange no weights: add "
+            "{name: weighted_mean} with local_update replace, or leave it out"
+        )
     if exchanges and len(set(recipe.architectures[:clients])) > 1:
         raise UserError(
-            f"architectures {recipe.architectures} differ, but {recipe.aggregators[0].name} exchanges weights; "
+            f"architectures {recipe.architectures} differ, but {exchanging[0]} exchanges weights; "
             "name one architecture, or use representation_mean with keep_own"
         )
     if exchanges == recipe.local_update.personal:
@@ -142,6 +157,18 @@ def build_federation(recipe: Recipe, dataset: Dataset | None = None, owner: int 
         raise UserError(
             f"schedule {recipe.schedule.name} sends layers, but aggregators {names} exchange no weights: "
             "add {name: weighted_mean}, or use end_to_end"
+        )
+    if recipe.schedule.cuts and recipe.local_update.whole_models:
+        raise UserError(
+            f"local_update {recipe.local_update.name} goes by how far a whole model moves, but schedule "
+            f"{recipe.schedule.name} trains a part of it: use replace, or end_to_end"
+        )
+    unlabelled = [p.name for p in recipe.regularizers if p.runs_objective]
+    unlabelled += [a.name for a in recipe.aggregators if a.trains]
+    if recipe.objective.needs_labels and unlabelled:
+        raise UserError(
+            f"objective {recipe.objective.name} trains on labels, but {unlabelled[0]} trains it on public images, "
+            "which have none: leave one of the two out"
         )
     device = _device(recipe.device)
     dataset = dataset or load_dataset(recipe.data, recipe.seed)
@@ -179,6 +206,8 @@ def build_federation(recipe: Recipe, dataset: Dataset | None = None, owner: int 
             part.check_model(model)
         if isinstance(model.encoder, StagedEncoder):
             recipe.schedule.check(model.encoder, recipe.rounds)
+    for regularizer in recipe.regularizers:
+        regularizer.check_objective(recipe.objective)
 
     def global_model() -> Model:
         with seeded(recipe.seed, "model", "server"):

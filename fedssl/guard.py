@@ -7,6 +7,7 @@ cunning: a client that sends plausible but wrong numbers passes.
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from pydantic import Field
 from torch import Tensor
 
 from .errors import UserError
-from .messages import Message
+from .messages import METRIC, Message
 from .options import Options
 
 if TYPE_CHECKING:
@@ -23,8 +24,21 @@ if TYPE_CHECKING:
 #: why a client's answer was left out of the last round: `refused/3` in the config of the server's state
 REFUSED = "refused/"
 
-_LARGEST_NUMBER = 1e12  # of samples, bytes and the like
+#: metrics that an engine writes itself, of every client: a client's own numbers must not stand beside them
+ENGINE_METRICS = ("bytes_down", "bytes_up", "missing", "refused", "dropped", "answers")
+
+_MEASURES = ("knn", "linear", "effective_rank")
+_MEASURES_OF_FINE_TUNING = ("semi_supervised_", "fine_tune_")
+_MOST_NUMBERS = 1000  # each is a line of metrics.csv in every round
+_LONGEST_NAME = 200  # of a number
+_LONGEST_REASON = 500  # it may hold a name that the client chose
+_LARGEST_NUMBER = 1e12  # of samples and the like
 _LARGEST_INTEGER = 2**53  # what a mean in float64 holds exactly
+
+
+def is_measure(name: str) -> bool:
+    """Whether a metric is one that `evaluate_model` gives."""
+    return name in _MEASURES or name.startswith(_MEASURES_OF_FINE_TUNING)
 
 
 class GuardOptions(Options):
@@ -42,8 +56,9 @@ def refusals(
     """Why each broken answer is refused, by client; empty where all are sound.
 
     An answer is refused where a tensor is missing, has a name that nobody asked for, a wrong shape or dtype, holds NaN
-    or an infinity or a magnitude above `largest`; and where `samples` is missing or not positive, or any number is not
-    finite. The first such thing is told.
+    or an infinity or a magnitude above `largest`; and where `samples` is missing or not positive, any number is not
+    finite, or a number to log has the name of a metric that an engine or the evaluation writes. The first such thing is
+    told.
 
     Args:
         server: the server's state; an answer's tensor has the dtype of its entry of the same name.
@@ -58,7 +73,7 @@ def refusals(
     for k in sorted(replies):
         reason = _broken(server, replies[k], expected[k], complete, largest, shared)
         if reason:
-            found[k] = reason
+            found[k] = reason[:_LONGEST_REASON]
     return found
 
 
@@ -116,8 +131,17 @@ def _broken(
             return f"{name} {reason}"
     if not reply.numbers.get("samples", 0) > 0:
         return f"samples is {reply.numbers.get('samples', 'missing')}, expected a positive number"
+    if len(reply.numbers) > _MOST_NUMBERS:
+        return f"it has {len(reply.numbers)} numbers, more than {_MOST_NUMBERS}"
     for name, number in reply.numbers.items():
-        if not abs(number) <= _LARGEST_NUMBER:  # NaN compares false
+        if len(name) > _LONGEST_NAME:
+            return f"a number's name has {len(name)} characters, more than {_LONGEST_NAME}"
+        metric = name.removeprefix(METRIC)
+        if name != metric and (metric in ENGINE_METRICS or is_measure(metric)):
+            return f"the number {name} has the name of a metric that no client sends"
+        # What is only logged may be as large as the operations of a round.
+        largest_number = sys.float_info.max if name.startswith(METRIC) else _LARGEST_NUMBER
+        if not abs(number) <= largest_number:  # NaN compares false
             return f"the number {name} is {number}"
     return None
 

@@ -1,7 +1,7 @@
 """How a recipe's names become objects: the file name is the part's name.
 
 `name: cka_alignment` under `regularizers` is the one part class in `fedssl/regularizers/cka_alignment.py`.
-A part of your own is named by its file (`name: ./my_regularizer.py`) or its module
+A part of your own is named by its file (`name: ./my_regularizer.py`, seen from the recipe's folder) or its module
 (`name: my_package.my_regularizer`). There is no registry.
 """
 
@@ -98,7 +98,7 @@ def _load_file(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[module_name]
-        raise UserError(f"{path} could not be imported: {type(error).__name__}: {error}") from error
+        raise _not_imported(path, error) from error
     return module
 
 
@@ -106,4 +106,9 @@ def _load_module(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except Exception as error:
-        raise UserError(f"{name} could not be imported: {type(error).__name__}: {error}") from error
+        raise _not_imported(name, error) from error
+
+
+def _not_imported(what: object, error: Exception) -> UserError:
+    first = str(error).strip().partition("\n")[0]  # Pydantic adds a link on lines of its own
+    return UserError(f"{what} could not be imported: {type(error).__name__}: {first}")

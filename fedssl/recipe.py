@@ -109,6 +109,9 @@ def shipped_names(kind: Literal["recipe", "table"]) -> list[str]:
 def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a shipped recipe by name, or a file by path, and apply `key=value` overrides.
 
+    A part's relative path (`./my_part.py`) is seen from the recipe file's folder, in an override from the working
+    directory. The recipe that is returned, and so a run's stored one, holds the absolute path.
+
     Args:
         name_or_path: `hetero_ssfl`, or `./mine.yaml`.
         overrides: `training.batch_size=64`, `regularizers.0.weight=1`, `objective.name=simsiam`; the value is YAML.
@@ -149,7 +152,8 @@ def parse_recipe(values: dict[str, Any], source: str = "recipe") -> Recipe:
 
 
 def read_values(name_or_path: str | Path, kind: Literal["recipe", "table"] = "recipe") -> dict[str, Any]:
-    """The unchecked mapping of a shipped recipe (or table) or of a YAML file.
+    """The unchecked mapping of a shipped recipe (or table) or of a YAML file, from whose folder its paths to part files
+    and recipes are seen.
 
     Raises:
         UserError: no such recipe or file; not YAML; not a mapping.
@@ -174,7 +178,37 @@ def read_values(name_or_path: str | Path, kind: Literal["recipe", "table"] = "re
         raise UserError(f"{text} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
         raise UserError(f"{text} must hold a mapping of {kind} keys, it holds {type(values).__name__}")
+    if text in names:
+        return values
+    folder = Path(text).expanduser().parent
+    return _recipe_from(folder, values) if kind == "recipe" else _table_from(folder, values)
+
+
+def _recipe_from(folder: Path, values: dict[str, Any]) -> dict[str, Any]:
+    return {key: _with_paths_from(folder, value) if key in PART_KEYS else value for key, value in values.items()}
+
+
+def _table_from(folder: Path, values: dict[str, Any]) -> dict[str, Any]:
+    """A table's recipes and parts with absolute paths. What has not a table's form is left to its checks."""
+    for key in ("rows", "scenarios"):
+        if isinstance(entries := values.get(key), list):
+            values[key] = [_table_from(folder, dict(one)) if isinstance(one, dict) else one for one in entries]
+    if isinstance(settings := values.get("settings"), dict):
+        values["settings"] = _recipe_from(folder, settings)
+    if isinstance(recipe := values.get("recipe"), str) and recipe.endswith((".yaml", ".yml")):
+        values["recipe"] = str((folder / Path(recipe).expanduser()).resolve())
     return values
+
+
+def _with_paths_from(folder: Path, part: Any) -> Any:
+    """A part as a recipe gives it, or a list of them, with absolute paths to part files."""
+    if isinstance(part, list):
+        return [_with_paths_from(folder, one) for one in part]
+    if isinstance(part, dict) and "name" in part:
+        return part | {"name": _with_paths_from(folder, part["name"])}
+    if isinstance(part, str) and part.endswith(".py"):
+        return str((folder / Path(part).expanduser()).resolve())
+    return part
 
 
 def apply_override(values: dict[str, Any], override: str) -> None:
@@ -216,6 +250,7 @@ def _parse_part(folder: str, value: Any, path: str, problems: list[str]) -> Any:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         problems.append(f"{path}: expected a part such as {{name: ...}}, got {value!r}")
         return value
+    value = _with_paths_from(Path(), value)
     try:
         cls = part_class(folder, value["name"])
     except UserError as error:

@@ -19,11 +19,13 @@ what a killed run wrote after its last commit is cut off on resume.
 from __future__ import annotations
 
 import csv
+import fcntl
 import io
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,6 +56,30 @@ class Checkpoint:
 def client_file(index: int, round_number: int) -> str:
     """The name of the file with a client's state after a round."""
     return f"client-{index:04d}.round-{round_number:05d}.safetensors"
+
+
+@contextmanager
+def alone_in(path: Path, busy: str = "another process is at work on this run") -> Iterator[None]:
+    """Keep other processes from working on the run in this folder, as long as this one does.
+
+    Args:
+        path: the folder.
+        busy: what is said where another process holds it.
+
+    Raises:
+        UserError: another process is at work on it.
+    """
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{path}: {busy}") from None
+        except OSError:  # a file system without locks
+            pass
+        yield
+    finally:
+        os.close(folder)
 
 
 class RunDirectory:

@@ -27,7 +27,7 @@ UNTRAINED = "untrained"
 
 
 class TableRow(Options):
-    """A recipe (shipped name or path, from where the command is called) with changed settings, under a label.
+    """A recipe (shipped name, or path from the table's folder) with changed settings, under a label.
 
     In a table of resources also:
 

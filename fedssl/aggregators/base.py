@@ -32,6 +32,8 @@ class Aggregator(Part):
     trains: ClassVar[bool] = False
     #: whether it works on the shared public images; a recipe without such images is then refused
     needs_public_images: ClassVar[bool] = False
+    #: whether it works with the global model; a recipe in which no weights are exchanged is then refused
+    needs_global_model: ClassVar[bool] = False
 
     def check(self, clients: int) -> None:
         """Refuse options that do not fit the number of clients (UserError). Called before anything runs."""

@@ -27,13 +27,15 @@ class BaseModel(Aggregator):
     """
 
     needs_public_images: ClassVar[bool] = True
+    needs_global_model: ClassVar[bool] = True
     trains: ClassVar[bool] = True
 
     epochs: int = Field(50, ge=1, description="over the public images, on the server")
 
     def train_on_public_images(self, local: LocalRound, training: TrainingOptions) -> Message:
         size = min(training.batch_size, len(local.client.images))
-        changed = {"local_epochs": self.epochs, "batch_size": size}
+        # A schedule over the run's rounds says nothing about a training before the first.
+        changed = {"local_epochs": self.epochs, "batch_size": size, "learning_rate_schedule": "constant"}
         local.client.model.train()
         train_locally(local, training.model_copy(update=changed), [], rounds=1)
         return Message({BASE + name: t for name, t in local.client.model.encoder.state_dict().items()})

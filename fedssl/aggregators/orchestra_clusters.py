@@ -40,6 +40,7 @@ class OrchestraClusters(Aggregator):
     """
 
     opening_round: ClassVar[bool] = True
+    needs_global_model: ClassVar[bool] = True
 
     local_clusters: int = Field(16, ge=2)
     temperature: float = Field(0.1, gt=0)

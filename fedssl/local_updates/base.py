@@ -17,6 +17,8 @@ AfterTraining = Callable[[], None]
 class LocalUpdate(Part):
     #: True where each client ends with a model of its own, which is then what gets evaluated
     personal: ClassVar[bool] = False
+    #: True where it goes by how far a whole model moves in a round; a schedule that trains parts is then refused
+    whole_models: ClassVar[bool] = False
 
     @abstractmethod
     def receive(self, local: LocalRound) -> AfterTraining | None:

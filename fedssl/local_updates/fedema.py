@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from pydantic import Field
@@ -39,6 +39,8 @@ class FedEMA(LocalUpdate):
 
     Logs `divergence`, `mu` (0 where the global model was taken) and `lambda`.
     """
+
+    whole_models: ClassVar[bool] = True
 
     tau: float = Field(0.7, gt=0, le=1, description="mu of a client's first mixture")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from pydantic import Field
@@ -51,6 +51,8 @@ class FedU(LocalUpdate):
 
     Logs `divergence` and `global_predictor` (1 where the client took it).
     """
+
+    whole_models: ClassVar[bool] = True
 
     threshold: float = Field(0.4, gt=0, description="mu; the divergence from which a client keeps its predictor")
 

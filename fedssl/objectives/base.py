@@ -22,6 +22,7 @@ class Step:
         projections: the online projector's outputs (empty where there is none).
         predictions: the online predictor's outputs (empty where there is none).
         views: the views that the step was given, normalised float32 [n, C, H, W]; the training loop fills them in.
+        first_view: which of them the first entries are of, from 0; the other entries are of those that follow it.
     """
 
     loss: Tensor
@@ -29,6 +30,12 @@ class Step:
     projections: tuple[Tensor, ...] = ()
     predictions: tuple[Tensor, ...] = ()
     views: tuple[Tensor, ...] = ()
+    first_view: int = 0
+
+    @property
+    def online_views(self) -> tuple[Tensor, ...]:
+        """The views that the entries are of."""
+        return self.views[self.first_view : self.first_view + len(self.representations)]
 
 
 class Objective(Part):
@@ -36,6 +43,8 @@ class Objective(Part):
 
     #: the aggregator that it cannot do without; a recipe without it is then refused
     needs_aggregator: ClassVar[str | None] = None
+    #: whether it trains on labels, which public images have none of
+    needs_labels: ClassVar[bool] = False
 
     @property
     def fresh_target(self) -> bool:
@@ -46,6 +55,11 @@ class Objective(Part):
     def views(self) -> int:
         """Augmented views of each image that a step needs."""
         return 2
+
+    @property
+    def online_views(self) -> int:
+        """How many of them a step tells the online network's outputs of: the length of `Step`'s tuples."""
+        return self.views
 
     @abstractmethod
     def build(self, encoder: nn.Module, classes: int) -> Model:

@@ -23,8 +23,13 @@ class BYOL(Objective):
     client's own: it never travels. Defaults of the heads and of the momentum are FedU's and FedEMA's
     (4096 -> 2048, 0.99, kept constant; Grill et al. raise it to 1 over training).
 
+    Under the schedule `end_to_end` (FedBYOL) a client's target network goes on from its last round; under `layer_wise`
+    and `progressive` it starts every round as a copy of the online one (LW-FedSSL, Algorithm 2, line 4). So results
+    with BYOL under the one and the others differ in that too.
+
     `symmetric` feeds each view to both networks, as Grill et al. do. Hetero-SSFL prints one direction, which
-    costs half; `symmetric: false` is that.
+    costs half; `symmetric: false` is that. With both, the loss is the mean of the two directions, where Grill et al.
+    take their sum: added terms weigh double beside it, and a rate of plain SGD half, against code that sums.
     """
 
     hidden_features: int = Field(4096, ge=1)
@@ -32,6 +37,10 @@ class BYOL(Objective):
     projector_layers: int = Field(2, ge=1, description="LW-FedSSL has three")
     target_momentum: float = Field(0.99, ge=0, le=1)
     symmetric: bool = True
+
+    @property
+    def online_views(self) -> int:
+        return 2 if self.symmetric else 1
 
     def build(self, encoder: nn.Module, classes: int) -> Model:
         width: int = encoder.num_features  # type: ignore[assignment]

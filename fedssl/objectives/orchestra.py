@@ -81,6 +81,10 @@ class Orchestra(Objective):
     def views(self) -> int:
         return 3
 
+    @property
+    def online_views(self) -> int:
+        return 1
+
     def build(self, encoder: nn.Module, classes: int) -> Model:
         size = self.features
         online = {
@@ -99,7 +103,7 @@ class Orchestra(Objective):
         turned, turns = turn(views[2])
         loss = loss + F.cross_entropy(model.online["rotation"](model.online["projector"](model.encoder(turned))), turns)
         model.remember(target)
-        return Step(loss, (representation,), (projection,))
+        return Step(loss, (representation,), (projection,), first_view=1)
 
     def after_step(self, model: Model) -> None:
         model.update_target(self.target_momentum)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -11,6 +13,8 @@ from .base import Objective, Step
 
 class Supervised(Objective):
     """Cross-entropy of a linear classifier on the encoder, on one augmented view."""
+
+    needs_labels: ClassVar[bool] = True
 
     @property
     def views(self) -> int:

@@ -47,7 +47,7 @@ class BaseAlignment(Regularizer):
 
         def term(step: Step) -> Tensor:
             with torch.no_grad():
-                wanted = [base(view) for view in step.views[: len(step.representations)]]
+                wanted = [base(view) for view in step.online_views]
             distances = [squared_distance(r, w) for r, w in zip(step.representations, wanted, strict=True)]
             loss = sum(distances[1:], distances[0]) / len(distances)
             local.log("base_distance", float(loss.detach()))

@@ -13,8 +13,8 @@ from fedkernels import nt_xent
 
 from ..aggregators.dictionary import DICTIONARY, check_projector
 from ..models.model import Model
-from ..objectives.base import Step
-from .base import Regularizer, StepLoss
+from ..objectives.base import Objective, Step
+from .base import Regularizer, StepLoss, require_two_views
 
 if TYPE_CHECKING:
     from ..client import LocalRound
@@ -45,6 +45,9 @@ class DictionaryContrast(Regularizer):
 
     weight: float = Field(1.0, ge=0)
     temperature: float | None = Field(None, gt=0, description="the objective's where not given")
+
+    def check_objective(self, objective: Objective) -> None:
+        require_two_views(self, objective)
 
     def check_model(self, model: Model) -> None:
         check_projector(self.name, model)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +13,8 @@ from fedkernels import nt_xent
 
 from ..errors import UserError
 from ..models.model import Model, frozen_copy
-from ..objectives.base import Step
-from .base import Regularizer, StepLoss
+from ..objectives.base import Objective, Step
+from .base import Regularizer, StepLoss, require_two_views
 from .relational_distillation import other_images, relational_loss
 
 if TYPE_CHECKING:
@@ -32,9 +32,14 @@ class GlobalDistillation(Regularizer):
     without gradient. The divergence is the paper's (see `relational_distillation`). Only the weights travel for this.
     """
 
+    needs_global_model: ClassVar[bool] = True
+
     weight: float = Field(1.0, ge=0)
     temperature: float = Field(0.1, gt=0)
     batch_size: int = Field(64, ge=2, description="random images a step")
+
+    def check_objective(self, objective: Objective) -> None:
+        require_two_views(self, objective)
 
     def check_model(self, model: Model) -> None:
         if "predictor" not in model.online:
@@ -46,7 +51,7 @@ class GlobalDistillation(Regularizer):
 
         def term(step: Step) -> Tensor:
             with torch.no_grad():
-                second = global_network(step.views[1])
+                second = global_network(step.views[step.first_view + 1])
                 projected = global_network(next(others))
             first = F.normalize(step.predictions[0], dim=1)
             contrast = nt_xent(first, F.normalize(second, dim=1), self.temperature)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ..data.augmentation import two_views
 from ..data.batches import endless_batches
-from ..objectives.base import Step
+from ..errors import UserError
+from ..objectives.base import Objective, Step
 from .base import Regularizer, StepLoss
 
 if TYPE_CHECKING:
@@ -26,9 +27,17 @@ class PublicObjective(Regularizer):
     """
 
     needs_public_images: ClassVar[bool] = True
+    runs_objective: ClassVar[bool] = True
 
     weight: float = Field(1.0, ge=0)
     batch_size: int = Field(100, ge=2, description="public images a step")
+
+    def check_objective(self, objective: Objective) -> None:
+        if objective.views != 2:
+            raise UserError(
+                f"{self.name} takes steps on two views of the public images, but objective {objective.name} needs "
+                f"{objective.views}: use byol, simsiam, simclr or moco_v3"
+            )
 
     def start_round(self, local: LocalRound) -> StepLoss:
         assert local.client.public_images is not None

@@ -15,8 +15,8 @@ from ..data.augmentation import augment
 from ..data.batches import endless_batches
 from ..errors import UserError
 from ..models.model import Model
-from ..objectives.base import Step
-from .base import Regularizer, StepLoss
+from ..objectives.base import Objective, Step
+from .base import Regularizer, StepLoss, require_two_views
 
 if TYPE_CHECKING:
     from ..client import LocalRound
@@ -56,6 +56,9 @@ class RelationalDistillation(Regularizer):
     weight: float = Field(1.0, ge=0)
     temperature: float = Field(0.1, gt=0)
     batch_size: int = Field(64, ge=2, description="random images a step")
+
+    def check_objective(self, objective: Objective) -> None:
+        require_two_views(self, objective)
 
     def check_model(self, model: Model) -> None:
         if "projector" not in model.online:

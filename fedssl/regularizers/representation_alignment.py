@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from ..models.model import frozen_copy
+from ..errors import UserError
+from ..models.model import Model, frozen_copy
 from ..models.stages import StagedEncoder
 from ..objectives.base import Step
 from .base import Regularizer, StepLoss
@@ -41,10 +42,17 @@ class RepresentationAlignment(Regularizer):
     Logs `alignment_loss` from the second round on.
     """
 
+    needs_global_model: ClassVar[bool] = True
     needs_previous_model: ClassVar[bool] = True
 
     weight: float = Field(1.0, ge=0, description="mu")
     temperature: float = Field(0.5, gt=0, description="tau")
+
+    def check_model(self, model: Model) -> None:
+        if "projector" not in model.online:
+            raise UserError(
+                f"{self.name} compares projections, and this objective has no projector: use moco_v3, byol or simclr"
+            )
 
     def start_round(self, local: LocalRound) -> StepLoss:
         model, memory = local.client.model, local.client.memory.numbers
@@ -60,11 +68,11 @@ class RepresentationAlignment(Regularizer):
 
         def term(step: Step) -> Tensor:
             with torch.no_grad():
-                towards = [arrived(view) for view in step.views]
-                away = [previous(view) for view in step.views]
+                towards = [arrived(view) for view in step.online_views]
+                away = [previous(view) for view in step.online_views]
             losses = [
                 model_contrast(z, g, p, self.temperature)
-                for z, g, p in zip(step.projections, towards, away, strict=False)
+                for z, g, p in zip(step.projections, towards, away, strict=True)
             ]
             loss = sum(losses[1:], losses[0]) / len(losses)
             local.log("alignment_loss", float(loss.detach()))

@@ -41,9 +41,16 @@ class Gauge(Silent):
         self.models.append(sum(type(thing) is Model for thing in alive))
         storages = {}
         for thing in alive:
-            if type(thing) in (torch.Tensor, torch.nn.Parameter):  # not those without data that torch.compile keeps
+            if holds_data(thing):
                 storages[thing.data_ptr()] = thing.untyped_storage().nbytes()
         self.tensor_bytes.append(sum(storages.values()))
+
+
+def holds_data(thing: object) -> bool:
+    """Not so what torch.compile and torch.func keep of the tests before: fake tensors, and wrappers of other tensors."""
+    if type(thing) not in (torch.Tensor, torch.nn.Parameter) or torch._C._functorch.is_functorch_wrapped_tensor(thing):
+        return False
+    return thing.device.type == "cpu" and thing.layout == torch.strided
 
 
 def gauge(tiny, path: Path, clients: int, **changes) -> tuple[int, int, int]:

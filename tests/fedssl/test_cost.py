@@ -81,6 +81,32 @@ def test_a_step_by_hand():
     assert cost.memory == cost.activations + cost.parameters + cost.gradients + cost.optimizer
 
 
+def test_what_lies_before_the_first_layer_that_trains_has_no_backward_pass():
+    """A frozen stem runs while gradients are enabled, and yet only forward."""
+    model = Two()
+    counter = StepCounter(model)
+    with counter.forward():
+        model.active(model.frozen(torch.randn(5, 8)))
+    assert counter.flops == 1 * 2 * (5 * 8 * 16) + 3 * 2 * (5 * 16 * 4)
+
+
+@pytest.mark.parametrize("architecture", ["small_vit", "small_resnet10"])
+def test_the_stem_counts_forward_only_in_a_stage_that_does_not_train_it(architecture):
+    values = tiny_values(**(LAYER_WISE | {"architectures": [architecture]}))
+    federation = build_federation(parse_recipe(values))
+    model = federation.new_model(None)
+    federation.method.schedule.prepare(model, federation.method.plan(model, 8))
+    network = model.eval().encoder.network
+    stem = network.patch_embed if architecture == "small_vit" else network.conv1
+    run_stem, run = StepCounter(model), StepCounter(model)
+    images = torch.zeros(1, 1, 8, 8)
+    with run_stem.forward():
+        stem(images)
+    with torch.no_grad(), run.forward():
+        stem(images)
+    assert run_stem.flops == run.flops > 0
+
+
 def test_activations_are_counted_at_their_peak_and_each_storage_once():
     model = nn.Linear(4, 4)
     counter = StepCounter(model)
@@ -138,6 +164,16 @@ def _bytes_of(model: nn.Module, *prefixes: str) -> int:
     state = model.state_dict()
     mine = {name: t for name, t in state.items() if name.startswith(prefixes)}
     return Message(mine).num_bytes
+
+
+def test_a_rate_at_which_a_few_images_diverge_is_counted_as_any_other():
+    """The counted steps take two to four images, on which a recipe's own rate may send the weights to infinity."""
+    counted = []
+    for rate in (0.01, 1e6):
+        values = tiny_values(**ALIGNED)
+        values["training"]["learning_rate"] = rate
+        counted.append(totals(estimate(build_federation(parse_recipe(values)))))
+    assert counted[0] == counted[1]
 
 
 def test_layer_wise_takes_less_and_the_target_network_passes_frozen_layers_with_the_online_one():

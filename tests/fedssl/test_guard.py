@@ -76,6 +76,23 @@ BROKEN = {
     ),
     "missing": (without(NAME), f"{NAME} is missing"),
     "a name nobody asked for": (with_tensor("online.more", torch.ones(1)), "online.more was not asked for"),
+    "an engine's metric": (
+        with_number("metric/bytes_up", 1.0),
+        "the number metric/bytes_up has the name of a metric that no client sends",
+    ),
+    "a long name": (with_number("x" * 10**6, 1.0), "a number's name has 1000000 characters, more than 200"),
+    "a tensor's long name": (
+        with_tensor("x" * 10**6, torch.ones(1)),
+        "x" * 500,
+    ),
+    "many numbers": (
+        Message(sound().tensors, {"samples": 5.0} | {f"metric/{i}": 1.0 for i in range(1000)}),
+        "it has 1001 numbers, more than 1000",
+    ),
+    "the evaluation's metric": (
+        with_number("metric/semi_supervised_0.1", 99.0),
+        "the number metric/semi_supervised_0.1 has the name of a metric that no client sends",
+    ),
     "no samples": (without("samples"), "samples is missing, expected a positive number"),
     "negative samples": (with_number("samples", -5.0), "samples is -5.0, expected a positive number"),
     "NaN samples": (with_number("samples", math.nan), "samples is nan, expected a positive number"),
@@ -96,6 +113,13 @@ def test_sound_answers_pass():
     assert refusals(SERVER, replies, dict.fromkeys(replies, EXPECTED), True, 1e6) == {}
     more = {0: with_tensor("dictionary.0", torch.zeros(0, 3))}
     assert refusals(SERVER, more, {0: EXPECTED}, False, 1e6) == {}  # a part that does not say what it sends
+
+
+def test_what_is_only_logged_may_be_large():
+    """A round of a ResNet-18 takes 1e15 operations."""
+    assert not refusals(SERVER, {0: with_number("metric/flops", 1e15)}, {0: EXPECTED}, True, 1e6)
+    assert refusals(SERVER, {0: with_number("metric/flops", math.inf)}, {0: EXPECTED}, True, 1e6)
+    assert refusals(SERVER, {0: with_number("samples", 1e15)}, {0: EXPECTED}, True, 1e6)
 
 
 def test_half_precision_is_measured_too():

@@ -3,10 +3,11 @@
 import pytest
 import torch
 from sklearn.linear_model import LogisticRegression
+from sklearn.preprocessing import StandardScaler
 from torch import nn
 
 from fedssl.errors import UserError
-from fedssl.evaluation.linear import LinearOptions, linear_accuracy
+from fedssl.evaluation.linear import LinearOptions, _standardized, linear_accuracy
 
 
 def blobs(train=300, test=200, dimension=6, classes=4, noise=1.0, seed=0):
@@ -18,7 +19,8 @@ def blobs(train=300, test=200, dimension=6, classes=4, noise=1.0, seed=0):
 
 
 def test_defaults_are_the_papers():
-    assert LinearOptions().model_dump() == {"epochs": 100, "batch_size": 512, "learning_rate": 3e-3}
+    options = {"epochs": 100, "batch_size": 512, "learning_rate": 3e-3, "standardize": False}
+    assert LinearOptions().model_dump() == options
 
 
 def test_equals_a_plain_training_loop():
@@ -51,6 +53,28 @@ def test_reaches_the_optimum_of_logistic_regression():
     assert 40 < optimum < 90
     options = LinearOptions(epochs=200, learning_rate=0.02)
     assert linear_accuracy(*data, 4, options, 0) == pytest.approx(optimum, abs=2.0)
+
+
+def test_standardised_features_score_the_same_in_any_size_and_raw_ones_do_not():
+    train, train_labels, test, test_labels = blobs(noise=0.7)
+
+    def accuracy(factor, standardize):
+        options = LinearOptions(standardize=standardize)
+        return linear_accuracy(factor * train, train_labels, factor * test, test_labels, 4, options, 0)
+
+    assert accuracy(1e-3, True) == accuracy(1.0, True) == accuracy(1e3, True)
+    assert accuracy(1e-3, False) < accuracy(1.0, False) - 5
+
+
+def test_standardised_features_are_those_of_scikit_learn_but_for_constant_ones():
+    train, train_labels, test, test_labels = blobs()
+    scaler = StandardScaler().fit(train.numpy())
+    scaled = [torch.from_numpy(scaler.transform(part.numpy())).float() for part in (train, test)]
+    expected = linear_accuracy(scaled[0], train_labels, scaled[1], test_labels, 4, LinearOptions(epochs=5), 0)
+    options = LinearOptions(epochs=5, standardize=True)
+    assert linear_accuracy(train, train_labels, test, test_labels, 4, options, 0) == expected
+    got, _ = _standardized(torch.full((5, 2), 0.1) + torch.tensor([0.0, 1e6]), torch.randn(3, 2))
+    assert torch.equal(got, torch.zeros(5, 2))
 
 
 def test_only_a_linear_boundary_is_learned():

@@ -1,5 +1,9 @@
-import pytest
+from pathlib import Path
 
+import pytest
+import yaml
+
+from fedssl.engines.in_process import Silent, resume, run
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from fedssl.parts import part_names
@@ -76,6 +80,57 @@ def test_all_problems_of_the_parts_are_told_at_once():
     values = tiny_values(objective={"name": "byol", "x": 1}, schedule="nowhere")
     with pytest.raises(UserError, match=r"objective\.x: unknown key.*schedule\.name: no part 'nowhere'"):
         parse_recipe(values)
+
+
+PART = """
+from fedssl.regularizers.base import Regularizer
+
+
+class Nothing(Regularizer):
+    weight: float = 1.0
+
+    def start_round(self, local):
+        return lambda step: self.weight * step.loss.new_zeros(())
+"""
+
+
+@pytest.fixture
+def recipe_with_own_part(tmp_path):
+    """`study/mine.yaml`, which names `study/parts/nothing.py` as seen from its own folder."""
+    folder = tmp_path / "study"
+    (folder / "parts").mkdir(parents=True)
+    (folder / "parts" / "nothing.py").write_text(PART)
+    values = tiny_values(regularizers=["./parts/nothing.py", {"name": "./parts/nothing.py", "weight": 2.0}])
+    (folder / "mine.yaml").write_text(yaml.safe_dump(values))
+    return folder / "mine.yaml"
+
+
+def test_part_files_are_seen_from_the_recipes_folder_whoever_reads_it(recipe_with_own_part, tmp_path, monkeypatch):
+    part = str(recipe_with_own_part.parent / "parts" / "nothing.py")
+    for folder, path in [
+        ("/", recipe_with_own_part),
+        (tmp_path, Path("study/mine.yaml")),
+        (tmp_path / "study", "mine.yaml"),
+    ]:
+        monkeypatch.chdir(folder)
+        recipe = load_recipe(path)
+        assert [regularizer.name for regularizer in recipe.regularizers] == [part, part]
+        assert recipe.regularizers[1].weight == 2.0
+    monkeypatch.chdir(tmp_path / "study" / "parts")  # an override is seen from where it is typed
+    assert load_recipe("fedbyol", ["regularizers=[./nothing.py]"]).regularizers[0].name == part
+
+
+def test_a_run_with_a_part_file_resumes_from_another_folder(recipe_with_own_part, tmp_path, monkeypatch):
+    class Interrupted(Silent):
+        def round_done(self, round_number, metrics):
+            raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        run(load_recipe("study/mine.yaml"), tmp_path / "run", Interrupted())
+    monkeypatch.chdir("/")
+    assert resume(tmp_path / "run").checkpoint.finished
+    assert load_recipe(tmp_path / "run" / "recipe.yaml") == load_recipe(recipe_with_own_part)
 
 
 def test_an_unknown_recipe_names_the_nearest():

@@ -253,7 +253,7 @@ def _server_weights(path: Path) -> dict[str, torch.Tensor]:
         ("fedu", "objective.name=simclr", "fedu decides about the predictor.*use byol or simsiam"),
         ("fedema", "objective.name=supervised", "fedema decides about the predictor"),
         ("fedx", "objective.name=simclr", "global_distillation trains the predictor.*use fedx"),
-        ("fedca", "objective.name=supervised", "dictionary_contrast works on projections.*use simclr"),
+        ("fedca", "objective.name=supervised", "supervised trains on labels, but base_model trains it"),
         ("fedca", "data.public_holdout=0", "base_model needs public images"),
         ("fedca", "aggregators=[weighted_mean]", "dictionary_contrast reads what dictionary sends"),
         ("orchestra", "aggregators=[weighted_mean]", "orchestra reads what orchestra_clusters sends"),

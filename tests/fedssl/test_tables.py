@@ -25,6 +25,37 @@ def test_every_cell_of_the_shipped_tables_is_a_valid_recipe(name):
             assert (recipe.seed, recipe.rounds) == (5, 7)
 
 
+OWN_PART = """
+from fedssl.regularizers.base import Regularizer
+
+
+class Own(Regularizer):
+    def start_round(self, local):
+        return lambda step: step.loss.new_zeros(())
+"""
+
+
+def test_recipes_and_part_files_are_seen_from_the_tables_folder(tmp_path, monkeypatch):
+    folder = tmp_path / "study"
+    folder.mkdir()
+    (folder / "own.py").write_text(OWN_PART)
+    (folder / "mine.yaml").write_text(yaml.safe_dump(tiny_values()))
+    own = {"regularizers": [{"name": "./own.py"}]}
+    rows = [
+        {"label": "a", "recipe": "mine.yaml", "settings": own},
+        {"label": "b", "recipe": "mine.yaml"},
+        {"label": "shipped", "recipe": "fedbyol"},
+    ]
+    scenarios = [{"label": "own", "settings": own}, {"label": "none"}]
+    values = {"name": "t", "seeds": [0], "rows": rows, "scenarios": scenarios}
+    (folder / "table.yaml").write_text(yaml.safe_dump(values))
+    monkeypatch.chdir("/")
+    table = load_table(folder / "table.yaml")
+    for row, scenario, expected in [(0, 1, True), (1, 0, True), (1, 1, False), (2, 0, True)]:
+        recipe = cell_recipe(table, table.rows[row], 0, [], table.scenarios[scenario])
+        assert [one.name for one in recipe.regularizers] == [str(folder / "own.py")] * expected
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -1,0 +1,169 @@
+"""Which parts go with which: every combination trains, or is refused with one line before anything runs."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from fedssl.client import LocalRound
+from fedssl.data.augmentation import AugmentationOptions
+from fedssl.data.datasets import Dataset
+from fedssl.errors import UserError
+from fedssl.federation import build_federation
+from fedssl.messages import METRIC, Message
+from fedssl.parts import part_names
+from fedssl.recipe import parse_recipe
+from fedssl.regularizers.base_alignment import BaseAlignment
+from fedssl.regularizers.representation_alignment import RepresentationAlignment
+
+from .conftest import tiny_values
+
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "byol": {"hidden_features": 16, "output_features": 8},
+    "byol, one direction": {"hidden_features": 16, "output_features": 8, "symmetric": False},
+    "fedx": {"output_features": 8},
+    "moco_v3": {"hidden_features": 16, "output_features": 8},
+    "orchestra": {"clusters": 8, "memory": 16, "features": 8},
+    "simclr": {"hidden_features": 16, "output_features": 8},
+    "simsiam": {"output_features": 8, "bottleneck_features": 4},
+    "supervised": {},
+}
+AGGREGATORS: dict[str, dict[str, Any]] = {
+    "base_model": {"epochs": 1},
+    "dictionary": {"samples": 6},
+    "orchestra_clusters": {"local_clusters": 4, "steps": 2},
+}
+#: what a regularizer reads, and an objective's clusters
+READS = {"base_alignment": "base_model", "cka_alignment": "representation_mean", "dictionary_contrast": "dictionary"}
+TWO_VIEWS = {"dictionary_contrast", "global_distillation", "relational_distillation"}
+REFUSED: dict[str, set[str]] = {
+    "byol, one direction": TWO_VIEWS,
+    "orchestra": TWO_VIEWS | {"public_objective"},
+    "simclr": {"global_distillation"},  # it has no predictor
+    "supervised": TWO_VIEWS | {"base_alignment", "public_objective", "representation_alignment", "sliced_uniformity"},
+}
+
+
+def noise(images: int) -> torch.Tensor:
+    return torch.randint(256, (images, 1, 8, 8), generator=torch.Generator().manual_seed(images), dtype=torch.uint8)
+
+
+LABELS = torch.arange(8) % 2
+DATASET = Dataset("noise", noise(8), LABELS, noise(8), LABELS, ("even", "odd"), noise(9))
+
+
+def two_rounds(objective: str, regularizers: list[str], aggregators: list[str], local_update: str) -> list[float]:
+    """One client's losses; a UserError is one of before the first round."""
+    name = objective.partition(",")[0]
+    values = tiny_values(
+        objective={"name": name, **OBJECTIVES[objective]},
+        regularizers=regularizers,
+        aggregators=[{"name": one, **AGGREGATORS.get(one, {})} for one in aggregators],
+        local_update=local_update,
+        partition={"name": "iid", "clients": 1},
+    )
+    federation = build_federation(parse_recipe(values), DATASET)
+    method, state, losses = federation.method, Message(), []
+    try:
+        server = method.initial_state()
+        for number in range(0 if method.opening_round else 1, 3):
+            client = federation.client(0, state)
+            if number:
+                reply = method.client_round(client, method.broadcast(server, [0], number)[0], number)
+                losses.append(reply.numbers[METRIC + "total_loss"])
+            else:
+                reply = method.open_client(client, method.broadcast_opening(server, [0])[0])
+            state = federation.client_state(client)
+            server = method.aggregate(server, {0: reply}, number)
+    except UserError as error:
+        raise AssertionError(f"refused only while it ran: {error}") from error
+    return losses
+
+
+def test_all_objectives_are_tried():
+    assert {name.partition(",")[0] for name in OBJECTIVES} == set(part_names("objectives"))
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_every_regularizer_works_with_an_objective_or_is_refused(objective):
+    for regularizer in part_names("regularizers"):
+        aggregators = ["weighted_mean", *([READS[regularizer]] if regularizer in READS else [])]
+        aggregators += ["orchestra_clusters"] if objective == "orchestra" else []
+        if regularizer in REFUSED.get(objective, ()):
+            with pytest.raises(UserError, match=rf"^[^\n]*({regularizer}|base_model)[^\n]*$"):
+                two_rounds(objective, [regularizer], aggregators, "replace")
+        else:
+            losses = two_rounds(objective, [regularizer], aggregators, "replace")
+            assert len(losses) == 2, regularizer
+            assert all(map(math.isfinite, losses)), regularizer
+
+
+@pytest.mark.parametrize("local_update", part_names("local_updates"))
+def test_every_pair_of_aggregators_works_or_is_refused(local_update):
+    exchanging = {"eua", "l_dawa", "mgda", "weighted_mean"}
+    names = part_names("aggregators")
+    for aggregators in [[], *([name] for name in names), *map(list, itertools.combinations_with_replacement(names, 2))]:
+        exchanged = [name for name in aggregators if name in exchanging]
+        fits = (
+            len(set(aggregators)) == len(aggregators)
+            and len(exchanged) == (0 if local_update == "keep_own" else 1)
+            and "orchestra_clusters" not in aggregators  # goes with another objective
+            and (exchanged or "base_model" not in aggregators)
+        )
+        if fits:
+            assert len(two_rounds("byol", [], aggregators, local_update)) == 2, aggregators
+        else:
+            with pytest.raises(UserError):
+                two_rounds("byol", [], aggregators, local_update)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            ("byol, one direction", ["relational_distillation"], ["weighted_mean"], "replace"),
+            "byol with symmetric: true",
+        ),
+        (("orchestra", ["public_objective"], ["weighted_mean", "orchestra_clusters"], "replace"), "orchestra needs 3"),
+        (("supervised", ["representation_alignment"], ["weighted_mean"], "replace"), "no projector: use moco_v3"),
+        (("byol", [], ["weighted_mean", "eua"], "replace"), "weighted_mean and eua both join the weights"),
+        (("byol", [], ["dictionary", "dictionary"], "keep_own"), "name dictionary twice"),
+        (("orchestra", [], ["orchestra_clusters"], "keep_own"), "orchestra_clusters works with the global model"),
+        (("byol", ["base_alignment"], ["base_model"], "keep_own"), r"add \{name: weighted_mean\}"),
+        (("byol", ["representation_alignment"], [], "keep_own"), "representation_alignment works with the global"),
+        (("fedx", ["global_distillation"], [], "keep_own"), "global_distillation works with the global model"),
+    ],
+)
+def test_what_is_refused_is_told_with_what_to_change(changes, message):
+    with pytest.raises(UserError, match=message):
+        two_rounds(*changes)
+
+
+def test_orchestras_one_online_view_is_the_one_that_others_compare_it_with():
+    """The second of its three views passes the online network, so other models must look at the second too."""
+    recipe = parse_recipe(
+        tiny_values(
+            objective={"name": "orchestra", **OBJECTIVES["orchestra"]},
+            aggregators=["weighted_mean", {"name": "orchestra_clusters", **AGGREGATORS["orchestra_clusters"]}],
+            local_update="replace",
+            partition={"name": "iid", "clients": 1},
+        )
+    )
+    federation = build_federation(recipe, DATASET)
+    client = federation.client(0, Message())
+    model = client.model.eval()
+    views = tuple(torch.randn(4, 1, 8, 8, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    step = recipe.objective.step(model, views, torch.zeros(4, dtype=torch.int64))
+    step.views = views
+    assert torch.equal(step.online_views[0], views[1])
+    weights = Message(model.online_state())
+    local = LocalRound(client, weights, 1, 0, recipe.objective, AugmentationOptions())
+    local.previous = weights.tensors
+    client.memory.tensors = {f"base_model.{name}": t for name, t in model.encoder.state_dict().items()}
+    client.memory.numbers["representation_alignment.stage"] = 1
+    assert BaseAlignment().start_round(local)(step).item() == pytest.approx(0.0, abs=1e-9)
+    assert RepresentationAlignment().start_round(local)(step).item() == pytest.approx(math.log(2), rel=1e-5)
