@@ -47,7 +47,7 @@ class Gauge(Silent):
 
 
 def holds_data(thing: object) -> bool:
-    """Not so what torch.compile and torch.func keep of the tests before: fake tensors, and wrappers of other tensors."""
+    """Not so what torch.compile and torch.func keep of tests before: fake tensors, and wrappers of other tensors."""
     if type(thing) not in (torch.Tensor, torch.nn.Parameter) or torch._C._functorch.is_functorch_wrapped_tensor(thing):
         return False
     return thing.device.type == "cpu" and thing.layout == torch.strided
