@@ -23,8 +23,13 @@ void apply_deltas(const Array* arrays, const double* weights, int64_t clients, i
     for (int64_t k = 0; k < clients; ++k) {
       const double weight = weights[k];
       prefetch(arrays[k + 1], start + done + size, ahead);
-      read(client, arrays[k + 1].data, arrays[k + 1].dtype, start + done, size);
-      for (int64_t i = 0; i < size; ++i) step[i] += weight * (base[i] - client[i]);
+      if (arrays[k + 1].dtype == DType::f32) {
+        const float* entries = (const float*)arrays[k + 1].data + start + done;
+        for (int64_t i = 0; i < size; ++i) step[i] += weight * (base[i] - entries[i]);
+      } else {
+        read(client, arrays[k + 1].data, arrays[k + 1].dtype, start + done, size);
+        for (int64_t i = 0; i < size; ++i) step[i] += weight * (base[i] - client[i]);
+      }
     }
     for (int64_t i = 0; i < size; ++i) base[i] -= step[i];
     write(arrays[0].data, arrays[0].dtype, start + done, base, size);

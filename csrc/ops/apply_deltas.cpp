@@ -11,7 +11,7 @@ static void apply_deltas_cpu(std::vector<Tensor> global_params, std::vector<Tens
                       weights.numel() == lists.clients,
                   "weights must be float64 [K] on the CPU");
   const double* weight = static_cast<const double*>(weights.data_ptr());
-  const std::vector<Piece> pieces = pieces_of(lists, 1 << 14);
+  const std::vector<Piece> pieces = pieces_of(lists, 1 << 16);
   const auto kernel = FEDKERNELS_BEST(apply_deltas);
   const int64_t count = pieces.size(), workers = std::min<int64_t>((count + 1) / 2, torch_threads().workers);
   for_each_task(count, workers, [&](int64_t i, int64_t) {
