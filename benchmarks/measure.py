@@ -10,7 +10,7 @@ machine has ends with an error and not with the machine.
 
 Times: after a warm-up call each, every repeat calls all implementations and the floor one after the other. Calls
 shorter than 20 ms are repeated within a repeat and averaged. The process keeps what is freed: otherwise the next call
-would pay for handing back what the one before it held (0.1 to 0.7 s after one that held 6 GB).
+would pay for handing back what the one before it held (0.1 s in place of 4 ms after one that held 6 GB).
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ __attribute__((noinline)) static void product_tile(bool add, const T* left, int6
 }
 
 // What is read next comes into the second-level cache while something else is multiplied.
-static inline void soon(const void* p, int64_t bytes) {
+static FEDKERNELS_INLINE void soon(const void* p, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char*)p + i, 0, 2);
 }
 
