@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -180,13 +181,23 @@ def test_running_out_of_memory_is_told_from_other_failures() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
 def test_the_peak_holds_what_was_freed_again() -> None:
+    """In a process of its own that hands freed memory back, as the command has it: here glibc may keep it for later."""
+    code = "from tests.test_benchmarks import peak_of_what_is_freed; print(peak_of_what_is_freed())"
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=measure.ROOT, env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) / 2**20 == pytest.approx(32, abs=4)
+
+
+def peak_of_what_is_freed() -> int | None:
     def run() -> case.Outputs:
         torch.ones(32 * 2**18).sum()  # 32 MiB, gone at the end
         return {"value": torch.ones(8 * 2**18)}
 
-    _, growth = measure._peak_growth(run)
-    assert growth is not None
-    assert growth / 2**20 == pytest.approx(32, abs=4)
+    run()  # what the first call loads and keeps
+    return measure._peak_growth(run)[1]
 
 
 def test_errors_are_relative_to_the_largest_entry() -> None:
