@@ -173,6 +173,7 @@ def answers_below(largest: int, grid: Grid) -> Iterator[None]:
         yield
         return
     pull, lock = client.PullObject, threading.Lock()
+    most = _FEW_OBJECTS + largest // 2**20
     came = objects = 0
 
     def counted(request: Any) -> Any:
@@ -183,8 +184,8 @@ def answers_below(largest: int, grid: Grid) -> Iterator[None]:
             objects += bool(response.object_content)
             if came > largest:
                 raise TooLarge(f"its answer has more than {largest} bytes, and no answer to this message is that large")
-            if objects > _FEW_OBJECTS + largest // 2**20:
-                raise TooLarge(f"its answer comes in more than {objects - 1} pieces")
+            if objects > most:  # by more than one where several are on their way
+                raise TooLarge(f"its answer comes in more than {most} pieces")
         return response
 
     client.PullObject = counted
