@@ -38,8 +38,8 @@ def run(
 ) -> None:
     """Run a recipe, or continue an interrupted run (fedssl run --resume RUN)."""
     from .engines import engine_of
-    from .progress import ProgressBars
-    from .recipe import load_recipe
+    from .engines.progress import ProgressBars
+    from .reading import load_recipe
     from .run_directory import RunDirectory
 
     if resume is not None:
@@ -72,7 +72,7 @@ def run(
 @app.command()
 def recipes() -> None:
     """List the shipped recipes."""
-    from .recipe import load_recipe, recipe_names
+    from .reading import load_recipe, recipe_names
 
     table = TextTable("recipe", "what it is", box=None, pad_edge=False)
     for name in recipe_names():
@@ -89,7 +89,7 @@ def partition(
     """Show which client holds how many images of each class, without training."""
     from .data.datasets import load_dataset
     from .data.partitions import class_counts, draw_partition, format_partition, partition_indices
-    from .recipe import load_recipe
+    from .reading import load_recipe
 
     loaded = load_recipe(recipe, overrides or ())
     dataset = load_dataset(loaded.data, loaded.seed)
@@ -113,9 +113,9 @@ def cost(
     ] = None,
 ) -> None:
     """Tell what a client will need in memory, operations and traffic, without training."""
-    from .cost import costs_as_csv, estimate, format_costs
     from .federation import build_federation
-    from .recipe import load_recipe
+    from .reading import load_recipe
+    from .reports.cost import costs_as_csv, estimate, format_costs
     from .storage import write_atomically
 
     costs = estimate(build_federation(load_recipe(recipe, overrides or ())), newcomers)
@@ -144,7 +144,7 @@ def evaluate(
 ) -> None:
     """Evaluate a run's last checkpoint: kNN, linear, and fine-tuning where asked."""
     from .evaluation.fine_tune import FineTuneOptions
-    from .evaluation.run import evaluate_run
+    from .reports.evaluation import evaluate_run
 
     options = FineTuneOptions(images=fine_tune) if fine_tune else None
     path = evaluate_run(run, fractions or [], note=_print, fine_tune=options)
@@ -161,7 +161,7 @@ def report(
     ] = True,
 ) -> None:
     """Write a page with curves, tables, the partition chart and pictures of the representations."""
-    from .report import write_report
+    from .reports.report import write_report
 
     _print(f"written: {write_report(runs, output, collapse)}")
 
@@ -169,7 +169,7 @@ def report(
 @app.command()
 def tables() -> None:
     """List the shipped tables."""
-    from .tables import load_table, table_names
+    from .tables.table import load_table, table_names
 
     table = TextTable("table", "what it compares", box=None, pad_edge=False)
     for name in table_names():
@@ -185,13 +185,13 @@ def run_table(
     jobs: Annotated[int, typer.Option(min=1, help="cells at a time, each in a process of its own")] = 1,
 ) -> None:
     """Run a grid of recipes and seeds, resumable cell by cell, and write the table; or count what its rows take."""
-    from . import table_runner
-    from .tables import load_table
+    from .tables import runner as table_runner
+    from .tables.table import load_table
 
     loaded = load_table(table)
     path = output or Path("runs") / loaded.name
     if loaded.kind == "resources":
-        from .resource_tables import run_resource_table
+        from .tables.resources import run_resource_table
 
         run_resource_table(loaded, path, overrides or (), note=_print)
         return
@@ -212,10 +212,10 @@ def flower_app(
     ] = None,
 ) -> None:
     """Write the Flower app of a recipe, which flwr run takes across machines (docs/deploy.md)."""
-    from .recipe import load_recipe
+    from .reading import load_recipe
 
     loaded = load_recipe(recipe, [*(overrides or ()), "engine=flower"])
-    _flower("flower_app").write_app(loaded, folder, output)
+    _flower("folder").write_app(loaded, folder, output)
     _print(f"written: {folder}; start it with: flwr run {folder} NAME-OF-THE-SUPERLINK")
 
 
@@ -229,7 +229,7 @@ def superlink(
     ] = False,
 ) -> None:
     """Start Flower's SuperLink, the server that the sites connect to, with TLS and their authentication."""
-    raise typer.Exit(_flower("flower_nodes").superlink(folder, host, port, insecure))
+    raise typer.Exit(_flower("nodes").superlink(folder, host, port, insecure))
 
 
 @app.command()
@@ -243,7 +243,7 @@ def supernode(
     ] = False,
 ) -> None:
     """Start Flower's SuperNode for this site; it takes part in runs until it is stopped."""
-    raise typer.Exit(_flower("flower_nodes").supernode(site, superlink, root_certificates, key, insecure))
+    raise typer.Exit(_flower("nodes").supernode(site, superlink, root_certificates, key, insecure))
 
 
 def _flower(module: str) -> ModuleType:

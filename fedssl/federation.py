@@ -19,6 +19,7 @@ from .models.model import Model
 from .models.stages import StagedEncoder
 from .randomness import generator_for, seeded
 from .recipe import Recipe
+from .rules import public_image_users
 
 MODEL = "model/"
 MEMORY = "memory/"
@@ -228,12 +229,6 @@ def build_federation(recipe: Recipe, dataset: Dataset | None = None, owner: int 
         guard=recipe.guard,
     )
     return Federation(recipe, dataset, rows, method, device)
-
-
-def public_image_users(recipe: Recipe) -> list[str]:
-    """The parts that work on the shared public images."""
-    users = [r.name for r in recipe.regularizers if r.needs_public_images]
-    return users + [a.name for a in recipe.aggregators if a.needs_public_images]
 
 
 def _build_model(recipe: Recipe, dataset: Dataset, architecture: str) -> Model:

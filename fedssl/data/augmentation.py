@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from fedssl.options import Options
+from ..options import Options
 
 _Probability = Annotated[float, Field(ge=0, le=1)]
 _Strength = Annotated[float, Field(ge=0)]

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from fedssl.errors import UserError
-from fedssl.options import Options
+from ..errors import UserError
+from ..options import Options
 
 _SPLIT_KEYS = (
     ("x_train", "y_train", "x_test", "y_test"),

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from fedssl.errors import UserError
-from fedssl.options import Options
+from ..errors import UserError
+from ..options import Options
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

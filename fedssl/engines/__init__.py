@@ -29,7 +29,7 @@ def engine_of(recipe: Recipe) -> ModuleType:
         from . import in_process
 
         return in_process
-    return flower_module("flower")
+    return flower_module("server")
 
 
 def flower_module(name: str) -> ModuleType:
@@ -44,4 +44,4 @@ def flower_module(name: str) -> ModuleType:
         import_module("flwr")
     except ModuleNotFoundError as error:
         raise UserError("engine flower needs Flower: pip install 'fedkernels-fedssl[flower]'") from error
-    return import_module(f".{name}", __package__)
+    return import_module(f".flower.{name}", __package__)

@@ -2,47 +2,19 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
 
 from torch import Tensor
-from torch.utils.tensorboard import SummaryWriter
 
-from ..client_states import ClientStates
-from ..errors import UserError
-from ..evaluation.evaluate import evaluate_model
 from ..federation import Federation, build_federation
-from ..guard import refused_in
-from ..messages import METRIC, Message
-from ..models.model import Model
-from ..randomness import seed_for
-from ..recipe import Recipe, load_recipe
-from ..run_directory import MetricRow, RunDirectory, alone_in
-
-
-class Progress(Protocol):
-    """What an engine tells while it runs; the command line draws bars from it."""
-
-    def start(self, first_round: int, rounds: int) -> None: ...
-    def client(self, round_number: int, index: int, position: int, clients: int) -> None: ...
-    def round_done(self, round_number: int, metrics: dict[str, float]) -> None: ...
-    def note(self, text: str) -> None: ...
-    def warn(self, text: str) -> None: ...
-
-
-class Silent:
-    """No progress."""
-
-    def start(self, first_round: int, rounds: int) -> None: ...
-    def client(self, round_number: int, index: int, position: int, clients: int) -> None: ...
-    def round_done(self, round_number: int, metrics: dict[str, float]) -> None: ...
-    def note(self, text: str) -> None: ...
-    def warn(self, text: str) -> None: ...
+from ..messages import Message
+from ..reading import load_recipe
+from ..recipe import Recipe
+from ..run_directory import RunDirectory, alone_in
+from .client_states import ClientStates
+from .progress import Progress, Silent
+from .rounds import evaluate_after, first_files, refuse_existing, run_rounds
 
 
 def run(recipe: Recipe, path: Path, progress: Progress | None = None, overwrite: bool = False) -> RunDirectory:
@@ -74,44 +46,6 @@ def resume(path: Path, progress: Progress | None = None) -> RunDirectory:
         return _run(build_federation(load_recipe(path / "recipe.yaml")), directory, progress or Silent())
 
 
-def refuse_existing(path: Path, overwrite: bool) -> None:
-    """Refuse a folder that is there already (UserError), before anything is loaded."""
-    if path.exists() and not overwrite:
-        raise UserError(
-            f"{path} exists: continue it with fedssl run --resume {path}, or give --overwrite, or another --output"
-        )
-
-
-def models_to_evaluate(
-    federation: Federation, server: Message, client_state: Callable[[int], Message]
-) -> Iterator[tuple[str, Model]]:
-    """The models that the method ends with, one at a time: (client, its own model), or ("global", that one)."""
-    if federation.method.personal:
-        for k in range(len(federation.client_rows)):
-            yield str(k), federation.client(k, client_state(k)).model
-    else:
-        yield "global", federation.method.load_global(server, lambda: federation.new_model(None))
-
-
-class Clients(Protocol):
-    """How an engine reaches the clients; everything else of a run is `run_rounds`, under every engine."""
-
-    def answers(self, number: int, sent: dict[int, Message]) -> tuple[dict[int, Message], dict[int, str]]:
-        """The clients' answers to a round's messages (round 0 is the opening one), and why the others gave none.
-
-        The states of those that answered are kept, and count from the round's commit on.
-        """
-        ...
-
-    def discard(self, index: int) -> None:
-        """Undo this round of a client whose answer was refused."""
-        ...
-
-    def evaluations(self, number: int) -> Iterator[tuple[int, dict[str, float], Tensor]]:
-        """Measures and spectrum of each client's own model after a round; see `evaluate_after`."""
-        ...
-
-
 class LocalClients:
     """Clients of this process, one after another."""
 
@@ -141,174 +75,3 @@ class LocalClients:
 
 def _run(federation: Federation, directory: RunDirectory, progress: Progress) -> RunDirectory:
     return run_rounds(federation, directory, progress, LocalClients(federation, directory, progress))
-
-
-def run_rounds(federation: Federation, directory: RunDirectory, progress: Progress, clients: Clients) -> RunDirectory:
-    """All rounds that are left, each ended by its commit; the same under every engine."""
-    rounds = federation.recipe.rounds
-    first = directory.checkpoint.round + 1
-    progress.start(first, rounds)
-    with _tensorboard(directory, first) as write_events:
-        for number in range(first, rounds + 1):
-            started = time.perf_counter()
-            if number == 0:
-                server, rows, missing = _opening(federation, clients, progress)
-            else:
-                server, rows, missing = _round(federation, directory.server_state(), clients, number, progress)
-            rows += _evaluate(federation, directory, number, server, clients, progress)
-            directory.append_metrics(rows)
-            directory.append_refused(number, missing | refused_in(server))
-            directory.append_timing(number, time.perf_counter() - started)
-            write_events(rows)
-            directory.commit(number, server, finished=number == rounds)
-            progress.round_done(number, {metric: v for _, who, metric, v in rows if who in ("mean", "global")})
-    return directory
-
-
-def evaluation_due(recipe: Recipe, number: int) -> bool:
-    """Whether models are evaluated after this round: before and after training, and every few rounds between."""
-    return number in (0, recipe.rounds) or bool(recipe.evaluation.every and number % recipe.evaluation.every == 0)
-
-
-def evaluate_after(federation: Federation, model: Model, number: int) -> tuple[dict[str, float], Tensor]:
-    """kNN and effective rank; before and after training linear too; after it fine-tuning if asked.
-
-    Returns:
-        The measures by name, and the singular values of the test representations.
-    """
-    recipe = federation.recipe
-    return evaluate_model(
-        model,
-        federation.dataset,
-        recipe.evaluation,
-        seed_for(recipe.seed, "evaluation"),
-        linear=number in (0, recipe.rounds),
-        fractions=recipe.evaluation.semi_supervised if number == recipe.rounds else (),
-        fine_tune=recipe.evaluation.fine_tune if number == recipe.rounds else None,
-    )
-
-
-def _evaluate(
-    federation: Federation,
-    directory: RunDirectory,
-    number: int,
-    server: Message,
-    clients: Clients,
-    progress: Progress,
-) -> list[MetricRow]:
-    if not evaluation_due(federation.recipe, number):
-        return []
-    progress.note(f"evaluating after round {number}")
-    rows: list[MetricRow] = []
-    spectra: dict[str, Tensor] = {}
-    if federation.method.personal:
-        for k, metrics, spectra[str(k)] in clients.evaluations(number):
-            rows += [(number, str(k), metric, value) for metric, value in metrics.items()]
-        for metric in dict.fromkeys(row[2] for row in rows):
-            values = [row[3] for row in rows if row[2] == metric]
-            rows.append((number, "mean", metric, sum(values) / len(values)))
-    else:
-        model = federation.method.load_global(server, lambda: federation.new_model(None))
-        metrics, spectra["global"] = evaluate_after(federation, model, number)
-        rows += [(number, "global", metric, value) for metric, value in metrics.items()]
-    if number == federation.recipe.rounds:
-        directory.write_spectra(spectra)
-    return rows
-
-
-@contextmanager
-def _tensorboard(directory: RunDirectory, first: int) -> Iterator[Callable[[list[MetricRow]], None]]:
-    """A writer of rows as TensorBoard events; events of rounds from `first` on are marked as superseded."""
-    writer = SummaryWriter(str(directory.path / "tensorboard"), purge_step=first)
-
-    def write(rows: list[MetricRow]) -> None:
-        for number, who, metric, value in rows:
-            writer.add_scalar(f"{metric}/{who}", value, number)
-
-    try:
-        yield write
-    finally:
-        writer.close()
-
-
-def _opening(
-    federation: Federation, clients: Clients, progress: Progress
-) -> tuple[Message, list[MetricRow], dict[int, str]]:
-    """Round 0: the server's first state, and each client's answer where the method asks for one."""
-    method = federation.method
-    server = method.initial_state()
-    if not method.opening_round:
-        return server, [], {}
-    sent = method.broadcast_opening(server, list(range(len(federation.client_rows))))
-    server, replies, rows, missing = _exchange(federation, server, sent, clients, 0, progress)
-    return server, _traffic_rows(0, {k: m for k, m in sent.items() if m.num_bytes}, replies) + rows, missing
-
-
-def _exchange(
-    federation: Federation, server: Message, sent: dict[int, Message], clients: Clients, number: int, progress: Progress
-) -> tuple[Message, dict[int, Message], list[MetricRow], dict[int, str]]:
-    """A round's messages there and back: the server's next state, the answers that count, rows and reasons of the rest.
-
-    Clients whose answer was refused or did not come are told, counted in the metrics `refused` and `missing`, and their
-    round is undone.
-    """
-    replies, missing = clients.answers(number, sent)
-    for k, reason in missing.items():
-        progress.warn(f"round {number}: client {k} is left out: {reason}")
-    # Under secure aggregation a round of too few changes nothing, and the next one goes on.
-    if sent and not replies and federation.recipe.flower.secure_aggregation is None:
-        least, reasons = federation.recipe.guard.minimum_answers, [f"client {k}: {why}" for k, why in missing.items()]
-        what = f"round {number}: 0 of {len(sent)} answers came, guard.minimum_answers is {least}"
-        raise UserError("; ".join([what, *reasons]))
-    try:
-        server = federation.method.aggregate(server, replies, number)
-    except UserError as error:
-        raise UserError("; ".join([str(error), *(f"client {k}: {why}" for k, why in missing.items())])) from error
-    rows = [(number, str(k), "missing", 1.0) for k in missing]
-    for k, reason in refused_in(server).items():
-        progress.warn(f"round {number}: the answer of client {k} is left out: {reason}")
-        del replies[k]
-        clients.discard(k)
-        rows.append((number, str(k), "refused", 1.0))
-    return server, replies, rows, missing
-
-
-def _round(
-    federation: Federation, server: Message, clients: Clients, number: int, progress: Progress
-) -> tuple[Message, list[MetricRow], dict[int, str]]:
-    chosen = federation.sampled_clients(number)
-    answering = federation.answering_clients(number, chosen)
-    sent = federation.method.broadcast(server, chosen, number)
-    asked = {k: sent[k] for k in answering}
-    server, replies, lost, missing = _exchange(federation, server, asked, clients, number, progress)
-    rows = _traffic_rows(number, sent, replies) + lost
-    rows += [(number, str(k), "dropped", 1.0) for k in chosen if k not in answering]
-    if federation.recipe.clients_per_round or federation.recipe.client_dropout:
-        rows.append((number, "global", "answers", float(len(replies))))
-    own = {name.rpartition("/")[0] for name in server.numbers if name.startswith(METRIC)}  # no client speaks for these
-    names = sorted({n for reply in replies.values() for n in reply.numbers if n.startswith(METRIC)} - own)
-    for name in names:
-        values = {k: reply.numbers[name] for k, reply in replies.items() if name in reply.numbers}
-        metric = name.removeprefix(METRIC)
-        rows += [(number, str(k), metric, value) for k, value in values.items()]
-        rows.append((number, "mean", metric, sum(values.values()) / len(values)))
-    for name, value in server.numbers.items():
-        if name.startswith(METRIC):
-            metric, _, who = name.removeprefix(METRIC).rpartition("/")
-            rows.append((number, who, metric, value))
-    return server, rows, missing
-
-
-def _traffic_rows(number: int, sent: dict[int, Message], replies: dict[int, Message]) -> list[MetricRow]:
-    """Bytes that went down to and came up from each client in a round."""
-    rows = [(number, str(k), "bytes_down", float(message.num_bytes)) for k, message in sent.items()]
-    return rows + [(number, str(k), "bytes_up", float(message.num_bytes)) for k, message in replies.items()]
-
-
-def first_files(federation: Federation) -> dict[str, str]:
-    """What a run's folder holds before its first round."""
-    names = federation.dataset.class_names
-    table = [["client", *names], *([k, *counts] for k, counts in enumerate(federation.class_counts.tolist()))]
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(table)
-    return {"recipe.yaml": federation.recipe.to_yaml(), "partition.csv": text.getvalue()}

@@ -17,7 +17,7 @@ from .semi_supervised import SemiSupervisedOptions, semi_supervised_accuracy
 from .spectrum import effective_rank, singular_values
 
 if TYPE_CHECKING:
-    from ..recipe import EvaluationOptions
+    from .options import EvaluationOptions
 
 
 def evaluate_model(

@@ -11,13 +11,7 @@ from torch.nn import functional as F
 
 from ..errors import UserError
 from ..options import Options
-from .features import (
-    check_features,
-    check_images,
-    check_labels,
-    device_of,
-    extract_features,
-)
+from .features import check_features, check_images, check_labels, device_of, extract_features
 
 _MOMENTUM = 0.9
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from fedssl.recipe import Recipe, parse_recipe
+from fedssl.reading import parse_recipe
+from fedssl.recipe import Recipe
 
 TINY: dict[str, Any] = {
     "name": "tiny",

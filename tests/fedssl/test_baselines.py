@@ -12,9 +12,15 @@ from fedkernels import nt_xent
 from fedssl.aggregators.base_model import BASE, BaseModel
 from fedssl.aggregators.dictionary import DICTIONARY, Dictionary
 from fedssl.aggregators.l_dawa import LDawa
-from fedssl.aggregators.orchestra_clusters import GLOBAL, LOCAL, OrchestraClusters
+from fedssl.aggregators.orchestra_clusters import (
+    GLOBAL,
+    LOCAL,
+    OrchestraClusters,
+    cluster_globally,
+    cluster_locally,
+    equal_assignment,
+)
 from fedssl.client import Client, LocalRound
-from fedssl.clustering import cluster_globally, cluster_locally, equal_assignment
 from fedssl.data.augmentation import AugmentationOptions
 from fedssl.local_updates.fedema import FedEMA
 from fedssl.local_updates.fedu import FedU

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from fedssl.cli import main
-from fedssl.recipe import parse_recipe
-
-from .conftest import ALIGNED, tiny_values
+from fedssl.reading import parse_recipe
+from tests.fedssl.conftest import ALIGNED, tiny_values
 
 
 @pytest.fixture

@@ -16,11 +16,10 @@ from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from fedssl.messages import METRIC, Message
 from fedssl.parts import part_names
-from fedssl.recipe import parse_recipe
+from fedssl.reading import parse_recipe
 from fedssl.regularizers.base_alignment import BaseAlignment
 from fedssl.regularizers.representation_alignment import RepresentationAlignment
-
-from .conftest import tiny_values
+from tests.fedssl.conftest import tiny_values
 
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "byol": {"hidden_features": 16, "output_features": 8},

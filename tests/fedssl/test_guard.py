@@ -8,16 +8,16 @@ import math
 import pytest
 import torch
 
-from fedssl.engines.in_process import Silent, resume, run
+from fedssl.engines.in_process import resume, run
+from fedssl.engines.progress import Silent
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from fedssl.guard import GuardOptions, refusals, refused_in, require_answers
 from fedssl.messages import Message
 from fedssl.method import Method
 from fedssl.run_directory import RunDirectory
-
-from .conftest import ALIGNED, AVERAGED
-from .test_shipped_recipes import small
+from tests.fedssl.conftest import ALIGNED, AVERAGED
+from tests.fedssl.test_shipped_recipes import small
 
 NAME = "online.encoder.weight"
 SERVER = Message({NAME: torch.zeros(2, 3), "online.count": torch.tensor(4)})

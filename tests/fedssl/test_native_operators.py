@@ -8,8 +8,7 @@ import torch
 from fedkernels import _native
 from fedssl.engines import in_process
 from fedssl.run_directory import RunDirectory
-
-from .conftest import AVERAGED, METHODS
+from tests.fedssl.conftest import AVERAGED, METHODS
 
 USED = {
     "hetero_ssfl": {"linear_cka_to_kernel"},

@@ -10,10 +10,9 @@ import pytest
 
 from fedssl.cli import app
 from fedssl.engines.in_process import run
-from fedssl.recipe import load_recipe, parse_recipe
+from fedssl.reading import load_recipe, parse_recipe
 from fedssl.run_directory import RunDirectory
-
-from .conftest import AVERAGED, tiny_values
+from tests.fedssl.conftest import AVERAGED, tiny_values
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 

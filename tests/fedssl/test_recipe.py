@@ -3,13 +3,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fedssl.engines.in_process import Silent, resume, run
+from fedssl.engines.in_process import resume, run
+from fedssl.engines.progress import Silent
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from fedssl.parts import part_names
-from fedssl.recipe import load_recipe, parse_recipe, recipe_names
-
-from .conftest import ALIGNED, AVERAGED, tiny_values
+from fedssl.reading import load_recipe, parse_recipe, recipe_names
+from tests.fedssl.conftest import ALIGNED, AVERAGED, tiny_values
 
 
 @pytest.mark.parametrize("name", recipe_names())

@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedssl.engines.in_process import Silent, resume, run
+from fedssl.engines.in_process import resume, run
+from fedssl.engines.progress import Silent
 from fedssl.errors import UserError
 from fedssl.federation import Federation, build_federation
 from fedssl.messages import Message
-from fedssl.recipe import Recipe, load_recipe, recipe_names
+from fedssl.reading import load_recipe, recipe_names
+from fedssl.recipe import Recipe
 from fedssl.run_directory import RunDirectory
-
-from .figures import foretold, logged
+from tests.fedssl.reports.figures import foretold, logged
 
 #: what makes a recipe's own parts small enough; everything else is SMALL
 PARTS = {

@@ -1,0 +1,276 @@
+"""Every sample on exactly one client, the shares that each partition promises, and what is refused."""
+
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from torch import Tensor
+
+from fedssl.data.partitions import PartitionOptions, class_counts, draw_partition, format_partition, partition_indices
+from fedssl.errors import UserError
+
+
+def balanced_labels(classes: int, each: int) -> Tensor:
+    return torch.arange(classes).repeat(each)
+
+
+def counts_of(labels: Tensor, seed: int = 0, **options: object) -> Tensor:
+    parts = partition_indices(labels, PartitionOptions(**options), seed)
+    return class_counts(labels, parts, int(labels.max()) + 1)
+
+
+def assert_exact_cover(parts: list[Tensor], total: int) -> None:
+    for part in parts:
+        assert part.dtype == torch.int64
+        assert (part.diff() > 0).all()
+    assert torch.equal(torch.cat(parts).sort().values, torch.arange(total))
+
+
+# ---- properties ----------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    labels=st.lists(st.integers(0, 7), min_size=1, max_size=120),
+    name=st.sampled_from(["iid", "disjoint_classes", "dirichlet", "dirichlet_equal", "quantity_skew"]),
+    clients=st.integers(1, 9),
+    classes_per_client=st.none() | st.integers(1, 9),
+    alpha=st.sampled_from([0.5, 5.0, 100.0]),
+    min_samples=st.integers(1, 4),
+    seed=st.integers(0, 2**32),
+)
+def test_exact_cover_or_user_error(labels, name, clients, classes_per_client, alpha, min_samples, seed):
+    labels = torch.tensor(labels)
+    options = PartitionOptions(
+        name=name,
+        clients=clients,
+        classes_per_client=classes_per_client if name == "disjoint_classes" else None,
+        alpha=alpha,
+        min_samples=min_samples,
+    )
+    try:
+        parts = partition_indices(labels, options, seed)
+    except UserError:
+        return
+    assert len(parts) == clients
+    assert_exact_cover(parts, len(labels))
+    assert min(len(part) for part in parts) >= min_samples
+    again = partition_indices(labels, options, seed)
+    assert all(torch.equal(a, b) for a, b in zip(parts, again, strict=True))
+    if classes_per_client is not None and name == "disjoint_classes":
+        assert all(len(labels[part].unique()) <= classes_per_client for part in parts)
+
+
+@pytest.mark.parametrize("name", ["iid", "disjoint_classes", "dirichlet", "quantity_skew"])
+def test_the_seed_decides(name):
+    labels, options = balanced_labels(10, 30), PartitionOptions(name=name)
+    first, other = (partition_indices(labels, options, seed)[0] for seed in (0, 1))
+    assert first.tolist() != other.tolist()
+
+
+@pytest.mark.parametrize("name", ["iid", "disjoint_classes", "dirichlet", "quantity_skew"])
+def test_one_client_has_everything(name):
+    labels = balanced_labels(4, 5)
+    (part,) = partition_indices(labels, PartitionOptions(name=name, clients=1), 0)
+    assert part.tolist() == list(range(20))
+
+
+# ---- each partition ------------------------------------------------------------------------------------
+
+
+def test_iid_shares_are_equal_and_mixed():
+    counts = counts_of(balanced_labels(4, 1001), name="iid", clients=3)
+    assert counts.sum(1).tolist() == [1335, 1335, 1334]
+    assert (counts > 280).all()
+    assert len(counts.unique()) > 4  # random, not dealt class by class
+
+
+def test_disjoint_classes_give_whole_classes():
+    counts = counts_of(balanced_labels(10, 7), clients=5)
+    assert ((counts > 0).sum(1) == 2).all()
+    assert ((counts > 0).sum(0) == 1).all()
+    assert counts.max() == 7
+
+
+def test_disjoint_classes_are_shuffled():
+    dealt = {
+        tuple(counts_of(balanced_labels(10, 2), seed, clients=5)[0].nonzero()[:, 0].tolist()) for seed in range(20)
+    }
+    assert len(dealt) > 10
+
+
+def test_shared_classes_are_divided_evenly():
+    """7 clients x 4 classes of 10: each class on 2 or 3 clients, its samples in equal parts."""
+    counts = counts_of(balanced_labels(10, 30), clients=7, classes_per_client=4)
+    assert ((counts > 0).sum(1) == 4).all()
+    assert set((counts > 0).sum(0).tolist()) == {2, 3}
+    assert set(counts.unique().tolist()) == {0, 10, 15}
+
+
+def test_class_numbers_need_not_be_consecutive():
+    labels = torch.tensor([3, 3, 9, 9, 3, 9])
+    parts = partition_indices(labels, PartitionOptions(clients=2), 0)
+    assert sorted(part.tolist() for part in parts) == [[0, 1, 4], [2, 3, 5]]
+
+
+def test_dirichlet_alpha_sets_the_evenness():
+    labels = balanced_labels(10, 500)
+    uneven = counts_of(labels, name="dirichlet", alpha=0.1)
+    even = counts_of(labels, name="dirichlet", alpha=1000)
+    assert (even - 100).abs().max() < 25
+    assert uneven.max() > 400
+    assert (uneven < 10).float().mean() > 0.3
+
+
+def test_dirichlet_shares_have_the_right_spread():
+    """A share of Dirichlet(alpha) over N clients has variance (N - 1) / (N^2 (N alpha + 1))."""
+    labels = torch.zeros(1000, dtype=torch.int64)
+    options = PartitionOptions(name="quantity_skew", clients=4, alpha=2, min_samples=1)
+    sizes = torch.tensor([[len(part) for part in partition_indices(labels, options, seed)] for seed in range(300)])
+    shares = sizes.double() / 1000
+    assert shares.mean(0) == pytest.approx([0.25] * 4, abs=0.03)
+    assert shares.var().item() == pytest.approx(3 / (16 * 9), rel=0.12)
+
+
+def test_dirichlet_equal_gives_equal_sizes_and_own_class_shares():
+    labels = balanced_labels(10, 503)
+    counts = counts_of(labels, name="dirichlet_equal", clients=100, alpha=0.1)
+    assert set(counts.sum(1).tolist()) == {50, 51}
+    assert counts.sum(0).tolist() == [503] * 10
+    # the largest share of Dirichlet(0.1, ..., 0.1) over 10 classes has a mean of 0.65; an equal one is 0.1
+    assert 0.5 < (counts.max(1).values / counts.sum(1)).mean() < 0.7
+    even = counts_of(labels, name="dirichlet_equal", clients=100, alpha=1000)
+    assert (even - 5).abs().max() <= 9
+
+
+def test_dirichlet_equal_follows_the_priors_while_classes_last():
+    """Two clients, one class each by a tiny alpha: one that both prefer is shared, and the other filled up with."""
+    labels = torch.tensor([0] * 60 + [1] * 40)
+    seen = set()
+    for seed in range(20):
+        counts = counts_of(labels, seed, name="dirichlet_equal", clients=2, alpha=0.001)
+        seen.add(tuple(counts.flatten().tolist()))
+    # different tastes: all of class 0's taker is of class 0, its rest goes to the other; same tastes: dealt in turns
+    assert {(50, 0, 10, 40), (10, 40, 50, 0)} <= seen
+    assert {(30, 20, 30, 20)} & seen
+
+
+def test_quantity_skew_mixes_the_classes():
+    counts = counts_of(balanced_labels(2, 2000), name="quantity_skew", clients=3, alpha=0.5, min_samples=200)
+    sizes = counts.sum(1)
+    assert sizes.max() > 1.5 * sizes.min()
+    assert ((counts[:, 0] / sizes - 0.5).abs() < 0.1).all()
+
+
+# ---- errors --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("labels", "options", "says"),
+    [
+        (balanced_labels(2, 50), {"clients": 3}, r"3 clients .* only 2; lower partition.clients to 2"),
+        (balanced_labels(10, 5), {"clients": 3}, r"3 clients x 3 classes are 9 of 10 .*classes_per_client=4"),
+        (
+            balanced_labels(3, 9),
+            {"clients": 3, "classes_per_client": 4},
+            r"classes_per_client=4 but .* only 3",
+        ),
+        (balanced_labels(2, 2), {"name": "iid", "clients": 5}, r"4 samples cannot give 5 clients at least 2"),
+        (balanced_labels(5, 1), {"name": "iid", "clients": 5}, r"5 samples cannot give 5 clients at least 2"),
+        (torch.tensor([0, 1, 1, 1, 1]), {"clients": 2}, r"client \d would have 1 samples"),
+        (
+            balanced_labels(2, 20),
+            {"name": "dirichlet", "clients": 19, "alpha": 0.01},
+            r"alpha=0\.01.*never had",
+        ),
+        (torch.tensor([], dtype=torch.int64), {"name": "iid"}, r"0 samples"),
+    ],
+)
+def test_impossible_requests(labels, options, says):
+    with pytest.raises(UserError, match=says) as caught:
+        partition_indices(labels, PartitionOptions(**options), 0)
+    assert "\n" not in str(caught.value)
+
+
+def test_tiny_alpha_does_not_break():
+    """All mass on one client: the shares underflow, and the answer is an error, not a NaN."""
+    with pytest.raises(UserError, match=r"raise partition\.alpha"):
+        partition_indices(balanced_labels(2, 20), PartitionOptions(name="dirichlet", alpha=1e-12), 0)
+
+
+def test_wrong_options_are_refused():
+    for wrong in (
+        {"name": "iid", "classes_per_client": 2},
+        {"name": "by_size"},
+        {"clients": 0},
+        {"alpha": 0.0},
+        {"min_samples": 0},
+        {"classes_per_client": 0},
+        {"beta": 1},
+    ):
+        with pytest.raises(ValidationError):
+            PartitionOptions(**wrong)
+
+
+def test_labels_must_be_integers():
+    with pytest.raises(TypeError, match="float32"):
+        partition_indices(torch.rand(10), PartitionOptions(), 0)
+
+
+# ---- shown ---------------------------------------------------------------------------------------------
+
+
+def test_class_counts():
+    labels = torch.tensor([0, 2, 2, 1])
+    counts = class_counts(labels, [torch.tensor([0, 1, 2]), torch.tensor([3])], 4)
+    assert counts.dtype == torch.int64
+    assert counts.tolist() == [[1, 0, 2, 0], [0, 1, 0, 0]]
+
+
+def test_table_of_few_classes():
+    table = format_partition(torch.tensor([[10, 0], [2, 1234]]), ["cat", "aeroplane"])
+    assert table.splitlines() == [
+        "client  cat  aeroplane  total",
+        "     0   10          0     10",
+        "     1    2       1234   1236",
+        " total   12       1234   1246",
+    ]
+
+
+def test_table_of_many_classes_names_the_largest():
+    counts = torch.zeros(2, 100, dtype=torch.int64)
+    counts[0, 5], counts[0, 7], counts[1] = 40, 2, 1
+    lines = format_partition(counts, [f"c{i}" for i in range(100)]).splitlines()
+    assert lines[1].split() == ["0", "42", "2", "c5", "(40),", "c7", "(2)"]
+    assert lines[3].split()[:5] == ["total", "142", "100", "c5", "(41),"]
+    assert max(len(line) for line in lines) < 80
+
+
+@pytest.mark.parametrize(("clients", "classes"), [(1, 1), (5, 10), (8, 20), (60, 100)])
+def test_chart_draws_every_sample(tmp_path, clients, classes):
+    counts = torch.randint(0, 50, (clients, classes), generator=torch.Generator().manual_seed(0))
+    figure = draw_partition(counts, [f"class {i}" for i in range(classes)])
+    figure.savefig(tmp_path / "partition.png", dpi=50)
+    assert (tmp_path / "partition.png").stat().st_size > 1000
+    drawn = torch.zeros(clients)
+    colours = set()
+    for client, bar in enumerate(figure.axes[0].collections):
+        drawn[client] = sum(path.get_extents().width for path in bar.get_paths())
+        assert max(path.get_extents().x1 for path in bar.get_paths()) == drawn[client]  # side by side
+        colours |= set(map(tuple, bar.get_facecolors()))
+    assert torch.equal(drawn, counts.sum(1).float())
+    assert len(colours) == classes
+
+
+def test_chart_needs_no_pyplot(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)  # importing it now fails
+    draw_partition(torch.ones(2, 2, dtype=torch.int64), ["a", "b"])
+
+
+def test_counts_must_fit_the_names():
+    for show in (format_partition, draw_partition):
+        with pytest.raises(ValueError, match="3 classes"):
+            show(torch.ones(2, 2, dtype=torch.int64), ["a", "b", "c"])

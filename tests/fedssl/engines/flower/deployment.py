@@ -1,0 +1,351 @@
+"""A SuperLink and SuperNodes on loopback, with TLS and authentication, started and stopped by their process ids.
+
+They also end when the process of the tests is killed. Nothing here waits for a fixed time: on a machine that is busy
+with other things everything takes longer and ends the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import yaml
+
+import fedssl
+from fedssl.recipe import Recipe
+from fedssl.run_directory import RunDirectory
+
+#: seconds until a wait is given up; what takes that long on a busy machine will not happen
+PATIENCE = 600.0
+#: an environment variable that tells whose process one is; children inherit it, also those that leave the process group
+MARK = "FEDSSL_TEST_PROCESS"
+#: `fedssl` whose sites break a round where a file says so
+COMMAND = Path(__file__).with_name("flower_command.py")
+
+
+def marked(mark: str) -> list[int]:
+    """The processes whose mark begins with this one."""
+    wanted = f"{MARK}={mark}".encode()
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            with contextlib.suppress(OSError):
+                if any(entry.startswith(wanted) for entry in (folder / "environ").read_bytes().split(b"\0")):
+                    found.append(int(folder.name))
+    return found
+
+
+def kill_marked(mark: str) -> None:
+    """SIGKILL to all processes of a mark, until none is left."""
+    while pids := marked(mark):
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def poll(condition: Callable[[], bool], what: str, seconds: float = PATIENCE, pause: float = 0.1) -> None:
+    """Wait until a condition holds; AssertionError with `what` after a long time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds:g} s until {what}"
+        time.sleep(pause)
+
+
+def make_authority(folder: Path, names: str = "DNS:localhost,IP:127.0.0.1") -> None:
+    """A certificate authority and a server's certificate for localhost, as docs/deploy.md makes them."""
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def openssl(*arguments: str) -> None:
+        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
+
+    (folder / "server.ext").write_text(f"subjectAltName={names}\n")
+    key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
+    openssl("req", "-x509", *key, "-days", "365", "-subj", "/CN=authority", "-keyout", "ca.key", "-out", "ca.crt")
+    openssl("req", *key, "-subj", "/CN=localhost", "-keyout", "server.key", "-out", "server.csr")
+    signing = ("-CA", "ca.crt", "-CAkey", "ca.key", "-CAcreateserial", "-days", "365", "-extfile", "server.ext")
+    openssl("x509", "-req", "-in", "server.csr", *signing, "-out", "server.crt")
+
+
+def make_key(path: Path) -> None:
+    """A site's key pair, `path` and `path`.pub."""
+    command = ["ssh-keygen", "-q", "-t", "ecdsa", "-b", "384", "-N", "", "-C", "", "-f", str(path)]
+    subprocess.run(command, check=True, capture_output=True)
+
+
+def free_port() -> int:
+    """A port to listen on, below those from which systems make connections: one of these could take it meanwhile."""
+    for port in random.sample(range(10_000, 32_000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("100 ports are taken")
+
+
+def with_package() -> dict[str, str]:
+    """This process's environment, in which the package that is tested is found from any folder."""
+    paths = [str(Path(fedssl.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+
+
+class Deployment:
+    """Everything below one folder; `close` ends every process that was started.
+
+    The sites reach the SuperLink through a proxy that counts the bytes.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.port = free_port()
+        self.proxy = CountingProxy(self.port)
+        self.processes: dict[str, subprocess.Popen] = {}
+        self.faults = folder / "faults"
+        self.faults.mkdir()
+        make_authority(folder / "superlink")
+        home = folder / "operator"
+        home.mkdir()
+        certificate = folder / "superlink" / "ca.crt"
+        (home / "config.toml").write_text(
+            f'[superlink.test]\naddress = "127.0.0.1:{self.port}"\nroot-certificates = "{certificate}"\n'
+        )
+
+    # Processes
+
+    def start(self, name: str, arguments: list[str]) -> subprocess.Popen:
+        from fedssl.engines.flower.commands import end_with_parent
+
+        home = self.folder / f"home-{name}"
+        home.mkdir(exist_ok=True)
+        variables = {"FLWR_HOME": str(home), "OMP_NUM_THREADS": "1", MARK: self._mark(name)}
+        with open(self.log(name), "ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, str(COMMAND), str(self.faults), *arguments],
+                cwd=self.folder,
+                env=with_package() | variables,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                preexec_fn=end_with_parent,
+            )
+        self.processes[name] = process
+        return process
+
+    def start_superlink(self) -> None:
+        self.start("superlink", ["superlink", "superlink", "--port", str(self.port)])
+        self.wait_for(self.listening, "the SuperLink listens")
+        self.proxy.open()
+
+    def start_node(self, client: int, name: str | None = None, authority: Path | None = None) -> subprocess.Popen:
+        """A site's SuperNode."""
+        name = name or f"site{client}"
+        site = self.folder / f"{name}.yaml"
+        site.write_text(yaml.safe_dump({"client": client, "state": str(self.folder / f"state-{name}")}))
+        certificate = authority or self.folder / "superlink" / "ca.crt"
+        arguments = ["supernode", str(site), "--superlink", f"127.0.0.1:{self.proxy.port}"]
+        arguments += ["--root-certificates", str(certificate), "--key", str(self.key(name))]
+        return self.start(name, arguments)
+
+    def key(self, name: str) -> Path:
+        path = self.folder / f"{name}.key"
+        if not path.exists():
+            make_key(path)
+        return path
+
+    def kill(self, name: str) -> None:
+        """SIGKILL to the process and everything that it started."""
+        if name == "superlink":
+            self.proxy.close()  # as long as nothing listens behind it, nothing listens before it
+        process = self.processes.pop(name)
+        process.kill()
+        kill_marked(self._mark(name))
+        process.wait()
+        if name == "superlink":  # a killed process still listens for as long as its memory is taken down
+            poll(lambda: not self.listening(), "the killed SuperLink listens no more")
+
+    def close(self) -> None:
+        kill_marked(f"{self.folder}/")
+        for process in self.processes.values():
+            process.wait()
+        self.proxy.close()
+
+    def _mark(self, name: str) -> str:
+        return f"{self.folder}/{name}/"
+
+    # Flower's command line
+
+    def flwr(self, *arguments: str) -> dict:
+        """Flower's command line, in this process: a new one would take seconds to import it."""
+        text, trouble = run_flwr(self.folder / "operator", *arguments, "--format=json")
+        try:
+            return json.loads(text)
+        except ValueError:
+            raise AssertionError(f"flwr {' '.join(arguments)}: {text}{trouble}") from None
+
+    def register(self, *names: str) -> None:
+        for name in names:
+            answer = self.flwr("supernode", "register", f"{self.key(name)}.pub", "test")
+            assert answer["success"], answer
+
+    def submit(self, recipe: Recipe, output: Path) -> str:
+        from fedssl.engines.flower.folder import write_app
+
+        app = self.folder / f"app-{output.name}"
+        write_app(recipe, app, str(output))
+        answer = self.flwr("run", str(app), "test")
+        assert answer["success"], answer
+        return str(answer["run-id"])
+
+    def look(self, run: str) -> dict:
+        """What the SuperLink knows of a run: its `status`, its `network-traffic` and so on."""
+        return self.flwr("list", "test", "--run-id", run)["runs"][0]
+
+    def finish(self, run: str) -> str:
+        """Wait for a run's end; its status: `finished:completed`, `finished:failed`."""
+        self.wait_for(lambda: self.look(run)["status"].startswith("finished"), f"run {run} ends", pause=0.5)
+        return self.look(run)["status"]
+
+    # A run
+
+    def break_round(self, recipe: Recipe, client: int, number: int, fault: str) -> Path:
+        """Let a site break a round of the recipe's seed (flower_command.py); the file is gone once it does."""
+        file = self.faults / f"seed-{recipe.seed}-client-{client}-round-{number}"
+        file.write_text(fault)
+        return file
+
+    def committed(self, output: Path) -> int:
+        """The last committed round; -1 before any."""
+        return RunDirectory.open(output).checkpoint.round if (output / "recipe.yaml").is_file() else -1
+
+    # Waiting
+
+    def listening(self) -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", self.port)) == 0
+
+    def log(self, name: str) -> Path:
+        return self.folder / f"{name}.log"
+
+    def logs(self) -> str:
+        return "\n".join(
+            f"== {log.name}\n{log.read_text(errors='replace')[-4000:]}" for log in self.folder.glob("*.log")
+        )
+
+    def wait_for(self, condition: Callable[[], bool], what: str, pause: float = 0.1) -> None:
+        """Wait for a condition; fails at once where a SuperLink or a site of the run has ended by itself."""
+
+        def holds() -> bool:
+            ended = [name for name in ("superlink", "site0", "site1", "site2") if self.has_ended(name)]
+            assert not ended, f"{ended} ended before {what}\n{self.logs()}"
+            return condition()
+
+        try:
+            poll(holds, what, pause=pause)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.logs()}") from None
+
+    def has_ended(self, name: str) -> bool:
+        return name in self.processes and self.processes[name].poll() is not None
+
+
+def run_flwr(home: Path, *arguments: str) -> tuple[str, str]:
+    """Flower's command line in this process: its standard output, and what went wrong."""
+    from flwr.cli.app import app
+    from typer.testing import CliRunner
+
+    with _standard_output() as read:
+        done = CliRunner(env={"FLWR_HOME": str(home)}).invoke(app, [*arguments])
+        text = read()
+    return text, f"{done.output} {done.exception!r}"
+
+
+class CountingProxy:
+    """Passes TCP connections on to a port of this machine and counts the bytes of both directions."""
+
+    def __init__(self, target: int):
+        self.target = target
+        self.bytes = 0
+        self._lock = threading.Lock()
+        self._listener = _bound(0)
+        self.port: int = self._listener.getsockname()[1]
+
+    def open(self) -> None:
+        self._listener.listen()
+        threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
+
+    def close(self) -> None:
+        """Refuse connections, and keep the port."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        self._listener.close()
+        self._listener = _bound(self.port)
+
+    def _accept(self, listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                outer, _ = listener.accept()
+                try:
+                    inner = socket.create_connection(("127.0.0.1", self.target))
+                except OSError:
+                    outer.close()
+                    continue
+                for pair in ((outer, inner), (inner, outer)):
+                    threading.Thread(target=self._pass_on, args=pair, daemon=True).start()
+
+    def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(2**16):
+                with self._lock:
+                    self.bytes += len(data)
+                sink.sendall(data)
+        for one in (source, sink):
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+
+
+def _bound(port: int) -> socket.socket:
+    """Bound but not listening: the port is kept, and connections to it are refused."""
+    kept = socket.socket()
+    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    kept.bind(("127.0.0.1", port))
+    return kept
+
+
+@contextlib.contextmanager
+def _standard_output():
+    """What is written to the process's own standard output, as Flower does with JSON; read by the yielded function."""
+    assert sys.__stdout__ is not None
+    sys.__stdout__.flush()
+    kept = os.dup(1)
+    with tempfile.TemporaryFile() as file:
+
+        def read() -> str:
+            sys.__stdout__.flush()
+            file.seek(0)
+            return file.read().decode()
+
+        os.dup2(file.fileno(), 1)
+        try:
+            yield read
+        finally:
+            sys.__stdout__.flush()
+            os.dup2(kept, 1)
+            os.close(kept)
+
+
+def missing_tools() -> str | None:
+    """Why no deployment can be tested here."""
+    for tool in ("openssl", "ssh-keygen"):
+        if shutil.which(tool) is None:
+            return f"{tool} is not installed"
+    return None if Path("/proc/self/stat").exists() else "there is no /proc"

@@ -1,0 +1,50 @@
+"""`fedssl superlink` and `fedssl supernode` as tests start them: flower_command.py FAULTS ARGUMENTS...
+
+They wait less, and a site breaks rounds where files in the folder FAULTS say so: seed-0-client-1-round-2 holds `nan`,
+`shape` or `hang`. The file is removed when that round's training is over and the fault begins, so the round goes well
+when it is done again.
+"""
+
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+from flwr.supercore import heartbeat
+from flwr.supernode import fleet_http_connection, start_client_internal
+
+from fedssl.cli import main
+from fedssl.engines.flower import nodes as flower_nodes
+from fedssl.method import Method
+
+#: seconds after which Flower takes a silent site for gone; a minute otherwise
+GONE_SECONDS = 30
+
+
+def break_rounds(faults: Path) -> None:
+    real = Method.client_round
+
+    def client_round(method, client, received, number):
+        reply = real(method, client, received, number)
+        file = faults / f"seed-{method.seed}-client-{client.index}-round-{number}"
+        fault = file.read_text() if file.exists() else ""
+        file.unlink(missing_ok=True)
+        name = next(iter(reply.tensors))
+        if fault == "nan":
+            reply.tensors[name][:] = float("nan")
+        elif fault == "shape":
+            reply.tensors[name] = reply.tensors[name][1:]
+        elif fault == "hang":
+            time.sleep(24 * 3600)
+        return reply
+
+    Method.client_round = client_round
+
+
+if __name__ == "__main__":
+    break_rounds(Path(sys.argv.pop(1)))
+    flower_nodes._NEEDED_LATER = ("torch._dynamo",)  # no recipe here needs timm, which takes five seconds to import
+    # a SuperNode without work looks for some every three seconds
+    start_client_internal.time = SimpleNamespace(sleep=lambda seconds: time.sleep(min(seconds, 1)))
+    heartbeat.HEARTBEAT_DEFAULT_INTERVAL = fleet_http_connection.HEARTBEAT_DEFAULT_INTERVAL = GONE_SECONDS // 2
+    main()

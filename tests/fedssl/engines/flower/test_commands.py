@@ -1,0 +1,75 @@
+"""Commands as forked copies: a copy is the command that was asked for, and none outlives the process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.fedssl.engines.flower.deployment import MARK, kill_marked, marked, poll, with_package
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="there is no /proc")
+
+#: `main` asks for an app; both do what the arguments say
+PROGRAM = """
+import json, os, socket, subprocess, sys, time
+from fedssl.engines import flower_commands
+
+def main():
+    if "unasked" in sys.argv:  # a command that is ended before it has asked
+        for said in (b"", b"+", b"+{\\n"):
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.connect(os.environ["PATH"].split(":")[0] + "/copies")
+                connection.sendall(said)
+    environment = os.environ | {"ASKED": "yes"}
+    asked = subprocess.run(["flwr-serverapp", *sys.argv[1:]], env=environment, cwd="/", capture_output=True)
+    print(json.dumps([asked.returncode, asked.stdout.decode(), asked.stderr.decode()]))
+    sys.exit(7)
+
+def app():
+    if "sleep" in sys.argv:
+        print("sleeping", file=open(sys.argv[2], "w"))
+        time.sleep(600)
+    print("error", file=sys.stderr)
+    print(json.dumps([sys.argv, os.environ["ASKED"], os.environ["MAIN"], os.getcwd(), "wave" in sys.modules]))
+    sys.exit(3)
+
+flower_commands._load = {"flower-superlink": main, "flwr-serverapp": app}.get
+command = ["flower-superlink", *sys.argv[1:]]
+sys.exit(flower_commands.run(command, os.environ | {"MAIN": "yes"}, ["wave"]))
+"""
+
+
+def test_a_copy_has_the_arguments_environment_folder_output_and_exit_code():
+    command = [sys.executable, "-c", PROGRAM, "--one", "two words"]
+    done = subprocess.run(command, env=with_package(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 7, done.stderr
+    code, printed, errors = json.loads(done.stdout)
+    assert (code, errors) == (3, "error\n")
+    assert json.loads(printed) == [["flwr-serverapp", "--one", "two words"], "yes", "yes", "/", True]
+
+
+def test_a_command_that_is_ended_before_it_has_asked_disturbs_no_other():
+    command = [sys.executable, "-c", PROGRAM, "unasked"]
+    done = subprocess.run(command, env=with_package(), capture_output=True, text=True, timeout=120)
+    assert (done.returncode, json.loads(done.stdout)[0]) == (7, 3), done.stderr
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 130), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
+def test_told_to_end_or_killed_it_leaves_no_copy(number, code, tmp_path):
+    begun = tmp_path / "begun"
+    environment = with_package() | {MARK: f"{tmp_path}/"}
+    process = subprocess.Popen([sys.executable, "-c", PROGRAM, "sleep", str(begun)], env=environment)
+    try:
+        poll(begun.exists, "the app sleeps", seconds=120)
+        assert len(marked(f"{tmp_path}/")) == 4  # this process, the command, the one that asked, and the app
+        os.kill(process.pid, number)
+        assert process.wait(60) == code
+        poll(lambda: not marked(f"{tmp_path}/"), "no copy is left", seconds=60)
+    finally:
+        kill_marked(f"{tmp_path}/")

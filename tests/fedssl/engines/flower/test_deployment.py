@@ -1,0 +1,227 @@
+"""SuperLink and three SuperNodes on loopback, with TLS and authentication: the same result, and faults survived.
+
+One SuperLink and its sites serve all tests of this file, as starting them takes longer than a run.
+"""
+
+from __future__ import annotations
+
+import csv
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
+
+from fedssl.engines import in_process
+from fedssl.engines.in_process import LocalClients
+from fedssl.engines.rounds import run_rounds
+from fedssl.federation import build_federation
+from fedssl.recipe import Recipe
+from fedssl.reports.cost import estimate, totals
+from fedssl.run_directory import RunDirectory
+from tests.fedssl.conftest import AVERAGED, METHODS
+from tests.fedssl.engines.flower.deployment import PATIENCE, Deployment, make_authority, missing_tools
+from tests.fedssl.engines.flower.flower_command import GONE_SECONDS
+from tests.fedssl.engines.flower.test_privacy import assert_close
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(missing_tools() is not None, reason=str(missing_tools())),
+]
+
+# large layers and many public images, so that what Flower adds to each tensor is little beside it
+KINDS = {
+    "hetero_ssfl": METHODS["hetero_ssfl"]
+    | {"objective": {"name": "byol", "hidden_features": 32, "output_features": 256}, "public": 600},
+    "fedu2": METHODS["fedu2"]
+    | {"objective": {"name": "byol", "hidden_features": 1024, "output_features": 256}, "rounds": 1},
+    "lw_fedssl": METHODS["lw_fedssl"]
+    | {
+        "objective": {"name": "moco_v3", "hidden_features": 768, "output_features": 256},
+        "architectures": ["small_convnet_wide"],
+    },
+}
+EQUAL = AVERAGED | {"partition": {"name": "iid", "clients": 3}, "rounds": 1}  # as privacy counts the clients
+WAITS = {"round_seconds": PATIENCE, "connect_seconds": PATIENCE}
+
+
+@pytest.fixture(scope="module")
+def deployment(tmp_path_factory) -> Iterator[Deployment]:
+    """A SuperLink and three sites."""
+    started = Deployment(tmp_path_factory.mktemp("deployment"))
+    try:
+        started.start_superlink()
+        started.register("site0", "site1", "site2")
+        for k in range(3):
+            started.start_node(k)
+        yield started
+    finally:
+        started.close()
+
+
+@dataclass
+class Runs:
+    """The runs of all kinds, made at the same time, beside one that fails; and the bytes of them all at the socket."""
+
+    ids: dict[str, str]
+    failed: str
+    bytes: int
+
+
+@pytest.fixture(scope="module")
+def runs(deployment, noisy) -> Runs:
+    before = deployment.proxy.bytes
+    spoiled = noisy(**METHODS["hetero_ssfl"], seed=1, guard={"minimum_answers": 3}, engine="flower", flower=WAITS)
+    deployment.break_round(spoiled, 1, 1, "nan")
+    failed = deployment.submit(spoiled, deployment.folder / "spoiled")
+    ids = {}
+    for kind, method in KINDS.items():
+        ids[kind] = deployment.submit(noisy(**method, engine="flower", flower=WAITS), deployment.folder / kind)
+    for kind, method in KINDS.items():
+        in_process.run(noisy(**method), deployment.folder / f"{kind} here")
+    for run in (failed, *ids.values()):
+        deployment.finish(run)
+    return Runs(ids, failed, deployment.proxy.bytes - before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_across_machines_the_run_is_the_one_in_this_process_bit_for_bit(kind, deployment, runs):
+    assert deployment.look(runs.ids[kind])["status"] == "finished:completed", deployment.logs()
+    here, there = deployment.folder / f"{kind} here", deployment.folder / kind
+    last = RunDirectory.open(here).checkpoint.round
+    for name in ("metrics.csv", "spectrum.csv", f"checkpoints/server.round-{last:05d}.safetensors"):
+        assert (here / name).read_bytes() == (there / name).read_bytes(), name
+
+
+def test_the_bytes_on_the_wire_are_those_that_were_foretold(deployment, runs, noisy):
+    """Those of each kind by Flower's own count, and those of all at the socket, with TLS, HTTP and all messages."""
+    foretold = {}
+    for kind, method in KINDS.items():
+        cost = totals(estimate(build_federation(noisy(**method))))
+        traffic = deployment.look(runs.ids[kind])["network-traffic"]
+        foretold[kind] = cost["bytes_up"] + cost["bytes_down"]
+        print(f"{kind}: Flower's count / foretold: {traffic['total-bytes'] / foretold[kind]:.4f}")
+        assert traffic["inbound-bytes"] == pytest.approx(cost["bytes_up"], rel=0.03), kind
+        assert traffic["outbound-bytes"] == pytest.approx(cost["bytes_down"], rel=0.03), kind
+    rest = deployment.look(runs.failed)["network-traffic"]["total-bytes"]
+    print(f"all: bytes at the socket / foretold: {(runs.bytes - rest) / sum(foretold.values()):.4f}")
+    assert runs.bytes - rest == pytest.approx(sum(foretold.values()), rel=0.03)
+
+
+def test_under_the_minimum_a_run_fails_clearly_and_keeps_what_was_committed(deployment, runs):
+    found = deployment.look(runs.failed)
+    assert found["status"] == "finished:failed"
+    print(found["status-details"])
+    assert "guard.minimum_answers is 3" in found["status-details"]
+    assert deployment.committed(deployment.folder / "spoiled") == 0
+
+
+@pytest.fixture(scope="module")
+def private(deployment, runs, noisy) -> Path:
+    """The folder of a run with secure aggregation and clipping."""
+    options = {
+        "secure_aggregation": {"name": "secagg_plus"},
+        "differential_privacy": {"name": "fixed_clipping", "clipping_norm": 1e9, "noise_multiplier": 0},
+    }
+    output = deployment.folder / "private"
+    run = deployment.submit(noisy(**EQUAL, engine="flower", flower=WAITS | options), output)
+    assert deployment.finish(run) == "finished:completed", deployment.logs()
+    return output
+
+
+def test_with_secure_aggregation_and_clipping_the_mean_is_the_same(private, noisy, tmp_path):
+    """A client's keys outlive its process."""
+    in_process.run(noisy(**EQUAL), tmp_path / "here")
+    assert_close(tmp_path / "here", private, atol=1e-5)
+
+
+class Dropping(LocalClients):
+    """Clients of this process of which some do not answer some rounds."""
+
+    def __init__(self, *arguments, dropped: dict[int, set[int]]):
+        super().__init__(*arguments)
+        self.dropped = dropped
+
+    def answers(self, number, sent):
+        lost = self.dropped.get(number, set())
+        replies, _ = super().answers(number, {k: message for k, message in sent.items() if k not in lost})
+        return replies, dict.fromkeys(sorted(lost & sent.keys()), "dropped")
+
+
+def replay(recipe: Recipe, path: Path, dropped: dict[int, set[int]]) -> None:
+    federation = build_federation(recipe)
+    directory = RunDirectory.create(path, in_process.first_files(federation))
+    progress = in_process.Silent()
+    run_rounds(federation, directory, progress, Dropping(federation, directory, progress, dropped=dropped))
+
+
+def deadline(private: Path) -> int:
+    """Seconds for a round, which the hanging site costs in full.
+
+    Twice as long as a round took whose sites were asked four times one after another, where they will be asked once.
+    """
+    with open(private / "timings.csv") as file:
+        return max(30, round(2 * max(float(row["seconds"]) for row in csv.DictReader(file))))
+
+
+def test_faults(deployment, private, noisy, tmp_path):
+    """One run of three rounds, in which everything goes wrong.
+
+    round 1: site 1 sends NaN, site 2 a wrong shape: both are refused by name
+    round 2: site 1 is killed while it trains, site 2 hangs: both are dropped at the deadline
+    round 3: the SuperLink is killed and started again, site 1 too; the run is started again and continues
+    meanwhile a node with an unknown key and one that trusts another authority try to get in
+    """
+    seconds = deadline(private)
+    print(f"the round's deadline: {seconds} s")
+    recipe = noisy(**AVERAGED, rounds=3, engine="flower", flower=WAITS | {"round_seconds": seconds})
+    deployment.break_round(recipe, 1, 1, "nan")
+    deployment.break_round(recipe, 2, 1, "shape")
+    faults = [deployment.break_round(recipe, k, 2, "hang") for k in (1, 2)]
+    output = deployment.folder / "run"
+    first = deployment.submit(recipe, output)
+    deployment.wait_for(lambda: not any(file.exists() for file in faults), "sites 1 and 2 hang in round 2")
+    deployment.kill("site1")
+    killed = time.monotonic()
+    make_authority(tmp_path)
+    deployment.register("misled")
+    deployment.start_node(0, "unknown")
+    deployment.start_node(0, "misled", authority=tmp_path / "ca.crt")
+    deployment.wait_for(lambda: deployment.committed(output) >= 2, "round 2 is committed without them")
+    deployment.kill("superlink")
+    assert deployment.committed(output) == 2
+    kept = (output / "metrics.csv").read_bytes()[: RunDirectory.open(output).checkpoint.lengths["metrics.csv"]]
+
+    deployment.start_superlink()
+    again = deployment.submit(recipe, output)
+    # until then it lets nobody in with the killed site's key
+    deployment.wait_for(lambda: time.monotonic() > killed + GONE_SECONDS + 2, "Flower takes the site for gone")
+    deployment.start_node(1)
+    assert deployment.finish(again) == "finished:completed", deployment.logs()
+    assert deployment.look(first)["status"] != "finished:completed"
+    assert (output / "metrics.csv").read_bytes().startswith(kept)
+
+    with open(output / "refused.csv") as file:
+        lost = {(int(row["round"]), int(row["client"])): row["reason"] for row in csv.DictReader(file)}
+    assert list(lost) == [(1, 1), (1, 2), (2, 1), (2, 2)], f"{lost}\n{deployment.logs()}"
+    name = next(iter(build_federation(recipe).method.initial_state().tensors))
+    assert lost[1, 1] == f"{name} holds NaN"
+    assert lost[1, 2].startswith(f"{name} has shape ")
+    # whichever comes first: the deadline at the server or the SuperLink, or the time after which Flower takes a
+    # silent node for gone
+    late = {f"no answer within {seconds} s", "no answer in time"}
+    assert lost[2, 1] in late | {"its node has gone"}
+    assert lost[2, 2] in late
+    replay(noisy(**AVERAGED, rounds=3), tmp_path / "replayed", {1: {1, 2}, 2: {1, 2}})
+    state = "checkpoints/server.round-00003.safetensors"
+    assert (output / state).read_bytes() == (tmp_path / "replayed" / state).read_bytes()
+
+    for intruder in ("unknown", "misled"):
+        deployment.wait_for(lambda name=intruder: deployment.has_ended(name), f"{intruder} has given up")
+        log = deployment.log(intruder).read_text(errors="replace")
+        assert "SuperNode ID" not in log, log
+        assert "Exit Code: 305" in log, log
+    assert "CERTIFICATE_VERIFY_FAILED" in deployment.log("misled").read_text(errors="replace")

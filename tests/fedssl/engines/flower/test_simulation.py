@@ -1,0 +1,90 @@
+"""The simulation on Ray leaves the run's folder that this process leaves, bit for bit, also when it was interrupted."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
+pytest.importorskip("ray", reason="ray is not installed: pip install .[flower]")
+
+from fedssl.engines import engine_of, in_process
+from fedssl.reading import load_recipe
+from fedssl.run_directory import RunDirectory
+from tests.fedssl.conftest import AVERAGED, LW_FEDSSL, METHODS
+from tests.fedssl.engines.flower.deployment import MARK, PATIENCE, kill_marked, marked, poll, with_package
+from tests.fedssl.engines.flower.test_privacy import assert_close, quantisation_error
+from tests.fedssl.engines.test_in_process import contents
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SIMULATED = {"engine": "flower-simulation", "flower": {"cpus": 2, "object_store_megabytes": 100}}
+
+#: `fedssl` whose terminal sends Ctrl-C, to all its processes, when round 1 is committed
+INTERRUPTED = """
+import os, signal, time
+from fedssl.cli import main
+from fedssl.recipe import load_recipe
+from fedssl.run_directory import RunDirectory
+
+real = RunDirectory.commit
+
+def commit(directory, number, *arguments, **keys):
+    real(directory, number, *arguments, **keys)
+    if number == 1:
+        os.killpg(os.getpgrp(), signal.SIGINT)
+        time.sleep(1)  # the main thread hears it
+
+RunDirectory.commit = commit
+main()
+"""
+
+
+def without_engine(path: Path) -> dict[str, bytes]:
+    """A run's folder but for its recipe, which names the engine."""
+    return {name: data for name, data in contents(path).items() if name != "recipe.yaml"}
+
+
+@pytest.mark.parametrize("kind", sorted(METHODS.keys() - {"lw_fedssl"}))  # which is interrupted below
+def test_simulated_the_run_is_the_same_bit_for_bit(kind, noisy, tmp_path):
+    in_process.run(noisy(**METHODS[kind]), tmp_path / "here")
+    recipe = noisy(**METHODS[kind], **SIMULATED)
+    engine_of(recipe).run(recipe, tmp_path / "simulated")
+    assert without_engine(tmp_path / "here") == without_engine(tmp_path / "simulated")
+
+
+def test_simulated_with_secure_aggregation_the_mean_is_the_same(noisy, tmp_path):
+    """A client's keys outlive its process."""
+    in_process.run(noisy(**AVERAGED, rounds=1), tmp_path / "plain")
+    options = SIMULATED["flower"] | {"secure_aggregation": {"name": "secagg_plus"}}
+    recipe = noisy(**AVERAGED, rounds=1, engine="flower-simulation", flower=options)
+    engine_of(recipe).run(recipe, tmp_path / "secure")
+    assert_close(tmp_path / "plain", tmp_path / "secure", atol=quantisation_error(recipe) + 1e-5)
+
+
+def test_interrupted_by_ctrl_c_and_resumed_the_run_is_the_same_bit_for_bit(noisy, tmp_path):
+    """Interrupted between LW-FedSSL's stages, so that the second begins with what was stored."""
+    in_process.run(noisy(**LW_FEDSSL), tmp_path / "here")
+    recipe, path = tmp_path / "recipe.yaml", tmp_path / "simulated"
+    recipe.write_text(noisy(**LW_FEDSSL, **SIMULATED).to_yaml())
+    try:
+        stopped = subprocess.run(
+            [sys.executable, "-c", INTERRUPTED, "run", str(recipe), "--output", str(path)],
+            env=with_package() | {"OMP_NUM_THREADS": "1", MARK: f"{tmp_path}/"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=PATIENCE,
+            start_new_session=True,
+        )
+        assert stopped.returncode == 130, stopped.stdout
+        assert f"continue with: fedssl run --resume {path}" in stopped.stdout
+        assert "Traceback" not in stopped.stdout
+        assert RunDirectory.open(path).checkpoint.round == 1
+        poll(lambda: not marked(f"{tmp_path}/"), "Ray's processes have ended too")
+    finally:
+        kill_marked(f"{tmp_path}/")
+    engine_of(load_recipe(recipe)).resume(path)
+    assert without_engine(tmp_path / "here") == without_engine(path)

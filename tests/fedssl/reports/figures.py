@@ -1,0 +1,28 @@
+"""What a run logged of its clients' resources, and what `estimate` foretells; both by (round, client, figure)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fedssl.federation import build_federation
+from fedssl.recipe import Recipe
+from fedssl.reports.cost import estimate
+from fedssl.run_directory import RunDirectory
+
+Figures = dict[tuple[int, str, str], float]
+
+
+def logged(path: Path) -> Figures:
+    """What a run logged of each client."""
+    names = ("bytes_down", "bytes_up", "flops", "memory")
+    rows = RunDirectory.open(path).read_metrics()
+    return {(number, who, name): value for number, who, name, value in rows if name in names and who.isdigit()}
+
+
+def foretold(recipe: Recipe) -> Figures:
+    found: Figures = {}
+    for cost in estimate(build_federation(recipe)):
+        memory = {k: step.memory for k, step in cost.step.items()}
+        figures = {"bytes_down": cost.bytes_down, "bytes_up": cost.bytes_up, "flops": cost.flops, "memory": memory}
+        found |= {(cost.number, str(k), name): float(v) for name, of in figures.items() for k, v in of.items()}
+    return found

@@ -1,0 +1,74 @@
+"""A small table, and run folders with made-up figures, as the engine would leave them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from fedssl.recipe import Recipe
+from fedssl.run_directory import RunDirectory
+from fedssl.tables.table import Table
+
+ROWS = [{"label": label, "recipe": "local_only"} for label in ("ours", "alone", "control 1", "control 2", "other")]
+
+
+def table_values(**changes: Any) -> dict[str, Any]:
+    return {
+        "name": "small",
+        "seeds": [0, 1],
+        "method": "ours",
+        "baselines": ["alone"],
+        "controls": ["control 1", "control 2"],
+        "rows": ROWS,
+    } | changes
+
+
+def make_table(**changes: Any) -> Table:
+    return Table.model_validate(table_values(**changes))
+
+
+Row = tuple[int, str, str, float]
+
+
+def evaluated(number: int, metric: str, values: Iterable[float]) -> list[Row]:
+    """A metric of each client in turn, and its mean."""
+    values = list(values)
+    rows = [(number, str(k), metric, value) for k, value in enumerate(values)]
+    return [*rows, (number, "mean", metric, sum(values) / len(values))]
+
+
+def write_run(
+    path: Path,
+    recipe: Recipe,
+    rows: Iterable[Row],
+    *,
+    spectrum: dict[str, list[float]] | None = None,
+    counts: list[list[int]] | None = None,
+    class_names: tuple[str, ...] = ("cat", "dog"),
+) -> RunDirectory:
+    """Write a run's folder; it counts as finished where the rows reach the recipe's last round."""
+    rows = list(rows)
+    files = {"recipe.yaml": recipe.to_yaml()}
+    if counts is not None:
+        lines = [",".join(["client", *class_names])]
+        lines += [",".join(map(str, [k, *row])) for k, row in enumerate(counts)]
+        files["partition.csv"] = "\n".join(lines) + "\n"
+    if spectrum is not None:
+        lines = ["client,index,value"]
+        lines += [f"{who},{i},{value!r}" for who, values in spectrum.items() for i, value in enumerate(values)]
+        files["spectrum.csv"] = "\n".join(lines) + "\n"
+    directory = RunDirectory.create(path, files)
+    last = max((row[0] for row in rows), default=-1)
+    if rows:
+        directory.append_metrics(rows)
+        length = (path / "metrics.csv").stat().st_size
+        manifest: dict[str, Any] = {
+            "round": last,
+            "files": {},
+            "lengths": {"metrics.csv": length},
+            "finished": last == recipe.rounds,
+        }
+        (path / "checkpoints" / "manifest.json").write_text(json.dumps(manifest))
+    return RunDirectory.open(path)

@@ -1,0 +1,195 @@
+"""The collapse analysis of runs: which models it looks at, that it is stored, and how it is shown."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from fedssl.engines.in_process import run
+from fedssl.errors import UserError
+from fedssl.evaluation.features import extract_features
+from fedssl.evaluation.spectrum import effective_rank
+from fedssl.federation import build_federation
+from fedssl.reports import collapse
+from fedssl.reports.collapse import Collapse, Geometry, collapse_of_run
+from fedssl.reports.collapse_plots import draw_log_singular_values, draw_spheres, draw_tsne
+from fedssl.reports.report import write_report
+from fedssl.run_directory import RunDirectory
+from tests.fedssl.conftest import AVERAGED
+from tests.fedssl.reports.test_report import Page
+
+SAMPLED = {"clients_per_round": 2}
+
+
+@pytest.fixture(scope="module")
+def averaged(tiny, tmp_path_factory) -> Path:
+    """A finished run with a global model and three clients, of whom each round trains two."""
+    path = tmp_path_factory.mktemp("averaged") / "run"
+    run(tiny(**AVERAGED, **SAMPLED), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def analysed(averaged) -> Collapse:
+    found = collapse_of_run(averaged)
+    assert found is not None
+    return found
+
+
+def test_the_global_model_and_the_latest_local_models_are_looked_at(tiny, averaged, analysed):
+    federation = build_federation(tiny(**AVERAGED, **SAMPLED))
+    last = federation.sampled_clients(2)
+    who = list(analysed.models)
+    assert who[0] == "global"
+    # those of the last round first, drawn by the run's seed
+    assert sorted(map(int, who[1:3])) == last
+    assert len(analysed.labels) == len(federation.dataset.test_labels)
+
+
+def test_the_numbers_are_those_of_the_stored_models(tiny, averaged, analysed):
+    federation, directory = build_federation(tiny(**AVERAGED, **SAMPLED)), RunDirectory.open(averaged)
+    images = federation.dataset.test_images
+    model = federation.method.load_global(directory.server_state(), lambda: federation.new_model(None))
+    rank = effective_rank(extract_features(model.encoder, images))
+    assert analysed.models["global"].effective_rank == pytest.approx(rank, rel=1e-6)
+    logged = {(n, who, m): v for n, who, m, v in directory.read_metrics()}
+    assert logged[2, "global", "effective_rank"] == pytest.approx(rank, rel=1e-6)
+    k = analysed.models.keys() - {"global"}
+    for who in k:
+        local = federation.client(int(who), directory.client_state(int(who))).model
+        rank = effective_rank(extract_features(local.encoder, images))
+        assert analysed.models[who].effective_rank == pytest.approx(rank, rel=1e-6)
+        assert analysed.models[who].dimension == local.encoder.num_features
+
+
+def test_it_is_stored_and_read_again(averaged, analysed, monkeypatch):
+    names = ["log_singular_values.png", "sphere.png", "tsne.png"]
+    assert sorted(file.name for file in (averaged / "figures").iterdir()) == names
+    for name in names:
+        assert (averaged / "figures" / name).read_bytes().startswith(b"\x89PNG")
+    assert json.loads((averaged / "collapse.json").read_text())["round"] == 2
+    monkeypatch.setattr(collapse, "_analyse", None)
+    assert collapse_of_run(averaged) == analysed
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": 0}', '{"format": 1, "models": {"0": {"a": 1}}}'])
+def test_what_is_stored_and_no_analysis_is_made_anew(content, averaged, analysed):
+    (averaged / "collapse.json").write_text(content)
+    assert collapse_of_run(averaged) == analysed
+
+
+def test_a_method_without_a_global_model_shows_its_clients(tiny, tmp_path):
+    run(tiny(architectures=["small_convnet", "small_resnet10"], rounds=1), tmp_path / "run")
+    found = collapse_of_run(tmp_path / "run")
+    assert found is not None
+    assert found.shared is None
+    assert sorted(found.models) == ["0", "1", "2"]
+    assert found.tsne == {}
+    assert sorted(file.name for file in (tmp_path / "run" / "figures").iterdir()) == [
+        "log_singular_values.png",
+        "sphere.png",
+    ]
+
+
+def test_before_any_training_there_is_none(tiny, tmp_path):
+    directory = RunDirectory.create(tmp_path / "run", {"recipe.yaml": tiny().to_yaml()})
+    assert collapse_of_run(directory.path) is None
+    assert not (tmp_path / "run" / "collapse.json").exists()
+
+
+def test_the_report_shows_it(averaged, analysed, tmp_path):
+    page = Page(write_report([averaged], tmp_path / "page.html"))
+    rows = page.table("method", "model", "alignment")
+    assert [row[1] for row in rows] == ["global model", f"mean of {len(analysed.local)} local models"]
+    shared, local = analysed.models["global"], analysed.local
+    assert rows[0][2:] == [
+        f"{shared.alignment:.3f}",
+        f"{shared.uniformity:.2f}",
+        f"{shared.effective_rank:.1f}",
+        f"{100 * shared.coverage:.0f}",
+    ]
+    assert rows[1][2] == f"{sum(one.alignment for one in local) / len(local):.3f}"
+    assert "Collapse of the representations" in page.text
+    assert "Collapse of" not in Page(write_report([averaged], tmp_path / "page.html", collapse=False)).text
+
+
+def test_the_report_says_why_there_is_none(tiny, averaged, tmp_path, monkeypatch):
+    def gone(path: Path) -> None:
+        raise UserError("images.npz is no longer there")
+
+    monkeypatch.setattr("fedssl.reports.report.collapse_of_run", gone)
+    page = Page(write_report([averaged], tmp_path / "page.html"))
+    assert "tiny: no collapse analysis: images.npz is no longer there" in page.text
+
+
+# Charts
+
+
+def geometry(spectrum: list[float], points: list[list[float]]) -> Geometry:
+    return Geometry(4, spectrum, 0.1, -1.0, 2.0, points, 0.25)
+
+
+def made_up(**models: Geometry) -> Collapse:
+    shown = {who.removeprefix("client"): one for who, one in models.items()}
+    tsne = {"global": [[0.0, 0], [1, 1]], "0": [[2.0, 2], [3, 3]]} if "global" in shown else {}
+    return Collapse(1, 2, ["cat", "dog"], [0, 1], shown, tsne)
+
+
+def test_singular_values_stand_as_they_are_and_local_ones_as_their_mean():
+    found = made_up(
+        **{
+            "global": geometry([-1.0, -2], []),
+            "client0": geometry([-1.0, -3], []),
+            "client4": geometry([-3.0, -4, -5], []),
+        }
+    )
+    left, right = draw_log_singular_values({"ours": found}).axes
+    assert left.get_title(loc="left") == "global model"
+    assert left.lines[0].get_xydata().tolist() == [[1, -1], [2, -2]]
+    assert right.lines[0].get_xydata().tolist() == [[1, -2], [2, -3.5]]
+    # the reference: 2 points in 4 dimensions have one direction of variance at most
+    assert left.lines[1].get_ydata()[-1] == pytest.approx(math.log(1e-12))
+
+
+def test_the_sphere_shows_the_near_and_the_far_side():
+    near, far = [1.0, 0.0, 0.0], [-0.6, 0.8, 0.0]
+    found = made_up(**{"global": geometry([-1.0], [near, far]), "client0": geometry([-1.0], [near, near])})
+    figure = draw_spheres({"ours": found, "none": made_up(client3=geometry([-1.0], [near, far]))})
+    first, second, third, empty = figure.axes
+    assert first.get_title() == "global model: 25 % covered"
+    assert second.get_title() == "client 0: 25 % covered"
+    assert third.get_title() == "client 3: 25 % covered"
+    assert not empty.collections
+    pale, strong = first.collections
+    assert pale.get_offsets().tolist() == [[0.8, 0.0]]
+    assert strong.get_offsets().tolist() == [[0.0, 0.0]]
+    assert pale.get_alpha() < strong.get_alpha()
+
+
+def test_tsne_leaves_out_methods_without_a_global_model():
+    points = [[1.0, 0, 0]] * 2
+    alone = made_up(client0=geometry([-1.0], points))
+    both = made_up(**{"global": geometry([-1.0], points), "client0": geometry([-1.0], points)})
+    assert draw_tsne({"alone": alone}) is None
+    figure = draw_tsne({"alone": alone, "both": both})
+    assert figure is not None
+    (axes,) = figure.axes
+    circles, crosses = axes.collections
+    assert circles.get_offsets().tolist() == [[0, 0], [1, 1]]
+    assert crosses.get_offsets().tolist() == [[2, 2], [3, 3]]
+
+
+@pytest.mark.parametrize("classes", [3, 15, 100])
+def test_pictures_of_any_number_of_classes_can_be_drawn(classes):
+    points = torch.nn.functional.normalize(torch.randn(classes, 3, generator=torch.Generator().manual_seed(0)), dim=1)
+    one = geometry([-1.0, -2], points.tolist())
+    where = points[:, :2].tolist()
+    names = [f"class {index}" for index in range(classes)]
+    found = Collapse(1, 2, names, list(range(classes)), {"global": one, "0": one}, {"global": where, "0": where})
+    for figure in (draw_spheres({"a": found}), draw_tsne({"a": found}), draw_log_singular_values({"a": found})):
+        assert figure is not None
+        figure.draw_without_rendering()

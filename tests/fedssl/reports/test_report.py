@@ -1,0 +1,350 @@
+"""The page about runs and its charts, on run folders with made-up figures."""
+
+from __future__ import annotations
+
+import base64
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedssl.engines.in_process import run
+from fedssl.errors import UserError
+from fedssl.reports.plots import (
+    Bar,
+    Card,
+    draw_bars,
+    draw_curves,
+    draw_spectrum,
+    draw_table_picture,
+    format_values,
+    method_styles,
+)
+from fedssl.reports.report import flatten, format_bytes, write_report
+from fedssl.run_record import read_run
+from tests.fedssl.conftest import ALIGNED
+from tests.fedssl.reports.synthetic_runs import evaluated, write_run
+
+VOID = {"meta", "img", "br"}
+
+
+class Page(HTMLParser):
+    """A page's tables as lists of rows, its text and images; checks that tags are closed in order."""
+
+    def __init__(self, path: Path):
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.tables: list[list[list[str]]] = []
+        self.sources: list[str] = []
+        self.links: list[str] = []
+        self.tags: set[str] = set()
+        self.text = ""
+        self.feed(path.read_text(encoding="utf-8"))
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.add(tag)
+        values = dict(attributes)
+        self.links += [v for k, v in attributes if k in ("href", "action", "srcset", "data") and v]
+        if "src" in values:
+            self.sources.append(values["src"])
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        elif tag in ("td", "th"):
+            self.tables[-1][-1].append("")
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] in ("td", "th"):
+            self.tables[-1][-1][-1] += data.replace("\u00a0", " ")
+        if self.open and self.open[-1] != "style":
+            self.text += data
+
+    def table(self, *header: str) -> list[list[str]]:
+        """The rows of the table whose header begins so."""
+        return next(t[1:] for t in self.tables if t[0][: len(header)] == list(header))
+
+
+def rows_of(knn_before: list[float], knn_after: list[float], rounds: int = 2) -> list:
+    rows = evaluated(0, "knn", knn_before) + evaluated(0, "linear", [20.0] * len(knn_before))
+    for number in range(1, rounds + 1):
+        for k in range(len(knn_before)):
+            rows += [(number, str(k), "bytes_down", 1000.0), (number, str(k), "bytes_up", 250.0)]
+        rows += evaluated(number, "loss", [1.0 / number] * len(knn_before))
+    return rows + evaluated(rounds, "knn", knn_after) + evaluated(rounds, "linear", [30.0] * len(knn_before))
+
+
+def test_the_table_has_clients_means_and_spread_over_seeds(tiny, tmp_path):
+    afters = {0: [50.0, 60.0, 70.0], 1: [52.0, 62.0, 72.0], 2: [57.0, 67.0, 77.0]}
+    paths = []
+    for seed, after in afters.items():
+        paths.append(tmp_path / f"a{seed}")
+        write_run(paths[-1], tiny(name="ours", seed=seed), rows_of([40.0, 41.0, 42.0], after))
+    page = Page(write_report(paths, tmp_path / "page.html"))
+    # means 60, 62, 67: mean 63, sample standard deviation sqrt(13)
+    assert page.table("method", "finished runs", "kNN accuracy (%)") == [
+        ["ours", "3", "41.0 ± 0.0 → 63.0 ± 3.6", "20.0 ± 0.0 → 30.0 ± 0.0"]
+    ]
+    clients = page.table("method", "model of")
+    assert [row[:4] for row in clients] == [
+        ["ours", "client 0", "small_convnet", "40.0 ± 0.0 → 53.0 ± 3.6"],
+        ["ours", "client 1", "small_convnet", "41.0 ± 0.0 → 63.0 ± 3.6"],
+        ["ours", "client 2", "small_convnet", "42.0 ± 0.0 → 73.0 ± 3.6"],
+        ["ours", "mean", "", "41.0 ± 0.0 → 63.0 ± 3.6"],
+    ]
+
+
+def test_a_global_model_has_one_row_and_one_run_has_no_spread(tiny, tmp_path):
+    rows = [(0, "global", "knn", 40.0), (1, "0", "loss", 3.0), (1, "mean", "loss", 3.0), (2, "global", "knn", 55.55)]
+    write_run(tmp_path / "a", tiny(name="fedbyol"), rows)
+    page = Page(write_report([tmp_path / "a"]))
+    assert page.table("method", "model of") == [["fedbyol", "global model", "small_convnet", "40.0 → 55.5"]]
+    assert (tmp_path / "a" / "report.html").is_file()
+
+
+def test_architectures_repeat_over_the_clients(tiny, tmp_path):
+    recipe = tiny(**ALIGNED)
+    write_run(tmp_path / "a", recipe, rows_of([1.0, 2.0, 3.0], [4.0, 5.0, 6.0]))
+    clients = Page(write_report([tmp_path / "a"])).table("method", "model of")
+    assert [row[2] for row in clients] == ["small_convnet", "small_resnet10", "small_convnet", ""]
+
+
+def test_traffic_is_summed_over_rounds_and_clients(tiny, tmp_path):
+    write_run(tmp_path / "a", tiny(), rows_of([1.0, 2.0], [4.0, 5.0]))
+    traffic = Page(write_report([tmp_path / "a"])).table("method", "seed", "rounds", "down to clients")
+    assert traffic == [["tiny", "0", "2", "4.0 kB", "1.0 kB", "5.0 kB"]]
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0"), (999, "999 B"), (1000, "1.0 kB"), (999_949, "999.9 kB"), (999_950, "1.0 MB"), (2.5e12, "2,500.0 GB")],
+)
+def test_bytes_are_readable(count, text):
+    assert format_bytes(count) == text
+
+
+def test_the_page_stands_alone(tiny, tmp_path):
+    counts, spectrum = [[3, 0], [1, 2]], {"0": [2.0, 1.0, 0.5], "1": [3.0, 1.0]}
+    write_run(tmp_path / "a", tiny(), rows_of([1.0, 2.0], [4.0, 5.0]), counts=counts, spectrum=spectrum)
+    path = write_report([tmp_path / "a"])
+    page = Page(path)
+    assert page.links == []
+    assert "script" not in page.tags
+    assert not {"link", "iframe", "object"} & page.tags
+    assert page.sources
+    for source in page.sources:
+        kind, _, data = source.partition(",")
+        assert kind == "data:image/svg+xml;base64"
+        assert b"<svg" in base64.b64decode(data, validate=True)
+    style = re.search(r"<style>(.*?)</style>", path.read_text(encoding="utf-8"), re.S)
+    assert style is not None
+    assert "url(" not in style[1]
+    assert "@import" not in style[1]
+    # loss curve, spectrum, partition; two points of kNN are no curve, and one run has no bars
+    assert len(page.sources) == 3
+
+
+def test_the_same_runs_give_the_same_page(tiny, tmp_path):
+    write_run(tmp_path / "a", tiny(), rows_of([1.0, 2.0], [4.0, 5.0]), counts=[[3, 0], [1, 2]])
+    first = write_report([tmp_path / "a"]).read_bytes()
+    assert write_report([tmp_path / "a"]).read_bytes() == first
+
+
+def test_curves_are_drawn_of_what_was_logged_in_several_rounds(tiny, tmp_path):
+    rows = rows_of([1.0], [4.0]) + evaluated(1, "knn", [2.0])
+    rows += [(n, "mean", name, value) for n in (1, 2) for name, value in (("cka", 0.5), ("transported_mass", 0.1))]
+    rows += [(n, "mean", "total_loss", 1.0 / n) for n in (1, 2)]
+    write_run(tmp_path / "a", tiny(), rows)
+    path = write_report([tmp_path / "a"])
+    shown = re.findall(r'alt="(.*?) by round"', path.read_text(encoding="utf-8"))
+    # total_loss repeats the loss here
+    assert shown == ["objective&#x27;s loss", "CKA with the target kernel", "kNN accuracy (%)", "transported mass"]
+
+
+def test_everything_is_escaped(tiny, tmp_path):
+    evil = "<script>alert('x')</script> & \"co\""
+    recipe = tiny(name=evil, description=evil)
+    write_run(tmp_path / "a", recipe, rows_of([1.0], [4.0]), counts=[[1, 2]], class_names=("<b>", "&"))
+    page = Page(write_report([tmp_path / "a"]))
+    assert "script" not in page.tags
+    assert "b" not in page.tags
+    assert page.text.count(evil) >= 3
+    assert page.table("method", "runs")[0][0] == evil
+
+
+def test_an_unfinished_run_is_reported_as_such(tiny, tmp_path):
+    write_run(tmp_path / "done", tiny(name="ours", seed=0), rows_of([40.0], [50.0]))
+    write_run(tmp_path / "half", tiny(name="ours", seed=1), rows_of([44.0], [99.0], rounds=1))
+    write_run(tmp_path / "new", tiny(name="ours", seed=2), [])
+    page = Page(write_report([tmp_path / n for n in ("done", "half", "new")], tmp_path / "page.html"))
+    assert page.table("method", "runs") == [["ours", "3", "0, 1, 2", "1 of 3 finished, 2 rounds"]]
+    assert "seed 1 is unfinished, 1 of 2 rounds done" in page.text
+    assert f"fedssl run --resume {tmp_path / 'half'}" in page.text
+    assert "seed 2 is unfinished, no round done" in page.text
+    # what an unfinished run reached is no result
+    assert page.table("method", "finished runs")[0][2] == "42.0 ± 2.8 → 50.0"
+
+
+def test_what_a_killed_run_wrote_after_its_last_commit_does_not_count(tiny, tmp_path):
+    directory = write_run(tmp_path / "a", tiny(), rows_of([40.0], [50.0], rounds=1))
+    directory.append_metrics(evaluated(2, "knn", [99.0]))
+    with open(tmp_path / "a" / "metrics.csv", "a") as file:
+        file.write("2,0,lin")
+    found = read_run(tmp_path / "a")
+    assert found.last_round == 1
+    assert not found.finished
+
+
+def test_a_folder_without_checkpoints_can_be_reported(tiny, tmp_path):
+    write_run(tmp_path / "a", tiny(), rows_of([40.0], [50.0]))
+    (tmp_path / "a" / "checkpoints" / "manifest.json").unlink()
+    with open(tmp_path / "a" / "metrics.csv", "a") as file:
+        file.write("2,0,torn")
+    assert read_run(tmp_path / "a").evaluated("knn", "after") == 50.0
+
+
+def test_runs_that_differ_in_more_than_their_seed_are_told(tiny, tmp_path):
+    write_run(tmp_path / "a", tiny(), rows_of([1.0], [2.0]))
+    write_run(tmp_path / "b", tiny(training={"batch_size": 16}), rows_of([1.0], [2.0]))
+    write_run(tmp_path / "c", tiny(name="other"), rows_of([1.0], [2.0]))
+    page = Page(write_report([tmp_path / n for n in "abc"], tmp_path / "page.html"))
+    assert "tiny: these runs have one name but differ in training.batch_size" in page.text
+    assert "tiny: several runs have the same seed" in page.text
+    assert "other:" not in page.text
+    fair = Page(write_report([tmp_path / "a", tmp_path / "c"], tmp_path / "page.html"))
+    assert "differ in" not in fair.text
+    assert "same seed" not in fair.text
+
+
+def test_settings_that_methods_share_stand_once(tiny, tmp_path):
+    write_run(tmp_path / "a", tiny(name="a"), rows_of([1.0], [2.0]))
+    write_run(tmp_path / "b", tiny(name="b", training={"batch_size": 16}), rows_of([1.0], [2.0]))
+    settings = Page(write_report([tmp_path / "a", tmp_path / "b"], tmp_path / "page.html")).table("setting")
+    assert ["rounds", "all", "2"] in settings
+    assert [row[1] for row in settings if "batch_size=" in row[2]] == ["a", "b"]
+
+
+def test_one_folder_given_twice_counts_once(tiny, tmp_path):
+    write_run(tmp_path / "a", tiny(), rows_of([1.0], [2.0]))
+    page = Page(write_report([tmp_path / "a", tmp_path / "a" / ".." / "a"], tmp_path / "page.html"))
+    assert page.table("method", "runs")[0][1] == "1"
+
+
+def test_several_runs_are_reported_where_one_stands(tiny, tmp_path, monkeypatch):
+    write_run(tmp_path / "a", tiny(), rows_of([1.0], [2.0]))
+    write_run(tmp_path / "b", tiny(seed=1), rows_of([1.0], [2.0]))
+    monkeypatch.chdir(tmp_path)
+    assert write_report([Path("a"), Path("b")]).resolve() == tmp_path / "report.html"
+
+
+def test_bad_input_is_told_in_one_line(tiny, tmp_path):
+    (tmp_path / "empty").mkdir()
+    write_run(tmp_path / "new", tiny(), [])
+    write_run(tmp_path / "bad", tiny(), rows_of([1.0], [2.0]))
+    (tmp_path / "bad" / "recipe.yaml").write_text("- 1\n")
+    write_run(tmp_path / "torn", tiny(), rows_of([1.0], [2.0]))
+    (tmp_path / "torn" / "metrics.csv").write_text("round,client,metric,value\n1,0,knn,abc\n")
+    write_run(tmp_path / "good", tiny(), rows_of([1.0], [2.0]))
+    for runs, output, message in [
+        ([], None, "name at least one run"),
+        ([tmp_path / "empty"], None, "holds no recipe.yaml"),
+        ([tmp_path / "absent"], None, "holds no recipe.yaml"),
+        ([tmp_path / "new"], None, "has no finished round to report on yet"),
+        ([tmp_path / "bad"], None, "cannot be read as a run's folder"),
+        ([tmp_path / "torn"], None, "cannot be read as a run's folder"),
+        ([tmp_path / "good"], tmp_path / "absent" / "page.html", "cannot be written"),
+    ]:
+        with pytest.raises(UserError, match=message) as error:
+            write_report(runs, output)
+        assert "\n" not in str(error.value)
+    assert not list(tmp_path.glob("*/report.html"))
+
+
+def test_a_run_of_the_engine_is_reported(tiny, tmp_path):
+    directory = run(tiny(**ALIGNED), tmp_path / "a")
+    page = Page(write_report([tmp_path / "a"]))
+    last = {(who, m): v for number, who, m, v in directory.read_metrics() if number == 2}
+    clients = page.table("method", "model of")
+    assert [row[3].split(" → ")[1] for row in clients] == [f"{last[who, 'knn']:.1f}" for who in ("0", "1", "2", "mean")]
+    up = sum(v for _, _, metric, v in directory.read_metrics() if metric == "bytes_up")
+    assert page.table("method", "seed", "rounds", "down to clients")[0][4] == format_bytes(up)
+    for heading in ("Who holds what", "Spectrum of the representations", "Curves"):
+        assert heading in page.text
+
+
+def test_flattened_keys_are_those_of_overrides():
+    values = {"a": {"b": [1, {"c": None}]}, "d": [], "e": {}}
+    assert flatten(values) == {"a.b.0": 1, "a.b.1.c": None, "d": [], "e": {}}
+
+
+# Charts
+
+
+def test_styles_of_many_methods_differ():
+    styles = method_styles([str(i) for i in range(20)])
+    assert len(set(styles.values())) == 20
+
+
+def test_values_are_formatted_by_metric():
+    assert format_values("knn", [50.0, 52.0]) == "51.0 ± 1.4"
+    assert format_values("knn", [50.04]) == "50.0"
+    assert format_values("cka", [0.9876]) == "0.988"
+    assert format_values("knn", []) == "-"
+
+
+def test_curves_show_the_mean_and_the_band_of_the_runs():
+    groups = {"ours": [{0: 1.0, 2: 5.0}, {0: 3.0, 2: 6.0, 4: 9.0}], "none": []}
+    axes = draw_curves("knn", groups, method_styles(list(groups))).axes[0]
+    (line,) = axes.lines
+    assert line.get_xydata().tolist() == [[0.0, 2.0], [2.0, 5.5]]
+    (band,) = axes.collections
+    corners = {tuple(point) for point in band.get_paths()[0].vertices.tolist()}
+    assert {(0.0, 1.0), (0.0, 3.0), (2.0, 5.0), (2.0, 6.0)} <= corners
+    assert not any(point[0] == 4.0 for point in corners)
+
+
+def test_bars_run_from_before_to_after_with_a_dot_a_seed():
+    bars = [Bar("ours", [40.0, 42.0], [50.0, 56.0], "#000000"), Bar("absent", [], [], "#111111")]
+    axes = draw_bars({"knn": bars, "effective_rank": bars}).axes[0]
+    (patch,) = axes.patches
+    assert (patch.get_x(), patch.get_width()) == (41.0, 12.0)
+    dots = [line.get_xdata().tolist() for line in axes.lines if line.get_marker() == "o"]
+    assert dots == [[50.0, 56.0]]
+    assert [text.get_text() for text in axes.texts] == ["53.0 ± 4.2", "-"]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["ours", "absent"]
+
+
+def test_the_spectrum_is_relative_and_averaged_over_clients_of_any_dimension():
+    groups = {
+        "flat": [[[7.0] * 5, [0.1] * 9]],
+        "steep": [[[4.0, 0.04], [1.0, 1e-4, 0.0]]],
+        "collapsed": [[[0.0, 0.0]]],
+        "single": [[[3.0]]],
+    }
+    lines = {
+        line.get_label(): line.get_ydata() for line in draw_spectrum(groups, method_styles(list(groups))).axes[0].lines
+    }
+    np.testing.assert_allclose(lines["flat"], 1.0)
+    np.testing.assert_allclose(lines["single"], 1.0)
+    assert lines["steep"][0] == pytest.approx(1.0)
+    assert lines["steep"][-1] == pytest.approx((1e-2 * 1e-6) ** 0.5)  # geometric mean, 0 at the floor of 1e-6
+    assert lines["collapsed"].max() == pytest.approx(1e-6)
+
+
+@pytest.mark.parametrize("clients", [0, 2, 6])
+def test_a_tables_picture_can_be_drawn_for_any_number_of_clients(clients):
+    cards = [Card(f"client {k}", "net\n3 images", np.zeros((6, 8), np.uint8) if k else None) for k in range(clients)]
+    rows = [("ours", "method", [40.0], [50.0]), ("alone", "baseline", [], []), ("x", "control", [], [45.0])]
+    figure = draw_table_picture("title", "data", cards, {"knn": rows}, {"knn": [40.0]}, "a line\nanother")
+    figure.draw_without_rendering()
+    shown = [axes for axes in figure.axes if axes.get_title().startswith("client")]
+    assert len(shown) == clients
+    assert {"title", "data", "a line\nanother"} <= {text.get_text() for text in figure.texts}

@@ -1,0 +1,385 @@
+"""Layer-wise and progressive training: what trains, what stays, what travels, and that nobody lacks a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from fedssl.engines.in_process import resume, run
+from fedssl.engines.progress import Silent
+from fedssl.errors import UserError
+from fedssl.evaluation.evaluate import evaluate_model
+from fedssl.federation import Federation, build_federation
+from fedssl.messages import Message
+from fedssl.recipe import Recipe
+from fedssl.run_directory import RunDirectory
+from fedssl.schedules.base import Plan
+from fedssl.schedules.layer_wise import LayerWise
+from fedssl.schedules.progressive import Progressive
+from tests.fedssl.conftest import AVERAGED
+
+OBJECTIVES = {
+    "moco_v3": {"name": "moco_v3", "hidden_features": 16, "output_features": 8},
+    "byol": {"name": "byol", "hidden_features": 16, "output_features": 8},
+    "simclr": {"name": "simclr", "hidden_features": 16, "output_features": 8},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def staged(tiny) -> Callable[..., Recipe]:
+    """The tiny recipe with MoCo v3 on a network of four layers, one a stage, one round each."""
+
+    def build(schedule: str = "layer_wise", architecture: str = "small_resnet10", **changes) -> Recipe:
+        options = {"name": schedule, "rounds_per_stage": 1} | changes.pop("options", {})
+        objective = OBJECTIVES[changes.pop("objective", "moco_v3")]
+        values = AVERAGED | {"architectures": [architecture], "objective": objective, "schedule": options, "rounds": 4}
+        return tiny(**(values | {"training": {"local_epochs": 1, "batch_size": 20, "optimizer": "adamw"}} | changes))
+
+    return build
+
+
+# Plans
+
+
+def test_plans_of_the_papers_setting():
+    """12 layers, one a stage, 15 rounds each."""
+    layer_wise = LayerWise(name="layer_wise", rounds_per_stage=15)
+    assert layer_wise.plan(12, 1, 0) == layer_wise.plan(12, 15, 0) == Plan(1, 1, active=(0,))
+    assert layer_wise.plan(12, 16, 0) == Plan(2, 2, active=(1,), frozen=(0,), done=1)
+    assert layer_wise.plan(12, 180, 0) == Plan(12, 12, active=(11,), frozen=tuple(range(11)), done=11)
+    progressive = Progressive(name="progressive", rounds_per_stage=15)
+    assert progressive.plan(12, 16, 0) == Plan(2, 2, active=(0, 1))
+    assert progressive.plan(12, 180, 0) == Plan(12, 12, active=tuple(range(12)))
+
+
+@pytest.mark.parametrize(("layers_per_stage", "stages"), [(2, 6), (3, 4), (4, 3), (6, 2)])
+def test_several_layers_a_stage(layers_per_stage, stages):
+    part = LayerWise(name="layer_wise", layers_per_stage=layers_per_stage, rounds_per_stage=180 // stages)
+    last = part.plan(12, 180, 0)
+    assert (last.stage, last.depth, last.done) == (stages, 12, 12 - layers_per_stage)
+    assert last.active == tuple(range(12 - layers_per_stage, 12))
+    assert part.plan(12, 180 // stages, 0).stage == 1
+    trained = {layer for number in range(1, 181) for layer in part.plan(12, number, 0).active}
+    assert trained == set(range(12))
+
+
+def test_depth_dropout_keeps_the_first_layer_and_draws_the_others_anew():
+    options = {"rounds_per_stage": 15, "kept_layers": 5}
+    layer_wise, progressive = LayerWise(name="layer_wise", **options), Progressive(name="progressive", **options)
+    plans = {number: layer_wise.plan(12, number, seed=3) for number in range(1, 181)}
+    for number, plan in plans.items():
+        assert len(plan.frozen) == min(plan.stage - 1, 5)
+        assert plan.frozen == tuple(sorted(set(plan.frozen)))
+        assert set(plan.frozen) <= set(range(plan.stage - 1))
+        assert plan.frozen[:1] == ((0,) if plan.stage > 1 else ())
+        assert (plan.depth, plan.done, plan.active) == (plan.stage, plan.stage - 1, (plan.stage - 1,))
+        assert progressive.plan(12, number, seed=3) == Plan(plan.stage, plan.stage, (*plan.frozen, *plan.active))
+    last = [plans[number].frozen for number in range(166, 181)]
+    assert len(set(last)) > 10
+    assert {layer for frozen in last for layer in frozen} == set(range(11))
+    assert layer_wise.plan(12, 180, seed=3) == plans[180]
+    assert [layer_wise.plan(12, n, seed=4) for n in range(166, 181)] != [plans[n] for n in range(166, 181)]
+    # what the paper's Table 6 comes to, with 1 + 2 times the forward operations for what trains
+    used = [len(plan.frozen) for plan in plans.values()]
+    assert (sum(used) / 180 + 3) / (5.5 + 3) == pytest.approx(0.80, abs=0.01)
+    assert (sum(used) / 180 + 1) / (5.5 + 1) == pytest.approx(0.73, abs=0.01)
+
+
+# One run, message by message
+
+
+class Exchange:
+    """Rounds of a federation by hand, with every message and state kept."""
+
+    def __init__(self, recipe: Recipe):
+        self.federation: Federation = build_federation(recipe)
+        self.method = self.federation.method
+        self.server = self.method.initial_state()
+        self.states: dict[int, Message] = {}
+        self.layers = self.federation.new_model(None).encoder
+
+    def round(self, number: int, clients: list[int], break_client: int | None = None):
+        """(what went down, what came up), by client."""
+        down, up = self.method.broadcast(self.server, clients, number), {}
+        for k in clients:
+            client = self.federation.client(k, self.states.get(k, Message()))
+            up[k] = self.method.client_round(client, down[k], number)
+            if k != break_client:
+                self.states[k] = self.federation.client_state(client)
+        if break_client is not None:
+            up[break_client].tensors.popitem()
+        self.server = self.method.aggregate(self.server, up, number)
+        return down, up
+
+    def names(self, layers, top: int | None = None) -> set[str]:
+        """Entries of some layers; with `top`, what is on top at that depth, and the heads."""
+        found = {"online.encoder." + name for name in self.layers.names(layers, top=top)}
+        if top is not None:
+            heads = [n for n in self.server.tensors if not n.startswith("online.encoder.")]
+            found |= set(heads)
+        return found
+
+
+@pytest.fixture(scope="module", params=[(o, a) for o in OBJECTIVES for a in ("small_resnet10", "small_vit")], ids=str)
+def two_stages(request, staged):
+    """Two stages of two layers and two rounds: objective, architecture, and all that was sent and kept, by round."""
+    objective, architecture = request.param
+    options = {"layers_per_stage": 2, "rounds_per_stage": 2}
+    exchange = Exchange(staged(objective=objective, architecture=architecture, options=options))
+    rounds = {n: (*exchange.round(n, [0, 1]), exchange.server, dict(exchange.states)) for n in range(1, 5)}
+    return objective, architecture, exchange, rounds
+
+
+def test_nothing_but_the_newest_layers_and_the_heads_is_in_a_message(two_stages):
+    objective, _, exchange, rounds = two_stages
+    newest = {1: [0, 1], 2: [0, 1], 3: [2, 3], 4: [2, 3]}
+    for number, (down, up, _, _) in rounds.items():
+        wanted = exchange.names(newest[number], top=newest[number][1] + 1)
+        final = exchange.names([0, 1]) if number == 3 else set()  # the stage that has just ended
+        for k in (0, 1):
+            assert set(up[k].tensors) == wanted
+            assert set(down[k].tensors) == wanted | final
+        heads = {name.split(".")[1] for name in wanted} - {"encoder"}
+        assert heads == ({"projector"} if objective == "simclr" else {"projector", "predictor"})
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_in_progressive_training_all_layers_so_far_travel(staged, objective):
+    exchange = Exchange(staged("progressive", "small_vit", objective=objective))
+    for number in range(1, 5):
+        down, up = exchange.round(number, [0, 1])
+        for k in (0, 1):
+            assert set(up[k].tensors) == set(down[k].tensors) == exchange.names(range(number), top=number)
+
+
+def test_frozen_layers_and_their_buffers_do_not_change_by_a_bit(two_stages):
+    """At the server, at each client, and in a client's target network."""
+    objective, architecture, exchange, rounds = two_stages
+    first, final = exchange.method.initial_state().tensors, rounds[2][2].tensors
+    frozen = exchange.names([0, 1])
+    assert any(name.endswith("running_var") for name in frozen) == (architecture == "small_resnet10")
+    assert any(not torch.equal(first[name], final[name]) for name in frozen)
+    for number in (3, 4):
+        _, _, server, states = rounds[number]
+        for name in frozen:
+            assert torch.equal(server.tensors[name], final[name])
+            for k in (0, 1):
+                own = states[k].tensors
+                assert torch.equal(own["model/" + name], final[name])
+                if objective != "simclr":
+                    assert torch.equal(own["model/" + name.replace("online.", "target.")], final[name])
+        assert any(not torch.equal(server.tensors[n], final[n]) for n in exchange.names([2]))
+
+
+def test_later_layers_are_untouched_and_reshaping_layers_are_left_behind(staged):
+    exchange = Exchange(staged())
+    first = exchange.server.tensors
+    reshape: dict[str, torch.Tensor] = {}
+    for number in range(1, 5):
+        exchange.round(number, [0, 1])
+        state = exchange.server.tensors
+        later = exchange.names(range(number, 4))
+        assert all(torch.equal(state[name], first[name]) for name in later)
+        mine = f"online.encoder.reshape.{number}.weight"
+        assert all(torch.equal(state[name], tensor) for name, tensor in reshape.items())
+        if number < 4:
+            assert not torch.equal(state[mine], first[mine])
+            reshape[mine] = state[mine].clone()
+        else:
+            assert mine not in state
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
+def test_the_optimiser_holds_only_what_trains(staged, optimizer, monkeypatch):
+    held: list[int] = []
+    kind = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[optimizer]
+    step = kind.step
+
+    def counting(self, *arguments, **options):
+        done = step(self, *arguments, **options)
+        held.append(sum(t.numel() for state in self.state.values() for t in state.values() if t.dim()))
+        return done
+
+    monkeypatch.setattr(kind, "step", counting)
+    recipe = staged(architecture="small_vit", training={"local_epochs": 1, "batch_size": 20, "optimizer": optimizer})
+    exchange = Exchange(recipe)
+    for number in (1, 3):
+        held.clear()
+        _, up = exchange.round(number, [0])
+        parameters = dict(exchange.federation.new_model(None).named_parameters())
+        trained = sum(t.numel() for name, t in up[0].tensors.items() if name in parameters)
+        copies = 1 if optimizer == "sgd" else 2
+        assert set(held) == {copies * trained}
+
+
+def test_a_client_that_joins_late_receives_what_it_lacks(staged):
+    exchange = Exchange(staged(rounds=8, options={"rounds_per_stage": 2}))
+    for number in range(1, 5):
+        exchange.round(number, [0, 1])
+    for number in (5, 6):  # stage 3; client 2 takes part for the first time in round 6
+        down, _ = exchange.round(number, [0, 1] if number == 5 else [0, 1, 2])
+    active, both = exchange.names([2], top=3), exchange.names([0, 1])
+    assert set(down[0].tensors) == active
+    assert set(down[2].tensors) == active | both
+    missing = sum(t.numel() * t.element_size() for n, t in exchange.server.tensors.items() if n in both)
+    assert down[2].num_bytes - down[0].num_bytes == missing
+    for name in both:
+        assert torch.equal(exchange.states[2].tensors["model/" + name], exchange.server.tensors[name])
+        assert torch.equal(exchange.states[2].tensors["model/" + name], exchange.states[0].tensors["model/" + name])
+    # client 1 misses the whole of stage 4 but for its last round; client 2 has been there all the time
+    down, _ = exchange.round(7, [0, 2])
+    assert set(down[2].tensors) == exchange.names([3], top=4) | exchange.names([2])
+    down, _ = exchange.round(8, [1, 2])
+    assert set(down[1].tensors) == exchange.names([3], top=4) | exchange.names([2])
+    assert set(down[2].tensors) == exchange.names([3], top=4)
+
+
+def test_a_client_whose_answer_was_refused_is_sent_the_layers_again(staged):
+    exchange = Exchange(staged(rounds=8, options={"rounds_per_stage": 2}))
+    for number in (1, 2):
+        exchange.round(number, [0, 1])
+    down, _ = exchange.round(3, [0, 1], break_client=1)
+    assert "refused/1" in exchange.server.config
+    down, _ = exchange.round(4, [0, 1])
+    assert set(down[0].tensors) == exchange.names([1], top=2)
+    assert set(down[1].tensors) == exchange.names([1], top=2) | exchange.names([0])
+
+
+def test_the_target_network_starts_every_round_as_the_online_one(staged, monkeypatch):
+    exchange = Exchange(staged())
+    exchange.round(1, [0])
+    moved = exchange.states[0].tensors
+    name = "encoder.network.conv1.weight"
+    assert not torch.equal(moved["model/target." + name], moved["model/online." + name])
+    started = []
+    monkeypatch.setattr("fedssl.method.train_locally", lambda local, *rest: started.append(local.client.model))
+    exchange.round(2, [0])
+    assert torch.equal(started[0].state_dict()["target." + name], started[0].state_dict()["online." + name])
+
+
+# Depth dropout
+
+
+def test_a_dropped_layer_is_skipped_and_does_not_travel(staged):
+    options = {"kept_layers": 1}
+    exchange = Exchange(staged("progressive", architecture="small_vit", options=options))
+    for number in (1, 2, 3, 4):
+        before = exchange.server.tensors
+        down, up = exchange.round(number, [0, 1])
+        wanted = exchange.names({0, number - 1}, top=number)
+        assert set(up[0].tensors) == set(down[0].tensors) == wanted
+        dropped = exchange.names(range(1, number - 1))
+        assert all(torch.equal(exchange.server.tensors[name], before[name]) for name in dropped)
+    model = exchange.method.load_global(exchange.server, lambda: exchange.federation.new_model(None))
+    assert [model.encoder.switches(layer)[0].role for layer in range(4)] == 4 * ["active"]
+
+
+def test_a_client_that_lacks_dropped_layers_gets_them_too(staged):
+    exchange = Exchange(staged(architecture="small_vit", options={"kept_layers": 1}))
+    for number in (1, 2, 3):
+        exchange.round(number, [0])
+    down, up = exchange.round(4, [0, 1])
+    assert set(down[1].tensors) == exchange.names([0, 1, 2, 3], top=4)
+    assert set(up[1].tensors) == exchange.names([3], top=4)
+
+
+# Whole runs
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    return {f.name: f.read_bytes() for f in [*(path / "checkpoints").glob("*.safetensors"), path / "metrics.csv"]}
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: no handler of the code under test may catch it."""
+
+
+class KilledAt(Silent):
+    """Dies in a round after its first client has stored its state."""
+
+    def __init__(self, round_number: int):
+        self.at = (round_number, 1)
+
+    def client(self, round_number: int, index: int, position: int, clients: int) -> None:
+        if (round_number, position) == self.at:
+            raise Killed
+
+
+@pytest.mark.parametrize("schedule", ["layer_wise", "progressive"])
+def test_killed_around_a_stages_end_and_resumed_it_ends_alike(schedule, staged, tmp_path):
+    """Rounds 2 and 3 are the last of the first stage and the first of the second; two of three clients take part."""
+    recipe = staged(
+        schedule,
+        options={"rounds_per_stage": 2, "layers_per_stage": 2},
+        clients_per_round=2,
+        regularizers=["representation_alignment", "proximal"],
+    )
+    run(recipe, tmp_path / "undisturbed")
+    with pytest.raises(Killed):
+        run(recipe, tmp_path / "killed", KilledAt(2))
+    with pytest.raises(Killed):
+        resume(tmp_path / "killed", KilledAt(3))
+    resume(tmp_path / "killed")
+    assert contents(tmp_path / "killed") == contents(tmp_path / "undisturbed")
+
+
+def test_a_run_is_evaluated_at_its_depth_and_counts_the_late_layers(staged, tmp_path, monkeypatch):
+    depths = []
+
+    def watching(model, *arguments, **options):
+        depths.append(model.encoder.depth)
+        return evaluate_model(model, *arguments, **options)
+
+    monkeypatch.setattr("fedssl.engines.in_process.evaluate_model", watching)
+    recipe = staged(evaluation={"every": 1, "neighbors": 5, "linear": {"epochs": 1}})
+    run(recipe, tmp_path / "a")
+    assert depths == [4, 1, 2, 3, 4]  # before training the untrained encoder, whole
+    found = {(r, who, m): v for r, who, m, v in RunDirectory.open(tmp_path / "a").read_metrics()}
+    exchange = Exchange(recipe)
+    size = {n: t.numel() * t.element_size() for n, t in exchange.server.tensors.items()}
+    for number in (1, 2, 3, 4):
+        newest = exchange.names([number - 1], top=number)
+        late = exchange.names([number - 2]) if number > 1 else set()
+        assert found[number, "0", "bytes_down"] == sum(size[name] for name in newest | late)
+
+
+def test_other_aggregators_and_regularizers_work_on_the_layers_that_travel(staged):
+    parts = {"aggregators": ["eua"], "regularizers": ["uniformity", "proximal"]}
+    exchange = Exchange(staged(**parts))
+    for number in (1, 2):
+        _, up = exchange.round(number, [0, 1])
+        assert set(up[0].tensors) == exchange.names([number - 1], top=number)
+
+
+# What does not fit
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rounds": 5}, "rounds is 5, but 4 stages of schedule.rounds_per_stage 1 take 4: set rounds to that"),
+        ({"options": {"layers_per_stage": 3}}, "layers_per_stage is 3, which does not divide the encoder's 4 layers"),
+        ({"options": {"kept_layers": 2}}, "kept_layers leaves layers out.*use a vision transformer"),
+        (
+            {"aggregators": [], "local_update": "keep_own"},
+            "schedule layer_wise sends layers.*add {name: weighted_mean}",
+        ),
+        ({"local_update": "fedema"}, "local_update fedema goes by how far a whole model moves.*use replace"),
+        ({"architecture": "mobilenetv3_small_050"}, "MobileNetV3 cannot be cut into layers"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_runs(changes, message, staged):
+    with pytest.raises(UserError, match=message) as caught:
+        build_federation(staged(**changes))
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,204 @@
+"""What a table's results say: the verdict's rule, and the table as text."""
+
+from __future__ import annotations
+
+import csv
+
+import pytest
+
+from fedssl.tables.results import Results, format_table, read_results, verdict, write_results
+from fedssl.tables.table import Table
+from tests.fedssl.reports.synthetic_runs import ROWS, evaluated, make_table, write_run
+
+
+def results(knn: dict[str, list[float]], linear: dict[str, list[float]] | None = None, start: float = 10.0) -> Results:
+    """Values by label and seed; linear is far above everywhere for the method where not given."""
+    linear = linear or {label: [90.0 + 5 * (label == "ours") + s for s in (0, 1)] for label in knn}
+    by_metric = {"knn": knn, "linear": linear}
+    after = {(label, m): dict(enumerate(values[label])) for m, values in by_metric.items() for label in knn}
+    before = {key: {0: start, 1: start + 1} for key in after}
+    return Results(before=before, after=after)
+
+
+def knn_verdict(ours: list[float], *, table: Table | None = None, **rivals: list[float]) -> str:
+    knn = {
+        "ours": ours,
+        "alone": [50.0, 52.0],
+        "control 1": [50.0, 52.0],
+        "control 2": [50.0, 52.0],
+        "other": [99.0, 99.0],
+    }
+    knn |= {label.replace("_", " "): values for label, values in rivals.items()}
+    return verdict(table or make_table(), results(knn)).splitlines()[0]
+
+
+def test_a_gain_is_said_where_every_baseline_and_control_is_beaten_beyond_the_spread():
+    # each spread is sqrt(2), so a lead must be more than 2.83
+    assert knn_verdict([53.0, 55.0]) == (
+        "kNN accuracy: a collaboration gain. ours with 54.0 ± 1.4 beats every baseline and every control by more than "
+        "the spread: alone by 3.0, control 1 by 3.0 and control 2 by 3.0."
+    )
+
+
+def test_a_lead_within_the_spread_is_no_gain():
+    assert knn_verdict([53.0, 55.0], control_2=[51.0, 53.0]) == (
+        "kNN accuracy: no collaboration gain. ours with 54.0 ± 1.4 does not beat control 2 (2.0 above, within the "
+        "spread of 2.8). It beats alone by 3.0 and control 1 by 3.0."
+    )
+
+
+def test_a_lead_equal_to_the_spread_is_no_gain():
+    # three seeds one apart have a spread of exactly 1, so a lead must be more than 2
+    rivals = {label: [49.0, 50.0, 51.0] for label in ("alone", "control_1", "control_2")}
+    table = make_table(seeds=[0, 1, 2])
+    linear = [1.0, 2.0, 3.0]
+    for lead, gain in ((2.0, False), (2.0001, True)):
+        knn = {"ours": [49 + lead, 50 + lead, 51 + lead]} | {k.replace("_", " "): v for k, v in rivals.items()}
+        text = verdict(table, results(knn, dict.fromkeys(knn, linear)))
+        assert (": a collaboration gain" in text) == gain
+        assert text.count("no collaboration gain") == 2 - gain
+
+
+def test_a_baseline_alone_can_deny_the_gain():
+    assert knn_verdict([53.0, 55.0], alone=[60.0, 60.0]) == (
+        "kNN accuracy: no collaboration gain. ours with 54.0 ± 1.4 does not beat alone (6.0 below). "
+        "It beats control 1 by 3.0 and control 2 by 3.0."
+    )
+
+
+def test_a_method_that_beats_nobody():
+    assert knn_verdict([40.0, 40.0], control_1=[40.0, 41.0], control_2=[40.0, 40.0]) == (
+        "kNN accuracy: no collaboration gain. ours with 40.0 ± 0.0 does not beat alone (11.0 below), control 1 "
+        "(0.5 below, within the spread of 0.7) and control 2 (less than 0.1 away, within the spread of less than 0.1)."
+    )
+
+
+def test_other_rows_do_not_enter_the_verdict():
+    with_other, without = knn_verdict([53.0, 55.0]), knn_verdict([53.0, 55.0], other=[0.0, 0.0])
+    assert with_other == without
+    assert "other" not in with_other
+
+
+def test_each_metric_is_judged_for_itself():
+    knn = {label: [50.0, 52.0] for label in ("ours", "alone", "control 1", "control 2")}
+    first, second = verdict(make_table(), results(knn)).splitlines()
+    assert first.startswith("kNN accuracy: no collaboration gain")
+    assert second.startswith("Linear accuracy: a collaboration gain")
+    table = make_table(metrics=["linear", "effective_rank"])
+    assert verdict(table, results(knn)) == second
+
+
+def test_a_method_not_above_the_untrained_encoder_is_told():
+    table = make_table(metrics=["knn"])
+    knn = {"ours": [53.0, 55.0], "alone": [1.0, 1.0], "control 1": [1.0, 1.0], "control 2": [1.0, 1.0]}
+    text = verdict(table, results(knn, start=60.0))
+    assert text.startswith("kNN accuracy: a collaboration gain.")
+    assert text.endswith("It is not above the untrained encoder (60.5 ± 0.7).")
+    assert "untrained" not in verdict(table, results(knn, start=40.0))
+
+
+def test_without_spread_controls_or_all_runs_nothing_is_said():
+    undecided = "kNN accuracy: nothing can be said about a collaboration gain: "
+    assert knn_verdict([90.0], table=make_table(seeds=[0])) == undecided + (
+        "one seed has no spread, at least two are needed."
+    )
+    assert knn_verdict([90.0, 90.0], table=make_table(controls=[])) == undecided + "the table has no controls."
+    assert knn_verdict([90.0, 90.0], table=make_table(baselines=[])) == undecided + "the table has no baselines."
+    assert knn_verdict([90.0, 90.0], control_1=[1.0]) == undecided + "runs of control 1 are missing."
+    assert knn_verdict([90.0], alone=[]) == undecided + "runs of ours and alone are missing."
+    assert verdict(make_table(method=None), results({})) == ""
+
+
+def test_the_table_has_the_untrained_row_first_and_the_papers_figures_beside(tmp_path, tiny):
+    table = make_table(paper={"ours": {"knn": "71.2"}}, metrics=["knn", "effective_rank"])
+    for row in table.rows[:2]:
+        for seed in table.seeds:
+            after = 50.0 + 2 * seed + (row.label == "ours")
+            rows = evaluated(0, "knn", [40.0, 42.0]) + evaluated(2, "knn", [after - 1, after + 1])
+            write_run(tmp_path / row.label / f"seed-{seed}", tiny(name=row.label, seed=seed), rows)
+    found = read_results(table, tmp_path)
+    lines = [line.split() for line in format_table(table, found).splitlines()]
+    assert lines[0] == ["kNN", "%", "in", "the", "paper", "effective", "rank"]
+    assert lines[2] == ["untrained", "41.0", "±", "0.0", "-"]
+    assert lines[3] == ["ours", "52.0", "±", "1.4", "71.2", "-"]
+    assert lines[4] == ["alone", "51.0", "±", "1.4", "-"]
+    assert lines[5] == ["control", "1", "-", "-"]
+    long = make_table(rows=[*ROWS, {"label": "a label of " + "many " * 9 + "words", "recipe": "local_only"}])
+    text = format_table(long, read_results(long, tmp_path))
+    assert max(map(len, text.splitlines())) <= 80
+    assert "words" in text
+
+
+def test_a_comparison_says_what_the_method_beats_and_what_not():
+    table = make_table(verdict="comparison", controls=[], baselines=["alone", "control 1", "control 2"])
+    text = knn_verdict([53.0, 55.0], table=table, control_1=[53.0, 53.0], control_2=[57.0, 57.0])
+    assert text == (
+        "kNN accuracy: ours with 54.0 ± 1.4 beats alone by 3.0. It does not beat control 1 (1.0 above, within the "
+        "spread of 1.4) and control 2 (3.0 below)."
+    )
+    text = knn_verdict([53.0, 55.0], table=table)
+    assert text.endswith("with 54.0 ± 1.4 beats alone by 3.0, control 1 by 3.0 and control 2 by 3.0.")
+    text = knn_verdict([53.0], table=make_table(verdict="comparison", seeds=[0]))
+    assert text == "kNN accuracy: nothing can be said about the order: one seed has no spread, at least two are needed."
+
+
+@pytest.fixture
+def two_scenarios(tiny, tmp_path):
+    """A table of two scenarios, whose second is not finished, and what it wrote."""
+    scenarios = [
+        {"label": "cross-silo (K = 3)", "paper": {"ours": {"knn": "71.20"}}},
+        {"label": "cross-device", "paper": {"alone": {"knn": "60.1"}, "ours": {"knn": "62.3"}}},
+    ]
+    table = make_table(rows=ROWS[:2], controls=[], verdict="comparison", metrics=["knn"], scenarios=scenarios)
+    for scenario, slug in (("cross-silo (K = 3)", "cross-silo-k-3"), ("cross-device", "cross-device")):
+        for label in ("ours", "alone"):
+            for seed in (0, 1):
+                after = 50.0 + 2 * seed + 10 * (label == "ours")
+                rows = evaluated(0, "knn", [40.0]) + evaluated(2, "knn", [after])
+                if slug == "cross-device" and label == "alone":
+                    rows = rows[:2]
+                write_run(tmp_path / label / slug / f"seed-{seed}", tiny(name=f"{label} ({scenario})", seed=seed), rows)
+    write_results(table, [read_results(table, tmp_path, one) for one in table.all_scenarios], tmp_path)
+    return tmp_path
+
+
+def test_scenarios_stand_side_by_side_with_the_papers_figures(two_scenarios):
+    lines = (two_scenarios / "table.md").read_text(encoding="utf-8").splitlines()
+    header = "cross-silo (K = 3): kNN accuracy (%) | cross-silo (K = 3): in the paper"
+    assert lines[4].startswith(f"| row | role | {header} | cross-device: kNN accuracy (%)")
+    assert lines[6:9] == [
+        "| untrained |  | 40.0 ± 0.0 |  | 40.0 ± 0.0 |  |",
+        "| ours | method | 61.0 ± 1.4 | 71.20 | 61.0 ± 1.4 | 62.3 |",
+        "| alone | baseline | 51.0 ± 1.4 |  | - | 60.1 |",
+    ]
+    text = "\n".join(lines)
+    assert "Not all runs of alone (cross-device) are finished." in text
+    assert "- cross-silo (K = 3): kNN accuracy: ours with 61.0 ± 1.4 beats alone by 10.0." in text
+    assert "- cross-device: kNN accuracy: nothing can be said about the order: runs of alone are missing." in text
+    page = (two_scenarios / "table.html").read_text(encoding="utf-8")
+    assert "<th colspan=2></th><th colspan=2>cross-silo (K = 3)</th><th colspan=2>cross-device</th>" in page
+    for slug in ("cross-silo-k-3", "cross-device"):
+        assert (two_scenarios / f"picture-{slug}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_summary_has_mean_spread_seeds_and_the_papers_figure(two_scenarios):
+    with open(two_scenarios / "summary.csv", newline="") as file:
+        rows = {(r["scenario"], r["row"]): r for r in csv.DictReader(file)}
+    ours = rows["cross-silo (K = 3)", "ours"]
+    assert (ours["metric"], ours["mean"], ours["seeds"], ours["paper"]) == ("knn", "61.0", "2", "71.20")
+    assert float(ours["spread"]) == pytest.approx(2**0.5)
+    missing = rows["cross-device", "alone"]
+    assert [missing[key] for key in ("mean", "spread", "seeds", "paper")] == ["", "", "0", "60.1"]
+    with open(two_scenarios / "table.csv", newline="") as file:
+        values = {(r["scenario"], r["row"], r["seed"]): r["value"] for r in csv.DictReader(file)}
+    assert values["cross-silo (K = 3)", "alone", "1"] == "52.0"
+
+
+def test_a_table_that_judges_nothing_has_no_roles(tiny, tmp_path):
+    table = make_table(method=None, baselines=[], controls=[], rows=ROWS[:1], metrics=["knn"], seeds=[0])
+    write_run(tmp_path / "ours" / "seed-0", tiny(name="ours"), evaluated(2, "knn", [51.0]))
+    write_results(table, [read_results(table, tmp_path)], tmp_path)
+    text = (tmp_path / "table.md").read_text(encoding="utf-8")
+    assert "| row | kNN accuracy (%) |\n|---|---:|\n" in text
+    assert "| ours | 51.0 |" in text
+    assert "role" not in (tmp_path / "table.html").read_text(encoding="utf-8")

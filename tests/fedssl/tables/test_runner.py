@@ -1,0 +1,281 @@
+"""Running a table: whole, in worker processes, stopped at any moment and continued."""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from fedssl.errors import UserError
+from fedssl.run_directory import RunDirectory
+from fedssl.tables import runner as table_runner
+from fedssl.tables.runner import run_table
+from fedssl.tables.table import Table, cell_path
+from tests.fedssl.conftest import ALIGNED, tiny_values
+from tests.fedssl.reports.synthetic_runs import make_table
+
+#: rounds enough that a cell is stopped in its middle
+MANY = 5000
+needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
+
+
+@pytest.fixture
+def tiny_recipe(tmp_path) -> Callable[..., str]:
+    """Write a recipe that runs in a second, with top-level keys replaced; gives its path."""
+    random = np.random.default_rng(0)
+    arrays: dict[str, Any] = {}
+    for part, n in (("train", 80), ("test", 30)):
+        arrays |= {f"x_{part}": random.integers(0, 256, (n, 8, 8, 1), np.uint8), f"y_{part}": np.arange(n) % 10}
+    np.savez(tmp_path / "images.npz", **arrays)
+    # no digits: the worker processes need not import scikit-learn then
+    data = {"name": "npz", "path": str(tmp_path / "images.npz"), "public_holdout": 20}
+    partition = {"name": "disjoint_classes", "clients": 2, "classes_per_client": 5}
+
+    def write(name: str, **changes: Any) -> str:
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(tiny_values(data=data, partition=partition, **changes)))
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def tiny_table(tiny_recipe) -> Table:
+    """Two rows of recipes that run in a second."""
+    ours, alone = tiny_recipe("ours", **(ALIGNED | {"architectures": ["small_convnet"]})), tiny_recipe("alone")
+    rows = [{"label": "ours", "recipe": ours}, {"label": "Alone!", "recipe": alone}]
+    return make_table(baselines=["Alone!"], controls=[], rows=rows)
+
+
+def states(output: Path) -> dict[str, bytes]:
+    """All runs' files, without wall-clock times."""
+    files = [f for f in sorted(output.glob("*/seed-*/**/*")) if f.is_file() and "tensorboard" not in f.parts]
+    return {str(f.relative_to(output)): f.read_bytes() for f in files if f.name != "timings.csv"}
+
+
+def test_a_bad_cell_names_its_row_before_anything_runs(tiny_table, tmp_path):
+    for override, message in [
+        ("round=3", "row 'ours': .*round: unknown key"),
+        ("regularizers.0.weight=1", r"row 'Alone!': .*regularizers"),
+        ("seed=3", "a table sets seed itself"),
+        ("name=x", "a table sets name itself"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            run_table(tiny_table, tmp_path / "out", [override])
+    with pytest.raises(UserError, match="jobs must be at least 1"):
+        run_table(tiny_table, tmp_path / "out", jobs=0)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_table_is_run_and_not_run_again(tiny_table, tmp_path, monkeypatch):
+    lines: list[str] = []
+    output = run_table(tiny_table, tmp_path / "out", ["training.learning_rate=0.05"], note=lines.append)
+    assert output == tmp_path / "out"
+    for row, folder in zip(tiny_table.rows, ("ours", "alone"), strict=True):
+        for seed in (0, 1):
+            directory = RunDirectory.open(output / folder / f"seed-{seed}")
+            assert directory.checkpoint.finished
+            stored = yaml.safe_load((directory.path / "recipe.yaml").read_text())
+            assert (stored["name"], stored["seed"], stored["training"]["learning_rate"]) == (row.label, seed, 0.05)
+    with open(output / "table.csv", newline="") as file:
+        found = {(r["row"], r["seed"], r["metric"]): float(r["value"]) for r in csv.DictReader(file)}
+    metrics = ("knn", "linear", "effective_rank")
+    assert found.keys() == {(w, s, m) for w in ("untrained", "ours", "Alone!") for s in "01" for m in metrics}
+    last = {(r, w, m): v for r, w, m, v in RunDirectory.open(output / "ours" / "seed-1").read_metrics()}
+    assert found["ours", "1", "knn"] == last[2, "mean", "knn"]
+    assert found["untrained", "1", "linear"] == last[0, "mean", "linear"]
+    assert (output / "picture.png").read_bytes().startswith(b"\x89PNG")
+    page = (output / "table.html").read_text(encoding="utf-8")
+    assert "data:image/png;base64," in page
+    markdown = (output / "table.md").read_text(encoding="utf-8")
+    assert "| Alone! | baseline |" in markdown
+    # no controls in this table, and it must say so wherever the verdict stands
+    for text in ("\n".join(lines), page, markdown):
+        assert "nothing can be said about a collaboration gain: the table has no controls." in text
+    assert [line[:3] for line in lines[1:5]] == ["1/4", "2/4", "3/4", "4/4"]
+
+    before = states(output)
+    monkeypatch.setattr(table_runner.in_process, "run", None)
+    monkeypatch.setattr(table_runner.in_process, "resume", None)
+    (output / "table.md").unlink()
+    run_table(tiny_table, output, ["training.learning_rate=0.05"])
+    assert states(output) == before
+    assert (output / "table.md").read_text(encoding="utf-8") == markdown
+
+
+def test_every_row_is_run_in_every_scenario(tiny_table, tmp_path, monkeypatch):
+    scenarios = [{"label": "all"}, {"label": "sampled", "settings": {"clients_per_round": 1, "rounds": 1}}]
+    changes = {"scenarios": scenarios, "seeds": [0], "rows": [tiny_table.rows[1].model_dump()]}
+    table = Table.model_validate(tiny_table.model_dump() | changes | {"method": None, "baselines": []})
+    lines: list[str] = []
+    output = run_table(table, tmp_path / "out", note=lines.append)
+    stored = {
+        name: yaml.safe_load((output / "alone" / name / "seed-0" / "recipe.yaml").read_text())
+        for name in ("all", "sampled")
+    }
+    assert [(one["name"], one["clients_per_round"], one["rounds"]) for one in stored.values()] == [
+        ("Alone! (all)", None, 2),
+        ("Alone! (sampled)", 1, 1),
+    ]
+    assert "Alone!, sampled, seed 0" in lines[2]
+    assert sorted(file.name for file in output.glob("*.*")) == [
+        "picture-all.png", "picture-sampled.png", "summary.csv", "table.csv", "table.html", "table.md", "table.yaml",
+    ]  # fmt: skip
+    monkeypatch.setattr(table_runner.in_process, "run", None)
+    run_table(table, output)
+
+
+def test_cells_of_another_recipe_are_not_mixed_in(tiny_table, tmp_path):
+    one_seed = tiny_table.model_copy(update={"seeds": [0]})
+    run_table(one_seed, tmp_path / "out", ["rounds=1"])
+    before = states(tmp_path / "out")
+    with pytest.raises(UserError, match=r"seed-0 was made with rounds=1, now it is 2: name another output"):
+        run_table(tiny_table, tmp_path / "out")
+    with pytest.raises(UserError, match=r"was made with training.batch_size=8, now it is 4"):
+        run_table(tiny_table, tmp_path / "out", ["rounds=1", "training.batch_size=4"])
+    assert states(tmp_path / "out") == before
+
+
+def test_a_folder_with_other_things_is_refused(tiny_table, tmp_path):
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "letter.txt").write_text("dear")
+    with pytest.raises(UserError, match=r"is not empty and holds no table.yaml"):
+        run_table(tiny_table, tmp_path / "home")
+    with pytest.raises(UserError, match="is a file"):
+        run_table(tiny_table, tmp_path / "home" / "letter.txt")
+    assert [f.name for f in (tmp_path / "home").iterdir()] == ["letter.txt"]
+
+
+def test_a_stopped_table_continues_where_it_was(tiny_table, tmp_path, monkeypatch):
+    run_table(tiny_table, tmp_path / "undisturbed")
+    rounds = 0
+    inner = table_runner._Rounds.round_done
+
+    def stop_in_the_second_cell(self, round_number, metrics):
+        nonlocal rounds
+        inner(self, round_number, metrics)
+        rounds += 1
+        if rounds == 5:  # a cell has rounds 0, 1 and 2
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(table_runner._Rounds, "round_done", stop_in_the_second_cell)
+        with pytest.raises(KeyboardInterrupt):
+            run_table(tiny_table, tmp_path / "stopped")
+    second = cell_path(tmp_path / "stopped", tiny_table.rows[1].label, tiny_table.seeds[0])
+    assert RunDirectory.open(second).checkpoint.round == 1
+    lines: list[str] = []
+    run_table(tiny_table, tmp_path / "stopped", note=lines.append)
+    assert "4 runs, 1 of them finished already" in lines[0]
+    assert states(tmp_path / "stopped") == states(tmp_path / "undisturbed")
+
+
+@pytest.fixture
+def bad_row(tiny_recipe) -> dict[str, Any]:
+    """A row whose cells are refused when they are run, not before."""
+    return {"label": "bad", "recipe": tiny_recipe("bad", training={"batch_size": 5000})}
+
+
+def test_a_failing_cell_is_named_and_the_others_go_on(bad_row, tiny_table, tmp_path):
+    rows = [bad_row, *(row.model_dump() for row in tiny_table.rows)]
+    table = Table.model_validate(tiny_table.model_dump() | {"rows": rows, "controls": ["bad"], "seeds": [4]})
+    for jobs in (1, 2):  # the failed cell is tried again, in a worker process then
+        lines: list[str] = []
+        with pytest.raises(UserError, match=r"^1 of 3 runs failed: bad, seed 4: client 0 has \d+ images") as error:
+            run_table(table, tmp_path / "out", ["rounds=1"], jobs=jobs, note=lines.append)
+        assert "\n" not in str(error.value)
+        assert any("bad, seed 4: failed: client 0 has" in line for line in lines)
+        with open(tmp_path / "out" / "table.csv", newline="") as file:
+            assert {row["row"] for row in csv.DictReader(file)} == {"untrained", "ours", "Alone!"}
+        markdown = tmp_path / "out" / "table.md"
+        assert "runs of bad are missing" in markdown.read_text(encoding="utf-8")
+        markdown.unlink()
+
+
+def alive(group: int) -> bool:
+    """Whether a process of the group runs (a zombie does not)."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[2]) == group and fields[0] != "Z":
+            return True
+    return False
+
+
+def stop_in_the_middle(
+    table: Table, folder: Path, labels: Sequence[str], stop: Callable[[subprocess.Popen[str]], None]
+) -> tuple[int, str, str]:
+    """Run a table with two jobs, and `stop` it when the rows' first cells have begun; no process may be left.
+
+    Gives the exit code and what was printed, to standard output and to standard error. Then the table is continued:
+    the first of the cells must go on at the round after its last one.
+    """
+    path, output = folder / "table.yaml", folder / "out"
+    path.write_text(yaml.safe_dump(table.model_dump()))
+    command = [sys.executable, "-m", "fedssl", "run-table", str(path), "--output", str(output), "--jobs", "2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        command, env=environment, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    cells = [cell_path(output, label, table.seeds[0]) for label in labels]
+    deadline = time.monotonic() + 120
+    while not all((cell / "checkpoints" / "manifest.json").exists() for cell in cells) and time.monotonic() < deadline:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    stop(process)
+    printed, errors = process.communicate(timeout=60)
+    deadline = time.monotonic() + 30
+    while alive(process.pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not alive(process.pid)
+    reached = [RunDirectory.open(cell).checkpoint.round for cell in cells]
+    assert min(reached) >= 0
+    assert max(reached) < MANY
+    told: list[int] = []
+
+    def interrupt(self, round_number, metrics):
+        told.append(round_number)
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(table_runner._Rounds, "round_done", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run_table(table, output)
+    assert told == [reached[0] + 1]
+    return process.returncode, printed, errors
+
+
+@needs_proc
+def test_ctrl_c_ends_all_processes_and_the_same_command_continues(bad_row, tiny_table, tmp_path):
+    """Both workers take a long cell after their first one, of which one fails and the other is done at once."""
+    ours, alone = (row.model_dump() | {"settings": {"rounds": MANY}} for row in tiny_table.rows)
+    quick = ours | {"label": "quick", "settings": {"rounds": 1}}
+    table = make_table(baselines=[], controls=[], rows=[bad_row, quick, ours, alone], seeds=[0])
+    code, printed, errors = stop_in_the_middle(
+        table, tmp_path, ["ours", "Alone!"], lambda process: os.killpg(process.pid, signal.SIGINT)
+    )  # the whole process group, as from a terminal
+    assert code == 130
+    assert "the same command continues" in printed
+    assert errors == ""
+    assert re.search(r"^\d/4  bad, seed 0: failed: client 0 has", printed, re.MULTILINE)
+    assert re.search(r"^\d/4  quick, seed 0: knn \d+\.\d, linear \d+\.\d", printed, re.MULTILINE)
+
+
+@needs_proc
+def test_a_killed_tables_worker_ends_and_the_same_command_continues(tiny_table, tmp_path):
+    row = tiny_table.rows[0].model_dump() | {"settings": {"rounds": MANY}}
+    table = make_table(baselines=[], controls=[], rows=[row], seeds=[0])
+    stop_in_the_middle(table, tmp_path, ["ours"], lambda process: process.kill())

@@ -1,0 +1,166 @@
+"""Tables: how they are read, and the recipes of their cells."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+
+from fedssl.errors import UserError
+from fedssl.tables.table import cell_path, cell_recipe, load_table, table_names
+from tests.fedssl.conftest import ALIGNED, tiny_values
+from tests.fedssl.reports.synthetic_runs import ROWS, make_table, table_values
+
+
+@pytest.mark.parametrize("name", table_names())
+def test_every_cell_of_the_shipped_tables_is_a_valid_recipe(name):
+    table = load_table(name)
+    data = table.settings.get("data", {})
+    # such a table is run with the path on the command line
+    path = ["data.path=images.npz"] if data.get("name") == "npz" and "path" not in data else []
+    for scenario in table.all_scenarios:
+        for row in table.rows:
+            recipe = cell_recipe(table, row, 5, ["rounds=7", *path], scenario)
+            assert recipe.name == (f"{row.label} ({scenario.label})" if scenario.label else row.label)
+            assert (recipe.seed, recipe.rounds) == (5, 7)
+
+
+OWN_PART = """
+from fedssl.regularizers.base import Regularizer
+
+
+class Own(Regularizer):
+    def start_round(self, local):
+        return lambda step: step.loss.new_zeros(())
+"""
+
+
+def test_recipes_and_part_files_are_seen_from_the_tables_folder(tmp_path, monkeypatch):
+    folder = tmp_path / "study"
+    folder.mkdir()
+    (folder / "own.py").write_text(OWN_PART)
+    (folder / "mine.yaml").write_text(yaml.safe_dump(tiny_values()))
+    own = {"regularizers": [{"name": "./own.py"}]}
+    rows = [
+        {"label": "a", "recipe": "mine.yaml", "settings": own},
+        {"label": "b", "recipe": "mine.yaml"},
+        {"label": "shipped", "recipe": "fedbyol"},
+    ]
+    scenarios = [{"label": "own", "settings": own}, {"label": "none"}]
+    values = {"name": "t", "seeds": [0], "rows": rows, "scenarios": scenarios}
+    (folder / "table.yaml").write_text(yaml.safe_dump(values))
+    monkeypatch.chdir("/")
+    table = load_table(folder / "table.yaml")
+    for row, scenario, expected in [(0, 1, True), (1, 0, True), (1, 1, False), (2, 0, True)]:
+        recipe = cell_recipe(table, table.rows[row], 0, [], table.scenarios[scenario])
+        assert [one.name for one in recipe.regularizers] == [str(folder / "own.py")] * expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seeds": []}, "seeds: "),
+        ({"seeds": [1, 1]}, "seeds must be different numbers from 0 on"),
+        ({"seeds": [-1]}, "seeds must be different numbers from 0 on"),
+        ({"metrics": ["accuracy"]}, "metrics.0: .*'knn'.*got 'accuracy'"),
+        ({"method": "theirs"}, "method names 'theirs', which is no row's label; labels are ours, alone"),
+        ({"baselines": ["x"]}, "baselines names 'x'"),
+        ({"controls": ["x"]}, "controls names 'x'"),
+        ({"paper": {"x": {"knn": "90.1"}}}, "paper names 'x'"),
+        ({"baselines": ["ours"]}, "'ours' may stand only once"),
+        ({"rows": []}, "rows: "),
+        (
+            {"rows": [*ROWS, {"label": "Control-1", "recipe": "a"}]},
+            "'control 1' and 'Control-1' need labels that differ",
+        ),
+        ({"rows": [*ROWS, {"label": "untrained", "recipe": "a"}]}, "'untrained' is the label of"),
+        (
+            {"rows": [{"label": "ours", "recipe": "a", "sets": {}}]},
+            "rows.0.sets: unknown key; .*label, recipe, settings",
+        ),
+        ({"scenarios": [{"settings": {}}]}, "every scenario needs a label"),
+        ({"scenarios": [{"label": "a b"}, {"label": "A-b"}]}, "scenarios 'a b' and 'A-b' need labels that differ"),
+        ({"scenarios": [{"label": "a", "paper": {"x": {"knn": "1"}}}]}, "paper names 'x'"),
+        ({"scenarios": [{"label": "a"}], "paper": {"ours": {"knn": "1"}}}, "paper: a table with scenarios has"),
+        ({"scenarios": [{"label": "a", "setting": {}}]}, "scenarios.0.setting: unknown key; did you mean settings"),
+        ({"verdict": "best"}, "verdict: .*'collaboration' or 'comparison'"),
+        ({"control": ["x"]}, "control: unknown key; did you mean controls"),
+        ({"name": "../up"}, "name: "),
+    ],
+)
+def test_a_bad_table_is_refused_in_one_line(changes, message, tmp_path):
+    path = tmp_path / "table.yaml"
+    path.write_text(yaml.safe_dump(table_values(**changes)))
+    with pytest.raises(UserError, match=message) as error:
+        load_table(path)
+    assert "\n" not in str(error.value)
+
+
+def test_a_table_that_is_not_there(tmp_path):
+    with pytest.raises(UserError, match="no table 'digits_dem': did you mean digits_demo"):
+        load_table("digits_dem")
+    (tmp_path / "list.yaml").write_text("- 1")
+    with pytest.raises(UserError, match="must hold a mapping of table keys, it holds list"):
+        load_table(tmp_path / "list.yaml")
+    (tmp_path / "bad.yaml").write_text("{")
+    with pytest.raises(UserError, match="is not YAML"):
+        load_table(tmp_path / "bad.yaml")
+
+
+def test_settings_are_merged_and_lists_replaced(tmp_path):
+    base = tmp_path / "base.yaml"
+    base.write_text(yaml.safe_dump(tiny_values(**ALIGNED)))
+    row = {
+        "label": "ours",
+        "recipe": str(base),
+        "settings": {"training": {"batch_size": 6}, "architectures": ["small_convnet_wide"]},
+    }
+    table = make_table(
+        baselines=[],
+        controls=[],
+        rows=[row],
+        settings={"training": {"batch_size": 4, "learning_rate": 0.5}, "rounds": 9},
+    )
+    recipe = cell_recipe(table, table.rows[0], 3, ["rounds=1", "regularizers.0.weight=0.25"])
+    assert recipe.training.batch_size == 6
+    assert recipe.training.learning_rate == 0.5
+    assert recipe.training.local_epochs == 1
+    assert recipe.architectures == ["small_convnet_wide"]
+    assert recipe.rounds == 1
+    assert recipe.regularizers[0].model_dump()["weight"] == 0.25
+
+
+def test_a_scenario_stands_between_the_table_and_the_row(tmp_path):
+    base = tmp_path / "base.yaml"
+    base.write_text(yaml.safe_dump(tiny_values()))
+    row = {"label": "ours", "recipe": str(base), "settings": {"training": {"batch_size": 6}}}
+    scenario = {"label": "few clients", "settings": {"training": {"batch_size": 5, "local_epochs": 3}, "rounds": 7}}
+    values = {"rows": [row], "scenarios": [scenario, {"label": "as it is"}], "settings": {"rounds": 9}}
+    table = make_table(baselines=[], controls=[], **values)
+    first, second = (cell_recipe(table, table.rows[0], 3, scenario=one) for one in table.all_scenarios)
+    assert (first.name, second.name) == ("ours (few clients)", "ours (as it is)")
+    assert (first.training.batch_size, first.training.local_epochs, first.rounds) == (6, 3, 7)
+    assert (second.training.batch_size, second.training.local_epochs, second.rounds) == (6, 1, 9)
+    assert cell_path(tmp_path, "ours", 3, "few clients") == tmp_path / "ours" / "few-clients" / "seed-3"
+    assert cell_path(tmp_path, "ours", 3) == tmp_path / "ours" / "seed-3"
+
+
+def test_a_table_without_scenarios_is_one_scenario():
+    table = make_table(paper={"ours": {"knn": "71.2"}})
+    assert [(one.label, one.settings, one.paper) for one in table.all_scenarios] == [("", {}, table.paper)]
+
+
+def test_another_part_does_not_inherit_the_old_parts_options(tmp_path):
+    base = tmp_path / "base.yaml"
+    base.write_text(yaml.safe_dump(tiny_values()))
+    row = {"label": "ours", "recipe": str(base), "settings": {"objective": {"name": "simsiam"}}}
+    table = make_table(baselines=[], controls=[], rows=[row])
+    assert cell_recipe(table, table.rows[0], 0).objective.name == "simsiam"
+
+
+def test_overrides_do_not_leak_into_the_table(tmp_path):
+    base = tmp_path / "base.yaml"
+    base.write_text(yaml.safe_dump(tiny_values(**ALIGNED)))
+    settings = {"regularizers": [{"name": "cka_alignment", "weight": 2.0, "batch_size": 16}]}
+    table = make_table(baselines=[], controls=[], rows=[{"label": "ours", "recipe": str(base)}], settings=settings)
+    cell_recipe(table, table.rows[0], 0, ["regularizers.0.weight=5"])
+    assert cell_recipe(table, table.rows[0], 0).regularizers[0].model_dump()["weight"] == 2.0
