@@ -9,17 +9,14 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
-from typing import TYPE_CHECKING
 
 from pydantic import Field
 from torch import Tensor
 
+from .aggregators.base import Shape
 from .errors import UserError
 from .messages import METRIC, Message
 from .options import Options
-
-if TYPE_CHECKING:
-    from .aggregators.base import Shape
 
 #: why a client's answer was left out of the last round: `refused/3` in the config of the server's state
 REFUSED = "refused/"

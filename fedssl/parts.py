@@ -14,15 +14,13 @@ import pkgutil
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import Field
 
 from .errors import UserError
+from .models.model import Model
 from .options import Options
-
-if TYPE_CHECKING:
-    from .models.model import Model
 
 
 class Part(Options):

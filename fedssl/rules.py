@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from .aggregators.base_model import BaseModel
 from .aggregators.weighted_mean import WeightedMean
-
-if TYPE_CHECKING:
-    from .recipe import Recipe
+from .recipe import Recipe
 
 # SecAgg+ counts below 2^32, so that of more clients each would send integers below 2^22, Flower's default
 _MOST_CLIENTS = 2**10 - 1

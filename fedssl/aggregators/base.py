@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
+from ..client import LocalRound
 from ..messages import Message
 from ..models.model import Model
 from ..parts import Part
-
-if TYPE_CHECKING:
-    from ..client import LocalRound
-    from ..training import TrainingOptions
+from ..training import TrainingOptions
 
 #: one entry a dimension: a size, None for any size, or a name for a size that all clients share (see guard.py)
 Shape = tuple[int | str | None, ...]

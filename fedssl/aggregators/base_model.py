@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from pydantic import Field
 
+from ..client import LocalRound
 from ..messages import Message
 from ..training import TrainingOptions, train_locally
 from .base import Aggregator, Shape
-
-if TYPE_CHECKING:
-    from ..client import LocalRound
 
 BASE = "base_model."
 HAS_IT = "base_model.sent."

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from pydantic import Field
 
+from ..client import LocalRound
 from ..data.augmentation import normalize
 from ..errors import UserError
 from ..messages import Message
 from ..models.model import Model
 from .base import Aggregator, Shape
-
-if TYPE_CHECKING:
-    from ..client import LocalRound
 
 DICTIONARY = "dictionary"
 

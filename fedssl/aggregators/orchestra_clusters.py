@@ -7,22 +7,20 @@ with the constants of the authors' released code.
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
+from ..client import LocalRound
 from ..data.augmentation import augment
 from ..errors import UserError
 from ..messages import METRIC, Message
 from ..models.model import Model
 from ..objectives.orchestra import OrchestraModel
 from .base import Aggregator, Shape
-
-if TYPE_CHECKING:
-    from ..client import LocalRound
 
 GLOBAL = "centroids"  # the model's own name for them, so that a client's local update puts them in place
 LOCAL = "local_centroids"

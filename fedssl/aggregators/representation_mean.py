@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
+from ..client import LocalRound
 from ..data.augmentation import normalize
 from ..errors import UserError
 from ..evaluation.spectrum import effective_rank
 from ..messages import Message
 from ..models.model import Layer
 from .base import Aggregator, Shape
-
-if TYPE_CHECKING:
-    from ..client import LocalRound
 
 FACTOR = "alignment.factor"
 KERNEL = "alignment.kernel"

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from ..client import LocalRound
 from ..messages import Message
 from ..models.model import Model
 from .base import Aggregator
-
-if TYPE_CHECKING:
-    from ..client import LocalRound
 
 
 def weighted_mean(tensors: list[Tensor], weights: list[float]) -> Tensor:

@@ -1,19 +1,17 @@
 """How the training samples are divided amongst the clients, as a list of indices, a table and a chart."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 from torch import Tensor
 
 from ..errors import UserError
 from ..options import Options
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _TRIES = 1000
 _MOST_TABLE_COLUMNS = 12

@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from ..recipe import Recipe
+from ..recipe import Recipe
 
 # Flower and Ray report usage unless told otherwise, and look at this when they are imported.
 for _name, _value in {

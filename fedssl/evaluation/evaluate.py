@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -13,11 +12,9 @@ from .features import extract_features
 from .fine_tune import FineTuneOptions, fine_tuned_scores
 from .knn import knn_accuracy
 from .linear import linear_accuracy
+from .options import EvaluationOptions
 from .semi_supervised import SemiSupervisedOptions, semi_supervised_accuracy
 from .spectrum import effective_rank, singular_values
-
-if TYPE_CHECKING:
-    from .options import EvaluationOptions
 
 
 def evaluate_model(

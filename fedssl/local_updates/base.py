@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
+from ..client import LocalRound
 from ..parts import Part
-
-if TYPE_CHECKING:
-    from ..client import LocalRound
 
 AfterTraining = Callable[[], None]
 

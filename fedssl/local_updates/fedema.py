@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from pydantic import Field
 
+from ..client import LocalRound
 from ..models.model import Model
 from .base import AfterTraining, LocalUpdate
 from .fedu import divergence, encoder_weights, require_predictor
 from .replace import Replace
-
-if TYPE_CHECKING:
-    from ..client import LocalRound
 
 DIVERGENCE = "fedema.divergence"
 LAMBDA = "fedema.lambda"

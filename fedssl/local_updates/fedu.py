@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
+from ..client import LocalRound
 from ..errors import UserError
 from ..models.model import Model
 from .base import AfterTraining, LocalUpdate
 from .replace import Replace
-
-if TYPE_CHECKING:
-    from ..client import LocalRound
 
 DIVERGENCE = "fedu.divergence"
 

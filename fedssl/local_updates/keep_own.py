@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
+from ..client import LocalRound
 from .base import LocalUpdate
-
-if TYPE_CHECKING:
-    from ..client import LocalRound
 
 
 class KeepOwn(LocalUpdate):

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
+from ..client import LocalRound
 from ..errors import UserError
 from .base import LocalUpdate
-
-if TYPE_CHECKING:
-    from ..client import LocalRound
 
 
 class Replace(LocalUpdate):

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
+from ..client import LocalRound
 from ..errors import UserError
 from ..objectives.base import Objective, Step
 from ..parts import Part
-
-if TYPE_CHECKING:
-    from ..client import LocalRound
 
 StepLoss = Callable[[Step], Tensor]
 

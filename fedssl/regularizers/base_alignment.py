@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from ..aggregators.base_model import BASE
+from ..client import LocalRound
 from ..objectives.base import Step
 from .base import Regularizer, StepLoss
-
-if TYPE_CHECKING:
-    from ..client import LocalRound
 
 
 def squared_distance(representation: Tensor, base: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from pydantic import Field
@@ -11,13 +11,11 @@ from torch import Tensor
 from fedkernels import linear_cka, linear_cka_to_kernel
 
 from ..aggregators.representation_mean import FACTOR, KERNEL, WHITENING
+from ..client import LocalRound
 from ..data.augmentation import normalize
 from ..data.batches import endless_batches
 from ..objectives.base import Step
 from .base import Regularizer, StepLoss
-
-if TYPE_CHECKING:
-    from ..client import LocalRound
 
 
 class CKAAlignment(Regularizer):

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from pydantic import Field
 from torch import Tensor
 
+from ..client import LocalRound
 from ..objectives.base import Step
 from .base import Regularizer, StepLoss
-
-if TYPE_CHECKING:
-    from ..client import LocalRound
 
 
 def decorrelation_loss(representation: Tensor, epsilon: float = 1e-8) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -12,12 +12,10 @@ from torch import Tensor
 from fedkernels import nt_xent
 
 from ..aggregators.dictionary import DICTIONARY, check_projector
+from ..client import LocalRound
 from ..models.model import Model
 from ..objectives.base import Objective, Step
 from .base import Regularizer, StepLoss, require_two_views
-
-if TYPE_CHECKING:
-    from ..client import LocalRound
 
 
 def added_negatives(first: Tensor, second: Tensor, dictionary: Tensor, temperature: float) -> Tensor:

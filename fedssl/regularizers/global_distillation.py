@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -11,14 +11,12 @@ from torch import Tensor
 
 from fedkernels import nt_xent
 
+from ..client import LocalRound
 from ..errors import UserError
 from ..models.model import Model, frozen_copy
 from ..objectives.base import Objective, Step
 from .base import Regularizer, StepLoss, require_two_views
 from .relational_distillation import other_images, relational_loss
-
-if TYPE_CHECKING:
-    from ..client import LocalRound
 
 
 class GlobalDistillation(Regularizer):

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
+from ..client import LocalRound
 from ..data.augmentation import two_views
 from ..data.batches import endless_batches
 from ..errors import UserError
 from ..objectives.base import Objective, Step
 from .base import Regularizer, StepLoss
-
-if TYPE_CHECKING:
-    from ..client import LocalRound
 
 
 class PublicObjective(Regularizer):

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
+from ..client import LocalRound
 from ..data.augmentation import augment
 from ..data.batches import endless_batches
 from ..errors import UserError
 from ..models.model import Model
 from ..objectives.base import Objective, Step
 from .base import Regularizer, StepLoss, require_two_views
-
-if TYPE_CHECKING:
-    from ..client import LocalRound
 
 
 def relational_loss(first: Tensor, second: Tensor, others: Tensor, temperature: float) -> Tensor:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
+from ..client import LocalRound
 from ..errors import UserError
 from ..models.model import Model, frozen_copy
 from ..models.stages import StagedEncoder
 from ..objectives.base import Step
 from .base import Regularizer, StepLoss
-
-if TYPE_CHECKING:
-    from ..client import LocalRound
 
 STAGE = "representation_alignment.stage"
 

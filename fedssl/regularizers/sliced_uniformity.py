@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
+from ..client import LocalRound
 from ..errors import UserError
 from ..models.model import Model
 from ..objectives.base import Step
 from .base import Regularizer, StepLoss
 from .uniformity import sphere_samples
-
-if TYPE_CHECKING:
-    from ..client import LocalRound
 
 
 def tangent_coordinates(points: Tensor, base: Tensor, direction: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -11,13 +11,11 @@ from torch import Tensor
 
 from fedkernels import unbalanced_ot_plan
 
+from ..client import LocalRound
 from ..errors import UserError
 from ..models.model import Model
 from ..objectives.base import Step
 from .base import Regularizer, StepLoss
-
-if TYPE_CHECKING:
-    from ..client import LocalRound
 
 
 def sphere_samples(rows: int, features: int, generator: torch.Generator) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -14,10 +13,8 @@ from matplotlib.lines import Line2D
 from numpy.typing import NDArray
 
 from ..evaluation.spectrum import log_covariance_singular_values
+from .collapse import Collapse
 from .plots import MUTED, TEXT, method_styles, name_lines, tidy
-
-if TYPE_CHECKING:
-    from .collapse import Collapse
 
 _MOST_NAMED_CLASSES = 20
 _PANEL = 3.3  # inches
