@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .aggregators.base import Shape
 from .errors import UserError
-from .messages import METRIC, Message
+from .messages import Message
 from .options import Options
 
 #: why a client's answer was left out of the last round: `refused/3` in the config of the server's state
@@ -128,18 +128,21 @@ def _broken(
             return f"{name} {reason}"
     if not reply.numbers.get("samples", 0) > 0:
         return f"samples is {reply.numbers.get('samples', 'missing')}, expected a positive number"
-    if len(reply.numbers) > _MOST_NUMBERS:
-        return f"it has {len(reply.numbers)} numbers, more than {_MOST_NUMBERS}"
-    for name, number in reply.numbers.items():
-        if len(name) > _LONGEST_NAME:
-            return f"a number's name has {len(name)} characters, more than {_LONGEST_NAME}"
-        metric = name.removeprefix(METRIC)
-        if name != metric and (metric in ENGINE_METRICS or is_measure(metric)):
-            return f"the number {name} has the name of a metric that no client sends"
-        # What is only logged may be as large as the operations of a round.
-        largest_number = sys.float_info.max if name.startswith(METRIC) else _LARGEST_NUMBER
-        if not abs(number) <= largest_number:  # NaN compares false
-            return f"the number {name} is {number}"
+    if len(reply.numbers) + len(reply.metrics) > _MOST_NUMBERS:
+        return f"it has {len(reply.numbers) + len(reply.metrics)} numbers and metrics, more than {_MOST_NUMBERS}"
+    for name in reply.metrics:
+        if name in ENGINE_METRICS or is_measure(name):
+            return f"the metric {name} has a name that only the server may use"
+    # A metric may be as large as the operations of a round.
+    for kind, values, largest_number in (
+        ("number", reply.numbers, _LARGEST_NUMBER),
+        ("metric", reply.metrics, sys.float_info.max),
+    ):
+        for name, value in values.items():
+            if len(name) > _LONGEST_NAME:
+                return f"the name of a {kind} has {len(name)} characters, more than {_LONGEST_NAME}"
+            if not abs(value) <= largest_number:  # NaN compares false
+                return f"the {kind} {name} is {value}"
     return None
 
 

@@ -65,6 +65,10 @@ class Recipe(Options):
     guard: GuardOptions = GuardOptions()
     evaluation: EvaluationOptions = EvaluationOptions()
 
+    def architecture_of(self, client: int) -> str:
+        """The architecture of a client, from 0; `architectures` repeats."""
+        return self.architectures[client % len(self.architectures)]
+
     def to_yaml(self) -> str:
         """The resolved recipe: every option with its value; `load_recipe` reads it back to an equal recipe."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=110)

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
@@ -51,9 +52,10 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_message(path: Path, message: Message) -> None:
-    """Store a message as one safetensors file; numbers and config stand as JSON in its header."""
+    """Store a message as one safetensors file; numbers, config and metrics stand as JSON in its header."""
     # one entry: safetensors orders several at random, and equal states shall be equal files
-    header = {"message": json.dumps({"numbers": message.numbers, "config": message.config})}
+    fields = {"numbers": message.numbers, "config": message.config, "metrics": message.metrics}
+    header = {"message": json.dumps(fields)}
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in message.tensors.items()}
     write_atomically(path, save_tensors(tensors, metadata=header))
 
@@ -71,6 +73,14 @@ def read_message(path: Path) -> Message:
         tensors = {name: tensor.clone() for name, tensor in load_tensors(data).items()}
         length = int.from_bytes(data[:8], "little")
         header = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["message"])
-        return Message(tensors, header["numbers"], header["config"])
+        return Message(tensors, *_fields(header))
     except (OSError, SafetensorError, ValueError, KeyError) as error:
         raise UserError(f"{path} cannot be read as a checkpoint: {error}") from error
+
+
+def _fields(header: dict[str, Any]) -> tuple[dict[str, float], dict[str, Any], dict[str, float]]:
+    """Numbers, config and metrics; before version 0.2 metrics were numbers whose names began with `metric/`."""
+    prefix = "metric/"
+    numbers = {name: value for name, value in header["numbers"].items() if not name.startswith(prefix)}
+    earlier = {name.removeprefix(prefix): v for name, v in header["numbers"].items() if name.startswith(prefix)}
+    return numbers, header["config"], earlier | header.get("metrics", {})

@@ -39,6 +39,19 @@ def learning_rate(options: TrainingOptions, round_number: int, rounds: int) -> f
     return options.learning_rate * 0.5 * (1.0 + math.cos(math.pi * (round_number - 1) / rounds))
 
 
+def train_before_rounds(local: LocalRound, options: TrainingOptions, epochs: int) -> None:
+    """Train without regularizers and at a constant rate: the schedule over the rounds begins with the first of them.
+
+    Args:
+        local: the client and its round; a batch is at most all of its images.
+        options: those of the run.
+        epochs: in place of the run's local epochs.
+    """
+    size = min(options.batch_size, len(local.client.images))
+    changed = {"local_epochs": epochs, "batch_size": size, "learning_rate_schedule": "constant"}
+    train_locally(local, options.model_copy(update=changed), [], rounds=1)
+
+
 def train_locally(
     local: LocalRound,
     options: TrainingOptions,

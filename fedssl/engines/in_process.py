@@ -57,10 +57,9 @@ class LocalClients:
         method = self._federation.method
         replies = {}
         for position, k in enumerate(sent):
-            if number:
-                self._progress.client(number, k, position, len(sent))
-            client = self._federation.client(k, self._states.load(k) if number else Message())
-            replies[k] = method.client_round(client, sent[k], number) if number else method.open_client(client, sent[k])
+            self._progress.client(number, k, position, len(sent))
+            client = self._federation.client(k, self._states.load(k))
+            replies[k] = method.client_round(client, sent[k], number)
             self._states.store(k, number, self._federation.client_state(client))
         return replies, {}
 

@@ -17,7 +17,7 @@ from ..errors import UserError
 from ..evaluation.evaluate import evaluate_model
 from ..federation import Federation
 from ..guard import refused_in
-from ..messages import METRIC, Message
+from ..messages import Message
 from ..models.model import Model
 from ..randomness import seed_for
 from ..recipe import Recipe
@@ -205,17 +205,14 @@ def _round(
     rows += [(number, str(k), "dropped", 1.0) for k in chosen if k not in answering]
     if federation.recipe.clients_per_round or federation.recipe.client_dropout:
         rows.append((number, "global", "answers", float(len(replies))))
-    own = {name.rpartition("/")[0] for name in server.numbers if name.startswith(METRIC)}  # no client speaks for these
-    names = sorted({n for reply in replies.values() for n in reply.numbers if n.startswith(METRIC)} - own)
-    for name in names:
-        values = {k: reply.numbers[name] for k, reply in replies.items() if name in reply.numbers}
-        metric = name.removeprefix(METRIC)
+    of_server = {name.rpartition("/")[0] for name in server.metrics}  # a client's own of these names do not count
+    for metric in sorted({name for reply in replies.values() for name in reply.metrics} - of_server):
+        values = {k: reply.metrics[metric] for k, reply in replies.items() if metric in reply.metrics}
         rows += [(number, str(k), metric, value) for k, value in values.items()]
         rows.append((number, "mean", metric, sum(values.values()) / len(values)))
-    for name, value in server.numbers.items():
-        if name.startswith(METRIC):
-            metric, _, who = name.removeprefix(METRIC).rpartition("/")
-            rows.append((number, who, metric, value))
+    for name, value in server.metrics.items():
+        metric, _, who = name.rpartition("/")
+        rows.append((number, who, metric, value))
     return server, rows, missing
 
 

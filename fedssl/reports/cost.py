@@ -134,7 +134,7 @@ class _Estimate:
         replies = {}
         for k in everyone:
             client = self._client(k)
-            replies[k] = self.method.open_client(client, sent[k])
+            replies[k] = self.method.client_round(client, sent[k], 0)
             self.opened[k] = client.memory
         up = {k: reply.num_bytes for k, reply in replies.items()}
         down = {k: message.num_bytes for k, message in sent.items() if message.num_bytes}
@@ -155,7 +155,7 @@ class _Estimate:
 
     def _kind(self, one: _ClientRound) -> tuple[object, ...]:
         """What rounds have in common whose steps take the same."""
-        kind: tuple[object, ...] = (self.federation.architecture(one.client),)
+        kind: tuple[object, ...] = (self.federation.recipe.architecture_of(one.client),)
         if self.method.global_model is not None:
             plan = self.method.plan(self.method.global_model, one.number)
             kind += plan.stage, len(plan.active), len(plan.frozen)
@@ -186,7 +186,7 @@ class _Estimate:
         """What a step takes at the recipe's batch size, and one pass of one image through the online network."""
         kind = self._kind(one)
         if kind not in self.steps:
-            self.note(f"counting a step of round {one.number} ({self.federation.architecture(one.client)})")
+            self.note(f"counting a step of round {one.number} ({self.federation.recipe.architecture_of(one.client)})")
             sizes = self._batch_sizes()
             counted = []
             for size in sizes:
@@ -210,7 +210,7 @@ class _Estimate:
 
     def _run(self, one: _ClientRound, batch_size: int) -> tuple[Message, StepCost]:
         """One step of a client that remembers what such clients remember."""
-        owner: object = self.federation.architecture(one.client) if self.only_weights else one.client
+        owner: object = self.federation.recipe.architecture_of(one.client) if self.only_weights else one.client
         client = self._client(one.client)
         if one.last_stage is None:
             client.memory = self.opened.get(one.client, Message()).copy()
@@ -227,7 +227,7 @@ class _Estimate:
 
     def _client(self, index: int) -> Client:
         """A client with a model of its architecture, which others have used before: what it holds does not matter."""
-        name = self.federation.architecture(index)
+        name = self.federation.recipe.architecture_of(index)
         if name not in self.models:
             self.models[name] = self.federation.new_model(index)
         self.models[name].zero_grad()  # a run's client starts without gradients, so of other layers neither

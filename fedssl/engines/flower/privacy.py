@@ -50,12 +50,12 @@ from ...engine_options import FixedClipping, FlowerOptions, LocalDP, SecAggPlus
 from ...errors import UserError
 from ...federation import Federation
 from ...guard import refused_in
-from ...messages import METRIC, Message
+from ...messages import Message
 from ...method import Method
 from .wire import from_records, to_records
 
 _MASKED = "masked"
-_KEPT_NUMBERS = (METRIC + "memory", METRIC + "flops")  # of the first step, whatever its images are
+_KEPT_METRICS = ("memory", "flops")  # of the first step, whatever its images are
 
 Vector = NDArray[np.float64]
 
@@ -117,17 +117,14 @@ def private_answer(
         reply = from_records(records)
         if options.differential_privacy is not None:
             reply = _clipped(options.differential_privacy, message, context, reply)
-        changed = to_records(dataclasses.replace(reply, numbers=_kept_numbers(reply)))
+        metrics = {name: value for name, value in reply.metrics.items() if name in _KEPT_METRICS}
+        changed = to_records(dataclasses.replace(reply, numbers={"samples": reply.numbers["samples"]}, metrics=metrics))
         changed["answer"] = records["answer"]
         return changed
 
     if options.secure_aggregation is None:
         return train() if options.differential_privacy is None else answer()
     return _masked(options.secure_aggregation, message, context, answer)
-
-
-def _kept_numbers(reply: Message) -> dict[str, float]:
-    return {name: value for name, value in reply.numbers.items() if name in ("samples", *_KEPT_NUMBERS)}
 
 
 def _clipped(privacy: LocalDP | FixedClipping, message: FlowerMessage, context: Context, reply: Message) -> Message:
@@ -157,7 +154,7 @@ def _clipped(privacy: LocalDP | FixedClipping, message: FlowerMessage, context: 
     if out.has_error():
         raise UserError(f"flower.differential_privacy: {out.error.reason}")
     tensors = unflatten(out.content["weights"]["weights"].numpy(), before)
-    return Message(tensors, reply.numbers | {"samples": 1}, reply.config)
+    return dataclasses.replace(reply, tensors=tensors, numbers=reply.numbers | {"samples": 1})
 
 
 def _masked(
@@ -165,7 +162,7 @@ def _masked(
 ) -> RecordDict:
     """A client's part in one of the protocol's stages; the masked weights leave as one int32 tensor."""
     task: Any = message.content["task"]
-    numbers: dict[str, float] = {}
+    metrics: dict[str, float] = {}
 
     def call_next(inner: FlowerMessage, context: Context) -> FlowerMessage:
         reply = from_records(answer())
@@ -176,8 +173,8 @@ def _masked(
                 raise UserError(
                     f"{name} is beyond flower.secure_aggregation.clipping_range {options.clipping_range:g}: raise it"
                 )
-        samples = int(reply.numbers.pop("samples"))
-        numbers.update(reply.numbers)
+        samples = int(reply.numbers["samples"])
+        metrics.update(reply.metrics)
         result = FitRes(Status(Code.OK, ""), ndarrays_to_parameters([vector]), samples, {})
         return FlowerMessage(fitres_to_recorddict(result, True), reply_to=inner)
 
@@ -188,7 +185,7 @@ def _masked(
         # integers below 2^32 as Flower has them in int64; as a tensor they are sent in pieces
         arrays = [bytes_to_ndarray(data) for data in configs[Key.MASKED_PARAMETERS]]
         integers = np.concatenate(arrays).astype(np.uint32).view(np.int32)
-        records = to_records(Message({_MASKED: torch.from_numpy(integers)}, numbers))
+        records = to_records(Message({_MASKED: torch.from_numpy(integers)}, metrics=metrics))
     else:
         records = RecordDict({RECORD_KEY_CONFIGS: configs})
     records["answer"] = ConfigRecord({"client": task["client"], "round": task["round"]})
@@ -248,12 +245,12 @@ class SecureMean:
 
     Attributes:
         mean: float64 [n], by the clients' numbers of samples; None where it failed.
-        numbers: of each client in the mean, by client.
+        metrics: of each client in the mean, by client.
         missing: why the others are not in it, by client.
     """
 
     mean: Vector | None = None
-    numbers: dict[int, dict[str, float]] = field(default_factory=dict)
+    metrics: dict[int, dict[str, float]] = field(default_factory=dict)
     missing: dict[int, str] = field(default_factory=dict)
 
 
@@ -292,7 +289,7 @@ def secure_mean(
         result.missing = dict.fromkeys(contents, why) | exchange.missing | result.missing
         return result
     result.mean = protocol.strategy.mean
-    result.numbers = {k: exchange.numbers[k] for k in sorted(counted)}
+    result.metrics = {k: exchange.metrics[k] for k in sorted(counted)}
     return result
 
 
@@ -354,7 +351,7 @@ class _Exchange:
 
     def __init__(self, contents: dict[int, RecordDict], nodes: dict[int, int], size: int, ask: Ask):
         self.contents, self.nodes, self._size, self._ask = contents, nodes, size, ask
-        self.numbers: dict[int, dict[str, float]] = {}
+        self.metrics: dict[int, dict[str, float]] = {}
         self.missing: dict[int, str] = {}
 
     def send_and_receive(self, messages: list[FlowerMessage], *, timeout: float | None = None) -> list[Any]:
@@ -385,7 +382,7 @@ class _Exchange:
         masked = message.tensors.get(_MASKED)
         if masked is None or masked.dtype != torch.int32 or masked.shape != (1 + self._size,):
             raise UserError(f"expected {1 + self._size} masked weights, it sent something else")
-        self.numbers[client] = message.numbers
+        self.metrics[client] = message.metrics
         integers = masked.numpy().view(np.uint32).astype(np.int64)
         result = fitres_to_recorddict(FitRes(Status(Code.OK, ""), Parameters([], ""), 0, {}), True)
         parts = [ndarray_to_bytes(part) for part in (integers[:1], integers[1:])]

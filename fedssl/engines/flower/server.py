@@ -171,8 +171,8 @@ class FlowerClients:
         replies = {}
         if result.mean is not None:
             mean = unflatten(result.mean, before)
-            for k, numbers in result.numbers.items():
-                replies[k] = Message(mean, numbers | {"samples": 1})
+            for k, metrics in result.metrics.items():
+                replies[k] = Message(mean, {"samples": 1}, metrics=metrics)
                 self._directory.adopt_client(k, number)
         return replies, result.missing
 
@@ -390,7 +390,7 @@ def _split_evaluation(reply: Message) -> tuple[Message, Message]:
     if _SPECTRUM in tensors:
         evaluation.tensors[_SPECTRUM] = tensors.pop(_SPECTRUM)
     evaluation.numbers = {n.removeprefix(_MEASURE): v for n, v in evaluation.numbers.items()}
-    return Message(tensors, numbers, reply.config), evaluation
+    return Message(tensors, numbers, reply.config, reply.metrics), evaluation
 
 
 def _broken_evaluation(found: Message) -> str | None:
@@ -562,8 +562,8 @@ def _train(site: Site, task: Mapping[str, Any], content: RecordDict) -> RecordDi
     number, start = _checked(site, task)
     method, states = site.federation.method, site.states(task["run"])
     received = from_records(content)
-    client = site.federation.client(site.client, states.load(start) if number else Message())
-    reply = method.client_round(client, received, number) if number else method.open_client(client, received)
+    client = site.federation.client(site.client, states.load(start))
+    reply = method.client_round(client, received, number)
     state = site.federation.client_state(client)
     states.store(number, state, start)
     if task["evaluate"]:

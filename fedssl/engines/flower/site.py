@@ -66,7 +66,7 @@ def site_federation(recipe: Recipe, site: SiteOptions) -> Federation:
         )
     if site.data is None and recipe.partition.name == "sites":
         raise UserError("the recipe divides no data (partition sites): name the site's own images under data")
-    architectures = [recipe.architectures[k % len(recipe.architectures)] for k in range(clients)]
+    architectures = [recipe.architecture_of(k) for k in range(clients)]
     if site.architecture is not None:
         architectures[site.client] = site.architecture
     changed = {

@@ -41,14 +41,20 @@ _DTYPES = {
     )
 }
 _FEW_OBJECTS = 1000  # of any answer; and one more for each MiB, where Flower sends pieces of 5 MiB
-_RECORDS = {"tensors": ArrayRecord, "layout": ConfigRecord, "numbers": MetricRecord, "config": ConfigRecord}
+_RECORDS = {
+    "tensors": ArrayRecord,
+    "layout": ConfigRecord,
+    "numbers": MetricRecord,
+    "config": ConfigRecord,
+    "metrics": MetricRecord,
+}
 
 
 def to_records(message: Message) -> RecordDict:
-    """A message as four records.
+    """A message as five records.
 
     `tensors` has an array for each dtype, named by it: the tensors' entries one after another. `layout` lists the
-    tensors' names, dtypes, numbers of dimensions and, all in one list, sizes. `numbers` and `config` are the message's.
+    tensors' names, dtypes, numbers of dimensions and, all in one list, sizes. The others are the message's.
     """
     parts: dict[str, list[memoryview]] = {}
     for name, tensor in message.tensors.items():
@@ -73,6 +79,7 @@ def to_records(message: Message) -> RecordDict:
             "layout": ConfigRecord(layout),
             "numbers": MetricRecord({name: _number(value) for name, value in message.numbers.items()}),
             "config": ConfigRecord(dict(message.config)),
+            "metrics": MetricRecord({name: _number(value) for name, value in message.metrics.items()}),
         }
     )
 
@@ -86,12 +93,11 @@ def from_records(records: RecordDict) -> Message:
     if any(not isinstance(records.get(name), kind) for name, kind in _RECORDS.items()):
         raise UserError(f"the message has records {sorted(records)}, expected {', '.join(_RECORDS)}")
     kept: list[Any] = [records[name] for name in _RECORDS]
-    arrays, layout, numbers, config = kept
-    lists = [name for record in (numbers, config) for name, value in record.items() if isinstance(value, list | bytes)]
+    arrays, layout, *rest = kept
+    lists = [name for record in rest for name, value in record.items() if isinstance(value, list | bytes)]
     if lists:
         raise UserError(f"{lists[0]} is a list, expected one value")
-    found: tuple[dict[str, Any], dict[str, Any]] = dict(numbers.items()), dict(config.items())
-    return Message(_unpack(dict(arrays.items()), dict(layout.items())), *found)
+    return Message(_unpack(dict(arrays.items()), dict(layout.items())), *(dict(record.items()) for record in rest))
 
 
 def _unpack(arrays: dict[str, Array], layout: dict[str, Any]) -> dict[str, Tensor]:

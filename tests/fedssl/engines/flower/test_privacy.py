@@ -121,10 +121,14 @@ def test_noise_does_not_follow_from_a_state_that_others_know():
 
 
 def test_what_tells_of_the_images_does_not_leave():
-    numbers = {"samples": 7, "metric/loss": 0.3, "metric/divergence": 2.0, "metric/memory": 5.0, "metric/flops": 6.0}
-    came = answer({"differential_privacy": HUGE}, Message(RECEIVED), Message(TRAINED, numbers))
-    assert came.numbers == {"samples": 1, "metric/memory": 5.0, "metric/flops": 6.0}
-    assert answer({}, Message(RECEIVED), Message(TRAINED, numbers)).numbers == numbers
+    metrics = {"loss": 0.3, "divergence": 2.0, "memory": 5.0, "flops": 6.0}
+    trained = Message(TRAINED, {"samples": 7}, metrics=metrics)
+    private = answer({"differential_privacy": HUGE}, Message(RECEIVED), trained)
+    assert private.numbers == {"samples": 1}
+    assert private.metrics == {"memory": 5.0, "flops": 6.0}
+    plain = answer({}, Message(RECEIVED), trained)
+    assert plain.numbers == {"samples": 7}
+    assert plain.metrics == metrics
 
 
 def test_an_update_that_cannot_be_clipped_stays_where_it_is():
@@ -423,9 +427,10 @@ def test_what_leaves_a_client_under_secure_aggregation(private, trained, tmp_pat
     assert len(answers) == len(trained) == 3
     floats = sum(t.numel() for t in trained[0].tensors.values() if t.is_floating_point())
     for content in answers:
-        assert set(content) == {"tensors", "layout", "numbers", "config", "answer"}
+        assert set(content) == {"tensors", "layout", "numbers", "config", "metrics", "answer"}
         message = from_records(content)
-        assert message.numbers.keys() == {"metric/memory", "metric/flops"}
+        assert message.numbers == {}
+        assert message.metrics.keys() == {"memory", "flops"}
         [masked] = message.tensors.values()
         assert masked.shape == (1 + floats,)
         # uniform over all 2^32 integers, whose deviation is 2^32 / sqrt(12)

@@ -650,18 +650,16 @@ def test_an_answer_that_is_far_too_large_is_given_up_on_its_way(
 def test_an_answer_of_many_numbers_or_with_the_engines_metrics_is_refused(quick, tmp_path):
     recipe = quick(**AVERAGED, rounds=1)
     directory, grid = start(recipe, tmp_path / "b")
-    extra = {12: {"metric/bytes_up": 1.0}, 13: {f"metric/{i}": 1.0 for i in range(1000)}}
+    extra = {12: {"bytes_up": 1.0}, 13: {f"m{i}": 1.0 for i in range(1000)}}
 
     def tamper(node, reply):
-        if node in extra and "numbers" in reply.content:
-            reply.content["numbers"] = MetricRecord(dict(reply.content["numbers"]) | extra[node])
+        if node in extra and "metrics" in reply.content:
+            reply.content["metrics"] = MetricRecord(dict(reply.content["metrics"]) | extra[node])
 
     grid.tamper = tamper
     [shadow, many] = go(recipe, directory, grid)
-    assert shadow.endswith(
-        "client 1 is left out: the number metric/bytes_up has the name of a metric that no client sends"
-    )
-    assert re.search(r"client 2 is left out: it has 100\d numbers, more than 1000", many)
+    assert shadow.endswith("client 1 is left out: the metric bytes_up has a name that only the server may use")
+    assert re.search(r"client 2 is left out: it has 100\d numbers and metrics, more than 1000", many)
     assert metric(tmp_path / "b", "bytes_up", 1).keys() == {"0"}
 
 
@@ -670,8 +668,8 @@ def test_what_the_servers_parts_log_of_a_client_no_client_says_itself(quick, tmp
     directory, grid = start(recipe, tmp_path / "b")
 
     def tamper(node, reply):
-        if node == 12 and "numbers" in reply.content:
-            reply.content["numbers"] = MetricRecord(dict(reply.content["numbers"]) | {"metric/eua_weight": 123.0})
+        if node == 12 and "metrics" in reply.content:
+            reply.content["metrics"] = MetricRecord(dict(reply.content["metrics"]) | {"eua_weight": 123.0})
 
     grid.tamper = tamper
     assert go(recipe, directory, grid) == []
@@ -745,8 +743,8 @@ def test_a_site_brings_its_own_images_and_architecture(quick, tmp_path):
     sites[1].write_text(yaml.safe_dump(changed))
     own = site_federation(recipe, load_site(sites[1]))
     assert [len(rows) for rows in own.client_rows] == [0, 40, 0]
-    assert own.architecture(1) == "small_convnet_wide"
-    assert own.architecture(0) == federation.architecture(0)
+    assert own.recipe.architecture_of(1) == "small_convnet_wide"
+    assert own.recipe.architecture_of(0) == federation.recipe.architecture_of(0)
     directory, grid = start(recipe, tmp_path / "b", sites)
     assert go(recipe, directory, grid) == []
     assert metric(tmp_path / "b", "knn", 2).keys() == {"0", "1", "2", "mean"}
