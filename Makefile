@@ -24,7 +24,7 @@ chosen = $(filter-out file,$(origin PYTHON))
 help:
 	@echo 'make demo      run the comparison on the digits data and draw its picture (minutes)'
 	@echo 'make test      lint, type checks and the tests'
-	@echo 'make lint      ruff and mypy only'
+	@echo 'make lint      ruff, the layers of imports and mypy only'
 	@echo 'make sanitize  the CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer (half an hour)'
 	@echo 'make clean     remove .venv, caches and build outputs; what you ran (runs/) stays'
 	@echo
@@ -44,6 +44,7 @@ test: lint
 lint: $(installed)
 	$(python) -m ruff check .
 	$(python) -m ruff format --check .
+	"$(VENV)/bin/lint-imports" --no-cache
 	$(python) -m mypy
 
 sanitize: $(installed)

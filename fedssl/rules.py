@@ -122,7 +122,8 @@ def _aggregators_allow_the_clients(recipe: Recipe) -> str | None:
 
 
 def _readers_have_their_aggregator(recipe: Recipe) -> str | None:
-    needed = {part.name: part.needs_aggregator for part in (*recipe.regularizers, recipe.objective)}
+    needed = {regularizer.name: regularizer.needs_aggregator for regularizer in recipe.regularizers}
+    needed[recipe.objective.name] = recipe.objective.needs_aggregator
     for reader, aggregator in needed.items():
         if aggregator and aggregator not in _aggregators(recipe):
             return f"{reader} reads what {aggregator} sends: add {{name: {aggregator}}} to aggregators"
@@ -145,7 +146,8 @@ def _one_joins_the_weights(recipe: Recipe) -> str | None:
 
 
 def _global_model_exists(recipe: Recipe) -> str | None:
-    users = [p.name for p in (*recipe.regularizers, *recipe.aggregators) if p.needs_global_model]
+    users = [r.name for r in recipe.regularizers if r.needs_global_model]
+    users += [a.name for a in recipe.aggregators if a.needs_global_model]
     if users and not _exchanges_weights(recipe):
         return (
             f"{users[0]} works with the global model, but aggregators {_aggregators(recipe)} exchange no weights: add "
