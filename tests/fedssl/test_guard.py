@@ -299,5 +299,5 @@ def test_too_few_sound_answers_end_the_run_and_the_rounds_before_are_kept(how, r
 
 
 def test_more_answers_than_clients_are_never_there(tiny):
-    with pytest.raises(UserError, match=r"guard.minimum_answers is 4, but only 3 clients answer"):
+    with pytest.raises(UserError, match=r"guard.minimum_answers is 4, but a round asks only 3 clients"):
         build_federation(tiny(**AVERAGED, guard={"minimum_answers": 4}))
