@@ -53,7 +53,7 @@ def sync_folder(folder: Path) -> None:
 
 def write_message(path: Path, message: Message) -> None:
     """Store a message as one safetensors file; numbers, config and metrics stand as JSON in its header."""
-    # one entry: safetensors orders several at random, and equal states shall be equal files
+    # One entry: safetensors writes several in random order, and equal states must be equal files.
     fields = {"numbers": message.numbers, "config": message.config, "metrics": message.metrics}
     header = {"message": json.dumps(fields)}
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in message.tensors.items()}

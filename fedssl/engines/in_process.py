@@ -22,7 +22,7 @@ from .rounds import evaluate_after, first_files, refuse_existing, run_rounds
 def run(recipe: Recipe, path: Path, progress: Progress | None = None, overwrite: bool = False) -> RunDirectory:
     """Run a recipe from its start into a new folder.
 
-    Everything that can be wrong with the input is found before the folder is made.
+    The input is checked completely before the folder is made.
 
     Raises:
         UserError: see `load_recipe`, `build_federation` and `RunDirectory`.
