@@ -35,7 +35,7 @@ def train_rounds(federation: Federation, rounds: int) -> Rounds:
         done.replies[number] = {}
         for k in everyone:
             client = federation.client(k, done.clients[k])
-            reply = method.client_round(client, sent[k], number) if number else method.open_client(client, sent[k])
+            reply = method.client_round(client, sent[k], number)
             done.clients[k] = federation.client_state(client)
             done.replies[number][k] = reply
         done.server = method.aggregate(done.server, done.replies[number], number)

@@ -14,9 +14,9 @@ from fedssl.engines.in_process import run
 from fedssl.federation import build_federation
 from fedssl.method import Method
 from fedssl.training import TrainingOptions, learning_rate
-
-from .conftest import AVERAGED
-from .rounds_in_memory import train_rounds
+from tests.fedssl.conftest import AVERAGED
+from tests.fedssl.rounds_in_memory import train_rounds
+import itertools
 
 RATE = 0.02
 #: cos^2(pi (r - 1) / 8), r the round: full at first, half in the middle, and not yet 0 in the last
@@ -108,4 +108,4 @@ def test_the_formula(rounds):
     found = [learning_rate(options, number, rounds) for number in range(1, rounds + 1)]
     assert found == pytest.approx([1.5 * (1 + math.cos(math.pi * done / rounds)) for done in range(rounds)])
     assert found[0] == 3.0
-    assert all(earlier > later > 0 for earlier, later in zip(found, found[1:], strict=False))
+    assert all(earlier > later > 0 for earlier, later in itertools.pairwise(found))

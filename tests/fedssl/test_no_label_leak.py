@@ -16,11 +16,10 @@ from fedssl.engines.in_process import run
 from fedssl.federation import build_federation
 from fedssl.messages import Message
 from fedssl.parts import part_class, part_names
-from fedssl.recipe import parse_recipe
-
-from .conftest import tiny_values
-from .rounds_in_memory import Rounds, train_rounds
-from .test_combinations import AGGREGATORS, OBJECTIVES, READS
+from fedssl.reading import parse_recipe
+from tests.fedssl.conftest import tiny_values
+from tests.fedssl.rounds_in_memory import Rounds, train_rounds
+from tests.fedssl.test_combinations import AGGREGATORS, OBJECTIVES, READS
 
 CLIENTS, IMAGES, CLASSES = 2, 24, 3
 #: options without which a part does not fit a data set of so few images

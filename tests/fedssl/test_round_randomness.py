@@ -16,9 +16,8 @@ from fedssl.data.datasets import Dataset
 from fedssl.federation import Federation, build_federation
 from fedssl.messages import Message
 from fedssl.objectives.simsiam import SimSiam
-from fedssl.recipe import parse_recipe
-
-from .conftest import tiny_values
+from fedssl.reading import parse_recipe
+from tests.fedssl.conftest import tiny_values
 
 IMAGES, BATCH_SIZE, EPOCHS = 12, 4, 2
 ROUNDS_OF_CLIENTS = list(itertools.product((0, 1), (1, 2, 3)))  # client, round

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from fedssl.engines.in_process import Silent, run, run_rounds
+from fedssl.engines.in_process import run
+from fedssl.engines.progress import Silent
+from fedssl.engines.rounds import run_rounds
 from fedssl.federation import build_federation
-from fedssl.messages import METRIC
 from fedssl.method import Method
 from fedssl.recipe import Recipe
-
-from .conftest import ALIGNED, AVERAGED
-from .test_in_process import metric
+from tests.fedssl.conftest import ALIGNED, AVERAGED
+from tests.fedssl.engines.test_in_process import metric
 
 SETTINGS: dict[str, Any] = {
     "rounds": 1,
@@ -64,7 +64,7 @@ def broken(monkeypatch) -> set[int]:
         reply = real(method, client, received, number)
         if client.index in indices:
             reply.tensors[next(iter(reply.tensors))].view(-1)[0] = math.nan
-            reply.numbers[METRIC + "loss"] = 1e9
+            reply.metrics["loss"] = 1e9
         return reply
 
     monkeypatch.setattr(Method, "client_round", client_round)
