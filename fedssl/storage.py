@@ -79,7 +79,7 @@ def read_message(path: Path) -> Message:
 
 
 def _fields(header: dict[str, Any]) -> tuple[dict[str, float], dict[str, Any], dict[str, float]]:
-    """Numbers, config and metrics; before version 0.2 metrics were numbers whose names began with `metric/`."""
+    """Numbers, config and metrics. Earlier states hold metrics as numbers whose names begin with `metric/`."""
     prefix = "metric/"
     numbers = {name: value for name, value in header["numbers"].items() if not name.startswith(prefix)}
     earlier = {name.removeprefix(prefix): v for name, v in header["numbers"].items() if name.startswith(prefix)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +17,6 @@ from fedssl.method import Method
 from fedssl.training import TrainingOptions, learning_rate
 from tests.fedssl.conftest import AVERAGED
 from tests.fedssl.rounds_in_memory import train_rounds
-import itertools
 
 RATE = 0.02
 #: cos^2(pi (r - 1) / 8), r the round: full at first, half in the middle, and not yet 0 in the last
