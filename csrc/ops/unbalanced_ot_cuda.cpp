@@ -60,8 +60,11 @@ static Solutions unbalanced_ot_cuda(Tensor cost, Tensor a, Tensor b, double tau_
                                      numbers(mass),
                                      numbers(gap),
                                      static_cast<int64_t*>(iterations.data_ptr())};
-  const Tensor words = memory_on(cost, {cuda_unbalanced_ot_words(&transport)}, ScalarType::Double);
-  check_cuda(cuda_unbalanced_ot(&transport, numbers(words), device.stream()));
+  const bool block = cuda::fits_one_block(transport);
+  const int64_t count = block ? cuda_unbalanced_ot_block_words(&transport) : cuda_unbalanced_ot_team_words(&transport);
+  const Tensor words = memory_on(cost, {count}, ScalarType::Double);
+  check_cuda(block ? cuda_unbalanced_ot_block(&transport, numbers(words), device.stream())
+                   : cuda_unbalanced_ot_team(&transport, numbers(words), device.stream()));
   return {plan, u, v, value, mass, iterations, gap};
 }
 
