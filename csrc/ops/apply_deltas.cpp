@@ -19,10 +19,6 @@ static void apply_deltas_cpu(std::vector<Tensor> global_params, std::vector<Tens
   });
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(fedkernels, m) {
-  m.def("apply_deltas(Tensor(a!)[] global_params, Tensor[] client_params, Tensor weights) -> ()");
-}
-
 STABLE_TORCH_LIBRARY_IMPL(fedkernels, CPU, m) { m.impl("apply_deltas", TORCH_BOX(&apply_deltas_cpu)); }
 
 }  // namespace fedkernels

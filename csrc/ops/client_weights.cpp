@@ -35,8 +35,6 @@ static Tensor client_weights_cpu(Tensor gram, double tol) {
   return result;
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(fedkernels, m) { m.def("client_weights(Tensor gram, float tol) -> Tensor"); }
-
 STABLE_TORCH_LIBRARY_IMPL(fedkernels, CPU, m) { m.impl("client_weights", TORCH_BOX(&client_weights_cpu)); }
 
 }  // namespace fedkernels

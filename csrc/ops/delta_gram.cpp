@@ -44,10 +44,6 @@ static Tensor delta_gram_cpu(std::vector<Tensor> global_params, std::vector<Tens
   return result;
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(fedkernels, m) {
-  m.def("delta_gram(Tensor[] global_params, Tensor[] client_params) -> Tensor");
-}
-
 STABLE_TORCH_LIBRARY_IMPL(fedkernels, CPU, m) { m.impl("delta_gram", TORCH_BOX(&delta_gram_cpu)); }
 
 }  // namespace fedkernels

@@ -50,16 +50,6 @@ static std::tuple<Tensor, Tensor> info_nce_gradients_cpu(Tensor query, Tensor ke
   return {to_query, to_key};
 }
 
-// tf32: on CUDA float32 may be multiplied in tf32.
-STABLE_TORCH_LIBRARY_FRAGMENT(fedkernels, m) {
-  m.def(
-      "info_nce(Tensor query, Tensor key, float temperature, str reduction, bool query_gradient, bool key_gradient,"
-      " bool tf32) -> (Tensor, Tensor, Tensor)");
-  m.def(
-      "info_nce_gradients(Tensor query, Tensor key, float temperature, Tensor weights, bool query_gradient,"
-      " bool key_gradient, bool tf32) -> (Tensor, Tensor)");
-}
-
 STABLE_TORCH_LIBRARY_IMPL(fedkernels, CPU, m) {
   m.impl("info_nce", TORCH_BOX(&info_nce_cpu));
   m.impl("info_nce_gradients", TORCH_BOX(&info_nce_gradients_cpu));

@@ -49,14 +49,6 @@ static Tensor nt_xent_gradients_cpu(Tensor view1, Tensor view2, double temperatu
   return to_rows;
 }
 
-// tf32: on CUDA float32 may be multiplied in tf32.
-STABLE_TORCH_LIBRARY_FRAGMENT(fedkernels, m) {
-  m.def(
-      "nt_xent(Tensor view1, Tensor view2, float temperature, str reduction, bool gradient, bool tf32)"
-      " -> (Tensor, Tensor)");
-  m.def("nt_xent_gradients(Tensor view1, Tensor view2, float temperature, Tensor weights, bool tf32) -> Tensor");
-}
-
 STABLE_TORCH_LIBRARY_IMPL(fedkernels, CPU, m) {
   m.impl("nt_xent", TORCH_BOX(&nt_xent_cpu));
   m.impl("nt_xent_gradients", TORCH_BOX(&nt_xent_gradients_cpu));

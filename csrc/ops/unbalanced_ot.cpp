@@ -62,12 +62,6 @@ static Solutions unbalanced_ot_cpu(Tensor cost, Tensor a, Tensor b, double tau_a
   return {plan, u, v, value, mass, iterations, gap};
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(fedkernels, m) {
-  m.def(
-      "unbalanced_ot(Tensor cost, Tensor a, Tensor b, float tau_a, float tau_b, float tol, int max_iterations, "
-      "str method) -> (Tensor plan, Tensor u, Tensor v, Tensor value, Tensor mass, Tensor iterations, Tensor gap)");
-}
-
 STABLE_TORCH_LIBRARY_IMPL(fedkernels, CPU, m) { m.impl("unbalanced_ot", TORCH_BOX(&unbalanced_ot_cpu)); }
 
 }  // namespace fedkernels
