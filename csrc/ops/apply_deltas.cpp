@@ -6,7 +6,7 @@
 namespace fedkernels {
 
 static void apply_deltas_cpu(std::vector<Tensor> global_params, std::vector<Tensor> client_params, Tensor weights) {
-  const ParameterLists lists(global_params, client_params);
+  const ParameterLists lists(global_params, client_params, array_of);
   STD_TORCH_CHECK(weights.is_cpu() && weights.is_contiguous() && weights.scalar_type() == ScalarType::Double &&
                       weights.numel() == lists.clients,
                   "weights must be float64 [K] on the CPU");

@@ -7,8 +7,6 @@
 
 namespace fedkernels {
 
-static ScalarType result_dtype(bool wide) { return wide ? ScalarType::Double : ScalarType::Float; }
-
 // The matrices [..., rows, columns] of a tensor.
 struct Matrices {
   Array array;
