@@ -60,7 +60,7 @@ class Table(Options):
     """What to run and how to judge it.
 
     name, description: what the table is called, and what it compares.
-    kind: `runs` trains every row; `resources` tells what each would take, without training (resource_tables.py).
+    kind: `runs` trains every row; `resources` tells what each would take, without training (resources.py).
     image: channels, height and width of the made-up images of a table of resources.
     seeds: each row is run once with each.
     metrics: the columns.

@@ -10,8 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fedssl.dotted_keys import flatten_keys
 from fedssl.engines.in_process import run
 from fedssl.errors import UserError
+from fedssl.reports.metrics import format_values
 from fedssl.reports.plots import (
     Bar,
     Card,
@@ -19,10 +21,10 @@ from fedssl.reports.plots import (
     draw_curves,
     draw_spectrum,
     draw_table_picture,
-    format_values,
     method_styles,
 )
-from fedssl.reports.report import flatten, format_bytes, write_report
+from fedssl.reports.report import write_report
+from fedssl.reports.units import format_bytes
 from fedssl.run_record import read_run
 from tests.fedssl.conftest import ALIGNED
 from tests.fedssl.reports.synthetic_runs import evaluated, write_run
@@ -166,7 +168,7 @@ def test_curves_are_drawn_of_what_was_logged_in_several_rounds(tiny, tmp_path):
     path = write_report([tmp_path / "a"])
     shown = re.findall(r'alt="(.*?) by round"', path.read_text(encoding="utf-8"))
     # total_loss repeats the loss here
-    assert shown == ["objective&#x27;s loss", "CKA with the target kernel", "kNN accuracy (%)", "transported mass"]
+    assert shown == ["objective&#39;s loss", "CKA with the target kernel", "kNN accuracy (%)", "transported mass"]
 
 
 def test_everything_is_escaped(tiny, tmp_path):
@@ -259,7 +261,7 @@ def test_bad_input_is_told_in_one_line(tiny, tmp_path):
         ([tmp_path / "absent"], None, "holds no recipe.yaml"),
         ([tmp_path / "new"], None, "has no finished round to report on yet"),
         ([tmp_path / "bad"], None, "cannot be read as a run's folder"),
-        ([tmp_path / "torn"], None, "cannot be read as a run's folder"),
+        ([tmp_path / "torn"], None, "metrics.csv cannot be read: expected the columns round, client, metric, value"),
         ([tmp_path / "good"], tmp_path / "absent" / "page.html", "cannot be written"),
     ]:
         with pytest.raises(UserError, match=message) as error:
@@ -282,7 +284,7 @@ def test_a_run_of_the_engine_is_reported(tiny, tmp_path):
 
 def test_flattened_keys_are_those_of_overrides():
     values = {"a": {"b": [1, {"c": None}]}, "d": [], "e": {}}
-    assert flatten(values) == {"a.b.0": 1, "a.b.1.c": None, "d": [], "e": {}}
+    assert flatten_keys(values) == {"a.b.0": 1, "a.b.1.c": None, "d": [], "e": {}}
 
 
 # Charts

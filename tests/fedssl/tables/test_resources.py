@@ -103,7 +103,7 @@ def test_a_table_is_counted_by_the_command_and_written(small_table, tmp_path, mo
         assert float(rows["layers", resource]["ratio"]) == layers / whole < 1
     assert float(rows["new", "traffic"]["ours"]) > float(rows["layers", "traffic"]["ours"])
     assert rows["new", "flops"]["ours"] == rows["layers", "flops"]["ours"]
-    assert Path("o/table.md").read_text().count("\n| ") == 5
+    assert Path("o/table.md").read_text().count("\n| ") == 4
     assert Path("o/table.yaml").read_text().startswith("# with training.batch_size=6\n")
 
 

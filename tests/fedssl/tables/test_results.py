@@ -6,8 +6,10 @@ import csv
 
 import pytest
 
-from fedssl.tables.results import Results, format_table, read_results, verdict, write_results
+from fedssl.tables.files import format_table, write_results
+from fedssl.tables.results import Results, read_results
 from fedssl.tables.table import Table
+from fedssl.tables.verdict import verdict
 from tests.fedssl.reports.synthetic_runs import ROWS, evaluated, make_table, write_run
 
 
@@ -176,7 +178,7 @@ def test_scenarios_stand_side_by_side_with_the_papers_figures(two_scenarios):
     assert "- cross-silo (K = 3): kNN accuracy: ours with 61.0 ± 1.4 beats alone by 10.0." in text
     assert "- cross-device: kNN accuracy: nothing can be said about the order: runs of alone are missing." in text
     page = (two_scenarios / "table.html").read_text(encoding="utf-8")
-    assert "<th colspan=2></th><th colspan=2>cross-silo (K = 3)</th><th colspan=2>cross-device</th>" in page
+    assert '<th colspan="2"></th><th colspan="2">cross-silo (K = 3)</th><th colspan="2">cross-device</th>' in page
     for slug in ("cross-silo-k-3", "cross-device"):
         assert (two_scenarios / f"picture-{slug}.png").read_bytes().startswith(b"\x89PNG")
 
