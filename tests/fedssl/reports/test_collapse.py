@@ -21,7 +21,7 @@ from fedssl.reports.collapse_plots import draw_log_singular_values, draw_spheres
 from fedssl.reports.report import write_report
 from fedssl.run_directory import RunDirectory
 from tests.fedssl.conftest import AVERAGED
-from tests.fedssl.reports.test_report import Page
+from tests.fedssl.reports.parsed_page import Page
 
 SAMPLED = {"clients_per_round": 2}
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import base64
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
 import pytest
+from jinja2 import UndefinedError
 
-from fedssl.dotted_keys import flatten_keys
 from fedssl.engines.in_process import run
 from fedssl.errors import UserError
 from fedssl.reports.metrics import format_values
+from fedssl.reports.page import render_page
 from fedssl.reports.plots import (
     Bar,
     Card,
@@ -23,56 +23,12 @@ from fedssl.reports.plots import (
     draw_table_picture,
     method_styles,
 )
-from fedssl.reports.report import write_report
+from fedssl.reports.report import build_report, write_report
 from fedssl.reports.units import format_bytes
 from fedssl.run_record import read_run
 from tests.fedssl.conftest import ALIGNED
+from tests.fedssl.reports.parsed_page import HOSTILE, Page
 from tests.fedssl.reports.synthetic_runs import evaluated, write_run
-
-VOID = {"meta", "img", "br"}
-
-
-class Page(HTMLParser):
-    """A page's tables as lists of rows, its text and images; checks that tags are closed in order."""
-
-    def __init__(self, path: Path):
-        super().__init__(convert_charrefs=True)
-        self.open: list[str] = []
-        self.tables: list[list[list[str]]] = []
-        self.sources: list[str] = []
-        self.links: list[str] = []
-        self.tags: set[str] = set()
-        self.text = ""
-        self.feed(path.read_text(encoding="utf-8"))
-        assert self.open == []
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.add(tag)
-        values = dict(attributes)
-        self.links += [v for k, v in attributes if k in ("href", "action", "srcset", "data") and v]
-        if "src" in values:
-            self.sources.append(values["src"])
-        if tag not in VOID:
-            self.open.append(tag)
-        if tag == "table":
-            self.tables.append([])
-        elif tag == "tr":
-            self.tables[-1].append([])
-        elif tag in ("td", "th"):
-            self.tables[-1][-1].append("")
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        if self.open and self.open[-1] in ("td", "th"):
-            self.tables[-1][-1][-1] += data.replace("\u00a0", " ")
-        if self.open and self.open[-1] != "style":
-            self.text += data
-
-    def table(self, *header: str) -> list[list[str]]:
-        """The rows of the table whose header begins so."""
-        return next(t[1:] for t in self.tables if t[0][: len(header)] == list(header))
 
 
 def rows_of(knn_before: list[float], knn_after: list[float], rounds: int = 2) -> list:
@@ -172,14 +128,33 @@ def test_curves_are_drawn_of_what_was_logged_in_several_rounds(tiny, tmp_path):
 
 
 def test_everything_is_escaped(tiny, tmp_path):
-    evil = "<script>alert('x')</script> & \"co\""
-    recipe = tiny(name=evil, description=evil)
-    write_run(tmp_path / "a", recipe, rows_of([1.0], [4.0]), counts=[[1, 2]], class_names=("<b>", "&"))
-    page = Page(write_report([tmp_path / "a"]))
+    recipe = tiny(name=HOSTILE, description=HOSTILE)
+    path = tmp_path / "<script>{{ 7 * 7 }}"
+    write_run(path, recipe, rows_of([1.0], [4.0], rounds=1), counts=[[1, 2]], class_names=("<b>", "&"))
+    page = Page(write_report([path], tmp_path / "page.html"))
     assert "script" not in page.tags
     assert "b" not in page.tags
-    assert page.text.count(evil) >= 3
-    assert page.table("method", "runs")[0][0] == evil
+    # title, heading, description, four tables, a warning, two captions, and the recipe's name and description
+    assert page.text.count(HOSTILE) >= 9
+    assert f"fedssl run --resume {path}" in page.text
+    assert "49" not in page.text
+    assert page.table("method", "runs")[0][0] == HOSTILE
+    assert [row[2] for row in page.table("method", "seed", "folder")] == [str(path)]
+    assert any(HOSTILE in caption for caption in page.captions)
+
+
+def test_a_reason_without_collapse_analysis_is_escaped(tiny, tmp_path):
+    write_run(tmp_path / "a", tiny(name=HOSTILE), rows_of([1.0], [4.0]))
+    page = tmp_path / "page.html"
+    page.write_text(build_report([read_run(tmp_path / "a")], {HOSTILE: HOSTILE}), encoding="utf-8")
+    parsed = Page(page)
+    assert "script" not in parsed.tags
+    assert f"{HOSTILE}: no collapse analysis: {HOSTILE}" in parsed.text
+
+
+def test_a_template_that_misses_a_value_is_an_error():
+    with pytest.raises(UndefinedError, match="'title' is undefined"):
+        render_page("table.html")
 
 
 def test_an_unfinished_run_is_reported_as_such(tiny, tmp_path):
@@ -193,24 +168,6 @@ def test_an_unfinished_run_is_reported_as_such(tiny, tmp_path):
     assert "seed 2 is unfinished, no round done" in page.text
     # what an unfinished run reached is no result
     assert page.table("method", "finished runs")[0][2] == "42.0 ± 2.8 → 50.0"
-
-
-def test_what_a_killed_run_wrote_after_its_last_commit_does_not_count(tiny, tmp_path):
-    directory = write_run(tmp_path / "a", tiny(), rows_of([40.0], [50.0], rounds=1))
-    directory.append_metrics(evaluated(2, "knn", [99.0]))
-    with open(tmp_path / "a" / "metrics.csv", "a") as file:
-        file.write("2,0,lin")
-    found = read_run(tmp_path / "a")
-    assert found.last_round == 1
-    assert not found.finished
-
-
-def test_a_folder_without_checkpoints_can_be_reported(tiny, tmp_path):
-    write_run(tmp_path / "a", tiny(), rows_of([40.0], [50.0]))
-    (tmp_path / "a" / "checkpoints" / "manifest.json").unlink()
-    with open(tmp_path / "a" / "metrics.csv", "a") as file:
-        file.write("2,0,torn")
-    assert read_run(tmp_path / "a").evaluated("knn", "after") == 50.0
 
 
 def test_runs_that_differ_in_more_than_their_seed_are_told(tiny, tmp_path):
@@ -280,11 +237,6 @@ def test_a_run_of_the_engine_is_reported(tiny, tmp_path):
     assert page.table("method", "seed", "rounds", "down to clients")[0][4] == format_bytes(up)
     for heading in ("Who holds what", "Spectrum of the representations", "Curves"):
         assert heading in page.text
-
-
-def test_flattened_keys_are_those_of_overrides():
-    values = {"a": {"b": [1, {"c": None}]}, "d": [], "e": {}}
-    assert flatten_keys(values) == {"a.b.0": 1, "a.b.1.c": None, "d": [], "e": {}}
 
 
 # Charts
