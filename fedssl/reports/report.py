@@ -110,9 +110,9 @@ def _run_table(methods: Mapping[str, list[Run]]) -> PageTable:
 
 def _progress(runs: Sequence[Run]) -> str:
     finished = sum(run.finished for run in runs)
-    rounds = ", ".join(dict.fromkeys(str(run.rounds) for run in runs))
+    rounds = list(dict.fromkeys(str(run.rounds) for run in runs))
     state = "finished" if finished == len(runs) else f"{finished} of {len(runs)} finished" if finished else "unfinished"
-    return f"{state}, {rounds} rounds"
+    return f"{state}, {', '.join(rounds)} {'round' if rounds == ['1'] else 'rounds'}"
 
 
 def _warnings(runs: Sequence[Run]) -> list[str]:

@@ -52,11 +52,11 @@ def write_results(table: Table, results: Sequence[Results], output: Path) -> Non
     write_atomically(output / "summary.csv", _summary_as_csv(table, results).encode())
     description = f"{_folded_description(table)} {' '.join(_verdicts(table, results))}"
     pictures = []
-    for in_scenario in results:
-        if in_scenario.finished:
-            figure = draw_picture(table, in_scenario, output)
+    for scenario in results:
+        if scenario.finished:
+            figure = draw_picture(table, scenario, output)
             pictures.append(page_figure(figure, description, png=True))
-            write_atomically(output / in_scenario.picture, png_bytes(figure))
+            write_atomically(output / scenario.picture, png_bytes(figure))
     write_atomically(output / "table.html", _html(table, results, pictures).encode())
 
 
@@ -106,9 +106,13 @@ def _whole_table(table: Table, results: Sequence[Results]) -> tuple[list[tuple[s
     The first columns are the row's label and, in a table with a verdict, its role.
     """
     judged = table.method is not None
-    groups = [(one.label, len(_header(table, one))) for one in results]
-    header = ["row", *(["role"] if judged else []), *(title for one in results for title in _header(table, one))]
-    sides = [_rows(table, one) for one in results]
+    groups = [(scenario.label, len(_header(table, scenario))) for scenario in results]
+    header = [
+        "row",
+        *(["role"] if judged else []),
+        *(title for scenario in results for title in _header(table, scenario)),
+    ]
+    sides = [_rows(table, scenario) for scenario in results]
     rows = [
         [line[0][0], *([line[0][1]] if judged else []), *(cell for _, _, cells in line for cell in cells)]
         for line in zip(*sides, strict=True)
@@ -123,7 +127,9 @@ def _folded_description(table: Table) -> str:
 def _verdicts(table: Table, results: Sequence[Results]) -> list[str]:
     """The verdict's lines, each with its scenario."""
     return [
-        f"{one.label}: {line}" if one.label else line for one in results for line in verdict(table, one).splitlines()
+        f"{scenario.label}: {line}" if scenario.label else line
+        for scenario in results
+        for line in verdict(table, scenario).splitlines()
     ]
 
 
@@ -132,10 +138,10 @@ def _how_to_read(table: Table, results: Sequence[Results]) -> str:
     seeds = ", ".join(map(str, table.seeds))
     spread = f"Mean ± sample standard deviation over the seeds {seeds}" if len(table.seeds) > 1 else f"Seed {seeds}"
     missing = [
-        f"{row.label} ({one.label})" if one.label else row.label
-        for one in results
+        f"{row.label} ({scenario.label})" if scenario.label else row.label
+        for scenario in results
         for row in table.rows
-        if len(one.finished.get(row.label, [])) < len(table.seeds)
+        if len(scenario.finished.get(row.label, [])) < len(table.seeds)
     ]
     unfinished = f" Not all runs of {listed(missing)} are finished." if missing else ""
     return (
@@ -188,30 +194,30 @@ def _markdown(table: Table, results: Sequence[Results]) -> str:
 
 def _values_as_csv(table: Table, results: Sequence[Results]) -> str:
     """One line a row, seed and metric (and scenario, where there are any); values in full."""
-    scenario = ["scenario"] if table.scenarios else []
-    lines: list[list[object]] = [["row", "role", *scenario, "seed", "metric", "value"]]
-    for one in results:
-        scenario = [one.label] if table.scenarios else []
-        for name, role, label, by_row in _rows_of_values(table, one):
+    title = ["scenario"] if table.scenarios else []
+    lines: list[list[object]] = [["row", "role", *title, "seed", "metric", "value"]]
+    for scenario in results:
+        label_cell = [scenario.label] if table.scenarios else []
+        for name, role, label, by_row in _rows_of_values(table, scenario):
             for metric in table.metrics:
                 by_seed = by_row.get((label, metric), {})
-                lines += [[name, role, *scenario, seed, metric, repr(value)] for seed, value in by_seed.items()]
+                lines += [[name, role, *label_cell, seed, metric, repr(value)] for seed, value in by_seed.items()]
     return csv_text(lines)
 
 
 def _summary_as_csv(table: Table, results: Sequence[Results]) -> str:
     """One line a row and metric (and scenario): mean, sample standard deviation, seeds, and the paper's figure."""
-    scenario = ["scenario"] if table.scenarios else []
-    lines: list[list[object]] = [["row", "role", *scenario, "metric", "mean", "spread", "seeds", "paper"]]
-    for one in results:
-        scenario = [one.label] if table.scenarios else []
-        for name, role, label, by_row in _rows_of_values(table, one):
+    title = ["scenario"] if table.scenarios else []
+    lines: list[list[object]] = [["row", "role", *title, "metric", "mean", "spread", "seeds", "paper"]]
+    for scenario in results:
+        label_cell = [scenario.label] if table.scenarios else []
+        for name, role, label, by_row in _rows_of_values(table, scenario):
             for metric in table.metrics:
                 values = list(by_row.get((label, metric), {}).values())
                 mean, spread = mean_and_spread(values) if values else (None, None)
-                paper = "" if name == UNTRAINED else one.paper.get(name, {}).get(metric, "")
+                paper = "" if name == UNTRAINED else scenario.paper.get(name, {}).get(metric, "")
                 figures = ["" if figure is None else repr(figure) for figure in (mean, spread)]
-                lines.append([name, role, *scenario, metric, *figures, len(values), paper])
+                lines.append([name, role, *label_cell, metric, *figures, len(values), paper])
     return csv_text(lines)
 
 

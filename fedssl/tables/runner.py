@@ -73,11 +73,12 @@ def run_table(
 
 def _write_and_tell(table: Table, results: Sequence[Results], output: Path, note: Note) -> None:
     """Write what the finished runs reached, and tell it; nothing where no run is finished."""
-    with_runs = [in_scenario for in_scenario in results if in_scenario.finished]
+    with_runs = [scenario for scenario in results if scenario.finished]
     if not with_runs:
         return
     write_results(table, results, output)
-    for one in with_runs:
-        note("\n" + "\n\n".join(filter(None, (one.label, format_table(table, one), verdict(table, one)))))
-    pictures = ", ".join(str(output / one.picture) for one in with_runs)
+    for scenario in with_runs:
+        parts = (scenario.label, format_table(table, scenario), verdict(table, scenario))
+        note("\n" + "\n\n".join(part for part in parts if part))
+    pictures = ", ".join(str(output / scenario.picture) for scenario in with_runs)
     note(f"\npicture: {pictures}\npage:    {output / 'table.html'}")

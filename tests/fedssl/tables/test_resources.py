@@ -110,12 +110,12 @@ def test_a_table_is_counted_by_the_command_and_written(small_table, tmp_path, mo
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"kind": "runs"}, "metrics memory, flops, traffic go with kind resources"),
-        ({"metrics": ["knn"]}, "metrics memory, flops, traffic go with kind resources"),
-        ({"scenarios": [{"label": "a"}], "paper": {}}, "has no scenarios and no method"),
-        ({"method": "whole"}, "has no scenarios and no method"),
+        ({"kind": "runs"}, "metrics memory, flops, traffic need kind: resources"),
+        ({"metrics": ["knn"]}, "metrics memory, flops, traffic need kind: resources"),
+        ({"scenarios": [{"label": "a"}], "paper": {}}, "cannot have scenarios or a method"),
+        ({"method": "whole"}, "cannot have scenarios or a method"),
         ({"paper": {"x": {"flops": "1"}}}, "paper names 'x'"),
-        ({"paper": {"whole": {"flops": "about 3"}}}, "paper: 'about 3' is no number"),
+        ({"paper": {"whole": {"flops": "about 3"}}}, "paper: expected a number such as 2.05, got 'about 3'"),
     ],
 )
 def test_a_bad_table_is_refused(small_table, changes, message):
