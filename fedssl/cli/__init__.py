@@ -20,7 +20,7 @@ from .before_training import cost, partition
 from .console import console
 from .doctor import doctor
 from .running import run, run_table
-from .shipped import recipes, tables
+from .shipped import recipes, show, tables
 from .trained_runs import evaluate, report
 
 app = typer.Typer(
@@ -35,6 +35,7 @@ _RUNS = "Run and look at the results"
 _MACHINES = "Across machines, with Flower (docs/deploy.md)"
 
 app.command(rich_help_panel=_SHIPPED)(recipes)
+app.command(rich_help_panel=_SHIPPED)(show)
 app.command(rich_help_panel=_SHIPPED)(tables)
 app.command(rich_help_panel=_SHIPPED)(doctor)
 app.command(rich_help_panel=_RUNS)(partition)
