@@ -69,11 +69,11 @@ def _check_part(model: PartModel, folder: str, value: Any, path: str, problems: 
 
 
 def explain_errors(error: ValidationError, model: type[Options], prefix: str = "") -> list[str]:
-    """What pydantic found wrong, one clause for each problem: the key's path, what is wrong, what is allowed.
+    """One clause for each problem that pydantic found: the key's path, what is allowed, what it got.
 
     Args:
         error: raised while `model` was validated.
-        model: tells which keys are allowed.
+        model: the options that say which keys are allowed.
         prefix: the path of the validated mapping in the user's file; empty for the whole file.
     """
     clauses = []

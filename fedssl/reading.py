@@ -17,15 +17,16 @@ from .rules import privacy_problem
 def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a shipped recipe by name, or a file by path, and apply `key=value` overrides.
 
-    A part's relative path (`./my_part.py`) is seen from the recipe file's folder, in an override from the working
-    directory. The recipe that is returned, and so a run's stored one, holds the absolute path.
+    A part's relative path (`./my_part.py`) is resolved from the recipe file's folder, or from the working directory if
+    it stands in an override. The returned recipe, and so the one that a run stores, has the absolute path.
 
     Args:
         name_or_path: `hetero_ssfl`, or `./mine.yaml`.
         overrides: `training.batch_size=64`, `regularizers.0.weight=1`, `objective.name=simsiam`; the value is YAML.
 
     Raises:
-        UserError: no such recipe; not YAML; a key or value that is not allowed, with its path and what is.
+        UserError: there is no such recipe; it is not YAML; or a key or value is invalid. The message names the key's
+            path and what is allowed.
     """
     values = read_values(name_or_path)
     for override in overrides:
@@ -34,7 +35,7 @@ def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Reci
 
 
 def parse_recipe(values: dict[str, Any], source: str = "recipe") -> Recipe:
-    """Check a recipe given as a mapping; `source` is what error messages call it.
+    """Check a recipe that is given as a mapping; error messages call it `source`.
 
     Raises:
         UserError: a key or value that is not allowed, or options of Flower that do not go with the recipe's parts.

@@ -14,7 +14,7 @@ import yaml
 
 from .errors import UserError
 
-#: recipe keys that hold parts, the folder each is looked up in, and whether the key holds a list of them
+#: recipe keys that hold parts: the folder in which each is looked up, and whether the key holds a list of parts
 PART_KEYS: dict[str, tuple[str, bool]] = {
     "objective": ("objectives", False),
     "regularizers": ("regularizers", True),
@@ -41,8 +41,9 @@ def shipped_names(kind: Literal["recipe", "table"]) -> list[str]:
 
 
 def read_values(name_or_path: str | Path, kind: Literal["recipe", "table"] = "recipe") -> dict[str, Any]:
-    """The unchecked mapping of a shipped recipe (or table) or of a YAML file, from whose folder its paths to part files
-    and recipes are seen.
+    """The unchecked mapping of a shipped recipe (or table), or of a YAML file.
+
+    Relative paths to part files and recipes are resolved from the YAML file's folder.
 
     Raises:
         UserError: no such recipe or file; not YAML; not a mapping.
@@ -78,7 +79,7 @@ def _recipe_from(folder: Path, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _table_from(folder: Path, values: dict[str, Any]) -> dict[str, Any]:
-    """A table's recipes and parts with absolute paths. What has not a table's form is left to its checks."""
+    """A table's recipes and parts with absolute paths; whatever has an invalid form is left to the table's checks."""
     for key in ("rows", "scenarios"):
         if isinstance(entries := values.get(key), list):
             values[key] = [_table_from(folder, dict(one)) if isinstance(one, dict) else one for one in entries]
@@ -115,7 +116,9 @@ def apply_override(values: dict[str, Any], override: str) -> None:
         last = i == len(keys) - 1
         if isinstance(target, list):
             if not key.isdigit() or int(key) >= len(target):
-                raise UserError(f"{override!r}: {'.'.join(keys[:i])} is a list of {len(target)}, {key!r} is no entry")
+                raise UserError(
+                    f"{override!r}: {'.'.join(keys[:i])} is a list of {len(target)}, which has no entry {key!r}"
+                )
             index: Any = int(key)
         elif isinstance(target, dict):
             index = key

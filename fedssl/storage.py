@@ -53,7 +53,7 @@ def sync_folder(folder: Path) -> None:
 
 def write_message(path: Path, message: Message) -> None:
     """Store a message as one safetensors file; numbers, config and metrics stand as JSON in its header."""
-    # one entry: safetensors orders several at random, and equal states shall be equal files
+    # One entry: safetensors writes several in random order, and equal states must be equal files.
     fields = {"numbers": message.numbers, "config": message.config, "metrics": message.metrics}
     header = {"message": json.dumps(fields)}
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in message.tensors.items()}
@@ -79,7 +79,7 @@ def read_message(path: Path) -> Message:
 
 
 def _fields(header: dict[str, Any]) -> tuple[dict[str, float], dict[str, Any], dict[str, float]]:
-    """Numbers, config and metrics; before version 0.2 metrics were numbers whose names began with `metric/`."""
+    """Numbers, config and metrics. Earlier states hold metrics as numbers whose names begin with `metric/`."""
     prefix = "metric/"
     numbers = {name: value for name, value in header["numbers"].items() if not name.startswith(prefix)}
     earlier = {name.removeprefix(prefix): v for name, v in header["numbers"].items() if name.startswith(prefix)}

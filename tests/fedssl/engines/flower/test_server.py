@@ -357,7 +357,7 @@ def test_a_round_without_any_answer_is_under_every_minimum(quick, tmp_path):
     directory, grid = start(recipe, tmp_path / "b")
     grid.silent = {11, 12, 13}
     with pytest.raises(
-        UserError, match=r"round 1: 0 of 3 answers came, guard.minimum_answers is 1; client 0: no answer"
+        UserError, match=r"round 1: 0 of 3 clients answered, but guard.minimum_answers is 1; client 0: no answer"
     ):
         go(recipe, directory, grid)
     assert RunDirectory.open(tmp_path / "b").checkpoint.round == 0
@@ -772,7 +772,7 @@ def test_a_site_file_that_is_wrong(tmp_path, quick):
 
 
 def test_sites_of_their_own_data_are_for_the_flower_engine(tiny):
-    with pytest.raises(UserError, match="partition sites is for engine flower"):
+    with pytest.raises(UserError, match="partition sites needs engine flower"):
         build_federation(tiny(partition={"name": "sites", "clients": 2}))
 
 
