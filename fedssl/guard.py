@@ -41,9 +41,9 @@ def is_measure(name: str) -> bool:
 class GuardOptions(Options):
     """When an answer is refused, and when a round fails because too few answers are left."""
 
-    minimum_answers: int = Field(1, ge=1, description="answers that a round needs, not counting the refused ones")
+    minimum_answers: int = Field(1, ge=1, description="usable answers that a round needs; with fewer the run stops")
     largest_value: float = Field(
-        1e6, gt=0, description="largest magnitude in a tensor; weights and representations of networks stay far below"
+        1e6, gt=0, description="largest magnitude in a tensor of an answer; networks stay far below"
     )
 
 

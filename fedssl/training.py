@@ -23,13 +23,17 @@ from .regularizers.base import Regularizer
 class TrainingOptions(Options):
     """Defaults are Hetero-SSFL's (section 5.1), the weight decay FedU's."""
 
-    local_epochs: int = Field(5, ge=1)
-    batch_size: int = Field(200, ge=2)
-    optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
-    learning_rate: float = Field(0.032, gt=0)
-    learning_rate_schedule: Literal["constant", "cosine"] = Field("constant", description="over the rounds")
-    momentum: float = Field(0.9, ge=0, lt=1, description="of sgd")
-    weight_decay: float = Field(5e-4, ge=0)
+    local_epochs: int = Field(5, ge=1, description="passes over a client's images in each round")
+    batch_size: int = Field(200, ge=2, description="images a step; an epoch's incomplete last batch is left out")
+    optimizer: Literal["sgd", "adam", "adamw"] = Field("sgd", description="a new one starts in every round")
+    learning_rate: float = Field(0.032, gt=0, description="of the first round")
+    learning_rate_schedule: Literal["constant", "cosine"] = Field(
+        "constant", description="how the learning rate changes over the rounds; cosine ends near 0"
+    )
+    momentum: float = Field(0.9, ge=0, lt=1, description="momentum of sgd; adam and adamw ignore it")
+    weight_decay: float = Field(
+        5e-4, ge=0, description="of all weights: an L2 term for sgd and adam, decoupled for adamw"
+    )
 
 
 def learning_rate(options: TrainingOptions, round_number: int, rounds: int) -> float:

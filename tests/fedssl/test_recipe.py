@@ -8,7 +8,8 @@ from fedssl.engines.progress import Silent
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from fedssl.parts import part_names
-from fedssl.reading import load_recipe, parse_recipe, recipe_names
+from fedssl.reading import load_recipe, parse_recipe
+from fedssl.recipe_files import recipe_names
 from tests.fedssl.conftest import ALIGNED, AVERAGED, tiny_values
 
 

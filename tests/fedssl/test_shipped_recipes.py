@@ -14,8 +14,9 @@ from fedssl.engines.progress import Silent
 from fedssl.errors import UserError
 from fedssl.federation import Federation, build_federation
 from fedssl.messages import Message
-from fedssl.reading import load_recipe, recipe_names
+from fedssl.reading import load_recipe
 from fedssl.recipe import Recipe
+from fedssl.recipe_files import recipe_names
 from fedssl.run_directory import RunDirectory
 from tests.fedssl.reports.figures import foretold, logged
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import yaml
 from pydantic import Field, ValidationError
 
+from ...checking import explain_errors
 from ...data.datasets import DataOptions
 from ...errors import UserError
 from ...federation import Federation, build_federation
 from ...messages import Message
 from ...options import Options
-from ...reading import explain_errors
 from ...recipe import Recipe
 from ...rules import public_image_users
 from ...run_directory import client_file

@@ -97,7 +97,7 @@ def images(path, **changes):
         (["run", "heterossfl"], "did you mean hetero_ssfl?"),
         (["run", "hetero_ssfl", "bogus=1"], "bogus: unknown key"),
         (["run", "--resume", "nowhere"], "nowhere is not a run's folder"),
-        (["run", "hetero_ssfl", "--resume", "nowhere"], "--resume takes the run's folder alone"),
+        (["run", "hetero_ssfl", "--resume", "nowhere"], "--resume takes only the run's folder"),
         (["run", "hetero_ssfl", "data.name=npz", "data.path=none.npz"], "none.npz"),
         (["run", *NPZ, "data.path=nokeys.npz"], "x_train"),
         (["run", *NPZ, "data.path=nan.npz"], "nan.npz"),
