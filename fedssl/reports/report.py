@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import yaml
 
-from ..data.partitions import draw_partition
+from ..data.partition_chart import draw_partition
 from ..errors import UserError
 from ..run_record import Run, read_run
 from ..storage import write_atomically

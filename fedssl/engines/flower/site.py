@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 from pydantic import Field, ValidationError
 
-from ...data.datasets import DataOptions
+from ...data.options import DataOptions
 from ...errors import UserError
 from ...federation import Federation, build_federation
 from ...messages import Message
