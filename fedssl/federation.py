@@ -9,7 +9,8 @@ from torch import Tensor
 
 from .client import Client
 from .data.datasets import Dataset, load_dataset
-from .data.partitions import class_counts, partition_indices
+from .data.partition_table import class_counts
+from .data.partitions import partition_indices
 from .errors import UserError
 from .messages import Message
 from .method import Method

@@ -1,8 +1,8 @@
-"""Random numbers that depend on what they are for, not on what was drawn before.
+"""Random numbers that depend on their purpose, not on what was drawn before.
 
 Every stream of random numbers is seeded from the run's seed and a path of names such as
-("client", 3, "round", 7, "augmentation"). So a resumed run needs no stored generator state, adding a part
-does not move another part's draws, and one client's numbers do not depend on which others exist.
+("client", 3, "round", 7, "augmentation"). So a resumed run needs no stored generator state, an added part
+does not change another part's draws, and one client's numbers do not depend on which others exist.
 """
 
 from __future__ import annotations
@@ -27,11 +27,24 @@ def generator_for(seed: int, *path: str | int) -> torch.Generator:
 
 @contextmanager
 def seeded(seed: int, *path: str | int) -> Iterator[None]:
-    """Run the body with torch's global generators seeded by `seed_for`, and put them back afterwards.
+    """Run the body with torch's global generators seeded by `seed_for`, and restore them afterwards.
 
-    For code that draws from the global generator: parameter initialisation, dropout.
+    This is for code that draws from the global generators, such as parameter initialisation.
     """
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed_for(seed, *path))
+        yield
+
+
+@contextmanager
+def seeded_on(device: torch.device, seed: int) -> Iterator[None]:
+    """Run the body with the global generators of the CPU and of `device` set to `seed`, and restore them afterwards."""
+    on_cuda = device.type == "cuda"
+    with torch.random.fork_rng(devices=[device] if on_cuda else []):
+        # torch.manual_seed would also seed the other devices, whose generators are not restored.
+        torch.default_generator.manual_seed(seed)
+        if on_cuda:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
         yield

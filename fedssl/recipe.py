@@ -8,7 +8,7 @@ from pydantic import Field, InstanceOf, SerializeAsAny
 
 from .aggregators.base import Aggregator
 from .data.augmentation import AugmentationOptions
-from .data.datasets import DataOptions
+from .data.options import DataOptions
 from .data.partitions import PartitionOptions
 from .engine_options import EngineName, FlowerOptions, Place
 from .evaluation.options import EvaluationOptions

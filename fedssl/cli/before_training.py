@@ -17,7 +17,8 @@ def partition(
 ) -> None:
     """Show how many images of each class every client holds, without training."""
     from ..data.datasets import load_dataset
-    from ..data.partitions import class_counts, draw_partition, format_partition, partition_indices
+    from ..data.partition_table import class_counts, format_partition
+    from ..data.partitions import partition_indices
     from ..reading import load_recipe
 
     loaded = load_recipe(recipe, overrides or ())
@@ -26,6 +27,8 @@ def partition(
     counts = class_counts(dataset.train_labels, rows, len(dataset.class_names))
     print_text(format_partition(counts, dataset.class_names))
     if chart is not None:
+        from ..data.partition_chart import draw_partition
+
         draw_partition(counts, dataset.class_names).savefig(chart, dpi=150)
         print_text(f"The chart is in {chart}")
 

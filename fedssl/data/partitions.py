@@ -1,11 +1,9 @@
-"""How the training samples are divided amongst the clients, as a list of indices, a table and a chart."""
+"""How the training samples are divided amongst the clients."""
 
-from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 from torch import Tensor
@@ -13,32 +11,41 @@ from torch import Tensor
 from ..errors import UserError
 from ..options import Options
 
-_TRIES = 1000
-_MOST_TABLE_COLUMNS = 12
-_MOST_LEGEND_ENTRIES = 20
+_MOST_DRAWS = 1000
 
 
 class PartitionOptions(Options):
     """How to divide the samples.
 
-    name: iid (equal random shares); disjoint_classes (Hetero-SSFL, section 5.1); dirichlet (each class is
-        divided by its own draw from Dirichlet(alpha), so sizes differ too, Yurochkin et al. 2019); dirichlet_equal
-        (equal sizes; each client draws its shares of the classes from Dirichlet(alpha), Hsu et al. 2019);
-        quantity_skew (the clients' sizes are drawn from Dirichlet(alpha) and the classes are mixed, Li et al. 2022);
-        sites (nothing is divided: every site of engine flower brings its own images).
-    clients: number of clients.
-    classes_per_client: for disjoint_classes; by default classes // clients.
-    alpha: for dirichlet, dirichlet_equal and quantity_skew; small is uneven, large is even.
-    min_samples: fewest samples a client may have; dirichlet and quantity_skew are drawn again until it holds.
+    The partitions by name:
+
+    - iid: equal random shares.
+    - disjoint_classes: whole classes (Hetero-SSFL, section 5.1).
+    - dirichlet: each class is divided by its own draw from Dirichlet(alpha), so sizes differ too (Yurochkin et al.
+      2019).
+    - dirichlet_equal: equal sizes; each client draws its shares of the classes from Dirichlet(alpha) (Hsu et al. 2019).
+    - quantity_skew: the clients' sizes are drawn from Dirichlet(alpha), and the classes are mixed (Li et al. 2022).
+    - sites: nothing is divided, as every site of engine flower brings its own images.
     """
 
-    name: Literal["iid", "disjoint_classes", "dirichlet", "dirichlet_equal", "quantity_skew", "sites"] = (
-        "disjoint_classes"
+    name: Literal["iid", "disjoint_classes", "dirichlet", "dirichlet_equal", "quantity_skew", "sites"] = Field(
+        "disjoint_classes", description="how the training images are divided amongst the clients"
     )
-    clients: int = Field(5, ge=1)
-    classes_per_client: int | None = Field(None, ge=1)
-    alpha: float = Field(0.5, gt=0)
-    min_samples: int = Field(2, ge=1)
+    clients: int = Field(5, ge=1, description="number of clients")
+    classes_per_client: int | None = Field(
+        None, ge=1, description="classes of each client, for disjoint_classes (default: classes // clients)"
+    )
+    alpha: float = Field(
+        0.5,
+        gt=0,
+        description="concentration of the Dirichlet distribution, for dirichlet, dirichlet_equal and quantity_skew; "
+        "small values give uneven shares, large ones even shares",
+    )
+    min_samples: int = Field(
+        2,
+        ge=1,
+        description="fewest images a client may have; dirichlet and quantity_skew are drawn again until it holds",
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> "PartitionOptions":
@@ -50,60 +57,73 @@ class PartitionOptions(Options):
 def partition_indices(labels: Tensor, options: PartitionOptions, seed: int) -> list[Tensor]:
     """Divide samples with integer `labels` [n] amongst `options.clients` clients.
 
-    Returns one sorted int64 index tensor a client; every sample is on exactly one client (with `sites` on none). The
-    same labels, options and seed >= 0 always give the same answer.
+    The same labels, options and seed >= 0 always give the same result.
+
+    Returns:
+        One sorted int64 tensor of row numbers a client. Every sample is on exactly one client; with `sites` it is on
+        none.
 
     Raises:
         UserError: the request cannot be met (too few samples or classes, classes left over, a small client).
     """
     if labels.ndim != 1 or labels.is_floating_point():
-        raise TypeError(f"labels must be integers [n], came {labels.dtype} {list(labels.shape)}")
+        raise TypeError(f"labels must be integers [n], got {labels.dtype} {list(labels.shape)}")
     if options.name == "sites":
         return [torch.empty(0, dtype=torch.int64) for _ in range(options.clients)]
-    total = len(labels)
-    if total < options.clients * options.min_samples:
+    if len(labels) < options.clients * options.min_samples:
         raise UserError(
-            f"{total} samples cannot give {options.clients} clients at least {options.min_samples} each; "
+            f"{len(labels)} samples cannot give {options.clients} clients at least {options.min_samples} each; "
             "lower partition.clients or partition.min_samples, or use more data"
         )
     generator = np.random.default_rng(seed)
-    # Every partition is a division of groups (the classes, or all samples as one group) into given counts.
-    if options.name in ("iid", "quantity_skew"):
-        groups = [np.arange(total)]
-    else:
-        array = labels.cpu().numpy()
-        groups = [np.flatnonzero(array == label) for label in np.unique(array)]
-    sizes = np.array([len(group) for group in groups])
-
-    if options.name == "iid":
-        counts = _equal_shares(sizes, np.ones((1, options.clients), bool))
-    elif options.name == "disjoint_classes":
-        counts = _equal_shares(sizes, _deal_classes(len(groups), options, generator))
-    elif options.name == "dirichlet_equal":
-        counts = _class_prior_counts(sizes, options, generator)
-    else:
-        counts = _dirichlet_counts(sizes, options, generator)
-    smallest = int(counts.sum(0).min())
-    if smallest < options.min_samples:
+    groups = _groups(labels, options)
+    counts = _draw_counts(np.array([len(group) for group in groups]), options, generator)
+    client_sizes = counts.sum(0)
+    if client_sizes.min() < options.min_samples:
         raise UserError(
-            f"client {int(counts.sum(0).argmin())} would have {smallest} samples, fewer than "
+            f"client {int(client_sizes.argmin())} would have {int(client_sizes.min())} samples, fewer than "
             f"partition.min_samples={options.min_samples}; use fewer clients or more data"
         )
+    return _deal(groups, counts, generator)
 
-    parts: list[list[NDArray[np.int64]]] = [[] for _ in range(options.clients)]
+
+def _groups(labels: Tensor, options: PartitionOptions) -> list[NDArray[np.int64]]:
+    """The row numbers of the groups that are divided: the classes, or all samples as one group."""
+    if options.name in ("iid", "quantity_skew"):
+        return [np.arange(len(labels))]
+    array = labels.cpu().numpy()
+    return [np.flatnonzero(array == label) for label in np.unique(array)]
+
+
+def _draw_counts(
+    sizes: NDArray[np.int64], options: PartitionOptions, generator: np.random.Generator
+) -> NDArray[np.int64]:
+    """How many samples of each group each client gets, [groups, clients], from the groups' sizes."""
+    if options.name == "iid":
+        return _equal_shares(sizes, np.ones((1, options.clients), bool))
+    if options.name == "disjoint_classes":
+        return _equal_shares(sizes, _deal_classes(len(sizes), options, generator))
+    if options.name == "dirichlet_equal":
+        return _class_prior_counts(sizes, options, generator)
+    return _dirichlet_counts(sizes, options, generator)
+
+
+def _deal(groups: list[NDArray[np.int64]], counts: NDArray[np.int64], generator: np.random.Generator) -> list[Tensor]:
+    """Each client's sorted row numbers: of each group as many, drawn at random, as `counts` [groups, clients] says."""
+    clients: list[list[NDArray[np.int64]]] = [[] for _ in range(counts.shape[1])]
     for group, group_counts in zip(groups, counts, strict=True):
         pieces = np.split(generator.permutation(group), np.cumsum(group_counts)[:-1])
-        for part, piece in zip(parts, pieces, strict=True):
-            part.append(piece)
-    return [torch.from_numpy(np.sort(np.concatenate(part)).astype(np.int64)) for part in parts]
+        for client, piece in zip(clients, pieces, strict=True):
+            client.append(piece)
+    return [torch.from_numpy(np.sort(np.concatenate(pieces)).astype(np.int64)) for pieces in clients]
 
 
 def _deal_classes(classes: int, options: PartitionOptions, generator: np.random.Generator) -> NDArray[np.bool_]:
     """Which client holds which class, [classes, clients], as in Hetero-SSFL, section 5.1.
 
-    Each client in turn takes the classes that the fewest clients hold so far, ties broken at random. So no
-    client gets a class twice, all classes are held by equally many clients (within one), and where there are
-    no more places than classes nothing is shared.
+    Each client in turn takes the classes that the fewest clients hold so far; ties are broken at random. So no
+    client gets a class twice, all classes are held by equally many clients (within one), and no class is shared
+    unless there are more places than classes.
     """
     clients = options.clients
     per_client = options.classes_per_client or classes // clients
@@ -142,8 +162,8 @@ def _dirichlet_counts(
     sizes: NDArray[np.int64], options: PartitionOptions, generator: np.random.Generator
 ) -> NDArray[np.int64]:
     """Counts [groups, clients]: each group divided by its own draw, repeated until no client is too small."""
-    most = 0
-    for _ in range(_TRIES):
+    largest_minimum = 0
+    for _ in range(_MOST_DRAWS):
         shares = generator.dirichlet(np.full(options.clients, options.alpha), size=len(sizes))
         edges = np.rint(np.cumsum(shares, axis=1) * sizes[:, None]).astype(np.int64)
         edges[:, -1] = sizes
@@ -151,10 +171,10 @@ def _dirichlet_counts(
         smallest = int(counts.sum(0).min())
         if smallest >= options.min_samples:
             return counts
-        most = max(most, smallest)
+        largest_minimum = max(largest_minimum, smallest)
     raise UserError(
-        f"{options.name} with alpha={options.alpha:g}: in {_TRIES} draws the smallest of {options.clients} "
-        f"clients never had more than {most} samples, and partition.min_samples={options.min_samples}; "
+        f"{options.name} with alpha={options.alpha:g}: in {_MOST_DRAWS} draws the smallest of {options.clients} "
+        f"clients never had more than {largest_minimum} samples, and partition.min_samples={options.min_samples}; "
         "raise partition.alpha, or lower partition.clients or partition.min_samples"
     )
 
@@ -165,10 +185,10 @@ def _class_prior_counts(
     """Counts [groups, clients] whose column sums are equal within one: Hsu et al. 2019, section 3, dealt to the end.
 
     Each client draws its class prior from Dirichlet(alpha * C * p) with p [C] the classes' frequencies; the factor C
-    makes it Dirichlet(alpha, ..., alpha) for balanced classes. The clients take one sample after another in turns, each
-    from a class drawn by its prior amongst the classes that have samples left, or, where its prior holds none of
-    these, by what is left. (Hsu et al. deal no more than their clients need; here every sample is dealt, so the last
-    ones fit the priors less.)
+    makes it Dirichlet(alpha, ..., alpha) for balanced classes. The clients take turns. In each turn a client takes one
+    sample from a class drawn by its prior amongst the classes that have samples left. Where its prior gives none of
+    these any weight, the class is drawn by the numbers of samples left. (Hsu et al. deal no more than their clients
+    need; here every sample is dealt, so the last ones fit the priors less.)
     """
     total, classes = int(sizes.sum()), len(sizes)
     priors = generator.dirichlet(options.alpha * classes * sizes / total, size=options.clients)
@@ -185,91 +205,3 @@ def _class_prior_counts(
             left[group] -= 1
             counts[group, client] += 1
     return counts
-
-
-def class_counts(labels: Tensor, indices: Sequence[Tensor], classes: int) -> Tensor:
-    """Samples of each class on each client: int64 [clients, classes]; `labels` [n] are below `classes`."""
-    return torch.stack([torch.bincount(labels[index], minlength=classes) for index in indices])
-
-
-def format_partition(counts: Tensor, class_names: Sequence[str]) -> str:
-    """A plain-text table of `counts` [clients, classes] with totals.
-
-    Up to 12 classes have a column each; of more, each client's number of classes and its largest three stand.
-    """
-    clients, classes = _checked_shape(counts, class_names)
-    totals = counts.sum(0)
-    rows = [(str(client), counts[client]) for client in range(clients)] + [("total", totals)]
-    if classes <= _MOST_TABLE_COLUMNS:
-        cells = [["client", *class_names, "total"]]
-        cells += [[name, *map(str, row.tolist()), str(int(row.sum()))] for name, row in rows]
-    else:
-        cells = [["client", "total", "classes", "largest classes"]]
-        for name, row in rows:
-            largest = [index for index in row.argsort(descending=True, stable=True)[:3].tolist() if row[index] > 0]
-            listed = ", ".join(f"{class_names[index]} ({int(row[index])})" for index in largest)
-            cells.append([name, str(int(row.sum())), str(int((row > 0).sum())), listed])
-    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
-    text_column = 3 if classes > _MOST_TABLE_COLUMNS else None
-    lines = []
-    for line in cells:
-        padded = [
-            cell.ljust(width) if column == text_column else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ]
-        lines.append("  ".join(padded).rstrip())
-    return "\n".join(lines)
-
-
-def draw_partition(counts: Tensor, class_names: Sequence[str]) -> "Figure":
-    """A chart of `counts` [clients, classes]: one stacked horizontal bar a client, one colour a class.
-
-    The figure needs no display and no global state; save it with `figure.savefig`.
-    """
-    from matplotlib import colormaps
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import ListedColormap, Normalize
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
-    clients, classes = _checked_shape(counts, class_names)
-    if classes <= 10:
-        colours = [colormaps["tab10"](index) for index in range(classes)]
-    elif classes <= _MOST_LEGEND_ENTRIES:
-        colours = [colormaps["tab20"](index) for index in range(classes)]
-    else:
-        colours = [colormaps["turbo"](index / (classes - 1)) for index in range(classes)]
-
-    legend_entries = classes if classes <= _MOST_LEGEND_ENTRIES else 0
-    height = max(3, min(1 + 0.45 * clients, 40), 0.8 + 0.22 * legend_entries)  # inches
-    figure = Figure(figsize=(8, height), layout="constrained")
-    axes = figure.add_subplot()
-    sizes = counts.cpu().numpy()
-    ends = sizes.cumsum(1)
-    for client in range(clients):
-        held = np.flatnonzero(sizes[client])
-        pieces = [(ends[client, index] - sizes[client, index], sizes[client, index]) for index in held]
-        axes.broken_barh(pieces, (client - 0.4, 0.8), facecolors=[colours[index] for index in held])
-        total = int(ends[client, -1])
-        axes.annotate(f"{total:,}", (total, client), (4, 0), textcoords="offset points", va="center", fontsize=8)
-    axes.set_xlim(0, max(1, 1.08 * ends[:, -1].max()))
-    axes.set_ylim(clients - 0.5, -0.5)
-    axes.set_yticks(range(0, clients, max(1, clients // 50)))
-    axes.set(xlabel="training samples", ylabel="client")
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    if legend_entries:
-        handles = [Patch(color=colour, label=name) for colour, name in zip(colours, class_names, strict=True)]
-        figure.legend(handles=handles, title="class", loc="outside right upper", fontsize=9)
-    else:
-        scale = ScalarMappable(Normalize(-0.5, classes - 0.5), ListedColormap(colours))
-        figure.colorbar(scale, ax=axes, label="class number", pad=0.02)
-    return figure
-
-
-def _checked_shape(counts: Tensor, class_names: Sequence[str]) -> tuple[int, int]:
-    if counts.ndim != 2 or counts.shape[1] != len(class_names):
-        raise ValueError(
-            f"counts must be [clients, classes] with {len(class_names)} classes, came {list(counts.shape)}"
-        )
-    return counts.shape[0], counts.shape[1]

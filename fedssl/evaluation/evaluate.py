@@ -29,24 +29,36 @@ def evaluate_model(
 ) -> tuple[dict[str, float], Tensor]:
     """Measure a model's encoder.
 
-    Labels of the whole training set are used here, and nowhere in self-supervised training.
+    The labels of the whole training set are used here, and nowhere in self-supervised training.
+
+    Args:
+        model: its encoder is measured, on the model's device.
+        dataset: training images with labels, and the test images.
+        options: of kNN and the linear evaluation.
+        seed: decides all that the evaluations draw.
+        linear: whether to train the linear evaluation.
+        fractions: labelled fractions to fine-tune on.
+        fine_tune: how to fine-tune on all labels; None leaves that out.
 
     Returns:
-        `knn` and, if asked, `linear` accuracy in percent on the test images, the `effective_rank` of their
-        representations, and for each of `fractions` of the labels `semi_supervised_FRACTION`, the accuracy after
-        fine-tuning on them; where `fine_tune` is given, the scores after fine-tuning on all: `fine_tune_accuracy` and
-        the macro averages `fine_tune_per_class_accuracy`, `_precision`, `_recall` and `_f1`; and the singular values of
-        the representations, float64, descending.
+        The metrics by name, and the singular values of the test images' representations, float64, descending.
+        Accuracies on the test images are in percent: `knn`, `linear`, and `semi_supervised_FRACTION` for each of
+        `fractions`. `effective_rank` is that of the test images' representations. The scores after fine-tuning on all
+        labels are `fine_tune_accuracy` and the macro averages `fine_tune_per_class_accuracy`, `fine_tune_precision`,
+        `fine_tune_recall` and `fine_tune_f1`.
+
+    Raises:
+        UserError: a representation is not finite, or an evaluation's own training diverged.
     """
     train = extract_features(model.encoder, dataset.train_images, device=model.device)
     test = extract_features(model.encoder, dataset.test_images, device=model.device)
-    data = (train, dataset.train_labels, test, dataset.test_labels)
+    labelled = (train, dataset.train_labels, test, dataset.test_labels)
     metrics = {
-        "knn": knn_accuracy(*data, neighbors=options.neighbors, temperature=options.temperature),
+        "knn": knn_accuracy(*labelled, neighbors=options.neighbors, temperature=options.temperature),
         "effective_rank": effective_rank(test),
     }
     if linear:
-        metrics["linear"] = linear_accuracy(*data, len(dataset.class_names), options.linear, seed)
+        metrics["linear"] = linear_accuracy(*labelled, len(dataset.class_names), options.linear, seed)
     for fraction in fractions:
         metrics[f"semi_supervised_{fraction:g}"] = semi_supervised_accuracy(
             model.encoder,

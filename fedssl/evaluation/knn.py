@@ -1,11 +1,11 @@
-"""Weighted k-nearest-neighbour accuracy: how near samples of one class lie to each other, nothing trained."""
+"""Weighted k-nearest-neighbour accuracy: how near samples of one class lie to each other, without any training."""
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ..errors import UserError
-from .features import check_features, check_labels, check_same_width
+from .features import require_finite
 
 # Similarities held at a time: 64 MiB in float32, whatever the size of the test set.
 _SIMILARITIES_AT_A_TIME = 16 * 2**20
@@ -23,8 +23,8 @@ def knn_accuracy(
     """Accuracy of the weighted nearest-neighbour classifier of Wu et al. 2018 (section 3.4), in percent.
 
     Each of the `neighbors` training samples of highest cosine similarity s to a test sample votes for its
-    class with weight exp(s / temperature); the class with the highest sum wins, the lowest index among
-    equals. With fewer training samples than `neighbors`, all of them vote. A zero vector has similarity 0 to
+    class with weight exp(s / temperature). The class with the highest sum wins, and of equal ones that with the
+    lowest index. With fewer training samples than `neighbors`, all of them vote. A zero vector has similarity 0 to
     everything.
 
     Wu et al. use 200 neighbours and temperature 0.07 on ImageNet; the defaults here suit small training sets.
@@ -35,19 +35,16 @@ def knn_accuracy(
         test_features: floating point [m, d], finite.
         test_labels: integer [m], at least 0.
         neighbors: number of voters, at least 1.
-        temperature: above 0; the lower, the more the nearest count.
+        temperature: above 0; a lower one gives the nearest samples more weight.
 
     Returns:
-        Percentage of the m test samples that are classified right, 0 to 100.
+        Percentage of the m test samples that are classified correctly, 0 to 100.
 
     Raises:
-        UserError: shapes that do not fit, non-finite features, an option out of range.
+        UserError: a feature is not finite, or an option is out of range.
     """
-    check_features("train_features", train_features)
-    check_features("test_features", test_features)
-    check_same_width(train_features, test_features)
-    check_labels("train_labels", train_labels, len(train_features))
-    check_labels("test_labels", test_labels, len(test_features))
+    require_finite("train_features", train_features)
+    require_finite("test_features", test_features)
     if neighbors < 1:
         raise UserError(f"neighbors: expected at least 1, got {neighbors}")
     if not temperature > 0:

@@ -7,17 +7,16 @@ from torch.nn import functional as F
 
 from ..errors import UserError
 from ..options import Options
-from .features import check_features, check_labels, check_same_width
 
 
 class LinearOptions(Options):
     """How the linear layer is trained; the defaults are the Hetero-SSFL paper's (section 5.1)."""
 
-    epochs: int = Field(default=100, ge=1)
-    batch_size: int = Field(default=512, ge=1)
-    learning_rate: float = Field(default=3e-3, gt=0)
+    epochs: int = Field(100, ge=1, description="passes over the training images")
+    batch_size: int = Field(512, ge=1, description="representations a step")
+    learning_rate: float = Field(3e-3, gt=0, description="of Adam")
     standardize: bool = Field(
-        default=False, description="each feature by its mean and standard deviation over the training images"
+        False, description="whether features are standardised by their mean and deviation over the training images"
     )
 
 
@@ -32,14 +31,14 @@ def linear_accuracy(
 ) -> float:
     """Test accuracy of one linear layer trained on frozen representations, in percent.
 
-    The protocol of Hetero-SSFL, section 5.1: Adam, 100 epochs, batches of 512, learning rate 0.003; the loss,
-    which the paper does not name, is cross-entropy. This is the offline variant: the representations are
+    The protocol is that of Hetero-SSFL, section 5.1: Adam, 100 epochs, batches of 512, learning rate 0.003. The
+    paper does not name the loss; here it is cross-entropy. This is the offline variant: the representations are
     extracted once, so the classifier sees no augmentation. Figures of online variants (a classifier trained along
     with the encoder, or on augmented images) differ.
 
-    As the paper names none, there is neither standardisation nor normalisation. How far so many steps take the layer
-    then depends on the size of the representations: small ones score lower than they could, whatever they hold. With
-    `standardize` a factor makes no difference; use it to compare encoders whose representations differ in size.
+    The paper names neither standardisation nor normalisation, so there is none by default. How far the layer gets in
+    so many steps then depends on the scale of the representations: small ones score lower than they could. With
+    `standardize` the scale does not matter; use it to compare encoders whose representations differ in scale.
 
     The paper's "linear fully connected layer with 1000 neurons" can be read as 1000 outputs of which only
     `classes` are ever a label, or as a hidden layer; here the one layer has `classes` outputs.
@@ -55,17 +54,11 @@ def linear_accuracy(
             result; torch's global random generator is neither read nor moved.
 
     Returns:
-        Percentage of the m test samples that are classified right, 0 to 100.
+        Percentage of the m test samples that are classified correctly, 0 to 100.
 
     Raises:
-        UserError: shapes or labels that do not fit, non-finite features, or training diverged.
+        UserError: training diverged.
     """
-    check_features("train_features", train_features)
-    check_features("test_features", test_features)
-    check_same_width(train_features, test_features)
-    check_labels("train_labels", train_labels, len(train_features), classes)
-    check_labels("test_labels", test_labels, len(test_features), classes)
-
     device = train_features.device
     inputs, test_inputs = train_features.detach().float(), test_features.detach().to(device).float()
     if options.standardize:
@@ -96,9 +89,9 @@ def linear_accuracy(
 
 
 def _standardized(train: Tensor, test: Tensor) -> tuple[Tensor, Tensor]:
-    """Both less the mean and over the standard deviation of each feature in `train`, float32 [n, d] and [m, d]."""
+    """Both standardised by the mean and standard deviation of each feature in `train`, float32 [n, d] and [m, d]."""
     wide = train.double()
     mean, deviation = wide.mean(dim=0), wide.std(dim=0, correction=0)
-    # a constant feature tells nothing; what rounding leaves of its variation must not become a feature
+    # The variation that rounding leaves of a constant feature must not become a feature.
     scale = torch.where(deviation > 1e-6 * mean.abs(), 1 / deviation, 0.0)
     return ((wide - mean) * scale).float(), ((test.double() - mean) * scale).float()

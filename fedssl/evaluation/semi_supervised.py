@@ -1,31 +1,32 @@
 """Semi-supervised evaluation: encoder and linear layer fine-tuned on a small labelled part of the data."""
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..data.augmentation import normalize
 from ..errors import UserError
 from ..options import Options
-from .features import check_features, check_images, check_labels, device_of, extract_features
+from ..randomness import seeded_on
+from .features import device_of, extract_features, extract_outputs
 
 _MOMENTUM = 0.9
 
 
 class SemiSupervisedOptions(Options):
-    """How the encoder is fine-tuned; the defaults are those of the Hetero-SSFL paper, appendix B.
+    """How the encoder is fine-tuned; the defaults are those of the Hetero-SSFL paper, appendix B."""
 
-    `batch_size` None is the paper's: 256 where at most 1 % is labelled, 512 above.
-    """
-
-    fraction: float = Field(default=0.1, gt=0, le=1)
-    epochs: int = Field(default=100, ge=1)
-    learning_rate: float = Field(default=0.05, gt=0)
-    batch_size: int | None = Field(default=None, ge=1)
+    fraction: float = Field(0.1, gt=0, le=1, description="share of each class whose labels are used")
+    epochs: int = Field(100, ge=1, description="passes over the labelled images")
+    learning_rate: float = Field(0.05, gt=0, description="of SGD with Nesterov momentum 0.9")
+    batch_size: int | None = Field(
+        None,
+        ge=1,
+        description="labelled images a step (default: the paper's 256 up to a fraction of 0.01, 512 above)",
+    )
 
 
 def semi_supervised_accuracy(
@@ -41,9 +42,9 @@ def semi_supervised_accuracy(
 ) -> float:
     """Test accuracy, in percent, of a copy of the encoder fine-tuned with a linear layer on few labels.
 
-    The protocol of Hetero-SSFL, appendix B: 1 % or 10 % of the labels, encoder and linear layer trained for
-    100 epochs by SGD with Nesterov momentum 0.9 and learning rate 0.05, batches of 256 or 512. The paper
-    names no loss, augmentation, weight decay or learning-rate decay; here the loss is cross-entropy, and
+    The protocol is that of Hetero-SSFL, appendix B: on 1 % or 10 % of the labels, encoder and linear layer are
+    trained for 100 epochs by SGD with Nesterov momentum 0.9, learning rate 0.05 and batches of 256 or 512. The
+    paper names no loss, augmentation, weight decay or learning-rate decay. Here the loss is cross-entropy, and
     there is none of the others. In a batch of one image, BatchNorm uses its running statistics.
 
     Args:
@@ -57,21 +58,14 @@ def semi_supervised_accuracy(
         options: labelled fraction, epochs, learning rate and batch size.
         seed: decides the labelled part, the linear layer, the order of the batches and any dropout. The same
             seed gives the same result; torch's global random generators are left as they were.
-        device: where to compute. None: where the encoder is.
+        device: where to compute (default: where the encoder is).
 
     Returns:
-        Percentage of the m test images that are classified right, 0 to 100.
+        Percentage of the m test images that are classified correctly, 0 to 100.
 
     Raises:
-        UserError: images or labels that do not fit, or training diverged.
+        UserError: fine-tuning diverged.
     """
-    from ..data.augmentation import normalize
-
-    check_images("train_images", train_images)
-    check_images("test_images", test_images)
-    check_labels("train_labels", train_labels, len(train_images), classes)
-    check_labels("test_labels", test_labels, len(test_images), classes)
-
     device = device_of(encoder) if device is None else torch.device(device)
     generator = torch.Generator().manual_seed(seed)
     labeled = labeled_subset(train_labels, options.fraction, generator).to(train_images.device)
@@ -80,34 +74,40 @@ def semi_supervised_accuracy(
     batch_size = options.batch_size or (256 if options.fraction <= 0.01 else 512)
 
     tuned = copy.deepcopy(encoder).requires_grad_(True)
-    with own_global_generators(seed, device), torch.enable_grad():
+    with seeded_on(device, seed), torch.enable_grad():
         width = extract_features(tuned, images[:1], device=device).shape[1]
         network = nn.Sequential(tuned, nn.Linear(width, classes)).to(device)
         optimizer = torch.optim.SGD(network.parameters(), lr=options.learning_rate, momentum=_MOMENTUM, nesterov=True)
         for _ in range(options.epochs):
             order = torch.randperm(len(images), generator=generator).to(device)
             for batch in order.split(batch_size):
-                # The statistics of one image mean nothing, and BatchNorm refuses them: use the running ones.
+                # BatchNorm refuses the statistics of one image, which mean nothing: use the running ones.
                 network.train(len(batch) > 1)
                 loss = F.cross_entropy(network(normalize(images[batch])), labels[batch])
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
-    logits = extract_features(network, test_images, device=device)
-    try:
-        check_features("logits", logits)
-    except UserError as error:
-        raise UserError(
-            f"learning_rate: fine-tuning diverged at {options.learning_rate}; choose a lower one"
-        ) from error
-    return 100.0 * int((logits.argmax(dim=1) == test_labels.cpu()).sum()) / len(test_images)
+    predicted = predict_classes(network, test_images, options.learning_rate, device)
+    return 100.0 * int((predicted == test_labels.cpu()).sum()) / len(test_images)
+
+
+def predict_classes(network: nn.Module, images: Tensor, learning_rate: float, device: torch.device) -> Tensor:
+    """The classes, int64 [n], that a fine-tuned network gives uint8 `images` [n, C, H, W].
+
+    Raises:
+        UserError: the outputs are not finite, so fine-tuning with `learning_rate` diverged.
+    """
+    logits = extract_outputs(network, images, device)
+    if not torch.isfinite(logits).all():
+        raise UserError(f"learning_rate: fine-tuning diverged at {learning_rate}; choose a lower one")
+    return logits.argmax(dim=1)
 
 
 def labeled_subset(labels: Tensor, fraction: float, generator: torch.Generator) -> Tensor:
     """Draw the samples whose labels may be used: the same fraction of every class, at least one of each.
 
-    Of a class with c samples max(1, round(fraction * c)) are drawn without replacement, halves rounded up. On
-    classes of equal size, those of CIFAR, this is the class-balanced subset of the literature.
+    From a class with c samples, max(1, round(fraction * c)) are drawn without replacement; halves are rounded up.
+    With classes of equal size, such as CIFAR's, this is the class-balanced subset of the literature.
 
     Args:
         labels: integer [n].
@@ -116,12 +116,7 @@ def labeled_subset(labels: Tensor, fraction: float, generator: torch.Generator) 
 
     Returns:
         int64 indices into `labels`, ascending, on the CPU.
-
-    Raises:
-        UserError: `fraction` is out of range.
     """
-    if not 0 < fraction <= 1:
-        raise UserError(f"fraction: expected above 0 and at most 1, got {fraction}")
     labels = labels.cpu()
     chosen = []
     for label in labels.unique():
@@ -129,16 +124,3 @@ def labeled_subset(labels: Tensor, fraction: float, generator: torch.Generator) 
         count = max(1, int(fraction * len(members) + 0.5))
         chosen.append(members[torch.randperm(len(members), generator=generator)[:count]])
     return torch.cat(chosen).sort().values
-
-
-@contextmanager
-def own_global_generators(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed torch's global generators (linear layer, dropout) inside the block and put them back after it."""
-    on_cuda = device.type == "cuda"
-    with torch.random.fork_rng(devices=[device] if on_cuda else []):
-        # Not torch.manual_seed, which would also seed the other devices and so not be undone.
-        torch.default_generator.manual_seed(seed)
-        if on_cuda:
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(seed)
-        yield

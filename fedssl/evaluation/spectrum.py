@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .features import check_features
+from .features import require_finite
 
 
 def singular_values(features: Tensor) -> Tensor:
@@ -22,9 +22,9 @@ def singular_values(features: Tensor) -> Tensor:
         float64 [min(n, d)], descending, on the device of `features`.
 
     Raises:
-        UserError: not a floating-point matrix, empty, or non-finite.
+        UserError: a feature is not finite.
     """
-    check_features("features", features)
+    require_finite("features", features)
     matrix = features.detach().to(torch.float64)
     return torch.linalg.svdvals((matrix - matrix.mean(dim=0)) / len(matrix) ** 0.5)
 
@@ -32,20 +32,20 @@ def singular_values(features: Tensor) -> Tensor:
 def log_covariance_singular_values(features: Tensor, top: int = 100) -> Tensor:
     """Natural logarithms of the largest singular values of the covariance matrix, for FedU2's Figure 3.
 
-    The covariance (divisor n) is that of the l2-normalised representations, which the paper works with, so that scales
-    compare: all its singular values sum to at most 1. Those below 1e-12, which float32 does not carry, stand at that.
+    The covariance (divisor n) is that of the l2-normalised representations, which the paper works with. Its singular
+    values sum to at most 1, so models of different scales compare. Values below 1e-12, which float32 cannot resolve,
+    are set to that.
 
     Args:
         features: floating point [n, d], finite, one representation a row.
-        top: how many.
+        top: the most values to return.
 
     Returns:
         float64 [min(n, d, top)], descending, between log(1e-12) = -27.6 and 0.
 
     Raises:
-        UserError: not a floating-point matrix, empty, or non-finite.
+        UserError: a feature is not finite.
     """
-    check_features("features", features)
     values = singular_values(F.normalize(features.detach().to(torch.float64), dim=1))[:top]
     return values.square().log().clamp(min=math.log(1e-12))
 
@@ -57,15 +57,15 @@ def effective_rank(features: Tensor) -> float:
     lies between 1 (all variation along one axis) and min(n - 1, d) (all axes vary alike), and does not change
     when the representation is scaled, shifted or rotated.
 
-    Where nothing varies, Roy & Vetterli leave it undefined; here it is then 1.0, the lowest value, as such a
-    representation is fully collapsed. That includes one sample, and representations that differ by no more
+    Roy & Vetterli leave it undefined where nothing varies. Here it is then 1.0, the lowest value, as the
+    representation has fully collapsed. That includes one sample, and representations that differ by no more
     than the rounding of their dtype, whose directions would be noise.
 
     Args:
         features: floating point [n, d], finite, one representation a row.
 
     Raises:
-        UserError: not a floating-point matrix, empty, or non-finite.
+        UserError: a feature is not finite.
     """
     values = singular_values(features)
     root_mean_square_norm = features.detach().to(torch.float64).norm() / len(features) ** 0.5

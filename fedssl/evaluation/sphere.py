@@ -6,15 +6,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..errors import UserError
-from .features import check_features
-
 
 def sphere_points(features: Tensor) -> Tensor:
     """The l2-normalised representations, projected onto their three main directions and normalised again.
 
-    For FedU2's Figure 4, whose text does not say how 512 dimensions become three. Here they are the first right
-    singular vectors of the normalised representations without centring, since the sphere has its centre at 0: a
+    This is for FedU2's Figure 4, whose text does not say how 512 dimensions become three. Here they are the first right
+    singular vectors of the normalised representations, without centring, as the sphere has its centre at 0. A
     representation that collapses to a point stays a point, and one that varies along one direction becomes an arc. The
     sign of each direction is that of the mean, so the first axis points at the middle of the cloud.
 
@@ -22,12 +19,9 @@ def sphere_points(features: Tensor) -> Tensor:
         features: floating point [n, d], finite.
 
     Returns:
-        float64 [n, 3] of norm 1; coordinates beyond d are 0, and so is a row without any part in the three directions.
-
-    Raises:
-        UserError: not a floating-point matrix, empty, or non-finite.
+        float64 [n, 3] of norm 1; where d < 3 the last coordinates are 0. A row that is orthogonal to the three directions
+        is 0.
     """
-    check_features("features", features)
     rows = F.normalize(features.detach().double(), dim=1)
     directions = torch.linalg.svd(rows, full_matrices=False).Vh[:3]
     points = rows @ directions.T
@@ -36,21 +30,15 @@ def sphere_points(features: Tensor) -> Tensor:
 
 
 def sphere_coverage(points: Tensor, cells: int = 200) -> float:
-    """Share of the sphere's cells that hold a point, 0 to 1: the less, the more of the sphere is blank.
+    """Share of the sphere's cells that hold a point, 0 to 1; a low share means that much of the sphere is blank.
 
-    The cells are those nearest to each point of a Fibonacci lattice, equal in area to a few percent. n points drawn
-    uniformly reach about 1 - (1 - 1/cells)^n: compare figures of one n.
+    Each cell has the positions nearest to one point of a Fibonacci lattice; the cells' areas are equal to a few
+    percent. n points drawn uniformly reach about 1 - (1 - 1/cells)^n, so compare only figures with the same n.
 
     Args:
         points: floating point [n, 3], of norm 1.
         cells: number of cells.
-
-    Raises:
-        UserError: not a floating-point matrix with three columns, or non-finite.
     """
-    check_features("points", points)
-    if points.shape[1] != 3:
-        raise UserError(f"points: expected three columns, got {list(points.shape)}")
     index = torch.arange(cells, dtype=torch.float64)
     height = 1 - (2 * index + 1) / cells
     angle = index * math.pi * (3 - math.sqrt(5))

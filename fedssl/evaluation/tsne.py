@@ -4,15 +4,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .features import check_features, check_same_width
-
 
 def tsne_together(first: Tensor, second: Tensor, seed: int) -> tuple[Tensor, Tensor]:
     """Both models' l2-normalised representations, embedded in the plane by one t-SNE, for FedU2's Figure 5.
 
     van der Maaten & Hinton 2008, by scikit-learn: perplexity 30 (a third of the points where they are few), started
-    from the first two principal components. Points near each other were near before; distances between groups and their
-    sizes mean nothing.
+    from the first two principal components. Points that are near each other were near before. The distances between
+    groups and the groups' sizes mean nothing.
 
     Args:
         first: floating point [n, d], finite.
@@ -21,15 +19,9 @@ def tsne_together(first: Tensor, second: Tensor, seed: int) -> tuple[Tensor, Ten
 
     Returns:
         float64 [n, 2] and [m, 2].
-
-    Raises:
-        UserError: shapes that do not fit, non-finite features.
     """
     from sklearn.manifold import TSNE
 
-    check_features("first", first)
-    check_features("second", second)
-    check_same_width(first, second)
     rows = F.normalize(torch.cat([first, second]).detach().cpu().double(), dim=1)
     perplexity = min(30.0, (len(rows) - 1) / 3)
     # a collapsed representation has no principal components to start from, and scikit-learn would divide by 0

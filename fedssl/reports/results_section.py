@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from ..data.partitions import draw_partition
+from ..data.partition_chart import draw_partition
 from ..run_record import Run
 from .metrics import EVALUATED, FINE_TUNED, format_values, metric_title
 from .page import PageFigure, PageTable, page_figure

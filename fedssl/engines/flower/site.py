@@ -11,7 +11,7 @@ import yaml
 from pydantic import Field, ValidationError
 
 from ...checking import explain_errors
-from ...data.datasets import DataOptions
+from ...data.options import DataOptions
 from ...errors import UserError
 from ...federation import Federation, build_federation
 from ...messages import Message

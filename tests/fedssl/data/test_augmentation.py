@@ -7,21 +7,17 @@ from torch import Tensor
 from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms.v2 import functional as tv
 
-from fedssl.data.augmentation import (
-    AugmentationOptions,
+from fedssl.data.augmentation import AugmentationOptions, augment, draw_crop_boxes, normalize, two_views
+from fedssl.data.image_operations import (
     adjust_brightness,
     adjust_contrast,
     adjust_hue,
     adjust_saturation,
-    augment,
     blur_kernel_size,
     crop_and_resize,
-    draw_crop_boxes,
     gaussian_blur,
-    normalize,
     solarize,
     to_gray,
-    two_views,
 )
 
 NOTHING = AugmentationOptions(crop_scale=(1, 1), crop_ratio=(1, 1), flip=0, jitter_probability=0, grayscale=0, blur=0)

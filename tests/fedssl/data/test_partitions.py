@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
 
-from fedssl.data.partitions import PartitionOptions, class_counts, draw_partition, format_partition, partition_indices
+from fedssl.data.partition_chart import draw_partition
+from fedssl.data.partition_table import class_counts, format_partition
+from fedssl.data.partitions import PartitionOptions, partition_indices
 from fedssl.errors import UserError
 
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from fedssl.data.datasets import DataOptions, Dataset, load_dataset
+from fedssl.data.datasets import Dataset, load_dataset
+from fedssl.data.options import DataOptions
 from fedssl.engines.in_process import run
 from fedssl.errors import UserError
 from fedssl.evaluation.classification import classification_scores

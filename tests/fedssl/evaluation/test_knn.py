@@ -111,13 +111,6 @@ def test_half_precision_is_computed_wider():
     [
         ({0: torch.full((90, 5), torch.nan)}, "train_features: contains NaN"),
         ({2: torch.full((60, 5), torch.inf)}, "test_features: contains NaN"),
-        ({2: torch.ones(60, 4)}, "test_features: expected the dimension of train_features, 5, got 4"),
-        ({0: torch.ones(90)}, r"train_features: expected a floating-point matrix \[n, d\]"),
-        ({2: torch.ones(0, 5)}, "test_features: expected a floating-point matrix"),
-        ({0: torch.ones(90, 5, dtype=torch.int64)}, "train_features: expected a floating-point matrix"),
-        ({1: torch.zeros(89, dtype=torch.int64)}, r"train_labels: expected one label a sample, shape \[90\]"),
-        ({3: torch.zeros(60)}, "test_labels: expected integer class indices"),
-        ({1: torch.full((90,), -1)}, "train_labels: expected class indices at least 0"),
     ],
 )
 def test_bad_input_is_named(change, message):

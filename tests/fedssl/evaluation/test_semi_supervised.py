@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from fedssl.errors import UserError
+from fedssl.evaluation import features as features_module
 from fedssl.evaluation import semi_supervised
 from fedssl.evaluation.features import extract_features
 from fedssl.evaluation.semi_supervised import SemiSupervisedOptions, labeled_subset, semi_supervised_accuracy
@@ -62,11 +63,12 @@ def accuracy(encoder, seed=0, train=400, **options):
 # --- extract_features
 
 
-def test_features_are_the_encoders_output_in_evaluation_mode(encoder):
+def test_features_are_the_encoders_output_in_evaluation_mode(encoder, monkeypatch):
     images, _ = bright_quarters(13)
     expected = copy.deepcopy(encoder).eval()((images.float() / 255 - 0.5) / 0.25).detach()
     for batch_size in (1, 5, 500):
-        features = extract_features(encoder, images, batch_size=batch_size)
+        monkeypatch.setattr(features_module, "_IMAGES_AT_A_TIME", batch_size)
+        features = extract_features(encoder, images)
         assert features.dtype == torch.float32
         assert not features.requires_grad
         torch.testing.assert_close(features, expected, atol=1e-5, rtol=1e-5)
@@ -97,29 +99,11 @@ def test_features_can_be_trained_on(encoder):
     torch.testing.assert_close(layer.weight.grad[0], features.sum(dim=0))
 
 
-@pytest.mark.parametrize(
-    "images",
-    [
-        torch.zeros(2, 1, 4, 4),
-        torch.zeros(1, 4, 4, dtype=torch.uint8),
-        torch.zeros(0, 1, 4, 4, dtype=torch.uint8),
-    ],
-    ids=["float", "one image without batch", "no image"],
-)
-def test_images_of_wrong_kind_are_errors(encoder, images):
-    with pytest.raises(UserError, match="images: expected at least one image as uint8"):
-        extract_features(encoder, images)
-
-
-def test_an_encoder_that_gives_no_vectors_is_an_error():
-    images, _ = bright_quarters(3)
-    with pytest.raises(UserError, match=r"encoder: expected an output of shape \[3, d\].* got \[3, 1, 4, 4\]"):
-        extract_features(nn.Identity(), images)
-
-
-def test_batch_size_below_one_is_an_error(encoder):
-    with pytest.raises(UserError, match="batch_size: expected at least 1"):
-        extract_features(encoder, bright_quarters(3)[0], batch_size=0)
+def test_representations_that_are_not_finite_are_an_error(encoder):
+    with torch.no_grad():
+        encoder.layers[1].weight[0, 0] = torch.nan
+    with pytest.raises(UserError, match=r"representations: contains NaN.* lower training\.learning_rate"):
+        extract_features(encoder, bright_quarters(4)[0])
 
 
 # --- labeled_subset
@@ -147,8 +131,6 @@ def test_subset_of_everything():
 
 @pytest.mark.parametrize("fraction", [0.0, -0.1, 1.01, float("nan")])
 def test_fraction_out_of_range_is_an_error(fraction):
-    with pytest.raises(UserError, match="fraction: expected above 0 and at most 1"):
-        labeled_subset(torch.zeros(5, dtype=torch.int64), fraction, torch.Generator())
     with pytest.raises(ValueError, match="fraction"):
         SemiSupervisedOptions(fraction=fraction)
 
@@ -261,17 +243,6 @@ def test_one_labelled_image_of_a_resnet_does_not_crash():
 def test_divergence_is_an_error(encoder):
     with pytest.raises(UserError, match="learning_rate: fine-tuning diverged at 1e\\+30"):
         accuracy(encoder, learning_rate=1e30, epochs=5)
-
-
-def test_labels_beyond_the_classes_are_errors(encoder):
-    images, labels = bright_quarters(8)
-    options = SemiSupervisedOptions(epochs=1)
-    with pytest.raises(UserError, match="train_labels: expected class indices from 0 to 2, got 0 to 3"):
-        semi_supervised_accuracy(encoder, images, labels, images, labels, 3, options, 0)
-    with pytest.raises(UserError, match=r"test_labels: expected one label a sample, shape \[8\], got \[7\]"):
-        semi_supervised_accuracy(encoder, images, labels, images, labels[:7], 4, options, 0)
-    with pytest.raises(UserError, match="test_images: expected at least one image"):
-        semi_supervised_accuracy(encoder, images, labels, images[:0], labels[:0], 4, options, 0)
 
 
 def test_momentum_is_the_papers():

@@ -1,0 +1,54 @@
+"""Which images a run loads."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from ..options import Options
+
+
+class DataOptions(Options):
+    """The dataset, how much of it is used, and where the public images come from."""
+
+    name: Literal["digits", "cifar10", "cifar100", "fashion_mnist", "npz", "folder"] = Field(
+        "digits", description="the dataset: a built-in or torchvision one, or npz or folder for a file of your own"
+    )
+    path: Path | None = Field(
+        None,
+        description="the .npz file, the folder with train/ and test/, or the root of a torchvision set "
+        "(default ~/.cache/fedssl)",
+    )
+    download: bool = Field(False, description="whether torchvision may download a missing set")
+    public_path: Path | None = Field(
+        None,
+        description="unlabelled public images: a folder, or an .npz file (key x, x_train, train_images, or its only "
+        "array)",
+    )
+    public_holdout: int = Field(
+        0, ge=0, description="number of training images that become the public images, without their labels"
+    )
+    train_limit: int | None = Field(
+        None, ge=1, description="most training images after the holdout, balanced by class and drawn by the seed"
+    )
+    test_limit: int | None = Field(
+        None, ge=1, description="most test images, balanced by class and the same for every seed"
+    )
+    public_limit: int | None = Field(None, ge=1, description="most public images, drawn by the seed")
+    image_size: int | None = Field(
+        None,
+        ge=4,
+        description="side in pixels to which images are resized after the longer side is cropped to a square "
+        "(default: no resizing; 32 for folder)",
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "DataOptions":
+        if self.name in ("npz", "folder") and self.path is None:
+            expected = "an .npz file" if self.name == "npz" else "a folder with train/ and test/"
+            raise ValueError(f"name={self.name} needs path={expected}")
+        if self.name == "digits" and self.path is not None:
+            raise ValueError("path is given but name=digits is built in; set name to npz, folder or a torchvision set")
+        if self.public_path is not None and self.public_holdout > 0:
+            raise ValueError("public_path and public_holdout are two sources of public images; give only one")
+        return self

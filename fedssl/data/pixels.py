@@ -1,0 +1,83 @@
+"""From arrays of pixels to image tensors, uint8 [n, C, H, W], and to another size."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..errors import UserError
+
+_RESIZED_AT_A_TIME = 1024
+
+
+def to_uint8(arrays: dict[str, NDArray[Any]]) -> dict[str, NDArray[np.uint8]]:
+    """Convert pixels to 0..255; `arrays` are by the name that error messages use.
+
+    Floats are in [0, 1] or in [0, 255]. All float arrays share one scale, so that a dark test set is not brightened.
+
+    Raises:
+        UserError: an array is empty, has another type, or has pixels outside the range.
+    """
+    for name, array in arrays.items():
+        _check_pixels(name, array)
+    brightest = max((float(array.max()) for array in arrays.values() if array.dtype.kind == "f"), default=0.0)
+    float_scale = 255.0 if brightest <= 1.0 else 1.0
+    converted = {}
+    for name, array in arrays.items():
+        if array.dtype.kind == "f":
+            converted[name] = np.rint(array.astype(np.float32) * float_scale).astype(np.uint8)
+        else:
+            converted[name] = array.astype(np.uint8) * np.uint8(255 if array.dtype.kind == "b" else 1)
+    return converted
+
+
+def _check_pixels(name: str, array: NDArray[Any]) -> None:
+    if array.dtype.kind not in "iubf":
+        raise UserError(f"{name} has type {array.dtype}; pixels must be uint8 (or floats in [0, 1] or [0, 255])")
+    if array.size == 0:
+        raise UserError(f"{name} is empty (shape {list(array.shape)}); at least one image is needed")
+    if array.dtype.kind == "f":
+        not_finite = array.size - int(np.isfinite(array).sum())
+        if not_finite > 0:
+            raise UserError(f"{name} has {not_finite} pixels that are NaN or infinite; repair or drop those images")
+    if array.dtype.kind != "b" and (array.min() < 0 or array.max() > 255):
+        raise UserError(
+            f"{name} has pixels from {array.min():g} to {array.max():g}; "
+            "expected uint8, or floats in [0, 1] or [0, 255]"
+        )
+
+
+def channels_first(array: NDArray[Any], name: str) -> Tensor:
+    """Convert [n, H, W], [n, H, W, C] or [n, C, H, W] with 1 or 3 channels to a tensor [n, C, H, W].
+
+    Where both layouts with channels fit, the array is read as [n, H, W, C].
+
+    Raises:
+        UserError: the array has another shape; the message begins with `name`.
+    """
+    if array.ndim == 3:
+        array = array[:, None]
+    elif array.ndim == 4 and array.shape[3] in (1, 3):
+        array = array.transpose(0, 3, 1, 2)
+    elif not (array.ndim == 4 and array.shape[1] in (1, 3)):
+        raise UserError(
+            f"{name} has shape {list(array.shape)}; expected [n, H, W] or [n, H, W, C] with 1 or 3 channels"
+        )
+    return torch.from_numpy(np.ascontiguousarray(array))
+
+
+def resize(images: Tensor, height: int, width: int) -> Tensor:
+    """Crop the centre of the images [n, C, H, W] to the target's shape and resize it, bilinear and antialiased."""
+    from torchvision.transforms.v2 import functional
+
+    old_height, old_width = images.shape[2:]
+    scale = min(old_height / height, old_width / width)
+    box = [max(1, round(height * scale)), max(1, round(width * scale))]
+    # In parts: the filter may work in float, and a whole dataset would then take four times its memory.
+    parts = [
+        functional.resize(functional.center_crop(part, box), [height, width], antialias=True)
+        for part in images.split(_RESIZED_AT_A_TIME)
+    ]
+    return torch.cat(parts)
