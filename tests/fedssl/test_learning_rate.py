@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -108,4 +109,4 @@ def test_the_formula(rounds):
     found = [learning_rate(options, number, rounds) for number in range(1, rounds + 1)]
     assert found == pytest.approx([1.5 * (1 + math.cos(math.pi * done / rounds)) for done in range(rounds)])
     assert found[0] == 3.0
-    assert all(earlier > later > 0 for earlier, later in zip(found, found[1:], strict=False))
+    assert all(earlier > later > 0 for earlier, later in itertools.pairwise(found))
