@@ -41,7 +41,8 @@ def copy_sources() -> None:
 
 def build() -> None:
     module = COPY / "fedkernels" / "_C.abi3.so"
-    sources = [COPY / "setup.py", *(COPY / "csrc").rglob("*.cpp"), *(COPY / "csrc").rglob("*.h")]
+    sources = [COPY / "setup.py", COPY / "fedkernels/_schemas.inc"]
+    sources += [*(COPY / "csrc").rglob("*.cpp"), *(COPY / "csrc").rglob("*.h")]
     if module.exists() and module.stat().st_mtime > max(path.stat().st_mtime for path in sources):
         return
     module.unlink(missing_ok=True)

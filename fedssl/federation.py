@@ -52,10 +52,22 @@ class Federation:
         with seeded(self.recipe.seed, "model", owner):
             return _build_model(self.recipe, self.dataset, self.recipe.architecture_of(client or 0)).to(self.device)
 
-    def client(self, index: int, state: Message) -> Client:
-        """A client with its stored state; an empty state gives the client that has not yet taken part."""
-        model = self.new_model(index)
+    def client(self, index: int, state: Message, reused: Model | None = None) -> Client:
+        """A client with its stored state; an empty state gives the client that has not yet taken part.
+
+        Args:
+            index: the client's number.
+            state: what `client_state` gave.
+            reused: a model of this client's architecture, of which nothing is needed any more. The state is loaded
+                into it, which spares building one. A client without a state gets a new model: its first weights are
+                its own.
+        """
         stored = {k.removeprefix(MODEL): v for k, v in state.tensors.items() if k.startswith(MODEL)}
+        if reused is None or not stored:
+            model = self.new_model(index)
+        else:
+            model = reused
+            self.method.schedule.forget_round(model)
         if stored:  # whole or an error: a tensor that is missing must not stay at its first value
             model.load_state_dict(stored)
         memory = {k.removeprefix(MEMORY): v for k, v in state.tensors.items() if k.startswith(MEMORY)}

@@ -32,7 +32,7 @@ HELD = "schedule/held/"
 
 @dataclass(frozen=True)
 class Method:
-    """A client step and a server step, and nothing that remembers: state goes in and comes out as messages.
+    """A client step and a server step. A method remembers nothing: state goes in and out as messages.
 
     Attributes:
         objective, regularizers, schedule, aggregators, local_update: the parts.
@@ -83,7 +83,7 @@ class Method:
         return any(a.opening_round for a in self.aggregators)
 
     def broadcast_opening(self, server: Message, clients: list[int]) -> dict[int, Message]:
-        """What each of the clients receives in the opening round; mostly nothing."""
+        """What each of the clients receives in the opening round; nothing in most methods."""
         sent = [a.open(server, clients, self._travelling(0)) for a in self.aggregators if a.opening_round]
         return {k: merge(messages[k] for messages in sent) for k in clients}
 
@@ -96,7 +96,7 @@ class Method:
         }
 
     def _lacking(self, server: Message, client: int, round_number: int) -> Message:
-        """The final layers that a client does not hold yet, where the schedule has such layers."""
+        """The final layers that a client does not have yet, if the schedule has final layers."""
         if not (self.schedule.cuts and self.global_model):
             return Message()
         plan = self.plan(self.global_model, round_number)
@@ -107,10 +107,9 @@ class Method:
     def aggregate(self, server: Message, replies: dict[int, Message], round_number: int) -> Message:
         """The server's next state from the replies by client; 0 is the opening round.
 
-        Without any reply, as where all sampled clients have dropped out, nothing changes.
-
-        Broken replies are left out (guard.py). The state tells of the round: its metrics are what the aggregators log,
-        its config's `refused/CLIENT` says why a reply was left out.
+        Without any reply, for instance if all sampled clients dropped out, nothing changes. Broken replies are left out
+        (guard.py). The state's metrics are what the aggregators log of the round, and its config's `refused/CLIENT`
+        says why a reply was left out.
 
         Raises:
             UserError: too few replies are left.

@@ -32,15 +32,16 @@ def shipped_names(kind: Literal["recipe", "table"]) -> list[str]:
 def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a shipped recipe by name, or a file by path, and apply `key=value` overrides.
 
-    A part's relative path (`./my_part.py`) is seen from the recipe file's folder, in an override from the working
-    directory. The recipe that is returned, and so a run's stored one, holds the absolute path.
+    A part's relative path (`./my_part.py`) is resolved from the recipe file's folder, or from the working directory if
+    it stands in an override. The returned recipe, and so the one that a run stores, has the absolute path.
 
     Args:
         name_or_path: `hetero_ssfl`, or `./mine.yaml`.
         overrides: `training.batch_size=64`, `regularizers.0.weight=1`, `objective.name=simsiam`; the value is YAML.
 
     Raises:
-        UserError: no such recipe; not YAML; a key or value that is not allowed, with its path and what is.
+        UserError: there is no such recipe; it is not YAML; or a key or value is invalid. The message names the key's
+            path and what is allowed.
     """
     values = read_values(name_or_path)
     for override in overrides:
@@ -49,7 +50,7 @@ def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Reci
 
 
 def parse_recipe(values: dict[str, Any], source: str = "recipe") -> Recipe:
-    """Check a recipe given as a mapping; `source` is what error messages call it."""
+    """Check a recipe that is given as a mapping; error messages call it `source`."""
     problems: list[str] = []
     values = dict(values)
     for key, (folder, many) in PART_KEYS.items():
@@ -75,8 +76,9 @@ def parse_recipe(values: dict[str, Any], source: str = "recipe") -> Recipe:
 
 
 def read_values(name_or_path: str | Path, kind: Literal["recipe", "table"] = "recipe") -> dict[str, Any]:
-    """The unchecked mapping of a shipped recipe (or table) or of a YAML file, from whose folder its paths to part files
-    and recipes are seen.
+    """The unchecked mapping of a shipped recipe (or table), or of a YAML file.
+
+    Relative paths to part files and recipes are resolved from the YAML file's folder.
 
     Raises:
         UserError: no such recipe or file; not YAML; not a mapping.
@@ -112,7 +114,7 @@ def _recipe_from(folder: Path, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _table_from(folder: Path, values: dict[str, Any]) -> dict[str, Any]:
-    """A table's recipes and parts with absolute paths. What has not a table's form is left to its checks."""
+    """A table's recipes and parts with absolute paths; whatever has an invalid form is left to the table's checks."""
     for key in ("rows", "scenarios"):
         if isinstance(entries := values.get(key), list):
             values[key] = [_table_from(folder, dict(one)) if isinstance(one, dict) else one for one in entries]
@@ -149,7 +151,9 @@ def apply_override(values: dict[str, Any], override: str) -> None:
         last = i == len(keys) - 1
         if isinstance(target, list):
             if not key.isdigit() or int(key) >= len(target):
-                raise UserError(f"{override!r}: {'.'.join(keys[:i])} is a list of {len(target)}, {key!r} is no entry")
+                raise UserError(
+                    f"{override!r}: {'.'.join(keys[:i])} is a list of {len(target)}, which has no entry {key!r}"
+                )
             index: Any = int(key)
         elif isinstance(target, dict):
             index = key
@@ -187,11 +191,11 @@ def _parse_part(folder: str, value: Any, path: str, problems: list[str]) -> Any:
 
 
 def explain_errors(error: ValidationError, model: type[Options], prefix: str = "") -> list[str]:
-    """What pydantic found wrong, one clause a problem: the key's path, what came, what is allowed.
+    """One clause for each problem that pydantic found: the key's path, what is allowed, what it got.
 
     Args:
         error: raised while `model` was validated.
-        model: tells which keys are allowed.
+        model: the options that say which keys are allowed.
         prefix: the path of the validated mapping in the user's file; empty for the whole file.
     """
     clauses = []

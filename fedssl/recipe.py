@@ -21,7 +21,7 @@ from .regularizers.base import Regularizer
 from .schedules.base import Schedule
 from .training import TrainingOptions
 
-#: recipe keys that hold parts, the folder each is looked up in, and whether the key holds a list of them
+#: recipe keys that hold parts: the folder in which each is looked up, and whether the key holds a list of parts
 PART_KEYS: dict[str, tuple[str, bool]] = {
     "objective": ("objectives", False),
     "regularizers": ("regularizers", True),

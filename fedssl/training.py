@@ -71,7 +71,7 @@ def train_locally(
         options: how long and with which numbers.
         regularizers: the terms that are added to the objective's loss.
         rounds: of the whole run.
-        most_steps: stop after so many steps; where a step shall only be counted.
+        most_steps: stop after so many steps; for counting a step without training.
 
     Returns:
         What the first step took.

@@ -8,7 +8,7 @@ from types import ModuleType
 
 from ..recipe import Recipe
 
-# Flower and Ray report usage unless told otherwise, and look at this when they are imported.
+# Flower and Ray report usage unless these are set when they are imported.
 for _name, _value in {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",

@@ -45,12 +45,12 @@ def models_to_evaluate(
 
 
 class Clients(Protocol):
-    """How an engine reaches the clients; everything else of a run is `run_rounds`, under every engine."""
+    """How an engine reaches the clients. Everything else of a run is in `run_rounds`, the same for every engine."""
 
     def answers(self, number: int, sent: dict[int, Message]) -> tuple[dict[int, Message], dict[int, str]]:
-        """The clients' answers to a round's messages (round 0 is the opening one), and why the others gave none.
+        """The clients' answers to a round's messages, and why other clients gave none; round 0 is the opening round.
 
-        The states of those that answered are kept, and count from the round's commit on.
+        The states of the clients that answered are kept. They count from the round's commit on.
         """
         ...
 
@@ -169,16 +169,16 @@ def _exchange(
 ) -> tuple[Message, dict[int, Message], list[MetricRow], dict[int, str]]:
     """A round's messages there and back: the server's next state, the answers that count, rows and reasons of the rest.
 
-    Clients whose answer was refused or did not come are told, counted in the metrics `refused` and `missing`, and their
-    round is undone.
+    A client whose answer was refused or did not arrive is named in a warning and counted in the metric `refused` or
+    `missing`; its round is undone.
     """
     replies, missing = clients.answers(number, sent)
     for k, reason in missing.items():
         progress.warn(f"round {number}: client {k} is left out: {reason}")
-    # Under secure aggregation a round of too few changes nothing, and the next one goes on.
+    # Under secure aggregation a round with too few clients changes nothing, and the next round begins.
     if sent and not replies and federation.recipe.flower.secure_aggregation is None:
         least, reasons = federation.recipe.guard.minimum_answers, [f"client {k}: {why}" for k, why in missing.items()]
-        what = f"round {number}: 0 of {len(sent)} answers came, guard.minimum_answers is {least}"
+        what = f"round {number}: 0 of {len(sent)} clients answered, but guard.minimum_answers is {least}"
         raise UserError("; ".join([what, *reasons]))
     try:
         server = federation.method.aggregate(server, replies, number)
@@ -217,7 +217,7 @@ def _round(
 
 
 def _traffic_rows(number: int, sent: dict[int, Message], replies: dict[int, Message]) -> list[MetricRow]:
-    """Bytes that went down to and came up from each client in a round."""
+    """Bytes that each client received and sent in a round."""
     rows = [(number, str(k), "bytes_down", float(message.num_bytes)) for k, message in sent.items()]
     return rows + [(number, str(k), "bytes_up", float(message.num_bytes)) for k, message in replies.items()]
 

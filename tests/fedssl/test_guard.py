@@ -145,7 +145,7 @@ def test_a_size_that_all_share_is_what_most_have():
 def test_too_few_answers_are_told_with_every_reason():
     refused = {1: "a holds NaN", 2: "b is missing"}
     require_answers(refused, 3, 7, GuardOptions())
-    message = r"^round 7: 1 of 3 answers can be used, guard.minimum_answers is 2; client 1: a holds NaN; client 2: b is"
+    message = r"^round 7: 1 of 3 answers are valid, but guard.minimum_answers is 2; client 1: a holds NaN; client 2"
     with pytest.raises(UserError, match=message):
         require_answers(refused, 3, 7, GuardOptions(minimum_answers=2))
 
@@ -289,7 +289,7 @@ def test_too_few_sound_answers_end_the_run_and_the_rounds_before_are_kept(how, r
     recipe = tiny(**AVERAGED, guard={"minimum_answers": 3})
     with monkeypatch.context() as patch:
         break_client(patch, 2, how, {2})
-        with pytest.raises(UserError, match=rf"^round 2: 2 of 3 answers can be used, .* is 3; client 2: {reason}$"):
+        with pytest.raises(UserError, match=rf"^round 2: 2 of 3 answers are valid, .* is 3; client 2: {reason}$"):
             run(recipe, tmp_path / "a")
     assert RunDirectory.open(tmp_path / "a").checkpoint.round == 1
     resume(tmp_path / "a")  # the client is sound again
@@ -299,5 +299,5 @@ def test_too_few_sound_answers_end_the_run_and_the_rounds_before_are_kept(how, r
 
 
 def test_more_answers_than_clients_are_never_there(tiny):
-    with pytest.raises(UserError, match=r"guard.minimum_answers is 4, but only 3 clients answer"):
+    with pytest.raises(UserError, match=r"guard.minimum_answers is 4, but a round asks only 3 clients"):
         build_federation(tiny(**AVERAGED, guard={"minimum_answers": 4}))

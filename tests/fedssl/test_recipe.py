@@ -151,7 +151,7 @@ def test_a_recipe_that_is_no_yaml_or_no_mapping(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"clients_per_round": 4}, "clients_per_round is 4, partition.clients only 3"),
+        ({"clients_per_round": 4}, "clients_per_round is 4, but partition.clients is only 3"),
         (
             ALIGNED | {"data": {"name": "digits"}},
             "representation_mean needs public images|cka_alignment needs public",

@@ -19,13 +19,13 @@ import secrets
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from flwr.app import ConfigRecord, Context, RecordDict
 from flwr.serverapp import Grid, ServerApp
 from rich.console import Console
 from torch import Tensor
 
+from ...dotted_keys import flatten_keys
 from ...errors import UserError
 from ...federation import Federation, build_federation
 from ...messages import Message
@@ -255,8 +255,8 @@ def _update_stored_recipe(path: Path, recipe: Recipe) -> None:
     Raises:
         UserError: it differs in something that earlier rounds depend on.
     """
-    stored = _values_by_key(load_recipe(path / "recipe.yaml").model_dump(mode="json"))
-    given = _values_by_key(recipe.model_dump(mode="json"))
+    stored = flatten_keys(load_recipe(path / "recipe.yaml").model_dump(mode="json"))
+    given = flatten_keys(recipe.model_dump(mode="json"))
     changed = [key for key in stored | given if stored.get(key) != given.get(key)]
     refused = [key for key in changed if key not in _CHANGEABLE]
     if refused:
@@ -268,13 +268,3 @@ def _update_stored_recipe(path: Path, recipe: Recipe) -> None:
         )
     if changed:
         write_atomically(path / "recipe.yaml", recipe.to_yaml().encode())
-
-
-def _values_by_key(values: Any, key: str = "") -> dict[str, Any]:
-    """Nested mappings as one mapping by dotted keys, such as flower.round_seconds; an empty mapping has none."""
-    if not isinstance(values, dict):
-        return {key: values}
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        flat |= _values_by_key(value, f"{key}.{name}" if key else name)
-    return flat

@@ -120,7 +120,7 @@ def test_a_round_without_any_answer_is_under_every_minimum(quick, tmp_path):
     directory, grid = start(recipe, tmp_path / "b")
     grid.silent = {11, 12, 13}
     with pytest.raises(
-        UserError, match=r"round 1: 0 of 3 answers came, guard.minimum_answers is 1; client 0: no answer"
+        UserError, match=r"round 1: 0 of 3 clients answered, but guard.minimum_answers is 1; client 0: no answer"
     ):
         run_on(recipe, directory, grid)
     assert RunDirectory.open(tmp_path / "b").checkpoint.round == 0

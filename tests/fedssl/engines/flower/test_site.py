@@ -58,5 +58,5 @@ def test_a_site_file_that_is_wrong(tmp_path, quick):
 
 
 def test_sites_of_their_own_data_are_for_the_flower_engine(tiny):
-    with pytest.raises(UserError, match="partition sites is for engine flower"):
+    with pytest.raises(UserError, match="partition sites needs engine flower"):
         build_federation(tiny(partition={"name": "sites", "clients": 2}))

@@ -1,0 +1,32 @@
+// The instruction set whose kernels are used, see cpu/isa.h.
+#include "cpu/isa.h"
+
+#include <cstdlib>
+#include <cstring>
+
+namespace fedkernels {
+
+static Isa best_isa() {
+  Isa best = Isa::baseline;
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+    best = Isa::avx2;
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl")) {
+      best = Isa::avx512;
+    }
+  }
+  const char* wanted = std::getenv("FEDKERNELS_CPU");
+  if (wanted && std::strcmp(wanted, "baseline") == 0) best = Isa::baseline;
+  if (wanted && std::strcmp(wanted, "avx2") == 0 && best == Isa::avx512) best = Isa::avx2;
+#endif
+  return best;
+}
+
+Isa isa() {
+  static const Isa chosen = best_isa();
+  return chosen;
+}
+
+}  // namespace fedkernels
