@@ -8,20 +8,22 @@
 
 namespace fedkernels {
 
+[[maybe_unused]] static bool is_compiled(const char* name) { return std::strstr(FEDKERNELS_ISAS, name) != nullptr; }
+
 static Isa best_isa() {
   Isa best = Isa::baseline;
 #if defined(__x86_64__)
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
-    best = Isa::avx2;
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512vl")) {
+    if (is_compiled("avx2")) best = Isa::avx2;
+    if (is_compiled("avx512") && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl")) {
       best = Isa::avx512;
     }
   }
   const char* wanted = std::getenv("FEDKERNELS_CPU");
   if (wanted && std::strcmp(wanted, "baseline") == 0) best = Isa::baseline;
-  if (wanted && std::strcmp(wanted, "avx2") == 0 && best == Isa::avx512) best = Isa::avx2;
+  if (wanted && std::strcmp(wanted, "avx2") == 0 && best == Isa::avx512 && is_compiled("avx2")) best = Isa::avx2;
 #endif
   return best;
 }
@@ -38,8 +40,9 @@ Isa isa() {
 
 static PyObject* build_info(PyObject*, PyObject*) {
   static const char* const names[] = {"baseline", "avx2", "avx512"};
-  return Py_BuildValue("{s:s,s:s,s:s,s:s,s:s,s:s}", "interface", FEDKERNELS_INTERFACE, "compiled", FEDKERNELS_ISAS, "used",
-                       names[static_cast<int>(fedkernels::isa())], "cuda", FEDKERNELS_CUDA, "compiler",
+  return Py_BuildValue("{s:s,s:s,s:s,s:s,s:s,s:s,s:s}", "interface", FEDKERNELS_INTERFACE, "compiled", FEDKERNELS_ISAS,
+                       "left_out", FEDKERNELS_LEFT_OUT, "used", names[static_cast<int>(fedkernels::isa())], "cuda",
+                       FEDKERNELS_CUDA, "compiler",
 #if defined(__clang__)
                        "clang " __clang_version__,
 #else
