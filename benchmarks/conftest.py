@@ -1,4 +1,4 @@
-"""Options of ``pytest benchmarks``."""
+"""Options of ``pytest benchmarks``, and its cases: those that `python -m benchmarks` times."""
 
 from __future__ import annotations
 
@@ -10,20 +10,28 @@ from benchmarks.measure import Settings, load_cases
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    group = parser.getgroup("operators' benchmarks")
+    group = parser.getgroup("benchmarks of the operators")
     group.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="where to measure (default: cpu)")
     group.addoption("--threads", type=int, default=2, metavar="N", help="torch's threads (default: 2)")
     group.addoption("--quick", action="store_true", help="tiny sizes, to see that everything runs")
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One benchmark for each operator and size that `python -m benchmarks` times as well."""
-    option = metafunc.config.getoption
-    settings = Settings(option("--device"), quick=option("--quick"), threads=option("--threads"))
+def _settings(config: pytest.Config) -> Settings:
+    settings = Settings(
+        config.getoption("--device"), quick=config.getoption("--quick"), threads=config.getoption("--threads")
+    )
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise pytest.UsageError("--device cuda: torch finds no CUDA device")
+    return settings
+
+
+@pytest.fixture
+def settings(pytestconfig: pytest.Config) -> Settings:
+    return _settings(pytestconfig)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
+        settings = _settings(metafunc.config)
         cases = [(operator, case) for operator in OPERATORS for case in load_cases(operator, settings) if case.timed]
-        names = [f"{operator}: {case.size}" for operator, case in cases]
-        metafunc.parametrize(("operator", "case"), cases, ids=names)
-        metafunc.parametrize("settings", [settings], ids=[settings.device])
+        metafunc.parametrize(("operator", "case"), cases, ids=[f"{operator}: {case.size}" for operator, case in cases])

@@ -172,6 +172,7 @@ def test_a_source_that_fails_leaves_the_module_out(built: BuildTree) -> None:
     built.build(BROKEN_SOURCE="two.cpp")
     assert note(built) == "StepError: cxx failed on csrc/cpu/two.cpp: csrc/cpu/two.cpp(1): error: pretended\n"
     assert not list((built.folder / "fedkernels").glob("*.so"))
+    assert not list((built.folder / "build").glob("lib*/fedkernels/*.so"))  # what a wheel would take
     assert "fedkernels._C is left out" in built.printed
     assert built.build() == sorted([*TWO, *LINK])
     assert not (built.folder / "fedkernels/_C.missing").exists()
