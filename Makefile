@@ -52,7 +52,7 @@ sanitize: $(installed)
 
 # Fixed names only: an environment elsewhere (VENV=...) is its owner's to remove.
 clean:
-	rm -rf .venv build dist fedkernels/_C.* *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist fedkernels/_C.* *.egg-info .benchmarks .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name '.?*' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch first: the module of csrc/ compiles against its headers, and an isolated build would fetch a torch of its own.

@@ -150,6 +150,7 @@ def build_info() -> dict[str, str]:
         kernels are compiled for; ``cpu_used``, the one that this processor runs; ``cuda_compiled``, the architectures
         of the CUDA kernels, or "none" and why; ``cuda_operators``, those of the operators that have CUDA kernels;
         ``cuda_used``, the GPUs that run them and why others do not (each one in sight is asked, and prepared by that);
+        ``left_out``, the instruction sets and architectures that a complete build has and this one has not, or "";
         ``compiler``; ``oldest_torch``, which the module needs.
     """
     if module is None:
@@ -163,6 +164,7 @@ def build_info() -> dict[str, str]:
         "cuda_compiled": built.get("cuda", "none"),
         "cuda_operators": " ".join(sorted(CUDA.intersection(COMPILED))),
         "cuda_used": _gpus(),
+        "left_out": built.get("left_out", ""),
         "compiler": built["compiler"],
         "oldest_torch": built["torch"],
     }

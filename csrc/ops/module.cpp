@@ -9,7 +9,8 @@
 
 static PyObject* build_info(PyObject*, PyObject*) {
   static const char* const names[] = {"baseline", "avx2", "avx512"};
-  return Py_BuildValue("{s:s,s:s,s:s,s:s,s:s}", "compiled", FEDKERNELS_ISAS, "used",
+  return Py_BuildValue("{s:s,s:s,s:s,s:s,s:s,s:s}", "compiled", FEDKERNELS_ISAS, "left_out",
+                       FEDKERNELS_LEFT_OUT, "used",
                        names[static_cast<int>(fedkernels::isa())], "cuda", FEDKERNELS_CUDA, "compiler",
 #if defined(__clang__)
                        "clang " __clang_version__,

@@ -27,7 +27,7 @@ def engine_of(recipe: Recipe) -> ModuleType:
         from . import in_process
 
         return in_process
-    return flower_module("server")
+    return flower_module("simulation")
 
 
 def flower_module(name: str) -> ModuleType:

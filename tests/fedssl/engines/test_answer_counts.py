@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,6 @@ from typing import Any
 import pytest
 
 from fedssl.engines.in_process import run
-from fedssl.engines.progress import Silent
-from fedssl.engines.rounds import run_rounds
 from fedssl.federation import build_federation
 from fedssl.method import Method
 from fedssl.recipe import Recipe
@@ -114,21 +111,19 @@ def test_behind_flower_a_client_that_does_not_answer_is_not_counted(only_round, 
     pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
     from flwr.supercore.task_identity import TaskIdentity
 
-    from fedssl.engines import flower
-
-    from .test_flower import Clock, start
+    from fedssl.engines.flower import greeting, messenger
+    from tests.fedssl.engines.flower.loop_grid import Clock, run_on, start
 
     TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1
-    monkeypatch.setattr(flower, "time", Clock())
+    clock = Clock()
+    monkeypatch.setattr(messenger, "time", clock)
+    monkeypatch.setattr(greeting, "time", clock)
     the_round = only_round(**AVERAGED, engine="flower", flower={"round_seconds": 100, "connect_seconds": 10})
     refused, counted, silent = the_round.answering
     broken.add(refused)
     directory, grid = start(the_round.recipe, tmp_path / "run")
     grid.silent = {11 + silent}
-    federation = build_federation(the_round.recipe)
-    clients = flower.FlowerClients(grid, federation, directory, Silent(), "run", threading.Event())
-    clients.connect()
-    run_rounds(federation, directory, Silent(), clients)
+    run_on(the_round.recipe, directory, grid)
     assert metric(tmp_path / "run", "answers", 1) == {"global": 1.0}
     assert metric(tmp_path / "run", "missing", 1) == all_ones([silent])
     assert metric(tmp_path / "run", "refused", 1) == all_ones([refused])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
@@ -11,33 +9,18 @@ pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]
 
 from flwr.app import ConfigRecord
 from flwr.app import Message as FlowerMessage
-from flwr.supercore.task_identity import TaskIdentity
 
-from fedssl.engines import flower
-from fedssl.recipe import Recipe
 from fedssl.run_directory import RunDirectory
+from tests.fedssl.conftest import ALIGNED, AVERAGED, FEDU2, LW_FEDSSL
+from tests.fedssl.engines.flower.loop_grid import LoopGrid, run_on, start
+from tests.fedssl.engines.test_in_process import metric
 
-from .conftest import ALIGNED, AVERAGED, FEDU2, LW_FEDSSL
-from .test_flower import Clock, LoopGrid, go, start
-from .test_in_process import metric
+pytestmark = pytest.mark.usefixtures("flower_process")
 
 KINDS = {"aligned": ALIGNED, "averaged": AVERAGED, "fedu2": FEDU2, "layer_wise": LW_FEDSSL}
 FIRST_NODE = 11  # of client 0; the others follow
 CLIENT, OTHER = 1, 0
 Key = tuple[int, int]  # client and round
-
-
-@pytest.fixture(autouse=True)
-def _identity():
-    """Flower notes in its processes who they are, and asks for it when a message is made."""
-    TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1
-
-
-@pytest.fixture
-def recipe(tiny, monkeypatch) -> Callable[..., Recipe]:
-    monkeypatch.setattr(flower, "time", Clock())
-    waits = {"round_seconds": 100, "connect_seconds": 10}
-    return lambda **changes: tiny(engine="flower", **{"flower": waits} | changes)
 
 
 def swap_answers(grid: LoopGrid, kind: str, place: Key, taken: Key) -> list[dict]:
@@ -115,27 +98,27 @@ def same_server(one: RunDirectory, other: RunDirectory) -> bool:
         ("aligned", (CLIENT, 0), (OTHER, 0)),
     ],
 )
-def test_the_round_goes_on_as_if_no_answer_had_come(kind, place, taken, recipe, tmp_path):
+def test_the_round_goes_on_as_if_no_answer_had_come(kind, place, taken, quick, tmp_path):
     client, number = place
-    directory, grid = start(recipe(**KINDS[kind]), tmp_path / "swapped")
+    directory, grid = start(quick(**KINDS[kind]), tmp_path / "swapped")
     replaced = swap_answers(grid, "train", place, taken)
-    [warning] = go(recipe(**KINDS[kind]), directory, grid)
+    [warning] = run_on(quick(**KINDS[kind]), directory, grid)
     assert len(replaced) == 1
     assert warning.startswith(f"round {number}: client {client} is left out: ")
     assert metric(tmp_path / "swapped", "missing", number) == {str(client): 1.0}
     assert str(client) not in metric(tmp_path / "swapped", "bytes_up", number)
     assert f"{number},{client}," in (tmp_path / "swapped" / "refused.csv").read_text()
-    silent, grid = start(recipe(**KINDS[kind]), tmp_path / "silent")
+    silent, grid = start(quick(**KINDS[kind]), tmp_path / "silent")
     without_answers(grid, place)
-    go(recipe(**KINDS[kind]), silent, grid)
+    run_on(quick(**KINDS[kind]), silent, grid)
     assert same_server(directory, silent)
     assert [directory.client_round(k) for k in range(3)] == [silent.client_round(k) for k in range(3)]
 
 
-def test_its_client_trains_on_from_the_round_before(recipe, tmp_path):
+def test_its_client_trains_on_from_the_round_before(quick, tmp_path):
     """What it trained in that round is undone, for the server does not have it."""
     settings = AVERAGED | {"rounds": 3}
-    directory, grid = start(recipe(**settings), tmp_path / "run")
+    directory, grid = start(quick(**settings), tmp_path / "run")
     swap_answers(grid, "train", (CLIENT, 2), (CLIENT, 1))
     started: dict[Key, int] = {}
     app = grid.app
@@ -147,18 +130,18 @@ def test_its_client_trains_on_from_the_round_before(recipe, tmp_path):
         return app(message, context)
 
     grid.app = note
-    go(recipe(**settings), directory, grid)
+    run_on(quick(**settings), directory, grid)
     assert started[CLIENT, 3] == 1
     assert started[OTHER, 3] == 2
     assert [directory.client_round(k) for k in range(3)] == [3, 3, 3]
 
 
 @pytest.mark.parametrize("taken", [(OTHER, 0), (2, 0)])
-def test_an_evaluation_of_another_client_is_not_its_own(taken, recipe, tmp_path):
+def test_an_evaluation_of_another_client_is_not_its_own(taken, quick, tmp_path):
     """Without weights that travel every client's own model is measured, here before the first round."""
-    directory, grid = start(recipe(), tmp_path / "run")
+    directory, grid = start(quick(), tmp_path / "run")
     swap_answers(grid, "evaluate", (CLIENT, 0), taken)
-    [warning] = go(recipe(), directory, grid)
+    [warning] = run_on(quick(), directory, grid)
     assert warning.startswith(f"round 0: client {CLIENT} is not evaluated: ")
     assert metric(tmp_path / "run", "knn", 0).keys() == {"0", "2", "mean"}
 
@@ -166,8 +149,8 @@ def test_an_evaluation_of_another_client_is_not_its_own(taken, recipe, tmp_path)
 @pytest.mark.parametrize(
     "said", [None, {}, {"client": CLIENT}, {"round": 1}, {"client": float(CLIENT) + 0.5, "round": 1}]
 )
-def test_an_answer_that_does_not_say_whose_it_is_is_left_out(said, recipe, tmp_path):
-    directory, grid = start(recipe(**AVERAGED, rounds=1), tmp_path / "run")
+def test_an_answer_that_does_not_say_whose_it_is_is_left_out(said, quick, tmp_path):
+    directory, grid = start(quick(**AVERAGED, rounds=1), tmp_path / "run")
 
     def change(node, reply):
         if node == FIRST_NODE + CLIENT and reply.metadata.message_type == "train":
@@ -176,20 +159,20 @@ def test_an_answer_that_does_not_say_whose_it_is_is_left_out(said, recipe, tmp_p
                 reply.content["answer"] = ConfigRecord(said)
 
     grid.tamper = change
-    [warning] = go(recipe(**AVERAGED, rounds=1), directory, grid)
+    [warning] = run_on(quick(**AVERAGED, rounds=1), directory, grid)
     assert warning.startswith(f"round 1: client {CLIENT} is left out: ")
     assert metric(tmp_path / "run", "missing", 1) == {str(CLIENT): 1.0}
 
 
 @pytest.mark.parametrize("taken", [(CLIENT, 1), (OTHER, 2)])
-def test_under_secure_aggregation_it_is_in_no_sum(taken, recipe, tmp_path):
+def test_under_secure_aggregation_it_is_in_no_sum(taken, quick, tmp_path):
     waits = {"round_seconds": 100, "connect_seconds": 10}
     secure = {"flower": waits | {"secure_aggregation": {"name": "secagg_plus", "max_weight": 60}}}
     four = {"partition": {"name": "iid", "clients": 4}, "data": {"name": "digits", "train_limit": 80, "test_limit": 20}}
-    made = recipe(**AVERAGED, **secure, **four)
+    made = quick(**AVERAGED, **secure, **four)
     directory, grid = start(made, tmp_path / "run")
     replaced = swap_answers(grid, "train", (CLIENT, 2), taken)
-    warnings = go(made, directory, grid)
+    warnings = run_on(made, directory, grid)
     assert replaced
     assert [w for w in warnings if w.startswith(f"round 2: client {CLIENT} is left out: ")]
     assert metric(tmp_path / "run", "missing", 2)[str(CLIENT)] == 1.0
