@@ -341,7 +341,7 @@ def test_a_run_is_evaluated_at_its_depth_and_counts_the_late_layers(staged, tmp_
         depths.append(model.encoder.depth)
         return evaluate_model(model, *arguments, **options)
 
-    monkeypatch.setattr("fedssl.engines.in_process.evaluate_model", watching)
+    monkeypatch.setattr("fedssl.engines.rounds.evaluate_model", watching)
     recipe = staged(evaluation={"every": 1, "neighbors": 5, "linear": {"epochs": 1}})
     run(recipe, tmp_path / "a")
     assert depths == [4, 1, 2, 3, 4]  # before training the untrained encoder, whole
