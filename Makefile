@@ -24,7 +24,7 @@ chosen = $(filter-out file,$(origin PYTHON))
 help:
 	@echo 'make demo      run the comparison on the digits data and draw its picture (minutes)'
 	@echo 'make test      lint, type checks and the tests'
-	@echo 'make lint      ruff and mypy only'
+	@echo 'make lint      ruff, the layers of imports and mypy only'
 	@echo 'make sanitize  the CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer (half an hour)'
 	@echo 'make clean     remove .venv, caches and build outputs; what you ran (runs/) stays'
 	@echo
@@ -44,6 +44,7 @@ test: lint
 lint: $(installed)
 	$(python) -m ruff check .
 	$(python) -m ruff format --check .
+	"$(VENV)/bin/lint-imports" --no-cache
 	$(python) -m mypy
 
 sanitize: $(installed)
@@ -51,7 +52,7 @@ sanitize: $(installed)
 
 # Fixed names only: an environment elsewhere (VENV=...) is its owner's to remove.
 clean:
-	rm -rf .venv build dist fedkernels/_C.* *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist fedkernels/_C.* *.egg-info .benchmarks .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name '.?*' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch first: the module of csrc/ compiles against its headers, and an isolated build would fetch a torch of its own.

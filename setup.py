@@ -1,13 +1,15 @@
-"""Compiles csrc/ into the module fedkernels._C; everything else stands in pyproject.toml. See csrc/README.md."""
+"""Compiles csrc/ into the module fedkernels._C; everything else is in pyproject.toml. See csrc/README.md."""
 
+import filecmp
+import hashlib
 import os
 import platform
 import re
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
-from os import cpu_count
+import sysconfig
+from dataclasses import dataclass
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -15,14 +17,16 @@ from setuptools.command.build_ext import build_ext
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "csrc"))
 from build_backend import torch_folder
+from cuda_compiler import CudaCompiler, find_cuda_compiler
+from ninja_build import Step, StepError, run, write_if_changed
 
 # The oldest torch that the module loads into: only what its stable ABI holds is used. Two bytes, 2 and 11.
 TARGET = "0x020b000000000000"
 NAME = "fedkernels._C"
-NOTE = "_C.missing"  # beside the package where the module is left out: why
+NOTE = "_C.missing"  # written into the package where the module is left out; holds the reason
 
 # csrc/cpu is compiled once for each of these, and the best that the processor has is chosen at run time.
-INSTRUCTION_SETS = {"baseline": []}
+INSTRUCTION_SETS: dict[str, list[str]] = {"baseline": []}
 if platform.machine().lower() in ("x86_64", "amd64"):
     INSTRUCTION_SETS["avx2"] = ["-mavx2", "-mfma"]
     INSTRUCTION_SETS["avx512"] = [
@@ -31,34 +35,70 @@ if platform.machine().lower() in ("x86_64", "amd64"):
     ]
 FLAGS = ["-std=c++20", "-O3", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra"]
 KERNEL_FLAGS = [*FLAGS, "-fno-math-errno", "-fno-exceptions", "-fno-rtti"]
-
-# csrc/cuda, where there is an nvcc. PTX of the newest architecture lets later GPUs compile for themselves.
-ARCHITECTURES = "80 86 89 90"
-NVCC_FLAGS = [
-    *("-std=c++20", "-O3", "-Icsrc", "-DNDEBUG", "-Werror", "all-warnings"),
-    *("-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall,-Wextra,-Werror"),
-]
+JOBS = max(1, min(8, os.cpu_count() or 1))  # compilers at a time
 
 
-def nvcc_path() -> str | None:
-    """CUDA_HOME's, else the one in PATH, else that of the usual folder."""
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    folders = [f"{home}/bin"] if home else [*os.get_exec_path(), "/usr/local/cuda/bin"]
-    return shutil.which("nvcc", path=os.pathsep.join(folders))
+def instruction_sets() -> list[str]:
+    """FEDKERNELS_CPU_INSTRUCTION_SETS, names as in "avx512" or "avx2 avx512", and always the baseline."""
+    given = os.environ.get("FEDKERNELS_CPU_INSTRUCTION_SETS") or " ".join(INSTRUCTION_SETS)
+    names = {name for name in re.split(r"[\s,;]+", given) if name}
+    if not names or not names <= set(INSTRUCTION_SETS):
+        known = ", ".join(INSTRUCTION_SETS)
+        raise SystemExit(f"FEDKERNELS_CPU_INSTRUCTION_SETS must be a list of some of {known}, got {given!r}")
+    return [name for name in INSTRUCTION_SETS if name in names | {"baseline"}]
 
 
-def architectures() -> list[str]:
-    """FEDKERNELS_CUDA_ARCHITECTURES, compute capabilities as in "80 86" or "8.0;8.6", in order."""
-    given = os.environ.get("FEDKERNELS_CUDA_ARCHITECTURES") or ARCHITECTURES
-    found = {name.replace(".", "").removeprefix("sm_") for name in re.split(r"[\s,;]+", given) if name}
-    if not found or not all(re.fullmatch(r"\d{2,3}[af]?", name) for name in found):
-        raise RuntimeError(f"FEDKERNELS_CUDA_ARCHITECTURES must be a list as in '80 90', got {given!r}")
-    return sorted(found, key=lambda name: int(name.rstrip("af")))
+def supported_torch() -> Path:
+    """The folder of the torch whose headers are used; RuntimeError where there is none or it is too old."""
+    folder = torch_folder()
+    if folder is None:
+        raise RuntimeError("torch's headers were not found; install torch first")
+    version = (folder / "include/torch/headeronly/version.h").read_text(encoding="utf-8")
+    major, minor = (int(re.findall(rf"define TORCH_VERSION_{part} (\d+)", version)[0]) for part in ("MAJOR", "MINOR"))
+    if (major, minor) < (2, 11):
+        raise RuntimeError(f"torch 2.11 or newer is needed, but torch {major}.{minor} was found")
+    return folder
 
 
-def architecture_flags(names: list[str]) -> list[str]:
-    flags = [f"-gencode=arch=compute_{name},code=sm_{name}" for name in names]
-    return [*flags, f"-gencode=arch=compute_{names[-1]},code=compute_{names[-1]}"]
+def compiler_version(name: str) -> str:
+    """The path and version of a compiler; RuntimeError where it is missing."""
+    path = shutil.which(name)
+    if path is None:
+        raise RuntimeError(f"the C++ compiler {name} was not found")
+    return f"{path}\n{subprocess.run([path, '--version'], capture_output=True, text=True).stdout}"
+
+
+def replace_where_different(source: Path, target: Path) -> None:
+    """Copies `source` where its content differs; a process that has loaded `target` keeps the file that it has."""
+    if target.exists() and filecmp.cmp(source, target, shallow=False):
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".{target.name}.tmp")
+    shutil.copy(source, temporary)
+    temporary.replace(target)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is compiled, and where to."""
+
+    folder: Path
+    torch: Path
+    sets: list[str]  # instruction sets
+    cuda: CudaCompiler | None
+    why_no_cuda: str = ""
+
+    @property
+    def cuda_targets(self) -> str:
+        return self.cuda.targets if self.cuda else f"none ({self.why_no_cuda})"
+
+    @property
+    def left_out(self) -> list[str]:
+        """The instruction sets and architectures of a complete build that this one does not compile for."""
+        return [
+            *(name for name in INSTRUCTION_SETS if name not in self.sets),
+            *(self.cuda.left_out if self.cuda else []),
+        ]
 
 
 class BuildNative(build_ext):
@@ -68,129 +108,150 @@ class BuildNative(build_ext):
         module = Path(self.get_ext_fullpath(ext.name))
         note = module.parent / NOTE
         try:
-            self._compile(ext, module)
+            compiled = self._compile()
         except Exception as error:  # a missing compiler, header or library: each has its own exception
             module.parent.mkdir(parents=True, exist_ok=True)
+            module.unlink(missing_ok=True)  # of an earlier state of csrc/
             note.write_text(f"{type(error).__name__}: {error}\n", encoding="utf-8")
             self.warn(f"{NAME} is left out, fedkernels works on its slower references: {error}")
         else:
+            replace_where_different(compiled, module)
             note.unlink(missing_ok=True)
 
-    def copy_extensions_to_source(self) -> None:  # an editable installation
-        super().copy_extensions_to_source()
-        made = Path(self.build_lib) / "fedkernels" / NOTE
-        kept = Path("fedkernels") / NOTE
-        if made.exists():
-            kept.write_text(made.read_text(encoding="utf-8"), encoding="utf-8")
-            for stale in Path("fedkernels").glob("_C.*.so"):  # of an earlier state of csrc/
+    def copy_extensions_to_source(self) -> None:  # for an editable installation and for --inplace
+        module = Path(self.get_ext_filename(self.get_ext_fullname(NAME)))
+        note = module.parent / NOTE
+        if (Path(self.build_lib) / note).exists():
+            replace_where_different(Path(self.build_lib) / note, note)
+            for stale in module.parent.glob("_C.*.so"):  # of an earlier state of csrc/
                 stale.unlink()
         else:
-            kept.unlink(missing_ok=True)
+            replace_where_different(Path(self.build_lib) / module, module)
+            note.unlink(missing_ok=True)
 
-    def _compile(self, ext: Extension, module: Path) -> None:
-        folder = torch_folder()
-        if folder is None:
-            raise RuntimeError("torch's headers were not found; install torch first")
-        version = (folder / "include/torch/headeronly/version.h").read_text(encoding="utf-8")
-        major, minor = (
-            int(re.findall(rf"define TORCH_VERSION_{part} (\d+)", version)[0]) for part in ("MAJOR", "MINOR")
+    def _compile(self) -> Path:
+        """-> the module, in the build folder."""
+        torch, sets = supported_torch(), instruction_sets()
+        folder = self._build_folder(torch)
+        if self.force:
+            shutil.rmtree(folder, ignore_errors=True)
+        cuda, why_no_cuda = self._find_cuda()
+        plan = Plan(folder, torch, sets, cuda, why_no_cuda)
+        try:
+            run(self._steps(plan), folder, JOBS)
+        except StepError as error:
+            if error.step.output.parent != folder / "cuda":
+                raise
+            self._refuse_to_leave_out_cuda(error)
+            plan = Plan(folder, torch, sets, None, str(error))
+            run(self._steps(plan), folder, JOBS)
+        print(
+            f"{NAME}: CPU kernels for {' '.join(sets)}; CUDA kernels for {plan.cuda_targets}; "
+            f"left out: {', '.join(plan.left_out) or 'nothing'}",
+            flush=True,
         )
-        if (major, minor) < (2, 11):
-            raise RuntimeError(f"torch {major}.{minor} was found, 2.11 or newer is needed")
+        return self._module(folder)
 
-        cuda_objects, cuda_folder, cuda = self._compile_cuda()
+    def _build_folder(self, torch: Path) -> Path:
+        """One for each Python and torch; an isolated build gets the same one, for its own folders are temporary."""
+        environment = "\n".join([*self.compiler.include_dirs, str(torch)])
+        name = f"{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
+        digest = hashlib.sha256(environment.encode()).hexdigest()[:8]
+        return Path(self.get_finalized_command("build").build_base) / "native" / f"{name}-{digest}"
 
-        sets = " ".join(INSTRUCTION_SETS)
-        jobs = [  # source, folder of its object, macros, flags
-            (source, "ops", [("TORCH_TARGET_VERSION", TARGET), ("Py_LIMITED_API", "0x030a0000")], FLAGS)
-            for source in sorted(str(path) for path in Path("csrc/ops").glob("*.cpp"))
-            if cuda_objects or not source.endswith("_cuda.cpp")
-        ]
-        for name, extra in INSTRUCTION_SETS.items():
-            for source in sorted(str(path) for path in Path("csrc/cpu").glob("*.cpp")):
-                jobs.append((source, name, [("FEDKERNELS_ISA", name)], KERNEL_FLAGS + extra))
-
-        def compile_one(job: tuple[str, str, list[tuple[str, str]], list[str]]) -> list[str]:
-            source, name, macros, flags = job
-            include = ["csrc", str(folder / "include")] if name == "ops" else ["csrc"]
-            return self.compiler.compile(
-                [source],
-                output_dir=str(Path(self.build_temp) / name),
-                macros=[*macros, ("FEDKERNELS_ISAS", f'"{sets}"'), ("FEDKERNELS_CUDA", f'"{cuda}"'), ("NDEBUG", None)],
-                include_dirs=[*include, *self.compiler.include_dirs],
-                extra_postargs=flags,
-            )
-
-        with ThreadPoolExecutor(max_workers=max(1, min(8, cpu_count() or 1))) as pool:
-            objects = [path for paths in pool.map(compile_one, jobs) for path in paths]
-        module.parent.mkdir(parents=True, exist_ok=True)
-        linux, static = sys.platform.startswith("linux"), []
-        if cuda_objects:
-            # Static, so that the module loads where there is no CUDA; hidden, so that it is not taken for torch's.
-            static = ["-Wl,--exclude-libs,libcudart_static.a", f"{cuda_folder}/libcudart_static.a"]
-            static += ["-ldl", "-lrt", "-lpthread"]
-        self.compiler.link_shared_object(
-            [*objects, *cuda_objects],
-            str(module),
-            # Found by name in the process, which has loaded torch before: no path to this torch is kept. Through
-            # libtorch a torch with CUDA shows its functions for streams, which are weak symbols here.
-            libraries=["torch_cpu", "torch"] if linux else [],
-            library_dirs=[str(folder / "lib")],
-            extra_preargs=["-Wl,--no-as-needed"] if linux else [],
-            extra_postargs=static,
-            build_temp=self.build_temp,
-            target_lang="c++",
-        )
-
-    def _compile_cuda(self) -> tuple[list[str], str, str]:
-        """-> objects, the folder of CUDA's libraries, and the architectures, or why there are none."""
+    def _find_cuda(self) -> tuple[CudaCompiler | None, str]:
+        """-> nvcc, or None and the reason."""
         wanted = os.environ.get("FEDKERNELS_CUDA") or "auto"
         if wanted not in ("auto", "0", "1"):
-            raise RuntimeError(f"FEDKERNELS_CUDA must be auto, 0 or 1, got {wanted!r}")
+            raise SystemExit(f"FEDKERNELS_CUDA must be auto, 0 or 1, got {wanted!r}")
         if wanted == "0":
-            return [], "", "none (FEDKERNELS_CUDA=0)"
+            return None, "FEDKERNELS_CUDA=0"
         try:
-            return self._run_nvcc()
-        except (RuntimeError, OSError) as error:
-            if wanted == "1":
-                raise SystemExit(f"FEDKERNELS_CUDA=1, but {error}") from error
-            self.warn(f"{NAME} is compiled without CUDA: {error}")
-            # It becomes a string of the C++ source.
-            reason = re.sub(r"[^\w .,:;/()=+-]", "", str(error).partition("\n")[0])
-            return [], "", f"none ({reason[:300]})"
+            return find_cuda_compiler(), ""
+        except RuntimeError as error:
+            self._refuse_to_leave_out_cuda(error)
+            return None, str(error)
 
-    def _run_nvcc(self) -> tuple[list[str], str, str]:
-        nvcc = nvcc_path()
-        if nvcc is None:
-            raise RuntimeError("no nvcc was found")
-        names = architectures()
+    def _refuse_to_leave_out_cuda(self, error: Exception) -> None:
+        """Ends the build where FEDKERNELS_CUDA=1 asks for CUDA; a warning otherwise."""
+        if os.environ.get("FEDKERNELS_CUDA") == "1":
+            raise SystemExit(f"FEDKERNELS_CUDA=1, but {error}") from error
+        self.warn(f"{NAME} is compiled without CUDA: {error}")
+
+    # Steps: one for each object, and the module's link at the end
+
+    def _steps(self, plan: Plan) -> list[Step]:
+        # A new version in the place of an old one changes no command, and its files may be older than the objects.
+        compiler = write_if_changed(plan.folder / "compiler.txt", compiler_version(self.compiler.compiler_so_cxx[0]))
+        steps = [*self._cuda_steps(plan), *self._operator_steps(plan, compiler), *self._kernel_steps(plan, compiler)]
+        return [*steps, self._link_step(plan, [step.output for step in steps], compiler)]
+
+    def _cuda_steps(self, plan: Plan) -> list[Step]:
+        if plan.cuda is None:
+            return []
+        version = write_if_changed(plan.folder / "nvcc.txt", plan.cuda.version)
         # The longest first, so that no processor is left with it in the end.
         sources = sorted(Path("csrc/cuda").glob("*.cu"), key=lambda path: path.stat().st_size, reverse=True)
-        folder = Path(self.build_temp) / "cuda"
-        folder.mkdir(parents=True, exist_ok=True)
+        steps = []
+        for source in sources:
+            output = plan.folder / "cuda" / f"{source.stem}.o"
+            steps.append(Step("compile", output, (source,), plan.cuda.command(source, output), (version,)))
+        return steps
 
-        def compile_one(source: Path) -> str:
-            target = folder / f"{source.stem}.o"
-            command = [nvcc, *NVCC_FLAGS, *architecture_flags(names), "-c", str(source), "-o", str(target)]
-            print(" ".join(command), flush=True)
-            done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode:
-                print(done.stdout + done.stderr, flush=True)
-                lines = (done.stderr + done.stdout).strip().splitlines()
-                said = next((line for line in lines if "error" in line or "fatal" in line), lines[0] if lines else "")
-                raise RuntimeError(f"nvcc failed on {source}: {said}")
-            return str(target)
+    def _operator_steps(self, plan: Plan, compiler: Path) -> list[Step]:
+        torch = write_if_changed(plan.folder / "torch.txt", (plan.torch / "version.py").read_text(encoding="utf-8"))
+        flags = [f"-I{plan.torch / 'include'}", *FLAGS]
+        flags += [f"-DTORCH_TARGET_VERSION={TARGET}", "-DPy_LIMITED_API=0x030a0000", "-DNDEBUG"]
+        flags += [f"-DFEDKERNELS_{name.upper()}=baseline" for name in INSTRUCTION_SETS if name not in plan.sets]
+        about = {  # strings of csrc/ops/module.cpp
+            "FEDKERNELS_ISAS": " ".join(plan.sets),
+            "FEDKERNELS_CUDA": re.sub(r"[^a-zA-Z0-9_ .,:;/()=+-]", "", plan.cuda_targets)[:300],
+            "FEDKERNELS_LEFT_OUT": " ".join(plan.left_out),
+        }
+        of_module = [f'-D{name}="{text}"' for name, text in about.items()]
+        return [
+            self._compile_step(
+                source, plan.folder / "ops", flags + of_module * (source.stem == "module"), (compiler, torch)
+            )
+            for source in sorted(Path("csrc/ops").glob("*.cpp"))
+            if plan.cuda or not source.stem.endswith("_cuda")
+        ]
 
-        with ThreadPoolExecutor(max_workers=max(1, min(8, cpu_count() or 1))) as pool:
-            objects = list(pool.map(compile_one, sources))
-        said = subprocess.run([nvcc, "--dryrun", "-x", "cu", os.devnull], capture_output=True, text=True).stderr
-        top = re.search(r"^#\$ TOP=(.+)$", said, re.MULTILINE)  # `nvcc` may be a script that calls one elsewhere
-        root = Path(top[1] if top else Path(nvcc).resolve().parent.parent)
-        libraries = [root / name for name in ("lib64", "lib", f"targets/{platform.machine()}-linux/lib")]
-        library = next((path for path in libraries if (path / "libcudart_static.a").is_file()), None)
-        if library is None:
-            raise RuntimeError(f"libcudart_static.a was not found below {root}")
-        return objects, str(library), " ".join([*(f"sm_{name}" for name in names), f"compute_{names[-1]}"])
+    def _kernel_steps(self, plan: Plan, compiler: Path) -> list[Step]:
+        flags = ["-DNDEBUG", *KERNEL_FLAGS]
+        return [
+            self._compile_step(
+                source, plan.folder / name, [f"-DFEDKERNELS_ISA={name}", *flags, *INSTRUCTION_SETS[name]], (compiler,)
+            )
+            for name in plan.sets
+            for source in sorted(Path("csrc/cpu").glob("*.cpp"))
+        ]
+
+    def _compile_step(self, source: Path, folder: Path, flags: list[str], depends: tuple[Path, ...]) -> Step:
+        output = folder / f"{source.stem}.o"
+        include = ["-Icsrc", *(f"-I{path}" for path in self.compiler.include_dirs)]
+        command = [*self.compiler.compiler_so_cxx, *include, "-c", str(source), "-o", str(output), *flags]
+        return Step("compile", output, (source,), (*command, "-MMD", "-MF", f"{output}.d"), depends)
+
+    def _link_step(self, plan: Plan, objects: list[Path], compiler: Path) -> Step:
+        before, after, depends = [], [], [compiler]
+        if sys.platform.startswith("linux"):
+            # Found by name in the process, which has loaded torch before: no path to this torch is kept. Through
+            # libtorch a torch with CUDA shows its functions for streams, which are weak symbols here.
+            before, after = ["-Wl,--no-as-needed"], [f"-L{plan.torch / 'lib'}", "-ltorch_cpu", "-ltorch"]
+        if plan.cuda:
+            # Static, so that the module loads where there is no CUDA; hidden, so that it is not taken for torch's.
+            runtime = plan.cuda.runtime
+            after += [f"-Wl,--exclude-libs,{runtime.name}", str(runtime), "-ldl", "-lrt", "-lpthread"]
+            depends.append(runtime)
+        module = self._module(plan.folder)
+        # The compiler for C++ with its flags, then the linker's flags, as setuptools itself links C++.
+        linker = [*self.compiler.compiler_cxx, *self.compiler.linker_so_cxx[1:]]
+        command = [*linker, *before, *map(str, objects), *after, "-o", str(module)]
+        return Step("link", module, tuple(objects), tuple(command), tuple(depends))
+
+    def _module(self, folder: Path) -> Path:
+        return folder / "_C.so"
 
 
 setup(

@@ -1,14 +1,24 @@
-"""``python -m benchmarks``: measures the operators against their peers and writes the tables."""
+"""``python -m benchmarks``: measures the operators against their peers and writes the tables.
+
+It measures on the CPU, or on the current GPU with ``--device cuda``; each device has its own sizes and peers. To
+compare two states of our own kernels: ``pytest benchmarks``. benchmarks/README.md says more.
+"""
 
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks import write
-from benchmarks.measure import ROOT, load_cases, measure_case
+from benchmarks.gpu import measured_rates
+from benchmarks.measure import ROOT, Settings, load_cases, measure_case, not_measured
 
 OPERATORS = (
     "info_nce",
@@ -22,50 +32,89 @@ OPERATORS = (
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument(
-        "operators", nargs="*", metavar="OPERATOR", help=f"some of {', '.join(OPERATORS)} (default: all)"
-    )
-    parser.add_argument("--threads", type=_positive, default=2, metavar="N", help="threads of all (default: 2)")
-    parser.add_argument("--repeats", type=_positive, default=7, metavar="N", help="repeats of each call (default: 7)")
-    parser.add_argument("--skip-large", action="store_true", help="leave out the sizes that take minutes")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that all runs; leaves README.md alone")
-    parser.add_argument(
-        "--output", type=Path, metavar="FOLDER", help="where to write (default: benchmarks/results/cpu/PROCESSOR)"
-    )
-    parser.add_argument("--no-readme", action="store_true", help="leave the table in README.md alone")
-    options = parser.parse_args(arguments)
-    unknown = [name for name in options.operators if name not in OPERATORS]
-    if unknown:
-        parser.error(f"operator must be one of {', '.join(OPERATORS)}, got {unknown[0]}")
-    folder = options.output or (ROOT / "runs" / "benchmarks" if options.quick else write.default_folder())
-
+    options = _parse(arguments)
+    repeats = options.repeats or (7 if options.device == "cpu" else None)
+    settings = Settings(options.device, options.rehearse, options.quick or options.rehearse, options.threads, repeats)
+    folder = options.output or (ROOT / "runs" / "benchmarks" if settings.quick else write.default_folder(settings))
+    if settings.device == "cuda":
+        settings = replace(settings, rates=measured_rates(settings.torch_device(), settings.clock()))
+    start, failed = time.monotonic(), False
     try:
         for operator in options.operators or OPERATORS:
-            entry = _measure(operator, options)
+            entry = _measure(operator, settings, options.skip_large, start + options.seconds)
+            failed |= any(case["rows"][0]["status"] != "ok" for case in entry["cases"])
             results = write.merge(folder, operator, entry)
-            if not (options.no_readme or options.quick):
+            if settings.device == "cpu" and not (options.no_readme or settings.quick):
                 write.update_readme(results, folder, write.README)
     except KeyboardInterrupt:
         print(f"interrupted: {operator} was not written", file=sys.stderr)
         return 130
     print(f"written to {folder}")
-    return 0
+    return int(failed)
 
 
-def _measure(operator: str, options: argparse.Namespace) -> dict[str, Any]:
-    entry: dict[str, Any] = {"environment": write.environment(options.threads, options.repeats), "cases": []}
-    for index, case in enumerate(load_cases(operator, options.quick)):
-        if case.large and options.skip_large:
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="The exit code is 1 where one of our operators could not be measured.",
+    )
+    names = ", ".join(OPERATORS)
+    parser.add_argument("operators", nargs="*", metavar="OPERATOR", help=f"some of {names} (default: all)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to measure (default: cpu)")
+    parser.add_argument(
+        "--threads", type=_positive, default=2, metavar="N", help="threads of all libraries (default: 2)"
+    )
+    parser.add_argument(
+        "--repeats", type=_positive, metavar="N", help="repeats of each call (default: 7; on a GPU 5 to 50)"
+    )
+    parser.add_argument("--skip-large", action="store_true", help="leave out the sizes that take minutes")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that everything runs")
+    parser.add_argument("--rehearse", action="store_true", help="with --device cuda: its cases, tiny, on the CPU")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), metavar="S", help="start no case later than this (default: none)"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FOLDER",
+        help="where to write (default: benchmarks/results/cpu/PROCESSOR or gpu/CARD; runs/benchmarks for tiny sizes)",
+    )
+    parser.add_argument("--no-readme", action="store_true", help="leave the table in README.md alone")
+    options = parser.parse_args(arguments)
+    unknown = [name for name in options.operators if name not in OPERATORS]
+    if unknown:
+        parser.error(f"OPERATOR must be one of {names}, got {unknown[0]}")
+    if options.rehearse and options.device != "cuda":
+        parser.error("--rehearse needs --device cuda")
+    if options.device == "cuda" and not options.rehearse and not torch.cuda.is_available():
+        parser.error("torch finds no CUDA device; add --rehearse to run tiny sizes on the CPU")
+    return options
+
+
+def _measure(operator: str, settings: Settings, skip_large: bool, deadline: float) -> dict[str, Any]:
+    entry: dict[str, Any] = {"environment": write.environment(settings), "cases": []}
+    for index, case in enumerate(load_cases(operator, settings)):
+        if case.large and skip_large:
             continue
         print(f"{operator}, {case.size}", flush=True)
-        measured = measure_case(operator, index, threads=options.threads, repeats=options.repeats, quick=options.quick)
+        if time.monotonic() > deadline:
+            measured = not_measured(case, "no time was left")
+        else:
+            try:
+                measured = measure_case(operator, index, settings)
+            except RuntimeError as error:  # the inputs or the truth do not fit into the memory
+                measured = not_measured(case, str(error).splitlines()[0][:200])
         for row in measured["rows"]:
-            time = f"{1e3 * row['median']:.3g} ms" if "median" in row else ""
-            print(f"    {row['implementation']}: {time or row['status']}", flush=True)
+            milliseconds = f"{1e3 * row['median']:.3g} ms" if "median" in row else ""
+            print(f"    {row['implementation']}: {milliseconds or row['status']}", flush=True)
         for bar in measured["bars"]:
             print(f"    {bar['bar']}: {bar['measured']}, {bar['outcome']}", flush=True)
         entry["cases"].append(measured)
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
     return entry
 
 

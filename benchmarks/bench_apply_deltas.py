@@ -7,11 +7,12 @@ from functools import partial
 
 import torch
 
-from benchmarks.case import Case, Floor, Implementation, Inputs, Outputs
-from benchmarks.parameters import CLIENTS, model_shapes, parameters, size_of
+from benchmarks.case import Case, Floor, Implementation, Inputs, Outputs, Work
+from benchmarks.parameters import CLIENTS, count, model_shapes, parameters, size_of
 from fedkernels import apply_deltas
 
 WEIGHTS = [2 * (k + 1) / (CLIENTS * (CLIENTS + 1)) for k in range(CLIENTS)]  # sum 1
+OURS = "fedkernels.apply_deltas"
 
 
 def cases(quick: bool) -> tuple[Case, ...]:
@@ -22,7 +23,7 @@ def cases(quick: bool) -> tuple[Case, ...]:
             inputs=partial(_inputs, shapes),
             tiny=partial(_inputs, model_shapes(quick=True)),
             implementations=(
-                Implementation("fedkernels.apply_deltas", _ours),
+                Implementation(OURS, _ours),
                 Implementation("eager loop of p.add_", _loop, note="p.mul_(1 - sum w), then p.add_(client, alpha=w)"),
                 Implementation("torch._foreach_add_", _foreach, note="the same over lists, client by client"),
             ),
@@ -35,14 +36,30 @@ def cases(quick: bool) -> tuple[Case, ...]:
     )
 
 
-def _inputs(shapes: list[torch.Size]) -> Inputs:
-    inputs = parameters(shapes)
+def gpu_cases(quick: bool) -> tuple[Case, ...]:
+    shapes = model_shapes(quick)
+    return (
+        Case(
+            size=f"float32, {size_of(shapes)}",
+            inputs=partial(_inputs, shapes),
+            implementations=(
+                Implementation(OURS, _ours),
+                Implementation("torch._foreach_add_", _foreach, note="p *= 1 - sum w, then p += w client, over lists"),
+            ),
+            truth=_truth,
+            work=Work(4.0 * (CLIENTS + 2) * count(shapes), "copy", "one read of K + 1 models and one write of one"),
+            reset=_reset,
+        ),
+    )
+
+
+def _inputs(shapes: list[torch.Size], device: torch.device) -> Inputs:
+    inputs = parameters(shapes, CLIENTS, device)
     return {**inputs, "first": [p.clone() for p in inputs["global"]]}
 
 
 def _reset(inputs: Inputs) -> None:
-    for p, first in zip(inputs["global"], inputs["first"], strict=True):
-        p.copy_(first)
+    torch._foreach_copy_(inputs["global"], inputs["first"])
 
 
 def _result(inputs: Inputs) -> Outputs:

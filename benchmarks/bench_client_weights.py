@@ -59,16 +59,36 @@ def _case(clients: int) -> Case:
     )
 
 
-def _inputs(clients: int) -> Inputs:
+def gpu_cases(quick: bool) -> tuple[Case, ...]:
+    return tuple(
+        Case(
+            size=f"float64, K = {clients}, to 1e-8",
+            inputs=partial(_inputs, clients),
+            implementations=(
+                Implementation("fedkernels.client_weights", _ours),
+                Implementation("the same on the CPU", _ours_on_cpu, note="with the copies to it and back"),
+            ),
+            truth=_best,
+            errors=_excess,
+        )
+        for clients in ((5,) if quick else (10, 100))
+    )
+
+
+def _inputs(clients: int, device: torch.device) -> Inputs:
     generator = torch.Generator().manual_seed(0)
     draw = partial(torch.randn, generator=generator, dtype=torch.float64)
     common, shared = draw(COORDINATES), draw(8, COORDINATES)
     deltas = 3 * common + draw(clients, 8) @ shared + draw(clients, COORDINATES)
-    return {"gram": deltas @ deltas.T / COORDINATES}
+    return {"gram": (deltas @ deltas.T / COORDINATES).to(device)}
 
 
 def _ours(inputs: Inputs) -> Outputs:
     return {"value": client_weights(inputs["gram"])}
+
+
+def _ours_on_cpu(inputs: Inputs) -> Outputs:
+    return {"value": client_weights(inputs["gram"].cpu()).to(inputs["gram"].device)}
 
 
 def _weights(p: Any) -> Outputs:
@@ -101,7 +121,7 @@ def _mgda(inputs: Inputs, epsilon: float, max_iters: int) -> Outputs:
 
 
 def _best(inputs: Inputs) -> Outputs:
-    return {"value": client_weights(inputs["gram"], tol=1e-13)}
+    return {"value": client_weights(inputs["gram"].cpu(), tol=1e-13)}
 
 
 def _excess(outputs: Outputs, truth: Outputs, inputs: Inputs) -> Errors:

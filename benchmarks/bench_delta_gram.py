@@ -8,8 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.case import Bar, Case, Floor, Implementation, Inputs, Outputs
-from benchmarks.parameters import model_shapes, parameters, size_of
+from benchmarks.case import Bar, Case, Floor, Implementation, Inputs, Outputs, Work
+from benchmarks.parameters import CLIENTS, count, model_shapes, parameters, size_of
 from fedkernels import delta_gram
 
 STACKED = "stacked mm"
@@ -20,18 +20,36 @@ def cases(quick: bool) -> tuple[Case, ...]:
     return (
         Case(
             size=size_of(shapes),
-            inputs=partial(parameters, shapes),
-            tiny=partial(parameters, model_shapes(quick=True)),
+            inputs=partial(parameters, shapes, CLIENTS),
+            tiny=partial(parameters, model_shapes(quick=True), CLIENTS),
             implementations=(
                 Implementation("fedkernels.delta_gram", _ours),
                 Implementation(STACKED, _stacked, note="deltas flattened into K x P, then D @ D.T"),
                 Implementation("pairwise dots", _dots, note="deltas flattened, torch.dot of each pair"),
                 Implementation("mm tensor by tensor", _by_tensor, note="K x p deltas of one tensor, G += D @ D.T"),
             ),
-            truth=partial(_by_tensor, dtype=torch.float64),
+            truth=_truth,
             floor=Floor("one read of all K + 1 models: torch.sum of as many float32 in one tensor", _floor),
             bars=(Bar(faster_than=(STACKED,), times=3.0), Bar(error=1e-6), Bar(floor=2.0)),
         ),
+    )
+
+
+def gpu_cases(quick: bool) -> tuple[Case, ...]:
+    shapes = model_shapes(quick)
+    return tuple(
+        Case(
+            size=f"float32, {size_of(shapes, clients)}",
+            inputs=partial(parameters, shapes, clients),
+            implementations=(
+                Implementation("fedkernels.delta_gram", _ours),
+                Implementation(STACKED, _stacked, note="deltas flattened into K x P, then D @ D.T"),
+            ),
+            truth=_truth,
+            work=Work(4.0 * (clients + 1) * count(shapes), "copy", "one read of K + 1 models"),
+            bars=(Bar(share=0.5 if clients > 10 else 0.8),),
+        )
+        for clients in ((3,) if quick else (10, 100))
     )
 
 
@@ -61,11 +79,16 @@ def _dots(inputs: Inputs) -> Outputs:
 
 
 def _by_tensor(inputs: Inputs, dtype: torch.dtype = torch.float32) -> Outputs:
-    gram = torch.zeros(len(inputs["clients"]), len(inputs["clients"]), dtype=dtype)
-    for p, *clients in zip(inputs["global"], *inputs["clients"], strict=True):
-        deltas = (p.to(dtype) - torch.stack(clients).to(dtype)).flatten(1)
+    clients, device = len(inputs["clients"]), inputs["global"][0].device
+    gram = torch.zeros(clients, clients, dtype=dtype, device=device)
+    for p, *versions in zip(inputs["global"], *inputs["clients"], strict=True):
+        deltas = (p.to(dtype) - torch.stack(versions).to(dtype)).flatten(1)
         gram += deltas @ deltas.T
     return {"value": gram}
+
+
+def _truth(inputs: Inputs) -> Outputs:
+    return _by_tensor(inputs, torch.float64)
 
 
 def _floor(inputs: Inputs) -> Callable[[], object]:

@@ -1,21 +1,26 @@
-"""InfoNCE, forward and backward: B queries against N = B keys, rows of norm 1, temperature 0.2, float32."""
+"""InfoNCE, forward and backward: B queries against N = B keys, rows of norm 1, temperature 0.2; float32 on the CPU."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.case import Bar, Case, Floor, Implementation, Inputs, Outputs, in_float64, value_and_gradients
+from benchmarks.case import Bar, Case, Floor, Implementation, Inputs, Outputs, Work, value_and_gradients
 from fedkernels import info_nce
 
 TEMPERATURE = 0.2
 NAIVE = "naive cross-entropy"
 CHUNKED = "F.linear_cross_entropy, chunked"
 WHOLE = "F.linear_cross_entropy, whole"
+COMPILED = "torch.compile"
+INF_CL = "Inf-CL, Triton"
+OURS = "fedkernels.info_nce"
 MEMORY_BAR = 16 / 4096  # MiB beyond the outputs per query: 16 MiB at B = 4096
 
 
@@ -54,12 +59,12 @@ def _case(rows: int, width: int, *, keys_learn: bool, bars: tuple[Bar, ...], mem
         inputs=partial(_inputs, rows, width, keys_learn),
         tiny=partial(_inputs, 64, 32, keys_learn),
         implementations=(
-            Implementation("fedkernels.info_nce", _ours),
+            Implementation(OURS, _ours),
             Implementation(NAIVE, _naive, note="F.cross_entropy(q @ k.T / t, arange)"),
             Implementation(CHUNKED, _chunked, note="options=LinearCrossEntropyOptions(): chunks of its own choice"),
             Implementation(WHOLE, _whole, note="options=None"),
         ),
-        truth=lambda inputs: _naive(in_float64(inputs)),
+        truth=_truth,
         floor=Floor(f"{'three' if keys_learn else 'two'} torch.mm of B x N x d", _floor),
         bars=(*bars, Bar(extra_mib=MEMORY_BAR * rows)),
         timed=not memory_alone,
@@ -67,11 +72,81 @@ def _case(rows: int, width: int, *, keys_learn: bool, bars: tuple[Bar, ...], mem
     )
 
 
-def _inputs(rows: int, width: int, keys_learn: bool) -> Inputs:
-    generator = torch.Generator().manual_seed(0)
-    image = torch.randn(rows, width, generator=generator)  # what two views of it share
-    query, key = (F.normalize(image + torch.randn(rows, width, generator=generator), dim=1) for _ in range(2))
-    return {"query": query.requires_grad_(), "key": key.requires_grad_(keys_learn), "target": torch.arange(rows)}
+# On a GPU
+
+
+def gpu_cases(quick: bool) -> tuple[Case, ...]:
+    width, half = (16 if quick else 256), torch.bfloat16
+    made = [
+        _gpu_case(rows, width, half, keys_learn=keys_learn, quick=quick)
+        for keys_learn in (False, True)
+        for rows in ((96,) if quick else (4096, 16384, 65536))
+    ]
+    whole = _gpu_case(64 if quick else 8192, width, torch.float32, keys_learn=True, quick=quick)
+    return (*made, whole, _in_tf32(whole))
+
+
+def _gpu_case(rows: int, width: int, dtype: torch.dtype, *, keys_learn: bool, quick: bool) -> Case:
+    peers = [Implementation(NAIVE, _naive, note="F.cross_entropy(q @ k.T / t, arange)")]
+    bars: tuple[Bar, ...] = ()
+    if dtype == torch.bfloat16:
+        if not quick:
+            compiled = torch.compile(_naive_loss, dynamic=False)
+            peers.append(Implementation(COMPILED, partial(_naive, loss=compiled), note="of the same"))
+        note = "cal_flash_loss; widens to float32, multiplies in tf32, always forms both gradients"
+        peers.append(Implementation(INF_CL, _inf_cl, package="inf-cl", note=note))
+        bars = (Bar(faster_than=(NAIVE,), times=2.0 if keys_learn else 3.0), Bar(faster_than=(INF_CL,), times=1.2))
+        if not keys_learn:
+            bars += (Bar(share=0.5),) if quick else (Bar(faster_than=(COMPILED,), times=2.0), Bar(share=0.5))
+            bars += (Bar(extra_mib=95.0),) if rows == 65536 else ()
+    products = 3 if keys_learn else 2
+    return Case(
+        size=f"{str(dtype)[6:]}, B = N = {rows}, d = {width}, "
+        f"{'both gradients' if keys_learn else 'keys without gradient'}",
+        inputs=partial(_inputs, rows, width, keys_learn, dtype=dtype),
+        implementations=(Implementation(OURS, _ours), *peers),
+        truth=_truth,
+        work=Work(
+            products * 2.0 * rows * rows * width,
+            "bf16" if dtype == torch.bfloat16 else "fp32",
+            f"{products} products of B x N x d",
+        ),
+        bars=bars,
+    )
+
+
+def _in_tf32(case: Case) -> Case:
+    """The case in float32, where torch allows all implementations to multiply in tf32."""
+
+    def allowed(call: Callable[[Inputs], Outputs], inputs: Inputs) -> Outputs:
+        settings, before = torch.backends.cuda.matmul, torch.backends.cuda.matmul.allow_tf32
+        settings.allow_tf32 = True
+        try:
+            return call(inputs)
+        finally:
+            settings.allow_tf32 = before
+
+    implementations = tuple(replace(one, call=partial(allowed, one.call)) for one in case.implementations)
+    work = replace(case.work, rate="tf32") if case.work else None
+    return replace(case, size=f"{case.size}, tf32 allowed", implementations=implementations, work=work)
+
+
+def _inf_cl(inputs: Inputs) -> Outputs:
+    loss = importlib.import_module("inf_cl").cal_flash_loss(inputs["query"], inputs["key"], scale=1 / TEMPERATURE)
+    return _gradients(loss.mean(), inputs)
+
+
+# The computations
+
+
+def _inputs(
+    rows: int, width: int, keys_learn: bool, device: torch.device, dtype: torch.dtype = torch.float32
+) -> Inputs:
+    draw = partial(torch.randn, rows, width, generator=torch.Generator(device).manual_seed(0), device=device)
+    image = draw()  # what two views of it share
+    query, key = (F.normalize(image + draw(), dim=1).to(dtype) for _ in range(2))
+    target = torch.arange(rows, device=device)
+    return {"query": query.requires_grad_(), "key": key.requires_grad_(keys_learn), "target": target}
 
 
 def _gradients(loss: Tensor, inputs: Inputs) -> Outputs:
@@ -82,9 +157,12 @@ def _ours(inputs: Inputs) -> Outputs:
     return _gradients(info_nce(inputs["query"], inputs["key"], TEMPERATURE), inputs)
 
 
-def _naive(inputs: Inputs) -> Outputs:
-    logits = inputs["query"] @ inputs["key"].T / TEMPERATURE
-    return _gradients(F.cross_entropy(logits, inputs["target"]), inputs)
+def _naive_loss(query: Tensor, key: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(query @ key.T / TEMPERATURE, target)
+
+
+def _naive(inputs: Inputs, loss: Callable[..., Tensor] = _naive_loss) -> Outputs:
+    return _gradients(loss(inputs["query"], inputs["key"], inputs["target"]), inputs)
 
 
 def _chunked(inputs: Inputs) -> Outputs:
@@ -97,6 +175,25 @@ def _chunked(inputs: Inputs) -> Outputs:
 def _whole(inputs: Inputs) -> Outputs:
     query = inputs["query"] / TEMPERATURE
     return _gradients(F.linear_cross_entropy(query, inputs["key"], inputs["target"]), inputs)
+
+
+def _truth(inputs: Inputs) -> Outputs:
+    """In float64, 1024 queries at a time: all logits of the largest case would not fit into a GPU's memory."""
+    query, key = inputs["query"].detach().double(), inputs["key"].detach().double()
+    of_query, of_key, total = torch.empty_like(query), torch.zeros_like(key), 0.0
+    for start in range(0, len(query), 1024):
+        rows = query[start : start + 1024]
+        here = torch.arange(len(rows), device=rows.device)
+        logits = rows @ key.T / TEMPERATURE
+        normalizers = logits.logsumexp(dim=1)
+        total += float((normalizers - logits[here, start + here]).sum())
+        weights = (logits - normalizers[:, None]).exp_()
+        weights[here, start + here] -= 1
+        of_query[start : start + 1024] = weights @ key
+        of_key += weights.T @ rows
+    by = 1 / (TEMPERATURE * len(query))
+    outputs = {"value": torch.tensor(total / len(query), dtype=torch.float64), "gradient in query": of_query * by}
+    return outputs | ({"gradient in key": of_key * by} if inputs["key"].requires_grad else {})
 
 
 def _floor(inputs: Inputs) -> Callable[[], None]:

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from benchmarks.case import Bar, Case, Floor, Implementation, Inputs, Outputs, in_float64, value_and_gradients
+from benchmarks.case import Bar, Case, Floor, Implementation, Inputs, Outputs, Work, in_float64, value_and_gradients
 from fedkernels import linear_cka, linear_cka_pairwise, linear_cka_to_kernel
 
 EAGER = "eager, feature space"
@@ -23,6 +23,7 @@ TORCH_CKA = "torch_cka"
 BMM = "eager bmm"
 LOOP = "eager loop"
 TRACE = "eager tr(X'KX)"
+COMPILED = "torch.compile"
 
 
 def cases(quick: bool) -> tuple[Case, ...]:
@@ -40,9 +41,19 @@ def cases(quick: bool) -> tuple[Case, ...]:
     )
 
 
+def gpu_cases(quick: bool) -> tuple[Case, ...]:
+    sizes = ((3, 20, 8),) if quick else ((256, 256, 128), (256, 128, 64), (256, 64, 32))
+    return (
+        *(_many_on_gpu(pairs, samples, width) for pairs, samples, width in sizes),
+        _two_on_gpu(*((40, 8) if quick else (5000, 512)), compiled=not quick),
+    )
+
+
 def _representation(samples: int, width: int, generator: torch.Generator, batch: tuple[int, ...] = ()) -> Tensor:
-    signal = torch.randn(*batch, samples, 32, generator=torch.Generator().manual_seed(0))
-    return torch.relu(signal @ torch.randn(*batch, 32, width, generator=generator) / math.sqrt(32))
+    """On the generator's device."""
+    device = generator.device
+    signal = torch.randn(*batch, samples, 32, generator=torch.Generator(device).manual_seed(0), device=device)
+    return torch.relu(signal @ torch.randn(*batch, 32, width, generator=generator, device=device) / math.sqrt(32))
 
 
 # Two representations
@@ -76,8 +87,8 @@ def _two(samples: int, width: int, *, centered: bool) -> Case:
     )
 
 
-def _two_inputs(samples: int, width: int) -> Inputs:
-    generator = torch.Generator().manual_seed(1)
+def _two_inputs(samples: int, width: int, device: torch.device) -> Inputs:
+    generator = torch.Generator(device).manual_seed(1)
     return {name: _representation(samples, width, generator).requires_grad_() for name in ("x", "y")}
 
 
@@ -94,11 +105,11 @@ def _feature_space(x: Tensor, y: Tensor) -> Tensor:
     return norm(y.mT @ x).square() / (norm(x.mT @ x) * norm(y.mT @ y))
 
 
-def _eager(inputs: Inputs, centered: bool = False) -> Outputs:
+def _eager(inputs: Inputs, centered: bool = False, formula: Callable[..., Tensor] = _feature_space) -> Outputs:
     x, y = inputs["x"], inputs["y"]
     if centered:
         x, y = x - x.mean(dim=-2, keepdim=True), y - y.mean(dim=-2, keepdim=True)
-    return _gradients(_feature_space(x, y), inputs)
+    return _gradients(formula(x, y), inputs)
 
 
 def _gram(inputs: Inputs) -> Outputs:
@@ -173,14 +184,54 @@ def _many(pairs: int, samples: int, width: int) -> Case:
     )
 
 
-def _many_inputs(pairs: int, samples: int, width: int) -> Inputs:
-    generator = torch.Generator().manual_seed(1)
+def _many_inputs(pairs: int, samples: int, width: int, device: torch.device) -> Inputs:
+    generator = torch.Generator(device).manual_seed(1)
     return {name: _representation(samples, width, generator, (pairs,)).requires_grad_() for name in ("x", "y")}
 
 
 def _loop(inputs: Inputs) -> Outputs:
     values = [_feature_space(x, y) for x, y in zip(inputs["x"].unbind(), inputs["y"].unbind(), strict=True)]
     return _gradients(torch.stack(values), inputs)
+
+
+# On a GPU
+
+
+def _many_on_gpu(pairs: int, samples: int, width: int) -> Case:
+    return Case(
+        size=f"float32, {pairs} pairs, L = {samples}, d = {width}, both gradients",
+        inputs=partial(_many_inputs, pairs, samples, width),
+        implementations=(
+            Implementation("fedkernels.linear_cka", _ours),
+            Implementation(BMM, _eager, note="the feature-space formula on the batch"),
+        ),
+        truth=lambda inputs: _eager(in_float64(inputs)),
+        work=Work(
+            pairs * 12.0 * samples * width * width,
+            "fp32",
+            "x'x and y'y at half, y'x, and four products of L x d x d for the gradients",
+        ),
+        bars=(Bar(faster_than=(BMM,), times=5.0),),
+    )
+
+
+def _two_on_gpu(samples: int, width: int, *, compiled: bool) -> Case:
+    peers = [Implementation(EAGER, _eager, note="|y'x|^2 / (|x'x| |y'y|)")]
+    if compiled:
+        formula = torch.compile(_feature_space, dynamic=False)
+        peers.append(Implementation(COMPILED, partial(_eager, formula=formula), note="of the same"))
+    return Case(
+        size=f"float32, one pair, L = {samples}, d = {width}, both gradients",
+        inputs=partial(_two_inputs, samples, width),
+        implementations=(Implementation("fedkernels.linear_cka", _ours), *peers),
+        truth=lambda inputs: _eager(in_float64(inputs)),
+        work=Work(
+            14.0 * samples * width * width,
+            "fp32",
+            "x'x, y'y, y'x, and four products of L x d x d for the gradients",
+        ),
+        bars=(Bar(faster_than=(EAGER,), times=1.0),),
+    )
 
 
 # All pairs of layers
@@ -210,8 +261,8 @@ def _pairwise(widths: list[int], samples: int) -> Case:
     )
 
 
-def _layers(widths: list[int], samples: int) -> Inputs:
-    generator = torch.Generator().manual_seed(1)
+def _layers(widths: list[int], samples: int, device: torch.device) -> Inputs:
+    generator = torch.Generator(device).manual_seed(1)
     return {name: [_representation(samples, width, generator) for width in widths] for name in ("xs", "ys")}
 
 
@@ -278,8 +329,8 @@ def _to_factors(samples: int, width: int, rank: int) -> Case:
     )
 
 
-def _kernel_inputs(samples: int, width: int, rank: int) -> Inputs:
-    generator = torch.Generator().manual_seed(1)
+def _kernel_inputs(samples: int, width: int, rank: int, device: torch.device) -> Inputs:
+    generator = torch.Generator(device).manual_seed(1)
     x, factor = (_representation(samples, columns, generator) for columns in (width, rank))
     return {"x": x.requires_grad_(), "factor": factor, "kernel": factor @ factor.T}
 

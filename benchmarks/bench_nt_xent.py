@@ -1,6 +1,6 @@
-"""NT-Xent, forward and backward with the rows' normalisation: 2 x B rows, temperature 0.5, float32.
+"""NT-Xent, forward and backward with the rows' normalisation: 2 x B rows, temperature 0.5; float32 on the CPU.
 
-Normalisation is part of every call, because the peers hold it.
+Normalisation is part of every call, because the peers hold it. On a GPU the views are normalised before the call.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.case import Bar, Case, Floor, Implementation, Inputs, Outputs, in_float64, value_and_gradients
+from benchmarks.case import Bar, Case, Floor, Implementation, Inputs, Outputs, Work, in_float64, value_and_gradients
 from fedkernels import nt_xent
 
 TEMPERATURE = 0.5
 NAIVE = "naive cross-entropy"
+NAIVE_NOTE = "cat, mm, masked_fill, F.cross_entropy"
 LIGHTLY = "lightly NTXentLoss"
 
 
@@ -30,7 +31,7 @@ def cases(quick: bool) -> tuple[Case, ...]:
             tiny=partial(_inputs, 32, 16),
             implementations=(
                 Implementation("fedkernels.nt_xent", _ours),
-                Implementation(NAIVE, _naive, note="cat, mm, masked_fill, F.cross_entropy"),
+                Implementation(NAIVE, _naive, note=NAIVE_NOTE),
                 Implementation(LIGHTLY, _lightly, package="lightly"),
                 Implementation(
                     "pytorch-metric-learning NTXentLoss",
@@ -50,28 +51,59 @@ def cases(quick: bool) -> tuple[Case, ...]:
     )
 
 
-def _inputs(rows: int, width: int) -> Inputs:
-    generator = torch.Generator().manual_seed(0)
-    image = torch.randn(rows, width, generator=generator)  # what two views of it share
-    view1, view2 = (image + torch.randn(rows, width, generator=generator) for _ in range(2))
+def gpu_cases(quick: bool) -> tuple[Case, ...]:
+    rows, width = (32, 16) if quick else (4096, 256)
+    return (
+        Case(
+            size=f"bfloat16, 2 x {rows}, d = {width}, normalised before",
+            inputs=partial(_normalized_inputs, rows, width),
+            implementations=(
+                Implementation("fedkernels.nt_xent", partial(_ours, normalize=_as_it_is)),
+                Implementation(
+                    NAIVE, partial(_naive, normalize=_as_it_is), note="cat, mm, masked_fill, F.cross_entropy"
+                ),
+            ),
+            truth=lambda inputs: _naive(in_float64(inputs), normalize=_as_it_is),
+            work=Work(2 * 2.0 * (2 * rows) ** 2 * width, "bf16", "2 products of 2B x 2B x d"),
+        ),
+    )
+
+
+def _inputs(rows: int, width: int, device: torch.device) -> Inputs:
+    draw = partial(torch.randn, rows, width, generator=torch.Generator(device).manual_seed(0), device=device)
+    image = draw()  # what two views of it share
+    view1, view2 = (image + draw() for _ in range(2))
     return {"view1": view1.requires_grad_(), "view2": view2.requires_grad_()}
+
+
+def _normalized_inputs(rows: int, width: int, device: torch.device) -> Inputs:
+    views = _inputs(rows, width, device)
+    return {name: _rows_of_norm_1(view.detach()).bfloat16().requires_grad_() for name, view in views.items()}
+
+
+def _rows_of_norm_1(z: Tensor) -> Tensor:
+    return F.normalize(z, dim=1)
+
+
+def _as_it_is(z: Tensor) -> Tensor:
+    return z
 
 
 def _gradients(loss: Tensor, inputs: Inputs) -> Outputs:
     return value_and_gradients(loss, {"view1": inputs["view1"], "view2": inputs["view2"]})
 
 
-def _ours(inputs: Inputs) -> Outputs:
-    view1, view2 = (F.normalize(inputs[name], dim=1) for name in ("view1", "view2"))
+def _ours(inputs: Inputs, normalize: Callable[[Tensor], Tensor] = _rows_of_norm_1) -> Outputs:
+    view1, view2 = (normalize(inputs[name]) for name in ("view1", "view2"))
     return _gradients(nt_xent(view1, view2, TEMPERATURE), inputs)
 
 
-def _naive(inputs: Inputs) -> Outputs:
-    rows = len(inputs["view1"])
-    z = F.normalize(torch.cat([inputs["view1"], inputs["view2"]]), dim=1)
+def _naive(inputs: Inputs, normalize: Callable[[Tensor], Tensor] = _rows_of_norm_1) -> Outputs:
+    rows, device = len(inputs["view1"]), inputs["view1"].device
+    z = normalize(torch.cat([inputs["view1"], inputs["view2"]]))
     logits = z @ z.T / TEMPERATURE
-    logits = logits.masked_fill(torch.eye(2 * rows, dtype=torch.bool), -torch.inf)
-    return _gradients(F.cross_entropy(logits, torch.arange(2 * rows).roll(rows)), inputs)
+    logits = logits.masked_fill(torch.eye(2 * rows, dtype=torch.bool, device=device), -torch.inf)
+    return _gradients(F.cross_entropy(logits, torch.arange(2 * rows, device=device).roll(rows)), inputs)
 
 
 def _lightly(inputs: Inputs) -> Outputs:

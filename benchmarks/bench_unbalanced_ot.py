@@ -23,6 +23,7 @@ TAU = 0.8
 MM = "POT mm_unbalanced, numpy float64"
 MM_FLUSHED = "POT mm_unbalanced, numpy float32"
 MM_BACKWARD = "POT mm_unbalanced, torch float64, backward through it"
+MM_TORCH = "POT mm_unbalanced, torch float64"
 ITERATIONS = 1000  # POT's default; reaches an error of 3e-5 to 4e-5 at these sizes
 
 
@@ -50,10 +51,14 @@ def _case(rows: int, width: int) -> Case:
     )
 
 
-def _inputs(rows: int, width: int) -> Inputs:
-    generator = torch.Generator().manual_seed(0)
-    z, samples = (F.normalize(torch.randn(rows, width, generator=generator), dim=1) for _ in range(2))
-    return {"cost": (1 - z @ samples.T).requires_grad_()}
+def _inputs(rows: int, width: int, device: torch.device) -> Inputs:
+    return _costs((rows, width), device)
+
+
+def _costs(shape: tuple[int, ...], device: torch.device) -> Inputs:
+    draw = partial(torch.randn, *shape, generator=torch.Generator(device).manual_seed(0), device=device)
+    z, samples = (F.normalize(draw(), dim=-1) for _ in range(2))
+    return {"cost": (1 - z @ samples.mT).requires_grad_()}
 
 
 def _ours(inputs: Inputs) -> Outputs:
@@ -115,6 +120,49 @@ def _lbfgsb(inputs: Inputs) -> Outputs:
         ones, ones, cost, reg=0, reg_m=TAU, reg_div="l2", regm_div="l2", numItermax=300, stopThr=1e-12
     )
     return _from_numpy(cost, plan)
+
+
+# Batches on a GPU
+
+
+def gpu_cases(quick: bool) -> tuple[Case, ...]:
+    problems, rows, width = (2, 12, 8) if quick else (132, 128, 512)
+    note = f"one problem of the batch, times their number; float64, div='l2', {ITERATIONS} iterations"
+    return (
+        Case(
+            size=f"float32, {problems} problems, B = {rows}, d = {width}, to a gap of 1e-4",
+            inputs=partial(_costs, (problems, rows, width)),
+            implementations=(
+                Implementation("fedkernels.unbalanced_ot", _ours_of_batch),
+                Implementation(
+                    MM_TORCH, _mm_of_first, package="POT", note=note, scale=lambda inputs: len(inputs["cost"])
+                ),
+            ),
+            truth=_optimum_of_batch,
+            bars=(Bar(milliseconds=2.0), Bar(faster_than=(MM_TORCH,), times=100.0)),
+        ),
+    )
+
+
+def _ours_of_batch(inputs: Inputs) -> Outputs:
+    value = unbalanced_ot(inputs["cost"], 1.0, 1.0, TAU, TAU)
+    gradient = value_and_gradients(value.sum(), inputs)
+    return gradient | {"value": value.detach(), "value of the first": value[0].detach()}
+
+
+def _mm_of_first(inputs: Inputs) -> Outputs:
+    cost = inputs["cost"][0].detach().double()
+    ones = torch.ones(len(cost), dtype=torch.float64, device=cost.device)
+    plan = importlib.import_module("ot").unbalanced.mm_unbalanced(
+        ones, ones, cost, TAU, div="l2", numItermax=ITERATIONS
+    )
+    return {"value of the first": _objective(cost, plan)}
+
+
+def _optimum_of_batch(inputs: Inputs) -> Outputs:
+    cost = inputs["cost"].detach().cpu().double()
+    value = unbalanced_ot(cost, 1.0, 1.0, TAU, TAU, tol=1e-9, max_iterations=10_000_000)
+    return {"value": value, "value of the first": value[0]}
 
 
 def _floor(inputs: Inputs) -> Callable[[], None]:

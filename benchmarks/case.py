@@ -36,12 +36,23 @@ class Floor:
 
 
 @dataclass(frozen=True)
+class Work:
+    """The least work that the operator cannot avoid, as a number; its time at a GPU's measured rate is the bound."""
+
+    amount: float  # bytes for the rate "copy", floating-point operations for the others
+    rate: str  # "copy", "bf16", "tf32" or "fp32", as benchmarks/gpu.py measures them
+    definition: str
+
+
+@dataclass(frozen=True)
 class Bar:
     """What has to be reached. One of the limits is set."""
 
     faster_than: tuple[str, ...] = ()  # names of peers; the fastest of those that ran counts
     times: float = 0.0  # at least this many times as fast as that peer
     floor: float = 0.0  # at most this many times the floor
+    share: float = 0.0  # at least this part of the rate that bounds the work
+    milliseconds: float = 0.0  # at most this time
     extra_mib: float = 0.0  # at most this much memory beyond the outputs
     error: float = 0.0  # at most this error of the value
 
@@ -51,12 +62,13 @@ class Case:
     """An operator at one size."""
 
     size: str
-    inputs: Callable[[], Inputs]
-    tiny: Callable[[], Inputs]  # the same, small: warms up a library before its memory is measured
+    inputs: Callable[[torch.device], Inputs]
     implementations: tuple[Implementation, ...]  # ours comes first
+    tiny: Callable[[torch.device], Inputs] | None = None  # small inputs: a warm-up before memory is measured on the CPU
     truth: Callable[[Inputs], Outputs] | None = None  # in float64; None: errors are not measured
-    errors: Callable[[Outputs, Outputs, Inputs], Errors] | None = None  # None: `largest_errors`
+    errors: Callable[[Outputs, Outputs, Inputs], Errors] | None = None  # on the CPU; None: `largest_errors`
     floor: Floor | None = None
+    work: Work | None = None
     bars: tuple[Bar, ...] = ()
     reset: Callable[[Inputs], None] | None = None  # before each call, untimed: where a call changes its inputs
     timed: bool = True  # False: memory alone, one call

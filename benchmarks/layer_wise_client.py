@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.measure import ROOT, _peak_growth, _status
+from benchmarks.measure import ROOT, Settings
+from benchmarks.resident_memory import peak_growth, status
 from benchmarks.write import environment
 from fedssl.client import Client, LocalRound
 from fedssl.data.datasets import Dataset
@@ -95,7 +96,11 @@ def measure(batch_size: int, repeats: int, threads: int) -> dict[str, Any]:
             times[name].append(time.perf_counter() - start)
     for name, row in rows.items():
         row["times"] = times[name]
-    return {"environment": environment(threads, repeats), "batch_size": batch_size, "rows": rows}
+    return {
+        "environment": environment(Settings(threads=threads, repeats=repeats)),
+        "batch_size": batch_size,
+        "rows": rows,
+    }
 
 
 def peak_memory(recipe: str, batch_size: int) -> dict[str, int]:
@@ -107,8 +112,8 @@ def peak_memory(recipe: str, batch_size: int) -> dict[str, int]:
         trainer.train(2)
         return {}
 
-    _, growth = _peak_growth(run)
-    return {"growth": growth or 0, "peak": _status("VmHWM")}
+    _, growth = peak_growth(run)
+    return {"growth": growth or 0, "peak": status("VmHWM")}
 
 
 def tables(result: dict[str, Any]) -> str:

@@ -1,77 +1,87 @@
-"""Measures one case: memory in a process of its own per implementation, times in one process for all, in turn.
+"""Measures one case, on the CPU or on a GPU.
 
-The processes are this module run with a request (JSON) as its argument; each writes its answer to the file that the
-request names.
+On the CPU memory is measured in a process of its own for each implementation, and times in one process for all. The
+processes are this module run with a request (JSON) as its argument; each writes its answer to the file that the request
+names. The process for times keeps what is freed: otherwise the next call would pay for handing back what the one before
+it held (0.1 s in place of 4 ms after one that held 6 GB).
 
-Memory: inputs are made and the library is warmed up on a tiny size. Then the peak of the resident set is reset
-(/proc/self/clear_refs), the implementation called once, and the peak (VmHWM) compared with what stood before the
-call. The outputs' own bytes are told apart. The address space is limited, so that a peer that needs more than the
-machine has ends with an error and not with the machine.
-
-Times: after a warm-up call each, every repeat calls all implementations and the floor one after the other. Calls
-shorter than 20 ms are repeated within a repeat and averaged. The process keeps what is freed: otherwise the next call
-would pay for handing back what the one before it held (0.1 s in place of 4 ms after one that held 6 GB).
+On a GPU everything is measured in this process: torch's allocator counts what a call takes.
 """
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import importlib
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
-from functools import partial
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from benchmarks.case import Bar, Case, Implementation, Inputs, Outputs, largest_errors
+from benchmarks.case import Bar, Case, Implementation
+from benchmarks.gpu import EventClock
+from benchmarks.resident_memory import measure_memory
+from benchmarks.timing import Clock, HostClock, Row, time_case
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT = 600.0  # seconds, for one call of one implementation with all that surrounds it, and for one's repeats
-MOST_MEMORY = 12 * 2**30  # bytes that an implementation may ask for, and not more than 3/4 of what is free
-SHORTEST = 0.02  # seconds: a shorter call is repeated
-
-Row = dict[str, Any]
 
 
-def load_cases(operator: str, quick: bool) -> tuple[Case, ...]:
-    """The cases of ``bench_OPERATOR.py``."""
-    return importlib.import_module(f"benchmarks.bench_{operator}").cases(quick)
+@dataclass(frozen=True)
+class Settings:
+    """How all cases of a run are measured."""
+
+    device: str = "cpu"  # "cpu" or "cuda": which cases, and where they run
+    rehearse: bool = False  # the cases of "cuda" on the CPU
+    quick: bool = False  # tiny sizes
+    threads: int = 2
+    repeats: int | None = 7  # of each call; None: as timing.time_case chooses
+    rates: dict[str, float] = field(default_factory=dict)  # of the GPU, as gpu.measured_rates gives them
+
+    def torch_device(self) -> torch.device:
+        return torch.device("cpu" if self.rehearse else self.device)
+
+    def clock(self) -> Clock:
+        device = self.torch_device()
+        return EventClock(device) if device.type == "cuda" else HostClock()
 
 
-def measure_case(operator: str, index: int, *, threads: int, repeats: int, quick: bool) -> dict[str, Any]:
-    """-> {"size", "floor", "rows", "bars"}: one row per implementation, ours first; see benchmarks/README.md."""
-    case = load_cases(operator, quick)[index]
-    request = {"operator": operator, "index": index, "threads": threads, "repeats": repeats, "quick": quick}
-    rows = [_memory_row(case, implementation, request) for implementation in case.implementations]
-    floor: Row | None = None
-    if case.timed:
-        names = [row["implementation"] for row in rows if row["status"] == "ok" and _fits(row, repeats)]
-        answer = _child({**request, "task": "time", "names": names}, TIMEOUT * (len(names) + 1))
-        for row in rows:
-            row.update(answer.get("rows", {}).get(row["implementation"], {}))
-            if "status" in answer and row["status"] == "ok":
-                row["status"] = answer["status"]
-            elif row["status"] == "ok" and "times" not in row:
-                row["status"] = f"one call took {row['one_call']:.0f} s: not repeated"
-        if case.floor is not None and "floor" in answer:
-            floor = {"definition": case.floor.definition, "times": answer["floor"]}
-    return finish(case.size, rows, floor, case.bars)
+def load_cases(operator: str, settings: Settings) -> tuple[Case, ...]:
+    """The cases of ``bench_OPERATOR.py`` for the device."""
+    module = importlib.import_module(f"benchmarks.bench_{operator}")
+    cases: tuple[Case, ...] = (module.cases if settings.device == "cpu" else module.gpu_cases)(settings.quick)
+    return cases
 
 
-def finish(size: str, rows: list[Row], floor: Row | None, bars: tuple[Bar, ...]) -> dict[str, Any]:
-    """Medians, spreads and ratios from the times, and what became of the bars."""
+def measure_case(operator: str, index: int, settings: Settings) -> dict[str, Any]:
+    """-> {"size", "floor", "rows", "bars"}, and "work" where the case has one; see benchmarks/README.md.
+
+    There is one row for each implementation, ours first.
+    """
+    case = load_cases(operator, settings)[index]
+    if settings.device == "cuda":
+        rows, floor_times = _measure_in_this_process(case, settings)
+    else:
+        rows, floor_times = _measure_in_processes(case, {**asdict(settings), "operator": operator, "index": index})
+    return finish(case, rows, floor_times, settings.rates)
+
+
+def not_measured(case: Case, reason: str) -> dict[str, Any]:
+    """The same for a case that was not measured."""
+    status = f"not measured: {reason}"
+    return finish(case, [row_of(one) | {"status": status} for one in case.implementations], None, {})
+
+
+def finish(case: Case, rows: list[Row], floor_times: list[float] | None, rates: dict[str, float]) -> dict[str, Any]:
+    """Medians, spreads, ratios and shares from the times, and which bars were met."""
+    definition = case.floor.definition if case.floor else ""
+    floor: Row | None = {"definition": definition, "times": floor_times} if floor_times else None
     for row in [*rows, *([floor] if floor else [])]:
         if "times" in row:
             row["median"] = statistics.median(row["times"])
@@ -79,6 +89,8 @@ def finish(size: str, rows: list[Row], floor: Row | None, bars: tuple[Bar, ...])
                 statistics.quantiles(row["times"], n=4, method="inclusive") if len(row["times"]) > 1 else [0] * 3
             )
             row["interquartile_range"] = quartiles[2] - quartiles[0]
+            if case.work and row is not floor and case.work.rate in rates:
+                row["share"] = case.work.amount / row["median"] / rates[case.work.rate]
     ours = rows[0].get("median")
     if ours:
         for row in rows[1:]:
@@ -86,10 +98,12 @@ def finish(size: str, rows: list[Row], floor: Row | None, bars: tuple[Bar, ...])
                 row["ratio"] = row["median"] / ours
         if floor:
             floor["ratio"] = ours / floor["median"]
-    return {"size": size, "floor": floor, "rows": rows, "bars": [_judge(bar, rows, floor) for bar in bars]}
+    bars = [_judge(bar, case, rows, floor) for bar in case.bars]
+    work = {"work": asdict(case.work)} if case.work else {}
+    return {"size": case.size, "floor": floor, "rows": rows, "bars": bars, **work}
 
 
-def _judge(bar: Bar, rows: list[Row], floor: Row | None) -> dict[str, str]:
+def _judge(bar: Bar, case: Case, rows: list[Row], floor: Row | None) -> dict[str, str]:
     ours = rows[0]
     if bar.faster_than:
         peers = [row for row in rows if row["implementation"] in bar.faster_than]
@@ -98,12 +112,20 @@ def _judge(bar: Bar, rows: list[Row], floor: Row | None) -> dict[str, str]:
         text = f">= {bar.times:g} x {best or ' or '.join(bar.faster_than)}"
         if best:
             return _outcome(text, f"{ratios[best]:.2f} x", ratios[best] >= bar.times)
-        return {"bar": text, "measured": "; ".join(row["status"] for row in peers), "outcome": "not measured"}
+        told = peers if ours["status"] == "ok" else [ours]
+        return {"bar": text, "measured": "; ".join(row["status"] for row in told), "outcome": "not measured"}
+    if bar.share:
+        text = f">= {bar.share:.0%} of the {case.work.rate if case.work else ''} rate"
+        if "share" in ours:
+            return _outcome(text, f"{ours['share']:.0%}", ours["share"] >= bar.share)
+        return {"bar": text, "measured": "-", "outcome": "not measured"}
     if bar.floor:
         text, value, limit, unit = f"<= {bar.floor:g} x floor", (floor or {}).get("ratio"), bar.floor, " x"
+    elif bar.milliseconds:
+        value = None if "median" not in ours else 1e3 * ours["median"]
+        text, limit, unit = f"<= {bar.milliseconds:g} ms", bar.milliseconds, " ms"
     elif bar.extra_mib:
-        extra = ours.get("extra")
-        value = None if extra is None else extra / 2**20
+        value = None if "extra" not in ours else ours["extra"] / 2**20
         text, limit, unit = f"<= {bar.extra_mib:g} MiB beyond outputs", bar.extra_mib, " MiB"
     else:
         text, value, limit, unit = f"error <= {bar.error:g}", ours.get("errors", {}).get("value"), bar.error, ""
@@ -116,25 +138,51 @@ def _outcome(text: str, measured: str, met: bool) -> dict[str, str]:
     return {"bar": text, "measured": measured, "outcome": "met" if met else "missed"}
 
 
-def _memory_row(case: Case, implementation: Implementation, request: dict[str, Any]) -> Row:
+def row_of(implementation: Implementation) -> Row:
+    """What an implementation's row holds before anything is measured."""
     row: Row = {"implementation": implementation.name, "note": implementation.note}
-    row["same_result"] = implementation.same_result
+    row |= {"same_result": implementation.same_result, "status": "ok"}
     if implementation.package:
         try:
             row["version"] = f"{implementation.package} {version(implementation.package)}"
         except PackageNotFoundError:
             row["status"] = "not installed"
-            return row
-    answer = _child({**request, "task": "memory", "names": [implementation.name]}, TIMEOUT)
-    row.update({"status": "ok", **answer})
+    return row
+
+
+def _measure_in_this_process(case: Case, settings: Settings) -> tuple[list[Row], list[float] | None]:
+    rows = [row_of(one) for one in case.implementations]
+    installed = [one for one, row in zip(case.implementations, rows, strict=True) if row["status"] == "ok"]
+    answer = time_case(case, installed, settings.torch_device(), settings.clock(), settings.repeats)
+    for row in rows:
+        row.update(answer["rows"].get(row["implementation"], {}))
+    return rows, answer.get("floor")
+
+
+def _measure_in_processes(case: Case, request: dict[str, Any]) -> tuple[list[Row], list[float] | None]:
+    rows = [_memory_row(implementation, request) for implementation in case.implementations]
+    if not case.timed:
+        return rows, None
+    names = [row["implementation"] for row in rows if row["status"] == "ok" and _fits(row, request["repeats"])]
+    answer = _child({**request, "task": "time", "names": names}, TIMEOUT * (len(names) + 1))
+    for row in rows:
+        row.update(answer.get("rows", {}).get(row["implementation"], {}))
+        if "status" in answer and row["status"] == "ok":
+            row["status"] = answer["status"]
+        elif row["status"] == "ok" and "times" not in row:
+            row["status"] = f"one call took {row['one_call']:.0f} s: not repeated"
+    return rows, answer.get("floor")
+
+
+def _memory_row(implementation: Implementation, request: dict[str, Any]) -> Row:
+    row = row_of(implementation)
+    if row["status"] == "ok":
+        row |= _child({**request, "task": "memory", "names": [implementation.name]}, TIMEOUT)
     return row
 
 
 def _fits(row: Row, repeats: int) -> bool:
     return bool(row["one_call"] * (repeats + 1) <= TIMEOUT)
-
-
-# The parent's side of a process
 
 
 def _child(request: dict[str, Any], timeout: float) -> dict[str, Any]:
@@ -156,141 +204,25 @@ def _child(request: dict[str, Any], timeout: float) -> dict[str, Any]:
         except subprocess.TimeoutExpired:
             return {"status": f"not ready after {timeout:.0f} s"}
         if answer.exists():
-            return json.loads(answer.read_text(encoding="utf-8"))
+            result: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
+            return result
     if done.returncode < 0:
         return {"status": f"killed by signal {-done.returncode} (memory, most likely)"}
     return {"status": f"failed: {(done.stderr.strip().splitlines() or ['no message'])[-1][:200]}"}
 
 
-# The process's side
-
-
-def _main(request: dict[str, Any]) -> None:
-    torch.set_num_threads(request["threads"])
-    case = load_cases(request["operator"], request["quick"])[request["index"]]
+def _answer(request: dict[str, Any]) -> None:
+    """The process's side."""
+    settings = Settings(quick=request["quick"], threads=request["threads"], repeats=request["repeats"])
+    torch.set_num_threads(settings.threads)
+    case = load_cases(request["operator"], settings)[request["index"]]
     chosen = [one for one in case.implementations if one.name in request["names"]]
-    answer = _memory(case, chosen[0]) if request["task"] == "memory" else _times(case, chosen, request["repeats"])
+    if request["task"] == "memory":
+        answer = measure_memory(case, chosen[0])
+    else:
+        answer = time_case(case, chosen, settings.torch_device(), settings.clock(), settings.repeats)
     Path(request["answer"]).write_text(json.dumps(answer), encoding="utf-8")
 
 
-def _memory(case: Case, implementation: Implementation) -> dict[str, Any]:
-    _call(case, implementation, case.tiny())
-    torch.mm(torch.ones(512, 512), torch.ones(512, 512)).sum()  # starts the threads, whose stacks count too
-    inputs = case.inputs()
-    _limit_memory()
-    start = time.perf_counter()
-    try:
-        outputs, growth = _peak_growth(lambda: _call(case, implementation, inputs))
-    except (MemoryError, RuntimeError) as error:
-        return {"status": _problem(error)}
-    answer: dict[str, Any] = {"one_call": time.perf_counter() - start}
-    if growth is not None:
-        own = _storages(inputs)
-        fresh = {address: size for address, size in _storages(outputs).items() if address not in own}
-        answer |= {"growth": growth, "outputs": sum(fresh.values()), "extra": max(0, growth - sum(fresh.values()))}
-    return answer
-
-
-def _times(case: Case, implementations: list[Implementation], repeats: int) -> dict[str, Any]:
-    inputs = case.inputs()
-    rows: dict[str, Row] = {one.name: {} for one in implementations}
-    kept: dict[str, Outputs] = {}
-    runs: dict[str, tuple[Callable[[], object], int]] = {}  # name -> what is timed, how often per repeat
-    for one in implementations:
-        kept[one.name] = {name: tensor.clone() for name, tensor in _call(case, one, inputs).items()}
-        runs[one.name] = _repeated(case, partial(one.call, inputs), inputs)
-    if case.floor is not None:
-        call = case.floor.prepare(inputs)
-        call()
-        runs["floor"] = _repeated(case, call, inputs)
-
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(repeats):
-        for name, (run, count) in runs.items():
-            times[name].append(_time(case, run, inputs, count))
-    for one in implementations:
-        scale = one.scale(inputs) if one.scale else 1.0
-        rows[one.name]["times"] = [scale * seconds for seconds in times[one.name]]
-    if case.truth is not None:
-        if case.reset is not None:
-            case.reset(inputs)
-        truth = case.truth(inputs)
-        for one in implementations:
-            rows[one.name]["errors"] = (case.errors or largest_errors)(kept[one.name], truth, inputs)
-    return {"rows": rows, **({"floor": times["floor"]} if case.floor is not None else {})}
-
-
-def _call(case: Case, implementation: Implementation, inputs: Inputs) -> Outputs:
-    if case.reset is not None:
-        case.reset(inputs)
-    return implementation.call(inputs)
-
-
-def _repeated(case: Case, run: Callable[[], object], inputs: Inputs) -> tuple[Callable[[], object], int]:
-    """How often to call in one repeat; a call that changes its inputs is timed alone."""
-    once = _time(case, run, inputs, 1)
-    return run, 1 if case.reset is not None else min(1000, max(1, round(SHORTEST / once)))
-
-
-def _time(case: Case, run: Callable[[], object], inputs: Inputs, count: int) -> float:
-    if case.reset is not None:
-        case.reset(inputs)
-    gc.collect()
-    gc.disable()
-    start = time.perf_counter()
-    for _ in range(count):
-        run()
-    seconds = time.perf_counter() - start
-    gc.enable()
-    return seconds / count
-
-
-def _peak_growth(run: Callable[[], Outputs]) -> tuple[Outputs, int | None]:
-    """-> what `run` returns, and by how many bytes the resident set grew at most; None where Linux does not tell."""
-    gc.collect()
-    try:
-        ctypes.CDLL(None).malloc_trim(0)  # freed pages that are still resident would hide growth
-        Path("/proc/self/clear_refs").write_text("5")
-        before = _status("VmRSS")
-    except (OSError, AttributeError):
-        return run(), None
-    outputs = run()
-    return outputs, max(0, _status("VmHWM") - before)
-
-
-def _status(field: str) -> int:
-    """Bytes of one line of /proc/self/status, which counts in kB."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
-
-
-def _limit_memory() -> None:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-        limit = _status("VmSize") + min(MOST_MEMORY, 3 * free // 4)
-    except OSError:
-        return
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-
-
-def _problem(error: Exception) -> str:
-    text = str(error).strip() or type(error).__name__
-    if isinstance(error, MemoryError) or "alloc" in text or "not enough memory" in text:
-        return "out of memory"
-    return f"failed: {text.splitlines()[0][:200]}"
-
-
-def _storages(value: object) -> dict[int, int]:
-    """Address and bytes of every storage that the tensors in (nested) dicts, lists and tuples use."""
-    if isinstance(value, Tensor):
-        return {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes()}
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        return {address: size for item in value for address, size in _storages(item).items()}
-    return {}
-
-
 if __name__ == "__main__":
-    _main(json.loads(sys.argv[1]))
+    _answer(json.loads(sys.argv[1]))

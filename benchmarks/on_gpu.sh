@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Everything that wants an NVIDIA GPU, in one go and in under 9 minutes: build, tests, compute-sanitizer, benchmarks.
+# Everything that needs an NVIDIA GPU, in one go and in under 9 minutes: build, tests, compute-sanitizer, benchmarks.
 #
 #     benchmarks/on_gpu.sh
 #
-# It needs a torch with CUDA, an nvcc and a C++ compiler, and no network. In the environment:
+# It needs a torch with CUDA, an nvcc, a C++ compiler and ninja, and no network. In the environment:
 #     PYTHON            the Python that has this torch (default: python3)
-#     WHEELS            a folder of wheels of whatever this Python lacks; they go to a temporary folder
+#     WHEELS            a folder of wheels of what this Python lacks; they are installed into a temporary folder
 #     OUT               write below this folder (default: benchmarks/results/gpu)
 #
 # It writes CARD/on_gpu.json (each stage's outcome), CARD/results.json and results.md (the figures) and CARD/log.txt.
-# Each stage has a time limit, and a stage that fails leaves the others alone. Exit code: 0 where no stage failed, 1 where
-# one did, 2 where there is no GPU. The module is compiled in place, for this card alone.
+# Each stage has a time limit, and the others run where one fails. Exit code: 0 where no stage failed, 1 where one did, 2
+# where there is no GPU. The module is compiled in place, for this card alone.
 set -u
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
 ALL=530 # seconds
@@ -30,6 +30,7 @@ log=$folder/log.txt
 : >"$log"
 export PATH=$PATH:/usr/local/cuda/bin PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 export OMP_NUM_THREADS=2 FEDKERNELS_GPU=1 # a test that finds no GPU fails and is not skipped
+export FEDKERNELS_CUDA_ARCHITECTURES=$capability
 echo "$card, compute capability $capability -> $folder"
 
 stages=() failed=0
@@ -69,9 +70,11 @@ if [[ -n ${WHEELS:-} ]]; then
 fi
 # Named, so that whoever reads of a failed test module knows why.
 stage packages 30 "$python" -c '
-import importlib.util, sys
+import importlib.util, shutil, sys
 wanted = {"torch": "torch", "pytest": "pytest", "hypothesis": "hypothesis", "ot": "POT", "quadprog": "quadprog", "scipy": "scipy"}
 missing = [name for module, name in wanted.items() if importlib.util.find_spec(module) is None]
+if shutil.which("ninja") is None and importlib.util.find_spec("ninja") is None:
+    missing.append("ninja")
 sys.exit("missing: " + ", ".join(missing) + "; put their wheels into a folder and name it in WHEELS" if missing else 0)'
 
 stage build 150 bash -c '"$0" setup.py build_ext --inplace && "$0" -c "
@@ -93,7 +96,7 @@ for tool in memcheck racecheck; do
     record $tool "skipped: no compute-sanitizer" 0 0
   fi
 done
-stage benchmarks $ALL "$python" -m benchmarks.gpu --output "$folder" --seconds $((ALL - SECONDS - 15))
+stage benchmarks $ALL "$python" -m benchmarks --device cuda --output "$folder" --seconds $((ALL - SECONDS - 15))
 
 driver=$(ask driver_version)
 toolkit=$(nvcc --version 2>/dev/null | sed -nE 's/.*release ([0-9.]+).*/\1/p')

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from benchmarks.case import Inputs
@@ -19,17 +21,19 @@ def model_shapes(quick: bool) -> list[torch.Size]:
         return [parameter.shape for parameter in torchvision.models.resnet18().parameters()]
 
 
-def size_of(shapes: list[torch.Size]) -> str:
-    return f"K = {CLIENTS}, P = {sum(map(torch.Size.numel, shapes)) / 1e6:.3g} M in {len(shapes)} tensors"
+def count(shapes: list[torch.Size]) -> int:
+    """How many numbers a model of these shapes has."""
+    return sum(map(torch.Size.numel, shapes))
 
 
-def parameters(shapes: list[torch.Size]) -> Inputs:
+def size_of(shapes: list[torch.Size], clients: int = CLIENTS) -> str:
+    return f"K = {clients}, P = {count(shapes) / 1e6:.3g} M in {len(shapes)} tensors"
+
+
+def parameters(shapes: list[torch.Size], clients: int, device: torch.device) -> Inputs:
     """float32: "global" and "clients", which differ from it by 1 % of its size, about half of that in common."""
-    generator = torch.Generator().manual_seed(0)
-    globals_ = [torch.randn(shape, generator=generator) for shape in shapes]
-    common = [0.007 * torch.randn(shape, generator=generator) for shape in shapes]
-    clients = [
-        [p + c + 0.007 * torch.randn(p.shape, generator=generator) for p, c in zip(globals_, common, strict=True)]
-        for _ in range(CLIENTS)
-    ]
-    return {"global": globals_, "clients": clients}
+    draw = partial(torch.randn, generator=torch.Generator(device).manual_seed(0), device=device)
+    start = [draw(shape) for shape in shapes]
+    common = [0.007 * draw(shape) for shape in shapes]
+    others = [[p + c + 0.007 * draw(p.shape) for p, c in zip(start, common, strict=True)] for _ in range(clients)]
+    return {"global": start, "clients": others}

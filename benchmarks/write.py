@@ -1,4 +1,4 @@
-"""Writes what was measured: results.json, results.md beside it, and the table in the README."""
+"""Writes what was measured, on the CPU or a GPU: results.json, results.md, and the table in the README."""
 
 from __future__ import annotations
 
@@ -7,40 +7,54 @@ import json
 import os
 import platform
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import fedkernels
-from benchmarks.measure import ROOT
+from benchmarks.measure import ROOT, Settings
 
 README = ROOT / "README.md"
 START, END = "<!-- benchmarks -->", "<!-- /benchmarks -->"
 
-_HEAD = """# Operators against their peers
-
+_TITLE = {"cpu": "# Operators against their peers", "cuda": "# Operators on a GPU"}
+_HEAD = {
+    "cpu": """\
 Written by `python -m benchmarks`; [benchmarks/README.md](../../../README.md) says how each column is measured. Times
 are medians with the interquartile range in brackets. A peer's ratio is its time over ours, the floor's is ours over
 the floor's. Memory is the growth of the resident set at its peak, in MiB. Errors are relative to the largest entry,
-against float64, unless the first lines of `bench_OPERATOR.py` say otherwise."""
+against float64, unless the first lines of `bench_OPERATOR.py` say otherwise.""",
+    "cuda": """\
+Written by `python -m benchmarks --device cuda`; [benchmarks/README.md](../../../README.md) says how each column is
+measured. Times are medians with the interquartile range in brackets. A peer's ratio is its time over ours. A share is a
+part of the rate that this card reached in the same run. Memory is the peak of torch's allocator, in MiB. Errors are
+relative to the largest entry, against float64, unless the first lines of `bench_OPERATOR.py` say otherwise.""",
+}
 
 Results = dict[str, Any]  # operator -> {"environment", "cases"}
 
 
-def environment(threads: int, repeats: int) -> dict[str, Any]:
-    """What a figure depends on besides its inputs."""
-    return {
+def environment(settings: Settings) -> dict[str, Any]:
+    """What a figure depends on besides its inputs; for a GPU with its name and measured rates."""
+    about = {
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "processor": processor(),
         "instruction_set": torch.backends.cpu.get_cpu_capability(),
-        "threads": threads,
-        "repeats": repeats,
+        "threads": settings.threads,
+        "repeats": settings.repeats,
         "load_average": round(os.getloadavg()[0], 2),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "fedkernels": fedkernels.build_info(),
     }
+    if settings.device == "cuda":
+        about |= {"device": "the CPU, in a rehearsal", "torch_cuda": torch.version.cuda, "rates": settings.rates}
+        if not settings.rehearse:
+            card = torch.cuda.get_device_properties(settings.torch_device())
+            about |= {"device": card.name, "multiprocessors": card.multi_processor_count, "memory": card.total_memory}
+    return about
 
 
 def processor() -> str:
@@ -52,10 +66,13 @@ def processor() -> str:
     return found[1].strip() if found else platform.processor() or platform.machine()
 
 
-def default_folder() -> Path:
-    """benchmarks/results/cpu/NAME-OF-THE-PROCESSOR"""
-    name = re.sub(r"\((r|tm)\)", "", processor().lower())
-    return ROOT / "benchmarks" / "results" / "cpu" / re.sub(r"[^a-z0-9]+", "-", name).strip("-")
+def default_folder(settings: Settings) -> Path:
+    """Below benchmarks/results: cpu/NAME-OF-THE-PROCESSOR, or gpu/NAME-OF-THE-CARD as on_gpu.sh has it."""
+    if settings.device == "cuda":
+        kind, name = "gpu", torch.cuda.get_device_name().lower()
+    else:
+        kind, name = "cpu", re.sub(r"\((r|tm)\)", "", processor().lower())
+    return ROOT / "benchmarks" / "results" / kind / re.sub(r"[^a-z0-9]+", "-", name).strip("-")
 
 
 def merge(folder: Path, operator: str, entry: dict[str, Any]) -> Results:
@@ -81,21 +98,13 @@ def update_readme(results: Results, folder: Path, readme: Path) -> None:
 
 def tables(results: Results) -> str:
     """results.md: for each operator one table of what was measured and one of the bars."""
-    parts = [_HEAD]
+    kind = "cuda" if any("device" in entry["environment"] for entry in results.values()) else "cpu"
+    parts = [_TITLE[kind], _HEAD[kind]]
     for operator, entry in results.items():
-        about = entry["environment"]
-        native = about["fedkernels"]
-        parts += [
-            f"## {operator}",
-            f"{about['date']}, {about['processor']} ({about['instruction_set']}), {about['threads']} threads, "
-            f"{about['repeats']} repeats, load average {about['load_average']} at the start. torch {about['torch']}, "
-            f"Python {about['python']}, compiled module of fedkernels: {native['native']}"
-            + (f", {native['cpu_used']}." if "cpu_used" in native else "."),
-            _table(
-                ["size", "implementation", "time, ms", "ratio", "memory", "of it outputs", "error", "of gradients", ""],
-                [row for case in entry["cases"] for row in _rows(case)],
-            ),
-        ]
+        lines = [line for case in entry["cases"] for line in _lines(case)]
+        columns = [name for name in _COLUMNS if name not in _GPU_COLUMNS or any(name in line for line in lines)]
+        cells = [[line.get(name, "-") for name in columns] for line in lines]
+        parts += [f"## {operator}", _about(entry["environment"]), _table(columns, cells)]
         bars = [
             [case["size"], bar["bar"], bar["measured"], bar["outcome"]]
             for case in entry["cases"]
@@ -106,31 +115,59 @@ def tables(results: Results) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _rows(case: dict[str, Any]) -> list[list[str]]:
-    lines = []
-    for index, row in enumerate(case["rows"]):
-        errors = row.get("errors", {})
-        remarks = [row["version"]] if "version" in row else []
-        remarks += [row["note"]] if row["note"] else []
-        remarks += [f"**{row['status']}**"] if row["status"] != "ok" else []
-        lines.append(
-            [
-                "" if index else case["size"],
-                f"**{row['implementation']}**" if index == 0 else row["implementation"],
-                _time(row),
-                f"{row['ratio']:.2f}" if "ratio" in row else "-",
-                _mib(row.get("growth")),
-                _mib(row.get("outputs")),
-                _error(errors.get("value")),
-                _error(errors.get("gradient")),
-                "; ".join(remarks),
-            ]
+def _about(about: dict[str, Any]) -> str:
+    native = about["fedkernels"]
+    module = f"compiled module of fedkernels: {native['native']}"
+    if "device" in about:
+        rates = about["rates"]
+        products = ", ".join(f"{name} {rates[name] / 1e12:.4g} TFLOP/s" for name in rates if name != "copy")
+        return (
+            f"{about['date']}, {about['device']}. torch {about['torch']} (CUDA {about['torch_cuda']}), "
+            f"Python {about['python']}, {module}. Rates measured: copy {rates['copy'] / 1e9:.4g} GB/s (read and "
+            f"written), products {products}."
         )
-    floor = case["floor"]
-    if floor:
-        ratio = f"{floor['ratio']:.2f}" if "ratio" in floor else "-"
-        lines.append(["", "*floor*", _time(floor), ratio, "", "", "", "", floor["definition"]])
+    return (
+        f"{about['date']}, {about['processor']} ({about['instruction_set']}), {about['threads']} threads, "
+        f"{about['repeats']} repeats, load average {about['load_average']} at the start. torch {about['torch']}, "
+        f"Python {about['python']}, {module}" + (f", {native['cpu_used']}." if "cpu_used" in native else ".")
+    )
+
+
+_COLUMNS = (
+    *("size", "implementation", "time, ms", "wall, ms", "ratio", "share", "memory", "of it outputs"),
+    *("error", "of gradients", ""),
+)
+_GPU_COLUMNS = ("wall, ms", "share")
+
+
+def _lines(case: dict[str, Any]) -> list[dict[str, str]]:
+    """The lines of one case, as the cells of their columns; where a cell is missing there is no figure."""
+    lines = [_line(row, case) | {"size": "" if index else case["size"]} for index, row in enumerate(case["rows"])]
+    lines[0]["implementation"] = f"**{case['rows'][0]['implementation']}**"
+    empty = {"size": "", **dict.fromkeys(("memory", "of it outputs", "error", "of gradients"), "")}
+    if floor := case["floor"]:
+        ratio = {"ratio": f"{floor['ratio']:.2f}"} if "ratio" in floor else {}
+        lines.append({**empty, "implementation": "*floor*", "time, ms": _time(floor), **ratio, "": floor["definition"]})
+    if work := case.get("work"):
+        lines.append({**empty, "implementation": "*work*", "": f"{work['definition']}; the share counts these"})
     return lines
+
+
+def _line(row: dict[str, Any], case: dict[str, Any]) -> dict[str, str]:
+    errors = row.get("errors", {})
+    remarks = [row["version"]] if "version" in row else []
+    remarks += [row["note"]] if row["note"] else []
+    if "kernels" in row:
+        kernels = ", ".join(row["kernels"])
+        remarks.append(f"compiled: {kernels}" if kernels else "no compiled kernel: the reference in plain PyTorch")
+    remarks += [f"**{row['status']}**"] if row["status"] != "ok" else []
+    line = {"implementation": row["implementation"], "time, ms": _time(row), "": "; ".join(remarks)}
+    line |= {"memory": _mib(row.get("growth")), "of it outputs": _mib(row.get("outputs"))}
+    line |= {"error": _error(errors.get("value")), "of gradients": _error(errors.get("gradient"))}
+    line |= {"wall, ms": _milliseconds(row["wall"])} if "wall" in row else {}
+    line |= {"ratio": f"{row['ratio']:.2f}"} if "ratio" in row else {}
+    line |= {"share": f"{row['share']:.0%} of {case['work']['rate']}"} if "share" in row else {}
+    return line
 
 
 def short_table(results: Results, folder: Path) -> str:
@@ -180,7 +217,7 @@ def _link(folder: Path) -> str:
     return f"By `python -m benchmarks`; all peers, errors and what each floor is: [{place}]({place}/results.md)."
 
 
-def _table(head: list[str], lines: list[list[str]]) -> str:
+def _table(head: Sequence[str], lines: list[list[str]]) -> str:
     marks = ["---" if index < 2 else "---:" for index in range(len(head))]
     escaped = [[cell.replace("|", "\\|") for cell in line] for line in lines]
     return "\n".join(f"| {' | '.join(line)} |" for line in [head, marks, *escaped])

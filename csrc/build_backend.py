@@ -1,7 +1,7 @@
-"""setuptools' build backend, asking for torch only where its headers are not at hand.
+"""setuptools' build backend, which requires torch only where its headers are missing.
 
-csrc/ compiles against torch's headers. With torch in build-system.requires pip would fetch it, several gigabytes, for
-every isolated build, though the environment that it installs into nearly always has one.
+csrc/ compiles against torch's headers. With torch in build-system.requires pip would download it, several gigabytes,
+for every isolated build, although the environment that pip installs into nearly always has it.
 """
 
 import importlib.util
@@ -17,11 +17,14 @@ _FIND = "import importlib.util as u; s = u.find_spec('torch'); print(s.origin if
 
 
 def torch_folder() -> Path | None:
-    """The folder of torch in this process, else in the environment that is installed into; nothing is imported."""
+    """The folder of torch with its headers, or None; torch is not imported.
+
+    It is looked for in this process, then in the environment that pip installs into.
+    """
     spec = importlib.util.find_spec("torch")
     origin = spec.origin if spec else None
     if not origin:
-        # pip isolates a build by PYTHONPATH, which -E ignores; the interpreter is that of the environment.
+        # pip isolates a build through PYTHONPATH, which -E ignores; the interpreter is that of the environment.
         done = subprocess.run([sys.executable, "-E", "-c", _FIND], capture_output=True, text=True, cwd="/")
         origin = done.stdout.strip()
     folder = Path(origin).parent if origin else None

@@ -4,7 +4,8 @@
     python csrc/sanitize.py avx2 -- tests/fedkernels/test_native.py -x        # one of them; the rest goes to pytest
 
 It needs Linux, g++ with its sanitizer libraries, and the environment that `make test` makes. The sources are copied to
-build/sanitize/ and compiled there, so the module in use stays as it is. The first error ends the run.
+build/sanitize/ and compiled there, so the module in use stays as it is. A second run compiles only what has changed.
+The first error ends the run.
 """
 
 import argparse
@@ -19,21 +20,21 @@ COPY = ROOT / "build" / "sanitize"
 COPIED = ("csrc", "fedkernels", "fedssl", "tests", "setup.py", "pyproject.toml", "README.md", "LICENSE")
 # -fno-rtti, which the kernels are compiled with, leaves nothing for the check of virtual tables.
 FLAGS = "-fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=all -fno-omit-frame-pointer"
-# The references are PyTorch alone, a build inside a watched process watches the compiler, and each instruction set has
-# its own run here.
-NOT_OURS = "not reference and not without_a_compiler and not every_instruction_set"
+# Left out: the references are PyTorch alone, a build inside a watched process would watch the compiler, and each
+# instruction set has its own run here.
+LEFT_OUT = "not reference and not without_a_compiler and not every_instruction_set"
 
 
 def copy_sources() -> None:
-    # Leaves what is in the copy already where the original has the same age.
+    """Files keep their times, so that only what has changed is compiled again; files that are gone leave the copy."""
     for name in COPIED:
         source, target = ROOT / name, COPY / name
         if source.is_dir():
-            ignored = shutil.ignore_patterns("__pycache__", "*.so", "_C.missing")
-            stale = [path for path in target.rglob("*") if not (source / path.relative_to(target)).exists()]
-            for path in stale:
-                if path.is_file() and path.suffix != ".so":
+            for path in list(target.rglob("*")):
+                gone = not (source / path.relative_to(target)).exists()
+                if gone and path.is_file() and path.suffix != ".so":
                     path.unlink()
+            ignored = shutil.ignore_patterns("__pycache__", "*.so", "_C.missing")
             shutil.copytree(source, target, ignore=ignored, dirs_exist_ok=True)
         else:
             shutil.copy2(source, target)
@@ -41,13 +42,9 @@ def copy_sources() -> None:
 
 def build() -> None:
     module = COPY / "fedkernels" / "_C.abi3.so"
-    sources = [COPY / "setup.py", *(COPY / "csrc").rglob("*.cpp"), *(COPY / "csrc").rglob("*.h")]
-    if module.exists() and module.stat().st_mtime > max(path.stat().st_mtime for path in sources):
-        return
-    module.unlink(missing_ok=True)
     flags = {name: f"{os.environ.get(name, '')} {FLAGS}" for name in ("CFLAGS", "CXXFLAGS", "LDFLAGS")}
     command = [sys.executable, "setup.py", "build_ext", "--inplace"]
-    print(f"compiling in {COPY}, for minutes", flush=True)
+    print(f"compiling in {COPY}; the first time takes minutes", flush=True)
     done = subprocess.run(
         command, cwd=COPY, env=os.environ | flags | {"FEDKERNELS_CUDA": "0"}, capture_output=True, text=True
     )
@@ -92,9 +89,7 @@ def main() -> None:
     arguments = sys.argv[1:]
     split = arguments.index("--") if "--" in arguments else len(arguments)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "instruction_sets", nargs="*", help="baseline, avx2, avx512; all that there are if none is named"
-    )
+    parser.add_argument("instruction_sets", nargs="*", help="baseline, avx2, avx512 (default: all that are compiled)")
     wanted = parser.parse_args(arguments[:split]).instruction_sets
     tests = arguments[split + 1 :] or ["tests/fedkernels"]
 
@@ -108,7 +103,7 @@ def main() -> None:
         print(f"{name}: pytest {' '.join(tests)}", flush=True)
         # The sanitizers write to the file descriptor and end the process: pytest must not catch that.
         quiet = ("-q", "-p", "no:cacheprovider", "--capture=sys")
-        command = [sys.executable, "-m", "pytest", *quiet, "-k", NOT_OURS, *tests]
+        command = [sys.executable, "-m", "pytest", *quiet, "-k", LEFT_OUT, *tests]
         if code := subprocess.run(command, cwd=COPY, env=environment(name)).returncode:
             sys.exit(code)
 

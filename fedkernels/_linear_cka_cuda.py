@@ -1,4 +1,4 @@
-"""Linear CKA of large matrices on CUDA: the products are torch's BLAS, all else is csrc/cuda/linear_cka_large.cu.
+"""Linear CKA of large matrices on CUDA: torch's BLAS forms the products, csrc/cuda/linear_cka_large_*.cu the rest.
 
 Let z = [x y] be both matrices side by side, scaled and centred, and v the value. The gradient is
 

@@ -1,8 +1,10 @@
 """The compiled module: loaded once, at import; where it is missing the references serve, after one warning."""
 
+import ast
 import importlib
 import os
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,6 +14,7 @@ from torch import Tensor
 
 from fedkernels._autograd import is_transformed
 
+# The public functions that have a compiled operator of their name, csrc/ops/<name>.cpp.
 COMPILED = (
     "apply_deltas",
     "client_weights",
@@ -22,8 +25,8 @@ COMPILED = (
     "linear_cka_to_kernel",
     "nt_xent",
     "unbalanced_ot",
-)  # the operators that csrc/ops defines
-# Parts of operators that csrc/ops defines for CUDA alone; fedkernels/_linear_cka_cuda.py calls them between products.
+)
+# Operators for CUDA only, which fedkernels/_linear_cka_cuda.py calls before and after torch's products.
 PARTS = (
     "linear_cka_combine",
     "linear_cka_combine_to_kernel",
@@ -31,22 +34,34 @@ PARTS = (
     "linear_cka_prepare_to_kernel",
     "linear_cka_squares",
 )
-INTERFACE = "3"  # of their schemas and the module's functions, with csrc/ops/module.cpp: raised in both by any change
 _NOTE = Path(__file__).with_name("_C.missing")  # written by the installation where it could not compile
 
 
+def _by_name(schemas: Iterable[str]) -> dict[str, str]:
+    return {name: f"({rest}" for name, _, rest in (schema.partition("(") for schema in schemas)}
+
+
+def _read_schemas() -> dict[str, str]:
+    lines = Path(__file__).with_name("_schemas.inc").read_text(encoding="utf-8").splitlines()
+    literals = "\n".join(line for line in lines if not line.startswith("//"))
+    return _by_name(ast.literal_eval(f"[{literals}]"))
+
+
+# By operator its arguments and results, as torch.library.define takes them. csrc/ops/schemas.h includes the same file.
+SCHEMAS = _read_schemas()
+
+
 def _load() -> tuple[ModuleType | None, str]:
-    """-> the module, or None and the reason."""
+    """Returns the module and "", or None and the reason why it is not used."""
     if os.environ.get("FEDKERNELS_NATIVE") == "0":
         return None, "FEDKERNELS_NATIVE=0 is set in the environment"
     # Importing torch put its libraries into the process: the module finds them there, whichever version they are.
     try:
         loaded = importlib.import_module("fedkernels._C")
-        lacking = [name for name in (*COMPILED, *PARTS) if not hasattr(torch.ops.fedkernels, name)]
-        if lacking:
-            reason = f"it was compiled from older sources and lacks {', '.join(lacking)}"
-        elif (found := loaded.build_info().get("interface")) != INTERFACE:
-            reason = f"it was compiled from other sources, with interface {found} and not {INTERFACE}"
+        compiled = _by_name(loaded.schemas().splitlines()) if hasattr(loaded, "schemas") else {}
+        differing = sorted(name for name in {*SCHEMAS, *compiled} if compiled.get(name) != SCHEMAS.get(name))
+        if differing:
+            reason = f"it was compiled from other sources, with other schemas of {', '.join(differing)}"
         else:
             _check_instruction_set(loaded.build_info())
             return loaded, ""
@@ -135,6 +150,7 @@ def build_info() -> dict[str, str]:
         kernels are compiled for; ``cpu_used``, the one that this processor runs; ``cuda_compiled``, the architectures
         of the CUDA kernels, or "none" and why; ``cuda_operators``, those of the operators that have CUDA kernels;
         ``cuda_used``, the GPUs that run them and why others do not (each one in sight is asked, and prepared by that);
+        ``left_out``, the instruction sets and architectures that a complete build has and this one has not, or "";
         ``compiler``; ``oldest_torch``, which the module needs.
     """
     if module is None:
@@ -148,6 +164,7 @@ def build_info() -> dict[str, str]:
         "cuda_compiled": built.get("cuda", "none"),
         "cuda_operators": " ".join(sorted(CUDA.intersection(COMPILED))),
         "cuda_used": _gpus(),
+        "left_out": built.get("left_out", ""),
         "compiler": built["compiler"],
         "oldest_torch": built["torch"],
     }

@@ -70,7 +70,7 @@ def _solve(gram: Tensor, tol: float) -> Tensor:
 
 
 # An operator to torch.compile, fake tensors and vmap: checks and loop depend on the data, which these do not have.
-torch.library.define("fedkernels::client_weights_solve", "(Tensor gram, float tol) -> Tensor")
+torch.library.define("fedkernels::client_weights_solve", _native.SCHEMAS["client_weights"])
 torch.library.impl("fedkernels::client_weights_solve", ("cpu", "cuda"))(_solve)
 
 

@@ -156,11 +156,8 @@ def _check_broadcast(name: str, other: Tensor, x: Tensor) -> None:
 
 
 if _native.module is not None:
-    # As linear_cka, for CUDA alone.
-    torch.library.define(
-        "fedkernels::linear_cka_large",
-        "(Tensor x, Tensor y, bool centered, bool x_gradient, bool y_gradient) -> (Tensor, Tensor, Tensor)",
-    )
+    # The same operator for large matrices on CUDA.
+    torch.library.define("fedkernels::linear_cka_large", _native.SCHEMAS["linear_cka"])
     if "linear_cka_large" in _native.CUDA:
         torch.library.impl("fedkernels::linear_cka_large", "cuda", _linear_cka_cuda.linear_cka)
         torch.library.impl("fedkernels::linear_cka_to_kernel", "cuda", _linear_cka_cuda.linear_cka_to_kernel)

@@ -93,11 +93,8 @@ def unbalanced_ot_plan(
     return plan, info
 
 
-_ARGUMENTS = "(Tensor cost, Tensor a, Tensor b, float tau_a, float tau_b, float tol, int max_iterations, str method)"
-_RETURNS = "(Tensor plan, Tensor u, Tensor v, Tensor value, Tensor mass, Tensor iterations, Tensor gap)"
-
 # An operator to torch.compile: its loop ends where the data say so, which a compiled graph cannot hold.
-torch.library.define("fedkernels::unbalanced_ot_reference", f"{_ARGUMENTS} -> {_RETURNS}")
+torch.library.define("fedkernels::unbalanced_ot_reference", _native.SCHEMAS["unbalanced_ot"])
 
 
 @torch.library.impl("fedkernels::unbalanced_ot_reference", ("cpu", "cuda"))

@@ -45,7 +45,7 @@ class StepCost:
 class StepCounter:
     """Counts one step: `with counter.forward():` around the losses, `counter.finish(optimizer)` after the step.
 
-    Nothing that is counted changes: the hooks only look.
+    Counting changes nothing in the step.
 
     Memory is that of tensors that outlive an operation. What an operation needs while it runs, and what the allocator
     wastes, is not in it, so a process needs somewhat more; on CUDA `torch.cuda.max_memory_allocated` tells. A second

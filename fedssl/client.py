@@ -22,7 +22,7 @@ class Client:
     Attributes:
         index: the client's number, from 0.
         images: its private training images, uint8 [n, C, H, W].
-        labels: their labels, int64 [n]; only a supervised objective looks at them.
+        labels: their labels, int64 [n]; only a supervised objective reads them.
         public_images: the representation alignment data that all clients share, uint8 [L, C, H, W].
         model: its own model.
         memory: what its parts keep between rounds (FedEMA's lambda, a whitening matrix). The engine stores it.

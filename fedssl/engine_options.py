@@ -19,12 +19,12 @@ class LocalDP(Options):
     round spends of one client; rounds add up.
     """
 
-    name: Literal["local_dp"]
+    name: Literal["local_dp"] = Field(..., description="each client adds the noise")
     clipping_norm: float = Field(..., gt=0, description="largest L2 norm of a client's update")
-    epsilon: float = Field(..., gt=0)
-    delta: float = Field(..., gt=0, lt=1)
+    epsilon: float = Field(..., gt=0, description="privacy loss of one client in one round")
+    delta: float = Field(..., gt=0, lt=1, description="probability that a round's loss is larger than epsilon")
     sensitivity: float | None = Field(
-        None, gt=0, description="2 * clipping_norm where not given: the most by which two clipped updates differ"
+        None, gt=0, description="largest L2 distance of two clipped updates; 2 * clipping_norm by default"
     )
 
 
@@ -36,9 +36,11 @@ class FixedClipping(Options):
     models); n are the clients in the mean.
     """
 
-    name: Literal["fixed_clipping"]
+    name: Literal["fixed_clipping"] = Field(..., description="the server adds the noise")
     clipping_norm: float = Field(..., gt=0, description="largest L2 norm of a client's update")
-    noise_multiplier: float = Field(..., ge=0)
+    noise_multiplier: float = Field(
+        ..., ge=0, description="standard deviation of the noise of the clients' sum, in units of clipping_norm"
+    )
 
 
 class SecAggPlus(Options):
@@ -49,29 +51,37 @@ class SecAggPlus(Options):
     n are the clients of the round.
     """
 
-    name: Literal["secagg_plus"]
+    name: Literal["secagg_plus"] = Field(..., description="Flower's SecAgg+")
     num_shares: int | None = Field(
-        None, ge=3, description="clients among whom a client's keys are shared, odd; all of the round where not given"
+        None, ge=3, description="clients that share a client's keys, an odd number; all of the round by default"
     )
     reconstruction_threshold: float = Field(
-        2 / 3, gt=0, le=1, description="fraction of the shares that opens a lost client's key; at least two shares"
+        2 / 3, gt=0, le=1, description="fraction of the shares that recovers a lost client's key, at least two shares"
     )
-    clipping_range: float = Field(64.0, gt=0, description="largest magnitude of a weight; more is refused")
-    max_weight: int = Field(1000, ge=1, description="images of the largest client; one that has more is refused")
+    clipping_range: float = Field(64.0, gt=0, description="largest magnitude of a weight; a larger one is refused")
+    max_weight: int = Field(1000, ge=1, description="images of the largest client; a client with more is refused")
 
 
 class FlowerOptions(Options):
-    """How the Flower engine waits, what of Flower's privacy is on, and what a simulation takes of this machine."""
+    """How long Flower waits, which of its privacy methods are on, and how much of the machine a simulation uses."""
 
-    round_seconds: float = Field(3600, gt=0, description="how long a round waits for answers; later ones are dropped")
-    connect_seconds: float = Field(600, gt=0, description="how long to wait for clients that are not connected")
+    round_seconds: float = Field(
+        3600, gt=0, description="seconds that a round waits for answers; later ones are ignored"
+    )
+    connect_seconds: float = Field(600, gt=0, description="seconds to wait for clients to connect")
     differential_privacy: Annotated[LocalDP | FixedClipping, Field(discriminator="name")] | None = Field(
-        None, description="local_dp or fixed_clipping, for recipes that exchange weights; docs/deploy.md"
+        None, description="noise that hides each client's weights; null: none (docs/deploy.md)"
     )
     secure_aggregation: SecAggPlus | None = Field(
-        None, description="secagg_plus, for recipes that average weights; docs/deploy.md"
+        None, description="hides each client's weights from the server; null: off (docs/deploy.md)"
     )
-    cpus: int | None = Field(None, ge=1, description="simulation: processor cores; all where not given")
-    client_cpus: int = Field(1, ge=1, description="simulation: cores a client; cpus / client_cpus train at a time")
-    client_gpus: float = Field(0.0, ge=0, description="simulation: CUDA devices a client; 0.25 lets four share one")
-    object_store_megabytes: int | None = Field(None, ge=80, description="simulation: Ray's shared memory")
+    cpus: int | None = Field(None, ge=1, description="processor cores of a simulation; all by default")
+    client_cpus: int = Field(
+        1, ge=1, description="cores of each simulated client; cpus / client_cpus clients train at a time"
+    )
+    client_gpus: float = Field(
+        0.0, ge=0, description="CUDA devices of each simulated client; with 0.25 four clients share one"
+    )
+    object_store_megabytes: int | None = Field(
+        None, ge=80, description="Ray's shared memory in a simulation, in MB; Ray's own choice by default"
+    )

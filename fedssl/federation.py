@@ -1,4 +1,4 @@
-"""From a recipe to what an engine runs: the data, the clients and the method; every inconsistency is refused here."""
+"""From a recipe to what an engine runs: the data, the clients and the method."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ from .data.datasets import Dataset, load_dataset
 from .data.partition_table import class_counts
 from .data.partitions import partition_indices
 from .errors import UserError
-from .evaluation.fine_tune import check_fine_tuning
 from .messages import Message
 from .method import Method
 from .models.encoders import build_encoder
 from .models.model import Model
-from .models.stages import StagedEncoder
 from .randomness import generator_for, seeded
 from .recipe import Recipe
-from .rules import public_image_users
+from .rules import check_data, check_models, check_recipe, check_shares
 
 MODEL = "model/"
 MEMORY = "memory/"
@@ -49,20 +47,28 @@ class Federation:
         """Images per client and class, int64 [clients, classes]."""
         return class_counts(self.dataset.train_labels, self.client_rows, len(self.dataset.class_names))
 
-    def architecture(self, client: int) -> str:
-        names = self.recipe.architectures
-        return names[client % len(names)]
-
     def new_model(self, client: int | None) -> Model:
         """The model of a client, or the global one (None), as it is before any training."""
         owner = "server" if client is None else client
         with seeded(self.recipe.seed, "model", owner):
-            return _build_model(self.recipe, self.dataset, self.architecture(client or 0)).to(self.device)
+            return _build_model(self.recipe, self.dataset, self.recipe.architecture_of(client or 0)).to(self.device)
 
-    def client(self, index: int, state: Message) -> Client:
-        """A client with its stored state; an empty state gives the client that has not yet taken part."""
-        model = self.new_model(index)
+    def client(self, index: int, state: Message, reused: Model | None = None) -> Client:
+        """A client with its stored state; an empty state gives the client that has not yet taken part.
+
+        Args:
+            index: the client's number.
+            state: what `client_state` gave.
+            reused: a model of this client's architecture, of which nothing is needed any more. The state is loaded
+                into it, which spares building one. A client without a state gets a new model: its first weights are
+                its own.
+        """
         stored = {k.removeprefix(MODEL): v for k, v in state.tensors.items() if k.startswith(MODEL)}
+        if reused is None or not stored:
+            model = self.new_model(index)
+        else:
+            model = reused
+            self.method.schedule.forget_round(model)
         if stored:  # whole or an error: a tensor that is missing must not stay at its first value
             model.load_state_dict(stored)
         memory = {k.removeprefix(MEMORY): v for k, v in state.tensors.items() if k.startswith(MEMORY)}
@@ -111,110 +117,19 @@ def build_federation(recipe: Recipe, dataset: Dataset | None = None, owner: int 
     Raises:
         UserError: data that cannot be read or dealt as asked, or parts that do not fit each other.
     """
-    clients = recipe.partition.clients
-    if recipe.clients_per_round is not None and recipe.clients_per_round > clients:
-        raise UserError(f"clients_per_round is {recipe.clients_per_round}, partition.clients only {clients}")
-    answers = recipe.clients_per_round or clients
-    if recipe.partition.name == "sites" and recipe.engine != "flower":
-        raise UserError(f"partition sites is for engine flower, whose sites bring their own data, not {recipe.engine}")
-    if recipe.guard.minimum_answers > answers:
-        raise UserError(f"guard.minimum_answers is {recipe.guard.minimum_answers}, but only {answers} clients answer")
-    for aggregator in recipe.aggregators:
-        aggregator.check(clients)
-    names = [a.name for a in recipe.aggregators]
-    needed = {r.name: r.needs_aggregator for r in recipe.regularizers}
-    needed[recipe.objective.name] = recipe.objective.needs_aggregator
-    for reader, aggregator_name in needed.items():
-        if aggregator_name and aggregator_name not in names:
-            raise UserError(
-                f"{reader} reads what {aggregator_name} sends: add {{name: {aggregator_name}}} to aggregators"
-            )
-    for i, name in enumerate(names):
-        if name in names[:i]:
-            raise UserError(f"aggregators name {name} twice, and both would send the same: leave one of the two out")
-    exchanging = [a.name for a in recipe.aggregators if a.exchanges_weights]
-    if len(exchanging) > 1:
-        raise UserError(
-            f"aggregators {exchanging[0]} and {exchanging[1]} both join the weights: leave one of the two out"
-        )
-    exchanges = bool(exchanging)
-    with_global_model = [r.name for r in recipe.regularizers if r.needs_global_model]
-    with_global_model += [a.name for a in recipe.aggregators if a.needs_global_model]
-    if with_global_model and not exchanges:
-        raise UserError(
-            f"{with_global_model[0]} works with the global model, but aggregators {names} exchange no weights: add "
-            "{name: weighted_mean} with local_update replace, or leave it out"
-        )
-    if exchanges and len(set(recipe.architectures[:clients])) > 1:
-        raise UserError(
-            f"architectures {recipe.architectures} differ, but {exchanging[0]} exchanges weights; "
-            "name one architecture, or use representation_mean with keep_own"
-        )
-    if exchanges == recipe.local_update.personal:
-        raise UserError(
-            f"local_update {recipe.local_update.name} does not go with "
-            f"aggregators {names}: " + ("use replace" if exchanges else "without exchanged weights use keep_own")
-        )
-    if recipe.schedule.cuts and not exchanges:
-        raise UserError(
-            f"schedule {recipe.schedule.name} sends layers, but aggregators {names} exchange no weights: "
-            "add {name: weighted_mean}, or use end_to_end"
-        )
-    if recipe.schedule.cuts and recipe.local_update.whole_models:
-        raise UserError(
-            f"local_update {recipe.local_update.name} goes by how far a whole model moves, but schedule "
-            f"{recipe.schedule.name} trains a part of it: use replace, or end_to_end"
-        )
-    unlabelled = [p.name for p in recipe.regularizers if p.runs_objective]
-    unlabelled += [a.name for a in recipe.aggregators if a.trains]
-    if recipe.objective.needs_labels and unlabelled:
-        raise UserError(
-            f"objective {recipe.objective.name} trains on labels, but {unlabelled[0]} trains it on public images, "
-            "which have none: leave one of the two out"
-        )
+    check_recipe(recipe)
     device = _device(recipe.device)
-    dataset = dataset or load_dataset(recipe.data, recipe.seed)
-    check_fine_tuning(recipe.evaluation.fine_tune, dataset)
-    public_users = public_image_users(recipe)
-    if public_users and dataset.public_images is None:
-        raise UserError(
-            f"{public_users[0]} needs public images to align on: give data.public_path (an .npz or a folder of images) "
-            "or data.public_holdout (that many training images, taken from no client)"
-        )
-    if owner is None:
-        rows = partition_indices(dataset.train_labels, recipe.partition, recipe.seed)
-    else:
-        rows = [torch.empty(0, dtype=torch.int64) for _ in range(clients)]
-        rows[owner] = torch.arange(len(dataset.train_labels))
-    for k, mine in enumerate(rows):
-        if (owner is None and recipe.partition.name == "sites") or owner not in (None, k):
-            continue
-        if len(mine) < recipe.training.batch_size:
-            raise UserError(
-                f"client {k} has {len(mine)} image{'s' if len(mine) != 1 else ''}, fewer than training.batch_size "
-                f"{recipe.training.batch_size}: lower the batch size, or raise partition.min_samples, "
-                "or use fewer clients"
-            )
-        secure = recipe.flower.secure_aggregation
-        if secure and not recipe.flower.differential_privacy and len(mine) > secure.max_weight:
-            # without the number: the line leaves a site that is refused
-            raise UserError(
-                f"client {k} has more images than flower.secure_aggregation.max_weight {secure.max_weight}: raise it"
-            )
-    for name in dict.fromkeys(recipe.architectures):  # an unknown one is refused before any training
-        with seeded(recipe.seed, "model", "check"):
-            model = _build_model(recipe, dataset, name)
-        for part in (*recipe.regularizers, *recipe.aggregators, recipe.local_update):
-            part.check_model(model)
-        if isinstance(model.encoder, StagedEncoder):
-            recipe.schedule.check(model.encoder, recipe.rounds)
-    for regularizer in recipe.regularizers:
-        regularizer.check_objective(recipe.objective)
+    images = dataset or load_dataset(recipe.data, recipe.seed)
+    check_data(recipe, images)
+    client_rows = _deal(recipe, images, owner)
+    check_shares(recipe, client_rows, owner)
 
-    def global_model() -> Model:
-        with seeded(recipe.seed, "model", "server"):
-            return _build_model(recipe, dataset, recipe.architectures[0]).to(device)
+    def model_of(architecture: str, owner: str) -> Model:
+        with seeded(recipe.seed, "model", owner):
+            return _build_model(recipe, images, architecture)
 
+    check_models(recipe, lambda architecture: model_of(architecture, "check"))
+    exchanges = any(aggregator.exchanges_weights for aggregator in recipe.aggregators)
     method = Method(
         objective=recipe.objective,
         regularizers=tuple(recipe.regularizers),
@@ -225,11 +140,20 @@ def build_federation(recipe: Recipe, dataset: Dataset | None = None, owner: int 
         augmentation=recipe.augmentation,
         rounds=recipe.rounds,
         seed=recipe.seed,
-        global_model=global_model() if exchanges else None,
-        public_images=dataset.public_images,
+        global_model=model_of(recipe.architecture_of(0), "server").to(device) if exchanges else None,
+        public_images=images.public_images,
         guard=recipe.guard,
     )
-    return Federation(recipe, dataset, rows, method, device)
+    return Federation(recipe, images, client_rows, method, device)
+
+
+def _deal(recipe: Recipe, dataset: Dataset, owner: int | None) -> list[Tensor]:
+    """Which training images each client holds."""
+    if owner is None:
+        return partition_indices(dataset.train_labels, recipe.partition, recipe.seed)
+    client_rows = [torch.empty(0, dtype=torch.int64) for _ in range(recipe.partition.clients)]
+    client_rows[owner] = torch.arange(len(dataset.train_labels))
+    return client_rows
 
 
 def _build_model(recipe: Recipe, dataset: Dataset, architecture: str) -> Model:

@@ -1,7 +1,7 @@
 """The server's guard: an answer that cannot be right is refused, named, and left out of its round.
 
-It stands in `Method.aggregate`, before every aggregator and under every engine. It finds what is broken, not what is
-cunning: a client that sends plausible but wrong numbers passes.
+It runs in `Method.aggregate`, before every aggregator and under every engine. It finds broken answers, not malicious
+ones: a client that sends plausible but wrong numbers passes.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from torch import Tensor
 
 from .aggregators.base import Shape
 from .errors import UserError
-from .messages import METRIC, Message
+from .messages import Message
 from .options import Options
 
 #: why a client's answer was left out of the last round: `refused/3` in the config of the server's state
 REFUSED = "refused/"
 
-#: metrics that an engine writes itself, of every client: a client's own numbers must not stand beside them
+#: metrics that an engine writes itself for every client; a client must not send one of these names
 ENGINE_METRICS = ("bytes_down", "bytes_up", "missing", "refused", "dropped", "answers")
 
 _MEASURES = ("knn", "linear", "effective_rank")
 _MEASURES_OF_FINE_TUNING = ("semi_supervised_", "fine_tune_")
 _MOST_NUMBERS = 1000  # each is a line of metrics.csv in every round
-_LONGEST_NAME = 200  # of a number
-_LONGEST_REASON = 500  # it may hold a name that the client chose
+_LONGEST_NAME = 200  # characters in the name of a number or metric
+_LONGEST_REASON = 500  # characters; it may contain a name that the client chose
 _LARGEST_NUMBER = 1e12  # of samples and the like
 _LARGEST_INTEGER = 2**53  # what a mean in float64 holds exactly
 
@@ -39,39 +39,39 @@ def is_measure(name: str) -> bool:
 
 
 class GuardOptions(Options):
-    """When an answer is refused, and when a round fails for want of answers."""
+    """When an answer is refused, and when a round fails because too few answers are left."""
 
-    minimum_answers: int = Field(1, ge=1, description="answers that a round needs after the broken ones are left out")
+    minimum_answers: int = Field(1, ge=1, description="usable answers that a round needs; with fewer the run stops")
     largest_value: float = Field(
-        1e6, gt=0, description="largest magnitude in a tensor; weights and representations of networks stay far below"
+        1e6, gt=0, description="largest magnitude in a tensor of an answer; networks stay far below"
     )
 
 
 def refusals(
     server: Message, replies: dict[int, Message], expected: dict[int, dict[str, Shape]], complete: bool, largest: float
 ) -> dict[int, str]:
-    """Why each broken answer is refused, by client; empty where all are sound.
+    """Why each broken answer is refused, by client; empty if all answers are valid.
 
-    An answer is refused where a tensor is missing, has a name that nobody asked for, a wrong shape or dtype, holds NaN
-    or an infinity or a magnitude above `largest`; and where `samples` is missing or not positive, any number is not
-    finite, or a number to log has the name of a metric that an engine or the evaluation writes. The first such thing is
-    told.
+    An answer is refused if a tensor is missing, was not asked for, has a wrong shape or dtype, or contains NaN, an
+    infinity or a magnitude above `largest`. It is also refused if `samples` is missing or not positive, if a number or
+    metric is not finite, or if a metric has a name that an engine or the evaluation uses. The reason names the first
+    fault.
 
     Args:
         server: the server's state; an answer's tensor has the dtype of its entry of the same name.
         replies: the answers by client.
-        expected: by client the tensors that must come (see `Aggregator.expected`). A size given by name is the one
-            that most answers have; of equally frequent ones that of the lowest client number.
-        complete: whether no other tensors may come.
+        expected: the tensors that each client must send (see `Aggregator.expected`). A size given by name is the
+            size that most answers have; among equally frequent sizes, that of the lowest client number.
+        complete: whether any other tensor is refused.
         largest: `GuardOptions.largest_value`.
     """
     shared = _shared_sizes(replies, expected)
-    found = {}
+    reasons = {}
     for k in sorted(replies):
-        reason = _broken(server, replies[k], expected[k], complete, largest, shared)
+        reason = _fault(server, replies[k], expected[k], complete, largest, shared)
         if reason:
-            found[k] = reason[:_LONGEST_REASON]
-    return found
+            reasons[k] = reason[:_LONGEST_REASON]
+    return reasons
 
 
 def refused_in(server: Message) -> dict[int, str]:
@@ -81,13 +81,13 @@ def refused_in(server: Message) -> dict[int, str]:
 
 
 def require_answers(refused: dict[int, str], answers: int, round_number: int, options: GuardOptions) -> None:
-    """Fail where too few of a round's answers are left (UserError that tells why each other one was refused)."""
+    """Raise UserError if too few of a round's answers are left; it says why each of the others was refused."""
     left = answers - len(refused)
     if left >= options.minimum_answers:
         return
     reasons = "".join(f"; client {k}: {reason}" for k, reason in refused.items())
     raise UserError(
-        f"round {round_number}: {left} of {answers} answers can be used, guard.minimum_answers is "
+        f"round {round_number}: {left} of {answers} answers are valid, but guard.minimum_answers is "
         f"{options.minimum_answers}{reasons}"
     )
 
@@ -105,7 +105,7 @@ def _shared_sizes(replies: dict[int, Message], expected: dict[int, dict[str, Sha
     return {label: sizes.most_common(1)[0][0] for label, sizes in seen.items()}
 
 
-def _broken(
+def _fault(
     server: Message,
     reply: Message,
     expected: dict[str, Shape],
@@ -123,27 +123,30 @@ def _broken(
     for name, tensor in reply.tensors.items():
         if complete and name not in expected:
             return f"{name} was not asked for"
-        reason = _broken_tensor(tensor, server.tensors.get(name), largest)
+        reason = _fault_of_tensor(tensor, server.tensors.get(name), largest)
         if reason:
             return f"{name} {reason}"
     if not reply.numbers.get("samples", 0) > 0:
         return f"samples is {reply.numbers.get('samples', 'missing')}, expected a positive number"
-    if len(reply.numbers) > _MOST_NUMBERS:
-        return f"it has {len(reply.numbers)} numbers, more than {_MOST_NUMBERS}"
-    for name, number in reply.numbers.items():
-        if len(name) > _LONGEST_NAME:
-            return f"a number's name has {len(name)} characters, more than {_LONGEST_NAME}"
-        metric = name.removeprefix(METRIC)
-        if name != metric and (metric in ENGINE_METRICS or is_measure(metric)):
-            return f"the number {name} has the name of a metric that no client sends"
-        # What is only logged may be as large as the operations of a round.
-        largest_number = sys.float_info.max if name.startswith(METRIC) else _LARGEST_NUMBER
-        if not abs(number) <= largest_number:  # NaN compares false
-            return f"the number {name} is {number}"
+    if len(reply.numbers) + len(reply.metrics) > _MOST_NUMBERS:
+        return f"it has {len(reply.numbers) + len(reply.metrics)} numbers and metrics, more than {_MOST_NUMBERS}"
+    for name in reply.metrics:
+        if name in ENGINE_METRICS or is_measure(name):
+            return f"the metric {name} has a name that only the server may use"
+    # A metric may be as large as the operations of a round.
+    for kind, values, largest_number in (
+        ("number", reply.numbers, _LARGEST_NUMBER),
+        ("metric", reply.metrics, sys.float_info.max),
+    ):
+        for name, value in values.items():
+            if len(name) > _LONGEST_NAME:
+                return f"the name of a {kind} has {len(name)} characters, more than {_LONGEST_NAME}"
+            if not abs(value) <= largest_number:  # NaN compares false
+                return f"the {kind} {name} is {value}"
     return None
 
 
-def _broken_tensor(tensor: Tensor, known: Tensor | None, largest: float) -> str | None:
+def _fault_of_tensor(tensor: Tensor, known: Tensor | None, largest: float) -> str | None:
     if known is not None and tensor.dtype != known.dtype:
         return f"has dtype {tensor.dtype}, expected {known.dtype}"
     if tensor.is_complex():

@@ -7,9 +7,6 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-#: what a client's or the server's step logs: `metric/loss` in a reply, `metric/eua_weight/3` in the server's state
-METRIC = "metric/"
-
 
 @dataclass
 class Message:
@@ -20,23 +17,27 @@ class Message:
 
     Attributes:
         tensors: by name. Entries of a model carry their state-dict name (`online.encoder.conv1.weight`).
-        numbers: by name, for instance the number of training samples, or a loss to log.
+        numbers: by name, for instance the number of training samples.
         config: short texts, numbers and switches that tell the receiver how to read the tensors.
+        metrics: what is logged of the round and read by no part. A client's reply has them by name (`loss`), the
+            server's state by name and owner (`eua_weight/3` of client 3, `clusters_used/global`).
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     numbers: dict[str, float] = field(default_factory=dict)
     config: dict[str, str | int | float | bool] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
-        """Payload in bytes: the tensors' data and eight bytes a number. Names and framing are not counted."""
-        return sum(t.numel() * t.element_size() for t in self.tensors.values()) + 8 * len(self.numbers)
+        """Payload in bytes: the tensors' data and eight bytes a number or metric. Names and framing are not counted."""
+        tensors = sum(t.numel() * t.element_size() for t in self.tensors.values())
+        return tensors + 8 * (len(self.numbers) + len(self.metrics))
 
     def copy(self) -> Message:
         """A message that shares no memory with this one, on the CPU and without gradients."""
         tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.tensors.items()}
-        return Message(tensors, dict(self.numbers), dict(self.config))
+        return Message(tensors, dict(self.numbers), dict(self.config), dict(self.metrics))
 
 
 def merge(messages: Iterable[Message]) -> Message:
@@ -47,6 +48,7 @@ def merge(messages: Iterable[Message]) -> Message:
             (joined.tensors, message.tensors),
             (joined.numbers, message.numbers),
             (joined.config, message.config),
+            (joined.metrics, message.metrics),
         ):
             clash = mine.keys() & new.keys()
             if clash:

@@ -15,14 +15,14 @@ from .client import Client, LocalRound
 from .data.augmentation import AugmentationOptions
 from .guard import REFUSED, GuardOptions, refusals, require_answers
 from .local_updates.base import LocalUpdate
-from .messages import METRIC, Message, merge
+from .messages import Message, merge
 from .models.model import Model
 from .models.stages import StagedEncoder
 from .objectives.base import Objective
 from .randomness import seeded
 from .regularizers.base import Regularizer
 from .schedules.base import Plan, Schedule
-from .training import TrainingOptions, train_locally
+from .training import TrainingOptions, train_before_rounds, train_locally
 
 #: in the server's state where the schedule cuts the encoder: the last round, and how many final layers client 3 holds
 #: (HELD + "3")
@@ -32,7 +32,7 @@ HELD = "schedule/held/"
 
 @dataclass(frozen=True)
 class Method:
-    """A client step and a server step, and nothing that remembers: state goes in and comes out as messages.
+    """A client step and a server step. A method remembers nothing: state goes in and out as messages.
 
     Attributes:
         objective, regularizers, schedule, aggregators, local_update: the parts.
@@ -62,9 +62,12 @@ class Method:
         states = [a.initial_state(self.global_model) for a in self.aggregators]
         with seeded(self.seed, "server", "public images"):
             trained = [
-                a.train_on_public_images(self._server_round(), self.training) for a in self.aggregators if a.trains
+                a.train_on_public_images(self._server_round(), self._train) for a in self.aggregators if a.trains
             ]
         return merge([*states, *trained]).copy()
+
+    def _train(self, local: LocalRound, epochs: int) -> None:
+        train_before_rounds(local, self.training, epochs)
 
     def _server_round(self) -> LocalRound:
         """The server as if it were a client, numbered -1, that holds the public images and the first global model."""
@@ -76,11 +79,11 @@ class Method:
 
     @property
     def opening_round(self) -> bool:
-        """Whether the server asks every client once before the first round (`open_client`)."""
+        """Whether the server asks every client once before the first round (`client_round` 0)."""
         return any(a.opening_round for a in self.aggregators)
 
     def broadcast_opening(self, server: Message, clients: list[int]) -> dict[int, Message]:
-        """What each of the clients receives in the opening round; mostly nothing."""
+        """What each of the clients receives in the opening round; nothing in most methods."""
         sent = [a.open(server, clients, self._travelling(0)) for a in self.aggregators if a.opening_round]
         return {k: merge(messages[k] for messages in sent) for k in clients}
 
@@ -93,7 +96,7 @@ class Method:
         }
 
     def _lacking(self, server: Message, client: int, round_number: int) -> Message:
-        """The final layers that a client does not hold yet, where the schedule has such layers."""
+        """The final layers that a client does not have yet, if the schedule has final layers."""
         if not (self.schedule.cuts and self.global_model):
             return Message()
         plan = self.plan(self.global_model, round_number)
@@ -104,10 +107,9 @@ class Method:
     def aggregate(self, server: Message, replies: dict[int, Message], round_number: int) -> Message:
         """The server's next state from the replies by client; 0 is the opening round.
 
-        Without any reply, as where all sampled clients have dropped out, nothing changes.
-
-        Broken replies are left out (guard.py). The state tells of the round: its numbers `metric/NAME/WHO` are what the
-        aggregators log, its config's `refused/CLIENT` why a reply was left out.
+        Without any reply, for instance if all sampled clients dropped out, nothing changes. Broken replies are left out
+        (guard.py). The state's metrics are what the aggregators log of the round, and its config's `refused/CLIENT`
+        says why a reply was left out.
 
         Raises:
             UserError: too few replies are left.
@@ -121,7 +123,7 @@ class Method:
             working = []
         state = Message(
             dict(server.tensors),
-            {name: number for name, number in server.numbers.items() if not name.startswith(METRIC)},
+            dict(server.numbers),
             {name: value for name, value in server.config.items() if not name.startswith(REFUSED)},
         )
         for aggregator in working:
@@ -129,6 +131,7 @@ class Method:
             state.tensors.update(changed.tensors)
             state.numbers.update(changed.numbers)
             state.config.update(changed.config)
+            state.metrics.update(changed.metrics)
         state.config.update({f"{REFUSED}{k}": reason for k, reason in refused.items()})
         state.numbers.update(self.note_answers(accepted, round_number))
         return state
@@ -163,23 +166,24 @@ class Method:
 
     # A client's side
 
-    def open_client(self, client: Client, received: Message | None = None) -> Message:
-        """A client's answer in the opening round: nothing is trained. Changes its model to what it received, if any."""
-        local = self._local_round(client, received or Message(), 0)
+    def client_round(self, client: Client, received: Message, round_number: int) -> Message:
+        """Receive, train, answer; nothing is trained in the opening round, 0. Changes the client's model and memory."""
+        if round_number == 0:
+            return self._open_client(client, received)
+        return self.counted_round(client, received, round_number)[0]
+
+    def _open_client(self, client: Client, received: Message) -> Message:
+        local = self._local_round(client, received, 0)
         if local.received.tensors:
             self.local_update.receive(local)
             client.model.reset_target()
         opening = [a for a in self.aggregators if a.opening_round]
         return self._reply(local, opening)
 
-    def client_round(self, client: Client, received: Message, round_number: int) -> Message:
-        """Receive, train, answer. Changes the client's model and memory."""
-        return self.counted_round(client, received, round_number)[0]
-
     def counted_round(
         self, client: Client, received: Message, round_number: int, most_steps: int | None = None
     ) -> tuple[Message, StepCost]:
-        """`client_round`, and what its first step took; `most_steps` ends the training after so many."""
+        """`client_round` from round 1 on, and what its first step took; training ends after `most_steps`."""
         local = self._local_round(client, received, round_number)
         with seeded(self.seed, "client", client.index, "round", round_number):
             if any(r.needs_previous_model for r in self.regularizers):
@@ -203,8 +207,7 @@ class Method:
         travelling = self.schedule.travelling(model, self.plan(model, local.number))
         reply = merge(a.collect(local, travelling) for a in aggregators).copy()
         reply.numbers["samples"] = len(local.client.images)
-        for name, value in local.logged().items():
-            reply.numbers[METRIC + name] = value
+        reply.metrics.update(local.logged())
         return reply
 
     # What is evaluated

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-import yaml
 from pydantic import Field, InstanceOf, SerializeAsAny
 
 from .aggregators.base import Aggregator
@@ -17,54 +16,61 @@ from .guard import GuardOptions
 from .local_updates.base import LocalUpdate
 from .objectives.base import Objective
 from .options import Options
+from .recipe_files import recipe_yaml
 from .regularizers.base import Regularizer
 from .schedules.base import Schedule
 from .training import TrainingOptions
 
-#: recipe keys that hold parts, the folder each is looked up in, and whether the key holds a list of them
-PART_KEYS: dict[str, tuple[str, bool]] = {
-    "objective": ("objectives", False),
-    "regularizers": ("regularizers", True),
-    "schedule": ("schedules", False),
-    "aggregators": ("aggregators", True),
-    "local_update": ("local_updates", False),
-}
-
 
 class Recipe(Options):
-    """A whole run: data, clients, parts, training and evaluation. `resolved` fills every default."""
+    """A whole run: data, clients, parts, training and evaluation. Every default is filled in."""
 
-    name: str
-    description: str = ""
-    seed: int = Field(0, ge=0)
-    rounds: int = Field(..., ge=1)
-    clients_per_round: int | None = Field(None, ge=1, description="sampled each round; all where not given")
+    name: str = Field(..., description="what the recipe is called; the default folder of a run is runs/NAME-seedN")
+    description: str = Field("", description="what the recipe is; reports show it")
+    seed: int = Field(0, ge=0, description="every random number of the run follows from it")
+    rounds: int = Field(..., ge=1, description="rounds of the whole run")
+    clients_per_round: int | None = Field(None, ge=1, description="clients sampled in each round; all by default")
     client_dropout: float = Field(
-        0.0, ge=0, lt=1, description="probability that a sampled client does not answer, for each client and round"
+        0.0, ge=0, lt=1, description="probability that a sampled client does not answer in a round"
     )
     engine: EngineName = Field(
-        "in-process", description="flower-simulation: on Ray, on this machine; flower: across machines, docs/deploy.md"
+        "in-process",
+        description="what runs the recipe: this process, a simulation by Flower, or Flower across machines",
     )
-    flower: FlowerOptions = FlowerOptions()
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    flower: FlowerOptions = Field(FlowerOptions(), description="options of both Flower engines")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="where networks are trained; auto takes CUDA if there is a device"
+    )
     client_states: Place = Field(
-        "disk", description="where clients' states live between rounds; memory is flat in the clients with disk"
+        "disk", description="where clients' states are kept between rounds; disk holds one client at a time in memory"
     )
     architectures: list[str] = Field(
-        ..., min_length=1, description="client k has architecture k, cyclically: ours or any of timm's"
+        ..., min_length=1, description="encoders, fedssl's or any of timm's: client k has the k-th; the list repeats"
     )
-    data: DataOptions = DataOptions()
-    partition: PartitionOptions = PartitionOptions()
-    augmentation: AugmentationOptions = AugmentationOptions()
-    objective: SerializeAsAny[InstanceOf[Objective]]
-    regularizers: list[SerializeAsAny[InstanceOf[Regularizer]]] = Field(default_factory=list)
-    schedule: SerializeAsAny[InstanceOf[Schedule]]
-    aggregators: list[SerializeAsAny[InstanceOf[Aggregator]]] = Field(default_factory=list)
-    local_update: SerializeAsAny[InstanceOf[LocalUpdate]]
-    training: TrainingOptions = TrainingOptions()
-    guard: GuardOptions = GuardOptions()
-    evaluation: EvaluationOptions = EvaluationOptions()
+    data: DataOptions = Field(DataOptions(), description="the images")
+    partition: PartitionOptions = Field(PartitionOptions(), description="how the images are divided among the clients")
+    augmentation: AugmentationOptions = Field(AugmentationOptions(), description="the random views of each image")
+    objective: SerializeAsAny[InstanceOf[Objective]] = Field(..., description="the loss that every client minimises")
+    regularizers: list[SerializeAsAny[InstanceOf[Regularizer]]] = Field(
+        default_factory=list, description="terms that are added to the objective"
+    )
+    schedule: SerializeAsAny[InstanceOf[Schedule]] = Field(
+        ..., description="which layers train and travel in each round"
+    )
+    aggregators: list[SerializeAsAny[InstanceOf[Aggregator]]] = Field(
+        default_factory=list, description="what the clients send and how the server joins it; none: nothing travels"
+    )
+    local_update: SerializeAsAny[InstanceOf[LocalUpdate]] = Field(
+        ..., description="what a client does with the weights that it receives"
+    )
+    training: TrainingOptions = Field(TrainingOptions(), description="a client's training in one round")
+    guard: GuardOptions = Field(GuardOptions(), description="when the server refuses a client's answer")
+    evaluation: EvaluationOptions = Field(EvaluationOptions(), description="what is measured, and when")
+
+    def architecture_of(self, client: int) -> str:
+        """The architecture of a client, from 0; `architectures` repeats."""
+        return self.architectures[client % len(self.architectures)]
 
     def to_yaml(self) -> str:
         """The resolved recipe: every option with its value; `load_recipe` reads it back to an equal recipe."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=110)
+        return recipe_yaml(self.model_dump(mode="json"))

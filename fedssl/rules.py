@@ -1,19 +1,235 @@
-"""Which recipes Flower's differential privacy and secure aggregation work with; the others are refused."""
+"""What fits together: every rule between a recipe's parts, its data and its models, one after another.
+
+A rule is a function that returns what is wrong and what to do about it, or None. Whether a single value is allowed is
+said by the option models themselves; what a part needs of its model is said by the part (`check_model`).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from torch import Tensor
+
 from .aggregators.base_model import BaseModel
 from .aggregators.weighted_mean import WeightedMean
+from .data.datasets import Dataset
+from .errors import UserError
+from .evaluation.fine_tune import check_fine_tuning
+from .models.model import Model
+from .models.stages import StagedEncoder
 from .recipe import Recipe
 
 # SecAgg+ counts below 2^32, so that of more clients each would send integers below 2^22, Flower's default
 _MOST_CLIENTS = 2**10 - 1
 
 
+def check_recipe(recipe: Recipe) -> None:
+    """Check what can be told from the recipe alone (UserError), before any data is loaded."""
+    for rule in _RECIPE_RULES:
+        if problem := rule(recipe):
+            raise UserError(problem)
+
+
+def check_data(recipe: Recipe, dataset: Dataset) -> None:
+    """Check that the data set has what the recipe's parts and its evaluation need (UserError)."""
+    check_fine_tuning(recipe.evaluation.fine_tune, dataset)
+    users = public_image_users(recipe)
+    if users and dataset.public_images is None:
+        raise UserError(
+            f"{users[0]} needs public images to align on: give data.public_path (an .npz or a folder of images) "
+            "or data.public_holdout (that many training images, taken from no client)"
+        )
+
+
+def check_shares(recipe: Recipe, client_rows: list[Tensor], owner: int | None) -> None:
+    """Check that each client has enough images for a batch, and no more than secure aggregation counts (UserError).
+
+    Args:
+        client_rows: which images each client holds.
+        owner: the client whose own images they are; the others then hold none here. None: all are dealt here.
+    """
+    if owner is None and recipe.partition.name == "sites":
+        return  # each site checks its own
+    for k, rows in enumerate(client_rows):
+        if owner not in (None, k):
+            continue
+        images = f"{len(rows)} image{'s' if len(rows) != 1 else ''}"
+        if len(rows) < recipe.training.batch_size:
+            raise UserError(
+                f"client {k} has {images}, fewer than training.batch_size {recipe.training.batch_size}: lower the "
+                "batch size, or raise partition.min_samples, or use fewer clients"
+            )
+        secure = recipe.flower.secure_aggregation
+        if secure and not recipe.flower.differential_privacy and len(rows) > secure.max_weight:
+            # The message leaves a site that is refused, so it does not hold the number.
+            raise UserError(
+                f"client {k} has more images than flower.secure_aggregation.max_weight {secure.max_weight}: raise it"
+            )
+
+
+def check_models(recipe: Recipe, build: Callable[[str], Model]) -> None:
+    """Check each architecture with the parts that work on it (UserError), by building it once.
+
+    Args:
+        build: makes the model of an architecture; it refuses an unknown one.
+    """
+    for name in dict.fromkeys(recipe.architectures):
+        model = build(name)
+        for part in (*recipe.regularizers, *recipe.aggregators, recipe.local_update):
+            part.check_model(model)
+        if isinstance(model.encoder, StagedEncoder):
+            recipe.schedule.check(model.encoder, recipe.rounds)
+    for regularizer in recipe.regularizers:
+        regularizer.check_objective(recipe.objective)
+
+
 def public_image_users(recipe: Recipe) -> list[str]:
     """The parts that work on the shared public images."""
     users = [r.name for r in recipe.regularizers if r.needs_public_images]
     return users + [a.name for a in recipe.aggregators if a.needs_public_images]
+
+
+# The rules that a recipe alone decides, in the order in which they are checked
+
+
+def _enough_clients_to_sample(recipe: Recipe) -> str | None:
+    clients, sampled = recipe.partition.clients, recipe.clients_per_round
+    if sampled is not None and sampled > clients:
+        return f"clients_per_round is {sampled}, but partition.clients is only {clients}: lower clients_per_round"
+    return None
+
+
+def _sites_need_flower(recipe: Recipe) -> str | None:
+    if recipe.partition.name == "sites" and recipe.engine != "flower":
+        return (
+            f"partition sites needs engine flower, whose sites bring their own data, got engine {recipe.engine}: "
+            "name another partition or engine=flower"
+        )
+    return None
+
+
+def _enough_clients_to_answer(recipe: Recipe) -> str | None:
+    needed, sampled = recipe.guard.minimum_answers, recipe.clients_per_round or recipe.partition.clients
+    if needed > sampled:
+        return f"guard.minimum_answers is {needed}, but a round asks only {sampled} clients: lower it"
+    return None
+
+
+def _aggregators_allow_the_clients(recipe: Recipe) -> str | None:
+    for aggregator in recipe.aggregators:
+        aggregator.check(recipe.partition.clients)
+    return None
+
+
+def _readers_have_their_aggregator(recipe: Recipe) -> str | None:
+    needed = {regularizer.name: regularizer.needs_aggregator for regularizer in recipe.regularizers}
+    needed[recipe.objective.name] = recipe.objective.needs_aggregator
+    for reader, aggregator in needed.items():
+        if aggregator and aggregator not in _aggregators(recipe):
+            return f"{reader} reads what {aggregator} sends: add {{name: {aggregator}}} to aggregators"
+    return None
+
+
+def _each_aggregator_once(recipe: Recipe) -> str | None:
+    names = _aggregators(recipe)
+    for i, name in enumerate(names):
+        if name in names[:i]:
+            return f"aggregators name {name} twice, and both would send the same: remove one of the two"
+    return None
+
+
+def _one_joins_the_weights(recipe: Recipe) -> str | None:
+    exchanging = [a.name for a in recipe.aggregators if a.exchanges_weights]
+    if len(exchanging) > 1:
+        return f"aggregators {exchanging[0]} and {exchanging[1]} both join the weights: remove one of the two"
+    return None
+
+
+def _global_model_exists(recipe: Recipe) -> str | None:
+    users = [r.name for r in recipe.regularizers if r.needs_global_model]
+    users += [a.name for a in recipe.aggregators if a.needs_global_model]
+    if users and not _exchanges_weights(recipe):
+        return (
+            f"{users[0]} works with the global model, but aggregators {_aggregators(recipe)} exchange no weights: add "
+            "{name: weighted_mean} with local_update replace, or remove it"
+        )
+    return None
+
+
+def _one_architecture_where_weights_travel(recipe: Recipe) -> str | None:
+    exchanging = [a.name for a in recipe.aggregators if a.exchanges_weights]
+    if exchanging and len({recipe.architecture_of(k) for k in range(recipe.partition.clients)}) > 1:
+        return (
+            f"architectures {recipe.architectures} differ, but {exchanging[0]} exchanges weights: name one "
+            "architecture, or use representation_mean with keep_own"
+        )
+    return None
+
+
+def _local_update_fits_the_exchange(recipe: Recipe) -> str | None:
+    exchanges = _exchanges_weights(recipe)
+    if exchanges == recipe.local_update.personal:
+        return f"local_update {recipe.local_update.name} does not go with aggregators {_aggregators(recipe)}: " + (
+            "use replace" if exchanges else "without exchanged weights use keep_own"
+        )
+    return None
+
+
+def _layers_travel_where_they_are_cut(recipe: Recipe) -> str | None:
+    if recipe.schedule.cuts and not _exchanges_weights(recipe):
+        return (
+            f"schedule {recipe.schedule.name} sends layers, but aggregators {_aggregators(recipe)} exchange no "
+            "weights: add {name: weighted_mean}, or use end_to_end"
+        )
+    return None
+
+
+def _whole_models_where_they_are_compared(recipe: Recipe) -> str | None:
+    if recipe.schedule.cuts and recipe.local_update.whole_models:
+        return (
+            f"local_update {recipe.local_update.name} goes by how far a whole model moves, but schedule "
+            f"{recipe.schedule.name} trains a part of it: use replace, or end_to_end"
+        )
+    return None
+
+
+def _no_labels_on_public_images(recipe: Recipe) -> str | None:
+    unlabelled = [p.name for p in recipe.regularizers if p.runs_objective]
+    unlabelled += [a.name for a in recipe.aggregators if a.trains]
+    if recipe.objective.needs_labels and unlabelled:
+        return (
+            f"objective {recipe.objective.name} trains on labels, but {unlabelled[0]} trains it on public images, "
+            "which have none: remove one of the two"
+        )
+    return None
+
+
+_RECIPE_RULES = (
+    _enough_clients_to_sample,
+    _sites_need_flower,
+    _enough_clients_to_answer,
+    _aggregators_allow_the_clients,
+    _readers_have_their_aggregator,
+    _each_aggregator_once,
+    _one_joins_the_weights,
+    _global_model_exists,
+    _one_architecture_where_weights_travel,
+    _local_update_fits_the_exchange,
+    _layers_travel_where_they_are_cut,
+    _whole_models_where_they_are_compared,
+    _no_labels_on_public_images,
+)
+
+
+def _aggregators(recipe: Recipe) -> list[str]:
+    return [aggregator.name for aggregator in recipe.aggregators]
+
+
+def _exchanges_weights(recipe: Recipe) -> bool:
+    return any(aggregator.exchanges_weights for aggregator in recipe.aggregators)
+
+
+# Flower's differential privacy and secure aggregation
 
 
 def privacy_problem(recipe: Recipe) -> str | None:
@@ -42,10 +258,10 @@ def _not_weights_alone(recipe: Recipe) -> str | None:
         if type(part).collect is not WeightedMean.collect and type(part) is not BaseModel:
             return (
                 f"works on weights, and aggregators.{i} {part.name} has clients send something else, which would leave "
-                "them as it is: leave one of the two out"
+                "them as it is: remove one of the two"
             )
-    if not any(part.exchanges_weights for part in recipe.aggregators):
-        return f"works on exchanged weights, and aggregators {[a.name for a in recipe.aggregators]} exchange none"
+    if not _exchanges_weights(recipe):
+        return f"works on exchanged weights, and aggregators {_aggregators(recipe)} exchange none"
     return None
 
 

@@ -1,30 +1,39 @@
-"""A run read back from its folder."""
+"""A run read back from its folder, for reports, tables and notebooks.
+
+from fedssl.run_record import read_run
+
+run = read_run("runs/fedu-seed0")
+run.evaluated("knn", "after")        # kNN accuracy in percent after the last round
+run.overall("loss")                  # {1: 3.1, 2: 2.7, ...}
+"""
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
 from .errors import UserError
 from .run_directory import RunDirectory
+from .storage import read_csv
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a run's folder tells, up to its last committed round.
+    """What a run's folder holds, up to the last committed round.
 
     Attributes:
-        path: the folder, as given.
-        recipe: the resolved recipe as plain values, so that it shows even where a part of the user's own is gone.
-        values: metric value by (round, who, metric); who is a client's number, `global` or `mean`.
-        class_names, class_counts: the partition, images per client and class; empty where not stored.
-        spectra: singular values by client, descending.
+        path: the folder, as it was given.
+        recipe: the resolved recipe as plain values. It can be read even where a part from the user's own file is gone.
+        values: metric values by (round, who, metric). Round 0 is before training. `who` is a client's number as text
+            (`"0"`), `global` for the global model, or `mean` for the mean over the clients.
+        class_names: the classes' names; empty where the folder holds no partition.
+        class_counts: training images per client and class, [clients, classes]; empty where the folder holds none.
+        spectra: singular values of the final test representations by client, or by `global`, in descending order;
+            empty before the last round.
     """
 
     path: Path
@@ -36,14 +45,17 @@ class Run:
 
     @property
     def name(self) -> str:
+        """The recipe's name; runs that differ in their seed alone share it."""
         return str(self.recipe["name"])
 
     @property
     def seed(self) -> int:
+        """The seed of the run's random numbers."""
         return int(self.recipe.get("seed", 0))
 
     @property
     def rounds(self) -> int:
+        """How many rounds the recipe asks for."""
         return int(self.recipe["rounds"])
 
     @property
@@ -53,20 +65,43 @@ class Run:
 
     @property
     def finished(self) -> bool:
+        """Whether the last round of the recipe is committed."""
         return self.last_round >= self.rounds
 
+    def architecture_of(self, client: int) -> str:
+        """The name of a client's encoder: the recipe's architectures repeat over the clients."""
+        names = self.recipe.get("architectures") or [""]
+        return str(names[client % len(names)])
+
     def overall(self, metric: str) -> dict[int, float]:
-        """By round: the global model's value, or the mean over the clients' models."""
-        means = {number: v for (number, who, name), v in self.values.items() if name == metric and who == "mean"}
-        return means | {
-            number: v for (number, who, name), v in self.values.items() if name == metric and who == "global"
-        }
+        """A metric's values by round: the global model's where there is one, otherwise the mean over the clients.
 
-    def evaluated(self, metric: str, when: str, who: str | None = None) -> float | None:
-        """A measure `before` training (round 0) or `after` it (the last round, of a finished run only).
-
-        `who` is a client's number; without it, the global model or the mean over clients is meant.
+        Args:
+            metric: such as `knn`, `linear`, `effective_rank`, `loss`. Empty where the run has no such metric.
         """
+        by_round: dict[int, float] = {}
+        for wanted in ("mean", "global"):  # the global model's value replaces the mean
+            by_round |= {
+                number: value for (number, who, name), value in self.values.items() if (who, name) == (wanted, metric)
+            }
+        return by_round
+
+    def evaluated(self, metric: str, when: Literal["before", "after"], who: str | None = None) -> float | None:
+        """A metric's value before training (round 0), or after the last round of a finished run.
+
+        Args:
+            metric: such as `knn`, `linear`, `effective_rank`.
+            when: `before` or `after`.
+            who: a client's number as text; by default the global model or the mean over the clients, see `overall`.
+
+        Returns:
+            The value; None where it was not measured, and for `after` where the run is not finished.
+
+        Raises:
+            ValueError: `when` is neither `before` nor `after`.
+        """
+        if when not in ("before", "after"):
+            raise ValueError(f"when must be 'before' or 'after', got {when!r}")
         if when == "after" and not self.finished:
             return None
         number = 0 if when == "before" else self.rounds
@@ -75,40 +110,32 @@ class Run:
         return self.values.get((number, who, metric))
 
     def total(self, metric: str) -> float:
-        """Sum over all rounds and clients."""
-        return sum(v for (_, who, name), v in self.values.items() if name == metric and who.isdigit())
+        """The sum of a metric, such as `bytes_down` or `flops`, over all rounds and clients."""
+        return sum(value for (_, who, name), value in self.values.items() if name == metric and who.isdigit())
 
 
-def read_run(path: Path) -> Run:
+def read_run(path: str | Path) -> Run:
     """Read a run's folder, finished or not.
 
+    Args:
+        path: the folder that `fedssl run` has written, such as `runs/fedu-seed0`.
+
     Raises:
-        UserError: not a run's folder, or a file in it that cannot be read.
+        UserError: `path` is not a run's folder, or a file in it cannot be read.
     """
+    path = Path(path)
     directory = RunDirectory.open(path)
     try:
         recipe = yaml.safe_load((path / "recipe.yaml").read_text(encoding="utf-8"))
         if not isinstance(recipe, dict) or not {"name", "rounds"} <= recipe.keys():
-            raise ValueError("recipe.yaml is not a resolved recipe: it names no name or no rounds")
-        values = {
-            (int(row["round"]), row["client"], row["metric"]): float(row["value"])
-            for row in _csv_rows(path / "metrics.csv", directory.checkpoint.lengths.get("metrics.csv"))
-        }
-        partition = _csv_rows(path / "partition.csv")
-        names = [name for name in partition[0] if name != "client"] if partition else []
-        counts = [[int(row[name]) for name in names] for row in partition]
+            raise ValueError("recipe.yaml is not a resolved recipe: `name` or `rounds` is missing")
+        values = {(number, who, metric): value for number, who, metric, value in directory.read_metrics()}
+        partition = read_csv(path / "partition.csv")
+        class_names = [name for name in partition[0] if name != "client"] if partition else []
+        class_counts = [[int(row[name]) for name in class_names] for row in partition]
         spectra: dict[str, list[float]] = {}
-        for row in _csv_rows(path / "spectrum.csv"):
+        for row in read_csv(path / "spectrum.csv"):
             spectra.setdefault(row["client"], []).append(float(row["value"]))
     except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError) as error:
         raise UserError(f"{path} cannot be read as a run's folder: {' '.join(str(error).split())}") from error
-    return Run(path, recipe, values, names, counts, spectra)
-
-
-def _csv_rows(path: Path, length: int | None = None) -> list[dict[str, str]]:
-    """A CSV file's rows, of its first `length` bytes; a last line without its end is not complete and left out."""
-    if not path.is_file():
-        return []
-    data = path.read_bytes()[:length]
-    text = data[: data.rfind(b"\n") + 1].decode()
-    return list(csv.DictReader(io.StringIO(text)))
+    return Run(path, recipe, values, class_names, class_counts, spectra)

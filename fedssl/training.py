@@ -23,13 +23,17 @@ from .regularizers.base import Regularizer
 class TrainingOptions(Options):
     """Defaults are Hetero-SSFL's (section 5.1), the weight decay FedU's."""
 
-    local_epochs: int = Field(5, ge=1)
-    batch_size: int = Field(200, ge=2)
-    optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
-    learning_rate: float = Field(0.032, gt=0)
-    learning_rate_schedule: Literal["constant", "cosine"] = Field("constant", description="over the rounds")
-    momentum: float = Field(0.9, ge=0, lt=1, description="of sgd")
-    weight_decay: float = Field(5e-4, ge=0)
+    local_epochs: int = Field(5, ge=1, description="passes over a client's images in each round")
+    batch_size: int = Field(200, ge=2, description="images a step; an epoch's incomplete last batch is left out")
+    optimizer: Literal["sgd", "adam", "adamw"] = Field("sgd", description="a new one starts in every round")
+    learning_rate: float = Field(0.032, gt=0, description="of the first round")
+    learning_rate_schedule: Literal["constant", "cosine"] = Field(
+        "constant", description="how the learning rate changes over the rounds; cosine ends near 0"
+    )
+    momentum: float = Field(0.9, ge=0, lt=1, description="momentum of sgd; adam and adamw ignore it")
+    weight_decay: float = Field(
+        5e-4, ge=0, description="of all weights: an L2 term for sgd and adam, decoupled for adamw"
+    )
 
 
 def learning_rate(options: TrainingOptions, round_number: int, rounds: int) -> float:
@@ -37,6 +41,19 @@ def learning_rate(options: TrainingOptions, round_number: int, rounds: int) -> f
     if options.learning_rate_schedule == "constant":
         return options.learning_rate
     return options.learning_rate * 0.5 * (1.0 + math.cos(math.pi * (round_number - 1) / rounds))
+
+
+def train_before_rounds(local: LocalRound, options: TrainingOptions, epochs: int) -> None:
+    """Train without regularizers and at a constant rate: the schedule over the rounds begins with the first of them.
+
+    Args:
+        local: the client and its round; a batch is at most all of its images.
+        options: those of the run.
+        epochs: in place of the run's local epochs.
+    """
+    size = min(options.batch_size, len(local.client.images))
+    changed = {"local_epochs": epochs, "batch_size": size, "learning_rate_schedule": "constant"}
+    train_locally(local, options.model_copy(update=changed), [], rounds=1)
 
 
 def train_locally(
@@ -58,7 +75,7 @@ def train_locally(
         options: how long and with which numbers.
         regularizers: the terms that are added to the objective's loss.
         rounds: of the whole run.
-        most_steps: stop after so many steps; where a step shall only be counted.
+        most_steps: stop after so many steps; for counting a step without training.
 
     Returns:
         What the first step took.

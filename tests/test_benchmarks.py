@@ -16,10 +16,12 @@ import torch
 pytest.importorskip("benchmarks", reason="the benchmarks are not part of the sdist")
 
 from benchmarks import __main__ as command
-from benchmarks import case, measure, write
-from benchmarks.case import Bar, Case, Implementation
+from benchmarks import case, measure, resident_memory, timing, write
+from benchmarks.case import Bar, Case, Floor, Implementation
+from benchmarks.measure import Settings
 
 README = write.README
+CPU = torch.device("cpu")
 
 
 def row(name: str, times: list[float], **more: Any) -> dict[str, Any]:
@@ -41,13 +43,14 @@ def finished(size: str = "B = 4") -> dict[str, Any]:
         Bar(extra_mib=1.0),
         Bar(error=1e-6),
     )
-    return measure.finish(size, rows, {"definition": "a product", "times": [0.001, 0.001, 0.001]}, bars)
+    one = Case(size, lambda device: {}, (), floor=Floor("a product", lambda inputs: dict), bars=bars)
+    return measure.finish(one, rows, [0.001, 0.001, 0.001], {})
 
 
 @pytest.fixture
 def canned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """main() without measuring, on a README of its own."""
-    monkeypatch.setattr(command, "measure_case", lambda operator, index, **_: finished(f"{operator} {index}"))
+    monkeypatch.setattr(command, "measure_case", lambda operator, index, _: finished(f"{operator} {index}"))
     readme = tmp_path / "README.md"
     readme.write_text(f"before\n{write.START}\nold\n{write.END}\nafter\n", encoding="utf-8")
     monkeypatch.setattr(write, "README", readme)
@@ -139,30 +142,64 @@ def test_an_interrupted_run_keeps_what_is_there(
     assert [path.read_bytes() for path in (folder / "results.json", folder / "results.md", canned)] == before
 
 
+COMMITTED = sorted(path.parent for path in (measure.ROOT / "benchmarks/results/cpu").glob("*/results.json"))
+
+
+@pytest.mark.parametrize("folder", COMMITTED, ids=lambda folder: folder.name)
+def test_committed_results_stay_readable(folder: Path) -> None:
+    """The same tables come of them."""
+    results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+    assert write.tables(results) == (folder / "results.md").read_text(encoding="utf-8")
+    assert write.short_table(results, folder).startswith("| operator | size | ours, ms |")
+
+
+def test_the_exit_code_tells_that_one_of_ours_was_not_measured(
+    canned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(operator: str, index: int, settings: Settings) -> dict[str, Any]:
+        return measure.not_measured(measure.load_cases(operator, settings)[index], "pretended")
+
+    monkeypatch.setattr(command, "measure_case", fail)
+    assert command.main(["delta_gram", "--output", str(tmp_path)]) == 1
+    assert "**not measured: pretended**" in (tmp_path / "results.md").read_text()
+
+
+def test_help_names_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command.main(["--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    names = (*command.OPERATORS, "--device {cpu,cuda}", "--rehearse", "pytest benchmarks")
+    assert all(name in text for name in names)
+
+
 def test_an_unknown_operator_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         command.main(["linear_ckaa"])
-    assert "operator must be one of info_nce, " in capsys.readouterr().err
+    assert "OPERATOR must be one of info_nce, " in capsys.readouterr().err
 
 
 def test_every_operator_has_its_file_and_ours_comes_first() -> None:
     files = {path.stem.removeprefix("bench_") for path in (measure.ROOT / "benchmarks").glob("bench_*.py")}
     assert files == set(command.OPERATORS)
     for operator in command.OPERATORS:
-        for quick in (True, False):
-            for one in measure.load_cases(operator, quick):
+        for settings in (Settings(), Settings(quick=True), Settings("cuda"), Settings("cuda", quick=True)):
+            assert measure.load_cases(operator, settings)
+            for one in measure.load_cases(operator, settings):
                 names = [implementation.name for implementation in one.implementations]
                 assert names[0].startswith(f"fedkernels.{operator}")
                 assert len(set(names)) == len(names)
                 for bar in one.bars:
                     assert set(bar.faster_than) <= set(names)
+                    assert not bar.share or one.work
+                    assert not bar.floor or one.floor
+                assert one.work is None or one.work.rate in ("copy", "bf16", "tf32", "fp32")
 
 
 def test_a_peer_that_is_not_installed_is_a_row_that_says_so() -> None:
     absent = Implementation("absent", lambda inputs: {}, package="no-such-distribution")
     request = {"operator": "delta_gram", "index": 0, "threads": 1, "repeats": 1, "quick": True}
-    empty = Case(size="", inputs=dict, tiny=dict, implementations=(absent,))
-    assert measure._memory_row(empty, absent, request)["status"] == "not installed"
+    assert measure._memory_row(absent, request)["status"] == "not installed"
 
 
 def test_a_process_that_fails_or_lasts_too_long_is_reported() -> None:
@@ -174,9 +211,9 @@ def test_a_process_that_fails_or_lasts_too_long_is_reported() -> None:
 def test_running_out_of_memory_is_told_from_other_failures() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**55)
-    assert measure._problem(caught.value) == "out of memory"
-    assert measure._problem(MemoryError()) == "out of memory"
-    assert measure._problem(RuntimeError("shapes do not fit\nmore")) == "failed: shapes do not fit"
+    assert timing.problem(caught.value) == "out of memory"
+    assert timing.problem(MemoryError()) == "out of memory"
+    assert timing.problem(RuntimeError("shapes do not fit\nmore")) == "failed: shapes do not fit"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
@@ -197,7 +234,7 @@ def peak_of_what_is_freed() -> int | None:
         return {"value": torch.ones(8 * 2**18)}
 
     run()  # what the first call loads and keeps
-    return measure._peak_growth(run)[1]
+    return resident_memory.peak_growth(run)[1]
 
 
 def test_errors_are_relative_to_the_largest_entry() -> None:
@@ -223,10 +260,10 @@ def test_inputs_in_float64_are_new_leaves_that_ask_for_the_same_gradients() -> N
 @pytest.mark.parametrize("operator", ["info_nce", "linear_cka", "client_weights", "apply_deltas", "unbalanced_ot"])
 def test_the_implementations_agree_with_the_truth(operator: str) -> None:
     """What needs no further package, at the quick sizes: each computes what its row says."""
-    for one in measure.load_cases(operator, True):
+    for one in measure.load_cases(operator, Settings(quick=True)):
         if not one.timed or one.truth is None:
             continue
-        inputs = one.inputs()
+        inputs = one.inputs(CPU)
         for implementation in one.implementations:
             if implementation.package:
                 continue
@@ -239,3 +276,22 @@ def test_the_implementations_agree_with_the_truth(operator: str) -> None:
             assert errors["value"] < (1e-4 if operator == "unbalanced_ot" else 1e-5), implementation.name
             if "gradient" in errors and operator != "unbalanced_ot":
                 assert errors["gradient"] < 1e-4, implementation.name
+
+
+def test_pytest_benchmarks_saves_and_compares(tmp_path: Path) -> None:
+    """Ours alone, with a group for each operator; the second run is compared with the first."""
+    pytest.importorskip("pytest_benchmark")
+    arguments = ["benchmarks", "--quick", "-q", "-k", "apply_deltas or delta_gram", "--benchmark-autosave"]
+    arguments += ["--benchmark-storage", str(tmp_path), "--benchmark-max-time=0.01", "-p", "no:cacheprovider"]
+    for more in ([], ["--benchmark-compare"]):
+        command_line = [sys.executable, "-m", "pytest", *arguments, *more]
+        done = subprocess.run(command_line, cwd=measure.ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert "(0001_" in done.stdout
+    first, second = (json.loads(path.read_text()) for path in sorted(tmp_path.rglob("*.json")))
+    assert [one["group"] for one in first["benchmarks"]] == ["delta_gram", "apply_deltas"]
+    assert [one["fullname"] for one in first["benchmarks"]] == [one["fullname"] for one in second["benchmarks"]]
+
+
+def test_plain_pytest_does_not_collect_the_benchmarks(pytestconfig: pytest.Config) -> None:
+    assert pytestconfig.getini("testpaths") == ["tests"]

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.gpu`` as far as the CPU shows it, and the stages of ``benchmarks/on_gpu.sh``."""
+"""``python -m benchmarks --device cuda`` as far as the CPU shows it, and the stages of ``benchmarks/on_gpu.sh``."""
 
 from __future__ import annotations
 
@@ -14,99 +14,131 @@ import torch
 
 pytest.importorskip("benchmarks", reason="the benchmarks are not part of the sdist")
 
-from benchmarks.case import Implementation
-from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import measure
-from benchmarks.gpu.cases import cases
-from benchmarks.gpu.measure import Case, Target, judge
-from benchmarks.measure import ROOT
+from benchmarks import __main__ as command
+from benchmarks import timing
+from benchmarks.case import Bar, Case, Implementation, Outputs, Work
+from benchmarks.measure import ROOT, Settings, finish, load_cases, measure_case, not_measured
 
-CPU = torch.device("cpu")
-LIMITS = {"copy": 1e9, "bf16": 1e12, "tf32": 1e12, "fp32": 1e12}
-PEER_ALONE = {"unbalanced_ot"}  # its peer takes long
+REHEARSAL = Settings("cuda", rehearse=True, quick=True, repeats=None, rates=dict.fromkeys(("bf16", "tf32"), 1e12))
+TINY = [
+    (operator, index)
+    for operator in command.OPERATORS
+    if operator != "unbalanced_ot"  # its peer takes long
+    for index in range(len(load_cases(operator, REHEARSAL)))
+]
 
 
-TINY = [case for case in cases(tiny=True) if case.operator not in PEER_ALONE]
-
-
-@pytest.mark.parametrize("case", TINY, ids=lambda case: f"{case.operator}-{case.size}")
-def test_the_implementations_agree_with_the_truth(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "LONGEST", 0.0)
-    measured = measure.measure_case(case, CPU, LIMITS)
+@pytest.mark.parametrize(("operator", "index"), TINY)
+def test_the_implementations_agree_with_the_truth(operator: str, index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "LONGEST", 0.0)
+    measured = measure_case(operator, index, REHEARSAL)
     ours = measured["rows"][0]
-    assert ours["implementation"] == f"fedkernels.{case.operator}"
+    assert ours["implementation"] == f"fedkernels.{operator}"
     for row in measured["rows"]:
         if row["status"] == "not installed":
             continue
         assert row["status"] == "ok"
-        half = "bfloat16" in case.size
+        half = "bfloat16" in measured["size"]
         assert row["errors"]["value"] < (1e-2 if half and row is not ours else 1e-5)
         assert row["errors"].get("gradient", 0) < (2e-2 if half else 1e-4)
-        assert len(row["times"]) == row["repeats"] >= measure.LEAST
+        assert len(row["times"]) == timing.LEAST
+        assert ("share" in row) == (measured.get("work", {}).get("rate") in REHEARSAL.rates)
 
 
-def test_the_targets_name_peers_that_are_measured() -> None:
-    for case in cases(tiny=False):
-        names = [one.name for one in case.implementations]
-        assert len(set(names)) == len(names)
-        assert {target.faster_than for target in case.targets} - {""} <= set(names)
-        assert case.limit in ("", *LIMITS)
-        assert (case.work > 0) == bool(case.limit)
-
-
-def test_what_becomes_of_targets() -> None:
-    ours: dict[str, Any] = {"implementation": "ours", "status": "ok", "median": 1e-3, "extra": 2e8, "share": 0.4}
-    rows = [ours, {"implementation": "a", "ratio": 2.5}, {"implementation": "b", "status": "not installed"}]
-    found = [
-        judge(target, rows, "copy")
-        for target in (
-            *(Target("a", 2.0), Target("a", 3.0), Target("b", 1.0)),
-            *(Target(share=0.4), Target(share=0.5), Target(extra_mb=100), Target(milliseconds=2)),
-        )
+def test_which_bars_are_met() -> None:
+    bars = (
+        *(Bar(faster_than=("a",), times=2.0), Bar(faster_than=("a",), times=3.0), Bar(faster_than=("b",), times=1.0)),
+        *(Bar(share=0.4), Bar(share=0.5), Bar(extra_mib=100), Bar(milliseconds=2)),
+    )
+    case = Case("", lambda device: {}, (), work=Work(4e5, "copy", "one read"), bars=bars)
+    ours: dict[str, Any] = {"implementation": "ours", "status": "ok", "times": [1e-3], "extra": 200 * 2**20}
+    peers: list[dict[str, Any]] = [
+        {"implementation": "a", "status": "ok", "times": [2.5e-3]},
+        {"implementation": "b", "status": "not installed"},
     ]
+    judged = finish(case, [ours, *peers], None, {"copy": 1e9})["bars"]
     outcomes = ["met", "missed", "not measured", "met", "missed", "missed", "met"]
-    assert [one["outcome"] for one in found] == outcomes
-    assert found[2]["measured"] == "b: not installed"
-    assert [one["target"] for one in found[3::2]] == [">= 40% of the copy rate", "< 100 MB beyond the outputs"]
-    broken = [{"implementation": "ours", "status": "failed: x"}, {"implementation": "a", "status": "ok"}]
-    assert judge(Target("a", 2.0), broken, "")["outcome"] == "not measured"
-    assert judge(Target(milliseconds=2.0), broken, "")["measured"] == "failed: x"
+    assert [one["outcome"] for one in judged] == outcomes
+    assert judged[2]["measured"] == "not installed"
+    assert [one["bar"] for one in judged[3::2]] == [">= 40% of the copy rate", "<= 100 MiB beyond outputs"]
 
 
-def test_a_peer_that_fails_is_a_row_that_says_so() -> None:
+def test_bars_of_a_case_that_was_not_measured() -> None:
+    names = ("fedkernels.x", "a")
+    implementations = tuple(Implementation(name, lambda inputs: {}) for name in names)
+    bars = (Bar(faster_than=("a",), times=2.0), Bar(share=0.4), Bar(milliseconds=2))
+    case = Case("", lambda device: {}, implementations, work=Work(4e5, "copy", "one read"), bars=bars)
+    judged = not_measured(case, "no time was left")["bars"]
+    assert [one["outcome"] for one in judged] == 3 * ["not measured"]
+    assert judged[0]["measured"] == "not measured: no time was left"
+
+
+def test_a_peer_that_fails_is_a_row_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(inputs: Any) -> Any:
         raise KeyError("no such thing")
 
     good = Implementation("fedkernels.x", lambda inputs: {"value": torch.ones(1)})
     peers = (Implementation("failing", fail), Implementation("absent", fail, package="no-such-distribution"))
-    case = Case("x", "", lambda device: {}, (good, *peers), lambda inputs: {"value": torch.ones(1)}, "")
-    rows = measure.measure_case(case, CPU, {})["rows"]
+    case = Case("", lambda device: {}, (good, *peers), truth=lambda inputs: {"value": torch.ones(1)})
+    monkeypatch.setattr("benchmarks.measure.load_cases", lambda operator, settings: (case,))
+    rows = measure_case("x", 0, REHEARSAL)["rows"]
     assert [row["status"] for row in rows] == ["ok", "failed: 'no such thing'", "not installed"]
     assert rows[0]["kernels"] == []
 
 
+def test_calls_are_timed_in_turn_with_a_reset_before_each() -> None:
+    order: list[str] = []
+
+    def implementation(name: str) -> Implementation:
+        def note(inputs: Any) -> Outputs:
+            order.append(name)
+            return {}
+
+        return Implementation(name, note)
+
+    both = (implementation("x"), implementation("y"))
+    case = Case("", lambda device: {}, both, reset=lambda inputs: order.append("reset"))
+    answer = timing.time_case(case, list(both), torch.device("cpu"), timing.HostClock(), 2)
+    assert order[-8:] == 2 * ["reset", "x", "reset", "y"]
+    assert order[::2] == len(order) // 2 * ["reset"]
+    assert [len(row["times"]) for row in answer["rows"].values()] == [2, 2]
+
+
+REHEARSE = ("--device", "cuda", "--rehearse")
+
+
 def test_a_rehearsal_writes_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "LONGEST", 0.0)
-    assert command.main(["delta_gram", "linear_cka", "--rehearse", "--output", str(tmp_path)]) == 0
+    monkeypatch.setattr(timing, "LONGEST", 0.0)
+    readme = (ROOT / "README.md").read_bytes()
+    assert command.main(["delta_gram", "linear_cka", *REHEARSE, "--output", str(tmp_path)]) == 0
+    assert (ROOT / "README.md").read_bytes() == readme
     results = json.loads((tmp_path / "results.json").read_text())
-    assert [case["operator"] for case in results["cases"]] == ["linear_cka", "linear_cka", "delta_gram"]
-    assert set(results["limits"]) == set(LIMITS)
+    assert [len(results[operator]["cases"]) for operator in ("delta_gram", "linear_cka")] == [1, 2]
+    assert set(results["delta_gram"]["environment"]["rates"]) == {"copy", "bf16", "tf32", "fp32"}
     text = (tmp_path / "results.md").read_text()
-    assert "## delta_gram, float32, K = 3" in text
+    assert text.startswith("# Operators on a GPU")
+    assert "| float32, K = 3, P = 0.000314 M in 4 tensors | **fedkernels.delta_gram** |" in text
+    assert " of copy |" in text
     assert "| >= 80% of the copy rate |" in text
 
 
 def test_a_run_without_time_says_so(tmp_path: Path) -> None:
-    assert command.main(["delta_gram", "--rehearse", "--seconds", "-1", "--output", str(tmp_path)]) == 1
-    (case,) = json.loads((tmp_path / "results.json").read_text())["cases"]
+    assert command.main(["delta_gram", *REHEARSE, "--seconds", "-1", "--output", str(tmp_path)]) == 1
+    (case,) = json.loads((tmp_path / "results.json").read_text())["delta_gram"]["cases"]
     assert {row["status"] for row in case["rows"]} == {"not measured: no time was left"}
-    assert case["targets"][0]["outcome"] == "not measured"
+    assert case["bars"][0]["outcome"] == "not measured"
+
+
+def test_a_rehearsal_of_the_cpu_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.main(["--rehearse"])
+    assert "--rehearse needs --device cuda" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
 def test_without_a_gpu_nothing_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        command.main([])
+        command.main(["--device", "cuda"])
     assert "torch finds no CUDA device" in capsys.readouterr().err
 
 
@@ -128,7 +160,9 @@ def pretend(tmp_path: Path) -> Any:
         script("nvidia-smi", f'[[ $1 == *compute_cap* ]] && echo "{"9.0" if card else ""}" || echo "{card}"')
         if sanitizer:
             script("compute-sanitizer", f'echo "sanitizer $*" >>{tmp_path}/calls.txt')
-        python = script("python", f'echo "$*" >>{tmp_path}/calls.txt; [[ "$*" != *"{fails}"* ]]')
+        python = script(
+            "python", f'echo "$FEDKERNELS_CUDA_ARCHITECTURES: $*" >>{tmp_path}/calls.txt; [[ "$*" != *"{fails}"* ]]'
+        )
         path = f"{bin_}:/usr/bin:/bin"
         environment = {"PATH": path, "OUT": str(tmp_path / "out"), "PYTHON": str(python), **more}
         done = subprocess.run(
@@ -154,13 +188,13 @@ def test_all_stages_pass(pretend: Any) -> None:
     assert {stage["outcome"] for stage in report["stages"]} == {"passed"}
     assert report["compute_capability"] == "9.0"
     assert report["card"] == "Card (R) X1"
-    assert "setup.py build_ext --inplace" in calls
-    assert re.search(r"-m benchmarks.gpu --output \S+/card-r-x1 --seconds \d+\n", calls)
+    assert "9.0: setup.py build_ext --inplace" in calls
+    assert re.search(r"-m benchmarks --device cuda --output \S+/card-r-x1 --seconds \d+\n", calls)
 
 
 @LINUX
 @pytest.mark.parametrize(
-    ("fails", "stage"), [("build_ext", "build"), ("pytest -q", "tests"), ("benchmarks.gpu", "benchmarks")]
+    ("fails", "stage"), [("build_ext", "build"), ("pytest -q", "tests"), ("-m benchmarks", "benchmarks")]
 )
 def test_a_stage_that_fails_leaves_the_others_alone(pretend: Any, fails: str, stage: str) -> None:
     done, report, _ = pretend(fails=fails)

@@ -94,9 +94,19 @@ def test_weigh_clients():
     assert weighted_one > 40
 
 
+def test_run_a_recipe():
+    out = printed("run_a_recipe.py")
+    before, after = numbers(r"([\d.]+)% before, ([\d.]+)% after", out)
+    assert min(before, after) > 70  # of ten classes
+    first, last = (numbers(rf"round {number}: loss ([\d.]+)", out)[0] for number in (1, 2))
+    assert last < first
+    assert "report: report.html" in out
+
+
 def test_every_example_is_tried_and_listed():
     scripts = sorted(path.name for path in EXAMPLES.glob("*.py"))
     assert scripts == sorted(name.removeprefix("test_") + ".py" for name in globals() if f"{name[5:]}.py" in scripts)
     listed = re.findall(r"^\| \[(.+?)\]", (EXAMPLES / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert sorted(listed) == scripts
-    assert not any("fedssl" in (EXAMPLES / name).read_text(encoding="utf-8") for name in scripts)
+    with_fedssl = [name for name in scripts if "fedssl" in (EXAMPLES / name).read_text(encoding="utf-8")]
+    assert with_fedssl == ["run_a_recipe.py"]

@@ -18,6 +18,14 @@ Isa isa();
 
 }  // namespace fedkernels
 
+// The build defines these as `baseline` for instruction sets that it leaves out (FEDKERNELS_CPU_INSTRUCTION_SETS).
+#ifndef FEDKERNELS_AVX2
+#define FEDKERNELS_AVX2 avx2
+#endif
+#ifndef FEDKERNELS_AVX512
+#define FEDKERNELS_AVX512 avx512
+#endif
+
 #if defined(__x86_64__)
 #define FEDKERNELS_DECLARE(name, result, ...) \
   namespace fedkernels::baseline {            \
@@ -29,9 +37,9 @@ Isa isa();
   namespace fedkernels::avx512 {              \
   result name(__VA_ARGS__);                   \
   }
-#define FEDKERNELS_BEST(name)                                             \
-  (fedkernels::isa() == fedkernels::Isa::avx512 ? fedkernels::avx512::name \
-   : fedkernels::isa() == fedkernels::Isa::avx2 ? fedkernels::avx2::name   \
+#define FEDKERNELS_BEST(name)                                                         \
+  (fedkernels::isa() == fedkernels::Isa::avx512 ? fedkernels::FEDKERNELS_AVX512::name \
+   : fedkernels::isa() == fedkernels::Isa::avx2 ? fedkernels::FEDKERNELS_AVX2::name   \
                                                 : fedkernels::baseline::name)
 #else
 #define FEDKERNELS_DECLARE(name, result, ...) \

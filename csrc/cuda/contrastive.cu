@@ -380,31 +380,6 @@ __global__ void __launch_bounds__(THREADS, 1)
   }
 }
 
-// One block: the sum of all losses, or their mean.
-constexpr int SUM_THREADS = 1024;
-__global__ void __launch_bounds__(SUM_THREADS) sum_kernel(Array losses, int64_t count, double divisor, Array result) {
-  SHARED(of_warps, double[SUM_THREADS / 32]);
-  double sum = 0;
-  for (int64_t i = threadIdx.x; i < count; i += SUM_THREADS) sum += read_one(losses, i);
-  sum = block_reduce(sum, of_warps, Sum());
-  if (threadIdx.x == 0) write_one(result, 0, sum / divisor);
-}
-
-// One block. A weight that is not finite stays what it is.
-template <typename Number>
-__global__ void __launch_bounds__(SUM_THREADS) weights_kernel(const double* given, int64_t count, Number* weights) {
-  SHARED(of_warps, double[SUM_THREADS / 32]);
-  double largest = 0;
-  for (int64_t i = threadIdx.x; i < count; i += SUM_THREADS) {
-    const double size = fabs(given[i]);
-    if (size < INFINITY) largest = fmax(largest, size);
-  }
-  largest = block_reduce(largest, of_warps, Greatest());
-  const double unit = largest > 0 ? largest : 1;
-  for (int64_t i = threadIdx.x; i < count; i += SUM_THREADS) weights[i] = static_cast<Number>(given[i] / unit);
-  if (threadIdx.x == 0) weights[count] = static_cast<Number>(unit);
-}
-
 template <typename Entry, int WIDTH>
 int parts_for(int64_t row_count, int64_t column_count) {
   using T = Tiles<Entry, WIDTH>;
@@ -472,19 +447,4 @@ extern "C" const char* cuda_contrastive(const fedkernels::cuda::ContrastivePass*
   }
   if (dtype == fedkernels::DType::f32) return run<OfTF32>(*pass, memory, stream);
   return dtype == fedkernels::DType::bf16 ? run<OfBFloat>(*pass, memory, stream) : run<OfHalf>(*pass, memory, stream);
-}
-
-extern "C" const char* cuda_contrastive_sum(const fedkernels::Array* losses, int64_t count, double divisor,
-                                            const fedkernels::Array* result, fedkernels::cuda::Stream stream) {
-  using namespace fedkernels::cuda;
-  return launch({dim3(1), dim3(SUM_THREADS)}, stream, sum_kernel, *losses, count, divisor, *result);
-}
-
-extern "C" const char* cuda_contrastive_weights(const double* given, int64_t count, const fedkernels::Array* weights,
-                                                fedkernels::cuda::Stream stream) {
-  using namespace fedkernels::cuda;
-  const Shape shape = {dim3(1), dim3(SUM_THREADS)};
-  return weights->dtype == fedkernels::DType::f64
-             ? launch(shape, stream, weights_kernel<double>, given, count, static_cast<double*>(weights->data))
-             : launch(shape, stream, weights_kernel<float>, given, count, static_cast<float*>(weights->data));
 }

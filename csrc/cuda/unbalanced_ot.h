@@ -22,11 +22,21 @@ struct Transport {
   int64_t* iterations;          // []
 };
 
+constexpr int TRANSPORT_BLOCK_LIMIT = 128;  // rows, and columns, of a problem that one block solves
+
+inline bool fits_one_block(const Transport& t) {
+  return t.accelerated && t.rows <= TRANSPORT_BLOCK_LIMIT && t.columns <= TRANSPORT_BLOCK_LIMIT;
+}
+
 }  // namespace fedkernels::cuda
 
-// 8-byte words of device memory that cuda_unbalanced_ot works in.
-extern "C" int64_t cuda_unbalanced_ot_words(const fedkernels::cuda::Transport* transport);
+// For problems that fit one block: 8-byte words of device memory that the solver works in, and the solver, which returns
+// nullptr or what went wrong.
+extern "C" int64_t cuda_unbalanced_ot_block_words(const fedkernels::cuda::Transport* transport);
+extern "C" const char* cuda_unbalanced_ot_block(const fedkernels::cuda::Transport* transport, double* words,
+                                                fedkernels::cuda::Stream stream);
 
-// -> nullptr, or what went wrong.
-extern "C" const char* cuda_unbalanced_ot(const fedkernels::cuda::Transport* transport, double* words,
-                                          fedkernels::cuda::Stream stream);
+// The same for all problems, by several blocks for each.
+extern "C" int64_t cuda_unbalanced_ot_team_words(const fedkernels::cuda::Transport* transport);
+extern "C" const char* cuda_unbalanced_ot_team(const fedkernels::cuda::Transport* transport, double* words,
+                                               fedkernels::cuda::Stream stream);

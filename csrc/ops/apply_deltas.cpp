@@ -6,7 +6,7 @@
 namespace fedkernels {
 
 static void apply_deltas_cpu(std::vector<Tensor> global_params, std::vector<Tensor> client_params, Tensor weights) {
-  const ParameterLists lists(global_params, client_params);
+  const ParameterLists lists(global_params, client_params, array_of);
   STD_TORCH_CHECK(weights.is_cpu() && weights.is_contiguous() && weights.scalar_type() == ScalarType::Double &&
                       weights.numel() == lists.clients,
                   "weights must be float64 [K] on the CPU");
@@ -17,10 +17,6 @@ static void apply_deltas_cpu(std::vector<Tensor> global_params, std::vector<Tens
   for_each_task(count, workers, [&](int64_t i, int64_t) {
     kernel(lists.of(pieces[i].tensor), weight, lists.clients, pieces[i].start, pieces[i].count);
   });
-}
-
-STABLE_TORCH_LIBRARY_FRAGMENT(fedkernels, m) {
-  m.def("apply_deltas(Tensor(a!)[] global_params, Tensor[] client_params, Tensor weights) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fedkernels, CPU, m) { m.impl("apply_deltas", TORCH_BOX(&apply_deltas_cpu)); }

@@ -5,7 +5,7 @@
 namespace fedkernels {
 
 static void apply_deltas_cuda(std::vector<Tensor> global_params, std::vector<Tensor> client_params, Tensor weights) {
-  const CudaLists lists(global_params, client_params);
+  const ParameterLists lists = cuda_parameter_lists(global_params, client_params);
   STD_TORCH_CHECK(weights.is_contiguous() && weights.scalar_type() == ScalarType::Double &&
                       weights.numel() == lists.clients,
                   "weights must be float64 [K]");

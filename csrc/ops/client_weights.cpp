@@ -2,19 +2,16 @@
 
 #include <memory>
 
-#include "ops/tensors.h"
+#include "ops/client_weights.h"
 
 namespace fedkernels {
 
 static Tensor client_weights_cpu(Tensor gram, double tol) {
-  const int64_t ndim = gram.dim();
-  STD_TORCH_CHECK(ndim >= 2 && gram.size(ndim - 1) == gram.size(ndim - 2) && gram.size(ndim - 1) > 0,
-                  "gram must have shape [..., K, K]");
-  const int64_t clients = gram.size(ndim - 1), problems = gram.numel() / clients / clients;
-  const std::vector<int64_t> shape(gram.sizes().begin(), gram.sizes().end() - 1);
+  const GramShapes shapes(gram);
+  const int64_t clients = shapes.clients, problems = shapes.problems;
   const Array grams = array_of(gram, "gram");
   const bool wide = grams.dtype == DType::f64;
-  Tensor result = torch::stable::empty(shape, wide ? ScalarType::Double : ScalarType::Float);
+  Tensor result = torch::stable::empty(shapes.weights, result_dtype(wide));
   void* const out = result.data_ptr();
 
   const auto kernel = FEDKERNELS_BEST(client_weights);
@@ -34,8 +31,6 @@ static Tensor client_weights_cpu(Tensor gram, double tol) {
   });
   return result;
 }
-
-STABLE_TORCH_LIBRARY_FRAGMENT(fedkernels, m) { m.def("client_weights(Tensor gram, float tol) -> Tensor"); }
 
 STABLE_TORCH_LIBRARY_IMPL(fedkernels, CPU, m) { m.impl("client_weights", TORCH_BOX(&client_weights_cpu)); }
 

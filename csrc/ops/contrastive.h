@@ -3,12 +3,10 @@
 
 #include <string>
 
-#include "ops/tensors.h"
+#include "ops/contrastive_checks.h"
 #include "ops/threads.h"
 
 namespace fedkernels {
-
-inline ScalarType result_dtype(bool wide) { return wide ? ScalarType::Double : ScalarType::Float; }
 
 // Of the shape of `input`, or empty where no gradient is wanted.
 inline Tensor gradient_of(const Tensor& input, bool wide, bool wanted) {
@@ -34,10 +32,9 @@ Tensor reduced_of(const Tensor& losses, double divisor) {
 }
 
 inline Tensor reduced(const Tensor& losses, const std::string& reduction) {
-  STD_TORCH_CHECK(reduction == "mean" || reduction == "sum" || reduction == "none",
-                  "reduction must be mean, sum or none");
+  check_reduction(reduction);
   if (reduction == "none") return losses;
-  const double divisor = reduction == "mean" ? static_cast<double>(losses.numel()) : 1;
+  const double divisor = divisor_of(reduction, losses);
   return losses.scalar_type() == ScalarType::Double ? reduced_of<double>(losses, divisor)
                                                     : reduced_of<float>(losses, divisor);
 }

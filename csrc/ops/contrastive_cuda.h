@@ -4,6 +4,7 @@
 #include <string>
 
 #include "cuda/contrastive.h"
+#include "ops/contrastive_checks.h"
 #include "ops/cuda.h"
 
 namespace fedkernels {
@@ -31,8 +32,6 @@ inline Precision precision_of(const Tensor& first, const Tensor& second, bool tf
   if (wide) return {ScalarType::Double, ScalarType::Double, false};
   return {ScalarType::Float, ScalarType::Float, tf32 && cuda_contrastive_fits(first.size(1), true)};
 }
-
-inline void* data_of(const Tensor& tensor) { return tensor.numel() ? tensor.data_ptr() : nullptr; }
 
 // What each loss counts, as a pass takes it, and behind these the unit; empty where all count once.
 inline Tensor counts_of(const Tensor* weights, const Tensor& losses, cuda::Stream stream) {
@@ -66,13 +65,12 @@ inline void run_pass(const cuda::ContrastivePass& pass, bool tensor_cores, const
 }
 
 inline Tensor reduced_on_cuda(const Tensor& losses, const std::string& reduction) {
-  STD_TORCH_CHECK(reduction == "mean" || reduction == "sum" || reduction == "none",
-                  "reduction must be mean, sum or none");
+  check_reduction(reduction);
   if (reduction == "none") return losses;
   const OnDevice device(losses);
   Tensor result = memory_on(losses, {}, losses.scalar_type());
   const Array from = {losses.data_ptr(), dtype_of(losses, "losses")}, to = {result.data_ptr(), from.dtype};
-  const double divisor = reduction == "mean" ? static_cast<double>(losses.numel()) : 1;
+  const double divisor = divisor_of(reduction, losses);
   check_cuda(cuda_contrastive_sum(&from, losses.numel(), divisor, &to, device.stream()));
   return result;
 }

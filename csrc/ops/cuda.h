@@ -43,29 +43,13 @@ inline Array cuda_array_of(const Tensor& tensor, const char* name, int32_t devic
   return {tensor.data_ptr(), dtype_of(tensor, name)};
 }
 
-// As ParameterLists in ops/tensors.h.
-struct CudaLists {
-  std::vector<Array> arrays;
-  std::vector<int64_t> sizes;
-  int64_t clients;
-
-  CudaLists(const std::vector<Tensor>& global_params, const std::vector<Tensor>& client_params) {
-    const int64_t tensors = global_params.size();
-    STD_TORCH_CHECK(tensors > 0 && !client_params.empty() && client_params.size() % tensors == 0,
-                    "client_params must hold K >= 1 versions of the T >= 1 tensors in global_params");
-    clients = client_params.size() / tensors;
-    const int32_t device = global_params[0].get_device_index();
-    for (int64_t t = 0; t < tensors; ++t) {
-      arrays.push_back(cuda_array_of(global_params[t], "global_params", device));
-      sizes.push_back(global_params[t].numel());
-      for (int64_t k = 0; k < clients; ++k) {
-        const Tensor& client = client_params[k * tensors + t];
-        STD_TORCH_CHECK(client.numel() == sizes[t], "client_params must have the sizes of global_params");
-        arrays.push_back(cuda_array_of(client, "client_params", device));
-      }
-    }
-  }
-};
+// All tensors must be on the device of the first.
+inline ParameterLists cuda_parameter_lists(const std::vector<Tensor>& global_params,
+                                           const std::vector<Tensor>& client_params) {
+  return ParameterLists(global_params, client_params, [&](const Tensor& tensor, const char* name) {
+    return cuda_array_of(tensor, name, global_params[0].get_device_index());
+  });
+}
 
 // Uninitialised memory on the device of `like`. It may go when the operator returns: the stream is the one that torch
 // counts its use by.

@@ -8,7 +8,7 @@
 namespace fedkernels {
 
 static Tensor delta_gram_cpu(std::vector<Tensor> global_params, std::vector<Tensor> client_params) {
-  const ParameterLists lists(global_params, client_params);
+  const ParameterLists lists(global_params, client_params, array_of);
   const std::vector<Piece> pieces = pieces_of(lists, 1 << 14);
   const int64_t clients = lists.clients;
   const int64_t padded = delta_gram_padded(clients);
@@ -42,10 +42,6 @@ static Tensor delta_gram_cpu(std::vector<Tensor> global_params, std::vector<Tens
     }
   }
   return result;
-}
-
-STABLE_TORCH_LIBRARY_FRAGMENT(fedkernels, m) {
-  m.def("delta_gram(Tensor[] global_params, Tensor[] client_params) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fedkernels, CPU, m) { m.impl("delta_gram", TORCH_BOX(&delta_gram_cpu)); }

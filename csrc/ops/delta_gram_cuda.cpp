@@ -5,7 +5,7 @@
 namespace fedkernels {
 
 static Tensor delta_gram_cuda(std::vector<Tensor> global_params, std::vector<Tensor> client_params) {
-  const CudaLists lists(global_params, client_params);
+  const ParameterLists lists = cuda_parameter_lists(global_params, client_params);
   const OnDevice device(global_params[0]);
   const int64_t tensors = global_params.size();
   const Tensor words = memory_on(global_params[0], {cuda_delta_gram_words(tensors, lists.clients)}, ScalarType::Long);

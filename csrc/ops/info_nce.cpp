@@ -8,9 +8,7 @@
 namespace fedkernels {
 
 static InfoNCEProblem problem_of(const Tensor& query, const Tensor& key, double temperature) {
-  STD_TORCH_CHECK(query.dim() == 2 && key.dim() == 2 && query.size(1) == key.size(1) && query.size(1) > 0 &&
-                      query.size(0) > 0 && key.size(0) >= query.size(0),
-                  "query must have shape [B, d] and key [N, d], N >= B > 0");
+  check_info_nce(query, key);
   const Array of_query = array_of(query, "query"), of_key = array_of(key, "key");
   const bool wide = of_query.dtype == DType::f64 || of_key.dtype == DType::f64;
   return {of_query, of_key, query.size(0), key.size(0), query.size(1), temperature, wide, nullptr, nullptr, nullptr, nullptr};
@@ -19,8 +17,8 @@ static InfoNCEProblem problem_of(const Tensor& query, const Tensor& key, double 
 static Tensor solve(InfoNCEProblem& problem, const Tensor& query_gradient, const Tensor& key_gradient) {
   Tensor losses = torch::stable::empty({problem.queries}, result_dtype(problem.wide));
   problem.losses = losses.data_ptr();
-  problem.query_gradient = query_gradient.numel() ? query_gradient.data_ptr() : nullptr;
-  problem.key_gradient = key_gradient.numel() ? key_gradient.data_ptr() : nullptr;
+  problem.query_gradient = data_or_null(query_gradient);
+  problem.key_gradient = data_or_null(key_gradient);
   const Threads threads = torch_threads();
   const auto memory = kernel_memory(FEDKERNELS_BEST(info_nce_memory)(problem, threads.workers));
   FEDKERNELS_BEST(info_nce)(problem, threads, memory.get());
@@ -48,16 +46,6 @@ static std::tuple<Tensor, Tensor> info_nce_gradients_cpu(Tensor query, Tensor ke
   Tensor to_key = gradient_of(key, problem.wide, key_gradient);
   solve(problem, to_query, to_key);
   return {to_query, to_key};
-}
-
-// tf32: on CUDA float32 may be multiplied in tf32.
-STABLE_TORCH_LIBRARY_FRAGMENT(fedkernels, m) {
-  m.def(
-      "info_nce(Tensor query, Tensor key, float temperature, str reduction, bool query_gradient, bool key_gradient,"
-      " bool tf32) -> (Tensor, Tensor, Tensor)");
-  m.def(
-      "info_nce_gradients(Tensor query, Tensor key, float temperature, Tensor weights, bool query_gradient,"
-      " bool key_gradient, bool tf32) -> (Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fedkernels, CPU, m) {

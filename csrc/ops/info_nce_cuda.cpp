@@ -10,9 +10,7 @@ namespace fedkernels {
 static std::tuple<Tensor, Tensor, Tensor> solve(const Tensor& query, const Tensor& key, double temperature,
                                                 const Tensor* weights, bool query_gradient, bool key_gradient,
                                                 bool tf32) {
-  STD_TORCH_CHECK(query.dim() == 2 && key.dim() == 2 && query.size(1) == key.size(1) && query.size(1) > 0 &&
-                      query.size(0) > 0 && key.size(0) >= query.size(0),
-                  "query must have shape [B, d] and key [N, d], N >= B > 0");
+  check_info_nce(query, key);
   check_contrastive(query, key, "query and key");
   const OnDevice device(query);
   const int64_t queries = query.size(0), keys = key.size(0), width = query.size(1);
@@ -34,11 +32,11 @@ static std::tuple<Tensor, Tensor, Tensor> solve(const Tensor& query, const Tenso
   pass.width = width;
   pass.temperature = temperature;
   pass.positives = keys;
-  pass.row_largest = data_of(largest);
-  pass.row_share = data_of(share);
+  pass.row_largest = data_or_null(largest);
+  pass.row_share = data_or_null(share);
   count_by(pass, counts);
-  pass.losses = data_of(losses);
-  pass.gradient = data_of(to_query);
+  pass.losses = data_or_null(losses);
+  pass.gradient = data_or_null(to_query);
   run_pass(pass, in.tensor_cores, query, device.stream());
   if (key_gradient) {
     std::swap(pass.rows, pass.columns);
@@ -50,7 +48,7 @@ static std::tuple<Tensor, Tensor, Tensor> solve(const Tensor& query, const Tenso
     pass.column_weight = pass.row_weight;
     pass.row_largest = pass.row_share = nullptr;
     pass.row_weight = nullptr;
-    pass.gradient = data_of(to_key);
+    pass.gradient = data_or_null(to_key);
     run_pass(pass, in.tensor_cores, query, device.stream());
   }
   return {losses, to_query, to_key};

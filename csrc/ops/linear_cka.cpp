@@ -7,8 +7,6 @@
 
 namespace fedkernels {
 
-static ScalarType result_dtype(bool wide) { return wide ? ScalarType::Double : ScalarType::Float; }
-
 // The matrices [..., rows, columns] of a tensor.
 struct Matrices {
   Array array;
@@ -182,24 +180,6 @@ static Tensor linear_cka_pairwise_cpu(std::vector<Tensor> xs, std::vector<Tensor
   const Tensor result = torch::stable::empty({first, columns}, result_dtype(wide));
   for (int64_t i = 0; i < first * columns; ++i) set(result, i, values[i]);
   return result;
-}
-
-STABLE_TORCH_LIBRARY_FRAGMENT(fedkernels, m) {
-  m.def(
-      "linear_cka(Tensor x, Tensor y, bool centered, bool x_gradient, bool y_gradient) -> (Tensor, Tensor, Tensor)");
-  m.def("linear_cka_to_kernel(Tensor x, Tensor kernel, bool centered, bool gradient) -> (Tensor, Tensor)");
-  m.def("linear_cka_pairwise(Tensor[] xs, Tensor[] ys, bool centered) -> Tensor");
-
-  // On CUDA alone: what stands between torch's products in fedkernels/_linear_cka_cuda.py, see cuda/linear_cka_large.h.
-  m.def("linear_cka_prepare(Tensor[] matrices, bool centered) -> (Tensor, Tensor)");
-  m.def("linear_cka_prepare_to_kernel(Tensor x, Tensor kernel, bool centered) -> (Tensor, Tensor, Tensor)");
-  m.def(
-      "linear_cka_combine(Tensor own, Tensor other, Tensor scales, bool samples, bool x_gradient, bool y_gradient)"
-      " -> (Tensor, Tensor, Tensor)");
-  m.def(
-      "linear_cka_combine_to_kernel(Tensor(a!) product, Tensor(b!) own, Tensor z, Tensor scales, bool gradient)"
-      " -> Tensor");
-  m.def("linear_cka_squares(Tensor product, int[] lengths) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fedkernels, CPU, m) {

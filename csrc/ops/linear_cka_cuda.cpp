@@ -27,9 +27,7 @@ static std::tuple<Tensor, Tensor, Tensor> linear_cka_cuda(Tensor x, Tensor y, bo
   const Array xs = cuda_array_of(x, "x", index), ys = cuda_array_of(y, "y", index);
   STD_TORCH_CHECK(xs.dtype != DType::f64 && ys.dtype != DType::f64, "x and y must not be float64 on CUDA");
 
-  const auto floats = [](const Tensor& tensor) {
-    return tensor.numel() ? static_cast<float*>(tensor.data_ptr()) : nullptr;
-  };
+  const auto floats = [](const Tensor& tensor) { return static_cast<float*>(data_or_null(tensor)); };
   const auto gradient = [&](int64_t width, bool wanted) {
     std::vector<int64_t> shape = batch;
     shape.insert(shape.end(), {rows, width});

@@ -6,10 +6,7 @@
 
 namespace fedkernels {
 
-static void* data_or_null(const Tensor& tensor) { return tensor.numel() ? tensor.data_ptr() : nullptr; }
 static double* doubles(const Tensor& tensor) { return static_cast<double*>(data_or_null(tensor)); }
-
-static ScalarType computed_in(bool wide) { return wide ? ScalarType::Double : ScalarType::Float; }
 
 // Of the matrices' sizes the first `batch` dimensions, taken together.
 static int64_t problems_of(const Tensor& tensor) {
@@ -56,7 +53,7 @@ static std::tuple<Tensor, Tensor> linear_cka_prepare_cuda(std::vector<Tensor> ma
   const int64_t problems = problems_of(matrices[0]), rows = matrices[0].size(matrices[0].dim() - 2);
   const bool several = count > cuda::CKA_MATRICES;
   STD_TORCH_CHECK(!several || problems == 1, "many matrices cannot have leading dimensions");
-  const Tensor z = memory_on(matrices[0], {problems, rows, width}, computed_in(wide));
+  const Tensor z = memory_on(matrices[0], {problems, rows, width}, result_dtype(wide));
   const Tensor scales = memory_on(matrices[0], {problems, count}, ScalarType::Double);
   int64_t column = 0;
   for (int64_t start = 0; problems > 0 && start < count; start += cuda::CKA_MATRICES) {
@@ -77,10 +74,10 @@ static std::tuple<Tensor, Tensor, Tensor> linear_cka_prepare_to_kernel_cuda(Tens
   const OnDevice device(x);
   const cuda::CKAMatrices given = describe({x, kernel}, centered);
   STD_TORCH_CHECK(given.widths[1] == given.rows, "kernel must be [..., L, L] for the L rows of x");
-  const Tensor z = memory_on(x, {given.problems, given.rows, given.widths[0]}, computed_in(given.wide));
+  const Tensor z = memory_on(x, {given.problems, given.rows, given.widths[0]}, result_dtype(given.wide));
   const Tensor scales = memory_on(x, {given.problems, 4}, ScalarType::Double);
   const int64_t side = centered ? given.rows : 0;
-  const Tensor centred = memory_on(x, {given.problems, side, side}, computed_in(given.wide));
+  const Tensor centred = memory_on(x, {given.problems, side, side}, result_dtype(given.wide));
   if (given.problems > 0) {
     const Tensor memory = memory_on(x, {cuda_linear_cka_prepare_to_kernel_doubles(&given)}, ScalarType::Double);
     check_cuda(cuda_linear_cka_prepare_to_kernel(&given, z.data_ptr(), data_or_null(centred), doubles(scales),

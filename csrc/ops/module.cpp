@@ -1,44 +1,16 @@
-// The Python module: importing it registers the operators. It tells what it is compiled for, and nothing else.
+// The Python module. Importing it registers the operators; its functions tell what it was compiled for, which instruction
+// set is used, and whether a GPU can run the CUDA kernels.
 #include <Python.h>
 
-#include <cstdlib>
-#include <cstring>
+#include <string>
 
 #include "cpu/isa.h"
-
-namespace fedkernels {
-
-static Isa best_isa() {
-  Isa best = Isa::baseline;
-#if defined(__x86_64__)
-  __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
-    best = Isa::avx2;
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512vl")) {
-      best = Isa::avx512;
-    }
-  }
-  const char* wanted = std::getenv("FEDKERNELS_CPU");
-  if (wanted && std::strcmp(wanted, "baseline") == 0) best = Isa::baseline;
-  if (wanted && std::strcmp(wanted, "avx2") == 0 && best == Isa::avx512) best = Isa::avx2;
-#endif
-  return best;
-}
-
-Isa isa() {
-  static const Isa chosen = best_isa();
-  return chosen;
-}
-
-}  // namespace fedkernels
-
-// Of the operators' schemas and this module's functions, with fedkernels/_native.py: raised in both whenever one changes.
-#define FEDKERNELS_INTERFACE "3"
+#include "ops/schemas.h"
 
 static PyObject* build_info(PyObject*, PyObject*) {
   static const char* const names[] = {"baseline", "avx2", "avx512"};
-  return Py_BuildValue("{s:s,s:s,s:s,s:s,s:s,s:s}", "interface", FEDKERNELS_INTERFACE, "compiled", FEDKERNELS_ISAS, "used",
+  return Py_BuildValue("{s:s,s:s,s:s,s:s,s:s,s:s}", "compiled", FEDKERNELS_ISAS, "left_out",
+                       FEDKERNELS_LEFT_OUT, "used",
                        names[static_cast<int>(fedkernels::isa())], "cuda", FEDKERNELS_CUDA, "compiler",
 #if defined(__clang__)
                        "clang " __clang_version__,
@@ -58,8 +30,15 @@ static PyObject* cuda_unusable_on(PyObject*, PyObject* number) {
   return PyUnicode_FromString(reason ? reason : "");
 }
 
+static PyObject* schemas(PyObject*, PyObject*) {
+  std::string lines;
+  for (const char* schema : fedkernels::SCHEMAS) lines.append(schema).append("\n");
+  return PyUnicode_FromString(lines.c_str());
+}
+
 static PyMethodDef methods[] = {
     {"build_info", build_info, METH_NOARGS, "What the module is compiled for: a dict of strings."},
+    {"schemas", schemas, METH_NOARGS, "The schemas of the operators that the module registers, one a line."},
     {"cuda_unusable", cuda_unusable_on, METH_O, "Why the GPU of this number cannot run the kernels, or ''."},
     {nullptr, nullptr, 0, nullptr},
 };

@@ -8,9 +8,7 @@
 namespace fedkernels {
 
 static NTXentProblem problem_of(const Tensor& view1, const Tensor& view2, double temperature) {
-  STD_TORCH_CHECK(view1.dim() == 2 && view2.dim() == 2 && view1.size(0) == view2.size(0) &&
-                      view1.size(1) == view2.size(1) && view1.size(0) > 0 && view1.size(1) > 0,
-                  "view1 and view2 must have one shape [B, d], neither 0");
+  check_nt_xent(view1, view2);
   const Array first = array_of(view1, "view1"), second = array_of(view2, "view2");
   const bool wide = first.dtype == DType::f64 || second.dtype == DType::f64;
   return {first, second, view1.size(0), view1.size(1), temperature, wide, nullptr, nullptr, nullptr};
@@ -19,7 +17,7 @@ static NTXentProblem problem_of(const Tensor& view1, const Tensor& view2, double
 static Tensor solve(NTXentProblem& problem, const Tensor& gradient) {
   Tensor losses = torch::stable::empty({2 * problem.batch}, result_dtype(problem.wide));
   problem.losses = losses.data_ptr();
-  problem.gradient = gradient.numel() ? gradient.data_ptr() : nullptr;
+  problem.gradient = data_or_null(gradient);
   const Threads threads = torch_threads();
   const auto memory = kernel_memory(FEDKERNELS_BEST(nt_xent_memory)(problem, threads.workers));
   FEDKERNELS_BEST(nt_xent)(problem, threads, memory.get());
@@ -47,14 +45,6 @@ static Tensor nt_xent_gradients_cpu(Tensor view1, Tensor view2, double temperatu
   Tensor to_rows = gradient_of_both(problem, true);
   solve(problem, to_rows);
   return to_rows;
-}
-
-// tf32: on CUDA float32 may be multiplied in tf32.
-STABLE_TORCH_LIBRARY_FRAGMENT(fedkernels, m) {
-  m.def(
-      "nt_xent(Tensor view1, Tensor view2, float temperature, str reduction, bool gradient, bool tf32)"
-      " -> (Tensor, Tensor)");
-  m.def("nt_xent_gradients(Tensor view1, Tensor view2, float temperature, Tensor weights, bool tf32) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fedkernels, CPU, m) {

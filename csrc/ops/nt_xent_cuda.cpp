@@ -9,9 +9,7 @@ namespace fedkernels {
 // gradient is empty where it is not wanted.
 static std::tuple<Tensor, Tensor> solve(const Tensor& view1, const Tensor& view2, double temperature,
                                         const Tensor* weights, bool gradient, bool tf32) {
-  STD_TORCH_CHECK(view1.dim() == 2 && view2.dim() == 2 && view1.size(0) == view2.size(0) &&
-                      view1.size(1) == view2.size(1) && view1.size(0) > 0 && view1.size(1) > 0,
-                  "view1 and view2 must have one shape [B, d], neither 0");
+  check_nt_xent(view1, view2);
   check_contrastive(view1, view2, "view1 and view2");
   const OnDevice device(view1);
   const int64_t batch = view1.size(0), width = view1.size(1), count = 2 * batch;
@@ -32,17 +30,17 @@ static std::tuple<Tensor, Tensor> solve(const Tensor& view1, const Tensor& view2
   pass.temperature = temperature;
   pass.shift = batch;
   pass.leave_out_self = true;
-  pass.row_largest = data_of(largest);
-  pass.row_share = data_of(share);
+  pass.row_largest = data_or_null(largest);
+  pass.row_share = data_or_null(share);
   count_by(pass, counts);
-  pass.losses = data_of(losses);
+  pass.losses = data_or_null(losses);
   run_pass(pass, in.tensor_cores, view1, device.stream());
   if (gradient) {
     pass.given = true;
     pass.column_largest = pass.row_largest;
     pass.column_share = pass.row_share;
     pass.column_weight = pass.row_weight;
-    pass.gradient = data_of(to_rows);
+    pass.gradient = data_or_null(to_rows);
     run_pass(pass, in.tensor_cores, view1, device.stream());
   }
   return {losses, to_rows};

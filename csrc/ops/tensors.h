@@ -31,6 +31,11 @@ inline DType dtype_of(const Tensor& tensor, const char* name) {
   }
 }
 
+// Of what is computed in float64 (`wide`) or in float32.
+inline ScalarType result_dtype(bool wide) { return wide ? ScalarType::Double : ScalarType::Float; }
+
+inline void* data_or_null(const Tensor& tensor) { return tensor.numel() ? tensor.data_ptr() : nullptr; }
+
 // Python's checks come first and are the ones that a user meets; these keep a direct call from reading elsewhere.
 inline Array array_of(const Tensor& tensor, const char* name) {
   STD_TORCH_CHECK(tensor.is_cpu() && tensor.is_contiguous(), name, " must be contiguous on the CPU");
@@ -43,18 +48,20 @@ struct ParameterLists {
   std::vector<int64_t> sizes;
   int64_t clients;
 
-  ParameterLists(const std::vector<Tensor>& global_params, const std::vector<Tensor>& client_params) {
+  // read(tensor, name): the tensor's Array, once the tensor is checked.
+  template <class Read>
+  ParameterLists(const std::vector<Tensor>& global_params, const std::vector<Tensor>& client_params, const Read& read) {
     const int64_t tensors = global_params.size();
     STD_TORCH_CHECK(tensors > 0 && !client_params.empty() && client_params.size() % tensors == 0,
                     "client_params must hold K >= 1 versions of the T >= 1 tensors in global_params");
     clients = client_params.size() / tensors;
     for (int64_t t = 0; t < tensors; ++t) {
-      arrays.push_back(array_of(global_params[t], "global_params"));
+      arrays.push_back(read(global_params[t], "global_params"));
       sizes.push_back(global_params[t].numel());
       for (int64_t k = 0; k < clients; ++k) {
         const Tensor& client = client_params[k * tensors + t];
         STD_TORCH_CHECK(client.numel() == sizes[t], "client_params must have the sizes of global_params");
-        arrays.push_back(array_of(client, "client_params"));
+        arrays.push_back(read(client, "client_params"));
       }
     }
   }

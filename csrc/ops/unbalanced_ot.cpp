@@ -2,39 +2,26 @@
 
 #include <memory>
 #include <string>
-#include <tuple>
 
-#include "ops/tensors.h"
+#include "ops/unbalanced_ot.h"
 
 namespace fedkernels {
 
-// plan, u, v, value, mass, iterations, gap: in the shapes of the fake implementation in fedkernels/unbalanced_ot.py.
-using Solutions = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
-
 static Solutions unbalanced_ot_cpu(Tensor cost, Tensor a, Tensor b, double tau_a, double tau_b, double tol,
                                    int64_t max_iterations, std::string method) {
-  const int64_t ndim = cost.dim();
-  STD_TORCH_CHECK(ndim >= 2 && a.dim() == ndim - 1 && b.dim() == ndim - 1, "cost must have shape [..., M, N]");
-  const int64_t rows = cost.size(ndim - 2), columns = cost.size(ndim - 1);
-  STD_TORCH_CHECK(rows > 0 && columns > 0, "cost must not be empty in M or N");
+  const TransportShapes shapes(cost, a, b);
+  const int64_t rows = shapes.rows, columns = shapes.columns, problems = shapes.problems;
   STD_TORCH_CHECK(columns < (int64_t{1} << 31) - TRANSPORT_GROUP, "cost must have fewer than 2^31 - 8 columns");
-  const std::vector<int64_t> batch(cost.sizes().begin(), cost.sizes().end() - 2);
-  const int64_t problems = cost.numel() / rows / columns;
-  STD_TORCH_CHECK(a.numel() == problems * rows && b.numel() == problems * columns,
-                  "a and b must have shapes [..., M] and [..., N]");
   const Array costs = array_of(cost, "cost"), masses_a = array_of(a, "a"), masses_b = array_of(b, "b");
 
   const bool wide = costs.dtype == DType::f64 || masses_a.dtype == DType::f64 || masses_b.dtype == DType::f64;
-  std::vector<int64_t> of_rows = batch, of_columns = batch;
-  of_rows.push_back(rows);
-  of_columns.push_back(columns);
-  Tensor plan = torch::stable::empty(cost.sizes(), wide ? ScalarType::Double : ScalarType::Float);
-  Tensor u = torch::stable::empty(of_rows, ScalarType::Double);
-  Tensor v = torch::stable::empty(of_columns, ScalarType::Double);
-  Tensor value = torch::stable::empty(batch, ScalarType::Double);
-  Tensor mass = torch::stable::empty(batch, ScalarType::Double);
-  Tensor gap = torch::stable::empty(batch, ScalarType::Double);
-  Tensor iterations = torch::stable::empty(batch, ScalarType::Long);
+  Tensor plan = torch::stable::empty(shapes.of_plan, result_dtype(wide));
+  Tensor u = torch::stable::empty(shapes.of_rows, ScalarType::Double);
+  Tensor v = torch::stable::empty(shapes.of_columns, ScalarType::Double);
+  Tensor value = torch::stable::empty(shapes.batch, ScalarType::Double);
+  Tensor mass = torch::stable::empty(shapes.batch, ScalarType::Double);
+  Tensor gap = torch::stable::empty(shapes.batch, ScalarType::Double);
+  Tensor iterations = torch::stable::empty(shapes.batch, ScalarType::Long);
   const Array plans = {plan.data_ptr(), wide ? DType::f64 : DType::f32};
   double *const us = static_cast<double*>(u.data_ptr()), *const vs = static_cast<double*>(v.data_ptr());
   double *const values = static_cast<double*>(value.data_ptr()), *const gaps = static_cast<double*>(gap.data_ptr());
@@ -60,12 +47,6 @@ static Solutions unbalanced_ot_cpu(Tensor cost, Tensor a, Tensor b, double tau_a
     }
   });
   return {plan, u, v, value, mass, iterations, gap};
-}
-
-STABLE_TORCH_LIBRARY_FRAGMENT(fedkernels, m) {
-  m.def(
-      "unbalanced_ot(Tensor cost, Tensor a, Tensor b, float tau_a, float tau_b, float tol, int max_iterations, "
-      "str method) -> (Tensor plan, Tensor u, Tensor v, Tensor value, Tensor mass, Tensor iterations, Tensor gap)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fedkernels, CPU, m) { m.impl("unbalanced_ot", TORCH_BOX(&unbalanced_ot_cpu)); }

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import ClassVar
 
 from ..client import LocalRound
 from ..messages import Message
 from ..models.model import Model
 from ..parts import Part
-from ..training import TrainingOptions
 
 #: one entry a dimension: a size, None for any size, or a name for a size that all clients share (see guard.py)
 Shape = tuple[int | str | None, ...]
+#: trains the model of a round on its client's images for so many epochs
+Train = Callable[[LocalRound, int], None]
 
 
 class Aggregator(Part):
@@ -40,8 +42,13 @@ class Aggregator(Part):
         """The server's state before any round. `model` is the first global model where weights are exchanged."""
         return Message()
 
-    def train_on_public_images(self, local: LocalRound, training: TrainingOptions) -> Message:
-        """Entries for the server's first state; `local` is the server as if it were a client with the public images."""
+    def train_on_public_images(self, local: LocalRound, train: Train) -> Message:
+        """Entries for the server's first state.
+
+        Args:
+            local: the server as if it were a client with the public images.
+            train: trains the model of `local` by the recipe's objective.
+        """
         return Message()
 
     def open(self, server: Message, clients: list[int], travelling: list[str]) -> dict[int, Message]:
@@ -67,6 +74,6 @@ class Aggregator(Part):
     def aggregate(self, server: Message, replies: dict[int, Message]) -> Message:
         """The entries of the server's state that change, from the replies by client; no reply is broken (guard.py).
 
-        At least one client has answered. A number named `metric/NAME/WHO` is logged as a metric of that round; WHO is
+        At least one client has answered. A metric named `NAME/WHO` is logged for that round; WHO is
         a client's number or `global`.
         """

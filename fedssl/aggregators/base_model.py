@@ -8,8 +8,7 @@ from pydantic import Field
 
 from ..client import LocalRound
 from ..messages import Message
-from ..training import TrainingOptions, train_locally
-from .base import Aggregator, Shape
+from .base import Aggregator, Shape, Train
 
 BASE = "base_model."
 HAS_IT = "base_model.sent."
@@ -30,12 +29,9 @@ class BaseModel(Aggregator):
 
     epochs: int = Field(50, ge=1, description="over the public images, on the server")
 
-    def train_on_public_images(self, local: LocalRound, training: TrainingOptions) -> Message:
-        size = min(training.batch_size, len(local.client.images))
-        # A schedule over the run's rounds says nothing about a training before the first.
-        changed = {"local_epochs": self.epochs, "batch_size": size, "learning_rate_schedule": "constant"}
+    def train_on_public_images(self, local: LocalRound, train: Train) -> Message:
         local.client.model.train()
-        train_locally(local, training.model_copy(update=changed), [], rounds=1)
+        train(local, self.epochs)
         return Message({BASE + name: t for name, t in local.client.model.encoder.state_dict().items()})
 
     def broadcast(self, server: Message, clients: list[int], travelling: list[str]) -> dict[int, Message]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedkernels import apply_deltas, client_weights, delta_gram
 
-from ..messages import METRIC, Message
+from ..messages import Message
 from .weighted_mean import WeightedMean, is_statistic, weighted_mean
 
 # a client whose update is shorter than this fraction of the longest one has not moved: that is float32's rounding
@@ -87,11 +87,11 @@ def take_least_norm_step(
 
     state = Message(dict(zip(weights, new, strict=True)))
     state.tensors |= {name: weighted_mean([replies[k].tensors[name] for k in order], samples) for name in statistics}
-    state.numbers = {f"{METRIC}{label}_weight/{k}": float(weight) for k, weight in zip(order, p, strict=True)}
+    state.metrics = {f"{label}_weight/{k}": float(weight) for k, weight in zip(order, p, strict=True)}
     rates = deviation_change_rates(gram, step)
     if len(rates):
-        state.numbers[f"{METRIC}{label}_rate_min/global"] = float(rates.min())
-        state.numbers[f"{METRIC}{label}_rate_max/global"] = float(rates.max())
+        state.metrics[f"{label}_rate_min/global"] = float(rates.min())
+        state.metrics[f"{label}_rate_max/global"] = float(rates.max())
     return state
 
 

@@ -6,7 +6,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ..messages import METRIC, Message
+from ..messages import Message
 from .weighted_mean import WeightedMean, is_statistic, weighted_mean
 
 ROUNDS = "l_dawa.rounds"
@@ -69,5 +69,5 @@ class LDawa(WeightedMean):
             for k, value in zip(order, cosines, strict=True):
                 angles[k].append(value)
         for k, values in angles.items():
-            state.numbers[f"{METRIC}l_dawa_cosine/{k}"] = sum(values) / len(values)
+            state.metrics[f"l_dawa_cosine/{k}"] = sum(values) / len(values)
         return state

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..client import LocalRound
 from ..data.augmentation import augment
 from ..errors import UserError
-from ..messages import METRIC, Message
+from ..messages import Message
 from ..models.model import Model
 from ..objectives.orchestra import OrchestraModel
 from .base import Aggregator, Shape
@@ -81,7 +81,7 @@ class OrchestraClusters(Aggregator):
         points = torch.cat([replies[k].tensors[LOCAL] for k in sorted(replies)])
         centroids = cluster_globally(points, server.tensors[GLOBAL], self.temperature, self.steps)
         used = len((points @ centroids.T).argmax(dim=1).unique())
-        return Message({GLOBAL: centroids}, {f"{METRIC}clusters_used/global": used})
+        return Message({GLOBAL: centroids}, metrics={"clusters_used/global": used})
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ from types import ModuleType
 
 from ..recipe import Recipe
 
-# Flower and Ray report usage unless told otherwise, and look at this when they are imported.
+# Flower and Ray report usage unless these are set when they are imported.
 for _name, _value in {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
@@ -27,7 +27,7 @@ def engine_of(recipe: Recipe) -> ModuleType:
         from . import in_process
 
         return in_process
-    return flower_module("server")
+    return flower_module("simulation")
 
 
 def flower_module(name: str) -> ModuleType:

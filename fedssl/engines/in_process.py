@@ -7,8 +7,10 @@ from pathlib import Path
 
 from torch import Tensor
 
+from ..client import Client
 from ..federation import Federation, build_federation
 from ..messages import Message
+from ..models.model import Model
 from ..reading import load_recipe
 from ..recipe import Recipe
 from ..run_directory import RunDirectory, alone_in
@@ -20,7 +22,7 @@ from .rounds import evaluate_after, first_files, refuse_existing, run_rounds
 def run(recipe: Recipe, path: Path, progress: Progress | None = None, overwrite: bool = False) -> RunDirectory:
     """Run a recipe from its start into a new folder.
 
-    Everything that can be wrong with the input is found before the folder is made.
+    The input is checked completely before the folder is made.
 
     Raises:
         UserError: see `load_recipe`, `build_federation` and `RunDirectory`.
@@ -52,15 +54,15 @@ class LocalClients:
     def __init__(self, federation: Federation, directory: RunDirectory, progress: Progress):
         self._federation, self._progress = federation, progress
         self._states = ClientStates(directory, federation.recipe.client_states)
+        self._models: dict[str, Model] = {}  # the last client's of each architecture, which the next one reuses
 
     def answers(self, number: int, sent: dict[int, Message]) -> tuple[dict[int, Message], dict[int, str]]:
         method = self._federation.method
         replies = {}
         for position, k in enumerate(sent):
-            if number:
-                self._progress.client(number, k, position, len(sent))
-            client = self._federation.client(k, self._states.load(k) if number else Message())
-            replies[k] = method.client_round(client, sent[k], number) if number else method.open_client(client, sent[k])
+            self._progress.client(number, k, position, len(sent))
+            client = self._client(k)
+            replies[k] = method.client_round(client, sent[k], number)
             self._states.store(k, number, self._federation.client_state(client))
         return replies, {}
 
@@ -69,8 +71,13 @@ class LocalClients:
 
     def evaluations(self, number: int) -> Iterator[tuple[int, dict[str, float], Tensor]]:
         for k in range(len(self._federation.client_rows)):
-            model = self._federation.client(k, self._states.load(k)).model
-            yield k, *evaluate_after(self._federation, model, number)
+            yield k, *evaluate_after(self._federation, self._client(k).model, number)
+
+    def _client(self, index: int) -> Client:
+        architecture = self._federation.recipe.architecture_of(index)
+        client = self._federation.client(index, self._states.load(index), self._models.get(architecture))
+        self._models[architecture] = client.model
+        return client
 
 
 def _run(federation: Federation, directory: RunDirectory, progress: Progress) -> RunDirectory:

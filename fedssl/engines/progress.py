@@ -17,7 +17,7 @@ from rich.progress import Progress as RichProgress
 
 
 class Progress(Protocol):
-    """What an engine tells while it runs; the command line draws bars from it."""
+    """What an engine reports while it runs; the command line draws bars from it."""
 
     def start(self, first_round: int, rounds: int) -> None: ...
     def client(self, round_number: int, index: int, position: int, clients: int) -> None: ...

@@ -17,7 +17,7 @@ from ..errors import UserError
 from ..evaluation.evaluate import evaluate_model
 from ..federation import Federation
 from ..guard import refused_in
-from ..messages import METRIC, Message
+from ..messages import Message
 from ..models.model import Model
 from ..randomness import seed_for
 from ..recipe import Recipe
@@ -45,12 +45,12 @@ def models_to_evaluate(
 
 
 class Clients(Protocol):
-    """How an engine reaches the clients; everything else of a run is `run_rounds`, under every engine."""
+    """How an engine reaches the clients. Everything else of a run is in `run_rounds`, the same for every engine."""
 
     def answers(self, number: int, sent: dict[int, Message]) -> tuple[dict[int, Message], dict[int, str]]:
-        """The clients' answers to a round's messages (round 0 is the opening one), and why the others gave none.
+        """The clients' answers to a round's messages, and why other clients gave none; round 0 is the opening round.
 
-        The states of those that answered are kept, and count from the round's commit on.
+        The states of the clients that answered are kept. They count from the round's commit on.
         """
         ...
 
@@ -169,16 +169,16 @@ def _exchange(
 ) -> tuple[Message, dict[int, Message], list[MetricRow], dict[int, str]]:
     """A round's messages there and back: the server's next state, the answers that count, rows and reasons of the rest.
 
-    Clients whose answer was refused or did not come are told, counted in the metrics `refused` and `missing`, and their
-    round is undone.
+    A client whose answer was refused or did not arrive is named in a warning and counted in the metric `refused` or
+    `missing`; its round is undone.
     """
     replies, missing = clients.answers(number, sent)
     for k, reason in missing.items():
         progress.warn(f"round {number}: client {k} is left out: {reason}")
-    # Under secure aggregation a round of too few changes nothing, and the next one goes on.
+    # Under secure aggregation a round with too few clients changes nothing, and the next round begins.
     if sent and not replies and federation.recipe.flower.secure_aggregation is None:
         least, reasons = federation.recipe.guard.minimum_answers, [f"client {k}: {why}" for k, why in missing.items()]
-        what = f"round {number}: 0 of {len(sent)} answers came, guard.minimum_answers is {least}"
+        what = f"round {number}: 0 of {len(sent)} clients answered, but guard.minimum_answers is {least}"
         raise UserError("; ".join([what, *reasons]))
     try:
         server = federation.method.aggregate(server, replies, number)
@@ -205,22 +205,19 @@ def _round(
     rows += [(number, str(k), "dropped", 1.0) for k in chosen if k not in answering]
     if federation.recipe.clients_per_round or federation.recipe.client_dropout:
         rows.append((number, "global", "answers", float(len(replies))))
-    own = {name.rpartition("/")[0] for name in server.numbers if name.startswith(METRIC)}  # no client speaks for these
-    names = sorted({n for reply in replies.values() for n in reply.numbers if n.startswith(METRIC)} - own)
-    for name in names:
-        values = {k: reply.numbers[name] for k, reply in replies.items() if name in reply.numbers}
-        metric = name.removeprefix(METRIC)
+    of_server = {name.rpartition("/")[0] for name in server.metrics}  # a client's own of these names do not count
+    for metric in sorted({name for reply in replies.values() for name in reply.metrics} - of_server):
+        values = {k: reply.metrics[metric] for k, reply in replies.items() if metric in reply.metrics}
         rows += [(number, str(k), metric, value) for k, value in values.items()]
         rows.append((number, "mean", metric, sum(values.values()) / len(values)))
-    for name, value in server.numbers.items():
-        if name.startswith(METRIC):
-            metric, _, who = name.removeprefix(METRIC).rpartition("/")
-            rows.append((number, who, metric, value))
+    for name, value in server.metrics.items():
+        metric, _, who = name.rpartition("/")
+        rows.append((number, who, metric, value))
     return server, rows, missing
 
 
 def _traffic_rows(number: int, sent: dict[int, Message], replies: dict[int, Message]) -> list[MetricRow]:
-    """Bytes that went down to and came up from each client in a round."""
+    """Bytes that each client received and sent in a round."""
     rows = [(number, str(k), "bytes_down", float(message.num_bytes)) for k, message in sent.items()]
     return rows + [(number, str(k), "bytes_up", float(message.num_bytes)) for k, message in replies.items()]
 

@@ -1,15 +1,9 @@
-"""Collapse analysis of a finished run: how its global and its local models' representations fill their space.
-
-RUN/collapse.json    what was found, see `Collapse`
-RUN/figures/*.png    the pictures of FedU2's Figures 3, 4 and 5
-"""
+"""Collapse analysis of a run: how the representations of its global and its local models fill their space."""
 
 from __future__ import annotations
 
-import io
-import json
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -22,30 +16,31 @@ from ..evaluation.spectrum import effective_rank, log_covariance_singular_values
 from ..evaluation.sphere import sphere_coverage, sphere_points
 from ..evaluation.tsne import tsne_together
 from ..evaluation.uniformity import uniformity
-from ..federation import Federation, build_federation
+from ..federation import Federation
 from ..models.model import Model
 from ..randomness import generator_for, seed_for
-from ..reading import load_recipe
 from ..run_directory import RunDirectory
-from ..storage import cannot_write, write_atomically
 
 GLOBAL = "global"
-#: test images that are looked at, of these those in the t-SNE, and local models: enough for a picture
-_IMAGES, _TSNE_IMAGES, _LOCAL_MODELS = 1000, 300, 5
-_FILE, _FORMAT = "collapse.json", 1
+#: the version of the fields below, as stored
+FORMAT = 1
+#: at most so many test images are represented, of which so many are in the t-SNE: enough for a picture
+_TEST_IMAGES, _TSNE_IMAGES = 1000, 300
+_LOCAL_MODELS = 5
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """How one model's representations of the test images lie.
+    """How one model's representations of the test images lie in their space.
 
     Attributes:
-        dimension: of a representation.
+        dimension: the length of a representation.
         log_singular_values: see `log_covariance_singular_values`.
-        alignment: of two augmented views of each test image, by the recipe's augmentation.
-        uniformity, effective_rank: of the images as they are.
-        sphere: see `sphere_points`; a point an image.
-        coverage: see `sphere_coverage`.
+        alignment: see `alignment`, of two augmented views of each test image, by the recipe's augmentation.
+        uniformity: see `uniformity`, of the test images as they are.
+        effective_rank: see `effective_rank`, of the test images as they are.
+        sphere: see `sphere_points`, [images, 3].
+        coverage: see `sphere_coverage`, in [0, 1].
     """
 
     dimension: int
@@ -62,11 +57,14 @@ class Collapse:
     """A run's collapse analysis.
 
     Attributes:
-        format, round: of the file, and the last round, whose models these are.
-        class_names, labels: the classes, and that of each test image looked at.
+        format: `FORMAT` of the version that made the analysis.
+        round: the last committed round, whose models these are.
+        class_names: the classes' names.
+        labels: the class of each test image that was represented.
         models: by `global` (where the method has a global model) and by client number. A local model is a client's
             own after its training in the last round that it took part in, before the server joins anything.
-        tsne: points in the plane of the first images, by `global` and the first client; empty without a global model.
+        tsne: points in the plane of the first test images, [images, 2] each, by `global` and the first client; empty
+            where the method has no global model.
     """
 
     format: int
@@ -78,72 +76,74 @@ class Collapse:
 
     @property
     def local(self) -> list[Geometry]:
+        """The local models'."""
         return [geometry for who, geometry in self.models.items() if who != GLOBAL]
 
     @property
     def shared(self) -> Geometry | None:
-        """The global model's; None where each client has a model of its own."""
+        """The global model's; None where each client keeps a model of its own."""
         return self.models.get(GLOBAL)
 
 
-def collapse_of_run(path: Path) -> Collapse | None:
-    """The stored analysis of a run's last round; done now, and stored, where there is none. None before any training.
+def analyse_collapse(federation: Federation, directory: RunDirectory) -> Collapse:
+    """Represent test images by the models of a run's last committed round, and measure how they fill their space.
+
+    Args:
+        federation: the run's, see `build_federation`.
+        directory: the run's folder, with at least one finished round.
 
     Raises:
-        UserError: data that are no longer there, a state that cannot be read, representations that are not finite.
+        UserError: a state that cannot be read, or representations that are not finite.
     """
-    directory = RunDirectory.open(path)
-    checkpoint = directory.checkpoint
-    if checkpoint.round < 1 or not checkpoint.files:
-        return None
-    stored = _read(path / _FILE)
-    if stored is not None and stored.round == checkpoint.round:
-        return stored
-    found = _analyse(build_federation(load_recipe(path / "recipe.yaml")), directory)
-    _write(found, path)
-    return found
-
-
-def _analyse(federation: Federation, directory: RunDirectory) -> Collapse:
     recipe, data = federation.recipe, federation.dataset
-    order = torch.randperm(len(data.test_images), generator=generator_for(recipe.seed, "collapse", "images"))[:_IMAGES]
+    generator = generator_for(recipe.seed, "collapse", "images")
+    order = torch.randperm(len(data.test_images), generator=generator)[:_TEST_IMAGES]
     images = data.test_images[order]
     views = two_views(images, recipe.augmentation, generator_for(recipe.seed, "collapse", "views"))
     features: dict[str, Tensor] = {}
     models: dict[str, Geometry] = {}
+    for who, model in _models(federation, directory):
+        features[who] = extract_features(model.encoder, images, device=model.device)
+        first, second = (extract_view_features(model.encoder, view, device=model.device) for view in views)
+        models[who] = _geometry(features[who], first, second)
+    return Collapse(
+        FORMAT,
+        directory.checkpoint.round,
+        list(data.class_names),
+        data.test_labels[order].tolist(),
+        models,
+        _tsne(features, seed_for(recipe.seed, "collapse", "tsne")),
+    )
 
-    def look(who: str, model: Model) -> None:
-        encoder, device = model.encoder, model.device
-        features[who] = extract_features(encoder, images, device=device)
-        pair = [extract_view_features(encoder, view, device=device) for view in views]
-        models[who] = _geometry(features[who], pair[0], pair[1])
 
+def _models(federation: Federation, directory: RunDirectory) -> Iterator[tuple[str, Model]]:
+    """The global model, where there is one, and then some local ones, where their states are in the run's folder."""
     if not federation.method.personal:
-        for who, model in models_to_evaluate(federation, directory.server_state(), directory.client_state):
-            look(who, model)
+        yield from models_to_evaluate(federation, directory.server_state(), directory.client_state)
     if federation.method.personal or not directory.clients_elsewhere:
-        for k in _some_clients(directory, recipe.seed):
-            look(str(k), federation.client(k, directory.client_state(k)).model)
-    labels = data.test_labels[order].tolist()
-    local = next((who for who in models if who != GLOBAL), None)
-    tsne: dict[str, list[list[float]]] = {}
-    if GLOBAL in features and local is not None:
-        both = [features[who][:_TSNE_IMAGES] for who in (GLOBAL, local)]
-        if len(both[0]) > 3:
-            points = tsne_together(both[0], both[1], seed_for(recipe.seed, "collapse", "tsne"))
-            tsne = {who: _rounded(where) for who, where in zip((GLOBAL, local), points, strict=True)}
-    return Collapse(_FORMAT, directory.checkpoint.round, list(data.class_names), labels, models, tsne)
+        for index in _some_clients(directory, federation.recipe.seed):
+            yield str(index), federation.client(index, directory.client_state(index)).model
+
+
+def _tsne(features: Mapping[str, Tensor], seed: int) -> dict[str, list[list[float]]]:
+    """One embedding of the first images by the global model and the first local one, see `Collapse.tsne`."""
+    local = next((who for who in features if who != GLOBAL), None)
+    if GLOBAL not in features or local is None:
+        return {}
+    of_global, of_local = (features[who][:_TSNE_IMAGES] for who in (GLOBAL, local))
+    if len(of_global) <= 3:  # too few for any perplexity
+        return {}
+    points = tsne_together(of_global, of_local, seed)
+    return {who: _rounded(where) for who, where in zip((GLOBAL, local), points, strict=True)}
 
 
 def _some_clients(directory: RunDirectory, seed: int) -> list[int]:
-    """Up to five clients, drawn from those with the latest states, so from the last round where that has enough."""
-    rounds = {
-        int(owner.removeprefix("client-")): int(name.split(".round-")[1].partition(".")[0])
-        for owner, name in directory.checkpoint.files.items()
-        if owner.startswith("client-")
-    }
+    """Up to five clients, drawn from those with the latest states: from the last round where enough took part in it."""
+    rounds = directory.client_rounds
     order = torch.randperm(max(rounds, default=-1) + 1, generator=generator_for(seed, "collapse", "clients")).tolist()
-    drawn = sorted((k for k in order if k in rounds), key=lambda k: -rounds[k])  # stable: ties keep the drawn order
+    drawn = sorted(
+        (k for k in order if k in rounds), key=lambda k: -rounds[k]
+    )  # a stable sort: equal rounds keep the drawn order
     return drawn[:_LOCAL_MODELS]
 
 
@@ -162,36 +162,3 @@ def _geometry(features: Tensor, first: Tensor, second: Tensor) -> Geometry:
 
 def _rounded(points: Tensor) -> list[list[float]]:
     return [[round(value, 3) for value in point] for point in points.tolist()]
-
-
-def _read(path: Path) -> Collapse | None:
-    """A stored analysis; None where there is none of this format."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        if values.get("format") != _FORMAT:
-            return None
-        models = {who: Geometry(**geometry) for who, geometry in values.pop("models").items()}
-        return Collapse(models=models, **values)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return None
-
-
-def _write(found: Collapse, path: Path) -> None:
-    from .collapse_plots import draw_log_singular_values, draw_spheres, draw_tsne
-
-    folder = path / "figures"
-    try:
-        folder.mkdir(exist_ok=True)
-    except OSError as error:
-        raise cannot_write(folder, error) from error
-    one = {path.name: found}
-    for name, figure in (
-        ("log_singular_values", draw_log_singular_values(one)),
-        ("sphere", draw_spheres(one)),
-        ("tsne", draw_tsne(one)),
-    ):
-        if figure is not None:
-            data = io.BytesIO()
-            figure.savefig(data, format="png", dpi=150)
-            write_atomically(folder / f"{name}.png", data.getvalue())
-    write_atomically(path / _FILE, json.dumps(asdict(found)).encode())  # last: the figures are there where it is

@@ -1,4 +1,4 @@
-"""Charts of a collapse analysis: singular values, the sphere, and t-SNE, by run or by method."""
+"""Charts of collapse analyses, one method or several in a chart: singular values, the sphere, and t-SNE."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ _MOST_NAMED_CLASSES = 20
 _PANEL = 3.3  # inches
 
 
-def draw_log_singular_values(found: Mapping[str, Collapse]) -> Figure:
+def draw_log_singular_values(analyses: Mapping[str, Collapse]) -> Figure:
     """FedU2's Figure 3: the largest singular values of the covariance, of the global and of the local models.
 
     A line is one method's; that of the local models is their mean. The dashed one is what as many points drawn
     uniformly from the sphere of the first method's dimension have.
 
     Args:
-        found: analyses by method.
+        analyses: by method.
     """
-    styles = method_styles(list(found))
-    shared = any(one.shared for one in found.values())
+    styles = method_styles(list(analyses))
+    shared = any(analysis.shared for analysis in analyses.values())
     titles = ("global model", "local models, mean") if shared else ("local models, mean",)
-    figure = Figure(figsize=(5.0 * len(titles) + 0.6, 3.7 + 0.1 * len(found)), layout="constrained")
+    figure = Figure(figsize=(5.0 * len(titles) + 0.6, 3.7 + 0.1 * len(analyses)), layout="constrained")
     grid = figure.subplots(1, len(titles), sharey=True, squeeze=False)[0]
-    first = next(iter(found.values()))
+    first = next(iter(analyses.values()))
     uniform = torch.randn(len(first.labels), first.local[0].dimension, generator=torch.Generator().manual_seed(0))
     reference = log_covariance_singular_values(uniform).numpy()
     for axes, title in zip(grid, titles, strict=True):
-        for label, one in found.items():
+        for label, analysis in analyses.items():
             is_global = title == "global model"
-            geometries = ([one.shared] if one.shared else []) if is_global else one.local
+            geometries = ([analysis.shared] if analysis.shared else []) if is_global else analysis.local
             lines = [geometry.log_singular_values for geometry in geometries]
             if lines:
                 fewest = min(map(len, lines))
@@ -60,7 +60,7 @@ def draw_log_singular_values(found: Mapping[str, Collapse]) -> Figure:
     return figure
 
 
-def draw_spheres(found: Mapping[str, Collapse]) -> Figure:
+def draw_spheres(analyses: Mapping[str, Collapse]) -> Figure:
     """FedU2's Figure 4: the representations on the unit sphere; the more of it is blank, the worse the collapse.
 
     A method has two spheres: the global model's and a local one's, or two local ones' where there is no global one.
@@ -68,38 +68,38 @@ def draw_spheres(found: Mapping[str, Collapse]) -> Figure:
     side are pale.
 
     Args:
-        found: analyses by method.
+        analyses: by method.
     """
-    width = max(len(_first_models(one)) for one in found.values())
-    beside = 1 if len(found) <= 3 else 2
-    rows = -(-len(found) // beside)
+    width = max(len(_first_models(analysis)) for analysis in analyses.values())
+    beside = 1 if len(analyses) <= 3 else 2
+    rows = -(-len(analyses) // beside)
     figure = Figure(figsize=(_PANEL * width * beside + 1.9, _PANEL * rows + 0.25), layout="constrained")
     grid = figure.subplots(rows, width * beside, squeeze=False).reshape(-1, width)
-    for line, (label, one) in zip(grid, found.items(), strict=False):
-        colours = _class_colours(len(one.class_names))[one.labels]
-        for axes, who in zip(line, _first_models(one), strict=False):
-            _draw_sphere(axes, np.array(one.models[who].sphere), colours)
-            covered = 100 * one.models[who].coverage
+    for line, (label, analysis) in zip(grid, analyses.items(), strict=False):
+        colours = _class_colours(len(analysis.class_names))[analysis.labels]
+        for axes, who in zip(line, _first_models(analysis), strict=False):
+            _draw_sphere(axes, np.array(analysis.models[who].sphere), colours)
+            covered = 100 * analysis.models[who].coverage
             axes.set_title(f"{_model_name(who)}: {covered:.0f} % covered", fontsize=11, color=TEXT)
-        if len(found) > 1:
+        if len(analyses) > 1:
             line[0].text(-1.25, 0, label, rotation=90, ha="center", va="center", size=12, weight="bold", color=TEXT)
     for axes in grid.ravel():
         if not axes.has_data():
             axes.set_axis_off()
-    _class_legend(figure, next(iter(found.values())))
+    _class_legend(figure, next(iter(analyses.values())))
     return figure
 
 
-def draw_tsne(found: Mapping[str, Collapse]) -> Figure | None:
+def draw_tsne(analyses: Mapping[str, Collapse]) -> Figure | None:
     """FedU2's Figure 5: the global model's representations (circles) and a local model's (crosses) in one plane.
 
     Args:
-        found: analyses by method; those without a global model are left out.
+        analyses: by method; those without a global model are left out.
 
     Returns:
         None where no method has a global model.
     """
-    shown = {label: one for label, one in found.items() if one.tsne}
+    shown = {label: analysis for label, analysis in analyses.items() if analysis.tsne}
     if not shown:
         return None
     columns = min(len(shown), 3)
@@ -107,9 +107,9 @@ def draw_tsne(found: Mapping[str, Collapse]) -> Figure | None:
     size = _PANEL + 0.9
     figure = Figure(figsize=(size * columns + 1.6, size * rows), layout="constrained")
     grid = figure.subplots(rows, columns, squeeze=False).ravel()
-    for axes, (label, one) in zip(grid, shown.items(), strict=False):
-        (_, shared), (who, local) = one.tsne.items()
-        colours = _class_colours(len(one.class_names))[one.labels[: len(shared)]]
+    for axes, (label, analysis) in zip(grid, shown.items(), strict=False):
+        (_, shared), (who, local) = analysis.tsne.items()
+        colours = _class_colours(len(analysis.class_names))[analysis.labels[: len(shared)]]
         points, others = np.array(shared), np.array(local)
         axes.scatter(points[:, 0], points[:, 1], s=16, facecolors="none", edgecolors=colours, lw=0.9)
         axes.scatter(others[:, 0], others[:, 1], s=15, c=colours, marker="x", lw=0.9)
@@ -128,9 +128,9 @@ def draw_tsne(found: Mapping[str, Collapse]) -> Figure | None:
     return figure
 
 
-def _first_models(one: Collapse) -> list[str]:
+def _first_models(analysis: Collapse) -> list[str]:
     """The global model and a local one; two local ones where there is no global one."""
-    return list(one.models)[:2]
+    return list(analysis.models)[:2]
 
 
 def _model_name(who: str) -> str:
@@ -175,13 +175,13 @@ def _class_colours(classes: int) -> NDArray[np.float64]:
     return np.array([colormaps["turbo"](index / (classes - 1)) for index in range(classes)])
 
 
-def _class_legend(figure: Figure, one: Collapse, marks: Sequence[Line2D] = ()) -> None:
+def _class_legend(figure: Figure, analysis: Collapse, marks: Sequence[Line2D] = ()) -> None:
     handles = list(marks)
-    if len(one.class_names) <= _MOST_NAMED_CLASSES:
-        colours = _class_colours(len(one.class_names))
+    if len(analysis.class_names) <= _MOST_NAMED_CLASSES:
+        colours = _class_colours(len(analysis.class_names))
         handles += [
             Line2D([], [], marker="o", ls="", ms=6, color=colour, label=name)
-            for colour, name in zip(colours, one.class_names, strict=True)
+            for colour, name in zip(colours, analysis.class_names, strict=True)
         ]
     if handles:
         figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=10)

@@ -1,13 +1,11 @@
 """What a recipe will need, before any training: memory, operations and traffic, for each round and in total.
 
-Nothing comes from formulas. The rounds' messages are the method's own, and one real step of each kind of round is
-counted (accounting.py) by the code that trains; so a run of the recipe logs the same figures.
+No formula is involved. The rounds' messages are the method's own, and the training code runs one real step of each kind
+of round, which is counted (accounting.py). A run of the recipe therefore logs the same figures.
 """
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
@@ -21,27 +19,30 @@ from ..errors import UserError
 from ..federation import Federation
 from ..messages import Message
 from ..models.model import Model
+from ..storage import csv_text
+from .units import format_bytes, format_flops
 
-#: batch sizes of the steps that are counted on a CPU; what a step takes is a polynomial of degree two in the batch size
-#: (one for layers, two where a term compares all images with all), so three sizes give it exactly for every other
-_SIZES = (2, 3, 4)
-_RATE = 1e-9  # of the steps that are counted
+#: Batch sizes of the steps that are counted on a CPU. What a step takes is a polynomial in the batch size: of degree
+#: one for layers, two where a term compares each image with each. So three sizes determine it at any other size.
+_BATCH_SIZES = (2, 3, 4)
+#: learning rate of the steps that are counted
+_LEARNING_RATE = 1e-9
 
 Note = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class RoundCost:
-    """One round.
+    """What one round takes, by client.
 
     Attributes:
         number: the round; 0 is the opening round, where there is one.
         stage: the schedule's stage, from 1; 0 in the opening round.
-        step: what one step takes at the recipe's batch size, by client; empty in the opening round.
-        flops: operations of the whole round, by client who answers.
-        bytes_down: by client who is asked; bytes_up: by client who answers.
-        one_view_flops: operations of one pass of one image through the online network, by client: what the LW-FedSSL
-            paper counts.
+        step: what one step takes at the recipe's batch size; empty in the opening round.
+        flops: operations of the whole round, of the clients who answer.
+        bytes_down: what is sent to the clients who are asked.
+        bytes_up: what is received from the clients who answer.
+        one_view_flops: operations of one image's pass through the online network; the LW-FedSSL paper counts them.
     """
 
     number: int
@@ -54,27 +55,30 @@ class RoundCost:
 
 
 def estimate(federation: Federation, newcomers: bool = False, note: Note = lambda text: None) -> list[RoundCost]:
-    """What every round will take; who is sampled and who drops out is drawn as the run will draw it.
+    """Count what every round will take. Who is sampled and who drops out is drawn as in the run itself.
 
-    Clients whose answers have equal sizes stand for each other, so a step of each kind of round is run once for every
-    architecture (on a CPU three small steps, extrapolated exactly to the batch size). Broken answers, which the guard
-    will refuse, are not foreseen.
+    Clients with answers of equal size are counted once: a step of each kind of round is run once for each
+    architecture. On a CPU three small steps are run, which give the figure at the recipe's batch size exactly. Answers
+    that the guard will refuse are not foreseen.
 
     Args:
         federation: see `build_federation`.
-        newcomers: as if every client took part for the first time in every round: the most that layers which arrive
-            late can cost (the LW-FedSSL paper's worst case, section 4.3).
-        note: told what is being counted.
+        newcomers: count as if every client took part for the first time in every round. This is the most that layers
+            which arrive late can cost (the LW-FedSSL paper's worst case, section 4.3).
+        note: is called with a line of text for each step that is counted.
+
+    Returns:
+        One entry a round, in order, with the opening round first where there is one.
 
     Raises:
-        UserError: a step fails, as where its loss is not finite.
+        UserError: a step fails, for instance because its loss is not finite.
     """
     return _Estimate(federation, newcomers, note).rounds()
 
 
 @dataclass(frozen=True)
 class _ClientRound:
-    """A client's part in a round, and the stage in which it took part last; None where it never did."""
+    """One client's part in a round; `last_stage` is the stage in which it took part before, or None."""
 
     client: int
     number: int
@@ -84,10 +88,12 @@ class _ClientRound:
 
 
 class _Estimate:
+    """The clients' models and memories while the rounds are counted, and what is counted already."""
+
     def __init__(self, federation: Federation, newcomers: bool, note: Note):
         self.federation, self.newcomers, self.note = federation, newcomers, note
         self.method = federation.method
-        # others send what has a client's own name, or depends on its images
+        # otherwise an answer can contain a client's own name, or depend on its images
         self.only_weights = all(a.exchanges_weights for a in self.method.aggregators)
         self.compares_stages = any(r.needs_previous_model for r in self.method.regularizers)
         self.replies: dict[tuple[object, ...], Message | int] = {}
@@ -100,33 +106,33 @@ class _Estimate:
     def rounds(self) -> list[RoundCost]:
         federation, method = self.federation, self.method
         server = method.initial_state()
-        found = []
+        costs = []
         if method.opening_round:
             server, opening = self._opening(server)
-            found.append(opening)
+            costs.append(opening)
         last_stages: dict[int, int] = {}
         for number in range(1, federation.recipe.rounds + 1):
             chosen = federation.sampled_clients(number)
             answering = federation.answering_clients(number, chosen)
             sent = method.broadcast(server, chosen, number)
-            rounds = [_ClientRound(k, number, self._stage(number), last_stages.get(k), sent[k]) for k in answering]
-            replies = {one.client: self._reply(one) for one in rounds}
-            costs = {one.client: self._step(one) for one in rounds}
-            found.append(
+            parts = [_ClientRound(k, number, self._stage(number), last_stages.get(k), sent[k]) for k in answering]
+            replies = {part.client: self._reply(part) for part in parts}
+            steps = {part.client: self._step(part) for part in parts}
+            costs.append(
                 RoundCost(
                     number,
                     self._stage(number),
-                    {k: step for k, (step, _) in costs.items()},
-                    {k: step.flops * self._steps_of(k) for k, (step, _) in costs.items()},
+                    {k: step for k, (step, _) in steps.items()},
+                    {k: step.flops * self._steps_of(k) for k, (step, _) in steps.items()},
                     {k: message.num_bytes for k, message in sent.items()},
                     {k: reply if isinstance(reply, int) else reply.num_bytes for k, reply in replies.items()},
-                    {k: one_view for k, (_, one_view) in costs.items()},
+                    {k: one_view for k, (_, one_view) in steps.items()},
                 )
             )
             if not self.newcomers:
                 last_stages |= dict.fromkeys(answering, self._stage(number))
                 server = self._next(server, replies, number)
-        return found
+        return costs
 
     def _opening(self, server: Message) -> tuple[Message, RoundCost]:
         everyone = list(range(len(self.federation.client_rows)))
@@ -134,14 +140,14 @@ class _Estimate:
         replies = {}
         for k in everyone:
             client = self._client(k)
-            replies[k] = self.method.open_client(client, sent[k])
+            replies[k] = self.method.client_round(client, sent[k], 0)
             self.opened[k] = client.memory
         up = {k: reply.num_bytes for k, reply in replies.items()}
         down = {k: message.num_bytes for k, message in sent.items() if message.num_bytes}
         return self.method.aggregate(server, replies, 0), RoundCost(0, 0, {}, {}, down, up, {})
 
     def _next(self, server: Message, replies: dict[int, Message | int], number: int) -> Message:
-        """The server's next state, but for the weights: they change and keep their sizes."""
+        """The server's next state. The weights stay as they are: they would change but keep their sizes."""
         state = Message(dict(server.tensors), dict(server.numbers), dict(server.config))
         for aggregator in self.method.aggregators:
             if replies and not aggregator.exchanges_weights:
@@ -153,16 +159,16 @@ class _Estimate:
         state.numbers.update(self.method.note_answers(replies, number))
         return state
 
-    def _kind(self, one: _ClientRound) -> tuple[object, ...]:
-        """What rounds have in common whose steps take the same."""
-        kind: tuple[object, ...] = (self.federation.architecture(one.client),)
+    def _kind(self, part: _ClientRound) -> tuple[object, ...]:
+        """A key that two clients' rounds share where their steps take the same."""
+        kind: tuple[object, ...] = (self.federation.recipe.architecture_of(part.client),)
         if self.method.global_model is not None:
-            plan = self.method.plan(self.method.global_model, one.number)
+            plan = self.method.plan(self.method.global_model, part.number)
             kind += plan.stage, len(plan.active), len(plan.frozen)
         if self.compares_stages:
-            kind += (one.last_stage == one.stage,)
-        # weights that arrive are put into place; other things are worked on
-        return kind if self.only_weights else (*kind, one.received.num_bytes)
+            kind += (part.last_stage == part.stage,)
+        # weights that arrive are only put into place; other things take operations
+        return kind if self.only_weights else (*kind, part.received.num_bytes)
 
     def _stage(self, number: int) -> int:
         model = self.method.global_model
@@ -172,72 +178,72 @@ class _Estimate:
         options = self.method.training
         return options.local_epochs * (len(self.federation.client_rows[client]) // options.batch_size)
 
-    def _reply(self, one: _ClientRound) -> Message | int:
-        """A client's answer, or its bytes where no other part needs the answer itself."""
-        key = (*self._kind(one), one.last_stage is None)
+    def _reply(self, part: _ClientRound) -> Message | int:
+        """A client's answer, or only its size in bytes where clients exchange nothing but weights."""
+        key = (*self._kind(part), part.last_stage is None)
         if not self.only_weights:
-            key += (one.client,)
+            key += (part.client,)
         if key not in self.replies:
-            reply, _ = self._run(one, self._batch_sizes()[0])
+            reply, _ = self._run(part, self._batch_sizes()[0])
             self.replies[key] = reply.num_bytes if self.only_weights else reply
         return self.replies[key]
 
-    def _step(self, one: _ClientRound) -> tuple[StepCost, int]:
-        """What a step takes at the recipe's batch size, and one pass of one image through the online network."""
-        kind = self._kind(one)
+    def _step(self, part: _ClientRound) -> tuple[StepCost, int]:
+        """What a step takes at the recipe's batch size, and the operations of one image's pass, see `RoundCost`."""
+        kind = self._kind(part)
         if kind not in self.steps:
-            self.note(f"counting a step of round {one.number} ({self.federation.architecture(one.client)})")
+            self.note(f"counting a step of round {part.number} ({self.federation.recipe.architecture_of(part.client)})")
             sizes = self._batch_sizes()
             counted = []
             for size in sizes:
                 key = (*kind, size)
                 if key not in self.counted:
-                    self._run(one, size)
+                    self._run(part, size)  # which stores it
                 counted.append(self.counted[key])
             wanted = self.method.training.batch_size
             step = StepCost(
                 **{
-                    field.name: _at(wanted, sizes, [getattr(cost, field.name) for cost in counted])
+                    field.name: _extrapolate(wanted, sizes, [getattr(cost, field.name) for cost in counted])
                     for field in fields(StepCost)
                 }
             )
-            self.steps[kind] = step, self._one_view(one)
+            self.steps[kind] = step, self._one_view(part)
         return self.steps[kind]
 
     def _batch_sizes(self) -> Sequence[int]:
         wanted = self.method.training.batch_size
-        return (wanted,) if wanted <= _SIZES[-1] or self.federation.device.type == "cuda" else _SIZES
+        return (wanted,) if wanted <= _BATCH_SIZES[-1] or self.federation.device.type == "cuda" else _BATCH_SIZES
 
-    def _run(self, one: _ClientRound, batch_size: int) -> tuple[Message, StepCost]:
-        """One step of a client that remembers what such clients remember."""
-        owner: object = self.federation.architecture(one.client) if self.only_weights else one.client
-        client = self._client(one.client)
-        if one.last_stage is None:
-            client.memory = self.opened.get(one.client, Message()).copy()
+    def _run(self, part: _ClientRound, batch_size: int) -> tuple[Message, StepCost]:
+        """Run one step of a client that remembers what a client with the same past remembers."""
+        owner: object = self.federation.recipe.architecture_of(part.client) if self.only_weights else part.client
+        client = self._client(part.client)
+        if part.last_stage is None:
+            client.memory = self.opened.get(part.client, Message()).copy()
         else:
-            client.memory = self.memories[owner, one.last_stage if self.compares_stages else None].copy()
-        # A step costs the same at any rate; on a few images the recipe's own can send the weights to infinity.
-        options = self.method.training.model_copy(update={"batch_size": batch_size, "learning_rate": _RATE})
+            client.memory = self.memories[owner, part.last_stage if self.compares_stages else None].copy()
+        # A step takes the same at any learning rate; on few images the recipe's own can send the weights to infinity.
+        options = self.method.training.model_copy(update={"batch_size": batch_size, "learning_rate": _LEARNING_RATE})
         method = replace(self.method, training=options)
-        reply, cost = method.counted_round(client, one.received, one.number, most_steps=1)
-        for stage in (one.stage, None):
+        reply, cost = method.counted_round(client, part.received, part.number, most_steps=1)
+        for stage in (part.stage, None):
             self.memories.setdefault((owner, stage), client.memory)
-        self.counted.setdefault((*self._kind(one), batch_size), cost)
+        self.counted.setdefault((*self._kind(part), batch_size), cost)
         return reply, cost
 
     def _client(self, index: int) -> Client:
-        """A client with a model of its architecture, which others have used before: what it holds does not matter."""
-        name = self.federation.architecture(index)
+        """A client whose model is shared by all clients of its architecture: its weights' values do not matter."""
+        name = self.federation.recipe.architecture_of(index)
         if name not in self.models:
             self.models[name] = self.federation.new_model(index)
-        self.models[name].zero_grad()  # a run's client starts without gradients, so of other layers neither
+        self.models[name].zero_grad()  # as in a run, where a client starts without gradients
         data, rows = self.federation.dataset, self.federation.client_rows[index]
         images, labels = data.train_images[rows], data.train_labels[rows]
         return Client(index, images, labels, data.public_images, self.models[name])
 
-    def _one_view(self, one: _ClientRound) -> int:
-        client = self._client(one.client)
-        self.method.schedule.prepare(client.model, self.method.plan(client.model, one.number))
+    def _one_view(self, part: _ClientRound) -> int:
+        client = self._client(part.client)
+        self.method.schedule.prepare(client.model, self.method.plan(client.model, part.number))
         client.model.eval()  # a single image has no batch statistics
         counter = StepCounter(client.model)
         with counter.forward():
@@ -246,22 +252,23 @@ class _Estimate:
 
 
 def format_costs(costs: Sequence[RoundCost]) -> TextTable:
-    """A line a stage and one for all rounds. Memory is the largest client's; traffic the mean of a client's round."""
-    from .report import format_bytes  # here, as what draws takes a second to import
+    """A table with a line a stage and one for all rounds.
 
+    Memory is that of the client that needs most, traffic the mean of a client's round.
+    """
     table = TextTable(box=None, pad_edge=False)
     for column in ("stage", "rounds", "memory", "activations", "FLOPs a step", "FLOPs a round", "down", "up"):
         table.add_column(column, justify="left" if column == "stage" else "right")
     for stage in sorted({cost.stage for cost in costs}):
-        mine = [cost for cost in costs if cost.stage == stage]
-        steps = [step for cost in mine for step in cost.step.values()]
-        flops = [value for cost in mine for value in cost.flops.values()]
-        down = [value for cost in mine for value in cost.bytes_down.values()]
-        up = [value for cost in mine for value in cost.bytes_up.values()]
+        of_stage = [cost for cost in costs if cost.stage == stage]
+        steps = [step for cost in of_stage for step in cost.step.values()]
+        flops = [value for cost in of_stage for value in cost.flops.values()]
+        down = [value for cost in of_stage for value in cost.bytes_down.values()]
+        up = [value for cost in of_stage for value in cost.bytes_up.values()]
         largest = max(steps, key=lambda step: step.memory, default=None)
         table.add_row(
             "opening" if stage == 0 else str(stage),
-            str(len(mine)),
+            str(len(of_stage)),
             format_bytes(largest.memory) if largest else "-",
             format_bytes(largest.activations) if largest else "-",
             format_flops(max(step.flops for step in steps)) if steps else "-",
@@ -278,7 +285,11 @@ def format_costs(costs: Sequence[RoundCost]) -> TextTable:
 
 
 def totals(costs: Sequence[RoundCost]) -> dict[str, int]:
-    """`memory`: the most that any step takes; `flops`, `bytes_down`, `bytes_up`: of all clients in all rounds."""
+    """Sum up the rounds of `estimate`.
+
+    Returns:
+        `memory`: bytes of the step that takes most; `flops`, `bytes_down`, `bytes_up`: of all clients in all rounds.
+    """
     return {
         "memory": max((step.memory for cost in costs for step in cost.step.values()), default=0),
         "flops": sum(sum(cost.flops.values()) for cost in costs),
@@ -288,36 +299,25 @@ def totals(costs: Sequence[RoundCost]) -> dict[str, int]:
 
 
 def costs_as_csv(costs: Sequence[RoundCost]) -> str:
-    """A line a client and round: what a run's metrics.csv will hold, in bytes and operations."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
+    """A line a client and round, with the figures that a run's metrics.csv will hold, in bytes and operations."""
     parts = [field.name for field in fields(StepCost)]
-    writer.writerow(
-        ["round", "stage", "client", "memory", *parts[:-1], "flops_a_step", "flops", "bytes_down", "bytes_up"]
-    )
+    header = ["round", "stage", "client", "memory", *parts[:-1], "flops_a_step", "flops", "bytes_down", "bytes_up"]
+    rows: list[list[object]] = []
     for cost in costs:
         for client in sorted({*cost.bytes_down, *cost.bytes_up}):
             step = cost.step.get(client)
             taken = [step.memory, *(getattr(step, name) for name in parts)] if step else [""] * (1 + len(parts))
             traffic = [cost.bytes_down.get(client, 0), cost.bytes_up.get(client, 0)]
-            writer.writerow([cost.number, cost.stage, client, *taken, cost.flops.get(client, ""), *traffic])
-    return text.getvalue()
-
-
-def format_flops(count: float) -> str:
-    """`812 M`, `4.1 G`, `20.5 T`."""
-    for unit, size in (("M", 1e6), ("G", 1e9), ("T", 1e12)):
-        if count < 999.95 * size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count / 1e15:,.1f} P"
+            rows.append([cost.number, cost.stage, client, *taken, cost.flops.get(client, ""), *traffic])
+    return csv_text([header, *rows])
 
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def _at(size: int, sizes: Sequence[int], values: Sequence[int]) -> int:
-    """The polynomial through the values at some sizes, at another size (Lagrange), without rounding."""
+def _extrapolate(size: int, sizes: Sequence[int], values: Sequence[int]) -> int:
+    """The value at `size` of the polynomial through the `values` at `sizes` (Lagrange), without rounding."""
     total = Fraction(0)
     for i, value in enumerate(values):
         term = Fraction(value)
@@ -327,7 +327,7 @@ def _at(size: int, sizes: Sequence[int], values: Sequence[int]) -> int:
         total += term
     if total.denominator != 1:
         raise UserError(
-            f"what a step takes at batch sizes {list(sizes)} ({list(values)}) foretells nothing for {size}; "
-            f"count it with training.batch_size={sizes[-1]}"
+            f"what a step takes at batch sizes {list(sizes)}, {list(values)}, does not determine what it takes at "
+            f"batch size {size}; count with training.batch_size={sizes[-1]} instead"
         )
     return int(total)

@@ -1,9 +1,7 @@
-"""Evaluate a stored run again, with semi-supervised fine-tuning where asked."""
+"""RUN/evaluation.csv: the models of a finished run, or of a stopped one, evaluated once more."""
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -15,7 +13,7 @@ from ..federation import build_federation
 from ..randomness import seed_for
 from ..reading import load_recipe
 from ..run_directory import RunDirectory
-from ..storage import write_atomically
+from ..storage import csv_text, write_atomically
 
 
 def evaluate_run(
@@ -24,16 +22,20 @@ def evaluate_run(
     note: Callable[[str], None] = lambda text: None,
     fine_tune: FineTuneOptions | None = None,
 ) -> Path:
-    """Evaluate the last checkpoint's models, per client and mean.
+    """Evaluate the models of a run's last checkpoint, each client's and their mean, or the global one.
 
     Args:
         path: a run's folder.
         fractions: labelled fractions to fine-tune on, in (0, 1], beside the recipe's own; the papers' are 0.01 and 0.1.
-        note: told what is being evaluated.
-        fine_tune: how to fine-tune on all labels; None: as the recipe says, which may be not at all.
+        note: is called with a line of text before each model.
+        fine_tune: how to fine-tune on all labels; by default as the recipe says, which may be not at all.
 
     Returns:
         The file that was written: RUN/evaluation.csv with a line a client and a column a measure.
+
+    Raises:
+        UserError: `path` is not a run's folder or has no finished round, a fraction is not in (0, 1], the data are
+            missing, or the file cannot be written.
     """
     directory = RunDirectory.open(path)
     if directory.checkpoint.round < 0:
@@ -57,10 +59,7 @@ def evaluate_run(
     names = list(next(iter(results.values())))
     if len(results) > 1:
         results["mean"] = {n: sum(r[n] for r in results.values()) / len(results) for n in names}
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["client", *names])
-    writer.writerows([who, *(f"{values[n]:.2f}" for n in names)] for who, values in results.items())
+    rows = [[who, *(f"{values[name]:.2f}" for name in names)] for who, values in results.items()]
     target = path / "evaluation.csv"
-    write_atomically(target, text.getvalue().encode())
+    write_atomically(target, csv_text([["client", *names], *rows]).encode())
     return target

@@ -5,10 +5,11 @@ Colours are Okabe and Ito's, which stay apart for colour-blind readers; past eig
 
 from __future__ import annotations
 
+import io
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, stdev
+from statistics import fmean
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -18,26 +19,8 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-#: what a metric is called in charts and tables
-METRIC_TITLES = {
-    "knn": "kNN accuracy (%)",
-    "linear": "linear accuracy (%)",
-    "semi_supervised_0.01": "fine-tuned on 1 % (%)",
-    "semi_supervised_0.1": "fine-tuned on 10 % (%)",
-    "fine_tune_accuracy": "fine-tuned accuracy (%)",
-    "fine_tune_per_class_accuracy": "fine-tuned per-class accuracy (%)",
-    "fine_tune_precision": "fine-tuned precision (%)",
-    "fine_tune_recall": "fine-tuned recall (%)",
-    "fine_tune_f1": "fine-tuned F1 (%)",
-    "effective_rank": "effective rank",
-    "loss": "objective's loss",
-    "total_loss": "loss with regularisers",
-    "cka": "CKA with the target kernel",
-}
-#: accuracies in percent
-FINE_TUNED = tuple(f"fine_tune_{score}" for score in ("accuracy", "per_class_accuracy", "precision", "recall", "f1"))
-ACCURACIES = ("knn", "linear", "semi_supervised_0.01", "semi_supervised_0.1", *FINE_TUNED)
-_DECIMALS = dict.fromkeys((*ACCURACIES, "effective_rank"), 1)
+from .metrics import ACCURACIES, format_values, metric_title
+
 _PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31")
 _LINE_STYLES = ("-", "--", ":", "-.")
 TEXT, MUTED, GRID = "#222222", "#666666", "#E3E3E3"
@@ -97,23 +80,11 @@ def method_styles(labels: Sequence[str]) -> dict[str, Style]:
     }
 
 
-def mean_and_spread(values: Sequence[float]) -> tuple[float, float | None]:
-    """The mean of one or more values and their sample standard deviation; None where there is only one value."""
-    return fmean(values), stdev(values) if len(values) > 1 else None
-
-
-def format_values(metric: str, values: Sequence[float]) -> str:
-    """`91.3 ± 0.4` over several seeds, `91.3` for one, a dash for none."""
-    if not values:
-        return "-"
-    decimals = _DECIMALS.get(metric, 3)
-    mean, spread = mean_and_spread(values)
-    return f"{mean:.{decimals}f}" + ("" if spread is None else f" ± {spread:.{decimals}f}")
-
-
-def metric_title(metric: str) -> str:
-    """What a metric is called; one without a title of its own keeps its name."""
-    return METRIC_TITLES.get(metric, metric.replace("_", " "))
+def png_bytes(figure: Figure) -> bytes:
+    """A figure as the content of a PNG file, 150 dots an inch."""
+    data = io.BytesIO()
+    figure.savefig(data, format="png", dpi=150)
+    return data.getvalue()
 
 
 def draw_curves(

@@ -1,33 +1,32 @@
 """Tables of kind `resources`: what each row's method takes, without training, beside a paper's figures.
 
-They count as the LW-FedSSL paper does, for one client:
+The figures are counted as in the LW-FedSSL paper, for one client:
 
 - `memory` (GB): of one step, at the stage where it is largest. Ours is what accounting.py counts.
-- `flops` (GFLOPs, a multiply-add as one): local epochs of all rounds, one image an epoch, online network only; frozen
-  layers forward, active ones three times (appendix A.1). One view is passed, two where the objective is SimCLR, which
-  passes both as one batch. This is what reproduces the paper's figures; what a step really runs is in `fedssl cost`.
-- `traffic` (GB): down and up together, all rounds. The paper's GB are 1,000 MiB: with that, its heads and the 444,864
-  parameters of a block give its figures to the last digit. So are ours here.
+- `flops` (GFLOPs, a multiply-add counts as one): the local epochs of all rounds, with one image an epoch, through the
+  online network only. Frozen layers count once, for their forward pass, active ones three times (appendix A.1). One
+  view is passed; two are where the objective is SimCLR, which passes both as one batch. Counted like this, the paper's
+  figures are reproduced. `fedssl cost` tells what a step really runs.
+- `traffic` (GB): down and up together, over all rounds. A GB of the paper is 1,000 MiB: with this unit, its heads and
+  the 444,864 parameters of a block give its figures to the last digit. The figures here have the same unit.
 """
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-import yaml
 
 from ..data.datasets import Dataset
 from ..federation import build_federation
 from ..recipe import Recipe
 from ..reports.cost import estimate
-from ..storage import cannot_write, write_atomically
+from ..storage import csv_text, make_folder, write_atomically
+from .files import write_description
 from .table import RESOURCES, Metric, Table, TableRow, cell_recipe
+from .text_tables import markdown_table, plain_table
 
 _PAPER_GB = 1000 * 2**20
 _TITLES = {"memory": "memory (GB)", "flops": "GFLOPs", "traffic": "traffic (GB)"}
@@ -35,7 +34,14 @@ _TITLES = {"memory": "memory (GB)", "flops": "GFLOPs", "traffic": "traffic (GB)"
 
 @dataclass(frozen=True)
 class Resources:
-    """One row: ours and the paper's figures (None where it prints none), and both relative to the row's reference."""
+    """What one row takes.
+
+    Attributes:
+        label: the row's.
+        ours: the figures that are counted here, in the units above.
+        paper: the paper's figures; None where it prints none.
+        ratio, paper_ratio: both relative to the figures of the row's reference.
+    """
 
     label: str
     ours: dict[Metric, float]
@@ -45,43 +51,37 @@ class Resources:
 
 
 def run_resource_table(
-    table: Table, output: Path, overrides: Sequence[str] = (), note: Callable[[str], None] | None = None
+    table: Table, output: Path, overrides: Sequence[str] = (), note: Callable[[str], None] = lambda text: None
 ) -> list[Resources]:
     """Count every row of a table and write OUTPUT/table.md, table.csv and table.yaml.
 
     Args:
-        table: of kind `resources`.
-        output: the folder.
+        table: of kind `resources`, see `load_table`.
+        output: the folder; it is made where it does not exist.
         overrides: `key=value`, for all rows.
-        note: is told lines of progress, and in the end the table.
+        note: is called with each line of progress, and in the end with the table.
 
     Returns:
-        The rows.
+        The rows, in the table's order.
 
     Raises:
-        UserError: a recipe that is refused; a file that cannot be written.
+        UserError: a recipe is refused, or a file cannot be written.
     """
-    say = note or (lambda text: None)
     recipes = [cell_recipe(table, row, table.seeds[0], overrides) for row in table.rows]
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise cannot_write(output, error) from error
+    make_folder(output)
     counted: dict[str, dict[Metric, float]] = {}
     for row, recipe in zip(table.rows, recipes, strict=True):
-        say(f"counting {row.label}")
+        note(f"counting {row.label}")
         counted[row.label] = _count(table, row, recipe)
     rows = [_compare(table, row, counted) for row in table.rows]
     header, cells = _cells(table, rows)
-    described = " ".join(table.description.split())
-    text = "\n".join([f"# {table.name}", "", described, "", _markdown(header, cells), ""])
-    settings = yaml.safe_dump(table.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=110)
-    comment = "".join(f"# with {' '.join(override.split())}\n" for override in overrides)
+    description = " ".join(table.description.split())
+    text = "\n\n".join([f"# {table.name}", description, markdown_table(header, cells)]) + "\n"
     write_atomically(output / "table.md", text.encode())
-    write_atomically(output / "table.csv", _csv(rows).encode())
-    write_atomically(output / "table.yaml", (comment + settings).encode())
-    say("\n" + _plain(header, cells))
-    say(f"\nwritten: {output / 'table.md'}")
+    write_atomically(output / "table.csv", _figures_as_csv(rows).encode())
+    write_description(table, output, overrides)
+    note("\n" + plain_table(header, cells))
+    note(f"\nwritten: {output / 'table.md'}")
     return rows
 
 
@@ -97,7 +97,7 @@ def _count(table: Table, row: TableRow, recipe: Recipe) -> dict[Metric, float]:
 
 
 def _made_up_images(table: Table, recipe: Recipe) -> Dataset:
-    """Noise, one batch a client: what a step takes does not depend on what the images show."""
+    """Images of noise, one batch a client: what a step takes does not depend on what the images show."""
     samples = recipe.partition.clients * max(recipe.training.batch_size, recipe.partition.min_samples)
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (samples, *table.image), generator=generator, dtype=torch.uint8)
@@ -148,26 +148,10 @@ def _number(value: float | None, metric: str) -> str:
     return "-" if value is None else f"{value:.{0 if metric == 'flops' else 2}f}"
 
 
-def _markdown(header: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *cells]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def _plain(header: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(line[i]) for line in [header, *cells]) for i in range(len(header))]
-    lines = [
-        "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
-        for line in [header, *cells]
-    ]
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
-
-
-def _csv(rows: Sequence[Resources]) -> str:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["row", "resource", "ours", "ratio", "paper", "paper_ratio"])
+def _figures_as_csv(rows: Sequence[Resources]) -> str:
+    lines: list[list[object]] = [["row", "resource", "ours", "ratio", "paper", "paper_ratio"]]
     for row in rows:
         for metric in RESOURCES:
-            figures: list[Any] = [row.ours[metric], row.ratio[metric], row.paper[metric], row.paper_ratio[metric]]
-            writer.writerow([row.label, metric, *("" if figure is None else repr(figure) for figure in figures)])
-    return text.getvalue()
+            figures = (row.ours[metric], row.ratio[metric], row.paper[metric], row.paper_ratio[metric])
+            lines.append([row.label, metric, *("" if figure is None else repr(figure) for figure in figures)])
+    return csv_text(lines)

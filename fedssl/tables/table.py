@@ -1,4 +1,4 @@
-"""Tables: a few lines of YAML that name a grid of recipes and seeds, and how it is judged."""
+"""Tables: YAML files that name a grid of recipes and seeds, and how its figures are judged."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
+from ..checking import explain_errors
 from ..errors import UserError
 from ..options import Options
-from ..reading import apply_override, explain_errors, parse_recipe, read_values, shipped_names
-from ..recipe import PART_KEYS, Recipe
+from ..reading import parse_recipe
+from ..recipe import Recipe
+from ..recipe_files import PART_KEYS, apply_override, read_values, shipped_names
 
 Metric = Literal[
     "knn", "linear", "semi_supervised_0.01", "semi_supervised_0.1",
@@ -23,17 +25,18 @@ Metric = Literal[
 ]  # fmt: skip
 #: what a table of kind `resources` shows
 RESOURCES: tuple[Metric, ...] = ("memory", "flops", "traffic")
-#: what the row of the encoders before training is called
+#: the label of the row of the encoders before training
 UNTRAINED = "untrained"
 
 
 class TableRow(Options):
-    """A recipe (shipped name, or path from the table's folder) with changed settings, under a label.
+    """A recipe with changed settings, under a label.
 
-    In a table of resources also:
-
-    relative_to: the row whose figures are 1; its own where not given.
-    newcomers: as if every client took part for the first time in every round.
+    label: what the row is called.
+    recipe: a shipped recipe's name, or a path from the table's folder.
+    settings: recipe values that this row changes.
+    relative_to: in a table of resources: the row whose figures count as 1; by default this one.
+    newcomers: in a table of resources: count as if every client took part for the first time in every round.
     """
 
     label: str = Field(..., min_length=1)
@@ -44,11 +47,11 @@ class TableRow(Options):
 
 
 class TableScenario(Options):
-    """Settings under which every row is run once more, such as cross-silo and cross-device: a group of columns.
+    """Settings under which every row is run, such as cross-silo or cross-device. A scenario is a group of columns.
 
-    label: what the group is called; empty for the only one of a table without scenarios.
-    settings: recipe values, between those of the table and those of the row.
-    paper: figures to show beside ours, by row label and metric, as printed there.
+    label: what the group is called; empty in a table without scenarios.
+    settings: recipe values; they replace the table's, and the row's replace them.
+    paper: the paper's figures to show beside ours, by row label and metric, as printed there.
     """
 
     label: str = ""
@@ -59,19 +62,21 @@ class TableScenario(Options):
 class Table(Options):
     """What to run and how to judge it.
 
-    name, description: what the table is called, and what it compares.
-    kind: `runs` trains every row; `resources` tells what each would take, without training (resource_tables.py).
+    name: what the table is called; the default output folder has this name.
+    description: what the table compares.
+    kind: `runs` trains every row; `resources` tells what each would take, without training (resources.py).
     image: channels, height and width of the made-up images of a table of resources.
-    seeds: each row is run once with each.
+    seeds: every row is run once with each of them.
     metrics: the columns.
-    method: the row that the verdict is about; no verdict where not given.
-    verdict: `collaboration` says whether there is a collaboration gain, which takes baselines and controls;
-        `comparison` only which of them the method beats.
-    baselines, controls: the rows that it must beat. Other rows are shown and do not enter the verdict.
+    method: the label of the row that the verdict is about; without it there is no verdict.
+    verdict: `collaboration` tells whether there is a collaboration gain and needs baselines and controls;
+        `comparison` only tells which of them the method beats.
+    baselines, controls: labels of the rows that the method must beat. Other rows are shown but not judged.
     settings: recipe values for all rows.
     rows: the rows.
-    scenarios: where given, every row is run in each, and each has the columns `metrics`.
-    paper: figures to show beside ours, by label and metric, as printed there; with scenarios each has its own.
+    scenarios: if given, every row is run in each of them, and each has the columns `metrics`.
+    paper: the paper's figures to show beside ours, by label and metric, as printed there. In a table with scenarios
+        each scenario has its own.
     """
 
     name: str = Field(..., pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
@@ -97,11 +102,11 @@ class Table(Options):
         if not all(scenario.label for scenario in self.scenarios):
             raise ValueError("every scenario needs a label")
         if self.scenarios and self.paper:
-            raise ValueError("paper: a table with scenarios has the paper's figures in each of them")
+            raise ValueError("paper: a table with scenarios needs them in each scenario; move them there")
         if UNTRAINED in map(slug, labels):
-            raise ValueError(f"{UNTRAINED!r} is the label of the row before training; choose another")
+            raise ValueError(f"{UNTRAINED!r} is the label of the row before training; choose another label")
         if len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0:
-            raise ValueError(f"seeds must be different numbers from 0 on, got {self.seeds}")
+            raise ValueError(f"seeds must be different numbers, none below 0, got {self.seeds}")
         named = {
             "method": [self.method] if self.method is not None else [],
             "baselines": self.baselines,
@@ -112,26 +117,26 @@ class Table(Options):
         for key, values in named.items():
             for value in values:
                 if value not in labels:
-                    raise ValueError(f"{key} names {value!r}, which is no row's label; labels are {', '.join(labels)}")
+                    raise ValueError(f"{key} names {value!r}, but the rows' labels are {', '.join(labels)}")
         if (self.kind == "resources") != bool(set(RESOURCES) & set(self.metrics)):
-            raise ValueError(f"metrics {', '.join(RESOURCES)} go with kind resources, the others with kind runs")
+            raise ValueError(f"metrics {', '.join(RESOURCES)} need kind: resources, and all others kind: runs")
         if not set(self.metrics) <= set(RESOURCES) and self.kind == "resources":
-            raise ValueError(f"metrics of a table of kind resources are {', '.join(RESOURCES)}")
+            raise ValueError(f"a table of kind resources can only have the metrics {', '.join(RESOURCES)}")
         for figures in self.paper.values() if self.kind == "resources" else ():
             for figure in figures.values():
                 if not re.fullmatch(r"\d+(\.\d+)?", figure):
-                    raise ValueError(f"paper: {figure!r} is no number")
+                    raise ValueError(f"paper: expected a number such as 2.05, got {figure!r}")
         if self.kind == "resources" and (self.scenarios or self.method is not None):
-            raise ValueError("a table of kind resources has no scenarios and no method")
+            raise ValueError("a table of kind resources cannot have scenarios or a method")
         judged = [*named["method"], *self.baselines, *self.controls]
         for label in judged:
             if judged.count(label) > 1:
-                raise ValueError(f"{label!r} may stand only once in method, baselines and controls together")
+                raise ValueError(f"{label!r} is named more than once in method, baselines and controls")
         return self
 
     @property
     def all_scenarios(self) -> list[TableScenario]:
-        """The scenarios, or the one without label that a table without any consists of."""
+        """The scenarios; in a table without scenarios a single one with an empty label."""
         return self.scenarios or [TableScenario(paper=self.paper)]
 
     def role(self, label: str) -> str:
@@ -159,7 +164,7 @@ def load_table(name_or_path: str | Path) -> Table:
     kinds: dict[str, type[Options]] = {"rows": TableRow, "scenarios": TableScenario}
     for key, kind in kinds.items():
         entries = values.get(key)
-        if isinstance(entries, list):  # one by one, so that a wrong key is told with those allowed
+        if isinstance(entries, list):  # each on its own, so that the message names the allowed keys
             for i, entry in enumerate(entries):
                 try:
                     kind.model_validate(entry)
@@ -186,7 +191,7 @@ def cell_recipe(
     for override in overrides:
         key = override.partition("=")[0]
         if key in ("seed", "name"):
-            raise UserError(f"{override!r}: a table sets {key} itself; change the table's {key}s instead")
+            raise UserError(f"{override!r}: a table sets {key} itself; change it in the table's file")
     try:
         values = read_values(row.recipe)
         for settings in (table.settings, scenario.settings if scenario else {}, row.settings):
@@ -207,7 +212,7 @@ def _merge(values: dict[str, Any], changes: dict[str, Any], top: bool = True) ->
             another_part = top and key in PART_KEYS and change.get("name", old.get("name")) != old.get("name")
             merged[key] = copy.deepcopy(change) if another_part else _merge(old, change, top=False)
         else:
-            merged[key] = copy.deepcopy(change)  # overrides change what is merged in place
+            merged[key] = copy.deepcopy(change)  # a copy, as overrides change the merged values in place
     return merged
 
 
@@ -218,12 +223,14 @@ def cell_path(output: Path, label: str, seed: int, scenario: str = "") -> Path:
 
 
 def _check_labels(kind: str, labels: list[str]) -> None:
-    slugs = [slug(label) for label in labels]
-    for i, one in enumerate(slugs):
-        if one in slugs[:i]:
-            raise ValueError(f"{kind} {labels[slugs.index(one)]!r} and {labels[i]!r} need labels that differ more")
+    label_by_slug: dict[str, str] = {}
+    for label in labels:
+        other = label_by_slug.get(slug(label))
+        if other is not None:
+            raise ValueError(f"{kind} {other!r} and {label!r} need labels that differ in letters or digits")
+        label_by_slug[slug(label)] = label
 
 
 def slug(label: str) -> str:
-    """A label as a file name."""
+    """A label as a file name: lower case, and `-` for everything but letters and digits."""
     return re.sub(r"[^a-z0-9]+", "-", label.lower()).strip("-") or "row"

@@ -1,7 +1,11 @@
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+from fedkernels import _linear_cka_cuda, _native
+from tests.cuda_on_cpu.emulated_linear_cka import COMBINE, PREPARE, EmulatedOperators
 from tests.cuda_on_cpu.emulation import Compiler, require_compiler
 
 
@@ -9,3 +13,23 @@ from tests.cuda_on_cpu.emulation import Compiler, require_compiler
 def compiler(tmp_path_factory: pytest.TempPathFactory) -> Compiler:
     require_compiler()
     return Compiler(Path(tmp_path_factory.mktemp("cuda_on_cpu")))
+
+
+@pytest.fixture
+def emulated_linear_cka(compiler: Compiler, request: pytest.FixtureRequest) -> Iterator[None]:
+    """Registers the emulated operators for tensors on the CPU until the test ends.
+
+    The fixture's parameter, if any, is a fault to plant: the file, the text in it, and what replaces that text.
+    """
+    if _native.module is None:
+        pytest.skip("the operators are declared by fedkernels._C, which is not compiled")
+    faulty, *fault = getattr(request, "param", [None])
+    prepare, combine = (
+        compiler.mutant(source, *fault) if source == faulty else compiler.load(source) for source in (PREPARE, COMBINE)
+    )
+    operators = EmulatedOperators(prepare, combine)
+    with torch.library._scoped_library("fedkernels", "IMPL") as registered:
+        for name in _native.PARTS:
+            registered.impl(name, getattr(operators, name), "CPU")
+        registered.impl("linear_cka_large", _linear_cka_cuda.linear_cka, "CPU")
+        yield

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
 TORCH = Path(torch.__file__).resolve().parent
 TORCH_TARGET = "0x020b000000000000"  # as in setup.py
-SANITIZED = os.environ.get("FEDKERNELS_SANITIZED") == "1"  # in the process that test_sanitizer.py starts
+SANITIZED = os.environ.get("FEDKERNELS_SANITIZED") == "1"  # in the process that test_emulation.py starts
 DTYPES = {torch.float64: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}  # enum class DType
 
 _COMPILER = next((path for name in ("g++", "clang++") if (path := shutil.which(name))), None)

@@ -50,8 +50,7 @@ class Bindings:
         names = re.findall(r'm\.impl\("(\w+)"', text)
         self.declared = torch.library.Library(library, "FRAGMENT")
         for name in names:
-            schema = str(getattr(torch.ops.fedkernels, name).default._schema)
-            self.declared.define(schema.removeprefix("fedkernels::"))
+            self.declared.define(name + _native.SCHEMAS[name])
         self.handle = compiler.bindings(text, library)
         self.operators = {name: getattr(getattr(torch.ops, library), name).default for name in names}
 

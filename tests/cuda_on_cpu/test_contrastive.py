@@ -1,4 +1,4 @@
-"""csrc/cuda/contrastive.cu and contrastive_wide.cu: info_nce and nt_xent against the references in float64."""
+"""csrc/cuda/contrastive*.cu: info_nce and nt_xent against the references in float64."""
 
 import ctypes
 
@@ -215,7 +215,7 @@ def test_what_losses_count(compiler, dtype):
             call("cuda_contrastive_weights", given, len(weights), ctypes.byref(array(counts)), None)
             return counts
 
-        return compiler.load("contrastive.cu").results(run)
+        return compiler.load("contrastive_losses.cu").results(run)
 
     weights = torch.linspace(-3e7, 2e7, 2500, dtype=WIDE)
     torch.testing.assert_close(found(*weights.tolist()), counts_of(weights, poison(1, dtype=dtype)))
@@ -278,7 +278,7 @@ def test_large_logits(compiler, source, dtype):
 
 @pytest.mark.parametrize("dtype", [FP32, WIDE])
 def test_the_sum_of_the_losses(compiler, dtype):
-    library, losses = compiler.load("contrastive.cu"), torch.rand(5000, dtype=dtype)
+    library, losses = compiler.load("contrastive_losses.cu"), torch.rand(5000, dtype=dtype)
 
     def run(call):
         result = poison(1, dtype=dtype)

@@ -1,4 +1,7 @@
-"""csrc/cuda/unbalanced_ot.cu against the reference: plan, value, duals, certificate and number of iterations."""
+"""csrc/cuda/unbalanced_ot_block.cu and unbalanced_ot_team.cu against the reference.
+
+What is compared: plan, value, duals, certificate and number of iterations.
+"""
 
 import ctypes
 
@@ -6,9 +9,10 @@ import pytest
 import torch
 
 from fedkernels.reference import unbalanced_ot as reference
-from tests.cuda_on_cpu.emulation import Array, arrays, poison
+from tests.cuda_on_cpu.emulation import Array, EmulationError, arrays, poison
 
 WIDE = torch.float64
+BLOCK_LIMIT = 128  # TRANSPORT_BLOCK_LIMIT of csrc/cuda/unbalanced_ot.h
 
 
 class Transport(ctypes.Structure):
@@ -35,8 +39,18 @@ def problem(batch, rows, columns, seed=0, dtype=WIDE):
     return cost.to(dtype), a.to(dtype), b.to(dtype)
 
 
-def solve(library, cost, a, b, tau_a, tau_b, tol, max_iterations=100_000, method="accelerated", **device):
-    """-> plan, u, v, value, mass, iterations, gap, as the operator gives them."""
+def solver_for(rows, columns, method="accelerated"):
+    """The solver that the operator calls for such a problem: "block" or "team"."""
+    return "block" if method == "accelerated" and max(rows, columns) <= BLOCK_LIMIT else "team"
+
+
+def solve(compiler, cost, a, b, *options, method="accelerated", **device):
+    """Plan, u, v, value, mass, iterations and gap, as the operator returns them."""
+    solver = solver_for(*cost.shape[1:], method)
+    return solve_by(compiler.load(f"unbalanced_ot_{solver}.cu"), solver, cost, a, b, *options, method=method, **device)
+
+
+def solve_by(library, solver, cost, a, b, tau_a, tau_b, tol, max_iterations=100_000, method="accelerated", **device):
     batch, rows, columns = cost.shape
 
     def run(call):
@@ -50,8 +64,8 @@ def solve(library, cost, a, b, tau_a, tau_b, tol, max_iterations=100_000, method
             *arrays([plan]),
             *(tensor.data_ptr() for tensor in (u, v, value, mass, gap, iterations)),
         )
-        memory = poison(library.ask("cuda_unbalanced_ot_words", ctypes.byref(transport)))
-        call("cuda_unbalanced_ot", ctypes.byref(transport), memory, None)
+        memory = poison(library.ask(f"cuda_unbalanced_ot_{solver}_words", ctypes.byref(transport)))
+        call(f"cuda_unbalanced_ot_{solver}", ctypes.byref(transport), memory, None)
         return plan, u, v, value, mass, iterations, gap
 
     return library.results(run, **device)
@@ -95,13 +109,13 @@ def check(found, cost, a, b, tau_a, tau_b, tol, max_iterations=100_000, method="
 def test_one_block(compiler, rows, columns, dtype):
     given = problem(2, rows, columns, dtype=dtype)
     options = (0.8, 0.9, 1e-6)
-    check(solve(compiler.load("unbalanced_ot.cu"), *given, *options), *given, *options)
+    check(solve(compiler, *given, *options), *given, *options)
 
 
 @pytest.mark.parametrize("shared_limit", [227 << 10, 163 << 10, 99 << 10])
 def test_wherever_the_entries_lie(compiler, shared_limit):
     given, options = problem(2, 100, 97), (0.8, 0.9, 1e-4)
-    check(solve(compiler.load("unbalanced_ot.cu"), *given, *options, shared_limit=shared_limit), *given, *options)
+    check(solve(compiler, *given, *options, shared_limit=shared_limit), *given, *options)
 
 
 @pytest.mark.parametrize(
@@ -109,20 +123,20 @@ def test_wherever_the_entries_lie(compiler, shared_limit):
 )
 def test_a_team_of_blocks(compiler, rows, columns, batch, multiprocessors):
     given, options = problem(batch, rows, columns, dtype=torch.float32), (0.8, 0.9, 1e-3)
-    found = solve(compiler.load("unbalanced_ot.cu"), *given, *options, multiprocessors=multiprocessors)
+    found = solve(compiler, *given, *options, multiprocessors=multiprocessors)
     check(found, *given, *options)
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(6, 5), (20, 33)])
 def test_steepest_descent(compiler, rows, columns):
-    given, options = problem(2, rows, columns), (0.8, 0.9, 1e-3, 150, "steepest")
-    check(solve(compiler.load("unbalanced_ot.cu"), *given, *options), *given, *options)
+    given, options = problem(2, rows, columns), (0.8, 0.9, 1e-3, 150)
+    check(solve(compiler, *given, *options, method="steepest"), *given, *options, "steepest")
 
 
 @pytest.mark.parametrize("method", ["accelerated", "steepest"])
 def test_where_the_printed_step_divides_by_zero(compiler, method):
     cost, masses = torch.tensor([[[4.0, 0.0], [0.0, 4.0]]]).double(), torch.ones(1, 2).double()
-    plan = solve(compiler.load("unbalanced_ot.cu"), cost, masses, masses, 2.0, 2.0, 1e-10, method=method)[0]
+    plan = solve(compiler, cost, masses, masses, 2.0, 2.0, 1e-10, method=method)[0]
     torch.testing.assert_close(plan[0], 1 - torch.eye(2).double(), rtol=0, atol=1e-4)
 
 
@@ -134,7 +148,7 @@ def test_forbidden_hopeless_idle_and_late_problems(compiler, columns):
     cost[2, 0, 0] = -torch.inf
     a[3, 1] = torch.inf
     cost[4] += 100
-    found = solve(compiler.load("unbalanced_ot.cu"), cost, a, b, 0.8, 0.9, 1e-6)
+    found = solve(compiler, cost, a, b, 0.8, 0.9, 1e-6)
     plan, u, v, value, mass, iterations, gap = found
     for bad in (1, 2, 3):
         assert all(x[bad].isnan().all() for x in (plan, u, v, value, mass, gap))
@@ -144,7 +158,7 @@ def test_forbidden_hopeless_idle_and_late_problems(compiler, columns):
     assert gap[4] == 0 == mass[4]
     good = [0, 4, 5]
     check([x[good] for x in found], cost[good], a[good], b[good], 0.8, 0.9, 1e-6)
-    late = solve(compiler.load("unbalanced_ot.cu"), cost[5:], a[5:], b[5:], 0.8, 0.9, 1e-12, 7)
+    late = solve(compiler, cost[5:], a[5:], b[5:], 0.8, 0.9, 1e-12, 7)
     check(late, cost[5:], a[5:], b[5:], 0.8, 0.9, 1e-12, 7)
     assert late[5].item() == 7
     assert late[6].item() > 1e-12
@@ -152,15 +166,22 @@ def test_forbidden_hopeless_idle_and_late_problems(compiler, columns):
 
 def test_tight(compiler):
     given, options = problem(1, 30, 25), (0.8, 1.1, 1e-12)
-    check(solve(compiler.load("unbalanced_ot.cu"), *given, *options), *given, *options)
+    check(solve(compiler, *given, *options), *given, *options)
+
+
+@pytest.mark.parametrize(("rows", "method"), [(129, "accelerated"), (6, "steepest")])
+def test_the_block_refuses_what_it_cannot_solve(compiler, rows, method):
+    library = compiler.load("unbalanced_ot_block.cu")
+    with pytest.raises(EmulationError, match="does not fit one block"):
+        solve_by(library, "block", *problem(1, rows, 5), 0.8, 0.9, 1e-3, method=method)
 
 
 def test_a_missing_barrier_is_found(compiler):
     faulty = compiler.mutant(
-        "unbalanced_ot.cu",
+        "unbalanced_ot_block.cu",
         "    __syncthreads();  // u and v have been read\n    for_rows([&](int i) {",
         "    for_rows([&](int i) {",
     )
     given, options = problem(1, 20, 40), (0.8, 0.9, 1e-6, 200)  # it might never end
     with pytest.raises(AssertionError):
-        check(solve(faulty, *given, *options), *given, *options)
+        check(solve_by(faulty, "block", *given, *options), *given, *options)

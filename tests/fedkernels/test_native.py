@@ -1,12 +1,12 @@
 """The compiled module: its operators, instruction sets and threads, what happens without it, and its build."""
 
-import hashlib
 import os
 import shutil
 import subprocess
 import sys
 import warnings
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -359,28 +359,39 @@ def test_a_module_that_does_not_load_is_told_with_its_reason(tmp_path):
     assert out.count("it does not load") == 2
 
 
+SCHEMAS = _native.SCHEMAS
+
+
 @pytest.mark.skipif(_native.module is None, reason="not compiled")
-def test_a_module_of_older_sources_is_told_with_what_it_lacks(monkeypatch):
-    monkeypatch.setattr(_native, "COMPILED", (*_native.COMPILED, "newer_operator"))
-    with pytest.warns(UserWarning, match="compiled from older sources and lacks newer_operator"):
+@pytest.mark.parametrize(
+    ("expected", "differing"),
+    [
+        (SCHEMAS | {"newer_operator": "(Tensor x) -> Tensor"}, "newer_operator"),
+        ({name: schema for name, schema in SCHEMAS.items() if name != "delta_gram"}, "delta_gram"),
+        (SCHEMAS | {"info_nce_gradients": SCHEMAS["info_nce"]}, "info_nce_gradients"),
+        (SCHEMAS | {"nt_xent": SCHEMAS["nt_xent"].replace("view1", "view")}, "nt_xent"),
+    ],
+)
+def test_a_module_with_other_schemas_is_not_used(monkeypatch, expected, differing):
+    monkeypatch.setattr(_native, "SCHEMAS", expected)
+    with pytest.warns(UserWarning, match=f"compiled from other sources, with other schemas of {differing}\\."):
         module, reason = _native._load()
     assert module is None
-    assert "newer_operator" in reason
+    assert differing in reason
 
 
 @pytest.mark.skipif(_native.module is None, reason="not compiled")
-def test_a_module_with_other_schemas_is_told(monkeypatch):
-    monkeypatch.setattr(_native, "INTERFACE", "newer")
-    with pytest.warns(UserWarning, match="compiled from other sources, with interface .* and not newer"):
-        module, _ = _native._load()
-    assert module is None
+def test_a_module_of_sources_that_do_not_tell_their_schemas_is_not_used(monkeypatch):
+    monkeypatch.setitem(sys.modules, "fedkernels._C", ModuleType("fedkernels._C"))
+    with pytest.warns(UserWarning, match="with other schemas of apply_deltas, .*unbalanced_ot"):
+        assert _native._load()[0] is None
 
 
 @pytest.mark.skipif(_native.module is None, reason="not compiled")
-def test_the_interface_is_that_of_these_schemas():
-    """Where this fails a schema has changed: raise INTERFACE in _native.py and in csrc/ops/module.cpp."""
-    schemas = [str(getattr(torch.ops.fedkernels, name).default._schema) for name in (*_native.COMPILED, *_native.PARTS)]
-    assert (_native.INTERFACE, hashlib.sha256("\n".join(schemas).encode()).hexdigest()[:12]) == ("3", "96257df2c1c0")
+def test_the_operators_are_registered_with_the_schemas_of_the_file():
+    registered = {name: str(getattr(torch.ops.fedkernels, name).default._schema) for name in SCHEMAS}
+    assert registered == {name: f"fedkernels::{name}{schema}" for name, schema in SCHEMAS.items()}
+    assert {*_native.COMPILED, *_native.PARTS, "info_nce_gradients", "nt_xent_gradients"} == set(SCHEMAS)
 
 
 class OfGPUs:

@@ -14,7 +14,7 @@ from fedssl.data.augmentation import AugmentationOptions
 from fedssl.data.datasets import Dataset
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
-from fedssl.messages import METRIC, Message
+from fedssl.messages import Message
 from fedssl.parts import part_names
 from fedssl.reading import parse_recipe
 from fedssl.regularizers.base_alignment import BaseAlignment
@@ -73,9 +73,9 @@ def two_rounds(objective: str, regularizers: list[str], aggregators: list[str], 
             client = federation.client(0, state)
             if number:
                 reply = method.client_round(client, method.broadcast(server, [0], number)[0], number)
-                losses.append(reply.numbers[METRIC + "total_loss"])
+                losses.append(reply.metrics["total_loss"])
             else:
-                reply = method.open_client(client, method.broadcast_opening(server, [0])[0])
+                reply = method.client_round(client, method.broadcast_opening(server, [0])[0], 0)
             state = federation.client_state(client)
             server = method.aggregate(server, {0: reply}, number)
     except UserError as error:

@@ -1,5 +1,8 @@
+import json
+
 import pytest
 import torch
+from safetensors.torch import save
 
 from fedssl.messages import Message, merge
 from fedssl.storage import read_message, write_message
@@ -41,3 +44,23 @@ def test_a_stored_message_comes_back_bit_for_bit(tmp_path):
     for name, tensor in tensors.items():
         assert back.tensors[name].dtype == tensor.dtype
         assert torch.equal(back.tensors[name], tensor)
+
+
+def test_metrics_count_as_payload_and_are_stored(tmp_path):
+    message = Message({"a": torch.zeros(2)}, {"samples": 4.0}, {"form": "mean"}, {"loss": 0.5})
+    assert message.num_bytes == 2 * 4 + 8 + 8
+    write_message(tmp_path / "state", message)
+    assert read_message(tmp_path / "state").metrics == {"loss": 0.5}
+    assert message.copy().metrics == {"loss": 0.5}
+    assert merge([message, Message(metrics={"cka": 1.0})]).metrics == {"loss": 0.5, "cka": 1.0}
+
+
+def test_a_state_of_an_earlier_version_is_read(tmp_path):
+    """There a metric was a number whose name began with metric/."""
+    numbers = {"rounds_taken": 2.0, "metric/eua_weight/3": 0.25}
+    header = {"message": json.dumps({"numbers": numbers, "config": {"form": "mean"}})}
+    (tmp_path / "state").write_bytes(save({"a": torch.ones(2)}, metadata=header))
+    state = read_message(tmp_path / "state")
+    assert state.numbers == {"rounds_taken": 2.0}
+    assert state.config == {"form": "mean"}
+    assert state.metrics == {"eua_weight/3": 0.25}

@@ -1,4 +1,4 @@
-"""What the README shows works as written."""
+"""What the README and the pages of docs/ show works as written."""
 
 from __future__ import annotations
 
@@ -14,14 +14,28 @@ from fedssl.reading import load_recipe, parse_recipe
 from fedssl.run_directory import RunDirectory
 from tests.fedssl.conftest import AVERAGED, tiny_values
 
-README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "docs" / "methods.md", ROOT / "docs" / "demo.md", ROOT / "docs" / "add_a_method.md"]
+TEXT = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
 
 
 def block(start: str) -> str:
-    return next(code for code in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if start in code)
+    return next(code for code in re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL) if start in code)
 
 
-def test_the_regularizer_of_the_readme_is_under_60_lines_and_runs(tmp_path):
+def test_the_readme_is_short():
+    assert len(PAGES[0].read_text(encoding="utf-8").split()) <= 1300
+
+
+@pytest.mark.parametrize(
+    "page", sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")]), ids=lambda page: page.name
+)
+def test_every_link_to_a_file_has_one(page):
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8"))
+    assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == []
+
+
+def test_the_regularizer_of_the_docs_is_under_60_lines_and_runs(tmp_path):
     code = block("class Variance")
     assert len(code.splitlines()) < 60
     part = tmp_path / "variance.py"
@@ -46,7 +60,7 @@ def test_the_operator_example_runs():
 
 
 def test_every_command_of_the_readme_is_one_that_exists_and_every_override_is_valid():
-    lines = re.sub(r"\\\n\s*", "", README).splitlines()
+    lines = re.sub(r"\\\n\s*", "", TEXT).splitlines()
     commands = [shlex.split(line, comments=True) for line in lines if re.match(r"\s+fedssl [a-z]", line)]
     assert len(commands) >= 7
     known = {command.name or command.callback.__name__ for command in app.registered_commands}

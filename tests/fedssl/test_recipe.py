@@ -8,7 +8,8 @@ from fedssl.engines.progress import Silent
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from fedssl.parts import part_names
-from fedssl.reading import load_recipe, parse_recipe, recipe_names
+from fedssl.reading import load_recipe, parse_recipe
+from fedssl.recipe_files import recipe_names
 from tests.fedssl.conftest import ALIGNED, AVERAGED, tiny_values
 
 
@@ -151,7 +152,7 @@ def test_a_recipe_that_is_no_yaml_or_no_mapping(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"clients_per_round": 4}, "clients_per_round is 4, partition.clients only 3"),
+        ({"clients_per_round": 4}, "clients_per_round is 4, but partition.clients is only 3"),
         (
             ALIGNED | {"data": {"name": "digits"}},
             "representation_mean needs public images|cka_alignment needs public",

@@ -14,8 +14,9 @@ from fedssl.engines.progress import Silent
 from fedssl.errors import UserError
 from fedssl.federation import Federation, build_federation
 from fedssl.messages import Message
-from fedssl.reading import load_recipe, recipe_names
+from fedssl.reading import load_recipe
 from fedssl.recipe import Recipe
+from fedssl.recipe_files import recipe_names
 from fedssl.run_directory import RunDirectory
 from tests.fedssl.reports.figures import foretold, logged
 
@@ -174,7 +175,7 @@ def exchange(recipe: Recipe) -> tuple[Federation, list[dict[int, Message]], list
         up = {}
         for k in (0, 1):
             client = federation.client(k, kept[k])
-            up[k] = method.client_round(client, down[k], number) if number else method.open_client(client, down[k])
+            up[k] = method.client_round(client, down[k], number)
             kept[k] = federation.client_state(client)
         server = method.aggregate(server, up, number)
         downs.append(down)
@@ -210,7 +211,7 @@ def test_orchestra_sends_weights_and_centroids():
         assert up[0].tensors["local_centroids"].shape == (4, 16)
     # in the opening round both clients cluster with the same, the server's, network, and train nothing
     client = federation.client(0, Message())
-    federation.method.open_client(client, opening[0][0])
+    federation.method.client_round(client, opening[0][0], 0)
     for name, tensor in opening[0][0].tensors.items():
         assert torch.equal(client.model.state_dict()[name], tensor)
         twin = client.model.state_dict().get(name.replace("online.", "target."))

@@ -1,10 +1,10 @@
 """Flower's commands as forked copies of one process that has imported what they need.
 
 A SuperLink starts a `flwr-serverapp` for every run and a SuperNode a `flwr-clientapp` for every message, both through a
-`flower-superexec`; importing torch, timm and fedssl takes each of them longer than many a round. `run` imports them
-once. It puts commands of these names first in the path, which ask it for a copy of itself, and the copy does what
-Flower's own command would have done: with the arguments, the environment, the folder and the output of the one that
-asked, and with its exit code.
+`flower-superexec`. Importing torch, timm and fedssl takes each of them longer than many rounds last, so `run` imports
+them once. It puts commands of these names first in the path. Such a command asks `run` for a copy of its process, and
+the copy does what Flower's own command would have done, with the asking command's arguments, environment, folder and
+output. The command ends with the copy's exit code.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from importlib import import_module, metadata
 from pathlib import Path
 
 _STOP_SECONDS = 20.0
-_ASK_SECONDS = 10.0  # a command asks as soon as it is connected
-_STARTED = ("flower-superexec", "flwr-clientapp", "flwr-serverapp")  # by Flower's processes
+_REQUEST_SECONDS = 10.0  # a command sends its request as soon as it is connected
+_COPIED_COMMANDS = ("flower-superexec", "flwr-clientapp", "flwr-serverapp")  # by Flower's processes
 _REQUEST = """\
 #!{python} -IS
 import json, os, socket, sys
@@ -40,7 +40,7 @@ sys.exit(code[0] if code else 1)
 
 
 def run(command: list[str], environment: dict[str, str], modules: Sequence[str]) -> int:
-    """Run one of Flower's commands, and those that it starts, until it ends or this process is told to end.
+    """Run one of Flower's commands, and those that it starts, until it ends or this process is terminated.
 
     Args:
         command: `flower-superlink` or `flower-supernode`, and its arguments.
@@ -51,13 +51,13 @@ def run(command: list[str], environment: dict[str, str], modules: Sequence[str])
     Returns:
         The command's exit code; 130 where this process was interrupted.
     """
-    entries = {name: _load(name) for name in (command[0], *_STARTED)}
-    signal.signal(signal.SIGTERM, _interrupt)
+    entry_points = {name: _entry_point(name) for name in (command[0], *_COPIED_COMMANDS)}
+    signal.signal(signal.SIGTERM, _raise_interrupt)
     with tempfile.TemporaryDirectory(prefix="fedssl-") as folder, socket.socket(socket.AF_UNIX) as listener:
         address = str(Path(folder) / "copies")
         listener.bind(address)
         listener.listen()
-        for name in _STARTED:
+        for name in _COPIED_COMMANDS:
             file = Path(folder) / name
             file.write_text(_REQUEST.format(python=sys.executable, address=repr(address), name=repr(name)))
             file.chmod(0o700)
@@ -66,7 +66,7 @@ def run(command: list[str], environment: dict[str, str], modules: Sequence[str])
         def start() -> int:
             listener.close()
             end_with_parent()
-            return _become(entries[command[0]], command, environment)
+            return _run_entry_point(entry_points[command[0]], command, environment)
 
         main = fork(start)
         copies: dict[int, socket.socket] = {}  # and the connections of those who asked for them
@@ -75,20 +75,20 @@ def run(command: list[str], environment: dict[str, str], modules: Sequence[str])
             for module in modules:
                 import_module(module)
             while (code := _exit_code(main)) is None:
-                _answer_ended(copies)
+                _send_exit_codes(copies)
                 if select.select([listener], [], [], 0.2)[0]:
-                    copies |= _copy(listener, entries)
+                    copies |= _start_copy(listener, entry_points)
             return code
         except KeyboardInterrupt:
             return 130
         finally:
             if code is None:
-                _end({main})
-            _end(copies.keys())
+                _terminate({main})
+            _terminate(copies.keys())
 
 
 def fork(work: Callable[[], int]) -> int:
-    """Do something in a copy of this process; the copy's process id."""
+    """Call a function in a copy of this process, which then ends; returns the copy's process id."""
     sys.stdout.flush()
     sys.stderr.flush()
     child = os.fork()
@@ -109,32 +109,34 @@ def fork(work: Callable[[], int]) -> int:
 
 
 def wait(child: int) -> int:
-    """Wait for a copy's end; its exit code."""
+    """Wait for a copy's end; returns its exit code."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def end_with_parent() -> None:
-    """In a child that has just been started: be killed when the parent is. Linux only.
+    """Have this process, a child that has just been started, killed when its parent ends. Linux only.
 
-    Killed, because Flower's processes take their leave of each other, and try for ever where the other has gone.
+    It is killed because Flower's processes sign off from each other, and try for ever where the other has ended.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-def _load(command: str) -> Callable[[], None]:
+def _entry_point(command: str) -> Callable[[], None]:
     [entry] = [e for e in metadata.distribution("flwr").entry_points if e.name == command]
     function: Callable[[], None] = entry.load()
     return function
 
 
-def _copy(listener: socket.socket, entries: dict[str, Callable[[], None]]) -> dict[int, socket.socket]:
-    """Make the copy that a command asks for: the connection that waits for its exit code, by its process id.
+def _start_copy(listener: socket.socket, entry_points: dict[str, Callable[[], None]]) -> dict[int, socket.socket]:
+    """Make the copy that a command asks for.
 
-    None for a command that was ended before it had asked.
+    Returns:
+        The connection that waits for the copy's exit code, by the copy's process id; empty where the command ended
+        before it had sent its request.
     """
     connection, _ = listener.accept()
-    connection.settimeout(_ASK_SECONDS)
+    connection.settimeout(_REQUEST_SECONDS)
     files: list[int] = []
     try:
         _, files, _, _ = socket.recv_fds(connection, 1, 3)
@@ -154,7 +156,7 @@ def _copy(listener: socket.socket, entries: dict[str, Callable[[], None]]) -> di
             os.dup2(file, number)
         os.chdir(request["folder"])
         command = [request["command"], *request["arguments"]]
-        return _become(entries[command[0]], command, request["environment"])
+        return _run_entry_point(entry_points[command[0]], command, request["environment"])
 
     copy = fork(start)
     for file in files:
@@ -162,7 +164,7 @@ def _copy(listener: socket.socket, entries: dict[str, Callable[[], None]]) -> di
     return {copy: connection}
 
 
-def _answer_ended(copies: dict[int, socket.socket]) -> None:
+def _send_exit_codes(copies: dict[int, socket.socket]) -> None:
     for copy in list(copies):
         code = _exit_code(copy)
         if code is not None:
@@ -170,8 +172,8 @@ def _answer_ended(copies: dict[int, socket.socket]) -> None:
                 connection.sendall(bytes([code % 256]))
 
 
-def _end(children: Iterable[int]) -> None:
-    """Ask children to end, and kill those that do not."""
+def _terminate(children: Iterable[int]) -> None:
+    """Send children SIGTERM, and SIGKILL to those that do not end."""
     left = set(children)
     for child in left:
         os.kill(child, signal.SIGTERM)
@@ -179,12 +181,12 @@ def _end(children: Iterable[int]) -> None:
     while left and time.monotonic() < deadline:
         left = {child for child in left if _exit_code(child) is None}
         time.sleep(0.05)
-    for child in left:  # such as a SuperNode that looks for a SuperLink that has gone, to take its leave
+    for child in left:  # such as a SuperNode that tries to sign off from a SuperLink that has ended
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
 
 
-def _become(entry: Callable[[], None], command: list[str], environment: dict[str, str]) -> int:
+def _run_entry_point(entry: Callable[[], None], command: list[str], environment: dict[str, str]) -> int:
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = command
@@ -193,9 +195,10 @@ def _become(entry: Callable[[], None], command: list[str], environment: dict[str
 
 
 def _exit_code(child: int) -> int | None:
-    found, status = os.waitpid(child, os.WNOHANG)
-    return os.waitstatus_to_exitcode(status) if found else None
+    """A child's exit code; None while it runs."""
+    ended, status = os.waitpid(child, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if ended else None
 
 
-def _interrupt(number: int, frame: object) -> None:
+def _raise_interrupt(number: int, frame: object) -> None:
     raise KeyboardInterrupt

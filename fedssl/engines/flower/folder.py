@@ -36,11 +36,11 @@ output = {output} # the run's folder, where the SuperLink runs; the same one con
 """
 
 _MODULE = '''\
-"""The {what} of the recipe beside this file."""
+"""The {what} app of the recipe beside this file."""
 
 from pathlib import Path
 
-from fedssl.engines.flower.server import make_{what}_app
+from fedssl.engines.flower.{what} import make_{what}_app
 
 app = make_{what}_app(Path(__file__).with_name("recipe.yaml"))
 '''
@@ -58,16 +58,16 @@ def write_app(recipe: Recipe, folder: Path, output: str | None = None) -> None:
         UserError: the recipe's engine is another; the folder holds something else, or cannot be written.
     """
     if recipe.engine != "flower":
-        raise UserError(f"the recipe's engine is {recipe.engine}, a Flower app needs engine=flower")
+        raise UserError(f"a Flower app needs a recipe with engine=flower, got engine={recipe.engine}")
     parts = (recipe.objective, *recipe.regularizers, recipe.schedule, *recipe.aggregators, recipe.local_update)
     own = [part.name for part in parts if part.name.endswith(".py")]
     if own:
         raise UserError(
-            f"{own[0]} is a file of your own, which an app does not carry to the sites: put it into the package's "
-            "folder everywhere, and name it as the shipped parts are named"
+            f"the recipe names the part file {own[0]}, which an app does not carry to the sites: put it into the "
+            "package's folder at the server and at every site, and name it in the recipe as shipped parts are named"
         )
     if folder.exists() and any(folder.iterdir()) and not (folder / "fedssl_app" / "recipe.yaml").is_file():
-        raise UserError(f"{folder} holds something else than an app: name a new folder")
+        raise UserError(f"{folder} is not empty and not the folder of a Flower app: name a new folder")
     name = re.sub(r"[^a-z0-9]+", "-", f"fedssl-{recipe.name}".lower()).strip("-")[:32].strip("-")
     project = _PROJECT.format(
         name=_toml(name),

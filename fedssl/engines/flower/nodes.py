@@ -18,14 +18,14 @@ from .certificates import require_authority, require_server, require_site_key
 from .commands import fork, run, wait
 from .site import load_site
 
-#: what a ServerApp or ClientApp may need; importing it starts no threads and looks for no CUDA device
-_NEEDED = ("fedssl.engines.flower.server", "sklearn.datasets")
-_NEEDED_LATER = ("torch._dynamo", "timm")  # the first is imported by the first optimizer that is made
-_PRIVATE = 0o077  # umask: what these processes write, and those that they start, is for their user alone
+#: what a ServerApp or ClientApp needs; importing it starts no threads and looks for no CUDA device
+_APP_MODULES = ("fedssl.engines.flower.server", "fedssl.engines.flower.client", "sklearn.datasets")
+_LATE_MODULES = ("torch._dynamo", "timm")  # the first is imported by the first optimizer that is made
+_PRIVATE_UMASK = 0o077  # what these processes write, and those that they start, is for their user alone
 
 
 def superlink(folder: Path, host: str, port: int, insecure: bool) -> int:
-    """Run Flower's SuperLink until it ends or this process is told to; returns its exit code.
+    """Run Flower's SuperLink until it ends or this process is terminated; returns its exit code.
 
     Args:
         folder: holds ca.crt, server.crt and server.key, and keeps the SuperLink's database: what it knows survives it.
@@ -33,63 +33,67 @@ def superlink(folder: Path, host: str, port: int, insecure: bool) -> int:
         insecure: without TLS and without authentication of the sites.
 
     Raises:
-        UserError: a file is missing; the certificate is none that the sites and the SuperLink's own processes would
-            trust (flower_certificates.py); the port is taken; another SuperLink keeps its database in the folder.
+        UserError: a file is missing; the sites or the SuperLink's own processes would not trust the certificate
+            (certificates.py); the port is in use; another SuperLink keeps its database in the folder.
     """
-    os.umask(_PRIVATE)
+    os.umask(_PRIVATE_UMASK)
     command = ["flower-superlink", "--host", host, "--port", str(port)]
-    command += ["--database", str(_existing(folder, "the SuperLink's folder") / "superlink.db")]
+    command += ["--database", str(_existing(folder, "make the SuperLink's folder first") / "superlink.db")]
     command += ["--disable-runtime-dependency-installation"]  # it would call uv, which needs the network
     if insecure:
-        _warn("no TLS: what travels can be read and changed on the way, and anyone can take part")
+        _warn("without TLS all messages can be read and changed on their way, and anyone can take part")
         command += ["--insecure"]
     else:
         files = {"--ssl-ca-certfile": "ca.crt", "--ssl-certfile": "server.crt", "--ssl-keyfile": "server.key"}
         for option, name in files.items():
-            command += [option, str(_existing(folder / name, "needed for TLS (docs/deploy.md makes it)"))]
+            command += [option, str(_existing(folder / name, "TLS needs it, and docs/deploy.md says how to make it"))]
         require_server(folder / "server.crt", folder / "server.key", folder / "ca.crt", host)
         command += ["--enable-supernode-auth"]
-    with alone_in(folder, "another SuperLink keeps its database here: stop it, or name another folder"):
+    with alone_in(folder, "another SuperLink keeps its database in this folder: stop it, or name another folder"):
         _require_free_port(host, port)
-        return run(command, _environment(), [*_NEEDED, *_NEEDED_LATER])
+        return run(command, _environment(), [*_APP_MODULES, *_LATE_MODULES])
 
 
 def supernode(site_file: Path, address: str, certificate: Path | None, key: Path | None, insecure: bool) -> int:
-    """Run Flower's SuperNode for a site until it ends or this process is told to; returns its exit code.
+    """Run Flower's SuperNode for a site until it ends or this process is terminated; returns its exit code.
 
     Args:
-        site_file: the site's YAML file (site.py); it is checked and its data are looked at before anything is started.
+        site_file: the site's YAML file (site.py); it is checked and its data are loaded before anything is started.
         address: of the SuperLink, as host:port.
-        certificate: the authority's certificate that the SuperLink's is signed by.
+        certificate: of the authority that has signed the SuperLink's certificate.
         key: the site's private key, whose public part the SuperLink knows.
         insecure: without TLS and without the site's authentication.
 
     Raises:
         UserError: a file is missing or wrong; the authority's certificate has expired or is not valid yet.
     """
-    os.umask(_PRIVATE)
+    os.umask(_PRIVATE_UMASK)
     command = ["flower-supernode", "--superlink", address, "--port", str(_free_port())]
     command += ["--node-config", f"site={json.dumps(str(site_file.absolute()))}"]
     if insecure:
-        _warn("no TLS: what travels can be read and changed on the way, and the server is not who it says it is")
+        _warn("without TLS all messages can be read and changed on their way, and any server can pretend to be yours")
         command += ["--insecure"]
     else:
         if certificate is None or key is None:
-            raise UserError("give --root-certificates and --key, or --insecure for a test on this machine alone")
-        command += ["--root-certificates", str(_existing(certificate, "the authority's certificate"))]
-        command += ["--auth-supernode-private-key", str(_existing(key, "the site's private key"))]
+            raise UserError("give --root-certificates and --key, or --insecure for a test on one machine")
+        command += [
+            "--root-certificates",
+            str(_existing(certificate, "name the authority's certificate")),
+        ]
+        command += ["--auth-supernode-private-key", str(_existing(key, "name the site's private key"))]
         require_authority(certificate)
         require_site_key(key)
-    for module in _NEEDED:
+    for module in _APP_MODULES:
         import_module(module)
     # in a copy, because this process is forked later: it must not have used torch's threads or CUDA until then
-    if wait(fork(lambda: _check(site_file))):
+    if wait(fork(lambda: _check_site(site_file))):
         return 2
     # Flower looks for a new message's task every second; a round has several such steps one after another
-    return run(command, {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.3"} | _environment(), _NEEDED_LATER)
+    return run(command, {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.3"} | _environment(), _LATE_MODULES)
 
 
-def _check(site_file: Path) -> int:
+def _check_site(site_file: Path) -> int:
+    """Try what the site's apps will need; returns an exit code."""
     try:
         site = load_site(site_file)
         if site.data is not None:
@@ -102,32 +106,34 @@ def _check(site_file: Path) -> int:
 
 
 def _environment() -> dict[str, str]:
-    """This process's, with Flower's commands of the same installation first in the path."""
+    """This process's environment, with Flower's commands of the same installation first in the path."""
     path = f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     return os.environ | {"PATH": path}
 
 
 def _require_free_port(host: str, port: int) -> None:
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as Flower: connections that end do not matter
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as Flower does: ending connections do not matter
         try:
             probe.bind((host, port))
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise UserError(
-                    f"port {port} of {host} is taken, perhaps by another SuperLink: stop it, or give another --port"
+                    f"port {port} of {host} is in use, perhaps by another SuperLink: stop it, or give another --port"
                 ) from error
-            raise UserError(f"cannot listen on port {port} of {host}: {error.strerror or error}") from error
+            raise UserError(
+                f"cannot listen on port {port} of {host}: {error.strerror or error}; check --host and --port"
+            ) from error
 
 
-def _existing(path: Path, what: str) -> Path:
+def _existing(path: Path, purpose: str) -> Path:
     if not path.exists():
-        raise UserError(f"{path} does not exist: {what}")
+        raise UserError(f"{path} does not exist: {purpose}")
     return path.absolute()
 
 
 def _free_port() -> int:
-    """For the SuperNode's own processes, on this machine alone; several nodes may share a machine."""
+    """A port for the SuperNode's own processes, on this machine alone; several nodes may share a machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -2,21 +2,18 @@
 
 Flower moves every array by requests of its own, each way through the SuperLink's database: some forty a second on two
 cores, whatever their size. A model of 100 tensors would take a site's round 400 of them; as one array it takes a few.
-What each tensor is called and where it lies is said in the record `layout`.
+The record `layout` lists the tensors' names and where each lies in its array.
 """
 
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
-from flwr.serverapp import Grid
 from torch import Tensor
 
 from ...errors import UserError
@@ -40,19 +37,24 @@ _DTYPES = {
         torch.bool,
     )
 }
-_FEW_OBJECTS = 1000  # of any answer; and one more for each MiB, where Flower sends pieces of 5 MiB
-_RECORDS = {"tensors": ArrayRecord, "layout": ConfigRecord, "numbers": MetricRecord, "config": ConfigRecord}
+_RECORDS = {
+    "tensors": ArrayRecord,
+    "layout": ConfigRecord,
+    "numbers": MetricRecord,
+    "config": ConfigRecord,
+    "metrics": MetricRecord,
+}
 
 
 def to_records(message: Message) -> RecordDict:
-    """A message as four records.
+    """A message as five records.
 
     `tensors` has an array for each dtype, named by it: the tensors' entries one after another. `layout` lists the
-    tensors' names, dtypes, numbers of dimensions and, all in one list, sizes. `numbers` and `config` are the message's.
+    tensors' names, dtypes, numbers of dimensions and, all in one list, sizes. The others are the message's.
     """
     parts: dict[str, list[memoryview]] = {}
     for name, tensor in message.tensors.items():
-        dtype = _name(tensor.dtype)
+        dtype = _dtype_name(tensor.dtype)
         if dtype not in _DTYPES:
             raise TypeError(f"{name} is of dtype {tensor.dtype}, which cannot travel")
         flat = tensor.detach().cpu().contiguous().reshape(-1)
@@ -63,7 +65,7 @@ def to_records(message: Message) -> RecordDict:
         arrays[dtype] = Array(dtype, (len(data) // _DTYPES[dtype].itemsize,), _SERIALISATION, data)
     layout: dict[str, Any] = {
         "names": list(message.tensors),
-        "dtypes": [_name(tensor.dtype) for tensor in message.tensors.values()],
+        "dtypes": [_dtype_name(tensor.dtype) for tensor in message.tensors.values()],
         "dimensions": [tensor.dim() for tensor in message.tensors.values()],
         "sizes": [size for tensor in message.tensors.values() for size in tensor.shape],
     }
@@ -71,8 +73,9 @@ def to_records(message: Message) -> RecordDict:
         {
             "tensors": ArrayRecord(arrays),
             "layout": ConfigRecord(layout),
-            "numbers": MetricRecord({name: _number(value) for name, value in message.numbers.items()}),
+            "numbers": MetricRecord({name: _python_number(value) for name, value in message.numbers.items()}),
             "config": ConfigRecord(dict(message.config)),
+            "metrics": MetricRecord({name: _python_number(value) for name, value in message.metrics.items()}),
         }
     )
 
@@ -81,43 +84,47 @@ def from_records(records: RecordDict) -> Message:
     """The message of `to_records`, in memory of its own.
 
     Raises:
-        UserError: a record is missing, or the arrays are none that `to_records` makes.
+        UserError: a record is missing or invalid.
     """
     if any(not isinstance(records.get(name), kind) for name, kind in _RECORDS.items()):
-        raise UserError(f"the message has records {sorted(records)}, expected {', '.join(_RECORDS)}")
-    kept: list[Any] = [records[name] for name in _RECORDS]
-    arrays, layout, numbers, config = kept
-    lists = [name for record in (numbers, config) for name, value in record.items() if isinstance(value, list | bytes)]
+        raise UserError(
+            f"the message's records are invalid: expected {', '.join(_RECORDS)}, got {', '.join(sorted(records))}"
+        )
+    ordered: list[Any] = [records[name] for name in _RECORDS]
+    arrays, layout, *rest = ordered
+    lists = [name for record in rest for name, value in record.items() if isinstance(value, list | bytes)]
     if lists:
-        raise UserError(f"{lists[0]} is a list, expected one value")
-    found: tuple[dict[str, Any], dict[str, Any]] = dict(numbers.items()), dict(config.items())
-    return Message(_unpack(dict(arrays.items()), dict(layout.items())), *found)
+        raise UserError(f"{lists[0]} is invalid: expected one value, got a list")
+    return Message(_unpack(dict(arrays.items()), dict(layout.items())), *(dict(record.items()) for record in rest))
 
 
 def _unpack(arrays: dict[str, Array], layout: dict[str, Any]) -> dict[str, Tensor]:
+    """The tensors that a layout describes, cut from the arrays."""
     read = dict.fromkeys(arrays, 0)  # bytes
     tensors = {}
     for name, dtype, shape in _entries(layout):
         if dtype not in arrays:
-            raise UserError(f"{name} came without an array of {dtype}")
+            raise UserError(f"the array {dtype} of the tensor {name} is missing")
         start, size = read[dtype], math.prod(shape) * _DTYPES[dtype].itemsize
         data = np.frombuffer(arrays[dtype].data, np.uint8)[start : start + size]
         if len(data) != size:
-            raise UserError(f"{name} came with {len(data)} bytes for the shape {list(shape)} of {dtype}")
+            raise UserError(f"the tensor {name} of {dtype} {list(shape)} needs {size} bytes, got {len(data)}")
         tensor = torch.empty(shape, dtype=_DTYPES[dtype])  # torch's alignment: a product may round by it
         tensor.view(-1).view(torch.uint8).numpy()[:] = data
         tensors[name] = tensor
         read[dtype] += size
     for dtype, array in arrays.items():
         if array.stype != _SERIALISATION or array.dtype != dtype:
-            raise UserError(f"the array {dtype} came as {array.stype} of {array.dtype}, expected {_SERIALISATION}")
+            raise UserError(
+                f"the array {dtype} is invalid: expected {_SERIALISATION} {dtype}, got {array.stype} {array.dtype}"
+            )
         if len(array.data) != read[dtype]:
-            raise UserError(f"the array {dtype} came with {len(array.data)} bytes for tensors of {read[dtype]}")
+            raise UserError(f"the array {dtype} has {len(array.data)} bytes, but its tensors have {read[dtype]}")
     return tensors
 
 
 def _entries(layout: dict[str, Any]) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """Names, dtypes and shapes."""
+    """Each tensor's name, dtype and shape; UserError where the layout is invalid."""
     lists: list[Any] = [layout.get(key) for key in ("names", "dtypes", "dimensions", "sizes")]
     names, dtypes, dimensions, sizes = lists
     valid = (
@@ -132,12 +139,12 @@ def _entries(layout: dict[str, Any]) -> Iterator[tuple[str, str, tuple[int, ...]
         and sum(dimensions) == len(sizes)
     )
     if not valid:
-        raise UserError("the message's layout is none: expected names, dtypes, dimensions and sizes of tensors")
+        raise UserError("the message's layout is invalid: expected the names, dtypes, dimensions and sizes of tensors")
     rest = iter(sizes)
     for name, dtype, count in zip(names, dtypes, dimensions, strict=True):
         shape = tuple(next(rest) for _ in range(count))
         if math.prod(max(size, 1) for size in shape) >= 2**60:  # torch counts bytes in 64 bits
-            raise UserError(f"{name} came with the shape {list(shape)}, which no tensor has")
+            raise UserError(f"the tensor {name} is too large: its shape is {list(shape)}")
         yield name, dtype, shape
 
 
@@ -145,51 +152,10 @@ def _list_of(kind: type, values: Any) -> bool:
     return isinstance(values, list) and all(type(value) is kind for value in values)
 
 
-def _name(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _number(value: float) -> int | float:
-    return int(value) if isinstance(value, int) else float(value)  # a NumPy scalar is refused by Flower
-
-
-class TooLarge(Exception):
-    """An answer is larger than it may be; the message says it for the log."""
-
-
-@contextmanager
-def answers_below(largest: int, grid: Grid) -> Iterator[None]:
-    """Give up on an answer that is pulled from the grid in the body once more than `largest` bytes of it have come.
-
-    Flower hands over whole answers only, and has no limit of its own. Its grid between machines gets each object of an
-    answer (a piece of an array, a record) by a call of its client's PullObject: that is where they are counted, before
-    the next ones are asked for. The simulation's grid has no such client; its sites are this machine's own.
-
-    Raises:
-        TooLarge: from the body.
-    """
-    client: Any = getattr(grid, "_runtime_client", None)
-    if client is None:
-        yield
-        return
-    pull, lock = client.PullObject, threading.Lock()
-    most = _FEW_OBJECTS + largest // 2**20
-    came = objects = 0
-
-    def counted(request: Any) -> Any:
-        nonlocal came, objects
-        response = pull(request)
-        with lock:  # Flower pulls several at a time
-            came += len(response.object_content)
-            objects += bool(response.object_content)
-            if came > largest:
-                raise TooLarge(f"its answer has more than {largest} bytes, and no answer to this message is that large")
-            if objects > most:  # by more than one where several are on their way
-                raise TooLarge(f"its answer comes in more than {most} pieces")
-        return response
-
-    client.PullObject = counted
-    try:
-        yield
-    finally:
-        client.PullObject = pull
+def _python_number(value: float) -> int | float:
+    """The value without NumPy's types, which Flower refuses."""
+    return int(value) if isinstance(value, int) else float(value)

@@ -12,7 +12,7 @@ import torch
 from fedkernels import delta_gram
 from fedssl.aggregators.eua import EUA, least_norm_step, moved_clients
 from fedssl.aggregators.mgda import MGDA
-from fedssl.messages import METRIC, Message
+from fedssl.messages import Message
 
 WEIGHT = "online.encoder.weight"
 MEAN, COUNT = "online.encoder.bn.running_mean", "online.encoder.bn.num_batches_tracked"
@@ -29,8 +29,8 @@ def server_at(weight):
 
 def logged(state, part):
     """Its metrics by name, without the part's."""
-    start = f"{METRIC}{part}_"
-    return {name.removeprefix(start): value for name, value in state.numbers.items() if name.startswith(start)}
+    start = f"{part}_"
+    return {name.removeprefix(start): value for name, value in state.metrics.items() if name.startswith(start)}
 
 
 # By hand: theta_g = (0, 0), clients at (-1, 0) and (0, -2), so delta_0 = (1, 0), delta_1 = (0, 2), u = (1, 4).

@@ -56,7 +56,7 @@ def test_local_and_global_clusters_of_two_clients():
     chosen = (torch.cat(found) @ state.tensors[GLOBAL].T).argmax(dim=1).tolist()
     assert chosen == [0, 1, 0, 1]
     torch.testing.assert_close(state.tensors[GLOBAL].norm(dim=1), torch.ones(2))
-    assert state.numbers == {"metric/clusters_used/global": 2}
+    assert state.metrics == {"clusters_used/global": 2}
 
 
 def test_one_step_of_the_global_clustering_by_hand():

@@ -10,14 +10,15 @@ import pytest
 import torch
 
 from fedssl import method
-from fedssl.engines import in_process
+from fedssl.engines import rounds
 from fedssl.engines.client_states import ClientStates
 from fedssl.engines.in_process import resume, run
 from fedssl.engines.progress import Silent
+from fedssl.federation import build_federation
 from fedssl.messages import Message
 from fedssl.models.model import Model
 from fedssl.run_directory import RunDirectory
-from tests.fedssl.conftest import ALIGNED, AVERAGED
+from tests.fedssl.conftest import ALIGNED, AVERAGED, METHODS
 
 DATA = {"name": "digits", "train_limit": 900, "test_limit": 60}
 
@@ -65,7 +66,7 @@ def gauge(tiny, path: Path, clients: int, **changes) -> tuple[int, int, int]:
 def test_on_the_disk_memory_does_not_grow_with_the_clients(tiny, tmp_path, monkeypatch):
     """All K clients take part in one round, each leaves a state; nothing but the states differs with K."""
     # what takes the time, and keeps nothing
-    monkeypatch.setattr(in_process, "_evaluate", lambda *arguments: [])
+    monkeypatch.setattr(rounds, "_evaluate", lambda *arguments: [])
     monkeypatch.setattr(method, "train_locally", lambda *arguments: None)
     growth = {}
     for place, clients in (("disk", 10), ("disk", 100), ("memory", 30)):
@@ -137,3 +138,32 @@ def test_a_state_in_memory_is_the_keepers_own(tmp_path):
     kept.load(3).tensors["a"] += 1
     assert kept.load(3).tensors["a"].tolist() == [0.0, 0.0]
     assert kept.load(4).tensors == {}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_reused_model_leaves_no_trace_of_the_client_before(noisy, one_thread, name):
+    """A client that is loaded into another's model answers bit for bit like one with a model built anew."""
+    federation = build_federation(noisy(**METHODS[name] | {"architectures": ["small_convnet"]}))
+    part = federation.method
+    server, kept, used = part.initial_state(), {}, federation.new_model(0)
+    for number in range(0 if part.opening_round else 1, 3):
+        sent = part.broadcast(server, [0, 1], number) if number else part.broadcast_opening(server, [0, 1])
+        replies = {}
+        for k in (0, 1):
+            built = federation.client(k, kept.get(k, Message()))
+            reused = federation.client(k, kept.get(k, Message()), used)
+            assert (reused.model is used) == (k in kept)
+            expected = part.client_round(built, sent[k], number)
+            replies[k] = part.client_round(reused, sent[k], number)
+            assert replies[k].metrics == expected.metrics
+            assert_equal(replies[k], expected)
+            kept[k], used = federation.client_state(reused), reused.model
+            assert_equal(kept[k], federation.client_state(built))
+        server = part.aggregate(server, replies, number)
+
+
+def assert_equal(message: Message, expected: Message) -> None:
+    assert message.numbers == expected.numbers
+    assert message.tensors.keys() == expected.tensors.keys()
+    for name, tensor in expected.tensors.items():
+        assert torch.equal(message.tensors[name], tensor), name

@@ -6,10 +6,13 @@ import csv
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import pytest
@@ -22,20 +25,28 @@ from fedssl.federation import build_federation
 from fedssl.reading import parse_recipe
 from fedssl.run_directory import RunDirectory
 from tests.fedssl.conftest import ALIGNED, AVERAGED, tiny_values
+from tests.fedssl.forked_command import start_command
 
+#: what makes a run take half the time
+SMALL = {
+    "data": {"name": "digits", "train_limit": 60, "test_limit": 20, "public_holdout": 20},
+    "evaluation": {"neighbors": 3, "linear": {"epochs": 1}},
+}
+SMALL_ALIGNED = ALIGNED | SMALL | {"architectures": ["small_convnet"]}
 METHODS = {
-    "local": {},
-    "aligned": ALIGNED,
-    "averaged": AVERAGED,
-    "simsiam": AVERAGED | {"objective": {"name": "simsiam", "output_features": 16, "bottleneck_features": 8}},
-    "supervised": AVERAGED | {"objective": "supervised"},
-    "public": {"regularizers": [{"name": "public_objective", "batch_size": 16}]},
-    "averaged and aligned": {
+    "local": SMALL,
+    "aligned": ALIGNED | SMALL,
+    "averaged": AVERAGED | SMALL,
+    "simsiam": AVERAGED | SMALL | {"objective": {"name": "simsiam", "output_features": 16, "bottleneck_features": 8}},
+    "supervised": AVERAGED | SMALL | {"objective": "supervised"},
+    "public": SMALL | {"regularizers": [{"name": "public_objective", "batch_size": 16}]},
+    "averaged and aligned": SMALL
+    | {
         "regularizers": ALIGNED["regularizers"],
         "aggregators": ["weighted_mean", "representation_mean"],
         "local_update": "replace",
     },
-    "sampled": ALIGNED | {"clients_per_round": 2},
+    "sampled": ALIGNED | SMALL | {"clients_per_round": 2},
 }
 
 
@@ -52,33 +63,53 @@ def metric(path: Path, name: str, round_number: int) -> dict[str, float]:
     return {who: v for r, who, m, v in RunDirectory.open(path).read_metrics() if m == name and r == round_number}
 
 
+@pytest.fixture(scope="module")
+def finished(tiny, tmp_path_factory) -> Callable[[str], Path]:
+    """The folder of a finished run by its key in METHODS; each runs once for all tests, which only read it."""
+    folder, paths = tmp_path_factory.mktemp("finished"), {}
+
+    def path(kind: str) -> Path:
+        if kind not in paths:
+            run(tiny(**METHODS[kind]), folder / kind)
+            paths[kind] = folder / kind
+        return paths[kind]
+
+    return path
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tiny, tmp_path_factory):
+    """A finished run of two rounds in which all three clients exchange representations."""
+    path = tmp_path_factory.mktemp("undisturbed") / "run"
+    run(tiny(**SMALL_ALIGNED), path)
+    return path
+
+
 @pytest.mark.parametrize("kind", METHODS)
-def test_two_runs_of_one_recipe_and_seed_are_bit_identical(kind, tiny, tmp_path):
-    for name in ("a", "b"):
-        run(tiny(**METHODS[kind]), tmp_path / name)
-        torch.rand(3)  # what was drawn before must not matter
-    assert contents(tmp_path / "a") == contents(tmp_path / "b")
-    assert RunDirectory.open(tmp_path / "a").checkpoint.finished
+def test_two_runs_of_one_recipe_and_seed_are_bit_identical(kind, finished, tiny, tmp_path):
+    finished(kind)
+    torch.rand(3)  # what was drawn before must not matter
+    run(tiny(**METHODS[kind]), tmp_path / "again")
+    assert contents(finished(kind)) == contents(tmp_path / "again")
+    assert RunDirectory.open(tmp_path / "again").checkpoint.finished
 
 
-def test_another_seed_gives_another_run(tiny, tmp_path):
-    run(tiny(seed=0), tmp_path / "a")
-    run(tiny(seed=1), tmp_path / "b")
-    assert metric(tmp_path / "a", "loss", 1) != metric(tmp_path / "b", "loss", 1)
+def test_another_seed_gives_another_run(finished, tiny, tmp_path):
+    run(tiny(**SMALL, seed=1), tmp_path / "b")
+    assert metric(finished("local"), "loss", 1) != metric(tmp_path / "b", "loss", 1)
 
 
-def test_the_seed_of_one_client_does_not_depend_on_the_others(tiny, tmp_path):
+def test_the_seed_of_one_client_does_not_depend_on_the_others(finished, tiny, tmp_path):
     """Client 1 alone is the same client whatever its neighbours' architectures are and whether they take part."""
-    run(tiny(architectures=["small_convnet"]), tmp_path / "a")
-    run(tiny(architectures=["small_resnet10", "small_convnet", "small_convnet_wide"]), tmp_path / "b")
-    a, b = (RunDirectory.open(tmp_path / n).client_state(1) for n in "ab")
+    run(tiny(**SMALL, architectures=["small_resnet10", "small_convnet", "small_convnet_wide"]), tmp_path / "b")
+    one, other = RunDirectory.open(finished("local")), RunDirectory.open(tmp_path / "b")
+    a, b = one.client_state(1), other.client_state(1)
     assert all(torch.equal(a.tensors[name], b.tensors[name]) for name in a.tensors)
-    other_a, other_b = (RunDirectory.open(tmp_path / n).client_state(0) for n in "ab")
-    assert other_a.tensors.keys() != other_b.tensors.keys()
+    assert one.client_state(0).tensors.keys() != other.client_state(0).tensors.keys()
 
 
 def test_only_sampled_clients_train_and_the_others_keep_their_state(tiny, tmp_path):
-    recipe = tiny(**ALIGNED, clients_per_round=1)
+    recipe = tiny(**ALIGNED | SMALL, clients_per_round=1)
     federation = build_federation(recipe)
     run(recipe, tmp_path / "a")
     directory = RunDirectory.open(tmp_path / "a")
@@ -91,7 +122,9 @@ def test_only_sampled_clients_train_and_the_others_keep_their_state(tiny, tmp_pa
 
 def test_averaged_clients_start_from_the_mean_by_samples(tiny, tmp_path):
     """One round, one step each: the global model is the sample-weighted mean of the clients' models."""
-    recipe = tiny(**AVERAGED, rounds=1, partition={"name": "dirichlet", "clients": 3, "min_samples": 8, "alpha": 1.0})
+    recipe = tiny(
+        **AVERAGED | SMALL, rounds=1, partition={"name": "dirichlet", "clients": 3, "min_samples": 8, "alpha": 1.0}
+    )
     run(recipe, tmp_path / "a")
     federation, directory = build_federation(recipe), RunDirectory.open(tmp_path / "a")
     sizes = [len(rows) for rows in federation.client_rows]
@@ -106,29 +139,29 @@ def test_averaged_clients_start_from_the_mean_by_samples(tiny, tmp_path):
             assert mean == expected.round()
 
 
-def test_metrics_hold_evaluation_training_and_traffic(tiny, tmp_path):
-    run(tiny(**ALIGNED), tmp_path / "a")
+def test_metrics_hold_evaluation_training_and_traffic(finished):
+    path = finished("aligned")
     for name in ("knn", "linear", "effective_rank"):
         for number in (0, 2):
-            values = metric(tmp_path / "a", name, number)
+            values = metric(path, name, number)
             assert values.keys() == {"0", "1", "2", "mean"}
             assert values["mean"] == pytest.approx(sum(values[k] for k in "012") / 3)
-    assert metric(tmp_path / "a", "loss", 1).keys() == {"0", "1", "2", "mean"}
-    assert 0 < metric(tmp_path / "a", "cka", 1)["mean"] <= 1
-    assert metric(tmp_path / "a", "public_effective_rank", 1)["0"] > 1
-    # 30 public images, 16 features, 3 clients: 48 columns are more than 30 rows, so the kernel goes down
-    assert metric(tmp_path / "a", "bytes_down", 1)["0"] == 30 * 30 * 4
+    assert metric(path, "loss", 1).keys() == {"0", "1", "2", "mean"}
+    assert 0 < metric(path, "cka", 1)["mean"] <= 1
+    assert metric(path, "public_effective_rank", 1)["0"] > 1
+    # 20 public images, 16 features, 3 clients: 48 columns are more than 20 rows, so the kernel goes down
+    assert metric(path, "bytes_down", 1)["0"] == 20 * 20 * 4
     numbers = len(["samples", "loss", "total_loss", "cka", "public_effective_rank", "memory", "flops"])
-    assert metric(tmp_path / "a", "bytes_up", 1)["0"] == 30 * 16 * 4 + 8 * numbers
-    with open(tmp_path / "a" / "spectrum.csv") as file:
+    assert metric(path, "bytes_up", 1)["0"] == 20 * 16 * 4 + 8 * numbers
+    with open(path / "spectrum.csv") as file:
         values = [float(row["value"]) for row in csv.DictReader(file) if row["client"] == "0"]
     assert values == sorted(values, reverse=True)
-    assert list((tmp_path / "a" / "tensorboard").iterdir())
+    assert list((path / "tensorboard").iterdir())
 
 
 def test_fine_tuning_is_measured_after_training_where_asked(tiny, tmp_path):
     evaluation = {"neighbors": 5, "linear": {"epochs": 1}, "semi_supervised": [0.1, 1]}
-    run(tiny(**AVERAGED, rounds=1, evaluation=evaluation), tmp_path / "a")
+    run(tiny(**AVERAGED | SMALL | {"evaluation": evaluation}, rounds=1), tmp_path / "a")
     found = {m: r for r, _, m, v in RunDirectory.open(tmp_path / "a").read_metrics() if m.startswith("semi_supervised")}
     assert found == {"semi_supervised_0.1": 1, "semi_supervised_1": 1}
     with pytest.raises(
@@ -137,13 +170,13 @@ def test_fine_tuning_is_measured_after_training_where_asked(tiny, tmp_path):
         tiny(evaluation={"semi_supervised": [0.1, 2]})
 
 
-def test_an_existing_folder_is_not_overwritten_unasked(tiny, tmp_path):
-    run(tiny(rounds=1), tmp_path / "a")
+def test_an_existing_folder_is_not_overwritten_unasked(undisturbed, tiny, tmp_path):
+    shutil.copytree(undisturbed, tmp_path / "a")
     before = contents(tmp_path / "a")
     with pytest.raises(UserError, match="exists: continue it with fedssl run --resume"):
-        run(tiny(rounds=1, seed=3), tmp_path / "a")
+        run(tiny(**SMALL, rounds=1, seed=3), tmp_path / "a")
     assert contents(tmp_path / "a") == before
-    run(tiny(rounds=1, seed=3), tmp_path / "a", overwrite=True)
+    run(tiny(**SMALL, rounds=1, seed=3), tmp_path / "a", overwrite=True)
     assert contents(tmp_path / "a") != before
 
 
@@ -161,41 +194,43 @@ def test_a_diverging_client_is_named(tiny, tmp_path):
 # Killed and resumed
 
 
-def run_in_subprocess(recipe_file: Path, path: Path, resuming: bool) -> subprocess.Popen:
+def start_run(recipe_file: Path, path: Path, resuming: bool) -> ForkServerProcess:
     arguments = ["--resume", str(path)] if resuming else [str(recipe_file), "--output", str(path)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "fedssl", "run", *arguments]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    return start_command(["run", *arguments], path.with_suffix(".errors"))
+
+
+def finish_run(recipe_file: Path, path: Path, resuming: bool) -> None:
+    process = start_run(recipe_file, path, resuming)
+    process.join()
+    assert process.exitcode == 0, path.with_suffix(".errors").read_text()
 
 
 def test_killed_at_ten_moments_and_resumed_a_run_ends_bit_identical(tmp_path):
     """SIGKILL at random moments of the wall clock, from the start-up to the end."""
-    recipe = parse_recipe(tiny_values(**ALIGNED, rounds=12, clients_per_round=2))
+    recipe = parse_recipe(tiny_values(**SMALL_ALIGNED, rounds=12, clients_per_round=2))
     recipe_file = tmp_path / "recipe.yaml"
     recipe_file.write_text(recipe.to_yaml())
-    undisturbed = run_in_subprocess(recipe_file, tmp_path / "undisturbed", False)
-    assert undisturbed.wait() == 0
+    finish_run(recipe_file, tmp_path / "undisturbed", resuming=False)
     chance = random.Random(0)
     kills, path = 0, tmp_path / "killed"
     while kills < 10:
-        process = run_in_subprocess(recipe_file, path, resuming=path.exists())
-        # wait for the folder, so that the moments fall into the rounds and not into imports
-        while not path.exists() and process.poll() is None:
+        process = start_run(recipe_file, path, resuming=path.exists())
+        # wait for the folder, so that the moments fall into the rounds and not into the start
+        while not path.exists() and process.is_alive():
             time.sleep(0.01)
         rounds_before = RunDirectory.open(path).checkpoint.round if path.exists() else -1
         deadline = time.monotonic() + 60
-        while process.poll() is None and time.monotonic() < deadline:
+        while process.is_alive() and time.monotonic() < deadline:
             if RunDirectory.open(path).checkpoint.round > rounds_before or chance.random() < 0.002:
                 break
             time.sleep(0.005)
         time.sleep(chance.uniform(0, 0.15))
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        assert process.stderr is not None
-        assert b"fedssl:" not in process.stderr.read()
+        process.kill()
+        process.join()
+        assert "fedssl:" not in path.with_suffix(".errors").read_text()
         kills += 1
     # with the same number of threads as before: another number sums in another order
-    assert run_in_subprocess(recipe_file, path, True).wait() == 0
+    finish_run(recipe_file, path, resuming=True)
     assert contents(path) == contents(tmp_path / "undisturbed")
 
 
@@ -203,19 +238,11 @@ class Killed(BaseException):
     """Stands for SIGKILL: no handler of the code under test may catch it."""
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tiny, tmp_path_factory):
-    """A finished run of two rounds in which all three clients exchange representations."""
-    path = tmp_path_factory.mktemp("undisturbed") / "run"
-    run(tiny(**ALIGNED), path)
-    return path
-
-
 # One run makes 61 such calls: 7 for the folder, then for each round the logs, the states, and the manifest.
 @pytest.mark.parametrize("victim", [0, 2, 4, 6, 7, 8, 10, 12, 19, 21, 22, 23, 24, 26, 38, 39, 42, 45, 58, 59, 60])
 def test_killed_during_any_file_operation_of_a_checkpoint(victim, undisturbed, tiny, tmp_path, monkeypatch):
     """The victim-th flush or rename of the whole run never happens, and what was being written is torn."""
-    recipe = tiny(**ALIGNED)
+    recipe = tiny(**SMALL_ALIGNED)
     calls = 0
     real_fsync = os.fsync
 
@@ -250,11 +277,10 @@ def test_killed_during_any_file_operation_of_a_checkpoint(victim, undisturbed, t
     assert contents(tmp_path / "killed") == contents(undisturbed)
 
 
-def test_a_finished_run_is_left_as_it_is(tiny, tmp_path):
-    run(tiny(), tmp_path / "a")
-    before = contents(tmp_path / "a")
+def test_a_finished_run_is_left_as_it_is(undisturbed, tmp_path):
+    shutil.copytree(undisturbed, tmp_path / "a")
     resume(tmp_path / "a")
-    assert contents(tmp_path / "a") == before
+    assert contents(tmp_path / "a") == contents(undisturbed)
 
 
 def test_resuming_what_is_no_run(tmp_path):
@@ -262,8 +288,8 @@ def test_resuming_what_is_no_run(tmp_path):
         resume(tmp_path)
 
 
-def test_a_damaged_checkpoint_is_told(tiny, tmp_path):
-    run(tiny(**AVERAGED, rounds=1), tmp_path / "a")
+def test_a_damaged_checkpoint_is_told(undisturbed, tmp_path):
+    shutil.copytree(undisturbed, tmp_path / "a")
     directory = RunDirectory.open(tmp_path / "a")
     file = directory.checkpoints / directory.checkpoint.files["server"]
     file.write_bytes(file.read_bytes()[:1000])
@@ -271,41 +297,33 @@ def test_a_damaged_checkpoint_is_told(tiny, tmp_path):
         directory.server_state()
 
 
-def test_a_stored_client_that_lacks_a_tensor_is_not_taken(tiny, tmp_path):
-    run(tiny(rounds=1), tmp_path / "a")
-    state = RunDirectory.open(tmp_path / "a").client_state(0)
+def test_a_stored_client_that_lacks_a_tensor_is_not_taken(finished, tiny):
+    state = RunDirectory.open(finished("local")).client_state(0)
     del state.tensors["model/online.projector.0.weight"]
     with pytest.raises(RuntimeError, match=r"online.projector.0.weight"):
-        build_federation(tiny(rounds=1)).client(0, state)
+        build_federation(tiny(**METHODS["local"])).client(0, state)
 
 
-def test_a_full_disk_during_a_checkpoint(tmp_path):
+def test_a_full_disk_during_a_checkpoint(undisturbed, tiny, tmp_path):
     """A real limit on file size in a real process: one line, exit code 2, the last complete round intact."""
-    recipe = parse_recipe(tiny_values(**ALIGNED, rounds=3))
-    recipe_file = tmp_path / "recipe.yaml"
-    recipe_file.write_text(recipe.to_yaml())
-    path = tmp_path / "a"
-    code = (
-        "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY));"
-        "from fedssl.cli import main; sys.argv = ['fedssl', *sys.argv[1:]]; main()"
-    )
-    command = [sys.executable, "-c", code, "run", str(recipe_file), "--output", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.startswith("fedssl: no space left to write ")
-    assert done.stderr.count("\n") == 1
-    assert "fedssl run --resume" in done.stderr
+    recipe_file, path, errors = tmp_path / "recipe.yaml", tmp_path / "a", tmp_path / "errors"
+    recipe_file.write_text(tiny(**SMALL_ALIGNED).to_yaml())
+    process = start_command(["run", str(recipe_file), "--output", str(path)], errors, largest_file=50_000)
+    process.join()
+    told = errors.read_text()
+    assert process.exitcode == 2, told
+    assert told.startswith("fedssl: no space left to write ")
+    assert told.count("\n") == 1
+    assert "fedssl run --resume" in told
     assert not list(path.rglob("*.partial"))
     assert RunDirectory.open(path).checkpoint.round == -1
-    run(recipe, tmp_path / "undisturbed")
     resume(path)
-    assert contents(path) == contents(tmp_path / "undisturbed")
+    assert contents(path) == contents(undisturbed)
 
 
 def test_ctrl_c_ends_cleanly_and_says_how_to_resume(tmp_path):
     recipe_file = tmp_path / "recipe.yaml"
-    recipe_file.write_text(parse_recipe(tiny_values(rounds=200)).to_yaml())
+    recipe_file.write_text(parse_recipe(tiny_values(**SMALL, rounds=200)).to_yaml())
     path = tmp_path / "a"
     command = [sys.executable, "-m", "fedssl", "run", str(recipe_file), "--output", str(path)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -93,7 +93,8 @@ def test_factor_and_kernel_give_the_same_term_and_gradient(kernel, layer, center
         federation = build_federation(tiny(**{**ALIGNED, "aggregators": [part]}))
         method = federation.method
         clients = [federation.client(k, Message()) for k in range(3)]
-        server = method.aggregate(method.initial_state(), {c.index: method.open_client(c) for c in clients}, 0)
+        replies = {c.index: method.client_round(c, Message(), 0) for c in clients}
+        server = method.aggregate(method.initial_state(), replies, 0)
         received = method.broadcast(server, [0, 1, 2], 1)[1]
         assert list(received.tensors) == [FACTOR if send == "factor" else KERNEL]
         local = LocalRound(clients[1], received, 1, 0, method.objective, method.augmentation)
@@ -116,7 +117,8 @@ def test_the_term_is_mu_times_one_minus_eq_1(centered, tiny):
     federation = build_federation(tiny(**{**ALIGNED, "aggregators": [part]}))
     method = federation.method
     clients = [federation.client(k, Message()) for k in range(3)]
-    server = method.aggregate(method.initial_state(), {c.index: method.open_client(c) for c in clients}, 0)
+    replies = {c.index: method.client_round(c, Message(), 0) for c in clients}
+    server = method.aggregate(method.initial_state(), replies, 0)
     local = LocalRound(clients[0], method.broadcast(server, [0], 1)[0], 1, 0, method.objective, method.augmentation)
     term = CKAAlignment(name="cka_alignment", weight=0.7, batch_size=30).start_round(local)(NO_STEP)
     own = clients[0].model.represent(normalize(clients[0].public_images), "encoder").double().detach()
@@ -147,14 +149,14 @@ def test_the_opening_round_collects_from_everybody_before_training(tiny, tmp_pat
     assert sorted(server.tensors) == [f"representation.{k}" for k in range(3)]
     federation = build_federation(recipe)
     idle = next(k for k in range(3) if k not in federation.sampled_clients(1))
-    expected = federation.method.open_client(federation.client(idle, Message()))
+    expected = federation.method.client_round(federation.client(idle, Message()), Message(), 0)
     assert torch.equal(server.tensors[f"representation.{idle}"], expected.tensors[f"representation.{idle}"])
 
 
 def test_no_image_and_no_label_leaves_a_client(tiny):
     federation = build_federation(tiny(**ALIGNED))
     client = federation.client(0, Message())
-    reply = federation.method.open_client(client)
+    reply = federation.method.client_round(client, Message(), 0)
     assert reply.tensors.keys() == {"representation.0"}
     assert reply.tensors["representation.0"].shape == (30, 16)
 

@@ -14,13 +14,14 @@ from fedssl.errors import UserError
 from fedssl.evaluation.features import extract_features
 from fedssl.evaluation.spectrum import effective_rank
 from fedssl.federation import build_federation
-from fedssl.reports import collapse
-from fedssl.reports.collapse import Collapse, Geometry, collapse_of_run
+from fedssl.reports import collapse_files
+from fedssl.reports.collapse import Collapse, Geometry
+from fedssl.reports.collapse_files import collapse_of_run
 from fedssl.reports.collapse_plots import draw_log_singular_values, draw_spheres, draw_tsne
 from fedssl.reports.report import write_report
 from fedssl.run_directory import RunDirectory
 from tests.fedssl.conftest import AVERAGED
-from tests.fedssl.reports.test_report import Page
+from tests.fedssl.reports.parsed_page import Page
 
 SAMPLED = {"clients_per_round": 2}
 
@@ -72,7 +73,7 @@ def test_it_is_stored_and_read_again(averaged, analysed, monkeypatch):
     for name in names:
         assert (averaged / "figures" / name).read_bytes().startswith(b"\x89PNG")
     assert json.loads((averaged / "collapse.json").read_text())["round"] == 2
-    monkeypatch.setattr(collapse, "_analyse", None)
+    monkeypatch.setattr(collapse_files, "analyse_collapse", None)
     assert collapse_of_run(averaged) == analysed
 
 

@@ -6,8 +6,11 @@ import csv
 
 import pytest
 
-from fedssl.tables.results import Results, format_table, read_results, verdict, write_results
-from fedssl.tables.table import Table
+from fedssl.tables.files import format_table, write_results
+from fedssl.tables.results import Results, read_results
+from fedssl.tables.table import Table, cell_path
+from fedssl.tables.verdict import verdict
+from tests.fedssl.reports.parsed_page import HOSTILE, Page
 from tests.fedssl.reports.synthetic_runs import ROWS, evaluated, make_table, write_run
 
 
@@ -176,7 +179,7 @@ def test_scenarios_stand_side_by_side_with_the_papers_figures(two_scenarios):
     assert "- cross-silo (K = 3): kNN accuracy: ours with 61.0 ± 1.4 beats alone by 10.0." in text
     assert "- cross-device: kNN accuracy: nothing can be said about the order: runs of alone are missing." in text
     page = (two_scenarios / "table.html").read_text(encoding="utf-8")
-    assert "<th colspan=2></th><th colspan=2>cross-silo (K = 3)</th><th colspan=2>cross-device</th>" in page
+    assert '<th colspan="2"></th><th colspan="2">cross-silo (K = 3)</th><th colspan="2">cross-device</th>' in page
     for slug in ("cross-silo-k-3", "cross-device"):
         assert (two_scenarios / f"picture-{slug}.png").read_bytes().startswith(b"\x89PNG")
 
@@ -202,3 +205,25 @@ def test_a_table_that_judges_nothing_has_no_roles(tiny, tmp_path):
     assert "| row | kNN accuracy (%) |\n|---|---:|\n" in text
     assert "| ours | 51.0 |" in text
     assert "role" not in (tmp_path / "table.html").read_text(encoding="utf-8")
+
+
+def test_everything_on_the_page_is_escaped(tiny, tmp_path):
+    row = {"label": HOSTILE, "recipe": "local_only", "settings": {"name": HOSTILE}}
+    scenarios = [{"label": HOSTILE, "settings": {"name": HOSTILE}, "paper": {HOSTILE: {"knn": HOSTILE}}}]
+    changes = {"rows": [row, ROWS[1]], "method": HOSTILE, "controls": [], "scenarios": scenarios}
+    table = make_table(**changes, settings={"name": HOSTILE}, description=HOSTILE, metrics=["knn"], seeds=[0])
+    write_run(cell_path(tmp_path, HOSTILE, 0, HOSTILE), tiny(name=HOSTILE), evaluated(2, "knn", [51.0]))
+    write_results(table, [read_results(table, tmp_path)], tmp_path)
+    page = Page(tmp_path / "table.html")
+    assert "script" not in page.tags
+    assert "49" not in page.text
+    figures = page.tables[0]  # the scenarios stand above the header
+    assert (figures[0][1], figures[3][0], figures[3][3]) == (HOSTILE, HOSTILE, HOSTILE)
+    assert page.table("row", "recipe") == [
+        [HOSTILE, "local_only", f"name={HOSTILE}"], ["alone", "local_only", ""],
+    ]  # fmt: skip
+    assert page.table("scenario") == [[HOSTILE, f"name={HOSTILE}"]]
+    assert f"All rows: name={HOSTILE}" in page.text
+    assert f"{HOSTILE}: kNN accuracy: nothing can be said" in page.text
+    (alt,) = page.descriptions
+    assert alt.startswith(HOSTILE)

@@ -38,13 +38,13 @@ COMMAND = Path(__file__).with_name("flower_command.py")
 def marked(mark: str) -> list[int]:
     """The processes whose mark begins with this one."""
     wanted = f"{MARK}={mark}".encode()
-    found = []
+    pids = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             with contextlib.suppress(OSError):
                 if any(entry.startswith(wanted) for entry in (folder / "environ").read_bytes().split(b"\0")):
-                    found.append(int(folder.name))
-    return found
+                    pids.append(int(folder.name))
+    return pids
 
 
 def kill_marked(mark: str) -> None:

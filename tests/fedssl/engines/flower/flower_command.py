@@ -14,10 +14,10 @@ from flwr.supercore import heartbeat
 from flwr.supernode import fleet_http_connection, start_client_internal
 
 from fedssl.cli import main
-from fedssl.engines.flower import nodes as flower_nodes
+from fedssl.engines.flower import nodes
 from fedssl.method import Method
 
-#: seconds after which Flower takes a silent site for gone; a minute otherwise
+#: seconds after which Flower takes a silent site to be disconnected; a minute otherwise
 GONE_SECONDS = 30
 
 
@@ -43,7 +43,7 @@ def break_rounds(faults: Path) -> None:
 
 if __name__ == "__main__":
     break_rounds(Path(sys.argv.pop(1)))
-    flower_nodes._NEEDED_LATER = ("torch._dynamo",)  # no recipe here needs timm, which takes five seconds to import
+    nodes._LATE_MODULES = ("torch._dynamo",)  # no recipe here needs timm, which takes five seconds to import
     # a SuperNode without work looks for some every three seconds
     start_client_internal.time = SimpleNamespace(sleep=lambda seconds: time.sleep(min(seconds, 1)))
     heartbeat.HEARTBEAT_DEFAULT_INTERVAL = fleet_http_connection.HEARTBEAT_DEFAULT_INTERVAL = GONE_SECONDS // 2

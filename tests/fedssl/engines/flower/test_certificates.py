@@ -1,4 +1,4 @@
-"""Certificates and keys by which nobody could reach the SuperLink are refused by name before it starts."""
+"""Certificates and keys with which nobody could reach the SuperLink are refused before it starts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
 
-from fedssl.engines.flower import nodes as flower_nodes
+from fedssl.engines.flower import nodes
 from fedssl.engines.flower.certificates import require_authority, require_server, require_site_key
 from fedssl.errors import UserError
 from tests.fedssl.engines.flower.deployment import make_authority, make_key, missing_tools
@@ -106,7 +106,7 @@ def test_what_the_page_makes_is_taken(tmp_path):
         ),
         (Owner("authority", last=NOW - DAY / 2), SERVER, None, r"ca.crt has expired: CN=authority was valid until 20"),
         (Owner("authority", None, NOW + DAY / 2), SERVER, None, "ca.crt is not valid yet: CN=authority is valid from"),
-        (AUTHORITY, SERVER, AUTHORITY, r"server.key is not the private key of .*server.crt: give the one that"),
+        (AUTHORITY, SERVER, AUTHORITY, r"server.key is not the private key of .*server.crt: use the key that"),
         (Owner("another"), SERVER, None, r"server.crt was not issued by .*ca.crt: sign it with that"),
         (Owner("authority"), SERVER, None, r"server.crt was not issued by .*ca.crt"),  # of the same name
     ],
@@ -119,10 +119,13 @@ def test_what_does_not_fit_is_refused(authority, server, key, expected, check):
 @pytest.mark.parametrize(
     ("files", "expected"),
     [
-        ((b"none", SERVER.pem, SERVER.key_pem), "ca.crt is no certificate in PEM"),
-        ((AUTHORITY.pem, SERVER.pem, b"none"), "server.key is no private key in PEM"),
-        ((AUTHORITY.pem, SERVER.pem, SERVER.pem), "server.key is no private key in PEM"),
-        ((AUTHORITY.pem, SERVER.pem + Owner("x").pem, SERVER.key_pem), "server.crt: CN=x has not issued CN=server"),
+        ((b"none", SERVER.pem, SERVER.key_pem), "ca.crt is not a certificate in PEM format"),
+        ((AUTHORITY.pem, SERVER.pem, b"none"), "server.key is not a private key in PEM format"),
+        ((AUTHORITY.pem, SERVER.pem, SERVER.pem), "server.key is not a private key in PEM format"),
+        (
+            (AUTHORITY.pem, SERVER.pem + Owner("x").pem, SERVER.key_pem),
+            "server.crt is a broken chain: CN=x has not issued CN=server",
+        ),
     ],
 )
 def test_files_that_are_something_else_are_refused(files, expected, check):
@@ -139,7 +142,7 @@ def test_a_site_refuses_an_authority_that_has_expired(tmp_path):
     before = os.umask(0o022)
     try:
         with pytest.raises(UserError, match=r"ca.crt has expired"):
-            flower_nodes.supernode(
+            nodes.supernode(
                 tmp_path / "site.yaml", "127.0.0.1:1", tmp_path / "ca.crt", tmp_path / "site.key", insecure=False
             )
     finally:
@@ -151,12 +154,14 @@ def test_a_sites_key_is_a_private_one_as_flower_takes_it(tmp_path):
     key: Path = tmp_path / "site.key"
     make_key(key)
     require_site_key(key)
-    with pytest.raises(UserError, match=r"site.key.pub is no private key without a password"):
+    with pytest.raises(UserError, match=r"site.key.pub is not a private key without a password"):
         require_site_key(tmp_path / "site.key.pub")
     subprocess.run(["ssh-keygen", "-q", "-p", "-N", "secret", "-f", str(key)], check=True, capture_output=True)
-    with pytest.raises(UserError, match=r"site.key is no private key without a password"):
+    with pytest.raises(UserError, match=r"site.key is not a private key without a password"):
         require_site_key(key)
     other = tmp_path / "other.key"
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(other)], check=True, capture_output=True)
-    with pytest.raises(UserError, match=r"other.key is a .*, expected one on an elliptic curve: ssh-keygen -t ecdsa"):
+    with pytest.raises(
+        UserError, match=r"other.key must be a key on an elliptic curve, got .*: make one with ssh-keygen -t ecdsa"
+    ):
         require_site_key(other)

@@ -18,14 +18,14 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="th
 #: `main` asks for an app; both do what the arguments say
 PROGRAM = """
 import json, os, socket, subprocess, sys, time
-from fedssl.engines import flower_commands
+from fedssl.engines.flower import commands
 
 def main():
     if "unasked" in sys.argv:  # a command that is ended before it has asked
-        for said in (b"", b"+", b"+{\\n"):
+        for request in (b"", b"+", b"+{\\n"):
             with socket.socket(socket.AF_UNIX) as connection:
                 connection.connect(os.environ["PATH"].split(":")[0] + "/copies")
-                connection.sendall(said)
+                connection.sendall(request)
     environment = os.environ | {"ASKED": "yes"}
     asked = subprocess.run(["flwr-serverapp", *sys.argv[1:]], env=environment, cwd="/", capture_output=True)
     print(json.dumps([asked.returncode, asked.stdout.decode(), asked.stderr.decode()]))
@@ -39,9 +39,9 @@ def app():
     print(json.dumps([sys.argv, os.environ["ASKED"], os.environ["MAIN"], os.getcwd(), "wave" in sys.modules]))
     sys.exit(3)
 
-flower_commands._load = {"flower-superlink": main, "flwr-serverapp": app}.get
+commands._entry_point = {"flower-superlink": main, "flwr-serverapp": app}.get
 command = ["flower-superlink", *sys.argv[1:]]
-sys.exit(flower_commands.run(command, os.environ | {"MAIN": "yes"}, ["wave"]))
+sys.exit(commands.run(command, os.environ | {"MAIN": "yes"}, ["wave"]))
 """
 
 

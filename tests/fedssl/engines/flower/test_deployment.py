@@ -25,7 +25,7 @@ from fedssl.run_directory import RunDirectory
 from tests.fedssl.conftest import AVERAGED, METHODS
 from tests.fedssl.engines.flower.deployment import PATIENCE, Deployment, make_authority, missing_tools
 from tests.fedssl.engines.flower.flower_command import GONE_SECONDS
-from tests.fedssl.engines.flower.test_privacy import assert_close
+from tests.fedssl.engines.flower.secure_runs import assert_close
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -112,10 +112,10 @@ def test_the_bytes_on_the_wire_are_those_that_were_foretold(deployment, runs, no
 
 
 def test_under_the_minimum_a_run_fails_clearly_and_keeps_what_was_committed(deployment, runs):
-    found = deployment.look(runs.failed)
-    assert found["status"] == "finished:failed"
-    print(found["status-details"])
-    assert "guard.minimum_answers is 3" in found["status-details"]
+    listed = deployment.look(runs.failed)
+    assert listed["status"] == "finished:failed"
+    print(listed["status-details"])
+    assert "guard.minimum_answers is 3" in listed["status-details"]
     assert deployment.committed(deployment.folder / "spoiled") == 0
 
 
@@ -213,7 +213,7 @@ def test_faults(deployment, private, noisy, tmp_path):
     # whichever comes first: the deadline at the server or the SuperLink, or the time after which Flower takes a
     # silent node for gone
     late = {f"no answer within {seconds} s", "no answer in time"}
-    assert lost[2, 1] in late | {"its node has gone"}
+    assert lost[2, 1] in late | {"its node is no longer connected"}
     assert lost[2, 2] in late
     replay(noisy(**AVERAGED, rounds=3), tmp_path / "replayed", {1: {1, 2}, 2: {1, 2}})
     state = "checkpoints/server.round-00003.safetensors"

@@ -16,7 +16,7 @@ from fedssl.reading import load_recipe
 from fedssl.run_directory import RunDirectory
 from tests.fedssl.conftest import AVERAGED, LW_FEDSSL, METHODS
 from tests.fedssl.engines.flower.deployment import MARK, PATIENCE, kill_marked, marked, poll, with_package
-from tests.fedssl.engines.flower.test_privacy import assert_close, quantisation_error
+from tests.fedssl.engines.flower.secure_runs import assert_close, quantisation_error
 from tests.fedssl.engines.test_in_process import contents
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -26,7 +26,6 @@ SIMULATED = {"engine": "flower-simulation", "flower": {"cpus": 2, "object_store_
 INTERRUPTED = """
 import os, signal, time
 from fedssl.cli import main
-from fedssl.recipe import load_recipe
 from fedssl.run_directory import RunDirectory
 
 real = RunDirectory.commit

@@ -1,1 +1,0 @@
-"""The operators against their peers on an NVIDIA GPU: ``python -m benchmarks.gpu``."""

@@ -1,0 +1,76 @@
+"""The command line. A user's mistake is one line on stderr and exit code 2.
+
+Each file holds one family of commands; this one puts them together.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from ..errors import UserError
+from .across_machines import app as flower_app
+from .across_machines import superlink, supernode
+from .before_training import cost, partition
+from .console import console
+from .doctor import doctor
+from .running import run, run_table
+from .shipped import recipes, show, tables
+from .trained_runs import evaluate, report
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Run, compare and report federated self-supervised methods.",
+)
+
+_SHIPPED = "What there is"
+_RUNS = "Run and look at the results"
+_MACHINES = "Across machines, with Flower (docs/deploy.md)"
+
+app.command(rich_help_panel=_SHIPPED)(recipes)
+app.command(rich_help_panel=_SHIPPED)(show)
+app.command(rich_help_panel=_SHIPPED)(tables)
+app.command(rich_help_panel=_SHIPPED)(doctor)
+app.command(rich_help_panel=_RUNS)(partition)
+app.command(rich_help_panel=_RUNS)(cost)
+app.command(rich_help_panel=_RUNS)(run)
+app.command("run-table", rich_help_panel=_RUNS)(run_table)
+app.command(rich_help_panel=_RUNS)(evaluate)
+app.command(rich_help_panel=_RUNS)(report)
+app.command("app", rich_help_panel=_MACHINES)(flower_app)
+app.command(rich_help_panel=_MACHINES)(superlink)
+app.command(rich_help_panel=_MACHINES)(supernode)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        console.print(f"fedssl {version('fedkernels-fedssl')}", highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def options_of_fedssl(
+    show_version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Run, compare and report federated self-supervised methods."""
+
+
+def main() -> None:
+    """Entry point of the `fedssl` command."""
+    try:
+        app()
+    except UserError as error:
+        Console(stderr=True).print(f"fedssl: {error}", style="bold red", highlight=False, markup=False, soft_wrap=True)
+        sys.exit(2)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)

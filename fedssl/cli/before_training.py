@@ -1,0 +1,65 @@
+"""Commands that tell what a recipe would do, without training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .console import Overrides, RecipeName, console, print_text
+
+
+def partition(
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    chart: Annotated[Path | None, typer.Option(help="Also draw the table into this image file.")] = None,
+) -> None:
+    """Show how many images of each class every client holds, without training."""
+    from ..data.datasets import load_dataset
+    from ..data.partition_table import class_counts, format_partition
+    from ..data.partitions import partition_indices
+    from ..reading import load_recipe
+
+    loaded = load_recipe(recipe, overrides or ())
+    dataset = load_dataset(loaded.data, loaded.seed)
+    rows = partition_indices(dataset.train_labels, loaded.partition, loaded.seed)
+    counts = class_counts(dataset.train_labels, rows, len(dataset.class_names))
+    print_text(format_partition(counts, dataset.class_names))
+    if chart is not None:
+        from ..data.partition_chart import draw_partition
+
+        draw_partition(counts, dataset.class_names).savefig(chart, dpi=150)
+        print_text(f"The chart is in {chart}")
+
+
+def cost(
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    newcomers: Annotated[
+        bool,
+        typer.Option(
+            "--newcomers",
+            help="Count every client as taking part for the first time in every round, which gives the most traffic.",
+        ),
+    ] = False,
+    rounds: Annotated[
+        Path | None, typer.Option(help="Also write the figures of every client in every round into this CSV file.")
+    ] = None,
+) -> None:
+    """Show what a client will need in memory, operations and traffic, without training."""
+    from ..federation import build_federation
+    from ..reading import load_recipe
+    from ..reports.cost import costs_as_csv, estimate, format_costs
+    from ..storage import write_atomically
+
+    costs = estimate(build_federation(load_recipe(recipe, overrides or ())), newcomers)
+    console.print(format_costs(costs), highlight=False)
+    print_text(
+        "Memory is that of the largest client's step: parameters, gradients, optimiser state and what the forward pass "
+        "keeps. A multiply-add is two FLOPs; frozen layers and target networks have a forward pass only. The traffic "
+        "of a stage is the mean over its clients' rounds."
+    )
+    if rounds is not None:
+        write_atomically(rounds, costs_as_csv(costs).encode())
+        print_text(f"The figures of every round are in {rounds}")

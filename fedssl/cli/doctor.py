@@ -1,0 +1,55 @@
+"""The command that tells what is installed, and what of it fedssl uses."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+
+from rich.table import Table as TextTable
+
+from .console import console
+
+PACKAGES = (
+    "torch",
+    "torchvision",
+    "timm",
+    "numpy",
+    "pydantic",
+    "scikit-learn",
+    "safetensors",
+    "matplotlib",
+    "flwr",
+    "ray",
+)
+
+
+def doctor() -> None:
+    """Show what is installed and used. Look here first if something does not work."""
+    table = TextTable("what", "finding", box=None, pad_edge=False)
+    for what, finding in diagnose():
+        table.add_row(what, finding)
+    console.print(table)
+
+
+def diagnose() -> list[tuple[str, str]]:
+    """Facts about this installation as (what, finding) pairs."""
+    import torch
+
+    import fedkernels
+
+    facts = [("python", f"{platform.python_version()} on {platform.platform()}")]
+    for name in ("fedkernels-fedssl", *PACKAGES):
+        try:
+            facts.append((name, importlib.metadata.version(name)))
+        except importlib.metadata.PackageNotFoundError:
+            facts.append((name, "not installed"))
+    facts.append(("processor", f"{os.cpu_count()} cores; torch uses {torch.get_num_threads()} threads"))
+    facts.append(("vector instructions", torch.backends.cpu.get_cpu_capability()))
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        facts.append(("cuda", f"{torch.version.cuda}: {', '.join(names)}"))
+    else:
+        facts.append(("cuda", "no device; everything runs on the processor"))
+    facts += [(f"fedkernels, {what}", finding) for what, finding in fedkernels.build_info().items()]
+    return facts

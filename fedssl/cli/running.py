@@ -1,0 +1,96 @@
+"""Commands that train: one run, or a table of runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table as TextTable
+
+from ..errors import UserError
+from .console import Overrides, console, print_text
+
+
+def run(
+    recipe: Annotated[
+        str | None, typer.Argument(metavar="RECIPE", help="Name of a shipped recipe, or path of a .yaml file.")
+    ] = None,
+    overrides: Overrides = None,
+    output: Annotated[Path | None, typer.Option(help="Folder of the run; runs/NAME-seedN by default.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Continue the run in this folder.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the folder if it exists.")] = False,
+) -> None:
+    """Run a recipe, or continue an interrupted run (fedssl run --resume RUN)."""
+    from ..engines import engine_of
+    from ..engines.progress import ProgressBars
+    from ..reading import load_recipe
+    from ..run_directory import RunDirectory
+
+    if resume is not None:
+        if recipe or output or overwrite:
+            raise UserError("--resume takes only the run's folder: the recipe is stored there")
+        path = resume
+        RunDirectory.open(path)
+        loaded = load_recipe(path / "recipe.yaml")
+    else:
+        if recipe is None:
+            raise UserError("name a recipe (fedssl recipes lists them) or give --resume RUN")
+        loaded = load_recipe(recipe, overrides or ())
+        path = output or Path("runs") / f"{loaded.name}-seed{loaded.seed}"
+    try:
+        with ProgressBars(console) as bars:
+            if resume is not None:
+                directory = engine_of(loaded).resume(path, bars)
+            else:
+                directory = engine_of(loaded).run(loaded, path, bars, overwrite)
+    except KeyboardInterrupt:
+        if (path / "recipe.yaml").is_file():
+            print_text(f"\nStopped. The last complete round is kept; continue with: fedssl run --resume {path}")
+        else:
+            console.print("\nStopped before the run began; nothing was written.")
+        raise typer.Exit(130) from None
+    _print_final_evaluation(directory.read_metrics())
+    print_text(f"The run is in {path}; write its report with: fedssl report {path}")
+
+
+def run_table(
+    table: Annotated[str, typer.Argument(metavar="TABLE", help="Name of a shipped table, or path of a .yaml file.")],
+    overrides: Overrides = None,
+    output: Annotated[Path | None, typer.Option(help="Folder of the table; runs/TABLE by default.")] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="How many cells run at a time, each in its own process.")] = 1,
+) -> None:
+    """Run every recipe of a table with every seed, and write the table.
+
+    The same command continues an interrupted table; finished cells are kept. A table of kind `resources` trains
+    nothing and counts what each row needs.
+    """
+    from ..tables import runner as table_runner
+    from ..tables.table import load_table
+
+    loaded = load_table(table)
+    path = output or Path("runs") / loaded.name
+    if loaded.kind == "resources":
+        from ..tables.resources import run_resource_table
+
+        run_resource_table(loaded, path, overrides or (), note=print_text)
+        return
+    try:
+        table_runner.run_table(loaded, path, overrides or (), jobs=jobs, note=print_text)
+    except KeyboardInterrupt:
+        console.print("\nStopped. Finished cells and rounds are kept; the same command continues.")
+        raise typer.Exit(130) from None
+
+
+def _print_final_evaluation(rows: list[tuple[int, str, str, float]]) -> None:
+    """Print the evaluation after the last round, one line for each client."""
+    if not rows:
+        return
+    last_round = max(row[0] for row in rows)
+    metrics = ("knn", "linear", "effective_rank")
+    values = {(who, metric): value for number, who, metric, value in rows if number == last_round}
+    clients = dict.fromkeys(who for who, metric in values if metric in metrics)
+    table = TextTable("client", "kNN %", "linear %", "effective rank", box=None, pad_edge=False)
+    for who in clients:
+        table.add_row(who, *(f"{values[who, m]:.1f}" if (who, m) in values else "-" for m in metrics))
+    console.print(table)

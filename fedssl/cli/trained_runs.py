@@ -1,0 +1,50 @@
+"""Commands that work on runs that have been trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from .console import print_text
+
+
+def evaluate(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
+    fractions: Annotated[
+        list[float] | None,
+        typer.Option(
+            "--semi-supervised", help="Also fine-tune on this fraction of the labels, above 0 and up to 1; repeatable."
+        ),
+    ] = None,
+    fine_tune: Annotated[
+        Literal["train", "validation"] | None,
+        typer.Option(help="Also fine-tune on all labels of these images, for macro precision, recall and F1."),
+    ] = None,
+) -> None:
+    """Evaluate a run's last checkpoint: kNN and linear accuracy, and fine-tuning on request."""
+    from ..evaluation.fine_tune import FineTuneOptions
+    from ..reports.evaluation import evaluate_run
+
+    options = FineTuneOptions(images=fine_tune) if fine_tune else None
+    path = evaluate_run(run, fractions or [], note=print_text, fine_tune=options)
+    print_text(path.read_text(encoding="utf-8").rstrip())
+    print_text(f"The table is in {path}")
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of one or more runs.")],
+    output: Annotated[
+        Path | None,
+        typer.Option(help="File to write; RUN/report.html by default, or report.html for several runs."),
+    ] = None,
+    collapse: Annotated[
+        bool,
+        typer.Option(help="Also check whether representations have collapsed; this loads the run's images."),
+    ] = True,
+) -> None:
+    """Write an HTML page with curves, tables, the partition and pictures of the representations."""
+    from ..reports.report import write_report
+
+    print_text(f"The report is in {write_report(runs, output, collapse)}")

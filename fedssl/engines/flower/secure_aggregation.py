@@ -1,0 +1,253 @@
+"""Flower's SecAgg+ around our messages: the server learns the clients' mean alone; the cryptography is Flower's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, RecordDict
+from flwr.app import Message as FlowerMessage
+from flwr.client.mod import secaggplus_mod
+from flwr.common import (
+    Code,
+    FitIns,
+    FitRes,
+    Parameters,
+    Status,
+    bytes_to_ndarray,
+    ndarray_to_bytes,
+    ndarrays_to_parameters,
+    parameters_to_ndarrays,
+)
+from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key, Stage
+from flwr.compat.common.recorddict_compat import fitres_to_recorddict
+from flwr.server.compat.legacy_context import LegacyContext
+from flwr.server.workflow.constant import MAIN_CONFIGS_RECORD, MAIN_PARAMS_RECORD
+from flwr.server.workflow.constant import Key as WorkflowKey
+from flwr.server.workflow.secure_aggregation.secaggplus_workflow import SecAggPlusWorkflow, WorkflowState
+
+from ...engine_options import FlowerOptions, SecAggPlus
+from ...errors import UserError
+from ...messages import Message
+from .flat_weights import Vector, flatten_weights, require_finite
+from .messenger import one_line
+from .system_randomness import numpy_seeded_by_system
+from .wire import from_records, to_records
+
+_MASKED = "masked"
+
+
+def masked_answer(
+    options: SecAggPlus, message: FlowerMessage, context: Context, answer: Callable[[], RecordDict]
+) -> RecordDict:
+    """A client's part in one of the protocol's stages.
+
+    Args:
+        options: the site's own copy of the recipe's.
+        message, context: as Flower gives them to a ClientApp.
+        answer: makes the client's answer without masks; called in the stage that collects masked weights alone.
+
+    Returns:
+        The stage's records; the masked weights as one int32 tensor [1 + n], the number of samples first.
+
+    Raises:
+        UserError: of `answer`; weights that are not finite or beyond clipping_range.
+    """
+    task: Any = message.content["task"]
+    metrics: dict[str, float] = {}
+
+    def call_next(inner: FlowerMessage, context: Context) -> FlowerMessage:
+        reply = from_records(answer())
+        vector = flatten_weights(reply.tensors)
+        require_finite(vector)
+        for name, tensor in reply.tensors.items():  # Flower would cut it off
+            if tensor.is_floating_point() and bool((tensor.abs() > options.clipping_range).any()):
+                raise UserError(
+                    f"{name} holds a value beyond flower.secure_aggregation.clipping_range "
+                    f"({options.clipping_range:g}): raise that option"
+                )
+        samples = int(reply.numbers["samples"])
+        metrics.update(reply.metrics)
+        result = FitRes(Status(Code.OK, ""), ndarrays_to_parameters([vector]), samples, {})
+        return FlowerMessage(fitres_to_recorddict(result, True), reply_to=inner)
+
+    with numpy_seeded_by_system():
+        masked = secaggplus_mod(message, context, call_next)
+    configs: Any = masked.content[RECORD_KEY_CONFIGS]  # the rest of it holds the number of samples
+    if Key.MASKED_PARAMETERS in configs:
+        # integers below 2^32 as Flower has them in int64; as a tensor they are sent in pieces
+        arrays = [bytes_to_ndarray(data) for data in configs[Key.MASKED_PARAMETERS]]
+        integers = np.concatenate(arrays).astype(np.uint32).view(np.int32)
+        records = to_records(Message({_MASKED: torch.from_numpy(integers)}, metrics=metrics))
+    else:
+        records = RecordDict({RECORD_KEY_CONFIGS: configs})
+    records["answer"] = ConfigRecord({"client": task["client"], "round": task["round"]})
+    return records
+
+
+#: sends each client's records: the answers by client, and why the other clients gave none
+Exchange = Callable[[dict[int, RecordDict]], tuple[dict[int, RecordDict], dict[int, str]]]
+
+
+@dataclass
+class SecureMean:
+    """The result of SecAgg+.
+
+    Attributes:
+        mean: float64 [n], weighted by the clients' numbers of samples; None where the protocol failed.
+        metrics: of each client in the mean, by client.
+        missing: why the others are not in it, by client.
+    """
+
+    mean: Vector | None = None
+    metrics: dict[int, dict[str, float]] = field(default_factory=dict)
+    missing: dict[int, str] = field(default_factory=dict)
+
+
+def secure_mean(
+    options: FlowerOptions,
+    contents: dict[int, RecordDict],
+    nodes: dict[int, int],
+    size: int,
+    number: int,
+    exchange: Exchange,
+) -> SecureMean:
+    """The mean of the clients' weights by the stages of Flower's SecAggPlusWorkflow.
+
+    Args:
+        options: with secure aggregation.
+        contents: the round's message to each client.
+        nodes: each client's node.
+        size: how many weights a client sends.
+        number: the round.
+        exchange: see `Exchange`.
+    """
+    result = SecureMean()
+    left = set(contents)
+    while True:
+        grid = _StageGrid({k: contents[k] for k in left}, nodes, size, exchange)
+        protocol = _Protocol(options, grid, number)
+        agreed = protocol.run("setup_stage") and protocol.run("share_keys_stage")
+        result.missing |= grid.missing
+        if not grid.missing:
+            break
+        left -= grid.missing.keys()  # in the later stages Flower asks for the keys of all who began
+        if not left:
+            return result
+    counted: set[int] = set()
+    if agreed and protocol.run("collect_masked_vectors_stage"):
+        counted = left - grid.missing.keys()
+        result.missing |= grid.missing
+        protocol.run("unmask_stage")
+    if protocol.strategy.mean is None:
+        reason = protocol.failure or "too few clients are left for secure aggregation"
+        result.missing = dict.fromkeys(contents, reason) | grid.missing | result.missing
+        return result
+    result.mean = protocol.strategy.mean
+    result.metrics = {k: grid.metrics[k] for k in sorted(counted)}
+    return result
+
+
+def quantization_range(clients: int) -> int:
+    """The largest integer that a client may send: a power of two, with which the clients' sum stays below 2^32."""
+    return min(2**30, 1 << ((2**32 - 1) // clients).bit_length() - 1)
+
+
+class _Protocol:
+    """Flower's SecAggPlusWorkflow, with what it needs of Flower's former strategies around it."""
+
+    def __init__(self, options: FlowerOptions, grid: _StageGrid, number: int):
+        secure = options.secure_aggregation
+        assert secure is not None
+        clients = len(grid.contents)
+        shares: int | float = 1.0  # of all clients
+        if secure.num_shares is not None and secure.num_shares < clients:
+            shares = secure.num_shares
+        self._workflow = SecAggPlusWorkflow(
+            shares,
+            secure.reconstruction_threshold,
+            max_weight=float(1 if options.differential_privacy else secure.max_weight),
+            clipping_range=secure.clipping_range,
+            quantization_range=quantization_range(clients),
+        )
+        self.strategy = _Strategy([grid.nodes[k] for k in grid.contents])
+        records = RecordDict({MAIN_CONFIGS_RECORD: ConfigRecord({WorkflowKey.CURRENT_ROUND: number})})
+        records[MAIN_PARAMS_RECORD] = ArrayRecord()
+        strategy: Any = self.strategy
+        self._context = LegacyContext(Context(0, 0, {}, records, {}), strategy=strategy)
+        self._state = WorkflowState()
+        self._grid = grid
+        self.failure: str | None = None
+
+    def run(self, stage: str) -> bool:
+        """Run one stage of the workflow; whether the next one can follow with the same clients."""
+        try:
+            done: bool = getattr(self._workflow, stage)(self._grid, self._context, self._state)
+        except Exception as error:  # a client may send invalid keys or shares
+            self.failure = f"secure aggregation failed: {type(error).__name__}: {error}"
+            return False
+        return done and not (self._grid.missing and stage in ("setup_stage", "share_keys_stage"))
+
+
+@dataclass
+class _Strategy:
+    """What the workflow calls of a strategy: whom it asks, and where it leaves the mean."""
+
+    nodes: list[int]
+    mean: Vector | None = None
+
+    def configure_fit(self, server_round: int, parameters: Parameters, client_manager: Any) -> list[tuple[Any, FitIns]]:
+        return [(SimpleNamespace(node_id=node), FitIns(Parameters([], ""), {})) for node in self.nodes]
+
+    def aggregate_fit(self, server_round: int, results: Any, failures: Any) -> tuple[None, dict[str, Any]]:
+        [self.mean] = parameters_to_ndarrays(results[0][1].parameters)
+        return None, {}
+
+
+class _StageGrid:
+    """Stands for the workflow's grid; puts the round's message around the one stage that needs it."""
+
+    def __init__(self, contents: dict[int, RecordDict], nodes: dict[int, int], size: int, exchange: Exchange):
+        self.contents, self.nodes, self._size, self._exchange = contents, nodes, size, exchange
+        self.metrics: dict[int, dict[str, float]] = {}
+        self.missing: dict[int, str] = {}
+
+    def send_and_receive(self, messages: list[FlowerMessage], *, timeout: float | None = None) -> list[Any]:
+        client_of = {self.nodes[k]: k for k in self.contents}
+        sent, collects = {}, False
+        for message in messages:
+            k = client_of[message.metadata.dst_node_id]
+            configs: Any = message.content[RECORD_KEY_CONFIGS]
+            collects = configs[Key.STAGE] == Stage.COLLECT_MASKED_VECTORS
+            whole = self.contents[k] if collects else {"task": self.contents[k]["task"]}
+            sent[k] = RecordDict({**whole, RECORD_KEY_CONFIGS: ConfigRecord(dict(configs))})  # Flower shares one
+        received, missing = self._exchange(sent)
+        answers = []
+        for k, content in received.items():
+            try:
+                answer = self._flower_form(k, content) if collects else content
+            except UserError as error:
+                missing[k] = one_line(str(error))
+                continue
+            metadata = SimpleNamespace(src_node_id=self.nodes[k])
+            answers.append(SimpleNamespace(metadata=metadata, content=answer, has_error=lambda: False))
+        self.missing |= missing
+        return answers
+
+    def _flower_form(self, client: int, content: RecordDict) -> RecordDict:
+        """Masked weights as Flower has them: the weight and the weighted parameters, in int64."""
+        message = from_records(content)
+        masked = message.tensors.get(_MASKED)
+        if masked is None or masked.dtype != torch.int32 or masked.shape != (1 + self._size,):
+            got = "none" if masked is None else f"{masked.dtype} {list(masked.shape)}"
+            raise UserError(f"its masked weights are invalid: expected torch.int32 [{1 + self._size}], got {got}")
+        self.metrics[client] = message.metrics
+        integers = masked.numpy().view(np.uint32).astype(np.int64)
+        result = fitres_to_recorddict(FitRes(Status(Code.OK, ""), Parameters([], ""), 0, {}), True)
+        parts = [ndarray_to_bytes(part) for part in (integers[:1], integers[1:])]
+        result[RECORD_KEY_CONFIGS] = ConfigRecord({Key.MASKED_PARAMETERS: parts})
+        return result

@@ -1,0 +1,139 @@
+"""The Flower engine simulated on Ray, on this machine: the same server and clients as in a deployment."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+from flwr.simulation import run_simulation
+
+from ...errors import UserError
+from ...federation import Federation, build_federation
+from ...reading import load_recipe
+from ...recipe import Recipe
+from ...run_directory import RunDirectory, alone_in
+from ..progress import Progress, Silent
+from ..rounds import first_files, refuse_existing, run_rounds
+from .client import make_client_app
+from .differential_privacy import private_federation
+from .messenger import Stopped
+from .server import FlowerClients
+
+
+def run(recipe: Recipe, path: Path, progress: Progress | None = None, overwrite: bool = False) -> RunDirectory:
+    """Run a recipe from its start into a new folder, its clients on Ray; see `in_process.run`.
+
+    Raises:
+        UserError: see `in_process.run`; the recipe's engine is flower; Ray is not installed.
+    """
+    _refuse_deployment(recipe)
+    _require_ray()
+    refuse_existing(path, overwrite)
+    federation = private_federation(build_federation(recipe))
+    directory = RunDirectory.create(path, first_files(federation), overwrite)
+    with alone_in(path):
+        return _simulate(federation, directory, progress or Silent())
+
+
+def resume(path: Path, progress: Progress | None = None) -> RunDirectory:
+    """Continue a run from its last complete round; see `in_process.resume` and, for what is raised, `run`."""
+    RunDirectory.open(path)  # refuses what is no run's folder
+    recipe = load_recipe(path / "recipe.yaml")
+    _refuse_deployment(recipe)
+    _require_ray()
+    with alone_in(path):
+        directory = RunDirectory.open(path)
+        directory.roll_back()
+        if directory.checkpoint.finished:
+            return directory
+        return _simulate(private_federation(build_federation(recipe)), directory, progress or Silent())
+
+
+def _refuse_deployment(recipe: Recipe) -> None:
+    if recipe.engine == "flower":
+        raise UserError(
+            "engine flower runs across machines and cannot be started with fedssl run: write its app with "
+            "fedssl app RECIPE FOLDER and start it with flwr run FOLDER (docs/deploy.md), or use "
+            "engine=flower-simulation on this machine"
+        )
+
+
+def _require_ray() -> None:
+    if find_spec("ray") is None:
+        raise UserError("engine flower-simulation needs Ray: pip install 'fedkernels-fedssl[flower]'")
+
+
+def _simulate(federation: Federation, directory: RunDirectory, progress: Progress) -> RunDirectory:
+    outcome: list[BaseException | None] = []  # of the server app: one entry, None where it went well
+    stop = threading.Event()
+    server_app = ServerApp()
+
+    @server_app.main()
+    def main(grid: Grid, context: Context) -> None:
+        try:
+            clients = FlowerClients(grid, federation, directory, progress, "simulation", stop)
+            clients.connect()
+            run_rounds(federation, directory, progress, clients)
+        except BaseException as error:
+            outcome.append(error)
+        else:
+            outcome.append(None)
+
+    client_app = make_client_app((directory.path / "recipe.yaml").absolute(), simulated=True)
+    with _interrupt_sets(stop), _errors_only():
+        run_simulation(
+            server_app, client_app, len(federation.client_rows), backend_config=_ray_config(federation.recipe)
+        )
+    if not outcome:
+        raise RuntimeError("the simulation ended before its server app")
+    if isinstance(outcome[0], Stopped):
+        raise KeyboardInterrupt
+    if outcome[0] is not None:
+        raise outcome[0]
+    return directory
+
+
+def _ray_config(recipe: Recipe) -> dict[str, Any]:
+    options = recipe.flower
+    start: dict[str, Any] = {"include_dashboard": False, "logging_level": logging.ERROR, "log_to_driver": False}
+    if options.cpus is not None:
+        start["num_cpus"] = options.cpus
+    if options.object_store_megabytes is not None:
+        start["object_store_memory"] = options.object_store_megabytes * 2**20
+    return {
+        "init_args": start,
+        "client_resources": {"num_cpus": options.client_cpus, "num_gpus": options.client_gpus},
+    }
+
+
+@contextmanager
+def _interrupt_sets(stop: threading.Event) -> Iterator[None]:
+    """Ctrl-C ends the server app, and with it the simulation; raised in Flower's own wait it would hang there."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, lambda number, frame: stop.set())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _errors_only() -> Iterator[None]:
+    """Flower logs nothing below errors in the body."""
+    logger = logging.getLogger("flwr")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

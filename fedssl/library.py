@@ -1,0 +1,122 @@
+"""The functions of `fedssl` for scripts and notebooks. Each accepts a path as a `str` or a `Path`."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from . import reading, run_record
+from .engines import engine_of
+from .evaluation.fine_tune import FineTuneOptions
+from .recipe import Recipe
+from .reports import evaluation, report
+from .run_directory import RunDirectory
+from .run_record import Run
+
+AnyPath = str | Path
+
+
+def load_recipe(name_or_path: AnyPath, overrides: Sequence[str] = ()) -> Recipe:
+    """Load a recipe and check every key.
+
+    Args:
+        name_or_path: name of a shipped recipe (`recipe_names()` lists them), or path of a YAML file.
+        overrides: settings to change, such as `["rounds=2", "training.batch_size=64"]`; each value is YAML.
+
+    Raises:
+        UserError: there is no such recipe, or a key or value is invalid. The message says what is allowed.
+        TypeError: `overrides` is a single string.
+    """
+    if isinstance(overrides, str):
+        raise TypeError(f"overrides: expected a list such as [{overrides!r}], got the string {overrides!r}")
+    return reading.load_recipe(name_or_path, overrides)
+
+
+def run(recipe: Recipe, path: AnyPath, *, overwrite: bool = False) -> Run:
+    """Run a recipe to its end and read the run back.
+
+    The run is committed to its folder after every round; `resume` continues it if it is interrupted.
+
+    Args:
+        recipe: from `load_recipe`.
+        path: the run's folder, which must not exist unless `overwrite` is true.
+        overwrite: replace an existing folder.
+
+    Raises:
+        UserError: the folder exists, the data cannot be read, or the recipe's parts do not go together.
+    """
+    return read_run(engine_of(recipe).run(recipe, Path(path), overwrite=overwrite).path)
+
+
+def resume(path: AnyPath) -> Run:
+    """Continue an interrupted run to its end and read it back; a finished run is only read.
+
+    The result is the same, bit for bit, as if the run had not been interrupted.
+
+    Args:
+        path: the run's folder.
+
+    Raises:
+        UserError: the folder holds no run.
+    """
+    directory = RunDirectory.open(Path(path))
+    recipe = reading.load_recipe(directory.path / "recipe.yaml")
+    return read_run(engine_of(recipe).resume(directory.path).path)
+
+
+def read_run(path: AnyPath) -> Run:
+    """Read a run's folder, finished or not: its recipe, metrics and partition.
+
+    Args:
+        path: the run's folder.
+
+    Raises:
+        UserError: the folder holds no run, or a file in it cannot be read.
+    """
+    return run_record.read_run(Path(path))
+
+
+def evaluate(
+    path: AnyPath,
+    *,
+    semi_supervised: Sequence[float] = (),
+    fine_tune: Literal["train", "validation"] | None = None,
+) -> dict[str, dict[str, float]]:
+    """Evaluate the models of a run's last round, and write RUN/evaluation.csv.
+
+    Args:
+        path: the run's folder.
+        semi_supervised: labelled fractions to fine-tune on, each above 0 and up to 1.
+        fine_tune: also fine-tune on all labels of these images.
+
+    Returns:
+        By client (`"0"`, `"1"`, ...; also `"mean"` if there are several models, or `"global"` for one model of all
+        clients) each measure by its name, as in the file: accuracies in percent, rounded to two decimals.
+
+    Raises:
+        UserError: the folder holds no run, no round is finished yet, or a fraction is out of range.
+    """
+    options = FineTuneOptions(images=fine_tune) if fine_tune else None
+    written = evaluation.evaluate_run(Path(path), semi_supervised, fine_tune=options)
+    with open(written, newline="", encoding="utf-8") as file:
+        return {row.pop("client"): {name: float(value) for name, value in row.items()} for row in csv.DictReader(file)}
+
+
+def write_report(runs: AnyPath | Sequence[AnyPath], output: AnyPath | None = None, *, collapse: bool = True) -> Path:
+    """Write an HTML page with the curves, tables, partition and representations of one or more runs.
+
+    Args:
+        runs: the folder of a run, or several.
+        output: the file to write; RUN/report.html by default, or report.html for several runs.
+        collapse: also check whether representations have collapsed; this loads the run's images.
+
+    Returns:
+        The file that was written.
+
+    Raises:
+        UserError: a folder holds no run, or the file cannot be written.
+    """
+    paths = [runs] if isinstance(runs, (str, Path)) else runs
+    return report.write_report([Path(p) for p in paths], None if output is None else Path(output), collapse)

@@ -1,0 +1,114 @@
+"""A table as one picture."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..data.datasets import load_dataset
+from ..data.partitions import partition_indices
+from ..reading import parse_recipe
+from ..reports.plots import Card, draw_table_picture
+from ..run_record import Run, read_run
+from .results import Results, reference_row
+from .table import Table, cell_path
+from .verdict import verdict
+
+_MOST_CLIENTS = 5
+_MOSAIC_ROWS, _MOSAIC_COLUMNS = 3, 4
+
+
+def draw_picture(table: Table, results: Results, output: Path) -> Figure:
+    """Draw the picture of one scenario: some clients with their images, every row's bars, and the verdict.
+
+    Args:
+        table: the table.
+        results: what its finished runs reached in the scenario; at least one run must be finished.
+        output: the table's folder. The clients are those of the reference row's first finished run, or of any other.
+
+    Raises:
+        UserError: the run's data are not there, or its folder cannot be read.
+    """
+    reference = reference_row(table)
+    label = reference if reference in results.finished else next(iter(results.finished))
+    run = read_run(cell_path(output, label, results.finished[label][0], results.label))
+    panels: dict[str, list[tuple[str, str, list[float], list[float]]]] = {
+        metric: [
+            (
+                row.label,
+                table.role(row.label),
+                results.values(row.label, metric, "before"),
+                results.values(row.label, metric),
+            )
+            for row in table.rows
+        ]
+        for metric in table.metrics
+    }
+    untrained: dict[str, list[float]] = {
+        metric: results.values(reference, metric, "before") for metric in table.metrics
+    }
+    seeds = f"{len(table.seeds)} seeds" if len(table.seeds) > 1 else f"seed {table.seeds[0]}"
+    cards, clients = _cards(run), int(run.recipe["partition"]["clients"])
+    shown = f", {_MOST_CLIENTS} of them shown" if clients > _MOST_CLIENTS else ""
+    data = run.recipe["data"]
+    name = Path(data["path"]).stem if data["name"] in ("npz", "folder") else data["name"]
+    subtitle = f"{results.label}: " if results.label else ""
+    subtitle += f"{name}, {clients} client{'s' * (clients > 1)}{shown}, {run.rounds} rounds, {seeds}"
+    # the description's first sentence; "et al. 2024" does not end it
+    title = re.split(r"\.\s(?=[A-Z])", " ".join(table.description.split()))[0] or table.name
+    return draw_table_picture(title, subtitle, cards, panels, untrained, verdict(table, results))
+
+
+def _cards(run: Run) -> list[Card]:
+    """A card for each of the first clients of a run, and one for the public images where the method uses them."""
+    recipe = parse_recipe(dict(run.recipe))
+    dataset = load_dataset(recipe.data, recipe.seed)
+    rows = partition_indices(dataset.train_labels, recipe.partition, recipe.seed)
+    uses_public = any(r.needs_public_images for r in recipe.regularizers) or any(
+        a.needs_public_images for a in recipe.aggregators
+    )
+    cards = []
+    for k, client_rows in enumerate(rows[:_MOST_CLIENTS]):
+        labels = dataset.train_labels[client_rows]
+        present = sorted(set(labels.tolist()))
+        names = [dataset.class_names[label] for label in present]
+        held = f"only {' and '.join(names)}" if len(names) <= 2 else f"{len(names)} classes"
+        if len(names) == len(dataset.class_names):
+            held = f"all {len(names)} classes"
+        lines = (textwrap.shorten(held, 26, placeholder=" ..."), run.architecture_of(k), f"{len(client_rows)} images")
+        cards.append(Card(f"client {k}", "\n".join(lines), _mosaic(dataset.train_images[client_rows], labels)))
+    if uses_public and dataset.public_images is not None:
+        public = dataset.public_images
+        images = _mosaic(public, torch.zeros(len(public), dtype=torch.int64))
+        cards.append(Card("public images", f"without labels,\nfor all clients\n{len(public)} images", images))
+    return cards
+
+
+def _mosaic(images: Tensor, labels: Tensor) -> NDArray[np.uint8]:
+    """Some images in a grid, spread evenly over the images in the order of their classes.
+
+    Args:
+        images: uint8 [n, channels, height, width].
+        labels: int64 [n].
+
+    Returns:
+        uint8 [h, w] for one channel, otherwise [h, w, channels].
+    """
+    count = _MOSAIC_ROWS * _MOSAIC_COLUMNS
+    order = labels.argsort(stable=True)
+    chosen = images[order[torch.linspace(0, len(order) - 1, count).long()]]
+    _, channels, height, width = chosen.shape
+    framed = F.pad(chosen, (0, 1, 0, 1), value=255)
+    grid = framed.reshape(_MOSAIC_ROWS, _MOSAIC_COLUMNS, channels, height + 1, width + 1).permute(0, 3, 1, 4, 2)
+    array: NDArray[np.uint8] = grid.reshape(
+        _MOSAIC_ROWS * (height + 1), _MOSAIC_COLUMNS * (width + 1), channels
+    ).numpy()
+    return array[:-1, :-1, 0] if channels == 1 else array[:-1, :-1]

@@ -1,0 +1,131 @@
+"""The command line as a stranger meets it: one-line errors, exit code 2, nothing half-written."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import numpy as np
+import pytest
+
+from fedssl.cli import main
+from fedssl.reading import parse_recipe
+from tests.fedssl.conftest import ALIGNED, tiny_values
+
+
+@pytest.fixture
+def fedssl(monkeypatch, capsys, tmp_path):
+    """Call `fedssl` with arguments in an empty folder; gives (exit code, standard output, standard error)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["fedssl", *arguments])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        out, err = capsys.readouterr()
+        return int(caught.value.code or 0), out, err
+
+    return call
+
+
+@pytest.fixture
+def tiny_file(tmp_path):
+    path = tmp_path / "tiny.yaml"
+    path.write_text(parse_recipe(tiny_values(**ALIGNED)).to_yaml())
+    return str(path)
+
+
+def test_run_evaluate_report_and_resume(fedssl, tiny_file, tmp_path):
+    code, out, _ = fedssl("run", tiny_file, "rounds=1")
+    assert code == 0
+    assert "kNN %" in out
+    assert "fedssl report runs/tiny-seed0" in out
+    code, out, _ = fedssl("evaluate", "runs/tiny-seed0", "--semi-supervised", "0.1")
+    assert code == 0
+    assert "semi_supervised_0.1" in out
+    header, *rows = (tmp_path / "runs/tiny-seed0/evaluation.csv").read_text().splitlines()
+    assert header == "client,knn,effective_rank,linear,semi_supervised_0.1"
+    assert [row.split(",")[0] for row in rows] == ["0", "1", "2", "mean"]
+    code, out, _ = fedssl("report", "runs/tiny-seed0")
+    assert code == 0
+    assert "data:image" in (tmp_path / "runs/tiny-seed0/report.html").read_text()
+    assert fedssl("run", "--resume", "runs/tiny-seed0")[0] == 0
+
+
+def test_evaluate_repeats_the_runs_own_final_figures(fedssl, tiny_file, tmp_path):
+    fedssl("run", tiny_file, "rounds=1")
+    fedssl("evaluate", "runs/tiny-seed0")
+    metrics = (tmp_path / "runs/tiny-seed0/metrics.csv").read_text().splitlines()
+    logged = {tuple(line.split(",")[1:3]): float(line.split(",")[3]) for line in metrics if line.startswith("1,")}
+    lines = (tmp_path / "runs/tiny-seed0/evaluation.csv").read_text().splitlines()
+    names = lines[0].split(",")
+    for line in lines[1:]:
+        who, *values = line.split(",")
+        for name, value in zip(names[1:], values, strict=True):
+            assert float(value) == pytest.approx(logged[who, name], abs=0.006)
+
+
+def test_lists_and_partition(fedssl, tmp_path):
+    assert "hetero_ssfl" in fedssl("recipes")[1]
+    assert "digits_demo" in fedssl("tables")[1]
+    assert "torch" in fedssl("doctor")[1]
+    code, out, _ = fedssl("partition", "hetero_ssfl", "--chart", "chart.png")
+    assert code == 0
+    assert "total" in out.lower()
+    assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
+
+
+NPZ = ["local_only", "data.public_holdout=0", "data.name=npz"]
+TWO = "partition={name: disjoint_classes, clients: 3}"
+
+
+def images(path, **changes):
+    arrays = {
+        "x_train": np.zeros((40, 8, 8, 1), np.uint8),
+        "y_train": np.arange(40) % 2,
+        "x_test": np.zeros((10, 8, 8, 1), np.uint8),
+        "y_test": np.arange(10) % 2,
+    } | changes
+    np.savez(path, **{name: array for name, array in arrays.items() if array is not None})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run"], "name a recipe"),
+        (["run", "heterossfl"], "did you mean hetero_ssfl?"),
+        (["run", "hetero_ssfl", "bogus=1"], "bogus: unknown key"),
+        (["run", "--resume", "nowhere"], "nowhere is not a run's folder"),
+        (["run", "hetero_ssfl", "--resume", "nowhere"], "--resume takes only the run's folder"),
+        (["run", "hetero_ssfl", "data.name=npz", "data.path=none.npz"], "none.npz"),
+        (["run", *NPZ, "data.path=nokeys.npz"], "x_train"),
+        (["run", *NPZ, "data.path=nan.npz"], "nan.npz"),
+        (["run", *NPZ, "data.path=two.npz", TWO], "the data have only 2; lower partition.clients to 2"),
+        (
+            ["run", "hetero_ssfl", "data.public_holdout=0"],
+            "representation_mean needs public images|cka_alignment needs",
+        ),
+        (["run", "local_only", "training.batch_size=5000"], "fewer than training.batch_size 5000"),
+        (["run", "local_only", "partition={name: iid, clients: 1130}"], "min_samples|batch_size"),
+        (["run", "local_only", "architectures=[resnet1000]"], "resnet1000"),
+        (["run", "local_only", "clients_per_round=9"], "clients_per_round is 9"),
+        (["evaluate", "nowhere"], "nowhere"),
+        (["report", "nowhere"], "nowhere"),
+        (["run-table", "nowhere"], "nowhere"),
+    ],
+)
+def test_a_users_mistake_is_one_line_exit_code_2_and_leaves_nothing(fedssl, tmp_path, arguments, message):
+    np.savez(tmp_path / "nokeys.npz", pictures=np.zeros((4, 8, 8), np.uint8))
+    bad = np.zeros((40, 8, 8, 1), np.float32)
+    bad[3, 1, 1, 0] = np.nan
+    images(tmp_path / "nan.npz", x_train=bad)
+    images(tmp_path / "two.npz")
+    before = sorted(tmp_path.rglob("*"))
+    code, _, err = fedssl(*arguments)
+    assert code == 2
+    assert err.startswith("fedssl: ")
+    assert err.count("\n") == 1, err
+    assert re.search(message, err), err
+    assert "Traceback" not in err
+    assert sorted(tmp_path.rglob("*")) == before

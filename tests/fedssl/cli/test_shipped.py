@@ -1,0 +1,194 @@
+"""`fedssl recipes`, `tables` and `show`: what they print, that they answer without torch, and what they refuse."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from fedssl.cli import main
+from fedssl.reading import load_recipe
+from fedssl.recipe_files import read_values, shipped_names
+
+HEAVY = ("torch", "torchvision", "timm", "sklearn", "numpy", "matplotlib")
+WITHOUT_HEAVY_PACKAGES = f"""
+import sys
+from fedssl.cli import main
+try:
+    main()
+except SystemExit as exit:
+    heavy = [name for name in {HEAVY} if name in sys.modules]
+    sys.exit(exit.code or (f"imported: {{heavy}}" if heavy else 0))
+"""
+OWN_PART = '''"""A term of one's own."""
+
+from pydantic import Field
+
+from fedssl.regularizers.base import Regularizer
+
+
+class Own(Regularizer):
+    """Adds nothing.
+
+    It is for a test.
+    """
+
+    strength: float = Field(0.5, ge=0, description="how much of nothing")
+
+    def start_round(self, local):
+        return lambda step: 0.0
+'''
+
+
+@pytest.fixture
+def fedssl(monkeypatch, capsys, tmp_path):
+    """Call `fedssl` in an empty folder at a width in columns; gives (exit code, standard output, standard error)."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: str, columns: int = 80) -> tuple[int, str, str]:
+        monkeypatch.setenv("COLUMNS", str(columns))
+        monkeypatch.setattr(sys, "argv", ["fedssl", *arguments])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        out, err = capsys.readouterr()
+        return int(caught.value.code or 0), out, err
+
+    return call
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["recipes"],
+        ["tables"],
+        ["show", "hetero_ssfl", "rounds=2"],
+        ["show", "fedu2", "--yaml"],
+        ["--version"],
+        ["--help"],
+        ["run", "--help"],
+    ],
+)
+def test_what_only_shows_imports_neither_torch_nor_other_heavy_packages(arguments):
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_HEAVY_PACKAGES, *arguments], capture_output=True, text=True, env=os.environ
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("kind", ["recipe", "table"])
+def test_a_list_has_one_line_for_each_under_its_paper(fedssl, kind):
+    code, out, _ = fedssl(f"{kind}s")
+    assert code == 0
+    lines = out.splitlines()
+    assert max(map(len, lines)) <= 80
+    headings, entries = [], []
+    for line in filter(None, lines):
+        if line.startswith("  "):
+            name = line.split()[0]
+            entries.append(name)
+            assert read_values(name, kind)["description"].startswith(f"{headings[-1]}: ")
+        else:
+            headings.append(line)
+    assert sorted(entries) == shipped_names(kind)
+    assert len(set(headings)) == len(headings)
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_show_tells_value_origin_and_meaning_of_every_key(fedssl, columns):
+    code, out, _ = fedssl(
+        "show", "hetero_ssfl", "rounds=2", "training.learning_rate=1e-3", "architectures.0=resnet18", columns=columns
+    )
+    assert code == 0
+    assert max(map(len, out.splitlines())) <= columns
+    text = " ".join(out.split())
+    assert "rounds = 2 (override) rounds of the whole run [integer >= 1]" in text
+    assert "training.learning_rate = 0.001 (override)" in text
+    assert "architectures = [resnet18, small_convnet," in text
+    assert "small_resnet18] (override)" in text
+    assert "training.local_epochs = 3 (recipe)" in text
+    assert "training.momentum = 0.9 (default)" in text
+    assert "clients_per_round = null (default)" in text
+    assert "regularizers.0.name = cka_alignment (recipe) Hetero-SSFL's proximal term:" in text
+    shown = {line.partition(" = ")[0] for line in out.splitlines() if " = " in line and line[:1].isalpha()}
+    assert shown == set(dotted(load_recipe("hetero_ssfl").model_dump(mode="json")))
+
+
+def dotted(values, prefix=""):
+    """The keys of all values that are no mapping and no part, as overrides name them."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from dotted(value, f"{prefix}{key}.")
+        elif isinstance(value, list) and value and isinstance(value[0], dict):
+            for i, one in enumerate(value):
+                yield from dotted(one, f"{prefix}{key}.{i}.")
+        else:
+            yield f"{prefix}{key}"
+
+
+def test_another_part_shows_its_own_defaults_and_not_the_recipes(fedssl):
+    _, out, _ = fedssl("show", "hetero_ssfl", "objective.name=simsiam")
+    assert "objective.name = simsiam  (override)" in out
+    assert "objective.output_features = 2048  (default)" in out
+    assert "symmetric" not in out
+
+
+@pytest.mark.parametrize("name", shipped_names("recipe"))
+def test_yaml_is_the_recipe_that_run_resolves(fedssl, name):
+    overrides = ["seed=3", "training.learning_rate=1e-3", "evaluation.fine_tune={}"]
+    code, out, _ = fedssl("show", name, *overrides, "--yaml")
+    assert code == 0
+    assert out == load_recipe(name, overrides).to_yaml()
+
+
+def test_yaml_of_flowers_options_is_the_recipe_that_run_resolves(fedssl, tmp_path):
+    overrides = [
+        "engine=flower-simulation",
+        "flower.differential_privacy={name: local_dp, clipping_norm: 1, epsilon: 2, delta: 1e-5}",
+    ]
+    _, out, _ = fedssl("show", "fedbyol", *overrides, "--yaml")
+    assert out == load_recipe("fedbyol", overrides).to_yaml()
+    (tmp_path / "shown.yaml").write_text(out)
+    assert load_recipe("shown.yaml") == load_recipe("fedbyol", overrides)
+
+
+@pytest.mark.parametrize("key", ["./own.py", "{name: ./own.py, strength: 2}"])
+def test_a_part_of_ones_own_is_shown_like_any_other(fedssl, tmp_path, key):
+    (tmp_path / "own.py").write_text(OWN_PART)
+    code, out, _ = fedssl("show", "fedbyol", f"regularizers=[{key}]", columns=200)
+    assert code == 0
+    assert f"regularizers.0.name = {tmp_path / 'own.py'}  (override)\n    Adds nothing. [" in out
+    value = "2.0  (override)" if "strength" in key else "0.5  (default)"
+    assert f"regularizers.0.strength = {value}\n    how much of nothing [number >= 0]" in out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["heterossfl"],
+        ["hetero_ssfl", "bogus=1"],
+        ["hetero_ssfl", "seed=-1", "data.bogus=1", "training.optimizer=sgdd"],
+        ["hetero_ssfl", "objective.symetric=1"],
+        ["hetero_ssfl", "objective=none"],
+        ["hetero_ssfl", "regularizers=none"],
+        ["hetero_ssfl", "regularizers.0.weight=-1", "training.batch_size=many"],
+        ["hetero_ssfl", "flower.differential_privacy={name: local_dp, clipping_norm: 0}"],
+        ["hetero_ssfl", "flower.differential_privacy={name: other}"],
+        ["hetero_ssfl", "evaluation.semi_supervised=[0.1, 2]"],
+        ["hetero_ssfl", "augmentation.crop_scale=[1]"],
+        ["hetero_ssfl", "architectures=[]"],
+        ["hetero_ssfl", "rounds=.nan"],
+        ["hetero_ssfl", "seed"],
+        ["hetero_ssfl", "regularizers=[{name: ./missing.py}]"],
+    ],
+)
+def test_show_refuses_a_wrong_key_or_value_with_the_message_of_run(fedssl, tmp_path, arguments):
+    code, out, err = fedssl("show", *arguments)
+    assert (code, out) == (2, "")
+    assert (2, "", err) == fedssl("run", *arguments)
+    assert err.startswith("fedssl: ")
+    assert err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+    assert yaml.safe_load(out) is None

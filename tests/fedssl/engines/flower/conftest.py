@@ -1,0 +1,49 @@
+"""Fixtures of the Flower engine's tests. Flower is imported inside them: some tests run without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from fedssl.reading import parse_recipe
+from fedssl.recipe import Recipe
+from tests.fedssl.conftest import tiny_values
+
+WAITS = {"round_seconds": 100, "connect_seconds": 10}
+
+
+@pytest.fixture
+def flower_process() -> None:
+    """Flower notes in its processes who they are, and asks for it when a message is made."""
+    from flwr.supercore.task_identity import TaskIdentity
+
+    TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1
+
+
+@pytest.fixture
+def no_waiting(monkeypatch) -> None:
+    """The server's waits take no time."""
+    from fedssl.engines.flower import greeting, messenger
+    from tests.fedssl.engines.flower.loop_grid import Clock
+
+    clock = Clock()
+    monkeypatch.setattr(messenger, "time", clock)
+    monkeypatch.setattr(greeting, "time", clock)
+
+
+@pytest.fixture
+def quick(tiny, no_waiting) -> Callable[..., Recipe]:
+    """The tiny recipe under engine flower, whose server waits without waiting."""
+    return lambda **changes: tiny(**({"engine": "flower", "flower": WAITS} | changes))
+
+
+@pytest.fixture
+def private(no_waiting) -> Callable[..., Recipe]:
+    """The tiny recipe with Flower's privacy, whose server waits without waiting."""
+
+    def build(*, dp: dict | None = None, secure: dict | None = None, **changes) -> Recipe:
+        options = WAITS | {"differential_privacy": dp, "secure_aggregation": secure}
+        return parse_recipe(tiny_values(**changes, engine="flower", flower=options))
+
+    return build

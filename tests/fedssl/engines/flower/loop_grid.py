@@ -1,0 +1,120 @@
+"""Flower's grid with its nodes in this process: the server and client apps of a run, without processes."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from pathlib import Path
+
+import pytest
+import yaml
+
+pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
+
+from flwr.app import Context, RecordDict
+from flwr.app import Message as FlowerMessage
+from flwr.app.error import Error
+
+from fedssl.engines import in_process
+from fedssl.engines.flower.client import make_client_app
+from fedssl.engines.flower.differential_privacy import private_federation
+from fedssl.engines.flower.server import FlowerClients
+from fedssl.engines.rounds import first_files, run_rounds
+from fedssl.federation import build_federation
+from fedssl.recipe import Recipe
+from fedssl.run_directory import SITES_RUN, RunDirectory
+from tests.fedssl.conftest import ALIGNED, AVERAGED, FEDU2, LW_FEDSSL
+
+KINDS = {"hetero_ssfl": ALIGNED, "fedu2": FEDU2, "lw_fedssl": LW_FEDSSL, "weighted_mean": AVERAGED, "local": {}}
+
+
+class LoopGrid:
+    """Flower's grid with the nodes in this process: each has a client app and a node config."""
+
+    def __init__(self, app, configs: dict[int, dict]):
+        self.app, self.configs = app, configs
+        self.contexts = {node: Context(0, node, config, RecordDict(), {}) for node, config in configs.items()}
+        self.replies: dict[str, FlowerMessage] = {}
+        self.numbers = itertools.count()
+        self.silent: set[int] = set()  # nodes that answer no round
+        self.tamper = lambda node, reply: None
+        self.sent: list[FlowerMessage] = []  # by the nodes
+
+    def get_node_ids(self):
+        return list(self.configs)
+
+    def push_messages(self, messages):
+        names = []
+        for message in messages:
+            node, name = message.metadata.dst_node_id, f"message {next(self.numbers)}"
+            names.append(name)
+            if node in self.silent and message.metadata.message_type != "query":
+                continue
+            message.metadata.__dict__["_message_id"] = name
+            try:
+                reply = self.app(message, self.contexts[node])
+            except Exception as error:
+                reply = FlowerMessage(Error(2, str(error)), reply_to=message)
+            self.tamper(node, reply)
+            self.sent.append(reply)
+            self.replies[name] = reply
+        return names
+
+    def pull_messages(self, names):
+        return [self.replies.pop(name) for name in list(names) if name in self.replies]
+
+
+class WarningRecorder(in_process.Silent):
+    """A silent progress that keeps the warnings."""
+
+    def __init__(self):
+        self.warnings: list[str] = []
+
+    def warn(self, text: str) -> None:
+        self.warnings.append(text)
+
+
+def start(recipe: Recipe, path: Path, sites: list[Path] | None = None) -> tuple[RunDirectory, LoopGrid]:
+    """A run's folder and its nodes: simulated ones, or one for each site file."""
+    federation = build_federation(recipe)
+    files = first_files(federation) | ({SITES_RUN: "run"} if sites else {})
+    directory = RunDirectory.create(path, files)
+    app = make_client_app((path / "recipe.yaml").absolute(), simulated=not sites)
+    if sites:
+        configs = {11 + i: {"site": str(file)} for i, file in enumerate(sites)}
+    else:
+        configs = {11 + k: {"partition-id": k} for k in range(len(federation.client_rows))}
+    return directory, LoopGrid(app, configs)
+
+
+def run_on(recipe: Recipe, directory: RunDirectory, grid: LoopGrid) -> list[str]:
+    """Run a recipe on the nodes of `start`; returns the warnings."""
+    progress = WarningRecorder()
+    federation = private_federation(build_federation(recipe))
+    clients = FlowerClients(grid, federation, directory, progress, "run", threading.Event())
+    clients.connect()
+    run_rounds(federation, directory, progress, clients)
+    return progress.warnings
+
+
+class Clock:
+    """Stands for the module `time`: waiting takes no time."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def write_sites(folder: Path, count: int = 3, **keys) -> list[Path]:
+    """Site files for the first clients, each with further keys."""
+    files = []
+    for k in range(count):
+        file = folder / f"site{k}.yaml"
+        file.write_text(yaml.safe_dump({"client": k, "state": str(folder / f"state{k}")} | keys))
+        files.append(file)
+    return files

@@ -1,0 +1,95 @@
+"""`fedssl superlink` and `fedssl supernode` refuse to start where something is wrong."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
+
+
+from fedssl.engines.flower import nodes
+from fedssl.run_directory import alone_in
+from tests.fedssl.engines.flower.deployment import free_port, make_authority, missing_tools, with_package
+from tests.fedssl.engines.flower.loop_grid import write_sites
+
+needs_openssl = pytest.mark.skipif(missing_tools() is not None, reason=str(missing_tools()))
+
+
+def fedssl(*arguments: str, cwd: Path) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "fedssl", *arguments]
+    return subprocess.run(command, cwd=cwd, env=with_package(), capture_output=True, text=True)
+
+
+def test_the_commands_refuse_to_start_without_tls(tmp_path):
+    done = fedssl("superlink", ".", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "ca.crt does not exist: TLS needs it" in done.stderr
+    write_sites(tmp_path, 1)
+    done = fedssl("supernode", "site0.yaml", "--superlink", "127.0.0.1:1", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "give --root-certificates and --key, or --insecure" in done.stderr
+
+
+@needs_openssl
+def test_a_certificate_that_flowers_own_processes_would_not_trust_is_refused(tmp_path):
+    make_authority(tmp_path, names="DNS:fed.example.org,IP:10.0.0.1")
+    done = fedssl("superlink", ".", "--host", "0.0.0.0", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "server.crt is valid for 10.0.0.1, fed.example.org, but not for 127.0.0.1" in done.stderr
+    (tmp_path / "server.crt").write_text("nonsense")
+    done = fedssl("superlink", ".", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "server.crt is not a certificate in PEM format" in done.stderr
+
+
+def test_a_site_whose_data_are_not_there_is_told_before_anything_starts(tmp_path):
+    write_sites(tmp_path, 1, data={"name": "npz", "path": "nowhere.npz"})
+    done = fedssl("supernode", "site0.yaml", "--superlink", "127.0.0.1:1", "--insecure", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "fedssl: warning: insecure: without TLS" in done.stderr
+    assert "nowhere.npz" in done.stderr
+    assert "SuperNode" not in done.stdout + done.stderr
+
+
+def test_a_port_that_is_taken_and_a_folder_that_is_in_use_are_told(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        done = fedssl("superlink", ".", "--insecure", "--port", port, cwd=tmp_path)
+    assert done.returncode == 2
+    assert f"port {port} of 127.0.0.1 is in use, perhaps by another SuperLink" in done.stderr
+    with alone_in(tmp_path):
+        done = fedssl("superlink", ".", "--insecure", "--port", port, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "another SuperLink keeps its database in this folder: stop it, or name another folder" in done.stderr
+    done = fedssl("superlink", ".", "--insecure", "--host", "203.0.113.7", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "cannot listen on port 8000 of 203.0.113.7" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["superlink", "supernode"])
+def test_what_the_commands_write_is_for_their_user_alone(command, tmp_path, monkeypatch):
+    def run(*arguments) -> int:
+        (tmp_path / "written").touch()
+        return 0
+
+    monkeypatch.setattr(nodes, "run", run)
+    monkeypatch.setattr(nodes, "import_module", lambda name: None)
+    [site] = write_sites(tmp_path, 1)
+    before = os.umask(0o022)
+    try:
+        if command == "superlink":
+            assert nodes.superlink(tmp_path, "127.0.0.1", free_port(), insecure=True) == 0
+        else:
+            assert nodes.supernode(site, "127.0.0.1:1", None, None, insecure=True) == 0
+            assert (tmp_path / "state0").stat().st_mode & 0o777 == 0o700
+    finally:
+        os.umask(before)
+    assert (tmp_path / "written").stat().st_mode & 0o777 == 0o600

@@ -1,0 +1,109 @@
+"""Which recipes Flower's differential privacy and SecAgg+ work with, and which options are refused."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
+
+
+from fedssl.engines.flower.site import load_site, site_federation
+from fedssl.errors import UserError
+from fedssl.federation import build_federation
+from fedssl.reading import load_recipe
+from tests.fedssl.conftest import AVERAGED
+from tests.fedssl.engines.flower.loop_grid import write_sites
+from tests.fedssl.engines.flower.secure_runs import SECURE
+
+WEIGHTS = ["fedbyol", "feddecorr", "fedema", "fedmoco_v3", "fedsimclr", "fedsimsiam", "fedu", "fedu2_without_eua"]
+WEIGHTS += ["fedx", "lw_fedssl", "prog_fedssl", "supervised_fedavg"]
+
+
+OWN_RULE = {"fedu2": "eua", "fedu2_without_fur": "eua", "fedu2_released": "mgda", "l_dawa": "l_dawa"}
+
+
+NO_WEIGHTS = {
+    "hetero_ssfl": r"aggregators.0 representation_mean has clients send something else",
+    "fedca": r"aggregators.1 dictionary has clients send something else",
+    "orchestra": r"aggregators.1 orchestra_clusters has clients send something else",
+    "local_only": r"aggregators \[\] exchange none",
+}
+
+
+OPTIONS = {
+    "local_dp": ["flower.differential_privacy={name: local_dp, clipping_norm: 1, epsilon: 0.5, delta: 1.0e-5}"],
+    "fixed_clipping": ["flower.differential_privacy={name: fixed_clipping, clipping_norm: 1, noise_multiplier: 1}"],
+    "secagg_plus": ["flower.secure_aggregation={name: secagg_plus}"],
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_recipes_that_average_weights_take_all(name, option):
+    load_recipe(name, ["engine=flower-simulation", *OPTIONS[option]])
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("name", OWN_RULE)
+def test_recipes_with_a_rule_of_their_own_take_local_noise_alone(name, option):
+    overrides = ["engine=flower", *OPTIONS[option]]
+    if option == "local_dp":
+        load_recipe(name, overrides)
+        return
+    key = "secure_aggregation" if option == "secagg_plus" else "differential_privacy"
+    expected = rf"flower\.{key} {option} does not go with aggregators\.0 {OWN_RULE[name]}, which looks at each"
+    with pytest.raises(UserError, match=expected) as caught:
+        load_recipe(name, overrides)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("name", NO_WEIGHTS)
+def test_recipes_whose_clients_send_more_or_else_are_refused(name, option):
+    with pytest.raises(UserError, match=rf"flower\.\w+ {option} works on .*{NO_WEIGHTS[name]}"):
+        load_recipe(name, ["engine=flower", *OPTIONS[option]])
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_the_engine_in_this_process_refuses_it(option):
+    with pytest.raises(UserError, match=rf"{option} is Flower's: use engine=flower-simulation or engine=flower"):
+        load_recipe("fedbyol", OPTIONS[option])
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("differential_privacy={name: fixed}", r"flower.differential_privacy: .*'local_dp', 'fixed_clipping'"),
+        (
+            "differential_privacy={name: local_dp, clipping_norm: 1, epsilon: 0, delta: 1.0e-5}",
+            r"epsilon: input should be greater than 0, got 0",
+        ),
+        ("differential_privacy={name: local_dp, clipping_norm: 1, epsilon: 1, delta: 2}", r"delta: .*less than 1"),
+        (
+            "differential_privacy={name: fixed_clipping, clipping_norm: 1, noise: 1}",
+            r"noise: unknown key; .*allowed here are name, clipping_norm, noise_multiplier",
+        ),
+        ("secure_aggregation={name: secagg}", r"secure_aggregation.name: .*'secagg_plus'"),
+        ("secure_aggregation={name: secagg_plus, shares: 3}", r"shares: unknown key; .*num_shares, reconstruction"),
+        ("secure_aggregation={name: secagg_plus, num_shares: 4}", r"needs an odd num_shares, it is 4"),
+    ],
+)
+def test_wrong_options(override, expected):
+    with pytest.raises(UserError, match=expected):
+        load_recipe("fedbyol", ["engine=flower", f"flower.{override}"])
+
+
+def test_secure_aggregation_needs_a_second_client():
+    with pytest.raises(UserError, match="needs 2 to 1023 clients a round, there are 1"):
+        load_recipe("fedbyol", ["engine=flower", *OPTIONS["secagg_plus"], "clients_per_round=1"])
+
+
+def test_a_client_with_more_images_than_max_weight_is_told(tiny, tmp_path):
+    values = AVERAGED | {"engine": "flower", "flower": {"secure_aggregation": SECURE | {"max_weight": 30}}}
+    with pytest.raises(UserError, match=r"client \d has more images than flower.secure_aggregation.max_weight 30"):
+        build_federation(tiny(**values))
+    sites = write_sites(tmp_path, 1, data={"name": "digits", "train_limit": 40, "public_holdout": 0})
+    recipe = tiny(**values | {"partition": {"name": "sites", "clients": 3}})
+    with pytest.raises(UserError, match="client 0 has more images") as caught:
+        site_federation(recipe, load_site(sites[0]))
+    assert "40" not in str(caught.value)  # the line leaves the site

@@ -1,0 +1,238 @@
+"""Runs with Flower's SecAgg+: the mean is the plain one, nothing else leaves, and lost clients are left out."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
+
+from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key, Stage
+
+from fedssl.aggregators.weighted_mean import weighted_mean
+from fedssl.engines import in_process
+from fedssl.engines.flower.secure_aggregation import quantization_range
+from fedssl.engines.flower.wire import from_records, to_records
+from fedssl.errors import UserError
+from fedssl.messages import Message
+from fedssl.method import Method
+from fedssl.run_directory import RunDirectory
+from tests.fedssl.conftest import AVERAGED
+from tests.fedssl.engines.flower.loop_grid import run_on, write_sites
+from tests.fedssl.engines.flower.secure_runs import (
+    EQUAL,
+    FEDEMA,
+    HUGE,
+    LAYER_WISE,
+    SECURE,
+    assert_close,
+    quantisation_error,
+    start_stages,
+    weights,
+)
+from tests.fedssl.engines.test_in_process import metric
+
+pytestmark = pytest.mark.usefixtures("flower_process", "one_thread")
+
+
+@pytest.mark.parametrize(("clients", "expected"), [(2, 2**30), (3, 2**30), (4, 2**29), (10, 2**28), (1023, 2**22)])
+def test_the_sum_of_what_clients_send_stays_below_the_modulus(clients, expected):
+    assert quantization_range(clients) == expected
+    assert clients * expected < 2**32
+
+
+@pytest.mark.parametrize("sites", [False, True], ids=["simulated", "sites"])
+def test_the_secure_mean_is_the_plain_one_to_the_quantisation_error(sites, private, tiny, tmp_path):
+    in_process.run(tiny(**AVERAGED, rounds=1), tmp_path / "plain")
+    recipe = private(secure=SECURE, **AVERAGED, rounds=1)
+    directory, grid = start_stages(recipe, tmp_path / "secure", write_sites(tmp_path) if sites else None)
+    assert run_on(recipe, directory, grid) == []
+    error = quantisation_error(recipe)
+    assert error < 1e-6
+    assert_close(tmp_path / "plain", tmp_path / "secure", atol=error)
+    assert len(grid.stages) == 3 * 4
+    assert metric(tmp_path / "secure", "bytes_up", 1).keys() == {"0", "1", "2"}
+
+
+@pytest.fixture
+def trained(monkeypatch) -> list[Message]:
+    """What the clients would have sent without Flower's privacy, in the order in which they were asked."""
+    replies = []
+    real = Method.client_round
+
+    def note(method, client, *arguments):
+        replies.append(real(method, client, *arguments).copy())
+        return replies[-1].copy()
+
+    monkeypatch.setattr(Method, "client_round", note)
+    return replies
+
+
+@pytest.mark.parametrize("method", [FEDEMA, LAYER_WISE], ids=["fedema", "layers"])
+def test_in_every_round_the_server_gets_the_mean_of_what_was_trained(method, private, trained, tmp_path, monkeypatch):
+    states = []
+    real = RunDirectory.commit
+
+    def note(directory, number, server, finished):
+        states.append(server.copy())
+        real(directory, number, server, finished)
+
+    monkeypatch.setattr(RunDirectory, "commit", note)
+    recipe = private(secure=SECURE, **method)
+    assert run_on(recipe, *start_stages(recipe, tmp_path / "secure")) == []
+    error = quantisation_error(recipe)
+    assert len(states) == 1 + recipe.rounds
+    for number, state in enumerate(states[1:], start=1):
+        replies = trained[3 * number - 3 : 3 * number]
+        samples = [reply.numbers["samples"] for reply in replies]
+        for name, tensor in replies[0].tensors.items():
+            if tensor.is_floating_point():
+                mean = weighted_mean([reply.tensors[name] for reply in replies], samples)
+                torch.testing.assert_close(state.tensors[name], mean, rtol=1e-6, atol=error)
+            else:
+                assert torch.equal(state.tensors[name], states[0].tensors[name])
+    if method is LAYER_WISE:
+        held = {f"schedule/held/{k}": 3.0 for k in range(3)}
+        assert held.items() <= states[-1].numbers.items()
+
+
+def test_local_noise_and_clipping_go_under_the_masks(private, tiny, tmp_path):
+    in_process.run(tiny(**AVERAGED | EQUAL, rounds=1), tmp_path / "plain")
+    recipe = private(dp=HUGE, secure=SECURE, **AVERAGED | EQUAL, rounds=1)
+    assert run_on(recipe, *start_stages(recipe, tmp_path / "secure")) == []
+    assert_close(tmp_path / "plain", tmp_path / "secure", atol=1e-6)
+    noisy = private(dp=HUGE | {"noise_multiplier": 3e-9}, secure=SECURE, **AVERAGED | EQUAL, rounds=1)
+    assert run_on(noisy, *start_stages(noisy, tmp_path / "noisy")) == []
+    first, second = weights(tmp_path / "secure"), weights(tmp_path / "noisy")
+    noise = torch.cat([(second[name] - t).flatten() for name, t in first.items() if "running_var" not in name])
+    assert float(noise.std()) == pytest.approx(1.0, rel=0.06)
+
+
+def test_what_leaves_a_client_under_secure_aggregation(private, trained, tmp_path):
+    recipe = private(secure=SECURE, **AVERAGED, rounds=1)
+    directory, grid = start_stages(recipe, tmp_path / "secure")
+    run_on(recipe, directory, grid)
+    answers = [reply.content for reply in grid.sent if "tensors" in reply.content]
+    assert len(answers) == len(trained) == 3
+    floats = sum(t.numel() for t in trained[0].tensors.values() if t.is_floating_point())
+    for content in answers:
+        assert set(content) == {"tensors", "layout", "numbers", "config", "metrics", "answer"}
+        message = from_records(content)
+        assert message.numbers == {}
+        assert message.metrics.keys() == {"memory", "flops"}
+        [masked] = message.tensors.values()
+        assert masked.shape == (1 + floats,)
+        # uniform over all 2^32 integers, whose deviation is 2^32 / sqrt(12)
+        assert float(masked.double().std()) == pytest.approx(2**32 / math.sqrt(12), rel=0.05)
+        assert abs(float(masked.double().mean())) < 6 * 2**32 / math.sqrt(12 * floats)
+    others = [reply.content for reply in grid.sent if "tensors" not in reply.content]
+    assert {name for content in others for name in content} == {"answer", "data", RECORD_KEY_CONFIGS}
+    assert {dict(content["data"])["public"] for content in others if "data" in content} == {""}
+
+
+@pytest.mark.parametrize("stage", [Stage.SETUP, Stage.SHARE_KEYS, Stage.COLLECT_MASKED_VECTORS])
+def test_a_client_that_is_lost_before_its_weights_came_is_left_out_of_the_mean(stage, private, tiny, tmp_path):
+    four = AVERAGED | {"partition": {"name": "disjoint_classes", "clients": 4, "classes_per_client": 3}, "rounds": 1}
+    plain = private(**four)
+    directory, grid = start_stages(plain, tmp_path / "plain")
+    grid.silent = {12}
+    run_on(plain, directory, grid)
+    recipe = private(secure=SECURE, **four)
+    directory, grid = start_stages(recipe, tmp_path / "secure")
+    grid.loses = lambda node, at, number: (node, at) == (12, stage)
+    assert run_on(recipe, directory, grid) == ["round 1: client 1 is left out: no answer within 100 s"]
+    assert_close(tmp_path / "plain", tmp_path / "secure", atol=quantisation_error(recipe))
+    assert metric(tmp_path / "secure", "missing", 1) == {"1": 1.0}
+    assert directory.client_round(1) is None
+    assert directory.client_round(0) == 1
+
+
+def test_a_client_that_is_lost_after_its_weights_came_counts(private, tiny, tmp_path):
+    in_process.run(tiny(**AVERAGED, rounds=1), tmp_path / "plain")
+    recipe = private(secure=SECURE, **AVERAGED, rounds=1)
+    directory, grid = start_stages(recipe, tmp_path / "secure")
+    grid.loses = lambda node, stage, number: (node, stage) == (12, Stage.UNMASK)
+    assert run_on(recipe, directory, grid) == []
+    assert_close(tmp_path / "plain", tmp_path / "secure", atol=quantisation_error(recipe))
+    assert directory.client_round(1) == 1
+
+
+def test_with_too_few_left_a_round_changes_nothing_and_the_next_one_goes_on(private, tmp_path):
+    recipe = private(secure=SECURE, **AVERAGED)
+    directory, grid = start_stages(recipe, tmp_path / "secure")
+    grid.loses = lambda node, stage, number: (node, stage) in ((12, Stage.UNMASK), (13, Stage.UNMASK)) and number == "1"
+    warnings = run_on(recipe, directory, grid)
+    assert [w.split(": ", 1)[0] for w in warnings] == ["round 1"] * 3
+    assert warnings[0] == "round 1: client 0 is left out: too few clients are left for secure aggregation"
+    assert metric(tmp_path / "secure", "missing", 1).keys() == {"0", "1", "2"}
+    assert metric(tmp_path / "secure", "missing", 2) == {}
+    assert directory.client_round(0) == 2
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (65.0, " holds a value beyond flower.secure_aggregation.clipping_range (64): raise that option"),
+        (float("nan"), "not finite"),
+    ],
+)
+def test_weights_that_the_sum_cannot_hold_are_refused_by_their_client(value, reason, private, tmp_path, monkeypatch):
+    real = Method.client_round
+
+    def spoil(method, client, *arguments):
+        reply = real(method, client, *arguments)
+        if client.index == 2:
+            next(iter(reply.tensors.values())).view(-1)[0] = value
+        return reply
+
+    monkeypatch.setattr(Method, "client_round", spoil)
+    recipe = private(secure=SECURE, **AVERAGED, rounds=1)
+    directory, grid = start_stages(recipe, tmp_path / "secure")
+    warnings = run_on(recipe, directory, grid)
+    assert len(warnings) == 1, warnings
+    warning = warnings[0]
+    assert warning.startswith("round 1: client 2 is left out: ")
+    assert reason in warning
+
+
+def test_invalid_masked_weights_are_left_out(private, tmp_path):
+    recipe = private(secure=SECURE, **AVERAGED, rounds=1)
+    directory, grid = start_stages(recipe, tmp_path / "secure")
+
+    def shorten(node, reply):
+        if node == 13 and "tensors" in reply.content:
+            short = to_records(Message({"masked": torch.zeros(5, dtype=torch.int32)}))
+            reply.content["tensors"], reply.content["layout"] = short["tensors"], short["layout"]
+
+    grid.tamper = shorten
+    warnings = run_on(recipe, directory, grid)
+    assert len(warnings) == 1, warnings
+    warning = warnings[0]
+    assert warning.startswith("round 1: client 2 is left out: its masked weights are invalid: expected torch.int32 [")
+    assert warning.endswith("], got torch.int32 [5]")
+
+
+def test_invalid_keys_do_not_end_the_run(private, tmp_path):
+    recipe = private(secure=SECURE, **AVERAGED, rounds=1)
+    directory, grid = start_stages(recipe, tmp_path / "secure")
+
+    def spoil(node, reply):
+        record = reply.content.get(RECORD_KEY_CONFIGS, {})
+        if node == 13 and Key.PUBLIC_KEY_1 in record:
+            del record[Key.PUBLIC_KEY_1]
+
+    grid.tamper = spoil
+    warnings = run_on(recipe, directory, grid)
+    assert len(warnings) == 3
+    assert "secure aggregation failed: KeyError" in warnings[0]
+
+
+def test_a_server_that_does_not_ask_for_masks_gets_nothing(private, tmp_path, monkeypatch):
+    """Whether a client masks its weights is decided by its own copy of the recipe."""
+    recipe = private(secure=SECURE, **AVERAGED, rounds=1)
+    directory, grid = start_stages(recipe, tmp_path / "secure")
+    with pytest.raises(UserError, match=r"round 1: 0 of 3 clients answered, .* is 1; client 0: "):
+        run_on(private(**AVERAGED, rounds=1), directory, grid)
+    assert not any("tensors" in reply.content for reply in grid.sent if reply.has_content())

@@ -1,0 +1,62 @@
+"""A site's own data, architecture and device, and a site file that is wrong."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+
+pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
+
+
+from fedssl.engines.flower.site import load_site, site_federation
+from fedssl.errors import UserError
+from fedssl.federation import build_federation
+from tests.fedssl.conftest import ALIGNED, AVERAGED
+from tests.fedssl.engines.flower.loop_grid import run_on, start, write_sites
+from tests.fedssl.engines.test_in_process import metric
+
+pytestmark = pytest.mark.usefixtures("flower_process")
+
+
+def test_a_site_brings_its_own_images_and_architecture(quick, tmp_path):
+    recipe = quick(**(ALIGNED | {"partition": {"name": "sites", "clients": 3}}))
+    federation = build_federation(recipe)
+    assert [len(rows) for rows in federation.client_rows] == [0, 0, 0]
+    sites = write_sites(tmp_path, data={"name": "digits", "train_limit": 40, "test_limit": 60, "public_holdout": 30})
+    changed = yaml.safe_load(sites[1].read_text()) | {"architecture": "small_convnet_wide", "device": "cpu"}
+    sites[1].write_text(yaml.safe_dump(changed))
+    own = site_federation(recipe, load_site(sites[1]))
+    assert [len(rows) for rows in own.client_rows] == [0, 40, 0]
+    assert own.recipe.architecture_of(1) == "small_convnet_wide"
+    assert own.recipe.architecture_of(0) == federation.recipe.architecture_of(0)
+    directory, grid = start(recipe, tmp_path / "b", sites)
+    assert run_on(recipe, directory, grid) == []
+    assert metric(tmp_path / "b", "knn", 2).keys() == {"0", "1", "2", "mean"}
+
+
+def test_a_site_file_that_is_wrong(tmp_path, quick):
+    file = tmp_path / "site.yaml"
+    with pytest.raises(UserError, match=r"the site's file .* cannot be read"):
+        load_site(file)
+    file.write_text("client: 0\nstate: x\narchitektur: y\n")
+    with pytest.raises(UserError, match=r"architektur: unknown key; did you mean architecture\?"):
+        load_site(file)
+    file.write_text("client: 0\n")
+    with pytest.raises(UserError, match="state: missing"):
+        load_site(file)
+    file.write_text("client: 3\nstate: x\n")
+    with pytest.raises(
+        UserError, match=r"the site's client is 3, but the recipe has partition.clients=3: expected 0 to 2"
+    ):
+        site_federation(quick(**AVERAGED), load_site(file))
+    file.write_text("client: 0\nstate: x\narchitecture: small_resnet10\n")
+    with pytest.raises(UserError, match="differ, but weighted_mean exchanges weights"):
+        site_federation(quick(**AVERAGED), load_site(file))
+    file.write_text("client: 0\nstate: x\n")
+    with pytest.raises(UserError, match=r"the site's data is missing: the recipe has partition.name=sites"):
+        site_federation(quick(partition={"name": "sites", "clients": 2}), load_site(file))
+
+
+def test_sites_of_their_own_data_are_for_the_flower_engine(tiny):
+    with pytest.raises(UserError, match="partition sites needs engine flower"):
+        build_federation(tiny(partition={"name": "sites", "clients": 2}))

@@ -1,0 +1,103 @@
+"""What `import fedssl` offers to a script or notebook."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fedssl
+from fedssl.reading import parse_recipe
+from tests.fedssl.conftest import tiny_values
+
+LIGHT = """
+import sys
+import fedssl
+fedssl.recipe_names(), fedssl.UserError
+heavy = [name for name in ("torch", "torchvision", "timm", "sklearn", "numpy", "pydantic") if name in sys.modules]
+sys.exit(f"imported: {heavy}" if heavy else 0)
+"""
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    """The folder of a run that was started through the library, as a string of its path gave it."""
+    folder = tmp_path_factory.mktemp("library")
+    recipe_file = folder / "tiny.yaml"
+    recipe_file.write_text(parse_recipe(tiny_values()).to_yaml())
+    recipe = fedssl.load_recipe(str(recipe_file), ["rounds=1"])
+    run = fedssl.run(recipe, str(folder / "run"))
+    assert isinstance(run, fedssl.Run)
+    assert run.finished
+    return folder / "run"
+
+
+def test_importing_it_imports_nothing_heavy():
+    done = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_name_is_there_documented_and_typed():
+    assert fedssl.__all__ == sorted(fedssl.__all__)
+    for name in fedssl.__all__:
+        assert inspect.getdoc(getattr(fedssl, name)), name
+        assert name in dir(fedssl)
+    tree = ast.parse(Path(fedssl.__file__).read_text(encoding="utf-8"))
+    (typed,) = (node for node in tree.body if isinstance(node, ast.If))
+    imported = [alias.name for node in typed.body for alias in node.names]
+    assert sorted(imported) == fedssl.__all__
+
+
+def test_every_argument_of_every_function_is_documented():
+    for name in fedssl.__all__:
+        function = getattr(fedssl, name)
+        if inspect.isfunction(function):
+            for argument in inspect.signature(function).parameters:
+                assert f"{argument}: " in function.__doc__, f"{name}: {argument}"
+
+
+def test_an_unknown_name_is_refused():
+    with pytest.raises(AttributeError, match="has no attribute 'trian'"):
+        _ = fedssl.trian
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_run_is_read_resumed_evaluated_and_reported(finished, tmp_path, kind):
+    run = fedssl.read_run(kind(finished))
+    after = run.evaluated("knn", "after")
+    assert after is not None
+    assert fedssl.resume(kind(finished)).values == run.values
+    measures = fedssl.evaluate(kind(finished), semi_supervised=[0.5])
+    assert list(measures) == ["0", "1", "2", "mean"]
+    assert measures["mean"]["knn"] == pytest.approx(after, abs=0.006)
+    assert "semi_supervised_0.5" in measures["0"]
+    one = fedssl.write_report(kind(finished), collapse=False)
+    assert one == finished / "report.html"
+    several = fedssl.write_report([kind(finished), finished], kind(tmp_path / "both.html"), collapse=False)
+    assert several == tmp_path / "both.html"
+    assert several.is_file()
+
+
+def test_an_existing_folder_is_kept_unless_overwrite(finished):
+    recipe = fedssl.load_recipe(finished / "recipe.yaml")
+    before = (finished / "metrics.csv").read_bytes()
+    with pytest.raises(fedssl.UserError, match="exists"):
+        fedssl.run(recipe, finished)
+    assert fedssl.run(recipe, finished, overwrite=True).finished
+    assert (finished / "metrics.csv").read_bytes() == before
+
+
+@pytest.mark.parametrize("function", [fedssl.read_run, fedssl.resume, fedssl.evaluate, fedssl.write_report])
+def test_a_folder_without_a_run_is_refused(tmp_path, function):
+    with pytest.raises(fedssl.UserError, match="is not a run's folder"):
+        function(str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_override_instead_of_a_list_is_refused():
+    with pytest.raises(TypeError, match=r"overrides: expected a list such as \['rounds=2'\]"):
+        fedssl.load_recipe("fedbyol", "rounds=2")

@@ -1,0 +1,147 @@
+"""A client's training against the same steps written out: batches, views, losses, optimiser, target network."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedssl.client import Client, LocalRound
+from fedssl.data.augmentation import augment
+from fedssl.data.batches import epoch_batches
+from fedssl.federation import Federation, build_federation
+from fedssl.messages import Message
+from fedssl.models.model import Model
+from fedssl.objectives.base import Step
+from fedssl.objectives.byol import BYOL
+from fedssl.regularizers.base import Regularizer, StepLoss
+from fedssl.training import train_locally
+from tests.fedssl.conftest import AVERAGED
+
+EPOCHS, BATCH_SIZE, NUMBER = 2, 8, 3
+RATE, MOMENTUM, DECAY, TARGET_MOMENTUM = 0.05, 0.8, 0.01, 0.9
+
+
+class DoubleByol(BYOL):
+    """In float64, so that the order of a step's sums does not matter."""
+
+    def step(self, model: Model, views: tuple[Tensor, ...], labels: Tensor) -> Step:
+        return super().step(model, tuple(view.double() for view in views), labels)
+
+
+class Length(Regularizer):
+    """The mean length of the first view's projections, times a weight."""
+
+    weight: float
+
+    def start_round(self, local: LocalRound) -> StepLoss:
+        return lambda step: self.weight * step.projections[0].norm(dim=1).mean()
+
+
+def federation_with(tiny: Any, optimizer: str) -> Federation:
+    return build_federation(
+        tiny(
+            **AVERAGED,
+            objective={
+                "name": "byol",
+                "hidden_features": 16,
+                "output_features": 8,
+                "target_momentum": TARGET_MOMENTUM,
+            },
+            data={"name": "digits", "train_limit": 60, "test_limit": 20},
+            training={
+                "local_epochs": EPOCHS,
+                "batch_size": BATCH_SIZE,
+                "optimizer": optimizer,
+                "learning_rate": RATE,
+                "momentum": MOMENTUM,
+                "weight_decay": DECAY,
+            },
+        )
+    )
+
+
+def local_round(federation: Federation) -> LocalRound:
+    client = federation.client(0, Message())
+    client.model.train().double()
+    recipe = federation.recipe
+    objective = DoubleByol(**recipe.objective.model_dump())
+    return LocalRound(client, Message(), NUMBER, recipe.seed, objective, recipe.augmentation)
+
+
+def sgd(parameter: Tensor, gradient: Tensor, state: dict[str, Tensor]) -> Tensor:
+    """Sutskever et al. 2013 as PyTorch has it: v <- m v + g, w <- w - rate v, with g the gradient and decay w."""
+    gradient = gradient + DECAY * parameter
+    state["v"] = MOMENTUM * state["v"] + gradient if state else gradient
+    return parameter - RATE * state["v"]
+
+
+def adam(parameter: Tensor, gradient: Tensor, state: dict[str, Any], decoupled: bool = False) -> Tensor:
+    """Kingma & Ba 2015, Algorithm 1; `decoupled` is Loshchilov & Hutter 2019, AdamW."""
+    if decoupled:
+        parameter = parameter - RATE * DECAY * parameter
+    else:
+        gradient = gradient + DECAY * parameter
+    if not state:
+        state |= {"m": torch.zeros_like(parameter), "v": torch.zeros_like(parameter), "t": 0}
+    state["t"] += 1
+    state["m"] = 0.9 * state["m"] + 0.1 * gradient
+    state["v"] = 0.999 * state["v"] + 0.001 * gradient**2
+    first, second = state["m"] / (1 - 0.9 ** state["t"]), state["v"] / (1 - 0.999 ** state["t"])
+    return parameter - RATE * first / (second.sqrt() + 1e-8)
+
+
+RULES = {"sgd": sgd, "adam": adam, "adamw": lambda p, g, s: adam(p, g, s, decoupled=True)}
+
+
+def train_step_by_step(local: LocalRound, rule: Any, terms: list[StepLoss]) -> list[tuple[float, float]]:
+    """The round, written out; the losses of its steps, without and with the terms."""
+    client: Client = local.client
+    order, augmentation = local.generator("order"), local.generator("augmentation")
+    states: dict[str, dict[str, Any]] = {name: {} for name, _ in client.model.online.named_parameters()}
+    losses = []
+    for _ in range(EPOCHS):
+        for rows in epoch_batches(len(client.images), BATCH_SIZE, order):
+            views = tuple(augment(client.images[rows], local.augmentation, augmentation) for _ in range(2))
+            step: Step = local.objective.step(client.model, views, client.labels[rows])
+            loss = step.loss + sum(term(step) for term in terms)
+            parameters = dict(client.model.online.named_parameters())
+            gradients = torch.autograd.grad(loss, list(parameters.values()))
+            with torch.no_grad():
+                for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True):
+                    parameter.copy_(rule(parameter.detach(), gradient, states[name]))
+                for part, target in client.model.target.items():
+                    for old, new in zip(target.parameters(), client.model.online[part].parameters(), strict=True):
+                        old.copy_(TARGET_MOMENTUM * old + (1 - TARGET_MOMENTUM) * new)
+            losses.append((float(step.loss.detach()), float(loss.detach())))
+    return losses
+
+
+@pytest.mark.parametrize("optimizer", RULES)
+def test_a_round_is_these_steps(optimizer, tiny):
+    federation = federation_with(tiny, optimizer)
+    terms = [Length(weight=0.3), Length(weight=-0.1)]
+    one, other = local_round(federation), local_round(federation)
+    before = {name: tensor.clone() for name, tensor in one.client.model.state_dict().items()}
+    train_locally(one, federation.recipe.training, terms, rounds=5)
+    losses = train_step_by_step(other, RULES[optimizer], [term.start_round(other) for term in terms])
+    expected = other.client.model.state_dict()
+    for name, tensor in one.client.model.state_dict().items():
+        torch.testing.assert_close(tensor, expected[name], atol=1e-8, rtol=1e-8)
+        if tensor.is_floating_point():
+            assert (tensor - before[name]).abs().max() > 1e-4, name
+    steps = EPOCHS * (len(one.client.images) // BATCH_SIZE)
+    assert len(losses) == steps > EPOCHS
+    logged = one.logged()
+    assert logged["loss"] == pytest.approx(sum(loss for loss, _ in losses) / steps)
+    assert logged["total_loss"] == pytest.approx(sum(total for _, total in losses) / steps)
+
+
+def test_the_cost_of_a_round_is_that_of_all_its_steps(tiny):
+    federation = federation_with(tiny, "sgd")
+    local = local_round(federation)
+    cost = train_locally(local, federation.recipe.training, [], rounds=5)
+    assert local.logged()["flops"] == cost.flops * EPOCHS * (len(local.client.images) // BATCH_SIZE)
+    assert local.logged()["memory"] == cost.memory

@@ -1,0 +1,170 @@
+"""Self-supervised training never looks at labels: with other labels on the same images it ends bit for bit alike."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fedssl.data.datasets import Dataset
+from fedssl.engines.in_process import run
+from fedssl.federation import build_federation
+from fedssl.messages import Message
+from fedssl.parts import part_class, part_names
+from fedssl.reading import parse_recipe
+from tests.fedssl.conftest import tiny_values
+from tests.fedssl.rounds_in_memory import Rounds, train_rounds
+from tests.fedssl.test_combinations import AGGREGATORS, OBJECTIVES, READS
+
+CLIENTS, IMAGES, CLASSES = 2, 24, 3
+#: options without which a part does not fit a data set of so few images
+OPTIONS: dict[str, dict[str, Any]] = {
+    **OBJECTIVES,
+    **AGGREGATORS,
+    "l_dawa": {"plain_rounds": 0},
+    "layer_wise": {"layers_per_stage": 2, "rounds_per_stage": 1},
+    "progressive": {"layers_per_stage": 2, "rounds_per_stage": 1},
+    "dictionary": {"samples": 4},
+}
+
+
+def labels(seed: int, count: int = IMAGES) -> Tensor:
+    """Random labels; those of two seeds are no renaming of each other, so that balanced batches would differ too."""
+    return torch.randint(CLASSES, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+def noise(images: int) -> Tensor:
+    return torch.randint(256, (images, 1, 8, 8), generator=torch.Generator().manual_seed(images), dtype=torch.uint8)
+
+
+def with_options(names: list[str]) -> list[dict[str, Any]]:
+    return [{"name": name, **OPTIONS.get(name, {})} for name in names]
+
+
+def trained(seed: int, objective: str = "fedx", **parts: Any) -> Rounds:
+    """Two rounds of two clients whose images have the labels of a seed; which images they hold does not depend on it.
+
+    `fedx` is the objective that every regularizer works with.
+    """
+    aggregators = parts.get("aggregators", ["weighted_mean"])
+    aggregators += ["orchestra_clusters"] if objective == "orchestra" else []
+    values = tiny_values(
+        objective=with_options([objective])[0],
+        regularizers=parts.get("regularizers", []),
+        aggregators=with_options(aggregators),
+        local_update=parts.get("local_update", "replace"),
+        schedule=with_options([parts.get("schedule", "end_to_end")])[0],
+        partition={"name": "iid", "clients": CLIENTS},
+        training={"local_epochs": 2, "batch_size": 4},
+    )
+    names = tuple(f"class {i}" for i in range(CLASSES))
+    dataset = Dataset("noise", noise(IMAGES), labels(seed), noise(8), labels(seed, 8), names, noise(9))
+    federation = build_federation(parse_recipe(values), dataset)
+    rows = torch.arange(IMAGES).chunk(CLIENTS)
+    return train_rounds(dataclasses.replace(federation, client_rows=list(rows)), rounds=2)
+
+
+def assert_same_message(one: Message, other: Message) -> None:
+    assert one.tensors.keys() == other.tensors.keys()
+    for name, tensor in one.tensors.items():
+        assert torch.equal(tensor, other.tensors[name]), name
+    assert one.numbers == other.numbers
+    assert one.config == other.config
+
+
+def assert_labels_do_not_matter(**parts: Any) -> None:
+    one, other = trained(0, **parts), trained(1, **parts)
+    for number, replies in one.replies.items():
+        for k, reply in replies.items():
+            assert_same_message(reply, other.replies[number][k])
+    for k, state in one.clients.items():
+        assert_same_message(state, other.clients[k])
+    assert_same_message(one.server, other.server)
+
+
+def label_free_objectives() -> list[str]:
+    return [name for name in part_names("objectives") if not part_class("objectives", name).needs_labels]  # type: ignore[attr-defined]
+
+
+def test_the_two_labellings_put_the_images_in_different_orders():
+    """Otherwise nothing of what follows could fail."""
+    for rows in torch.arange(IMAGES).chunk(CLIENTS):
+        one, other = labels(0)[rows], labels(1)[rows]
+        assert not torch.equal(one.argsort(stable=True), other.argsort(stable=True))
+        assert (
+            one.bincount(minlength=CLASSES).sort()[0].tolist() != other.bincount(minlength=CLASSES).sort()[0].tolist()
+        )
+
+
+def test_a_supervised_objective_does_look_at_labels():
+    with pytest.raises(AssertionError):
+        assert_labels_do_not_matter(objective="supervised")
+
+
+@pytest.mark.parametrize("objective", label_free_objectives())
+def test_an_objective_does_not_look_at_labels(objective):
+    assert_labels_do_not_matter(objective=objective)
+
+
+@pytest.mark.parametrize("regularizer", part_names("regularizers"))
+def test_a_regularizer_does_not_look_at_labels(regularizer):
+    read = [READS[regularizer]] if regularizer in READS else []
+    assert_labels_do_not_matter(regularizers=[regularizer], aggregators=["weighted_mean", *read])
+
+
+@pytest.mark.parametrize("aggregator", part_names("aggregators"))
+def test_an_aggregator_does_not_look_at_labels(aggregator):
+    if aggregator == "orchestra_clusters":
+        assert_labels_do_not_matter(objective="orchestra")
+    elif part_class("aggregators", aggregator).exchanges_weights:  # type: ignore[attr-defined]
+        assert_labels_do_not_matter(aggregators=[aggregator])
+    else:
+        assert_labels_do_not_matter(aggregators=["weighted_mean", aggregator])
+
+
+@pytest.mark.parametrize("local_update", part_names("local_updates"))
+def test_a_local_update_does_not_look_at_labels(local_update):
+    personal = part_class("local_updates", local_update).personal  # type: ignore[attr-defined]
+    aggregators = ["representation_mean"] if personal else ["weighted_mean"]
+    assert_labels_do_not_matter(local_update=local_update, aggregators=aggregators)
+
+
+@pytest.mark.parametrize("schedule", part_names("schedules"))
+def test_a_schedule_does_not_look_at_labels(schedule):
+    assert_labels_do_not_matter(schedule=schedule)
+
+
+def checkpoints(path: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in (path / "checkpoints").glob("*.safetensors")}
+
+
+def test_a_whole_run_with_evaluation_leaves_the_same_models_whatever_the_labels(tmp_path):
+    """Sampling, drop-outs, evaluation and fine-tuning are the engine's; none of them may carry labels to the models."""
+    left = []
+    for seed in (0, 1):
+        images = {"x_train": noise(48)[:, 0].numpy(), "x_test": noise(30)[:, 0].numpy()}
+        classes = {"y_train": labels(seed, 48).numpy(), "y_test": labels(seed, 30).numpy()}
+        np.savez(tmp_path / f"{seed}.npz", **images, **classes)
+        recipe = parse_recipe(
+            tiny_values(
+                data={"name": "npz", "path": str(tmp_path / f"{seed}.npz")},
+                partition={"name": "iid", "clients": 4},
+                training={"local_epochs": 1, "batch_size": 4},
+                aggregators=["weighted_mean"],
+                local_update="replace",
+                clients_per_round=3,
+                client_dropout=0.3,
+                evaluation={"every": 1, "neighbors": 3, "linear": {"epochs": 1}, "semi_supervised": [1]},
+            )
+        )
+        run(recipe, tmp_path / str(seed))
+        left.append(tmp_path / str(seed))
+    assert (left[0] / "partition.csv").read_bytes() != (left[1] / "partition.csv").read_bytes()
+    assert (left[0] / "metrics.csv").read_bytes() != (left[1] / "metrics.csv").read_bytes()
+    assert checkpoints(left[0])
+    assert checkpoints(left[0]) == checkpoints(left[1])

@@ -1,0 +1,226 @@
+"""What setup.py compiles again after a change, and what an error gives: with compilers that only pretend."""
+
+import os
+import platform
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.build_tree import BuildTree
+
+pytestmark = pytest.mark.skipif(
+    platform.system() != "Linux" or platform.machine() != "x86_64", reason="the instruction sets are those of x86-64"
+)
+
+SETS = ("avx2", "avx512", "baseline")
+ONE = [f"cxx {name}/one.cpp" for name in SETS]
+TWO = [f"cxx {name}/two.cpp" for name in SETS]
+OPERATORS = ["cxx ops/module.cpp", "cxx ops/one.cpp"]
+CUDA = ["nvcc cuda/one.cu", "nvcc cuda/two.cu"]
+LINK = ["cxx linked"]
+EVERYTHING = sorted([*ONE, *TWO, *OPERATORS, "cxx ops/one_cuda.cpp", *CUDA, *LINK])
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> BuildTree:
+    return BuildTree(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def complete_build(tmp_path_factory: pytest.TempPathFactory) -> tuple[BuildTree, Path]:
+    """A tree that is built, and a copy of it."""
+    tree, copy = BuildTree(tmp_path_factory.mktemp("built")), tmp_path_factory.mktemp("copies") / "copy"
+    assert tree.build() == EVERYTHING
+    return tree, shutil.copytree(tree.folder, copy)
+
+
+@pytest.fixture
+def built(complete_build: tuple[BuildTree, Path]) -> BuildTree:
+    """The same folder for each test, for absolute paths are part of the commands."""
+    tree, copy = complete_build
+    shutil.rmtree(tree.folder)
+    shutil.copytree(copy, tree.folder)  # with the files' times
+    return tree
+
+
+def module(tree: BuildTree) -> str:
+    return (tree.folder / "fedkernels/_C.abi3.so").read_text()
+
+
+def note(tree: BuildTree) -> str:
+    return (tree.folder / "fedkernels/_C.missing").read_text()
+
+
+def test_nothing_changed_and_nothing_runs(built: BuildTree) -> None:
+    before = (built.folder / "fedkernels/_C.abi3.so").stat().st_mtime_ns
+    assert built.build() == []
+    assert "ninja: no work to do." in built.printed
+    assert (built.folder / "fedkernels/_C.abi3.so").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize(
+    ("changed", "compiled"),
+    [
+        ("csrc/cpu/one.cpp", ONE),
+        ("csrc/ops/one.cpp", ["cxx ops/one.cpp"]),
+        ("csrc/cuda/two.cu", ["nvcc cuda/two.cu"]),
+        ("csrc/cpu/kernel.h", [*ONE, "cxx ops/one.cpp"]),
+        ("csrc/cuda/launch.h", ["cxx ops/one.cpp", "cxx ops/one_cuda.cpp", "nvcc cuda/one.cu"]),
+    ],
+)
+def test_a_changed_file_compiles_what_includes_it(built: BuildTree, changed: str, compiled: list[str]) -> None:
+    built.touch(changed)
+    assert built.build() == sorted([*compiled, *LINK])
+    assert built.build() == []
+
+
+def test_added_and_removed_sources_and_headers(built: BuildTree) -> None:
+    built.write("csrc/ops/new.cpp", '#include "ops/new.h"\n')
+    built.write("csrc/ops/new.h", "")
+    assert built.build() == ["cxx linked", "cxx ops/new.cpp"]
+    built.write("csrc/ops/new.cpp", "")
+    built.touch("csrc/ops/new.cpp")
+    (built.folder / "csrc/ops/new.h").unlink()
+    assert built.build() == ["cxx linked", "cxx ops/new.cpp"]
+    (built.folder / "csrc/ops/new.cpp").unlink()
+    assert built.build() == LINK
+    assert "new.o" not in module(built)
+
+
+def test_a_flag_compiles_what_it_concerns(built: BuildTree) -> None:
+    setup = built.folder / "setup.py"
+    setup.write_text(setup.read_text().replace('"-mavx2", "-mfma"]', '"-mavx2", "-mfma", "-other"]', 1))
+    assert built.build() == ["cxx avx2/one.cpp", "cxx avx2/two.cpp", *LINK]
+
+
+@pytest.mark.parametrize("newer", [True, False])
+def test_another_version_of_torch_compiles_the_operators(built: BuildTree, newer: bool) -> None:
+    """Also where an installer gives the files of the new version times before the build."""
+    built.make_torch("2.16.0" if newer else "2.14.0")
+    for path in (built.folder / "site").rglob("*.*"):
+        os.utime(path, (1, 1))
+    assert built.build() == ["cxx linked", *OPERATORS, "cxx ops/one_cuda.cpp"]
+
+
+def test_another_version_of_the_compilers_compiles_everything(built: BuildTree) -> None:
+    assert built.build(VERSION_OF_COMPILERS="2") == EVERYTHING
+
+
+def test_two_torches_keep_their_own_objects(built: BuildTree) -> None:
+    built.make_torch("2.12.0", folder="other")
+    assert built.build(torch="other") == EVERYTHING
+    of_other = module(built)
+    assert "other/torch/lib" in of_other
+    assert built.build() == []
+    assert "site/torch/lib" in module(built)
+    assert built.build(torch="other") == []
+    assert module(built) == of_other
+
+
+def test_a_build_by_force_compiles_everything(built: BuildTree) -> None:
+    assert built.build("--force") == EVERYTHING
+
+
+def test_an_isolated_build_uses_the_same_objects(built: BuildTree, tmp_path: Path) -> None:
+    """pip's editable installation has a build_temp and a build_lib of its own each time."""
+    folders = ("--build-temp", str(tmp_path / "temp"), "--build-lib", str(tmp_path / "lib"))
+    built.touch("csrc/ops/one.cpp")
+    assert built.build(*folders) == ["cxx linked", "cxx ops/one.cpp"]
+    assert built.build() == []
+
+
+def test_architectures_compile_cuda_again_and_what_is_left_out_is_told(built: BuildTree) -> None:
+    assert built.build(FEDKERNELS_CUDA_ARCHITECTURES="9.0") == ["cxx linked", "cxx ops/module.cpp", *CUDA]
+    assert "CUDA kernels for sm_90 compute_90; left out: sm_80, sm_86, sm_89\n" in built.printed
+    assert '-DFEDKERNELS_LEFT_OUT="sm_80 sm_86 sm_89"' in object_of(built, "ops/module.o")
+    built.build()
+    assert "left out: nothing\n" in built.printed
+
+
+def test_instruction_sets_that_are_left_out(built: BuildTree) -> None:
+    """The operators call the baseline in their place."""
+    compiled = built.build(FEDKERNELS_CPU_INSTRUCTION_SETS="avx512")
+    assert compiled == ["cxx linked", *OPERATORS, "cxx ops/one_cuda.cpp"]
+    assert "CPU kernels for baseline avx512; " in built.printed
+    assert "left out: avx2\n" in built.printed
+    assert "/avx2/" not in module(built)
+    assert "-DFEDKERNELS_AVX2=baseline" in object_of(built, "ops/one.o")
+    assert "-DFEDKERNELS_AVX512=baseline" not in object_of(built, "ops/one.o")
+
+
+def object_of(tree: BuildTree, name: str) -> str:
+    (path,) = (tree.folder / "build/native").glob(f"*/{name}")
+    return path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("FEDKERNELS_CUDA", "yes", "must be auto, 0 or 1, got 'yes'"),
+        ("FEDKERNELS_CUDA_ARCHITECTURES", "hopper", "must be a list as in '80 90', got 'hopper'"),
+        ("FEDKERNELS_CPU_INSTRUCTION_SETS", "sse", "must be a list of some of baseline, avx2, avx512, got 'sse'"),
+    ],
+)
+def test_an_invalid_value_ends_the_build(tree: BuildTree, name: str, value: str, expected: str) -> None:
+    assert tree.build(fails=True, **{name: value}) == []
+    assert tree.printed.rstrip().endswith(f"{name} {expected}")
+
+
+def test_a_source_that_fails_leaves_the_module_out(built: BuildTree) -> None:
+    built.touch("csrc/cpu/two.cpp")
+    built.build(BROKEN_SOURCE="two.cpp")
+    assert note(built) == "StepError: cxx failed on csrc/cpu/two.cpp: csrc/cpu/two.cpp(1): error: pretended\n"
+    assert not list((built.folder / "fedkernels").glob("*.so"))
+    assert not list((built.folder / "build").glob("lib*/fedkernels/*.so"))  # what a wheel would take
+    assert "fedkernels._C is left out" in built.printed
+    assert built.build() == sorted([*TWO, *LINK])
+    assert not (built.folder / "fedkernels/_C.missing").exists()
+
+
+def test_a_kernel_that_nvcc_refuses_leaves_cuda_out(built: BuildTree) -> None:
+    built.touch("csrc/cuda/one.cu")
+    built.build(BROKEN_SOURCE="one.cu")
+    assert (
+        "compiled without CUDA: nvcc failed on csrc/cuda/one.cu: csrc/cuda/one.cu(1): error: pretended" in built.printed
+    )
+    assert "CUDA kernels for none (nvcc failed on csrc/cuda/one.cu" in built.printed
+    assert "cuda/" not in module(built)
+    assert "one_cuda" not in module(built)
+    assert "libcudart_static" not in module(built)
+
+
+def test_a_kernel_that_nvcc_refuses_ends_a_build_that_asks_for_cuda(built: BuildTree) -> None:
+    built.touch("csrc/cuda/one.cu")
+    built.build(fails=True, BROKEN_SOURCE="one.cu", FEDKERNELS_CUDA="1")
+    assert "FEDKERNELS_CUDA=1, but nvcc failed on csrc/cuda/one.cu: " in built.printed
+
+
+def test_no_cuda_by_choice(tree: BuildTree) -> None:
+    assert tree.build(FEDKERNELS_CUDA="0") == sorted([*ONE, *TWO, *OPERATORS, *LINK])
+    assert "CUDA kernels for none (FEDKERNELS_CUDA=0); left out: nothing\n" in tree.printed
+
+
+def test_no_static_runtime(tree: BuildTree) -> None:
+    (tree.folder / "toolkit/lib64/libcudart_static.a").unlink()
+    assert not set(CUDA) & set(tree.build())
+    assert "libcudart_static.a was not found below" in tree.printed
+
+
+def test_the_module_is_linked_with_the_hidden_static_runtime(built: BuildTree) -> None:
+    text = module(built)
+    assert "-Wl,--exclude-libs,libcudart_static.a" in text
+    assert "-Wl,--no-as-needed" in text
+
+
+def test_without_ninja_the_module_is_left_out_and_the_note_says_what_to_install(tree: BuildTree) -> None:
+    ninja = tree.folder / "csrc/ninja_build.py"
+    ninja.write_text(ninja.read_text().replace('shutil.which("ninja"', 'shutil.which("no-such-ninja"'))
+    assert tree.build() == []
+    assert note(tree) == "RuntimeError: ninja was not found; install it with `pip install ninja`\n"
+
+
+def test_an_old_torch_is_refused(tree: BuildTree) -> None:
+    tree.make_torch("2.10.0")
+    assert tree.build() == []
+    assert note(tree) == "RuntimeError: torch 2.11 or newer is needed, but torch 2.10 was found\n"
