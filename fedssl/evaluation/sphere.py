@@ -19,8 +19,7 @@ def sphere_points(features: Tensor) -> Tensor:
         features: floating point [n, d], finite.
 
     Returns:
-        float64 [n, 3] of norm 1; where d < 3 the last coordinates are 0. A row that is orthogonal to the three directions
-        is 0.
+        float64 [n, 3] of norm 1. Where d < 3 the last coordinates are 0. A row orthogonal to the three directions is 0.
     """
     rows = F.normalize(features.detach().double(), dim=1)
     directions = torch.linalg.svd(rows, full_matrices=False).Vh[:3]

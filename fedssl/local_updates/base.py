@@ -1,4 +1,4 @@
-"""What a client does with the weights that it receives."""
+"""How a client uses the weights that it receives."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ AfterTraining = Callable[[], None]
 
 
 class LocalUpdate(Part):
-    #: True where each client ends with a model of its own, which is then what gets evaluated
+    """Changes a client's model by the server's message before training. A new one overrides `receive`."""
+
+    #: True where each client ends with its own model; these models are then evaluated
     personal: ClassVar[bool] = False
-    #: True where it goes by how far a whole model moves in a round; a schedule that trains parts is then refused
+    #: True where it measures how far a whole model moves in a round; a schedule that trains parts of it is refused
     whole_models: ClassVar[bool] = False
 
     @abstractmethod
     def receive(self, local: LocalRound) -> AfterTraining | None:
         """Change the client's model by `local.received`, before training.
 
-        May return a function that is called after training, for instance to note how far the model moved.
+        Returns:
+            A function that is called after training, for instance to store how far the model moved, or None.
         """

@@ -1,4 +1,4 @@
-"""FedEMA: mix the global model into one's own, the more the less local training moved it."""
+"""FedEMA: mix the global model into the client's own; the less local training moved it, the larger the global share."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ class FedEMA(LocalUpdate):
 
         online = mu * own + (1 - mu) * global,  mu = min(1, lambda_k * divergence_k),  lambda_k = tau / divergence_k
 
-    for the parameters of encoder, projector and predictor. lambda_k is set once, after client k's first local
-    training, so that its first mu is tau; it stays in the client's memory. In its first round a client takes the
-    global model, and so does one that was not in the previous round (the released code's `selective_ema`); its target
-    network then starts from it again.
+    This applies to the parameters of encoder, projector and predictor. lambda_k is set once, after client k's first
+    local training, so that its first mu is tau; it stays in the client's memory. A client takes the global model in its
+    first round, and also when it was not in the previous round (the released code's `selective_ema`); its target
+    network then starts again as a copy of it.
 
-    Follows the authors' released code (EasyFL, applications/fedssl): divergence_k is that of the client's previous
-    local training (see FedU). The paper's text takes the distance of the arriving global model from the client's own.
-    tau is the paper's 0.7; the code's default is 0.8. BatchNorm's running statistics are the arriving ones: a moving
-    average is defined for parameters, and the code treats the encoder so too (the predictor's it takes from the side
-    that has the larger share). A client whose training moved nothing has no lambda yet and takes the global model.
+    This follows the authors' released code (EasyFL, applications/fedssl): divergence_k is that of the client's previous
+    local training (see FedU). The paper's text takes the distance of the received global model from the client's own.
+    tau is the paper's 0.7; the code's default is 0.8. BatchNorm's running statistics are the received ones, as a moving
+    average is defined for parameters. The code does the same for the encoder, and takes the predictor's statistics from
+    the side with the larger share. A client whose training moved nothing has no lambda yet and takes the global model.
 
     Logs `divergence`, `mu` (0 where the global model was taken) and `lambda`.
     """
 
     whole_models: ClassVar[bool] = True
 
-    tau: float = Field(0.7, gt=0, le=1, description="mu of a client's first mixture")
+    tau: float = Field(0.7, gt=0, le=1, description="share of the client's own weights in its first mixture")
 
     def check_model(self, model: Model) -> None:
         require_predictor(self, model)

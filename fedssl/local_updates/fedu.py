@@ -1,4 +1,4 @@
-"""FedU: take the global predictor only where local training moved the encoder little."""
+"""FedU: take the global predictor only if local training moved the encoder little."""
 
 from __future__ import annotations
 
@@ -29,30 +29,31 @@ def divergence(before: dict[str, Tensor], after: dict[str, Tensor]) -> float:
 
 
 def require_predictor(part: LocalUpdate, model: Model) -> None:
+    """Raise a UserError where the model has no predictor."""
     if "predictor" not in model.online:
-        raise UserError(f"{part.name} decides about the predictor, and this objective has none: use byol or simsiam")
+        raise UserError(f"{part.name} updates the predictor, but this objective has none: use byol or simsiam")
 
 
 class FedU(LocalUpdate):
     """Divergence-aware predictor update (Zhuang et al. 2021, Collaborative Unsupervised Visual Representation Learning
     from Decentralized Data, section 3.2).
 
-    Encoder and projector become the global ones. The predictor does so only where the client's divergence is below
-    `threshold`; otherwise the client goes on with its own. In its first round a client takes everything. Encoder,
-    projector and predictor travel up and down in every round, whatever a client makes of them.
+    A client takes the global encoder and projector. It takes the global predictor only if its divergence is below
+    `threshold`; otherwise it keeps its own. In its first round a client takes everything. Encoder, projector and
+    predictor travel up and down in every round, whether a client uses them or not.
 
-    Follows the authors' released code (EasyFL, applications/fedssl): the divergence is that of the client's previous
-    local training, the mean L2 distance of the encoder's convolution weights after it from those before it, and the
-    threshold is 0.4. Deviation: a residual block's shortcut convolution counts too; the released code finds
-    convolutions by their name and so misses them. It also stands for other encoders than convolutional networks: every
-    weight of the encoder with two or more dimensions counts.
+    This follows the authors' released code (EasyFL, applications/fedssl): the divergence is that of the client's
+    previous local training, the mean L2 distance between the encoder's convolution weights before and after it, and the
+    threshold is 0.4. Deviation: the shortcut convolutions of residual blocks count too; the released code finds
+    convolutions by their names and misses these. For other encoders than convolutional networks, every weight of the
+    encoder with two or more dimensions counts.
 
     Logs `divergence` and `global_predictor` (1 where the client took it).
     """
 
     whole_models: ClassVar[bool] = True
 
-    threshold: float = Field(0.4, gt=0, description="mu; the divergence from which a client keeps its predictor")
+    threshold: float = Field(0.4, gt=0, description="mu; from this divergence on a client keeps its own predictor")
 
     def check_model(self, model: Model) -> None:
         require_predictor(self, model)

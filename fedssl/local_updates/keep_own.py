@@ -1,4 +1,4 @@
-"""Keep one's own weights."""
+"""Keep the client's own weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .base import LocalUpdate
 
 
 class KeepOwn(LocalUpdate):
-    """Hetero-SSFL, Algorithm 1: W_i(t) starts from W_i(t-1). Whatever arrives serves regularisers only."""
+    """Hetero-SSFL, Algorithm 1: W_i(t) starts from W_i(t-1). Only regularizers use what the server sends."""
 
     personal: ClassVar[bool] = True
 

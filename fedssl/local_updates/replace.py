@@ -12,7 +12,7 @@ from .base import LocalUpdate
 class Replace(LocalUpdate):
     """McMahan et al. 2017: local training starts from the global weights.
 
-    Only what the server sent is replaced, so a target network and layers that do not travel stay.
+    Only what the server sent is replaced; a target network and layers that do not travel stay as they are.
     """
 
     def receive(self, local: LocalRound) -> None:
@@ -23,7 +23,7 @@ class Replace(LocalUpdate):
                     continue
                 if own[name].shape != tensor.shape:
                     raise UserError(
-                        f"client {local.client.index} received {name} of shape {tuple(tensor.shape)}, its model has "
-                        f"{tuple(own[name].shape)}; all clients need one architecture to exchange weights"
+                        f"client {local.client.index} received {name} of shape {tuple(tensor.shape)}, but its model "
+                        f"has shape {tuple(own[name].shape)}; clients that exchange weights need the same architecture"
                     )
                 own[name].copy_(tensor)

@@ -1,4 +1,4 @@
-"""What a client minimises alone."""
+"""The loss that a client minimises on its own images."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from ..parts import Part
 
 @dataclass
 class Step:
-    """What one training step computed, for regularisers to build on. Entries are one tensor a view, [n, d].
+    """What one training step computed, for regularizers to use. Each tuple has one tensor [n, d] for each view.
 
     Attributes:
         loss: the objective's loss, a scalar.
         representations: the encoder's outputs.
         projections: the online projector's outputs (empty where there is none).
         predictions: the online predictor's outputs (empty where there is none).
-        views: the views that the step was given, normalised float32 [n, C, H, W]; the training loop fills them in.
-        first_view: which of them the first entries are of, from 0; the other entries are of those that follow it.
+        views: the views that the step received, normalised float32 [n, C, H, W]; the training loop sets them.
+        first_view: index in `views`, from 0, of the view that the tuples begin with; the next ones follow it.
     """
 
     loss: Tensor
@@ -34,21 +34,21 @@ class Step:
 
     @property
     def online_views(self) -> tuple[Tensor, ...]:
-        """The views that the entries are of."""
+        """The views whose outputs the tuples hold."""
         return self.views[self.first_view : self.first_view + len(self.representations)]
 
 
 class Objective(Part):
     """Builds the heads around an encoder and computes the loss of a step."""
 
-    #: the aggregator that it cannot do without; a recipe without it is then refused
+    #: the aggregator that it needs; a recipe without it is refused
     needs_aggregator: ClassVar[str | None] = None
-    #: whether it trains on labels, which public images have none of
+    #: whether it trains on labels, which public images lack
     needs_labels: ClassVar[bool] = False
 
     @property
     def fresh_target(self) -> bool:
-        """Whether a target network starts every round as a copy of the online one, not only a client's first."""
+        """Whether the target network starts every round, and not only a client's first, as a copy of the online one."""
         return False
 
     @property
@@ -58,16 +58,16 @@ class Objective(Part):
 
     @property
     def online_views(self) -> int:
-        """How many of them a step tells the online network's outputs of: the length of `Step`'s tuples."""
+        """Views whose outputs of the online network a step returns: the length of `Step`'s tuples."""
         return self.views
 
     @abstractmethod
     def build(self, encoder: nn.Module, classes: int) -> Model:
-        """The model around an encoder (which has `num_features`). `classes` is for supervised objectives."""
+        """Build the model around an encoder, which has `num_features`; `classes` is for supervised objectives."""
 
     @abstractmethod
     def step(self, model: Model, views: tuple[Tensor, ...], labels: Tensor) -> Step:
-        """The loss of one batch. Views: normalised float32 [n, C, H, W] each; labels int64 [n]."""
+        """Compute the loss of one batch: views are normalised float32 [n, C, H, W] each, labels int64 [n]."""
 
     def after_step(self, model: Model) -> None:
-        """Called after each optimiser step: moves the target network where there is one."""
+        """Update the target network, if there is one; called after each optimiser step."""

@@ -12,31 +12,31 @@ from .base import Objective, Step
 
 
 def regression_loss(prediction: Tensor, target: Tensor) -> Tensor:
-    """Mean over the batch of |p/|p| - z/|z||^2 = 2 - 2 cos(p, z). Inputs [n, d], result a scalar."""
+    """Mean over the batch of |p/|p| - z/|z||^2 = 2 - 2 cos(p, z), a scalar; prediction p and target z are [n, d]."""
     return 2.0 - 2.0 * F.cosine_similarity(prediction, target, dim=-1).mean()
 
 
 class BYOL(Objective):
     """Grill et al. 2020, Bootstrap Your Own Latent, Eq. 2; the local loss of Hetero-SSFL (section 3.2).
 
-    The target network is the encoder and projector, moved towards the online ones after each step. It is the
-    client's own: it never travels. Defaults of the heads and of the momentum are FedU's and FedEMA's
-    (4096 -> 2048, 0.99, kept constant; Grill et al. raise it to 1 over training).
+    The target network has an encoder and a projector, which move towards the online ones after each step. It belongs
+    to the client and never travels. The defaults of the heads and of the momentum are FedU's and FedEMA's
+    (4096 -> 2048, and a constant 0.99; Grill et al. raise it to 1 over training).
 
-    Under the schedule `end_to_end` (FedBYOL) a client's target network goes on from its last round; under `layer_wise`
-    and `progressive` it starts every round as a copy of the online one (LW-FedSSL, Algorithm 2, line 4). So results
-    with BYOL under the one and the others differ in that too.
+    Under the schedule `end_to_end` (FedBYOL) a client keeps its target network from round to round. Under `layer_wise`
+    and `progressive` the target network starts every round as a copy of the online one (LW-FedSSL, Algorithm 2, line
+    4). So results under these schedules differ from those under `end_to_end` in that too.
 
-    `symmetric` feeds each view to both networks, as Grill et al. do. Hetero-SSFL prints one direction, which
-    costs half; `symmetric: false` is that. With both, the loss is the mean of the two directions, where Grill et al.
-    take their sum: added terms weigh double beside it, and a rate of plain SGD half, against code that sums.
+    With `symmetric` both networks receive each view, as in Grill et al. Hetero-SSFL prints one direction, which costs
+    half; that is `symmetric: false`. With both directions the loss is their mean, whereas Grill et al. take the sum:
+    compared with code that sums, added terms have twice the weight, and a rate of plain SGD has half the effect.
     """
 
-    hidden_features: int = Field(4096, ge=1)
-    output_features: int = Field(2048, ge=1)
-    projector_layers: int = Field(2, ge=1, description="LW-FedSSL has three")
-    target_momentum: float = Field(0.99, ge=0, le=1)
-    symmetric: bool = True
+    hidden_features: int = Field(4096, ge=1, description="width of the heads' hidden layers")
+    output_features: int = Field(2048, ge=1, description="dimension of projections and predictions")
+    projector_layers: int = Field(2, ge=1, description="linear layers of the projector; LW-FedSSL has three")
+    target_momentum: float = Field(0.99, ge=0, le=1, description="share of the target network kept at each step")
+    symmetric: bool = Field(True, description="whether both views pass through both networks")
 
     @property
     def online_views(self) -> int:

@@ -1,4 +1,4 @@
-"""FedX's networks and its first loss: SimCLR with a predictor for the regularizers that distil."""
+"""FedX's networks and its local contrastive loss; the predictor is for the regularizers that distil."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ from .base import Objective, Step
 class FedX(Objective):
     """nt_xent of the projections of two views (Han et al. 2022, FedX, the local contrastive loss).
 
-    The predictor has no part in this loss: `global_distillation` trains it. Heads as in the authors' released code: two
-    linear layers of 256 with a ReLU between, without BatchNorm. Temperature 0.1.
+    The predictor has no part in this loss; `global_distillation` trains it. The heads are those of the authors'
+    released code: two linear layers of 256 features with a ReLU between them, without BatchNorm. The temperature is
+    0.1.
     """
 
-    output_features: int = Field(256, ge=1)
-    temperature: float = Field(0.1, gt=0)
+    output_features: int = Field(
+        256, ge=1, description="dimension of projections and predictions, and of the hidden layers"
+    )
+    temperature: float = Field(0.1, gt=0, description="divides the cosine similarities")
 
     def build(self, encoder: nn.Module, classes: int) -> Model:
         size = self.output_features

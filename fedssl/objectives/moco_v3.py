@@ -1,4 +1,4 @@
-"""MoCo v3: tell the momentum network's projection of the other view from those of all other images of the batch."""
+"""MoCo v3: identify the target network's projection of an image's other view among those of the whole batch."""
 
 from __future__ import annotations
 
@@ -14,31 +14,33 @@ from .base import Objective, Step
 
 
 class MoCoV3(Objective):
-    """Chen, Xie & He 2021, An Empirical Study of Training Self-Supervised Vision Transformers, Algorithm 1, as
-    LW-FedSSL's Algorithm 2 and Eq. 2 have it:
+    """Chen, Xie & He 2021, An Empirical Study of Training Self-Supervised Vision Transformers, Algorithm 1, in the form
+    of LW-FedSSL's Algorithm 2 and Eq. 2:
 
         loss = info_nce(q1, k2, temperature) + info_nce(q2, k1, temperature)
 
-    q: the l2-normalised predictions of the online network, k: the l2-normalised projections of the target network,
-    whose parameters follow the online ones by `target_momentum` after each step. The negatives are the other images of
-    the batch. Defaults are LW-FedSSL's (section 4.1): projector of three layers and predictor of two, 512 hidden and
-    256 output features, temperature 0.05, momentum 0.99 kept constant.
+    q are the l2-normalised predictions of the online network. k are the l2-normalised projections of the target
+    network, whose parameters follow the online ones by `target_momentum` after each step. The negatives are the other
+    images of the batch. The defaults are LW-FedSSL's (section 4.1): a projector of three layers and a predictor of two,
+    512 hidden and 256 output features, temperature 0.05, and a constant momentum of 0.99.
 
-    What LW-FedSSL leaves open is taken from Chen et al.'s released code for vision transformers: BatchNorm before each
-    ReLU and, without weight and bias, after each head's last layer. (For ResNets that code has a projector of two
-    layers and no BatchNorm after the predictor.) Differences to that code, which follow LW-FedSSL: the patch embedding
-    trains, the target network moves after the step and not before the loss, and the loss has no factor
+    What LW-FedSSL leaves open follows Chen et al.'s released code for vision transformers: BatchNorm before each ReLU
+    and, without weight and bias, after each head's last layer. (For ResNets that code has a projector of two layers and
+    no BatchNorm after the predictor.) Where LW-FedSSL differs from that code, this follows LW-FedSSL: the patch
+    embedding trains, the target network moves after the step and not before the loss, and the loss has no factor
     2 * temperature.
 
-    `fresh_target_each_round`: as in LW-FedSSL's Algorithm 2, line 4, the target network starts every round as a copy of
-    the online one. Without it a client's target network goes on from its last round.
+    With `fresh_target_each_round` the target network starts every round as a copy of the online one, as in LW-FedSSL's
+    Algorithm 2, line 4. Without it a client keeps its target network from round to round.
     """
 
-    hidden_features: int = Field(512, ge=1)
-    output_features: int = Field(256, ge=1)
-    temperature: float = Field(0.05, gt=0, description="tau")
-    target_momentum: float = Field(0.99, ge=0, le=1, description="mu")
-    fresh_target_each_round: bool = True
+    hidden_features: int = Field(512, ge=1, description="width of the heads' hidden layers")
+    output_features: int = Field(256, ge=1, description="dimension of projections and predictions")
+    temperature: float = Field(0.05, gt=0, description="tau; divides the cosine similarities")
+    target_momentum: float = Field(0.99, ge=0, le=1, description="mu; share of the target network kept at each step")
+    fresh_target_each_round: bool = Field(
+        True, description="whether the target network starts each round as a copy of the online one"
+    )
 
     @property
     def fresh_target(self) -> bool:

@@ -1,4 +1,4 @@
-"""Orchestra: agree with the target network on which global cluster an image belongs to, and tell how it was turned."""
+"""Orchestra: predict the target network's global cluster of an image, and by how many quarter turns it was turned."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .base import Objective, Step
 
 
 class OrchestraModel(Model):
-    """Encoder, projector and rotation classifier, a target of the first two, and two tables that are no networks.
+    """Encoder, projector and rotation classifier, a target network of the first two, and two tables of vectors.
 
     Buffers:
-        centroids: the global clusters, unit rows, [clusters, d]; they arrive from the server.
-        memory: the target's last projections, unit rows, oldest first, [memory, d]; the client's own.
+        centroids: the global clusters from the server, unit rows, [clusters, d].
+        memory: the target network's last projections, unit rows, oldest first, [memory, d]; the client's own.
     """
 
     centroids: Tensor
@@ -32,21 +32,21 @@ class OrchestraModel(Model):
 
     @torch.no_grad()
     def remember(self, projections: Tensor) -> None:
-        """Append unit projections [n, d] to the memory; the oldest drop out."""
+        """Append unit projections [n, d] to the memory and remove the oldest."""
         self.memory.copy_(torch.cat([self.memory, projections])[-len(self.memory) :])
 
 
 def cluster_loss(online: Tensor, target: Tensor, centroids: Tensor, temperature: float) -> Tensor:
-    """Mean over the images of -sum_c p_c log q_c, p and q the softmax of z C' / temperature of target and online.
+    """Mean over the images of -sum_c p_c log q_c; p and q are softmax(z C' / temperature) with z of target and online.
 
     online, target: unit rows [n, d]; centroids: unit rows [c, d]. Result a scalar.
     """
-    wanted = F.softmax(target @ centroids.T / temperature, dim=1)
-    return -(wanted * F.log_softmax(online @ centroids.T / temperature, dim=1)).sum(dim=1).mean()
+    target_clusters = F.softmax(target @ centroids.T / temperature, dim=1)
+    return -(target_clusters * F.log_softmax(online @ centroids.T / temperature, dim=1)).sum(dim=1).mean()
 
 
 def turn(images: Tensor) -> tuple[Tensor, Tensor]:
-    """Image i of square [n, C, H, H] turned by i mod 4 quarter turns, and these numbers, int64 [n]."""
+    """Turn image i of [n, C, H, H] by i mod 4 quarter turns; returns the images and the turns, int64 [n]."""
     turns = torch.arange(len(images), device=images.device) % 4
     turned = torch.stack([torch.rot90(image, i % 4, dims=(1, 2)) for i, image in enumerate(images)])
     return turned, turns
@@ -57,25 +57,27 @@ class Orchestra(Objective):
 
         `cluster_loss`(online projection of view 2, target projection of view 1) + cross-entropy of the quarter turns
 
-    The clusters come from the aggregator `orchestra_clusters`, which a recipe must name too. Defaults are those of the
-    authors' released code: 128 global clusters, memory 128, temperature 0.1, target momentum 0.996 on parameters only,
-    projector and rotation classifier on 512 features. The projector ends in a BatchNorm without weights.
+    The clusters come from the aggregator `orchestra_clusters`, which a recipe must name too. The defaults are those of
+    the authors' released code: 128 global clusters, memory 128, temperature 0.1, target momentum 0.996 on parameters
+    only, and 512 features for projector and rotation classifier. The projector ends in a BatchNorm without weights.
 
     Deviations from the released code: the target network stays with its client, as everywhere here; the code sends and
-    averages it too, which doubles the bytes. Turns are taken in equal shares by an image's place in the batch, whose
-    order is random, and not drawn. All views have the recipe's augmentation (the code solarises some). The code also
-    passes view 1 through the online network and uses nothing of it.
+    averages it too, which doubles the bytes. Turns are not drawn: each has an equal share of the batch, by the images'
+    positions, whose order is random. All views have the recipe's augmentation (the code solarises some). The code also
+    passes view 1 through the online network and does not use the result.
 
-    Logs nothing of its own; a `loss` near log(128) + log(4) is that of a network that knows nothing.
+    It logs nothing of its own. An untrained network has a `loss` near log(128) + log(4).
     """
 
     needs_aggregator: ClassVar[str | None] = "orchestra_clusters"
 
-    clusters: int = Field(128, ge=2, description="global clusters")
-    memory: int = Field(128, ge=2, description="target projections that a client clusters")
-    features: int = Field(512, ge=2, description="of the projection, and of the projector's hidden layer")
-    temperature: float = Field(0.1, gt=0)
-    target_momentum: float = Field(0.996, ge=0, le=1)
+    clusters: int = Field(128, ge=2, description="number of global clusters")
+    memory: int = Field(128, ge=2, description="number of target projections that a client clusters")
+    features: int = Field(
+        512, ge=2, description="dimension of the projection and width of the projector's hidden layer"
+    )
+    temperature: float = Field(0.1, gt=0, description="divides the cosine similarities to the clusters")
+    target_momentum: float = Field(0.996, ge=0, le=1, description="share of the target network kept at each step")
 
     @property
     def views(self) -> int:

@@ -1,4 +1,4 @@
-"""SimCLR: tell the other view of an image from all other images of the batch."""
+"""SimCLR: identify an image's other view among all views of the batch."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from .base import Objective, Step
 class SimCLR(Objective):
     """Chen et al. 2020, A Simple Framework for Contrastive Learning of Visual Representations, Eq. 1.
 
-    NT-Xent on the l2-normalised projections of both views, by `fedkernels.nt_xent`: a row's similarity to itself is
-    left out as -inf, as in the paper. (FedU2's released code sets it to 0.)
+    The loss is NT-Xent of the l2-normalised projections of both views (`fedkernels.nt_xent`). A row's similarity to
+    itself is left out as -inf, as in the paper. (FedU2's released code sets it to 0.)
 
-    Defaults: projector of two layers, 2048 -> 128 (their section 4.2, hidden size as wide as ResNet-50's
-    representation), with BatchNorm as in their code, and the temperature 0.5 that is best on CIFAR-10 (appendix B.9).
-    FedU2 has 2048 -> 512 and its code the temperature 0.07.
+    The projector has two layers, 2048 -> 128 (their section 4.2; ResNet-50's representation has 2048 features), with
+    BatchNorm as in their code. The temperature 0.5 is the best one on CIFAR-10 (appendix B.9). FedU2 has 2048 -> 512,
+    and its code has the temperature 0.07.
     """
 
-    hidden_features: int = Field(2048, ge=1)
-    output_features: int = Field(128, ge=1)
-    projector_layers: int = Field(2, ge=1, description="LW-FedSSL has three")
-    temperature: float = Field(0.5, gt=0)
+    hidden_features: int = Field(2048, ge=1, description="width of the projector's hidden layers")
+    output_features: int = Field(128, ge=1, description="dimension of the projections")
+    projector_layers: int = Field(2, ge=1, description="linear layers of the projector; LW-FedSSL has three")
+    temperature: float = Field(0.5, gt=0, description="divides the cosine similarities")
 
     def build(self, encoder: nn.Module, classes: int) -> Model:
         width: int = encoder.num_features  # type: ignore[assignment]
@@ -37,5 +37,5 @@ class SimCLR(Objective):
     def step(self, model: Model, views: tuple[Tensor, ...], labels: Tensor) -> Step:
         representations = tuple(model.encoder(view) for view in views)
         projections = tuple(model.online["projector"](r) for r in representations)
-        one, two = (F.normalize(projection, dim=1) for projection in projections)
-        return Step(nt_xent(one, two, self.temperature), representations, projections)
+        first, second = (F.normalize(projection, dim=1) for projection in projections)
+        return Step(nt_xent(first, second, self.temperature), representations, projections)

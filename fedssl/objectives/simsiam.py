@@ -14,13 +14,13 @@ from .base import Objective, Step
 class SimSiam(Objective):
     """Chen & He 2020, Exploring Simple Siamese Representation Learning, Eq. 2.
 
-    Projector of three layers that ends in BatchNorm, predictor with a bottleneck, as in their section 3.
-    `stop_gradient: false` is their section 4.1: the representations collapse. It is there to study that.
+    As in their section 3, the projector has three layers and ends in BatchNorm, and the predictor has a bottleneck.
+    With `stop_gradient: false` the representations collapse (their section 4.1); the option is there to study that.
     """
 
-    output_features: int = Field(2048, ge=1)
-    bottleneck_features: int = Field(512, ge=1)
-    stop_gradient: bool = True
+    output_features: int = Field(2048, ge=1, description="dimension of projections and predictions")
+    bottleneck_features: int = Field(512, ge=1, description="width of the predictor's hidden layer")
+    stop_gradient: bool = Field(True, description="whether the targets are without gradient; without it they collapse")
 
     def build(self, encoder: nn.Module, classes: int) -> Model:
         size = self.output_features

@@ -1,4 +1,4 @@
-"""Supervised training with labels: what federated averaging does where labels exist."""
+"""Supervised training with labels, the usual task of federated averaging."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is added to the objective of a client."""
+"""Terms that are added to a client's objective."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ StepLoss = Callable[[Step], Tensor]
 
 
 def require_two_views(part: Part, objective: Objective) -> None:
-    """Refuse an objective whose steps do not tell of two views of each image (UserError)."""
+    """Raise a UserError unless the objective's steps return outputs of two views of each image."""
     if objective.online_views != 2:
         raise UserError(
             f"{part.name} compares two views of each image, but objective {objective.name} passes "
@@ -26,30 +26,29 @@ def require_two_views(part: Part, objective: Objective) -> None:
 
 
 class Regularizer(Part):
-    """One term of the local loss. A new one overrides `start_round`, and that is all.
+    """One term of the local loss. A new one needs to override `start_round` only.
 
-    What it cannot work with is said by the attributes below, `check_objective` and `check_model`.
+    The attributes below, `check_objective` and `check_model` state what it needs.
     """
 
-    #: whether it works on the shared public images; a recipe without such images is then refused
+    #: whether it uses the shared public images; a recipe without public images is refused
     needs_public_images: ClassVar[bool] = False
-    #: whether it takes steps of the objective on these images, which have no labels
+    #: whether it takes steps of the objective on the public images, which have no labels
     runs_objective: ClassVar[bool] = False
-    #: the aggregator whose message it reads; a recipe without it is then refused
+    #: the aggregator whose message it reads; a recipe without it is refused
     needs_aggregator: ClassVar[str | None] = None
-    #: whether it reads the global model; a recipe in which no weights are exchanged is then refused
+    #: whether it reads the global model; a recipe in which no weights are exchanged is refused
     needs_global_model: ClassVar[bool] = False
-
     #: whether it reads `LocalRound.previous`
     needs_previous_model: ClassVar[bool] = False
 
     def check_objective(self, objective: Objective) -> None:
-        """Refuse an objective whose steps lack what the term works on (UserError). Called before anything runs."""
+        """Raise a UserError for an objective whose steps lack what the term needs; called before anything runs."""
 
     @abstractmethod
     def start_round(self, local: LocalRound) -> StepLoss:
-        """Prepare one client's round and return the function that gives each step's term (a scalar).
+        """Prepare one client's round and return the function that computes each step's term, a scalar.
 
-        What the round needs (the server's message, the model, the public images, a generator) is in `local`;
-        what it should show in the metrics goes to `local.log(name, value)`.
+        `local` has what the round needs: the server's message, the model, the public images and generators. Metrics
+        are logged by `local.log(name, value)`.
         """

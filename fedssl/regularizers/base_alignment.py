@@ -1,4 +1,4 @@
-"""FedCA's alignment: stay near what a model trained on public data makes of the same images."""
+"""FedCA's alignment: keep representations near those of a model trained on public data."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ class BaseAlignment(Regularizer):
 
         weight * `squared_distance`(encoder's output, the base model's for the same view), the mean over the views
 
-    The base model comes from the aggregator `base_model`; a client keeps it in its memory. It is in evaluation mode and
-    without gradient. From the paper's abstract; there is no released code: the distance, that it is taken at the
-    encoder's output, and the weight are chosen here.
+    The base model comes from the aggregator `base_model`, and a client keeps it in its memory. It runs in evaluation
+    mode without gradients. This follows the paper's abstract, as there is no released code. The kind of distance, its
+    place at the encoder's output, and the weight are chosen here.
 
     Logs `base_distance`, the term without its weight.
     """
 
     needs_aggregator: ClassVar[str | None] = "base_model"
 
-    weight: float = Field(0.01, ge=0)
+    weight: float = Field(0.01, ge=0, description="factor of the term")
 
     def start_round(self, local: LocalRound) -> StepLoss:
         memory = local.client.memory.tensors
@@ -45,8 +45,8 @@ class BaseAlignment(Regularizer):
 
         def term(step: Step) -> Tensor:
             with torch.no_grad():
-                wanted = [base(view) for view in step.online_views]
-            distances = [squared_distance(r, w) for r, w in zip(step.representations, wanted, strict=True)]
+                targets = [base(view) for view in step.online_views]
+            distances = [squared_distance(r, target) for r, target in zip(step.representations, targets, strict=True)]
             loss = sum(distances[1:], distances[0]) / len(distances)
             local.log("base_distance", float(loss.detach()))
             return self.weight * loss

@@ -21,19 +21,21 @@ from .base import Regularizer, StepLoss
 class CKAAlignment(Regularizer):
     """mu * (1 - CKA(K_k, K-bar)) on a mini-batch of the public images a step (Makhija et al. 2022, Eq. 1 and 2).
 
-    The paper prints + mu * CKA, which as a term to minimise drives clients apart. CKA is a similarity and the text
-    calls the term a distance, so it is 1 - CKA here. Rows of the public images that a step draws give the
-    mini-batch of A_k; the same rows of the factor of K-bar, or rows and columns of K-bar, give the target.
+    The paper prints + mu * CKA, which drives clients apart when it is minimised. CKA is a similarity and the text
+    calls the term a distance, so it is 1 - CKA here. Each step draws rows of the public images. Their representations
+    are compared with the same rows of the factor of K-bar, or the same rows and columns of K-bar.
 
-    What K-bar is (peers or a control, which layer, which kernel) is said by the `representation_mean` aggregator;
-    its message carries it here. Logs `cka`, the mean over the round's steps. High CKA alone is not success: a
-    representation of rank one aligns perfectly, so look at the effective rank beside it.
+    The aggregator `representation_mean` determines what K-bar is (peers or a control, which layer, which kernel), and
+    its message carries these options here. Logs `cka`, the mean over the round's steps. A high CKA alone is not a
+    success: a representation of rank one aligns perfectly, so read the effective rank beside it.
     """
 
     needs_public_images: ClassVar[bool] = True
     needs_aggregator: ClassVar[str | None] = "representation_mean"
 
-    weight: float = Field(0.5, ge=0, description="mu; the paper's 0.5 for CIFAR, 1 for Tiny-ImageNet")
+    weight: float = Field(
+        0.5, ge=0, description="mu, the factor of the term; the paper has 0.5 for CIFAR and 1 for Tiny-ImageNet"
+    )
     batch_size: int = Field(100, ge=2, description="public images a step")
 
     def start_round(self, local: LocalRound) -> StepLoss:

@@ -11,9 +11,10 @@ from .base import Regularizer, StepLoss
 
 
 def decorrelation_loss(representation: Tensor, epsilon: float = 1e-8) -> Tensor:
-    """Mean over i != j of (z'z)_ij^2, divided by n, with z the columns of [n, d] standardised over the batch.
+    """Mean over i != j of (z'z)_ij^2, divided by n, where z is [n, d] with columns standardised over the batch.
 
-    With r_ij the batch's correlations that is (n - 1)^2 / n times the mean of r_ij^2. Result a scalar, 0 for d = 1.
+    This is (n - 1)^2 / n times the mean of r_ij^2, where r_ij are the batch's correlations. The result is a scalar, 0
+    for d = 1.
     """
     n, d = representation.shape
     if d < 2:
@@ -29,15 +30,16 @@ class Decorrelation(Regularizer):
     """FedDecorr (Shi et al. 2023, Towards Understanding and Mitigating Dimensional Collapse in Heterogeneous Federated
     Learning): weight * `decorrelation_loss` of the encoder's output, the mean over the views.
 
-    The paper's term is |K|_F^2 / d^2 with the correlation matrix K and weight 0.1. The authors' released code, followed
-    here, takes the off-diagonal of z'z instead of K and divides by the batch size n: about n times the paper's, with
-    the same weight 0.1. For the paper's strength set weight to 0.1 n (1 - 1/d) / (n - 1)^2; the paper's diagonal is a
-    constant. Made for labelled data; here it is added to any objective, as FedU2's comparison does.
+    The paper's term is |K|_F^2 / d^2 with the correlation matrix K and weight 0.1. This follows the authors' released
+    code, which takes the off-diagonal of z'z instead of K and divides by the batch size n: about n times the paper's
+    term, with the same weight 0.1. For the paper's strength set weight to 0.1 n (1 - 1/d) / (n - 1)^2; the paper's
+    diagonal is a constant. The method is for labelled data; here it is added to any objective, as in FedU2's
+    comparison.
 
     Logs `mean_squared_correlation`, the mean of r_ij^2 over i != j, which does not depend on the batch size.
     """
 
-    weight: float = Field(0.1, ge=0, description="beta")
+    weight: float = Field(0.1, ge=0, description="beta, the factor of the term")
 
     def start_round(self, local: LocalRound) -> StepLoss:
         def term(step: Step) -> Tensor:

@@ -1,4 +1,4 @@
-"""FedCA's use of the dictionary: other clients' projections are further negatives."""
+"""FedCA's use of the dictionary: other clients' projections are additional negatives."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from .base import Regularizer, StepLoss, require_two_views
 
 
 def added_negatives(first: Tensor, second: Tensor, dictionary: Tensor, temperature: float) -> Tensor:
-    """What NT-Xent of the views gains when the dictionary's rows become negatives of every row, a mean, >= 0.
+    """By how much NT-Xent of the views grows when the dictionary's rows become negatives of every row; a scalar >= 0.
 
-    With s_i the sum of exp(similarity / temperature) over a row's 2B - 1 others and t_i over the dictionary's rows:
-    log(s_i + t_i) - log(s_i). first, second [B, d] and dictionary [m, d] have unit rows. Result a scalar.
+    It is the mean over the rows of log(s_i + t_i) - log(s_i), where s_i sums exp(similarity / temperature) over the
+    2B - 1 other rows and t_i over the dictionary's rows. first, second [B, d] and dictionary [m, d] have unit rows.
     """
     rows = torch.cat([first, second])
     positives = (first * second).sum(dim=1).repeat(2) / temperature
@@ -31,18 +31,22 @@ def added_negatives(first: Tensor, second: Tensor, dictionary: Tensor, temperatu
 
 
 class DictionaryContrast(Regularizer):
-    """`added_negatives` of the projections: with weight 1 and SimCLR's temperature, objective and term together are the
-    contrastive loss of FedCA (Zhang et al. 2023, Federated unsupervised representation learning) with the dictionary
-    among the negatives. In the first round there is no dictionary and the term is 0.
+    """weight * `added_negatives` of the projections (Zhang et al. 2023, FedCA, Federated unsupervised representation
+    learning). With weight 1 and SimCLR's temperature, objective and term together are the contrastive loss with the
+    dictionary among the negatives. In the first round there is no dictionary and the term is 0.
 
-    The paper's abstract says that the dictionary is shared "for consistency of representation space"; that it enters
-    as negatives is how we read it, as there is no released code to ask.
+    The paper's abstract says that the dictionary is shared "for consistency of representation space". That its rows
+    are negatives is our reading, as there is no released code.
+
+    Logs `dictionary_loss`, the term without its weight.
     """
 
     needs_aggregator: ClassVar[str | None] = "dictionary"
 
-    weight: float = Field(1.0, ge=0)
-    temperature: float | None = Field(None, gt=0, description="the objective's where not given")
+    weight: float = Field(1.0, ge=0, description="factor of the term")
+    temperature: float | None = Field(
+        None, gt=0, description="divides the cosine similarities (default: the objective's temperature)"
+    )
 
     def check_objective(self, objective: Objective) -> None:
         require_two_views(self, objective)

@@ -1,4 +1,4 @@
-"""FedX's global distillation: predict what the global model makes of an image and of its relations."""
+"""FedX's global distillation: predict the global model's projection of an image and its relations to other images."""
 
 from __future__ import annotations
 
@@ -21,20 +21,23 @@ from .relational_distillation import other_images, relational_loss
 
 class GlobalDistillation(Regularizer):
     """The two global losses of FedX (Han et al. 2022, FedX: Unsupervised Federated Learning with Cross Knowledge
-    Distillation), the global model being the one that arrived at the start of the round:
+    Distillation). The global model is the one received at the start of the round:
 
         nt_xent(prediction of view 1, global projection of view 2)
         + `relational_loss` of the predictions of both views over global projections of random images
 
-    As in the authors' released code: weight 1, temperature 0.1 for both, the global model in evaluation mode and
-    without gradient. The divergence is the paper's (see `relational_distillation`). Only the weights travel for this.
+    As in the authors' released code, the weight is 1, the temperature of both losses is 0.1, and the global model runs
+    in evaluation mode without gradients. The divergence is the paper's (see `relational_distillation`). Nothing but the
+    weights travels for this.
+
+    Logs `global_contrastive_loss` and `global_relational_loss`.
     """
 
     needs_global_model: ClassVar[bool] = True
 
-    weight: float = Field(1.0, ge=0)
-    temperature: float = Field(0.1, gt=0)
-    batch_size: int = Field(64, ge=2, description="random images a step")
+    weight: float = Field(1.0, ge=0, description="factor of the two losses")
+    temperature: float = Field(0.1, gt=0, description="divides the cosine similarities")
+    batch_size: int = Field(64, ge=2, description="random images of the client a step")
 
     def check_objective(self, objective: Objective) -> None:
         require_two_views(self, objective)

@@ -13,15 +13,15 @@ from .base import Regularizer, StepLoss
 class Proximal(Regularizer):
     """FedProx (Li et al. 2020, Federated Optimization in Heterogeneous Networks, Eq. 2): mu / 2 |w - w_t|^2.
 
-    LW-FedSSL's proximal alignment (PA, section 4.6), which it cites and prints no mu for. w are the parameters that
-    train in the round, heads too; w_t are their values at the round's start. Layers that are frozen or not yet there
-    have no distance. The default mu is the middle one of those that FedProx tries (0.001, 0.01, 0.1, 1), on a
-    logarithmic scale rounded down.
+    This is LW-FedSSL's proximal alignment (PA, section 4.6), which cites FedProx and prints no mu. w are the parameters
+    that train in the round, including the heads, and w_t are their values at the round's start. Layers that are frozen
+    or not yet added do not count. FedProx tries mu = 0.001, 0.01, 0.1 and 1; the default is the lower of the middle
+    two.
 
     Logs `proximal_distance`, |w - w_t|.
     """
 
-    weight: float = Field(0.01, ge=0, description="mu")
+    weight: float = Field(0.01, ge=0, description="mu; the term has the factor mu / 2")
 
     def start_round(self, local: LocalRound) -> StepLoss:
         trained = [p for p in local.client.model.online.parameters() if p.requires_grad]

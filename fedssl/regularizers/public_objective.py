@@ -19,15 +19,17 @@ from .base import Regularizer, StepLoss
 class PublicObjective(Regularizer):
     """weight * the client's own objective on two views of a mini-batch of the public images a step.
 
-    A method that aligns clients on public images lets each of them see those images. What a client gains from
-    seeing them alone is no gain from its peers; this control shows it. It takes the same number of steps, and of
-    public images a step, as `cka_alignment`.
+    A method that aligns clients on public images lets each client see those images. What a client gains from the images
+    alone is no gain from its peers; this control measures it. It takes as many steps, and as many public images a step,
+    as `cka_alignment`.
+
+    Logs `public_loss`, the term without its weight.
     """
 
     needs_public_images: ClassVar[bool] = True
     runs_objective: ClassVar[bool] = True
 
-    weight: float = Field(1.0, ge=0)
+    weight: float = Field(1.0, ge=0, description="factor of the term")
     batch_size: int = Field(100, ge=2, description="public images a step")
 
     def check_objective(self, objective: Objective) -> None:

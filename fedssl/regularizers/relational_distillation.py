@@ -1,4 +1,4 @@
-"""FedX's local relational distillation: both views of an image stand alike to other images."""
+"""FedX's local relational distillation: both views of an image have the same similarities to other images."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from .base import Regularizer, StepLoss, require_two_views
 def relational_loss(first: Tensor, second: Tensor, others: Tensor, temperature: float) -> Tensor:
     """Jensen-Shannon divergence of the two views' similarity distributions over `others`, mean over the images.
 
-    r1 = softmax_j(cos(first_i, others_j) / temperature), r2 alike, m = (r1 + r2) / 2:
-    (KL(r1 | m) + KL(r2 | m)) / 2, between 0 and ln 2. first, second [n, d], others [m, d], result a scalar.
+    The divergence is (KL(r1 | m) + KL(r2 | m)) / 2, between 0 and ln 2, with m = (r1 + r2) / 2 and
+    r1 = softmax_j(cos(first_i, others_j) / temperature); r2 is the same for `second`. first and second are [n, d],
+    others is [m, d], and the result is a scalar.
     """
     others = F.normalize(others, dim=1)
     logs = [F.log_softmax(F.normalize(v, dim=1) @ others.T / temperature, dim=1) for v in (first, second)]
@@ -33,7 +34,7 @@ def relational_loss(first: Tensor, second: Tensor, others: Tensor, temperature: 
 
 
 def other_images(local: LocalRound, batch_size: int, purpose: str) -> Iterator[Tensor]:
-    """Endless augmented batches of the client's own images, in an order of their own; normalised, on its device."""
+    """Endless augmented, normalised batches of the client's own images on its device, with generators of their own."""
     client, generator = local.client, local.generator(f"{purpose} augmentation")
     for rows in endless_batches(len(client.images), batch_size, local.generator(f"{purpose} order")):
         yield augment(client.images[rows], local.augmentation, generator).to(client.model.device)
@@ -44,15 +45,17 @@ class RelationalDistillation(Regularizer):
     Distillation): `relational_loss` of the projections of the two views, over projections of random images of the
     client.
 
-    The divergence is Jensen and Shannon's, as the paper names it; the authors' released code computes
-    (KL(m | r1) + KL(m | r2)) / 2, which agrees with it to second order. As in the code, weight 1, temperature 0.1, 64
-    random images (a batch there), and gradients flow through all three. The code passes the random images through the
-    network together with the views; here they form a batch of their own.
+    The divergence is the Jensen-Shannon divergence, which the paper names. The authors' released code computes (KL(m |
+    r1) + KL(m | r2)) / 2, which agrees with it to second order. As in the code, the weight is 1, the temperature is
+    0.1, there are 64 random images (a batch there), and gradients flow through both views and the random images. The
+    code passes the random images through the network together with the views; here they are a batch of their own.
+
+    Logs `local_relational_loss`, the term without its weight.
     """
 
-    weight: float = Field(1.0, ge=0)
-    temperature: float = Field(0.1, gt=0)
-    batch_size: int = Field(64, ge=2, description="random images a step")
+    weight: float = Field(1.0, ge=0, description="factor of the term")
+    temperature: float = Field(0.1, gt=0, description="divides the cosine similarities")
+    batch_size: int = Field(64, ge=2, description="random images of the client a step")
 
     def check_objective(self, objective: Objective) -> None:
         require_two_views(self, objective)

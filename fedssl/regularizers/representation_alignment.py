@@ -20,31 +20,31 @@ STAGE = "representation_alignment.stage"
 
 
 def model_contrast(now: Tensor, towards: Tensor, away: Tensor, temperature: float) -> Tensor:
-    """-log(exp(cos(z, g) / t) / (exp(cos(z, g) / t) + exp(cos(z, p) / t))), the mean over rows. Inputs [n, d]."""
+    """-log(exp(cos(z, g) / t) / (exp(cos(z, g) / t) + exp(cos(z, p) / t))), the mean over rows; inputs [n, d]."""
     difference = F.cosine_similarity(now, away, dim=-1) - F.cosine_similarity(now, towards, dim=-1)
     return F.softplus(difference / temperature).mean()
 
 
 class RepresentationAlignment(Regularizer):
-    """MOON (Li, He & Song 2021, Model-Contrastive Federated Learning, Eq. 3): weight * `model_contrast` of each image's
-    projection z, that of the global model as it arrived, and that of the client's own model at the end of its previous
-    round; the mean over the views.
+    """MOON (Li, He & Song 2021, Model-Contrastive Federated Learning, Eq. 3): weight * `model_contrast`, the mean over
+    the views. It compares each image's projection with that of the received global model and with that of the client's
+    own model at the end of its previous round.
 
     LW-FedSSL's representation alignment (RA, section 4.6) cites MOON and prints neither equation nor constants. The
-    defaults are MOON's: temperature 0.5, weight 1 (mu; tuned there among 0.1, 1, 5, 10). Both other models are frozen
-    and in evaluation mode, as in MOON's released code.
+    defaults are MOON's: temperature 0.5, and weight 1 (mu, tuned there among 0.1, 1, 5 and 10). Both other models are
+    frozen and run in evaluation mode, as in MOON's released code.
 
-    In a client's first round, and in its first round of a stage, there is no previous model of that depth: the term is
-    then 0. Layers that are final are the same in all three models and each view passes them once.
+    In a client's first round, and in its first round of a stage, there is no previous model of that depth, so the term
+    is 0. Final layers are the same in all three models, so each view passes through them once.
 
-    Logs `alignment_loss` from the second round on.
+    Logs `alignment_loss`, the term without its weight, where the term is not 0.
     """
 
     needs_global_model: ClassVar[bool] = True
     needs_previous_model: ClassVar[bool] = True
 
-    weight: float = Field(1.0, ge=0, description="mu")
-    temperature: float = Field(0.5, gt=0, description="tau")
+    weight: float = Field(1.0, ge=0, description="mu, the factor of the term")
+    temperature: float = Field(0.5, gt=0, description="tau; divides the cosine similarities")
 
     def check_model(self, model: Model) -> None:
         if "projector" not in model.online:
@@ -59,15 +59,15 @@ class RepresentationAlignment(Regularizer):
         memory[STAGE] = depth
         if not comparable or local.previous is None:
             return lambda step: step.loss.new_zeros(())
-        arrived = frozen_copy(model, local.received.tensors)
-        previous = frozen_copy(model, local.previous)
+        received_model = frozen_copy(model, local.received.tensors)
+        previous_model = frozen_copy(model, local.previous)
         if isinstance(model.encoder, StagedEncoder):
-            model.encoder.share_frozen_outputs(arrived[0], previous[0])
+            model.encoder.share_frozen_outputs(received_model[0], previous_model[0])
 
         def term(step: Step) -> Tensor:
             with torch.no_grad():
-                towards = [arrived(view) for view in step.online_views]
-                away = [previous(view) for view in step.online_views]
+                towards = [received_model(view) for view in step.online_views]
+                away = [previous_model(view) for view in step.online_views]
             losses = [
                 model_contrast(z, g, p, self.temperature)
                 for z, g, p in zip(step.projections, towards, away, strict=True)

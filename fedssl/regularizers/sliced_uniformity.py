@@ -16,10 +16,10 @@ from .uniformity import sphere_samples
 
 
 def tangent_coordinates(points: Tensor, base: Tensor, direction: Tensor) -> Tensor:
-    """<Log_base(z), direction> for unit vectors z: how far along a tangent direction a point of the sphere lies.
+    """<Log_base(z), direction> for unit vectors z: the coordinate of a point of the sphere along a tangent direction.
 
     Log_base(z) = angle * (z - cos(angle) base) / sin(angle) with cos(angle) = <z, base>, in radians. As base and
-    direction are orthogonal that is angle / sin(angle) * <z, direction>.
+    direction are orthogonal, the coordinate is angle / sin(angle) * <z, direction>.
 
     Args:
         points: unit vectors [..., n, d].
@@ -30,7 +30,7 @@ def tangent_coordinates(points: Tensor, base: Tensor, direction: Tensor) -> Tens
         [..., n, p].
     """
     cosine = points @ base.T
-    # away from the base itself and from the point opposite to it, where the logarithm has no gradient
+    # The logarithm has no gradient at the base itself and at the point opposite to it.
     sine = (1 - cosine.square()).clamp_min(1e-12).sqrt()
     return torch.atan2(sine, cosine) / sine * (points @ direction.T)
 
@@ -43,34 +43,34 @@ def sliced_distance(points: Tensor, samples: Tensor, base: Tensor, direction: Te
     Args:
         points: unit vectors [..., n, d].
         samples: unit vectors [n, d].
-        base, direction: as `tangent_coordinates` has them.
+        base, direction: see `tangent_coordinates`.
 
     Returns:
         [...].
     """
-    one = tangent_coordinates(points, base, direction).sort(dim=-2).values
-    other = tangent_coordinates(samples, base, direction).sort(dim=-2).values
-    return (one - other).square().mean(dim=(-2, -1))
+    point_values = tangent_coordinates(points, base, direction).sort(dim=-2).values
+    sample_values = tangent_coordinates(samples, base, direction).sort(dim=-2).values
+    return (point_values - sample_values).square().mean(dim=(-2, -1))
 
 
 class SlicedUniformity(Regularizer):
     """weight * sum over views of a sliced Wasserstein distance between projections and uniform points of the sphere.
 
-    For each step, B uniform points of the unit sphere and `slices` random pairs of a point of the sphere and a unit
-    tangent direction there are drawn. The l2-normalised projector outputs of each view and the B points are taken into
-    the tangent spaces by the sphere's logarithm and compared along the directions (`sliced_distance`).
+    Each step draws B uniform points of the unit sphere, and `slices` random pairs of a point of the sphere and a unit
+    tangent direction there. The sphere's logarithm maps the l2-normalised projector outputs of each view and the B
+    points into the tangent spaces, where they are compared along the directions (`sliced_distance`).
 
-    The released code of FedU2 (Liao et al. 2024) computes such a distance where the paper describes unbalanced optimal
-    transport (Eq. 4; that is `uniformity`). This is written from a description of it, "a sliced Wasserstein
-    distance on tangent spaces at random points of the sphere, 6 projections, projector output of both views, weight
-    0.01", and not from the code: the order (squared 2-Wasserstein), one direction a tangent space and new
-    draws for each step are choices of ours. Unlike FUR it matches all mass.
+    The released code of FedU2 (Liao et al. 2024) computes this kind of distance where the paper describes unbalanced
+    optimal transport (Eq. 4; that is `uniformity`). This is written from a description of the code, "a sliced
+    Wasserstein distance on tangent spaces at random points of the sphere, 6 projections, projector output of both
+    views, weight 0.01", and not from the code itself. The order (squared 2-Wasserstein), one direction a tangent space,
+    and new draws for each step are chosen here. Unlike FUR it matches all mass.
 
     Logs `sliced_distance`, the mean over the views.
     """
 
-    weight: float = Field(0.01, ge=0)
-    slices: int = Field(6, ge=1)
+    weight: float = Field(0.01, ge=0, description="factor of the distances")
+    slices: int = Field(6, ge=1, description="tangent directions a step")
 
     def check_model(self, model: Model) -> None:
         if "projector" not in model.online:

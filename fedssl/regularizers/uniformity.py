@@ -28,36 +28,38 @@ class Uniformity(Regularizer):
 
         l_u(Z) = min over plan >= 0 of <C, plan> + tau_a/2 |plan 1 - a|^2 + tau_b/2 |plan' 1 - b|^2
 
-    C_ij is the cost between z_i and the sample s_j of the unit sphere, drawn anew for each step, and the same B samples
-    for both views. By the envelope theorem the gradient of C_ij is the plan's entry: each representation is drawn
-    towards the samples that it is matched with. Where the objective feeds one view only to the online network
-    (`symmetric: false`), the term has that view alone.
+    C_ij is the cost between z_i and the sample s_j of the unit sphere. Each step draws B new samples, the same for both
+    views. By the envelope theorem the gradient of C_ij is the plan's entry: each representation is drawn towards the
+    samples that it is matched with. Where only one view passes through the online network (BYOL's `symmetric: false`),
+    the term is of that view alone.
 
-    Deviation from the paper, cost and masses: C_ij = 1 - <z_i, s_j> and a_i = b_j = 1. As printed, C_ij =
-    |z_i - s_j|^2, the term does nothing. An entry of the plan is positive only where C_ij < tau_a a_i + tau_b b_j: that
-    is 1.6 for unit masses and 1.6 / B for masses 1 / B; but from any point of the sphere in 512 dimensions a random
-    one is at C_ij = 2 +- 0.09, so that 1.6 is 4.5 standard deviations off. Measured with B = 128 for random, for
-    low-rank and for collapsed representations: for both masses nothing is transported and the gradient is exactly 0,
-    where 1 - cos, half of the printed cost, moves 0.44, 0.43 and 0.37 of the mass (tests/fedssl/test_uniformity.py).
-    The value with unit masses is a sum over the batch while the objective is a mean; `weight` is the paper's for it as
-    it stands.
+    Deviation from the paper in cost and masses: C_ij = 1 - <z_i, s_j> and a_i = b_j = 1. As printed, with C_ij = |z_i -
+    s_j|^2, the term has no effect. An entry of the plan is positive only where C_ij < tau_a a_i + tau_b b_j, which is
+    1.6 for unit masses and 1.6 / B for masses 1 / B. But in 512 dimensions the cost from any point of the sphere to a
+    random one is 2 +- 0.09, so 1.6 is 4.5 standard deviations away. This was measured with B = 128 for random, low-rank
+    and collapsed representations: with either masses nothing is transported and the gradient is exactly 0, whereas 1 -
+    cos, half of the printed cost, moves 0.44, 0.43 and 0.37 of the mass (tests/fedssl/regularizers/test_uniformity.py).
+    The value with unit masses is a sum over the batch while the objective is a mean; `weight` is the paper's, without
+    correction for that.
 
-    Deviation, solver: to the relative duality gap `tolerance` instead of a number of steps of Eq. 6, which does not
-    converge.
+    Deviation in the solver: it stops at the relative duality gap `tolerance` and not after a number of steps of Eq. 6,
+    which does not converge.
 
-    Representations are the encoder's output, as the paper's F_theta. An encoder that ends in a ReLU has no negative
-    outputs, so its representations cannot cover the sphere whatever the weight. `layer: projector` takes the
-    projector's outputs, which can; the authors' released code works on these.
+    The representations are the encoder's outputs, as the paper's F_theta. An encoder that ends in a ReLU has no
+    negative outputs, so its representations cannot cover the sphere, whatever the weight. The projector's outputs can
+    (`layer: projector`); the authors' released code uses these.
 
-    Logs the share of the mass that is transported (`uniformity_mass`, of a possible 1; 0 is a term that teaches
-    nothing, and `unbalanced_ot` warns), `uniformity_iterations` and `uniformity_gap`.
+    Logs the share of the mass that is transported (`uniformity_mass`, at most 1; at 0 the term has no effect, and
+    `unbalanced_ot` warns), `uniformity_iterations` and `uniformity_gap`.
     """
 
-    weight: float = Field(0.1, ge=0, description="lambda_U")
+    weight: float = Field(0.1, ge=0, description="lambda_U, the factor of the term")
     tau_a: float = Field(0.8, gt=0, description="price of the representations' unmatched mass")
     tau_b: float = Field(0.8, gt=0, description="price of the samples' unmatched mass")
-    tolerance: float = Field(1e-4, gt=0, description="relative duality gap")
-    layer: Literal["encoder", "projector"] = Field("encoder", description="whose outputs are spread")
+    tolerance: float = Field(1e-4, gt=0, description="relative duality gap at which the solver stops")
+    layer: Literal["encoder", "projector"] = Field(
+        "encoder", description="layer whose outputs are spread over the sphere"
+    )
 
     def check_model(self, model: Model) -> None:
         if self.layer not in model.online:

@@ -15,14 +15,14 @@ from ..parts import Part
 
 @dataclass(frozen=True)
 class Plan:
-    """What a round does with the encoder's layers, numbered from 0. The heads train and travel in every round.
+    """How a round uses the encoder's layers, numbered from 0. The heads train and travel in every round.
 
     Attributes:
         stage: the stage, from 1.
-        depth: layers that the encoder has got so far.
+        depth: number of layers that the encoder has so far.
         active: layers that train and travel.
-        frozen: layers that are run forward only, do not change and do not travel.
-        done: so many first layers are final. A client that lacks one of these receives it.
+        frozen: layers that run forward only, without changing or travelling.
+        done: number of first layers that are final. A client that lacks one of them receives it.
 
     Layers below `depth` that are neither active nor frozen are left out of this round (depth dropout).
     """
@@ -35,7 +35,7 @@ class Plan:
 
 
 class Schedule(Part):
-    """A new one overrides `plan`; one that does not train all layers in every round sets `cuts`."""
+    """Plans the rounds. A new one overrides `plan`, and sets `cuts` if it does not train all layers in every round."""
 
     #: True where the encoder must be cut into layers (models/stages.py). Then clients exchange weights, and a target
     #: network starts every round as a copy of the online one, so that both have the same frozen layers.
@@ -46,16 +46,16 @@ class Schedule(Part):
         """The plan of a round.
 
         Args:
-            layers: how many the encoder has; 1 where it is not cut.
-            round_number: from 1.
-            seed: the run's seed, for what is drawn.
+            layers: number of the encoder's layers; 1 where it is not cut.
+            round_number: the round, from 1.
+            seed: the run's seed, for random choices.
         """
 
     def check(self, encoder: StagedEncoder, rounds: int) -> None:
-        """Refuse options that do not fit the encoder or the number of rounds (UserError)."""
+        """Raise a UserError for options that do not fit the encoder or the number of rounds."""
 
     def adapt(self, encoder: nn.Module) -> nn.Module:
-        """The encoder that the model is built around."""
+        """The encoder that the model is built around, cut into layers if the schedule needs that."""
         return StagedEncoder(encoder) if self.cuts else encoder
 
     def prepare(self, model: Model, plan: Plan) -> None:
@@ -64,7 +64,7 @@ class Schedule(Part):
         model.online.requires_grad_(True)
         if isinstance(model.encoder, StagedEncoder):
             model.encoder.use(plan.active, plan.frozen)
-            model.encoder.frozen_outputs = None  # of another round
+            model.encoder.frozen_outputs = None  # they are another round's
             target = dict(model.target.items()).get("encoder")
             if isinstance(target, StagedEncoder):
                 target.use(plan.active, plan.frozen)
@@ -87,20 +87,20 @@ class Schedule(Part):
         """State-dict names of what a weight-exchanging aggregator sends up and down in a round."""
         if not isinstance(model.encoder, StagedEncoder):
             return [name for name in model.state_dict() if name.startswith("online.")]
-        mine = {"online.encoder." + name for name in model.encoder.names(plan.active, top=plan.depth)}
+        encoder_names = {"online.encoder." + name for name in model.encoder.names(plan.active, top=plan.depth)}
         return [
             name
             for name in model.state_dict()
-            if name in mine or (name.startswith("online.") and not name.startswith("online.encoder."))
+            if name in encoder_names or (name.startswith("online.") and not name.startswith("online.encoder."))
         ]
 
     def lacking(self, model: Model, plan: Plan, held: int) -> list[str]:
-        """State-dict names of the final layers that a client does not have which holds only the first `held`."""
+        """State-dict names of the final layers that a client lacks if it holds only the first `held` layers."""
         if not isinstance(model.encoder, StagedEncoder):
             return []
         return ["online.encoder." + name for name in model.encoder.names(range(held, plan.done))]
 
     def prepare_evaluation(self, model: Model, plan: Plan) -> None:
-        """Let the encoder have the depth of a plan."""
+        """Give the encoder the depth of a plan."""
         if isinstance(model.encoder, StagedEncoder):
             model.encoder.use(range(plan.depth))

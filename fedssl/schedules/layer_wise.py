@@ -18,30 +18,30 @@ class LayerWise(Schedule):
     Algorithms 1 and 2).
 
     An encoder of L layers is trained in S = L / layers_per_stage stages of R_s = rounds_per_stage rounds. In stage s
-    the encoder is its first s * layers_per_stage layers with pooling and heads. Only the newest layers and the heads
-    train and travel. The earlier layers run forward only, in evaluation mode, and hold no optimiser state. When a stage
-    is over its aggregated layers go to the clients (Algorithm 1, line 14); here with the first message of the next
-    stage. A client that joins late or missed rounds receives every final layer that it lacks in the same way; one that
-    holds none is the paper's worst case (section 4.3).
+    the encoder has its first s * layers_per_stage layers, with pooling and heads. Only the newest layers and the heads
+    train and travel. The earlier layers run forward only, in evaluation mode, and have no optimiser state. After a
+    stage its aggregated layers go to the clients (Algorithm 1, line 14), here with the first message of the next stage.
+    A client that joins late or missed rounds receives every final layer that it lacks in the same way; a client that
+    has none of them is the paper's worst case (section 4.3).
 
-    What the paper leaves open: the norm after a vision transformer's last block stands behind the newest layer at every
-    depth, so it trains and travels with the heads. Patch embedding, class token, position embedding and a ResNet's
-    stem belong to the first stage. New layers start as the encoder's initialisation made them. The target network
-    starts every round as a copy of the online one (Algorithm 2, line 4); as its frozen layers are then the same, each
-    view passes them once for both.
+    The paper leaves open the following. The norm after a vision transformer's last block follows the newest layer at
+    every depth, so it trains and travels with the heads. Patch embedding, class token, position embedding and a
+    ResNet's stem belong to the first stage. New layers start from the encoder's initialisation. The target network
+    starts every round as a copy of the online one (Algorithm 2, line 4). Its frozen layers are then the same, so each
+    view passes through them once for both networks.
 
-    Depth dropout (`kept_layers`; DD in section 4.6): of the earlier layers only so many are used in a round, drawn anew
-    for every round and the same for all clients; the others are skipped. The paper cites it and prints no rate; its
-    Table 6 (FLOPs 0.80 and 0.73, traffic 0.79) is what five kept layers of twelve come to. The first layer, which holds
-    the patch embedding, is always kept. Evaluation uses all layers.
+    Depth dropout (`kept_layers`; DD in section 4.6) uses only so many of the earlier layers in a round and skips the
+    others. The layers are drawn anew for every round and are the same for all clients. The paper cites depth dropout
+    and prints no rate; five kept layers of twelve give its Table 6 (FLOPs 0.80 and 0.73, traffic 0.79). The first
+    layer, which holds the patch embedding, is always kept. Evaluation uses all layers.
     """
 
     cuts: ClassVar[bool] = True
 
-    layers_per_stage: int = Field(1, ge=1)
-    rounds_per_stage: int = Field(..., ge=1)
+    layers_per_stage: int = Field(1, ge=1, description="layers that each stage adds")
+    rounds_per_stage: int = Field(..., ge=1, description="rounds of each stage")
     kept_layers: int | None = Field(
-        None, ge=1, description="depth dropout: earlier layers used in a round; all if unset"
+        None, ge=1, description="depth dropout: earlier layers that a round uses (default: all)"
     )
 
     def check(self, encoder: StagedEncoder, rounds: int) -> None:

@@ -252,8 +252,8 @@ def _server_weights(path: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("name", "override", "message"),
     [
-        ("fedu", "objective.name=simclr", "fedu decides about the predictor.*use byol or simsiam"),
-        ("fedema", "objective.name=supervised", "fedema decides about the predictor"),
+        ("fedu", "objective.name=simclr", "fedu updates the predictor.*use byol or simsiam"),
+        ("fedema", "objective.name=supervised", "fedema updates the predictor"),
         ("fedx", "objective.name=simclr", "global_distillation trains the predictor.*use fedx"),
         ("fedca", "objective.name=supervised", "supervised trains on labels, but base_model trains it"),
         ("fedca", "data.public_holdout=0", "base_model needs public images"),
