@@ -14,7 +14,10 @@ def load_digits() -> Splits:
     bundle = load_bundle()
     pixels = np.rint(bundle.images * (255 / 16)).astype(np.uint8)[:, None]
     classes = bundle.target.astype(np.int64)
-    digits = LabelledImages(torch.from_numpy(pixels), torch.from_numpy(classes))
     train, test = train_test_split(np.arange(len(classes)), test_size=0.2, stratify=classes, random_state=0)
-    train_rows, test_rows = (torch.from_numpy(np.sort(rows)) for rows in (train, test))
-    return Splits(digits.rows(train_rows), digits.rows(test_rows), tuple(str(name) for name in bundle.target_names))
+    # NumPy picks the rows: torch would lay the images out otherwise in memory, and convolutions round by the layout.
+    splits = (
+        LabelledImages(torch.from_numpy(pixels[rows]), torch.from_numpy(classes[rows]))
+        for rows in (np.sort(train), np.sort(test))
+    )
+    return Splits(*splits, tuple(str(name) for name in bundle.target_names))
