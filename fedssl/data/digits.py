@@ -16,8 +16,8 @@ def load_digits() -> Splits:
     classes = bundle.target.astype(np.int64)
     train, test = train_test_split(np.arange(len(classes)), test_size=0.2, stratify=classes, random_state=0)
     # NumPy picks the rows: torch would lay the images out otherwise in memory, and convolutions round by the layout.
-    splits = (
+    training, test_set = (
         LabelledImages(torch.from_numpy(pixels[rows]), torch.from_numpy(classes[rows]))
         for rows in (np.sort(train), np.sort(test))
     )
-    return Splits(*splits, tuple(str(name) for name in bundle.target_names))
+    return Splits(training, test_set, tuple(str(name) for name in bundle.target_names))

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from fedssl.client_states import ClientStates
 
 from fedssl.aggregators.representation_mean import RepresentationMean
 from fedssl.client import Client, LocalRound
-from fedssl.client_states import ClientStates
 from fedssl.data.augmentation import AugmentationOptions
 from fedssl.federation import build_federation
 from fedssl.guard import refusals, refused_in
