@@ -16,8 +16,7 @@ from fedssl.guard import refusals, refused_in
 from fedssl.local_updates.fedu import DIVERGENCE, FedU
 from fedssl.messages import METRIC, Message
 from fedssl.run_directory import RunDirectory
-
-from .conftest import AVERAGED
+from tests.fedssl.conftest import AVERAGED
 
 EUA: dict[str, Any] = {"aggregators": ["eua"], "local_update": "replace"}
 

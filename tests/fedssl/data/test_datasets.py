@@ -6,8 +6,7 @@ from torch import Tensor
 
 from fedssl.data.datasets import load_dataset
 from fedssl.data.options import DataOptions
-
-from .data_files import good_arrays, load_npz, save
+from tests.fedssl.data.data_files import good_arrays, load_npz, save
 
 
 def image_set(images: Tensor) -> set[bytes]:
