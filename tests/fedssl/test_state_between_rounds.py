@@ -6,23 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from fedssl.client_states import ClientStates
 
 from fedssl.aggregators.representation_mean import RepresentationMean
 from fedssl.client import Client, LocalRound
 from fedssl.data.augmentation import AugmentationOptions
+from fedssl.engines.client_states import ClientStates
 from fedssl.federation import build_federation
 from fedssl.guard import refusals, refused_in
 from fedssl.local_updates.fedu import DIVERGENCE, FedU
-from fedssl.messages import METRIC, Message
+from fedssl.messages import Message
 from fedssl.run_directory import RunDirectory
 from tests.fedssl.conftest import AVERAGED
 
 EUA: dict[str, Any] = {"aggregators": ["eua"], "local_update": "replace"}
-
-
-def metrics_of(state: Message) -> set[str]:
-    return {name for name in state.numbers if name.startswith(METRIC)}
 
 
 def test_the_server_forgets_the_metrics_and_refusals_of_the_round_before(tiny):
@@ -36,16 +32,13 @@ def test_the_server_forgets_the_metrics_and_refusals_of_the_round_before(tiny):
                 tensor += distance
     broken = Message(dict(near.tensors))  # it does not say how many samples
     server = method.aggregate(first, {0: near, 1: far, 2: broken}, 1)
-    assert {f"{METRIC}eua_weight/0", f"{METRIC}eua_weight/1"} <= metrics_of(server)
+    assert {"eua_weight/0", "eua_weight/1"} <= server.metrics.keys()
     assert refused_in(server).keys() == {2}
     server = method.aggregate(server, {0: near, 2: far}, 2)
-    assert {name for name in metrics_of(server) if "eua_weight" in name} == {
-        f"{METRIC}eua_weight/0",
-        f"{METRIC}eua_weight/2",
-    }
+    assert {name for name in server.metrics if "eua_weight" in name} == {"eua_weight/0", "eua_weight/2"}
     assert refused_in(server) == {}
     nobody = method.aggregate(server, {}, 3)
-    assert metrics_of(nobody) == set()
+    assert nobody.metrics == {}
     assert all(torch.equal(tensor, server.tensors[name]) for name, tensor in nobody.tensors.items())
 
 
