@@ -11,7 +11,7 @@ from torch import Tensor
 def epoch_batches(samples: int, batch_size: int, generator: torch.Generator) -> list[Tensor]:
     """Row numbers of one epoch's full batches, int64 [batch_size] each; no batch if there are fewer samples.
 
-    The rest of the order is left out: a smaller last batch would give BatchNorm and contrastive losses other statistics.
+    The rest of the order is left out: a smaller batch would give BatchNorm and contrastive losses other statistics.
     """
     order = torch.randperm(samples, generator=generator)
     batches = samples // batch_size
