@@ -1,4 +1,4 @@
-"""What a training step needs: memory and operations, counted on a real step, the same way in training and before it."""
+"""The memory and operations of a training step, counted on a real step."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-#: forward and backward of an active layer: the backward pass counts twice the forward (LW-FedSSL, appendix A.1)
+#: passes that an active layer counts for: the backward pass counts as two forward passes (LW-FedSSL, appendix A.1)
 ACTIVE = 3
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """What one training step takes.
+    """The memory and operations of one training step.
 
     Attributes:
-        parameters: bytes of the model's parameters and buffers, the target network's too.
+        parameters: bytes of the model's parameters and buffers, including the target network's.
         gradients, optimizer: bytes of the gradients and of the optimiser's state, after the step.
-        activations: bytes that the forward pass keeps for the backward pass, at their most.
-        flops: floating-point operations by the paper's rule: what runs without gradients counts once, what runs with
-            gradients three times. What lies before the first layer that trains, such as a frozen stem, has none.
+        activations: most bytes that the forward pass keeps for the backward pass at one time.
+        flops: floating-point operations by the paper's rule: operations count once without gradients and three times
+            with gradients. Layers before the first one that trains, such as a frozen stem, run without gradients.
     """
 
     parameters: int
@@ -38,22 +38,22 @@ class StepCost:
 
     @property
     def memory(self) -> int:
-        """Peak memory in bytes: at the end of the forward pass all four are there together."""
+        """Peak memory in bytes; at the end of the forward pass all four exist together."""
         return self.parameters + self.gradients + self.optimizer + self.activations
 
 
 class StepCounter:
     """Counts one step: `with counter.forward():` around the losses, `counter.finish(optimizer)` after the step.
 
-    Counting changes nothing in the step.
+    Counting does not change the step: the hooks only read.
 
-    Memory is that of tensors that outlive an operation. What an operation needs while it runs, and what the allocator
-    wastes, is not in it, so a process needs somewhat more; on CUDA `torch.cuda.max_memory_allocated` tells. A second
+    Memory is that of tensors that outlive an operation. It includes neither what an operation needs while it runs nor
+    what the allocator wastes, so a process needs somewhat more; on CUDA see `torch.cuda.max_memory_allocated`. A second
     model that a regularizer holds is not counted either.
 
-    Operations are those of matrix products, convolutions and attention (`torch.utils.flop_counter`), a multiply-add as
-    two; the paper's GFLOPs count a multiply-add as one. fedkernels' operators, norms and element-wise operations, a
-    percent or so together, are not counted.
+    Operations are those of matrix products, convolutions and attention (`torch.utils.flop_counter`). A multiply-add
+    counts as two operations; the paper's GFLOPs count it as one. fedkernels' operators, norms and element-wise
+    operations are not counted; together they are about one percent.
     """
 
     def __init__(self, model: nn.Module):
@@ -63,7 +63,7 @@ class StepCounter:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Count what runs and what is kept for the backward pass in the body."""
+        """Count the operations in the body, and the tensors that it keeps for the backward pass."""
         self._own = {_address(t) for t in (*self._model.parameters(), *self._model.buffers())}
         operations = _ForwardOperations()
         with operations, saved_tensors_hooks(self._keep, lambda kept: kept.tensor):
@@ -72,11 +72,11 @@ class StepCounter:
 
     @property
     def flops(self) -> int:
-        """Operations of the forward pass that was counted last."""
+        """Operations of the last counted forward pass."""
         return self._flops
 
     def finish(self, optimizer: torch.optim.Optimizer) -> StepCost:
-        """The cost of the step, after backward pass and update."""
+        """The cost of the step; call it after the backward pass and the update."""
         parameters = list(self._model.parameters())
         state = [t for entry in optimizer.state.values() for t in entry.values() if isinstance(t, Tensor)]
         return StepCost(
@@ -103,10 +103,10 @@ class StepCounter:
 
 
 class _Kept:
-    """One tensor that autograd keeps; its storage counts as long as any such tensor of it lives."""
+    """A tensor that autograd keeps; its storage counts as long as a kept tensor uses it."""
 
     def __init__(self, counter: StepCounter, tensor: Tensor):
-        self.tensor = tensor.detach()  # with its graph it would keep itself alive
+        self.tensor = tensor.detach()  # with its graph the tensor would keep itself alive
         self._counter = None if _address(tensor) in counter._own else counter
         self._storage = _address(tensor), tensor.untyped_storage().nbytes()
         if self._counter is not None:
@@ -118,7 +118,7 @@ class _Kept:
 
 
 class _ForwardOperations(TorchDispatchMode):
-    """Sums the operations of a forward pass, those that a backward pass will go through `ACTIVE` times."""
+    """Sums the operations of a forward pass; those that need a backward pass count `ACTIVE` times."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class _ForwardOperations(TorchDispatchMode):
         result = func(*args, **kwargs)
         count = flop_registry.get(func.overloadpacket)
         if count is not None:
-            # The mode alone does not tell: a frozen stem runs with gradients enabled, and nothing in it needs one.
+            # The mode alone does not show it: a frozen stem runs with gradients enabled and needs none.
             differentiated = torch.is_grad_enabled() and any(
                 isinstance(value, Tensor) and value.requires_grad for value in (*args, *kwargs.values())
             )
@@ -142,6 +142,6 @@ def _address(tensor: Tensor) -> int:
 
 
 def _total(tensors: list[Tensor]) -> int:
-    """Bytes of the storages, each once."""
+    """Bytes of the tensors' storages; a shared storage counts once."""
     storages = {_address(t): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())

@@ -1,7 +1,7 @@
-"""How a recipe's names become objects: the file name is the part's name.
+"""Finding the class of a part by its name in a recipe, which is its file's name.
 
 `name: cka_alignment` under `regularizers` is the one part class in `fedssl/regularizers/cka_alignment.py`.
-A part of your own is named by its file (`name: ./my_regularizer.py`, seen from the recipe's folder) or its module
+A part of your own is named by its file (`name: ./my_regularizer.py`, relative to the recipe's folder) or its module
 (`name: my_package.my_regularizer`). There is no registry.
 """
 
@@ -29,11 +29,11 @@ class Part(Options):
     name: str = Field("", description="the part's file name, or the path or module of a part of your own")
 
     def check_model(self, model: Model) -> None:
-        """Refuse a model that lacks what the part works on (UserError). Called before anything runs."""
+        """Raise a UserError for a model that lacks what the part needs; called before anything runs."""
 
 
 def part_names(folder: str) -> list[str]:
-    """The parts that ship in `fedssl/<folder>/`, by name."""
+    """The sorted names of the parts in `fedssl/<folder>/`."""
     package = importlib.import_module(f"fedssl.{folder}")
     return sorted(m.name for m in pkgutil.iter_modules(package.__path__) if m.name != "base")
 
@@ -46,7 +46,7 @@ def part_class(folder: str, name: str) -> type[Part]:
         name: a file name in that folder, a path to a `.py` file, or a dotted module.
 
     Raises:
-        UserError: no such part, or its file does not define exactly one.
+        UserError: there is no such part, its file cannot be imported, or the file does not define exactly one part.
     """
     base = _base_class(folder)
     if name.endswith(".py"):
@@ -57,17 +57,17 @@ def part_class(folder: str, name: str) -> type[Part]:
         module = importlib.import_module(f"fedssl.{folder}.{name}")
     else:
         raise UserError(
-            f"no part {name!r} in {folder}; there are {', '.join(part_names(folder))}, "
-            "or name a file of your own (./my_part.py)"
+            f"{folder} has no part {name!r}; expected one of {', '.join(part_names(folder))}, "
+            "or a file of your own (./my_part.py)"
         )
-    found = [
+    classes = [
         value
         for value in vars(module).values()
         if inspect.isclass(value) and issubclass(value, base) and value.__module__ == module.__name__
     ]
-    if len(found) != 1:
-        raise UserError(f"{name} must define exactly one subclass of {base.__name__}, it defines {len(found)}")
-    return found[0]
+    if len(classes) != 1:
+        raise UserError(f"{name} must define exactly one subclass of {base.__name__}, got {len(classes)}")
+    return classes[0]
 
 
 def _base_class(folder: str) -> type[Part]:
@@ -82,11 +82,11 @@ def _base_class(folder: str) -> type[Part]:
 def _load_file(path: Path) -> ModuleType:
     path = path.expanduser().resolve()
     if not path.is_file():
-        raise UserError(f"no part file {path}; give the path of an existing .py file")
+        raise UserError(f"there is no part file {path}; give the path of an existing .py file")
     module_name = f"fedssl_part_{path.stem}"
-    known: Any = sys.modules.get(module_name)
-    if known is not None and known.__file__ == str(path):
-        return known
+    loaded: Any = sys.modules.get(module_name)
+    if loaded is not None and loaded.__file__ == str(path):
+        return loaded
     spec = importlib.util.spec_from_file_location(module_name, path)
     assert spec is not None
     assert spec.loader is not None
@@ -107,6 +107,6 @@ def _load_module(name: str) -> ModuleType:
         raise _not_imported(name, error) from error
 
 
-def _not_imported(what: object, error: Exception) -> UserError:
-    first = str(error).strip().partition("\n")[0]  # Pydantic adds a link on lines of its own
-    return UserError(f"{what} could not be imported: {type(error).__name__}: {first}")
+def _not_imported(part: Path | str, error: Exception) -> UserError:
+    first_line = str(error).strip().partition("\n")[0]  # Pydantic adds lines with a link
+    return UserError(f"{part} could not be imported: {type(error).__name__}: {first_line}")

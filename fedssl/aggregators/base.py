@@ -1,4 +1,4 @@
-"""How the server joins what the clients send; each part has its client side and its server side in one file."""
+"""How the server aggregates what the clients send; each file has a part's client side and its server side."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from ..messages import Message
 from ..models.model import Model
 from ..parts import Part
 
-#: one entry a dimension: a size, None for any size, or a name for a size that all clients share (see guard.py)
+#: one entry for each dimension: a size, None for any size, or a name for a size that all clients share (see guard.py)
 Shape = tuple[int | str | None, ...]
 #: trains the model of a round on its client's images for so many epochs
 Train = Callable[[LocalRound, int], None]
 
 
 class Aggregator(Part):
-    """One kind of thing that travels, and how the server joins it. A method may have several, or none.
+    """One kind of content that travels, and how the server aggregates it. A method may have several, or none.
 
     A round runs `broadcast` on the server, `collect` on each client after its training, and `aggregate` on the
-    server. State and messages hold named tensors; names of different aggregators must differ.
+    server. State and messages have named tensors, and the names of different aggregators must differ.
     """
 
-    #: True where the clients exchange weights, so that all need one architecture
+    #: True where the clients exchange weights, so that all need the same architecture
     exchanges_weights: ClassVar[bool] = False
     #: True where the server collects from all clients once before the first round
     opening_round: ClassVar[bool] = False
     #: True where the server trains on the public images before the first round (`train_on_public_images`)
     trains: ClassVar[bool] = False
-    #: whether it works on the shared public images; a recipe without such images is then refused
+    #: whether it uses the shared public images; a recipe without public images is refused
     needs_public_images: ClassVar[bool] = False
-    #: whether it works with the global model; a recipe in which no weights are exchanged is then refused
+    #: whether it uses the global model; a recipe in which no weights are exchanged is refused
     needs_global_model: ClassVar[bool] = False
 
     def check(self, clients: int) -> None:
-        """Refuse options that do not fit the number of clients (UserError). Called before anything runs."""
+        """Raise a UserError for options that do not fit the number of clients; called before anything runs."""
 
     def initial_state(self, model: Model | None) -> Message:
-        """The server's state before any round. `model` is the first global model where weights are exchanged."""
+        """The server's state before any round; `model` is the first global model, None if no weights are exchanged."""
         return Message()
 
     def train_on_public_images(self, local: LocalRound, train: Train) -> Message:
@@ -52,7 +52,7 @@ class Aggregator(Part):
         return Message()
 
     def open(self, server: Message, clients: list[int], travelling: list[str]) -> dict[int, Message]:
-        """What each of the clients receives in the opening round, for a part that has one."""
+        """What each of the clients receives in the opening round, if the part has one."""
         return {k: Message() for k in clients}
 
     @abstractmethod
@@ -66,14 +66,19 @@ class Aggregator(Part):
     def expected(self, server: Message, client: int, travelling: list[str]) -> dict[str, Shape] | None:
         """Names and shapes of the tensors that a client's `collect` sends; the guard refuses an answer without them.
 
-        None where the part does not say: then the guard checks only the values of what comes.
+        A part that returns None states no names and shapes; then the guard checks only the values that are sent.
         """
         return {name: tuple(server.tensors[name].shape) for name in travelling} if self.exchanges_weights else None
 
     @abstractmethod
     def aggregate(self, server: Message, replies: dict[int, Message]) -> Message:
-        """The entries of the server's state that change, from the replies by client; no reply is broken (guard.py).
+        """The entries of the server's state that change.
 
-        At least one client has answered. A metric named `NAME/WHO` is logged for that round; WHO is
-        a client's number or `global`.
+        Args:
+            server: the server's state.
+            replies: the clients' answers by client, at least one. The guard has left out broken ones (guard.py).
+
+        Returns:
+            The changed entries. A metric named `NAME/WHO` is logged for that round; WHO is a client's number or
+            `global`.
         """

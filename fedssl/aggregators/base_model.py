@@ -1,4 +1,4 @@
-"""FedCA's base model: trained on the public images before the first round, sent to each client once."""
+"""FedCA's base model: trained on the public images before the first round and sent to each client once."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from ..messages import Message
 from .base import Aggregator, Shape, Train
 
 BASE = "base_model."
-HAS_IT = "base_model.sent."
+SENT = "base_model.sent."
 
 
 class BaseModel(Aggregator):
     """The base model of the alignment module of FedCA (Zhang et al. 2023, Federated unsupervised representation
-    learning): an encoder trained on public data alone, which `base_alignment` aligns every client's encoder with.
+    learning): an encoder trained on public data alone, with which `base_alignment` aligns every client's encoder.
 
     The server trains it with the recipe's objective, starting from the first global weights, for `epochs` over the
-    public images. Down: the encoder, to each client in the first round in which it takes part; a client keeps it. Up:
-    nothing. From the paper's abstract; there is no released code, and how long to train is chosen here.
+    public images. It sends the encoder to each client in the first round in which the client takes part, and the client
+    keeps it. Clients send nothing. This follows the paper's abstract, as there is no released code; the length of the
+    training is chosen here.
     """
 
     needs_public_images: ClassVar[bool] = True
     needs_global_model: ClassVar[bool] = True
     trains: ClassVar[bool] = True
 
-    epochs: int = Field(50, ge=1, description="over the public images, on the server")
+    epochs: int = Field(50, ge=1, description="passes over the public images on the server")
 
     def train_on_public_images(self, local: LocalRound, train: Train) -> Message:
         local.client.model.train()
@@ -36,7 +37,7 @@ class BaseModel(Aggregator):
 
     def broadcast(self, server: Message, clients: list[int], travelling: list[str]) -> dict[int, Message]:
         base = Message({name: t for name, t in server.tensors.items() if name.startswith(BASE)})
-        return {k: Message() if f"{HAS_IT}{k}" in server.numbers else base for k in clients}
+        return {k: Message() if f"{SENT}{k}" in server.numbers else base for k in clients}
 
     def collect(self, local: LocalRound, travelling: list[str]) -> Message:
         return Message()
@@ -45,4 +46,4 @@ class BaseModel(Aggregator):
         return {}
 
     def aggregate(self, server: Message, replies: dict[int, Message]) -> Message:
-        return Message(numbers={f"{HAS_IT}{k}": 1 for k in replies})
+        return Message(numbers={f"{SENT}{k}": 1 for k in replies})

@@ -1,4 +1,4 @@
-"""FedCA's dictionary: the clients' projections, joined on the server and shared with all."""
+"""FedCA's dictionary: the clients' projections, concatenated on the server and sent to all clients."""
 
 from __future__ import annotations
 
@@ -17,32 +17,33 @@ DICTIONARY = "dictionary"
 
 
 def check_projector(part_name: str, model: Model) -> None:
+    """Raise a UserError where the model has no projector."""
     if "projector" not in model.online:
-        raise UserError(f"{part_name} works on projections, and this objective has no projector: use simclr")
+        raise UserError(f"{part_name} works on projections, but this objective has no projector: use simclr")
 
 
 class Dictionary(Aggregator):
     """The dictionary module of FedCA (Zhang et al. 2023, Federated unsupervised representation learning).
 
-    Up: the unit projections of `samples` of a client's images after its training, [samples, d] (all of them where it
-    has fewer). Down, from the second round on: those of all clients that have answered so far, each client's newest,
-    one under the other. `dictionary_contrast` is what uses them.
+    After its training a client sends the unit projections of `samples` of its images, [samples, d] (of all its images
+    where it has fewer). From the second round on the server sends the newest projections of every client that has
+    answered so far, as one matrix. The regularizer `dictionary_contrast` uses them.
 
-    From the paper's abstract; there is no released code. How many samples, drawn anew each round, without augmentation
-    and in evaluation mode: chosen here. A projection tells something of its image, so unlike weights it is close to
-    sharing data.
+    This follows the paper's abstract, as there is no released code. Chosen here: the number of samples, that they are
+    drawn anew in each round, and that they are projected without augmentation in evaluation mode. A projection reveals
+    more of its image than weights do, so this comes close to sharing data.
     """
 
-    samples: int = Field(128, ge=1, description="projections that a client sends")
+    samples: int = Field(128, ge=1, description="projections that a client sends, one of each image")
 
     def check_model(self, model: Model) -> None:
         check_projector(self.name, model)
 
     def broadcast(self, server: Message, clients: list[int], travelling: list[str]) -> dict[int, Message]:
-        known = sorted(int(name.split(".")[1]) for name in server.tensors if name.startswith(f"{DICTIONARY}."))
-        if not known:
+        answered = sorted(int(name.split(".")[1]) for name in server.tensors if name.startswith(f"{DICTIONARY}."))
+        if not answered:
             return {k: Message() for k in clients}
-        joined = torch.cat([server.tensors[f"{DICTIONARY}.{k}"] for k in known])
+        joined = torch.cat([server.tensors[f"{DICTIONARY}.{k}"] for k in answered])
         return dict.fromkeys(clients, Message({DICTIONARY: joined}))
 
     @torch.no_grad()

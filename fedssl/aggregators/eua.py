@@ -1,4 +1,4 @@
-"""FedU2's efficient unified aggregator: a step that changes the deviation from every client at one rate."""
+"""FedU2's efficient unified aggregator: a step that changes the deviation from every client at the same rate."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedkernels import apply_deltas, client_weights, delta_gram
 from ..messages import Message
 from .weighted_mean import WeightedMean, is_statistic, weighted_mean
 
-# a client whose update is shorter than this fraction of the longest one has not moved: that is float32's rounding
+# A client whose update is shorter than this fraction of the longest one has not moved: it is float32's rounding.
 RELATIVE_DEVIATION_TOLERANCE = 1e-6
 
 
@@ -30,9 +30,9 @@ def least_norm_step(
 
     Args:
         gram: <delta_i, delta_j>, float64 [K, K].
-        scale: float64 [K]; only those of clients that moved are read. The others have weight 0.
-        samples: where no client moved p is by samples (and the step goes nowhere).
-        length: of the step length * sum_k p_k g_k. Without it the new model is a convex combination of the clients'.
+        scale: float64 [K]; only the entries of clients that moved are read. The others have weight 0.
+        samples: the clients' numbers of samples. Where no client moved, p is proportional to them and the step is 0.
+        length: the step is length * sum_k p_k g_k. Without it the new model is a convex combination of the clients'.
 
     Returns:
         p and the step's factors of the deltas, float64 [K] each.
@@ -51,7 +51,8 @@ def least_norm_step(
 def deviation_change_rates(gram: Tensor, step: Tensor) -> Tensor:
     """Eq. 7 without its approximation, (u_k(old) - u_k(new)) / u_k(old), after the step sum_k step_k delta_k.
 
-    u_k = |theta_g - theta_k|^2. float64 [clients that moved] from <delta_i, delta_j> [K, K] and step [K].
+    u_k = |theta_g - theta_k|^2. `gram` is <delta_i, delta_j> [K, K], `step` is [K], and the result is float64, one rate
+    for each client that moved.
     """
     product = gram @ step
     moved = moved_clients(gram)
@@ -65,13 +66,13 @@ def take_least_norm_step(
     length: float | None,
     label: str,
 ) -> Message:
-    """The model after `least_norm_step` on its weights; integers and running statistics by samples.
+    """The model after `least_norm_step` on its weights; integers and running statistics are averaged by samples.
 
     Args:
-        server, replies: as `Aggregator.aggregate` has them.
-        scale: of the updates, from their squared lengths |delta_k|^2, float64 [K].
+        server, replies: see `Aggregator.aggregate`.
+        scale: returns the scale of the updates, float64 [K], from their squared lengths |delta_k|^2.
         length: see `least_norm_step`.
-        label: what the names of the logged numbers begin with.
+        label: the beginning of the names of the metrics.
     """
     order = sorted(replies)
     samples = [replies[k].numbers["samples"] for k in order]
@@ -100,30 +101,31 @@ class EUA(WeightedMean):
 
     u_k = |theta_g - theta_k|^2 is client k's deviation, so with delta_k = theta_g - theta_k its gradient is
     grad log u_k = 2 delta_k / |delta_k|^2. The weights p minimise p'Gp on the simplex with G_ij = <grad log u_i,
-    grad log u_j> (Eq. 10). Along d* all clients with p_k > 0 change their deviation at one rate, which no
-    direction of that length improves for the worst of them, and those with p_k = 0 at the same or a better rate
-    (Theorem 1; exact in the limit of short steps).
+    grad log u_j> (Eq. 10). Along d* all clients with p_k > 0 change their deviation at the same rate. No direction of
+    that length has a better rate for the worst of them. Clients with p_k = 0 have the same or a better rate (Theorem 1;
+    exact in the limit of short steps).
 
-    Options:
-        step_size: eta of Eq. 9 and of the update below Eq. 12, one number as in Algorithm 1. The paper gives no
-            value. Where not given, the step's length is that at which the new model is a convex combination of the
-            clients' models, sum_k w_k theta_k with w_k proportional to p_k / |delta_k|^2: where the updates are
-            orthogonal that is the unweighted mean, whatever their lengths.
-        phi: the multiplier of |d|^2 < 1 in Eq. 9, the paper's 0.1. It is constant there, so that all it does is to
-            divide the step; not read where step_size is not given.
+    The paper gives no value for eta (Eq. 9 and the update below Eq. 12, one number as in Algorithm 1). Without
+    `step_size` the step has the length at which the new model is a convex combination of the clients' models, sum_k w_k
+    theta_k with w_k proportional to p_k / |delta_k|^2. Where the updates are orthogonal, that is the unweighted mean,
+    whatever their lengths. The paper's phi = 0.1, the multiplier of |d|^2 < 1 in Eq. 9, is constant, so it only divides
+    the step.
 
-    Deviations from the paper. Eq. 12 clips its linear solve and does not reach the optimum of Eq. 10; p is solved
-    exactly here (`fedkernels.client_weights`), so its penalty rho = 1 does not exist. Integers and running statistics
-    have no deviation to speak of: they are averaged by samples. A client that did not move (see
-    RELATIVE_DEVIATION_TOLERANCE) has no grad log u_k: it has weight 0; where none moved, all weights are by samples
-    and the model stays as it is.
+    Deviations from the paper: Eq. 12 clips its linear solve and does not reach the optimum of Eq. 10. Here p is solved
+    exactly (`fedkernels.client_weights`), so there is no penalty rho = 1. Integers and running statistics have no
+    meaningful deviation and are averaged by samples. A client that did not move (see RELATIVE_DEVIATION_TOLERANCE) has
+    no grad log u_k and gets weight 0. Where none moved, the weights are proportional to the samples, and the model
+    stays as it is.
 
-    Logs p as `eua_weight` by client, and the least and the largest c_k of Eq. 7 after the step, over the clients that
-    moved: `eua_rate_min`, `eua_rate_max`. A negative one is a client from which the global model moved away.
+    Logs p as `eua_weight` by client. Also logs the smallest and the largest c_k of Eq. 7 after the step, over the
+    clients that moved: `eua_rate_min` and `eua_rate_max`. A negative rate means that the global model moved away from
+    that client.
     """
 
-    step_size: float | None = Field(None, gt=0)
-    phi: float = Field(0.1, gt=0)
+    step_size: float | None = Field(
+        None, gt=0, description="eta (default: the new model is a convex combination of the clients' models)"
+    )
+    phi: float = Field(0.1, gt=0, description="divides the step; used only with step_size")
 
     def aggregate(self, server: Message, replies: dict[int, Message]) -> Message:
         length = None if self.step_size is None else self.step_size**2 / self.phi

@@ -1,4 +1,4 @@
-"""L-DAWA: each client's layer counts by its angle to the global layer."""
+"""L-DAWA: each client's layer is weighted by the cosine of its angle to the global layer."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ ROUNDS = "l_dawa.rounds"
 
 
 def cosine(a: Tensor, b: Tensor) -> float:
-    """cos of the angle between two tensors of one shape, in float64; 1 where either is zero."""
+    """Cosine of the angle between two tensors of one shape, computed in float64; 1 where either is zero."""
     a, b = a.to(torch.float64).flatten(), b.to(torch.float64).flatten()
     norms = float(torch.linalg.vector_norm(a) * torch.linalg.vector_norm(b))
     return min(1.0, max(-1.0, float(a @ b) / norms)) if norms > 0 else 1.0
 
 
 def scaled_mean(tensors: list[Tensor], factors: list[float]) -> Tensor:
-    """(1/K) sum_k f_k t_k over K tensors, in float64, returned in their dtype."""
+    """(1/K) sum_k f_k t_k over K tensors, computed in float64 and returned in their dtype."""
     mean = torch.zeros_like(tensors[0], dtype=torch.float64)
     for tensor, factor in zip(tensors, factors, strict=True):
         mean.add_(tensor.to(torch.float64), alpha=factor / len(tensors))
@@ -30,22 +30,22 @@ def scaled_mean(tensors: list[Tensor], factors: list[float]) -> Tensor:
 class LDawa(WeightedMean):
     """Layer-wise divergence aware weight aggregation (Rehman et al. 2023, L-DAWA, section 3).
 
-    Per tensor w of the model, over the K clients that answered:
+    Each tensor w of the model is averaged over the K clients that answered:
 
         w = (1/K) sum_k cos(w_k, w_g) w_k        w_g: the global tensor that the clients started from
 
     As in the authors' released code there is no division by the sum of the cosines, so a layer shrinks where clients
-    diverge. The first rounds are averaged by samples instead, as the first global model is random.
+    diverge. In the first rounds weights are averaged by samples instead, as the first global model is random.
 
-    Deviations from the released code: it scales BatchNorm's running statistics by their cosines too; here running
-    statistics and integers are averaged by samples in every round. A tensor that is zero, or whose global one is, has
-    no angle and counts in full; the code divides by zero where the global one is. Two rounds are plain by default; the
-    script's comparison lets a third one through.
+    Deviations from the released code: the code also scales BatchNorm's running statistics by their cosines; here
+    running statistics and integers are averaged by samples in every round. Where a client's or the global tensor is
+    zero there is no angle, and the factor is 1; the code divides by zero where the global tensor is zero. Two rounds
+    are plain by default; a comparison in the released script makes it three.
 
     Logs `l_dawa_cosine` of each client: the mean of its cosines over the tensors.
     """
 
-    plain_rounds: int = Field(2, ge=0, description="first rounds, averaged by samples")
+    plain_rounds: int = Field(2, ge=0, description="number of first rounds in which weights are averaged by samples")
 
     def aggregate(self, server: Message, replies: dict[int, Message]) -> Message:
         number = server.numbers.get(ROUNDS, 0) + 1

@@ -1,4 +1,4 @@
-"""Orchestra's clusters: each client clusters what its target network remembers, the server clusters their centroids.
+"""Orchestra's clusters: each client clusters its memory of projections, and the server clusters the clients' centroids.
 
 Source: Lubana et al. 2022, Orchestra: Unsupervised Federated Learning via Globally Consistent Clustering, section 4,
 with the constants of the authors' released code.
@@ -22,38 +22,43 @@ from ..models.model import Model
 from ..objectives.orchestra import OrchestraModel
 from .base import Aggregator, Shape
 
-GLOBAL = "centroids"  # the model's own name for them, so that a client's local update puts them in place
+GLOBAL = "centroids"  # the model's own name for them, so that a client's local update loads them
 LOCAL = "local_centroids"
 
 
 class OrchestraClusters(Aggregator):
-    """Global clusters of Orchestra (Lubana et al. 2022, section 4, Algorithm 1); goes with the objective `orchestra`
-    and an aggregator of the weights.
+    """Global clusters of Orchestra (Lubana et al. 2022, section 4, Algorithm 1). It needs the objective `orchestra` and
+    an aggregator of the weights.
 
-    Up: each client's local centroids, [local_clusters, d], of its memory after training. Down: the global centroids,
-    [clusters, d]. The opening round sets the first ones: clients receive the first global weights, fill their memory,
-    cluster it, and train nothing.
+    A client sends the local centroids of its memory after training, [local_clusters, d]. The server sends the global
+    centroids, [clusters, d]. The opening round makes the first ones: clients receive the first global weights, fill
+    their memory, cluster it, and do not train.
 
-    As in the authors' released code: 16 local clusters by five rounds of equal-size k-means, sharpness 25 in
-    Sinkhorn-Knopp; on the server 500 SGD steps (rate 0.01, momentum 0.9, weight decay 1e-4), temperature 0.1, starting
-    from the last global centroids, over the centroids of the clients of this round. Deviations: the opening round asks
-    all clients, not a sample; the memory is filled from one batch of augmented images, several views of each where a
-    client has fewer images than its memory; Sinkhorn-Knopp stops by the worst row and scales rows last.
+    As in the authors' released code, there are 16 local clusters by five rounds of equal-size k-means, with sharpness
+    25 in Sinkhorn-Knopp. The server takes 500 SGD steps (rate 0.01, momentum 0.9, weight decay 1e-4) at temperature 0.1
+    over the centroids of this round's clients, starting from the last global centroids. Deviations: the opening round
+    asks all clients and not a sample. The memory is filled from one batch of augmented images, with several views of
+    each where a client has fewer images than its memory. Sinkhorn-Knopp stops by the worst row and scales rows last.
+
+    Logs `clusters_used`, the number of global clusters that have a local centroid.
     """
 
     opening_round: ClassVar[bool] = True
     needs_global_model: ClassVar[bool] = True
 
-    local_clusters: int = Field(16, ge=2)
-    temperature: float = Field(0.1, gt=0)
-    steps: int = Field(500, ge=1, description="of the server's clustering")
+    local_clusters: int = Field(16, ge=2, description="centroids that a client sends")
+    temperature: float = Field(0.1, gt=0, description="divides the cosine similarities in the server's clustering")
+    steps: int = Field(500, ge=1, description="SGD steps of the server's clustering")
 
     def check_model(self, model: Model) -> None:
         if not isinstance(model, OrchestraModel):
-            raise UserError(f"{self.name} goes with objective orchestra; the recipe names another objective")
+            raise UserError(
+                f"{self.name} needs objective orchestra, but the recipe has another one: use objective.name=orchestra"
+            )
         if self.local_clusters > len(model.memory):
             raise UserError(
-                f"{self.name}.local_clusters is {self.local_clusters}, objective.memory only {len(model.memory)}"
+                f"{self.name}.local_clusters is {self.local_clusters}, but objective.memory is only "
+                f"{len(model.memory)}: lower local_clusters or raise memory"
             )
 
     def initial_state(self, model: Model | None) -> Message:
@@ -98,8 +103,8 @@ def fill_memory(local: LocalRound, model: OrchestraModel) -> None:
 def equal_assignment(scores: Tensor, iterations: int, sharpness: float = 25.0) -> Tensor:
     """Sinkhorn-Knopp: soft assignments [n, c] whose rows sum to 1 and whose columns each sum to about n / c.
 
-    softmax(sharpness * scores), scores [n, c], with columns and rows scaled in turn, until no row sum was off by more
-    than 1 % or for `iterations`.
+    They are softmax(sharpness * scores), scores [n, c], with columns and rows scaled in turn. The scaling stops when
+    every row sum was within 1 % of 1, and at the latest after `iterations`.
     """
     n, c = scores.shape
     plan = F.softmax(scores * sharpness, dim=1)
@@ -116,32 +121,32 @@ def equal_assignment(scores: Tensor, iterations: int, sharpness: float = 25.0) -
 def cluster_locally(points: Tensor, clusters: int, generator: torch.Generator) -> Tensor:
     """Centroids [clusters, d], unit rows, of points [n, d] with unit rows: five rounds of equal-size k-means.
 
-    The first centroids are random points; so is one whose cluster came out empty.
+    The first centroids are random points. The centroid of an empty cluster becomes a random point again.
     """
     n = len(points)
     centroids = points[torch.randperm(n, generator=generator)[:clusters]]
     for _ in range(5):
         chosen = equal_assignment(points @ centroids.T, 10).argmax(dim=1)
-        spare = points[torch.randint(n, (clusters,), generator=generator)]
+        random_points = points[torch.randint(n, (clusters,), generator=generator)]
         centroids = torch.stack(
-            [points[chosen == i].mean(dim=0) if (chosen == i).any() else spare[i] for i in range(clusters)]
+            [points[chosen == i].mean(dim=0) if (chosen == i).any() else random_points[i] for i in range(clusters)]
         )
         centroids = F.normalize(centroids, dim=1)
     return centroids
 
 
 def cluster_globally(points: Tensor, centroids: Tensor, temperature: float, steps: int) -> Tensor:
-    """New centroids [c, d], unit rows, for the clients' centroids, points [n, d], starting from `centroids` [c, d].
+    """New global centroids [c, d], unit rows, of the clients' centroids `points` [n, d], starting from `centroids`.
 
-    Each SGD step brings the assignment softmax(points C' / temperature) nearer, in cosine, to the equal-size one of the
-    same scores, then normalises the centroids.
+    Each SGD step increases the cosine between the assignment softmax(points C' / temperature) and the equal-size
+    assignment of the same scores, and then normalises the centroids.
     """
     centroids = torch.nn.Parameter(centroids.clone())
     optimizer = torch.optim.SGD([centroids], lr=0.01, momentum=0.9, weight_decay=1e-4)
     for _ in range(steps):
         scores = points @ centroids.T
-        wanted = equal_assignment(scores.detach(), 100)
-        loss = -F.cosine_similarity(wanted, F.softmax(scores / temperature, dim=1), dim=1).mean()
+        equal_sized = equal_assignment(scores.detach(), 100)
+        loss = -F.cosine_similarity(equal_sized, F.softmax(scores / temperature, dim=1), dim=1).mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -1,4 +1,4 @@
-"""The mean of the clients' kernels on the public images: what Hetero-SSFL's clients align to."""
+"""The mean of the clients' kernels on the public images, to which Hetero-SSFL's clients align."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ FACTOR = "alignment.factor"
 KERNEL = "alignment.kernel"
 WHITENING = "alignment.whitening"
 
-# eigenvalues below this fraction of the largest count as zero; float32 representations carry no more
+# Eigenvalues below this fraction of the largest one count as zero, as float32 representations are no more precise.
 RELATIVE_RANK_TOLERANCE = 1e-6
 
 
 def whitening_matrix(representation: Tensor) -> Tensor:
     """(A'A)^(-1/4) as a pseudo-inverse, [d, d] from A [L, d].
 
-    A W has the kernel A (A'A)^(-1/2) A' = (A A')^(1/2): each direction counts by its singular value and not by
-    its square, so that the few large directions of a representation do not drown the others.
+    A W has the kernel A (A'A)^(-1/2) A' = (A A')^(1/2). Each direction counts by its singular value and not by its
+    square, so that a few large directions of a representation do not dominate the others.
     """
     a = representation.to(torch.float64)
     values, vectors = torch.linalg.eigh(a.T @ a)
@@ -46,53 +46,61 @@ class RepresentationMean(Aggregator):
     """Hetero-SSFL, Algorithm 1: K-bar = sum_j w_j K_j with K_j = A_j A_j', A_j [L, d_j] client j's representations.
 
     Clients send A_j, never their weights or images. The server keeps the last A_j of every client, so K-bar is the
-    sum over all clients as printed, also where only some take part in a round. Where sum_j d_j < L it sends the
+    sum over all clients as printed, even if only some take part in a round. Where sum_j d_j < L it sends the
     factor F = [sqrt(w_j) A_j] of K-bar = F F' and not the L x L matrix: the same numbers in fewer bytes.
 
-    A_j is taken at the end of client j's round (Algorithm 1 takes it at the start of the next one: the same weights)
-    in evaluation mode, from the public images without augmentation. Its effective rank is logged in every round, to be
-    read beside `cka`.
+    A_j is computed at the end of client j's round, in evaluation mode, from the public images without augmentation.
+    (Algorithm 1 computes it at the start of the next round, with the same weights.)
 
-    Options:
-        target: `peers` is the paper's K-bar. `self` (the client's own kernel of its previous round) and
-            `untrained` (K-bar of the untrained networks, never renewed) are controls: what they reach was not
-            learned from the peers.
-        layer: `predictor` is the paper's choice; `encoder` is what gets evaluated.
-        centered: align the column-centred representations (Kornblith et al. 2019); the paper's Eq. 1 does not.
-        kernel: `linear` is the paper's; `frobenius` divides each K_j by its norm, so that a client with large
-            representations does not outvote the others; `half_whitened` takes (A_j A_j')^(1/2), see
-            `whitening_matrix`.
-        weights: w_j by client; uniform where not given (section 5.1).
-        send: `auto`, or always the `factor` or the `kernel`.
+    With target `peers` K-bar is the paper's. The other targets are controls, whose results were not learned from the
+    peers: `self` is the client's own kernel of its previous round, and `untrained` is K-bar of the untrained networks,
+    which never changes. With kernel `frobenius` each K_j is divided by its norm, so that a client with large
+    representations does not dominate the others; `half_whitened` is (A_j A_j')^(1/2), see `whitening_matrix`.
+
+    Logs `public_effective_rank`, the effective rank of A_j, to be read beside `cka`.
     """
 
     opening_round: ClassVar[bool] = True
     needs_public_images: ClassVar[bool] = True
 
-    target: Literal["peers", "self", "untrained"] = "peers"
-    layer: Layer = "predictor"
-    centered: bool = False
-    kernel: Literal["linear", "frobenius", "half_whitened"] = "linear"
-    weights: list[float] | None = None
-    send: Literal["auto", "factor", "kernel"] = "auto"
+    target: Literal["peers", "self", "untrained"] = Field(
+        "peers", description="whose kernels clients align to: all clients', or a control's"
+    )
+    layer: Layer = Field(
+        "predictor", description="layer whose outputs are aligned; the paper has predictor, evaluation uses encoder"
+    )
+    centered: bool = Field(
+        False, description="whether columns are centred (Kornblith et al. 2019), unlike in the paper's Eq. 1"
+    )
+    kernel: Literal["linear", "frobenius", "half_whitened"] = Field(
+        "linear", description="how a kernel is made of representations; the paper has linear"
+    )
+    weights: list[float] | None = Field(
+        None, description="the clients' weights w_j in K-bar (default: uniform, as in section 5.1)"
+    )
+    send: Literal["auto", "factor", "kernel"] = Field(
+        "auto", description="form in which K-bar is sent; auto is the one with fewer bytes"
+    )
     batch_size: int = Field(500, ge=1, description="public images a forward pass; does not change the result")
 
     def check(self, clients: int) -> None:
         if self.weights is None:
             return
         if len(self.weights) != clients:
-            raise UserError(f"representation_mean.weights has {len(self.weights)} entries for {clients} clients")
+            raise UserError(
+                f"representation_mean.weights has {len(self.weights)} entries for {clients} clients: give one for each"
+            )
         if min(self.weights) < 0 or sum(self.weights) <= 0:
-            raise UserError("representation_mean.weights must be non-negative with a positive sum")
+            raise UserError(f"representation_mean.weights must be non-negative with a positive sum, got {self.weights}")
 
     def broadcast(self, server: Message, clients: list[int], travelling: list[str]) -> dict[int, Message]:
         if self.target == "self":
             own = {k: server.tensors.get(f"representation.{k}") for k in clients}
             return {k: self._message([], []) if a is None else self._message([a], [1.0]) for k, a in own.items()}
-        known = sorted(int(name.split(".")[1]) for name in server.tensors if name.startswith("representation."))
-        weights = [1.0 if self.weights is None else self.weights[k] for k in known]
+        answered = sorted(int(name.split(".")[1]) for name in server.tensors if name.startswith("representation."))
+        weights = [1.0 if self.weights is None else self.weights[k] for k in answered]
         total = sum(weights) or 1.0
-        factors = [server.tensors[f"representation.{k}"] for k in known]
+        factors = [server.tensors[f"representation.{k}"] for k in answered]
         return dict.fromkeys(clients, self._message(factors, [w / total for w in weights]))
 
     def _message(self, factors: list[Tensor], weights: list[float]) -> Message:
@@ -100,7 +108,7 @@ class RepresentationMean(Aggregator):
             "alignment.layer": self.layer,
             "alignment.centered": self.centered,
         }
-        if not any(weights):  # no usable answer yet: nothing to align to
+        if not any(weights):  # there is no usable answer to align to yet
             return Message(config=config)
         factor = join_factors(factors, weights)
         rows, columns = factor.shape
@@ -123,14 +131,14 @@ class RepresentationMean(Aggregator):
             a = a / (a.to(torch.float64).T @ a.to(torch.float64)).norm().sqrt().clamp_min(1e-30).to(a.dtype)
         elif self.kernel == "half_whitened":
             whitening = whitening_matrix(a)
-            # the alignment term of the next round measures its mini-batches by the same matrix
+            # The alignment term of the next round whitens its mini-batches by the same matrix.
             client.memory.tensors[WHITENING] = whitening
             a = a @ whitening
         return Message({f"representation.{client.index}": a})
 
     def expected(self, server: Message, client: int, travelling: list[str]) -> dict[str, Shape] | None:
-        known = (len(a) for name, a in server.tensors.items() if name.startswith("representation."))
-        return {f"representation.{client}": (next(known, "public images"), None)}
+        rows = (len(a) for name, a in server.tensors.items() if name.startswith("representation."))
+        return {f"representation.{client}": (next(rows, "public images"), None)}
 
     def aggregate(self, server: Message, replies: dict[int, Message]) -> Message:
         if self.target == "untrained" and any(name.startswith("representation.") for name in server.tensors):

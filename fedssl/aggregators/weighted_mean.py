@@ -14,9 +14,9 @@ from .base import Aggregator
 
 
 def weighted_mean(tensors: list[Tensor], weights: list[float]) -> Tensor:
-    """sum_k w_k t_k / sum_k w_k, in float64, returned in the tensors' dtype; integer tensors are rounded.
+    """sum_k w_k t_k / sum_k w_k, computed in float64 and returned in the tensors' dtype; integers are rounded.
 
-    A float mean of an integer buffer (BatchNorm's num_batches_tracked) would break loading.
+    A float mean of an integer buffer (BatchNorm's num_batches_tracked) could not be loaded.
     """
     total = sum(weights)
     mean = torch.zeros_like(tensors[0], dtype=torch.float64)
@@ -28,14 +28,14 @@ def weighted_mean(tensors: list[Tensor], weights: list[float]) -> Tensor:
 
 
 def is_statistic(name: str, tensor: Tensor) -> bool:
-    """Whether an entry of a model is no weight: BatchNorm's running statistics, and integers such as its counter."""
+    """Whether a model's entry is no weight but a running statistic of BatchNorm, or an integer such as its counter."""
     return not tensor.is_floating_point() or name.rpartition(".")[2] in ("running_mean", "running_var")
 
 
 class WeightedMean(Aggregator):
     """FedAvg (McMahan et al. 2017, Algorithm 1): theta = sum_k n_k theta_k / sum_k n_k over those who answered.
 
-    Parameters, running statistics and integer buffers alike. Only the entries that travel in a round change.
+    Parameters, running statistics and integer buffers are all averaged. Only the entries that travel in a round change.
     """
 
     exchanges_weights: ClassVar[bool] = True

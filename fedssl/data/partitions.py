@@ -109,7 +109,7 @@ def _draw_counts(
 
 
 def _deal(groups: list[NDArray[np.int64]], counts: NDArray[np.int64], generator: np.random.Generator) -> list[Tensor]:
-    """Each client's sorted row numbers: of each group as many, drawn at random, as `counts` [groups, clients] says."""
+    """Each client's sorted row numbers, drawn at random: `counts` [groups, clients] of each group."""
     clients: list[list[NDArray[np.int64]]] = [[] for _ in range(counts.shape[1])]
     for group, group_counts in zip(groups, counts, strict=True):
         pieces = np.split(generator.permutation(group), np.cumsum(group_counts)[:-1])

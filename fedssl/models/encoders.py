@@ -1,4 +1,4 @@
-"""Encoders: the networks whose output, the representation, is what federated self-supervised learning learns.
+"""Encoders: the networks whose output, the representation, federated self-supervised learning trains.
 
 `build_encoder` finds a network by name: one of the small ones defined here, sized for a few CPU cores, or any
 model of `timm`, adapted to small images where that matters.
@@ -12,9 +12,9 @@ model of `timm`, adapted to small images where that matters.
 | `small_vit` | 201,536 | 3.5 M | 3.7 M | 64 |
 | `small_resnet18` | 699,888 | 2.2 M | 35.0 M | 128 |
 
-Parameters are for grey 8x8 images; colour adds 288 to 864, and at 32x32 12,032 to `small_vit`, which cuts every image
-into 4x4 patches. Multiply-adds are those of one image's forward pass; a
-training step costs about three times as much. For comparison, timm's `resnet18` takes 555 M at 32x32x3.
+Parameters are for grey 8x8 images. Colour images add 288 to 864, and 32x32x3 images add 12,032 to `small_vit`, which
+cuts every image into 4x4 patches. Multiply-adds are those of one image's forward pass; a training step takes about
+three times as many. For comparison, timm's `resnet18` takes 555 M at 32x32x3.
 """
 
 import difflib
@@ -48,7 +48,7 @@ _VISION_TRANSFORMERS = ("vision_transformer", "deit", "eva", "beit")
 
 
 class Encoder(nn.Module):
-    """What the rest of fedssl asks of an encoder; any module with these two members serves as one.
+    """The interface of an encoder; any module with these two members can be one.
 
     `num_features` is the dimension of the representation. `forward` maps normalised images, float
     [n, C, H, W], to representations, float [n, num_features].
@@ -105,8 +105,8 @@ def build_encoder(architecture: str, in_channels: int, image_size: int) -> Encod
 
     Returns:
         A module on the CPU, in training mode, with `num_features: int`, that maps float [n, in_channels,
-        image_size, image_size] to float [n, num_features]. It has an `Encoder`'s members, but those from timm
-        are no instances of it.
+        image_size, image_size] to float [n, num_features]. Networks from timm have an `Encoder`'s members but are
+        not instances of it.
 
     Raises:
         UserError: the name is unknown (with the closest known ones), or the model cannot take such images.
@@ -135,8 +135,8 @@ def _small_resnet(in_channels: int, layers: tuple[int, ...], widths: tuple[int, 
         channels=widths,
         stem_type="deep",
         stem_width=widths[0] // 2,
-        # With timm's zero start of each residual branch an untrained network sees only what strided 1x1 shortcuts
-        # pick out, nine pixels of an 8x8 image; and a client here trains for a few hundred steps only.
+        # timm starts each residual branch at zero. An untrained network then sees only the pixels that strided 1x1
+        # shortcuts select, nine of an 8x8 image, and a client here trains for only a few hundred steps.
         zero_init_last=False,
     )
     _use_small_image_stem(model, in_channels)
@@ -168,7 +168,7 @@ def _timm_encoder(architecture: str, in_channels: int, image_size: int) -> Encod
     if not timm.is_model(architecture):
         close = difflib.get_close_matches(architecture, [*encoder_names(), *timm.list_models()], n=5)
         hint = f"did you mean {' or '.join(close)}?" if close else f"try one of {', '.join(encoder_names())}"
-        raise UserError(f"architecture: unknown name {architecture!r}; {hint} (any name of timm will do)")
+        raise UserError(f"architecture: unknown name {architecture!r}; {hint} (any name in timm works)")
 
     base_name = architecture.split(".")[0]  # without timm's tag of pretrained weights
     pretrained_config = timm.get_pretrained_cfg(base_name)
@@ -178,9 +178,9 @@ def _timm_encoder(architecture: str, in_channels: int, image_size: int) -> Encod
     if image_size <= SMALL_IMAGE and is_model_in_modules(base_name, _VISION_TRANSFORMERS):
         arguments["patch_size"] = _patch_size(image_size)
 
-    # timm reports an image that does not fit a model in whatever exception its file happens to raise, in some
-    # models only when an image passes through. The probe also tells the true dimension of the output, which
-    # is not `num_features` in models with a convolution after the pooling (MobileNetV3).
+    # Each of timm's files raises its own exceptions for an image that does not fit, some only in the forward pass.
+    # The forward pass also gives the true dimension of the output, which is not `num_features` in models with a
+    # convolution after the pooling (MobileNetV3).
     try:
         model = timm.create_model(architecture, pretrained=False, num_classes=0, in_chans=in_channels, **arguments)
         if image_size <= SMALL_IMAGE and isinstance(model, ResNet):

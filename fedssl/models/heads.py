@@ -1,4 +1,4 @@
-"""Projector and predictor: the small networks that stand on the encoder while it is trained."""
+"""Projector and predictor: the small networks on top of the encoder during training."""
 
 from torch import nn
 
@@ -15,7 +15,7 @@ def mlp_head(
 ) -> nn.Sequential:
     """Linear - BatchNorm - ReLU, `layers - 1` times, then a linear layer.
 
-    A linear layer before a BatchNorm has no bias, as the normalisation would subtract it again. With two
+    A linear layer before a BatchNorm has no bias, as the normalisation would remove it. With two
     layers this is BYOL's projector and predictor and SimSiam's predictor; with three and `last_batch_norm` it
     is SimSiam's projector. Initialised from torch's global random generator.
 
@@ -24,9 +24,9 @@ def mlp_head(
         hidden_features: dimension between the layers; not used where `layers` is 1.
         out_features: dimension of the output.
         layers: number of linear layers, at least 1.
-        batch_norm: whether a BatchNorm stands before each ReLU.
-        last_batch_norm: whether one more BatchNorm stands after the last linear layer. It has no weight and
-            bias of its own, as in the released code of SimSiam and MoCo v3.
+        batch_norm: whether there is a BatchNorm before each ReLU.
+        last_batch_norm: whether there is a BatchNorm after the last linear layer. It has no weight and bias, as in
+            the released code of SimSiam and MoCo v3.
 
     Returns:
         A module that maps float [n, in_features] to float [n, out_features].

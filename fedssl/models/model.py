@@ -12,14 +12,14 @@ Layer = Literal["encoder", "predictor"]
 
 
 def frozen_copy(model: Model, state: dict[str, Tensor]) -> nn.Sequential:
-    """Encoder and projector of a model with the entries of a state put in; without gradients, in evaluation mode."""
+    """A model's encoder and projector with the entries of `state` loaded, without gradients and in evaluation mode."""
     other = copy.deepcopy(model)
     other.load_state_dict(state, strict=False)
     return nn.Sequential(other.encoder, other.online["projector"]).requires_grad_(False).eval()
 
 
 class Model(nn.Module):
-    """Networks under two names: `online` is trained and can travel, `target` is the client's own.
+    """An online network, which is trained and can travel, and a target network, which stays with its client.
 
     Args:
         online: modules by name, in the order in which they are applied; the first is `encoder`, and
@@ -53,7 +53,7 @@ class Model(nn.Module):
             images: normalised float32 [n, C, H, W].
 
         Returns:
-            [n, d] with d as the layer gives it.
+            [n, d], where d is the layer's dimension.
         """
         out = self.encoder(images)
         if layer == "predictor":
@@ -80,8 +80,8 @@ class Model(nn.Module):
     def update_target(self, momentum: float) -> None:
         """target = momentum * target + (1 - momentum) * online, on parameters.
 
-        Buffers are left out: the target's BatchNorm keeps the statistics of its own forward passes. So are parameters
-        whose online ones do not train.
+        Buffers do not change, as the target's BatchNorm keeps the statistics of its own forward passes. Parameters
+        whose online counterparts do not train do not change either.
         """
         for name, module in self.target.items():
             for old, new in zip(module.parameters(), self.online[name].parameters(), strict=True):

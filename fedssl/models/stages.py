@@ -1,11 +1,11 @@
 """An encoder cut into layers, so that it can grow stage by stage and part of it can be frozen.
 
-`StagedEncoder` puts a switch around each layer of a network and runs the network's own `forward`, so nothing of a
-family's forward pass is written again here. It works for timm's ResNets (the four blocks of layers that their paper
-calls stages; this repository's small ResNets are such), for any timm vision transformer that has `patch_embed` and
-`blocks`, and for the small convolutional networks.
+`StagedEncoder` puts a switch around each layer of a network and runs the network's own `forward`, so no forward pass is
+repeated here. It works for timm's ResNets (the four blocks of layers that their paper calls stages; this repository's
+small ResNets are timm's too), for any timm vision transformer that has `patch_embed` and `blocks`, and for the small
+convolutional networks.
 
-| | layers | goes with the first layer | on top at every depth |
+| | layers | same role as the first layer | active at every depth |
 |---|---|---|---|
 | vision transformer | each of `blocks` | patch embedding, class token, position embedding | last norm, pooling |
 | ResNet | `layer1` to `layer4` | the stem | pooling |
@@ -27,7 +27,7 @@ from .encoders import Encoder, SmallConvNet
 
 Role = Literal["absent", "frozen", "active"]
 
-# What stands after the last layer in timm's networks, and before the first one in its vision transformers.
+# Modules after the last layer of timm's networks, and before the first layer of its vision transformers.
 _TOP = ("norm", "fc_norm", "attn_pool", "global_pool", "head", "head_dist", "head_drop", "fc")
 _BOTTOM = ("patch_embed", "pos_drop", "patch_drop", "norm_pre", "rope", "rel_pos_bias")
 
@@ -39,54 +39,54 @@ class Switch(nn.Module):
         super().__init__()
         self.module = module
         self.role: Role = "active"
-        #: if set, the output, known from before; the module is not run
-        self.known: Tensor | None = None
+        #: an output that was computed before; if set, it is returned and the module does not run
+        self.known_output: Tensor | None = None
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self.role == "absent":
             return x
-        if self.known is not None:
-            return self.known
+        if self.known_output is not None:
+            return self.known_output
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.role == "active"):
             out: Tensor = self.module(x, *args, **kwargs)
         return out
 
 
 class FrozenOutputs:
-    """The frozen layers' outputs for the last two batches of images, found again by the images tensor itself.
+    """The frozen layers' outputs for the last two batches of images, looked up by the identity of the images tensor.
 
-    The target network's frozen layers equal the online network's, so each view needs to pass them only once.
+    The target network's frozen layers equal the online network's, so each view passes through them only once.
     """
 
     def __init__(self) -> None:
         self._recent: deque[tuple[Tensor, Tensor]] = deque(maxlen=2)
 
     def find(self, images: Tensor) -> Tensor | None:
-        return next((output for known, output in self._recent if known is images), None)
+        return next((output for recent, output in self._recent if recent is images), None)
 
     def keep(self, images: Tensor, output: Tensor) -> None:
         self._recent.append((images, output))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FrozenOutputs:
-        return FrozenOutputs()  # a copied network may get other weights
+        return FrozenOutputs()  # a copy of the network may get other weights
 
 
 class StagedEncoder(Encoder):
     """A network whose first layers can be run alone, with a role for each layer (`use`).
 
-    Where the network at a depth has another width than at its full depth, a linear layer of that depth reshapes the
-    pooled output to `num_features` (LW-FedSSL, section 4.5). There is one for each such depth, so that one is never
-    taken over into the next stage.
+    Where the network at a depth has another width than at its full depth, a linear layer maps the pooled output to
+    `num_features` (LW-FedSSL, section 4.5). Each such depth has its own linear layer, so a new stage starts with a new
+    one.
 
     Args:
-        network: an encoder as `build_encoder` gives it.
+        network: an encoder from `build_encoder`.
 
     Attributes:
         layers: number of layers.
-        depth: layers up to the last one that is not absent.
+        depth: number of layers up to the last one that is not absent.
 
     Raises:
-        UserError: the network is of no family that can be cut.
+        UserError: this kind of network cannot be cut into layers.
     """
 
     def __init__(self, network: nn.Module):
@@ -105,7 +105,7 @@ class StagedEncoder(Encoder):
                 if width != self.num_features
             }
         )
-        #: whether a layer between others can be left out: in a transformer, where all layers have one shape
+        #: whether layers in the middle can be skipped, as in a transformer, whose layers all have the same shape
         self.can_skip = hasattr(network, "patch_embed")
         self.frozen_outputs: FrozenOutputs | None = None
         self.use(active=range(self.layers))
@@ -115,14 +115,14 @@ class StagedEncoder(Encoder):
         return len(self._paths)
 
     def switches(self, layer: int) -> list[Switch]:
-        """The switches of a layer, from 0; more than one where a layer is made of several modules."""
+        """The switches of a layer (from 0); there are several where a layer consists of several modules."""
         return [self.network.get_submodule(path) for path in self._paths[layer]]  # type: ignore[misc]
 
     def use(self, active: Collection[int], frozen: Collection[int] = ()) -> None:
-        """Give each layer (from 0) its role; those named in neither are absent. Sets modes and `requires_grad`.
+        """Give each layer (from 0) its role and set modes and `requires_grad`; layers in neither argument are absent.
 
-        Frozen layers are in evaluation mode, so their buffers stay too. What stands before the first layer goes with
-        it. What stands on top is always active, and so is the reshaping layer of this depth, if any.
+        Frozen layers are in evaluation mode, so their buffers do not change either. Modules before the first layer have
+        its role. Modules after the last layer are always active, as is this depth's reshaping layer, if there is one.
         """
         self._active, self._frozen = frozenset(active), frozenset(frozen)
         self.depth = 1 + max(self._active | self._frozen)
@@ -136,7 +136,7 @@ class StagedEncoder(Encoder):
         self.train(self.training)
 
     def train(self, mode: bool = True) -> StagedEncoder:
-        """As of any module, but that layers which do not train stay in evaluation mode."""
+        """Set the mode; layers that do not train stay in evaluation mode."""
         super().train(mode)
         if mode:
             for layer in set(range(self.layers)) - self._active:
@@ -152,22 +152,22 @@ class StagedEncoder(Encoder):
         return any(path.split(".")[0] == child for paths in self._paths for path in paths)
 
     def names(self, layers: Collection[int], top: int | None = None) -> list[str]:
-        """State-dict names of some layers (from 0); `top` adds what stands on top at that depth."""
-        found = []
+        """State-dict names of some layers (from 0); `top` adds the modules after the last layer at that depth."""
+        names = []
         for name in self.state_dict():
             group, _, rest = name.partition(".")
             if group == "reshape":
-                wanted = rest.split(".")[0] == str(top)
+                included = rest.split(".")[0] == str(top)
             elif rest.split(".")[0] in _TOP:
-                wanted = top is not None
+                included = top is not None
             else:
-                wanted = self._layer_of(rest) in layers
-            if wanted:
-                found.append(name)
-        return found
+                included = self._layer_of(rest) in layers
+            if included:
+                names.append(name)
+        return names
 
     def _layer_of(self, name: str) -> int:
-        """The layer that an entry of the network belongs to; what stands before the first goes with it."""
+        """The layer that an entry of the network belongs to; entries before the first layer belong to it."""
         for layer, paths in enumerate(self._paths):
             if any(name.startswith(path + ".") for path in paths):
                 return layer
@@ -181,7 +181,7 @@ class StagedEncoder(Encoder):
         return out
 
     def share_frozen_outputs(self, *others: nn.Module) -> None:
-        """Let networks whose frozen layers equal these run them once for each batch of images."""
+        """Share the frozen layers' outputs with networks whose frozen layers are equal, so that they run only once."""
         shared = self.frozen_outputs or FrozenOutputs()
         for encoder in (self, *others):
             if isinstance(encoder, StagedEncoder):
@@ -189,12 +189,12 @@ class StagedEncoder(Encoder):
 
     @contextmanager
     def _frozen_part(self, images: Tensor) -> Any:
-        """While the network runs: take the frozen layers' output from `frozen_outputs`, or put it there."""
+        """While the network runs, take the frozen layers' output from `frozen_outputs`, or store it there."""
         if self.frozen_outputs is None or not self._frozen:
             yield
             return
-        known = self.frozen_outputs.find(images)
-        if known is None:
+        known_output = self.frozen_outputs.find(images)
+        if known_output is None:
             outputs: list[Tensor] = []
             last = self.switches(max(self._frozen))[-1]
             handle = last.register_forward_hook(lambda module, inputs, output: outputs.append(output))
@@ -206,12 +206,12 @@ class StagedEncoder(Encoder):
             return
         frozen = [switch for layer in self._frozen for switch in self.switches(layer)]
         for switch in frozen:
-            switch.known = known
+            switch.known_output = known_output
         try:
             yield
         finally:
             for switch in frozen:
-                switch.known = None
+                switch.known_output = None
 
 
 def _wrap(network: nn.Module, path: str) -> None:
@@ -231,10 +231,10 @@ def _layers(network: nn.Module) -> tuple[list[tuple[str, ...]], list[int]]:
         info: list[dict[str, Any]] = network.feature_info[-4:]
         return [(str(entry["module"]),) for entry in info], [int(entry["num_chs"]) for entry in info]
     blocks, width = getattr(network, "blocks", None), getattr(network, "embed_dim", None)
-    known = all(
+    only_known_modules = all(
         name in ("blocks", *_BOTTOM, *_TOP) or not list(child.parameters()) for name, child in network.named_children()
     )
-    if known and isinstance(blocks, nn.Sequential | nn.ModuleList) and isinstance(width, int):
+    if only_known_modules and isinstance(blocks, nn.Sequential | nn.ModuleList) and isinstance(width, int):
         return [(f"blocks.{i}",) for i in range(len(blocks))], [width] * len(blocks)
     raise UserError(
         f"architectures: {type(network).__name__} cannot be cut into layers; a layer-wise or progressive "

@@ -79,7 +79,7 @@ def test_a_bad_override_is_one_line_with_path_and_allowed_values(override, parts
 
 def test_all_problems_of_the_parts_are_told_at_once():
     values = tiny_values(objective={"name": "byol", "x": 1}, schedule="nowhere")
-    with pytest.raises(UserError, match=r"objective\.x: unknown key.*schedule\.name: no part 'nowhere'"):
+    with pytest.raises(UserError, match=r"objective\.x: unknown key.*schedule\.name: schedules has no part 'nowhere'"):
         parse_recipe(values)
 
 

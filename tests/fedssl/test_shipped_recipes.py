@@ -259,8 +259,8 @@ def _server_weights(path: Path) -> dict[str, torch.Tensor]:
         ("fedca", "data.public_holdout=0", "base_model needs public images"),
         ("fedca", "aggregators=[weighted_mean]", "dictionary_contrast reads what dictionary sends"),
         ("orchestra", "aggregators=[weighted_mean]", "orchestra reads what orchestra_clusters sends"),
-        ("orchestra", "objective.name=byol", "orchestra_clusters goes with objective orchestra"),
-        ("orchestra", "objective.memory=3", "local_clusters is 4, objective.memory only 3"),
+        ("orchestra", "objective.name=byol", "orchestra_clusters needs objective orchestra"),
+        ("orchestra", "objective.memory=3", "local_clusters is 4, but objective.memory is only 3"),
     ],
 )
 def test_parts_that_do_not_fit_are_refused(name, override, message):
