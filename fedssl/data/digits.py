@@ -15,14 +15,6 @@ def load_digits() -> Splits:
     pixels = np.rint(bundle.images * (255 / 16)).astype(np.uint8)[:, None]
     classes = bundle.target.astype(np.int64)
     train, test = train_test_split(np.arange(len(classes)), test_size=0.2, stratify=classes, random_state=0)
-<<<<<<< HEAD
-    # NumPy picks the rows: torch would lay the images out otherwise in memory, and convolutions round by the layout.
-    training, test_set = (
-        LabelledImages(torch.from_numpy(pixels[rows]), torch.from_numpy(classes[rows]))
-        for rows in (np.sort(train), np.sort(test))
-    )
-    return Splits(training, test_set, tuple(str(name) for name in bundle.target_names))
-=======
     # Rows are taken before torch sees the array: it would give the one channel a stride with which convolutions round
     # differently, in the last digits of a float.
     train_images, test_images = (
@@ -30,4 +22,3 @@ def load_digits() -> Splits:
         for rows in (np.sort(train), np.sort(test))
     )
     return Splits(train_images, test_images, tuple(str(name) for name in bundle.target_names))
->>>>>>> work-h
