@@ -18,7 +18,7 @@ LIGHT = """
 import sys
 import fedssl
 fedssl.recipe_names(), fedssl.UserError
-heavy = [name for name in ("torch", "torchvision", "timm", "sklearn", "numpy", "pydantic") if name in sys.modules]
+heavy = [name for name in ("torch", "torchvision", "timm", "sklearn", "numpy") if name in sys.modules]
 sys.exit(f"imported: {heavy}" if heavy else 0)
 """
 
