@@ -16,7 +16,7 @@ inline void check_info_nce(const Tensor& query, const Tensor& key) {
 inline void check_nt_xent(const Tensor& view1, const Tensor& view2) {
   STD_TORCH_CHECK(view1.dim() == 2 && view2.dim() == 2 && view1.size(0) == view2.size(0) &&
                       view1.size(1) == view2.size(1) && view1.size(0) > 0 && view1.size(1) > 0,
-                  "view1 and view2 must have one shape [B, d], neither 0");
+                  "view1 and view2 must have the same shape [B, d], B > 0 and d > 0");
 }
 
 inline void check_reduction(const std::string& reduction) {

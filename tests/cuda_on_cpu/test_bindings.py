@@ -170,7 +170,7 @@ def test_bad_arguments_are_refused(bindings):
         ("info_nce", (x, x[:3], 0.5, "mean", True, True, False), "N >= B"),
         ("info_nce", (x, x, 0.5, "most", True, True, False), "reduction must be"),
         ("info_nce_gradients", (x, x, 0.5, torch.ones(4), True, True, False), "weights must be float64"),
-        ("nt_xent", (x, x[:3], 0.5, "mean", True, False), "one shape"),
+        ("nt_xent", (x, x[:3], 0.5, "mean", True, False), "the same shape"),
         ("linear_cka", (long, long, False, True, True), "L must be 1 to 512"),
         ("linear_cka", (x.double(), x, False, True, True), "must not be float64"),
         ("linear_cka_prepare", ([x, x[:3]], False), "the same L"),
