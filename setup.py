@@ -203,7 +203,7 @@ class BuildNative(build_ext):
         flags = [f"-I{plan.torch / 'include'}", *FLAGS]
         flags += [f"-DTORCH_TARGET_VERSION={TARGET}", "-DPy_LIMITED_API=0x030a0000", "-DNDEBUG"]
         flags += [f"-DFEDKERNELS_{name.upper()}=baseline" for name in INSTRUCTION_SETS if name not in plan.sets]
-        about = {  # strings of csrc/ops/module.cpp
+        about = {  # strings of csrc/ops/isa.cpp and module.cpp
             "FEDKERNELS_ISAS": " ".join(plan.sets),
             "FEDKERNELS_CUDA": re.sub(r"[^a-zA-Z0-9_ .,:;/()=+-]", "", plan.cuda_targets)[:300],
             "FEDKERNELS_LEFT_OUT": " ".join(plan.left_out),
@@ -211,7 +211,7 @@ class BuildNative(build_ext):
         of_module = [f'-D{name}="{text}"' for name, text in about.items()]
         return [
             self._compile_step(
-                source, plan.folder / "ops", flags + of_module * (source.stem == "module"), (compiler, torch)
+                source, plan.folder / "ops", flags + of_module * (source.stem in ("isa", "module")), (compiler, torch)
             )
             for source in sorted(Path("csrc/ops").glob("*.cpp"))
             if plan.cuda or not source.stem.endswith("_cuda")

@@ -44,8 +44,8 @@ def main(arguments: list[str] | None = None) -> int:
             entry = _measure(operator, settings, options.skip_large, start + options.seconds)
             failed |= any(case["rows"][0]["status"] != "ok" for case in entry["cases"])
             results = write.merge(folder, operator, entry)
-            if settings.device == "cpu" and not (options.no_readme or settings.quick):
-                write.update_readme(results, folder, write.README)
+            if settings.device == "cpu" and not (options.no_page or settings.quick):
+                write.update_speed_page(results, folder, write.SPEED_PAGE)
     except KeyboardInterrupt:
         print(f"interrupted: {operator} was not written", file=sys.stderr)
         return 130
@@ -81,7 +81,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         metavar="FOLDER",
         help="where to write (default: benchmarks/results/cpu/PROCESSOR or gpu/CARD; runs/benchmarks for tiny sizes)",
     )
-    parser.add_argument("--no-readme", action="store_true", help="leave the table in README.md alone")
+    parser.add_argument("--no-page", action="store_true", help="leave the table in docs/speed.md alone")
     options = parser.parse_args(arguments)
     unknown = [name for name in options.operators if name not in OPERATORS]
     if unknown:

@@ -1,4 +1,4 @@
-"""Writes what was measured, on the CPU or a GPU: results.json, results.md, and the table in the README."""
+"""Writes what was measured, on the CPU or a GPU: results.json, results.md, and the table in docs/speed.md."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 import fedkernels
 from benchmarks.measure import ROOT, Settings
 
-README = ROOT / "README.md"
+SPEED_PAGE = ROOT / "docs" / "speed.md"
 START, END = "<!-- benchmarks -->", "<!-- /benchmarks -->"
 
 _TITLE = {"cpu": "# Operators against their peers", "cuda": "# Operators on a GPU"}
@@ -86,14 +86,14 @@ def merge(folder: Path, operator: str, entry: dict[str, Any]) -> Results:
     return results
 
 
-def update_readme(results: Results, folder: Path, readme: Path) -> None:
-    """Writes the short table between the two marks of the README."""
-    text = readme.read_text(encoding="utf-8")
+def update_speed_page(results: Results, folder: Path, page: Path) -> None:
+    """Writes the short table between the two marks of the page."""
+    text = page.read_text(encoding="utf-8")
     before, start, rest = text.partition(START)
     _, end, after = rest.partition(END)
     if not start or not end:
-        raise ValueError(f"{readme} must hold {START} and, after it, {END}")
-    _replace(readme, f"{before}{START}\n{short_table(results, folder)}{END}{after}")
+        raise ValueError(f"{page} must hold {START} and, after it, {END}")
+    _replace(page, f"{before}{START}\n{short_table(results, folder)}{END}{after}")
 
 
 def tables(results: Results) -> str:
@@ -171,7 +171,7 @@ def _line(row: dict[str, Any], case: dict[str, Any]) -> dict[str, str]:
 
 
 def short_table(results: Results, folder: Path) -> str:
-    """The README's table: ours, the best peer and the floor."""
+    """The table of docs/speed.md: ours, the best peer and the floor."""
     lines = []
     for operator, entry in results.items():
         for case in entry["cases"]:
@@ -214,7 +214,7 @@ def _link(folder: Path) -> str:
         place = folder.resolve().relative_to(ROOT).as_posix()
     except ValueError:
         return "By `python -m benchmarks`."
-    return f"By `python -m benchmarks`; all peers, errors and what each floor is: [{place}]({place}/results.md)."
+    return f"By `python -m benchmarks`; all peers, errors and what each floor is: [{place}](../{place}/results.md)."
 
 
 def _table(head: Sequence[str], lines: list[list[str]]) -> str:

@@ -1,4 +1,11 @@
-"""What the gradients of compiled operators share."""
+"""What the gradients of the operators share.
+
+The compiled operators get their gradients by torch.library.register_autograd, so that a direct call of
+torch.ops.fedkernels has them too and opcheck finds them. torch.func does not accept such gradients: within its
+transforms the references serve, which autograd differentiates. The one exception is unbalanced_ot, whose reference is
+an iteration that autograd cannot differentiate: it is a torch.autograd.Function around either solver, in the form that
+torch.func accepts.
+"""
 
 from typing import Any
 
@@ -9,38 +16,40 @@ from torch.autograd.forward_ad import unpack_dual
 
 
 def needs_gradient(tensor: Tensor) -> bool:
-    """Will a gradient be asked for? The operators form it together with the value."""
+    """Can a gradient be asked for later? The operators compute it together with the value."""
     return tensor.requires_grad and torch.is_grad_enabled()
 
 
 def has_tangent(*tensors: Tensor) -> bool:
-    """Is a forward-mode derivative asked for? The references have it; the operators would drop it without a word."""
+    """Does a tensor carry a forward-mode derivative? The references use it; the operators would silently drop it."""
     return not torch.compiler.is_compiling() and any(unpack_dual(tensor).tangent is not None for tensor in tensors)
 
 
 def is_without_data(tensor: Tensor) -> bool:
-    """Is this a tensor of the meta device or a fake one, which have a shape and no numbers?"""
+    """Is this a meta or fake tensor, which has a shape but no data?"""
     return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
 def is_transformed() -> bool:
-    """Is this within torch.func.grad, vmap or another transform? It has no rule for the compiled operators."""
+    """Is this inside torch.func.grad, vmap or another transform? They do not support the compiled operators."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-# torch.compile keeps the stack as its own when it traces torch.func.grad, and takes the answer as a constant. The mark
-# is that of torch.compiler.assume_constant_result, which would import all of the compiler: seconds.
+# When torch.compile traces torch.func.grad it maintains this stack itself and treats the result as a constant. The
+# attribute is the one that torch.compiler.assume_constant_result sets; calling that would import the compiler, which
+# takes seconds.
 is_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def keep_missing(ctx: Any) -> None:
-    """A gradient that nobody formed arrives as None, not as zeros."""
+def keep_missing_as_none(ctx: Any) -> None:
+    """Lets a missing gradient of an output arrive in the backward pass as None instead of zeros."""
     ctx.set_materialize_grads(False)
 
 
 def refuse_second_derivative(name: str, *grads: Tensor | None) -> None:
-    """`grads` belong to the outputs that are gradients: one that is there asks for a derivative of a gradient."""
+    """Raises RuntimeError if one of `grads`, which belong to the outputs that are gradients, is not None."""
     if any(grad is not None for grad in grads):
         raise RuntimeError(
-            f"{name} has no second derivative in its compiled form; its reference has: set FEDKERNELS_NATIVE=0"
+            f"the compiled {name} has no second derivative; its reference has one: set FEDKERNELS_NATIVE=0 in the "
+            "environment"
         )

@@ -1,4 +1,4 @@
-"""Argument checks that the public functions share: one line names the argument, what was expected and what came."""
+"""Argument checks that the public functions share: one line names the argument, what was expected and what it got."""
 
 import sys
 from collections.abc import Sequence
@@ -23,13 +23,13 @@ def floating(name: str, tensor: object, ndim: int | None = None, at_least: int =
 
 
 def not_empty(name: str, tensor: Tensor, dims: Sequence[int], layout: str) -> None:
-    """None of the sizes `dims` of `tensor` is zero."""
+    """`tensor` has no size 0 among its dimensions `dims`."""
     if any(tensor.shape[dim] == 0 for dim in dims):
         raise ValueError(f"{name} must not be empty in {layout}, got shape {list(tensor.shape)}")
 
 
 def same_device(**tensors: Tensor) -> None:
-    """All tensors lie on one device."""
+    """All tensors are on one device."""
     (first, reference), *others = tensors.items()
     for name, tensor in others:
         if tensor.device != reference.device:
@@ -58,7 +58,7 @@ def one_of(name: str, value: object, allowed: Sequence[str]) -> None:
 
 
 def short(value: object) -> str:
-    """What a message shows: Python refuses to print an integer of thousands of digits, and nobody reads it."""
+    """The value for a message, in about 80 characters. Python refuses to print integers of thousands of digits."""
     if isinstance(value, int) and not -(10**40) < value < 10**40:
         return f"an integer of {value.bit_length()} bits"
     text = repr(value)
@@ -89,7 +89,7 @@ def parameter_lists(global_params: Sequence[Tensor], client_params: Sequence[Seq
                 f"got {len(params)}"
             )
         for index, (tensor, (shape, device)) in enumerate(zip(params, wanted, strict=True)):
-            # There are thousands: the name is made where it is needed, for that takes longer than the checks.
+            # There are thousands of tensors and their names take longer than the checks: only a bad one gets its name.
             good = isinstance(tensor, Tensor) and tensor.dtype in _FLOATING and tensor.layout == torch.strided
             if good and tensor.shape == shape and tensor.device == device:
                 continue

@@ -10,7 +10,7 @@ from fedkernels._autograd import has_tangent
 
 
 def operator(name: str, first: Tensor, second: Tensor) -> Any:
-    """The compiled operator `name`, or None: then the reference serves."""
+    """The compiled operator `name`, or None if the reference is to be used."""
     return None if has_tangent(first, second) else _native.operator(name, first, second)
 
 
@@ -19,21 +19,23 @@ def allows_tf32() -> bool:
     return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
-# torch.compile takes the answer as a constant, and compiles again when the setting changes. The mark is that of
-# torch.compiler.assume_constant_result, which would import all of the compiler: seconds.
+# torch.compile treats the result as a constant and compiles again when the setting changes. The attribute is the one
+# that torch.compiler.assume_constant_result sets; calling that would import the compiler, which takes seconds.
 allows_tf32._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def scaled(gradient: Tensor, factor: Tensor | float, dtype: torch.dtype) -> Tensor:
-    """``gradient * factor`` in `dtype`, for a backward pass; where it can be had without the product in the gradient's
-    own dtype beside it."""
+    """``gradient * factor`` in `dtype`, for a backward pass.
+
+    Where possible the product is written in `dtype` directly, without a copy in the gradient's own dtype.
+    """
     if gradient.dtype == dtype or torch.is_grad_enabled() or _is_batched(gradient) or _is_batched(factor):
         return (gradient * factor).to(dtype)
     return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
 
 
 def _is_batched(value: Tensor | float) -> bool:
-    """Are several gradients asked for at once, as by torch.autograd.grad's is_grads_batched? They know no `out`."""
+    """Is this a batch of gradients, as torch.autograd.grad's is_grads_batched makes? It does not support `out`."""
     if torch.compiler.is_compiling() or not isinstance(value, Tensor):
         return False
     functorch = torch._C._functorch

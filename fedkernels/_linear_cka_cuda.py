@@ -4,9 +4,9 @@ Let z = [x y] be both matrices side by side, scaled and centred, and v the value
 
     dv/dx = 2 y (y'x) / (|x'x| |y'y|) - 2 v x (x'x) / |x'x|^2
 
-so with z'x = [x'x; y'x], whose blocks are also the norms, it is one product of z and z'x with a factor for each block.
-Where there are fewer rows than columns the same goes through xx' and yy'. These functions have the operators' schemas
-and run below autograd: fedkernels/linear_cka.py registers them beside the gradients.
+Its two terms are one product of z and z'x = [x'x; y'x] with a factor for each block, and the norms of these blocks give
+the value. With fewer rows than columns xx' and yy' take the place of these products. The functions have the schemas of
+the operators and run below autograd: fedkernels/linear_cka.py registers them together with the gradients.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,10 +17,8 @@ from torch import Tensor
 from fedkernels.reference import linear_cka as _reference
 from fedkernels.reference._precision import no_autocast
 
-# csrc/cuda/linear_cka_large.h.
-_SEGMENTS = 16
-# Of a product that linear_cka_pairwise forms at a time.
-_MOST_ENTRIES = 1 << 26
+_SEGMENTS = 16  # CKA_SEGMENTS of csrc/cuda/linear_cka_large.h
+_MOST_ENTRIES = 1 << 26  # of one product in linear_cka_pairwise
 
 _ops = torch.ops.fedkernels
 
@@ -63,10 +61,10 @@ def linear_cka_to_kernel(x: Tensor, kernel: Tensor, centered: bool, gradient: bo
 
 
 def linear_cka_pairwise(xs: Sequence[Tensor], ys: Sequence[Tensor], centered: bool) -> Tensor:
-    """[L, d_n] and [L, d_m] -> [N, M]; no ys: the xs with one another.
+    """[L, d_n] and [L, d_m] -> [N, M]; without ys the xs are compared with one another.
 
-    All y'x for one x are one product, or a few where it would be too large. Matrices with more columns than rows are
-    the reference's, which finds the smaller products for each pair.
+    All y'x for one x are one product, or a few if that would be too large. If a matrix has more columns than rows the
+    reference computes all pairs, because it chooses the smaller products for each pair.
     """
     rows = len(xs[0])
     if any(one.shape[1] > rows for one in (*xs, *ys)):
@@ -85,7 +83,7 @@ def linear_cka_pairwise(xs: Sequence[Tensor], ys: Sequence[Tensor], centered: bo
 
 
 def _cross_of_one_list(xs: Sequence[Tensor]) -> Tensor:
-    """|x_m'x_n|^2 of all pairs [N, N], each formed once."""
+    """|x_m'x_n|^2 of all pairs [N, N]; each is computed once."""
     upper = xs[0].new_zeros((len(xs), len(xs)), dtype=torch.float64)
     for n, x in enumerate(xs):
         upper[n, n:] = _squares(xs[n:], x)
@@ -93,18 +91,18 @@ def _cross_of_one_list(xs: Sequence[Tensor]) -> Tensor:
 
 
 def _squares(matrices: Sequence[Tensor], x: Tensor) -> Tensor:
-    """|m'x|_F^2 for each of these neighbouring columns of z -> float64 [len(matrices)]."""
-    found = []
+    """|m'x|_F^2 for each matrix m -> float64 [len(matrices)]. The matrices are neighbouring columns of z."""
+    squares = []
     for some in _groups(matrices, x.shape[1]):
         widths = [one.shape[1] for one in some]
         start = some[0]
         side_by_side = start.as_strided((len(start), sum(widths)), start.stride())
-        found.append(_ops.linear_cka_squares(side_by_side.mT @ x, [width * x.shape[1] for width in widths]))
-    return torch.cat(found)
+        squares.append(_ops.linear_cka_squares(side_by_side.mT @ x, [width * x.shape[1] for width in widths]))
+    return torch.cat(squares)
 
 
 def _groups(matrices: Sequence[Tensor], columns: int) -> Iterator[list[Tensor]]:
-    """As many at a time as one call takes, and as memory should hold."""
+    """Groups of matrices for one product each: as many as one call takes and as keep the product small enough."""
     group: list[Tensor] = []
     entries = 0
     for one in matrices:
@@ -118,7 +116,7 @@ def _groups(matrices: Sequence[Tensor], columns: int) -> Iterator[list[Tensor]]:
 
 
 def _single(matrices: Tensor) -> Tensor:
-    """[1, R, C] -> [R, C]: one product is torch.mm's, which shares a long sum out, and not torch.bmm's."""
+    """[1, R, C] -> [R, C]: one product then goes to torch.mm, which parallelises a long sum, and not to torch.bmm."""
     return matrices[0] if len(matrices) == 1 else matrices
 
 

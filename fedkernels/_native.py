@@ -1,4 +1,4 @@
-"""The compiled module: loaded once, at import; where it is missing the references serve, after one warning."""
+"""The compiled module, loaded once at import. Without it the references are used, after one warning."""
 
 import ast
 import importlib
@@ -34,7 +34,7 @@ PARTS = (
     "linear_cka_prepare_to_kernel",
     "linear_cka_squares",
 )
-_NOTE = Path(__file__).with_name("_C.missing")  # written by the installation where it could not compile
+_NOTE = Path(__file__).with_name("_C.missing")  # written by the installation if it could not compile
 
 
 def _by_name(schemas: Iterable[str]) -> dict[str, str]:
@@ -55,7 +55,7 @@ def _load() -> tuple[ModuleType | None, str]:
     """Returns the module and "", or None and the reason why it is not used."""
     if os.environ.get("FEDKERNELS_NATIVE") == "0":
         return None, "FEDKERNELS_NATIVE=0 is set in the environment"
-    # Importing torch put its libraries into the process: the module finds them there, whichever version they are.
+    # torch's libraries are in the process since torch was imported, and the module finds them there in any version.
     try:
         loaded = importlib.import_module("fedkernels._C")
         compiled = _by_name(loaded.schemas().splitlines()) if hasattr(loaded, "schemas") else {}
@@ -72,7 +72,8 @@ def _load() -> tuple[ModuleType | None, str]:
         reason = f"it does not load: {error}"
     warnings.warn(
         f"fedkernels runs on its slower references without fedkernels._C: {reason}. "
-        "Compile it by `pip install -v .` with torch >= 2.11 and a C++20 compiler at hand, or set FEDKERNELS_NATIVE=0.",
+        "To compile it, run `pip install -v .` with torch >= 2.11 and a C++20 compiler, or set FEDKERNELS_NATIVE=0 to "
+        "use the references without this warning.",
         UserWarning,
         stacklevel=2,
     )
@@ -83,7 +84,7 @@ def _check_instruction_set(built: dict[str, str]) -> None:
     wanted = os.environ.get("FEDKERNELS_CPU", "")
     if wanted and wanted not in built["compiled"].split():
         warnings.warn(
-            f"FEDKERNELS_CPU must be one of {built['compiled']}, got {wanted!r}: {built['used']} is used",
+            f"FEDKERNELS_CPU must be one of {built['compiled']}, got {wanted!r}; using {built['used']}",
             UserWarning,
             stacklevel=3,
         )
@@ -97,18 +98,18 @@ def _on_cuda(names: tuple[str, ...]) -> frozenset[str]:
     return frozenset(name for name in names if module is not None and has_kernel(f"fedkernels::{name}", "CUDA"))
 
 
-# Those that have CUDA kernels too, csrc/ops/<name>_cuda.cpp, in a module that was compiled with CUDA; and those that
-# fedkernels/linear_cka.py makes of the parts.
+# The operators that run on CUDA. Those with kernels in csrc/ops/<name>_cuda.cpp, if the module was compiled with CUDA,
+# and those that fedkernels/linear_cka.py builds from the parts.
 CUDA = _on_cuda(COMPILED)
 if _on_cuda(PARTS) == frozenset(PARTS):
     CUDA |= {"linear_cka_large", "linear_cka_pairwise", "linear_cka_to_kernel"}
 
 
-_unusable: dict[int, str] = {}  # GPUs that have been asked: why they cannot run the kernels, or ""
+_unusable: dict[int, str] = {}  # by GPU, once it was checked: why it cannot run the kernels, or ""
 
 
 def runs_on(gpu: int) -> bool:
-    """Can this GPU run the compiled kernels? One that cannot gets the references, after one warning."""
+    """Can this GPU run the compiled kernels? If not, there is one warning for it, and the references are used."""
     if module is None:
         return False
     if gpu not in _unusable:
@@ -117,20 +118,21 @@ def runs_on(gpu: int) -> bool:
             compiled = module.build_info()["cuda"]
             warnings.warn(
                 f"fedkernels runs on its slower references on cuda:{gpu}, which cannot run the kernels compiled for "
-                f"{compiled}: {_unusable[gpu]}. Compile for it (FEDKERNELS_CUDA_ARCHITECTURES) or update its driver.",
+                f"{compiled}: {_unusable[gpu]}. Update the driver, or compile fedkernels again with this GPU's compute "
+                "capability in FEDKERNELS_CUDA_ARCHITECTURES.",
                 UserWarning,
                 stacklevel=4,
             )
     return not _unusable[gpu]
 
 
-# To torch.compile the answer is a constant. The mark is that of torch.compiler.assume_constant_result, which would
-# import all of the compiler: seconds.
+# torch.compile treats the result as a constant. The attribute is the one that
+# torch.compiler.assume_constant_result sets; calling that would import the compiler, which takes seconds.
 runs_on._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def operator(name: str, *tensors: Tensor) -> Any:
-    """The compiled operator `name` where there is one for the device of all these tensors, else None."""
+    """The compiled operator `name` if there is one for the device of all these tensors, else None."""
     if module is None or is_transformed():
         return None
     device = tensors[0].device
@@ -145,13 +147,14 @@ def build_info() -> dict[str, str]:
     """What is compiled and what is used.
 
     Returns:
-        ``native``: "used", or why not. ``operators``: those that are compiled; the others, and all on other devices,
-        run on the references. Where the module is used also ``cpu_compiled``, the instruction sets that its CPU
-        kernels are compiled for; ``cpu_used``, the one that this processor runs; ``cuda_compiled``, the architectures
-        of the CUDA kernels, or "none" and why; ``cuda_operators``, those of the operators that have CUDA kernels;
-        ``cuda_used``, the GPUs that run them and why others do not (each one in sight is asked, and prepared by that);
-        ``left_out``, the instruction sets and architectures that a complete build has and this one has not, or "";
-        ``compiler``; ``oldest_torch``, which the module needs.
+        A dict of strings. ``native``: "used", or why not. ``operators``: the compiled operators; the others run on the
+        references, and so do all on devices that are neither CPU nor CUDA. If the module is used, also
+        ``cpu_compiled``: the instruction sets that its CPU kernels are compiled for; ``cpu_used``: the one that runs on
+        this processor; ``cuda_compiled``: the architectures of the CUDA kernels, or "none" and why;
+        ``cuda_operators``: the operators that have CUDA kernels; ``cuda_used``: the GPUs that run them, and why others
+        do not (this initialises CUDA on each visible GPU); ``left_out``: the instruction sets and
+        architectures that a complete build has and this one has not, or ""; ``compiler``; ``oldest_torch``: the oldest
+        torch that the module supports.
     """
     if module is None:
         return {"native": f"not used: {_reason}", "operators": ""}

@@ -25,7 +25,7 @@ def apply_deltas(
         weights: K finite numbers of any sign, a tensor [K] or a list.
 
     The step is summed in float64 and rounded once to each global tensor's dtype. Nothing is written unless all
-    arguments are good.
+    arguments are valid.
 
     Raises:
         TypeError: not lists of floating tensors (leave integer buffers, such as BatchNorm's counters, out).
@@ -37,7 +37,7 @@ def apply_deltas(
     if not (torch.compiler.is_compiling() or any(is_without_data(tensor) for tensor in global_params)):
         _check_memory(global_params, client_params)  # a traced tensor has no address
     clients = [tensor for params in client_params for tensor in params]
-    operator = _native.operator("apply_deltas", *global_params)  # each client's tensor lies where the global one does
+    operator = _native.operator("apply_deltas", *global_params)  # each client's tensor is on its global tensor's device
     if operator is None:
         _reference(global_params, client_params, weights)
         return
@@ -45,10 +45,10 @@ def apply_deltas(
         targets = [tensor.contiguous() for tensor in global_params]
         operator(targets, [tensor.contiguous() for tensor in clients], weights)
         for tensor, target in zip(global_params, targets, strict=True):
-            if target is not tensor:  # a copy, for it was not contiguous
+            if target is not tensor:  # a copy, because the tensor was not contiguous
                 tensor.copy_(target)
     if not torch.compiler.is_compiling():
-        # The operator writes behind autograd's back: a graph that holds the old values must notice.
+        # Autograd does not see the operator's writes: a graph that holds the old values must raise an error.
         torch.autograd.graph.increment_version(list(global_params))
 
 
@@ -70,21 +70,21 @@ def _check_weights(weights: Tensor | Sequence[float], clients: int) -> Tensor:
     _checks.floating("weights", weights, ndim=1, layout="[K]")
     if len(weights) != clients:
         raise ValueError(f"weights must hold one number for each of the {clients} clients, got {len(weights)}")
-    # A copy: they may be one of the tensors that are written.
+    # A copy, because the weights may be one of the tensors that are written.
     weights = weights.detach().to("cpu", torch.float64, copy=True).contiguous()
     if not (torch.compiler.is_compiling() or is_without_data(weights)) and not weights.isfinite().all():
         raise ValueError(f"weights must be finite, got {weights.tolist()}")
     return weights
 
 
-# Device, first byte, end, is it written, client (-1: the global one), index of the tensor.
+# Device, first byte, end, whether it is written, client (-1: the global model), index of the tensor.
 _Region = tuple[str, int, int, bool, int, int]
 
 
 def _check_memory(global_params: Sequence[Tensor], client_params: Sequence[Sequence[Tensor]]) -> None:
-    """A global tensor that is written must not be read again under another name."""
+    """Raises ValueError if a global tensor, which is written, shares memory with another tensor or with itself."""
     written: list[_Region] = []
-    read: dict[int, _Region] = {}  # of clients that share a tensor the first
+    read: dict[int, _Region] = {}  # by id; of clients that share a tensor only the first
     for index, tensor in enumerate(global_params):
         if not tensor.is_contiguous() and _overlaps_itself(tensor):
             raise ValueError(f"global_params[{index}] must not overlap itself, got strides {list(tensor.stride())}")
@@ -97,7 +97,7 @@ def _check_memory(global_params: Sequence[Tensor], client_params: Sequence[Seque
     def tensor_of(client: int, index: int) -> Tensor:
         return global_params[index] if client < 0 else client_params[client][index]
 
-    # In order of address, those that have not ended yet are the ones that the next may share memory with.
+    # In order of address, a region can only overlap those before it that have not ended.
     before: list[_Region] = []
     for region in sorted([*written, *read.values()]):
         device, start, end, is_written, *name = region
@@ -127,10 +127,10 @@ def _memory(tensor: Tensor) -> tuple[int, int]:
 
 
 def _overlaps_itself(tensor: Tensor) -> bool:
-    """Does a strided tensor hold an entry twice?"""
-    span, clear = 0, True  # span: of the dimensions so far, from the one of the least stride
+    """Does a strided tensor have two entries at one address?"""
+    span, clear = 0, True  # the span of the dimensions so far, in the order of their strides
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        clear &= size == 1 or stride > span  # a step clears all that lies within
+        clear &= size == 1 or stride > span  # a step leads beyond all entries of the dimensions so far
         span += (size - 1) * stride
     if clear or tensor.numel() == 0:
         return False
@@ -145,7 +145,7 @@ def _share(one: Tensor, other: Tensor) -> bool:
 
 
 def _entries(tensor: Tensor) -> Tensor:
-    """Where each entry lies, counted in entries from the first."""
+    """The offset of each entry from the first, in entries."""
     places = torch.zeros(1, dtype=torch.int64)
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         places = (places[:, None] + torch.arange(size) * stride).flatten()

@@ -24,9 +24,9 @@ def client_weights(gram: Tensor, *, tol: float = 1e-8) -> Tensor:
             May be of deficient rank: equal clients are fine. Where rounding to its dtype has made it indefinite, so
             that there need be no minimum, the nearest positive semi-definite matrix is solved in its place.
         tol: the iterations stop at ``p'Gp - min_k (Gp)_k <= tol * min(mean(G), min_k G_kk)``. The left side bounds the
-            excess over the optimum, the right side's minimum is never below it. An exact solve on the clients
-            with positive weight follows. Less than ``K * 2.2e-16 * trace(G)`` is rounding and not asked for; where
-            even that cannot be reached the function warns.
+            excess over the optimum; the minimum on the right side is never below the optimum. An exact solve on the
+            clients with positive weight follows. A difference below ``K * 2.2e-16 * trace(G)`` is rounding and counts
+            as reached. If the iterations do not reach even that, the function warns.
 
     Returns:
         [..., K], non-negative with sum 1; float64 for a float64 gram, else float32; solved in float64, on a GPU up to
@@ -48,10 +48,10 @@ def client_weights(gram: Tensor, *, tol: float = 1e-8) -> Tensor:
         if torch.compiler.is_compiling() or is_transformed() or is_without_data(gram):
             weights: Tensor = torch.ops.fedkernels.client_weights_solve(gram, tol)
             return weights
-        return _solve(gram, tol)  # the dispatcher would take as long as ten clients do
+        return _solve(gram, tol)  # the dispatcher would take as long as a problem of ten clients
 
 
-_MOST_ON_CUDA = 128  # clients that one block of csrc/cuda/client_weights.cu takes
+_MOST_ON_CUDA = 128  # clients; WEIGHTS_LIMIT of csrc/cuda/client_weights.h
 
 
 def _solve(gram: Tensor, tol: float) -> Tensor:
@@ -64,12 +64,12 @@ def _solve(gram: Tensor, tol: float) -> Tensor:
     weights = operator(gram.contiguous(), tol)
     if math.isnan(weights.sum()):
         _check_gram(gram)
-        left = weights.isnan().any(-1)  # problems whose optimum is not unique or 0
-        weights[left] = _reference(gram[left], tol=tol)
+        unsolved = weights.isnan().any(-1)  # their optimum is 0 or not unique
+        weights[unsolved] = _reference(gram[unsolved], tol=tol)
     return weights
 
 
-# An operator to torch.compile, fake tensors and vmap: checks and loop depend on the data, which these do not have.
+# An operator of its own for torch.compile, fake tensors and vmap, which have no data for the checks and the loop.
 torch.library.define("fedkernels::client_weights_solve", _native.SCHEMAS["client_weights"])
 torch.library.impl("fedkernels::client_weights_solve", ("cpu", "cuda"))(_solve)
 

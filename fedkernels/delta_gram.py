@@ -12,7 +12,7 @@ from fedkernels.reference.delta_gram import delta_gram as _reference
 def delta_gram(global_params: Sequence[Tensor], client_params: Sequence[Sequence[Tensor]]) -> Tensor:
     """``G_ij = <delta_i, delta_j>`` with ``delta_k = global - client_k``, over all tensors of a model.
 
-    The tensors are read where they lie: no model is flattened and no delta is held whole. Source: the G of FedU2
+    The tensors are read in place: no model is flattened and no delta is stored as a whole. Source: the G of FedU2
     (Liao et al. 2024), Eq. 10, is this matrix with row and column k divided by ``G_kk / 2``, since
     ``grad log |theta_g - theta_k|^2 = 2 delta_k / |delta_k|^2``.
 
@@ -30,7 +30,7 @@ def delta_gram(global_params: Sequence[Tensor], client_params: Sequence[Sequence
     """
     _checks.parameter_lists(global_params, client_params)
     clients = [tensor for params in client_params for tensor in params]
-    operator = _native.operator("delta_gram", *global_params)  # each client's tensor lies where the global one does
+    operator = _native.operator("delta_gram", *global_params)  # each client's tensor is on its global tensor's device
     if operator is None:
         return _reference(global_params, client_params)
     with torch.no_grad():

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fedkernels import _checks, _contrastive, _native
-from fedkernels._autograd import keep_missing, needs_gradient, refuse_second_derivative
+from fedkernels._autograd import keep_missing_as_none, needs_gradient, refuse_second_derivative
 from fedkernels.reference._precision import compute_dtype
 from fedkernels.reference.info_nce import info_nce as _reference
 
@@ -93,14 +93,17 @@ if _native.module is not None:
         )
 
     def _formed(reduction: str, query_gradient: bool, key_gradient: bool) -> tuple[bool, bool]:
-        """The gradients that are formed with the losses. The keys' mixes the rows, so that it needs to know what the
-        losses will be weighted by: one weight for all can be applied later, one for each cannot."""
+        """Which gradients are computed together with the losses.
+
+        The gradient in the keys sums over the queries, so it depends on the losses' weights. One weight for all losses
+        can be applied later; a weight for each loss cannot.
+        """
         if reduction == "none" and key_gradient:
             return False, False
         return query_gradient, key_gradient
 
-    def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        keep_missing(ctx)
+    def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        keep_missing_as_none(ctx)
         query, key, ctx.temperature, ctx.reduction, *wanted, ctx.tf32 = inputs
         ctx.formed = _formed(ctx.reduction, *wanted)
         ctx.rows, ctx.dtypes = query.shape[0], (query.dtype, key.dtype)
@@ -129,9 +132,9 @@ if _native.module is not None:
             )
         return of_query, of_key, None, None, None, None, None
 
-    def _refuse(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
+    def _refuse_second_derivative(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
         refuse_second_derivative("info_nce", *grads)
         return (None,) * 7
 
-    torch.library.register_autograd("fedkernels::info_nce", _backward, setup_context=_keep)
-    torch.library.register_autograd("fedkernels::info_nce_gradients", _refuse)
+    torch.library.register_autograd("fedkernels::info_nce", _backward, setup_context=_setup_context)
+    torch.library.register_autograd("fedkernels::info_nce_gradients", _refuse_second_derivative)

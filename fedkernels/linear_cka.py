@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fedkernels import _checks, _linear_cka_cuda, _native
-from fedkernels._autograd import has_tangent, keep_missing, needs_gradient, refuse_second_derivative
+from fedkernels._autograd import has_tangent, keep_missing_as_none, needs_gradient, refuse_second_derivative
 from fedkernels.reference import linear_cka as _reference
 from fedkernels.reference._precision import compute_dtype
 
@@ -44,7 +44,7 @@ def linear_cka(x: Tensor, y: Tensor, centered: bool = False) -> Tensor:
     large = x.is_cuda and not (_small(x) and _small(y))
     operator = None if has_tangent(x, y) else _native.operator("linear_cka_large" if large else "linear_cka", x, y)
     if large and x.shape[:-2] != y.shape[:-2]:
-        operator = None  # the reference forms a broadcast matrix's own product once
+        operator = None  # the reference computes the product of a broadcast matrix with itself only once
     if operator is not None and x.is_cuda:
         x, y = (z.expand(*torch.broadcast_shapes(x.shape[:-2], y.shape[:-2]), *z.shape[-2:]) for z in (x, y))
     if operator is None:
@@ -59,14 +59,13 @@ def linear_cka_to_kernel(x: Tensor, kernel: Tensor, centered: bool = False) -> T
     With ``kernel = yy'`` this is ``linear_cka(x, y)``. ``centered=True`` takes ``HKH`` for the kernel and ``Hx`` for x,
     with ``H = I - 11'/L``. Source: Hetero-SSFL (Makhija et al. 2022), Eq. 1 and 2, where K is the clients' mean kernel.
 
-    Where the kernel is known as ``FF'`` with F [..., L, r], ``linear_cka(x, F)`` is the same number without an L by L
-    matrix, and cheaper where ``(d + r)^2`` is below ``L (L + d)``.
+    For a kernel ``FF'`` with a known F [..., L, r], ``linear_cka(x, F)`` is the same number without an L by L
+    matrix. It is cheaper if ``(d + r)^2`` is below ``L (L + d)``.
 
     Args:
         x: [..., L, d], float16, bfloat16, float32 or float64, any strides.
         kernel: [..., L, L], symmetric (not checked: the gradient in x is that of a symmetric kernel); leading
-            dimensions broadcast against x's. Usually a constant; it gets a gradient where it asks for one, from the
-            reference.
+            dimensions broadcast against x's. Usually a constant; if it requires a gradient, the reference computes all.
         centered: centre x and the kernel.
 
     Returns:
@@ -97,7 +96,7 @@ def linear_cka_to_kernel(x: Tensor, kernel: Tensor, centered: bool = False) -> T
 def linear_cka_pairwise(xs: Sequence[Tensor], ys: Sequence[Tensor], centered: bool = False) -> Tensor:
     """CKA of every representation in ``xs`` with every one in ``ys``, say the layers of two networks.
 
-    Meant for measuring: where an input asks for a gradient the reference serves, which keeps all products.
+    It is meant for measuring. If an input requires a gradient the reference is used, which keeps all products.
 
     Args:
         xs: N >= 1 tensors [L, d_n], float16, bfloat16, float32 or float64, any strides; the d_n may differ.
@@ -135,7 +134,7 @@ def linear_cka_pairwise(xs: Sequence[Tensor], ys: Sequence[Tensor], centered: bo
 
 
 def _small(x: Tensor) -> bool:
-    """Is this what csrc/cuda/linear_cka.cu computes? For others products are best left to torch's BLAS."""
+    """Does csrc/cuda/linear_cka.cu support this matrix? For larger ones torch's BLAS is faster."""
     return x.dtype != torch.float64 and x.shape[-2] <= 512 and x.shape[-1] <= 128
 
 
@@ -184,8 +183,8 @@ if _native.module is not None:
     def _gradients(values: Tensor, given: Tensor, wanted: bool) -> Tensor:
         return values.new_empty((*values.shape, *given.shape[-2:]) if wanted else 0)
 
-    def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        keep_missing(ctx)
+    def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        keep_missing_as_none(ctx)
         ctx.given = [(tensor.shape, tensor.dtype) for tensor in inputs[:2]]
         ctx.save_for_backward(*output[1:])
 
@@ -206,6 +205,8 @@ if _native.module is not None:
         refuse_second_derivative("linear_cka_to_kernel", *of_gradients)
         return _in_inputs(ctx, grad)[0], None, None, None
 
-    torch.library.register_autograd("fedkernels::linear_cka", _backward, setup_context=_keep)
-    torch.library.register_autograd("fedkernels::linear_cka_large", _backward, setup_context=_keep)
-    torch.library.register_autograd("fedkernels::linear_cka_to_kernel", _backward_to_kernel, setup_context=_keep)
+    torch.library.register_autograd("fedkernels::linear_cka", _backward, setup_context=_setup_context)
+    torch.library.register_autograd("fedkernels::linear_cka_large", _backward, setup_context=_setup_context)
+    torch.library.register_autograd(
+        "fedkernels::linear_cka_to_kernel", _backward_to_kernel, setup_context=_setup_context
+    )

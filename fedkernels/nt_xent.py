@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fedkernels import _checks, _contrastive, _native
-from fedkernels._autograd import keep_missing, needs_gradient, refuse_second_derivative
+from fedkernels._autograd import keep_missing_as_none, needs_gradient, refuse_second_derivative
 from fedkernels.reference._precision import compute_dtype
 from fedkernels.reference.nt_xent import nt_xent as _reference
 
@@ -70,8 +70,8 @@ if _native.module is not None:
     def _(view1: Tensor, view2: Tensor, temperature: float, weights: Tensor, tf32: bool) -> Tensor:
         return view1.new_empty((2 * view1.shape[0], view1.shape[1]), dtype=compute_dtype(view1, view2))
 
-    def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        keep_missing(ctx)
+    def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        keep_missing_as_none(ctx)
         view1, view2, ctx.temperature, ctx.reduction, gradient, ctx.tf32 = inputs
         ctx.formed = gradient and ctx.reduction != "none"
         ctx.rows, ctx.dtypes = 2 * view1.shape[0], (view1.dtype, view2.dtype)
@@ -96,9 +96,9 @@ if _native.module is not None:
         )
         return *of_views, None, None, None, None
 
-    def _refuse(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
+    def _refuse_second_derivative(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
         refuse_second_derivative("nt_xent", *grads)
         return (None,) * 5
 
-    torch.library.register_autograd("fedkernels::nt_xent", _backward, setup_context=_keep)
-    torch.library.register_autograd("fedkernels::nt_xent_gradients", _refuse)
+    torch.library.register_autograd("fedkernels::nt_xent", _backward, setup_context=_setup_context)
+    torch.library.register_autograd("fedkernels::nt_xent_gradients", _refuse_second_derivative)

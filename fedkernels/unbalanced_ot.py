@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fedkernels import _checks, _native
-from fedkernels._autograd import is_transformed, is_without_data, keep_missing
+from fedkernels._autograd import is_transformed, is_without_data, keep_missing_as_none
 from fedkernels.reference import unbalanced_ot as _reference
 from fedkernels.reference._precision import compute_dtype
 from fedkernels.reference.unbalanced_ot import TransportInfo
@@ -27,13 +27,13 @@ def unbalanced_ot(
     max_iterations: int | None = None,
     method: str = "accelerated",
 ) -> Tensor:
-    """The least cost of moving the masses a to the masses b where creating and destroying mass is allowed at a price.
+    """The least cost of moving the masses a to the masses b, where mass may be created and destroyed at a price.
 
     ``min over plan >= 0 of <cost, plan> + tau_a/2 |plan 1 - a|^2 + tau_b/2 |plan' 1 - b|^2``
 
     Source: FedU2 (Liao et al. 2024), Eq. 4. An entry of the plan is positive only where
-    ``cost_ij < tau_a a_i + tau_b b_j``. Where that holds nowhere the plan is 0, nothing is transported and the
-    gradient in cost is 0: the function warns, for such a term teaches nothing.
+    ``cost_ij < tau_a a_i + tau_b b_j``. If that holds for no entry, the plan is 0, nothing is transported and the
+    gradient in cost is 0. The function then warns, because a loss term without a gradient trains nothing.
 
     Args:
         cost: [..., M, N], float16, bfloat16, float32 or float64, any strides. An entry of +inf forbids that pair.
@@ -43,25 +43,25 @@ def unbalanced_ot(
         tau_b: positive price of a deviation from b.
         tol: the solver stops at this duality gap, relative to ``<|cost|, plan>`` + the penalties, which is the value
             itself where cost >= 0. The gradient converges more slowly than the value: at 1e-4 it is off by some 20 %.
-        max_iterations: steps of the solver, 100,000 for None. Where they do not suffice the function warns, telling
-            the gap that was reached.
+        max_iterations: steps of the solver, 100,000 for None. If they do not suffice, the function warns and tells the
+            gap that it reached.
         method: "accelerated" is FISTA with restart and a backtracking line search. "steepest" is FedU2's Eq. 6 with the
-            guards that it needs to converge; it takes about a hundred times as many iterations.
+            safeguards that it needs to converge; it takes about a hundred times as many iterations.
 
     Returns:
         [...], float64 where an input is float64, else float32; solved in float64. It is the objective at the
-        plan found, so never below the optimum. A problem that holds NaN, a cost of -inf or an infinite mass has
-        the value NaN; the others of its batch are not touched.
+        computed plan, so it is never below the optimum. A problem that holds NaN, a cost of -inf or an infinite
+        mass has the value NaN; the other problems of its batch are not affected.
 
         Differentiable once in cost, a and b by the envelope theorem: the gradient in cost is the plan, in a
         ``tau_a (a - plan 1)``, in b ``tau_b (b - plan' 1)``. There is none in tau_a and tau_b.
 
     Raises:
-        TypeError: an input is not a floating tensor, or a number not a number.
+        TypeError: a tensor is not floating, or an argument that must be a number is not one.
         ValueError: M = 0 or N = 0, shapes that do not fit, unequal devices, a number or method out of range.
     """
     cost, a, b, options = _check(cost, a, b, tau_a, tau_b, tol, max_iterations, method)
-    # Without entries, yet it leads to all three: see _OfFirstOrder.
+    # It has no entries, but the graph leads from it to all three tensors: see _FirstOrderOnly.
     link = cost[..., :0].flatten() + a[..., :0].flatten() + b[..., :0].flatten()
     value, iterations, gap, mass, *_ = _UnbalancedOT.apply(cost, a, b, *options, link)
     _warn(TransportInfo(iterations, gap, mass), options[2])
@@ -79,12 +79,12 @@ def unbalanced_ot_plan(
     max_iterations: int | None = None,
     method: str = "accelerated",
 ) -> tuple[Tensor, TransportInfo]:
-    """The plan that ``unbalanced_ot`` finds, and how it was reached. Arguments, warnings and errors are the same.
+    """The plan of ``unbalanced_ot`` and facts about its solution. Arguments, warnings and errors are the same.
 
     Returns:
         plan [..., M, N] (float64 where an input is float64, else float32) and info, a named tuple of tensors [...]:
         ``iterations`` (int64), ``gap`` (float64, relative, NaN for a problem that holds NaN) and ``transported_mass``
-        (float64, the sum of the plan). None carries a gradient.
+        (float64, the sum of the plan). None of them carries a gradient.
     """
     cost, a, b, options = _check(cost, a, b, tau_a, tau_b, tol, max_iterations, method)
     plan, _, _, _, mass, iterations, gap = _solve(cost, a, b, *options)
@@ -93,7 +93,7 @@ def unbalanced_ot_plan(
     return plan, info
 
 
-# An operator to torch.compile: its loop ends where the data say so, which a compiled graph cannot hold.
+# An operator of its own for torch.compile: its loop ends depending on the data, which a compiled graph cannot express.
 torch.library.define("fedkernels::unbalanced_ot_reference", _native.SCHEMAS["unbalanced_ot"])
 
 
@@ -137,9 +137,10 @@ def _solve(cost: Tensor, a: Tensor, b: Tensor, *options: Any) -> tuple[Tensor, .
 
 
 class _UnbalancedOT(torch.autograd.Function):
-    """The value with its gradient by the envelope theorem; what else the solver gives comes along without one.
+    """The value with its gradient by the envelope theorem, and the solver's other results without gradients.
 
-    In the form that torch.func.grad and vmap can take; the solver is batched anyway.
+    `setup_context` is separate from `forward`, and there is a `vmap`, so that torch.func accepts it. The vmap rule adds
+    a batch dimension, which the solvers support.
     """
 
     @staticmethod
@@ -159,7 +160,7 @@ class _UnbalancedOT(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        keep_missing(ctx)
+        keep_missing_as_none(ctx)
         ctx.mark_non_differentiable(*output[1:])
         ctx.save_for_backward(*output[4:], inputs[-1])
         ctx.dtypes = [tensor.dtype for tensor in inputs[:3]]
@@ -168,10 +169,10 @@ class _UnbalancedOT(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         if grad is None:
             return (None,) * 9
-        *found, link = ctx.saved_tensors
+        *solution, link = ctx.saved_tensors
         if torch.is_grad_enabled():
-            found = [_OfFirstOrder.apply(tensor, link) for tensor in found]
-        plan, u, v = found
+            solution = [_FirstOrderOnly.apply(tensor, link) for tensor in solution]
+        plan, u, v = solution
         cost_dtype, a_dtype, b_dtype = ctx.dtypes
         needs_cost, needs_a, needs_b, *_ = ctx.needs_input_grad
         return (
@@ -190,15 +191,18 @@ class _UnbalancedOT(torch.autograd.Function):
         return _UnbalancedOT.apply(*batched, *inputs[3:]), (0,) * 7
 
 
-class _OfFirstOrder(torch.autograd.Function):
-    """Plan and duals depend on cost, a and b, by way of the link, but how is not known. A second derivative would take
-    them for constants without a word; here it ends in an error."""
+class _FirstOrderOnly(torch.autograd.Function):
+    """Raises an error when a second derivative is asked for.
+
+    Plan and duals depend on cost, a and b, but their derivatives are not known. Autograd would treat them as constants
+    and silently return a wrong second derivative. Here they depend, through `link`, on all three inputs.
+    """
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(found: Tensor, link: Tensor) -> Tensor:
-        return found.clone()
+    def forward(tensor: Tensor, link: Tensor) -> Tensor:
+        return tensor.clone()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -219,7 +223,7 @@ def _check(
     max_iterations: int | None,
     method: str,
 ) -> tuple[Tensor, Tensor, Tensor, tuple[float, float, float, int, str]]:
-    """-> cost, a and b as tensors of matching batch shape, and the checked options."""
+    """Returns cost, a and b as tensors of matching batch shape, and the checked options."""
     _checks.floating("cost", cost, at_least=2, layout="[..., M, N]")
     _checks.not_empty("cost", cost, (-2, -1), "M or N")
     a = _masses("a", a, cost, -2)
@@ -231,7 +235,7 @@ def _check(
     elif isinstance(max_iterations, bool) or not isinstance(max_iterations, int) or max_iterations < 1:
         raise ValueError(f"max_iterations must be a positive integer or None, got {max_iterations!r}")
     else:
-        max_iterations = min(max_iterations, 2**62)  # what the operator can count
+        max_iterations = min(max_iterations, 2**62)  # fits the operator's int64
     _checks.one_of("method", method, METHODS)
     return cost, a, b, (tau_a, tau_b, tol, max_iterations, method)
 
@@ -241,13 +245,13 @@ def _masses(name: str, masses: Tensor | float, cost: Tensor, dim: int) -> Tensor
     if isinstance(masses, (int, float)) and not isinstance(masses, bool):
         if not abs(masses) <= sys.float_info.max:
             raise ValueError(f"{name} must be finite, got {_checks.short(masses)}")
-        # Never in half precision, which is off by up to 0.4 %: the result has no more than float32 for that.
+        # Never in half precision, which is off by up to 0.4 %. The dtype of the result does not change.
         return cost.new_full(wanted, float(masses), dtype=torch.promote_types(cost.dtype, torch.float32))
     if not isinstance(masses, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor or a Python number, got {type(masses).__name__}")
     _checks.floating(name, masses)
     _checks.same_device(**{"cost": cost, name: masses})
-    # One mass in place of a row of them is more often a slip than a wish; a number says it plainly.
+    # A tensor with one mass instead of a row of masses is probably a mistake; a number is accepted.
     if masses.ndim == 0 or masses.shape[-1] != wanted[-1]:
         raise ValueError(
             f"{name} must be a number or have shape [..., {wanted[-1]}] for cost of shape {list(cost.shape)}, "
@@ -262,18 +266,18 @@ def _masses(name: str, masses: Tensor | float, cost: Tensor, dim: int) -> Tensor
 
 
 def _warn(info: TransportInfo, tol: float) -> None:
-    """Python shows a warning once for each line that calls the public function."""
+    """Warns, with a stack level such that Python shows a warning once for each line that calls the public function."""
     if torch.compiler.is_compiling() or is_transformed():  # a warning that depends on data would break the graph
         return
     if is_without_data(info.gap):
         return
-    counted = torch.stack([info.transported_mass.flatten() == 0, info.gap.flatten() > tol]).sum(1)
-    idle, late = counted.tolist()  # at once, for a GPU is waited for
+    counts = torch.stack([info.transported_mass.flatten() == 0, info.gap.flatten() > tol]).sum(1)
+    idle, late = counts.tolist()  # one transfer, because it waits for a GPU
     problems = info.gap.numel()
     if idle:
         warnings.warn(
-            f"the optimum transports nothing in {idle} of {problems} problems, and the gradient in "
-            "cost is zero: every cost is at least tau_a * a + tau_b * b",
+            f"the optimum transports nothing in {idle} of {problems} problems, so the gradient in cost is zero: "
+            "every cost is at least tau_a * a + tau_b * b. Scale the cost down, or raise tau_a and tau_b",
             UserWarning,
             stacklevel=3,
         )

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .errors import UserError
     from .library import evaluate, load_recipe, read_run, resume, run, write_report
     from .recipe import Recipe
-    from .recipe_files import recipe_names
+    from .recipe_text import recipe_names
     from .run_record import Run
 
 __all__ = [
@@ -32,7 +32,7 @@ __all__ = [
     "write_report",
 ]
 
-_MODULES = {"Recipe": "recipe", "Run": "run_record", "UserError": "errors", "recipe_names": "recipe_files"}
+_MODULES = {"Recipe": "recipe", "Run": "run_record", "UserError": "errors", "recipe_names": "recipe_text"}
 
 
 def __getattr__(name: str) -> Any:

@@ -18,7 +18,7 @@ from .models.encoders import build_encoder
 from .models.model import Model
 from .randomness import generator_for, seeded
 from .recipe import Recipe
-from .rules import check_data, check_models, check_recipe, check_shares
+from .rules import check_data, check_models, check_parts, check_shares
 
 MODEL = "model/"
 MEMORY = "memory/"
@@ -117,7 +117,7 @@ def build_federation(recipe: Recipe, dataset: Dataset | None = None, owner: int 
     Raises:
         UserError: data that cannot be read or dealt as asked, or parts that do not fit each other.
     """
-    check_recipe(recipe)
+    check_parts(recipe)
     device = _device(recipe.device)
     images = dataset or load_dataset(recipe.data, recipe.seed)
     check_data(recipe, images)

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .checking import check_recipe
 from .errors import UserError
 from .parts import part_class
 from .recipe import Recipe
-from .recipe_files import apply_override, read_values
+from .recipe_text import apply_override, check_recipe, read_values
 from .rules import privacy_problem
 
 

@@ -16,7 +16,7 @@ from .guard import GuardOptions
 from .local_updates.base import LocalUpdate
 from .objectives.base import Objective
 from .options import Options
-from .recipe_files import recipe_yaml
+from .recipe_text import recipe_yaml
 from .regularizers.base import Regularizer
 from .schedules.base import Schedule
 from .training import TrainingOptions

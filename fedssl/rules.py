@@ -23,7 +23,7 @@ from .recipe import Recipe
 _MOST_CLIENTS = 2**10 - 1
 
 
-def check_recipe(recipe: Recipe) -> None:
+def check_parts(recipe: Recipe) -> None:
     """Check what can be told from the recipe alone (UserError), before any data is loaded."""
     for rule in _RECIPE_RULES:
         if problem := rule(recipe):

@@ -20,7 +20,7 @@ from benchmarks import case, measure, resident_memory, timing, write
 from benchmarks.case import Bar, Case, Floor, Implementation
 from benchmarks.measure import Settings
 
-README = write.README
+SPEED_PAGE = write.SPEED_PAGE
 CPU = torch.device("cpu")
 
 
@@ -49,20 +49,20 @@ def finished(size: str = "B = 4") -> dict[str, Any]:
 
 @pytest.fixture
 def canned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """main() without measuring, on a README of its own."""
+    """main() without measuring, on a page of its own."""
     monkeypatch.setattr(command, "measure_case", lambda operator, index, _: finished(f"{operator} {index}"))
-    readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{write.START}\nold\n{write.END}\nafter\n", encoding="utf-8")
-    monkeypatch.setattr(write, "README", readme)
-    return readme
+    page = tmp_path / "speed.md"
+    page.write_text(f"before\n{write.START}\nold\n{write.END}\nafter\n", encoding="utf-8")
+    monkeypatch.setattr(write, "SPEED_PAGE", page)
+    return page
 
 
-def test_quick_run_writes_results_and_leaves_the_readme_alone(tmp_path: Path) -> None:
-    before = README.read_bytes()
+def test_quick_run_writes_results_and_leaves_the_page_alone(tmp_path: Path) -> None:
+    before = SPEED_PAGE.read_bytes()
     arguments = [sys.executable, "-m", "benchmarks", "apply_deltas", "--quick", "--repeats", "2", "--threads", "1"]
     done = subprocess.run([*arguments, "--output", tmp_path], cwd=measure.ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert README.read_bytes() == before
+    assert SPEED_PAGE.read_bytes() == before
 
     entry = json.loads((tmp_path / "results.json").read_text())["apply_deltas"]
     assert entry["environment"]["threads"] == 1
@@ -104,7 +104,7 @@ def test_a_run_of_some_operators_keeps_the_others(canned: Path, tmp_path: Path) 
     assert "## delta_gram" in (folder / "results.md").read_text()
 
 
-def test_the_readme_gets_the_short_table_between_its_marks(canned: Path, tmp_path: Path) -> None:
+def test_the_page_gets_the_short_table_between_its_marks(canned: Path, tmp_path: Path) -> None:
     assert command.main(["delta_gram", "--output", str(tmp_path / "results")]) == 0
     text = canned.read_text()
     assert text.startswith(f"before\n{write.START}\n|")
@@ -113,15 +113,15 @@ def test_the_readme_gets_the_short_table_between_its_marks(canned: Path, tmp_pat
     assert "| `delta_gram` | delta_gram 0 | 2.00 | fast 4.00 | 2.00 | 2.00 | 2.0 | - |" in text
 
 
-@pytest.mark.parametrize("option", ["--no-readme", "--quick"])
-def test_the_readme_stays(canned: Path, tmp_path: Path, option: str) -> None:
+@pytest.mark.parametrize("option", ["--no-page", "--quick"])
+def test_the_page_stays(canned: Path, tmp_path: Path, option: str) -> None:
     before = canned.read_text()
     assert command.main(["delta_gram", option, "--output", str(tmp_path / "results")]) == 0
     assert canned.read_text() == before
 
 
-def test_the_repository_readme_has_the_marks() -> None:
-    text = README.read_text(encoding="utf-8")
+def test_the_repositorys_page_has_the_marks() -> None:
+    text = SPEED_PAGE.read_text(encoding="utf-8")
     assert text.count(write.START) == text.count(write.END) == 1
     assert text.index(write.START) < text.index(write.END)
 

@@ -109,9 +109,9 @@ REHEARSE = ("--device", "cuda", "--rehearse")
 
 def test_a_rehearsal_writes_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "LONGEST", 0.0)
-    readme = (ROOT / "README.md").read_bytes()
+    page = (ROOT / "docs" / "speed.md").read_bytes()
     assert command.main(["delta_gram", "linear_cka", *REHEARSE, "--output", str(tmp_path)]) == 0
-    assert (ROOT / "README.md").read_bytes() == readme
+    assert (ROOT / "docs" / "speed.md").read_bytes() == page
     results = json.loads((tmp_path / "results.json").read_text())
     assert [len(results[operator]["cases"]) for operator in ("delta_gram", "linear_cka")] == [1, 2]
     assert set(results["delta_gram"]["environment"]["rates"]) == {"copy", "bf16", "tf32", "fp32"}

@@ -19,7 +19,8 @@ template <>
 struct ExpOf<double> {
   typedef uint64_t Bits __attribute__((vector_size(LANES * 8)));
   static constexpr int MANTISSA = 52, DEGREE = 13;
-  static constexpr double ROUND = 0x1.8p52, LN2_HIGH = 0x1.62e42feep-1, LN2_LOW = 0x1.a39ef35793c76p-33, SMALLEST = -708;
+  static constexpr double ROUND = 0x1.8p52, LN2_HIGH = 0x1.62e42feep-1, LN2_LOW = 0x1.a39ef35793c76p-33;
+  static constexpr double SMALLEST = -708;
 };
 
 // 0 below -87 (float) and -708 (double); NaN for NaN.

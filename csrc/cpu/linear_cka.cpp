@@ -26,13 +26,13 @@ int64_t solve(CKAProblem& problem, const Threads& threads, Memory memory) {
       space.run(threads);
       if (!matrices.rescale()) break;
     }
-    const Ratio found(above_zero(matrices.inner[1]), matrices.norm(0), matrices.norm(1));
-    problem.value = found.value;
-    if (found.zero || found.value == 0) {
-      fill<T>(problem.x_gradient, rows * x_width, found.value);
-      fill<T>(problem.y_gradient, rows * y_width, found.value);
+    const Ratio ratio(above_zero(matrices.inner[1]), matrices.norm(0), matrices.norm(1));
+    problem.value = ratio.value;
+    if (ratio.zero || ratio.value == 0) {
+      fill<T>(problem.x_gradient, rows * x_width, ratio.value);
+      fill<T>(problem.y_gradient, rows * y_width, ratio.value);
     }
-    return found;
+    return ratio;
   };
 
   if (rows < x_width + y_width) {
@@ -76,10 +76,10 @@ int64_t solve(CKAToKernelProblem& problem, const Threads& threads, Memory memory
       products();
       if (!(matrices.rescale() | kernel.rescale(sums.norm))) break;
     }
-    const Ratio found(sums.trace, matrices.norm(0), sums.norm);
-    problem.value = found.value;
-    if (found.zero) fill<T>(gradient, rows * width, found.value);
-    return found;
+    const Ratio ratio(sums.trace, matrices.norm(0), sums.norm);
+    problem.value = ratio.value;
+    if (ratio.zero) fill<T>(gradient, rows * width, ratio.value);
+    return ratio;
   };
 
   // Half of xx' costs half of what Kx does and <K, xx'> is the value too; but its gradient takes one more [rows, rows]

@@ -1,5 +1,5 @@
-// The representations of a linear CKA problem: their scales and the centers of their columns, the value and the factors of
-// its gradient.
+// The representations of a linear CKA problem: their scales and the centers of their columns, the value and the factors
+// of its gradient.
 #pragma once
 
 #include "cpu/linear_cka.h"
@@ -12,7 +12,7 @@ namespace {
 
 constexpr int64_t DEPTH = TILE_DEPTH;
 constexpr int64_t ROWS = 128 / TILE_ROWS * TILE_ROWS;  // of a product that a thread takes at a time
-constexpr int64_t MOST_ROWS = 128;                     // of a representation that are looked at at a time, no tile's end
+constexpr int64_t MOST_ROWS = 128;                     // of a representation that are read at a time, no tile's end
 static_assert(DEPTH <= MOST_ROWS && ROWS <= MOST_ROWS);
 
 // ---- the range of float: CKA does not depend on the scale ----

@@ -1,5 +1,5 @@
-// Linear CKA in sample space: the Gram matrices xx' and yy', [rows, rows], whose inner products are the same numbers as in
-// feature space. Blocks of the Gram matrices of all representations meet while they are in the cache.
+// Linear CKA in sample space: the Gram matrices xx' and yy', [rows, rows], whose inner products are the same numbers as
+// in feature space. Blocks of the Gram matrices of all representations meet while they are in the cache.
 #pragma once
 
 #include "cpu/linear_cka_matrices.h"

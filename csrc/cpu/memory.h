@@ -9,8 +9,8 @@
 
 namespace fedkernels::FEDKERNELS_ISA {
 
-// A bump allocator over one piece of memory, or over none to learn how much is needed. AddressSanitizer, which knows
-// the whole alone, is told of 64 bytes behind every piece that nothing may touch.
+// A bump allocator over one piece of memory, or over none to learn how much is needed. AddressSanitizer knows
+// only the whole piece, so 64 bytes behind every part are marked as forbidden for it.
 struct Memory {
   char* base;
   int64_t used = 0;

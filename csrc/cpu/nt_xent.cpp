@@ -1,7 +1,7 @@
 // The logits are symmetric: a group of rows meets the blocks of rows from its own on, and each block beyond the group
-// counts for the rows of both. Two passes of this kind do: the first finds every row's sum, the second forms
-// w_ij = (p_ij + p_ji) / t and with it the gradients of row i and of row j. That is half a product, half a product again
-// and one product for the gradients, where a gradient from the plain formula takes one and two. The second pass goes by
+// counts for the rows of both. Two passes of this kind do: the first finds every row's sum, the second forms w_ij =
+// (p_ij + p_ji) / t and with it the gradients of row i and of row j. That is half a product, half a product again and
+// one product for the gradients, where a gradient from the plain formula takes one and two. The second pass goes by
 // spans of blocks: a span's w_ij are kept until both their rows have had them.
 #include "cpu/nt_xent.h"
 

@@ -40,9 +40,9 @@ static inline bool any_sign(Vec v) {
 #elif defined(__SSE2__)
   return _mm_movemask_pd((__m128d)v) != 0;
 #else
-  bool found = false;
-  for (int lane = 0; lane < LANES; ++lane) found |= __builtin_signbit(v[lane]) != 0;
-  return found;
+  bool any = false;
+  for (int lane = 0; lane < LANES; ++lane) any |= __builtin_signbit(v[lane]) != 0;
+  return any;
 #endif
 }
 
@@ -127,7 +127,8 @@ static inline void write(void* target, DType dtype, int64_t start, const double*
 
 static inline int64_t bytes_of(DType dtype) { return dtype == DType::f64 ? 8 : dtype == DType::f32 ? 4 : 2; }
 
-// For functions that only fetch: GCC takes those for functions without effect and drops their calls if not inlined early.
+// For functions that only fetch: GCC takes those for functions without effect and drops their calls if not inlined
+// early.
 #define FEDKERNELS_INLINE __attribute__((always_inline)) inline
 
 // The processor sees too short a run of each of the many arrays to fetch ahead by itself.

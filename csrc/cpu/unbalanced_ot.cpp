@@ -81,8 +81,8 @@ struct Solver : Candidates {
     return least(low);
   }
 
-  // `feasible` at the plan over all entries. Leaves the candidates to come in the trial plan's memory: the gradient at
-  // the plan is below 0, and at least DEPTH of its least in the row.
+  // `feasible` at the plan over all entries. Lists the missing candidates in the trial plan's memory: entries whose
+  // gradient at the plan is negative and at least DEPTH of the row's least gradient.
   void look_at_all() const {
     duals_at_plan();
     const Duals at = at_plan, out = feasible;
@@ -92,7 +92,7 @@ struct Solver : Candidates {
       read_row(i);
       const double low = largest_feasible_of_row(at, i, out.v);
       out.u[i] = min(tau_a * a[i], low);
-      found[i] = 0;
+      missing[i] = 0;
       if (!(low < at.u[i])) continue;
       const double highest = at.u[i] - DEPTH * (at.u[i] - low);
       int64_t known = first[i];
@@ -104,10 +104,10 @@ struct Solver : Candidates {
           const int32_t entry = (int32_t)(j + lane);
           while (known < first[i] + count[i] && column[known] < entry) ++known;
           if (known < first[i] + count[i] && column[known] == entry) continue;
-          list[found[i]++] = entry;
+          list[missing[i]++] = entry;
         }
       }
-      list += found[i];
+      list += missing[i];
     }
   }
 
@@ -341,7 +341,7 @@ void unbalanced_ot(const TransportProblem& problem, double* workspace, Transport
         solver.drop_idle();
         gap_at_drop = gap;
       }
-      solver.add_found();
+      solver.add_missing();
       goal = max(gap * GOAL_FACTOR, problem.tol);
     }
   }

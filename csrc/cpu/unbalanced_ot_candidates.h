@@ -1,5 +1,5 @@
-// The entries of the plan that the solver of unbalanced_ot.cpp takes steps on: lists of columns for each row, with their
-// costs and four plans. All other entries of the plans are 0.
+// The entries of the plan that the solver of unbalanced_ot.cpp takes steps on: lists of columns for each row, with
+// their costs and four plans. All other entries of the plans are 0.
 #pragma once
 
 #include "cpu/simd.h"
@@ -70,7 +70,7 @@ struct Candidates {
   Duals at_plan, feasible, partner, limit;  // of the certificate; the last three also choose the first candidates
 
   int64_t *first, *count;  // of each row's candidates
-  int64_t* found;          // of each row: how many candidates are to come
+  int64_t* missing;          // of each row: how many candidates look_at_all() has listed to be added
   int64_t candidates = 0;  // with padding, which has cost = inf and the column `columns`
   int32_t* column;         // ascending in each row
   double* cost;
@@ -91,7 +91,7 @@ struct Candidates {
     row = take(pitch);
     Duals* const duals[] = {&point, &at_plan, &feasible, &partner, &limit};
     for (Duals* each : duals) *each = {take(row_pitch), take(pitch)};
-    int64_t** const of_rows[] = {&first, &count, &found};
+    int64_t** const of_rows[] = {&first, &count, &missing};
     for (int64_t** array : of_rows) *array = (int64_t*)take(row_pitch);
     Plan* const plans[] = {&plan, &previous, &trial, &best};
     for (Plan* each : plans) {
@@ -232,20 +232,20 @@ struct Candidates {
     }
   }
 
-  // Adds the columns that look_at_all() found, the last row first, so that none is overwritten.
-  void add_found() {
+  // Adds the columns that look_at_all() listed, the last row first, so that none is overwritten.
+  void add_missing() {
     const int32_t* list = (const int32_t*)trial.entries;
     int64_t end = 0;
     for (int64_t i = 0; i < rows; ++i) {
-      end += (count[i] + found[i] + GROUP - 1) / GROUP * GROUP;
-      list += found[i];
+      end += (count[i] + missing[i] + GROUP - 1) / GROUP * GROUP;
+      list += missing[i];
     }
     candidates = end;
     for (int64_t i = rows - 1; i >= 0; --i) {
-      int64_t old = first[i] + count[i] - 1, more = found[i] - 1;
+      int64_t old = first[i] + count[i] - 1, more = missing[i] - 1;
       const int64_t oldest = first[i];
-      list -= found[i];
-      count[i] += found[i];
+      list -= missing[i];
+      count[i] += missing[i];
       first[i] = end - (count[i] + GROUP - 1) / GROUP * GROUP;
       for (int64_t to = first[i] + count[i] - 1; to >= first[i]; --to) {
         if (more < 0 || (old >= oldest && column[old] > list[more])) {

@@ -1,7 +1,7 @@
-// The algorithm is that of csrc/cpu/client_weights.cpp, which explains it: a linear complementarity problem by coordinate
-// descent and block principal pivoting, in float64. A problem is one block's and a client one thread's. The Cholesky
-// factor lies in shared memory, packed by columns, so that neighbours read from different banks; the matrix lies there
-// too where both fit, else in the second-level cache.
+// The algorithm is that of csrc/cpu/client_weights.cpp, which explains it: a linear complementarity problem by
+// coordinate descent and block principal pivoting, in float64. A problem is one block's and a client one thread's. The
+// Cholesky factor lies in shared memory, packed by columns, so that neighbours read from different banks; the matrix
+// lies there too where both fit, else in the second-level cache.
 #include "cuda/client_weights.h"
 
 #include "cuda/dtype.h"
@@ -98,7 +98,8 @@ struct Problem {
     return true;
   }
 
-  // Cyclic coordinate descent on x'Ax/2 - c'x by the first warp, four clients a lane; `positive` is where it ends above 0.
+  // Cyclic coordinate descent on x'Ax/2 - c'x by the first warp, four clients a lane; `positive` is where it ends above
+  // 0.
   __device__ void descend() {
     if (threadIdx.x < 32) {
       const int lane = threadIdx.x;
@@ -136,7 +137,8 @@ struct Problem {
     __syncthreads();
   }
 
-  // The lower Cholesky factor of A on the `count` chosen clients, with its diagonal's inverses; false where it is singular.
+  // The lower Cholesky factor of A on the `count` chosen clients, with its diagonal's inverses; false where it is
+  // singular.
   __device__ bool factorise(int count) {
     const int client = i < count ? chosen[i] : 0;
     for (int j = 0; j < count; ++j) {
@@ -266,7 +268,8 @@ __global__ void __launch_bounds__(LIMIT, 1)
   double* const vectors = dynamic_shared<double>();
   double* const factor = vectors + OF_VECTORS;
   const int64_t problem = blockIdx.x, entries = static_cast<int64_t>(clients) * clients;
-  Problem solver(clients, matrices ? matrices + problem * entries : factor + clients * (clients + 1) / 2, vectors, factor);
+  double* const matrix = matrices ? matrices + problem * entries : factor + clients * (clients + 1) / 2;
+  Problem solver(clients, matrix, vectors, factor);
   const double weight = solver.solve(gram, problem * entries, tol);
   if (solver.real) write_one(weights, problem * clients + solver.i, weight);
 }

@@ -1,10 +1,10 @@
 // As in fused attention: a block keeps a tile of rows in shared memory, tiles of columns stream past it in two buffers,
-// and the logits live in registers. The second product takes the tile of columns, which is there, as its values: so loss
-// and gradient come out of one pass. Columns are shared out among blocks where the rows alone would not fill the device;
-// each block writes its part of the sums, and a second kernel joins them in order.
+// and the logits live in registers. The second product takes the tile of columns, which is there, as its values: so
+// loss and gradient come out of one pass. Columns are shared out among blocks where the rows alone would not fill the
+// device; each block writes its part of the sums, and a second kernel joins them in order.
 //
-// A block has 8 warps, 4 down the rows and 2 across: for the logits across the tile's columns, for the gradient across its
-// width. Weights go from the one to the other through shared memory, rounded to the inputs' dtype.
+// A block has 8 warps, 4 down the rows and 2 across: for the logits across the tile's columns, for the gradient across
+// its width. Weights go from the one to the other through shared memory, rounded to the inputs' dtype.
 //
 // float32 is rounded to tf32 where torch allows it. A fragment of 8 columns in tf32 lies in shared memory as one of 16
 // columns in half precision does: 32 bytes of each row. Only the values, whose fragments are transposed, differ.

@@ -10,8 +10,8 @@
 
 namespace fedkernels::cuda {
 
-// What one row of logits s_rc = rows_r . columns_c has to do with the rest of the problem. What the pointers that have no
-// type show is float64 where the rows are, else float32.
+// What one row of logits s_rc = rows_r . columns_c has to do with the rest of the problem. What the pointers that have
+// no type show is float64 where the rows are, else float32.
 struct ContrastivePass {
   Array rows, columns;  // [row_count, width] and [column_count, width], both in one dtype
   int64_t row_count, column_count, width;

@@ -85,10 +85,10 @@ Arguments<Entry, Number> arguments_of(const ContrastivePass& given, int of_tile,
   return pass;
 }
 
-// Into how many parts the columns are shared out. A multiprocessor holds one block, for its registers, and blocks beyond a
-// multiple of the multiprocessors cost a whole wave more: what is least is the waves times the tiles that a block goes
-// through, its start counted as one. Each part has sums and gradients of its own in memory, so there are no more than fill
-// the device, and not two where the rows alone make more than two waves.
+// Into how many parts the columns are shared out. A multiprocessor holds one block, for its registers, and blocks
+// beyond a multiple of the multiprocessors cost a whole wave more: what is least is the waves times the tiles that a
+// block goes through, its start counted as one. Each part has sums and gradients of its own in memory, so there are no
+// more than fill the device, and not two where the rows alone make more than two waves.
 inline int parts_of(int64_t row_blocks, int64_t column_tiles) {
   const int64_t at_a_time = multiprocessors(), fill = (at_a_time + row_blocks - 1) / row_blocks;
   const int64_t useful = fill == 1 && row_blocks < 2 * at_a_time ? 2 : fill;
@@ -114,7 +114,8 @@ namespace {
 // One block a row: joins the parts in their order. Precision::wide makes a number of an entry.
 template <typename Precision, typename Entry, typename Number>
 __global__ void __launch_bounds__(128)
-    join_kernel(Arguments<Entry, Number> pass, Number* row_largest, Number* row_share, Number* losses, Number* gradient) {
+    join_kernel(Arguments<Entry, Number> pass, Number* row_largest, Number* row_share, Number* losses,
+                Number* gradient) {
   const int row = blockIdx.x, positive = positive_of(pass, row);
   Number top = lowest<Number>(), share = 1 / pass.weight_scale, times = 0;
   Number by = pass.weight_unit ? *pass.weight_unit : Number(1);

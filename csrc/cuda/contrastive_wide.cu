@@ -1,10 +1,10 @@
 // The passes of contrastive.cu in float32 and float64, which keep their precision: plain fused multiply-adds, no tensor
-// cores. Both matrices stream through shared memory in two buffers, so that any width fits; only the weights of one tile
-// and the sums are kept. As there, the gradient comes out of the pass that sums the logits.
+// cores. Both matrices stream through shared memory in two buffers, so that any width fits; only the weights of one
+// tile and the sums are kept. As there, the gradient comes out of the pass that sums the logits.
 //
-// A thread has 8 x 4 logits (float64: 4 x 4) and 8 x 16 (4 x 8) entries of the gradient in registers, in rows and columns
-// 16 apart, so that a warp reads two rows at a time from one place and 16 from different banks. A block holds 256
-// (float64: 128) columns of the gradient; where it is wider, blocks share them out and each forms the logits again.
+// A thread has 8 x 4 logits (float64: 4 x 4) and 8 x 16 (4 x 8) entries of the gradient in registers, in rows and
+// columns 16 apart, so that a warp reads two rows at a time from one place and 16 from different banks. A block holds
+// 256 (float64: 128) columns of the gradient; where it is wider, blocks share them out and each forms the logits again.
 #include "cuda/contrastive.h"
 #include "cuda/contrastive_join.h"
 #include "cuda/dtype.h"
@@ -85,7 +85,8 @@ __global__ void __launch_bounds__(THREADS, 1) contrastive_wide_kernel(Arguments<
   const int first_tile = blockIdx.y * pass.tiles_of_part;
   const int all_tiles = (pass.column_count + S::COLUMNS - 1) / S::COLUMNS;
   const int tiles = min(pass.tiles_of_part, all_tiles - first_tile);
-  // A tile takes steps for the logits, then some for the gradient; each step has a buffer, and the next one's is filled.
+  // A tile takes steps for the logits, then some for the gradient; each step has a buffer, and the next one's is
+  // filled.
   const int logit_steps = (pass.width + S::DEPTH - 1) / S::DEPTH;
   const int steps = logit_steps + (pass.gradient ? S::COLUMNS / S::VALUES : 0);
 
@@ -192,7 +193,8 @@ __global__ void __launch_bounds__(THREADS, 1) contrastive_wide_kernel(Arguments<
           if (pass.row_share) weight = power_of_two((logits[i][n] - largest[i]) * pass.scale) * total[i];
           const int column = first_column + n * SIDE;
           if (pass.column_share && column < pass.column_count) {
-            weight += power_of_two((logits[i][n] - pass.column_largest[column]) * pass.scale) * pass.column_share[column];
+            weight +=
+                power_of_two((logits[i][n] - pass.column_largest[column]) * pass.scale) * pass.column_share[column];
           }
         }
         if (pass.gradient) weights[in_block * S::WEIGHT_PITCH + n * SIDE + across] = weight;

@@ -2,9 +2,9 @@
 // while it still works on those before, and lays the differences into shared memory. There each thread multiplies the
 // differences of eight clients with those of four others, so that twelve reads serve 32 products.
 //
-// float32 (and half) inputs are multiplied in float32: 16 products a sum, 16 sums another, and these are added in float64.
-// So at most 1e-6 is lost, were all roundings to go one way. Where a sum leaves the range of float32 everything is computed
-// again in float64, as it is for float64 inputs.
+// float32 (and half) inputs are multiplied in float32: 16 products a sum, 16 sums another, and these are added in
+// float64. So at most 1e-6 is lost, were all roundings to go one way. Where a sum leaves the range of float32
+// everything is computed again in float64, as it is for float64 inputs.
 #include "cuda/delta_gram.h"
 
 #include "cuda/dtype.h"
@@ -157,8 +157,9 @@ __global__ void __launch_bounds__(THREADS, sizeof(T) == 4 ? BLOCKS : 1)
 
   Walk walk = {static_cast<int>(blockIdx.x), 0, 0, MIXED, nullptr, 0};
 
-  // What has been read of the next tile. Loads of all members are on their way together: their addresses come first, and
-  // nothing waits for an entry before it is needed. So halves lie here as they lie in memory, in the first two words.
+  // What has been read of the next tile. Loads of all members are on their way together: their addresses come first,
+  // and nothing waits for an entry before it is needed. So halves lie here as they lie in memory, in the first two
+  // words.
   T base[4], next[MOST_MEMBERS][4];
   const auto halves = [](int dtype) {
     return sizeof(T) == 4 && (dtype == static_cast<int>(DType::bf16) || dtype == static_cast<int>(DType::f16));

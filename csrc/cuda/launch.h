@@ -30,8 +30,8 @@ inline int multiprocessors() { return attribute_of_device(cudaDevAttrMultiProces
 // Bytes of shared memory that one block may have.
 inline size_t shared_limit() { return attribute_of_device(cudaDevAttrMaxSharedMemoryPerBlockOptin); }
 
-// Lets the kernel have `bytes` of dynamic shared memory. What is allowed belongs to the kernel and not to the launch, and
-// another thread may be between the two: so it is always the most that there can be, and nobody makes it less.
+// Lets the kernel have `bytes` of dynamic shared memory. What is allowed belongs to the kernel and not to the launch,
+// and another thread may be between the two: so the limit is always set to the maximum and never lowered.
 template <typename... Parameters>
 cudaError_t allow_shared(size_t bytes, void (*kernel)(Parameters...)) {
   if (bytes <= 48 << 10) return cudaSuccess;
@@ -42,7 +42,7 @@ cudaError_t allow_shared(size_t bytes, void (*kernel)(Parameters...)) {
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(most));
 }
 
-// Enqueues kernel(arguments...). -> nullptr, or what went wrong.
+// Enqueues kernel(arguments...). Returns nullptr, or a message that says what went wrong.
 template <typename... Parameters, typename... Arguments>
 const char* launch(const Shape& shape, Stream stream, void (*kernel)(Parameters...), Arguments... arguments) {
   if (const cudaError_t error = allow_shared(shape.shared, kernel); error != cudaSuccess) return message(error);
@@ -84,7 +84,7 @@ const char* why_not_on(int device, void (*kernel)(Parameters...)) {
     error = cudaFuncGetAttributes(&attributes, kernel);
     cudaSetDevice(before);
   }
-  cudaGetLastError();  // it is told here, and must not be found by somebody who asks later
+  cudaGetLastError();  // it is reported here, and must not remain for a later caller
   return message(error);
 }
 

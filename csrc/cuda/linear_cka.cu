@@ -1,11 +1,11 @@
-// With z = [x y], scaled and centred, all products are blocks of P = z'z, and both gradients are z M, where M is P with a
-// factor for each of its four blocks. So a problem is two products of tiles, z'z above the diagonal and z M, and a block
-// takes one problem after the other. z and P lie in device memory, padded with zeros to whole tiles, and are read through
-// the second-level cache.
+// With z = [x y], scaled and centred, all products are blocks of P = z'z, and both gradients are z M, where M is P with
+// a factor for each of its four blocks. So a problem is two products of tiles, z'z above the diagonal and z M, and a
+// block takes one problem after the other. z and P lie in device memory, padded with zeros to whole tiles, and are read
+// through the second-level cache.
 //
 // Products run on the tensor cores in three parts: with a = high + low, both of 11 bits, ab is high high + high low +
-// low high to 2^-22. What the tensor cores add up is kept short, for they do not round to the nearest: the sums of a chunk
-// are added in float32.
+// low high to 2^-22. What the tensor cores add up is kept short, for they do not round to the nearest: the sums of a
+// chunk are added in float32.
 #include "cuda/linear_cka.h"
 
 #include "cuda/dtype.h"
@@ -192,7 +192,8 @@ __device__ inline void each_sum(const float (&sums)[2][Tiles<TILE>::OF_COLUMNS][
 }
 
 template <int TILE>
-__global__ void __launch_bounds__(THREADS, TILE == 64 ? 2 : 1) linear_cka_kernel(const CKAProblems given, float* memory) {
+__global__ void __launch_bounds__(THREADS, TILE == 64 ? 2 : 1)
+    linear_cka_kernel(const CKAProblems given, float* memory) {
   using T = Tiles<TILE>;
   SHARED(first, float[CKA_WIDTH]);
   SHARED(mean, float[CKA_WIDTH]);
@@ -209,8 +210,8 @@ __global__ void __launch_bounds__(THREADS, TILE == 64 ? 2 : 1) linear_cka_kernel
   for (int64_t problem = blockIdx.x; problem < given.problems; problem += gridDim.x) {
     const int64_t x_start = problem * rows * x_width, y_start = problem * rows * y_width;
     __syncthreads();  // the problem before has been read
-    const float x_scale = prepare(given.x, x_start, rows, x_width, given.centered, z, layout.rows, layout.x_width, width,
-                                  largest_of, first, mean);
+    const float x_scale = prepare(given.x, x_start, rows, x_width, given.centered, z, layout.rows, layout.x_width,
+                                  width, largest_of, first, mean);
     const float y_scale = prepare(given.y, y_start, rows, y_width, given.centered, z + layout.x_width, layout.rows,
                                   width - layout.x_width, width, largest_of, first, mean);
     __syncthreads();
@@ -219,7 +220,8 @@ __global__ void __launch_bounds__(THREADS, TILE == 64 ? 2 : 1) linear_cka_kernel
     for (int i = 0; i < tiles; ++i) {
       for (int j = i; j < tiles; ++j) {
         float sums[2][T::OF_COLUMNS][4] = {};
-        multiply<TILE, false>(z + i * TILE, z + j * TILE, width, Layout::up(rows, DEPTH), [](int) { return 1.0f; }, sums);
+        multiply<TILE, false>(z + i * TILE, z + j * TILE, width, Layout::up(rows, DEPTH), [](int) { return 1.0f; },
+                              sums);
         double squares = 0;
         each_sum<TILE>(sums, [&](int row, int column, float sum) {
           squares += static_cast<double>(sum) * static_cast<double>(sum);

@@ -24,6 +24,6 @@ struct CKAProblems {
 // Floats of device memory, aligned to 16 bytes, that cuda_linear_cka works in.
 extern "C" int64_t cuda_linear_cka_floats(const fedkernels::cuda::CKAProblems* problems);
 
-// -> nullptr, or what went wrong.
+// Returns nullptr, or a message that says what went wrong.
 extern "C" const char* cuda_linear_cka(const fedkernels::cuda::CKAProblems* problems, float* memory,
                                        fedkernels::cuda::Stream stream);

@@ -51,7 +51,7 @@ extern "C" int64_t cuda_linear_cka_prepare_to_kernel_doubles(const fedkernels::c
 extern "C" int64_t cuda_linear_cka_combine_doubles(int64_t problems);
 extern "C" int64_t cuda_linear_cka_squares_doubles(int64_t segments);
 
-// -> nullptr, or what went wrong.
+// Returns nullptr, or a message that says what went wrong.
 
 // Writes the matrices side by side to z, whose rows are `pitch` apart: each multiplied by a power of two that brings
 // its largest entry to [1, 2), and centred if asked. scales [problems, count]: these powers.

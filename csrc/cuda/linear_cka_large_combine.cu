@@ -1,5 +1,5 @@
-// After the products: their inner products, in float64 and in parts, from which every block of the last kernel knows the
-// value, and the factors by which the products are to be multiplied.
+// After the products: their inner products, in float64 and in parts, from which every block of the last kernel knows
+// the value, and the factors by which the products are to be multiplied.
 #include "cuda/linear_cka_large_blocks.h"
 
 namespace fedkernels::cuda {

@@ -1,5 +1,5 @@
-// Before the products: maxima, column sums, then z, which is x and y side by side, scaled and centred. A block leaves its
-// part of a sum in memory; the next kernel's blocks add the parts that they need, all in one order.
+// Before the products: maxima, column sums, then z, which is x and y side by side, scaled and centred. A block leaves
+// its part of a sum in memory; the next kernel's blocks add the parts that they need, all in one order.
 #include "cuda/linear_cka_large_parts.h"
 
 namespace fedkernels::cuda {

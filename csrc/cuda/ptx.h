@@ -57,8 +57,8 @@ __device__ inline unsigned shared_address(const void* shared) {
 }
 
 // BYTES = 4, 8 or 16, at addresses that are multiples of it. Of the source `valid` bytes are read, the others become 0;
-// with valid = 0 the source may be any aligned address. They are there after copy_async_wait, for the thread that copied;
-// for others after a barrier that follows it.
+// with valid = 0 the source may be any aligned address. They are there after copy_async_wait, for the thread that
+// copied; for others after a barrier that follows it.
 template <int BYTES>
 __device__ inline void copy_async(void* shared, const void* global, int valid = BYTES) {
   static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16);
@@ -83,8 +83,8 @@ __device__ inline void copy_async_wait() {
 
 // ---- fragments: lane = 4 g + t, each register two 16-bit values or one 32-bit value ----
 
-// Four 8 x 8 matrices of 16-bit values. Lane i gives the address of row i % 8 of matrix i / 8, 16 bytes that are aligned;
-// register m is row g, columns 2t and 2t + 1 of matrix m; of 8 x 4 matrices of 32-bit values row g, column t.
+// Four 8 x 8 matrices of 16-bit values. Lane i gives the address of row i % 8 of matrix i / 8, 16 bytes that are
+// aligned; register m is row g, columns 2t and 2t + 1 of matrix m; of 8 x 4 matrices of 32-bit values row g, column t.
 __device__ inline void load_matrices(uint32_t (&fragment)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
@@ -109,7 +109,8 @@ __device__ inline void load_matrices_transposed(uint32_t (&fragment)[4], const v
 }
 
 // sums [16, 8] += a [16, 16] b [16, 8] in float32.
-//   a[0]: row g, columns 2t and 2t + 1; a[1]: row g + 8; a[2]: row g, columns 2t + 8 and 2t + 9; a[3]: row g + 8, the same
+//   a[0]: row g, columns 2t and 2t + 1; a[1]: row g + 8; a[2]: row g, columns 2t + 8 and 2t + 9;
+//   a[3]: row g + 8, the same
 //   b[0]: rows 2t and 2t + 1, column g; b[1]: rows 2t + 8 and 2t + 9
 //   sums[0], sums[1]: row g, columns 2t and 2t + 1; sums[2], sums[3]: row g + 8
 __device__ inline void mma_bfloat(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
@@ -138,8 +139,8 @@ __device__ inline void mma_tf32(float (&sums)[4], const uint32_t (&a)[4], const 
 
 // ---- blocks of a cooperative launch ----
 
-// Waits until `blocks` blocks have come; what they wrote before to global memory is seen after, but by loads that go past
-// the first-level cache (__ldcg, volatile or atomic). `counter` starts at 0 and is theirs alone.
+// Waits until `blocks` blocks have come; what they wrote before to global memory is seen after, but by loads that go
+// past the first-level cache (__ldcg, volatile or atomic). `counter` starts at 0 and is theirs alone.
 __device__ inline void barrier_of_blocks(unsigned* counter, unsigned blocks) {
   __syncthreads();
   if (threadIdx.x == 0) {
@@ -156,8 +157,8 @@ __device__ inline void barrier_of_blocks(unsigned* counter, unsigned blocks) {
 
 // ---- for the compiler ----
 
-// The value as it is. What is formed from it is formed after this place, and not before a loop around it: addresses that
-// are kept for long take the registers of what is computed.
+// The value as it is. What is formed from it is formed after this place, and not before a loop around it: addresses
+// that are kept for long take the registers of what is computed.
 template <typename T>
 __device__ inline T* keep_here(T* pointer) {
   asm volatile("" : "+l"(pointer));

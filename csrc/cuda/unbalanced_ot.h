@@ -1,4 +1,5 @@
-// Unbalanced optimal transport with half-squared marginal penalties: a batch of problems, each solved to a relative gap.
+// Unbalanced optimal transport with half-squared marginal penalties: a batch of problems, each solved to a relative
+// gap.
 #pragma once
 
 #include <stdint.h>
@@ -30,8 +31,8 @@ inline bool fits_one_block(const Transport& t) {
 
 }  // namespace fedkernels::cuda
 
-// For problems that fit one block: 8-byte words of device memory that the solver works in, and the solver, which returns
-// nullptr or what went wrong.
+// For problems that fit one block: 8-byte words of device memory that the solver works in, and the solver, which
+// returns nullptr or what went wrong.
 extern "C" int64_t cuda_unbalanced_ot_block_words(const fedkernels::cuda::Transport* transport);
 extern "C" const char* cuda_unbalanced_ot_block(const fedkernels::cuda::Transport* transport, double* words,
                                                 fedkernels::cuda::Stream stream);

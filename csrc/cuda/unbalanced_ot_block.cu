@@ -13,12 +13,12 @@ constexpr int IN_REGISTERS = COLUMNS / 2;      // columns of a lane of which the
 // The vectors of a problem over its rows and over its columns.
 enum Vector { MASSES, DUALS, OF_PLAN, OF_POINT, OF_TRIAL, OF_BEST, ROOM, VECTORS };
 
-// Doubles of shared memory: the warps' scalars, the vectors and the warps' part of each column; then, where there is room,
-// the point and what the registers do not hold of the plan.
+// Doubles of shared memory: the warps' scalars, the vectors and the warps' part of each column; then, where there is
+// room, the point and what the registers do not hold of the plan.
 struct BlockMemory {
   int warps;
 
-  static constexpr int OF_WARPS = 2 * 32, FOUND = 8, FIXED = OF_WARPS + FOUND + 2 * VECTORS * BLOCK_LIMIT;
+  static constexpr int OF_WARPS = 2 * 32, STATE = 8, FIXED = OF_WARPS + STATE + 2 * VECTORS * BLOCK_LIMIT;
   static constexpr int POINT = GROUP * COLUMNS * 32, REST = GROUP * (COLUMNS - IN_REGISTERS) * 32;  // of a warp
   __host__ __device__ int partial() const { return BLOCK_LIMIT * warps; }
   __host__ __device__ int point() const { return POINT * warps; }
@@ -47,10 +47,10 @@ struct Block {
   // Shared memory is named by its place and not held in pointers, which would take the registers of the plan.
   static __device__ __forceinline__ double* of_warps() { return dynamic_shared<double>(); }
   static __device__ __forceinline__ double* by_row(int vector) {
-    return dynamic_shared<double>() + BlockMemory::OF_WARPS + BlockMemory::FOUND + vector * BLOCK_LIMIT;
+    return dynamic_shared<double>() + BlockMemory::OF_WARPS + BlockMemory::STATE + vector * BLOCK_LIMIT;
   }
   static __device__ __forceinline__ double* by_column(int vector) { return by_row(VECTORS + vector); }
-  static __device__ __forceinline__ Certificate& found() {
+  static __device__ __forceinline__ Certificate& certificate() {
     return *reinterpret_cast<Certificate*>(dynamic_shared<double>() + BlockMemory::OF_WARPS);
   }
   static __device__ __forceinline__ Search& search() {
@@ -91,8 +91,8 @@ struct Block {
     }
   }
 
-  // entry(r, c) -> a Pair. Reduces the first over each row, into by_row(to), and the second over the warp's part of each
-  // column, into partial(), for after a barrier. Half of the rows at a time, for the sake of registers.
+  // entry(r, c) -> a Pair. Reduces the first over each row, into by_row(to), and the second over the warp's part of
+  // each column, into partial(), for after a barrier. Half of the rows at a time, for the sake of registers.
   template <typename Operation, typename Entry>
   __device__ __forceinline__ void reduce_entries(double neutral, Operation operation, int to, const Entry& entry) {
     constexpr int HALF = GROUP / 2;
@@ -230,25 +230,26 @@ struct Block {
     sum_over_block(linear, of_warps());
     double penalties[1] = {penalties_part()};
     sum_over_block(penalties, of_warps());
-    Certificate now = found();
+    Certificate now = certificate();
     if (now.improves(linear[0], linear[1], penalties[0])) {
       write_plan();
       for_rows([&](int i) { by_row(OF_BEST)[i] = by_row(OF_PLAN)[i]; });
       for_columns([&](int j) { by_column(OF_BEST)[j] = by_column(OF_PLAN)[j]; });
     }
-    // The dual value of the plan's u and v, made feasible by shrinking either first. OF_TRIAL is free until the next step.
+    // The dual value of the plan's u and v, made feasible by shrinking either first. OF_TRIAL is free until the next
+    // step.
     for_rows([&](int i) { by_row(OF_TRIAL)[i] = t.tau_a * (by_row(MASSES)[i] - by_row(OF_PLAN)[i]); });
     for_columns([&](int j) { by_column(OF_TRIAL)[j] = t.tau_b * (by_column(MASSES)[j] - by_column(OF_PLAN)[j]); });
     __syncthreads();
-    if (threadIdx.x == 0) found() = now;
+    if (threadIdx.x == 0) certificate() = now;
 #pragma unroll 1
     for (int round = 0; round < 2; ++round) largest_feasible(round ? ROOM : OF_TRIAL, round ? OF_TRIAL : ROOM);
     double bounds[2] = {dual_part(ROOM, OF_TRIAL), dual_part(OF_TRIAL, ROOM)};
     sum_over_block(bounds, of_warps());
-    now = found();
+    now = certificate();
     now.raise(bounds[0] > bounds[1] ? bounds[0] : bounds[1]);
     __syncthreads();
-    if (threadIdx.x == 0) found() = now;
+    if (threadIdx.x == 0) certificate() = now;
     __syncthreads();
   }
 
@@ -286,32 +287,39 @@ struct Block {
     double start[1] = {penalties_part()};
     sum_over_block(start, of_warps());
     if (threadIdx.x == 0) {
-      found() = {start[0], start[0], -infinite(), bad ? nan : pays ? infinite() : 0};
+      certificate() = {start[0], start[0], -infinite(), bad ? nan : pays ? infinite() : 0};
       search() = {t.tau_a + t.tau_b, 1, 0};
     }
     __syncthreads();
     int iteration = 0;
-    while (iteration < t.max_iterations && found().gap > t.tol) {
+    while (iteration < t.max_iterations && certificate().gap > t.tol) {
       step();
       ++iteration;
       if (iteration % CHECK_EVERY == 0 || iteration == t.max_iterations) check();
     }
 
     __syncthreads();
-    const bool hopeless = found().gap != found().gap;  // `bad`, which no register had to hold meanwhile
+    // The same as `bad`, without a register for it during the iterations.
+    const bool hopeless = certificate().gap != certificate().gap;
     double mass[1] = {};
     for_rows([&](int i) {
-      if (i < rows) t.u[problem * rows + i] = hopeless ? not_a_number() : t.tau_a * (by_row(MASSES)[i] - by_row(OF_BEST)[i]);
+      if (i < rows) {
+        t.u[problem * rows + i] =
+            hopeless ? not_a_number() : t.tau_a * (by_row(MASSES)[i] - by_row(OF_BEST)[i]);
+      }
       mass[0] += by_row(OF_BEST)[i];
     });
     for_columns([&](int j) {
-      if (j < columns) t.v[problem * columns + j] = hopeless ? not_a_number() : t.tau_b * (by_column(MASSES)[j] - by_column(OF_BEST)[j]);
+      if (j < columns) {
+        t.v[problem * columns + j] =
+            hopeless ? not_a_number() : t.tau_b * (by_column(MASSES)[j] - by_column(OF_BEST)[j]);
+      }
     });
     sum_over_block(mass, of_warps());
     if (threadIdx.x == 0) {
-      t.value[problem] = hopeless ? not_a_number() : found().value;
+      t.value[problem] = hopeless ? not_a_number() : certificate().value;
       t.mass[problem] = hopeless ? not_a_number() : mass[0];
-      t.gap[problem] = found().gap;
+      t.gap[problem] = certificate().gap;
       t.iterations[problem] = iteration;
     }
   }

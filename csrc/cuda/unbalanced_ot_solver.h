@@ -61,7 +61,8 @@ struct Certificate {
   }
 };
 
-// values[r] of all lanes reduced -> lane l has that of r = l / (32 / COUNT). An exchange halves what a lane still holds.
+// values[r] of all lanes reduced -> lane l has that of r = l / (32 / COUNT). An exchange halves what a lane still
+// holds.
 template <int COUNT, typename Operation>
 __device__ __forceinline__ double reduce_rows(double (&values)[COUNT], Operation operation) {
   int offset = 16;
@@ -111,7 +112,7 @@ __device__ inline void write_wide(const Array& target, int64_t index, double val
   }
 }
 
-// -> nullptr, or what is wrong with the cost.
+// Returns nullptr, or what is wrong with the cost.
 inline const char* check_cost(const Transport& t) {
   const bool known = t.cost.dtype == DType::f64 || t.cost.dtype == DType::f32;
   return known ? nullptr : "cost must be float32 or float64";

@@ -1,5 +1,6 @@
-// Unbalanced optimal transport of any size, and FedU2's steepest descent: a problem is a team's. The blocks of a team run at
-// the same time and wait for each other; the entries lie in global memory, where the second-level cache holds them.
+// Unbalanced optimal transport of any size, and FedU2's steepest descent: a problem is a team's. The blocks of a team
+// run at the same time and wait for each other; the entries lie in global memory, where the second-level cache holds
+// them.
 #include "cuda/unbalanced_ot_solver.h"
 
 namespace fedkernels::cuda {
@@ -20,8 +21,8 @@ struct TeamSize {
 };
 
 // The groups of eight rows are shared out to the blocks, a group's columns to the threads: a thread works on the same
-// entries all the time. Of vectors over the rows a block uses its own rows only; of those over the columns each has a copy,
-// and the copies are equal. What is for all blocks is written between two barriers and read by __ldcg.
+// entries all the time. Of vectors over the rows a block uses its own rows only; of those over the columns each has a
+// copy, and the copies are equal. What is for all blocks is written between two barriers and read by __ldcg.
 struct Team {
   const Transport& t;
   const int64_t rows, columns, problem, blocks, rank, groups, first;  // first: entry of all problems' matrices
@@ -86,8 +87,8 @@ struct Team {
     for (int64_t j = rank * TEAM_THREADS + threadIdx.x; j < columns; j += blocks * TEAM_THREADS) body(j);
   }
 
-  // Calls body(i, j, index) for this thread's entries. Bodies store, and a load cannot be moved before that: nothing would
-  // be gained from unrolled loops.
+  // Calls body(i, j, index) for this thread's entries. Bodies store, and a load cannot be moved before that: nothing
+  // would be gained from unrolled loops.
   template <typename Body>
   __device__ void for_entries(const Body& body) {
     for (int64_t group = rank; group < groups; group += blocks) {
@@ -99,8 +100,8 @@ struct Team {
     }
   }
 
-  // entry(i, j, index) -> a Pair. Reduces the first over each row, into for_rows, and the second over each column of this
-  // block's rows, into `partial`.
+  // entry(i, j, index) -> a Pair. Reduces the first over each row, into for_rows, and the second over each column of
+  // this block's rows, into `partial`.
   template <typename Operation, typename Entry>
   __device__ void reduce_entries(double neutral, Operation operation, double* for_rows, const Entry& entry) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -121,7 +122,7 @@ struct Team {
         }
         partial[j] = of_column;
       }
-      __syncwarp();  // lanes beyond the columns have come
+      __syncwarp();  // also lanes that had no columns
       const double value = reduce_rows(of_rows, operation);
       __syncthreads();  // the group before has been read
       if (lane % 4 == 0) of_groups[warp * GROUP + lane / 4] = value;
@@ -197,7 +198,8 @@ struct Team {
     return part;
   }
 
-  // Sums the trial's columns and gives tau_a |move 1|^2 + tau_b |move' 1|^2 of the move from the point, with other sums.
+  // Sums the trial's columns and gives tau_a |move 1|^2 + tau_b |move' 1|^2 of the move from the point, with other
+  // sums.
   __device__ void sum_trial(double (&moved)[3]) {
     for_rows([&](int64_t i) { moved[2] += t.tau_a * square(trial_rows[i] - point_rows[i]); });
     wait();
@@ -277,38 +279,38 @@ struct Team {
   }
 
   __device__ void solve() {
-    double told[2] = {};  // entries that are no numbers, entries that pay
+    double counts[2] = {};  // entries that are not finite numbers, entries worth their cost
     for_rows([&](int64_t i) {
       a[i] = read_one(t.a, problem * rows + i);
-      told[0] += !(fabs(a[i]) < infinite());
+      counts[0] += !(fabs(a[i]) < infinite());
       plan_rows[i] = point_rows[i] = best_rows[i] = 0;
       u[i] = t.tau_a * a[i];
     });
     for_columns([&](int64_t j) {
       b[j] = read_one(t.b, problem * columns + j);
-      told[0] += !(fabs(b[j]) < infinite());
+      counts[0] += !(fabs(b[j]) < infinite());
       plan_columns[j] = point_columns[j] = best_columns[j] = 0;
       v[j] = t.tau_b * b[j];
     });
     __syncthreads();
     for_entries([&](int64_t i, int64_t j, int64_t index) {
       const double here = cost(index);
-      told[0] += !(here > -infinite());
-      told[1] += u[i] + v[j] - here > 0;
+      counts[0] += !(here > -infinite());
+      counts[1] += u[i] + v[j] - here > 0;
       plan[index] = point[index] = 0;
     });
-    sum(told);
-    const bool bad = told[0] > 0;
+    sum(counts);
+    const bool bad = counts[0] > 0;
     const double nan = not_a_number();
     for_entries([&](int64_t, int64_t, int64_t index) { write_wide(t.plan, first + index, bad ? nan : 0); });
     double start[1] = {penalties_part()};
     sum(start);
-    Certificate found = {start[0], start[0], -infinite(), bad ? nan : told[1] > 0 ? infinite() : 0};
+    Certificate certificate = {start[0], start[0], -infinite(), bad ? nan : counts[1] > 0 ? infinite() : 0};
     Search search = {t.tau_a + t.tau_b, 1, 0};
     double shorten = 1;
     int64_t done = 0;
 
-    for (int64_t iteration = 1; iteration <= t.max_iterations && found.gap > t.tol; ++iteration) {
+    for (int64_t iteration = 1; iteration <= t.max_iterations && certificate.gap > t.tol; ++iteration) {
       if (t.accelerated) {
         accelerated_step(search);
       } else {
@@ -323,7 +325,7 @@ struct Team {
         value[1] += fabs(here);
       });
       sum(value);
-      if (found.improves(value[0], value[1], value[2])) {
+      if (certificate.improves(value[0], value[1], value[2])) {
         for_entries([&](int64_t, int64_t, int64_t index) { write_wide(t.plan, first + index, plan[index]); });
         for_rows([&](int64_t i) { best_rows[i] = plan_rows[i]; });
         for_columns([&](int64_t j) { best_columns[j] = plan_columns[j]; });
@@ -340,7 +342,7 @@ struct Team {
       }
       double bounds[2] = {dual_part(room_rows, room_columns2), dual_part(room_rows2, room_columns)};
       sum(bounds);
-      found.raise(bounds[0] > bounds[1] ? bounds[0] : bounds[1]);
+      certificate.raise(bounds[0] > bounds[1] ? bounds[0] : bounds[1]);
       done = iteration;
     }
 
@@ -354,9 +356,9 @@ struct Team {
     if (rank != 0) return;
     for_columns([&](int64_t j) { t.v[problem * columns + j] = bad ? nan : t.tau_b * (b[j] - best_columns[j]); });
     if (threadIdx.x == 0) {
-      t.value[problem] = bad ? nan : found.value;
+      t.value[problem] = bad ? nan : certificate.value;
       t.mass[problem] = bad ? nan : mass[0];
-      t.gap[problem] = found.gap;
+      t.gap[problem] = certificate.gap;
       t.iterations[problem] = done;
     }
   }

@@ -34,7 +34,7 @@ class OnDevice {
   cuda::Stream stream_;
 };
 
-// A host function of csrc/cuda returns nullptr, or what went wrong.
+// A host function of csrc/cuda returns nullptr, or a message that says what went wrong.
 inline void check_cuda(const char* error) { STD_TORCH_CHECK(!error, "CUDA: ", error); }
 
 inline Array cuda_array_of(const Tensor& tensor, const char* name, int32_t device) {

@@ -11,7 +11,8 @@ static InfoNCEProblem problem_of(const Tensor& query, const Tensor& key, double 
   check_info_nce(query, key);
   const Array of_query = array_of(query, "query"), of_key = array_of(key, "key");
   const bool wide = of_query.dtype == DType::f64 || of_key.dtype == DType::f64;
-  return {of_query, of_key, query.size(0), key.size(0), query.size(1), temperature, wide, nullptr, nullptr, nullptr, nullptr};
+  return {of_query,    of_key, query.size(0), key.size(0), query.size(1),
+          temperature, wide,   nullptr,       nullptr,     nullptr,       nullptr};
 }
 
 static Tensor solve(InfoNCEProblem& problem, const Tensor& query_gradient, const Tensor& key_gradient) {

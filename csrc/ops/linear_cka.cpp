@@ -43,16 +43,16 @@ struct Batch {
       count *= shape.back();
     }
     const auto starts = [&](const Matrices& of) {
-      std::vector<int64_t> found(count);
+      std::vector<int64_t> entries(count);
       for (int64_t index = 0; index < count; ++index) {
         int64_t rest = index, step = of.rows * of.columns;
         for (size_t i = dims; i-- > 0;) {
-          found[index] += size_of(of, i) == 1 ? 0 : rest % shape[i] * step;
+          entries[index] += size_of(of, i) == 1 ? 0 : rest % shape[i] * step;
           step *= size_of(of, i);
           rest /= shape[i];
         }
       }
-      return found;
+      return entries;
     };
     first = starts(one);
     second = starts(other);

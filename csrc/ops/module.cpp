@@ -1,5 +1,5 @@
-// The Python module. Importing it registers the operators; its functions tell what it was compiled for, which instruction
-// set is used, and whether a GPU can run the CUDA kernels.
+// The Python module. Importing it registers the operators; its functions tell what it was compiled for, which
+// instruction set is used, and whether a GPU can run the CUDA kernels.
 #include <Python.h>
 
 #include <string>

@@ -29,8 +29,8 @@ static Tensor gradient_of_both(const NTXentProblem& problem, bool wanted) {
   return torch::stable::empty({2 * problem.batch, problem.width}, result_dtype(problem.wide));
 }
 
-// The gradient is that of the sum of the losses in the rows of both views. It is empty where it is not wanted, and where
-// the losses are not reduced: each may be weighted by something else.
+// The gradient is that of the sum of the losses in the rows of both views. It is empty where it is not wanted, and
+// where the losses are not reduced: each may be weighted by something else.
 static std::tuple<Tensor, Tensor> nt_xent_cpu(Tensor view1, Tensor view2, double temperature, std::string reduction,
                                               bool gradient, bool) {
   NTXentProblem problem = problem_of(view1, view2, temperature);

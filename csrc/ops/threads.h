@@ -22,8 +22,8 @@ inline void run_tasks(int64_t count, int64_t workers, void (*task)(int64_t, int6
   });
 }
 
-// body(index, worker) for every index below count: threads take one after another, so that one that the machine holds up
-// does not hold up the others.
+// body(index, worker) for every index below count: threads take one after another, so that one that the machine holds
+// up does not hold up the others.
 template <class Body>
 void for_each_task(int64_t count, int64_t workers, const Body& body) {
   run_tasks(

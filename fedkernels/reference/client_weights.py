@@ -5,7 +5,8 @@
     w <- w + p - z
 
 FedU2's Eq. 12 clips the p-update itself instead of a copy. That is not the non-negative optimum, and for rho of order
-1 it does not settle. Which clients have weight 0 is known long before the weights are: the end is solved exactly.
+1 it does not converge. Which clients have weight 0 is known long before the weights are, so that an exact solve on the
+other clients ends the iterations.
 """
 
 import warnings
@@ -16,7 +17,7 @@ from torch import Tensor
 from fedkernels.reference._precision import compute_dtype
 
 _MAX_ITERATIONS = 20_000
-_MAX_STALLED = 5  # exact solves in a row, 100 iterations apart, that bring no more: what is left is rounding
+_MAX_STALLED = 5  # exact solves in a row, 100 iterations apart, without progress: the residual is rounding
 
 
 @torch.no_grad()
@@ -42,14 +43,14 @@ def _solve(gram: Tensor, tol: float) -> Tensor:
     if clients == 1 or gram.trace() <= 0:
         return uniform
     gram = gram / gram.trace()
-    # Two values that the optimum is not above: that of equal weights and that of the best client alone.
+    # Two upper bounds of the optimum: the value at equal weights and that of the best single client.
     scale = torch.minimum(uniform @ gram @ uniform, gram.diagonal().min())
     epsilon = clients * torch.finfo(gram.dtype).eps
     accept = (tol * scale).clamp(min=epsilon)  # below that, the residual itself is rounding
 
     eigenvalues, vectors = torch.linalg.eigh(gram)
     if eigenvalues[0] < -epsilon:
-        # Rounding to the dtype that it came in made it indefinite: without a minimum. The nearest that has one.
+        # Rounding to the dtype of the input made it indefinite, without a minimum. Take the nearest matrix with one.
         gram = (vectors * eigenvalues.clamp(min=0)) @ vectors.T
         gram = (gram + gram.T) / 2
     eigenvalues = eigenvalues.clamp(min=0)
@@ -83,16 +84,18 @@ def _solve(gram: Tensor, tol: float) -> Tensor:
     best = _polish(gram, best)
     if (reached := float(residual(gram, best))) > accept:
         warnings.warn(
-            f"client_weights: p'Gp - min_k (Gp)_k is {reached:.1e} of the trace of gram, and no less to be had; "
-            f"tol = {tol:g} asks for {float(accept):.1e}",
+            f"client_weights: p'Gp - min_k (Gp)_k is {reached:.1e} of the trace of gram and does not decrease further, "
+            f"but tol = {tol:g} asks for {float(accept):.1e}; raise tol, or compute gram in float64",
             stacklevel=2,
         )
     return best
 
 
 def _polish(gram: Tensor, p: Tensor) -> Tensor:
-    """Primal active-set method from p: go to the minimum on the face of the simplex that p lies in, enlarge the face
-    where the gradient asks for it, stop where it does not. Never worse than p, and exact up to rounding at the end.
+    """Improves p by a primal active-set method.
+
+    It goes to the minimum on the face of the simplex that p lies in, adds the coordinate with the least gradient to the
+    face, and stops when no coordinate improves the value. The result is never worse than p, and exact up to rounding.
     """
     best = p
     face = p > 0

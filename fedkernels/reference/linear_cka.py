@@ -49,14 +49,14 @@ def _prepare(x: Tensor, centered: bool) -> Tensor:
 
 
 def _scale(x: Tensor) -> Tensor:
-    # CKA does not depend on the scale, so it may count as a constant; without it 1e15 overflows in float32.
+    # CKA does not depend on the scale, which is treated as a constant. Without it 1e15 would overflow in float32.
     largest = x.detach().abs().amax(dim=(-2, -1), keepdim=True)
     return x / torch.where(largest == 0, 1, largest)
 
 
 def _center(x: Tensor) -> Tensor:
-    # The shift by the first row changes nothing but rounding: a constant column becomes 0 and not 1e-9 of noise,
-    # which a ratio would blow up to a similarity.
+    # The shift by the first row changes only the rounding: a constant column becomes exactly 0. Noise of 1e-9 in its
+    # place would give an arbitrary similarity.
     x = x - x[..., :1, :].detach()
     return x - x.mean(dim=-2, keepdim=True)
 
@@ -71,20 +71,20 @@ def _cross(x: Tensor, y: Tensor, xx: Tensor, yy: Tensor) -> Tensor:
     """|y'x|_F^2 = <xx', yy'>."""
     rows = x.shape[-2]
     if rows <= x.shape[-1] and rows <= y.shape[-1]:  # xx and yy are Gram matrices
-        # A sum of squares in disguise: below 0 it is rounding, and its gradient there is 0.
+        # Equal to a sum of squares: a negative number is rounding, and the gradient is 0 there.
         return _inner(xx, yy).clamp(min=0)
     product = y.mT @ x
     return _inner(product, product)
 
 
 def _inner(p: Tensor, q: Tensor) -> Tensor:
-    # float64, for a plain float32 norm over 5000^2 entries is wrong by 1e-3.
+    # float64, because a float32 norm over 5000^2 entries is wrong by 1e-3.
     return (p.double() * q.double()).sum(dim=(-2, -1))
 
 
 def ratio(cross: Tensor, xx: Tensor, yy: Tensor) -> Tensor:
     """cross / sqrt(xx yy), and 0 with gradient 0 where a matrix is zero. NaN stays NaN."""
     zero, none = (xx == 0) | (yy == 0), 0 * (xx + yy).detach()  # NaN beside a matrix that is not finite
-    # Both branches of a `where` are differentiated: the root of 0 must not be formed at all.
+    # Both branches of `where` are differentiated, so the root of 0 must not be computed at all.
     xx, yy = torch.where(zero, 1, xx), torch.where(zero, 1, yy)
     return torch.where(zero, none, cross / (xx.sqrt() * yy.sqrt()))

@@ -34,7 +34,7 @@ def show(
     A value comes from the recipe, from an override (KEY=VALUE), or is the default. Each key and value is checked by
     itself; whether they go together is checked by `fedssl run`.
     """
-    from ..resolved_recipe import resolve_recipe
+    from ..catalogue.resolved_recipe import resolve_recipe
 
     resolved = resolve_recipe(recipe, overrides or ())
     if as_yaml:
@@ -64,7 +64,7 @@ def _as_yaml(value: Any) -> str:
 
 def _print_shipped(kind: Literal["recipe", "table"]) -> None:
     """Print one line for each shipped recipe or table, under the paper that it comes from."""
-    from ..recipe_files import read_values, shipped_names
+    from ..recipe_text import read_values, shipped_names
 
     papers: dict[str, list[tuple[str, str]]] = {}
     for name in shipped_names(kind):

@@ -9,12 +9,13 @@ from torch import Tensor
 
 
 def epoch_batches(samples: int, batch_size: int, generator: torch.Generator) -> list[Tensor]:
-    """Row numbers of one epoch's full batches, int64 [batch_size] each; the rest of the order is left out.
+    """Row numbers of one epoch's full batches, int64 [batch_size] each; no batch if there are fewer samples.
 
-    A smaller last batch would give BatchNorm and contrastive losses other statistics, one of a single image none.
+    The rest of the order is left out: a smaller batch would give BatchNorm and contrastive losses other statistics.
     """
     order = torch.randperm(samples, generator=generator)
-    return list(order[: samples // batch_size * batch_size].split(batch_size))
+    batches = samples // batch_size
+    return list(order[: batches * batch_size].split(batch_size)) if batches else []
 
 
 def endless_batches(samples: int, batch_size: int, generator: torch.Generator) -> Iterator[Tensor]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from ..dotted_keys import flatten_keys
+from ..recipe_text import flatten_keys
 from ..run_record import Run
 from .page import PageTable
 

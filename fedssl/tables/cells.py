@@ -8,9 +8,9 @@ from pathlib import Path
 
 import yaml
 
-from ..dotted_keys import flatten_keys
 from ..errors import UserError
 from ..recipe import Recipe
+from ..recipe_text import flatten_keys
 from ..run_directory import RunDirectory
 from .table import Table, cell_path, cell_recipe
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import yaml
 
-from ..dotted_keys import flatten_keys
+from ..recipe_text import flatten_keys
 from ..reports.metrics import format_values, mean_and_spread, metric_title
 from ..reports.page import PageFigure, PageTable, page_figure, render_page
 from ..reports.plots import png_bytes

@@ -10,12 +10,11 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from ..checking import explain_errors
 from ..errors import UserError
 from ..options import Options
 from ..reading import parse_recipe
 from ..recipe import Recipe
-from ..recipe_files import PART_KEYS, apply_override, read_values, shipped_names
+from ..recipe_text import PART_KEYS, apply_override, explain_errors, read_values, shipped_names
 
 Metric = Literal[
     "knn", "linear", "semi_supervised_0.01", "semi_supervised_0.1",

@@ -145,3 +145,8 @@ def test_the_cost_of_a_round_is_that_of_all_its_steps(tiny):
     cost = train_locally(local, federation.recipe.training, [], rounds=5)
     assert local.logged()["flops"] == cost.flops * EPOCHS * (len(local.client.images) // BATCH_SIZE)
     assert local.logged()["memory"] == cost.memory
+
+
+def test_an_epoch_of_too_few_images_has_no_batch():
+    """An empty batch would train on nothing and end in a loss of nan."""
+    assert epoch_batches(3, 4, torch.Generator()) == []

@@ -9,7 +9,7 @@ from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from fedssl.parts import part_names
 from fedssl.reading import load_recipe, parse_recipe
-from fedssl.recipe_files import recipe_names
+from fedssl.recipe_text import recipe_names
 from tests.fedssl.conftest import ALIGNED, AVERAGED, tiny_values
 
 

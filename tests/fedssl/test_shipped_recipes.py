@@ -16,7 +16,7 @@ from fedssl.federation import Federation, build_federation
 from fedssl.messages import Message
 from fedssl.reading import load_recipe
 from fedssl.recipe import Recipe
-from fedssl.recipe_files import recipe_names
+from fedssl.recipe_text import recipe_names
 from fedssl.run_directory import RunDirectory
 from tests.fedssl.reports.figures import foretold, logged
 

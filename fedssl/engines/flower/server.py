@@ -25,12 +25,12 @@ from flwr.serverapp import Grid, ServerApp
 from rich.console import Console
 from torch import Tensor
 
-from ...dotted_keys import flatten_keys
 from ...errors import UserError
 from ...federation import Federation, build_federation
 from ...messages import Message
 from ...reading import load_recipe
 from ...recipe import Recipe
+from ...recipe_text import flatten_keys
 from ...run_directory import SITES_RUN, RunDirectory, alone_in
 from ...storage import write_atomically
 from ..progress import Progress, ProgressBars

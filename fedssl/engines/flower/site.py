@@ -7,12 +7,12 @@ from pathlib import Path
 import yaml
 from pydantic import Field, ValidationError
 
-from ...checking import explain_errors
 from ...data.options import DataOptions
 from ...errors import UserError
 from ...federation import Federation, build_federation
 from ...options import Options
 from ...recipe import Recipe
+from ...recipe_text import explain_errors
 
 
 class SiteOptions(Options):

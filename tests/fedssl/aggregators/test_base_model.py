@@ -9,8 +9,7 @@ from fedssl.aggregators.base_model import BASE, BaseModel
 from fedssl.messages import Message
 from fedssl.objectives.base import Step
 from fedssl.regularizers.base_alignment import BaseAlignment
-
-from ..small_models import local_round, scalar_model, value
+from tests.fedssl.small_models import local_round, scalar_model, value
 
 
 def test_the_base_model_is_sent_once_and_kept():

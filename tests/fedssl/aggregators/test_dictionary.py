@@ -8,8 +8,7 @@ from torch import nn
 from fedssl.aggregators.dictionary import DICTIONARY, Dictionary
 from fedssl.messages import Message
 from fedssl.models.model import Model
-
-from ..small_models import FIRST_TWO, Scale, local_round
+from tests.fedssl.small_models import FIRST_TWO, Scale, local_round
 
 
 def test_the_dictionary_joins_the_clients_newest_projections():

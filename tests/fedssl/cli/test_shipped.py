@@ -11,7 +11,7 @@ import yaml
 
 from fedssl.cli import main
 from fedssl.reading import load_recipe
-from fedssl.recipe_files import read_values, shipped_names
+from fedssl.recipe_text import read_values, shipped_names
 
 HEAVY = ("torch", "torchvision", "timm", "sklearn", "numpy", "matplotlib")
 WITHOUT_HEAVY_PACKAGES = f"""

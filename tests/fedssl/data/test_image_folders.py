@@ -2,8 +2,7 @@
 
 from fedssl.data.datasets import load_dataset
 from fedssl.data.options import DataOptions
-
-from .data_files import refused, write_image
+from tests.fedssl.data.data_files import refused, write_image
 
 
 def test_image_folder(tmp_path):

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from fedssl.data.options import DataOptions
-
-from .data_files import good_arrays, load_npz, random_pixels, refused, save
+from tests.fedssl.data.data_files import good_arrays, load_npz, random_pixels, refused, save
 
 
 def test_npz_of_both_kinds(tmp_path):

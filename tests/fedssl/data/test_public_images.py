@@ -5,8 +5,7 @@ import pytest
 
 from fedssl.data.datasets import load_dataset
 from fedssl.data.options import DataOptions
-
-from .data_files import good_arrays, load_npz, random_pixels, refused, save
+from tests.fedssl.data.data_files import good_arrays, load_npz, random_pixels, refused, save
 
 
 def test_public_npz_is_brought_to_the_training_shape(tmp_path):

@@ -12,8 +12,7 @@ from torchvision import datasets as torchvision_datasets
 
 from fedssl.data.datasets import load_dataset
 from fedssl.data.options import DataOptions
-
-from .data_files import random_pixels, refused
+from tests.fedssl.data.data_files import random_pixels, refused
 
 
 def write_idx(path: Path, array: np.ndarray) -> None:

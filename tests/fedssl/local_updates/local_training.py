@@ -7,8 +7,7 @@ import torch
 from fedssl.client import LocalRound
 from fedssl.messages import Message
 from fedssl.models.model import Model
-
-from ..small_models import local_round
+from tests.fedssl.small_models import local_round
 
 
 def online(model: Model) -> Message:

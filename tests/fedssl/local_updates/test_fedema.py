@@ -6,9 +6,8 @@ import pytest
 
 from fedssl.local_updates.fedema import FedEMA
 from fedssl.messages import Message
-
-from ..small_models import local_round, scalar_model, value
-from .local_training import one_round, online
+from tests.fedssl.local_updates.local_training import one_round, online
+from tests.fedssl.small_models import local_round, scalar_model, value
 
 
 def test_fedema_mixes_by_each_clients_divergence_and_sets_lambda_once():

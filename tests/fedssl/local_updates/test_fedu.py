@@ -6,9 +6,8 @@ import pytest
 
 from fedssl.local_updates.fedu import FedU
 from fedssl.messages import Message
-
-from ..small_models import local_round, scalar_model, value
-from .local_training import one_round, online
+from tests.fedssl.local_updates.local_training import one_round, online
+from tests.fedssl.small_models import local_round, scalar_model, value
 
 
 def test_fedu_keeps_the_predictor_of_the_client_that_moved_far():

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from fedssl.objectives.orchestra import Orchestra, OrchestraModel, cluster_loss, turn
-
-from ..small_models import E1, E2
+from tests.fedssl.small_models import E1, E2
 
 
 def test_cluster_loss_of_two_images():

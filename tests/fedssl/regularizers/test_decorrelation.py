@@ -7,8 +7,7 @@ import torch
 
 from fedssl.objectives.base import Step
 from fedssl.regularizers.decorrelation import Decorrelation, decorrelation_loss
-
-from ..small_models import local_round, scalar_model
+from tests.fedssl.small_models import local_round, scalar_model
 
 
 def test_decorrelation_of_two_clients():

@@ -14,8 +14,7 @@ from fedssl.messages import Message
 from fedssl.objectives.base import Step
 from fedssl.objectives.simclr import SimCLR
 from fedssl.regularizers.dictionary_contrast import DictionaryContrast, added_negatives
-
-from ..small_models import E1, E2, THREE, local_round, scalar_model
+from tests.fedssl.small_models import E1, E2, THREE, local_round, scalar_model
 
 
 def test_the_dictionary_adds_negatives():

@@ -11,8 +11,7 @@ from fedssl.messages import Message
 from fedssl.objectives.base import Step
 from fedssl.objectives.fedx import FedX
 from fedssl.regularizers.global_distillation import GlobalDistillation
-
-from ..small_models import E1, E2, FIRST_TWO, SWAPPED, THREE, flat_model, local_round
+from tests.fedssl.small_models import E1, E2, FIRST_TWO, SWAPPED, THREE, flat_model, local_round
 
 
 def test_global_distillation_compares_with_the_model_that_arrived():

@@ -10,8 +10,7 @@ import torch
 from fedssl.objectives.base import Step
 from fedssl.objectives.fedx import FedX
 from fedssl.regularizers.relational_distillation import RelationalDistillation, relational_loss
-
-from ..small_models import E1, E2, FIRST_TWO, THREE, flat_model, local_round
+from tests.fedssl.small_models import E1, E2, FIRST_TWO, THREE, flat_model, local_round
 
 
 def test_relational_loss_of_two_clients():

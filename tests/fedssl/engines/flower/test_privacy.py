@@ -16,9 +16,7 @@ from fedssl.engines.flower.privacy import private_answer
 from fedssl.engines.flower.wire import from_records, to_records
 from fedssl.errors import UserError
 from fedssl.messages import Message
-from tests.fedssl.engines.flower.secure_runs import (
-    HUGE,
-)
+from tests.fedssl.engines.flower.secure_runs import HUGE
 
 pytestmark = pytest.mark.usefixtures("flower_process", "one_thread")
 

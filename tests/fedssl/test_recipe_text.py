@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedssl.dotted_keys import flatten_keys
+from fedssl.recipe_text import flatten_keys
 
 
 def test_keys_are_those_of_overrides():

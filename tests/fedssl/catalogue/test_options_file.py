@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from fedssl.options_file import describe_values, options_schema
+from fedssl.catalogue.options_file import describe_values, options_schema
+from fedssl.catalogue.write_options_file import options_text
 from fedssl.parts import part_names
-from fedssl.recipe_files import PART_KEYS
-from fedssl.write_options_file import options_text
+from fedssl.recipe_text import PART_KEYS
 
 
 def models() -> dict[str, dict]:
@@ -22,7 +22,7 @@ def models() -> dict[str, dict]:
 
 
 def test_the_file_is_up_to_date():
-    assert options_schema() == json.loads(options_text()), "run `python -m fedssl.write_options_file`"
+    assert options_schema() == json.loads(options_text()), "run `python -m fedssl.catalogue.write_options_file`"
 
 
 def test_the_file_holds_every_part():

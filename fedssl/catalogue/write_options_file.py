@@ -1,4 +1,4 @@
-"""`python -m fedssl.write_options_file` writes options.json anew, after an option or its description has changed."""
+"""Writes options.json anew: `python -m fedssl.catalogue.write_options_file`, after an option has changed."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .options import Options
+from ..options import Options
+from ..parts import part_class, part_names
+from ..recipe import Recipe
+from ..recipe_text import PART_KEYS
 from .options_file import FILE_NAME, Schema
-from .parts import part_class, part_names
-from .recipe import Recipe
-from .recipe_files import PART_KEYS
 
 
 def options_text() -> str:

@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal, Union
 
 from pydantic import Field, InstanceOf, SerializeAsAny, create_model
 
-from .options import Options
-from .recipe_files import PART_KEYS
+from ..options import Options
+from ..recipe_text import PART_KEYS
 
 Schema = dict[str, Any]
 
@@ -39,7 +39,7 @@ _SYMBOLS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiv
 @cache
 def options_schema() -> dict[str, Any]:
     """The content of `options.json`."""
-    return json.loads((resources.files("fedssl") / FILE_NAME).read_text(encoding="utf-8"))
+    return json.loads((resources.files(__package__) / FILE_NAME).read_text(encoding="utf-8"))
 
 
 @cache
@@ -57,7 +57,7 @@ def part_model(folder: str, name: str) -> type[Options]:
     """
     schema = options_schema()["parts"][folder].get(name)
     if schema is None:
-        from .parts import part_class  # imports torch, as a part of one's own does anyhow
+        from ..parts import part_class  # imports torch, as a part of one's own does anyhow
 
         return part_class(folder, name)
     return _build_model(name, schema)

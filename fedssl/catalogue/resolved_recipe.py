@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from .checking import check_recipe
-from .options import Options
+from ..options import Options
+from ..recipe_text import PART_KEYS, apply_override, check_recipe, read_values, recipe_yaml
 from .options_file import describe_values, options_schema, part_model, recipe_model
-from .recipe_files import PART_KEYS, apply_override, read_values, recipe_yaml
 
 Origin = Literal["recipe", "override", "default"]
 

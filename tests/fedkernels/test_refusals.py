@@ -1,0 +1,152 @@
+"""Arguments that every operator refuses: dtypes, layouts, devices, sizes; and empty ones that it accepts."""
+
+import math
+
+import pytest
+import torch
+
+from fedkernels import (
+    apply_deltas,
+    client_weights,
+    delta_gram,
+    info_nce,
+    linear_cka,
+    linear_cka_pairwise,
+    linear_cka_to_kernel,
+    nt_xent,
+    unbalanced_ot,
+    unbalanced_ot_plan,
+)
+
+FP32, FP64 = torch.float32, torch.float64
+NAN, INF = math.nan, math.inf
+
+
+def randn(*shape, seed=0, dtype=FP64):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=FP64).to(dtype)
+
+
+R = torch.ones(4, 3)
+# name, argument: a call with `bad` in the place of that argument
+CALLS = {
+    ("info_nce", "query"): lambda bad: info_nce(bad, R, 0.5),
+    ("info_nce", "key"): lambda bad: info_nce(R, bad, 0.5),
+    ("nt_xent", "view1"): lambda bad: nt_xent(bad, R, 0.5),
+    ("nt_xent", "view2"): lambda bad: nt_xent(R, bad, 0.5),
+    ("linear_cka", "x"): lambda bad: linear_cka(bad, R),
+    ("linear_cka", "y"): lambda bad: linear_cka(R, bad),
+    ("linear_cka_to_kernel", "x"): lambda bad: linear_cka_to_kernel(bad, torch.eye(4)),
+    ("linear_cka_to_kernel", "kernel"): lambda bad: linear_cka_to_kernel(R, bad),
+    ("linear_cka_pairwise", "xs[1]"): lambda bad: linear_cka_pairwise([R, bad], [R]),
+    ("linear_cka_pairwise", "ys[0]"): lambda bad: linear_cka_pairwise([R], [bad]),
+    ("unbalanced_ot", "cost"): lambda bad: unbalanced_ot(bad, 1.0, 1.0, 0.8, 0.8),
+    ("unbalanced_ot", "a"): lambda bad: unbalanced_ot(R, bad, 1.0, 0.8, 0.8),
+    ("unbalanced_ot", "b"): lambda bad: unbalanced_ot(R, 1.0, bad, 0.8, 0.8),
+    ("unbalanced_ot_plan", "cost"): lambda bad: unbalanced_ot_plan(bad, 1.0, 1.0, 0.8, 0.8),
+    ("client_weights", "gram"): client_weights,
+    ("delta_gram", "global_params[1]"): lambda bad: delta_gram([R, bad], [[R, R]]),
+    ("delta_gram", "client_params[0][1]"): lambda bad: delta_gram([R, R], [[R, bad]]),
+    ("apply_deltas", "global_params[1]"): lambda bad: apply_deltas([R.clone(), bad], [[R, R]], [1.0]),
+    ("apply_deltas", "client_params[0][1]"): lambda bad: apply_deltas([R.clone(), R.clone()], [[R, bad]], [1.0]),
+    ("apply_deltas", "weights"): lambda bad: apply_deltas([R.clone()], [[R]], bad),
+}
+NOT_FLOATING = [
+    R.int(),
+    R.long(),
+    R.bool(),
+    R.to(torch.complex64),
+    R.to(torch.float8_e4m3fn),
+]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("call", CALLS)
+def test_other_dtypes_and_layouts_are_refused(call):
+    for bad in NOT_FLOATING:
+        with pytest.raises(TypeError) as caught:
+            CALLS[call](bad)
+        assert str(caught.value) == f"{call[1]} must be float16, bfloat16, float32 or float64, got {bad.dtype}"
+    for bad in (R.to_sparse(), R.to_sparse_csr(), R.to_mkldnn()):
+        with pytest.raises(TypeError) as caught:
+            CALLS[call](bad)
+        assert str(caught.value) == f"{call[1]} must be a dense tensor, got layout {bad.layout}"
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_what_is_no_tensor_is_refused(call):
+    for bad in ("R", None, R.numpy(), object()):
+        with pytest.raises(TypeError) as caught:
+            CALLS[call](bad)
+        assert str(caught.value).startswith(f"{call[1]} must be a ")
+        assert str(caught.value).endswith(f"got {type(bad).__name__}")
+
+
+@pytest.mark.parametrize("call", [call for call in CALLS if call[1] not in ("a", "b", "weights", "gram", "cost")])
+def test_another_device_is_refused(call):
+    with pytest.raises(ValueError, match="must be on the device of") as caught:
+        CALLS[call](torch.eye(4, device="meta") if call[1] == "kernel" else R.to("meta"))
+    assert "\n" not in str(caught.value)
+
+
+# ---- sizes --------------------------------------------------------------------------------------------------
+
+HUGE = 2**31
+LONG = torch.ones(1, 2).expand(HUGE, 2)  # 2^32 entries, 8 bytes
+
+
+@pytest.mark.cpu_only(reason="their copy would have them all")
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: info_nce(LONG, R[:, :2], 0.5), f"key must have at least the B = {HUGE} rows of query, got 4"),
+        (lambda: info_nce(R[:, :2], LONG.T, 0.5), f"key must have the d = 2 columns of query, got {HUGE}"),
+        (lambda: nt_xent(LONG, R, 0.5), rf"view2 must have the shape \[{HUGE}, 2\] of view1, got \[4, 3\]"),
+        (lambda: nt_xent(R, LONG, 0.5), rf"view2 must have the shape \[4, 3\] of view1, got \[{HUGE}, 2\]"),
+        (lambda: linear_cka(LONG, R), f"y must have the L = {HUGE} rows of x, got 4"),
+        (lambda: linear_cka_to_kernel(LONG, torch.eye(4)), rf"kernel must be \[..., {HUGE}, {HUGE}\]"),
+        (lambda: linear_cka_pairwise([LONG, R], [R]), rf"xs\[1\] must have the L = {HUGE} rows of xs\[0\], got 4"),
+        (lambda: unbalanced_ot(LONG, torch.ones(4), 1.0, 1.0, 1.0), rf"a must be a number or have .*\[..., {HUGE}\]"),
+        (lambda: unbalanced_ot(LONG.T, 1.0, torch.ones(4), 1.0, 1.0), rf"b must be a number or have .*\[..., {HUGE}\]"),
+        (lambda: client_weights(LONG), rf"gram must have shape \[..., K, K\], got \[{HUGE}, 2\]"),
+        (lambda: delta_gram([LONG], [[LONG.T]]), rf"client_params\[0\]\[0\] must have the shape \[{HUGE}, 2\]"),
+        (lambda: apply_deltas([LONG], [[R]], [1.0]), rf"client_params\[0\]\[0\] must have the shape \[{HUGE}, 2\]"),
+        (lambda: apply_deltas([LONG], [[LONG]], [1.0]), r"global_params\[0\] must not overlap itself"),
+    ],
+)
+def test_two_to_the_31_rows_are_checked_before_they_are_touched(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: info_nce(R[:0], R, 0.5),
+        lambda: info_nce(R[:, :0], R[:, :0], 0.5),
+        lambda: nt_xent(R[:0], R[:0], 0.5),
+        lambda: nt_xent(R[:, :0], R[:, :0], 0.5),
+        lambda: linear_cka(R[:0], R[:0]),
+        lambda: linear_cka(R, R[:, :0]),
+        lambda: linear_cka_to_kernel(R[:0], R[:0, :0]),
+        lambda: linear_cka_pairwise([R[:, :0]], [R]),
+        lambda: unbalanced_ot(R[:0], 1.0, 1.0, 1.0, 1.0),
+        lambda: client_weights(R[:0, :0]),
+    ],
+)
+def test_empty_problems_are_refused(call):
+    with pytest.raises(ValueError, match=r"must not be empty in .*, got shape \["):
+        call()
+
+
+def test_empty_batches_and_parameters_are_fine():
+    assert linear_cka(torch.ones(0, 4, 3), R).shape == (0,)
+    assert linear_cka_to_kernel(torch.ones(2, 0, 4, 3), torch.eye(4)).shape == (2, 0)
+    assert unbalanced_ot(torch.ones(0, 4, 3), 1.0, 1.0, 1.0, 1.0).shape == (0,)
+    assert client_weights(torch.ones(3, 0, 4, 4)).shape == (3, 0, 4)
+    assert delta_gram([R[:0]], [[R[:0]], [R[:0]]]).tolist() == [[0, 0], [0, 0]]
+    empty = R[:0].clone()
+    apply_deltas([empty], [[R[:0]]], [1.0])
+    assert empty.shape == (0, 3)
+
+
+# ---- memory -------------------------------------------------------------------------------------------------
