@@ -57,7 +57,7 @@ clean:
 
 # torch first: the module of csrc/ compiles against its headers, and an isolated build would fetch a torch of its own.
 # The mark is the last step, so an installation that fails or is killed is taken up again by the next call.
-$(installed): pyproject.toml setup.py $(wildcard csrc/*.py csrc/*/*) | check-python
+$(installed): pyproject.toml setup.py $(wildcard csrc/*.py csrc/*/*) fedkernels/_schemas.inc | check-python
 	$(python) -m pip --version >/dev/null 2>&1 || "$(PYTHON)" -m venv "$(VENV)"
 	$(python) -m pip install "torch>=2.11" torchvision
 	$(python) -m pip install --editable ".[test,flower]"
