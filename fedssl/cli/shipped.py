@@ -52,7 +52,9 @@ def show(
 
 
 def _print_wrapped(text: str, style: str) -> None:
-    for line in textwrap.wrap(text, console.width, subsequent_indent="    ", break_long_words=False):
+    for line in textwrap.wrap(
+        text, console.width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+    ):
         console.print(Text(line, style), soft_wrap=True)
 
 
