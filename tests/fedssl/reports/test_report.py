@@ -118,7 +118,7 @@ def test_curves_are_drawn_of_what_was_logged_in_several_rounds(tiny, tmp_path):
 
 def test_everything_is_escaped(tiny, tmp_path):
     recipe = tiny(name=HOSTILE, description=HOSTILE)
-    path = tmp_path / "<script>{{ 7 * 7 }}"
+    path = tmp_path / "<script>{{ 7919 * 7907 }}"
     write_run(path, recipe, rows_of([1.0], [4.0], rounds=1), counts=[[1, 2]], class_names=("<b>", "&"))
     page = Page(write_report([path], tmp_path / "page.html"))
     assert "script" not in page.tags
@@ -126,7 +126,7 @@ def test_everything_is_escaped(tiny, tmp_path):
     # title, heading, description, four tables, a warning, two captions, and the recipe's name and description
     assert page.text.count(HOSTILE) >= 9
     assert f"fedssl run --resume {path}" in page.text
-    assert "49" not in page.text
+    assert "62615533" not in page.text
     assert page.table("method", "runs")[0][0] == HOSTILE
     assert [row[2] for row in page.table("method", "seed", "folder")] == [str(path)]
     assert any(HOSTILE in caption for caption in page.captions)
