@@ -27,6 +27,11 @@ class Recipe(Options):
 
     name: str = Field(..., description="what the recipe is called; the default folder of a run is runs/NAME-seedN")
     description: str = Field("", description="what the recipe is; reports show it")
+    preset: str = Field(
+        "none",
+        description="which preset filled in what the recipe leaves open; auto, which a file has without this key, "
+        "chooses one for the data, and none takes the defaults",
+    )
     seed: int = Field(0, ge=0, description="every random number of the run follows from it")
     rounds: int = Field(..., ge=1, description="rounds of the whole run")
     clients_per_round: int | None = Field(None, ge=1, description="clients sampled in each round; all by default")

@@ -20,7 +20,7 @@ from .before_training import cost, partition
 from .console import console
 from .doctor import doctor
 from .running import run, run_table
-from .shipped import recipes, show, tables
+from .shipped import presets, recipes, show, tables
 from .trained_runs import evaluate, report
 
 app = typer.Typer(
@@ -36,6 +36,7 @@ _MACHINES = "Across machines, with Flower (docs/deploy.md)"
 
 app.command(rich_help_panel=_SHIPPED)(recipes)
 app.command(rich_help_panel=_SHIPPED)(show)
+app.command(rich_help_panel=_SHIPPED)(presets)
 app.command(rich_help_panel=_SHIPPED)(tables)
 app.command(rich_help_panel=_SHIPPED)(doctor)
 app.command(rich_help_panel=_RUNS)(partition)

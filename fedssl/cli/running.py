@@ -38,6 +38,10 @@ def run(
             raise UserError("name a recipe (fedssl recipes lists them) or give --resume RUN")
         loaded = load_recipe(recipe, overrides or ())
         path = output or Path("runs") / f"{loaded.name}-seed{loaded.seed}"
+        if loaded.preset != "none":
+            print_text(
+                f"Preset {loaded.preset} fills in what the recipe leaves open; `fedssl show` tells what and why."
+            )
     try:
         with ProgressBars(console) as bars:
             if resume is not None:

@@ -12,9 +12,9 @@ from pydantic import Field, ValidationError, model_validator
 
 from ..errors import UserError
 from ..options import Options
-from ..reading import parse_recipe
+from ..reading import complete_recipe
 from ..recipe import Recipe
-from ..recipe_text import PART_KEYS, apply_override, explain_errors, read_values, shipped_names
+from ..recipe_text import PART_KEYS, explain_errors, read_values, shipped_names
 
 Metric = Literal[
     "knn", "linear", "semi_supervised_0.01", "semi_supervised_0.1",
@@ -195,10 +195,8 @@ def cell_recipe(
         values = read_values(row.recipe)
         for settings in (table.settings, scenario.settings if scenario else {}, row.settings):
             values = _merge(values, settings)
-        for override in overrides:
-            apply_override(values, override)
         name = f"{row.label} ({scenario.label})" if scenario and scenario.label else row.label
-        return parse_recipe(values | {"name": name, "seed": seed}, source=row.recipe)
+        return complete_recipe(values | {"name": name, "seed": seed}, overrides, source=row.recipe)
     except UserError as error:
         raise UserError(f"row {row.label!r}: {error}") from error
 
