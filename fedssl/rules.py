@@ -108,6 +108,22 @@ def _sites_need_flower(recipe: Recipe) -> str | None:
     return None
 
 
+def _no_data_needs_sites(recipe: Recipe) -> str | None:
+    if recipe.data.name != "none":
+        return None
+    if recipe.partition.name != "sites":
+        return (
+            f"data.name=none is for a server whose sites bring their own images, got partition {recipe.partition.name}"
+            ": use partition.name=sites with engine=flower, or name the data"
+        )
+    if recipe.objective.needs_labels and not recipe.data.class_names:
+        return (
+            f"objective {recipe.objective.name} trains on labels, so the server must know the classes: give their "
+            "names in order as data.class_names"
+        )
+    return None
+
+
 def _enough_clients_to_answer(recipe: Recipe) -> str | None:
     needed, sampled = recipe.guard.minimum_answers, recipe.clients_per_round or recipe.partition.clients
     if needed > sampled:
@@ -207,6 +223,7 @@ def _no_labels_on_public_images(recipe: Recipe) -> str | None:
 _RECIPE_RULES = (
     _enough_clients_to_sample,
     _sites_need_flower,
+    _no_data_needs_sites,
     _enough_clients_to_answer,
     _aggregators_allow_the_clients,
     _readers_have_their_aggregator,

@@ -82,6 +82,8 @@ def load_dataset(options: DataOptions, seed: int) -> Dataset:
 
 
 def _load_splits(options: DataOptions) -> Splits:
+    if options.name == "none":
+        return _no_images(options)
     if options.name == "folder":
         assert options.path is not None
         return load_image_folder(options.path.expanduser(), options.image_size or DEFAULT_IMAGE_SIZE)
@@ -97,6 +99,13 @@ def _load_splits(options: DataOptions) -> Splits:
         return splits
     validation = None if splits.validation is None else _resized(splits.validation, size)
     return Splits(_resized(splits.train, size), _resized(splits.test, size), splits.class_names, validation)
+
+
+def _no_images(options: DataOptions) -> Splits:
+    """Splits without images, of the shape and the classes that the sites' images have."""
+    assert options.image_shape is not None
+    nothing = LabelledImages(torch.empty(0, *options.image_shape, dtype=torch.uint8), torch.empty(0, dtype=torch.int64))
+    return Splits(nothing, nothing, tuple(options.class_names))
 
 
 def _resized(split: LabelledImages, size: int) -> LabelledImages:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
 from ..options import Options
 
@@ -11,8 +11,10 @@ from ..options import Options
 class DataOptions(Options):
     """The dataset, how much of it is used, and where the public images come from."""
 
-    name: Literal["digits", "cifar10", "cifar100", "fashion_mnist", "npz", "folder"] = Field(
-        "digits", description="the dataset: a built-in or torchvision one, or npz or folder for a file of your own"
+    name: Literal["digits", "cifar10", "cifar100", "fashion_mnist", "npz", "folder", "none"] = Field(
+        "digits",
+        description="the dataset: a built-in or torchvision one, npz or folder for a file of your own, or none for a "
+        "server without data, whose sites bring theirs",
     )
     path: Path | None = Field(
         None,
@@ -42,8 +44,23 @@ class DataOptions(Options):
         "(default: no resizing; 32 for folder)",
     )
 
+    image_shape: tuple[PositiveInt, PositiveInt, PositiveInt] | None = Field(
+        None, description="channels, height and width of the sites' images, for name=none"
+    )
+    class_names: list[str] = Field(
+        default_factory=list,
+        description="the classes of the sites' images in their order, for name=none where the objective trains on "
+        "labels",
+    )
+
     @model_validator(mode="after")
     def _consistent(self) -> "DataOptions":
+        if self.name == "none" and self.image_shape is None:
+            raise ValueError("name=none needs image_shape=[channels, height, width] of the sites' images")
+        if self.name == "none" and (self.path is not None or self.public_holdout > 0):
+            raise ValueError("name=none has no images: leave path and public_holdout out")
+        if self.name != "none" and (self.image_shape is not None or self.class_names):
+            raise ValueError(f"image_shape and class_names are for name=none; name={self.name} tells them itself")
         if self.name in ("npz", "folder") and self.path is None:
             expected = "an .npz file" if self.name == "npz" else "a folder with train/ and test/"
             raise ValueError(f"name={self.name} needs path={expected}")

@@ -24,7 +24,7 @@ class DataOutline:
     """A data set's training images.
 
     Attributes:
-        images: how many there are.
+        images: how many there are; 0 where that is unknown.
         channels: 1 where all are grey, else 3.
         side: their shorter side in pixels; of image files, the side to which they are brought.
         labelled: whether they have labels.
@@ -56,6 +56,8 @@ def outline(data: Mapping[str, Any]) -> DataOutline | None:
         UserError: the file or folder is missing, or nothing can be told from it.
     """
     name, path = data.get("name", "digits"), data.get("path")
+    if name == "none":
+        return _of_shape(data.get("image_shape"))
     if name in _BUILT_IN:
         return _with_size(_BUILT_IN[name], data)
     if name not in ("npz", "folder", "images") or not isinstance(path, (str, Path)):
@@ -81,6 +83,13 @@ def _with_size(known: DataOutline, data: Mapping[str, Any]) -> DataOutline:
     side = size if isinstance(size, int) and size > 0 else known.side
     images = min(known.images, limit) if isinstance(limit, int) and limit > 0 else known.images
     return DataOutline(images, known.channels, side, known.labelled, known.from_files)
+
+
+def _of_shape(shape: Any) -> DataOutline | None:
+    """Of the sites' images, whose number nobody else knows."""
+    if not isinstance(shape, list) or len(shape) != 3 or not all(isinstance(size, int) for size in shape):
+        return None
+    return DataOutline(0, shape[0], min(shape[1:]), False)
 
 
 def _of_npz(path: Path) -> DataOutline:

@@ -127,7 +127,7 @@ def _evaluate(
         for metric in dict.fromkeys(row[2] for row in rows):
             values = [row[3] for row in rows if row[2] == metric]
             rows.append((number, "mean", metric, sum(values) / len(values)))
-    else:
+    elif len(federation.dataset.test_images):  # a server may have no data
         model = federation.method.load_global(server, lambda: federation.new_model(None))
         metrics, spectra["global"] = evaluate_after(federation, model, number)
         rows += [(number, "global", metric, value) for metric, value in metrics.items()]

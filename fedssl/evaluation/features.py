@@ -6,10 +6,19 @@ import torch
 from torch import Tensor, nn
 
 from ..data.augmentation import normalize
+from ..data.datasets import Dataset
 from ..errors import UserError
 
 # Bounds the memory of a forward pass; the results do not depend on it.
 _IMAGES_AT_A_TIME = 500
+
+
+def require_test_images(dataset: Dataset) -> None:
+    """Raise UserError where there is nothing to measure a model on, as at a server without data."""
+    if len(dataset.test_images) == 0:
+        raise UserError(
+            f"there are no test images to measure models on: data.name is {dataset.name}, and the sites hold the data"
+        )
 
 
 def extract_features(encoder: nn.Module, images: Tensor, device: torch.device | str | None = None) -> Tensor:

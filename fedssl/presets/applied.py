@@ -121,7 +121,8 @@ def _preset_for(seen: DataOutline | None, data: Any) -> tuple[str, str]:
     """The name of the preset for a kind of data, and why."""
     if seen is None or data in (None, "digits"):
         return "digits", "the data are scikit-learn's digits"
-    what = f"the data are {seen.images} {'grey' if seen.channels == 1 else 'colour'} images of {seen.side} pixels"
+    count = f"{seen.images} " if seen.images else ""
+    what = f"the data are {count}{'grey' if seen.channels == 1 else 'colour'} images of {seen.side} pixels"
     small = seen.side <= _SMALL
     if seen.channels == 1:
         return ("small_grey" if small else "grey_medical"), what
@@ -198,6 +199,8 @@ def _take_public_images(values: dict[str, Any], preset: Preset, part: PartModel,
     data = values.setdefault("data", {})
     if not isinstance(data, dict) or "public_holdout" in data or data.get("public_path") is not None:
         return []
+    if data.get("name") == "none":  # there is nothing to take them from
+        return []
     user = next((one["name"] for folder, one in _parts_in(values) if _needs_public_images(part, folder, one)), None)
     if user is None:
         return []
@@ -217,7 +220,7 @@ def _needs_public_images(part: PartModel, folder: str, values: dict[str, Any]) -
 def _adapt_batch(values: dict[str, Any], given: dict[str, Any], preset: Preset, seen: DataOutline | None) -> list[str]:
     """Smaller batches where the preset's would hold more than half of a client's images."""
     partition, training = values.get("partition"), values.get("training")
-    if seen is None or not isinstance(partition, dict) or not isinstance(training, dict):
+    if seen is None or not seen.images or not isinstance(partition, dict) or not isinstance(training, dict):
         return []
     clients, batch = partition.get("clients"), training.get("batch_size")
     if not isinstance(clients, int) or clients < 1 or not isinstance(batch, int):
