@@ -27,9 +27,9 @@ def partition(
     counts = class_counts(dataset.train_labels, rows, len(dataset.class_names))
     print_text(format_partition(counts, dataset.class_names))
     if chart is not None:
-        from ..data.partition_chart import draw_partition
+        from ..data.partition_chart import draw_partition, write_chart
 
-        draw_partition(counts, dataset.class_names).savefig(chart, dpi=150)
+        write_chart(draw_partition(counts, dataset.class_names), chart)
         print_text(f"The chart is in {chart}")
 
 

@@ -8,9 +8,11 @@ from torch import Tensor
 
 from ..errors import UserError
 from .digits import load_digits
+from .image_files import SMALLEST_SIDE
 from .image_folders import DEFAULT_IMAGE_SIZE, load_image_folder
 from .npz import load_npz
 from .options import DataOptions
+from .paths import expanded
 from .pixels import resize
 from .public_images import load_public_images
 from .splits import LabelledImages, Splits
@@ -51,12 +53,13 @@ def load_dataset(options: DataOptions, seed: int) -> Dataset:
         UserError: a missing, unreadable or unsuitable file; the message says what to do.
     """
     splits = _load_splits(options)
-    _require_one_shape(splits)
+    _require_usable_shape(splits)
     train, test, validation = splits.train, splits.test, splits.validation
 
     public_images = None
     if options.public_path is not None:
-        public_images = load_public_images(options.public_path.expanduser(), train.images.shape[1:])
+        public_path = expanded(options.public_path, "data.public_path")
+        public_images = load_public_images(public_path, train.images.shape[1:], options.window, options.broken)
     elif options.public_holdout > 0:
         public_images, train = _hold_out(train, options.public_holdout, seed)
 
@@ -84,16 +87,17 @@ def load_dataset(options: DataOptions, seed: int) -> Dataset:
 def _load_splits(options: DataOptions) -> Splits:
     if options.name == "none":
         return _no_images(options)
+    path = None if options.path is None else expanded(options.path, "data.path")
     if options.name == "folder":
-        assert options.path is not None
-        return load_image_folder(options.path.expanduser(), options.image_size or DEFAULT_IMAGE_SIZE)
+        assert path is not None
+        return load_image_folder(path, options.image_size or DEFAULT_IMAGE_SIZE, options.window, options.broken)
     if options.name == "npz":
-        assert options.path is not None
-        splits = load_npz(options.path.expanduser())
+        assert path is not None
+        splits = load_npz(path, options.window)
     elif options.name == "digits":
         splits = load_digits()
     else:
-        splits = load_torchvision_set(options.name, (options.path or DEFAULT_ROOT).expanduser(), options.download)
+        splits = load_torchvision_set(options.name, path or DEFAULT_ROOT.expanduser(), options.download)
     size = options.image_size
     if size is None:
         return splits
@@ -112,8 +116,13 @@ def _resized(split: LabelledImages, size: int) -> LabelledImages:
     return LabelledImages(resize(split.images, size, size), split.labels)
 
 
-def _require_one_shape(splits: Splits) -> None:
+def _require_usable_shape(splits: Splits) -> None:
     shape = splits.train.images.shape[1:]
+    if min(shape[1:]) < SMALLEST_SIDE:
+        raise UserError(
+            f"the training images are {shape[1]}x{shape[2]} pixels; expected at least {SMALLEST_SIDE} a side: use "
+            "larger images, or set data.image_size"
+        )
     for name, split in (("test", splits.test), ("validation", splits.validation)):
         if split is not None and split.images.shape[1:] != shape:
             shapes = ["x".join(map(str, sides)) for sides in (shape, split.images.shape[1:])]

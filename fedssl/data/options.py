@@ -52,6 +52,14 @@ class DataOptions(Options):
         description="the classes of the sites' images in their order, for name=none where the objective trains on "
         "labels",
     )
+    window: Literal["full", "per_image"] | tuple[float, float] | None = Field(
+        None,
+        description="which pixel values become 0 and 255 where pixels have more than 8 bits: [low, high], or full (the "
+        "range of their type), or per_image (each image's own, which loses how bright images are beside each other)",
+    )
+    broken: Literal["refuse", "skip"] = Field(
+        "refuse", description="what to do where image files cannot be read: stop, or go on without them"
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> "DataOptions":
@@ -68,4 +76,6 @@ class DataOptions(Options):
             raise ValueError("path is given but name=digits is built in; set name to npz, folder or a torchvision set")
         if self.public_path is not None and self.public_holdout > 0:
             raise ValueError("public_path and public_holdout are two sources of public images; give only one")
+        if isinstance(self.window, tuple) and not self.window[0] < self.window[1]:
+            raise ValueError(f"window must be [low, high] with low < high, got {list(self.window)}")
         return self

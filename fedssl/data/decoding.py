@@ -1,0 +1,168 @@
+"""Image files as one tensor: all headers are read first, so that nothing is decoded in vain."""
+
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..errors import UserError
+from .error_text import listed, printable
+from .image_files import BrokenImageError, ImageKind, image_kind, read_pixels, value_range
+from .notices import notify
+from .windows import Window
+
+_FILES_FOR_RANGE = 20
+_MOST_NAMED = 5
+
+
+@dataclass(frozen=True)
+class DecodedImages:
+    """Images of files.
+
+    Attributes:
+        images: uint8 [n, C, H, W]; C is 1 where every file is gray, and 3 otherwise.
+        kept: which of the files they are, ascending; all of them unless broken ones are skipped.
+    """
+
+    images: Tensor
+    kept: list[int]
+
+
+def decode_images(
+    files: Sequence[Path], height: int, width: int, window: Window | None, broken: Literal["refuse", "skip"]
+) -> DecodedImages:
+    """Read image files at one size, see `read_pixels`.
+
+    Args:
+        files: at least one.
+        height, width: of the result, in pixels.
+        window: how pixels of more than 8 bits become 8 bits; None refuses such files.
+        broken: what to do where files cannot be read: name them and raise, or name them and go on without them.
+
+    Raises:
+        UserError: files are broken, none is left, or the window does not suit them.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Pillow's, of files that are read all the same or named as broken
+        return _decode(files, height, width, window, broken)
+
+
+def _decode(
+    files: Sequence[Path], height: int, width: int, window: Window | None, broken: Literal["refuse", "skip"]
+) -> DecodedImages:
+    faults: dict[int, str] = {}
+    kinds = _read_headers(files, faults)
+    _check_window(files, kinds, window)
+    _notify_of_frames(files, kinds)
+    channels = 1 if all(kind.gray for kind in kinds.values()) else 3
+    images = torch.empty((len(kinds), channels, height, width), dtype=torch.uint8)
+    rows = images.numpy()
+    kept: list[int] = []
+    for index, pixels in _decoded(files, list(kinds), height, width, channels, window):
+        if isinstance(pixels, str):
+            faults[index] = pixels
+        else:
+            rows[len(kept)] = pixels
+            kept.append(index)
+    report_broken(files, faults, broken)
+    return DecodedImages(images[: len(kept)], kept)
+
+
+def report_broken(files: Sequence[Path], faults: dict[int, str], broken: Literal["refuse", "skip"]) -> None:
+    """Name the files that cannot be read, by index with the reason; raise a UserError unless they may be skipped."""
+    if not faults:
+        return
+    reasons = [(printable(files[index]), reason) for index, reason in sorted(faults.items())]
+    if len(reasons) == 1:
+        which = f"{reasons[0][0]} cannot be read as an image ({reasons[0][1]})"
+    else:
+        named = listed([f"{file} ({reason})" for file, reason in reasons], _MOST_NAMED)
+        which = f"{len(faults)} of {len(files)} files cannot be read as images: {named}"
+    if broken == "refuse":
+        raise UserError(f"{which}; repair or remove {'it' if len(faults) == 1 else 'them'}, or set data.broken=skip")
+    if len(faults) == len(files):
+        raise UserError(f"{which}; no image is left, so set data.path to another folder")
+    notify(f"{which}; skipped")
+
+
+def _read_headers(files: Sequence[Path], faults: dict[int, str]) -> dict[int, ImageKind]:
+    """The kinds of the files by index; the reasons of those that cannot be read go to `faults`."""
+    kinds = {}
+    for index, file in enumerate(files):
+        try:
+            kinds[index] = image_kind(file)
+        except BrokenImageError as error:
+            faults[index] = str(error)
+    return kinds
+
+
+def _check_window(files: Sequence[Path], kinds: dict[int, ImageKind], window: Window | None) -> None:
+    """Raise a UserError where files have more than 8 bits a channel, and the window does not say what to do."""
+    colour = [index for index, kind in kinds.items() if kind.deep == "colour"]
+    if colour and window != "full":
+        raise UserError(
+            f"{printable(files[colour[0]])} has colours of 16 bits, of which only the upper 8 bits can be read; set "
+            "data.window=full if that is meant, or convert the files to 8 bits a channel"
+        )
+    gray = [index for index, kind in kinds.items() if kind.deep == "gray"]
+    if gray and window is None:
+        first, low, high = _range_of_values([files[index] for index in gray])
+        raise UserError(
+            f"{printable(first)} has pixels of more than 8 bits, as {len(gray)} of {len(files)} files have (values "
+            f"{low:g} to {high:g} in the first {min(len(gray), _FILES_FOR_RANGE)}); set "
+            f"data.window=[{low:g},{high:g}] or another range that becomes 0 to 255, or data.window=full (the range "
+            "of the type), or data.window=per_image"
+        )
+    floats = [index for index in gray if kinds[index].type_range is None]
+    if floats and window == "full":
+        raise UserError(
+            f"{printable(files[floats[0]])} has floats, which have no full range; set data.window=[LOW,HIGH] or "
+            "data.window=per_image"
+        )
+
+
+def _range_of_values(files: Sequence[Path]) -> tuple[Path, float, float]:
+    """The first file that can be read, and the smallest and largest pixel value of the first files."""
+    ranges = {}
+    for file in files[:_FILES_FOR_RANGE]:
+        try:
+            ranges[file] = value_range(file)
+        except BrokenImageError as error:
+            reason = str(error)
+    if not ranges:
+        raise UserError(f"cannot be read as an image: {printable(files[0])} ({reason}); repair or remove it")
+    return next(iter(ranges)), min(low for low, _ in ranges.values()), max(high for _, high in ranges.values())
+
+
+def _notify_of_frames(files: Sequence[Path], kinds: dict[int, ImageKind]) -> None:
+    several = [str(files[index]) for index, kind in kinds.items() if kind.frames > 1]
+    if several:
+        what = "1 file holds" if len(several) == 1 else f"{len(several):,} files hold"
+        notify(f"{what} several images, of which the first is used: {listed(several, _MOST_NAMED)}")
+
+
+def _decoded(
+    files: Sequence[Path], indices: Sequence[int], height: int, width: int, channels: int, window: Window | None
+) -> Iterator[tuple[int, NDArray[np.uint8] | str]]:
+    """The pixels of each file in order, or why it cannot be read. Pillow decodes outside Python's lock: threads do."""
+
+    def read(index: int) -> NDArray[np.uint8] | str:
+        try:
+            return read_pixels(files[index], height, width, channels, window)
+        except BrokenImageError as error:
+            return str(error)
+
+    workers = os.cpu_count() or 1
+    with ThreadPoolExecutor(workers) as pool:
+        remaining = iter(indices)
+        for chunk in iter(lambda: list(islice(remaining, 16 * workers)), []):  # bounds what waits for its turn
+            yield from zip(chunk, pool.map(read, chunk), strict=True)
