@@ -12,7 +12,7 @@ from fedssl.engines.in_process import resume, run
 from fedssl.engines.progress import Silent
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
-from fedssl.guard import GuardOptions, refusals, refused_in, require_answers
+from fedssl.guard import Asked, GuardOptions, refusals, refused_in, require_answers
 from fedssl.messages import Message
 from fedssl.method import Method
 from fedssl.run_directory import RunDirectory
@@ -111,27 +111,29 @@ BROKEN = {
 def test_what_is_refused_and_why(kind):
     reply, reason = BROKEN[kind]
     replies = {0: sound(), 3: reply, 5: sound()}
-    assert refusals(SERVER, replies, dict.fromkeys(replies, EXPECTED), True, 1e6) == {3: reason}
+    assert refusals(SERVER, replies, Asked(dict.fromkeys(replies, EXPECTED)), 1e6) == {3: reason}
 
 
 def test_sound_answers_pass():
     replies = {0: sound(), 1: with_entry(-1e6), 2: with_tensor("online.count", torch.tensor(2**53))}
-    assert refusals(SERVER, replies, dict.fromkeys(replies, EXPECTED), True, 1e6) == {}
+    assert refusals(SERVER, replies, Asked(dict.fromkeys(replies, EXPECTED)), 1e6) == {}
     more = {0: with_tensor("dictionary.0", torch.zeros(0, 3))}
-    assert refusals(SERVER, more, {0: EXPECTED}, False, 1e6) == {}  # a part that does not say what it sends
+    assert (
+        refusals(SERVER, more, Asked({0: EXPECTED}, complete=False), 1e6) == {}
+    )  # a part that does not say what it sends
 
 
 def test_what_is_only_logged_may_be_large():
     """A round of a ResNet-18 takes 1e15 operations."""
-    assert not refusals(SERVER, {0: with_metric("flops", 1e15)}, {0: EXPECTED}, True, 1e6)
-    assert refusals(SERVER, {0: with_metric("flops", math.inf)}, {0: EXPECTED}, True, 1e6)
-    assert refusals(SERVER, {0: with_number("samples", 1e15)}, {0: EXPECTED}, True, 1e6)
+    assert not refusals(SERVER, {0: with_metric("flops", 1e15)}, Asked({0: EXPECTED}), 1e6)
+    assert refusals(SERVER, {0: with_metric("flops", math.inf)}, Asked({0: EXPECTED}), 1e6)
+    assert refusals(SERVER, {0: with_number("samples", 1e15)}, Asked({0: EXPECTED}), 1e6)
 
 
 def test_half_precision_is_measured_too():
     server = Message({NAME: torch.zeros(2, dtype=torch.bfloat16)})
     replies = {0: Message({NAME: torch.tensor([1.0, 3e38], dtype=torch.bfloat16)}, {"samples": 1.0})}
-    assert "in magnitude" in refusals(server, replies, {0: {NAME: (2,)}}, True, 1e6)[0]
+    assert "in magnitude" in refusals(server, replies, Asked({0: {NAME: (2,)}}), 1e6)[0]
 
 
 def test_a_size_that_all_share_is_what_most_have():
@@ -139,7 +141,7 @@ def test_a_size_that_all_share_is_what_most_have():
     sizes = {0: (4, 2), 1: (5, 3), 2: (5, 7)}
     replies = {k: Message({f"r.{k}": torch.ones(size)}, {"samples": 1.0}) for k, size in sizes.items()}
     expected = {k: {f"r.{k}": ("images", None)} for k in replies}
-    assert refusals(Message(), replies, expected, True, 1e6) == {0: "r.0 has shape [4, 2], expected [5, 'any']"}
+    assert refusals(Message(), replies, Asked(expected), 1e6) == {0: "r.0 has shape [4, 2], expected [5, 'any']"}
 
 
 def test_too_few_answers_are_told_with_every_reason():

@@ -39,7 +39,12 @@ sys.exit(code[0] if code else 1)
 """
 
 
-def run(command: list[str], environment: dict[str, str], modules: Sequence[str]) -> int:
+def run(
+    command: list[str],
+    environment: dict[str, str],
+    modules: Sequence[str],
+    prepare: Callable[[], None] = lambda: None,
+) -> int:
     """Run one of Flower's commands, and those that it starts, until it ends or this process is terminated.
 
     Args:
@@ -47,6 +52,7 @@ def run(command: list[str], environment: dict[str, str], modules: Sequence[str])
         environment: the command's.
         modules: what the copies need besides Flower. They are imported while the command starts, and must not start
             threads or look for a CUDA device when they are imported: a fork has neither.
+        prepare: called in the command's process before it starts.
 
     Returns:
         The command's exit code; 130 where this process was interrupted.
@@ -66,6 +72,7 @@ def run(command: list[str], environment: dict[str, str], modules: Sequence[str])
         def start() -> int:
             listener.close()
             end_with_parent()
+            prepare()
             return _run_entry_point(entry_points[command[0]], command, environment)
 
         main = fork(start)
