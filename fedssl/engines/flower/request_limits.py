@@ -38,7 +38,7 @@ class RequestLimits:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request; see the ASGI specification."""
-        if scope["type"] == "lifespan" or is_from_this_machine(scope) and not _is_for_sites(scope):
+        if scope["type"] == "lifespan" or (is_from_this_machine(scope) and not _is_for_sites(scope)):
             await self._app(scope, receive, send)
         elif scope["type"] != "http" or not _is_for_sites(scope):
             await _refuse(403, "only the SuperLink's own machine may use this interface", scope, receive, send)
@@ -52,7 +52,9 @@ class RequestLimits:
         size, messages, more = int(announced) if announced.isdecimal() else 0, [], True
         received = 0
         while more:
-            if max(size, received) > most < LARGEST_BODY and await run_in_threadpool(_has_registered_key, scope, headers):
+            if max(size, received) > most < LARGEST_BODY and await run_in_threadpool(
+                _has_registered_key, scope, headers
+            ):
                 most = LARGEST_BODY
             if max(size, received) > most:
                 await _refuse(413, f"the request is larger than {most} bytes", scope, receive, send)
@@ -77,7 +79,7 @@ def is_from_this_machine(scope: Mapping[str, Any]) -> bool:
     if not client:
         return False
     try:
-        return ip_address(client[0]).is_loopback or bool(server) and client[0] == server[0]
+        return ip_address(client[0]).is_loopback or (bool(server) and client[0] == server[0])
     except ValueError:
         return False
 
