@@ -14,7 +14,7 @@ from ..errors import UserError
 from ..evaluation.spectrum import effective_rank
 from ..messages import Message
 from ..models.model import Layer
-from .base import Aggregator, Shape
+from .base import PUBLIC_IMAGES, Aggregator, Shape
 
 FACTOR = "alignment.factor"
 KERNEL = "alignment.kernel"
@@ -137,8 +137,7 @@ class RepresentationMean(Aggregator):
         return Message({f"representation.{client.index}": a})
 
     def expected(self, server: Message, client: int, travelling: list[str]) -> dict[str, Shape] | None:
-        rows = (len(a) for name, a in server.tensors.items() if name.startswith("representation."))
-        return {f"representation.{client}": (next(rows, "public images"), None)}
+        return {f"representation.{client}": (PUBLIC_IMAGES, None)}
 
     def aggregate(self, server: Message, replies: dict[int, Message]) -> Message:
         if self.target == "untrained" and any(name.startswith("representation.") for name in server.tensors):

@@ -58,6 +58,10 @@ class Clients(Protocol):
         """Undo this round of a client whose answer was refused."""
         ...
 
+    def images(self) -> dict[int, int]:
+        """How many training images each client has; a client whose number is not known is missing."""
+        ...
+
     def evaluations(self, number: int) -> Iterator[tuple[int, dict[str, float], Tensor]]:
         """Measures and spectrum of each client's own model after a round; see `evaluate_after`."""
         ...
@@ -122,11 +126,12 @@ def _evaluate(
     rows: list[MetricRow] = []
     spectra: dict[str, Tensor] = {}
     if federation.method.personal:
+        values: dict[str, list[float]] = {}
         for k, metrics, spectra[str(k)] in clients.evaluations(number):
-            rows += [(number, str(k), metric, value) for metric, value in metrics.items()]
-        for metric in dict.fromkeys(row[2] for row in rows):
-            values = [row[3] for row in rows if row[2] == metric]
-            rows.append((number, "mean", metric, sum(values) / len(values)))
+            for metric, value in metrics.items():
+                rows.append((number, str(k), metric, value))
+                values.setdefault(metric, []).append(value)
+        rows += [(number, "mean", metric, sum(each) / len(each)) for metric, each in values.items()]
     elif len(federation.dataset.test_images):  # a server may have no data
         model = federation.method.load_global(server, lambda: federation.new_model(None))
         metrics, spectra["global"] = evaluate_after(federation, model, number)
@@ -181,7 +186,7 @@ def _exchange(
         what = f"round {number}: 0 of {len(sent)} clients answered, but guard.minimum_answers is {least}"
         raise UserError("; ".join([what, *reasons]))
     try:
-        server = federation.method.aggregate(server, replies, number)
+        server = federation.method.aggregate(server, replies, number, clients.images())
     except UserError as error:
         raise UserError("; ".join([str(error), *(f"client {k}: {why}" for k, why in missing.items())])) from error
     rows = [(number, str(k), "missing", 1.0) for k in missing]

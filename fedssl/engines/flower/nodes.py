@@ -17,6 +17,7 @@ from ...run_directory import alone_in
 from .certificates import require_authority, require_server, require_site_key
 from .commands import fork, run, wait
 from .site import load_site
+from .superlink_limits import limit_superlink
 
 #: what a ServerApp or ClientApp needs; importing it starts no threads and looks for no CUDA device
 _APP_MODULES = ("fedssl.engines.flower.server", "fedssl.engines.flower.client", "sklearn.datasets")
@@ -51,7 +52,7 @@ def superlink(folder: Path, host: str, port: int, insecure: bool) -> int:
         command += ["--enable-supernode-auth"]
     with alone_in(folder, "another SuperLink keeps its database in this folder: stop it, or name another folder"):
         _require_free_port(host, port)
-        return run(command, _environment(), [*_APP_MODULES, *_LATE_MODULES])
+        return run(command, _environment(), [*_APP_MODULES, *_LATE_MODULES], limit_superlink)
 
 
 def supernode(site_file: Path, address: str, certificate: Path | None, key: Path | None, insecure: bool) -> int:
