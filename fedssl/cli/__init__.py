@@ -19,7 +19,7 @@ from .across_machines import superlink, supernode
 from .before_training import cost, partition
 from .console import console
 from .doctor import doctor
-from .encoders import export
+from .encoders import embed, export
 from .running import run, run_table
 from .shipped import recipes, show, tables
 from .trained_runs import evaluate, report
@@ -47,6 +47,7 @@ app.command("run-table", rich_help_panel=_RUNS)(run_table)
 app.command(rich_help_panel=_RUNS)(evaluate)
 app.command(rich_help_panel=_RUNS)(report)
 app.command(rich_help_panel=_ENCODERS)(export)
+app.command(rich_help_panel=_ENCODERS)(embed)
 app.command("app", rich_help_panel=_MACHINES)(flower_app)
 app.command(rich_help_panel=_MACHINES)(superlink)
 app.command(rich_help_panel=_MACHINES)(supernode)
