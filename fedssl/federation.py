@@ -118,7 +118,7 @@ def build_federation(recipe: Recipe, dataset: Dataset | None = None, owner: int 
         UserError: data that cannot be read or dealt as asked, or parts that do not fit each other.
     """
     check_parts(recipe)
-    device = _device(recipe.device)
+    device = device_named(recipe.device)
     images = dataset or load_dataset(recipe.data, recipe.seed)
     check_data(recipe, images)
     client_rows = _deal(recipe, images, owner)
@@ -162,7 +162,8 @@ def _build_model(recipe: Recipe, dataset: Dataset, architecture: str) -> Model:
     return recipe.objective.build(encoder, len(dataset.class_names))
 
 
-def _device(name: str) -> torch.device:
+def device_named(name: str) -> torch.device:
+    """The device `cpu`, `cuda` or `cuda:N`; `auto` is CUDA where there is a device, and the CPU elsewhere."""
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise UserError(f"device is {name}, but this torch sees no CUDA device; use device=cpu or auto")
     if name == "auto":

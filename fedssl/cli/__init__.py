@@ -19,6 +19,7 @@ from .across_machines import superlink, supernode
 from .before_training import cost, partition
 from .console import console
 from .doctor import doctor
+from .encoders import embed, export
 from .running import run, run_table
 from .shipped import presets, recipes, show, tables
 from .trained_runs import evaluate, report
@@ -32,6 +33,7 @@ app = typer.Typer(
 
 _SHIPPED = "What there is"
 _RUNS = "Run and look at the results"
+_ENCODERS = "Use the encoder"
 _MACHINES = "Across machines, with Flower (docs/deploy.md)"
 
 app.command(rich_help_panel=_SHIPPED)(recipes)
@@ -45,6 +47,8 @@ app.command(rich_help_panel=_RUNS)(run)
 app.command("run-table", rich_help_panel=_RUNS)(run_table)
 app.command(rich_help_panel=_RUNS)(evaluate)
 app.command(rich_help_panel=_RUNS)(report)
+app.command(rich_help_panel=_ENCODERS)(export)
+app.command(rich_help_panel=_ENCODERS)(embed)
 app.command("app", rich_help_panel=_MACHINES)(flower_app)
 app.command(rich_help_panel=_MACHINES)(superlink)
 app.command(rich_help_panel=_MACHINES)(supernode)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from ..messages import Message
 from ..models.model import Model
 from ..randomness import seed_for
 from ..recipe import Recipe
-from ..run_directory import MetricRow, RunDirectory
+from ..run_directory import IMAGE_SHAPE, MetricRow, RunDirectory
 from .progress import Progress
 
 
@@ -233,4 +234,9 @@ def first_files(federation: Federation) -> dict[str, str]:
     table = [["client", *names], *([k, *counts] for k, counts in enumerate(federation.class_counts.tolist()))]
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(table)
-    return {"recipe.yaml": federation.recipe.to_yaml(), "partition.csv": text.getvalue()}
+    shape = dict(zip(("channels", "height", "width"), federation.dataset.train_images.shape[1:], strict=True))
+    return {
+        "recipe.yaml": federation.recipe.to_yaml(),
+        "partition.csv": text.getvalue(),
+        IMAGE_SHAPE: json.dumps(shape) + "\n",
+    }
