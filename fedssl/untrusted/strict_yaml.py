@@ -134,11 +134,12 @@ def _refuse_bad_keys(node: MappingNode) -> None:
             shown = printable(str(key.value))[:40] if isinstance(key, ScalarNode) else "[...]"
             raise _Refused(key, f"the key {shown} is not text; write a text in quotes")
         if key.value in lines:
-            raise _Refused(key, f"the key {key.value[:80]!r} stands there already on line {lines[key.value]}; remove one of them")
+            problem = f"the key {key.value[:80]!r} stands there already on line {lines[key.value]}; remove one of them"
+            raise _Refused(key, problem)
         lines[key.value] = key.start_mark.line + 1
 
 
 def _refuse_controls(node: ScalarNode) -> None:
     if printable(node.value, keep="\n\t") != node.value:
         shown = printable(node.value)
-        raise _Refused(node, f"the text "{shown[:80]}" holds control characters; remove them")
+        raise _Refused(node, f'the text "{shown[:80]}" holds control characters; remove them')

@@ -20,7 +20,7 @@ def test_control_characters_are_escaped_and_no_name_holds_them(text):
 
 
 def test_harmless_text_stays_as_it_is():
-    for text in ("Hetero-SSFL (α = 0.1), 50 %", "naïve", "日本", "a/b", r"a\b"):
+    for text in ("Hetero-SSFL (λ = 0.1), 50 %", "naïve", "日本", "a/b", r"a\b"):
         assert printable(text) == text
         assert re.match(NAME_PATTERN, text)
     assert printable("a\nb", keep="\n") == "a\nb"
