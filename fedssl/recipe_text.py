@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable
 from importlib import resources
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
@@ -118,6 +119,24 @@ def own_parts(values: dict[str, Any]) -> list[str]:
     parts = [part for one in given for part in (one if isinstance(one, list) else [one])]
     names = [part.get("name") if isinstance(part, dict) else part for part in parts]
     return list(dict.fromkeys(name for name in names if isinstance(name, str) and "." in name))
+
+
+def own_part_file(name: str) -> Path | None:
+    """The file with the code of a part of one's own, found without running any code; None where there is none.
+
+    Args:
+        name: an absolute path of a .py file, or a dotted module.
+    """
+    if name.endswith(".py"):
+        return Path(name)
+    folders, spec = None, None
+    packages = name.split(".")
+    for i in range(len(packages)):
+        spec = PathFinder.find_spec(".".join(packages[: i + 1]), folders)
+        if spec is None:
+            return None
+        folders = list(spec.submodule_search_locations or [])
+    return Path(spec.origin) if spec is not None and spec.origin else None
 
 
 def apply_override(values: dict[str, Any], override: str) -> None:

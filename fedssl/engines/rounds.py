@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Protocol
 
 from torch import Tensor
@@ -22,15 +19,8 @@ from ..models.model import Model
 from ..randomness import seed_for
 from ..recipe import Recipe
 from ..run_directory import MetricRow, RunDirectory
+from ..storage import csv_text
 from .progress import Progress
-
-
-def refuse_existing(path: Path, overwrite: bool) -> None:
-    """Refuse a folder that is there already (UserError), before anything is loaded."""
-    if path.exists() and not overwrite:
-        raise UserError(
-            f"{path} exists: continue it with fedssl run --resume {path}, or give --overwrite, or another --output"
-        )
 
 
 def models_to_evaluate(
@@ -226,6 +216,4 @@ def first_files(federation: Federation) -> dict[str, str]:
     """What a run's folder holds before its first round."""
     names = federation.dataset.class_names
     table = [["client", *names], *([k, *counts] for k, counts in enumerate(federation.class_counts.tolist()))]
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(table)
-    return {"recipe.yaml": federation.recipe.to_yaml(), "partition.csv": text.getvalue()}
+    return {"recipe.yaml": federation.recipe.to_yaml(), "partition.csv": csv_text(table)}

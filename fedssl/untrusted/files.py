@@ -5,13 +5,36 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from ..errors import UserError
 
 
+@contextmanager
+def open_regular_file(path: Path) -> Iterator[BinaryIO]:
+    """Open a regular file to read it. A named pipe or a device is refused at once; reading it could wait for ever.
+
+    Args:
+        path: the file, or a link to it.
+
+    Raises:
+        OSError: the file cannot be opened, or is not a regular file.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise OSError(errno.EINVAL, "expected a regular file, got a folder, a pipe or a device", str(path))
+        with open(handle, "rb", closefd=False) as file:
+            yield file
+    finally:
+        os.close(handle)
+
+
 def read_regular_file(path: Path, most_bytes: int | None = None) -> bytes:
-    """The content of a regular file. A named pipe or a device is refused at once; reading it could wait for ever.
+    """The content of a regular file; see `open_regular_file`.
 
     Args:
         path: the file, or a link to it.
@@ -20,18 +43,12 @@ def read_regular_file(path: Path, most_bytes: int | None = None) -> bytes:
     Raises:
         OSError: the file cannot be opened, is not a regular file, or is too large.
     """
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        status = os.fstat(handle)
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, "expected a regular file, got a folder, a pipe or a device", str(path))
-        if most_bytes is not None and status.st_size > most_bytes:
-            problem = f"expected at most {most_bytes:,} bytes, the file has {status.st_size:,}"
+    with open_regular_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if most_bytes is not None and size > most_bytes:
+            problem = f"expected at most {most_bytes:,} bytes, the file has {size:,}"
             raise OSError(errno.EFBIG, problem, str(path))
-        with open(handle, "rb", closefd=False) as file:
-            return file.read()
-    finally:
-        os.close(handle)
+        return file.read()
 
 
 def expand_home(path: str | Path) -> Path:

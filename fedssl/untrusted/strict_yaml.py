@@ -77,11 +77,11 @@ class _StrictLoader(yaml.SafeLoader):
             raise _Refused(self._next_node(), "an alias stands inside the value that it repeats")
         return node
 
-    def compose_sequence_node(self, anchor: str | None) -> SequenceNode:
+    def compose_sequence_node(self, anchor: Any) -> SequenceNode:
         self._check_depth()
         return super().compose_sequence_node(anchor)
 
-    def compose_mapping_node(self, anchor: str | None) -> MappingNode:
+    def compose_mapping_node(self, anchor: Any) -> MappingNode:
         self._check_depth()
         return super().compose_mapping_node(anchor)
 
