@@ -20,12 +20,17 @@ from .recipe_text import recipe_yaml
 from .regularizers.base import Regularizer
 from .schedules.base import Schedule
 from .training import TrainingOptions
+from .untrusted.printable import NAME_PATTERN
 
 
 class Recipe(Options):
     """A whole run: data, clients, parts, training and evaluation. Every default is filled in."""
 
-    name: str = Field(..., description="what the recipe is called; the default folder of a run is runs/NAME-seedN")
+    name: str = Field(
+        ...,
+        pattern=NAME_PATTERN,
+        description="what the recipe is called; the default folder of a run is runs/NAME-seedN",
+    )
     description: str = Field("", description="what the recipe is; reports show it")
     preset: str = Field(
         "none",

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from .console import print_text
+from .console import Trust, print_text
 
 
 def evaluate(
@@ -22,13 +22,14 @@ def evaluate(
         Literal["train", "validation"] | None,
         typer.Option(help="Also fine-tune on all labels of these images, for macro precision, recall and F1."),
     ] = None,
+    trust: Trust = False,
 ) -> None:
     """Evaluate a run's last checkpoint: kNN and linear accuracy, and fine-tuning on request."""
     from ..evaluation.fine_tune import FineTuneOptions
     from ..reports.evaluation import evaluate_run
 
     options = FineTuneOptions(images=fine_tune) if fine_tune else None
-    path = evaluate_run(run, fractions or [], note=print_text, fine_tune=options)
+    path = evaluate_run(run, fractions or [], note=print_text, fine_tune=options, trust=trust)
     print_text(path.read_text(encoding="utf-8").rstrip())
     print_text(f"The table is in {path}")
 
@@ -43,8 +44,9 @@ def report(
         bool,
         typer.Option(help="Also check whether representations have collapsed; this loads the run's images."),
     ] = True,
+    trust: Trust = False,
 ) -> None:
     """Write an HTML page with curves, tables, the partition and pictures of the representations."""
     from ..reports.report import write_report
 
-    print_text(f"The report is in {write_report(runs, output, collapse)}")
+    print_text(f"The report is in {write_report(runs, output, collapse, trust)}")

@@ -1,9 +1,12 @@
 """From pixels of more than 8 bits to 0..255, by a window that the user states: nothing is clipped silently."""
 
+import math
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+
+from ..errors import UserError
 
 #: [low, high] become 0 and 255, as a radiologist's window does; `full` is the range of the pixels' type; `per_image` is
 #: each image's own smallest and largest value
@@ -50,6 +53,27 @@ def _limits(
             raise ValueError("these pixels have no full range, as they are floats; set data.window=[LOW,HIGH]")
         return type_range
     return window
+
+
+def parse_window(text: str) -> Window:
+    """A window as one writes it on the command line: `0,4095`, `full` or `per_image`.
+
+    Raises:
+        UserError: it is none of these.
+    """
+    if text == "full":
+        return "full"
+    if text == "per_image":
+        return "per_image"
+    try:
+        low, high = (float(value) for value in text.strip("[]").split(","))
+    except ValueError:
+        low = high = math.nan
+    if not low < high:
+        raise UserError(
+            f"the window is {text!r}: expected LOW,HIGH with LOW < HIGH, such as 0,4095; or full, per_image"
+        )
+    return low, high
 
 
 def range_of_type(dtype: np.dtype[Any]) -> tuple[float, float] | None:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Protocol
 
 from torch import Tensor
@@ -23,15 +20,8 @@ from ..models.model import Model
 from ..randomness import seed_for
 from ..recipe import Recipe
 from ..run_directory import IMAGE_SHAPE, MetricRow, RunDirectory
+from ..storage import csv_text
 from .progress import Progress
-
-
-def refuse_existing(path: Path, overwrite: bool) -> None:
-    """Refuse a folder that is there already (UserError), before anything is loaded."""
-    if path.exists() and not overwrite:
-        raise UserError(
-            f"{path} exists: continue it with fedssl run --resume {path}, or give --overwrite, or another --output"
-        )
 
 
 def models_to_evaluate(
@@ -232,11 +222,9 @@ def first_files(federation: Federation) -> dict[str, str]:
     """What a run's folder holds before its first round."""
     names = federation.dataset.class_names
     table = [["client", *names], *([k, *counts] for k, counts in enumerate(federation.class_counts.tolist()))]
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(table)
     shape = dict(zip(("channels", "height", "width"), federation.dataset.train_images.shape[1:], strict=True))
     return {
         "recipe.yaml": federation.recipe.to_yaml(),
-        "partition.csv": text.getvalue(),
+        "partition.csv": csv_text(table),
         IMAGE_SHAPE: json.dumps(shape) + "\n",
     }

@@ -12,7 +12,7 @@ from ..evaluation.features import require_test_images
 from ..evaluation.fine_tune import FineTuneOptions, check_fine_tuning
 from ..federation import build_federation
 from ..randomness import seed_for
-from ..reading import load_recipe
+from ..reading import load_stored_recipe
 from ..run_directory import RunDirectory
 from ..storage import csv_text, write_atomically
 
@@ -22,6 +22,7 @@ def evaluate_run(
     fractions: Sequence[float] = (),
     note: Callable[[str], None] = lambda text: None,
     fine_tune: FineTuneOptions | None = None,
+    trust: bool = False,
 ) -> Path:
     """Evaluate the models of a run's last checkpoint, each client's and their mean, or the global one.
 
@@ -30,13 +31,14 @@ def evaluate_run(
         fractions: labelled fractions to fine-tune on, in (0, 1], beside the recipe's own; the papers' are 0.01 and 0.1.
         note: is called with a line of text before each model.
         fine_tune: how to fine-tune on all labels; by default as the recipe says, which may be not at all.
+        trust: run the code of parts of one's own that the run's recipe names.
 
     Returns:
         The file that was written: RUN/evaluation.csv with a line a client and a column a measure.
 
     Raises:
         UserError: `path` is not a run's folder or has no finished round, a fraction is not in (0, 1], the data are
-            missing, or the file cannot be written.
+            missing, the recipe names code that is not trusted, or the file cannot be written.
     """
     directory = RunDirectory.open(path)
     if directory.checkpoint.round < 0:
@@ -44,7 +46,7 @@ def evaluate_run(
     for fraction in fractions:
         if not 0 < fraction <= 1:
             raise UserError(f"--semi-supervised must be a fraction in (0, 1], for instance 0.01, got {fraction}")
-    federation = build_federation(load_recipe(path / "recipe.yaml"))
+    federation = build_federation(load_stored_recipe(directory, trust))
     recipe, data = federation.recipe, federation.dataset
     require_test_images(data)
     fine_tune = fine_tune or recipe.evaluation.fine_tune

@@ -15,6 +15,7 @@ from ..options import Options
 from ..reading import complete_recipe
 from ..recipe import Recipe
 from ..recipe_text import PART_KEYS, explain_errors, read_values, shipped_names
+from ..untrusted.printable import NAME_PATTERN
 
 Metric = Literal[
     "knn", "linear", "semi_supervised_0.01", "semi_supervised_0.1",
@@ -38,7 +39,7 @@ class TableRow(Options):
     newcomers: in a table of resources: count as if every client took part for the first time in every round.
     """
 
-    label: str = Field(..., min_length=1)
+    label: str = Field(..., pattern=NAME_PATTERN)
     recipe: str
     settings: dict[str, Any] = Field(default_factory=dict)
     relative_to: str | None = None
@@ -53,7 +54,7 @@ class TableScenario(Options):
     paper: the paper's figures to show beside ours, by row label and metric, as printed there.
     """
 
-    label: str = ""
+    label: str = Field("", pattern=f"^$|{NAME_PATTERN}")
     settings: dict[str, Any] = Field(default_factory=dict)
     paper: dict[str, dict[Metric, str]] = Field(default_factory=dict)
 

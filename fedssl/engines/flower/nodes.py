@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ...data.datasets import load_dataset
 from ...errors import UserError
-from ...run_directory import alone_in
+from ...run_folder.lock import alone_in
 from .certificates import require_authority, require_server, require_site_key
 from .commands import fork, run, wait
 from .site import load_site

@@ -79,7 +79,7 @@ def is_from_this_machine(scope: Mapping[str, Any]) -> bool:
     if not client:
         return False
     try:
-        return ip_address(client[0]).is_loopback or (bool(server) and client[0] == server[0])
+        return ip_address(client[0]).is_loopback or (server is not None and client[0] == server[0])
     except ValueError:
         return False
 

@@ -28,11 +28,12 @@ from torch import Tensor
 from ...errors import UserError
 from ...federation import Federation, build_federation
 from ...messages import Message
-from ...reading import load_recipe
+from ...reading import load_recipe, load_stored_recipe
 from ...recipe import Recipe
 from ...recipe_text import flatten_keys
-from ...run_directory import SITES_RUN, RunDirectory, alone_in
-from ...storage import write_atomically
+from ...run_directory import SITES_RUN, RunDirectory
+from ...run_folder.creation import default_folder
+from ...run_folder.lock import alone_in
 from ..progress import Progress, ProgressBars
 from ..rounds import evaluation_due, first_files, run_rounds
 from .differential_privacy import private_federation
@@ -240,7 +241,7 @@ def make_server_app(recipe_file: Path) -> ServerApp:
     @app.main()
     def main(grid: Grid, context: Context) -> None:
         recipe = load_recipe(recipe_file)
-        path = Path(str(context.run_config.get("output") or Path("runs") / f"{recipe.name}-seed{recipe.seed}"))
+        path = Path(str(context.run_config.get("output") or default_folder(recipe.name, recipe.seed)))
         federation = private_federation(build_federation(recipe))
         if path.exists():
             RunDirectory.open(path)  # refuses what is no run's folder
@@ -248,7 +249,8 @@ def make_server_app(recipe_file: Path) -> ServerApp:
             RunDirectory.create(path, first_files(federation) | {SITES_RUN: secrets.token_hex(8)})
         with alone_in(path), ProgressBars(Console(width=160)) as progress:
             directory = RunDirectory.open(path)
-            _update_stored_recipe(path, recipe)
+            directory.require_unchanged(but=["recipe.yaml"])  # it is compared with the app's instead
+            _update_stored_recipe(directory, recipe)
             directory.roll_back()
             if directory.checkpoint.finished:
                 progress.note(f"{path} is finished already")
@@ -261,22 +263,21 @@ def make_server_app(recipe_file: Path) -> ServerApp:
     return app
 
 
-def _update_stored_recipe(path: Path, recipe: Recipe) -> None:
+def _update_stored_recipe(directory: RunDirectory, recipe: Recipe) -> None:
     """Let a run continue with a recipe that differs from the stored one in `_CHANGEABLE` alone, and store it.
 
     Raises:
         UserError: it differs in something that earlier rounds depend on.
     """
-    stored = flatten_keys(load_recipe(path / "recipe.yaml").model_dump(mode="json"))
+    stored = flatten_keys(load_stored_recipe(directory, resuming=True).model_dump(mode="json"))
     given = flatten_keys(recipe.model_dump(mode="json"))
     changed = [key for key in stored | given if stored.get(key) != given.get(key)]
     refused = [key for key in changed if key not in _CHANGEABLE]
     if refused:
         key = refused[0]
         raise UserError(
-            f"{path} holds a run of another recipe: {key} is {stored.get(key)!r} in that run, but {given.get(key)!r} "
-            f"in this app's recipe. Only {', '.join(_CHANGEABLE)} may change when a run continues: "
+            f"{directory.path} holds a run of another recipe: {key} is {stored.get(key)!r} in that run, but "
+            f"{given.get(key)!r} in this app's recipe. Only {', '.join(_CHANGEABLE)} may change when a run continues: "
             "name another folder (fedssl app --output), or write the app with the run's recipe"
         )
-    if changed:
-        write_atomically(path / "recipe.yaml", recipe.to_yaml().encode())
+    directory.store_recipe(recipe.to_yaml())
