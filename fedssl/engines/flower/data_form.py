@@ -49,8 +49,8 @@ class DataForm:
 
     def to_record(self) -> ConfigRecord:
         """The form as a record of a Flower message."""
-        values = {"shape": list(self.shape), "classes": list(self.classes), "public": self.public_digest}
-        return ConfigRecord(values | {"images": self.images})
+        values: dict[str, Any] = {"shape": list(self.shape), "classes": list(self.classes), "images": self.images}
+        return ConfigRecord(values | {"public": self.public_digest})
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> DataForm | None:

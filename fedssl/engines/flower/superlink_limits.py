@@ -37,7 +37,7 @@ def limit_superlink() -> None:
     extensions.get_middleware = lambda: (Middleware(RequestLimits),)
     fleet_handlers.push_messages = push_messages
     pragmas = dict(sql_mixin.SQLITE_PRAGMAS) | {"busy_timeout": str(_DATABASE_WAIT)}
-    sql_mixin.SQLITE_PRAGMAS = tuple(pragmas.items())
+    sql_mixin.SQLITE_PRAGMAS = tuple(pragmas.items())  # type: ignore[assignment]
 
 
 def push_messages(request: PushMessagesRequest, state: Any) -> PushMessagesResponse:
