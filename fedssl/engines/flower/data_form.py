@@ -49,8 +49,8 @@ class DataForm:
 
     def to_record(self) -> ConfigRecord:
         """The form as a record of a Flower message."""
-        shape, classes = list(self.shape), list(self.classes)
-        return ConfigRecord({"shape": shape, "classes": classes, "public": self.public_digest, "images": self.images})
+        values: dict[str, Any] = {"shape": list(self.shape), "classes": list(self.classes), "images": self.images}
+        return ConfigRecord(values | {"public": self.public_digest})
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> DataForm | None:

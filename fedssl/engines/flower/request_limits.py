@@ -10,9 +10,7 @@ from __future__ import annotations
 import binascii
 import datetime
 from base64 import b64decode
-from collections.abc import Mapping
 from ipaddress import ip_address
-from typing import Any
 
 from flwr.common.constant import SYSTEM_TIME_TOLERANCE, TIMESTAMP_HEADER, TIMESTAMP_TOLERANCE
 from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER
@@ -70,13 +68,13 @@ class RequestLimits:
         await self._app(scope, replay, send)
 
 
-def is_from_this_machine(scope: Mapping[str, Any]) -> bool:
+def is_from_this_machine(scope: Scope) -> bool:
     """Whether a request's connection begins on the machine on which it ends.
 
     Behind a proxy on this machine the client is the one that the proxy names in X-Forwarded-For.
     """
-    client, server = (scope.get(end) for end in ("client", "server"))
-    if not client:
+    client, server = scope.get("client"), scope.get("server")
+    if client is None:
         return False
     try:
         return ip_address(client[0]).is_loopback or (server is not None and client[0] == server[0])
@@ -84,7 +82,7 @@ def is_from_this_machine(scope: Mapping[str, Any]) -> bool:
         return False
 
 
-def _is_for_sites(scope: Mapping[str, Any]) -> bool:
+def _is_for_sites(scope: Scope) -> bool:
     path: str = scope["path"]
     return path.startswith("/v1/fleet/")
 
