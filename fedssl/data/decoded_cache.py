@@ -64,7 +64,7 @@ class DecodedCache:
             channels, height, width = stored["shape"]
             kept, faults = stored["kept"], {int(index): reason for index, reason in stored["faults"].items()}
             complete = self.path.stat().st_size == len(kept) * channels * height * width
-        except (OSError, ValueError, KeyError, AttributeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
         if not complete:
             return None
