@@ -178,11 +178,18 @@ def _check_window(files: Sequence[Path], kinds: dict[int, ImageKind], window: Wi
     gray = [index for index, kind in kinds.items() if kind.deep == "gray"]
     if gray and window is None:
         first, low, high = _range_of_values([files[index] for index in gray])
+        own = "" if kinds[gray[0]].own_window is None else ", or data.window=file (what each DICOM file names)"
         raise UserError(
             f"{printable(first)} has pixels of more than 8 bits, as {len(gray)} of {len(files)} files have (values "
             f"{low:g} to {high:g} in the first {min(len(gray), _FILES_FOR_RANGE)}); set "
             f"data.window=[{low:g},{high:g}] or another range that becomes 0 to 255, or data.window=full (the range "
-            "of the type), or data.window=per_image"
+            f"of the type), or data.window=per_image{own}"
+        )
+    without = [index for index in gray if kinds[index].own_window is None]
+    if without and window == "file":
+        raise UserError(
+            f"{printable(files[without[0]])} names no window of its own, as {len(without)} of {len(files)} files; set "
+            "data.window=[LOW,HIGH]"
         )
     floats = [index for index in gray if kinds[index].type_range is None]
     if floats and window == "full":

@@ -65,10 +65,11 @@ class DataOptions(Options):
         description="GB of decoded image files that are held in memory; more are decoded once into a file under "
         "~/.cache/fedssl/decoded and read from there (default: 40 % of the available memory)",
     )
-    window: Literal["full", "per_image"] | tuple[float, float] | None = Field(
+    window: Literal["full", "per_image", "file"] | tuple[float, float] | None = Field(
         None,
         description="which pixel values become 0 and 255 where pixels have more than 8 bits: [low, high], or full (the "
-        "range of their type), or per_image (each image's own, which loses how bright images are beside each other)",
+        "range of their type), or per_image (each image's own, which loses their brightness beside each other), or "
+        "file (what a DICOM file names itself)",
     )
     broken: Literal["refuse", "skip"] = Field(
         "refuse", description="what to do where image files cannot be read: stop, or go on without them"
