@@ -9,8 +9,9 @@ from torch import Tensor
 
 from .client import Client
 from .data.datasets import Dataset, load_dataset
+from .data.dealing import deal
 from .data.partition_table import class_counts
-from .data.partitions import partition_indices
+from .data.stored_images import images_of_rows
 from .errors import UserError
 from .messages import Message
 from .method import Method
@@ -44,8 +45,8 @@ class Federation:
 
     @property
     def class_counts(self) -> Tensor:
-        """Images per client and class, int64 [clients, classes]."""
-        return class_counts(self.dataset.train_labels, self.client_rows, len(self.dataset.class_names))
+        """Images per client and class, int64 [clients, classes]; without labels [clients, 1]."""
+        return class_counts(self.dataset.train_labels, self.client_rows, len(self.dataset.counted_as))
 
     def new_model(self, client: int | None) -> Model:
         """The model of a client, or the global one (None), as it is before any training."""
@@ -75,7 +76,7 @@ class Federation:
         rows = self.client_rows[index]
         return Client(
             index,
-            self.dataset.train_images[rows],
+            images_of_rows(self.dataset.train_images, rows),
             self.dataset.train_labels[rows],
             self.dataset.public_images,
             model,
@@ -150,7 +151,7 @@ def build_federation(recipe: Recipe, dataset: Dataset | None = None, owner: int 
 def _deal(recipe: Recipe, dataset: Dataset, owner: int | None) -> list[Tensor]:
     """Which training images each client holds."""
     if owner is None:
-        return partition_indices(dataset.train_labels, recipe.partition, recipe.seed)
+        return deal(dataset, recipe.partition, recipe.seed)
     client_rows = [torch.empty(0, dtype=torch.int64) for _ in range(recipe.partition.clients)]
     client_rows[owner] = torch.arange(len(dataset.train_labels))
     return client_rows

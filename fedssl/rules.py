@@ -14,6 +14,7 @@ from .aggregators.base_model import BaseModel
 from .aggregators.weighted_mean import WeightedMean
 from .data.datasets import Dataset
 from .errors import UserError
+from .evaluation.evaluate import check_labels
 from .evaluation.fine_tune import check_fine_tuning
 from .models.model import Model
 from .models.stages import StagedEncoder
@@ -33,6 +34,13 @@ def check_parts(recipe: Recipe) -> None:
 def check_data(recipe: Recipe, dataset: Dataset) -> None:
     """Check that the data set has what the recipe's parts and its evaluation need (UserError)."""
     check_fine_tuning(recipe.evaluation.fine_tune, dataset)
+    check_labels(dataset, recipe.evaluation.semi_supervised, recipe.evaluation.fine_tune)
+    if recipe.objective.needs_labels and not dataset.labelled:
+        raise UserError(
+            f"objective {recipe.objective.name} trains on labels, and the images of data.name={dataset.name} have "
+            "none: name a self-supervised objective, or give labels (data.labels for images, y_train and y_test in an "
+            ".npz file)"
+        )
     users = public_image_users(recipe)
     if users and dataset.public_images is None:
         raise UserError(

@@ -61,13 +61,20 @@ def subfolders(folder: Path) -> list[Path]:
         raise UserError(f"{printable(folder)} cannot be read: {error.strerror or error}") from error
 
 
-def notify_of_left_out(others: list[Path], root: Path) -> None:
-    """Name the first of the files that are left out, and say how many there are."""
+def notify_of_left_out(others: list[Path], root: Path, expected: str = "") -> None:
+    """Name the first of the files that are left out, and say how many there are.
+
+    Args:
+        others: the files.
+        root: the folder that the user named; the files' names are shown as they are in it.
+        expected: where an image must be so that it counts, to follow "must be".
+    """
     if others:
         names = [os.path.relpath(file, root) for file in others]
         kinds = ", ".join(suffix.removeprefix(".") for suffix in IMAGE_SUFFIXES)
         what = "1 file is" if len(others) == 1 else f"{len(others):,} files are"
-        notify(f"{what} left out of {printable(root)}: {listed(names, _MOST_NAMED)}; names of images end with {kinds}")
+        where = f", and each must be {expected}" if expected else ""
+        notify(f"{what} left out of {printable(root)}: {listed(names, _MOST_NAMED)}; images end with {kinds}{where}")
 
 
 def _walk(folder: Path) -> list[tuple[str, list[str]]]:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import UserError
+from .dicom_files import DICOM_SUFFIXES, UnsupportedDicomError, is_dicom, read_dicom_header, read_dicom_pixels
 from .error_text import first_line
 from .windows import Window, apply_window
 
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 #: the names that a file of images may end with, in small letters
 IMAGE_SUFFIXES = (
     *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".tif", ".tiff", ".bmp", ".gif"),
-    *(".ppm", ".pgm", ".pbm", ".pnm"),
+    *(".ppm", ".pgm", ".pbm", ".pnm", *DICOM_SUFFIXES),
 )
 #: what a crop needs
 SMALLEST_SIDE = 2
@@ -44,12 +46,14 @@ class ImageKind:
             upper 8 bits of deep colours and never the others.
         type_range: of a deep image, the smallest and largest value of its type; None for floats.
         frames: how many images the file holds; the first one is used.
+        own_window: the window that a DICOM file names.
     """
 
     gray: bool
     deep: Literal["no", "gray", "colour"]
     type_range: tuple[float, float] | None
     frames: int
+    own_window: tuple[float, float] | None = None
 
 
 def image_kind(file: Path) -> ImageKind:
@@ -57,7 +61,15 @@ def image_kind(file: Path) -> ImageKind:
 
     Raises:
         BrokenImageError: it is no image, or one that is too large or too small.
+        UserError: it is a DICOM file, and pydicom is not installed.
     """
+    if is_dicom(file):
+        with _named_as_broken(file):
+            header = read_dicom_header(file)
+            _require_size(header.width, header.height)
+            return ImageKind(
+                header.gray, "gray" if header.deep else "no", header.type_range, header.frames, header.own_window
+            )
     with _opened(file) as image:
         return _kind(image)
 
@@ -74,19 +86,40 @@ def read_pixels(file: Path, height: int, width: int, channels: int, window: Wind
         BrokenImageError: the file is no image, or is damaged.
     """
     from PIL import ImageOps
-    from PIL.Image import Resampling, fromarray
+    from PIL.Image import Resampling
+
+    with _named_as_broken(file):
+        upright = _read_dicom(file, window) if is_dicom(file) else _read_upright(file, window)
+        converted = upright.convert("L" if channels == 1 else "RGB")
+        pixels = np.asarray(ImageOps.fit(converted, (width, height), Resampling.BILINEAR))
+    return pixels[None] if channels == 1 else pixels.transpose(2, 0, 1)
+
+
+def _read_upright(file: Path, window: Window | None) -> "Image":
+    from PIL import ImageOps
+    from PIL.Image import fromarray
 
     with _opened(file) as image:
         kind = _kind(image)
-        shallow: Image = image
-        if kind.deep == "gray":
-            assert window is not None
-            orientation = image.getexif()
-            shallow = fromarray(apply_window(_finite_pixels(image)[None], window, kind.type_range)[0])
-            shallow.getexif().update(orientation)
-        upright = ImageOps.exif_transpose(shallow).convert("L" if channels == 1 else "RGB")
-        pixels = np.asarray(ImageOps.fit(upright, (width, height), Resampling.BILINEAR))
-    return pixels[None] if channels == 1 else pixels.transpose(2, 0, 1)
+        if kind.deep != "gray":
+            image.load()
+            return ImageOps.exif_transpose(image)
+        assert window is not None
+        orientation = image.getexif()
+        shallow = fromarray(apply_window(_finite_pixels(image)[None], window, kind.type_range)[0])
+        shallow.getexif().update(orientation)
+        return ImageOps.exif_transpose(shallow)
+
+
+def _read_dicom(file: Path, window: Window | None) -> "Image":
+    from PIL.Image import fromarray
+
+    header, pixels = read_dicom_pixels(file)
+    if header.deep:
+        chosen = header.own_window if window == "file" else window
+        assert chosen is not None
+        pixels = apply_window(pixels[None], chosen, header.type_range)[0]
+    return fromarray(255 - pixels if header.inverted else pixels)
 
 
 def value_range(file: Path) -> tuple[float, float]:
@@ -95,28 +128,45 @@ def value_range(file: Path) -> tuple[float, float]:
     Raises:
         BrokenImageError: the file is no image, or is damaged.
     """
-    with _opened(file) as image:
-        pixels = _finite_pixels(image)
-        return float(pixels.min()), float(pixels.max())
+    if is_dicom(file):
+        with _named_as_broken(file):
+            _, pixels = read_dicom_pixels(file)
+    else:
+        with _opened(file) as image:
+            pixels = _finite_pixels(image)
+    return float(pixels.min()), float(pixels.max())
 
 
 @contextmanager
 def _opened(file: Path) -> Iterator["Image"]:
-    """A file as Pillow's image. Whatever fails while it is open is a broken file: Pillow's readers raise any type."""
+    """A file as Pillow's image."""
+    from PIL import Image
+
+    with _named_as_broken(file), Image.open(file, formats=_FORMATS) as image:
+        _require_size(*image.size)
+        yield image
+
+
+def _require_size(width: int, height: int) -> None:
+    if width * height > _MOST_PIXELS:
+        raise BrokenImageError(f"{width} x {height} pixels, more than {_MOST_PIXELS:,}: cut it into tiles")
+    if min(width, height) < SMALLEST_SIDE:
+        raise BrokenImageError(f"{width} x {height} pixels, expected at least {SMALLEST_SIDE} a side")
+
+
+@contextmanager
+def _named_as_broken(file: Path) -> Iterator[None]:
+    """Whatever fails in this context is a broken file: Pillow's and pydicom's readers raise errors of any type."""
     from PIL import Image
 
     try:
         if file.stat().st_size == 0:
             raise BrokenImageError("the file is empty")
-        with Image.open(file, formats=_FORMATS) as image:
-            width, height = image.size
-            if width * height > _MOST_PIXELS:
-                raise BrokenImageError(f"{width} x {height} pixels, more than {_MOST_PIXELS:,}: cut it into tiles")
-            if min(width, height) < SMALLEST_SIDE:
-                raise BrokenImageError(f"{width} x {height} pixels, expected at least {SMALLEST_SIDE} a side")
-            yield image
-    except BrokenImageError:
+        yield
+    except (BrokenImageError, UserError):
         raise
+    except UnsupportedDicomError as error:
+        raise BrokenImageError(str(error)) from error
     except Image.UnidentifiedImageError as error:
         raise BrokenImageError("not an image of a known format") from error
     except Exception as error:

@@ -12,7 +12,7 @@ from ..errors import UserError
 from .error_text import listed, printable
 from .npz_archive import NpzArchive
 from .pixels import channels_first, to_uint8
-from .splits import LabelledImages, Splits
+from .splits import LabelledImages, Splits, unlabelled
 from .windows import Window
 
 _TRAIN_AND_TEST_KEYS = (
@@ -26,10 +26,15 @@ _MOST_CLASSES = 65536
 def load_npz(path: Path, window: Window | None = None) -> Splits:
     """Read the training, test and, if there is one, validation split of an .npz file.
 
+    A file without any labels is a dataset without labels; then the test images may be missing.
+
     Raises:
         UserError: the file is missing or unreadable, or its arrays do not fit together.
     """
     with NpzArchive(path) as archive:
+        unlabelled_keys = _unlabelled_keys(archive.names)
+        if unlabelled_keys:
+            return _without_labels(archive.read(unlabelled_keys), path, window)
         keys = _split_keys(archive.names, path)
         wanted = [key for pair in keys for key in pair]
         names = "class_names" if "class_names" in archive.names else None
@@ -52,13 +57,34 @@ def load_npz(path: Path, window: Window | None = None) -> Splits:
     return Splits(splits[0], splits[1], class_names, splits[2] if len(splits) > 2 else None)
 
 
+def _unlabelled_keys(names: list[str]) -> list[str]:
+    """The names of the training and, if there are any, the test images in a file without labels; else none."""
+    present = set(names)
+    if present & {key for keys in _TRAIN_AND_TEST_KEYS for key in keys[1::2]}:
+        return []
+    for train, _, test, _ in _TRAIN_AND_TEST_KEYS:
+        if train in present:
+            return [train, test] if test in present else [train]
+    return ["x"] if "x" in present else []
+
+
+def _without_labels(arrays: dict[str, NDArray[Any]], path: Path, window: Window | None) -> Splits:
+    pixels = to_uint8({f"{printable(key)} in {printable(path)}": array for key, array in arrays.items()}, window)
+    train, *rest = (unlabelled(channels_first(array, name)) for name, array in pixels.items())
+    test = rest[0] if rest else unlabelled(train.images[:0])
+    return Splits(train, test, ())
+
+
 def _split_keys(names: list[str], path: Path) -> list[tuple[str, str]]:
     """The names of images and labels in a file: training, test and, if there is one, validation."""
     present = set(names)
     keys = next((keys for keys in _TRAIN_AND_TEST_KEYS if present.issuperset(keys)), None)
     if keys is None:
         accepted = " or ".join(", ".join(keys) for keys in _TRAIN_AND_TEST_KEYS)
-        raise UserError(f"{printable(path)} has the arrays {listed(names)}; expected {accepted}")
+        raise UserError(
+            f"{printable(path)} has the arrays {listed(names)}; expected {accepted}, or images alone (x_train, "
+            "train_images or x), which are then without labels"
+        )
     validation = [pair for pair in _VALIDATION_KEYS if present.issuperset(pair)][:1]
     return [(keys[0], keys[1]), (keys[2], keys[3]), *validation]
 

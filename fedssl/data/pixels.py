@@ -42,6 +42,8 @@ def _is_deep(array: NDArray[Any]) -> bool:
 
 
 def _check_pixels(name: str, array: NDArray[Any], window: Window | None) -> None:
+    if window == "file" and _is_deep(array):
+        raise UserError(f"{name} names no window of its own, as a DICOM file does; set data.window=[LOW,HIGH]")
     if array.dtype.kind not in "iubf":
         raise UserError(f"{name} has type {array.dtype}; pixels must be uint8 (or floats in [0, 1] or [0, 255])")
     if array.size == 0:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
-from .decoding import decode_images
+from .decoding import Decoding, decode_images
 from .error_text import listed, printable
 from .file_listing import list_files, notify_of_left_out
 from .npz_archive import NpzArchive
@@ -58,7 +58,9 @@ def _read_folder(
         raise UserError(
             f"{printable(path)} holds no image; data.public_path must name a folder with images or an .npz file"
         )
-    return decode_images(sorted(listing.images), height, width, window, broken).images
+    images = decode_images(sorted(listing.images), Decoding(height, width, window, broken)).images
+    assert isinstance(images, Tensor)
+    return images
 
 
 def _read_npz(path: Path, window: Window | None) -> Tensor:

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from ..errors import UserError
 
 #: [low, high] become 0 and 255, as a radiologist's window does; `full` is the range of the pixels' type; `per_image` is
-#: each image's own smallest and largest value
-Window = tuple[float, float] | Literal["full", "per_image"]
+#: each image's own smallest and largest value; `file` is the window that a DICOM file names itself
+Window = tuple[float, float] | Literal["full", "per_image", "file"]
 
 _VALUES_AT_A_TIME = 2**22
 
@@ -52,6 +52,8 @@ def _limits(
         if type_range is None:
             raise ValueError("these pixels have no full range, as they are floats; set data.window=[LOW,HIGH]")
         return type_range
+    if window == "file":
+        raise ValueError("these pixels have no window of their own; set data.window=[LOW,HIGH]")
     return window
 
 

@@ -88,6 +88,8 @@ def evaluation_due(recipe: Recipe, number: int) -> bool:
 def evaluate_after(federation: Federation, model: Model, number: int) -> tuple[dict[str, float], Tensor]:
     """kNN and effective rank; before and after training linear too; after it fine-tuning if asked.
 
+    Without labels they are effective rank, alignment and uniformity, see `evaluate_model`.
+
     Returns:
         The measures by name, and the singular values of the test representations.
     """
@@ -100,6 +102,7 @@ def evaluate_after(federation: Federation, model: Model, number: int) -> tuple[d
         linear=number in (0, recipe.rounds),
         fractions=recipe.evaluation.semi_supervised if number == recipe.rounds else (),
         fine_tune=recipe.evaluation.fine_tune if number == recipe.rounds else None,
+        augmentation=recipe.augmentation,
     )
 
 
@@ -220,7 +223,7 @@ def _traffic_rows(number: int, sent: dict[int, Message], replies: dict[int, Mess
 
 def first_files(federation: Federation) -> dict[str, str]:
     """What a run's folder holds before its first round."""
-    names = federation.dataset.class_names
+    names = federation.dataset.counted_as
     table = [["client", *names], *([k, *counts] for k, counts in enumerate(federation.class_counts.tolist()))]
     shape = dict(zip(("channels", "height", "width"), federation.dataset.train_images.shape[1:], strict=True))
     return {

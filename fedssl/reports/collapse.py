@@ -59,8 +59,8 @@ class Collapse:
     Attributes:
         format: `FORMAT` of the version that made the analysis.
         round: the last committed round, whose models these are.
-        class_names: the classes' names.
-        labels: the class of each test image that was represented.
+        class_names: the classes' names; without labels one name for all images.
+        labels: the class of each test image that was represented; without a test set they are training images.
         models: by `global` (where the method has a global model) and by client number. A local model is a client's
             own after its training in the last round that it took part in, before the server joins anything.
         tsne: points in the plane of the first test images, [images, 2] each, by `global` and the first client; empty
@@ -98,8 +98,9 @@ def analyse_collapse(federation: Federation, directory: RunDirectory) -> Collaps
     recipe, data = federation.recipe, federation.dataset
     require_test_images(data)
     generator = generator_for(recipe.seed, "collapse", "images")
-    order = torch.randperm(len(data.test_images), generator=generator)[:_TEST_IMAGES]
-    images = data.test_images[order]
+    measured = data.measured_images
+    order = torch.randperm(len(measured), generator=generator)[:_TEST_IMAGES]
+    images = measured[order]
     views = two_views(images, recipe.augmentation, generator_for(recipe.seed, "collapse", "views"))
     features: dict[str, Tensor] = {}
     models: dict[str, Geometry] = {}
@@ -110,8 +111,8 @@ def analyse_collapse(federation: Federation, directory: RunDirectory) -> Collaps
     return Collapse(
         FORMAT,
         directory.checkpoint.round,
-        list(data.class_names),
-        data.test_labels[order].tolist(),
+        list(data.counted_as),
+        (data.test_labels[order] if data.labelled else torch.zeros_like(order)).tolist(),
         models,
         _tsne(features, seed_for(recipe.seed, "collapse", "tsne")),
     )

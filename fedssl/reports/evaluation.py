@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..engines.rounds import models_to_evaluate
 from ..errors import UserError
-from ..evaluation.evaluate import evaluate_model
+from ..evaluation.evaluate import check_labels, evaluate_model
 from ..evaluation.features import require_test_images
 from ..evaluation.fine_tune import FineTuneOptions, check_fine_tuning
 from ..federation import build_federation
@@ -52,13 +52,21 @@ def evaluate_run(
     fine_tune = fine_tune or recipe.evaluation.fine_tune
     check_fine_tuning(fine_tune, data)
     wanted = list(dict.fromkeys([*recipe.evaluation.semi_supervised, *fractions]))
+    check_labels(data, wanted, fine_tune)
     results: dict[str, dict[str, float]] = {}
     server = directory.server_state()
     for who, model in models_to_evaluate(federation, server, directory.client_state):
         note(f"evaluating {'client ' if who.isdigit() else ''}{who}")
         seed = seed_for(recipe.seed, "evaluation")
         results[who], _ = evaluate_model(
-            model, data, recipe.evaluation, seed, linear=True, fractions=wanted, fine_tune=fine_tune
+            model,
+            data,
+            recipe.evaluation,
+            seed,
+            linear=True,
+            fractions=wanted,
+            fine_tune=fine_tune,
+            augmentation=recipe.augmentation,
         )
     names = list(next(iter(results.values())))
     if len(results) > 1:

@@ -16,6 +16,8 @@ METRIC_TITLES = {
     "fine_tune_recall": "fine-tuned recall (%)",
     "fine_tune_f1": "fine-tuned F1 (%)",
     "effective_rank": "effective rank",
+    "alignment": "alignment",
+    "uniformity": "uniformity",
     "loss": "objective's loss",
     "total_loss": "loss with regularisers",
     "cka": "CKA with the target kernel",
@@ -24,8 +26,8 @@ FINE_TUNED = tuple(f"fine_tune_{score}" for score in ("accuracy", "per_class_acc
 #: in percent
 ACCURACIES = ("knn", "linear", "semi_supervised_0.01", "semi_supervised_0.1", *FINE_TUNED)
 #: measured before and after training, and possibly in between; the fine-tuned scores after it alone
-EVALUATED = (*ACCURACIES, "effective_rank")
-_DECIMALS = dict.fromkeys(EVALUATED, 1)
+EVALUATED = (*ACCURACIES, "effective_rank", "alignment", "uniformity")
+_DECIMALS = dict.fromkeys((*ACCURACIES, "effective_rank"), 1) | {"alignment": 2, "uniformity": 2}
 
 
 def metric_title(metric: str) -> str:

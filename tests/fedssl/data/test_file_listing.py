@@ -27,7 +27,8 @@ def test_files_that_are_left_out_are_counted_and_named(tmp_path, caplog):
     write_image(tmp_path / "train" / "loose.png", 1)
     load_dataset(options, 0)
     assert "fedssl: 3 files are left out of" in caplog.text
-    assert "train/loose.png, train/ant/notes.txt, train/bee/photo.heic; names of images end with jpg," in caplog.text
+    assert "train/ant/notes.txt, train/bee/photo.heic, train/loose.png; images end with jpg," in caplog.text
+    assert "dicom, and each must be in the folder of its class" in caplog.text
 
 
 def test_what_programs_leave_behind_is_neither_class_nor_told(tmp_path, caplog):

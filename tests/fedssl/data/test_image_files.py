@@ -141,7 +141,7 @@ def test_a_split_without_a_readable_file_is_refused(tmp_path):
     write_image(tmp_path / "test" / "a" / "0.png", 1)
     write_image(tmp_path / "train" / "a" / "0.png", 1)
     (tmp_path / "test" / "a" / "0.png").write_bytes(b"")
-    with pytest.raises(UserError, match=r"none of the files in .*test can be read"):
+    with pytest.raises(UserError, match=r"none of the test images in .* can be read"):
         load_dataset(DataOptions(name="folder", path=tmp_path, broken="skip"), 0)
     (tmp_path / "train" / "a" / "0.png").write_bytes(b"")
     with pytest.raises(UserError, match=r"2 of 2 files .* no image is left"):
