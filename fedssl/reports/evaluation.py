@@ -9,9 +9,8 @@ from ..engines.rounds import models_to_evaluate
 from ..errors import UserError
 from ..evaluation.evaluate import evaluate_model
 from ..evaluation.fine_tune import FineTuneOptions, check_fine_tuning
-from ..federation import build_federation
+from ..federation import federation_of_run
 from ..randomness import seed_for
-from ..reading import load_recipe
 from ..run_directory import RunDirectory
 from ..storage import csv_text, write_atomically
 
@@ -43,7 +42,7 @@ def evaluate_run(
     for fraction in fractions:
         if not 0 < fraction <= 1:
             raise UserError(f"--semi-supervised must be a fraction in (0, 1], for instance 0.01, got {fraction}")
-    federation = build_federation(load_recipe(path / "recipe.yaml"))
+    federation = federation_of_run(path)
     recipe, data = federation.recipe, federation.dataset
     fine_tune = fine_tune or recipe.evaluation.fine_tune
     check_fine_tuning(fine_tune, data)
