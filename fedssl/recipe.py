@@ -14,6 +14,7 @@ from .engine_options import EngineName, FlowerOptions, Place
 from .evaluation.options import EvaluationOptions
 from .guard import GuardOptions
 from .local_updates.base import LocalUpdate
+from .models.options import ModelOptions
 from .objectives.base import Objective
 from .options import Options
 from .recipe_text import recipe_yaml
@@ -57,6 +58,7 @@ class Recipe(Options):
     architectures: list[str] = Field(
         ..., min_length=1, description="encoders, fedssl's or any of timm's: client k has the k-th; the list repeats"
     )
+    model: ModelOptions = Field(ModelOptions(), description="what the encoders start from")
     data: DataOptions = Field(DataOptions(), description="the images")
     partition: PartitionOptions = Field(PartitionOptions(), description="how the images are divided among the clients")
     augmentation: AugmentationOptions = Field(AugmentationOptions(), description="the random views of each image")

@@ -82,6 +82,8 @@ def describe_values(schema: Schema) -> str:
         return f"[{', '.join(describe_values(item) for item in schema['prefixItems'])}]"
     if schema.get("type") == "array":
         return f"list, each: {describe_values(schema['items'])}"
+    if schema.get("type") == "object":
+        return "a mapping"
     if schema.get("type") == "boolean":
         return "true or false"
     kind = "path" if schema.get("format") == "path" else schema.get("type", "any value")
@@ -120,6 +122,9 @@ def _annotation(schema: Schema, definitions: dict[str, Schema]) -> Any:
     if schema["type"] == "array":
         item = _annotation(schema["items"], definitions)
         plain: Any = list[item]  # type: ignore[valid-type]
+    elif schema["type"] == "object":
+        value = _annotation(schema["additionalProperties"], definitions)
+        plain = dict[str, value]  # type: ignore[valid-type]
     else:
         plain = Path if schema.get("format") == "path" else _PLAIN_TYPES[schema["type"]]
     constraints = {argument: schema[key] for key, argument in _CONSTRAINTS.items() if key in schema}

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from contextlib import suppress
 from importlib.metadata import version
+from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
@@ -71,8 +73,20 @@ def options_of_fedssl(
     """Run, compare and report federated self-supervised methods."""
 
 
+def _show_warning(message: Warning | str, category: type[Warning], *place: object, **_: object) -> None:
+    """Print a warning of ours as a line on stderr; others, which speak to programmers, as Python does."""
+    if category is UserWarning and str(place[0]).startswith(str(Path(__file__).parent.parent)):
+        Console(stderr=True).print(f"fedssl: {message}", style="yellow", highlight=False, markup=False, soft_wrap=True)
+    else:
+        _python_shows_warning(message, category, *place)  # type: ignore[arg-type]
+
+
+_python_shows_warning = warnings.showwarning
+
+
 def main() -> None:
     """Entry point of the `fedssl` command."""
+    warnings.showwarning = _show_warning
     try:
         app()
     except UserError as error:

@@ -10,9 +10,8 @@ from ..errors import UserError
 from ..evaluation.evaluate import check_labels, evaluate_model
 from ..evaluation.features import require_test_images
 from ..evaluation.fine_tune import FineTuneOptions, check_fine_tuning
-from ..federation import build_federation
+from ..federation import federation_of_run
 from ..randomness import seed_for
-from ..reading import load_stored_recipe
 from ..run_directory import RunDirectory
 from ..storage import csv_text, write_atomically
 
@@ -46,7 +45,7 @@ def evaluate_run(
     for fraction in fractions:
         if not 0 < fraction <= 1:
             raise UserError(f"--semi-supervised must be a fraction in (0, 1], for instance 0.01, got {fraction}")
-    federation = build_federation(load_stored_recipe(directory, trust))
+    federation = federation_of_run(directory, trust)
     recipe, data = federation.recipe, federation.dataset
     require_test_images(data)
     fine_tune = fine_tune or recipe.evaluation.fine_tune

@@ -10,6 +10,7 @@ from pydantic import Field, ValidationError
 from ...data.options import DataOptions
 from ...errors import UserError
 from ...federation import Federation, build_federation
+from ...models.options import ModelOptions
 from ...options import Options
 from ...recipe import Recipe
 from ...recipe_text import explain_errors
@@ -74,6 +75,8 @@ def site_federation(recipe: Recipe, site: SiteOptions) -> Federation:
         "data": _own_data(recipe, site) or recipe.data,
         "device": site.device or recipe.device,
     }
+    if not recipe.local_update.personal:  # the weights to start from come with the server's first message
+        changed["model"] = ModelOptions()
     return build_federation(recipe.model_copy(update=changed), owner=None if site.data is None else site.client)
 
 
