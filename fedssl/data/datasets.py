@@ -65,9 +65,11 @@ class Dataset:
     def measured_images(self) -> Images:
         """What representations are measured on: the test images, or some training images where there are none.
 
+        A server without data has neither.
+
         The choice depends on nothing but their number, so that figures of different seeds compare.
         """
-        if len(self.test_images):
+        if len(self.test_images) or not len(self.train_images):
             return self.test_images
         count = min(_MEASURED_TRAINING_IMAGES, len(self.train_images))
         return images_of_rows(self.train_images, torch.arange(count) * len(self.train_images) // count)

@@ -8,7 +8,7 @@ from pathlib import Path
 from ..engines.rounds import models_to_evaluate
 from ..errors import UserError
 from ..evaluation.evaluate import check_labels, evaluate_model
-from ..evaluation.features import require_test_images
+from ..evaluation.features import require_images
 from ..evaluation.fine_tune import FineTuneOptions, check_fine_tuning
 from ..federation import federation_of_run
 from ..randomness import seed_for
@@ -47,7 +47,7 @@ def evaluate_run(
             raise UserError(f"--semi-supervised must be a fraction in (0, 1], for instance 0.01, got {fraction}")
     federation = federation_of_run(directory, trust)
     recipe, data = federation.recipe, federation.dataset
-    require_test_images(data)
+    require_images(data)
     fine_tune = fine_tune or recipe.evaluation.fine_tune
     check_fine_tuning(fine_tune, data)
     wanted = list(dict.fromkeys([*recipe.evaluation.semi_supervised, *fractions]))

@@ -81,10 +81,10 @@ def test_a_server_without_data_trains_what_the_sites_hold(quick, tmp_path):
     ours, theirs = directory.server_state().tensors, known.server_state().tensors
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    with pytest.raises(UserError, match=r"there are no test images"):
+    with pytest.raises(UserError, match=r"there are no images"):
         evaluate_run(directory.path)
     write_report([directory.path])
-    assert "there are no test images" in (directory.path / "report.html").read_text(encoding="utf-8")
+    assert "there are no images" in (directory.path / "report.html").read_text(encoding="utf-8")
 
 
 def own_digits():
