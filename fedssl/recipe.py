@@ -20,7 +20,7 @@ from .recipe_text import recipe_yaml
 from .regularizers.base import Regularizer
 from .schedules.base import Schedule
 from .training import TrainingOptions
-from .untrusted.printable import NAME_PATTERN
+from .untrusted.printable import NAME_PATTERN, TEXT_PATTERN
 
 
 class Recipe(Options):
@@ -31,7 +31,7 @@ class Recipe(Options):
         pattern=NAME_PATTERN,
         description="what the recipe is called; the default folder of a run is runs/NAME-seedN",
     )
-    description: str = Field("", description="what the recipe is; reports show it")
+    description: str = Field("", pattern=TEXT_PATTERN, description="what the recipe is; reports show it")
     seed: int = Field(0, ge=0, description="every random number of the run follows from it")
     rounds: int = Field(..., ge=1, description="rounds of the whole run")
     clients_per_round: int | None = Field(None, ge=1, description="clients sampled in each round; all by default")

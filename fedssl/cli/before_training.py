@@ -28,8 +28,9 @@ def partition(
     print_text(format_partition(counts, dataset.class_names))
     if chart is not None:
         from ..data.partition_chart import draw_partition
+        from ..reports.plots import write_figure
 
-        draw_partition(counts, dataset.class_names).savefig(chart, dpi=150)
+        write_figure(chart, draw_partition(counts, dataset.class_names))
         print_text(f"The chart is in {chart}")
 
 

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from torch import Tensor
 
+from ..untrusted.printable import plot_text
 from .partition_table import checked_shape
 
 _MOST_LEGEND_ENTRIES = 20
@@ -41,7 +42,9 @@ def draw_partition(counts: Tensor, class_names: Sequence[str]) -> Figure:
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     if legend_entries:
-        handles = [Patch(color=colour, label=name) for colour, name in zip(colours, class_names, strict=True)]
+        handles = [
+            Patch(color=colour, label=plot_text(name)) for colour, name in zip(colours, class_names, strict=True)
+        ]
         figure.legend(handles=handles, title="class", loc="outside right upper", fontsize=9)
     else:
         scale = ScalarMappable(Normalize(-0.5, classes - 0.5), ListedColormap(colours))
