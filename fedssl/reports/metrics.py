@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from statistics import fmean, stdev
 
@@ -27,6 +28,7 @@ FINE_TUNED = tuple(f"fine_tune_{score}" for score in ("accuracy", "per_class_acc
 ACCURACIES = ("knn", "linear", "semi_supervised_0.01", "semi_supervised_0.1", *FINE_TUNED)
 #: measured before and after training, and possibly in between; the fine-tuned scores after it alone
 EVALUATED = (*ACCURACIES, "effective_rank", "alignment", "uniformity")
+_LARGEST = 1e150
 _DECIMALS = dict.fromkeys((*ACCURACIES, "effective_rank"), 1) | {"alignment": 2, "uniformity": 2}
 
 
@@ -36,7 +38,12 @@ def metric_title(metric: str) -> str:
 
 
 def mean_and_spread(values: Sequence[float]) -> tuple[float, float | None]:
-    """The mean of one or more values and their sample standard deviation; None where there is only one value."""
+    """The mean of one or more values and their sample standard deviation; None where there is only one value.
+
+    Both are NaN where a value is not finite, or so large that its square would not be.
+    """
+    if not all(abs(value) < _LARGEST for value in values):
+        return math.nan, math.nan if len(values) > 1 else None
     return fmean(values), stdev(values) if len(values) > 1 else None
 
 

@@ -15,7 +15,7 @@ from ..options import Options
 from ..reading import complete_recipe
 from ..recipe import Recipe
 from ..recipe_text import PART_KEYS, explain_errors, read_values, shipped_names
-from ..untrusted.printable import NAME_PATTERN
+from ..untrusted.printable import NAME_PATTERN, TEXT_PATTERN
 
 Metric = Literal[
     "knn", "linear", "semi_supervised_0.01", "semi_supervised_0.1",
@@ -80,7 +80,7 @@ class Table(Options):
     """
 
     name: str = Field(..., pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
-    description: str = ""
+    description: str = Field("", pattern=TEXT_PATTERN)
     kind: Literal["runs", "resources"] = "runs"
     image: tuple[int, int, int] = (3, 32, 32)
     seeds: list[int] = Field(..., min_length=1)
