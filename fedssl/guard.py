@@ -146,18 +146,17 @@ def _extremes(tensor: Tensor) -> tuple[float, float]:
     return low, high
 
 
-def _name_without_client(name: str, client: int) -> str:
-    """`representation` of client 3's `representation.3`: what the tensors of several clients have in common."""
-    return name.removesuffix(f".{client}")
-
-
 def _limits(server: Message, extremes: dict[int, dict[str, tuple[float, float]]], largest: float) -> dict[str, float]:
-    """The largest magnitude that each floating-point tensor of this round's answers may have, by common name."""
+    """The largest magnitude that each floating-point tensor of this round's answers may have, by name.
+
+    A tensor that one client alone sends has no median to be compared with. Such are representations, which may differ
+    by much between architectures.
+    """
     by_name: dict[str, list[float]] = {}
-    for k, tensors in extremes.items():
+    for tensors in extremes.values():
         for name, (low, high) in tensors.items():
             if max(-low, high) <= largest:  # the others are refused in any case; NaN compares false
-                by_name.setdefault(_name_without_client(name, k), []).append(max(-low, high))
+                by_name.setdefault(name, []).append(max(-low, high))
     limits = {}
     for name, values in by_name.items():
         usual = sorted(values)[(len(values) - 1) // 2]
@@ -213,7 +212,7 @@ def _fault_of_tensors(
         magnitude, floating = max(-low, high), tensor.is_floating_point()
         if magnitude > (most := largest if floating else _LARGEST_INTEGER):
             return f"{name} holds {magnitude:.3g} in magnitude, more than {most:.3g}"
-        if floating and magnitude > (most := limits[_name_without_client(name, client)]):
+        if floating and magnitude > (most := limits[name]):
             return (
                 f"{name} holds {magnitude:.3g} in magnitude, far above the round's median: expected at most {most:.3g}"
             )

@@ -153,11 +153,10 @@ def test_a_magnitude_far_above_the_others_is_refused(values, server, refused):
     assert list(magnitudes(*values, server=server)) == refused
 
 
-def test_tensors_that_carry_their_clients_number_are_compared_with_each_other():
+def test_representations_of_different_architectures_may_differ_by_any_factor():
     replies = {k: Message({f"r.{k}": torch.full((2, 2), 9e5 if k == 7 else 2.0)}, {"samples": 1.0}) for k in (3, 5, 7)}
     asked = Asked({k: {f"r.{k}": (2, 2)} for k in replies})
-    reason = "r.7 holds 9e+05 in magnitude, far above the round's median: expected at most 2e+03"
-    assert refusals(Message(), replies, asked, 1e6) == {7: reason}
+    assert refusals(Message(), replies, asked, 1e6) == {}
 
 
 @pytest.mark.parametrize("name", ["online.norm.running_var", "online.norm.num_batches_tracked"])
