@@ -39,6 +39,7 @@ _NEVER_NEGATIVE = (".running_var", ".num_batches_tracked")  # a square root is t
 #: differ by, and little enough that a mean with it leaves a model that still trains.
 _MOST_TIMES_THE_MEDIAN = 1000.0
 _ALWAYS_ALLOWED = 1000.0
+_MOST_GROWTH = 2  # of a client's number of images during a run: a site may collect more, and counts by them
 
 
 def is_measure(name: str) -> bool:
@@ -64,7 +65,8 @@ class Asked:
         complete: whether any other tensor is refused.
         sizes: the sizes that shapes give by name. A size that is not among them is the one that most answers have;
             among equally frequent sizes, that of the lowest client number.
-        samples: how many images each client has; a client that is not among them may say any positive number.
+        samples: how many images each client has; it may say up to twice as many. A client that is not among them may
+            say any positive number.
         noisy: whether a variance or a counter may be negative, because noise was added to it.
     """
 
@@ -81,9 +83,9 @@ def refusals(server: Message, replies: dict[int, Message], asked: Asked, largest
     An answer is refused if a tensor is missing, was not asked for, has a wrong shape or dtype, or contains NaN, an
     infinity or a magnitude above `largest`; if a variance or a counter is negative; or if a floating-point tensor's
     magnitude is above 1000 and also above 1000 times both the server's and the median of the answers' (of an even
-    number the lower of the two in the middle). It is also refused if `samples` is missing, not positive or another
-    than the client's number of images, if a number or metric is not finite, or if a metric has a name that an engine
-    or the evaluation uses. The reason names the first fault.
+    number the lower of the two in the middle). It is also refused if `samples` is missing, not positive or more
+    than twice the client's number of images, if a number or metric is not finite, or if a metric has a name that an
+    engine or the evaluation uses. The reason names the first fault.
 
     Args:
         server: the server's state; an answer's tensor has the dtype of its entry of the same name.
@@ -225,8 +227,8 @@ def _fault_of_samples(reply: Message, images: int | None) -> str | None:
     samples = reply.numbers.get("samples", 0)
     if not samples > 0:
         return f"samples is {reply.numbers.get('samples', 'missing')}, expected a positive number"
-    if images is not None and samples != images:
-        return f"samples is {samples:g}, expected {images}, the client's number of images"
+    if images is not None and samples > _MOST_GROWTH * images:
+        return f"samples is {samples:g}, more than twice {images}, the client's number of images when the run began"
     return None
 
 
