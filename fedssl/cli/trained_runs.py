@@ -11,7 +11,16 @@ from .console import print_text
 
 
 def evaluate(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="Folder of a run, or one that `fedssl export` has written.")
+    ],
+    data: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY=VALUE,...",
+            help="Evaluate on other data: keys of a recipe's data, such as name=npz,path=mine.npz.",
+        ),
+    ] = None,
     fractions: Annotated[
         list[float] | None,
         typer.Option(
@@ -23,12 +32,14 @@ def evaluate(
         typer.Option(help="Also fine-tune on all labels of these images, for macro precision, recall and F1."),
     ] = None,
 ) -> None:
-    """Evaluate a run's last checkpoint: kNN and linear accuracy, and fine-tuning on request."""
+    """Evaluate a run's last checkpoint or an exported encoder: kNN and linear accuracy, and fine-tuning on request."""
     from ..evaluation.fine_tune import FineTuneOptions
-    from ..reports.evaluation import evaluate_run
+    from ..reports.evaluation import evaluate as evaluate_models
+    from ..reports.evaluation import parse_data
 
     options = FineTuneOptions(images=fine_tune) if fine_tune else None
-    path = evaluate_run(run, fractions or [], note=print_text, fine_tune=options)
+    other = None if data is None else parse_data(data)
+    path = evaluate_models(folder, fractions or [], note=print_text, fine_tune=options, data=other)
     print_text(path.read_text(encoding="utf-8").rstrip())
     print_text(f"The table is in {path}")
 

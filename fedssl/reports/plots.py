@@ -19,7 +19,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from .metrics import ACCURACIES, format_values, metric_title
+from .metrics import format_values, is_accuracy, metric_title
 
 _PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31")
 _LINE_STYLES = ("-", "--", ":", "-.")
@@ -307,7 +307,7 @@ def _draw_bars(
     if untrained:
         axes.axvline(fmean(untrained), color=TEXT, ls="--", lw=1.3, zorder=3)
     axes.margins(x=0.08)
-    if metric in ACCURACIES:
+    if is_accuracy(metric):
         low, high = axes.get_xlim()
         axes.set_xlim(max(low, 0), min(high, 100.8))
     elif axes.get_xlim()[0] < 0:
