@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from .client import Client
 from .data.datasets import Dataset, load_dataset
+from .data.dealing import deal
 from .data.partition_table import class_counts
-from .data.partitions import partition_indices
+from .data.stored_images import images_of_rows
 from .errors import UserError
 from .evaluation.downstream import check_downstream, load_downstream
 from .messages import Message
@@ -22,7 +22,7 @@ from .models.model import Model
 from .models.options import ModelOptions
 from .models.weights import Weights, digest, load_weights, read_all_weights
 from .randomness import generator_for, seeded
-from .reading import load_recipe
+from .reading import load_stored_recipe
 from .recipe import Recipe
 from .rules import check_data, check_models, check_parts, check_shares
 from .run_directory import RunDirectory
@@ -55,8 +55,8 @@ class Federation:
 
     @property
     def class_counts(self) -> Tensor:
-        """Images per client and class, int64 [clients, classes]."""
-        return class_counts(self.dataset.train_labels, self.client_rows, len(self.dataset.class_names))
+        """Images per client and class, int64 [clients, classes]; without labels [clients, 1]."""
+        return class_counts(self.dataset.train_labels, self.client_rows, len(self.dataset.counted_as))
 
     def new_model(self, client: int | None) -> Model:
         """The model of a client, or the global one (None), as it is before any training."""
@@ -87,7 +87,7 @@ class Federation:
         rows = self.client_rows[index]
         return Client(
             index,
-            self.dataset.train_images[rows],
+            images_of_rows(self.dataset.train_images, rows),
             self.dataset.train_labels[rows],
             self.dataset.public_images,
             model,
@@ -172,20 +172,20 @@ def build_federation(recipe: Recipe, dataset: Dataset | None = None, owner: int 
     return Federation(recipe, images, client_rows, method, device, weights, downstream)
 
 
-def federation_of_run(path: Path, downstream: bool = False) -> Federation:
+def federation_of_run(directory: RunDirectory, trust: bool = False, downstream: bool = False) -> Federation:
     """The federation of a run that is evaluated: the weights that it started from are read only if they are needed.
 
     They are where a client that keeps a model of its own has not taken part yet.
 
     Args:
-        path: the run's folder.
+        directory: the run's.
+        trust: see `load_stored_recipe`.
         downstream: whether the other data of `evaluation.downstream` are read too.
 
     Raises:
-        UserError: no run's folder; see `build_federation`.
+        UserError: see `load_stored_recipe` and `build_federation`.
     """
-    directory = RunDirectory.open(path)
-    recipe = load_recipe(path / "recipe.yaml")
+    recipe = load_stored_recipe(directory, trust)
     if not recipe.local_update.personal or len(directory.client_rounds) == recipe.partition.clients:
         recipe = recipe.model_copy(update={"model": ModelOptions()})
     if not downstream:
@@ -197,7 +197,7 @@ def federation_of_run(path: Path, downstream: bool = False) -> Federation:
 def _deal(recipe: Recipe, dataset: Dataset, owner: int | None) -> list[Tensor]:
     """Which training images each client holds."""
     if owner is None:
-        return partition_indices(dataset.train_labels, recipe.partition, recipe.seed)
+        return deal(dataset, recipe.partition, recipe.seed)
     client_rows = [torch.empty(0, dtype=torch.int64) for _ in range(recipe.partition.clients)]
     client_rows[owner] = torch.arange(len(dataset.train_labels))
     return client_rows

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from . import reading, run_record
 from .engines import engine_of
 from .evaluation.fine_tune import FineTuneOptions
+from .export.encoder_folder import is_encoder_folder
 from .recipe import Recipe
 from .reports import evaluation, report
 from .run_directory import RunDirectory
@@ -50,20 +51,21 @@ def run(recipe: Recipe, path: AnyPath, *, overwrite: bool = False) -> Run:
     return read_run(engine_of(recipe).run(recipe, Path(path), overwrite=overwrite).path)
 
 
-def resume(path: AnyPath) -> Run:
+def resume(path: AnyPath, *, trust: bool = False) -> Run:
     """Continue an interrupted run to its end and read it back; a finished run is only read.
 
     The result is the same, bit for bit, as if the run had not been interrupted.
 
     Args:
         path: the run's folder.
+        trust: run the code of parts of your own that the recipe names even if it is not what it was when the run began.
 
     Raises:
-        UserError: the folder holds no run.
+        UserError: the folder holds no run, or a file that the run relies on was changed.
     """
     directory = RunDirectory.open(Path(path))
-    recipe = reading.load_recipe(directory.path / "recipe.yaml")
-    return read_run(engine_of(recipe).resume(directory.path).path)
+    recipe = reading.load_stored_recipe(directory, trust, resuming=True)
+    return read_run(engine_of(recipe).resume(directory.path, trust=trust).path)
 
 
 def read_run(path: AnyPath) -> Run:
@@ -84,6 +86,7 @@ def evaluate(
     semi_supervised: Sequence[float] = (),
     fine_tune: Literal["train", "validation"] | None = None,
     data: Mapping[str, Any] | None = None,
+    trust: bool = False,
 ) -> dict[str, dict[str, float]]:
     """Evaluate the models of a run's last round or an exported encoder, and write evaluation.csv into its folder.
 
@@ -92,6 +95,7 @@ def evaluate(
         semi_supervised: labelled fractions to fine-tune on, each above 0 and up to 1.
         fine_tune: also fine-tune on all labels of these images.
         data: other data than the run's, such as `{"name": "npz", "path": "mine.npz"}`; an exported encoder needs them.
+        trust: run the code of parts of your own that the run's recipe names.
 
     Returns:
         By client (`"0"`, `"1"`, ...; also `"mean"` if there are several models; `"global"` for one model of all
@@ -104,18 +108,25 @@ def evaluate(
     """
     options = FineTuneOptions(images=fine_tune) if fine_tune else None
     other = None if data is None else evaluation.data_options(data)
-    written = evaluation.evaluate(Path(path), semi_supervised, fine_tune=options, data=other)
+    folder = Path(path)
+    if is_encoder_folder(folder):
+        written = evaluation.evaluate_export(folder, other, semi_supervised, options)
+    else:
+        written = evaluation.evaluate_run(folder, semi_supervised, fine_tune=options, data=other, trust=trust)
     with open(written, newline="", encoding="utf-8") as file:
         return {row.pop("client"): {name: float(value) for name, value in row.items()} for row in csv.DictReader(file)}
 
 
-def write_report(runs: AnyPath | Sequence[AnyPath], output: AnyPath | None = None, *, collapse: bool = True) -> Path:
+def write_report(
+    runs: AnyPath | Sequence[AnyPath], output: AnyPath | None = None, *, collapse: bool = True, trust: bool = False
+) -> Path:
     """Write an HTML page with the curves, tables, partition and representations of one or more runs.
 
     Args:
         runs: the folder of a run, or several.
         output: the file to write; RUN/report.html by default, or report.html for several runs.
         collapse: also check whether representations have collapsed; this loads the run's images.
+        trust: run the code of parts of your own that a run's recipe names; only the check for collapse needs it.
 
     Returns:
         The file that was written.
@@ -124,4 +135,4 @@ def write_report(runs: AnyPath | Sequence[AnyPath], output: AnyPath | None = Non
         UserError: a folder holds no run, or the file cannot be written.
     """
     paths = [runs] if isinstance(runs, (str, Path)) else runs
-    return report.write_report([Path(p) for p in paths], None if output is None else Path(output), collapse)
+    return report.write_report([Path(p) for p in paths], None if output is None else Path(output), collapse, trust)

@@ -21,6 +21,7 @@ from pydantic import Field
 from .errors import UserError
 from .models.model import Model
 from .options import Options
+from .untrusted.files import absolute_path
 
 
 class Part(Options):
@@ -80,7 +81,7 @@ def _base_class(folder: str) -> type[Part]:
 
 
 def _load_file(path: Path) -> ModuleType:
-    path = path.expanduser().resolve()
+    path = absolute_path(Path(), path)
     if not path.is_file():
         raise UserError(f"there is no part file {path}; give the path of an existing .py file")
     module_name = f"fedssl_part_{path.stem}"

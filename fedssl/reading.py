@@ -8,9 +8,11 @@ from typing import Any
 
 from .errors import UserError
 from .parts import part_class
+from .presets.applied import apply_preset
 from .recipe import Recipe
-from .recipe_text import apply_override, check_recipe, read_values
+from .recipe_text import check_recipe, own_parts, read_values
 from .rules import privacy_problem
+from .run_directory import RunDirectory
 
 
 def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -27,14 +29,54 @@ def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Reci
         UserError: there is no such recipe; it is not YAML; or a key or value is invalid. The message names the key's
             path and what is allowed.
     """
-    values = read_values(name_or_path)
-    for override in overrides:
-        apply_override(values, override)
-    return parse_recipe(values, source=str(name_or_path))
+    return complete_recipe(read_values(name_or_path), overrides, source=str(name_or_path))
+
+
+def complete_recipe(values: dict[str, Any], overrides: Sequence[str], source: str) -> Recipe:
+    """Apply overrides, fill in what the recipe leaves open by its preset (`presets/`), and check it.
+
+    Error messages call the recipe `source`.
+
+    Raises:
+        UserError: see `load_recipe`.
+    """
+    try:
+        values = apply_preset(values, overrides, part_class).values
+    except UserError as error:
+        raise UserError(f"{source}: {error}") from error
+    return parse_recipe(values, source)
+
+
+def load_stored_recipe(directory: RunDirectory, trust: bool = False, resuming: bool = False) -> Recipe:
+    """Read the recipe of a run's folder. Somebody else may have made it, so its own parts are not run unasked.
+
+    Args:
+        directory: the run's.
+        trust: the user allows the code of part files and modules that the recipe names.
+        resuming: the user continues the run: code that has not changed since the run began is allowed, too.
+
+    Raises:
+        UserError: the recipe names code that is not allowed, or is not valid.
+    """
+    file = directory.path / "recipe.yaml"
+    values = read_values(file)
+    for name in [] if trust else own_parts(values):
+        unchanged = directory.part_unchanged(name) if resuming else None
+        if unchanged is None:
+            raise UserError(
+                f"{file} names the part {name}, whose code would be run: read that code first, and give --trust if you "
+                "trust it"
+            )
+        if not unchanged:
+            raise UserError(
+                f"{name}, a part of {file}, was changed since the run began: put back the file as it was, or give "
+                "--trust to continue with it as it is"
+            )
+    return parse_recipe(values, str(file))
 
 
 def parse_recipe(values: dict[str, Any], source: str = "recipe") -> Recipe:
-    """Check a recipe that is given as a mapping; error messages call it `source`.
+    """Check a recipe that is given as a mapping; error messages call it `source`. No preset is applied.
 
     Raises:
         UserError: a key or value that is not allowed, or options of Flower that do not go with the recipe's parts.

@@ -21,13 +21,23 @@ from .recipe_text import recipe_yaml
 from .regularizers.base import Regularizer
 from .schedules.base import Schedule
 from .training import TrainingOptions
+from .untrusted.printable import NAME_PATTERN
 
 
 class Recipe(Options):
     """A whole run: data, clients, parts, training and evaluation. Every default is filled in."""
 
-    name: str = Field(..., description="what the recipe is called; the default folder of a run is runs/NAME-seedN")
+    name: str = Field(
+        ...,
+        pattern=NAME_PATTERN,
+        description="what the recipe is called; the default folder of a run is runs/NAME-seedN",
+    )
     description: str = Field("", description="what the recipe is; reports show it")
+    preset: str = Field(
+        "none",
+        description="which preset filled in what the recipe leaves open; auto, which a file has without this key, "
+        "chooses one for the data, and none takes the defaults",
+    )
     seed: int = Field(0, ge=0, description="every random number of the run follows from it")
     rounds: int = Field(..., ge=1, description="rounds of the whole run")
     clients_per_round: int | None = Field(None, ge=1, description="clients sampled in each round; all by default")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable
 from importlib import resources
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
@@ -16,6 +17,9 @@ from pydantic import ValidationError
 
 from .errors import UserError
 from .options import Options
+from .untrusted.files import absolute_path, expand_home, read_regular_file
+from .untrusted.printable import NAME_PATTERN
+from .untrusted.strict_yaml import MOST_BYTES, parse_yaml
 
 #: recipe keys that hold parts: the folder in which each is looked up, and whether the key holds a list of parts
 PART_KEYS: dict[str, tuple[str, bool]] = {
@@ -25,6 +29,8 @@ PART_KEYS: dict[str, tuple[str, bool]] = {
     "aggregators": ("aggregators", True),
     "local_update": ("local_updates", False),
 }
+_MOST_KEYS = 20  # in an override's path
+_LONGEST_INPUT = 200  # characters of a wrong value that a message repeats
 #: the option model of a part, from the folder of its kind and its name
 PartModel = Callable[[str, str], type[Options]]
 RecipeModel = TypeVar("RecipeModel", bound=Options)
@@ -59,24 +65,21 @@ def read_values(name_or_path: str | Path, kind: Literal["recipe", "table"] = "re
     if text in names:
         content = (resources.files("fedssl") / f"{kind}s" / f"{text}.yaml").read_text(encoding="utf-8")
     else:
-        path = Path(text).expanduser()
-        if not path.is_file():
+        path = expand_home(text)
+        try:
+            content = read_regular_file(path, MOST_BYTES).decode()
+        except (FileNotFoundError, NotADirectoryError):
             near = difflib.get_close_matches(text, names, n=1)
             hint = f"did you mean {near[0]}? " if near else ""
-            raise UserError(f"no {kind} {text!r}: {hint}shipped are {', '.join(names)}, or give a .yaml file")
-        try:
-            content = path.read_text(encoding="utf-8")
+            raise UserError(f"no {kind} {text!r}: {hint}shipped are {', '.join(names)}, or give a .yaml file") from None
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{path} cannot be read: {error}") from error
-    try:
-        values = yaml.safe_load(content)
-    except yaml.YAMLError as error:
-        raise UserError(f"{text} is not YAML: {' '.join(str(error).split())}") from error
+    values = parse_yaml(content, text)
     if not isinstance(values, dict):
         raise UserError(f"{text} must hold a mapping of {kind} keys, it holds {type(values).__name__}")
     if text in names:
         return values
-    folder = Path(text).expanduser().parent
+    folder = expand_home(text).parent
     return _recipe_from(folder, values) if kind == "recipe" else _table_from(folder, values)
 
 
@@ -93,7 +96,7 @@ def _table_from(folder: Path, values: dict[str, Any]) -> dict[str, Any]:
     if isinstance(settings := values.get("settings"), dict):
         values["settings"] = _recipe_from(folder, settings)
     if isinstance(recipe := values.get("recipe"), str) and recipe.endswith((".yaml", ".yml")):
-        values["recipe"] = str((folder / Path(recipe).expanduser()).resolve())
+        values["recipe"] = str(absolute_path(folder, recipe))
     return values
 
 
@@ -104,8 +107,37 @@ def with_paths_from(folder: Path, part: Any) -> Any:
     if isinstance(part, dict) and "name" in part:
         return part | {"name": with_paths_from(folder, part["name"])}
     if isinstance(part, str) and part.endswith(".py"):
-        return str((folder / Path(part).expanduser()).resolve())
+        return str(absolute_path(folder, part))
     return part
+
+
+def own_parts(values: dict[str, Any]) -> list[str]:
+    """The parts of a recipe's mapping that do not ship with fedssl: names of Python files and of modules.
+
+    To read the recipe as a `Recipe` is to run their code.
+    """
+    given = [values.get(key) for key in PART_KEYS]
+    parts = [part for one in given for part in (one if isinstance(one, list) else [one])]
+    names = [part.get("name") if isinstance(part, dict) else part for part in parts]
+    return list(dict.fromkeys(name for name in names if isinstance(name, str) and "." in name))
+
+
+def own_part_file(name: str) -> Path | None:
+    """The file with the code of a part of one's own, found without running any code; None where there is none.
+
+    Args:
+        name: an absolute path of a .py file, or a dotted module.
+    """
+    if name.endswith(".py"):
+        return Path(name)
+    folders, spec = None, None
+    packages = name.split(".")
+    for i in range(len(packages)):
+        spec = PathFinder.find_spec(".".join(packages[: i + 1]), folders)
+        if spec is None:
+            return None
+        folders = list(spec.submodule_search_locations or [])
+    return Path(spec.origin) if spec is not None and spec.origin else None
 
 
 def with_weights_from(folder: Path, model: Any) -> Any:
@@ -114,7 +146,7 @@ def with_weights_from(folder: Path, model: Any) -> Any:
     def absolute(source: Any) -> Any:
         if not isinstance(source, str) or source.startswith("timm:"):
             return source
-        return str((folder / Path(source).expanduser()).resolve())
+        return str(absolute_path(folder, source))
 
     if not isinstance(model, dict) or "weights" not in model:
         return model
@@ -128,16 +160,15 @@ def apply_override(values: dict[str, Any], override: str) -> None:
     path, equals, text = override.partition("=")
     if not equals or not path:
         raise UserError(f"{override!r} is not key=value, for instance training.batch_size=64")
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise UserError(f"{override!r}: the value is not YAML: {' '.join(str(error).split())}") from error
+    value = parse_yaml(text, f"the value of {override[:200]!r}")
     keys = path.split(".")
+    if len(keys) > _MOST_KEYS:
+        raise UserError(f"{override[:80]!r}... names a key {len(keys)} levels deep; expected at most {_MOST_KEYS}")
     target: Any = values
     for i, key in enumerate(keys):
         last = i == len(keys) - 1
         if isinstance(target, list):
-            if not key.isdigit() or int(key) >= len(target):
+            if key not in map(str, range(len(target))):
                 raise UserError(
                     f"{override!r}: {'.'.join(keys[:i])} is a list of {len(target)}, which has no entry {key!r}"
                 )
@@ -198,7 +229,7 @@ def check_recipe(values: dict[str, Any], source: str, recipe: type[RecipeModel],
         if key not in values:
             continue
         if many and not isinstance(values[key], list):
-            problems.append(f"{key}: expected a list of parts, got {values[key]!r}")
+            problems.append(f"{key}: expected a list of parts, got {_shortened(values[key])}")
             continue
         given = values[key] if many else [values[key]]
         parts = [_check_part(part, folder, v, f"{key}.{i}" if many else key, problems) for i, v in enumerate(given)]
@@ -217,7 +248,7 @@ def _check_part(model: PartModel, folder: str, value: Any, path: str, problems: 
     if isinstance(value, str):
         value = {"name": value}
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        problems.append(f"{path}: expected a part such as {{name: ...}}, got {value!r}")
+        problems.append(f"{path}: expected a part such as {{name: ...}}, got {_shortened(value)}")
         return value
     value = with_paths_from(Path(), value)
     try:
@@ -253,8 +284,16 @@ def explain_errors(error: ValidationError, model: type[Options], prefix: str = "
             clauses.append(f"{path}: missing")
         else:
             message = item["msg"][0].lower() + item["msg"][1:]
-            clauses.append(f"{path}: {message}, got {item['input']!r}")
+            if item["type"] == "string_pattern_mismatch" and item["ctx"]["pattern"] == NAME_PATTERN:
+                message = "expected 1 to 200 characters on one line, without control characters"
+            clauses.append(f"{path}: {message}, got {_shortened(item['input'])}")
     return clauses
+
+
+def _shortened(value: Any) -> str:
+    """A wrong value as a message repeats it."""
+    text = repr(value)
+    return text if len(text) <= _LONGEST_INPUT else f"{text[:_LONGEST_INPUT]}..."
 
 
 def _fields_at(model: type[Options], location: list[str]) -> list[str]:

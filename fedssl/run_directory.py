@@ -14,18 +14,16 @@
 
 A round is committed by the rename of manifest.json. State files carry the round in their name and are never
 changed, so a manifest always points at whole files. metrics.csv only grows, and the manifest holds its length, so
-on resume the lines that a killed run wrote after its last commit are cut off.
+on resume the lines that a killed run wrote after its last commit are cut off. The manifest also holds the SHA-256 of
+every file that a resume relies on, and of the code of parts of one's own: a run whose files were changed is refused.
 """
 
 from __future__ import annotations
 
-import fcntl
-import json
+import hashlib
 import os
-import shutil
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+import re
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +31,20 @@ from torch import Tensor
 
 from .errors import UserError
 from .messages import Message
-from .storage import cannot_write, csv_text, read_csv, read_message, sync_folder, write_atomically, write_message
+from .recipe_text import own_part_file
+from .run_folder.creation import is_run_folder, new_run
+from .run_folder.manifest import STATE_FILE, Checkpoint, read_manifest, write_manifest
+from .storage import (
+    cannot_write,
+    csv_text,
+    digest_of,
+    read_csv,
+    read_message,
+    write_atomically,
+    write_message,
+)
+from .untrusted.files import absolute_path
+from .untrusted.printable import printable
 
 MetricRow = tuple[int, str, str, float]
 METRICS_HEADER = ("round", "client", "metric", "value")
@@ -42,16 +53,6 @@ IMAGE_SHAPE = "image_shape.json"
 #: the file with the name by which the sites know the run; only where the sites keep the clients' states
 SITES_RUN = "sites_run.txt"
 LOGS = ("metrics.csv", "timings.csv", "refused.csv")
-
-
-@dataclass
-class Checkpoint:
-    """The last committed round: its number, state files by owner, and the committed length of the logs in bytes."""
-
-    round: int = -1
-    files: dict[str, str] = field(default_factory=dict)
-    lengths: dict[str, int] = field(default_factory=dict)
-    finished: bool = False
 
 
 def client_file(index: int, round_number: int) -> str:
@@ -68,70 +69,22 @@ def _state_file(owner: str, round_number: int) -> str:
     return f"{owner}.round-{round_number:05d}.safetensors"
 
 
-@contextmanager
-def alone_in(path: Path, busy: str = "another process is at work on this run") -> Iterator[None]:
-    """Keep other processes from working on the run in a folder as long as this process does.
-
-    Args:
-        path: the folder.
-        busy: the error's text where another process is working on the run.
-
-    Raises:
-        UserError: another process is working on the run.
-    """
-    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{path}: {busy}") from None
-        except OSError:  # a file system without locks
-            pass
-        yield
-    finally:
-        os.close(folder)
-
-
 class RunDirectory:
     """Reads and writes one run's folder."""
 
     def __init__(self, path: Path):
         self.path = path
         self.checkpoints = path / "checkpoints"
-        self.checkpoint = self._read_manifest()
+        self.checkpoint = read_manifest(path)
         self._written: dict[str, str] = {}  # states of the round that is not yet committed, by owner
+        self._digests: dict[str, str] = {}  # of those states that this process wrote, by file
+        self._hashed: dict[str, tuple[Any, int]] = {}  # how far each log is hashed, and the hash up to there
 
     @classmethod
     def create(cls, path: Path, files: dict[str, str], overwrite: bool = False) -> RunDirectory:
-        """Make a new run's folder; it gets its name only when it is complete.
-
-        Args:
-            path: the folder; it must not exist, unless `overwrite` is set.
-            files: texts to put in it, by file name.
-            overwrite: replace the folder where it exists.
-
-        Raises:
-            UserError: the folder exists, or cannot be written.
-        """
-        if path.exists() and not overwrite:
-            raise UserError(
-                f"{path} exists: continue it with fedssl run --resume {path}, or give --overwrite, or another --output"
-            )
-        preparing = path.with_name(f"{path.name}.preparing")
-        try:
-            shutil.rmtree(preparing, ignore_errors=True)  # left by a run that was killed at this point
-            (preparing / "checkpoints").mkdir(parents=True)
-            for name, text in files.items():
-                write_atomically(preparing / name, text.encode())
-            if path.exists():
-                shutil.rmtree(path)
-            os.rename(preparing, path)
-            sync_folder(path.parent)
-        except OSError as error:
-            raise cannot_write(path, error) from error
-        finally:
-            shutil.rmtree(preparing, ignore_errors=True)
-        return cls(path)
+        """Make a new run's folder that other processes may work on at once; see `new_run`."""
+        with new_run(path, files, overwrite):
+            return cls(path)
 
     @classmethod
     def open(cls, path: Path) -> RunDirectory:
@@ -183,15 +136,18 @@ class RunDirectory:
         Where there is no manifest, as in a copy without checkpoints, all complete lines are read.
 
         Raises:
-            UserError: metrics.csv is damaged.
+            UserError: metrics.csv is damaged, or was changed since it was committed.
         """
         path = self.path / "metrics.csv"
+        self._refuse_change("metrics.csv")
         try:
             rows = read_csv(path, self.checkpoint.lengths.get("metrics.csv"))
-            return [(int(row["round"]), row["client"], row["metric"], float(row["value"])) for row in rows]
+            return [_metric_row(row) for row in rows]
         except (OSError, ValueError, TypeError, KeyError) as error:
             expected = f"expected the columns {', '.join(METRICS_HEADER)}"
-            raise UserError(f"{path} cannot be read: {expected}; {type(error).__name__}: {error}") from error
+            raise UserError(
+                f"{path} cannot be read: {expected}; {type(error).__name__}: {printable(str(error))}"
+            ) from error
 
     def write_spectra(self, spectra: dict[str, Tensor]) -> None:
         """Write singular values of the final representations, float [dimension] by client."""
@@ -227,18 +183,110 @@ class RunDirectory:
 
     def _write_state(self, owner: str, round_number: int, state: Message) -> None:
         name = _state_file(owner, round_number)
-        write_message(self.checkpoints / name, state)
+        self._digests[name] = write_message(self.checkpoints / name, state)
         self._written[owner] = name
 
     def commit(self, round_number: int, server: Message, finished: bool) -> None:
         """Store a finished round with the clients' states written in it; the other clients keep their file."""
         self._write_state("server", round_number, server)
         files = self.checkpoint.files | self._written
-        self._written = {}
-        lengths = {name: (self.path / name).stat().st_size for name in LOGS if (self.path / name).exists()}
-        self.checkpoint = Checkpoint(round_number, files, lengths, finished)
-        self._write_manifest()
+        logs = {name: self._hash_log(name) for name in LOGS if (self.path / name).exists()}
+        states = {name: digest for name in files.values() if (digest := self._digest_of_state(name))}
+        known = self.checkpoint.digests.items()
+        kept = {name: digest for name, digest in known if name not in LOGS and not re.fullmatch(STATE_FILE, name)}
+        self.checkpoint = Checkpoint(
+            round=round_number,
+            files=files,
+            lengths={name: length for name, (_, length) in logs.items()},
+            finished=finished,
+            digests=kept | {name: digest for name, (digest, _) in logs.items()} | states,
+            parts=self.checkpoint.parts,
+        )
+        self._written, self._digests = {}, {}
+        write_manifest(self.path, self.checkpoint)
         self._remove_unused()
+
+    def _digest_of_state(self, name: str) -> str | None:
+        """None for a state that a site keeps, or that an earlier version committed."""
+        known = self._digests.get(name) or self.checkpoint.digests.get(name)
+        if known or name in self.checkpoint.files.values() or self.clients_elsewhere:
+            return known
+        return digest_of(self.checkpoints / name)  # a simulated client wrote it
+
+    def _hash_log(self, name: str) -> tuple[str, int]:
+        """The SHA-256 and the length of a log; what was hashed at an earlier commit is not read again."""
+        digest, length = self._hashed.get(name, (hashlib.sha256(), 0))
+        with open(self.path / name, "rb") as file:
+            file.seek(length)
+            added = file.read()
+        digest.update(added)
+        self._hashed[name] = digest, length + len(added)
+        return digest.hexdigest(), length + len(added)
+
+    def store_recipe(self, text: str) -> None:
+        """Replace recipe.yaml, and let the run continue with it."""
+        write_atomically(self.path / "recipe.yaml", text.encode())
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        if self.checkpoint.digests.get("recipe.yaml", digest) != digest:
+            digests = self.checkpoint.digests | {"recipe.yaml": digest}
+            self.checkpoint = self.checkpoint.model_copy(update={"digests": digests})
+            write_manifest(self.path, self.checkpoint)
+
+    def require_unchanged(self, but: Collection[str] = ()) -> None:
+        """Refuse to continue a run whose files are not as the run wrote them; the logs may be longer.
+
+        Folders of earlier versions hold no digests: there only the logs' lengths are checked.
+
+        Args:
+            but: names of files that are not checked.
+
+        Raises:
+            UserError: a file is missing or was changed; the message names it and says what to do.
+        """
+        if not is_run_folder(self.path):
+            raise UserError(
+                f"{self.path} holds no checkpoints/manifest.json, so the run cannot be continued: put back the "
+                f"checkpoints, or start it anew with fedssl run {self.path / 'recipe.yaml'} --output NEW-FOLDER"
+            )
+        for name in self.checkpoint.digests:
+            if name not in but:
+                self._refuse_change(name)
+        for name, length in self.checkpoint.lengths.items():
+            path = self.path / name
+            size = path.stat().st_size if path.is_file() else 0
+            if size < length:
+                raise UserError(
+                    f"{path} has {size} bytes, but {length} were committed: put back the file as the run wrote it"
+                )
+
+    def _refuse_change(self, name: str) -> None:
+        expected = self.checkpoint.digests.get(name)
+        path = (self.checkpoints if re.fullmatch(STATE_FILE, name) else self.path) / name
+        try:
+            same = expected is None or expected == digest_of(path, self.checkpoint.lengths.get(name))
+        except OSError as error:
+            raise UserError(
+                f"{path} cannot be read: {error.strerror}; put back the file as the run wrote it, or start a new run"
+            ) from error
+        if not same:
+            raise UserError(
+                f"{path} was changed since the run wrote it, or is damaged: put back the file as it was (also its line "
+                "ends), or start a new run"
+            )
+
+    def part_unchanged(self, name: str) -> bool | None:
+        """Whether the code of a part of one's own is what it was when the run began; None where that is not known.
+
+        Code in the run's folder itself is never known: whoever made the folder put it there.
+        """
+        expected, file = self.checkpoint.parts.get(name), own_part_file(name)
+        here = absolute_path(Path(), self.path)
+        if expected is None or file is None or absolute_path(Path(), file).is_relative_to(here):
+            return None
+        try:
+            return digest_of(file) == expected
+        except OSError:
+            return False
 
     def server_state(self) -> Message:
         """The server's last committed state."""
@@ -260,27 +308,34 @@ class RunDirectory:
         """Remove what an interrupted run wrote after its last commit."""
         for name in LOGS:
             path, length = self.path / name, self.checkpoint.lengths.get(name, 0)
-            if path.exists():
-                if length:
-                    os.truncate(path, length)
-                else:
+            try:
+                if path.exists() and not length:
                     path.unlink()
+                elif path.exists() and path.stat().st_size > length:
+                    os.truncate(path, length)
+            except OSError as error:
+                raise cannot_write(path, error) from error
         self._remove_unused()
 
-    def _write_manifest(self) -> None:
-        write_atomically(self.checkpoints / "manifest.json", json.dumps(vars(self.checkpoint), indent=1).encode())
-
-    def _read_manifest(self) -> Checkpoint:
-        path = self.checkpoints / "manifest.json"
-        if not path.is_file():
-            return Checkpoint()
-        try:
-            return Checkpoint(**json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError) as error:
-            raise UserError(f"{path} cannot be read as a checkpoint: {error}") from error
-
     def _remove_unused(self) -> None:
-        used = {*self.checkpoint.files.values(), "manifest.json"}
-        for path in self.checkpoints.iterdir():
-            if path.name not in used:
-                path.unlink(missing_ok=True)
+        """Remove states that no longer count, and nothing else that may lie there."""
+        used = set(self.checkpoint.files.values())
+        try:
+            for path in self.checkpoints.iterdir():
+                if path.name not in used and re.fullmatch(
+                    rf"{STATE_FILE}(\.partial)?|manifest\.json\.partial", path.name
+                ):
+                    path.unlink(missing_ok=True)
+        except OSError as error:
+            raise cannot_write(self.checkpoints, error) from error
+
+
+def _metric_row(row: dict[str, str]) -> MetricRow:
+    """A line of metrics.csv; ValueError where it is not one that a run writes."""
+    who = row["client"]
+    if not re.fullmatch(r"global|mean|[0-9]{1,9}", who):
+        raise ValueError(f"the client {who[:40]!r} is not a number, `global` or `mean`")
+    number = int(row["round"])
+    if not 0 <= number < 10**9:
+        raise ValueError(f"the round {row['round'][:40]!r} is not a number from 0")
+    return number, who, row["metric"], float(row["value"])

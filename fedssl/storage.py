@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import csv
 import errno
+import hashlib
 import io
 import json
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ from safetensors.torch import save as save_tensors
 
 from .errors import UserError
 from .messages import Message
+from .untrusted.files import open_regular_file, read_regular_file
+from .untrusted.printable import printable
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -27,14 +31,16 @@ def write_atomically(path: Path, data: bytes) -> None:
     """
     temporary = path.with_name(path.name + ".partial")
     try:
-        with open(temporary, "wb") as file:
+        temporary.unlink(missing_ok=True)  # left by a process that was killed, or a link that leads out of the folder
+        with open(temporary, "xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
         sync_folder(path.parent)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise cannot_write(path, error) from error
 
 
@@ -53,8 +59,26 @@ def make_folder(path: Path) -> None:
 def cannot_write(path: Path, error: OSError) -> UserError:
     """The one-line error for a failed write."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return UserError(f"no space left to write {path}: free some space, then continue with fedssl run --resume")
+        return UserError(
+            f"no space left to write {path}: free some space and repeat the command; a run continues with "
+            "fedssl run --resume"
+        )
     return UserError(f"{path} cannot be written: {error.strerror or error}")
+
+
+def digest_of(path: Path, length: int | None = None) -> str:
+    """The SHA-256 of a file's first `length` bytes, by default of all, as 64 hexadecimal digits.
+
+    Raises:
+        OSError: the file is missing, not a regular file, or cannot be read.
+    """
+    digest = hashlib.sha256()
+    left = float("inf") if length is None else length
+    with open_regular_file(path) as file:
+        while left > 0 and (block := file.read(int(min(left, 2**20)))):
+            digest.update(block)
+            left -= len(block)
+    return digest.hexdigest()
 
 
 def sync_folder(folder: Path) -> None:
@@ -67,9 +91,13 @@ def sync_folder(folder: Path) -> None:
 
 
 def csv_text(rows: Iterable[Sequence[object]]) -> str:
-    """Rows as the text of a CSV file; the first one is usually the header."""
+    """Rows as the text of a CSV file; the first one is usually the header.
+
+    Control characters in a text become escapes, see `printable`: each row is one line that every reader takes alike.
+    """
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
+    cells = ([printable(cell) if isinstance(cell, str) else cell for cell in row] for row in rows)
+    csv.writer(text, lineterminator="\n").writerows(cells)
     return text.getvalue()
 
 
@@ -80,16 +108,30 @@ def read_csv(path: Path, length: int | None = None) -> list[dict[str, str]]:
         path: the file.
         length: how many bytes of it to read; by default all. A last line without a line end is not complete and is
             left out.
+
+    Raises:
+        OSError: the file cannot be read, or is not a regular file.
+        ValueError: it is not CSV in UTF-8, or a row has not as many cells as the header.
     """
-    if not path.is_file():
+    try:
+        data = read_regular_file(path)[:length]
+    except FileNotFoundError:
         return []
-    data = path.read_bytes()[:length]
     text = data[: data.rfind(b"\n") + 1].decode()
-    return list(csv.DictReader(io.StringIO(text)))
+    try:
+        rows = list(csv.DictReader(io.StringIO(text, newline="")))
+    except csv.Error as error:
+        raise ValueError(str(error)) from error
+    if any(None in row or None in row.values() for row in rows):
+        raise ValueError("a row has more or fewer cells than the header")
+    return rows
 
 
-def write_message(path: Path, message: Message) -> None:
+def write_message(path: Path, message: Message) -> str:
     """Store a message as one safetensors file; its numbers, config and metrics are JSON in the file's header.
+
+    Returns:
+        The file's SHA-256, see `digest_of`.
 
     Raises:
         UserError: the file cannot be written.
@@ -98,7 +140,9 @@ def write_message(path: Path, message: Message) -> None:
     fields = {"numbers": message.numbers, "config": message.config, "metrics": message.metrics}
     header = {"message": json.dumps(fields)}
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in message.tensors.items()}
-    write_atomically(path, save_tensors(tensors, metadata=header))
+    data = save_tensors(tensors, metadata=header)
+    write_atomically(path, data)
+    return hashlib.sha256(data).hexdigest()
 
 
 def read_message(path: Path) -> Message:
@@ -108,15 +152,15 @@ def read_message(path: Path) -> Message:
         UserError: the file is missing or damaged.
     """
     try:
-        data = path.read_bytes()
+        data = read_regular_file(path)
         # Copies in torch's own memory: views of `data` would be aligned by chance, and a matrix product can round
         # differently on memory that is aligned differently.
         tensors = {name: tensor.clone() for name, tensor in load_tensors(data).items()}
         length = int.from_bytes(data[:8], "little")
         header = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["message"])
         return Message(tensors, *_fields(header))
-    except (OSError, SafetensorError, ValueError, KeyError) as error:
-        raise UserError(f"{path} cannot be read as a checkpoint: {error}") from error
+    except (OSError, SafetensorError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read as a checkpoint: {printable(str(error))}") from error
 
 
 def _fields(header: dict[str, Any]) -> tuple[dict[str, float], dict[str, Any], dict[str, float]]:

@@ -21,6 +21,7 @@ from ..recipe_text import PART_KEYS
 Schema = dict[str, Any]
 
 FILE_NAME = "options.json"
+PUBLIC_IMAGES = "needs_public_images"  # the class variable of a part, in its schema where it is true
 
 _PLAIN_TYPES = {"integer": int, "number": float, "boolean": bool, "string": str, "null": None}
 _CONSTRAINTS = {
@@ -60,7 +61,9 @@ def part_model(folder: str, name: str) -> type[Options]:
         from ..parts import part_class  # imports torch, as a part of one's own does anyhow
 
         return part_class(folder, name)
-    return _build_model(name, schema)
+    model = _build_model(name, schema)
+    setattr(model, PUBLIC_IMAGES, schema.get(PUBLIC_IMAGES, False))
+    return model
 
 
 def describe_values(schema: Schema) -> str:

@@ -8,14 +8,16 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
 
 from ..errors import UserError
+from ..untrusted.printable import printable
 from .across_machines import app as flower_app
 from .across_machines import superlink, supernode
 from .before_training import cost, partition
@@ -23,7 +25,7 @@ from .console import console
 from .doctor import doctor
 from .encoders import embed, export
 from .running import run, run_table
-from .shipped import recipes, show, tables
+from .shipped import presets, recipes, show, tables
 from .trained_runs import evaluate, report
 
 app = typer.Typer(
@@ -40,6 +42,7 @@ _MACHINES = "Across machines, with Flower (docs/deploy.md)"
 
 app.command(rich_help_panel=_SHIPPED)(recipes)
 app.command(rich_help_panel=_SHIPPED)(show)
+app.command(rich_help_panel=_SHIPPED)(presets)
 app.command(rich_help_panel=_SHIPPED)(tables)
 app.command(rich_help_panel=_SHIPPED)(doctor)
 app.command(rich_help_panel=_RUNS)(partition)
@@ -87,8 +90,27 @@ def main() -> None:
     try:
         app()
     except UserError as error:
-        Console(stderr=True).print(f"fedssl: {error}", style="bold red", highlight=False, markup=False, soft_wrap=True)
-        sys.exit(2)
+        _end_with(str(error))
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         sys.exit(1)
+    except OSError as error:  # of the machine, such as a full disk, where no code before could say more
+        where = f"{error.filename} " if error.filename else ""
+        _end_with(f"{where}cannot be read or written: {error.strerror or error}")
+
+
+def _end_with(message: str) -> NoReturn:
+    """Say in one line what is wrong, and exit with code 2."""
+    text = f"fedssl: {printable(message)}"
+    with suppress(OSError):
+        Console(stderr=True).print(text, style="bold red", highlight=False, markup=False, soft_wrap=True)
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _drop_output()
+    sys.exit(2)
+
+
+def _drop_output() -> None:
+    """Let nothing be written to a standard output that takes no more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

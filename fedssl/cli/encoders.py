@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from .console import console, print_text
+from .console import Trust, console, print_text
 
 
 def export(
@@ -24,13 +24,14 @@ def export(
         bool, typer.Option("--torchscript", help="Also write encoder.torchscript.pt, traced.")
     ] = False,
     torch_export: Annotated[bool, typer.Option("--export", help="Also write encoder.pt2, by torch.export.")] = False,
+    trust: Trust = False,
 ) -> None:
     """Export a run's encoder as a folder that timm, or a load.py with torch and timm alone, loads."""
     from ..export.compiled_formats import FILES
     from ..export.encoder_folder import export_encoder
 
     wanted = {"onnx": onnx, "torchscript": torchscript, "torch-export": torch_export}
-    path = export_encoder(run, output, client, shared, [name for name in FILES if wanted[name]])
+    path = export_encoder(run, output, client, shared, [name for name in FILES if wanted[name]], trust)
     print_text(f"The encoder is in {path}; README.md there says how to load it. Try it: python {path / 'load.py'}")
 
 
@@ -46,6 +47,12 @@ def embed(
     device: Annotated[
         Literal["auto", "cpu", "cuda"], typer.Option(help="Where to compute; auto is CUDA where there is a device.")
     ] = "auto",
+    window: Annotated[
+        str | None,
+        typer.Option(
+            help="LOW,HIGH, full or per_image: how pixels of more than 8 bits become 8 bits; as in the run by default."
+        ),
+    ] = None,
     skip_broken: Annotated[
         bool, typer.Option("--skip-broken", help="Leave out files that cannot be read, and name them.")
     ] = False,
@@ -53,6 +60,7 @@ def embed(
     """Write the representations of images, with the images' names, by an exported encoder."""
     from rich.progress import Progress
 
+    from ..data.windows import parse_window
     from ..export.embed import embed_images
 
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -63,6 +71,7 @@ def embed(
             output,
             batch_size=batch_size,
             device=device,
+            window=None if window is None else parse_window(window),
             skip_broken=skip_broken,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )

@@ -9,7 +9,7 @@ import typer
 from rich.table import Table as TextTable
 
 from ..errors import UserError
-from .console import Overrides, console, print_text
+from .console import Overrides, Trust, console, print_text
 
 
 def run(
@@ -19,36 +19,43 @@ def run(
     overrides: Overrides = None,
     output: Annotated[Path | None, typer.Option(help="Folder of the run; runs/NAME-seedN by default.")] = None,
     resume: Annotated[Path | None, typer.Option(help="Continue the run in this folder.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the folder if it exists.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the run in the folder if there is one.")
+    ] = False,
+    trust: Trust = False,
 ) -> None:
     """Run a recipe, or continue an interrupted run (fedssl run --resume RUN)."""
     from ..engines import engine_of
     from ..engines.progress import ProgressBars
-    from ..reading import load_recipe
+    from ..reading import load_recipe, load_stored_recipe
     from ..run_directory import RunDirectory
+    from ..run_folder.creation import default_folder
 
     if resume is not None:
         if recipe or output or overwrite:
             raise UserError("--resume takes only the run's folder: the recipe is stored there")
         path = resume
-        RunDirectory.open(path)
-        loaded = load_recipe(path / "recipe.yaml")
+        loaded = load_stored_recipe(RunDirectory.open(path), trust, resuming=True)
     else:
         if recipe is None:
             raise UserError("name a recipe (fedssl recipes lists them) or give --resume RUN")
         loaded = load_recipe(recipe, overrides or ())
-        path = output or Path("runs") / f"{loaded.name}-seed{loaded.seed}"
+        path = output or default_folder(loaded.name, loaded.seed)
+        if loaded.preset != "none":
+            print_text(
+                f"Preset {loaded.preset} fills in what the recipe leaves open; `fedssl show` tells what and why."
+            )
     try:
         with ProgressBars(console) as bars:
             if resume is not None:
-                directory = engine_of(loaded).resume(path, bars)
+                directory = engine_of(loaded).resume(path, bars, trust)
             else:
                 directory = engine_of(loaded).run(loaded, path, bars, overwrite)
     except KeyboardInterrupt:
         if (path / "recipe.yaml").is_file():
             print_text(f"\nStopped. The last complete round is kept; continue with: fedssl run --resume {path}")
         else:
-            console.print("\nStopped before the run began; nothing was written.")
+            print_text("\nStopped before the run began; nothing was written.")
         raise typer.Exit(130) from None
     _print_final_evaluation(directory.read_metrics())
     print_text(f"The run is in {path}; write its report with: fedssl report {path}")
@@ -87,10 +94,14 @@ def _print_final_evaluation(rows: list[tuple[int, str, str, float]]) -> None:
     if not rows:
         return
     last_round = max(row[0] for row in rows)
-    metrics = ("knn", "linear", "effective_rank")
+    titles = {"knn": "kNN %", "linear": "linear %", "effective_rank": "effective rank"}
+    without_labels = {"alignment": "alignment", "uniformity": "uniformity"}
     values = {(who, metric): value for number, who, metric, value in rows if number == last_round}
-    clients = dict.fromkeys(who for who, metric in values if metric in metrics)
-    table = TextTable("client", "kNN %", "linear %", "effective rank", box=None, pad_edge=False)
+    if any(metric in without_labels for _, metric in values):
+        titles = {"effective_rank": "effective rank"} | without_labels
+    clients = dict.fromkeys(who for who, metric in values if metric in titles)
+    table = TextTable("client", *titles.values(), box=None, pad_edge=False)
     for who in clients:
-        table.add_row(who, *(f"{values[who, m]:.1f}" if (who, m) in values else "-" for m in metrics))
+        cells = [f"{values[who, m]:.{2 if m in without_labels else 1}f}" if (who, m) in values else "-" for m in titles]
+        table.add_row(who, *cells)
     console.print(table)

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from .console import print_text
+from .console import Trust, print_text
 
 
 def evaluate(
@@ -31,15 +31,19 @@ def evaluate(
         Literal["train", "validation"] | None,
         typer.Option(help="Also fine-tune on all labels of these images, for macro precision, recall and F1."),
     ] = None,
+    trust: Trust = False,
 ) -> None:
     """Evaluate a run's last checkpoint or an exported encoder: kNN and linear accuracy, and fine-tuning on request."""
     from ..evaluation.fine_tune import FineTuneOptions
-    from ..reports.evaluation import evaluate as evaluate_models
-    from ..reports.evaluation import parse_data
+    from ..export.encoder_folder import is_encoder_folder
+    from ..reports.evaluation import evaluate_export, evaluate_run, parse_data
 
     options = FineTuneOptions(images=fine_tune) if fine_tune else None
     other = None if data is None else parse_data(data)
-    path = evaluate_models(folder, fractions or [], note=print_text, fine_tune=options, data=other)
+    if is_encoder_folder(folder):
+        path = evaluate_export(folder, other, fractions or [], options)
+    else:
+        path = evaluate_run(folder, fractions or [], note=print_text, fine_tune=options, data=other, trust=trust)
     print_text(path.read_text(encoding="utf-8").rstrip())
     print_text(f"The table is in {path}")
 
@@ -54,8 +58,9 @@ def report(
         bool,
         typer.Option(help="Also check whether representations have collapsed; this loads the run's images."),
     ] = True,
+    trust: Trust = False,
 ) -> None:
     """Write an HTML page with curves, tables, the partition and pictures of the representations."""
     from ..reports.report import write_report
 
-    print_text(f"The report is in {write_report(runs, output, collapse)}")
+    print_text(f"The report is in {write_report(runs, output, collapse, trust)}")

@@ -11,12 +11,14 @@ from ..client import Client
 from ..federation import Federation, build_federation
 from ..messages import Message
 from ..models.model import Model
-from ..reading import load_recipe
+from ..reading import load_stored_recipe
 from ..recipe import Recipe
-from ..run_directory import RunDirectory, alone_in
+from ..run_directory import RunDirectory
+from ..run_folder.creation import new_run, refuse_existing
+from ..run_folder.lock import alone_in
 from .client_states import ClientStates
 from .progress import Progress, Silent
-from .rounds import evaluate_after, first_files, refuse_existing, run_rounds
+from .rounds import evaluate_after, first_files, run_rounds
 
 
 def run(recipe: Recipe, path: Path, progress: Progress | None = None, overwrite: bool = False) -> RunDirectory:
@@ -29,23 +31,27 @@ def run(recipe: Recipe, path: Path, progress: Progress | None = None, overwrite:
     """
     refuse_existing(path, overwrite)
     federation = build_federation(recipe)
-    directory = RunDirectory.create(path, first_files(federation), overwrite)
-    with alone_in(path):
-        return _run(federation, directory, progress or Silent())
+    with new_run(path, first_files(federation), overwrite):
+        return _run(federation, RunDirectory.open(path), progress or Silent())
 
 
-def resume(path: Path, progress: Progress | None = None) -> RunDirectory:
+def resume(path: Path, progress: Progress | None = None, trust: bool = False) -> RunDirectory:
     """Continue a run from its last complete round; a finished run is left as it is.
 
     The result is bit-identical to that of a run that was never interrupted, on the same machine and thread count.
+
+    Raises:
+        UserError: see `RunDirectory.require_unchanged` and, for `trust`, `load_stored_recipe`.
     """
     RunDirectory.open(path)  # refuses what is no run's folder
     with alone_in(path):
         directory = RunDirectory.open(path)
+        directory.require_unchanged()
         directory.roll_back()
         if directory.checkpoint.finished:
             return directory
-        return _run(build_federation(load_recipe(path / "recipe.yaml")), directory, progress or Silent())
+        recipe = load_stored_recipe(directory, trust, resuming=True)
+        return _run(build_federation(recipe), directory, progress or Silent())
 
 
 class LocalClients:
@@ -68,6 +74,9 @@ class LocalClients:
 
     def discard(self, index: int) -> None:
         self._states.discard(index)
+
+    def images(self) -> dict[int, int]:
+        return {k: len(rows) for k, rows in enumerate(self._federation.client_rows)}
 
     def evaluations(self, number: int) -> Iterator[tuple[int, dict[str, float], Tensor]]:
         for k in range(len(self._federation.client_rows)):

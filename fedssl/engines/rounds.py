@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Protocol
 
 from torch import Tensor
@@ -24,15 +21,8 @@ from ..models.model import Model
 from ..randomness import seed_for
 from ..recipe import Recipe
 from ..run_directory import IMAGE_SHAPE, MetricRow, RunDirectory
+from ..storage import csv_text
 from .progress import Progress
-
-
-def refuse_existing(path: Path, overwrite: bool) -> None:
-    """Refuse a folder that is there already (UserError), before anything is loaded."""
-    if path.exists() and not overwrite:
-        raise UserError(
-            f"{path} exists: continue it with fedssl run --resume {path}, or give --overwrite, or another --output"
-        )
 
 
 def models_to_evaluate(
@@ -58,6 +48,10 @@ class Clients(Protocol):
 
     def discard(self, index: int) -> None:
         """Undo this round of a client whose answer was refused."""
+        ...
+
+    def images(self) -> dict[int, int]:
+        """How many training images each client has; a client whose number is not known is missing."""
         ...
 
     def evaluations(self, number: int) -> Iterator[tuple[int, dict[str, float], Tensor]]:
@@ -95,6 +89,8 @@ def evaluation_due(recipe: Recipe, number: int) -> bool:
 def evaluate_after(federation: Federation, model: Model, number: int) -> tuple[dict[str, float], Tensor]:
     """kNN and effective rank; before and after training linear too, and other data; after it fine-tuning if asked.
 
+    Without labels they are effective rank, alignment and uniformity, see `evaluate_model`.
+
     Returns:
         The measures by name, and the singular values of the test representations.
     """
@@ -108,6 +104,7 @@ def evaluate_after(federation: Federation, model: Model, number: int) -> tuple[d
         linear=number in (0, recipe.rounds),
         fractions=recipe.evaluation.semi_supervised if number == recipe.rounds else (),
         fine_tune=recipe.evaluation.fine_tune if number == recipe.rounds else None,
+        augmentation=recipe.augmentation,
     )
     if number in (0, recipe.rounds):
         after = number == recipe.rounds
@@ -129,12 +126,13 @@ def _evaluate(
     rows: list[MetricRow] = []
     spectra: dict[str, Tensor] = {}
     if federation.method.personal:
+        values: dict[str, list[float]] = {}
         for k, metrics, spectra[str(k)] in clients.evaluations(number):
-            rows += [(number, str(k), metric, value) for metric, value in metrics.items()]
-        for metric in dict.fromkeys(row[2] for row in rows):
-            values = [row[3] for row in rows if row[2] == metric]
-            rows.append((number, "mean", metric, sum(values) / len(values)))
-    else:
+            for metric, value in metrics.items():
+                rows.append((number, str(k), metric, value))
+                values.setdefault(metric, []).append(value)
+        rows += [(number, "mean", metric, sum(each) / len(each)) for metric, each in values.items()]
+    elif len(federation.dataset.test_images):  # a server may have no data
         model = federation.method.load_global(server, lambda: federation.new_model(None))
         metrics, spectra["global"] = evaluate_after(federation, model, number)
         rows += [(number, "global", metric, value) for metric, value in metrics.items()]
@@ -188,7 +186,7 @@ def _exchange(
         what = f"round {number}: 0 of {len(sent)} clients answered, but guard.minimum_answers is {least}"
         raise UserError("; ".join([what, *reasons]))
     try:
-        server = federation.method.aggregate(server, replies, number)
+        server = federation.method.aggregate(server, replies, number, clients.images())
     except UserError as error:
         raise UserError("; ".join([str(error), *(f"client {k}: {why}" for k, why in missing.items())])) from error
     rows = [(number, str(k), "missing", 1.0) for k in missing]
@@ -231,13 +229,11 @@ def _traffic_rows(number: int, sent: dict[int, Message], replies: dict[int, Mess
 
 def first_files(federation: Federation) -> dict[str, str]:
     """What a run's folder holds before its first round."""
-    names = federation.dataset.class_names
+    names = federation.dataset.counted_as
     table = [["client", *names], *([k, *counts] for k, counts in enumerate(federation.class_counts.tolist()))]
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(table)
     shape = dict(zip(("channels", "height", "width"), federation.dataset.train_images.shape[1:], strict=True))
     return {
         "recipe.yaml": federation.recipe.to_yaml(),
-        "partition.csv": text.getvalue(),
+        "partition.csv": csv_text(table),
         IMAGE_SHAPE: json.dumps(shape) + "\n",
     }

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..data.datasets import Dataset, load_dataset
 from ..data.options import DataOptions
+from ..data.stored_images import Images
 from ..errors import UserError
 from ..models.model import Model
 from .evaluate import evaluate_model
@@ -18,6 +19,8 @@ from .options import EvaluationOptions
 
 #: how the names of measures on other data begin: downstream_LABEL_MEASURE
 PREFIX = "downstream_"
+
+_CONVERTED_AT_A_TIME = 1024
 
 
 def load_downstream(options: DataOptions, image_shape: Sequence[int], seed: int) -> Dataset:
@@ -36,16 +39,23 @@ def load_downstream(options: DataOptions, image_shape: Sequence[int], seed: int)
     """
     channels, _, width = image_shape
     dataset = load_dataset(options.model_copy(update={"image_size": options.image_size or width}), seed)
-    if len(dataset.class_names) == 0 or len(dataset.test_images) == 0:
-        what = "labels" if len(dataset.class_names) == 0 else "test images"
+    if not dataset.labelled or not len(dataset.test_images):
+        what = "labels" if not dataset.labelled else "test images"
         raise UserError(f"the data to evaluate on have no {what}: kNN, linear and fine-tuned accuracy need them")
     validation = dataset.validation_images
     return dataclasses.replace(
         dataset,
-        train_images=in_channels(dataset.train_images, channels),
-        test_images=in_channels(dataset.test_images, channels),
-        validation_images=None if validation is None else in_channels(validation, channels),
+        train_images=_in_channels(dataset.train_images, channels),
+        test_images=_in_channels(dataset.test_images, channels),
+        validation_images=None if validation is None else _in_channels(validation, channels),
     )
+
+
+def _in_channels(images: Images, channels: int) -> Images:
+    """`in_channels`; images that lie in a file are read into the memory only where they change."""
+    if images.shape[1] == channels:
+        return images
+    return torch.cat([in_channels(part, channels) for part in images.split(_CONVERTED_AT_A_TIME)])
 
 
 def in_channels(images: Tensor, channels: int) -> Tensor:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ..data.windows import Window
 from ..errors import UserError
 from ..evaluation.features import extract_outputs
 from ..federation import device_named
@@ -27,6 +28,7 @@ def embed_images(
     *,
     batch_size: int = 256,
     device: str = "auto",
+    window: Window | None = None,
     skip_broken: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> str:
@@ -39,6 +41,7 @@ def embed_images(
         output: the file to write; an existing one is replaced when the new one is complete.
         batch_size: images that are read and embedded at a time; the features do not depend on it beyond rounding.
         device: `cpu`, `cuda`, or `auto` for CUDA where there is a device.
+        window: how pixels of more than 8 bits become 8 bits; by default as in the encoder's run.
         skip_broken: leave out files that cannot be read, instead of refusing all.
         progress: is told after each batch how many of how many images are done.
 
@@ -55,7 +58,7 @@ def embed_images(
     encoder = read_encoder(folder)
     place = device_named(device)
     network = encoder.network.to(place)
-    total, batches = image_batches(images, encoder.image_shape, batch_size)
+    total, batches = image_batches(images, encoder.image_shape, window or encoder.window, batch_size)
     names: list[str] = []
     features: list[torch.Tensor] = []
     unreadable: list[str] = []
@@ -85,6 +88,6 @@ def embed_images(
 
 def _summary(unreadable: list[str], total: int) -> str:
     """`2 of 200 files cannot be read: FILE (reason), FILE (reason)`, with at most five of them named."""
-    shown = [text.partition(";")[0].replace(" cannot be read as an image", "") for text in unreadable[:_MOST_NAMED]]
+    shown = unreadable[:_MOST_NAMED]
     more = f" and {len(unreadable) - len(shown)} more" if len(unreadable) > len(shown) else ""
     return f"{len(unreadable)} of {total} files cannot be read: {', '.join(shown)}{more}"

@@ -44,6 +44,7 @@ def export_encoder(
     client: int | None = None,
     shared: bool = False,
     formats: Collection[FormatName] = (),
+    trust: bool = False,
 ) -> Path:
     """Write a finished run's encoder into a new folder, which gets its name only when it is complete.
 
@@ -52,6 +53,7 @@ def export_encoder(
         output: the folder to make; it may exist where it is empty.
         client, shared: whose model, see `encoder_of_run`.
         formats: also these compiled forms.
+        trust: see `load_stored_recipe`.
 
     Returns:
         `output`.
@@ -62,7 +64,7 @@ def export_encoder(
     """
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise UserError(f"{output} exists and is not empty: name a new folder, or remove that one")
-    chosen = encoder_of_run(run, client, shared)
+    chosen = encoder_of_run(run, client, shared, trust)
     config = encoder_config(chosen, run.resolve().name)
     make_folder(output.absolute().parent)
     preparing = _temporary_folder(output)
@@ -111,6 +113,7 @@ def encoder_config(chosen: EncoderOfRun, run_name: str) -> dict[str, Any]:
         "architecture": encoder.architecture,
         "image_shape": [channels, height, width],
         **statistics,
+        "window": recipe.data.window,
         "stem": "3x3 stride 1 without max-pool" if has_small_image_stem(encoder.network) else "the architecture's own",
         "method": recipe.name,
         "objective": recipe.objective.name,
@@ -176,7 +179,8 @@ def read_encoder(folder: Path) -> TrainedEncoder:
     except (OSError, SafetensorError, RuntimeError) as error:
         raise UserError(f"{path} cannot be loaded as {architecture}: {' '.join(str(error).split())}") from error
     plain: torch.nn.Module = network.requires_grad_(False).eval()
-    return TrainedEncoder(plain, architecture, (channels, height, width), network.num_features)
+    window = tuple(ours["window"]) if isinstance(ours.get("window"), list) else ours.get("window")
+    return TrainedEncoder(plain, architecture, (channels, height, width), network.num_features, window)
 
 
 def is_encoder_folder(path: Path) -> bool:

@@ -6,13 +6,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ..data.error_text import listed
-from ..data.image_folders import decode, first_channel
-from ..data.npz import open_npz, read_array
+from ..data.error_text import listed, printable
+from ..data.file_listing import list_files, notify_of_left_out
+from ..data.image_files import IMAGE_SUFFIXES, BrokenImageError, image_kind, read_pixels
+from ..data.npz_archive import NpzArchive
+from ..data.paths import kind_of
 from ..data.pixels import channels_first, resize, to_uint8
+from ..data.windows import Window
 from ..errors import UserError
 from ..evaluation.downstream import in_channels
 
@@ -35,21 +39,9 @@ class ImageBatch:
     unreadable: list[str] = field(default_factory=list)
 
 
-def image_files(folder: Path) -> list[Path]:
-    """The image files in a folder and the folders in it, sorted by path.
-
-    Raises:
-        UserError: there are none.
-    """
-    from torchvision.datasets.folder import IMG_EXTENSIONS
-
-    files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in IMG_EXTENSIONS and file.is_file())
-    if not files:
-        raise UserError(f"{folder} holds no image; expected files that end in {', '.join(IMG_EXTENSIONS)}")
-    return files
-
-
-def image_batches(source: Path, shape: tuple[int, int, int], batch_size: int) -> tuple[int, Iterator[ImageBatch]]:
+def image_batches(
+    source: Path, shape: tuple[int, int, int], window: Window | None, batch_size: int
+) -> tuple[int, Iterator[ImageBatch]]:
     """The images of a folder, nested or flat, or of an .npz file: cropped to the encoder's form and resized.
 
     A grey image becomes three equal channels for an encoder of colour images; a colour image becomes grey (luma) for
@@ -58,51 +50,64 @@ def image_batches(source: Path, shape: tuple[int, int, int], batch_size: int) ->
     Args:
         source: the folder or the file.
         shape: channels, height and width that the encoder takes.
+        window: how pixels of more than 8 bits become 8 bits; None refuses such images.
         batch_size: the most images of a batch.
 
     Returns:
         The number of images or files, and the batches in their order.
 
     Raises:
-        UserError: there is no such folder or file, or it holds no images.
+        UserError: there is no such folder or file, it holds no images, or they need a window.
     """
-    if source.is_dir():
-        files = image_files(source)
-        return len(files), _from_files(source, files, shape, batch_size)
-    if not source.exists():
-        raise UserError(f"there is no folder or file {source}: expected a folder of images or an .npz file")
-    arrays = _read_arrays(source)
+    kind = kind_of(source)
+    if kind == "missing":
+        raise UserError(f"there is no folder or file {printable(source)}: expected a folder of images or an .npz file")
+    if kind == "folder":
+        listing = list_files(source)
+        notify_of_left_out(listing.others, source)
+        files = sorted(listing.images)
+        if not files:
+            raise UserError(
+                f"{printable(source)} holds no image; expected files that end in {', '.join(IMAGE_SUFFIXES)}"
+            )
+        return len(files), _from_files(source, files, shape, window, batch_size)
+    arrays = _read_arrays(source, window)
     return sum(map(len, arrays.values())), _from_arrays(arrays, shape, batch_size)
 
 
 def _from_files(
-    folder: Path, files: Sequence[Path], shape: tuple[int, int, int], batch_size: int
+    folder: Path, files: Sequence[Path], shape: tuple[int, int, int], window: Window | None, batch_size: int
 ) -> Iterator[ImageBatch]:
     channels, height, width = shape
     for start in range(0, len(files), batch_size):
         names, images, unreadable = [], [], []
         for file in files[start : start + batch_size]:
             try:
-                image, grey = decode([file], height, width)
-            except UserError as error:
-                unreadable.append(str(error))
-                continue
-            names.append(file.relative_to(folder).as_posix())
-            images.append(in_channels(first_channel(image) if grey else image, channels))
-        yield ImageBatch(names, torch.cat(images) if images else torch.empty(0, *shape), unreadable)
+                if window is None and image_kind(file).deep != "no":
+                    raise UserError(
+                        f"{printable(file)} has pixels of more than 8 bits, and the encoder was trained on images of 8 "
+                        "bits: give --window LOW HIGH, the values that become 0 and 255"
+                    )
+                images.append(read_pixels(file, height, width, channels, window))
+                names.append(printable(file.relative_to(folder).as_posix()))
+            except BrokenImageError as error:
+                unreadable.append(f"{printable(file)} ({error})")
+        pixels = torch.from_numpy(np.stack(images)) if images else torch.empty(0, *shape, dtype=torch.uint8)
+        yield ImageBatch(names, pixels, unreadable)
 
 
-def _read_arrays(path: Path) -> dict[str, Tensor]:
+def _read_arrays(path: Path, window: Window | None) -> dict[str, Tensor]:
     """The arrays of images of an .npz file, uint8 [n, C, H, W] by name."""
-    with open_npz(path) as archive:
-        names = [name for name in _ARRAYS if name in archive.files]
-        names = names or (archive.files if len(archive.files) == 1 else [])
+    with NpzArchive(path) as archive:
+        names = [name for name in _ARRAYS if name in archive.names]
+        names = names or (archive.names if len(archive.names) == 1 else [])
         if not names:
             raise UserError(
-                f"{path} has the arrays {listed(archive.files)}; expected some of {', '.join(_ARRAYS)}, or a single one"
+                f"{printable(path)} has the arrays {listed(archive.names)}; expected some of {', '.join(_ARRAYS)}, or "
+                "a single one"
             )
-        arrays = {name: read_array(archive, path, name) for name in names}
-    pixels = to_uint8({f"{name} in {path}": array for name, array in arrays.items()})
+        arrays = archive.read(names)
+    pixels = to_uint8({f"{name} in {printable(path)}": arrays[name] for name in names}, window)
     return {name: channels_first(array, text) for name, (text, array) in zip(names, pixels.items(), strict=True)}
 
 

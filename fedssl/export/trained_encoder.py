@@ -9,11 +9,12 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
+from ..data.windows import Window
 from ..errors import UserError
 from ..federation import MODEL, build_federation
 from ..models.encoders import build_encoder
 from ..models.stages import StagedEncoder
-from ..reading import load_recipe
+from ..reading import load_stored_recipe
 from ..recipe import Recipe
 from ..run_directory import IMAGE_SHAPE, RunDirectory
 
@@ -30,12 +31,14 @@ class TrainedEncoder:
         architecture: its name, as a recipe's `architectures` has it.
         image_shape: channels, height and width of the images.
         num_features: the dimension of a representation.
+        window: how its run brought pixels of more than 8 bits to 8 bits; None where there were none.
     """
 
     network: nn.Module
     architecture: str
     image_shape: tuple[int, int, int]
     num_features: int
+    window: Window | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +58,7 @@ class EncoderOfRun:
     round: int
 
 
-def encoder_of_run(path: Path, client: int | None = None, shared: bool = False) -> EncoderOfRun:
+def encoder_of_run(path: Path, client: int | None = None, shared: bool = False, trust: bool = False) -> EncoderOfRun:
     """The encoder of a finished run's global model, or of one client's model.
 
     A staged encoder (layer-wise and progressive schedules) is given as the plain network that it was cut from.
@@ -65,6 +68,7 @@ def encoder_of_run(path: Path, client: int | None = None, shared: bool = False) 
         client: the number of a client, whose own model is meant: where clients share a global model, its model right
             after its last training. By default the global model, or the only client's.
         shared: whether the global model is asked for by name.
+        trust: see `load_stored_recipe`.
 
     Raises:
         UserError: no finished run; no such model; the model is kept at a site; or its file cannot be read.
@@ -74,7 +78,7 @@ def encoder_of_run(path: Path, client: int | None = None, shared: bool = False) 
     if not checkpoint.finished:
         done = f"{checkpoint.round} rounds are done" if checkpoint.round > 0 else "no round is done"
         raise UserError(f"{path} is not finished ({done}): continue it with fedssl run --resume {path}, then export")
-    recipe = load_recipe(path / "recipe.yaml")
+    recipe = load_stored_recipe(directory, trust)
     owner = _owner(recipe, path, client, shared)
     if owner == GLOBAL:
         entries: Mapping[str, Tensor] = directory.server_state().tensors
@@ -105,7 +109,8 @@ def encoder_of_run(path: Path, client: int | None = None, shared: bool = False) 
     if isinstance(network, StagedEncoder):
         network = network.plain_network()
     plain = network.requires_grad_(False).eval()
-    return EncoderOfRun(TrainedEncoder(plain, architecture, shape, num_features), recipe, owner, number)
+    trained = TrainedEncoder(plain, architecture, shape, num_features, recipe.data.window)
+    return EncoderOfRun(trained, recipe, owner, number)
 
 
 def _owner(recipe: Recipe, path: Path, client: int | None, shared: bool) -> str:

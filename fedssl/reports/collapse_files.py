@@ -13,6 +13,7 @@ from pathlib import Path
 from ..federation import federation_of_run
 from ..run_directory import RunDirectory
 from ..storage import make_folder, write_atomically
+from ..untrusted.files import read_regular_file
 from .collapse import FORMAT, Collapse, Geometry, analyse_collapse
 from .collapse_plots import draw_log_singular_values, draw_spheres, draw_tsne
 from .plots import png_bytes
@@ -20,18 +21,19 @@ from .plots import png_bytes
 _FILE = "collapse.json"
 
 
-def collapse_of_run(path: Path) -> Collapse | None:
+def collapse_of_run(path: Path, trust: bool = False) -> Collapse | None:
     """The collapse analysis of a run's last round. It is made and stored where it is not stored already.
 
     Args:
         path: the run's folder.
+        trust: run the code of parts of one's own that the run's recipe names.
 
     Returns:
         The analysis; None where no round is finished.
 
     Raises:
-        UserError: the run's data are no longer there, a state cannot be read, representations are not finite, or the
-            files cannot be written.
+        UserError: the run's data are no longer there, a state cannot be read, representations are not finite, the
+            recipe names code that is not trusted, or the files cannot be written.
     """
     directory = RunDirectory.open(path)
     checkpoint = directory.checkpoint
@@ -40,7 +42,7 @@ def collapse_of_run(path: Path) -> Collapse | None:
     stored = _read(path / _FILE)
     if stored is not None and stored.round == checkpoint.round:
         return stored
-    analysis = analyse_collapse(federation_of_run(path), directory)
+    analysis = analyse_collapse(federation_of_run(directory, trust), directory)
     _write(analysis, path)
     return analysis
 
@@ -48,12 +50,12 @@ def collapse_of_run(path: Path) -> Collapse | None:
 def _read(path: Path) -> Collapse | None:
     """A stored analysis; None where there is none of this format."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(read_regular_file(path))
         if values.get("format") != FORMAT:
             return None
         models = {who: Geometry(**geometry) for who, geometry in values.pop("models").items()}
         return Collapse(models=models, **values)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
 
 

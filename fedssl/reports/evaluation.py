@@ -10,15 +10,16 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from ..data.augmentation import AugmentationOptions
 from ..data.datasets import Dataset
 from ..data.options import DataOptions
 from ..engines.rounds import models_to_evaluate
 from ..errors import UserError
 from ..evaluation.downstream import check_downstream, evaluate_downstream, load_downstream
-from ..evaluation.evaluate import evaluate_model
+from ..evaluation.evaluate import check_labels, evaluate_model
 from ..evaluation.fine_tune import FineTuneOptions, check_fine_tuning
 from ..evaluation.options import EvaluationOptions
-from ..export.encoder_folder import is_encoder_folder, read_encoder
+from ..export.encoder_folder import read_encoder
 from ..federation import device_named, federation_of_run
 from ..models.model import Model
 from ..randomness import seed_for
@@ -29,75 +30,74 @@ from ..storage import csv_text, write_atomically
 Note = Callable[[str], None]
 
 
-def evaluate(
+def evaluate_run(
     path: Path,
     fractions: Sequence[float] = (),
     note: Note = lambda text: None,
     fine_tune: FineTuneOptions | None = None,
     data: DataOptions | None = None,
+    trust: bool = False,
 ) -> Path:
-    """Evaluate the models of a run's last checkpoint, each client's and their mean, or the global one; or an export.
+    """Evaluate the models of a run's last checkpoint, each client's and their mean, or the global one.
 
     Args:
-        path: a run's folder, or a folder of `fedssl export`.
+        path: a run's folder.
         fractions: labelled fractions to fine-tune on, in (0, 1], beside the recipe's own; the papers' are 0.01 and 0.1.
         note: is called with a line of text before each model.
         fine_tune: how to fine-tune on all labels; by default as the recipe says, which may be not at all.
-        data: labelled data in place of the run's, see `load_downstream`. An exported encoder needs them.
+        data: labelled data in place of the run's, see `load_downstream`.
+        trust: run the code of parts of one's own that the run's recipe names.
 
     Returns:
-        The file that was written: evaluation.csv in the folder, or evaluation-DATA.csv for other data, with a line a
-        model and a column a measure.
+        The file that was written: RUN/evaluation.csv, or RUN/evaluation-DATA.csv for other data, with a line a client
+        and a column a measure.
 
     Raises:
-        UserError: `path` is neither, or a run without a finished round; a fraction is not in (0, 1]; the data are
-            missing or do not fit; or the file cannot be written.
+        UserError: `path` is not a run's folder or has no finished round; a fraction is not in (0, 1]; the data are
+            missing or do not fit; the recipe names code that is not trusted; or the file cannot be written.
     """
-    for fraction in fractions:
-        if not 0 < fraction <= 1:
-            raise UserError(f"--semi-supervised must be a fraction in (0, 1], for instance 0.01, got {fraction}")
-    if is_encoder_folder(path):
-        results = _evaluate_export(path, fractions, fine_tune, data)
-    else:
-        results = _evaluate_run(path, fractions, note, fine_tune, data)
-    names = list(next(iter(results.values())))
-    if len(results) > 1:
-        results["mean"] = {n: sum(r[n] for r in results.values()) / len(results) for n in names}
-    rows = [[who, *(f"{values[name]:.2f}" for name in names)] for who, values in results.items()]
-    target = path / ("evaluation.csv" if data is None else f"evaluation-{_data_label(data)}.csv")
-    write_atomically(target, csv_text([["client", *names], *rows]).encode())
-    return target
-
-
-def _evaluate_run(
-    path: Path, fractions: Sequence[float], note: Note, fine_tune: FineTuneOptions | None, data: DataOptions | None
-) -> dict[str, dict[str, float]]:
-    """The measures of each model of a run."""
+    _check_fractions(fractions)
     directory = RunDirectory.open(path)
     if directory.checkpoint.round < 0:
         raise UserError(f"{path} has no finished round yet: continue it with fedssl run --resume {path}")
-    federation = federation_of_run(path, downstream=data is None)
-    options = _with_requests(federation.recipe.evaluation, fractions, fine_tune)
-    seed = seed_for(federation.recipe.seed, "evaluation")
-    other = None
-    if data is None:
-        check_fine_tuning(options.fine_tune, federation.dataset)
-    else:
-        other = load_downstream(data, federation.dataset.train_images.shape[1:], federation.recipe.seed)
+    federation = federation_of_run(directory, trust, downstream=data is None)
+    recipe, dataset = federation.recipe, federation.dataset
+    options = _with_requests(recipe.evaluation, fractions, fine_tune)
+    if data is not None:
+        dataset = load_downstream(data, dataset.train_images.shape[1:], recipe.seed)
+    elif not len(dataset.measured_images):
+        raise UserError(f"the recipe of {path} names no images to evaluate on (data.name=none): give --data")
+    check_fine_tuning(options.fine_tune, dataset)
+    check_labels(dataset, options.semi_supervised, options.fine_tune)
+    seed = seed_for(recipe.seed, "evaluation")
     results = {}
     for who, model in models_to_evaluate(federation, directory.server_state(), directory.client_state):
         note(f"evaluating {'client ' if who.isdigit() else ''}{who}")
-        if other is not None:
-            check_downstream(model, other, options)
-        results[who] = _measure(model, other or federation.dataset, options, seed)
+        if data is not None:
+            check_downstream(model, dataset, options)
+        results[who] = _measure(model, dataset, options, seed, recipe.augmentation)
         results[who] |= evaluate_downstream(model, federation.downstream, options, seed, after=True)
-    return results
+    return _write(results, path, data)
 
 
-def _evaluate_export(
-    path: Path, fractions: Sequence[float], fine_tune: FineTuneOptions | None, data: DataOptions | None
-) -> dict[str, dict[str, float]]:
-    """The measures of an exported encoder."""
+def evaluate_export(
+    path: Path, data: DataOptions | None, fractions: Sequence[float] = (), fine_tune: FineTuneOptions | None = None
+) -> Path:
+    """Evaluate an exported encoder on labelled data.
+
+    Args:
+        path: a folder that `fedssl export` has written.
+        data: see `load_downstream`.
+        fractions, fine_tune: see `evaluate_run`.
+
+    Returns:
+        The file that was written: FOLDER/evaluation-DATA.csv with a line and a column a measure.
+
+    Raises:
+        UserError: `path` holds no encoder; a fraction is not in (0, 1]; the data are missing or do not fit; or the file
+            cannot be written.
+    """
+    _check_fractions(fractions)
     if data is None:
         raise UserError(
             f"{path} is an exported encoder, which names no data: give --data, such as --data name=npz,path=mine.npz"
@@ -107,12 +107,41 @@ def _evaluate_export(
     dataset = load_downstream(data, encoder.image_shape, seed=0)
     model = Model({"encoder": encoder.network}).to(device_named("auto"))
     check_downstream(model, dataset, options)
-    return {"encoder": _measure(model, dataset, options, seed_for(0, "evaluation"))}
+    return _write({"encoder": _measure(model, dataset, options, seed_for(0, "evaluation"))}, path, data)
 
 
-def _measure(model: Model, dataset: Dataset, options: EvaluationOptions, seed: int) -> dict[str, float]:
+def _check_fractions(fractions: Sequence[float]) -> None:
+    for fraction in fractions:
+        if not 0 < fraction <= 1:
+            raise UserError(f"--semi-supervised must be a fraction in (0, 1], for instance 0.01, got {fraction}")
+
+
+def _write(results: dict[str, dict[str, float]], folder: Path, data: DataOptions | None) -> Path:
+    names = list(next(iter(results.values())))
+    if len(results) > 1:
+        results["mean"] = {n: sum(r[n] for r in results.values()) / len(results) for n in names}
+    rows = [[who, *(f"{values[name]:.2f}" for name in names)] for who, values in results.items()]
+    target = folder / ("evaluation.csv" if data is None else f"evaluation-{_data_label(data)}.csv")
+    write_atomically(target, csv_text([["client", *names], *rows]).encode())
+    return target
+
+
+def _measure(
+    model: Model,
+    dataset: Dataset,
+    options: EvaluationOptions,
+    seed: int,
+    augmentation: AugmentationOptions = AugmentationOptions(),  # noqa: B008 (frozen)
+) -> dict[str, float]:
     measures, _ = evaluate_model(
-        model, dataset, options, seed, linear=True, fractions=options.semi_supervised, fine_tune=options.fine_tune
+        model,
+        dataset,
+        options,
+        seed,
+        linear=True,
+        fractions=options.semi_supervised,
+        fine_tune=options.fine_tune,
+        augmentation=augmentation,
     )
     return measures
 

@@ -18,6 +18,8 @@ METRIC_TITLES = {
     "fine_tune_recall": "fine-tuned recall (%)",
     "fine_tune_f1": "fine-tuned F1 (%)",
     "effective_rank": "effective rank",
+    "alignment": "alignment",
+    "uniformity": "uniformity",
     "loss": "objective's loss",
     "total_loss": "loss with regularisers",
     "cka": "CKA with the target kernel",
@@ -26,7 +28,8 @@ FINE_TUNED = tuple(f"fine_tune_{score}" for score in ("accuracy", "per_class_acc
 #: in percent
 ACCURACIES = ("knn", "linear", "semi_supervised_0.01", "semi_supervised_0.1", *FINE_TUNED)
 #: measured before and after training, and possibly in between; the fine-tuned scores after it alone
-EVALUATED = (*ACCURACIES, "effective_rank")
+EVALUATED = (*ACCURACIES, "effective_rank", "alignment", "uniformity")
+_DECIMALS = {"alignment": 2, "uniformity": 2}
 
 
 def is_evaluated(metric: str) -> bool:
@@ -56,6 +59,6 @@ def format_values(metric: str, values: Sequence[float]) -> str:
     """`91.3 ± 0.4` for several seeds, `91.3` for one, a dash for none."""
     if not values:
         return "-"
-    decimals = 1 if is_evaluated(metric) else 3
+    decimals = _DECIMALS.get(metric, 1 if is_evaluated(metric) else 3)
     mean, spread = mean_and_spread(values)
     return f"{mean:.{decimals}f}" + ("" if spread is None else f" ± {spread:.{decimals}f}")

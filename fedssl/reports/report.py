@@ -24,13 +24,15 @@ from .results_section import (
 from .settings_section import differing_settings, folder_table, resolved_recipes, settings_table
 
 
-def write_report(runs: Sequence[Path], output: Path | None = None, collapse: bool = True) -> Path:
+def write_report(runs: Sequence[Path], output: Path | None = None, collapse: bool = True, trust: bool = False) -> Path:
     """Write one page about runs. Runs with the same `name` in their recipe count as seeds of one method.
 
     Args:
         runs: the runs' folders, finished or not.
         output: the page's file; by default RUN/report.html for one run, and ./report.html for several.
         collapse: also analyse the representations of each method's first finished run, see `collapse_of_run`.
+        trust: run the code of parts of one's own that a run's recipe names. Only the collapse analysis needs it;
+            without it the page says that this analysis is missing, and why.
 
     Returns:
         The page's file.
@@ -46,18 +48,18 @@ def write_report(runs: Sequence[Path], output: Path | None = None, collapse: boo
         which = f"{folders[0]} has" if len(folders) == 1 else "these runs have"
         raise UserError(f"{which} no finished round to report on yet; continue with fedssl run --resume {folders[0]}")
     path = output or (folders[0] / "report.html" if len(folders) == 1 else Path("report.html"))
-    analyses = _collapse_analyses(records) if collapse else {}
+    analyses = _collapse_analyses(records, trust) if collapse else {}
     write_atomically(path, build_report(records, analyses).encode())
     return path
 
 
-def _collapse_analyses(runs: Sequence[Run]) -> dict[str, Collapse | str]:
+def _collapse_analyses(runs: Sequence[Run], trust: bool) -> dict[str, Collapse | str]:
     """By method: the collapse analysis of its first finished run, or why there is none."""
     analyses: dict[str, Collapse | str] = {}
     for run in runs:
         if run.finished and run.name not in analyses:
             try:
-                analysis = collapse_of_run(run.path)
+                analysis = collapse_of_run(run.path, trust)
             except UserError as error:
                 analyses[run.name] = str(error)
             else:
@@ -121,6 +123,11 @@ def _warnings(runs: Sequence[Run]) -> list[str]:
     differing = differing_settings(runs)
     if differing:
         warnings.append(f"these runs have one name but differ in {', '.join(differing)}; their mean mixes recipes")
+    if any(run.evaluated("alignment", "before") is not None and run.evaluated("knn", "before") is None for run in runs):
+        warnings.append(
+            "the images have no labels, so no accuracy can be measured; effective rank, alignment and uniformity say "
+            "how the representations fill their space, not how useful they are"
+        )
     if len({run.seed for run in runs}) < len(runs):
         warnings.append("several runs have the same seed, so their spread says less than it seems to")
     return warnings

@@ -95,7 +95,7 @@ def partition_charts(methods: Mapping[str, list[Run]]) -> list[PageFigure]:
     """A chart for each of the different partitions that the methods' first runs have."""
     charts: dict[tuple[tuple[int, ...], ...], tuple[Run, list[str]]] = {}
     for name, runs in methods.items():
-        run = next((run for run in runs if run.class_counts), None)
+        run = next((run for run in runs if run.class_counts and run.class_names), None)
         if run is not None:
             partition = tuple(map(tuple, run.class_counts))
             charts.setdefault(partition, (run, []))[1].append(f"{name} (seed {run.seed})")

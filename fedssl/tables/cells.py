@@ -12,6 +12,8 @@ from ..errors import UserError
 from ..recipe import Recipe
 from ..recipe_text import flatten_keys
 from ..run_directory import RunDirectory
+from ..untrusted.files import read_regular_file
+from ..untrusted.strict_yaml import MOST_BYTES, parse_yaml
 from .table import Table, cell_path, cell_recipe
 
 
@@ -83,9 +85,9 @@ def _check_recipe(cell: Cell) -> None:
     """Refuse a stored run whose recipe differs from the cell's in more than its description."""
     path = cell.path / "recipe.yaml"
     try:
-        stored = flatten_keys(yaml.safe_load(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+        stored = flatten_keys(parse_yaml(read_regular_file(path, MOST_BYTES).decode(), str(path)))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
     wanted = flatten_keys(yaml.safe_load(cell.recipe.to_yaml()))
     for key in dict.fromkeys([*wanted, *stored]):
         if key != "description" and not key.startswith("model.digests") and wanted.get(key) != stored.get(key):

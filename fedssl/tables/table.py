@@ -13,9 +13,10 @@ from pydantic import AfterValidator, Field, ValidationError, model_validator
 from ..errors import UserError
 from ..evaluation.downstream import PREFIX
 from ..options import Options
-from ..reading import parse_recipe
+from ..reading import complete_recipe
 from ..recipe import Recipe
-from ..recipe_text import PART_KEYS, apply_override, explain_errors, read_values, shipped_names
+from ..recipe_text import PART_KEYS, explain_errors, read_values, shipped_names
+from ..untrusted.printable import NAME_PATTERN
 
 _METRICS = (
     "knn", "linear", "semi_supervised_0.01", "semi_supervised_0.1",
@@ -49,7 +50,7 @@ class TableRow(Options):
     newcomers: in a table of resources: count as if every client took part for the first time in every round.
     """
 
-    label: str = Field(..., min_length=1)
+    label: str = Field(..., pattern=NAME_PATTERN)
     recipe: str
     settings: dict[str, Any] = Field(default_factory=dict)
     relative_to: str | None = None
@@ -64,7 +65,7 @@ class TableScenario(Options):
     paper: the paper's figures to show beside ours, by row label and metric, as printed there.
     """
 
-    label: str = ""
+    label: str = Field("", pattern=f"^$|{NAME_PATTERN}")
     settings: dict[str, Any] = Field(default_factory=dict)
     paper: dict[str, dict[Metric, str]] = Field(default_factory=dict)
 
@@ -206,10 +207,8 @@ def cell_recipe(
         values = read_values(row.recipe)
         for settings in (table.settings, scenario.settings if scenario else {}, row.settings):
             values = _merge(values, settings)
-        for override in overrides:
-            apply_override(values, override)
         name = f"{row.label} ({scenario.label})" if scenario and scenario.label else row.label
-        return parse_recipe(values | {"name": name, "seed": seed}, source=row.recipe)
+        return complete_recipe(values | {"name": name, "seed": seed}, overrides, source=row.recipe)
     except UserError as error:
         raise UserError(f"row {row.label!r}: {error}") from error
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ...errors import UserError
 from ...recipe import Recipe
+from ...run_folder.creation import default_folder
 from ...storage import cannot_write, write_atomically
 
 _PROJECT = """\
@@ -73,7 +74,7 @@ def write_app(recipe: Recipe, folder: Path, output: str | None = None) -> None:
         name=_toml(name),
         description=_toml(" ".join(recipe.description.split()) or recipe.name),
         version=importlib.metadata.version("fedkernels-fedssl"),
-        output=_toml(output or f"runs/{recipe.name}-seed{recipe.seed}"),
+        output=_toml(output or str(default_folder(recipe.name, recipe.seed))),
     )
     files = {
         "pyproject.toml": project,

@@ -28,11 +28,12 @@ from torch import Tensor
 from ...errors import UserError
 from ...federation import Federation, build_federation
 from ...messages import Message
-from ...reading import load_recipe
+from ...reading import load_recipe, load_stored_recipe
 from ...recipe import Recipe
 from ...recipe_text import flatten_keys
-from ...run_directory import SITES_RUN, RunDirectory, alone_in
-from ...storage import write_atomically
+from ...run_directory import SITES_RUN, RunDirectory
+from ...run_folder.creation import default_folder
+from ...run_folder.lock import alone_in
 from ..progress import Progress, ProgressBars
 from ..rounds import evaluation_due, first_files, run_rounds
 from .differential_privacy import private_federation
@@ -46,6 +47,8 @@ from .wire import from_records, to_records
 #: bytes of the largest answer: so many of any, four times what was sent and the model's, and so many a public image
 _LARGEST_ANSWER = 2**28
 _LARGEST_REPRESENTATION = 2**16
+#: bytes of the largest answer that holds an evaluation alone
+_LARGEST_EVALUATION = 2**22
 #: what may change when a run continues: no earlier round depends on it
 _CHANGEABLE = ("flower.round_seconds", "flower.connect_seconds", "guard.minimum_answers")
 
@@ -130,12 +133,18 @@ class FlowerClients:
         if result.mean is None:
             return {}, result.missing
         mean = unflatten_weights(result.mean, before)
+        for name in mean:
+            if name.endswith(".running_var"):
+                mean[name] = mean[name].clamp(min=0)  # rounding may have made a variance negative
         replies = {k: Message(mean, {"samples": 1}, metrics=metrics) for k, metrics in result.metrics.items()}
         return replies, result.missing
 
     def discard(self, index: int) -> None:
         self._directory.discard_client(index)
         self._evaluations.pop(index, None)
+
+    def images(self) -> dict[int, int]:
+        return self._connected.images
 
     def evaluations(self, number: int) -> Iterator[tuple[int, dict[str, float], Tensor]]:
         evaluations = {k: evaluation for k, evaluation in self._evaluations.items() if evaluation.spectrum is not None}
@@ -146,7 +155,7 @@ class FlowerClients:
             for k in everyone
             if k not in evaluations and k in self._connected.nodes
         }
-        received, missing = self._exchange("evaluate", contents, number)
+        received, missing = self._exchange("evaluate", contents, number, _LARGEST_EVALUATION)
         for k, records in received.items():
             try:
                 _, evaluations[k] = split_evaluation(from_records(records))
@@ -175,13 +184,17 @@ class FlowerClients:
         )
 
     def _exchange(
-        self, kind: str, contents: dict[int, RecordDict], number: int
+        self, kind: str, contents: dict[int, RecordDict], number: int, largest: int | None = None
     ) -> tuple[dict[int, RecordDict], dict[int, str]]:
-        """Send to clients: their answers until the round's deadline, and why the others do not count."""
+        """Send to clients: their answers until the round's deadline, and why the others do not count.
+
+        An answer may have `largest` bytes; where that is not given, those of a round's answer.
+        """
         if not contents:
             return {}, {}
         seconds = self._options.round_seconds
-        largest = self._largest_answer + 4 * max(_num_bytes(content) for content in contents.values())
+        if largest is None:
+            largest = self._largest_answer + 4 * max(_num_bytes(content) for content in contents.values())
         client_of = {self._connected.nodes[k]: k for k in contents}
         node_contents = {node: contents[k] for node, k in client_of.items()}
         waiting = self._messenger.send(kind, node_contents, number, seconds)
@@ -228,7 +241,7 @@ def make_server_app(recipe_file: Path) -> ServerApp:
     @app.main()
     def main(grid: Grid, context: Context) -> None:
         recipe = load_recipe(recipe_file)
-        path = Path(str(context.run_config.get("output") or Path("runs") / f"{recipe.name}-seed{recipe.seed}"))
+        path = Path(str(context.run_config.get("output") or default_folder(recipe.name, recipe.seed)))
         federation = private_federation(build_federation(recipe))
         if path.exists():
             RunDirectory.open(path)  # refuses what is no run's folder
@@ -236,7 +249,8 @@ def make_server_app(recipe_file: Path) -> ServerApp:
             RunDirectory.create(path, first_files(federation) | {SITES_RUN: secrets.token_hex(8)})
         with alone_in(path), ProgressBars(Console(width=160)) as progress:
             directory = RunDirectory.open(path)
-            _update_stored_recipe(path, recipe)
+            directory.require_unchanged(but=["recipe.yaml"])  # it is compared with the app's instead
+            _update_stored_recipe(directory, recipe)
             directory.roll_back()
             if directory.checkpoint.finished:
                 progress.note(f"{path} is finished already")
@@ -249,22 +263,21 @@ def make_server_app(recipe_file: Path) -> ServerApp:
     return app
 
 
-def _update_stored_recipe(path: Path, recipe: Recipe) -> None:
+def _update_stored_recipe(directory: RunDirectory, recipe: Recipe) -> None:
     """Let a run continue with a recipe that differs from the stored one in `_CHANGEABLE` alone, and store it.
 
     Raises:
         UserError: it differs in something that earlier rounds depend on.
     """
-    stored = flatten_keys(load_recipe(path / "recipe.yaml").model_dump(mode="json"))
+    stored = flatten_keys(load_stored_recipe(directory, resuming=True).model_dump(mode="json"))
     given = flatten_keys(recipe.model_dump(mode="json"))
     changed = [key for key in stored | given if stored.get(key) != given.get(key)]
     refused = [key for key in changed if key not in _CHANGEABLE]
     if refused:
         key = refused[0]
         raise UserError(
-            f"{path} holds a run of another recipe: {key} is {stored.get(key)!r} in that run, but {given.get(key)!r} "
-            f"in this app's recipe. Only {', '.join(_CHANGEABLE)} may change when a run continues: "
+            f"{directory.path} holds a run of another recipe: {key} is {stored.get(key)!r} in that run, but "
+            f"{given.get(key)!r} in this app's recipe. Only {', '.join(_CHANGEABLE)} may change when a run continues: "
             "name another folder (fedssl app --output), or write the app with the run's recipe"
         )
-    if changed:
-        write_atomically(path / "recipe.yaml", recipe.to_yaml().encode())
+    directory.store_recipe(recipe.to_yaml())

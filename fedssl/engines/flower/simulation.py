@@ -17,11 +17,13 @@ from flwr.simulation import run_simulation
 
 from ...errors import UserError
 from ...federation import Federation, build_federation
-from ...reading import load_recipe
+from ...reading import load_stored_recipe
 from ...recipe import Recipe
-from ...run_directory import RunDirectory, alone_in
+from ...run_directory import RunDirectory
+from ...run_folder.creation import new_run, refuse_existing
+from ...run_folder.lock import alone_in
 from ..progress import Progress, Silent
-from ..rounds import first_files, refuse_existing, run_rounds
+from ..rounds import first_files, run_rounds
 from .client import make_client_app
 from .differential_privacy import private_federation
 from .messenger import Stopped
@@ -38,19 +40,18 @@ def run(recipe: Recipe, path: Path, progress: Progress | None = None, overwrite:
     _require_ray()
     refuse_existing(path, overwrite)
     federation = private_federation(build_federation(recipe))
-    directory = RunDirectory.create(path, first_files(federation), overwrite)
-    with alone_in(path):
-        return _simulate(federation, directory, progress or Silent())
+    with new_run(path, first_files(federation), overwrite):
+        return _simulate(federation, RunDirectory.open(path), progress or Silent())
 
 
-def resume(path: Path, progress: Progress | None = None) -> RunDirectory:
+def resume(path: Path, progress: Progress | None = None, trust: bool = False) -> RunDirectory:
     """Continue a run from its last complete round; see `in_process.resume` and, for what is raised, `run`."""
-    RunDirectory.open(path)  # refuses what is no run's folder
-    recipe = load_recipe(path / "recipe.yaml")
+    recipe = load_stored_recipe(RunDirectory.open(path), trust, resuming=True)
     _refuse_deployment(recipe)
     _require_ray()
     with alone_in(path):
         directory = RunDirectory.open(path)
+        directory.require_unchanged()
         directory.roll_back()
         if directory.checkpoint.finished:
             return directory

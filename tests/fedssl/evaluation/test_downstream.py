@@ -15,7 +15,7 @@ from fedssl.evaluation.downstream import in_channels, load_downstream
 from fedssl.evaluation.fine_tune import FineTuneOptions
 from fedssl.export.encoder_folder import export_encoder
 from fedssl.reading import parse_recipe
-from fedssl.reports.evaluation import evaluate, parse_data
+from fedssl.reports.evaluation import evaluate_export, evaluate_run, parse_data
 from fedssl.reports.metrics import is_accuracy, metric_title
 from fedssl.reports.report import build_report
 from fedssl.run_record import read_run
@@ -53,13 +53,15 @@ def rows(path):
 def test_a_run_and_its_export_on_other_data(run, other_data):
     data = DataOptions(name="npz", path=other_data)
     path, encoder = run
-    of_run = evaluate(path, [0.5], fine_tune=FineTuneOptions(images="validation", epochs=2, warmup_epochs=0), data=data)
+    of_run = evaluate_run(
+        path, [0.5], fine_tune=FineTuneOptions(images="validation", epochs=2, warmup_epochs=0), data=data
+    )
     assert of_run.name == "evaluation-bright-or-dark.csv"
     measures = rows(of_run)["global"]
     assert list(measures)[:4] == ["knn", "effective_rank", "linear", "semi_supervised_0.5"]
     assert "fine_tune_accuracy" in measures
     assert measures["knn"] == 100.0  # brightness alone tells the classes apart; noise would give 50
-    of_export = rows(evaluate(encoder, data=data))["encoder"]
+    of_export = rows(evaluate_export(encoder, data=data))["encoder"]
     assert of_export["knn"] == measures["knn"]
     assert of_export["effective_rank"] == measures["effective_rank"]
     assert not (path / "evaluation.csv").exists()
@@ -68,13 +70,13 @@ def test_a_run_and_its_export_on_other_data(run, other_data):
 def test_what_cannot_be_evaluated_is_refused(run, other_data, tmp_path):
     path, encoder = run
     with pytest.raises(UserError, match=r"is an exported encoder, which names no data: give --data"):
-        evaluate(encoder)
+        evaluate_export(encoder, None)
     with pytest.raises(UserError, match="not a run's folder"):
-        evaluate(tmp_path, data=DataOptions(name="npz", path=other_data))
+        evaluate_run(tmp_path, data=DataOptions(name="npz", path=other_data))
     with pytest.raises(UserError, match="there is no file"):
-        evaluate(encoder, data=DataOptions(name="npz", path=tmp_path / "nothing.npz"))
+        evaluate_export(encoder, data=DataOptions(name="npz", path=tmp_path / "nothing.npz"))
     with pytest.raises(UserError, match="no validation split"):
-        evaluate(path, fine_tune=FineTuneOptions(images="validation"), data=DataOptions(name="digits"))
+        evaluate_run(path, fine_tune=FineTuneOptions(images="validation"), data=DataOptions(name="digits"))
     assert not list(encoder.glob("evaluation*")) or [p.name for p in encoder.glob("evaluation*")] == [
         "evaluation-bright-or-dark.csv"
     ]
@@ -94,7 +96,7 @@ def test_a_size_that_the_encoder_does_not_take(noisy, tmp_path, other_data):
     in_process.run(noisy(rounds=1, **(AVERAGED | {"architectures": ["small_vit"]})), tmp_path / "run")
     folder = export_encoder(tmp_path / "run", tmp_path / "encoder")
     with pytest.raises(UserError, match=r"does not take images of 1 x 12 x 12 .*leave out image_size"):
-        evaluate(folder, data=DataOptions(name="npz", path=other_data, image_size=12))
+        evaluate_export(folder, data=DataOptions(name="npz", path=other_data, image_size=12))
 
 
 def test_the_recipes_option_is_measured_before_and_after(noisy, tmp_path, other_data):
@@ -111,7 +113,7 @@ def test_the_recipes_option_is_measured_before_and_after(noisy, tmp_path, other_
     assert record.evaluated("downstream_bright_semi_supervised_0.5", "after") is not None
     for metric in ("knn", "loss", "linear"):
         assert record.overall(metric) == without.overall(metric)
-    assert rows(evaluate(tmp_path / "run"))["global"]["downstream_bright_knn"] == 100.0
+    assert rows(evaluate_run(tmp_path / "run"))["global"]["downstream_bright_knn"] == 100.0
     assert "on bright: kNN accuracy (%)" in build_report([record])
 
 

@@ -16,7 +16,7 @@ from fedssl.engines.in_process import run
 from fedssl.errors import UserError
 from fedssl.evaluation.classification import classification_scores
 from fedssl.evaluation.fine_tune import FineTuneOptions, fine_tuned_scores, learning_rate_factor
-from fedssl.reports.evaluation import evaluate
+from fedssl.reports.evaluation import evaluate_run
 from tests.fedssl.conftest import AVERAGED
 from tests.fedssl.evaluation.test_semi_supervised import TinyEncoder, bright_quarters
 
@@ -119,11 +119,11 @@ def test_a_run_fine_tunes_after_training_and_so_does_evaluate(tiny, tmp_path):
     found = {m.removeprefix("fine_tune_"): (r, v) for r, _, m, v in directory.read_metrics() if "fine_tune" in m}
     assert list(found) == SCORES
     assert {number for number, _ in found.values()} == {1}
-    header, row = evaluate(tmp_path / "a").read_text().splitlines()
+    header, row = evaluate_run(tmp_path / "a").read_text().splitlines()
     again = dict(zip(header.split(","), row.split(","), strict=True))
     assert float(again["fine_tune_f1"]) == pytest.approx(found["f1"][1], abs=0.006)
     with pytest.raises(UserError, match="no validation split"):
-        evaluate(tmp_path / "a", fine_tune=FineTuneOptions(images="validation"))
+        evaluate_run(tmp_path / "a", fine_tune=FineTuneOptions(images="validation"))
 
 
 def test_a_missing_validation_split_is_refused_before_training(tiny, tmp_path):

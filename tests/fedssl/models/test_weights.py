@@ -20,7 +20,7 @@ from fedssl.models.options import ModelOptions
 from fedssl.models.weights import digest, load_weights, read_all_weights
 from fedssl.randomness import seeded
 from fedssl.reading import load_recipe
-from fedssl.reports.evaluation import evaluate
+from fedssl.reports.evaluation import evaluate_run
 from fedssl.run_record import read_run
 from tests.fedssl.conftest import AVERAGED, LW_FEDSSL, METHODS
 from tests.fedssl.export.finished_runs import randomise
@@ -273,4 +273,4 @@ def test_a_run_is_not_continued_with_other_weights_but_evaluated_without_them(no
     path.unlink()
     with pytest.raises(UserError, match="there is no file"):
         in_process.resume(tmp_path / "run")
-    assert evaluate(tmp_path / "whole").is_file()
+    assert evaluate_run(tmp_path / "whole").is_file()

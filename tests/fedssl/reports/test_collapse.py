@@ -119,7 +119,7 @@ def test_the_report_shows_it(averaged, analysed, tmp_path):
 
 
 def test_the_report_says_why_there_is_none(tiny, averaged, tmp_path, monkeypatch):
-    def gone(path: Path) -> None:
+    def gone(path: Path, trust: bool) -> None:
         raise UserError("images.npz is no longer there")
 
     monkeypatch.setattr("fedssl.reports.report.collapse_of_run", gone)

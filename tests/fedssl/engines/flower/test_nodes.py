@@ -14,7 +14,7 @@ pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]
 
 
 from fedssl.engines.flower import nodes
-from fedssl.run_directory import alone_in
+from fedssl.run_folder.lock import alone_in
 from tests.fedssl.engines.flower.deployment import free_port, make_authority, missing_tools, with_package
 from tests.fedssl.engines.flower.loop_grid import write_sites
 

@@ -1,0 +1,75 @@
+"""YAML from somebody else: each attack is one line that names the line of the file, and takes no time."""
+
+from __future__ import annotations
+
+import pytest
+
+from fedssl.errors import UserError
+from fedssl.untrusted.strict_yaml import MOST_BYTES, parse_yaml
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in zip("abcdefgh", "bcdefghi", strict=True)
+)
+CHAIN = "a0: &a0 [1]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 300))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: 1\nb: 2\na: 3", "line 3: the key 'a' stands there already on line 1"),
+        ("a: {b: 1, b: 2}", "line 1: the key 'b' stands there already"),
+        ("x: &x {a: 1}\ny: {<<: *x, <<: *x}", "line 2: the key '<<' stands there already"),
+        ("a: 2020-13-45", "line 1: '2020-13-45' is not a valid timestamp; write it in quotes"),
+        ("a: 2020-01-01T25:00:00", "is not a valid timestamp"),
+        ("a: !!timestamp x", "'x' is not a valid timestamp"),
+        ("a: !!int x", "'x' is not a valid int"),
+        ("a: !!int ''", "'' is not a valid int"),
+        ("a: !!bool x", "'x' is not a valid bool"),
+        ("a: !!float x", "'x' is not a valid float"),
+        ("a:\n  b: " + "9" * 5000, "line 2: '9{40}' is not a valid int"),
+        ("a: 9223372036854775808", "the integer 9223372036854775808... has more than 64 bits"),
+        ("a: " + "[" * 2000 + "]" * 2000, "nested more than 50 deep"),
+        ("a: " + "{x: " * 2000 + "}" * 2000, "nested more than 50 deep"),
+        ("- " * 3000, "nested more than 50 deep"),
+        (CHAIN, "line 51: mappings and lists are nested more than 50 deep"),
+        (BOMB, "line 6: aliases repeat this to more than 100,000 values"),
+        ("a: &x [*x]", "an alias stands inside the value that it repeats"),
+        ("a: &x {b: *x}", "an alias stands inside the value that it repeats"),
+        ("1: 2", "the key 1 is not text"),
+        ("yes: 2", "the key yes is not text"),
+        ("? [a]\n: 1", "the key .* is not text"),
+        ('a: "\\e[31m"', r'the text "\\x1b\[31m" holds control characters'),
+        ('a: "\\uD800"', "holds control characters"),
+        ('a: "b\\r"', "holds control characters"),
+        ('"a\\0": 1', "holds control characters"),
+        ("a: \x1b", "is not YAML: unacceptable character #x001b"),
+        ("a: !!python/object:os.system x", "the tag .*os.system' is not supported"),
+        ("a: !!set {x}", "the tag .* is not supported"),
+        ("a: !!binary x", "the tag .* is not supported"),
+        ("a: [1", "is not YAML"),
+        ("a: " + "x" * MOST_BYTES, "expected YAML of at most"),
+    ],
+)
+def test_bad_yaml_is_one_line(text, message):
+    with pytest.raises(UserError, match=message) as caught:
+        parse_yaml(text, "mine.yaml")
+    told = str(caught.value)
+    assert told.startswith("mine.yaml")
+    assert told.isprintable()
+    assert len(told) < 500
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("", None),
+        ("a: [1, 1.5, true, null, x]", {"a": [1, 1.5, True, None, "x"]}),
+        ("a: 9223372036854775807", {"a": 2**63 - 1}),
+        ("x: &x {a: 1, b: 2}\ny: {<<: *x, a: 3}", {"x": {"a": 1, "b": 2}, "y": {"a": 3, "b": 2}}),
+        ("a: &a [1]\nb: [*a, *a]", {"a": [1], "b": [[1], [1]]}),
+        ("a: |\n  two\n  lines\n", {"a": "two\nlines\n"}),
+        ("a: é", {"a": "é"}),
+    ],
+)
+def test_plain_yaml_is_read_as_ever(text, value):
+    assert parse_yaml(text, "mine.yaml") == value
