@@ -14,6 +14,7 @@ from .data.dealing import deal
 from .data.partition_table import class_counts
 from .data.stored_images import images_of_rows
 from .errors import UserError
+from .evaluation.downstream import check_downstream, load_downstream
 from .messages import Message
 from .method import Method
 from .models.encoders import build_encoder
@@ -41,6 +42,7 @@ class Federation:
         method: the method object.
         device: where models are trained.
         weights: what encoders start from, by architecture; an architecture that is not in it starts at random.
+        downstream: other data that the models are evaluated on, by label.
     """
 
     recipe: Recipe
@@ -49,6 +51,7 @@ class Federation:
     method: Method
     device: torch.device
     weights: Mapping[str, Weights] = field(default_factory=dict)
+    downstream: Mapping[str, Dataset] = field(default_factory=dict)
 
     @property
     def class_counts(self) -> Tensor:
@@ -143,6 +146,14 @@ def build_federation(recipe: Recipe, dataset: Dataset | None = None, owner: int 
             return _build_model(recipe, images, architecture, weights)
 
     check_models(recipe, lambda architecture: model_of(architecture, "check"))
+    downstream = {}
+    for label, options in (recipe.evaluation.downstream or {}).items():
+        try:
+            downstream[label] = load_downstream(options, images.train_images.shape[1:], recipe.seed)
+            for architecture in dict.fromkeys(architectures):
+                check_downstream(model_of(architecture, "check"), downstream[label], recipe.evaluation)
+        except UserError as error:
+            raise UserError(f"evaluation.downstream.{label}: {error}") from error
     exchanges = any(aggregator.exchanges_weights for aggregator in recipe.aggregators)
     method = Method(
         objective=recipe.objective,
@@ -158,10 +169,10 @@ def build_federation(recipe: Recipe, dataset: Dataset | None = None, owner: int 
         public_images=images.public_images,
         guard=recipe.guard,
     )
-    return Federation(recipe, images, client_rows, method, device, weights)
+    return Federation(recipe, images, client_rows, method, device, weights, downstream)
 
 
-def federation_of_run(directory: RunDirectory, trust: bool = False) -> Federation:
+def federation_of_run(directory: RunDirectory, trust: bool = False, downstream: bool = False) -> Federation:
     """The federation of a run that is evaluated: the weights that it started from are read only if they are needed.
 
     They are where a client that keeps a model of its own has not taken part yet.
@@ -169,6 +180,7 @@ def federation_of_run(directory: RunDirectory, trust: bool = False) -> Federatio
     Args:
         directory: the run's.
         trust: see `load_stored_recipe`.
+        downstream: whether the other data of `evaluation.downstream` are read too.
 
     Raises:
         UserError: see `load_stored_recipe` and `build_federation`.
@@ -176,6 +188,9 @@ def federation_of_run(directory: RunDirectory, trust: bool = False) -> Federatio
     recipe = load_stored_recipe(directory, trust)
     if not recipe.local_update.personal or len(directory.client_rounds) == recipe.partition.clients:
         recipe = recipe.model_copy(update={"model": ModelOptions()})
+    if not downstream:
+        evaluation = recipe.evaluation.model_copy(update={"downstream": None})
+        recipe = recipe.model_copy(update={"evaluation": evaluation})
     return build_federation(recipe)
 
 

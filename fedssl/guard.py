@@ -28,7 +28,7 @@ REFUSED = "refused/"
 ENGINE_METRICS = ("bytes_down", "bytes_up", "missing", "refused", "dropped", "answers")
 
 _MEASURES = ("knn", "linear", "effective_rank", "alignment", "uniformity")
-_MEASURES_OF_FINE_TUNING = ("semi_supervised_", "fine_tune_")
+_OTHER_MEASURES = ("semi_supervised_", "fine_tune_", "downstream_")
 _MOST_NUMBERS = 1000  # each is a line of metrics.csv in every round
 _LONGEST_NAME = 200  # characters in the name of a number or metric
 _LONGEST_REASON = 500  # characters; it may contain a name that the client chose
@@ -44,7 +44,7 @@ _MOST_GROWTH = 2  # of a client's number of images during a run: a site may coll
 
 def is_measure(name: str) -> bool:
     """Whether a metric is one that `evaluate_model` gives."""
-    return name in _MEASURES or name.startswith(_MEASURES_OF_FINE_TUNING)
+    return name in _MEASURES or name.startswith(_OTHER_MEASURES)
 
 
 class GuardOptions(Options):

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
 from ..errors import UserError
+from ..evaluation.downstream import evaluate_downstream
 from ..evaluation.evaluate import evaluate_model
 from ..federation import Federation
 from ..guard import refused_in
@@ -87,7 +88,7 @@ def evaluation_due(recipe: Recipe, number: int) -> bool:
 
 
 def evaluate_after(federation: Federation, model: Model, number: int) -> tuple[dict[str, float], Tensor]:
-    """kNN and effective rank; before and after training linear too; after it fine-tuning if asked.
+    """kNN and effective rank; before and after training linear too, and other data; after it fine-tuning if asked.
 
     Without labels they are effective rank, alignment and uniformity, see `evaluate_model`.
 
@@ -95,16 +96,21 @@ def evaluate_after(federation: Federation, model: Model, number: int) -> tuple[d
         The measures by name, and the singular values of the test representations.
     """
     recipe = federation.recipe
-    return evaluate_model(
+    seed = seed_for(recipe.seed, "evaluation")
+    measures, spectrum = evaluate_model(
         model,
         federation.dataset,
         recipe.evaluation,
-        seed_for(recipe.seed, "evaluation"),
+        seed,
         linear=number in (0, recipe.rounds),
         fractions=recipe.evaluation.semi_supervised if number == recipe.rounds else (),
         fine_tune=recipe.evaluation.fine_tune if number == recipe.rounds else None,
         augmentation=recipe.augmentation,
     )
+    if number in (0, recipe.rounds):
+        after = number == recipe.rounds
+        measures |= evaluate_downstream(model, federation.downstream, recipe.evaluation, seed, after=after)
+    return measures, spectrum
 
 
 def _evaluate(

@@ -18,6 +18,7 @@ from ..data.paths import kind_of
 from ..data.pixels import channels_first, resize, to_uint8
 from ..data.windows import Window
 from ..errors import UserError
+from ..evaluation.downstream import in_channels
 
 #: the arrays of images that an .npz file may have, in the order in which they are read
 _ARRAYS = ("x", "x_train", "x_val", "x_test", "train_images", "val_images", "test_images")
@@ -118,15 +119,3 @@ def _from_arrays(arrays: dict[str, Tensor], shape: tuple[int, int, int], batch_s
             if images.shape[2:] != (height, width):
                 images = resize(images, height, width)
             yield ImageBatch([f"{name}/{start + row}" for row in range(len(images))], images)
-
-
-def in_channels(images: Tensor, channels: int) -> Tensor:
-    """Images [n, 1 or 3, H, W] as grey (1) or colour (3): grey is repeated, colour becomes its luma."""
-    if images.shape[1] == channels:
-        return images
-    if channels == 3:
-        return images.expand(-1, 3, -1, -1).contiguous()
-    from torchvision.transforms.v2 import functional
-
-    grey: Tensor = functional.rgb_to_grayscale(images)
-    return grey

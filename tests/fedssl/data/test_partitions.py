@@ -285,7 +285,7 @@ def test_a_chart_that_cannot_be_written_is_one_line(tmp_path):
     figure = draw_partition(torch.ones(2, 2, dtype=torch.int64), ("a", "b"))
     write_figure(tmp_path / "chart.svg", figure)
     assert b"<svg" in (tmp_path / "chart.svg").read_bytes()
-    with pytest.raises(UserError, match=r"chart\.xyz ends with no known format; let it end with \..*\.png"):
+    with pytest.raises(UserError, match=r"chart\.xyz: no image can be written as \.xyz; expected one of .*png"):
         write_figure(tmp_path / "chart.xyz", figure)
     with pytest.raises(UserError, match=r"nowhere/chart\.png cannot be written: No such file"):
         write_figure(tmp_path / "nowhere" / "chart.png", figure)
