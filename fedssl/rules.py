@@ -116,6 +116,15 @@ def _sites_need_flower(recipe: Recipe) -> str | None:
     return None
 
 
+def _no_data_needs_sites(recipe: Recipe) -> str | None:
+    if recipe.data.name == "none" and recipe.partition.name != "sites":
+        return (
+            f"data.name=none leaves all images to the sites, but partition.name is {recipe.partition.name}: set "
+            "partition.name=sites with engine=flower, or name a dataset"
+        )
+    return None
+
+
 def _enough_clients_to_answer(recipe: Recipe) -> str | None:
     needed, sampled = recipe.guard.minimum_answers, recipe.clients_per_round or recipe.partition.clients
     if needed > sampled:
@@ -215,6 +224,7 @@ def _no_labels_on_public_images(recipe: Recipe) -> str | None:
 _RECIPE_RULES = (
     _enough_clients_to_sample,
     _sites_need_flower,
+    _no_data_needs_sites,
     _enough_clients_to_answer,
     _aggregators_allow_the_clients,
     _readers_have_their_aggregator,

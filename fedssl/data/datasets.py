@@ -16,7 +16,7 @@ from .options import DataOptions
 from .paths import expanded
 from .pixels import resize
 from .public_images import load_public_images
-from .splits import LabelledImages, Splits
+from .splits import LabelledImages, Splits, unlabelled
 from .stored_images import Images, images_of_rows
 from .torchvision_sets import DEFAULT_ROOT, load_torchvision_set
 
@@ -65,7 +65,8 @@ class Dataset:
     def measured_images(self) -> Images:
         """What representations are measured on: the test images, or some training images where there are none.
 
-        The choice depends on nothing but their number, so that figures of different seeds compare.
+        A server without data (`data.name=none`) has neither. The choice depends on nothing but the images' number, so
+        that figures of different seeds compare.
         """
         if len(self.test_images):
             return self.test_images
@@ -116,6 +117,10 @@ def load_dataset(options: DataOptions, seed: int) -> Dataset:
 
 def _load_splits(options: DataOptions) -> Splits:
     path = None if options.path is None else expanded(options.path, "data.path")
+    if options.name == "none":
+        assert options.image_shape is not None
+        nothing = unlabelled(torch.empty((0, *options.image_shape), dtype=torch.uint8))
+        return Splits(nothing, nothing, tuple(options.class_names))
     if options.name in ("folder", "images"):
         return load_images(options)
     if options.name == "npz":

@@ -11,10 +11,11 @@ from ..options import Options
 class DataOptions(Options):
     """The dataset, how much of it is used, and where the public images come from."""
 
-    name: Literal["digits", "cifar10", "cifar100", "fashion_mnist", "npz", "images", "folder"] = Field(
+    name: Literal["digits", "cifar10", "cifar100", "fashion_mnist", "npz", "images", "folder", "none"] = Field(
         "digits",
         description="the dataset: a built-in or torchvision one, or your own: npz (a file of arrays), images (any "
-        "folder of images, with or without labels), or folder (train/CLASS/ and test/CLASS/)",
+        "folder of images, with or without labels), or folder (train/CLASS/ and test/CLASS/); none for a Flower server "
+        "whose sites bring all images",
     )
     path: Path | None = Field(
         None,
@@ -43,6 +44,12 @@ class DataOptions(Options):
         "(default: no resizing; 32 for images and folder)",
     )
 
+    image_shape: tuple[int, int, int] | None = Field(
+        None, description="for none: channels, height and width of the sites' images, such as [1, 32, 32]"
+    )
+    class_names: list[str] = Field(
+        default_factory=list, description="for none: the sites' classes in their order, where the method needs labels"
+    )
     labels: Literal["folders"] | Path | None = Field(
         None,
         description="for images: where labels come from: folders (the name of an image's folder), a CSV file, or null "
@@ -86,6 +93,20 @@ class DataOptions(Options):
             )
         if self.public_path is not None and self.public_holdout > 0:
             raise ValueError("public_path and public_holdout are two sources of public images; give only one")
+        if (self.image_shape is not None) != (self.name == "none"):
+            raise ValueError(
+                "name=none needs image_shape=[channels, height, width] of the sites' images"
+                if self.image_shape is None
+                else f"image_shape is for name=none, not for name={self.name}; leave it out, or set image_size"
+            )
+        if self.image_shape is not None and (self.image_shape[0] not in (1, 3) or min(self.image_shape) < 1):
+            raise ValueError(
+                f"image_shape must be [channels, height, width] with 1 or 3 channels, got {list(self.image_shape)}"
+            )
+        if self.name == "none" and self.public_holdout > 0:
+            raise ValueError("public_holdout takes training images, and name=none has none; set public_path")
+        if self.class_names and self.name != "none":
+            raise ValueError(f"class_names is for name=none, not for name={self.name}; leave it out")
         if self.labels is not None and self.name != "images":
             raise ValueError(f"labels is for name=images, not for name={self.name}; leave it out")
         if isinstance(self.window, tuple) and not self.window[0] < self.window[1]:

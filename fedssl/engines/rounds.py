@@ -121,6 +121,8 @@ def _evaluate(
 ) -> list[MetricRow]:
     if not evaluation_due(federation.recipe, number):
         return []
+    if not federation.method.personal and not len(federation.dataset.measured_images):
+        return []  # the server has no data; its metrics are those that the clients send
     progress.note(f"evaluating after round {number}")
     rows: list[MetricRow] = []
     spectra: dict[str, Tensor] = {}

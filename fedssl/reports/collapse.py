@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..data.augmentation import two_views
 from ..engines.rounds import models_to_evaluate
+from ..errors import UserError
 from ..evaluation.alignment import alignment
 from ..evaluation.features import extract_features, extract_view_features
 from ..evaluation.spectrum import effective_rank, log_covariance_singular_values
@@ -98,6 +99,8 @@ def analyse_collapse(federation: Federation, directory: RunDirectory) -> Collaps
     recipe, data = federation.recipe, federation.dataset
     generator = generator_for(recipe.seed, "collapse", "images")
     measured = data.measured_images
+    if not len(measured):
+        raise UserError("the server has no images (data.name=none), so no representations can be looked at")
     order = torch.randperm(len(measured), generator=generator)[:_TEST_IMAGES]
     images = measured[order]
     views = two_views(images, recipe.augmentation, generator_for(recipe.seed, "collapse", "views"))

@@ -45,6 +45,8 @@ def evaluate_run(
             raise UserError(f"--semi-supervised must be a fraction in (0, 1], for instance 0.01, got {fraction}")
     federation = build_federation(load_recipe(path / "recipe.yaml"))
     recipe, data = federation.recipe, federation.dataset
+    if not len(data.measured_images):
+        raise UserError(f"the recipe of {path} names no images to evaluate on (data.name=none)")
     fine_tune = fine_tune or recipe.evaluation.fine_tune
     check_fine_tuning(fine_tune, data)
     wanted = list(dict.fromkeys([*recipe.evaluation.semi_supervised, *fractions]))
