@@ -16,7 +16,7 @@ from .options import DataOptions
 from .paths import expanded
 from .pixels import resize
 from .public_images import load_public_images
-from .splits import LabelledImages, Splits
+from .splits import LabelledImages, Splits, unlabelled
 from .stored_images import Images, images_of_rows
 from .torchvision_sets import DEFAULT_ROOT, load_torchvision_set
 
@@ -65,9 +65,8 @@ class Dataset:
     def measured_images(self) -> Images:
         """What representations are measured on: the test images, or some training images where there are none.
 
-        A server without data has neither.
-
-        The choice depends on nothing but their number, so that figures of different seeds compare.
+        A server without data (`data.name=none`) has neither. The choice depends on nothing but the images' number, so
+        that figures of different seeds compare.
         """
         if len(self.test_images) or not len(self.train_images):
             return self.test_images
@@ -139,7 +138,7 @@ def _load_splits(options: DataOptions) -> Splits:
 def _no_images(options: DataOptions) -> Splits:
     """Splits without images, of the shape and the classes that the sites' images have."""
     assert options.image_shape is not None
-    nothing = LabelledImages(torch.empty(0, *options.image_shape, dtype=torch.uint8), torch.empty(0, dtype=torch.int64))
+    nothing = unlabelled(torch.empty((0, *options.image_shape), dtype=torch.uint8))
     return Splits(nothing, nothing, tuple(options.class_names))
 
 

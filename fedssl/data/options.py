@@ -101,6 +101,10 @@ class DataOptions(Options):
             )
         if self.public_path is not None and self.public_holdout > 0:
             raise ValueError("public_path and public_holdout are two sources of public images; give only one")
+        if self.image_shape is not None and self.image_shape[0] not in (1, 3):
+            raise ValueError(
+                f"image_shape must be [channels, height, width] with 1 or 3 channels, got {[*self.image_shape]}"
+            )
         if self.labels is not None and self.name != "images":
             raise ValueError(f"labels is for name=images, not for name={self.name}; leave it out")
         if isinstance(self.window, tuple) and not self.window[0] < self.window[1]:

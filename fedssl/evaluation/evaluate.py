@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..data.augmentation import AugmentationOptions, two_views
 from ..data.datasets import Dataset
+from ..data.stored_images import images_of_rows
 from ..errors import UserError
 from ..models.model import Model
 from .alignment import alignment
@@ -22,6 +23,7 @@ from .spectrum import effective_rank, singular_values
 from .uniformity import uniformity
 
 _COMPARED_IMAGES = 1000  # uniformity compares each pair of them
+_VIEWS_AT_A_TIME = 100  # bounds the memory of augmenting large images
 
 
 def evaluate_model(
@@ -107,10 +109,13 @@ def _measures_without_labels(
 ) -> tuple[dict[str, float], Tensor]:
     images = dataset.measured_images
     features = extract_features(model.encoder, images, device=model.device)
-    compared = images[: min(_COMPARED_IMAGES, len(images))]
-    views = two_views(compared, augmentation, torch.Generator().manual_seed(seed))
-    first, second = (extract_view_features(model.encoder, view, device=model.device) for view in views)
+    generator = torch.Generator().manual_seed(seed)
+    pairs = []
+    for part in images_of_rows(images, slice(0, _COMPARED_IMAGES)).split(_VIEWS_AT_A_TIME):
+        views = two_views(part, augmentation, generator)
+        pairs.append([extract_view_features(model.encoder, view, device=model.device) for view in views])
+    first, second = (torch.cat(parts) for parts in zip(*pairs, strict=True))
     metrics = {"effective_rank": effective_rank(features), "alignment": alignment(first, second)}
-    if len(compared) > 1:
-        metrics["uniformity"] = uniformity(features[: len(compared)])
+    if len(features) > 1:
+        metrics["uniformity"] = uniformity(features[:_COMPARED_IMAGES])
     return metrics, singular_values(features)
