@@ -50,7 +50,7 @@ def test_averaged_weights_need_no_data_at_the_server(quick, tmp_path, sites):
     assert run.overall("loss").keys() == {1, 2}
     assert run.overall("effective_rank") == {}
     page = write_report([tmp_path / "run"]).read_text()
-    assert "the server has no images" in page
+    assert "there are no images" in page
     with pytest.raises(UserError, match=r"names no images to evaluate on \(data\.name=none\)"):
         evaluate_run(tmp_path / "run")
 
@@ -74,7 +74,9 @@ def test_other_sizes_are_refused(quick, tmp_path, sites):
 
 
 def test_no_data_is_for_sites(tiny):
-    with pytest.raises(UserError, match=r"data\.name=none leaves all images to the sites, but partition\.name is iid"):
+    with pytest.raises(
+        UserError, match=r"data\.name=none is for a server whose sites bring their own images, got partition iid"
+    ):
         build_federation(tiny(**(AVERAGED | NO_DATA | {"partition": {"name": "iid", "clients": 2}})))
 
 
@@ -83,9 +85,12 @@ def test_no_data_is_for_sites(tiny):
     [
         ({"name": "none"}, r"name=none needs image_shape=\[channels, height, width\]"),
         ({"name": "none", "image_shape": [2, 8, 8]}, r"with 1 or 3 channels, got \[2, 8, 8\]"),
-        ({"image_shape": [1, 8, 8]}, r"image_shape is for name=none, not for name=digits"),
-        ({"class_names": ["a"]}, r"class_names is for name=none"),
-        ({"name": "none", "image_shape": [1, 8, 8], "public_holdout": 5}, "name=none has none; set public_path"),
+        ({"image_shape": [1, 8, 8]}, "image_shape and class_names are for name=none"),
+        ({"class_names": ["a"]}, "image_shape and class_names are for name=none"),
+        (
+            {"name": "none", "image_shape": [1, 8, 8], "public_holdout": 5},
+            "name=none has no images: leave path and public_holdout out",
+        ),
     ],
 )
 def test_bad_options(options, says):
