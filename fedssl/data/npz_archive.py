@@ -61,6 +61,18 @@ class NpzArchive:
     ) -> None:
         self._zip.close()
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of an array, from its header alone.
+
+        Raises:
+            UserError: there is no such array, or it is corrupt.
+        """
+        try:
+            with self._zip.open(self._member(name)) as file:
+                return _read_header(file)[0]
+        except Exception as error:
+            raise self._corrupt(name, error) from error
+
     def read(self, names: Sequence[str]) -> dict[str, NDArray[Any]]:
         """Read arrays by name.
 

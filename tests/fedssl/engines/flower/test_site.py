@@ -98,5 +98,5 @@ def test_a_site_brings_its_images_to_the_size_that_the_recipe_says(quick, tmp_pa
 
 
 def test_a_server_without_data_must_know_the_classes_of_labels(quick):
-    with pytest.raises(UserError, match="as data.class_names"):
+    with pytest.raises(UserError, match=r"as data\.class_names"):
         build_federation(quick(**AVERAGED, data=NO_DATA, partition=SITES, objective="supervised"))
