@@ -72,7 +72,7 @@ class DataOptions(Options):
         None,
         ge=0,
         description="GB of decoded image files that are held in memory; more are decoded once into a file under "
-        "~/.cache/fedssl/decoded and read from there (default: 40 % of the available memory)",
+        "~/.cache/fedssl/decoded and read from there (default: a quarter of the available memory)",
     )
     window: Literal["full", "per_image", "file"] | tuple[float, float] | None = Field(
         None,

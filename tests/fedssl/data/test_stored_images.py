@@ -188,6 +188,6 @@ def test_rows_are_read_and_not_mapped(folder):
 def test_the_default_limit_is_a_share_of_the_memory(folder, monkeypatch):
     monkeypatch.setattr(decoding, "available_memory", lambda: 30 * 3 * 16 * 16)
     assert isinstance(load_dataset(options_of(folder), 0).train_images, StoredImages)
-    monkeypatch.setattr(decoding, "available_memory", lambda: 3 * 30 * 3 * 16 * 16)
+    monkeypatch.setattr(decoding, "available_memory", lambda: 4 * 30 * 3 * 16 * 16)
     assert isinstance(load_dataset(options_of(folder), 0).train_images, torch.Tensor)
     assert np.prod(load_dataset(options_of(folder), 0).train_images.shape) == 24 * 3 * 16 * 16
