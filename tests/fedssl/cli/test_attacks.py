@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -220,6 +221,21 @@ def test_a_full_disk_at_any_file_is_one_line_and_the_run_continues(largest_file,
     if path.exists():
         assert fedssl("run", "--resume", str(path))[0] == 0
         assert RunDirectory.open(path).checkpoint.finished
+
+
+def test_a_full_disk_under_tensorboard_is_one_line(fedssl, tmp_path, monkeypatch):
+    """Its writes are a thread's, which keeps the error for the next call and would print a traceback."""
+
+    def record_writer(*arguments):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    (tmp_path / "tiny.yaml").write_text(recipe_text())
+    monkeypatch.setattr("tensorboard.summary.writer.record_writer.RecordWriter.write", record_writer)
+    code, _, err = fedssl("run", "tiny.yaml", "--output", "run")
+    one_line(code, err)
+    assert "no space left to write run/tensorboard" in err
+    monkeypatch.undo()
+    assert RunDirectory.open(tmp_path / "run").checkpoint.round < 1
 
 
 def test_a_full_disk_under_a_chart_leaves_none(fedssl, tmp_path):
