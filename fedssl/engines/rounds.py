@@ -146,10 +146,6 @@ def _evaluate(
 def _tensorboard(directory: RunDirectory, first: int) -> Iterator[Callable[[list[MetricRow]], None]]:
     """A writer of rows as TensorBoard events; events of rounds from `first` on are marked as superseded."""
     path = directory.path / "tensorboard"
-    try:
-        writer = SummaryWriter(str(path), purge_step=first)
-    except OSError as error:
-        raise cannot_write(path, error) from error
 
     def write(rows: list[MetricRow]) -> None:
         try:
@@ -160,10 +156,16 @@ def _tensorboard(directory: RunDirectory, first: int) -> Iterator[Callable[[list
 
     before, threading.excepthook = threading.excepthook, _ignore_full_disk
     try:
-        yield write
+        try:
+            writer = SummaryWriter(str(path), purge_step=first)
+        except OSError as error:
+            raise cannot_write(path, error) from error
+        try:
+            yield write
+        finally:
+            with suppress(OSError):  # the same one again; the events are no part of a checkpoint
+                writer.close()
     finally:
-        with suppress(OSError):  # the same one again; the events are no part of a checkpoint
-            writer.close()
         threading.excepthook = before
 
 

@@ -7,9 +7,11 @@ RUN/figures/*.png    the pictures of FedU2's Figures 3, 4 and 5
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
+from ..errors import UserError
 from ..federation import federation_of_run
 from ..run_directory import RunDirectory
 from ..storage import make_folder, write_atomically
@@ -22,7 +24,9 @@ _FILE = "collapse.json"
 
 
 def collapse_of_run(path: Path, trust: bool = False) -> Collapse | None:
-    """The collapse analysis of a run's last round. It is made and stored where it is not stored already.
+    """The collapse analysis of a run's last round. It is made where it is not stored already.
+
+    It is stored in the run's folder where that can be written.
 
     Args:
         path: the run's folder.
@@ -32,8 +36,8 @@ def collapse_of_run(path: Path, trust: bool = False) -> Collapse | None:
         The analysis; None where no round is finished.
 
     Raises:
-        UserError: the run's data are no longer there, a state cannot be read, representations are not finite, the
-            recipe names code that is not trusted, or the files cannot be written.
+        UserError: the run's data are no longer there, a state cannot be read, representations are not finite, or
+            the recipe names code that is not trusted.
     """
     directory = RunDirectory.open(path)
     checkpoint = directory.checkpoint
@@ -43,7 +47,8 @@ def collapse_of_run(path: Path, trust: bool = False) -> Collapse | None:
     if stored is not None and stored.round == checkpoint.round:
         return stored
     analysis = analyse_collapse(federation_of_run(directory, trust), directory)
-    _write(analysis, path)
+    with suppress(UserError):  # a folder that cannot be written is read all the same
+        _write(analysis, path)
     return analysis
 
 

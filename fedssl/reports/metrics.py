@@ -30,7 +30,8 @@ FINE_TUNED = tuple(f"fine_tune_{score}" for score in ("accuracy", "per_class_acc
 ACCURACIES = ("knn", "linear", "semi_supervised_0.01", "semi_supervised_0.1", *FINE_TUNED)
 #: measured before and after training, and possibly in between; the fine-tuned scores after it alone
 EVALUATED = (*ACCURACIES, "effective_rank", "alignment", "uniformity")
-_LARGEST = 1e150
+#: larger ones are neither drawn nor averaged: they would overflow
+LARGEST_FIGURE = 1e150
 _DECIMALS = {"alignment": 2, "uniformity": 2}
 
 
@@ -57,7 +58,7 @@ def mean_and_spread(values: Sequence[float]) -> tuple[float, float | None]:
 
     Both are NaN where a value is not finite, or so large that its square would not be.
     """
-    if not all(abs(value) < _LARGEST for value in values):
+    if not all(abs(value) < LARGEST_FIGURE for value in values):
         return math.nan, math.nan if len(values) > 1 else None
     return fmean(values), stdev(values) if len(values) > 1 else None
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from ..errors import UserError
 from ..storage import write_atomically
 from ..untrusted.printable import plot_text
-from .metrics import format_values, is_accuracy, mean_and_spread, metric_title
+from .metrics import LARGEST_FIGURE, format_values, is_accuracy, mean_and_spread, metric_title
 
 _PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31")
 _LINE_STYLES = ("-", "--", ":", "-.")
@@ -123,6 +123,7 @@ def draw_curves(
         if not rounds:
             continue
         values = np.array([[run[number] for number in rounds] for run in runs])
+        values[~(np.abs(values) < LARGEST_FIGURE)] = np.nan  # a gap in the line
         style = styles[label]
         marker = "o" if len(rounds) <= 25 else None
         axes.plot(
