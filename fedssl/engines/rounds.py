@@ -132,7 +132,7 @@ def _evaluate(
                 rows.append((number, str(k), metric, value))
                 values.setdefault(metric, []).append(value)
         rows += [(number, "mean", metric, sum(each) / len(each)) for metric, each in values.items()]
-    elif len(federation.dataset.test_images):  # a server may have no data
+    elif len(federation.dataset.measured_images):  # a server may have no data
         model = federation.method.load_global(server, lambda: federation.new_model(None))
         metrics, spectra["global"] = evaluate_after(federation, model, number)
         rows += [(number, "global", metric, value) for metric, value in metrics.items()]

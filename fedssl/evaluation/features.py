@@ -14,11 +14,11 @@ from ..errors import UserError
 _IMAGES_AT_A_TIME = 500
 
 
-def require_test_images(dataset: Dataset) -> None:
+def require_measured_images(dataset: Dataset) -> None:
     """Raise UserError where there is nothing to measure a model on, as at a server without data."""
-    if len(dataset.test_images) == 0:
+    if len(dataset.measured_images) == 0:
         raise UserError(
-            f"there are no test images to measure models on: data.name is {dataset.name}, and the sites hold the data"
+            f"there are no images to measure models on: data.name is {dataset.name}, and the sites hold the data"
         )
 
 
