@@ -118,7 +118,12 @@ def evaluate(
 
 
 def write_report(
-    runs: AnyPath | Sequence[AnyPath], output: AnyPath | None = None, *, collapse: bool = True, trust: bool = False
+    runs: AnyPath | Sequence[AnyPath],
+    output: AnyPath | None = None,
+    *,
+    collapse: bool = True,
+    images: bool = True,
+    trust: bool = False,
 ) -> Path:
     """Write an HTML page with the curves, tables, partition and representations of one or more runs.
 
@@ -126,7 +131,8 @@ def write_report(
         runs: the folder of a run, or several.
         output: the file to write; RUN/report.html by default, or report.html for several runs.
         collapse: also check whether representations have collapsed; this loads the run's images.
-        trust: run the code of parts of your own that a run's recipe names; only the check for collapse needs it.
+        images: also show images of the data as the encoder sees them; the page then holds these images.
+        trust: run the code of parts of your own that a run's recipe names; only the two options above need it.
 
     Returns:
         The file that was written.
@@ -135,4 +141,5 @@ def write_report(
         UserError: a folder holds no run, or the file cannot be written.
     """
     paths = [runs] if isinstance(runs, (str, Path)) else runs
-    return report.write_report([Path(p) for p in paths], None if output is None else Path(output), collapse, trust)
+    target = None if output is None else Path(output)
+    return report.write_report([Path(path) for path in paths], target, collapse, trust, images)

@@ -58,9 +58,13 @@ def report(
         bool,
         typer.Option(help="Also check whether representations have collapsed; this loads the run's images."),
     ] = True,
+    images: Annotated[
+        bool,
+        typer.Option(help="Also show images of the data as the encoder sees them; the page then holds these images."),
+    ] = True,
     trust: Trust = False,
 ) -> None:
     """Write an HTML page with curves, tables, the partition and pictures of the representations."""
     from ..reports.report import write_report
 
-    print_text(f"The report is in {write_report(runs, output, collapse, trust)}")
+    print_text(f"The report is in {write_report(runs, output, collapse, trust, images)}")

@@ -15,7 +15,7 @@ _IMAGES_AT_A_TIME = 500
 _PIXELS_AT_A_TIME = 500 * 64 * 64
 
 
-def require_images(dataset: Dataset) -> None:
+def require_measured_images(dataset: Dataset) -> None:
     """Raise UserError where there is nothing to measure a model on, as at a server without data."""
     if len(dataset.measured_images) == 0:
         raise UserError(

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..data.augmentation import two_views
 from ..engines.rounds import models_to_evaluate
 from ..evaluation.alignment import alignment
-from ..evaluation.features import extract_features, extract_view_features, require_images
+from ..evaluation.features import extract_features, extract_view_features, require_measured_images
 from ..evaluation.spectrum import effective_rank, log_covariance_singular_values
 from ..evaluation.sphere import sphere_coverage, sphere_points
 from ..evaluation.tsne import tsne_together
@@ -96,7 +96,7 @@ def analyse_collapse(federation: Federation, directory: RunDirectory) -> Collaps
         UserError: there are no images, a state cannot be read, or representations are not finite.
     """
     recipe, data = federation.recipe, federation.dataset
-    require_images(data)
+    require_measured_images(data)
     generator = generator_for(recipe.seed, "collapse", "images")
     measured = data.measured_images
     order = torch.randperm(len(measured), generator=generator)[:_TEST_IMAGES]
