@@ -10,7 +10,7 @@ ifneq ($(words $(VENV)),1)
 $(error VENV is "$(VENV)": give a path without spaces, for example VENV=.venv)
 endif
 
-end_to_end := $(addprefix tests/fedssl/engines/flower/test_,simulation.py deployment.py deploy_page.py)
+end_to_end := $(addprefix tests/fedssl/engines/flower/test_,simulation.py deployment.py hostile_site.py deploy_page.py)
 python := "$(VENV)/bin/python"
 installed := $(VENV)/.installed
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .data.augmentation import AugmentationOptions
+from .data.stored_images import Images
 from .messages import Message
 from .models.model import Model
 from .objectives.base import Objective
@@ -21,15 +22,15 @@ class Client:
 
     Attributes:
         index: the client's number, from 0.
-        images: its private training images, uint8 [n, C, H, W].
-        labels: their labels, int64 [n]; only a supervised objective reads them.
+        images: its private training images, uint8 [n, C, H, W]; in memory, or in a file and read by row.
+        labels: their labels, int64 [n]; only a supervised objective reads them. All are 0 where there are none.
         public_images: the representation alignment data that all clients share, uint8 [L, C, H, W].
         model: its own model.
         memory: what its parts keep between rounds (FedEMA's lambda, a whitening matrix). The engine stores it.
     """
 
     index: int
-    images: Tensor
+    images: Images
     labels: Tensor
     public_images: Tensor | None
     model: Model

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from .client import Client
 from .data.datasets import Dataset, load_dataset
+from .data.dealing import deal
 from .data.partition_table import class_counts
-from .data.partitions import partition_indices
+from .data.stored_images import images_of_rows
 from .errors import UserError
+from .evaluation.downstream import check_downstream, load_downstream
 from .messages import Message
 from .method import Method
 from .models.encoders import build_encoder
 from .models.model import Model
+from .models.options import ModelOptions
+from .models.weights import Weights, digest, load_weights, read_all_weights
 from .randomness import generator_for, seeded
+from .reading import load_stored_recipe
 from .recipe import Recipe
 from .rules import check_data, check_models, check_parts, check_shares
+from .run_directory import RunDirectory
 
 MODEL = "model/"
 MEMORY = "memory/"
@@ -34,6 +41,8 @@ class Federation:
         client_rows: which training images each client holds, int64 row numbers.
         method: the method object.
         device: where models are trained.
+        weights: what encoders start from, by architecture; an architecture that is not in it starts at random.
+        downstream: other data that the models are evaluated on, by label.
     """
 
     recipe: Recipe
@@ -41,17 +50,20 @@ class Federation:
     client_rows: list[Tensor]
     method: Method
     device: torch.device
+    weights: Mapping[str, Weights] = field(default_factory=dict)
+    downstream: Mapping[str, Dataset] = field(default_factory=dict)
 
     @property
     def class_counts(self) -> Tensor:
-        """Images per client and class, int64 [clients, classes]."""
-        return class_counts(self.dataset.train_labels, self.client_rows, len(self.dataset.class_names))
+        """Images per client and class, int64 [clients, classes]; without labels [clients, 1]."""
+        return class_counts(self.dataset.train_labels, self.client_rows, len(self.dataset.counted_as))
 
     def new_model(self, client: int | None) -> Model:
         """The model of a client, or the global one (None), as it is before any training."""
         owner = "server" if client is None else client
         with seeded(self.recipe.seed, "model", owner):
-            return _build_model(self.recipe, self.dataset, self.recipe.architecture_of(client or 0)).to(self.device)
+            architecture = self.recipe.architecture_of(client or 0)
+            return _build_model(self.recipe, self.dataset, architecture, self.weights).to(self.device)
 
     def client(self, index: int, state: Message, reused: Model | None = None) -> Client:
         """A client with its stored state; an empty state gives the client that has not yet taken part.
@@ -75,7 +87,7 @@ class Federation:
         rows = self.client_rows[index]
         return Client(
             index,
-            self.dataset.train_images[rows],
+            images_of_rows(self.dataset.train_images, rows),
             self.dataset.train_labels[rows],
             self.dataset.public_images,
             model,
@@ -115,10 +127,15 @@ def build_federation(recipe: Recipe, dataset: Dataset | None = None, owner: int 
             given they are dealt by `recipe.partition`.
 
     Raises:
-        UserError: data that cannot be read or dealt as asked, or parts that do not fit each other.
+        UserError: data or weights that cannot be read or do not fit, or parts that do not fit each other.
     """
     check_parts(recipe)
-    device = _device(recipe.device)
+    architectures = [recipe.architecture_of(k) for k in range(recipe.partition.clients)]
+    weights = read_all_weights(recipe.model, architectures)
+    if weights:
+        digests = {architecture: digest(tensors) for architecture, tensors in weights.items()}
+        recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"digests": digests})})
+    device = device_named(recipe.device)
     images = dataset or load_dataset(recipe.data, recipe.seed)
     check_data(recipe, images)
     client_rows = _deal(recipe, images, owner)
@@ -126,9 +143,17 @@ def build_federation(recipe: Recipe, dataset: Dataset | None = None, owner: int 
 
     def model_of(architecture: str, owner: str) -> Model:
         with seeded(recipe.seed, "model", owner):
-            return _build_model(recipe, images, architecture)
+            return _build_model(recipe, images, architecture, weights)
 
     check_models(recipe, lambda architecture: model_of(architecture, "check"))
+    downstream = {}
+    for label, options in (recipe.evaluation.downstream or {}).items():
+        try:
+            downstream[label] = load_downstream(options, images.train_images.shape[1:], recipe.seed)
+            for architecture in dict.fromkeys(architectures):
+                check_downstream(model_of(architecture, "check"), downstream[label], recipe.evaluation)
+        except UserError as error:
+            raise UserError(f"evaluation.downstream.{label}: {error}") from error
     exchanges = any(aggregator.exchanges_weights for aggregator in recipe.aggregators)
     method = Method(
         objective=recipe.objective,
@@ -144,25 +169,50 @@ def build_federation(recipe: Recipe, dataset: Dataset | None = None, owner: int 
         public_images=images.public_images,
         guard=recipe.guard,
     )
-    return Federation(recipe, images, client_rows, method, device)
+    return Federation(recipe, images, client_rows, method, device, weights, downstream)
+
+
+def federation_of_run(directory: RunDirectory, trust: bool = False, downstream: bool = False) -> Federation:
+    """The federation of a run that is evaluated: the weights that it started from are read only if they are needed.
+
+    They are where a client that keeps a model of its own has not taken part yet.
+
+    Args:
+        directory: the run's.
+        trust: see `load_stored_recipe`.
+        downstream: whether the other data of `evaluation.downstream` are read too.
+
+    Raises:
+        UserError: see `load_stored_recipe` and `build_federation`.
+    """
+    recipe = load_stored_recipe(directory, trust)
+    if not recipe.local_update.personal or len(directory.client_rounds) == recipe.partition.clients:
+        recipe = recipe.model_copy(update={"model": ModelOptions()})
+    if not downstream:
+        evaluation = recipe.evaluation.model_copy(update={"downstream": None})
+        recipe = recipe.model_copy(update={"evaluation": evaluation})
+    return build_federation(recipe)
 
 
 def _deal(recipe: Recipe, dataset: Dataset, owner: int | None) -> list[Tensor]:
     """Which training images each client holds."""
     if owner is None:
-        return partition_indices(dataset.train_labels, recipe.partition, recipe.seed)
+        return deal(dataset, recipe.partition, recipe.seed)
     client_rows = [torch.empty(0, dtype=torch.int64) for _ in range(recipe.partition.clients)]
     client_rows[owner] = torch.arange(len(dataset.train_labels))
     return client_rows
 
 
-def _build_model(recipe: Recipe, dataset: Dataset, architecture: str) -> Model:
+def _build_model(recipe: Recipe, dataset: Dataset, architecture: str, weights: Mapping[str, Weights]) -> Model:
     channels, size = dataset.train_images.shape[1], dataset.train_images.shape[-1]
-    encoder = recipe.schedule.adapt(build_encoder(architecture, channels, size))
-    return recipe.objective.build(encoder, len(dataset.class_names))
+    encoder = build_encoder(architecture, channels, size)
+    if architecture in weights:
+        load_weights(encoder, weights[architecture], architecture, str(recipe.model.source_of(architecture)))
+    return recipe.objective.build(recipe.schedule.adapt(encoder), len(dataset.class_names))
 
 
-def _device(name: str) -> torch.device:
+def device_named(name: str) -> torch.device:
+    """The device `cpu`, `cuda` or `cuda:N`; `auto` is CUDA where there is a device, and the CPU elsewhere."""
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise UserError(f"device is {name}, but this torch sees no CUDA device; use device=cpu or auto")
     if name == "auto":

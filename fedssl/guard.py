@@ -1,7 +1,8 @@
 """The server's guard: an answer that cannot be right is refused, named, and left out of its round.
 
 It runs in `Method.aggregate`, before every aggregator and under every engine. It finds broken answers, not malicious
-ones: a client that sends plausible but wrong numbers passes.
+ones: a client that sends plausible but wrong numbers passes. Where it is in doubt it accepts, because leaving out an
+honest client is the greater harm.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from pydantic import Field
 from torch import Tensor
@@ -24,18 +27,24 @@ REFUSED = "refused/"
 #: metrics that an engine writes itself for every client; a client must not send one of these names
 ENGINE_METRICS = ("bytes_down", "bytes_up", "missing", "refused", "dropped", "answers")
 
-_MEASURES = ("knn", "linear", "effective_rank")
-_MEASURES_OF_FINE_TUNING = ("semi_supervised_", "fine_tune_")
+_MEASURES = ("knn", "linear", "effective_rank", "alignment", "uniformity")
+_OTHER_MEASURES = ("semi_supervised_", "fine_tune_", "downstream_")
 _MOST_NUMBERS = 1000  # each is a line of metrics.csv in every round
 _LONGEST_NAME = 200  # characters in the name of a number or metric
 _LONGEST_REASON = 500  # characters; it may contain a name that the client chose
 _LARGEST_NUMBER = 1e12  # of samples and the like
 _LARGEST_INTEGER = 2**53  # what a mean in float64 holds exactly
+_NEVER_NEGATIVE = (".running_var", ".num_batches_tracked")  # a square root is taken of the first; the second counts
+#: A tensor may be so many times as large as the round's median, and so large in any case. Far more than honest clients
+#: differ by, and little enough that a mean with it leaves a model that still trains.
+_MOST_TIMES_THE_MEDIAN = 1000.0
+_ALWAYS_ALLOWED = 1000.0
+_MOST_GROWTH = 2  # of a client's number of images during a run: a site may collect more, and counts by them
 
 
 def is_measure(name: str) -> bool:
     """Whether a metric is one that `evaluate_model` gives."""
-    return name in _MEASURES or name.startswith(_MEASURES_OF_FINE_TUNING)
+    return name in _MEASURES or name.startswith(_OTHER_MEASURES)
 
 
 class GuardOptions(Options):
@@ -47,28 +56,54 @@ class GuardOptions(Options):
     )
 
 
-def refusals(
-    server: Message, replies: dict[int, Message], expected: dict[int, dict[str, Shape]], complete: bool, largest: float
-) -> dict[int, str]:
+@dataclass(frozen=True)
+class Asked:
+    """What a round's answers must be like.
+
+    Attributes:
+        expected: by client the tensors that it must send (see `Aggregator.expected`).
+        complete: whether any other tensor is refused.
+        sizes: the sizes that shapes give by name. A size that is not among them is the one that most answers have;
+            among equally frequent sizes, that of the lowest client number.
+        samples: how many images each client has; it may say up to twice as many. A client that is not among them may
+            say any positive number.
+        noisy: whether a variance or a counter may be negative, because noise was added to it.
+    """
+
+    expected: dict[int, dict[str, Shape]]
+    complete: bool = True
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    samples: Mapping[int, int] = field(default_factory=dict)
+    noisy: bool = False
+
+
+def refusals(server: Message, replies: dict[int, Message], asked: Asked, largest: float) -> dict[int, str]:
     """Why each broken answer is refused, by client; empty if all answers are valid.
 
     An answer is refused if a tensor is missing, was not asked for, has a wrong shape or dtype, or contains NaN, an
-    infinity or a magnitude above `largest`. It is also refused if `samples` is missing or not positive, if a number or
-    metric is not finite, or if a metric has a name that an engine or the evaluation uses. The reason names the first
-    fault.
+    infinity or a magnitude above `largest`; if a variance or a counter is negative; or if a floating-point tensor's
+    magnitude is above 1000 and also above 1000 times both the server's and the median of the answers' (of an even
+    number the lower of the two in the middle). It is also refused if `samples` is missing, not positive or more
+    than twice the client's number of images, if a number or metric is not finite, or if a metric has a name that an
+    engine or the evaluation uses. The reason names the first fault.
 
     Args:
         server: the server's state; an answer's tensor has the dtype of its entry of the same name.
         replies: the answers by client.
-        expected: the tensors that each client must send (see `Aggregator.expected`). A size given by name is the
-            size that most answers have; among equally frequent sizes, that of the lowest client number.
-        complete: whether any other tensor is refused.
+        asked: what the answers must be like.
         largest: `GuardOptions.largest_value`.
     """
-    shared = _shared_sizes(replies, expected)
+    extremes = {k: {name: _extremes(tensor) for name, tensor in reply.tensors.items()} for k, reply in replies.items()}
+    sizes = _shared_sizes(replies, asked.expected) | dict(asked.sizes)
+    limits = _limits(server, extremes, largest)
     reasons = {}
     for k in sorted(replies):
-        reason = _fault(server, replies[k], expected[k], complete, largest, shared)
+        reason = (
+            _fault_of_shapes(replies[k], asked.expected[k], sizes)
+            or _fault_of_tensors(server, k, replies[k], extremes[k], asked, largest, limits)
+            or _fault_of_samples(replies[k], asked.samples.get(k))
+            or _fault_of_numbers(replies[k])
+        )
         if reason:
             reasons[k] = reason[:_LONGEST_REASON]
     return reasons
@@ -105,29 +140,99 @@ def _shared_sizes(replies: dict[int, Message], expected: dict[int, dict[str, Sha
     return {label: sizes.most_common(1)[0][0] for label, sizes in seen.items()}
 
 
-def _fault(
-    server: Message,
-    reply: Message,
-    expected: dict[str, Shape],
-    complete: bool,
-    largest: float,
-    shared: dict[str, int],
-) -> str | None:
+def _extremes(tensor: Tensor) -> tuple[float, float]:
+    """The smallest and the largest entry, both NaN where any is; zeros for an empty tensor or complex numbers."""
+    if tensor.numel() == 0 or tensor.is_complex():
+        return 0.0, 0.0
+    low, high = (float(value) for value in tensor.detach().aminmax())
+    return low, high
+
+
+def _limits(server: Message, extremes: dict[int, dict[str, tuple[float, float]]], largest: float) -> dict[str, float]:
+    """The largest magnitude that each floating-point tensor of this round's answers may have, by name.
+
+    A tensor that one client alone sends has no median to be compared with. Such are representations, which may differ
+    by much between architectures.
+    """
+    by_name: dict[str, list[float]] = {}
+    for tensors in extremes.values():
+        for name, (low, high) in tensors.items():
+            if max(-low, high) <= largest:  # the others are refused in any case; NaN compares false
+                by_name.setdefault(name, []).append(max(-low, high))
+    limits = {}
+    for name, values in by_name.items():
+        usual = sorted(values)[(len(values) - 1) // 2]
+        if name in server.tensors:
+            low, high = _extremes(server.tensors[name])
+            usual = max(usual, -low, high)
+        limits[name] = min(largest, max(_ALWAYS_ALLOWED, _MOST_TIMES_THE_MEDIAN * usual))
+    return limits
+
+
+def _fault_of_shapes(reply: Message, expected: dict[str, Shape], sizes: Mapping[str, int]) -> str | None:
     for name, shape in expected.items():
         if name not in reply.tensors:
             return f"{name} is missing"
-        wanted = [shared.get(size) if isinstance(size, str) else size for size in shape]
+        wanted = [sizes.get(size) if isinstance(size, str) else size for size in shape]
         got = list(reply.tensors[name].shape)
-        if len(got) != len(wanted) or any(w not in (None, g) for w, g in zip(wanted, got, strict=True)):
-            return f"{name} has shape {got}, expected {['any' if w is None else w for w in wanted]}"
+        if len(got) != len(wanted) or not all(map(_fits, got, wanted)):
+            return f"{name} has shape {got}, expected [{', '.join(map(_size_text, wanted))}]"
+    return None
+
+
+def _fits(size: int, wanted: int | range | None) -> bool:
+    return wanted is None or (size in wanted if isinstance(wanted, range) else size == wanted)
+
+
+def _size_text(wanted: int | range | None) -> str:
+    if wanted is None:
+        return "any"
+    return f"{wanted.start} to {wanted.stop - 1}" if isinstance(wanted, range) else str(wanted)
+
+
+def _fault_of_tensors(
+    server: Message,
+    client: int,
+    reply: Message,
+    extremes: dict[str, tuple[float, float]],
+    asked: Asked,
+    largest: float,
+    limits: dict[str, float],
+) -> str | None:
     for name, tensor in reply.tensors.items():
-        if complete and name not in expected:
+        if asked.complete and name not in asked.expected[client]:
             return f"{name} was not asked for"
-        reason = _fault_of_tensor(tensor, server.tensors.get(name), largest)
-        if reason:
-            return f"{name} {reason}"
-    if not reply.numbers.get("samples", 0) > 0:
+        known, (low, high) = server.tensors.get(name), extremes[name]
+        if known is not None and tensor.dtype != known.dtype:
+            return f"{name} has dtype {tensor.dtype}, expected {known.dtype}"
+        if tensor.is_complex():
+            return f"{name} has dtype {tensor.dtype}, expected real numbers"
+        if math.isnan(low) or math.isnan(high):
+            return f"{name} holds NaN"
+        if math.isinf(low) or math.isinf(high):
+            return f"{name} holds an infinite value"
+        magnitude, floating = max(-low, high), tensor.is_floating_point()
+        if magnitude > (most := largest if floating else _LARGEST_INTEGER):
+            return f"{name} holds {magnitude:.3g} in magnitude, more than {most:.3g}"
+        if floating and magnitude > (most := limits[name]):
+            return (
+                f"{name} holds {magnitude:.3g} in magnitude, far above the round's median: expected at most {most:.3g}"
+            )
+        if low < 0 and name.endswith(_NEVER_NEGATIVE) and not asked.noisy:
+            return f"{name} holds {low:.3g}, expected no negative value"
+    return None
+
+
+def _fault_of_samples(reply: Message, images: int | None) -> str | None:
+    samples = reply.numbers.get("samples", 0)
+    if not samples > 0:
         return f"samples is {reply.numbers.get('samples', 'missing')}, expected a positive number"
+    if images is not None and samples > _MOST_GROWTH * images:
+        return f"samples is {samples:g}, more than twice {images}, the client's number of images when the run began"
+    return None
+
+
+def _fault_of_numbers(reply: Message) -> str | None:
     if len(reply.numbers) + len(reply.metrics) > _MOST_NUMBERS:
         return f"it has {len(reply.numbers) + len(reply.metrics)} numbers and metrics, more than {_MOST_NUMBERS}"
     for name in reply.metrics:
@@ -143,22 +248,4 @@ def _fault(
                 return f"the name of a {kind} has {len(name)} characters, more than {_LONGEST_NAME}"
             if not abs(value) <= largest_number:  # NaN compares false
                 return f"the {kind} {name} is {value}"
-    return None
-
-
-def _fault_of_tensor(tensor: Tensor, known: Tensor | None, largest: float) -> str | None:
-    if known is not None and tensor.dtype != known.dtype:
-        return f"has dtype {tensor.dtype}, expected {known.dtype}"
-    if tensor.is_complex():
-        return f"has dtype {tensor.dtype}, expected real numbers"
-    if tensor.numel() == 0:
-        return None
-    low, high = (float(value) for value in tensor.detach().aminmax())
-    if math.isnan(low) or math.isnan(high):
-        return "holds NaN"
-    if math.isinf(low) or math.isinf(high):
-        return "holds an infinite value"
-    limit = largest if tensor.is_floating_point() else _LARGEST_INTEGER
-    if max(-low, high) > limit:
-        return f"holds {max(-low, high):.3g} in magnitude, more than {limit:.3g}"
     return None

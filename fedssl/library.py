@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from . import reading, run_record
 from .engines import engine_of
 from .evaluation.fine_tune import FineTuneOptions
+from .export.encoder_folder import is_encoder_folder
 from .recipe import Recipe
 from .reports import evaluation, report
 from .run_directory import RunDirectory
@@ -84,31 +85,45 @@ def evaluate(
     *,
     semi_supervised: Sequence[float] = (),
     fine_tune: Literal["train", "validation"] | None = None,
+    data: Mapping[str, Any] | None = None,
     trust: bool = False,
 ) -> dict[str, dict[str, float]]:
-    """Evaluate the models of a run's last round, and write RUN/evaluation.csv.
+    """Evaluate the models of a run's last round or an exported encoder, and write evaluation.csv into its folder.
 
     Args:
-        path: the run's folder.
+        path: the run's folder, or a folder that `fedssl export` has written.
         semi_supervised: labelled fractions to fine-tune on, each above 0 and up to 1.
         fine_tune: also fine-tune on all labels of these images.
+        data: other data than the run's, such as `{"name": "npz", "path": "mine.npz"}`; an exported encoder needs them.
         trust: run the code of parts of your own that the run's recipe names.
 
     Returns:
-        By client (`"0"`, `"1"`, ...; also `"mean"` if there are several models, or `"global"` for one model of all
-        clients) each measure by its name, as in the file: accuracies in percent, rounded to two decimals.
+        By client (`"0"`, `"1"`, ...; also `"mean"` if there are several models; `"global"` for one model of all
+        clients, `"encoder"` for an exported one) each measure by its name, as in the file: accuracies in percent,
+        rounded to two decimals.
 
     Raises:
-        UserError: the folder holds no run, no round is finished yet, or a fraction is out of range.
+        UserError: the folder holds no run or encoder, no round is finished yet, a fraction is out of range, or the data
+            cannot be read.
     """
     options = FineTuneOptions(images=fine_tune) if fine_tune else None
-    written = evaluation.evaluate_run(Path(path), semi_supervised, fine_tune=options, trust=trust)
+    other = None if data is None else evaluation.data_options(data)
+    folder = Path(path)
+    if is_encoder_folder(folder):
+        written = evaluation.evaluate_export(folder, other, semi_supervised, options)
+    else:
+        written = evaluation.evaluate_run(folder, semi_supervised, fine_tune=options, data=other, trust=trust)
     with open(written, newline="", encoding="utf-8") as file:
         return {row.pop("client"): {name: float(value) for name, value in row.items()} for row in csv.DictReader(file)}
 
 
 def write_report(
-    runs: AnyPath | Sequence[AnyPath], output: AnyPath | None = None, *, collapse: bool = True, trust: bool = False
+    runs: AnyPath | Sequence[AnyPath],
+    output: AnyPath | None = None,
+    *,
+    collapse: bool = True,
+    images: bool = True,
+    trust: bool = False,
 ) -> Path:
     """Write an HTML page with the curves, tables, partition and representations of one or more runs.
 
@@ -116,7 +131,8 @@ def write_report(
         runs: the folder of a run, or several.
         output: the file to write; RUN/report.html by default, or report.html for several runs.
         collapse: also check whether representations have collapsed; this loads the run's images.
-        trust: run the code of parts of your own that a run's recipe names; only the check for collapse needs it.
+        images: also show images of the data as the encoder sees them; the page then holds these images.
+        trust: run the code of parts of your own that a run's recipe names; only the two options above need it.
 
     Returns:
         The file that was written.
@@ -125,4 +141,5 @@ def write_report(
         UserError: a folder holds no run, or the file cannot be written.
     """
     paths = [runs] if isinstance(runs, (str, Path)) else runs
-    return report.write_report([Path(p) for p in paths], None if output is None else Path(output), collapse, trust)
+    target = None if output is None else Path(output)
+    return report.write_report([Path(path) for path in paths], target, collapse, trust, images)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from .accounting import StepCost
-from .aggregators.base import Aggregator, Shape
+from .aggregators.base import PROJECTION, PUBLIC_IMAGES, Aggregator, Shape
 from .client import Client, LocalRound
 from .data.augmentation import AugmentationOptions
-from .guard import REFUSED, GuardOptions, refusals, require_answers
+from .guard import REFUSED, Asked, GuardOptions, refusals, require_answers
 from .local_updates.base import LocalUpdate
 from .messages import Message, merge
 from .models.model import Model
@@ -54,6 +55,9 @@ class Method:
     global_model: Model | None
     guard: GuardOptions
     public_images: Tensor | None = None
+
+    #: whether clients add noise to what they send, which may make a variance negative
+    answers_are_noisy: ClassVar[bool] = False
 
     # The server's side
 
@@ -104,18 +108,25 @@ class Method:
         names = self.schedule.lacking(self.global_model, plan, held)
         return Message({name: server.tensors[name] for name in names})
 
-    def aggregate(self, server: Message, replies: dict[int, Message], round_number: int) -> Message:
+    def aggregate(
+        self,
+        server: Message,
+        replies: dict[int, Message],
+        round_number: int,
+        samples: Mapping[int, int] | None = None,
+    ) -> Message:
         """The server's next state from the replies by client; 0 is the opening round.
 
         Without any reply, for instance if all sampled clients dropped out, nothing changes. Broken replies are left out
         (guard.py). The state's metrics are what the aggregators log of the round, and its config's `refused/CLIENT`
-        says why a reply was left out.
+        says why a reply was left out. Where `samples` gives a client's number of images, its reply may say up to twice
+        as many.
 
         Raises:
             UserError: too few replies are left.
         """
         working = [a for a in self.aggregators if round_number or a.opening_round]
-        refused = self._refusals(server, replies, working, round_number)
+        refused = self._refusals(server, replies, working, round_number, samples)
         accepted = {k: reply for k, reply in replies.items() if k not in refused}
         if replies:
             require_answers(refused, len(replies), round_number, self.guard)
@@ -144,7 +155,12 @@ class Method:
         return {ROUND: float(round_number)} | {f"{HELD}{k}": float(done) for k in answered}
 
     def _refusals(
-        self, server: Message, replies: dict[int, Message], working: list[Aggregator], round_number: int
+        self,
+        server: Message,
+        replies: dict[int, Message],
+        working: list[Aggregator],
+        round_number: int,
+        samples: Mapping[int, int] | None,
     ) -> dict[int, str]:
         travelling = self._travelling(round_number)
         expected: dict[int, dict[str, Shape]] = {}
@@ -153,7 +169,15 @@ class Method:
             parts = [a.expected(server, k, travelling) for a in working]
             expected[k] = {name: shape for part in parts if part is not None for name, shape in part.items()}
             complete = complete and None not in parts
-        return refusals(server, replies, expected, complete, self.guard.largest_value)
+        asked = Asked(expected, complete, self.sizes, samples or {}, self.answers_are_noisy)
+        return refusals(server, replies, asked, self.guard.largest_value)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes that an aggregator's `expected` shapes may give by name, as far as the server knows them."""
+        images = {} if self.public_images is None else {PUBLIC_IMAGES: len(self.public_images)}
+        features = getattr(self.objective, "output_features", None)
+        return images if features is None else images | {PROJECTION: features}
 
     def _travelling(self, round_number: int) -> list[str]:
         model = self.global_model

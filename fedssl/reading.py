@@ -8,8 +8,9 @@ from typing import Any
 
 from .errors import UserError
 from .parts import part_class
+from .presets.applied import apply_preset
 from .recipe import Recipe
-from .recipe_text import apply_override, check_recipe, own_parts, read_values
+from .recipe_text import check_recipe, own_parts, read_values
 from .rules import privacy_problem
 from .run_directory import RunDirectory
 
@@ -28,10 +29,22 @@ def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Reci
         UserError: there is no such recipe; it is not YAML; or a key or value is invalid. The message names the key's
             path and what is allowed.
     """
-    values = read_values(name_or_path)
-    for override in overrides:
-        apply_override(values, override)
-    return parse_recipe(values, source=str(name_or_path))
+    return complete_recipe(read_values(name_or_path), overrides, source=str(name_or_path))
+
+
+def complete_recipe(values: dict[str, Any], overrides: Sequence[str], source: str) -> Recipe:
+    """Apply overrides, fill in what the recipe leaves open by its preset (`presets/`), and check it.
+
+    Error messages call the recipe `source`.
+
+    Raises:
+        UserError: see `load_recipe`.
+    """
+    try:
+        values = apply_preset(values, overrides, part_class).values
+    except UserError as error:
+        raise UserError(f"{source}: {error}") from error
+    return parse_recipe(values, source)
 
 
 def load_stored_recipe(directory: RunDirectory, trust: bool = False, resuming: bool = False) -> Recipe:
@@ -63,7 +76,7 @@ def load_stored_recipe(directory: RunDirectory, trust: bool = False, resuming: b
 
 
 def parse_recipe(values: dict[str, Any], source: str = "recipe") -> Recipe:
-    """Check a recipe that is given as a mapping; error messages call it `source`.
+    """Check a recipe that is given as a mapping; error messages call it `source`. No preset is applied.
 
     Raises:
         UserError: a key or value that is not allowed, or options of Flower that do not go with the recipe's parts.

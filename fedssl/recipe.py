@@ -14,6 +14,7 @@ from .engine_options import EngineName, FlowerOptions, Place
 from .evaluation.options import EvaluationOptions
 from .guard import GuardOptions
 from .local_updates.base import LocalUpdate
+from .models.options import ModelOptions
 from .objectives.base import Objective
 from .options import Options
 from .recipe_text import recipe_yaml
@@ -32,6 +33,11 @@ class Recipe(Options):
         description="what the recipe is called; the default folder of a run is runs/NAME-seedN",
     )
     description: str = Field("", pattern=TEXT_PATTERN, description="what the recipe is; reports show it")
+    preset: str = Field(
+        "none",
+        description="which preset filled in what the recipe leaves open; auto, which a file has without this key, "
+        "chooses one for the data, and none takes the defaults",
+    )
     seed: int = Field(0, ge=0, description="every random number of the run follows from it")
     rounds: int = Field(..., ge=1, description="rounds of the whole run")
     clients_per_round: int | None = Field(None, ge=1, description="clients sampled in each round; all by default")
@@ -52,6 +58,7 @@ class Recipe(Options):
     architectures: list[str] = Field(
         ..., min_length=1, description="encoders, fedssl's or any of timm's: client k has the k-th; the list repeats"
     )
+    model: ModelOptions = Field(ModelOptions(), description="what the encoders start from")
     data: DataOptions = Field(DataOptions(), description="the images")
     partition: PartitionOptions = Field(PartitionOptions(), description="how the images are divided among the clients")
     augmentation: AugmentationOptions = Field(AugmentationOptions(), description="the random views of each image")

@@ -89,7 +89,8 @@ def read_values(name_or_path: str | Path, kind: Literal["recipe", "table"] = "re
 
 
 def _recipe_from(folder: Path, values: dict[str, Any]) -> dict[str, Any]:
-    return {key: with_paths_from(folder, value) if key in PART_KEYS else value for key, value in values.items()}
+    resolved = {key: with_paths_from(folder, value) if key in PART_KEYS else value for key, value in values.items()}
+    return resolved | ({"model": with_weights_from(folder, values["model"])} if "model" in values else {})
 
 
 def _table_from(folder: Path, values: dict[str, Any]) -> dict[str, Any]:
@@ -142,6 +143,21 @@ def own_part_file(name: str) -> Path | None:
             return None
         folders = list(spec.submodule_search_locations or [])
     return Path(spec.origin) if spec is not None and spec.origin else None
+
+
+def with_weights_from(folder: Path, model: Any) -> Any:
+    """A recipe's `model` with absolute paths to weights; names of timm's weights stay as they are."""
+
+    def absolute(source: Any) -> Any:
+        if not isinstance(source, str) or source.startswith("timm:"):
+            return source
+        return str(absolute_path(folder, source))
+
+    if not isinstance(model, dict) or "weights" not in model:
+        return model
+    weights = model["weights"]
+    by_architecture = isinstance(weights, dict)
+    return model | {"weights": {k: absolute(v) for k, v in weights.items()} if by_architecture else absolute(weights)}
 
 
 def apply_override(values: dict[str, Any], override: str) -> None:
@@ -223,6 +239,8 @@ def check_recipe(values: dict[str, Any], source: str, recipe: type[RecipeModel],
         given = values[key] if many else [values[key]]
         parts = [_check_part(part, folder, v, f"{key}.{i}" if many else key, problems) for i, v in enumerate(given)]
         values[key] = parts if many else parts[0]
+    if "model" in values:
+        values["model"] = with_weights_from(Path(), values["model"])
     if not problems:
         try:
             return recipe.model_validate(values)

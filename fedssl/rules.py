@@ -14,6 +14,7 @@ from .aggregators.base_model import BaseModel
 from .aggregators.weighted_mean import WeightedMean
 from .data.datasets import Dataset
 from .errors import UserError
+from .evaluation.evaluate import check_labels
 from .evaluation.fine_tune import check_fine_tuning
 from .models.model import Model
 from .models.stages import StagedEncoder
@@ -33,6 +34,13 @@ def check_parts(recipe: Recipe) -> None:
 def check_data(recipe: Recipe, dataset: Dataset) -> None:
     """Check that the data set has what the recipe's parts and its evaluation need (UserError)."""
     check_fine_tuning(recipe.evaluation.fine_tune, dataset)
+    check_labels(dataset, recipe.evaluation.semi_supervised, recipe.evaluation.fine_tune)
+    if recipe.objective.needs_labels and not dataset.labelled:
+        raise UserError(
+            f"objective {recipe.objective.name} trains on labels, and the images of data.name={dataset.name} have "
+            "none: name a self-supervised objective, or give labels (data.labels for images, y_train and y_test in an "
+            ".npz file)"
+        )
     users = public_image_users(recipe)
     if users and dataset.public_images is None:
         raise UserError(
@@ -104,6 +112,22 @@ def _sites_need_flower(recipe: Recipe) -> str | None:
         return (
             f"partition sites needs engine flower, whose sites bring their own data, got engine {recipe.engine}: "
             "name another partition or engine=flower"
+        )
+    return None
+
+
+def _no_data_needs_sites(recipe: Recipe) -> str | None:
+    if recipe.data.name != "none":
+        return None
+    if recipe.partition.name != "sites":
+        return (
+            f"data.name=none is for a server whose sites bring their own images, got partition {recipe.partition.name}"
+            ": use partition.name=sites with engine=flower, or name the data"
+        )
+    if recipe.objective.needs_labels and not recipe.data.class_names:
+        return (
+            f"objective {recipe.objective.name} trains on labels, so the server must know the classes: give their "
+            "names in order as data.class_names"
         )
     return None
 
@@ -207,6 +231,7 @@ def _no_labels_on_public_images(recipe: Recipe) -> str | None:
 _RECIPE_RULES = (
     _enough_clients_to_sample,
     _sites_need_flower,
+    _no_data_needs_sites,
     _enough_clients_to_answer,
     _aggregators_allow_the_clients,
     _readers_have_their_aggregator,

@@ -2,6 +2,7 @@
 
     recipe.yaml                     every option with its value
     partition.csv                   images per client and class
+    image_shape.json                channels, height and width of the images, so that an export needs no data
     metrics.csv                     round,client,metric,value; client is a number, `global`, or `mean`
     timings.csv                     round,seconds (apart, so that metrics.csv is the same on every machine)
     refused.csv                     round,client,reason: answers that were left out; only where there were any
@@ -47,6 +48,8 @@ from .untrusted.printable import printable
 
 MetricRow = tuple[int, str, str, float]
 METRICS_HEADER = ("round", "client", "metric", "value")
+#: the file with the shape of the run's images
+IMAGE_SHAPE = "image_shape.json"
 #: the file with the name by which the sites know the run; only where the sites keep the clients' states
 SITES_RUN = "sites_run.txt"
 LOGS = ("metrics.csv", "timings.csv", "refused.csv")

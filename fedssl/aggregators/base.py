@@ -11,8 +11,11 @@ from ..messages import Message
 from ..models.model import Model
 from ..parts import Part
 
-#: one entry for each dimension: a size, None for any size, or a name for a size that all clients share (see guard.py)
-Shape = tuple[int | str | None, ...]
+#: one entry for each dimension: a size, a range of sizes, None for any size, or a name for one that all clients share
+Shape = tuple[int | range | str | None, ...]
+#: names of such sizes that the server knows (see `Method.sizes`); of another name it is the one that most answers have
+PUBLIC_IMAGES = "public images"
+PROJECTION = "features of a projection"
 #: trains the model of a round on its client's images for so many epochs
 Train = Callable[[LocalRound, int], None]
 

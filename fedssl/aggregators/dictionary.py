@@ -11,7 +11,7 @@ from ..data.augmentation import normalize
 from ..errors import UserError
 from ..messages import Message
 from ..models.model import Model
-from .base import Aggregator, Shape
+from .base import PROJECTION, Aggregator, Shape
 
 DICTIONARY = "dictionary"
 
@@ -56,7 +56,7 @@ class Dictionary(Aggregator):
         return Message({f"{DICTIONARY}.{client.index}": F.normalize(projections, dim=1)})
 
     def expected(self, server: Message, client: int, travelling: list[str]) -> dict[str, Shape] | None:
-        return {f"{DICTIONARY}.{client}": (None, DICTIONARY)}
+        return {f"{DICTIONARY}.{client}": (range(1, self.samples + 1), PROJECTION)}
 
     def aggregate(self, server: Message, replies: dict[int, Message]) -> Message:
         return Message({f"{DICTIONARY}.{k}": replies[k].tensors[f"{DICTIONARY}.{k}"] for k in sorted(replies)})

@@ -14,7 +14,7 @@ from ..errors import UserError
 from ..evaluation.spectrum import effective_rank
 from ..messages import Message
 from ..models.model import Layer
-from .base import Aggregator, Shape
+from .base import PUBLIC_IMAGES, Aggregator, Shape
 
 FACTOR = "alignment.factor"
 KERNEL = "alignment.kernel"
@@ -22,6 +22,8 @@ WHITENING = "alignment.whitening"
 
 # Eigenvalues below this fraction of the largest one count as zero, as float32 representations are no more precise.
 RELATIVE_RANK_TOLERANCE = 1e-6
+# Columns of a factor whose diagonal is below this fraction of the largest are no more than rounding errors.
+RELATIVE_FACTOR_TOLERANCE = 1e-7
 
 
 def whitening_matrix(representation: Tensor) -> Tensor:
@@ -42,12 +44,36 @@ def join_factors(factors: list[Tensor], weights: list[float]) -> Tensor:
     return torch.cat([factor * weight**0.5 for factor, weight in zip(factors, weights, strict=True)], dim=1)
 
 
+def canonical_factor(factor: Tensor) -> Tensor:
+    """G [L, D] with G G' = F F' from F [L, D], such that G tells nothing of F beyond F F'.
+
+    F itself would: its blocks are the clients' own representations. QR with column pivoting gives F'P = Q R, and so
+    G = P R' has G G' = F F'. R' is the Cholesky factor of P'(F F')P with a positive diagonal, which is unique, and each
+    pivot is the largest diagonal entry of what is left of F F' after the pivots before. So everyone who has F F' can
+    compute G from it (Golub and Van Loan 2013, sections 4.2.8 and 5.4.2). Columns behind the rank are zero: R holds
+    rounding errors there, which would depend on F.
+    """
+    from scipy.linalg import qr
+
+    triangle, order = qr(factor.T.to(torch.float64).numpy(), mode="r", pivoting=True)
+    rows = torch.from_numpy(triangle)
+    diagonal = rows.diagonal()
+    rank = int((diagonal.abs() > RELATIVE_FACTOR_TOLERANCE * diagonal[0].abs()).sum())
+    rows[:rank] *= diagonal[:rank].sign()[:, None]
+    rows[rank:] = 0
+    result = torch.empty_like(factor)
+    result[torch.from_numpy(order).long()] = rows.T.to(factor.dtype)
+    return result
+
+
 class RepresentationMean(Aggregator):
     """Hetero-SSFL, Algorithm 1: K-bar = sum_j w_j K_j with K_j = A_j A_j', A_j [L, d_j] client j's representations.
 
     Clients send A_j, never their weights or images. The server keeps the last A_j of every client, so K-bar is the
-    sum over all clients as printed, even if only some take part in a round. Where sum_j d_j < L it sends the
-    factor F = [sqrt(w_j) A_j] of K-bar = F F' and not the L x L matrix: the same numbers in fewer bytes.
+    sum over all clients as printed, even if only some take part in a round. Where sum_j d_j < L it sends a factor of
+    K-bar and not the L x L matrix, which takes fewer bytes: that of F = [sqrt(w_j) A_j] which `canonical_factor` gives,
+    as F would hold each client's representations. K-bar itself tells what it tells: of two clients, each can subtract
+    its own kernel and has the other's.
 
     A_j is computed at the end of client j's round, in evaluation mode, from the public images without augmentation.
     (Algorithm 1 computes it at the start of the next round, with the same weights.)
@@ -112,9 +138,9 @@ class RepresentationMean(Aggregator):
             return Message(config=config)
         factor = join_factors(factors, weights)
         rows, columns = factor.shape
-        as_factor = self.send == "factor" or (self.send == "auto" and columns < rows)
-        tensors = {FACTOR: factor} if as_factor else {KERNEL: factor @ factor.T}
-        return Message(tensors, config=config)
+        if not (self.send == "factor" or (self.send == "auto" and columns < rows)):
+            return Message({KERNEL: factor @ factor.T}, config=config)
+        return Message({FACTOR: factor if self.target == "self" else canonical_factor(factor)}, config=config)
 
     @torch.no_grad()
     def collect(self, local: LocalRound, travelling: list[str]) -> Message:
@@ -137,8 +163,7 @@ class RepresentationMean(Aggregator):
         return Message({f"representation.{client.index}": a})
 
     def expected(self, server: Message, client: int, travelling: list[str]) -> dict[str, Shape] | None:
-        rows = (len(a) for name, a in server.tensors.items() if name.startswith("representation."))
-        return {f"representation.{client}": (next(rows, "public images"), None)}
+        return {f"representation.{client}": (PUBLIC_IMAGES, None)}
 
     def aggregate(self, server: Message, replies: dict[int, Message]) -> Message:
         if self.target == "untrained" and any(name.startswith("representation.") for name in server.tensors):

@@ -21,6 +21,7 @@ from ..recipe_text import PART_KEYS
 Schema = dict[str, Any]
 
 FILE_NAME = "options.json"
+PUBLIC_IMAGES = "needs_public_images"  # the class variable of a part, in its schema where it is true
 
 _PLAIN_TYPES = {"integer": int, "number": float, "boolean": bool, "string": str, "null": None}
 _CONSTRAINTS = {
@@ -60,7 +61,9 @@ def part_model(folder: str, name: str) -> type[Options]:
         from ..parts import part_class  # imports torch, as a part of one's own does anyhow
 
         return part_class(folder, name)
-    return _build_model(name, schema)
+    model = _build_model(name, schema)
+    setattr(model, PUBLIC_IMAGES, schema.get(PUBLIC_IMAGES, False))
+    return model
 
 
 def describe_values(schema: Schema) -> str:
@@ -79,6 +82,8 @@ def describe_values(schema: Schema) -> str:
         return f"[{', '.join(describe_values(item) for item in schema['prefixItems'])}]"
     if schema.get("type") == "array":
         return f"list, each: {describe_values(schema['items'])}"
+    if schema.get("type") == "object":
+        return "a mapping"
     if schema.get("type") == "boolean":
         return "true or false"
     kind = "path" if schema.get("format") == "path" else schema.get("type", "any value")
@@ -117,6 +122,9 @@ def _annotation(schema: Schema, definitions: dict[str, Schema]) -> Any:
     if schema["type"] == "array":
         item = _annotation(schema["items"], definitions)
         plain: Any = list[item]  # type: ignore[valid-type]
+    elif schema["type"] == "object":
+        value = _annotation(schema["additionalProperties"], definitions)
+        plain = dict[str, value]  # type: ignore[valid-type]
     else:
         plain = Path if schema.get("format") == "path" else _PLAIN_TYPES[schema["type"]]
     constraints = {argument: schema[key] for key, argument in _CONSTRAINTS.items() if key in schema}

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from ..errors import UserError
 from ..options import Options
-from ..recipe_text import PART_KEYS, apply_override, check_recipe, read_values, recipe_yaml
+from ..presets.applied import apply_preset
+from ..recipe_text import PART_KEYS, check_recipe, read_values, recipe_yaml
 from .options_file import describe_values, options_schema, part_model, recipe_model
 
-Origin = Literal["recipe", "override", "default"]
+Origin = Literal["recipe", "override", "preset", "default"]
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class Setting:
         section: the dotted key of the mapping that holds it, such as `training` or `regularizers.0`; empty at the top.
         key: its name there.
         value: as YAML has it.
-        origin: where the value comes from: the recipe's file, an override, or the default.
+        origin: where the value comes from: the recipe's file, an override, the preset, or the default.
         description: what the key means.
         allowed: which values it takes, in words.
     """
@@ -42,14 +44,16 @@ class ResolvedRecipe:
     Attributes:
         text: the resolved recipe as a YAML file, the same as `Recipe.to_yaml` gives.
         settings: all its keys; those of a mapping stand together, after the mapping that holds it.
+        preset: sentences that say which preset was taken, why, and what was adapted to the data.
     """
 
     text: str
     settings: list[Setting]
+    preset: tuple[str, ...]
 
 
 def resolve_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> ResolvedRecipe:
-    """Read a recipe, apply overrides and fill in the defaults.
+    """Read a recipe, apply overrides, and fill in the preset's values and the defaults.
 
     Each key is checked by itself. What goes together is checked by `reading.load_recipe` and when a run begins.
 
@@ -61,32 +65,48 @@ def resolve_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> R
         UserError: see `reading.load_recipe`.
     """
     values = read_values(name_or_path)
-    for override in overrides:
-        apply_override(values, override)
-    recipe = check_recipe(values, str(name_or_path), recipe_model(), part_model)
+    try:
+        filled = apply_preset(values, overrides, part_model)
+    except UserError as error:
+        raise UserError(f"{name_or_path}: {error}") from error
+    recipe = check_recipe(filled.values, str(name_or_path), recipe_model(), part_model)
     overridden = [override.partition("=")[0] for override in overrides]
-    settings = list(_settings(recipe, _with_part_names(values), "", overridden))
-    return ResolvedRecipe(recipe_yaml(recipe.model_dump(mode="json")), settings)
+    given, complete = _with_part_names(filled.given), _with_part_names(filled.values)
+    settings = list(_settings(recipe, given, complete, "", overridden))
+    return ResolvedRecipe(recipe_yaml(recipe.model_dump(mode="json")), settings, filled.reasons)
 
 
-def _settings(options: Options, given: Any, section: str, overridden: Sequence[str]) -> Iterator[Setting]:
-    """The settings of a mapping, then those of the mappings in it; `given` is what the user gave of it."""
+def _settings(
+    options: Options, given: Any, complete: Any, section: str, overridden: Sequence[str]
+) -> Iterator[Setting]:
+    """The settings of a mapping, then those of the mappings in it.
+
+    Args:
+        options: the mapping, with all defaults.
+        given: what the recipe and the overrides say of it.
+        complete: the same with the preset's values.
+        section: its dotted key.
+        overridden: the keys of the overrides.
+    """
     model = type(options)
     schemas = model.model_json_schema()["properties"]
     is_part = section.partition(".")[0] in PART_KEYS
-    nested: list[tuple[str, Options, Any]] = []
+    nested: list[tuple[str, Options, Any, Any]] = []
     given = given if isinstance(given, dict) else {}
+    complete = complete if isinstance(complete, dict) else {}
     for key, field in model.model_fields.items():
         value, path = getattr(options, key), f"{section}.{key}" if section else key
-        own = given.get(key)
+        own, whole = given.get(key), complete.get(key)
         if isinstance(value, Options):
-            nested.append((path, value, own))
+            nested.append((path, value, own, whole))
         elif not section and key in PART_KEYS and value:
-            nested += [(f"{path}.{i}", part, own[i]) for i, part in enumerate(value)]
+            nested += [(f"{path}.{i}", part, own[i], whole[i]) for i, part in enumerate(value)]
         else:
-            origin: Origin = "default" if key not in given else "recipe"
-            if key in given and any(_overrides(one, path) for one in overridden):
+            origin: Origin = "default" if key not in complete else "recipe"
+            if any(one.startswith(f"{path}.") or (key in given and _overrides(one, path)) for one in overridden):
                 origin = "override"
+            elif key in complete and (key not in given or given[key] != complete[key]):
+                origin = "preset"
             plain = options.model_dump(mode="json", include={key})[key]
             description, allowed = field.description or "", describe_values(schemas[key])
             if key in PART_KEYS and not section:
@@ -94,8 +114,8 @@ def _settings(options: Options, given: Any, section: str, overridden: Sequence[s
             elif key == "name" and is_part:
                 description, allowed = _summary(model), _part_names(section)
             yield Setting(section, key, plain, origin, description, allowed)
-    for path, inner, own in nested:
-        yield from _settings(inner, own, path, overridden)
+    for path, inner, own, whole in nested:
+        yield from _settings(inner, own, whole, path, overridden)
 
 
 def _summary(part: type[Options]) -> str:

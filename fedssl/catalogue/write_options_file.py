@@ -11,7 +11,7 @@ from ..options import Options
 from ..parts import part_class, part_names
 from ..recipe import Recipe
 from ..recipe_text import PART_KEYS
-from .options_file import FILE_NAME, Schema
+from .options_file import FILE_NAME, PUBLIC_IMAGES, Schema
 
 
 def options_text() -> str:
@@ -30,7 +30,9 @@ def options_text() -> str:
 
 def _part_schema(folder: str, name: str) -> Schema:
     cls = part_class(folder, name)
-    return _schema(cls) | {"description": _first_paragraph(sys.modules[cls.__module__].__doc__)}
+    schema = _schema(cls) | {"description": _first_paragraph(sys.modules[cls.__module__].__doc__)}
+    # Not an option: presets take public images out of the training images where a part needs them.
+    return schema | ({PUBLIC_IMAGES: True} if getattr(cls, PUBLIC_IMAGES, False) else {})
 
 
 def _schema(model: type[Options]) -> Schema:

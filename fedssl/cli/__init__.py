@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from contextlib import suppress
 from importlib.metadata import version
+from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
@@ -21,8 +23,9 @@ from .across_machines import superlink, supernode
 from .before_training import cost, partition
 from .console import console
 from .doctor import doctor
+from .encoders import embed, export
 from .running import run, run_table
-from .shipped import recipes, show, tables
+from .shipped import presets, recipes, show, tables
 from .trained_runs import evaluate, report
 
 app = typer.Typer(
@@ -34,10 +37,12 @@ app = typer.Typer(
 
 _SHIPPED = "What there is"
 _RUNS = "Run and look at the results"
+_ENCODERS = "Use the encoder"
 _MACHINES = "Across machines, with Flower (docs/deploy.md)"
 
 app.command(rich_help_panel=_SHIPPED)(recipes)
 app.command(rich_help_panel=_SHIPPED)(show)
+app.command(rich_help_panel=_SHIPPED)(presets)
 app.command(rich_help_panel=_SHIPPED)(tables)
 app.command(rich_help_panel=_SHIPPED)(doctor)
 app.command(rich_help_panel=_RUNS)(partition)
@@ -46,6 +51,8 @@ app.command(rich_help_panel=_RUNS)(run)
 app.command("run-table", rich_help_panel=_RUNS)(run_table)
 app.command(rich_help_panel=_RUNS)(evaluate)
 app.command(rich_help_panel=_RUNS)(report)
+app.command(rich_help_panel=_ENCODERS)(export)
+app.command(rich_help_panel=_ENCODERS)(embed)
 app.command("app", rich_help_panel=_MACHINES)(flower_app)
 app.command(rich_help_panel=_MACHINES)(superlink)
 app.command(rich_help_panel=_MACHINES)(supernode)
@@ -66,8 +73,20 @@ def options_of_fedssl(
     """Run, compare and report federated self-supervised methods."""
 
 
+def _show_warning(message: Warning | str, category: type[Warning], *place: object, **_: object) -> None:
+    """Print a warning of ours as a line on stderr; others, which speak to programmers, as Python does."""
+    if category is UserWarning and str(place[0]).startswith(str(Path(__file__).parent.parent)):
+        Console(stderr=True).print(f"fedssl: {message}", style="yellow", highlight=False, markup=False, soft_wrap=True)
+    else:
+        _python_shows_warning(message, category, *place)  # type: ignore[arg-type]
+
+
+_python_shows_warning = warnings.showwarning
+
+
 def main() -> None:
     """Entry point of the `fedssl` command."""
+    warnings.showwarning = _show_warning
     try:
         app()
     except UserError as error:

@@ -40,13 +40,19 @@ def superlink(
     ],
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
+    wall: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=65535, help="Port of an nginx in front of the SuperLink: its nginx.conf is written into FOLDER."
+        ),
+    ] = None,
     insecure: Insecure = False,
 ) -> None:
     """Start Flower's SuperLink, the server that the sites connect to.
 
     It uses TLS and accepts only sites that authenticate themselves.
     """
-    raise typer.Exit(_flower("nodes").superlink(folder, host, port, insecure))
+    raise typer.Exit(_flower("nodes").superlink(folder, host, port, insecure, wall))
 
 
 def supernode(

@@ -17,20 +17,20 @@ def partition(
 ) -> None:
     """Show how many images of each class every client holds, without training."""
     from ..data.datasets import load_dataset
+    from ..data.dealing import deal
     from ..data.partition_table import class_counts, format_partition
-    from ..data.partitions import partition_indices
     from ..reading import load_recipe
 
     loaded = load_recipe(recipe, overrides or ())
     dataset = load_dataset(loaded.data, loaded.seed)
-    rows = partition_indices(dataset.train_labels, loaded.partition, loaded.seed)
-    counts = class_counts(dataset.train_labels, rows, len(dataset.class_names))
-    print_text(format_partition(counts, dataset.class_names))
+    rows = deal(dataset, loaded.partition, loaded.seed)
+    counts = class_counts(dataset.train_labels, rows, len(dataset.counted_as))
+    print_text(format_partition(counts, dataset.counted_as))
     if chart is not None:
         from ..data.partition_chart import draw_partition
         from ..reports.plots import write_figure
 
-        write_figure(chart, draw_partition(counts, dataset.class_names))
+        write_figure(chart, draw_partition(counts, dataset.counted_as))
         print_text(f"The chart is in {chart}")
 
 

@@ -41,6 +41,10 @@ def run(
             raise UserError("name a recipe (fedssl recipes lists them) or give --resume RUN")
         loaded = load_recipe(recipe, overrides or ())
         path = output or default_folder(loaded.name, loaded.seed)
+        if loaded.preset != "none":
+            print_text(
+                f"Preset {loaded.preset} fills in what the recipe leaves open; `fedssl show` tells what and why."
+            )
     try:
         with ProgressBars(console) as bars:
             if resume is not None:
@@ -90,10 +94,14 @@ def _print_final_evaluation(rows: list[tuple[int, str, str, float]]) -> None:
     if not rows:
         return
     last_round = max(row[0] for row in rows)
-    metrics = ("knn", "linear", "effective_rank")
+    titles = {"knn": "kNN %", "linear": "linear %", "effective_rank": "effective rank"}
+    without_labels = {"alignment": "alignment", "uniformity": "uniformity"}
     values = {(who, metric): value for number, who, metric, value in rows if number == last_round}
-    clients = dict.fromkeys(who for who, metric in values if metric in metrics)
-    table = TextTable("client", "kNN %", "linear %", "effective rank", box=None, pad_edge=False)
+    if any(metric in without_labels for _, metric in values):
+        titles = {"effective_rank": "effective rank"} | without_labels
+    clients = dict.fromkeys(who for who, metric in values if metric in titles)
+    table = TextTable("client", *titles.values(), box=None, pad_edge=False)
     for who in clients:
-        table.add_row(who, *(f"{values[who, m]:.1f}" if (who, m) in values else "-" for m in metrics))
+        cells = [f"{values[who, m]:.{2 if m in without_labels else 1}f}" if (who, m) in values else "-" for m in titles]
+        table.add_row(who, *cells)
     console.print(table)

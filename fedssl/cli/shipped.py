@@ -22,6 +22,22 @@ def tables() -> None:
     _print_shipped("table")
 
 
+def presets() -> None:
+    """List the presets: settings for a kind of data or of a paper, which a recipe takes where it leaves them open.
+
+    Without preset=NAME, a recipe takes the preset for its data.
+    """
+    from ..presets.preset import preset_names, read_preset
+
+    for position, name in enumerate(preset_names()):
+        preset = read_preset(name)
+        if position:
+            console.print()
+        console.print(Text(name, style="bold"))
+        _print_wrapped(f"    For {preset.description}." if ":" not in name else f"    {preset.description}.", "")
+        _print_wrapped(f"    {' '.join(preset.source.split())}", "dim")
+
+
 def show(
     recipe: RecipeName,
     overrides: Overrides = None,
@@ -31,8 +47,8 @@ def show(
 ) -> None:
     """Show every setting of a recipe: its value, where the value comes from, and what it means.
 
-    A value comes from the recipe, from an override (KEY=VALUE), or is the default. Each key and value is checked by
-    itself; whether they go together is checked by `fedssl run`.
+    A value comes from the recipe, from an override (KEY=VALUE), from the preset for the data, or is the default. Each
+    key and value is checked by itself; whether they go together is checked by `fedssl run`.
     """
     from ..catalogue.resolved_recipe import resolve_recipe
 
@@ -40,6 +56,8 @@ def show(
     if as_yaml:
         print_text(resolved.text.rstrip("\n"))
         return
+    if resolved.preset:
+        _print_wrapped(f"Preset {' '.join(resolved.preset)}", "bold")
     section = ""
     for setting in resolved.settings:
         if setting.section != section:

@@ -11,7 +11,16 @@ from .console import Trust, print_text
 
 
 def evaluate(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="Folder of a run, or one that `fedssl export` has written.")
+    ],
+    data: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY=VALUE,...",
+            help="Evaluate on other data: keys of a recipe's data, such as name=npz,path=mine.npz.",
+        ),
+    ] = None,
     fractions: Annotated[
         list[float] | None,
         typer.Option(
@@ -24,12 +33,17 @@ def evaluate(
     ] = None,
     trust: Trust = False,
 ) -> None:
-    """Evaluate a run's last checkpoint: kNN and linear accuracy, and fine-tuning on request."""
+    """Evaluate a run's last checkpoint or an exported encoder: kNN and linear accuracy, and fine-tuning on request."""
     from ..evaluation.fine_tune import FineTuneOptions
-    from ..reports.evaluation import evaluate_run
+    from ..export.encoder_folder import is_encoder_folder
+    from ..reports.evaluation import evaluate_export, evaluate_run, parse_data
 
     options = FineTuneOptions(images=fine_tune) if fine_tune else None
-    path = evaluate_run(run, fractions or [], note=print_text, fine_tune=options, trust=trust)
+    other = None if data is None else parse_data(data)
+    if is_encoder_folder(folder):
+        path = evaluate_export(folder, other, fractions or [], options)
+    else:
+        path = evaluate_run(folder, fractions or [], note=print_text, fine_tune=options, data=other, trust=trust)
     print_text(path.read_text(encoding="utf-8").rstrip())
     print_text(f"The table is in {path}")
 
@@ -44,9 +58,13 @@ def report(
         bool,
         typer.Option(help="Also check whether representations have collapsed; this loads the run's images."),
     ] = True,
+    images: Annotated[
+        bool,
+        typer.Option(help="Also show images of the data as the encoder sees them; the page then holds these images."),
+    ] = True,
     trust: Trust = False,
 ) -> None:
     """Write an HTML page with curves, tables, the partition and pictures of the representations."""
     from ..reports.report import write_report
 
-    print_text(f"The report is in {write_report(runs, output, collapse, trust)}")
+    print_text(f"The report is in {write_report(runs, output, collapse, trust, images)}")

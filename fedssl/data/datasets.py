@@ -1,6 +1,7 @@
-"""Datasets in memory: uint8 images [n, C, H, W], int64 labels [n], and the public images of the alignment."""
+"""Datasets: uint8 images [n, C, H, W], int64 labels [n], and the public images of the alignment."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -8,38 +9,69 @@ from torch import Tensor
 
 from ..errors import UserError
 from .digits import load_digits
-from .image_folders import DEFAULT_IMAGE_SIZE, load_image_folder
+from .image_files import SMALLEST_SIDE
+from .images import load_images
 from .npz import load_npz
 from .options import DataOptions
+from .paths import expanded
 from .pixels import resize
 from .public_images import load_public_images
-from .splits import LabelledImages, Splits
+from .splits import LabelledImages, Splits, unlabelled
+from .stored_images import Images, images_of_rows
 from .torchvision_sets import DEFAULT_ROOT, load_torchvision_set
 
 # One random stream per purpose, so that (for instance) a public_limit does not change the training images.
+_MEASURED_TRAINING_IMAGES = 2000
 _HOLDOUT_STREAM, _TRAIN_STREAM, _TEST_STREAM, _PUBLIC_STREAM = range(1, 5)
 
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Training, test and public images of one dataset, in memory, on the CPU.
+    """Training, test and public images of one dataset, on the CPU.
 
-    train_images: uint8 [n, C, H, W], C is 1 or 3; train_labels: int64 [n], 0 to len(class_names) - 1.
-    test_images, test_labels: the same for the test set, with the same C, H and W.
-    public_images: uint8 [L, C, H, W] without labels, Hetero-SSFL's representation alignment data; or None.
-    validation_images, validation_labels: the official validation split, where a file has one (MedMNIST's). No client
-        holds it; only fine-tuning can use it.
+    Attributes:
+        train_images: uint8 [n, C, H, W], C is 1 or 3; in memory, or in a file where they are larger than the memory.
+        train_labels: int64 [n], 0 to len(class_names) - 1; all 0 without labels.
+        test_images, test_labels: the same for the test set, with the same C, H and W; without labels there may be none.
+        class_names: a name for each label; empty for a dataset without labels.
+        public_images: uint8 [L, C, H, W] without labels, Hetero-SSFL's representation alignment data; or None.
+        validation_images, validation_labels: the official validation split, where a file has one (MedMNIST's). No
+            client holds it; only fine-tuning can use it.
+        columns: further values of each training image, such as its hospital, by the name of a table's column.
     """
 
     name: str
-    train_images: Tensor
+    train_images: Images
     train_labels: Tensor
-    test_images: Tensor
+    test_images: Images
     test_labels: Tensor
     class_names: tuple[str, ...]
     public_images: Tensor | None
-    validation_images: Tensor | None = None
+    validation_images: Images | None = None
     validation_labels: Tensor | None = None
+    columns: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def labelled(self) -> bool:
+        """Whether the images have labels. Without them nothing is measured or dealt by class."""
+        return bool(self.class_names)
+
+    @property
+    def counted_as(self) -> tuple[str, ...]:
+        """What a partition counts on each client: the images of each class, or all images where there are no labels."""
+        return self.class_names or ("images",)
+
+    @property
+    def measured_images(self) -> Images:
+        """What representations are measured on: the test images, or some training images where there are none.
+
+        A server without data (`data.name=none`) has neither. The choice depends on nothing but the images' number, so
+        that figures of different seeds compare.
+        """
+        if len(self.test_images) or not len(self.train_images):
+            return self.test_images
+        count = min(_MEASURED_TRAINING_IMAGES, len(self.train_images))
+        return images_of_rows(self.train_images, torch.arange(count) * len(self.train_images) // count)
 
 
 def load_dataset(options: DataOptions, seed: int) -> Dataset:
@@ -51,12 +83,13 @@ def load_dataset(options: DataOptions, seed: int) -> Dataset:
         UserError: a missing, unreadable or unsuitable file; the message says what to do.
     """
     splits = _load_splits(options)
-    _require_one_shape(splits)
+    _require_usable_shape(splits)
     train, test, validation = splits.train, splits.test, splits.validation
 
     public_images = None
     if options.public_path is not None:
-        public_images = load_public_images(options.public_path.expanduser(), train.images.shape[1:])
+        public_path = expanded(options.public_path, "data.public_path")
+        public_images = load_public_images(public_path, train.images.shape[1:], options.window, options.broken)
     elif options.public_holdout > 0:
         public_images, train = _hold_out(train, options.public_holdout, seed)
 
@@ -78,20 +111,23 @@ def load_dataset(options: DataOptions, seed: int) -> Dataset:
         public_images=public_images,
         validation_images=None if validation is None else validation.images,
         validation_labels=None if validation is None else validation.labels,
+        columns=train.columns,
     )
 
 
 def _load_splits(options: DataOptions) -> Splits:
-    if options.name == "folder":
-        assert options.path is not None
-        return load_image_folder(options.path.expanduser(), options.image_size or DEFAULT_IMAGE_SIZE)
+    if options.name == "none":
+        return _no_images(options)
+    path = None if options.path is None else expanded(options.path, "data.path")
+    if options.name in ("folder", "images"):
+        return load_images(options)
     if options.name == "npz":
-        assert options.path is not None
-        splits = load_npz(options.path.expanduser())
+        assert path is not None
+        splits = load_npz(path, options.window)
     elif options.name == "digits":
         splits = load_digits()
     else:
-        splits = load_torchvision_set(options.name, (options.path or DEFAULT_ROOT).expanduser(), options.download)
+        splits = load_torchvision_set(options.name, path or DEFAULT_ROOT.expanduser(), options.download)
     size = options.image_size
     if size is None:
         return splits
@@ -99,14 +135,27 @@ def _load_splits(options: DataOptions) -> Splits:
     return Splits(_resized(splits.train, size), _resized(splits.test, size), splits.class_names, validation)
 
 
+def _no_images(options: DataOptions) -> Splits:
+    """Splits without images, of the shape and the classes that the sites' images have."""
+    assert options.image_shape is not None
+    nothing = unlabelled(torch.empty((0, *options.image_shape), dtype=torch.uint8))
+    return Splits(nothing, nothing, tuple(options.class_names))
+
+
 def _resized(split: LabelledImages, size: int) -> LabelledImages:
-    return LabelledImages(resize(split.images, size, size), split.labels)
+    assert isinstance(split.images, Tensor)  # only folders are larger than the memory, and are read at their size
+    return LabelledImages(resize(split.images, size, size), split.labels) if len(split.labels) else split
 
 
-def _require_one_shape(splits: Splits) -> None:
+def _require_usable_shape(splits: Splits) -> None:
     shape = splits.train.images.shape[1:]
+    if min(shape[1:]) < SMALLEST_SIDE:
+        raise UserError(
+            f"the training images are {shape[1]}x{shape[2]} pixels; expected at least {SMALLEST_SIDE} a side: use "
+            "larger images, or set data.image_size"
+        )
     for name, split in (("test", splits.test), ("validation", splits.validation)):
-        if split is not None and split.images.shape[1:] != shape:
+        if split is not None and len(split.images) and split.images.shape[1:] != shape:
             shapes = ["x".join(map(str, sides)) for sides in (shape, split.images.shape[1:])]
             raise UserError(
                 f"training images are {shapes[0]} but {name} images are {shapes[1]} (channels x height x width); "

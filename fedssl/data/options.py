@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
 from ..options import Options
 
@@ -11,13 +11,15 @@ from ..options import Options
 class DataOptions(Options):
     """The dataset, how much of it is used, and where the public images come from."""
 
-    name: Literal["digits", "cifar10", "cifar100", "fashion_mnist", "npz", "folder"] = Field(
-        "digits", description="the dataset: a built-in or torchvision one, or npz or folder for a file of your own"
+    name: Literal["digits", "cifar10", "cifar100", "fashion_mnist", "npz", "images", "folder", "none"] = Field(
+        "digits",
+        description="the dataset: a built-in or torchvision one, or your own: npz (a file of arrays), images (any "
+        "folder of images, with or without labels), or folder (train/CLASS/ and test/CLASS/); or none, for a server "
+        "without data, whose sites bring theirs",
     )
     path: Path | None = Field(
         None,
-        description="the .npz file, the folder with train/ and test/, or the root of a torchvision set "
-        "(default ~/.cache/fedssl)",
+        description="the .npz file, the folder of images, or the root of a torchvision set (default ~/.cache/fedssl)",
     )
     download: bool = Field(False, description="whether torchvision may download a missing set")
     public_path: Path | None = Field(
@@ -39,16 +41,72 @@ class DataOptions(Options):
         None,
         ge=4,
         description="side in pixels to which images are resized after the longer side is cropped to a square "
-        "(default: no resizing; 32 for folder)",
+        "(default: no resizing; 32 for images and folder)",
+    )
+
+    image_shape: tuple[PositiveInt, PositiveInt, PositiveInt] | None = Field(
+        None, description="channels, height and width of the sites' images, for name=none"
+    )
+    class_names: list[str] = Field(
+        default_factory=list,
+        description="the classes of the sites' images in their order, for name=none where the objective trains on "
+        "labels",
+    )
+    labels: Literal["folders"] | Path | None = Field(
+        None,
+        description="for images: where labels come from: folders (the name of an image's folder), a CSV file, or null "
+        "for images without labels",
+    )
+    file_column: str = Field("file", description="column of the CSV file with the images' names, relative to path")
+    label_column: str | None = Field(
+        "label", description="column of the CSV file with the labels; null where it has none, only other columns"
+    )
+    test_fraction: float = Field(
+        0.2,
+        gt=0,
+        lt=1,
+        description="for images with labels and without train/ and test/: the share of each class that becomes the "
+        "test set, the same for every seed",
+    )
+    memory_limit: float | None = Field(
+        None,
+        ge=0,
+        description="GB of decoded image files that are held in memory; more are decoded once into a file under "
+        "~/.cache/fedssl/decoded and read from there (default: a quarter of the available memory)",
+    )
+    window: Literal["full", "per_image", "file"] | tuple[float, float] | None = Field(
+        None,
+        description="which pixel values become 0 and 255 where pixels have more than 8 bits: [low, high], or full (the "
+        "range of their type), or per_image (each image's own, which loses their brightness beside each other), or "
+        "file (what a DICOM file names itself)",
+    )
+    broken: Literal["refuse", "skip"] = Field(
+        "refuse", description="what to do where image files cannot be read: stop, or go on without them"
     )
 
     @model_validator(mode="after")
     def _consistent(self) -> "DataOptions":
-        if self.name in ("npz", "folder") and self.path is None:
-            expected = "an .npz file" if self.name == "npz" else "a folder with train/ and test/"
-            raise ValueError(f"name={self.name} needs path={expected}")
+        if self.name == "none" and self.image_shape is None:
+            raise ValueError("name=none needs image_shape=[channels, height, width] of the sites' images")
+        if self.name == "none" and (self.path is not None or self.public_holdout > 0):
+            raise ValueError("name=none has no images: leave path and public_holdout out")
+        if self.name != "none" and (self.image_shape is not None or self.class_names):
+            raise ValueError(f"image_shape and class_names are for name=none; name={self.name} tells them itself")
+        expected = {"npz": "an .npz file", "images": "a folder of images", "folder": "a folder with train/ and test/"}
+        if self.name in expected and self.path is None:
+            raise ValueError(f"name={self.name} needs path={expected[self.name]}")
         if self.name == "digits" and self.path is not None:
-            raise ValueError("path is given but name=digits is built in; set name to npz, folder or a torchvision set")
+            raise ValueError(
+                "path is given but name=digits is built in; set name to npz, images, folder or a torchvision set"
+            )
         if self.public_path is not None and self.public_holdout > 0:
             raise ValueError("public_path and public_holdout are two sources of public images; give only one")
+        if self.image_shape is not None and self.image_shape[0] not in (1, 3):
+            raise ValueError(
+                f"image_shape must be [channels, height, width] with 1 or 3 channels, got {[*self.image_shape]}"
+            )
+        if self.labels is not None and self.name != "images":
+            raise ValueError(f"labels is for name=images, not for name={self.name}; leave it out")
+        if isinstance(self.window, tuple) and not self.window[0] < self.window[1]:
+            raise ValueError(f"window must be [low, high] with low < high, got {list(self.window)}")
         return self

@@ -25,15 +25,20 @@ class PartitionOptions(Options):
       2019).
     - dirichlet_equal: equal sizes; each client draws its shares of the classes from Dirichlet(alpha) (Hsu et al. 2019).
     - quantity_skew: the clients' sizes are drawn from Dirichlet(alpha), and the classes are mixed (Li et al. 2022).
+    - column: each client gets the images of one value of a column of their table, such as each hospital its own
+      (dealing.py). The values are in alphabetical order: client 0 has the first one.
     - sites: nothing is divided, as every site of engine flower brings its own images.
     """
 
-    name: Literal["iid", "disjoint_classes", "dirichlet", "dirichlet_equal", "quantity_skew", "sites"] = Field(
-        "disjoint_classes", description="how the training images are divided amongst the clients"
+    name: Literal["iid", "disjoint_classes", "dirichlet", "dirichlet_equal", "quantity_skew", "column", "sites"] = (
+        Field("disjoint_classes", description="how the training images are divided amongst the clients")
     )
     clients: int = Field(5, ge=1, description="number of clients")
     classes_per_client: int | None = Field(
         None, ge=1, description="classes of each client, for disjoint_classes (default: classes // clients)"
+    )
+    column: str | None = Field(
+        None, description="for column: the column of the images' table (data.labels) whose values are the clients"
     )
     alpha: float = Field(
         0.5,
@@ -51,6 +56,12 @@ class PartitionOptions(Options):
     def _consistent(self) -> "PartitionOptions":
         if self.classes_per_client is not None and self.name != "disjoint_classes":
             raise ValueError(f"classes_per_client is for name=disjoint_classes, not for name={self.name}; leave it out")
+        if (self.column is not None) != (self.name == "column"):
+            raise ValueError(
+                "name=column needs column=NAME, a column of the images' table"
+                if self.column is None
+                else f"column is for name=column, not for name={self.name}; leave it out"
+            )
         return self
 
 

@@ -8,44 +8,64 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import UserError
+from .windows import Window, apply_window, range_of_type
 
 _RESIZED_AT_A_TIME = 1024
 
 
-def to_uint8(arrays: dict[str, NDArray[Any]]) -> dict[str, NDArray[np.uint8]]:
-    """Convert pixels to 0..255; `arrays` are by the name that error messages use.
+def to_uint8(arrays: dict[str, NDArray[Any]], window: Window | None = None) -> dict[str, NDArray[np.uint8]]:
+    """Convert pixels [n, ...] to 0..255; `arrays` are by the name that error messages use.
 
-    Floats are in [0, 1] or in [0, 255]. All float arrays share one scale, so that a dark test set is not brightened.
+    Pixels of 8 bits stay as they are. Others are scaled by `window` (windows.py). Without one, floats are in [0, 1] or
+    in [0, 255] and integers in 0..255. All float arrays share one scale, so that a dark test set is not brightened.
 
     Raises:
         UserError: an array is empty, has another type, or has pixels outside the range.
     """
     for name, array in arrays.items():
-        _check_pixels(name, array)
+        _check_pixels(name, array, window)
     brightest = max((float(array.max()) for array in arrays.values() if array.dtype.kind == "f"), default=0.0)
     float_scale = 255.0 if brightest <= 1.0 else 1.0
     converted = {}
     for name, array in arrays.items():
-        if array.dtype.kind == "f":
+        if window is not None and _is_deep(array):
+            converted[name] = apply_window(array, window, range_of_type(array.dtype))
+        elif array.dtype.kind == "f":
             converted[name] = np.rint(array.astype(np.float32) * float_scale).astype(np.uint8)
         else:
             converted[name] = array.astype(np.uint8) * np.uint8(255 if array.dtype.kind == "b" else 1)
     return converted
 
 
-def _check_pixels(name: str, array: NDArray[Any]) -> None:
+def _is_deep(array: NDArray[Any]) -> bool:
+    return array.dtype.kind != "b" and array.dtype != np.uint8
+
+
+def _check_pixels(name: str, array: NDArray[Any], window: Window | None) -> None:
+    if window == "file" and _is_deep(array):
+        raise UserError(f"{name} names no window of its own, as a DICOM file does; set data.window=[LOW,HIGH]")
     if array.dtype.kind not in "iubf":
         raise UserError(f"{name} has type {array.dtype}; pixels must be uint8 (or floats in [0, 1] or [0, 255])")
     if array.size == 0:
         raise UserError(f"{name} is empty (shape {list(array.shape)}); at least one image is needed")
+    if array.ndim not in (3, 4):
+        raise _wrong_shape(name, array)
     if array.dtype.kind == "f":
         not_finite = array.size - int(np.isfinite(array).sum())
         if not_finite > 0:
             raise UserError(f"{name} has {not_finite} pixels that are NaN or infinite; repair or drop those images")
-    if array.dtype.kind != "b" and (array.min() < 0 or array.max() > 255):
+        if window == "full":
+            raise UserError(
+                f"{name} has floats, which have no full range; set data.window=[LOW,HIGH] or data.window=per_image"
+            )
+    elif array.dtype.kind == "b":
+        return
+    low, high = array.min(), array.max()
+    if window is None and (low < 0 or high > 255):
         raise UserError(
-            f"{name} has pixels from {array.min():g} to {array.max():g}; "
-            "expected uint8, or floats in [0, 1] or [0, 255]"
+            f"{name} has pixels from {low:g} to {high:g}; expected uint8, or floats in [0, 1] or [0, 255]; set "
+            f"data.window=[{low:g},{high:g}] or another range that becomes 0 to 255, or data.window=full (the range "
+            "of the type), or data.window=per_image"
         )
 
 
@@ -62,10 +82,12 @@ def channels_first(array: NDArray[Any], name: str) -> Tensor:
     elif array.ndim == 4 and array.shape[3] in (1, 3):
         array = array.transpose(0, 3, 1, 2)
     elif not (array.ndim == 4 and array.shape[1] in (1, 3)):
-        raise UserError(
-            f"{name} has shape {list(array.shape)}; expected [n, H, W] or [n, H, W, C] with 1 or 3 channels"
-        )
+        raise _wrong_shape(name, array)
     return torch.from_numpy(np.ascontiguousarray(array))
+
+
+def _wrong_shape(name: str, array: NDArray[Any]) -> UserError:
+    return UserError(f"{name} has shape {list(array.shape)}; expected [n, H, W] or [n, H, W, C] with 1 or 3 channels")
 
 
 def resize(images: Tensor, height: int, width: int) -> Tensor:

@@ -1,27 +1,51 @@
-"""What each kind of data is read into: labelled training, test and validation images."""
+"""What each kind of data is read into: training, test and validation images."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
+
+from .stored_images import Images, images_of_rows
 
 
 @dataclass(frozen=True, eq=False)
 class LabelledImages:
-    """Images uint8 [n, C, H, W] with C of 1 or 3, and their labels int64 [n] from 0."""
+    """One split.
 
-    images: Tensor
+    Attributes:
+        images: uint8 [n, C, H, W] with C of 1 or 3.
+        labels: int64 [n] from 0; all 0 where the dataset has no labels.
+        columns: further values of each image, such as its hospital, by the name of a table's column.
+    """
+
+    images: Images
     labels: Tensor
+    columns: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def rows(self, index: Tensor) -> "LabelledImages":
         """The images and labels with the given row numbers, int64 [m]."""
-        return LabelledImages(self.images[index], self.labels[index])
+        numbers = index.tolist()
+        columns = {name: tuple(values[number] for number in numbers) for name, values in self.columns.items()}
+        return LabelledImages(images_of_rows(self.images, index), self.labels[index], columns)
 
 
 @dataclass(frozen=True, eq=False)
 class Splits:
-    """One dataset's splits. `class_names` has a name for each label. Most datasets have no `validation` split."""
+    """One dataset's splits.
+
+    Attributes:
+        train, test: the test split may be empty where there are no labels.
+        class_names: a name for each label; empty where the dataset has no labels.
+        validation: most datasets have none.
+    """
 
     train: LabelledImages
     test: LabelledImages
     class_names: tuple[str, ...]
     validation: LabelledImages | None = None
+
+
+def unlabelled(images: Images) -> LabelledImages:
+    """A split without labels."""
+    return LabelledImages(images, torch.zeros(len(images), dtype=torch.int64))

@@ -75,6 +75,9 @@ class LocalClients:
     def discard(self, index: int) -> None:
         self._states.discard(index)
 
+    def images(self) -> dict[int, int]:
+        return {k: len(rows) for k, rows in enumerate(self._federation.client_rows)}
+
     def evaluations(self, number: int) -> Iterator[tuple[int, dict[str, float], Tensor]]:
         for k in range(len(self._federation.client_rows)):
             yield k, *evaluate_after(self._federation, self._client(k).model, number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
 from ..errors import UserError
+from ..evaluation.downstream import evaluate_downstream
 from ..evaluation.evaluate import evaluate_model
 from ..federation import Federation
 from ..guard import refused_in
@@ -19,7 +21,7 @@ from ..messages import Message
 from ..models.model import Model
 from ..randomness import seed_for
 from ..recipe import Recipe
-from ..run_directory import MetricRow, RunDirectory
+from ..run_directory import IMAGE_SHAPE, MetricRow, RunDirectory
 from ..storage import cannot_write, csv_text
 from .progress import Progress
 
@@ -47,6 +49,10 @@ class Clients(Protocol):
 
     def discard(self, index: int) -> None:
         """Undo this round of a client whose answer was refused."""
+        ...
+
+    def images(self) -> dict[int, int]:
+        """How many training images each client has; a client whose number is not known is missing."""
         ...
 
     def evaluations(self, number: int) -> Iterator[tuple[int, dict[str, float], Tensor]]:
@@ -82,21 +88,29 @@ def evaluation_due(recipe: Recipe, number: int) -> bool:
 
 
 def evaluate_after(federation: Federation, model: Model, number: int) -> tuple[dict[str, float], Tensor]:
-    """kNN and effective rank; before and after training linear too; after it fine-tuning if asked.
+    """kNN and effective rank; before and after training linear too, and other data; after it fine-tuning if asked.
+
+    Without labels they are effective rank, alignment and uniformity, see `evaluate_model`.
 
     Returns:
         The measures by name, and the singular values of the test representations.
     """
     recipe = federation.recipe
-    return evaluate_model(
+    seed = seed_for(recipe.seed, "evaluation")
+    measures, spectrum = evaluate_model(
         model,
         federation.dataset,
         recipe.evaluation,
-        seed_for(recipe.seed, "evaluation"),
+        seed,
         linear=number in (0, recipe.rounds),
         fractions=recipe.evaluation.semi_supervised if number == recipe.rounds else (),
         fine_tune=recipe.evaluation.fine_tune if number == recipe.rounds else None,
+        augmentation=recipe.augmentation,
     )
+    if number in (0, recipe.rounds):
+        after = number == recipe.rounds
+        measures |= evaluate_downstream(model, federation.downstream, recipe.evaluation, seed, after=after)
+    return measures, spectrum
 
 
 def _evaluate(
@@ -113,12 +127,13 @@ def _evaluate(
     rows: list[MetricRow] = []
     spectra: dict[str, Tensor] = {}
     if federation.method.personal:
+        values: dict[str, list[float]] = {}
         for k, metrics, spectra[str(k)] in clients.evaluations(number):
-            rows += [(number, str(k), metric, value) for metric, value in metrics.items()]
-        for metric in dict.fromkeys(row[2] for row in rows):
-            values = [row[3] for row in rows if row[2] == metric]
-            rows.append((number, "mean", metric, sum(values) / len(values)))
-    else:
+            for metric, value in metrics.items():
+                rows.append((number, str(k), metric, value))
+                values.setdefault(metric, []).append(value)
+        rows += [(number, "mean", metric, sum(each) / len(each)) for metric, each in values.items()]
+    elif len(federation.dataset.measured_images):  # a server may have no data
         model = federation.method.load_global(server, lambda: federation.new_model(None))
         metrics, spectra["global"] = evaluate_after(federation, model, number)
         rows += [(number, "global", metric, value) for metric, value in metrics.items()]
@@ -190,7 +205,7 @@ def _exchange(
         what = f"round {number}: 0 of {len(sent)} clients answered, but guard.minimum_answers is {least}"
         raise UserError("; ".join([what, *reasons]))
     try:
-        server = federation.method.aggregate(server, replies, number)
+        server = federation.method.aggregate(server, replies, number, clients.images())
     except UserError as error:
         raise UserError("; ".join([str(error), *(f"client {k}: {why}" for k, why in missing.items())])) from error
     rows = [(number, str(k), "missing", 1.0) for k in missing]
@@ -233,6 +248,11 @@ def _traffic_rows(number: int, sent: dict[int, Message], replies: dict[int, Mess
 
 def first_files(federation: Federation) -> dict[str, str]:
     """What a run's folder holds before its first round."""
-    names = federation.dataset.class_names
+    names = federation.dataset.counted_as
     table = [["client", *names], *([k, *counts] for k, counts in enumerate(federation.class_counts.tolist()))]
-    return {"recipe.yaml": federation.recipe.to_yaml(), "partition.csv": csv_text(table)}
+    shape = dict(zip(("channels", "height", "width"), federation.dataset.train_images.shape[1:], strict=True))
+    return {
+        "recipe.yaml": federation.recipe.to_yaml(),
+        "partition.csv": csv_text(table),
+        IMAGE_SHAPE: json.dumps(shape) + "\n",
+    }

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
+from ..data.augmentation import AugmentationOptions, two_views
 from ..data.datasets import Dataset
+from ..data.stored_images import images_of_rows
+from ..errors import UserError
 from ..models.model import Model
-from .features import extract_features
+from .alignment import alignment
+from .features import extract_features, extract_view_features
 from .fine_tune import FineTuneOptions, fine_tuned_scores
 from .knn import knn_accuracy
 from .linear import linear_accuracy
 from .options import EvaluationOptions
 from .semi_supervised import SemiSupervisedOptions, semi_supervised_accuracy
 from .spectrum import effective_rank, singular_values
+from .uniformity import uniformity
+
+_COMPARED_IMAGES = 1000  # uniformity compares each pair of them
+_VIEWS_AT_A_TIME = 100  # bounds the memory of augmenting large images
 
 
 def evaluate_model(
@@ -26,30 +35,38 @@ def evaluate_model(
     linear: bool,
     fractions: Sequence[float] = (),
     fine_tune: FineTuneOptions | None = None,
+    augmentation: AugmentationOptions = AugmentationOptions(),  # noqa: B008 (frozen)
 ) -> tuple[dict[str, float], Tensor]:
     """Measure a model's encoder.
 
-    The labels of the whole training set are used here, and nowhere in self-supervised training.
+    The labels of the whole training set are used here, and nowhere in self-supervised training. Without labels no
+    accuracy is measured.
 
     Args:
         model: its encoder is measured, on the model's device.
-        dataset: training images with labels, and the test images.
+        dataset: training and test images.
         options: of kNN and the linear evaluation.
         seed: decides all that the evaluations draw.
         linear: whether to train the linear evaluation.
         fractions: labelled fractions to fine-tune on.
         fine_tune: how to fine-tune on all labels; None leaves that out.
+        augmentation: makes the two views that `alignment` compares; only for images without labels.
 
     Returns:
         The metrics by name, and the singular values of the test images' representations, float64, descending.
         Accuracies on the test images are in percent: `knn`, `linear`, and `semi_supervised_FRACTION` for each of
         `fractions`. `effective_rank` is that of the test images' representations. The scores after fine-tuning on all
         labels are `fine_tune_accuracy` and the macro averages `fine_tune_per_class_accuracy`, `fine_tune_precision`,
-        `fine_tune_recall` and `fine_tune_f1`.
+        `fine_tune_recall` and `fine_tune_f1`. Without labels the measures are `effective_rank`, `alignment` and
+        `uniformity`, of `Dataset.measured_images`.
 
     Raises:
-        UserError: a representation is not finite, or an evaluation's own training diverged.
+        UserError: a representation is not finite, or an evaluation's own training diverged; or fine-tuning is asked for
+            and there are no labels.
     """
+    check_labels(dataset, fractions, fine_tune)
+    if not dataset.labelled:
+        return _measures_without_labels(model, dataset, augmentation, seed)
     train = extract_features(model.encoder, dataset.train_images, device=model.device)
     test = extract_features(model.encoder, dataset.test_images, device=model.device)
     labelled = (train, dataset.train_labels, test, dataset.test_labels)
@@ -75,3 +92,30 @@ def evaluate_model(
         scores = fine_tuned_scores(model.encoder, dataset, fine_tune, seed, model.device)
         metrics |= {f"fine_tune_{name}": value for name, value in scores.items()}
     return metrics, singular_values(test)
+
+
+def check_labels(dataset: Dataset, fractions: Sequence[float], fine_tune: FineTuneOptions | None) -> None:
+    """Raise a UserError where fine-tuning is asked for and the images have no labels."""
+    if not dataset.labelled and (fractions or fine_tune is not None):
+        what = "semi-supervised evaluation" if fractions else "fine-tuning"
+        raise UserError(
+            f"{what} needs labels, and the images of data.name={dataset.name} have none: leave it out, or give labels "
+            "(data.labels for images, y_train and y_test in an .npz file)"
+        )
+
+
+def _measures_without_labels(
+    model: Model, dataset: Dataset, augmentation: AugmentationOptions, seed: int
+) -> tuple[dict[str, float], Tensor]:
+    images = dataset.measured_images
+    features = extract_features(model.encoder, images, device=model.device)
+    generator = torch.Generator().manual_seed(seed)
+    pairs = []
+    for part in images_of_rows(images, slice(0, _COMPARED_IMAGES)).split(_VIEWS_AT_A_TIME):
+        views = two_views(part, augmentation, generator)
+        pairs.append([extract_view_features(model.encoder, view, device=model.device) for view in views])
+    first, second = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+    metrics = {"effective_rank": effective_rank(features), "alignment": alignment(first, second)}
+    if len(features) > 1:
+        metrics["uniformity"] = uniformity(features[:_COMPARED_IMAGES])
+    return metrics, singular_values(features)

@@ -6,13 +6,24 @@ import torch
 from torch import Tensor, nn
 
 from ..data.augmentation import normalize
+from ..data.datasets import Dataset
+from ..data.stored_images import Images
 from ..errors import UserError
 
-# Bounds the memory of a forward pass; the results do not depend on it.
+# Bound the memory of a forward pass; the results do not depend on them.
 _IMAGES_AT_A_TIME = 500
+_PIXELS_AT_A_TIME = 500 * 64 * 64
 
 
-def extract_features(encoder: nn.Module, images: Tensor, device: torch.device | str | None = None) -> Tensor:
+def require_measured_images(dataset: Dataset) -> None:
+    """Raise UserError where there is nothing to measure a model on, as at a server without data."""
+    if len(dataset.measured_images) == 0:
+        raise UserError(
+            f"there are no images to measure models on: data.name is {dataset.name}, and the sites hold the data"
+        )
+
+
+def extract_features(encoder: nn.Module, images: Images, device: torch.device | str | None = None) -> Tensor:
     """The encoder's representations of `images`, without augmentation and without gradients.
 
     Every submodule runs in evaluation mode (BatchNorm with its running statistics) and gets its own mode back.
@@ -40,13 +51,13 @@ def extract_view_features(encoder: nn.Module, views: Tensor, device: torch.devic
     return features
 
 
-def extract_outputs(network: nn.Module, images: Tensor, device: torch.device | str | None = None) -> Tensor:
+def extract_outputs(network: nn.Module, images: Images, device: torch.device | str | None = None) -> Tensor:
     """`extract_features` for any network and without the check that the outputs are finite."""
     return _run(network, images, normalize, device)
 
 
 def _run(
-    network: nn.Module, images: Tensor, prepare: Callable[[Tensor], Tensor], device: torch.device | str | None
+    network: nn.Module, images: Images, prepare: Callable[[Tensor], Tensor], device: torch.device | str | None
 ) -> Tensor:
     home = device_of(network)
     device = home if device is None else torch.device(device)
@@ -55,7 +66,8 @@ def _run(
     try:
         network.to(device).eval()
         with torch.no_grad():
-            for batch in images.split(_IMAGES_AT_A_TIME):
+            pixels = images.shape[-2] * images.shape[-1]
+            for batch in images.split(min(_IMAGES_AT_A_TIME, max(1, _PIXELS_AT_A_TIME // pixels))):
                 outputs.append(network(prepare(batch.to(device))).to("cpu", torch.float32))
     finally:
         network.to(home)

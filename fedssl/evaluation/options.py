@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
+from ..data.options import DataOptions
 from ..options import Options
 from .fine_tune import FineTuneOptions
 from .linear import LinearOptions
@@ -27,3 +29,16 @@ class EvaluationOptions(Options):
     fine_tune: FineTuneOptions | None = Field(
         None, description="fine-tune on all labels after training, as LW-FedSSL does; {} for its options"
     )
+    downstream: dict[str, DataOptions] | None = Field(
+        None,
+        description="other data to evaluate on before and after training, each with a label of letters and digits; the "
+        "measures are called downstream_LABEL_knn and so on",
+    )
+
+    @field_validator("downstream")
+    @classmethod
+    def _labels(cls, downstream: dict[str, DataOptions] | None) -> dict[str, DataOptions] | None:
+        for label in downstream or ():
+            if not re.fullmatch("[A-Za-z0-9]+", label):
+                raise ValueError(f"the label {label!r} must consist of letters and digits")
+        return downstream

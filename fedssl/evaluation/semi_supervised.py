@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..data.augmentation import normalize
+from ..data.stored_images import Images
 from ..errors import UserError
 from ..options import Options
 from ..randomness import seeded_on
@@ -31,9 +32,9 @@ class SemiSupervisedOptions(Options):
 
 def semi_supervised_accuracy(
     encoder: nn.Module,
-    train_images: Tensor,
+    train_images: Images,
     train_labels: Tensor,
-    test_images: Tensor,
+    test_images: Images,
     test_labels: Tensor,
     classes: int,
     options: SemiSupervisedOptions,
@@ -91,7 +92,7 @@ def semi_supervised_accuracy(
     return 100.0 * int((predicted == test_labels.cpu()).sum()) / len(test_images)
 
 
-def predict_classes(network: nn.Module, images: Tensor, learning_rate: float, device: torch.device) -> Tensor:
+def predict_classes(network: nn.Module, images: Images, learning_rate: float, device: torch.device) -> Tensor:
     """The classes, int64 [n], that a fine-tuned network gives uint8 `images` [n, C, H, W].
 
     Raises:

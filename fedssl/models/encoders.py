@@ -95,8 +95,8 @@ def build_encoder(architecture: str, in_channels: int, image_size: int) -> Encod
     """Build an untrained encoder, initialised from torch's global random generator.
 
     Args:
-        architecture: one of `encoder_names()`, or any name that `timm.create_model` knows (never with
-            pretrained weights). Two families of timm are adapted to images of at most 64 pixels a side:
+        architecture: one of `encoder_names()`, or any name that `timm.create_model` knows (weights.py loads weights).
+            Two families of timm are adapted to images of at most 64 pixels a side:
             ResNets (`timm.models.resnet.ResNet`, whatever their stem was) get one 3x3 stride-1 convolution as
             stem and no max-pool; vision transformers get a patch size that leaves about 8x8 tokens (8 at 64
             pixels, 4 at 28 to 32, 2 below). Other models are taken as they are.
@@ -116,55 +116,42 @@ def build_encoder(architecture: str, in_channels: int, image_size: int) -> Encod
             raise UserError(f"{name}: expected at least 1, got {value}")
     if architecture in _CONVNETS:
         return SmallConvNet(in_channels, image_size, _CONVNETS[architecture])
+    name, arguments = timm_arguments(architecture, in_channels, image_size)
+    small_image_stem = architecture in _RESNETS or image_size <= SMALL_IMAGE
+    return _timm_encoder(architecture, name, arguments, in_channels, image_size, small_image_stem)
+
+
+def timm_arguments(architecture: str, in_channels: int, image_size: int) -> tuple[str, dict[str, Any]]:
+    """How timm builds an encoder: `timm.create_model(name, num_classes=0, **arguments)`.
+
+    That is the whole encoder, apart from the stem of ResNets for small images (`has_small_image_stem`). The arguments
+    are those of `build_encoder`; every encoder except the small convolutional networks is one of timm's.
+
+    Returns:
+        timm's name of the model, and the arguments as values that JSON can hold.
+
+    Raises:
+        UserError: the name is unknown (with the closest known ones), or `small_vit` cannot cut such images.
+    """
+    import timm  # here, as importing timm takes seconds
+    from timm.models import is_model_in_modules
+
     if architecture in _RESNETS:
-        return _small_resnet(in_channels, *_RESNETS[architecture])
-    if architecture in _SMALL_VISION_TRANSFORMERS:
-        return _small_vision_transformer(in_channels, image_size, *_SMALL_VISION_TRANSFORMERS[architecture])
-    return _timm_encoder(architecture, in_channels, image_size)
-
-
-def _small_resnet(in_channels: int, layers: tuple[int, ...], widths: tuple[int, ...]) -> Encoder:
-    from timm.models.resnet import BasicBlock, ResNet  # here, as importing timm takes seconds
-
-    # timm fixes the plain stem's width at 64; that of the "deep" stem is free, and the stem is replaced.
-    model = ResNet(
-        cast(Any, BasicBlock),  # timm's annotation asks for an instance where it takes the class
-        layers,
-        num_classes=0,
-        in_chans=in_channels,
-        channels=widths,
-        stem_type="deep",
-        stem_width=widths[0] // 2,
+        layers, widths = _RESNETS[architecture]
+        # timm fixes the plain stem's width at 64; that of the "deep" stem is free, and the stem is replaced.
         # timm starts each residual branch at zero. An untrained network then sees only the pixels that strided 1x1
         # shortcuts select, nine of an 8x8 image, and a client here trains for only a few hundred steps.
-        zero_init_last=False,
-    )
-    _use_small_image_stem(model, in_channels)
-    return cast(Encoder, model)
-
-
-def _small_vision_transformer(in_channels: int, image_size: int, width: int, blocks: int, heads: int) -> Encoder:
-    from timm.models.vision_transformer import VisionTransformer
-
-    if image_size % _SMALL_GRID:
-        raise UserError(f"image_size: small_vit cuts images into {_SMALL_GRID}x{_SMALL_GRID} patches, got {image_size}")
-    model = VisionTransformer(
-        img_size=image_size,
-        patch_size=image_size // _SMALL_GRID,
-        in_chans=in_channels,
-        num_classes=0,
-        embed_dim=width,
-        depth=blocks,
-        num_heads=heads,
-    )
-    return cast(Encoder, model)
-
-
-def _timm_encoder(architecture: str, in_channels: int, image_size: int) -> Encoder:
-    import timm
-    from timm.models import is_model_in_modules
-    from timm.models.resnet import ResNet
-
+        stem = {"stem_type": "deep", "stem_width": widths[0] // 2, "zero_init_last": False}
+        return "resnet18", {"in_chans": in_channels, "layers": list(layers), "channels": list(widths), **stem}
+    if architecture in _SMALL_VISION_TRANSFORMERS:
+        if image_size % _SMALL_GRID:
+            raise UserError(
+                f"image_size: small_vit cuts images into {_SMALL_GRID}x{_SMALL_GRID} patches, got {image_size}"
+            )
+        width, blocks, heads = _SMALL_VISION_TRANSFORMERS[architecture]
+        size = {"img_size": image_size, "patch_size": image_size // _SMALL_GRID}
+        shape = {"embed_dim": width, "depth": blocks, "num_heads": heads}
+        return "vit_tiny_patch16_224", {"in_chans": in_channels, **size, **shape}
     if not timm.is_model(architecture):
         close = difflib.get_close_matches(architecture, [*encoder_names(), *timm.list_models()], n=5)
         hint = f"did you mean {' or '.join(close)}?" if close else f"try one of {', '.join(encoder_names())}"
@@ -172,18 +159,33 @@ def _timm_encoder(architecture: str, in_channels: int, image_size: int) -> Encod
 
     base_name = architecture.split(".")[0]  # without timm's tag of pretrained weights
     pretrained_config = timm.get_pretrained_cfg(base_name)
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, Any] = {"in_chans": in_channels}
     if pretrained_config is not None and pretrained_config.fixed_input_size:
         arguments["img_size"] = image_size
     if image_size <= SMALL_IMAGE and is_model_in_modules(base_name, _VISION_TRANSFORMERS):
         arguments["patch_size"] = _patch_size(image_size)
+    return architecture, arguments
+
+
+def has_small_image_stem(network: nn.Module) -> bool:
+    """Whether an encoder is a ResNet of timm's whose stem has been replaced by that for small images."""
+    from timm.models.resnet import ResNet
+
+    return isinstance(network, ResNet) and isinstance(network.maxpool, nn.Identity)
+
+
+def _timm_encoder(
+    architecture: str, name: str, arguments: dict[str, Any], in_channels: int, image_size: int, small_image_stem: bool
+) -> Encoder:
+    import timm
+    from timm.models.resnet import ResNet
 
     # Each of timm's files raises its own exceptions for an image that does not fit, some only in the forward pass.
     # The forward pass also gives the true dimension of the output, which is not `num_features` in models with a
     # convolution after the pooling (MobileNetV3).
     try:
-        model = timm.create_model(architecture, pretrained=False, num_classes=0, in_chans=in_channels, **arguments)
-        if image_size <= SMALL_IMAGE and isinstance(model, ResNet):
+        model = timm.create_model(name, pretrained=False, num_classes=0, **arguments)
+        if small_image_stem and isinstance(model, ResNet):
             _use_small_image_stem(model, in_channels)
         model.eval()
         with torch.no_grad():

@@ -151,6 +151,15 @@ class StagedEncoder(Encoder):
     def _holds_layers(self, child: str) -> bool:
         return any(path.split(".")[0] == child for paths in self._paths for path in paths)
 
+    def plain_network(self) -> nn.Module:
+        """The network without its switches, as it was before it was cut; this encoder cannot be used afterwards."""
+        for paths in self._paths:
+            for path in paths:
+                parent, _, name = path.rpartition(".")
+                holder = self.network.get_submodule(parent)
+                setattr(holder, name, getattr(holder, name).module)
+        return self.network
+
     def names(self, layers: Collection[int], top: int | None = None) -> list[str]:
         """State-dict names of some layers (from 0); `top` adds the modules after the last layer at that depth."""
         names = []

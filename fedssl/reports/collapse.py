@@ -11,7 +11,7 @@ from torch import Tensor
 from ..data.augmentation import two_views
 from ..engines.rounds import models_to_evaluate
 from ..evaluation.alignment import alignment
-from ..evaluation.features import extract_features, extract_view_features
+from ..evaluation.features import extract_features, extract_view_features, require_measured_images
 from ..evaluation.spectrum import effective_rank, log_covariance_singular_values
 from ..evaluation.sphere import sphere_coverage, sphere_points
 from ..evaluation.tsne import tsne_together
@@ -59,8 +59,8 @@ class Collapse:
     Attributes:
         format: `FORMAT` of the version that made the analysis.
         round: the last committed round, whose models these are.
-        class_names: the classes' names.
-        labels: the class of each test image that was represented.
+        class_names: the classes' names; without labels one name for all images.
+        labels: the class of each test image that was represented; without a test set they are training images.
         models: by `global` (where the method has a global model) and by client number. A local model is a client's
             own after its training in the last round that it took part in, before the server joins anything.
         tsne: points in the plane of the first test images, [images, 2] each, by `global` and the first client; empty
@@ -93,12 +93,14 @@ def analyse_collapse(federation: Federation, directory: RunDirectory) -> Collaps
         directory: the run's folder, with at least one finished round.
 
     Raises:
-        UserError: a state that cannot be read, or representations that are not finite.
+        UserError: there are no images, a state cannot be read, or representations are not finite.
     """
     recipe, data = federation.recipe, federation.dataset
+    require_measured_images(data)
     generator = generator_for(recipe.seed, "collapse", "images")
-    order = torch.randperm(len(data.test_images), generator=generator)[:_TEST_IMAGES]
-    images = data.test_images[order]
+    measured = data.measured_images
+    order = torch.randperm(len(measured), generator=generator)[:_TEST_IMAGES]
+    images = measured[order]
     views = two_views(images, recipe.augmentation, generator_for(recipe.seed, "collapse", "views"))
     features: dict[str, Tensor] = {}
     models: dict[str, Geometry] = {}
@@ -109,8 +111,8 @@ def analyse_collapse(federation: Federation, directory: RunDirectory) -> Collaps
     return Collapse(
         FORMAT,
         directory.checkpoint.round,
-        list(data.class_names),
-        data.test_labels[order].tolist(),
+        list(data.counted_as),
+        (data.test_labels[order] if data.labelled else torch.zeros_like(order)).tolist(),
         models,
         _tsne(features, seed_for(recipe.seed, "collapse", "tsne")),
     )

@@ -17,8 +17,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from ..errors import UserError
-from ..federation import build_federation
-from ..reading import load_stored_recipe
+from ..federation import federation_of_run
 from ..run_directory import RunDirectory
 from ..storage import make_folder, write_atomically
 from ..untrusted.files import read_regular_file
@@ -54,7 +53,7 @@ def collapse_of_run(path: Path, trust: bool = False) -> Collapse | None:
     stored = _read(path / _FILE)
     if stored is not None and stored.round == checkpoint.round:
         return stored
-    analysis = analyse_collapse(build_federation(load_stored_recipe(directory, trust)), directory)
+    analysis = analyse_collapse(federation_of_run(directory, trust), directory)
     with suppress(UserError):  # a folder that cannot be written is read all the same
         _write(analysis, path)
     return analysis

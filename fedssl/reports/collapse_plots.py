@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import torch
-from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -14,10 +13,10 @@ from numpy.typing import NDArray
 
 from ..evaluation.spectrum import log_covariance_singular_values
 from ..untrusted.printable import plot_text
+from .class_colours import class_colours, class_legend
 from .collapse import Collapse
 from .plots import MUTED, TEXT, method_styles, name_lines, tidy
 
-_MOST_NAMED_CLASSES = 20
 _PANEL = 3.3  # inches
 
 
@@ -80,7 +79,7 @@ def draw_spheres(analyses: Mapping[str, Collapse]) -> Figure:
     figure = Figure(figsize=(_PANEL * width * beside + 1.9, _PANEL * rows + 0.25), layout="constrained")
     grid = figure.subplots(rows, width * beside, squeeze=False).reshape(-1, width)
     for line, (label, analysis) in zip(grid, analyses.items(), strict=False):
-        colours = _class_colours(len(analysis.class_names))[analysis.labels]
+        colours = class_colours(len(analysis.class_names))[analysis.labels]
         for axes, who in zip(line, _first_models(analysis), strict=False):
             _draw_sphere(axes, np.array(analysis.models[who].sphere), colours)
             covered = 100 * analysis.models[who].coverage
@@ -92,7 +91,7 @@ def draw_spheres(analyses: Mapping[str, Collapse]) -> Figure:
     for axes in grid.ravel():
         if not axes.has_data():
             axes.set_axis_off()
-    _class_legend(figure, next(iter(analyses.values())))
+    class_legend(figure, next(iter(analyses.values())).class_names)
     return figure
 
 
@@ -115,7 +114,7 @@ def draw_tsne(analyses: Mapping[str, Collapse]) -> Figure | None:
     grid = figure.subplots(rows, columns, squeeze=False).ravel()
     for axes, (label, analysis) in zip(grid, shown.items(), strict=False):
         (_, shared), (who, local) = analysis.tsne.items()
-        colours = _class_colours(len(analysis.class_names))[analysis.labels[: len(shared)]]
+        colours = class_colours(len(analysis.class_names))[analysis.labels[: len(shared)]]
         points, others = np.array(shared), np.array(local)
         axes.scatter(points[:, 0], points[:, 1], s=16, facecolors="none", edgecolors=colours, lw=0.9)
         axes.scatter(others[:, 0], others[:, 1], s=15, c=colours, marker="x", lw=0.9)
@@ -132,7 +131,7 @@ def draw_tsne(analyses: Mapping[str, Collapse]) -> Figure | None:
         Line2D([], [], marker="o", ls="", ms=5, mfc="none", mec=TEXT, label="global model"),
         Line2D([], [], marker="x", ls="", ms=5, color=TEXT, label="a local model"),
     ]
-    _class_legend(figure, next(iter(shown.values())), marks)
+    class_legend(figure, next(iter(shown.values())).class_names, marks)
     return figure
 
 
@@ -172,24 +171,3 @@ def _graticule(circle: NDArray[np.float64]) -> list[NDArray[np.float64]]:
     tilt = np.deg2rad(22.0)
     turn = np.array([[np.cos(tilt), 0, -np.sin(tilt)], [0, 1, 0], [np.sin(tilt), 0, np.cos(tilt)]])
     return [line @ turn for line in lines]
-
-
-def _class_colours(classes: int) -> NDArray[np.float64]:
-    """One colour a class, [classes, 4]."""
-    if classes <= 10:
-        return np.array([colormaps["tab10"](index) for index in range(classes)])
-    if classes <= _MOST_NAMED_CLASSES:
-        return np.array([colormaps["tab20"](index) for index in range(classes)])
-    return np.array([colormaps["turbo"](index / (classes - 1)) for index in range(classes)])
-
-
-def _class_legend(figure: Figure, analysis: Collapse, marks: Sequence[Line2D] = ()) -> None:
-    handles = list(marks)
-    if len(analysis.class_names) <= _MOST_NAMED_CLASSES:
-        colours = _class_colours(len(analysis.class_names))
-        handles += [
-            Line2D([], [], marker="o", ls="", ms=6, color=colour, label=plot_text(name))
-            for colour, name in zip(colours, analysis.class_names, strict=True)
-        ]
-    if handles:
-        figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=10)

@@ -15,6 +15,7 @@ from rich.table import Table as TextTable
 from ..accounting import StepCost, StepCounter
 from ..client import Client
 from ..data.augmentation import normalize
+from ..data.stored_images import images_of_rows
 from ..errors import UserError
 from ..federation import Federation
 from ..messages import Message
@@ -238,7 +239,7 @@ class _Estimate:
             self.models[name] = self.federation.new_model(index)
         self.models[name].zero_grad()  # as in a run, where a client starts without gradients
         data, rows = self.federation.dataset, self.federation.client_rows[index]
-        images, labels = data.train_images[rows], data.train_labels[rows]
+        images, labels = images_of_rows(data.train_images, rows), data.train_labels[rows]
         return Client(index, images, labels, data.public_images, self.models[name])
 
     def _one_view(self, part: _ClientRound) -> int:

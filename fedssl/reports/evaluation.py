@@ -1,26 +1,41 @@
-"""RUN/evaluation.csv: the models of a finished run, or of a stopped one, evaluated once more."""
+"""evaluation.csv: the models of a run, or an exported encoder, evaluated once more or on other data."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import yaml
+from pydantic import ValidationError
+
+from ..data.augmentation import AugmentationOptions
+from ..data.datasets import Dataset
+from ..data.options import DataOptions
 from ..engines.rounds import models_to_evaluate
 from ..errors import UserError
-from ..evaluation.evaluate import evaluate_model
+from ..evaluation.downstream import check_downstream, evaluate_downstream, load_downstream
+from ..evaluation.evaluate import check_labels, evaluate_model
 from ..evaluation.fine_tune import FineTuneOptions, check_fine_tuning
-from ..federation import build_federation
+from ..evaluation.options import EvaluationOptions
+from ..export.encoder_folder import read_encoder
+from ..federation import device_named, federation_of_run
+from ..models.model import Model
 from ..randomness import seed_for
-from ..reading import load_stored_recipe
+from ..recipe_text import explain_errors
 from ..run_directory import RunDirectory
 from ..storage import csv_text, write_atomically
+
+Note = Callable[[str], None]
 
 
 def evaluate_run(
     path: Path,
     fractions: Sequence[float] = (),
-    note: Callable[[str], None] = lambda text: None,
+    note: Note = lambda text: None,
     fine_tune: FineTuneOptions | None = None,
+    data: DataOptions | None = None,
     trust: bool = False,
 ) -> Path:
     """Evaluate the models of a run's last checkpoint, each client's and their mean, or the global one.
@@ -30,38 +45,145 @@ def evaluate_run(
         fractions: labelled fractions to fine-tune on, in (0, 1], beside the recipe's own; the papers' are 0.01 and 0.1.
         note: is called with a line of text before each model.
         fine_tune: how to fine-tune on all labels; by default as the recipe says, which may be not at all.
+        data: labelled data in place of the run's, see `load_downstream`.
         trust: run the code of parts of one's own that the run's recipe names.
 
     Returns:
-        The file that was written: RUN/evaluation.csv with a line a client and a column a measure.
+        The file that was written: RUN/evaluation.csv, or RUN/evaluation-DATA.csv for other data, with a line a client
+        and a column a measure.
 
     Raises:
-        UserError: `path` is not a run's folder or has no finished round, a fraction is not in (0, 1], the data are
-            missing, the recipe names code that is not trusted, or the file cannot be written.
+        UserError: `path` is not a run's folder or has no finished round; a fraction is not in (0, 1]; the data are
+            missing or do not fit; the recipe names code that is not trusted; or the file cannot be written.
     """
+    _check_fractions(fractions)
     directory = RunDirectory.open(path)
     if directory.checkpoint.round < 0:
         raise UserError(f"{path} has no finished round yet: continue it with fedssl run --resume {path}")
+    federation = federation_of_run(directory, trust, downstream=data is None)
+    recipe, dataset = federation.recipe, federation.dataset
+    options = _with_requests(recipe.evaluation, fractions, fine_tune)
+    if data is not None:
+        dataset = load_downstream(data, dataset.train_images.shape[1:], recipe.seed)
+    elif not len(dataset.measured_images):
+        raise UserError(f"the recipe of {path} names no images to evaluate on (data.name=none): give --data")
+    check_fine_tuning(options.fine_tune, dataset)
+    check_labels(dataset, options.semi_supervised, options.fine_tune)
+    seed = seed_for(recipe.seed, "evaluation")
+    results = {}
+    for who, model in models_to_evaluate(federation, directory.server_state(), directory.client_state):
+        note(f"evaluating {'client ' if who.isdigit() else ''}{who}")
+        if data is not None:
+            check_downstream(model, dataset, options)
+        results[who] = _measure(model, dataset, options, seed, recipe.augmentation)
+        results[who] |= evaluate_downstream(model, federation.downstream, options, seed, after=True)
+    return _write(results, path, data)
+
+
+def evaluate_export(
+    path: Path, data: DataOptions | None, fractions: Sequence[float] = (), fine_tune: FineTuneOptions | None = None
+) -> Path:
+    """Evaluate an exported encoder on labelled data.
+
+    Args:
+        path: a folder that `fedssl export` has written.
+        data: see `load_downstream`.
+        fractions, fine_tune: see `evaluate_run`.
+
+    Returns:
+        The file that was written: FOLDER/evaluation-DATA.csv with a line and a column a measure.
+
+    Raises:
+        UserError: `path` holds no encoder; a fraction is not in (0, 1]; the data are missing or do not fit; or the file
+            cannot be written.
+    """
+    _check_fractions(fractions)
+    if data is None:
+        raise UserError(
+            f"{path} is an exported encoder, which names no data: give --data, such as --data name=npz,path=mine.npz"
+        )
+    encoder = read_encoder(path)
+    options = _with_requests(EvaluationOptions(), fractions, fine_tune)
+    dataset = load_downstream(data, encoder.image_shape, seed=0)
+    model = Model({"encoder": encoder.network}).to(device_named("auto"))
+    check_downstream(model, dataset, options)
+    return _write({"encoder": _measure(model, dataset, options, seed_for(0, "evaluation"))}, path, data)
+
+
+def _check_fractions(fractions: Sequence[float]) -> None:
     for fraction in fractions:
         if not 0 < fraction <= 1:
             raise UserError(f"--semi-supervised must be a fraction in (0, 1], for instance 0.01, got {fraction}")
-    federation = build_federation(load_stored_recipe(directory, trust))
-    recipe, data = federation.recipe, federation.dataset
-    fine_tune = fine_tune or recipe.evaluation.fine_tune
-    check_fine_tuning(fine_tune, data)
-    wanted = list(dict.fromkeys([*recipe.evaluation.semi_supervised, *fractions]))
-    results: dict[str, dict[str, float]] = {}
-    server = directory.server_state()
-    for who, model in models_to_evaluate(federation, server, directory.client_state):
-        note(f"evaluating {'client ' if who.isdigit() else ''}{who}")
-        seed = seed_for(recipe.seed, "evaluation")
-        results[who], _ = evaluate_model(
-            model, data, recipe.evaluation, seed, linear=True, fractions=wanted, fine_tune=fine_tune
-        )
+
+
+def _write(results: dict[str, dict[str, float]], folder: Path, data: DataOptions | None) -> Path:
     names = list(next(iter(results.values())))
     if len(results) > 1:
         results["mean"] = {n: sum(r[n] for r in results.values()) / len(results) for n in names}
     rows = [[who, *(f"{values[name]:.2f}" for name in names)] for who, values in results.items()]
-    target = path / "evaluation.csv"
+    target = folder / ("evaluation.csv" if data is None else f"evaluation-{_data_label(data)}.csv")
     write_atomically(target, csv_text([["client", *names], *rows]).encode())
     return target
+
+
+def _measure(
+    model: Model,
+    dataset: Dataset,
+    options: EvaluationOptions,
+    seed: int,
+    augmentation: AugmentationOptions = AugmentationOptions(),  # noqa: B008 (frozen)
+) -> dict[str, float]:
+    measures, _ = evaluate_model(
+        model,
+        dataset,
+        options,
+        seed,
+        linear=True,
+        fractions=options.semi_supervised,
+        fine_tune=options.fine_tune,
+        augmentation=augmentation,
+    )
+    return measures
+
+
+def _with_requests(
+    options: EvaluationOptions, fractions: Sequence[float], fine_tune: FineTuneOptions | None
+) -> EvaluationOptions:
+    """A run's options with what is asked for beside them."""
+    wanted = list(dict.fromkeys([*options.semi_supervised, *fractions]))
+    return options.model_copy(update={"semi_supervised": wanted, "fine_tune": fine_tune or options.fine_tune})
+
+
+def parse_data(text: str) -> DataOptions:
+    """The data that `name=npz,path=mine.npz` names; the keys are those of a recipe's `data`.
+
+    Raises:
+        UserError: not pairs of key and value, or a key or value that is not allowed.
+    """
+    values: dict[str, Any] = {}
+    for pair in re.split(r",(?=\w+=)", text):
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise UserError(f"--data: expected KEY=VALUE pairs such as name=npz,path=mine.npz, got {text!r}")
+        try:
+            values[key] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise UserError(f"--data: {pair!r} has no valid value: {' '.join(str(error).split())}") from error
+    return data_options(values)
+
+
+def data_options(values: Mapping[str, Any]) -> DataOptions:
+    """Data given as a mapping, checked.
+
+    Raises:
+        UserError: a key or value that is not allowed.
+    """
+    try:
+        return DataOptions.model_validate(values)
+    except ValidationError as error:
+        raise UserError(f"data: {'; '.join(explain_errors(error, DataOptions))}") from error
+
+
+def _data_label(data: DataOptions) -> str:
+    """The data's name in a file's name: that of their file or folder, where they have one."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", data.path.stem if data.path else data.name)

@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from statistics import fmean, stdev
 
+from ..evaluation.downstream import PREFIX
+
 METRIC_TITLES = {
     "knn": "kNN accuracy (%)",
     "linear": "linear accuracy (%)",
@@ -17,6 +19,8 @@ METRIC_TITLES = {
     "fine_tune_recall": "fine-tuned recall (%)",
     "fine_tune_f1": "fine-tuned F1 (%)",
     "effective_rank": "effective rank",
+    "alignment": "alignment",
+    "uniformity": "uniformity",
     "loss": "objective's loss",
     "total_loss": "loss with regularisers",
     "cka": "CKA with the target kernel",
@@ -25,14 +29,27 @@ FINE_TUNED = tuple(f"fine_tune_{score}" for score in ("accuracy", "per_class_acc
 #: in percent
 ACCURACIES = ("knn", "linear", "semi_supervised_0.01", "semi_supervised_0.1", *FINE_TUNED)
 #: measured before and after training, and possibly in between; the fine-tuned scores after it alone
-EVALUATED = (*ACCURACIES, "effective_rank")
+EVALUATED = (*ACCURACIES, "effective_rank", "alignment", "uniformity")
 #: larger ones are neither drawn nor averaged: they would overflow
 LARGEST_FIGURE = 1e150
-_DECIMALS = dict.fromkeys(EVALUATED, 1)
+_DECIMALS = {"alignment": 2, "uniformity": 2}
+
+
+def is_evaluated(metric: str) -> bool:
+    """Whether a metric is measured before or after training, on the run's data or on other data."""
+    return metric in EVALUATED or metric.startswith(PREFIX)
+
+
+def is_accuracy(metric: str) -> bool:
+    """Whether a metric is in percent."""
+    return metric in ACCURACIES or (metric.startswith(PREFIX) and not metric.endswith("_effective_rank"))
 
 
 def metric_title(metric: str) -> str:
     """What a metric is called; one without a title keeps its name, with spaces for underscores."""
+    if metric.startswith(PREFIX):
+        label, _, measure = metric.removeprefix(PREFIX).partition("_")
+        return f"on {label}: {metric_title(measure)}"
     return METRIC_TITLES.get(metric, metric.replace("_", " "))
 
 
@@ -50,6 +67,6 @@ def format_values(metric: str, values: Sequence[float]) -> str:
     """`91.3 ± 0.4` for several seeds, `91.3` for one, a dash for none."""
     if not values:
         return "-"
-    decimals = _DECIMALS.get(metric, 3)
+    decimals = _DECIMALS.get(metric, 1 if is_evaluated(metric) else 3)
     mean, spread = mean_and_spread(values)
     return f"{mean:.{decimals}f}" + ("" if spread is None else f" ± {spread:.{decimals}f}")

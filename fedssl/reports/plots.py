@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from ..errors import UserError
 from ..storage import write_atomically
 from ..untrusted.printable import plot_text
-from .metrics import ACCURACIES, LARGEST_FIGURE, format_values, mean_and_spread, metric_title
+from .metrics import LARGEST_FIGURE, format_values, is_accuracy, mean_and_spread, metric_title
 
 _PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31")
 _LINE_STYLES = ("-", "--", ":", "-.")
@@ -329,7 +329,7 @@ def _draw_bars(
     if untrained:
         axes.axvline(mean_and_spread(untrained)[0], color=TEXT, ls="--", lw=1.3, zorder=3)
     axes.margins(x=0.08)
-    if metric in ACCURACIES:
+    if is_accuracy(metric):
         low, high = axes.get_xlim()
         axes.set_xlim(max(low, 0), min(high, 100.8))
     elif axes.get_xlim()[0] < 0:

@@ -11,6 +11,8 @@ from ..storage import write_atomically
 from .collapse import Collapse
 from .collapse_files import collapse_of_run
 from .collapse_section import collapse_section
+from .image_pictures import ImagePictures, image_pictures_of_run
+from .image_section import PicturesByMethod, image_section
 from .page import PageTable, render_page
 from .results_section import (
     client_table,
@@ -24,15 +26,23 @@ from .results_section import (
 from .settings_section import differing_settings, folder_table, resolved_recipes, settings_table
 
 
-def write_report(runs: Sequence[Path], output: Path | None = None, collapse: bool = True, trust: bool = False) -> Path:
+def write_report(
+    runs: Sequence[Path],
+    output: Path | None = None,
+    collapse: bool = True,
+    trust: bool = False,
+    images: bool = True,
+) -> Path:
     """Write one page about runs. Runs with the same `name` in their recipe count as seeds of one method.
 
     Args:
         runs: the runs' folders, finished or not.
         output: the page's file; by default RUN/report.html for one run, and ./report.html for several.
         collapse: also analyse the representations of each method's first finished run, see `collapse_of_run`.
-        trust: run the code of parts of one's own that a run's recipe names. Only the collapse analysis needs it;
-            without it the page says that this analysis is missing, and why.
+        trust: run the code of parts of one's own that a run's recipe names. Only the collapse analysis and the pictures
+            of images need it; without it the page says that they are missing, and why.
+        images: also show images of the data as the encoder of each method's first finished run sees them, see
+            `image_pictures_of_run`. The page then holds these images.
 
     Returns:
         The page's file.
@@ -49,8 +59,24 @@ def write_report(runs: Sequence[Path], output: Path | None = None, collapse: boo
         raise UserError(f"{which} no finished round to report on yet; continue with fedssl run --resume {folders[0]}")
     path = output or (folders[0] / "report.html" if len(folders) == 1 else Path("report.html"))
     analyses = _collapse_analyses(records, trust) if collapse else {}
-    write_atomically(path, build_report(records, analyses).encode())
+    pictures = _pictures_of_images(records, trust) if images else {}
+    write_atomically(path, build_report(records, analyses, pictures).encode())
     return path
+
+
+def _pictures_of_images(runs: Sequence[Run], trust: bool) -> PicturesByMethod:
+    """By method: the pictures of images of its first finished run, or why there are none."""
+    pictures: dict[str, tuple[Path, ImagePictures] | str] = {}
+    for run in runs:
+        if run.finished and run.name not in pictures:
+            try:
+                shown = image_pictures_of_run(run.path, trust)
+            except UserError as error:
+                pictures[run.name] = str(error)
+            else:
+                if shown is not None:
+                    pictures[run.name] = (run.path, shown)
+    return pictures
 
 
 def _collapse_analyses(runs: Sequence[Run], trust: bool) -> dict[str, Collapse | str]:
@@ -68,12 +94,17 @@ def _collapse_analyses(runs: Sequence[Run], trust: bool) -> dict[str, Collapse |
     return analyses
 
 
-def build_report(runs: Sequence[Run], analyses: Mapping[str, Collapse | str] | None = None) -> str:
+def build_report(
+    runs: Sequence[Run],
+    analyses: Mapping[str, Collapse | str] | None = None,
+    pictures: PicturesByMethod | None = None,
+) -> str:
     """The page's HTML.
 
     Args:
         runs: at least one.
         analyses: by method, its collapse analysis, or a text that says why there is none.
+        pictures: by method, its pictures of images, or a text that says why there are none.
     """
     methods: dict[str, list[Run]] = {}
     for run in runs:
@@ -90,6 +121,7 @@ def build_report(runs: Sequence[Run], analyses: Mapping[str, Collapse | str] | N
         curves=curve_charts(methods),
         spectrum=spectrum_chart(methods),
         collapse=collapse_section(analyses or {}),
+        images=image_section(pictures or {}),
         partitions=partition_charts(methods),
         clients=client_table(methods),
         traffic=traffic_table(methods),
@@ -123,6 +155,11 @@ def _warnings(runs: Sequence[Run]) -> list[str]:
     differing = differing_settings(runs)
     if differing:
         warnings.append(f"these runs have one name but differ in {', '.join(differing)}; their mean mixes recipes")
+    if any(run.evaluated("alignment", "before") is not None and run.evaluated("knn", "before") is None for run in runs):
+        warnings.append(
+            "the images have no labels, so no accuracy can be measured; effective rank, alignment and uniformity say "
+            "how the representations fill their space, not how useful they are"
+        )
     if len({run.seed for run in runs}) < len(runs):
         warnings.append("several runs have the same seed, so their spread says less than it seems to")
     return warnings

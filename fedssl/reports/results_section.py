@@ -13,7 +13,7 @@ import torch
 
 from ..data.partition_chart import draw_partition
 from ..run_record import Run
-from .metrics import EVALUATED, FINE_TUNED, format_values, metric_title
+from .metrics import EVALUATED, FINE_TUNED, format_values, is_evaluated, metric_title
 from .page import PageFigure, PageTable, page_figure
 from .plots import Bar, draw_bars, draw_curves, draw_spectrum, method_styles
 from .units import format_bytes
@@ -75,7 +75,7 @@ def curve_charts(methods: Mapping[str, list[Run]]) -> list[PageFigure]:
             charts[-1] = replace(charts[-1], caption=f"{charts[-1].caption} {note}".strip())
             break
         # values before and after training alone are two points, which the bars show better
-        fewest = 3 if metric in EVALUATED else 2
+        fewest = 3 if is_evaluated(metric) else 2
         curves = {name: [curve for run in runs if (curve := run.overall(metric))] for name, runs in methods.items()}
         curves = {name: runs for name, runs in curves.items() if runs and max(map(len, runs)) >= fewest}
         repeats_loss = metric == "total_loss" and all(
@@ -104,7 +104,7 @@ def partition_charts(methods: Mapping[str, list[Run]]) -> list[PageFigure]:
     """A chart for each of the different partitions that the methods' first runs have."""
     charts: dict[tuple[tuple[int, ...], ...], tuple[Run, list[str]]] = {}
     for name, runs in methods.items():
-        run = next((run for run in runs if run.class_counts), None)
+        run = next((run for run in runs if run.class_counts and run.class_names), None)
         if run is not None:
             partition = tuple(map(tuple, run.class_counts))
             charts.setdefault(partition, (run, []))[1].append(f"{name} (seed {run.seed})")
@@ -151,7 +151,9 @@ def traffic_table(methods: Mapping[str, list[Run]]) -> PageTable:
 def _evaluated_metrics(methods: Mapping[str, list[Run]]) -> list[str]:
     """The metrics that any run has before or after its training."""
     runs = [run for runs in methods.values() for run in runs]
-    return [metric for metric in EVALUATED if _values(runs, metric, "before") or _values(runs, metric, "after")]
+    downstream = {metric for run in runs for _, _, metric in run.values if is_evaluated(metric)} - set(EVALUATED)
+    metrics = [*EVALUATED, *sorted(downstream)]
+    return [metric for metric in metrics if _values(runs, metric, "before") or _values(runs, metric, "after")]
 
 
 def _before_and_after(runs: Sequence[Run], metric: str, who: str | None = None) -> str:

@@ -39,7 +39,7 @@ class LayerWise(Schedule):
     cuts: ClassVar[bool] = True
 
     layers_per_stage: int = Field(1, ge=1, description="layers that each stage adds")
-    rounds_per_stage: int = Field(..., ge=1, description="rounds of each stage")
+    rounds_per_stage: int = Field(15, ge=1, description="rounds of each stage")
     kept_layers: int | None = Field(
         None, ge=1, description="depth dropout: earlier layers that a round uses (default: all)"
     )

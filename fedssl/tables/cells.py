@@ -90,7 +90,7 @@ def _check_recipe(cell: Cell) -> None:
         raise UserError(f"{path} cannot be read: {error}") from error
     wanted = flatten_keys(yaml.safe_load(cell.recipe.to_yaml()))
     for key in dict.fromkeys([*wanted, *stored]):
-        if key != "description" and wanted.get(key) != stored.get(key):
+        if key != "description" and not key.startswith("model.digests") and wanted.get(key) != stored.get(key):
             raise UserError(
                 f"{cell.path} was made with {key}={stored.get(key)}, now it is {wanted.get(key)}: "
                 "name another output, or remove that folder"

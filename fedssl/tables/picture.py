@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..data.datasets import load_dataset
-from ..data.partitions import partition_indices
+from ..data.dealing import deal
+from ..data.stored_images import Images, images_of_rows
 from ..reading import parse_recipe
 from ..reports.plots import Card, draw_table_picture
 from ..run_record import Run, read_run
@@ -59,7 +60,7 @@ def draw_picture(table: Table, results: Results, output: Path) -> Figure:
     cards, clients = _cards(run), int(run.recipe["partition"]["clients"])
     shown = f", {_MOST_CLIENTS} of them shown" if clients > _MOST_CLIENTS else ""
     data = run.recipe["data"]
-    name = Path(data["path"]).stem if data["name"] in ("npz", "folder") else data["name"]
+    name = Path(data["path"]).stem if data["name"] in ("npz", "images", "folder") else data["name"]
     subtitle = f"{results.label}: " if results.label else ""
     subtitle += f"{name}, {clients} client{'s' * (clients > 1)}{shown}, {run.rounds} rounds, {seeds}"
     # the description's first sentence; "et al. 2024" does not end it
@@ -71,7 +72,7 @@ def _cards(run: Run) -> list[Card]:
     """A card for each of the first clients of a run, and one for the public images where the method uses them."""
     recipe = parse_recipe(dict(run.recipe))
     dataset = load_dataset(recipe.data, recipe.seed)
-    rows = partition_indices(dataset.train_labels, recipe.partition, recipe.seed)
+    rows = deal(dataset, recipe.partition, recipe.seed)
     uses_public = any(r.needs_public_images for r in recipe.regularizers) or any(
         a.needs_public_images for a in recipe.aggregators
     )
@@ -79,20 +80,24 @@ def _cards(run: Run) -> list[Card]:
     for k, client_rows in enumerate(rows[:_MOST_CLIENTS]):
         labels = dataset.train_labels[client_rows]
         present = sorted(set(labels.tolist()))
-        names = [dataset.class_names[label] for label in present]
+        names = [dataset.counted_as[label] for label in present]
         held = f"only {' and '.join(names)}" if len(names) <= 2 else f"{len(names)} classes"
-        if len(names) == len(dataset.class_names):
+        if not dataset.labelled:
+            held = "no labels"
+        elif len(names) == len(dataset.class_names):
             held = f"all {len(names)} classes"
         lines = (textwrap.shorten(held, 26, placeholder=" ..."), run.architecture_of(k), f"{len(client_rows)} images")
-        cards.append(Card(f"client {k}", "\n".join(lines), _mosaic(dataset.train_images[client_rows], labels)))
+        cards.append(
+            Card(f"client {k}", "\n".join(lines), _mosaic(images_of_rows(dataset.train_images, client_rows), labels))
+        )
     if uses_public and dataset.public_images is not None:
         public = dataset.public_images
-        images = _mosaic(public, torch.zeros(len(public), dtype=torch.int64))
-        cards.append(Card("public images", f"without labels,\nfor all clients\n{len(public)} images", images))
+        mosaic = _mosaic(public, torch.zeros(len(public), dtype=torch.int64))
+        cards.append(Card("public images", f"without labels,\nfor all clients\n{len(public)} images", mosaic))
     return cards
 
 
-def _mosaic(images: Tensor, labels: Tensor) -> NDArray[np.uint8]:
+def _mosaic(images: Images, labels: Tensor) -> NDArray[np.uint8]:
     """Some images in a grid, spread evenly over the images in the order of their classes.
 
     Args:

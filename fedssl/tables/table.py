@@ -6,23 +6,34 @@ import copy
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from ..errors import UserError
+from ..evaluation.downstream import PREFIX
 from ..options import Options
-from ..reading import parse_recipe
+from ..reading import complete_recipe
 from ..recipe import Recipe
-from ..recipe_text import PART_KEYS, apply_override, explain_errors, read_values, shipped_names
+from ..recipe_text import PART_KEYS, explain_errors, read_values, shipped_names
 from ..untrusted.printable import NAME_PATTERN, TEXT_PATTERN
 
-Metric = Literal[
+_METRICS = (
     "knn", "linear", "semi_supervised_0.01", "semi_supervised_0.1",
     "fine_tune_accuracy", "fine_tune_per_class_accuracy", "fine_tune_precision", "fine_tune_recall", "fine_tune_f1",
     "effective_rank", "loss", "cka",
     "memory", "flops", "traffic",
-]  # fmt: skip
+)  # fmt: skip
+_ON_OTHER_DATA = re.compile(rf"{PREFIX}[A-Za-z0-9]+_(knn|linear|effective_rank|semi_supervised_[\d.]+|fine_tune_\w+)")
+
+
+def _check_metric(metric: str) -> str:
+    if metric not in _METRICS and not _ON_OTHER_DATA.fullmatch(metric):
+        raise ValueError(f"unknown metric; expected one of {', '.join(_METRICS)}, or {PREFIX}LABEL_METRIC")
+    return metric
+
+
+Metric = Annotated[str, AfterValidator(_check_metric)]
 #: what a table of kind `resources` shows
 RESOURCES: tuple[Metric, ...] = ("memory", "flops", "traffic")
 #: the label of the row of the encoders before training
@@ -209,10 +220,8 @@ def cell_recipe(
         values = read_values(row.recipe)
         for settings in (table.settings, scenario.settings if scenario else {}, row.settings):
             values = _merge(values, settings)
-        for override in overrides:
-            apply_override(values, override)
         name = f"{row.label} ({scenario.label})" if scenario and scenario.label else row.label
-        return parse_recipe(values | {"name": name, "seed": seed}, source=row.recipe)
+        return complete_recipe(values | {"name": name, "seed": seed}, overrides, source=row.recipe)
     except UserError as error:
         raise UserError(f"row {row.label!r}: {error}") from error
 

@@ -12,7 +12,7 @@ from fedssl.engines.in_process import resume, run
 from fedssl.engines.progress import Silent
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
-from fedssl.guard import GuardOptions, refusals, refused_in, require_answers
+from fedssl.guard import Asked, GuardOptions, refusals, refused_in, require_answers
 from fedssl.messages import Message
 from fedssl.method import Method
 from fedssl.run_directory import RunDirectory
@@ -111,27 +111,102 @@ BROKEN = {
 def test_what_is_refused_and_why(kind):
     reply, reason = BROKEN[kind]
     replies = {0: sound(), 3: reply, 5: sound()}
-    assert refusals(SERVER, replies, dict.fromkeys(replies, EXPECTED), True, 1e6) == {3: reason}
+    assert refusals(SERVER, replies, Asked(dict.fromkeys(replies, EXPECTED)), 1e6) == {3: reason}
 
 
 def test_sound_answers_pass():
-    replies = {0: sound(), 1: with_entry(-1e6), 2: with_tensor("online.count", torch.tensor(2**53))}
-    assert refusals(SERVER, replies, dict.fromkeys(replies, EXPECTED), True, 1e6) == {}
+    replies = {0: sound(), 1: with_entry(-1e3), 2: with_tensor("online.count", torch.tensor(2**53))}
+    assert refusals(SERVER, replies, Asked(dict.fromkeys(replies, EXPECTED)), 1e6) == {}
     more = {0: with_tensor("dictionary.0", torch.zeros(0, 3))}
-    assert refusals(SERVER, more, {0: EXPECTED}, False, 1e6) == {}  # a part that does not say what it sends
+    assert (
+        refusals(SERVER, more, Asked({0: EXPECTED}, complete=False), 1e6) == {}
+    )  # a part that does not say what it sends
+
+
+def magnitudes(*values, server=0.0, asked=Asked):
+    """The refusals of clients whose tensor holds these magnitudes; the server's holds `server`."""
+    replies = {k: Message({"w": torch.tensor([0.0, -value])}, {"samples": 1.0}) for k, value in enumerate(values)}
+    return refusals(
+        Message({"w": torch.tensor([float(server)])}), replies, asked({key: {"w": (2,)} for key in replies}), 1e6
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "server", "refused"),
+    [
+        ((1, 2, 9e5), 0, [2]),
+        ((9e5, 1), 0, [0]),  # of two clients the one with the small weights is believed
+        ((1, 999), 0, []),
+        ((0, 999), 0, []),
+        ((0, 0, 999), 0, []),
+        ((5, 4000, 4000), 0, []),  # the others are not refused because one is small
+        ((5, 4000, 6), 0, []),  # 800 times the median
+        ((5, 4000, 6), 3, []),
+        ((0.1, 4000, 0.1), 0, [1]),
+        ((0.1, 4000, 0.1), 5, []),  # but near the model that it was sent
+        ((math.nan, 1, 9e5), 0, [0, 2]),
+        ((9e5, 8e5, 1), 0, []),  # the majority
+        ((9e5,), 0, []),
+    ],
+)
+def test_a_magnitude_far_above_the_others_is_refused(values, server, refused):
+    assert list(magnitudes(*values, server=server)) == refused
+
+
+def test_representations_of_different_architectures_may_differ_by_any_factor():
+    replies = {k: Message({f"r.{k}": torch.full((2, 2), 9e5 if k == 7 else 2.0)}, {"samples": 1.0}) for k in (3, 5, 7)}
+    asked = Asked({k: {f"r.{k}": (2, 2)} for k in replies})
+    assert refusals(Message(), replies, asked, 1e6) == {}
+
+
+@pytest.mark.parametrize("name", ["online.norm.running_var", "online.norm.num_batches_tracked"])
+def test_variances_and_counters_are_not_negative(name):
+    replies = {k: Message({name: torch.tensor([3, 4 - 5 * k])}, {"samples": 1.0}) for k in (0, 1)}
+    expected = {key: {name: (2,)} for key in replies}
+    assert refusals(Message(), replies, Asked(expected), 1e6) == {1: f"{name} holds -1, expected no negative value"}
+    assert refusals(Message(), replies, Asked(expected, noisy=True), 1e6) == {}
+
+
+def test_samples_are_about_the_clients_images():
+    replies = {0: sound(), 1: with_number("samples", 1e12), 2: sound()}
+    asked = Asked(dict.fromkeys(replies, EXPECTED), samples={0: 5, 1: 5})
+    assert refusals(SERVER, replies, asked, 1e6) == {
+        1: "samples is 1e+12, more than twice 5, the client's number of images when the run began"
+    }
+    replies[1] = with_number("samples", 10.0)  # it has got more images since
+    assert refusals(SERVER, replies, asked, 1e6) == {}
+
+
+def test_a_size_that_the_server_knows_is_not_voted_on():
+    """The hostile client is the lowest of two, or has the majority: the honest one stays."""
+    for hostile, honest in (([0], [1]), ([0, 1, 2], [3])):
+        replies = {k: Message({f"r.{k}": torch.ones(5, 3)}, {"samples": 1.0}) for k in hostile}
+        replies |= {k: Message({f"r.{k}": torch.ones(9, 3)}, {"samples": 1.0}) for k in honest}
+        asked = Asked({k: {f"r.{k}": ("images", None)} for k in replies}, sizes={"images": 9})
+        assert refusals(Message(), replies, asked, 1e6) == {
+            k: f"r.{k} has shape [5, 3], expected [9, any]" for k in hostile
+        }
+
+
+def test_a_size_may_have_a_range():
+    replies = {k: Message({"d": torch.ones(k, 3)}, {"samples": 1.0}) for k in range(5)}
+    asked = Asked({key: {"d": (range(1, 4), 3)} for key in replies})
+    assert refusals(Message(), replies, asked, 1e6) == {
+        k: f"d has shape [{k}, 3], expected [1 to 3, 3]" for k in (0, 4)
+    }
 
 
 def test_what_is_only_logged_may_be_large():
     """A round of a ResNet-18 takes 1e15 operations."""
-    assert not refusals(SERVER, {0: with_metric("flops", 1e15)}, {0: EXPECTED}, True, 1e6)
-    assert refusals(SERVER, {0: with_metric("flops", math.inf)}, {0: EXPECTED}, True, 1e6)
-    assert refusals(SERVER, {0: with_number("samples", 1e15)}, {0: EXPECTED}, True, 1e6)
+    assert not refusals(SERVER, {0: with_metric("flops", 1e15)}, Asked({0: EXPECTED}), 1e6)
+    assert refusals(SERVER, {0: with_metric("flops", math.inf)}, Asked({0: EXPECTED}), 1e6)
+    assert refusals(SERVER, {0: with_number("samples", 1e15)}, Asked({0: EXPECTED}), 1e6)
 
 
 def test_half_precision_is_measured_too():
     server = Message({NAME: torch.zeros(2, dtype=torch.bfloat16)})
     replies = {0: Message({NAME: torch.tensor([1.0, 3e38], dtype=torch.bfloat16)}, {"samples": 1.0})}
-    assert "in magnitude" in refusals(server, replies, {0: {NAME: (2,)}}, True, 1e6)[0]
+    assert "in magnitude" in refusals(server, replies, Asked({0: {NAME: (2,)}}), 1e6)[0]
 
 
 def test_a_size_that_all_share_is_what_most_have():
@@ -139,7 +214,7 @@ def test_a_size_that_all_share_is_what_most_have():
     sizes = {0: (4, 2), 1: (5, 3), 2: (5, 7)}
     replies = {k: Message({f"r.{k}": torch.ones(size)}, {"samples": 1.0}) for k, size in sizes.items()}
     expected = {k: {f"r.{k}": ("images", None)} for k in replies}
-    assert refusals(Message(), replies, expected, True, 1e6) == {0: "r.0 has shape [4, 2], expected [5, 'any']"}
+    assert refusals(Message(), replies, Asked(expected), 1e6) == {0: "r.0 has shape [4, 2], expected [5, any]"}
 
 
 def test_too_few_answers_are_told_with_every_reason():
@@ -164,6 +239,10 @@ KINDS = {
         "aggregators": ["weighted_mean", "representation_mean"],
         "local_update": "replace",
     },
+}
+SIMCLR = {
+    "objective": {"name": "simclr", "hidden_features": 16, "output_features": 8},
+    "regularizers": [{"name": "dictionary_contrast"}],
 }
 BREAKING = {
     "NaN": lambda t: t.view(-1)[:1].fill_(math.nan),
@@ -233,6 +312,21 @@ def test_a_broken_client_is_left_out_by_every_aggregator(kind, breaking, tiny, t
         assert any(r == 2 and w == who and m == "knn" and v >= 0 for r, w, m, v in rows)
 
 
+@pytest.mark.parametrize("kind", [ALIGNED, {"aggregators": [{"name": "dictionary", "samples": 8}], **SIMCLR}])
+def test_representations_of_a_wrong_size_expel_only_their_sender(kind, tiny, tmp_path, monkeypatch):
+    """Client 0 of two sends fewer rows, or more columns where all must have the same."""
+
+    def cut(reply):
+        [name] = [name for name in reply.tensors if name.endswith(".0")]
+        reply.tensors[name] = torch.ones(5, 3)
+
+    break_client(monkeypatch, 0, cut, {0, 1, 2})
+    told = Told()
+    run(tiny(**kind, partition={"name": "iid", "clients": 2}), tmp_path / "a", told)
+    assert told.warnings
+    assert all("the answer of client 0 is left out: " in warning for warning in told.warnings)
+
+
 @pytest.mark.parametrize("name", ["fedu", "fedema", "fedx", "orchestra", "fedca"])
 def test_a_method_that_remembers_goes_on_without_a_broken_client(name, tmp_path, monkeypatch):
     """Of two clients one is broken in the opening round, if there is one, and in the first."""
@@ -281,7 +375,10 @@ def test_a_client_that_recovers_goes_on_from_its_last_good_state(tiny, tmp_path,
             lambda reply: reply.tensors.pop("online.encoder.blocks.0.weight"),
             "online.encoder.blocks.0.weight is missing",
         ),
-        (lambda reply: reply.numbers.update(samples=1e30), r"the number samples is 1e\+30"),
+        (
+            lambda reply: reply.numbers.update(samples=1e30),
+            r"samples is 1e\+30, more than twice \d+, the client's number of images when the run began",
+        ),
         (lambda reply: reply.metrics.update({"loss": math.nan}), "the metric loss is nan"),
     ],
 )

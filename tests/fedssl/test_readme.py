@@ -6,7 +6,9 @@ import re
 import shlex
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from fedssl.cli import app
 from fedssl.engines.in_process import run
@@ -59,7 +61,12 @@ def test_the_operator_example_runs():
     exec(block("from fedkernels import"), {})
 
 
-def test_every_command_of_the_readme_is_one_that_exists_and_every_override_is_valid():
+def test_every_command_of_the_readme_is_one_that_exists_and_every_override_is_valid(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_images").mkdir()
+    for i in range(20):
+        Image.new("RGB", (40, 40)).save(tmp_path / "my_images" / f"{i}.png")
+    np.savez("mine.npz", x_train=np.zeros((90, 32, 32, 3), np.uint8), y_train=np.arange(90) % 3)
     lines = re.sub(r"\\\n\s*", "", TEXT).splitlines()
     commands = [shlex.split(line, comments=True) for line in lines if re.match(r"\s+fedssl [a-z]", line)]
     assert len(commands) >= 7

@@ -37,7 +37,9 @@ def test_overrides_reach_mappings_and_lists():
 
 
 def test_another_part_does_not_inherit_the_old_ones_options():
-    recipe = load_recipe("hetero_ssfl", ["objective.name=simsiam"])
+    recipe = load_recipe(
+        "hetero_ssfl", ["objective.name=simsiam", "preset=none", "rounds=1", "architectures=[resnet18]"]
+    )
     assert recipe.objective.name == "simsiam"
     assert recipe.objective.output_features == 2048
 

@@ -12,7 +12,7 @@ from fedssl.client import Client, LocalRound
 from fedssl.data.augmentation import AugmentationOptions
 from fedssl.engines.client_states import ClientStates
 from fedssl.federation import build_federation
-from fedssl.guard import refusals, refused_in
+from fedssl.guard import Asked, refusals, refused_in
 from fedssl.local_updates.fedu import DIVERGENCE, FedU
 from fedssl.messages import Message
 from fedssl.run_directory import RunDirectory
@@ -73,7 +73,7 @@ def test_of_two_sizes_that_as_many_answers_have_the_lowest_clients_is_right():
     sizes = {7: (4, 2), 2: (5, 2)}
     replies = {k: Message({f"r.{k}": torch.ones(size)}, {"samples": 1.0}) for k, size in sizes.items()}
     expected = {k: {f"r.{k}": ("images", None)} for k in replies}
-    assert refusals(Message(), replies, expected, True, 1e6).keys() == {7}
+    assert refusals(Message(), replies, Asked(expected), 1e6).keys() == {7}
 
 
 @pytest.mark.parametrize(("divergence", "kept"), [(0.39, False), (0.4, True), (0.41, True)])

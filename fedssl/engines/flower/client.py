@@ -112,7 +112,7 @@ def _greet(site: Site, task: Mapping[str, Any], content: RecordDict) -> RecordDi
             "everywhere"
         )
     answer = ConfigRecord({"client": site.client, "round": 0})
-    return RecordDict({"answer": answer, "data": DataForm.of(site.federation).to_record()})
+    return RecordDict({"answer": answer, "data": DataForm.of(site.federation, site.client).to_record()})
 
 
 def _train(site: Site, task: Mapping[str, Any], content: RecordDict) -> RecordDict:

@@ -20,12 +20,15 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib import import_module, metadata
 from pathlib import Path
 
 _STOP_SECONDS = 20.0
 _REQUEST_SECONDS = 10.0  # a command sends its request as soon as it is connected
 _COPIED_COMMANDS = ("flower-superexec", "flwr-clientapp", "flwr-serverapp")  # by Flower's processes
+_RESTARTED_COMMAND = "flower-superexec"  # Flower starts it once; it ends where a request of its own fails
+_RESTART_SECONDS = 1.0
 _REQUEST = """\
 #!{python} -IS
 import json, os, socket, sys
@@ -39,7 +42,12 @@ sys.exit(code[0] if code else 1)
 """
 
 
-def run(command: list[str], environment: dict[str, str], modules: Sequence[str]) -> int:
+def run(
+    command: list[str],
+    environment: dict[str, str],
+    modules: Sequence[str],
+    prepare: Callable[[], None] = lambda: None,
+) -> int:
     """Run one of Flower's commands, and those that it starts, until it ends or this process is terminated.
 
     Args:
@@ -47,6 +55,7 @@ def run(command: list[str], environment: dict[str, str], modules: Sequence[str])
         environment: the command's.
         modules: what the copies need besides Flower. They are imported while the command starts, and must not start
             threads or look for a CUDA device when they are imported: a fork has neither.
+        prepare: called in the command's process before it starts.
 
     Returns:
         The command's exit code; 130 where this process was interrupted.
@@ -66,16 +75,17 @@ def run(command: list[str], environment: dict[str, str], modules: Sequence[str])
         def start() -> int:
             listener.close()
             end_with_parent()
+            prepare()
             return _run_entry_point(entry_points[command[0]], command, environment)
 
         main = fork(start)
-        copies: dict[int, socket.socket] = {}  # and the connections of those who asked for them
+        copies: dict[int, Copy] = {}  # by process id
         code: int | None = None
         try:
             for module in modules:
                 import_module(module)
             while (code := _exit_code(main)) is None:
-                _send_exit_codes(copies)
+                _attend_ended(copies)
                 if select.select([listener], [], [], 0.2)[0]:
                     copies |= _start_copy(listener, entry_points)
             return code
@@ -128,12 +138,26 @@ def _entry_point(command: str) -> Callable[[], None]:
     return function
 
 
-def _start_copy(listener: socket.socket, entry_points: dict[str, Callable[[], None]]) -> dict[int, socket.socket]:
+@dataclass(frozen=True)
+class Copy:
+    """A copy that runs a command.
+
+    Attributes:
+        command: the command's name.
+        connection: to the process that has asked for it and waits for its exit code.
+        start: what the copy does, in its own process.
+    """
+
+    command: str
+    connection: socket.socket
+    start: Callable[[], int]
+
+
+def _start_copy(listener: socket.socket, entry_points: dict[str, Callable[[], None]]) -> dict[int, Copy]:
     """Make the copy that a command asks for.
 
     Returns:
-        The connection that waits for the copy's exit code, by the copy's process id; empty where the command ended
-        before it had sent its request.
+        The copy by its process id; empty where the command ended before it had sent its request.
     """
     connection, _ = listener.accept()
     connection.settimeout(_REQUEST_SECONDS)
@@ -159,17 +183,31 @@ def _start_copy(listener: socket.socket, entry_points: dict[str, Callable[[], No
         return _run_entry_point(entry_points[command[0]], command, request["environment"])
 
     copy = fork(start)
-    for file in files:
-        os.close(file)
-    return {copy: connection}
+    if request["command"] != _RESTARTED_COMMAND:  # which needs them again
+        for file in files:
+            os.close(file)
+    return {copy: Copy(request["command"], connection, start)}
 
 
-def _send_exit_codes(copies: dict[int, socket.socket]) -> None:
-    for copy in list(copies):
-        code = _exit_code(copy)
-        if code is not None:
-            with copies.pop(copy) as connection, suppress(OSError):
-                connection.sendall(bytes([code % 256]))
+def _attend_ended(copies: dict[int, Copy]) -> None:
+    """Send the exit codes of copies that have ended; start the one again without which no later run would begin."""
+    for process in list(copies):
+        code = _exit_code(process)
+        if code is None:
+            continue
+        copy = copies.pop(process)
+        if code and copy.command == _RESTARTED_COMMAND and not _is_closed(copy.connection):
+            print(f"fedssl: {copy.command} has ended with code {code} and is started again", file=sys.stderr)
+            time.sleep(_RESTART_SECONDS)
+            copies[fork(copy.start)] = copy
+            continue
+        with copy.connection as connection, suppress(OSError):
+            connection.sendall(bytes([code % 256]))
+
+
+def _is_closed(connection: socket.socket) -> bool:
+    """Whether the other end has closed a connection on which it sends nothing more."""
+    return bool(select.select([connection], [], [], 0)[0])
 
 
 def _terminate(children: Iterable[int]) -> None:

@@ -11,6 +11,9 @@ from flwr.app import ConfigRecord
 from ...federation import Federation
 from ...rules import public_image_users
 
+_MOST_CLASSES = 100_000
+_MOST_IMAGES = 10**9  # of one site; its weights count by them
+
 
 @dataclass(frozen=True)
 class DataForm:
@@ -20,41 +23,52 @@ class DataForm:
         shape: channels, height and width.
         classes: the names of the classes in their order; empty where the run uses no labels of the sites.
         public_digest: the digest of the public images; empty where the run uses none.
+        images: how many training images the client has; 0 where that is not told.
     """
 
     shape: tuple[int, ...]
     classes: tuple[str, ...]
     public_digest: str
+    images: int = 0
 
     @classmethod
-    def of(cls, federation: Federation) -> DataForm:
-        """The form of a federation's images. It holds nothing that the run does not need."""
+    def of(cls, federation: Federation, client: int | None = None) -> DataForm:
+        """The form of a federation's images, and of a client's. It holds nothing that the run does not need.
+
+        Under differential privacy or secure aggregation the number of a client's images is its own.
+        """
         recipe, dataset = federation.recipe, federation.dataset
+        private = recipe.flower.differential_privacy is not None or recipe.flower.secure_aggregation is not None
         labels_used = recipe.objective.needs_labels or federation.method.personal  # a site evaluates its own model
         return cls(
             tuple(dataset.train_images.shape[1:]),
             dataset.class_names if labels_used else (),
             digest_of_public_images(federation) if public_image_users(recipe) else "",
+            0 if client is None or private else len(federation.client_rows[client]),
         )
 
     def to_record(self) -> ConfigRecord:
         """The form as a record of a Flower message."""
-        return ConfigRecord({"shape": list(self.shape), "classes": list(self.classes), "public": self.public_digest})
+        values: dict[str, Any] = {"shape": list(self.shape), "classes": list(self.classes), "images": self.images}
+        return ConfigRecord(values | {"public": self.public_digest})
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> DataForm | None:
         """The form in a record of `to_record`; None where the record holds none."""
-        values: list[Any] = [record.get(name) for name in ("shape", "classes", "public")]
-        shape, classes, public_digest = values
+        values: list[Any] = [record.get(name) for name in ("shape", "classes", "public", "images")]
+        shape, classes, public_digest, images = values
         valid = (
             isinstance(shape, list)
             and len(shape) == 3
-            and all(isinstance(size, int) for size in shape)
+            and all(type(size) is int for size in shape)
             and isinstance(classes, list)
+            and len(classes) <= _MOST_CLASSES
             and all(isinstance(name, str) for name in classes)
             and isinstance(public_digest, str)
+            and type(images) is int
+            and 0 <= images <= _MOST_IMAGES
         )
-        return cls(tuple(shape), tuple(classes), public_digest) if valid else None
+        return cls(tuple(shape), tuple(classes), public_digest, images) if valid else None
 
     def size_difference(self, server: DataForm) -> str | None:
         """How the images differ from the server's in size or channels, as a sentence; None where they do not."""

@@ -6,8 +6,9 @@ With it every client counts the same in the mean: the noise is scaled for that.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, RecordDict
@@ -80,8 +81,16 @@ class PrivateMethod(Method):
 
     privacy: LocalDP | FixedClipping | None = None
 
-    def aggregate(self, server: Message, replies: dict[int, Message], round_number: int) -> Message:
-        state = super().aggregate(server, replies, round_number)
+    answers_are_noisy: ClassVar[bool] = True
+
+    def aggregate(
+        self,
+        server: Message,
+        replies: dict[int, Message],
+        round_number: int,
+        samples: Mapping[int, int] | None = None,
+    ) -> Message:
+        state = super().aggregate(server, replies, round_number, samples)
         accepted = [reply for k, reply in replies.items() if k not in refused_in(state)]
         if not accepted:
             return state

@@ -20,7 +20,7 @@ from .messenger import Messenger, NodeAnswer, config_of, growing_pauses
 
 _ASK_AGAIN_SECONDS = 30.0
 _GREETING_SECONDS = 5.0  # that a round waits for a node that has just connected, where it lacks a client
-_LARGEST_GREETING = 2**28  # bytes
+_LARGEST_GREETING = 2**22  # bytes
 
 
 class ConnectedClients:
@@ -28,11 +28,13 @@ class ConnectedClients:
 
     Attributes:
         nodes: each connected client's node.
+        images: how many training images each client that has been connected has; not of those that do not tell.
     """
 
     def __init__(self, messenger: Messenger, federation: Federation, progress: Progress, run: str):
         """Nobody is asked before `require_enough` or `wait_for`; `run` is the run's name at the sites."""
         self.nodes: dict[int, int] = {}
+        self.images: dict[int, int] = {}
         self._messenger, self._federation, self._progress, self._run = messenger, federation, progress, run
         self._options = federation.recipe.flower
         self._waiting: dict[str, int] = {}  # nodes that have not answered yet, by the message that asks them
@@ -107,7 +109,7 @@ class ConnectedClients:
         if answer.content is not None:
             k = config_of(answer.content, "answer").get("client")
             clients = len(self._federation.client_rows)
-            if not isinstance(k, int) or not 0 <= k < clients:
+            if type(k) is not int or not 0 <= k < clients:
                 failure = f"its client number is invalid: expected 0 to {clients - 1}, got {str(k)[:100]}"
             elif self.nodes.get(k, answer.node) != answer.node:
                 failure = (
@@ -127,10 +129,13 @@ class ConnectedClients:
         """
         form = DataForm.from_record(config_of(content, "data"))
         if form is None:
-            return "it does not describe its images: expected shape, classes and public"
+            return "it does not describe its images: expected valid shape, classes, public and images"
         if form.shape == self._server_form.shape and form.public_digest != self._server_form.public_digest:
             return "its public images differ from the server's: give all sites the same file as data.public_path"
         fault = self._difference(client, form)
+        self.images.pop(client, None)
+        if fault is None and form.images:
+            self.images[client] = form.images
         if self._misfits is None:
             return fault
         self._misfits.pop(client, None)  # of an earlier attempt

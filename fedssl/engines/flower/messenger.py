@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,10 @@ from flwr.app import ConfigRecord, RecordDict
 from flwr.app import Message as FlowerMessage
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
+from flwr.supercore.inflatable.inflatable_object import UnexpectedObjectContentError
 from google.protobuf.message import DecodeError
+
+from .answer_size import TooLarge, size_limit
 
 #: what the SuperLink answers in a node's place; a message expires at the round's deadline
 _SUPERLINK_REASONS = {
@@ -24,15 +26,23 @@ _SUPERLINK_REASONS = {
     ErrorCode.MESSAGE_UNAVAILABLE: "no answer in time",
     ErrorCode.REPLY_MESSAGE_UNAVAILABLE: "no answer in time",
 }
-_FEW_OBJECTS = 1000  # of any answer; and one more for each MiB, where Flower sends pieces of 5 MiB
+#: the code of an error that `fedssl superlink` puts in the place of an answer that it does not take
+REFUSED_BY_SUPERLINK = 1000
+#: what Flower raises for an answer of a wrong form
+_UNREADABLE = (
+    DecodeError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+    UnexpectedObjectContentError,
+)
 
 
 class Stopped(BaseException):
     """The simulation was interrupted (Ctrl-C)."""
-
-
-class TooLarge(Exception):
-    """An answer is larger than it may be; the text is the reason for the log."""
 
 
 @dataclass(frozen=True)
@@ -110,18 +120,20 @@ class Messenger:
         One message at a time: where one answer cannot be read, Flower returns none of those that it was asked for.
         """
         try:
-            with _size_limit(largest, self._grid):
+            with size_limit(largest, self._grid):
                 replies = list(self._grid.pull_messages([message_id]))
         except TooLarge as error:
             return NodeAnswer(node, failure=str(error))
-        except (DecodeError, ValueError, TypeError, LookupError, AttributeError) as error:
+        except _UNREADABLE as error:
             return NodeAnswer(node, failure=f"its answer cannot be read: {one_line(str(error))}")
         if not replies:
             return None
         reply = replies[0]
         if reply.has_error():
-            reason = one_line(reply.error.reason or "no reason given")
-            return NodeAnswer(node, failure=_SUPERLINK_REASONS.get(reply.error.code, f"its app failed: {reason}"))
+            code, reason = reply.error.code, one_line(reply.error.reason or "no reason given")
+            if code != REFUSED_BY_SUPERLINK:
+                reason = _SUPERLINK_REASONS.get(code, f"its app failed: {reason}")
+            return NodeAnswer(node, failure=reason)
         if "failure" in reply.content:
             return NodeAnswer(node, failure=one_line(str(config_of(reply.content, "failure").get("reason"))))
         return NodeAnswer(node, reply.content)
@@ -144,41 +156,3 @@ def config_of(content: RecordDict, name: str) -> dict[str, Any]:
 def one_line(text: str) -> str:
     """A text from outside as one line of at most 500 characters."""
     return " ".join(text.split())[:500]
-
-
-@contextmanager
-def _size_limit(largest: int, grid: Grid) -> Iterator[None]:
-    """Give up on an answer that is pulled from the grid in the body once more than `largest` bytes have arrived.
-
-    Flower returns whole answers only, and has no limit of its own. Its grid between machines gets each object of an
-    answer (a piece of an array, a record) by a call of its client's PullObject: that is where they are counted, before
-    the next ones are asked for. The simulation's grid has no such client; its sites are this machine's own.
-
-    Raises:
-        TooLarge: from the body.
-    """
-    client: Any = getattr(grid, "_runtime_client", None)
-    if client is None:
-        yield
-        return
-    pull, lock = client.PullObject, threading.Lock()
-    most_objects = _FEW_OBJECTS + largest // 2**20
-    received_bytes = received_objects = 0
-
-    def counted(request: Any) -> Any:
-        nonlocal received_bytes, received_objects
-        response = pull(request)
-        with lock:  # Flower pulls several at a time
-            received_bytes += len(response.object_content)
-            received_objects += bool(response.object_content)
-            if received_bytes > largest:
-                raise TooLarge(f"its answer is larger than {largest} bytes, the most that an answer may have here")
-            if received_objects > most_objects:  # by more than one where several are on their way
-                raise TooLarge(f"its answer has more than {most_objects} pieces, the most that an answer may have here")
-        return response
-
-    client.PullObject = counted
-    try:
-        yield
-    finally:
-        client.PullObject = pull

@@ -18,6 +18,8 @@ from ...untrusted.files import expand_home
 from .certificates import require_authority, require_server, require_site_key
 from .commands import fork, run, wait
 from .site import load_site
+from .superlink_limits import limit_superlink
+from .wall import write_wall
 
 #: what a ServerApp or ClientApp needs; importing it starts no threads and looks for no CUDA device
 _APP_MODULES = ("fedssl.engines.flower.server", "fedssl.engines.flower.client", "sklearn.datasets")
@@ -25,23 +27,26 @@ _LATE_MODULES = ("torch._dynamo", "timm")  # the first is imported by the first 
 _PRIVATE_UMASK = 0o077  # what these processes write, and those that they start, is for their user alone
 
 
-def superlink(folder: Path, host: str, port: int, insecure: bool) -> int:
+def superlink(folder: Path, host: str, port: int, insecure: bool, wall: int | None = None) -> int:
     """Run Flower's SuperLink until it ends or this process is terminated; returns its exit code.
 
     Args:
         folder: holds ca.crt, server.crt and server.key, and keeps the SuperLink's database: what it knows survives it.
         host, port: where sites and operators reach it.
         insecure: without TLS and without authentication of the sites.
+        wall: the port of an nginx in front of the SuperLink, whose configuration is written (wall.py); None for none.
 
     Raises:
         UserError: a file is missing; the sites or the SuperLink's own processes would not trust the certificate
-            (certificates.py); the port is in use; another SuperLink keeps its database in the folder.
+            (certificates.py); the port is in use; another SuperLink keeps its database in the folder; see `write_wall`.
     """
     os.umask(_PRIVATE_UMASK)
     command = ["flower-superlink", "--host", host, "--port", str(port)]
     command += ["--database", str(_existing(folder, "make the SuperLink's folder first") / "superlink.db")]
     command += ["--disable-runtime-dependency-installation"]  # it would call uv, which needs the network
     if insecure:
+        if wall is not None:
+            raise UserError("--wall needs TLS: leave out --insecure or --wall")
         _warn("without TLS all messages can be read and changed on their way, and anyone can take part")
         command += ["--insecure"]
     else:
@@ -52,7 +57,10 @@ def superlink(folder: Path, host: str, port: int, insecure: bool) -> int:
         command += ["--enable-supernode-auth"]
     with alone_in(folder, "another SuperLink keeps its database in this folder: stop it, or name another folder"):
         _require_free_port(host, port)
-        return run(command, _environment(), [*_APP_MODULES, *_LATE_MODULES])
+        if wall is not None:
+            path = write_wall(folder.absolute(), wall, host, port)
+            print(f"fedssl: the wall's configuration is written; start the wall with: nginx -c {path}", flush=True)
+        return run(command, _environment(), [*_APP_MODULES, *_LATE_MODULES], limit_superlink)
 
 
 def supernode(site_file: Path, address: str, certificate: Path | None, key: Path | None, insecure: bool) -> int:

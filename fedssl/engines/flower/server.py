@@ -47,6 +47,8 @@ from .wire import from_records, to_records
 #: bytes of the largest answer: so many of any, four times what was sent and the model's, and so many a public image
 _LARGEST_ANSWER = 2**28
 _LARGEST_REPRESENTATION = 2**16
+#: bytes of the largest answer that holds an evaluation alone
+_LARGEST_EVALUATION = 2**22
 #: what may change when a run continues: no earlier round depends on it
 _CHANGEABLE = ("flower.round_seconds", "flower.connect_seconds", "guard.minimum_answers")
 
@@ -131,12 +133,18 @@ class FlowerClients:
         if result.mean is None:
             return {}, result.missing
         mean = unflatten_weights(result.mean, before)
+        for name in mean:
+            if name.endswith(".running_var"):
+                mean[name] = mean[name].clamp(min=0)  # rounding may have made a variance negative
         replies = {k: Message(mean, {"samples": 1}, metrics=metrics) for k, metrics in result.metrics.items()}
         return replies, result.missing
 
     def discard(self, index: int) -> None:
         self._directory.discard_client(index)
         self._evaluations.pop(index, None)
+
+    def images(self) -> dict[int, int]:
+        return self._connected.images
 
     def evaluations(self, number: int) -> Iterator[tuple[int, dict[str, float], Tensor]]:
         evaluations = {k: evaluation for k, evaluation in self._evaluations.items() if evaluation.spectrum is not None}
@@ -147,7 +155,7 @@ class FlowerClients:
             for k in everyone
             if k not in evaluations and k in self._connected.nodes
         }
-        received, missing = self._exchange("evaluate", contents, number)
+        received, missing = self._exchange("evaluate", contents, number, _LARGEST_EVALUATION)
         for k, records in received.items():
             try:
                 _, evaluations[k] = split_evaluation(from_records(records))
@@ -176,13 +184,17 @@ class FlowerClients:
         )
 
     def _exchange(
-        self, kind: str, contents: dict[int, RecordDict], number: int
+        self, kind: str, contents: dict[int, RecordDict], number: int, largest: int | None = None
     ) -> tuple[dict[int, RecordDict], dict[int, str]]:
-        """Send to clients: their answers until the round's deadline, and why the others do not count."""
+        """Send to clients: their answers until the round's deadline, and why the others do not count.
+
+        An answer may have `largest` bytes; where that is not given, those of a round's answer.
+        """
         if not contents:
             return {}, {}
         seconds = self._options.round_seconds
-        largest = self._largest_answer + 4 * max(_num_bytes(content) for content in contents.values())
+        if largest is None:
+            largest = self._largest_answer + 4 * max(_num_bytes(content) for content in contents.values())
         client_of = {self._connected.nodes[k]: k for k in contents}
         node_contents = {node: contents[k] for node, k in client_of.items()}
         waiting = self._messenger.send(kind, node_contents, number, seconds)

@@ -9,6 +9,7 @@ from pydantic import Field, ValidationError
 from ...data.options import DataOptions
 from ...errors import UserError
 from ...federation import Federation, build_federation
+from ...models.options import ModelOptions
 from ...options import Options
 from ...recipe import Recipe
 from ...recipe_text import explain_errors
@@ -71,7 +72,17 @@ def site_federation(recipe: Recipe, site: SiteOptions) -> Federation:
         architectures[site.client] = site.architecture
     changed = {
         "architectures": architectures,
-        "data": site.data or recipe.data,
+        "data": _own_data(recipe, site) or recipe.data,
         "device": site.device or recipe.device,
     }
+    if not recipe.local_update.personal:  # the weights to start from come with the server's first message
+        changed["model"] = ModelOptions()
     return build_federation(recipe.model_copy(update=changed), owner=None if site.data is None else site.client)
+
+
+def _own_data(recipe: Recipe, site: SiteOptions) -> DataOptions | None:
+    """The site's data. Image files are brought to the size that a recipe without data tells, if to no other."""
+    data, shape = site.data, recipe.data.image_shape
+    if data is None or shape is None or data.image_size is not None or shape[1] != shape[2]:
+        return data
+    return data.model_copy(update={"image_size": shape[1]})

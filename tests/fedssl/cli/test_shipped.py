@@ -108,9 +108,11 @@ def test_show_tells_value_origin_and_meaning_of_every_key(fedssl, columns):
     assert "training.learning_rate = 0.001 (override)" in text
     assert "architectures = [resnet18, small_convnet," in text
     assert "small_resnet18] (override)" in text
-    assert "training.local_epochs = 3 (recipe)" in text
+    assert "training.local_epochs = 3 (preset)" in text
     assert "training.momentum = 0.9 (default)" in text
     assert "clients_per_round = null (default)" in text
+    assert "data.public_holdout = 300 (preset)" in text
+    assert "objective.symmetric = false (recipe)" in text
     assert "regularizers.0.name = cka_alignment (recipe) Hetero-SSFL's proximal term:" in text
     shown = {line.partition(" = ")[0] for line in out.splitlines() if " = " in line and line[:1].isalpha()}
     assert shown == set(dotted(load_recipe("hetero_ssfl").model_dump(mode="json")))
@@ -128,10 +130,11 @@ def dotted(values, prefix=""):
             yield f"{prefix}{key}"
 
 
-def test_another_part_shows_its_own_defaults_and_not_the_recipes(fedssl):
+def test_another_part_shows_its_own_values_and_not_the_recipes(fedssl):
     _, out, _ = fedssl("show", "hetero_ssfl", "objective.name=simsiam")
     assert "objective.name = simsiam  (override)" in out
-    assert "objective.output_features = 2048  (default)" in out
+    assert "objective.output_features = 256  (preset)" in out
+    assert "objective.stop_gradient = true  (default)" in out
     assert "symmetric" not in out
 
 

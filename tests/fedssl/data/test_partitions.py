@@ -1,5 +1,7 @@
 """Every sample on exactly one client, the shares that each partition promises, and what is refused."""
 
+import resource
+import signal
 import sys
 
 import pytest
@@ -13,6 +15,7 @@ from fedssl.data.partition_chart import draw_partition
 from fedssl.data.partition_table import class_counts, format_partition
 from fedssl.data.partitions import PartitionOptions, partition_indices
 from fedssl.errors import UserError
+from fedssl.reports.plots import write_figure
 
 
 def balanced_labels(classes: int, each: int) -> Tensor:
@@ -276,3 +279,25 @@ def test_counts_must_fit_the_names():
     for show in (format_partition, draw_partition):
         with pytest.raises(ValueError, match="3 classes"):
             show(torch.ones(2, 2, dtype=torch.int64), ["a", "b", "c"])
+
+
+def test_a_chart_that_cannot_be_written_is_one_line(tmp_path):
+    figure = draw_partition(torch.ones(2, 2, dtype=torch.int64), ("a", "b"))
+    write_figure(tmp_path / "chart.svg", figure)
+    assert b"<svg" in (tmp_path / "chart.svg").read_bytes()
+    with pytest.raises(UserError, match=r"chart\.xyz: no image can be written as \.xyz; expected one of .*png"):
+        write_figure(tmp_path / "chart.xyz", figure)
+    with pytest.raises(UserError, match=r"nowhere/chart\.png cannot be written: No such file"):
+        write_figure(tmp_path / "nowhere" / "chart.png", figure)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    previous = signal.signal(
+        signal.SIGXFSZ, signal.SIG_IGN
+    )  # so that a write that is too large fails, as on a full disk
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+        with pytest.raises(UserError, match=r"no space left to write .*full\.png"):
+            write_figure(tmp_path / "full.png", figure)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, previous)
+    assert [file.name for file in tmp_path.iterdir()] == ["chart.svg"]

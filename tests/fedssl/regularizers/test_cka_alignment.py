@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedssl.aggregators.representation_mean import FACTOR, KERNEL, RepresentationMean, join_factors, whitening_matrix
+from fedssl.aggregators.representation_mean import (
+    FACTOR,
+    KERNEL,
+    RepresentationMean,
+    canonical_factor,
+    join_factors,
+    whitening_matrix,
+)
 from fedssl.client import LocalRound
 from fedssl.data.augmentation import normalize
 from fedssl.engines.in_process import run
@@ -44,6 +51,31 @@ def test_the_factor_is_a_factor_of_the_weighted_mean_kernel():
     k0, k1 = kernels_of(server)
     assert factor.shape == (20, 8)
     torch.testing.assert_close(factor @ factor.T, 0.25 * k0 + 0.75 * k1, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("sizes", [((20, 3), (20, 5)), ((20, 6),)], ids=["two clients", "one has answered"])
+def test_a_factor_tells_nothing_that_the_mean_kernel_does_not(sizes):
+    """Clients whose representations are rotated have the same kernels: what is sent is the same."""
+    part = RepresentationMean(**NAME)
+    server, rotated = state_of(*sizes), Message()
+    for name, a in server.tensors.items():
+        rotation = torch.linalg.qr(torch.randn(a.shape[1], a.shape[1], dtype=torch.float64)).Q
+        server.tensors[name], rotated.tensors[name] = a.double(), a.double() @ rotation
+    sent, sent_rotated = (part.broadcast(state, [0], [])[0].tensors[FACTOR] for state in (server, rotated))
+    torch.testing.assert_close(sent, sent_rotated, atol=1e-13, rtol=0)
+    columns = torch.cat(list(server.tensors.values()), dim=1)
+    assert torch.cdist(sent.T, columns.T).min() > 0.1  # no client's own column
+
+
+@pytest.mark.parametrize("rank", [0, 1, 4, 7])
+def test_the_canonical_factor_has_no_more_columns_than_the_rank(rank):
+    """The others would hold rounding errors, which depend on the clients' representations."""
+    torch.manual_seed(0)
+    factor = torch.randn(12, rank) @ torch.randn(rank, 7)
+    result = canonical_factor(factor)
+    assert result.shape == factor.shape
+    assert result.any(dim=0).tolist() == [True] * rank + [False] * (7 - rank)
+    torch.testing.assert_close(result @ result.T, factor @ factor.T, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("sizes", "sent"), [(((9, 4), (9, 4)), FACTOR), (((8, 4), (8, 4)), KERNEL)])

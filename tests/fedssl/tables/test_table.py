@@ -61,7 +61,7 @@ def test_recipes_and_part_files_are_seen_from_the_tables_folder(tmp_path, monkey
         ({"seeds": []}, "seeds: "),
         ({"seeds": [1, 1]}, "seeds must be different numbers, none below 0"),
         ({"seeds": [-1]}, "seeds must be different numbers, none below 0"),
-        ({"metrics": ["accuracy"]}, "metrics.0: .*'knn'.*got 'accuracy'"),
+        ({"metrics": ["accuracy"]}, "metrics.0: .*unknown metric; expected one of knn, .*got 'accuracy'"),
         ({"method": "theirs"}, "method names 'theirs', but the rows' labels are ours, alone"),
         ({"baselines": ["x"]}, "baselines names 'x'"),
         ({"controls": ["x"]}, "controls names 'x'"),

@@ -94,6 +94,12 @@ def free_port() -> int:
     raise AssertionError("100 ports are taken")
 
 
+def is_listening(port: int) -> bool:
+    """Whether a port of this machine takes connections."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
 def with_package() -> dict[str, str]:
     """This process's environment, in which the package that is tested is found from any folder."""
     paths = [str(Path(fedssl.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -103,13 +109,14 @@ def with_package() -> dict[str, str]:
 class Deployment:
     """Everything below one folder; `close` ends every process that was started.
 
-    The sites reach the SuperLink through a proxy that counts the bytes.
+    The sites reach the SuperLink through a proxy that counts the bytes, and with `wall` through an nginx behind it.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, wall: bool = False):
         self.folder = folder
         self.port = free_port()
-        self.proxy = CountingProxy(self.port)
+        self.wall = free_port() if wall else None
+        self.proxy = CountingProxy(self.wall or self.port)
         self.processes: dict[str, subprocess.Popen] = {}
         self.faults = folder / "faults"
         self.faults.mkdir()
@@ -142,9 +149,22 @@ class Deployment:
         return process
 
     def start_superlink(self) -> None:
-        self.start("superlink", ["superlink", "superlink", "--port", str(self.port)])
+        options = ["--wall", str(self.wall)] if self.wall else []
+        self.start("superlink", ["superlink", "superlink", "--port", str(self.port), *options])
         self.wait_for(self.listening, "the SuperLink listens")
+        if self.wall:
+            self._start_wall(self.wall)
         self.proxy.open()
+
+    def _start_wall(self, port: int) -> None:
+        """Nginx as one process, which ends with this one."""
+        from fedssl.engines.flower.commands import end_with_parent
+
+        configuration = self.folder / "superlink" / "nginx.conf"
+        command = ["nginx", "-c", str(configuration), "-g", "daemon off; master_process off;"]
+        with open(self.log("wall"), "ab") as log:
+            self.processes["wall"] = subprocess.Popen(command, stdout=log, stderr=log, preexec_fn=end_with_parent)
+        self.wait_for(lambda: is_listening(port), "the wall listens")
 
     def start_node(self, client: int, name: str | None = None, authority: Path | None = None) -> subprocess.Popen:
         """A site's SuperNode."""
@@ -175,6 +195,8 @@ class Deployment:
 
     def close(self) -> None:
         kill_marked(f"{self.folder}/")
+        if "wall" in self.processes:  # which writes its name over the mark
+            self.processes["wall"].kill()
         for process in self.processes.values():
             process.wait()
         self.proxy.close()
@@ -230,8 +252,16 @@ class Deployment:
     # Waiting
 
     def listening(self) -> bool:
-        with socket.socket() as probe:
-            return probe.connect_ex(("127.0.0.1", self.port)) == 0
+        return is_listening(self.port)
+
+    def memory(self, name: str) -> int:
+        """Bytes of the most memory that a process and those that it started have had so far, added up."""
+        peaks = []
+        for pid in marked(self._mark(name)):
+            with contextlib.suppress(OSError):
+                status = Path(f"/proc/{pid}/status").read_text()
+                peaks += [int(line.split()[1]) * 2**10 for line in status.splitlines() if line.startswith("VmHWM")]
+        return sum(peaks)
 
     def log(self, name: str) -> Path:
         return self.folder / f"{name}.log"
@@ -245,7 +275,7 @@ class Deployment:
         """Wait for a condition; fails at once where a SuperLink or a site of the run has ended by itself."""
 
         def holds() -> bool:
-            ended = [name for name in ("superlink", "site0", "site1", "site2") if self.has_ended(name)]
+            ended = [name for name in ("superlink", "wall", "site0", "site1", "site2") if self.has_ended(name)]
             assert not ended, f"{ended} ended before {what}\n{self.logs()}"
             return condition()
 

@@ -60,6 +60,31 @@ def test_a_command_that_is_ended_before_it_has_asked_disturbs_no_other():
     assert (done.returncode, json.loads(done.stdout)[0]) == (7, 3), done.stderr
 
 
+AGAIN = """
+import os, pathlib, subprocess, sys
+from fedssl.engines.flower import commands
+
+def main():
+    sys.exit(subprocess.run(["flower-superexec", *sys.argv[1:]]).returncode)
+
+def superexec():
+    begun = pathlib.Path(sys.argv[1])
+    begun.write_text(begun.read_text() + "x" if begun.exists() else "x")
+    sys.exit(0 if len(begun.read_text()) == 3 else 5)
+
+commands._entry_point = {"flower-superlink": main, "flower-superexec": superexec}.get
+commands._RESTART_SECONDS = 0.01
+sys.exit(commands.run(["flower-superlink", *sys.argv[1:]], dict(os.environ), []))
+"""
+
+
+def test_what_starts_the_runs_is_started_again_where_it_fails(tmp_path):
+    command = [sys.executable, "-c", AGAIN, str(tmp_path / "begun")]
+    done = subprocess.run(command, env=with_package(), capture_output=True, text=True, timeout=120)
+    assert (done.returncode, (tmp_path / "begun").read_text()) == (0, "xxx"), done.stderr
+    assert done.stderr.count("fedssl: flower-superexec has ended with code 5 and is started again") == 2
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 130), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_told_to_end_or_killed_it_leaves_no_copy(number, code, tmp_path):
     begun = tmp_path / "begun"

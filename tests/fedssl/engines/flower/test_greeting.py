@@ -12,7 +12,9 @@ pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]
 
 from flwr.app import ConfigRecord
 
+from fedssl.engines.flower.data_form import DataForm
 from fedssl.errors import UserError
+from fedssl.federation import build_federation
 from tests.fedssl.conftest import ALIGNED, AVERAGED
 from tests.fedssl.engines.flower.loop_grid import KINDS, run_on, start, write_sites
 from tests.fedssl.engines.test_in_process import metric
@@ -181,22 +183,46 @@ def test_a_site_describes_no_more_of_its_data_than_is_needed(kind, sent, quick, 
     directory, grid = start(recipe, tmp_path / "b", write_sites(tmp_path))
     run_on(recipe, directory, grid)
     described = [dict(reply.content["data"]) for reply in grid.sent if "data" in reply.content]
-    assert described == [{"shape": [1, 8, 8], "classes": sent, "public": ""}] * 3
+    images = [len(rows) for rows in build_federation(recipe).client_rows]
+    form = {"shape": [1, 8, 8], "classes": sent, "public": ""}
+    assert described == [form | {"images": count} for count in images]
 
 
 @pytest.mark.parametrize(
-    "data", [{}, {"shape": [1, 8, 8], "classes": [3], "public": ""}, {"shape": [1, 8], "classes": [], "public": ""}]
+    "privacy",
+    [
+        {"dp": {"name": "local_dp", "clipping_norm": 1, "epsilon": 0.5, "delta": 1e-5}},
+        {"secure": {"name": "secagg_plus"}},
+    ],
 )
-def test_a_site_that_does_not_describe_its_images_is_left_out(data, quick, tmp_path):
+def test_under_privacy_a_site_does_not_tell_how_many_images_it_has(privacy, private, tmp_path):
+    recipe = private(**AVERAGED, partition={"name": "iid", "clients": 3}, **privacy)
+    form = DataForm.of(build_federation(recipe), 1)
+    assert form.images == 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"classes": [3]},
+        {"classes": ["x"] * 200_000},
+        {"shape": [1, 8]},
+        {"shape": [1.0, 8.0, 8.0]},
+        {"images": -1},
+        {"images": 10**12},
+        {"images": 40.0},
+    ],
+)
+def test_a_site_that_does_not_describe_its_images_is_left_out(change, quick, tmp_path):
     recipe = quick(**AVERAGED, rounds=1)
     directory, grid = start(recipe, tmp_path / "b", write_sites(tmp_path))
 
     def tamper(node, reply):
         if node == 12 and "data" in reply.content:
-            reply.content["data"] = ConfigRecord(data)
+            reply.content["data"] = ConfigRecord(dict(reply.content["data"]) | change)
 
     grid.tamper = tamper
     assert (
         run_on(recipe, directory, grid)[0]
-        == "node 12 is left out: it does not describe its images: expected shape, classes and public"
+        == "node 12 is left out: it does not describe its images: expected valid shape, classes, public and images"
     )

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
 
+from flwr.app import Array, ConfigRecord
 from flwr.app import Message as FlowerMessage
 from flwr.app.error import Error
+from flwr.app.message.arraychunk import ArrayChunk
 from flwr.common.constant import ErrorCode
 from flwr.proto.message_pb2 import Message as ProtoMessage
 from flwr.proto.message_pb2 import ObjectTree, PullObjectResponse
 from flwr.proto.runtime_pb2 import PullAppMessagesResponse
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.run import Run
 from flwr.superlink.grid.http_grid import HttpGrid
 from google.protobuf.message import DecodeError
 
+from fedssl.engines.flower.answer_size import AnswerSize, TooLarge
 from fedssl.engines.flower.server import FlowerClients
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
@@ -72,18 +77,21 @@ def test_an_answer_that_flower_cannot_read_is_that_clients_alone(quick, tmp_path
 class PulledGrid(HttpGrid):
     """Flower's grid between machines, whose SuperLink has one answer in many objects."""
 
-    def __init__(self, pieces: int, bytes_each: int):
+    def __init__(self, contents: Iterable[bytes]):
         super().__init__(token="token")
         self.pulled = 0
         self.set_run(Run.create_empty(1))
-        trees = [ObjectTree(object_id=f"piece {i}") for i in range(pieces)]
+        objects = {f"piece {i}": content for i, content in enumerate(contents)}
+        trees = [ObjectTree(object_id=name) for name in objects]
         answer = PullAppMessagesResponse(
             messages_list=[ProtoMessage()], message_object_trees=[ObjectTree(object_id="message", children=trees)]
         )
 
         def pull_object(request):
             self.pulled += 1
-            return PullObjectResponse(object_found=True, object_available=True, object_content=b"x" * bytes_each)
+            return PullObjectResponse(
+                object_found=True, object_available=True, object_content=objects.get(request.object_id, b"")
+            )
 
         self._client = SimpleNamespace(
             PullMessages=lambda request: answer, PullObject=pull_object, ConfirmMessageReceived=lambda request: None
@@ -91,18 +99,28 @@ class PulledGrid(HttpGrid):
 
 
 @pytest.mark.parametrize(
-    ("pieces", "bytes_each", "reason"),
+    ("contents", "reason"),
     [
-        (5000, 2**20, "its answer is larger than 268435456 bytes, the most that an answer may have here"),
-        (5000, 10, "its answer has more than 1256 pieces, the most that an answer may have here"),
+        (
+            (ArrayChunk(memoryview(b"%4d" % i + bytes(2**16))).deflate() for i in range(500)),
+            "its answer is larger than 4194304 bytes, the most that an answer may have here",
+        ),
+        (
+            (ConfigRecord({"text": f"{i} " + "x" * 2**16}).deflate() for i in range(500)),
+            "its answer's records are larger than 4194304 bytes, the most that they may have here",
+        ),
+        (
+            (ArrayChunk(memoryview(b"%4d" % i)).deflate() for i in range(3000)),
+            "its answer has more than 1004 pieces, the most that an answer may have here",
+        ),
+        ([b"nonsense"], "its answer cannot be read: not enough values to unpack (expected 3, got 1)"),
     ],
+    ids=["pieces", "records", "many", "nonsense"],
 )
-def test_an_answer_that_is_far_too_large_is_given_up_on_its_way(
-    pieces, bytes_each, reason, quick, tmp_path, monkeypatch
-):
+def test_an_answer_that_is_far_too_large_is_given_up_on_its_way(contents, reason, quick, tmp_path, monkeypatch):
     recipe = quick(data={"name": "digits", "train_limit": 120, "test_limit": 60})
     directory, _ = start(recipe, tmp_path / "b")
-    grid = PulledGrid(pieces, bytes_each)
+    grid = PulledGrid(contents)
     monkeypatch.setattr(grid, "get_node_ids", lambda: [11])
     monkeypatch.setattr(grid, "push_messages", lambda messages: ["name" for _ in messages])
     progress = WarningRecorder()
@@ -110,4 +128,25 @@ def test_an_answer_that_is_far_too_large_is_given_up_on_its_way(
     with pytest.raises(UserError, match="0 of 3 clients are connected"):
         clients.connect()
     assert progress.warnings == [f"node 11 is left out: {reason}"]
-    assert grid.pulled < 2000
+    assert grid.pulled < 1100
+
+
+@pytest.mark.parametrize("array_first", [True, False])
+def test_equal_pieces_count_as_often_as_an_array_refers_to_them(array_first):
+    """60 equal pieces of 5 MiB, which Flower sends as one."""
+    array = Array("uint8", (60 * 5 * 2**20,), "torch.raw", bytes(60 * 5 * 2**20))
+    objects = {name: part.deflate() for name, part in get_all_nested_objects(array).items()}
+    assert sum(map(len, objects.values())) < 6 * 2**20
+    piece, whole = sorted(objects, key=lambda name: len(objects[name]), reverse=True)
+    first, second = (whole, piece) if array_first else (piece, whole)
+    size = AnswerSize(2**28)
+    size.add(first, objects[first])
+    with pytest.raises(TooLarge, match="larger than 268435456 bytes"):
+        size.add(second, objects[second])
+
+
+def test_an_answer_of_the_largest_size_is_not_given_up():
+    size = AnswerSize(2**24)
+    for i in range(3):
+        size.add(str(i), ArrayChunk(memoryview(bytes(5 * 2**20))).deflate())
+        size.add(str(i), ArrayChunk(memoryview(bytes(5 * 2**20))).deflate())  # pulled twice

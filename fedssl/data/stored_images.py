@@ -1,0 +1,109 @@
+"""Images that stay in a file and are read by row, for datasets that are larger than the memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from ..errors import UserError
+from .error_text import printable
+
+
+class StoredImages:
+    """uint8 images [n, C, H, W] in a file, used as a tensor of them would be: `images[rows]`, `len`, `split`, `shape`.
+
+    Rows are read, not mapped: a limit on the address space holds, and a batch takes no more memory than itself. The
+    file stays open, so that a run goes on where somebody deletes it.
+    """
+
+    dtype = torch.uint8
+    device = torch.device("cpu")
+
+    def __init__(self, file: _OpenFile, image_shape: tuple[int, int, int], rows: Tensor):
+        """Images of an open file; `open_stored_images` opens one.
+
+        Args:
+            file: what is read from.
+            image_shape: channels, height and width.
+            rows: which of the file's images these are, int64 [n].
+        """
+        self._file, self._image_shape, self._rows = file, image_shape, rows
+
+    @property
+    def shape(self) -> torch.Size:
+        """[n, C, H, W]."""
+        return torch.Size((len(self._rows), *self._image_shape))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: Tensor | slice | int) -> Tensor:
+        """Read images: uint8 [m, C, H, W] by row numbers or a slice, [C, H, W] by one row number.
+
+        Raises:
+            UserError: the file cannot be read.
+        """
+        rows = self._rows[index]
+        images = torch.empty((rows.numel(), *self._image_shape), dtype=torch.uint8)
+        for image, row in zip(images.numpy(), rows.reshape(-1).tolist(), strict=True):
+            self._file.read_into(memoryview(image).cast("B"), row * image.size)
+        return images if rows.ndim else images[0]
+
+    def split(self, count: int) -> Iterator[Tensor]:
+        """All images, `count` at a time."""
+        for start in range(0, len(self), count):
+            yield self[start : start + count]
+
+    def of_rows(self, index: Tensor | slice) -> StoredImages:
+        """The images of some rows, which are not read yet."""
+        return StoredImages(self._file, self._image_shape, self._rows[index])
+
+
+#: images [n, C, H, W] in memory or in a file
+Images: TypeAlias = Tensor | StoredImages
+
+
+def images_of_rows(images: Images, index: Tensor | slice) -> Images:
+    """Some of the images; those in a file stay there."""
+    return images.of_rows(index) if isinstance(images, StoredImages) else images[index]
+
+
+def open_stored_images(path: Path, image_shape: tuple[int, int, int], count: int) -> StoredImages:
+    """The images of a file that holds nothing but their bytes.
+
+    Raises:
+        UserError: the file cannot be opened.
+    """
+    return StoredImages(_OpenFile(path), image_shape, torch.arange(count))
+
+
+class _OpenFile:
+    """A file that stays open as long as anybody reads from it; processes that are forked can read from it too."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        try:
+            self._handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise UserError(f"{printable(path)} cannot be opened: {error.strerror or error}") from error
+
+    def read_into(self, target: memoryview, offset: int) -> None:
+        """Fill `target` with the bytes from `offset` on."""
+        done = 0
+        while done < len(target):
+            try:
+                count = os.preadv(self._handle, [target[done:]], offset + done)
+            except OSError as error:
+                raise UserError(f"{printable(self._path)} cannot be read: {error.strerror or error}") from error
+            if count == 0:
+                raise UserError(f"{printable(self._path)} has become shorter; delete it, so that it is written again")
+            done += count
+
+    def __del__(self) -> None:
+        if hasattr(self, "_handle"):
+            os.close(self._handle)

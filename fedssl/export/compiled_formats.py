@@ -1,0 +1,122 @@
+"""An encoder as one file that needs neither fedssl nor timm: ONNX, TorchScript, or torch.export.
+
+All three take pixels between 0 and 1, float32 [n, C, H, W], for any n, and have the normalisation inside. They give
+float32 [n, d].
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..errors import UserError
+from ..storage import write_atomically
+from .normalization import WithNormalization
+from .trained_encoder import TrainedEncoder
+
+FormatName = Literal["onnx", "torchscript", "torch-export"]
+
+FILES: dict[FormatName, str] = {
+    "onnx": "encoder.onnx",
+    "torchscript": "encoder.torchscript.pt",
+    "torch-export": "encoder.pt2",
+}
+#: the largest difference from the encoder that a written file may have, relative to the largest feature
+TOLERANCE = 1e-4
+
+
+def write_format(name: FormatName, encoder: TrainedEncoder, folder: Path) -> None:
+    """Write a compiled form, and compare its output with the encoder's on images of noise.
+
+    ONNX is compared only where onnxruntime is installed.
+
+    Raises:
+        UserError: a package is missing, the network cannot be compiled, or its outputs differ.
+    """
+    network = WithNormalization(encoder.network).eval()
+    path = folder / FILES[name]
+    pixels = torch.rand(3, *encoder.image_shape, generator=torch.Generator().manual_seed(0))
+    write = {"onnx": _write_onnx, "torchscript": _write_torchscript, "torch-export": _write_torch_export}[name]
+    try:
+        with torch.no_grad(), _quiet():
+            outputs = write(network, pixels, path)
+            expected = network(pixels)
+    except (ImportError, UserError):
+        raise
+    except Exception as error:  # each exporter raises exceptions of its own
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise UserError(f"{encoder.architecture} cannot be written as {FILES[name]}: {reason}") from error
+    if outputs is None:
+        return
+    difference = float((outputs - expected).abs().max())
+    if not difference <= TOLERANCE * max(1.0, float(expected.abs().max())):
+        raise UserError(
+            f"{FILES[name]} gives other features than the encoder: they differ by up to {difference:.2g}; use "
+            "model.safetensors with load.py"
+        )
+
+
+def _write_onnx(network: WithNormalization, pixels: Tensor, path: Path) -> Tensor | None:
+    try:
+        import onnx  # noqa: F401
+        import onnxscript  # noqa: F401
+    except ImportError as error:
+        raise UserError(
+            f"--onnx needs the packages onnx and onnxscript ({error}): pip install 'fedkernels-fedssl[export]'"
+        ) from error
+    program: Any = torch.onnx.export(
+        network,
+        (pixels,),
+        input_names=["pixels"],
+        output_names=["features"],
+        dynamic_shapes=({0: torch.export.Dim("n")},),
+        dynamo=True,
+        verbose=False,
+    )
+    file = io.BytesIO()
+    program.save(file)
+    write_atomically(path, file.getvalue())
+    try:
+        from onnxruntime import InferenceSession
+    except ImportError:
+        return None
+    session = InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    return torch.from_numpy(session.run(["features"], {"pixels": pixels.numpy()})[0])
+
+
+def _write_torchscript(network: WithNormalization, pixels: Tensor, path: Path) -> Tensor:
+    file = io.BytesIO()
+    torch.jit.save(torch.jit.trace(network, (pixels[:2],)), file)
+    write_atomically(path, file.getvalue())
+    outputs: Tensor = torch.jit.load(str(path))(pixels)
+    return outputs
+
+
+def _write_torch_export(network: WithNormalization, pixels: Tensor, path: Path) -> Tensor:
+    program = torch.export.export(network, (pixels,), dynamic_shapes=({0: torch.export.Dim("n")},))
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    write_atomically(path, file.getvalue())
+    outputs: Tensor = torch.export.load(str(path)).module()(pixels)
+    return outputs
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the exporters' progress and their warnings about themselves."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)

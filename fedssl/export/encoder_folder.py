@@ -1,0 +1,205 @@
+"""An exported encoder: a folder that another program can load.
+
+    model.safetensors   the weights
+    config.json         what the network is and takes, in the format of timm's models on the Hugging Face hub
+    load.py             builds the network and loads the weights, with torch and timm alone
+    README.md           a model card
+    encoder.onnx, encoder.torchscript.pt, encoder.pt2    on request, see compiled_formats.py
+
+The folder holds no images, no paths of the run's data and no class names.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+
+from fedkernels import __version__
+
+from ..errors import UserError
+from ..models.encoders import SmallConvNet, build_encoder, has_small_image_stem, timm_arguments
+from ..storage import cannot_write, make_folder, sync_folder, write_atomically
+from .compiled_formats import FormatName, write_format
+from .load_script import load_script
+from .model_card import model_card
+from .normalization import MEAN, STD
+from .trained_encoder import EncoderOfRun, TrainedEncoder, encoder_of_run
+
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+
+
+def export_encoder(
+    run: Path,
+    output: Path,
+    client: int | None = None,
+    shared: bool = False,
+    formats: Collection[FormatName] = (),
+    trust: bool = False,
+) -> Path:
+    """Write a finished run's encoder into a new folder, which gets its name only when it is complete.
+
+    Args:
+        run: the run's folder.
+        output: the folder to make; it may exist where it is empty.
+        client, shared: whose model, see `encoder_of_run`.
+        formats: also these compiled forms.
+        trust: see `load_stored_recipe`.
+
+    Returns:
+        `output`.
+
+    Raises:
+        UserError: see `encoder_of_run`; `output` holds something already or cannot be written; or a package that a
+            format needs is missing.
+    """
+    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        raise UserError(f"{output} exists and is not empty: name a new folder, or remove that one")
+    chosen = encoder_of_run(run, client, shared, trust)
+    config = encoder_config(chosen, run.resolve().name)
+    make_folder(output.absolute().parent)
+    preparing = _temporary_folder(output)
+    try:
+        weights = {name: tensor.contiguous() for name, tensor in chosen.encoder.network.state_dict().items()}
+        write_atomically(preparing / WEIGHTS, save_tensors(weights, metadata={"format": "pt"}))
+        write_atomically(preparing / CONFIG, (json.dumps(config, indent=2) + "\n").encode())
+        write_atomically(preparing / "load.py", load_script(config, _stem_width(chosen.encoder)).encode())
+        write_atomically(preparing / "README.md", model_card(chosen, config, run, formats).encode())
+        for name in formats:
+            write_format(name, chosen.encoder, preparing)
+        os.rename(preparing, output)
+        sync_folder(output.absolute().parent)
+    except OSError as error:
+        raise cannot_write(output, error) from error
+    finally:
+        shutil.rmtree(preparing, ignore_errors=True)
+    return output
+
+
+def _temporary_folder(output: Path) -> Path:
+    """A new folder beside `output`, with the permissions that `output` would have."""
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.absolute().parent))
+        mask = os.umask(0)
+        os.umask(mask)
+        folder.chmod(0o777 & ~mask)
+    except OSError as error:
+        raise cannot_write(output, error) from error
+    return folder
+
+
+def _stem_width(encoder: TrainedEncoder) -> int | None:
+    """The output channels of a ResNet's stem for small images; None for every other encoder."""
+    network: Any = encoder.network
+    return int(network.conv1.out_channels) if has_small_image_stem(network) else None
+
+
+def encoder_config(chosen: EncoderOfRun, run_name: str) -> dict[str, Any]:
+    """The content of config.json. What timm does not know stands under `fedssl`."""
+    encoder, recipe = chosen.encoder, chosen.recipe
+    channels, height, width = encoder.image_shape
+    statistics = {"mean": [MEAN] * channels, "std": [STD] * channels}
+    ours: dict[str, Any] = {
+        "version": __version__,
+        "architecture": encoder.architecture,
+        "image_shape": [channels, height, width],
+        **statistics,
+        "window": recipe.data.window,
+        "stem": "3x3 stride 1 without max-pool" if has_small_image_stem(encoder.network) else "the architecture's own",
+        "method": recipe.name,
+        "objective": recipe.objective.name,
+        "run": run_name,
+        "seed": recipe.seed,
+        "rounds": recipe.rounds,
+        "model": chosen.owner,
+        "round": chosen.round,
+    }
+    if isinstance(encoder.network, SmallConvNet):
+        blocks = encoder.network.blocks
+        ours["strides"] = [blocks[i].stride[0] for i in range(0, len(blocks), 3)]  # type: ignore[index]
+        ours["widths"] = [blocks[i].out_channels for i in range(0, len(blocks), 3)]
+        return {"architecture": encoder.architecture, "num_features": encoder.num_features, "fedssl": ours}
+    name, arguments = timm_arguments(encoder.architecture, channels, width)
+    return {
+        "architecture": name.split(".")[0],
+        "num_classes": 0,
+        "num_features": encoder.num_features,
+        "model_args": arguments,
+        "pretrained_cfg": _pretrained_cfg(name) | {"input_size": [channels, height, width], **statistics},
+        "fedssl": ours,
+    }
+
+
+def _pretrained_cfg(name: str) -> dict[str, Any]:
+    """What timm knows of an architecture that depends on neither its weights nor its images."""
+    import timm
+
+    known = timm.get_pretrained_cfg(name.split(".")[0])
+    kept = {"first_conv": None, "classifier": None, "pool_size": None, "fixed_input_size": False}
+    if known is not None:
+        kept = {key: getattr(known, key) for key in kept}
+    # whole images, resized as data.image_size does; the size of the last feature map depends on the image
+    transform = {"interpolation": "bilinear", "crop_pct": 1.0, "crop_mode": "center"}
+    return kept | {"pool_size": None, "num_classes": 0, **transform}
+
+
+def read_encoder(folder: Path) -> TrainedEncoder:
+    """The encoder in an exported folder, on the CPU and in evaluation mode.
+
+    Raises:
+        UserError: the folder holds no exported encoder, or a file in it is damaged or does not fit the others.
+    """
+    config = read_config(folder)
+    try:
+        ours = config["fedssl"]
+        architecture = str(ours["architecture"])
+        channels, height, width = (int(side) for side in ours["image_shape"])
+    except (TypeError, KeyError, ValueError) as error:
+        raise UserError(f"{folder / CONFIG} cannot be read as an exported encoder's: {error!r}") from error
+    if ours.get("mean") != [MEAN] * channels or ours.get("std") != [STD] * channels:
+        raise UserError(
+            f"{folder / CONFIG} has mean {ours.get('mean')} and std {ours.get('std')}: expected {MEAN} and {STD}, with "
+            "which every encoder of fedssl is trained"
+        )
+    network = build_encoder(architecture, channels, width)
+    path = folder / WEIGHTS
+    try:
+        # Copies in torch's own memory: see storage.read_message.
+        weights = {name: tensor.clone() for name, tensor in load_tensors(path.read_bytes()).items()}
+        network.load_state_dict(weights)
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise UserError(f"{path} cannot be loaded as {architecture}: {' '.join(str(error).split())}") from error
+    plain: torch.nn.Module = network.requires_grad_(False).eval()
+    window = tuple(ours["window"]) if isinstance(ours.get("window"), list) else ours.get("window")
+    return TrainedEncoder(plain, architecture, (channels, height, width), network.num_features, window)
+
+
+def is_encoder_folder(path: Path) -> bool:
+    """Whether a folder holds an exported encoder."""
+    return (path / CONFIG).is_file() and (path / WEIGHTS).is_file()
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The content of an exported folder's config.json.
+
+    Raises:
+        UserError: the folder holds none, or it cannot be read.
+    """
+    if not is_encoder_folder(folder):
+        raise UserError(f"{folder} is not an exported encoder: expected a folder with {WEIGHTS} and {CONFIG}")
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder / CONFIG} cannot be read: {error}") from error
+    if not isinstance(config, dict) or not isinstance(config.get("fedssl"), dict):
+        raise UserError(f"{folder / CONFIG} was not written by fedssl export: it has no mapping `fedssl`")
+    return config

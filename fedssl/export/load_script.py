@@ -1,0 +1,84 @@
+"""The text of an export's load.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_HEAD = '''"""Load this encoder. It needs torch and timm (which brings safetensors), and nothing else."""
+
+import json
+from pathlib import Path
+{imports}
+
+FOLDER = Path(__file__).resolve().parent
+CONFIG = json.loads((FOLDER / "config.json").read_text(encoding="utf-8"))
+
+
+'''
+
+_CONVNET = '''class SmallConvNet(torch.nn.Module):
+    """Blocks of a 3x3 convolution, BatchNorm and ReLU, then the average over the spatial positions."""
+
+    def __init__(self, channels, widths, strides):
+        super().__init__()
+        layers = []
+        for width, stride in zip(widths, strides):
+            convolution = torch.nn.Conv2d(channels, width, 3, stride=stride, padding=1, bias=False)
+            layers += [convolution, torch.nn.BatchNorm2d(width), torch.nn.ReLU()]
+            channels = width
+        self.blocks = torch.nn.Sequential(*layers)
+
+    def forward(self, images):
+        return self.blocks(images).mean(dim=(2, 3))
+
+
+'''
+
+_LOAD = '''def load_encoder():
+    """The encoder in evaluation mode: normalised images [n, {shape}] to representations [n, {features}]."""
+{build}
+    encoder.load_state_dict(load_state_dict(FOLDER / "model.safetensors"), strict=True)
+    return encoder.eval()
+
+
+def normalize(pixels):
+    """Pixels from 0 to 255, [n, {shape}], to what the encoder takes."""
+    return (pixels.float() / 255 - {mean}) / {std}
+
+
+if __name__ == "__main__":
+    with torch.no_grad():
+        print(load_encoder()(normalize(torch.zeros(1, {shape}, dtype=torch.uint8))).shape)
+'''
+
+_SMALL_STEM = """    # the stem for small images, which timm has no argument for
+    encoder.conv1 = torch.nn.Conv2d({channels}, {width}, 3, stride=1, padding=1, bias=False)
+    encoder.maxpool = torch.nn.Identity()"""
+
+
+def load_script(config: dict[str, Any], stem_width: int | None = None) -> str:
+    """The text of load.py, with the lines that this encoder needs.
+
+    Args:
+        config: the content of config.json.
+        stem_width: the output channels of a ResNet's stem for small images; None for every other encoder.
+    """
+    ours = config["fedssl"]
+    is_timms = "model_args" in config
+    if is_timms:
+        build = '    encoder = timm.create_model(CONFIG["architecture"], num_classes=0, **CONFIG["model_args"])'
+        if stem_width is not None:
+            build += "\n" + _SMALL_STEM.format(channels=ours["image_shape"][0], width=stem_width)
+    else:
+        arguments = f'{ours["image_shape"][0]}, CONFIG["fedssl"]["widths"], CONFIG["fedssl"]["strides"]'
+        build = f"    encoder = SmallConvNet({arguments})"
+    imports = ["", "import timm"] if is_timms else [""]
+    imports += ["import torch", "from timm.models import load_state_dict"]
+    load = _LOAD.format(
+        shape=", ".join(map(str, ours["image_shape"])),
+        features=config["num_features"],
+        build=build,
+        mean=ours["mean"][0],
+        std=ours["std"][0],
+    )
+    return _HEAD.format(imports="\n".join(imports)) + ("" if is_timms else _CONVNET) + load

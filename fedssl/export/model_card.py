@@ -1,0 +1,190 @@
+"""The README.md of an exported encoder: what it is, how it was trained, and how to use it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..guard import is_measure
+from ..recipe import Recipe
+from ..run_record import Run, read_run
+from .compiled_formats import FILES, FormatName
+from .trained_encoder import GLOBAL, EncoderOfRun
+
+_LEFT_OUT = "(left out)"
+_DATA_KEYS = ("data", "downstream")
+
+_CARD = """---
+library_name: timm
+pipeline_tag: image-feature-extraction
+tags: [fedssl, self-supervised, federated]
+---
+# {title}
+
+An image encoder that was trained by federated self-supervised learning: {sentence}
+
+{facts}
+
+{figures}
+## Load it
+
+    from load import load_encoder, normalize        # this folder's load.py; it needs torch and timm
+
+    encoder = load_encoder()
+    features = encoder(normalize(pixels))           # pixels from 0 to 255, [n, {shape}]
+
+{timm}
+`fedssl embed FOLDER IMAGES --output features.npz` writes the features of a folder of images. A recipe of fedssl starts
+from these weights with `model.weights=FOLDER`.
+
+The network takes float32 [n, {shape}]: pixels from 0 to 255, divided by 255, minus {mean}, divided by {std}, in every
+channel. Bring images of another shape to {height}x{width} pixels first: crop the longer side to a square, then resize
+(bilinear, antialiased). It gives float32 [n, {features}], not normalised.
+{compiled}
+## The recipe
+
+Paths are left out, as they are of the machine that ran it. The folder holds no images.
+
+```yaml
+{recipe}```
+"""
+
+
+def model_card(chosen: EncoderOfRun, config: dict[str, Any], path: Path, formats: Collection[FormatName]) -> str:
+    """The text of README.md.
+
+    Args:
+        chosen: the encoder and its run's recipe.
+        config: the content of config.json.
+        path: the run's folder.
+        formats: the compiled forms in the folder.
+    """
+    run = read_run(path)
+    ours = config["fedssl"]
+    _, height, width = ours["image_shape"]
+    return _CARD.format(
+        title=f"{ours['architecture']} by {ours['method']}",
+        sentence=" ".join(chosen.recipe.description.split()) or f"the recipe `{ours['method']}`.",
+        facts=_facts(chosen, config, run),
+        figures=_figures(chosen, run),
+        shape=", ".join(map(str, ours["image_shape"])),
+        timm=_timm_lines(config),
+        mean=ours["mean"][0],
+        std=ours["std"][0],
+        height=height,
+        width=width,
+        features=config["num_features"],
+        compiled=_compiled_lines(formats),
+        recipe=yaml.safe_dump(recipe_without_paths(chosen.recipe), sort_keys=False, allow_unicode=True, width=110),
+    )
+
+
+def _facts(chosen: EncoderOfRun, config: dict[str, Any], run: Run) -> str:
+    ours, recipe = config["fedssl"], chosen.recipe
+    parameters = sum(parameter.numel() for parameter in chosen.encoder.network.parameters())
+    whose = f"of client {chosen.owner}, after its training in round {chosen.round}"
+    if chosen.owner == GLOBAL:
+        whose = f"the global model after round {chosen.round}"
+    rows = {
+        "architecture": f"{ours['architecture']}, {parameters:,} parameters",
+        "stem": ours["stem"],
+        "image": "{} x {} x {} (channels x height x width)".format(*ours["image_shape"]),
+        "features": config["num_features"],
+        "objective": ours["objective"],
+        "model": whose,
+        "rounds": recipe.rounds,
+        "clients": recipe.partition.clients,
+        "training images": _data_size(chosen, run),
+        "run": f"{ours['run']}, seed {recipe.seed}, fedssl {ours['version']}",
+    }
+    return "\n".join(["| | |", "|---|---|", *(f"| {what} | {value} |" for what, value in rows.items())])
+
+
+def _data_size(chosen: EncoderOfRun, run: Run) -> str:
+    sizes = [sum(counts) for counts in run.class_counts]
+    if not sum(sizes):
+        return "at the clients' sites"
+    total = f"{sum(sizes):,} of all clients together"
+    return total if chosen.owner == GLOBAL else f"{sizes[int(chosen.owner)]:,} of this client, {total}"
+
+
+def _figures(chosen: EncoderOfRun, run: Run) -> str:
+    """The measures of this model before and after training, as a table; empty where nothing was measured."""
+    who = chosen.owner if (run.rounds, chosen.owner, "effective_rank") in run.values else "mean"
+    names = dict.fromkeys(name for number, w, name in run.values if number == run.rounds and w == who)
+    rows = []
+    for name in names:
+        if is_measure(name):
+            before = run.values.get((0, who, name))
+            after = run.values[run.rounds, who, name]
+            rows.append(f"| {name} | {'' if before is None else f'{before:.1f}'} | {after:.1f} |")
+    if not rows:
+        return ""
+    whose = " (mean over the clients' models)" if who == "mean" else ""
+    return "\n".join(
+        [
+            f"| measured on the run's test images{whose} | before training | after |",
+            "|---|---|---|",
+            *rows,
+            "",
+            "Accuracies are in percent. Labels were used for these figures and not for the training.",
+            "",
+        ]
+    )
+
+
+def _timm_lines(config: dict[str, Any]) -> str:
+    """How timm itself loads the folder, or why it cannot."""
+    if "model_args" not in config:
+        return "The network is not one of timm's: `load.py` holds its definition.\n"
+    if config["fedssl"]["stem"].startswith("3x3"):
+        return (
+            "The stem is a 3x3 convolution without max-pool, as small images need it. timm has no argument for\n"
+            "that, so `timm.create_model` alone refuses these weights: use `load.py`, which replaces two modules.\n"
+        )
+    arguments = ", ".join(f"{name}={value!r}" for name, value in config["model_args"].items())
+    return (
+        "Or by timm alone, from the folder or from the file:\n\n"
+        '    timm.create_model("local-dir:FOLDER", pretrained=True)\n'
+        f'    timm.create_model("{config["architecture"]}", pretrained=True, num_classes=0, {arguments},\n'
+        '                      pretrained_cfg_overlay={"file": "FOLDER/model.safetensors"})\n'
+    )
+
+
+def _compiled_lines(formats: Collection[FormatName]) -> str:
+    if not formats:
+        return ""
+    names = ", ".join(f"`{FILES[name]}`" for name in formats)
+    return (
+        f"\n{names}: the same network with the normalisation inside.\n"
+        "The input `pixels` is float32 between 0 and 1, for any n; the output is `features`.\n"
+    )
+
+
+def recipe_without_paths(recipe: Recipe) -> dict[str, Any]:
+    """A recipe's values without what tells where its data and files lie; a part of one's own keeps its file's name."""
+    cleaned = _without_paths(recipe.model_dump(mode="json"))
+    assert isinstance(cleaned, dict)
+    return cleaned | {"description": recipe.description}
+
+
+def _without_paths(values: Any, of_data: bool = False) -> Any:
+    if isinstance(values, dict):
+        return {
+            key if not _is_path(key) else _LEFT_OUT: value
+            if key == "name" and of_data
+            else _without_paths(value, of_data or key in _DATA_KEYS)
+            for key, value in values.items()
+        }
+    if isinstance(values, list):
+        return [_without_paths(value, of_data) for value in values]
+    if isinstance(values, str) and values.endswith(".py"):
+        return Path(values).name
+    return _LEFT_OUT if isinstance(values, str) and (of_data or _is_path(values)) else values
+
+
+def _is_path(text: Any) -> bool:
+    return isinstance(text, str) and ("/" in text or "\\" in text)

@@ -1,0 +1,151 @@
+"""The encoder that a finished run ends with, as a plain network on the CPU."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from ..data.windows import Window
+from ..errors import UserError
+from ..federation import MODEL, build_federation
+from ..models.encoders import build_encoder
+from ..models.stages import StagedEncoder
+from ..reading import load_stored_recipe
+from ..recipe import Recipe
+from ..run_directory import IMAGE_SHAPE, RunDirectory
+
+GLOBAL = "global"
+_ENCODER = "online.encoder."
+
+
+@dataclass(frozen=True, eq=False)
+class TrainedEncoder:
+    """An encoder and what it takes and gives.
+
+    Attributes:
+        network: maps normalised float32 [n, C, H, W] to representations float32 [n, num_features]; in evaluation mode.
+        architecture: its name, as a recipe's `architectures` has it.
+        image_shape: channels, height and width of the images.
+        num_features: the dimension of a representation.
+        window: how its run brought pixels of more than 8 bits to 8 bits; None where there were none.
+    """
+
+    network: nn.Module
+    architecture: str
+    image_shape: tuple[int, int, int]
+    num_features: int
+    window: Window | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class EncoderOfRun:
+    """A run's encoder.
+
+    Attributes:
+        encoder: the network.
+        recipe: the run's.
+        owner: `global`, or the number of the client whose model it is.
+        round: the round after which the model had these weights.
+    """
+
+    encoder: TrainedEncoder
+    recipe: Recipe
+    owner: str
+    round: int
+
+
+def encoder_of_run(path: Path, client: int | None = None, shared: bool = False, trust: bool = False) -> EncoderOfRun:
+    """The encoder of a finished run's global model, or of one client's model.
+
+    A staged encoder (layer-wise and progressive schedules) is given as the plain network that it was cut from.
+
+    Args:
+        path: the run's folder.
+        client: the number of a client, whose own model is meant: where clients share a global model, its model right
+            after its last training. By default the global model, or the only client's.
+        shared: whether the global model is asked for by name.
+        trust: see `load_stored_recipe`.
+
+    Raises:
+        UserError: no finished run; no such model; the model is kept at a site; or its file cannot be read.
+    """
+    directory = RunDirectory.open(path)
+    checkpoint = directory.checkpoint
+    if not checkpoint.finished:
+        done = f"{checkpoint.round} rounds are done" if checkpoint.round > 0 else "no round is done"
+        raise UserError(f"{path} is not finished ({done}): continue it with fedssl run --resume {path}, then export")
+    recipe = load_stored_recipe(directory, trust)
+    owner = _owner(recipe, path, client, shared)
+    if owner == GLOBAL:
+        entries: Mapping[str, Tensor] = directory.server_state().tensors
+        number = checkpoint.round
+        architecture = recipe.architecture_of(0)
+    else:
+        last = directory.client_round(int(owner))
+        if last is None:
+            raise UserError(f"client {owner} has not taken part in any round of {path}, so it has no trained model")
+        number, architecture = last, recipe.architecture_of(int(owner))
+        state = directory.client_state(int(owner)).tensors
+        entries = {name.removeprefix(MODEL): tensor for name, tensor in state.items() if name.startswith(MODEL)}
+    shape = image_shape_of_run(path, recipe)
+    network = recipe.schedule.adapt(build_encoder(architecture, shape[0], shape[2]))
+    if isinstance(network, StagedEncoder):
+        depth = recipe.schedule.plan(network.layers, max(number, 1), recipe.seed).depth
+        if depth < network.layers:
+            raise UserError(
+                f"client {owner} took part last in round {number}, when the encoder had {depth} of its "
+                f"{network.layers} layers: export the global model (--global) or another client's"
+            )
+    weights = {name.removeprefix(_ENCODER): t for name, t in entries.items() if name.startswith(_ENCODER)}
+    try:
+        network.load_state_dict(weights)
+    except RuntimeError as error:
+        raise UserError(f"the weights in {path} do not fit {architecture}: {' '.join(str(error).split())}") from error
+    num_features = int(network.num_features)  # type: ignore[arg-type]
+    if isinstance(network, StagedEncoder):
+        network = network.plain_network()
+    plain = network.requires_grad_(False).eval()
+    trained = TrainedEncoder(plain, architecture, shape, num_features, recipe.data.window)
+    return EncoderOfRun(trained, recipe, owner, number)
+
+
+def _owner(recipe: Recipe, path: Path, client: int | None, shared: bool) -> str:
+    """Whose model is asked for: `global` or a client's number."""
+    clients = recipe.partition.clients
+    if client is not None and shared:
+        raise UserError("--client and --global were both given: choose one")
+    if client is not None and not 0 <= client < clients:
+        raise UserError(f"--client: expected 0 to {clients - 1}, got {client}")
+    if client is not None:
+        return str(client)
+    if not recipe.local_update.personal:
+        return GLOBAL
+    if shared:
+        raise UserError(f"{path} has no global model, as each client keeps its own: name one with --client NUMBER")
+    if clients > 1:
+        raise UserError(
+            f"{path} has no global model, as each client keeps its own: choose one with --client NUMBER "
+            f"(0 to {clients - 1}); metrics.csv and the report have each client's figures"
+        )
+    return "0"
+
+
+def image_shape_of_run(path: Path, recipe: Recipe) -> tuple[int, int, int]:
+    """Channels, height and width of a run's images. The data are read only if the run did not record their shape.
+
+    Raises:
+        UserError: the record is damaged; or there is none and the data cannot be read.
+    """
+    file = path / IMAGE_SHAPE
+    if not file.is_file():  # a run of an earlier version
+        channels, height, width = build_federation(recipe).dataset.train_images.shape[1:]
+        return channels, height, width
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+        return int(values["channels"]), int(values["height"]), int(values["width"])
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{file} cannot be read: expected channels, height and width; {error}") from error

@@ -1,0 +1,224 @@
+"""Weights that encoders start from: exported encoders, files of weights, and timm's pretrained models."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save as save_tensors
+from torch import Tensor, nn
+
+from ..errors import UserError
+from .encoders import has_small_image_stem
+from .options import ModelOptions
+
+Weights = dict[str, Tensor]
+
+_TIMM = "timm:"
+_MOST_NAMED = 5
+
+
+def read_all_weights(options: ModelOptions, architectures: Sequence[str]) -> dict[str, Weights]:
+    """The weights of each architecture that starts from some, by state-dict names.
+
+    Raises:
+        UserError: weights that cannot be read or are of another architecture; several architectures and one file of
+            weights; a mapping that names an architecture the recipe lacks; or weights whose digest is not the recorded
+            one.
+    """
+    if options.weights is None:
+        return {}
+    wanted = list(dict.fromkeys(architectures))
+    if isinstance(options.weights, str):
+        made_for = _architecture_of(options.weights)
+        if len(wanted) > 1:
+            example = f"{{{made_for or wanted[0]}: {options.weights}}}"
+            raise UserError(
+                f"model.weights names one encoder, but architectures has {', '.join(wanted)}: give a mapping such as "
+                f"model.weights='{example}'; an architecture that is not in it starts at random"
+            )
+        sources = {wanted[0]: options.weights}
+    else:
+        sources = options.weights
+        for name in sources:
+            if name not in wanted:
+                raise UserError(f"model.weights names {name}, but architectures has {', '.join(wanted)}")
+    weights = {}
+    for architecture, source in sources.items():
+        made_for = _architecture_of(source)
+        if made_for not in (None, architecture, architecture.split(".")[0]):
+            raise UserError(
+                f"model.weights: {source} holds the weights of {made_for}, not of {architecture}: set "
+                f"architectures='[{made_for}]', or name other weights"
+            )
+        weights[architecture] = _read(source)
+        recorded = (options.digests or {}).get(architecture)
+        if recorded is not None and recorded != digest(weights[architecture]):
+            raise UserError(
+                f"model.weights: {source} holds other weights than those recorded in model.digests when the run began: "
+                "restore the file, or start a new run"
+            )
+    return weights
+
+
+def digest(weights: Weights) -> str:
+    """SHA-256 of weights: of their names, types, shapes and values, and not of the file that holds them."""
+    return hashlib.sha256(save_tensors({name: weights[name] for name in sorted(weights)})).hexdigest()
+
+
+def load_weights(encoder: nn.Module, weights: Weights, architecture: str, source: str) -> None:
+    """Load weights into an encoder from `build_encoder`; what is left out or adapted is told in a warning.
+
+    A classifier on top is left out. The stem of a ResNet for small images keeps its random weights where the weights
+    have another stem (a 7x7 convolution, or several): the layers above it are loaded. The first convolution of an
+    encoder for grey images gets the sum over the three colours of its weights, so it sees a grey image as the
+    weights' network sees three equal channels.
+
+    Args:
+        encoder: is changed in place, when all weights fit.
+        weights: by the names of the encoder's own state.
+        architecture: the encoder's name.
+        source: what messages call the weights.
+
+    Raises:
+        UserError: a tensor has another shape, is missing, or belongs to nothing; the message names it.
+    """
+    own = encoder.state_dict()
+    given = {name: tensor for name, tensor in weights.items() if name not in _classifier_names(architecture, own)}
+    note = None
+    first = next((name for name, tensor in own.items() if tensor.dim() == 4), None)
+    if first in given and given[first].shape[1:2] == (3,) and own[first].shape[1] == 1 and given[first].dim() == 4:
+        given[first] = given[first].sum(dim=1, keepdim=True)
+        note = "the first convolution's weights are summed over the colours, as the images are grey"
+    if has_small_image_stem(encoder) and _another_stem(own, given):
+        stem = [name for name in given if name.startswith("conv1.")]
+        given = {name: tensor for name, tensor in given.items() if name not in stem}
+        given |= {name: own[name] for name in own if name.startswith("conv1.")}
+        shapes = ", ".join(f"{name} {list(weights[name].shape)}" for name in stem if weights[name].dim() == 4)
+        note = f"the 3x3 stem for small images starts at random, as the weights have another stem ({shapes})"
+    problems = _misfits(own, given)
+    if problems:
+        raise UserError(f"model.weights: {source} does not fit {architecture}: {'; '.join(problems)}")
+    encoder.load_state_dict(given)
+    if note:
+        warnings.warn(f"model.weights: {source}: {note}", stacklevel=2)
+
+
+def _another_stem(own: Weights, given: Weights) -> bool:
+    stems = [{n: list(t.shape) for n, t in state.items() if n.startswith("conv1.")} for state in (own, given)]
+    return bool(stems[1]) and stems[0] != stems[1]
+
+
+def _misfits(own: Weights, given: Weights) -> list[str]:
+    """What keeps weights from being loaded, as clauses; empty where they fit."""
+    problems = [
+        f"{name} has the shape {list(given[name].shape)}, expected {list(own[name].shape)}"
+        for name in own
+        if name in given and given[name].shape != own[name].shape
+    ]
+    missing = [name for name in own if name not in given]
+    unknown = [name for name in given if name not in own]
+    problems = _first(problems)
+    if missing:
+        problems.append(f"missing: {', '.join(_first(missing))}")
+    if unknown:
+        problems.append(f"in no layer of the encoder: {', '.join(_first(unknown))}")
+    return problems
+
+
+def _first(names: list[str]) -> list[str]:
+    more = [f"and {len(names) - _MOST_NAMED} more"] if len(names) > _MOST_NAMED else []
+    return names[:_MOST_NAMED] + more
+
+
+def _classifier_names(architecture: str, own: Weights) -> set[str]:
+    """The names of the classifier's weights in timm's files; the encoder has none."""
+    import timm
+
+    known = timm.get_pretrained_cfg(architecture.split(".")[0]) if timm.is_model(architecture.split(".")[0]) else None
+    classifier: Any = (known.classifier if known else None) or "fc"
+    heads = (classifier,) if isinstance(classifier, str) else classifier
+    return {f"{head}.{kind}" for head in heads for kind in ("weight", "bias")} - own.keys()
+
+
+# Reading
+
+
+def _architecture_of(source: str) -> str | None:
+    """The architecture that a source of weights is of; None where it does not tell."""
+    if source.startswith(_TIMM):
+        return source.removeprefix(_TIMM).split(".")[0]
+    config = Path(source) / "config.json"
+    if not config.is_file():
+        return None
+    try:
+        values: Any = json.loads(config.read_text(encoding="utf-8"))
+        name = values.get("fedssl", values)["architecture"]
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise UserError(f"model.weights: {config} cannot be read as an exported encoder's: {error!r}") from error
+    return str(name)
+
+
+def _read(source: str) -> Weights:
+    if source.startswith(_TIMM):
+        return _from_timm(source.removeprefix(_TIMM))
+    path = Path(source)
+    if (path / "recipe.yaml").is_file() or (path.parent.parent / "recipe.yaml").is_file():
+        run = path if path.is_dir() else path.parent.parent
+        raise UserError(f"model.weights: {path} is a run's: export its encoder first, with fedssl export {run} FOLDER")
+    if path.is_dir():
+        path = path / "model.safetensors"
+    if not path.is_file():
+        raise UserError(
+            f"model.weights: there is no file {path}; expected a folder of fedssl export, a safetensors or .pt file, "
+            "or timm:NAME"
+        )
+    from timm.models import load_state_dict
+
+    try:
+        state = load_state_dict(str(path), weights_only=True)
+    except Exception as error:  # torch, safetensors and timm raise many kinds for a file that holds something else
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise UserError(
+            f"model.weights: {path} cannot be read as weights ({reason}); expected tensors by name, written by "
+            "safetensors or torch.save. Files that hold code are never run"
+        ) from error
+    return _tensors_of(state, path)
+
+
+def _tensors_of(state: Any, source: object) -> Weights:
+    if not isinstance(state, dict) or not state or not all(isinstance(tensor, Tensor) for tensor in state.values()):
+        raise UserError(f"model.weights: {source} holds no weights; expected a mapping from names to tensors")
+    # Copies in torch's own memory: see storage.read_message.
+    return {str(name): tensor.detach().clone().contiguous() for name, tensor in state.items()}
+
+
+def _from_timm(name: str) -> Weights:
+    import timm
+    from timm.models import is_model_pretrained
+
+    if not timm.is_model(name.split(".")[0]):
+        raise UserError(f"model.weights: timm has no model {name!r}; timm.list_pretrained() lists those with weights")
+    known = timm.get_pretrained_cfg(name) if is_model_pretrained(name) else None
+    if known is None or not known.has_weights:
+        raise UserError(f"model.weights: timm has no pretrained weights {name!r}; timm.list_pretrained() lists them")
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)  # the hub's client tells of every attempt
+    try:
+        with torch.random.fork_rng(devices=[]):
+            model = timm.create_model(name, pretrained=True, num_classes=0)
+    except Exception as error:  # the hub's client raises many kinds
+        fetch = f"hf download {known.hf_hub_id} model.safetensors" if known.hf_hub_id else f"curl -LO {known.url}"
+        raise UserError(
+            f"model.weights: {_TIMM}{name} cannot be fetched here ({type(error).__name__}); on a machine with access "
+            f"run: {fetch}; copy the file here and set model.weights=FILE"
+        ) from error
+    finally:
+        logging.disable(disabled)
+    return _tensors_of(model.state_dict(), _TIMM + name)

@@ -1,0 +1,54 @@
+"""Image files of every kind that a user's folder may hold, written by tests."""
+
+import io
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+
+def ramp(low: float, high: float, dtype: str, size: int = 16) -> np.ndarray:
+    """A gray image that rises from left to right, [size, size]."""
+    return np.tile(np.linspace(low, high, size), (size, 1)).astype(dtype)
+
+
+def save_array(path: Path, pixels: np.ndarray, kind: str | None = None, **options: object) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels).save(path, kind, **options)
+    return path
+
+
+def png_chunk(kind: bytes, content: bytes) -> bytes:
+    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+
+def deep_colour_png(value: int = 300, size: int = 8) -> bytes:
+    """A PNG of 16 bits a channel in colour, which Pillow cannot write."""
+    rows = b"".join(b"\0" + np.full((size, 3), value, ">u2").tobytes() for _ in range(size))
+    header = struct.pack(">IIBBBBB", size, size, 16, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        [png_chunk(b"IHDR", header), png_chunk(b"IDAT", zlib.compress(rows)), png_chunk(b"IEND", b"")]
+    )
+
+
+def bomb_png(side: int = 30_000) -> bytes:
+    """A PNG of a few bytes that announces 900 million pixels."""
+    header = struct.pack(">IIBBBBB", side, side, 8, 0, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        [png_chunk(b"IHDR", header), png_chunk(b"IDAT", zlib.compress(b"")), png_chunk(b"IEND", b"")]
+    )
+
+
+def encoded(image: Image.Image, kind: str, **options: object) -> bytes:
+    content = io.BytesIO()
+    image.save(content, kind, **options)
+    return content.getvalue()
+
+
+def halves(left: tuple[int, ...] | int, right: tuple[int, ...] | int, mode: str, size: int = 16) -> Image.Image:
+    """An image whose left and right halves have one colour each."""
+    image = Image.new(mode, (size, size), left)
+    image.paste(right, (size // 2, 0, size, size))
+    return image

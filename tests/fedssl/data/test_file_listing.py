@@ -1,0 +1,107 @@
+"""Which files of a folder count as images, and how the user learns of the others."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from fedssl.data.datasets import load_dataset
+from fedssl.data.file_listing import list_files
+from fedssl.data.options import DataOptions
+from tests.fedssl.data.data_files import refused, write_image
+
+
+def a_folder(tmp_path: Path) -> DataOptions:
+    for split in ("train", "test"):
+        for name in ("ant", "bee"):
+            write_image(tmp_path / split / name / "1.png", 50)
+    return DataOptions(name="folder", path=tmp_path)
+
+
+def test_files_that_are_left_out_are_counted_and_named(tmp_path, caplog):
+    options = a_folder(tmp_path)
+    load_dataset(options, 0)
+    assert caplog.text == ""
+    (tmp_path / "train" / "ant" / "notes.txt").touch()
+    (tmp_path / "train" / "bee" / "photo.heic").touch()
+    write_image(tmp_path / "train" / "loose.png", 1)
+    load_dataset(options, 0)
+    assert "fedssl: 3 files are left out of" in caplog.text
+    assert "train/ant/notes.txt, train/bee/photo.heic, train/loose.png; images end with jpg," in caplog.text
+    assert "dicom, and each must be in the folder of its class" in caplog.text
+
+
+def test_what_programs_leave_behind_is_neither_class_nor_told(tmp_path, caplog):
+    options = a_folder(tmp_path)
+    for hidden in (".ipynb_checkpoints", "__MACOSX", ".git", "@eaDir"):
+        write_image(tmp_path / "train" / hidden / "1.png", 1)
+        write_image(tmp_path / "train" / "ant" / hidden / "1.png", 1)
+    for name in (".DS_Store", "Thumbs.db", "._1.png"):
+        (tmp_path / "train" / "ant" / name).write_bytes(b"x")
+    data = load_dataset(options, 0)
+    assert data.class_names == ("ant", "bee")
+    assert data.train_labels.tolist() == [0, 1]
+    assert caplog.text == ""
+
+
+def test_links_are_followed_once(tmp_path):
+    write_image(tmp_path / "elsewhere" / "1.png", 1)
+    folder = tmp_path / "images"
+    folder.mkdir()
+    (folder / "linked").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "circle").symlink_to(folder)
+    (folder / "gone.png").symlink_to(tmp_path / "nothing")
+    listing = list_files(folder)
+    assert listing.images == [folder / "linked" / "1.png"]
+    assert listing.others == [folder / "gone.png"]
+
+
+def test_a_pipe_is_never_opened(tmp_path):
+    options = a_folder(tmp_path)
+    os.mkfifo(tmp_path / "train" / "ant" / "2.png")
+    assert len(load_dataset(options, 0).train_images) == 2
+    os.mkfifo(tmp_path / "data.npz")
+    refused(r"data\.npz is a pipe or a device", DataOptions(name="npz", path=tmp_path / "data.npz"))
+    refused(r"data\.npz is a pipe or a device", DataOptions(public_path=tmp_path / "data.npz"))
+    refused(r"zero is a pipe or a device", DataOptions(name="npz", path="/dev/zero"))
+
+
+def test_names_that_are_no_text_are_escaped(tmp_path):
+    options = a_folder(tmp_path)
+    for split in ("train", "test"):
+        folder = os.path.join(os.fsencode(tmp_path / split), b"caf\xe9")
+        os.mkdir(folder)
+        write_image(tmp_path / split / "bee" / "1.png", 50)
+        os.link(tmp_path / split / "bee" / "1.png", os.path.join(folder, b"1.png"))
+        write_image(tmp_path / split / "two\nlines\x1b[31m" / "1.png", 50)
+    names = load_dataset(options, 0).class_names
+    assert names == ("ant", "bee", r"caf\udce9", r"two\nlines\x1b[31m")
+    "".join(names).encode()  # can be stored
+    (tmp_path / "test" / "ant" / "1.png").rename(tmp_path / "test" / "bee" / "\r2.png")
+    refused(r"without an image: ant", options)
+    (tmp_path / "test" / "bee" / "\r2.png").write_bytes(b"")
+    (tmp_path / "test" / "ant").rmdir()
+    refused(r"bee/\\r2\.png cannot be read", options)
+
+
+@pytest.mark.parametrize("option", ["path", "public_path"])
+def test_paths_that_cannot_be(tmp_path, option):
+    def options(path: str) -> DataOptions:
+        return DataOptions(**({"name": "npz", "path": path} if option == "path" else {"public_path": path}))
+
+    refused(rf"data\.{option}=~nosuchuser/x cannot be expanded .*; write the whole path", options("~nosuchuser/x"))
+    refused(rf"data\.{option}=a\\x00b contains a NUL byte", options("a\0b"))
+    refused(r"cannot be opened: File name too long", options("a" * 300))
+    refused(r"there is no file", options(str(Path(__file__) / "x")))
+
+
+@pytest.mark.parametrize("side", [1])
+def test_images_of_one_pixel_are_refused(tmp_path, side):
+    import numpy as np
+
+    from tests.fedssl.data.data_files import good_arrays, save
+
+    arrays = good_arrays() | {"x_train": np.zeros((12, side, side), "u1"), "x_test": np.zeros((5, side, side), "u1")}
+    path = save(tmp_path / "a.npz", **arrays)
+    refused(r"training images are 1x1 pixels; expected at least 2 a side", DataOptions(name="npz", path=path))
+    assert load_dataset(DataOptions(name="npz", path=path, image_size=4), 0).train_images.shape == (12, 1, 4, 4)

@@ -1,0 +1,221 @@
+"""Any folder of images: flat or nested, without labels, with labels from folders or from a table."""
+
+import csv
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from fedssl.data.datasets import Dataset, load_dataset
+from fedssl.data.dealing import deal
+from fedssl.data.options import DataOptions
+from fedssl.data.partitions import PartitionOptions
+from fedssl.errors import UserError
+from tests.fedssl.data.data_files import refused, write_image
+
+
+def options_of(path: Path, **options: object) -> DataOptions:
+    return DataOptions(name="images", path=path, image_size=8, **options)
+
+
+def load(path: Path, **options: object) -> Dataset:
+    return load_dataset(options_of(path, **options), 0)
+
+
+def write_table(path: Path, rows: list[dict[str, object]]) -> Path:
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]), delimiter="\t" if path.suffix == ".tsv" else ",")
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def reds(data: Dataset) -> list[int]:
+    """The first value of each training image, which tells the images apart."""
+    return data.train_images[:, 0, 4, 4].tolist()
+
+
+def test_a_flat_folder_without_labels(tmp_path):
+    for number in range(12):
+        write_image(tmp_path / f"{number:02}.png", 10 * number, size=(10 + number, 30 - number))
+    data = load(tmp_path)
+    assert data.train_images.shape == (12, 3, 8, 8)
+    assert reds(data) == [10 * number for number in range(12)]
+    assert data.train_labels.tolist() == [0] * 12
+    assert data.class_names == ()
+    assert not data.labelled
+    assert len(data.test_images) == 0
+    assert data.test_images.shape[1:] == (3, 8, 8)
+    assert data.measured_images[:].equal(data.train_images)
+    assert load_dataset(DataOptions(name="images", path=tmp_path), 0).train_images.shape == (12, 3, 32, 32)
+
+
+def test_nested_folders_without_labels(tmp_path):
+    for number, name in enumerate(["a.jpg", "x/b.png", "x/y/c.tif", "z/d.webp"]):
+        write_image(tmp_path / name, 40 * number)
+    data = load(tmp_path)
+    assert len(data.train_images) == 4
+    assert not data.labelled
+
+
+def test_train_and_test_folders_are_the_splits(tmp_path, caplog):
+    for name in ("train/1.png", "train/deep/2.png", "test/3.png"):
+        write_image(tmp_path / name, 10 * int(Path(name).stem))
+    data = load(tmp_path)
+    assert reds(data) == [10, 20]
+    assert data.test_images[:, 0, 4, 4].tolist() == [30]
+    assert data.measured_images is data.test_images
+    write_image(tmp_path / "val" / "4.png", 40)
+    assert reds(load(tmp_path)) == [10, 20]
+    assert "1 file is left out of" in caplog.text
+    assert "val/4.png; images end with jpg" in caplog.text
+    assert "each must be in train/ or test/" in caplog.text
+
+
+def a_folder_with_classes(tmp_path: Path) -> None:
+    for label, count in (("ant", 20), ("bee", 10), ("cow", 1)):
+        for number in range(count):
+            write_image(tmp_path / label / f"{number}.png", 5 * number + len(label))
+
+
+def test_labels_from_folders_hold_out_a_stratified_test_set(tmp_path):
+    a_folder_with_classes(tmp_path)
+    data = load(tmp_path, labels="folders")
+    assert data.class_names == ("ant", "bee", "cow")
+    assert data.train_labels.bincount().tolist() == [16, 8, 1]
+    assert data.test_labels.bincount(minlength=3).tolist() == [4, 2, 0]
+    other = load_dataset(options_of(tmp_path, labels="folders"), 1)
+    assert other.test_images.equal(data.test_images)
+    assert load(tmp_path, labels="folders", test_fraction=0.5).test_labels.bincount().tolist() == [10, 5]
+    together = torch.cat((data.train_images, data.test_images))
+    plain = load(tmp_path)
+    assert sorted(i.numpy().tobytes() for i in together) == sorted(i.numpy().tobytes() for i in plain.train_images)
+
+
+def test_labels_from_folders_with_train_and_test(tmp_path):
+    for name in ("train/b/1.png", "train/a/2.png", "test/b/3.png"):
+        write_image(tmp_path / name, 10 * int(Path(name).stem))
+    data = load(tmp_path, labels="folders")
+    assert data.class_names == ("a", "b")
+    assert (data.train_labels.tolist(), data.test_labels.tolist()) == ([0, 1], [1])
+    (tmp_path / "train" / "c").mkdir()
+    refused(
+        r"train needs one folder of images a class, .*; without an image: c", options_of(tmp_path, labels="folders")
+    )
+
+
+def a_table(tmp_path: Path, suffix: str = ".csv") -> Path:
+    rows = []
+    for number in range(10):
+        write_image(tmp_path / "images" / "deep" / f"{number}.png", 20 * number)
+        site = ["York", "Aachen", "Bern"][number % 3]
+        rows.append({"site": site, "file": f"deep/{number}.png", "label": [2, 10][number % 2]})
+    return write_table(tmp_path / f"table{suffix}", rows)
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv"])
+def test_labels_from_a_table(tmp_path, suffix):
+    table = a_table(tmp_path, suffix)
+    data = load(tmp_path / "images", labels=table)
+    assert data.class_names == ("2", "10")  # by value, as they are numbers
+    assert len(data.test_images) == 2
+    for value, label in zip(reds(data), data.train_labels.tolist(), strict=True):
+        assert label == value // 20 % 2
+    assert set(data.columns) == {"site", "file", "label"}
+    assert [int(Path(name).stem) * 20 for name in data.columns["file"]] == reds(data)
+
+
+def test_a_column_is_a_partition(tmp_path):
+    table = a_table(tmp_path)
+    data = load(tmp_path / "images", labels=table, label_column=None)
+    assert not data.labelled
+    by_site = PartitionOptions(name="column", column="site", clients=3)
+    shares = [[reds(data)[row] // 20 % 3 for row in rows.tolist()] for rows in deal(data, by_site, 0)]
+    assert [(set(share), len(share)) for share in shares] == [({1}, 3), ({2}, 3), ({0}, 4)]
+    limited = load(tmp_path / "images", labels=table, train_limit=7, public_holdout=1)
+    rows = deal(limited, by_site.model_copy(update={"min_samples": 1}), 0)
+    assert sorted(torch.cat(rows).tolist()) == list(range(7))
+    for client, client_rows in enumerate(rows):
+        assert all(reds(limited)[row] // 20 % 3 == (client + 1) % 3 for row in client_rows.tolist())
+    for changed, says in (
+        ({"clients": 5}, r"column site has 3 values \(Aachen, Bern, York\), but partition\.clients is 5"),
+        ({"column": "city"}, r"partition\.column=city is no column .*: its columns are site, file, label"),
+        ({"min_samples": 4}, r"client 0 \(site Aachen\) has 3 images, fewer than partition\.min_samples=4"),
+    ):
+        with pytest.raises(UserError, match=says):
+            deal(data, by_site.model_copy(update=changed), 0)
+    with pytest.raises(UserError, match=r"no column of the images' table: there is no table"):
+        deal(load(tmp_path / "images"), by_site, 0)
+
+
+def test_files_and_table_that_do_not_agree(tmp_path, caplog):
+    table = a_table(tmp_path)
+    write_image(tmp_path / "images" / "extra.png", 1)
+    assert len(load(tmp_path / "images", labels=table).train_images) == 8
+    assert "1 file is left out" in caplog.text
+    assert "extra.png" in caplog.text
+    assert "on a line of the table" in caplog.text
+    (tmp_path / "images" / "deep" / "3.png").unlink()
+    options = options_of(tmp_path / "images", labels=table)
+    refused(r"deep/3\.png cannot be read as an image \(there is no such file\).*data\.broken=skip", options)
+    data = load(tmp_path / "images", labels=table, broken="skip")
+    assert len(data.train_images) + len(data.test_images) == 9
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("", r"has the columns \(none\), but not file; set data\.file_column"),
+        ("name,label\na.png,1\n", r"has the columns name, label, but not file; set data\.file_column"),
+        ("file,class\na.png,1\n", r"but not label; set data\.label_column, or to null where the table has no labels"),
+        ("file,label\na.png\n", r"line 2 has 1 values, but the header has 2"),
+        ("file,label\na.png,\n", r"line 2 has no label"),
+        ("file,label,label\na.png,1,1\n", r"several columns named label"),
+        ("file,label\na.png,1\n./a.png,2\n", r"1 files on more than one line: a\.png"),
+        ('file,label\n"a.png,1\n', r"cannot be read as a table"),
+        ("file,label\n", r"holds no image that can be used"),
+    ],
+)
+def test_bad_tables(tmp_path, content, says):
+    write_image(tmp_path / "images" / "a.png", 1)
+    table = tmp_path / "table.csv"
+    table.write_text(content)
+    refused(says, options_of(tmp_path / "images", labels=table))
+
+
+def test_unreadable_tables(tmp_path):
+    write_image(tmp_path / "a.png", 1)
+    refused(r"there is no table .*gone\.csv; set data\.labels", options_of(tmp_path, labels=tmp_path / "gone.csv"))
+    (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00")
+    refused(r"cannot be read as a table", options_of(tmp_path, labels=tmp_path / "binary.csv"))
+
+
+def test_bad_folders(tmp_path):
+    refused(r"there is no folder .*gone; set data\.path", options_of(tmp_path / "gone"))
+    refused(r"holds no image that can be used", options_of(tmp_path))
+    write_image(tmp_path / "a" / "1.png", 1)
+    refused(r"data\.test_fraction=0\.2 leaves no test image of 1", options_of(tmp_path, labels="folders"))
+    write_image(tmp_path / "test" / "a" / "1.png", 1)
+    (tmp_path / "train").mkdir()
+    refused(r"train holds no image that can be used", options_of(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"name": "images"}, "name=images needs path=a folder of images"),
+        ({"labels": "folders"}, "labels is for name=images, not for name=digits"),
+        ({"name": "images", "path": ".", "test_fraction": 1}, "test_fraction"),
+        ({"name": "images", "path": ".", "memory_limit": -1}, "memory_limit"),
+    ],
+)
+def test_bad_options(options, says):
+    with pytest.raises(ValidationError, match=says):
+        DataOptions(**options)
+
+
+@pytest.mark.parametrize("options", [{"name": "column"}, {"name": "iid", "column": "site"}])
+def test_a_column_belongs_to_its_partition(options):
+    with pytest.raises(ValidationError, match=r"name=column needs column=NAME|column is for name=column"):
+        PartitionOptions(**options)

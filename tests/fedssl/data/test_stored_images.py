@@ -1,0 +1,193 @@
+"""Images in a file are what they are in memory, are decoded once, and no half-written cache is ever read."""
+
+import gc
+import os
+import resource
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fedssl.data import decoding
+from fedssl.data.datasets import load_dataset
+from fedssl.data.options import DataOptions
+from fedssl.data.stored_images import StoredImages
+from fedssl.errors import UserError
+from tests.fedssl.data.data_files import random_pixels, refused
+from tests.fedssl.data.image_samples import save_array
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """Thirty images in colour; the cache is beside them."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for number in range(30):
+        save_array(tmp_path / "images" / "ab"[number % 2] / f"{number}.png", random_pixels(20, 16, 3, seed=number))
+    return tmp_path / "images"
+
+
+def options_of(folder: Path, **options: object) -> DataOptions:
+    return DataOptions(name="images", path=folder, labels="folders", image_size=16, **options)
+
+
+def test_both_ways_give_the_same_images(folder, caplog):
+    memory = load_dataset(options_of(folder), 3)
+    stored = load_dataset(options_of(folder, memory_limit=0), 3)
+    assert "decoding 30 images once, into" in caplog.text
+    assert isinstance(memory.train_images, torch.Tensor)
+    assert isinstance(stored.train_images, StoredImages)
+    assert stored.train_images.shape == memory.train_images.shape == (24, 3, 16, 16)
+    assert len(stored.test_images) == len(memory.test_images) == 6
+    assert stored.train_labels.equal(memory.train_labels)
+    for index in (
+        torch.tensor([5, 0, 23, 5]),
+        slice(3, 9),
+        slice(None),
+        torch.arange(24) % 3 == 0,
+        7,
+        torch.tensor([], dtype=torch.int64),
+    ):
+        ours, expected = stored.train_images[index], memory.train_images[index]
+        assert ours.equal(expected)
+        assert ours.stride() == expected.stride()
+        assert ours.dtype == torch.uint8
+    for ours, expected in zip(stored.test_images.split(4), memory.test_images.split(4), strict=True):
+        assert ours.equal(expected)
+    some = stored.train_images.of_rows(torch.tensor([9, 2, 4])).of_rows(slice(1, 3))
+    assert some[:].equal(memory.train_images[torch.tensor([2, 4])])
+
+
+def test_holdout_and_limits_are_the_same(folder):
+    changed = {"public_holdout": 5, "train_limit": 9, "test_limit": 3}
+    memory = load_dataset(options_of(folder, **changed), 1)
+    stored = load_dataset(options_of(folder, memory_limit=0, **changed), 1)
+    assert stored.train_images[:].equal(memory.train_images)
+    assert stored.test_images[:].equal(memory.test_images)
+    assert stored.public_images.equal(memory.public_images)
+    assert isinstance(stored.public_images, torch.Tensor)
+
+
+def test_files_are_decoded_once(folder, monkeypatch):
+    options = options_of(folder, memory_limit=0)
+    first = load_dataset(options, 0)
+    monkeypatch.setattr(decoding, "read_pixels", None)  # whoever decodes fails
+    monkeypatch.setattr(decoding, "image_kind", None)
+    again = load_dataset(options, 0)
+    assert again.train_images[:].equal(first.train_images[:])
+    for changed in ({"image_size": 8}, {"window": "full"}):
+        with pytest.raises(TypeError):
+            load_dataset(options.model_copy(update=changed), 0)
+
+
+def test_a_file_that_changes_is_decoded_again(folder):
+    options = options_of(folder, memory_limit=0)
+    before = load_dataset(options, 0).train_images
+    save_array(folder / "a" / "0.png", random_pixels(20, 16, 3, seed=99))
+    os.utime(folder / "a" / "0.png", ns=(1, 1))
+    after = load_dataset(options, 0).train_images
+    assert not after[:].equal(before[:])
+    assert before[:].equal(before[:])  # still open, and as it was
+
+
+def test_a_cache_that_is_not_whole_is_not_read(folder, tmp_path):
+    options = options_of(folder, memory_limit=0)
+    wanted = load_dataset(options, 0).train_images[:]
+    (pixels,) = (tmp_path / "cache" / "fedssl" / "decoded").glob("*.images")
+    (description,) = (tmp_path / "cache" / "fedssl" / "decoded").glob("*.json")
+    for damage in (
+        lambda: pixels.write_bytes(pixels.read_bytes()[:-1]),
+        lambda: description.write_text("{"),
+        lambda: description.write_text("[]"),
+        pixels.unlink,
+        description.unlink,
+    ):
+        damage()
+        assert load_dataset(options, 0).train_images[:].equal(wanted)
+    assert len(list(pixels.parent.iterdir())) == 2
+
+
+def test_a_run_survives_the_end_of_its_cache(folder, tmp_path):
+    images = load_dataset(options_of(folder, memory_limit=0), 0).train_images
+    (pixels,) = (tmp_path / "cache" / "fedssl" / "decoded").glob("*.images")
+    wanted = images[:]
+    pixels.rename(tmp_path / "moved")
+    assert images[:].equal(wanted)
+    with open(tmp_path / "moved", "r+b") as file:
+        file.truncate(1000)
+    with pytest.raises(UserError, match=r"has become shorter; delete it"):
+        images[:]
+
+
+def test_broken_files_are_remembered(folder, caplog):
+    (folder / "a" / "4.png").write_bytes(b"")
+    whole = (folder / "b" / "5.png").read_bytes()
+    (folder / "b" / "5.png").write_bytes(whole[: len(whole) // 2])
+    refused(r"2 of 30 files cannot be read as images", options_of(folder, memory_limit=0))
+    decoded = folder.parent / "cache" / "fedssl" / "decoded"
+    assert list(decoded.iterdir()) == []
+    skip = options_of(folder, memory_limit=0, broken="skip")
+    memory = load_dataset(options_of(folder, broken="skip"), 0)
+    for _ in range(2):
+        caplog.clear()
+        stored = load_dataset(skip, 0)
+        assert "2 of 30 files cannot be read as images" in caplog.text
+        assert stored.train_images[:].equal(memory.train_images)
+        assert stored.train_labels.equal(memory.train_labels)
+    refused(r"2 of 30 files cannot be read as images", options_of(folder, memory_limit=0))
+
+
+def test_gray_images_take_a_third(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for number in range(10):
+        save_array(tmp_path / "gray" / f"{number}.png", random_pixels(16, 16, seed=number))
+    options = DataOptions(name="images", path=tmp_path / "gray", image_size=100, memory_limit=0.0002)
+    assert isinstance(load_dataset(options, 0).train_images, torch.Tensor)  # 100 kB; in colour they were 300 kB
+    stored = load_dataset(options.model_copy(update={"memory_limit": 0.00005}), 0).train_images
+    assert stored.shape == (10, 1, 100, 100)
+
+
+def test_a_full_disk_leaves_nothing(folder, monkeypatch):
+    options = options_of(folder, memory_limit=0)
+    usage = type("usage", (), {"free": 1000})
+    monkeypatch.setattr("fedssl.data.decoded_cache.shutil.disk_usage", lambda path: usage)
+    refused(r"the decoded images need 0\.0 MB in .*, where 0\.0 MB are free; free some space", options)
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder.parent / "cache"))
+    import signal
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))
+        refused(r"no space left to write .*decoded", options)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, previous)
+    assert list((folder.parent / "cache" / "fedssl" / "decoded").iterdir()) == []
+
+
+def test_the_file_is_closed(folder):
+    load_dataset(options_of(folder, memory_limit=0), 0)
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    images = load_dataset(options_of(folder, memory_limit=0), 0).train_images
+    assert len(os.listdir("/proc/self/fd")) == before + 1
+    del images
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_rows_are_read_and_not_mapped(folder):
+    """A limit on the address space would count a mapped file whole."""
+    images = load_dataset(options_of(folder, memory_limit=0), 0).train_images
+    images[:]
+    assert ".images" not in Path("/proc/self/maps").read_text()
+
+
+def test_the_default_limit_is_a_share_of_the_memory(folder, monkeypatch):
+    monkeypatch.setattr(decoding, "available_memory", lambda: 30 * 3 * 16 * 16)
+    assert isinstance(load_dataset(options_of(folder), 0).train_images, StoredImages)
+    monkeypatch.setattr(decoding, "available_memory", lambda: 4 * 30 * 3 * 16 * 16)
+    assert isinstance(load_dataset(options_of(folder), 0).train_images, torch.Tensor)
+    assert np.prod(load_dataset(options_of(folder), 0).train_images.shape) == 24 * 3 * 16 * 16

@@ -1,0 +1,68 @@
+"""What a hostile site makes of its answer: functions that change the records of an answer on their way out, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+
+from fedssl.engines.flower.wire import from_records, to_records
+from fedssl.messages import Message
+
+
+def many_records(records: RecordDict) -> None:
+    """Tiny records, each an object of its own in the SuperLink's database."""
+    for i in range(20_000):
+        records[f"record {i}"] = ConfigRecord({"i": i})
+
+
+def equal_pieces(records: RecordDict) -> None:
+    """500 MiB of zeros: Flower sends them as one piece of 5 MiB, to which the array refers 100 times."""
+    data = bytes(100 * 5 * 2**20)
+    records["tensors"] = ArrayRecord({"uint8": Array("uint8", (len(data),), "torch.raw", data)})
+
+
+def many_measures(records: RecordDict) -> None:
+    """An evaluation of 40,000 measures."""
+    measures = {f"evaluation/fine_tune_{i}": 1.0 for i in range(40_000)}
+    records["numbers"] = MetricRecord(dict(records["numbers"]) | measures)
+
+
+def _changed(change: Callable[[Message], None]) -> Callable[[RecordDict], None]:
+    def apply(records: RecordDict) -> None:
+        message = from_records(records)
+        change(message)
+        for name, record in to_records(message).items():
+            records[name] = record
+
+    return apply
+
+
+def few_rows(message: Message) -> None:
+    """Representations of five images, where all clients must send those of all public images."""
+    for name, tensor in message.tensors.items():
+        if name.startswith("representation."):
+            message.tensors[name] = torch.ones(5, tensor.shape[1])
+
+
+def huge_weights(message: Message) -> None:
+    """Weights just below what the guard allows in any case, which would spoil the mean."""
+    for tensor in message.tensors.values():
+        if tensor.is_floating_point():
+            tensor.fill_(9e5)
+
+
+def many_samples(message: Message) -> None:
+    """A trillion images, beside which the others' do not count in the mean."""
+    message.numbers["samples"] = 1e12
+
+
+HOSTILE: dict[str, Callable[[RecordDict], None]] = {
+    "records": many_records,
+    "pieces": equal_pieces,
+    "measures": many_measures,
+    "rows": _changed(few_rows),
+    "weights": _changed(huge_weights),
+    "samples": _changed(many_samples),
+}

@@ -1,0 +1,158 @@
+"""Evaluation on other data than the run's: of a run, of an exported encoder, and as a recipe's and a table's option."""
+
+from __future__ import annotations
+
+import csv
+
+import numpy as np
+import pytest
+import torch
+
+from fedssl.data.options import DataOptions
+from fedssl.engines import in_process
+from fedssl.errors import UserError
+from fedssl.evaluation.downstream import in_channels, load_downstream
+from fedssl.evaluation.fine_tune import FineTuneOptions
+from fedssl.export.encoder_folder import export_encoder
+from fedssl.reading import parse_recipe
+from fedssl.reports.evaluation import evaluate_export, evaluate_run, parse_data
+from fedssl.reports.metrics import is_accuracy, metric_title
+from fedssl.reports.report import build_report
+from fedssl.run_record import read_run
+from fedssl.tables.table import Table
+from tests.fedssl.conftest import AVERAGED, tiny_values
+
+
+@pytest.fixture(scope="module")
+def other_data(tmp_path_factory):
+    """Colour images of 12x12 pixels in two classes, one bright and one dark."""
+    path = tmp_path_factory.mktemp("other") / "bright or dark.npz"
+    random = np.random.default_rng(0)
+    arrays = {}
+    for part, size in (("train", 40), ("test", 20), ("val", 10)):
+        labels = np.arange(size) % 2
+        noise = random.integers(0, 60, (size, 12, 12, 3))
+        arrays |= {f"x_{part}": (noise + 180 * labels[:, None, None, None]).astype(np.uint8), f"y_{part}": labels}
+    np.savez(path, **arrays)
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(noisy, tmp_path_factory):
+    """A finished run on noise of 8x8 grey pixels, and its exported encoder."""
+    folder = tmp_path_factory.mktemp("runs")
+    in_process.run(noisy(rounds=1, **AVERAGED), folder / "run")
+    return folder / "run", export_encoder(folder / "run", folder / "encoder")
+
+
+def rows(path):
+    with open(path, newline="") as file:
+        return {row.pop("client"): {name: float(value) for name, value in row.items()} for row in csv.DictReader(file)}
+
+
+def test_a_run_and_its_export_on_other_data(run, other_data):
+    data = DataOptions(name="npz", path=other_data)
+    path, encoder = run
+    of_run = evaluate_run(
+        path, [0.5], fine_tune=FineTuneOptions(images="validation", epochs=2, warmup_epochs=0), data=data
+    )
+    assert of_run.name == "evaluation-bright-or-dark.csv"
+    measures = rows(of_run)["global"]
+    assert list(measures)[:4] == ["knn", "effective_rank", "linear", "semi_supervised_0.5"]
+    assert "fine_tune_accuracy" in measures
+    assert measures["knn"] == 100.0  # brightness alone tells the classes apart; noise would give 50
+    of_export = rows(evaluate_export(encoder, data=data))["encoder"]
+    assert of_export["knn"] == measures["knn"]
+    assert of_export["effective_rank"] == measures["effective_rank"]
+    assert not (path / "evaluation.csv").exists()
+
+
+def test_what_cannot_be_evaluated_is_refused(run, other_data, tmp_path):
+    path, encoder = run
+    with pytest.raises(UserError, match=r"is an exported encoder, which names no data: give --data"):
+        evaluate_export(encoder, None)
+    with pytest.raises(UserError, match="not a run's folder"):
+        evaluate_run(tmp_path, data=DataOptions(name="npz", path=other_data))
+    with pytest.raises(UserError, match="there is no file"):
+        evaluate_export(encoder, data=DataOptions(name="npz", path=tmp_path / "nothing.npz"))
+    with pytest.raises(UserError, match="no validation split"):
+        evaluate_run(path, fine_tune=FineTuneOptions(images="validation"), data=DataOptions(name="digits"))
+    assert not list(encoder.glob("evaluation*")) or [p.name for p in encoder.glob("evaluation*")] == [
+        "evaluation-bright-or-dark.csv"
+    ]
+
+
+def test_images_take_the_encoders_form(other_data):
+    dataset = load_downstream(DataOptions(name="npz", path=other_data), (1, 8, 8), seed=0)
+    for images in (dataset.train_images, dataset.test_images, dataset.validation_images):
+        assert images.shape[1:] == (1, 8, 8)
+    sized = load_downstream(DataOptions(name="npz", path=other_data, image_size=10), (3, 8, 8), seed=0)
+    assert sized.train_images.shape[1:] == (3, 10, 10)
+    grey = torch.randint(0, 256, (2, 1, 4, 4), dtype=torch.uint8)
+    assert torch.equal(in_channels(grey, 3), grey.expand(-1, 3, -1, -1))
+
+
+def test_a_size_that_the_encoder_does_not_take(noisy, tmp_path, other_data):
+    in_process.run(noisy(rounds=1, **(AVERAGED | {"architectures": ["small_vit"]})), tmp_path / "run")
+    folder = export_encoder(tmp_path / "run", tmp_path / "encoder")
+    with pytest.raises(UserError, match=r"does not take images of 1 x 12 x 12 .*leave out image_size"):
+        evaluate_export(folder, data=DataOptions(name="npz", path=other_data, image_size=12))
+
+
+def test_the_recipes_option_is_measured_before_and_after(noisy, tmp_path, other_data):
+    plain = noisy(rounds=1, **AVERAGED)
+    other = {"name": "npz", "path": str(other_data)}
+    evaluation = tiny_values()["evaluation"] | {"downstream": {"bright": other}, "semi_supervised": [0.5]}
+    in_process.run(plain, tmp_path / "plain")
+    in_process.run(noisy(rounds=1, **AVERAGED, evaluation=evaluation), tmp_path / "run")
+    record, without = read_run(tmp_path / "run"), read_run(tmp_path / "plain")
+    assert record.evaluated("downstream_bright_knn", "before") is not None
+    assert record.evaluated("downstream_bright_knn", "after") == 100.0
+    assert record.evaluated("downstream_bright_linear", "after") is not None
+    assert record.evaluated("downstream_bright_semi_supervised_0.5", "before") is None
+    assert record.evaluated("downstream_bright_semi_supervised_0.5", "after") is not None
+    for metric in ("knn", "loss", "linear"):
+        assert record.overall(metric) == without.overall(metric)
+    assert rows(evaluate_run(tmp_path / "run"))["global"]["downstream_bright_knn"] == 100.0
+    assert "on bright: kNN accuracy (%)" in build_report([record])
+
+
+def test_errors_of_the_recipes_option_name_it(noisy, other_data, tmp_path):
+    def with_downstream(label, **data):
+        evaluation = tiny_values()["evaluation"] | {"downstream": {label: data}}
+        return noisy(rounds=1, **AVERAGED, evaluation=evaluation)
+
+    with pytest.raises(UserError, match=r"evaluation\.downstream\.a: there is no file"):
+        in_process.run(with_downstream("a", name="npz", path=str(tmp_path / "nothing.npz")), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(UserError, match=r"downstream: .*the label 'a_b' must consist of letters and digits"):
+        with_downstream("a_b", name="digits")
+    with pytest.raises(UserError, match=r"evaluation\.downstream\.a\.nme: unknown key"):
+        with_downstream("a", nme="digits")
+
+
+def test_a_table_has_columns_of_other_data():
+    values = {"name": "t", "seeds": [0], "rows": [{"label": "a", "recipe": "fedbyol"}]}
+    table = Table.model_validate(values | {"metrics": ["knn", "downstream_cifar10_linear"]})
+    assert table.metrics[1] == "downstream_cifar10_linear"
+    assert metric_title("downstream_cifar10_linear") == "on cifar10: linear accuracy (%)"
+    assert is_accuracy("downstream_cifar10_linear")
+    assert not is_accuracy("downstream_cifar10_effective_rank")
+    with pytest.raises(ValueError, match="unknown metric"):
+        Table.model_validate(values | {"metrics": ["downstream_cifar10_nothing"]})
+
+
+def test_data_on_the_command_line():
+    options = parse_data("name=npz,path=a,b.npz,train_limit=5")
+    assert (options.name, str(options.path), options.train_limit) == ("npz", "a,b.npz", 5)
+    for text, message in (
+        ("digits", "expected KEY=VALUE"),
+        ("name=digts", "name: input should be"),
+        ("x=[", "no valid"),
+    ):
+        with pytest.raises(UserError, match=message):
+            parse_data(text)
+
+
+def test_without_the_option_the_recipe_is_as_before():
+    assert parse_recipe(tiny_values()).evaluation.downstream is None

@@ -1,0 +1,188 @@
+"""An exported encoder gives the run's own features in a process that has torch and timm but not fedssl."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fedssl.data.augmentation import normalize
+from fedssl.errors import UserError
+from fedssl.evaluation.features import extract_features
+from fedssl.export.encoder_folder import export_encoder, read_encoder
+from fedssl.export.normalization import MEAN, STD
+from fedssl.run_directory import IMAGE_SHAPE, RunDirectory
+from tests.fedssl.conftest import LW_FEDSSL
+from tests.fedssl.export.finished_runs import features_of_run, finished_run
+
+#: loads an export as a program without fedssl does; the arguments are the folder, the images, and the form to load
+STRANGER = """
+import sys
+sys.modules["fedssl"] = sys.modules["fedkernels"] = None
+folder, images, how = sys.argv[1:]
+sys.path.insert(0, folder)
+import json, timm, torch
+from safetensors.torch import load_file, save_file
+import load
+if how == "load.py":
+    encoder = load.load_encoder()
+elif how == "local-dir":
+    encoder = timm.create_model("local-dir:" + folder, pretrained=True).eval()
+else:
+    config = json.load(open(folder + "/config.json"))
+    overlay = {"file": folder + "/model.safetensors"}
+    encoder = timm.create_model(config["architecture"], pretrained=True, num_classes=0,
+                                pretrained_cfg_overlay=overlay, **config["model_args"]).eval()
+pixels = load_file(images)["pixels"]
+with torch.no_grad():
+    save_file({"features": encoder(load.normalize(pixels)).contiguous()}, images + ".features")
+"""
+
+
+def features_of_a_stranger(folder, pixels, how="load.py"):
+    images = str(folder) + ".images"
+    save_file({"pixels": pixels}, images)
+    command = [sys.executable, "-c", STRANGER, str(folder), images, how]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder.parent)
+    assert done.returncode == 0, done.stderr
+    return load_file(images + ".features")["features"]
+
+
+CASES = [
+    ("small_convnet", 1, 8, ["load.py"]),
+    ("small_resnet10_wide", 3, 8, ["load.py"]),
+    ("small_vit", 1, 8, ["load.py", "local-dir", "file"]),
+    ("resnet18d", 3, 16, ["load.py"]),
+    ("resnet10t", 3, 72, ["load.py", "local-dir", "file"]),
+    ("vit_tiny_patch16_224", 3, 32, ["load.py", "local-dir", "file"]),
+    ("mobilenetv3_small_050", 1, 32, ["load.py", "local-dir", "file"]),
+]
+
+
+@pytest.mark.parametrize(("architecture", "channels", "side", "forms"), CASES, ids=lambda value: str(value))
+def test_a_program_without_fedssl_gets_the_runs_features(tmp_path, architecture, channels, side, forms):
+    run, federation = finished_run(tmp_path, channels, side, architectures=[architecture])
+    folder = export_encoder(run, tmp_path / "encoder")
+    pixels = federation.dataset.test_images[:5]
+    expected = features_of_run(run, federation, pixels)
+    for how in forms:
+        torch.testing.assert_close(features_of_a_stranger(folder, pixels, how), expected, rtol=0, atol=1e-5)
+    encoder = read_encoder(folder)
+    assert torch.equal(extract_features(encoder.network, pixels), expected)
+    assert encoder.image_shape == (channels, side, side)
+    assert encoder.num_features == expected.shape[1]
+
+
+@pytest.mark.parametrize("architecture", ["small_convnet", "small_resnet10", "vit_tiny_patch16_224"])
+def test_a_staged_encoder_is_exported_as_the_plain_network(tmp_path, architecture):
+    stages = {"small_convnet": 1, "small_resnet10": 1, "vit_tiny_patch16_224": 3}[architecture]
+    schedule = {"name": "layer_wise", "layers_per_stage": stages, "rounds_per_stage": 1}
+    run, federation = finished_run(
+        tmp_path, side=16, rounds=4, **(LW_FEDSSL | {"schedule": schedule, "architectures": [architecture]})
+    )
+    folder = export_encoder(run, tmp_path / "encoder")
+    assert not any("module" in name or "reshape" in name for name in load_file(folder / "model.safetensors"))
+    pixels = federation.dataset.test_images[:5]
+    expected = features_of_run(run, federation, pixels)
+    torch.testing.assert_close(features_of_a_stranger(folder, pixels), expected, rtol=0, atol=1e-5)
+
+
+def test_a_clients_own_model(tmp_path):
+    run, federation = finished_run(tmp_path, local_update="keep_own", aggregators=[])
+    pixels = federation.dataset.test_images[:5]
+    folder = export_encoder(run, tmp_path / "encoder", client=1)
+    expected = features_of_run(run, federation, pixels, client=1)
+    assert torch.equal(extract_features(read_encoder(folder).network, pixels), expected)
+    assert not torch.allclose(expected, features_of_run(run, federation, pixels, client=0))
+    with pytest.raises(UserError, match=r"no global model.*--client NUMBER \(0 to 1\)"):
+        export_encoder(run, tmp_path / "other")
+    with pytest.raises(UserError, match="no global model"):
+        export_encoder(run, tmp_path / "other", shared=True)
+    with pytest.raises(UserError, match="expected 0 to 1, got 2"):
+        export_encoder(run, tmp_path / "other", client=2)
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_client_that_stopped_before_the_last_stage_is_refused(tmp_path):
+    run, _ = finished_run(tmp_path, **(LW_FEDSSL | {"client_states": "disk"}))
+    directory = RunDirectory.open(run)
+    state = directory.client_state(1)
+    directory.write_client(1, 1, state)
+    directory.commit(2, directory.server_state(), finished=True)
+    with pytest.raises(UserError, match="took part last in round 1, when the encoder had 2 of its 4 layers"):
+        export_encoder(run, tmp_path / "encoder", client=1)
+    assert export_encoder(run, tmp_path / "encoder", client=0).is_dir()
+
+
+def test_nothing_is_written_over_and_nothing_is_left_half_written(tmp_path, monkeypatch):
+    run, _ = finished_run(tmp_path)
+    taken = tmp_path / "taken"
+    taken.mkdir()
+    (taken / "mine.txt").write_text("mine")
+    with pytest.raises(UserError, match="taken exists and is not empty"):
+        export_encoder(run, taken)
+    assert [path.name for path in taken.iterdir()] == ["mine.txt"]
+    (tmp_path / "empty").mkdir()
+    assert (export_encoder(run, tmp_path / "empty") / "load.py").is_file()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    before = sorted(path.name for path in tmp_path.iterdir())
+    monkeypatch.setattr("fedssl.export.encoder_folder.load_script", full)
+    with pytest.raises(UserError, match="no space left"):
+        export_encoder(run, tmp_path / "full")
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_an_unfinished_run_and_no_run_are_refused(tmp_path):
+    run, _ = finished_run(tmp_path)
+    directory = RunDirectory.open(run)
+    directory.commit(1, directory.server_state(), finished=False)
+    with pytest.raises(UserError, match=r"is not finished \(1 rounds are done\): continue it with fedssl run --resume"):
+        export_encoder(run, tmp_path / "encoder")
+    with pytest.raises(UserError, match="not a run's folder"):
+        export_encoder(tmp_path, tmp_path / "encoder")
+    assert not (tmp_path / "encoder").exists()
+
+
+def test_an_export_needs_no_data_and_tells_nothing_of_where_they_lie(tmp_path):
+    run, _ = finished_run(tmp_path / "secret_place")
+    (tmp_path / "secret_place" / "images.npz").unlink()
+    folder = export_encoder(run, tmp_path / "encoder")
+    for file in folder.iterdir():
+        assert b"secret_place" not in file.read_bytes(), file
+        assert b"images.npz" not in file.read_bytes(), file
+
+
+def test_a_run_without_a_recorded_shape_is_exported_from_its_data(tmp_path):
+    run, _ = finished_run(tmp_path, channels=3, side=10)
+    (run / IMAGE_SHAPE).unlink()
+    config = json.loads((export_encoder(run, tmp_path / "encoder") / "config.json").read_text())
+    assert config["fedssl"]["image_shape"] == [3, 10, 10]
+
+
+def test_the_normalisation_is_that_of_the_training():
+    pixels = torch.arange(256, dtype=torch.uint8)
+    torch.testing.assert_close((pixels.float() / 255 - MEAN) / STD, normalize(pixels))
+
+
+def test_a_damaged_export_is_refused(tmp_path):
+    run, _ = finished_run(tmp_path)
+    folder = export_encoder(run, tmp_path / "encoder")
+    weights = load_file(folder / "model.safetensors")
+    del weights["blocks.0.weight"]
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(UserError, match=r"cannot be loaded as small_convnet.*blocks\.0\.weight"):
+        read_encoder(folder)
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="was not written by fedssl export"):
+        read_encoder(folder)
+    with pytest.raises(UserError, match="is not an exported encoder"):
+        read_encoder(tmp_path)

@@ -1,0 +1,276 @@
+"""Weights that a run starts from: what is loaded, what is left out, and what is refused by name."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+
+from fedssl.engines import in_process
+from fedssl.errors import UserError
+from fedssl.evaluation.features import extract_features
+from fedssl.export.encoder_folder import export_encoder
+from fedssl.federation import build_federation
+from fedssl.models.encoders import build_encoder
+from fedssl.models.options import ModelOptions
+from fedssl.models.weights import digest, load_weights, read_all_weights
+from fedssl.randomness import seeded
+from fedssl.reading import load_recipe
+from fedssl.reports.evaluation import evaluate_run
+from fedssl.run_record import read_run
+from tests.fedssl.conftest import AVERAGED, LW_FEDSSL, METHODS
+from tests.fedssl.export.finished_runs import randomise
+
+
+def drawn(architecture, channels=1, side=8, seed=1):
+    with seeded(seed, architecture):
+        encoder = build_encoder(architecture, channels, side)
+    randomise(encoder.state_dict(), torch.Generator().manual_seed(seed))
+    return encoder
+
+
+def read(path, architecture="small_convnet", **options):
+    return read_all_weights(ModelOptions(weights=str(path), **options), [architecture])[architecture]
+
+
+def same(state, other):
+    return state.keys() == other.keys() and all(torch.equal(state[name], other[name]) for name in state)
+
+
+@pytest.fixture(autouse=True)
+def no_warnings():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+# Round 0 of a run that starts from an export is the end of the run that made it
+
+
+@pytest.mark.parametrize("method", [AVERAGED, LW_FEDSSL], ids=["weighted_mean", "lw_fedssl"])
+def test_round_0_equals_the_end_of_the_exported_run(noisy, tmp_path, method):
+    first = noisy(**method)
+    in_process.run(first, tmp_path / "first")
+    export_encoder(tmp_path / "first", tmp_path / "encoder")
+    second = noisy(**(AVERAGED | {"model": {"weights": str(tmp_path / "encoder")}}))
+    in_process.run(second, tmp_path / "second")
+    before, after = read_run(tmp_path / "second"), read_run(tmp_path / "first")
+    for metric in ("knn", "linear", "effective_rank"):
+        assert before.evaluated(metric, "before") == after.evaluated(metric, "after")
+    assert before.evaluated("effective_rank", "after") != after.evaluated("effective_rank", "after")
+
+
+def test_every_client_and_target_network_starts_from_the_weights(noisy, tmp_path):
+    encoder = drawn("small_convnet")
+    save_file(encoder.state_dict(), tmp_path / "weights.safetensors")
+    plain = build_federation(noisy(local_update="keep_own", aggregators=[]))
+    started = build_federation(
+        noisy(local_update="keep_own", aggregators=[], model={"weights": str(tmp_path / "weights.safetensors")})
+    )
+    for k in range(3):
+        model, other = started.new_model(k), plain.new_model(k)
+        assert same(model.encoder.state_dict(), encoder.state_dict())
+        assert same(model.target["encoder"].state_dict(), encoder.state_dict())
+        assert same(model.online["projector"].state_dict(), other.online["projector"].state_dict())
+
+
+# Which files are read
+
+
+def test_the_forms_of_a_file(tmp_path):
+    state = drawn("small_convnet").state_dict()
+    save_file(state, tmp_path / "a.safetensors")
+    torch.save(state, tmp_path / "b.pt")
+    torch.save(
+        {"state_dict": {f"module.{name}": tensor for name, tensor in state.items()}, "epoch": 3}, tmp_path / "c.pth.tar"
+    )
+    for name in ("a.safetensors", "b.pt", "c.pth.tar"):
+        assert same(read(tmp_path / name), state)
+        assert digest(read(tmp_path / name)) == digest(state)
+
+
+class Evil:
+    def __reduce__(self):
+        return print, ("code was run",)
+
+
+def test_code_in_a_file_is_never_run(tmp_path, capsys):
+    with open(tmp_path / "evil.pt", "wb") as file:
+        pickle.dump({"weight": Evil()}, file)
+    torch.save({"weight": Evil()}, tmp_path / "evil2.pt")
+    for name in ("evil.pt", "evil2.pt"):
+        with pytest.raises(UserError, match=r"evil2?\.pt cannot be read as weights"):
+            read(tmp_path / name)
+    assert "code was run" not in capsys.readouterr().out
+
+
+def test_what_is_no_weights_is_refused(tmp_path):
+    (tmp_path / "noise.safetensors").write_bytes(b"noise")
+    torch.save([torch.zeros(2)], tmp_path / "list.pt")
+    torch.save({"epoch": 3}, tmp_path / "numbers.pt")
+    with pytest.raises(UserError, match=r"noise\.safetensors cannot be read as weights"):
+        read(tmp_path / "noise.safetensors")
+    with pytest.raises(UserError, match=r"list\.pt"):
+        read(tmp_path / "list.pt")
+    with pytest.raises(UserError, match="holds no weights; expected a mapping from names to tensors"):
+        read(tmp_path / "numbers.pt")
+    with pytest.raises(UserError, match="there is no file"):
+        read(tmp_path / "nothing.pt")
+
+
+def test_a_runs_folder_and_its_checkpoints_are_answered_with_export(noisy, tmp_path):
+    in_process.run(noisy(rounds=1, **AVERAGED), tmp_path / "run")
+    checkpoint = next((tmp_path / "run" / "checkpoints").glob("server*"))
+    for path in (tmp_path / "run", checkpoint):
+        with pytest.raises(UserError, match=rf"export its encoder first, with fedssl export {tmp_path / 'run'} FOLDER"):
+            read(path)
+
+
+def test_timms_names(monkeypatch):
+    with pytest.raises(UserError, match="timm has no model 'resnet1000'"):
+        read("timm:resnet1000", "resnet1000")
+    with pytest.raises(UserError, match=r"timm has no pretrained weights 'resnet18\.nothing'"):
+        read("timm:resnet18.nothing", "resnet18")
+    create = timm.create_model
+
+    def offline(name, pretrained=False, **arguments):
+        raise ConnectionError("no route to the hub")
+
+    monkeypatch.setattr(timm, "create_model", offline)
+    message = r"timm:resnet18\.a1_in1k cannot be fetched here.*hf download timm/resnet18\.a1_in1k model\.safetensors"
+    with pytest.raises(UserError, match=message) as caught:
+        read("timm:resnet18.a1_in1k", "resnet18")
+    assert "\n" not in str(caught.value)
+    monkeypatch.setattr(timm, "create_model", lambda name, pretrained=False, **rest: create(name, **rest))
+    before = torch.random.get_rng_state()
+    assert "layer4.1.bn2.weight" in read("timm:resnet18.a1_in1k", "resnet18")
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+# What fits
+
+
+def test_misfits_are_named_with_both_shapes():
+    state = drawn("small_convnet").state_dict()
+    state["blocks.3.weight"] = torch.zeros(1, 2, 3, 3)
+    del state["blocks.4.bias"]
+    state["extra"] = torch.zeros(1)
+    encoder = build_encoder("small_convnet", 1, 8)
+    before = {name: tensor.clone() for name, tensor in encoder.state_dict().items()}
+    with pytest.raises(UserError) as caught:
+        load_weights(encoder, state, "small_convnet", "mine.pt")
+    assert str(caught.value) == (
+        "model.weights: mine.pt does not fit small_convnet: blocks.3.weight has the shape [1, 2, 3, 3], expected "
+        "[64, 32, 3, 3]; missing: blocks.4.bias; in no layer of the encoder: extra"
+    )
+    assert same(encoder.state_dict(), before)
+
+
+def test_a_long_list_of_misfits_is_cut():
+    with pytest.raises(UserError, match=r"missing: .* and 19 more; in no layer of the encoder: fc"):
+        load_weights(build_encoder("small_convnet", 1, 8), {"fc": torch.zeros(1)}, "small_convnet", "mine.pt")
+
+
+def test_a_timm_checkpoint_with_its_classifier(tmp_path):
+    checkpoint = timm.create_model("resnet10t", num_classes=7)
+    encoder = build_encoder("resnet10t", 3, 96)
+    load_weights(encoder, dict(checkpoint.state_dict()), "resnet10t", "mine.pt")
+    images = torch.randn(2, 3, 96, 96)
+    expected = checkpoint.eval().forward_head(checkpoint.forward_features(images), pre_logits=True)
+    torch.testing.assert_close(encoder.eval()(images), expected)
+
+
+@pytest.mark.parametrize(("architecture", "shape"), [("resnet18", "[64, 3, 7, 7]"), ("resnet10t", "[24, 3, 3, 3]")])
+def test_the_stem_for_small_images_says_what_it_leaves_out(architecture, shape):
+    pretrained = timm.create_model(architecture).state_dict()
+    encoder = build_encoder(architecture, 1, 32)
+    stem = encoder.state_dict()["conv1.weight"].clone()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        load_weights(encoder, dict(pretrained), architecture, "mine.pt")
+    (warning,) = caught
+    assert "the 3x3 stem for small images starts at random, as the weights have another stem" in str(warning.message)
+    if architecture == "resnet18":
+        assert shape in str(warning.message)
+    assert torch.equal(encoder.state_dict()["conv1.weight"], stem)
+    assert torch.equal(encoder.state_dict()["layer1.0.conv1.weight"], pretrained["layer1.0.conv1.weight"])
+
+
+def test_a_small_stem_does_not_go_into_a_network_for_large_images():
+    with pytest.raises(UserError, match=r"conv1.weight has the shape \[64, 3, 3, 3\], expected \[64, 3, 7, 7\]"):
+        load_weights(build_encoder("resnet18", 3, 96), build_encoder("resnet18", 3, 32).state_dict(), "resnet18", "x")
+
+
+def test_weights_of_colour_images_see_grey_ones_as_three_equal_channels():
+    colour, grey = drawn("small_convnet", channels=3), build_encoder("small_convnet", 1, 8)
+    with pytest.warns(UserWarning, match="summed over the colours"):
+        load_weights(grey, colour.state_dict(), "small_convnet", "mine.pt")
+    images = torch.randint(0, 256, (5, 1, 8, 8), dtype=torch.uint8)
+    expected = extract_features(colour, images.expand(-1, 3, -1, -1))
+    torch.testing.assert_close(extract_features(grey, images), expected)
+
+
+# Which architecture they are of
+
+
+def test_several_architectures_need_a_mapping(noisy, tmp_path):
+    save_file(drawn("small_convnet").state_dict(), tmp_path / "a.safetensors")
+    hetero = METHODS["hetero_ssfl"]
+    with pytest.raises(UserError, match=r"architectures has small_convnet, small_convnet_wide: give a mapping such as"):
+        build_federation(noisy(**hetero, model={"weights": str(tmp_path / "a.safetensors")}))
+    recipe = noisy(**hetero, model={"weights": {"small_convnet": str(tmp_path / "a.safetensors")}})
+    federation = build_federation(recipe)
+    plain = build_federation(noisy(**hetero))
+    assert same(federation.new_model(0).encoder.state_dict(), drawn("small_convnet").state_dict())
+    assert same(federation.new_model(1).encoder.state_dict(), plain.new_model(1).encoder.state_dict())
+    with pytest.raises(UserError, match=r"model\.weights names small_vit, but architectures has"):
+        build_federation(noisy(**hetero, model={"weights": {"small_vit": str(tmp_path / "a.safetensors")}}))
+
+
+def test_an_export_of_another_architecture_is_refused(noisy, tmp_path):
+    in_process.run(noisy(rounds=1, **AVERAGED), tmp_path / "run")
+    folder = export_encoder(tmp_path / "run", tmp_path / "encoder")
+    with pytest.raises(UserError, match="holds the weights of small_convnet, not of small_convnet_wide: set"):
+        read(folder, "small_convnet_wide")
+    with pytest.raises(UserError, match="holds the weights of resnet18, not of small_convnet"):
+        read("timm:resnet18.a1_in1k")
+
+
+# The recipe and the run's record
+
+
+def test_a_path_is_seen_from_the_recipes_folder_and_an_override_from_here(tmp_path, monkeypatch):
+    (tmp_path / "recipes").mkdir()
+    file = tmp_path / "recipes" / "mine.yaml"
+    values = "name: mine\nrounds: 1\narchitectures: [small_convnet]\nobjective: byol\nschedule: end_to_end\n"
+    values += "local_update: keep_own\n"
+    monkeypatch.chdir(tmp_path)
+    file.write_text(values + "model: {weights: ../encoder}\n")
+    assert load_recipe(file).model.weights == str(tmp_path / "encoder")
+    assert load_recipe(file, ["model.weights=encoder"]).model.weights == str(tmp_path / "encoder")
+    file.write_text(values + "model: {weights: {small_convnet: a.pt, resnet18: 'timm:resnet18.a1_in1k'}}\n")
+    weights = {"small_convnet": str(tmp_path / "recipes" / "a.pt"), "resnet18": "timm:resnet18.a1_in1k"}
+    assert load_recipe(file).model.weights == weights
+
+
+def test_a_run_is_not_continued_with_other_weights_but_evaluated_without_them(noisy, tmp_path):
+    path = tmp_path / "weights.safetensors"
+    save_file(drawn("small_convnet").state_dict(), path)
+    recipe = noisy(rounds=2, **AVERAGED, model={"weights": str(path)})
+    in_process.run(recipe, tmp_path / "whole")
+    directory = in_process.run(recipe.model_copy(update={"rounds": 2}), tmp_path / "run")
+    assert load_recipe(tmp_path / "run" / "recipe.yaml").model.digests == {
+        "small_convnet": digest(drawn("small_convnet").state_dict())
+    }
+    directory.commit(1, directory.server_state(), finished=False)
+    save_file(drawn("small_convnet", seed=2).state_dict(), path)
+    with pytest.raises(UserError, match=r"holds other weights than those recorded in model\.digests"):
+        in_process.resume(tmp_path / "run")
+    path.unlink()
+    with pytest.raises(UserError, match="there is no file"):
+        in_process.resume(tmp_path / "run")
+    assert evaluate_run(tmp_path / "whole").is_file()

@@ -1,0 +1,138 @@
+"""The nearest-neighbour sheet and the map of images: what is near is drawn near, once, and without labels too."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from fedssl.engines import in_process
+from fedssl.errors import UserError
+from fedssl.evaluation.image_map import grid_cells
+from fedssl.evaluation.neighbours import nearest_images, spread_queries
+from fedssl.evaluation.tsne import tsne
+from fedssl.reports import image_pictures
+from fedssl.reports.image_pictures import ImagePictures, draw_map, draw_neighbours, image_pictures_of_run, thumbnails
+from fedssl.reports.plots import png_bytes
+from fedssl.reports.report import write_report
+from tests.fedssl.conftest import AVERAGED
+
+
+def test_nearest_by_cosine_and_never_itself():
+    features = torch.tensor([[1.0, 0.0], [2.0, 0.1], [0.0, 1.0], [-1.0, 0.0], [0.0, 0.0]])
+    rows, cosines = nearest_images(features, torch.tensor([0, 2]), 3)
+    assert rows[0].tolist()[:1] == [1]
+    assert set(rows[0].tolist()[1:]) == {2, 4}
+    assert rows[1].tolist()[0] == 1
+    assert cosines[0, 0] == pytest.approx(2 / 4.01**0.5)
+    assert nearest_images(features, torch.tensor([0]), 9)[0].shape == (1, 4)
+
+
+def test_queries_are_unlike_each_other():
+    groups = torch.eye(6).repeat_interleave(40, dim=0) + 0.01 * torch.rand(240, 6)
+    for seed in range(5):
+        chosen = spread_queries(groups, 6, torch.Generator().manual_seed(seed))
+        assert sorted((chosen // 40).tolist()) == list(range(6))
+    assert sorted(spread_queries(groups[:3], 9, torch.Generator()).tolist()) == [0, 1, 2]
+    assert len(set(spread_queries(torch.zeros(20, 3), 8, torch.Generator()).tolist())) == 8
+
+
+def test_no_two_images_take_one_place_and_far_ones_stay_apart():
+    points = torch.cat([torch.zeros(20, 2), torch.full((20, 2), 100.0)])
+    cells = grid_cells(points, 10)
+    assert len({tuple(cell) for cell in cells.tolist()}) == 40
+    assert cells[:20].max() < cells[20:].min() + 5
+    assert cells[:20].sum(dim=1).max() < cells[20:].sum(dim=1).min()
+    corners = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+    assert grid_cells(corners, 3).tolist() == [[0, 0], [2, 0], [0, 2], [2, 2]]
+
+
+def test_groups_stay_together_in_the_plane():
+    features = torch.eye(2).repeat_interleave(20, dim=0) + 0.05 * torch.rand(40, 2)
+    points = tsne(features, seed=0)
+    centre = points.reshape(2, 20, 2).mean(dim=1)
+    spread = (points.reshape(2, 20, 2) - centre[:, None]).norm(dim=2).max()
+    assert (centre[0] - centre[1]).norm() > spread
+    assert torch.equal(points, tsne(features, seed=0))
+
+
+@pytest.mark.parametrize(("channels", "side", "drawn"), [(1, 8, (32, 32)), (3, 40, (40, 40)), (3, 200, (48, 48))])
+def test_thumbnails_keep_their_look(channels, side, drawn):
+    images = torch.full((3, channels, side, side), 7, dtype=torch.uint8)
+    images[1] = 250
+    array = thumbnails(images, torch.tensor([1, 0]))
+    assert array.shape[:3] == (2, *drawn)
+    assert array.ndim == (3 if channels == 1 else 4)
+    assert (array[0] == 250).all()
+    assert (array[1] == 7).all()
+
+
+def colours_in(figure):
+    pixels = np.asarray(Image.open(io.BytesIO(png_bytes(figure))).convert("RGB"))
+    return {tuple(pixel) for pixel in pixels.reshape(-1, 3)[::3].tolist()}
+
+
+def test_classes_are_marked_where_there_are_labels():
+    images = torch.full((12, 1, 8, 8), 90, dtype=torch.uint8)
+    queries, nearest = torch.tensor([0]), torch.tensor([[1, 2]])
+    green, orange = (0, 158, 115), (213, 94, 0)
+    labels = torch.tensor([0, 0, 1] + [1] * 9)
+    with_labels = colours_in(draw_neighbours(images, queries, nearest, torch.ones(1, 2), labels))
+    assert {green, orange} <= with_labels
+    assert not {green, orange} & colours_in(draw_neighbours(images, queries, nearest, torch.ones(1, 2), None))
+    points = torch.rand(12, 2)
+    blue = (31, 119, 180)
+    assert blue in colours_in(draw_map(images, points, labels, ("a", "b")))
+    assert blue not in colours_in(draw_map(images, points, None))
+
+
+def test_a_run_is_drawn_once_and_again_after_more_rounds(noisy, tmp_path, monkeypatch):
+    in_process.run(noisy(rounds=1, **AVERAGED), tmp_path / "run")
+    pictures = image_pictures_of_run(tmp_path / "run")
+    assert pictures is not None
+    assert (pictures.model, pictures.source, pictures.searched, pictures.mapped) == ("global", "test", 60, 60)
+    assert pictures.same_class is not None
+    assert 0 <= pictures.same_class <= 1
+    files = ImagePictures.files(tmp_path / "run")
+    before = [file.read_bytes() for file in files]
+    with monkeypatch.context() as patch:
+        patch.setattr(image_pictures, "federation_of_run", lambda *_: pytest.fail("the stored pictures are there"))
+        assert image_pictures_of_run(tmp_path / "run") == pictures
+    files[0].unlink()
+    assert image_pictures_of_run(tmp_path / "run") == pictures
+    assert [file.read_bytes() for file in files] == before
+    stored = tmp_path / "run" / "image_pictures.json"
+    stored.write_text(json.dumps(dataclasses.asdict(pictures) | {"round": 0}))
+    assert image_pictures_of_run(tmp_path / "run") == pictures
+
+
+def test_images_without_labels_and_without_a_test_set(noisy, tmp_path):
+    random = np.random.default_rng(0)
+    np.savez(tmp_path / "images.npz", x_train=random.integers(0, 256, (60, 12, 12, 3), np.uint8))
+    data = {"name": "npz", "path": str(tmp_path / "images.npz")}
+    partition = {"name": "iid", "clients": 2}
+    in_process.run(noisy(rounds=1, data=data, partition=partition), tmp_path / "run")
+    pictures = image_pictures_of_run(tmp_path / "run")
+    assert pictures is not None
+    assert (pictures.model, pictures.source, pictures.same_class) == ("0", "training", None)
+    page = write_report([tmp_path / "run"]).read_text()
+    assert "Images as the encoder sees them" in page
+    assert "60 training images" in page
+    assert "green line" not in page
+    assert "Images as the encoder" not in write_report([tmp_path / "run"], images=False).read_text()
+
+
+def test_a_run_whose_data_are_gone_says_why_there_are_no_pictures(noisy, tmp_path):
+    np.savez(tmp_path / "images.npz", x_train=np.random.default_rng(0).integers(0, 256, (60, 8, 8), np.uint8))
+    data = {"name": "npz", "path": str(tmp_path / "images.npz")}
+    in_process.run(noisy(rounds=1, **AVERAGED, data=data, partition={"name": "iid", "clients": 2}), tmp_path / "run")
+    (tmp_path / "images.npz").unlink()
+    with pytest.raises(UserError, match="there is no file"):
+        image_pictures_of_run(tmp_path / "run")
+    assert "no pictures of images: there is no file" in write_report([tmp_path / "run"]).read_text()
+    assert not (tmp_path / "run" / "image_pictures.json").exists()
