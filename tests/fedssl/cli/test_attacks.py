@@ -155,7 +155,7 @@ def test_hostile_overrides(override, message, fedssl, tmp_path):
         ("run", "."),
         ("run", "--resume", "pipe"),
         ("report", "pipe"),
-        ("export", "pipe"),
+        ("export", "pipe", "out"),
         ("evaluate", "fedbyol", "--data", "name=digits,train_limit=2020-13-45"),
         ("evaluate", "fedbyol", "--data", "name=digits,name=npz"),
         ("evaluate", "~nosuchuser"),
