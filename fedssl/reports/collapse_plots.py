@@ -35,7 +35,8 @@ def draw_log_singular_values(analyses: Mapping[str, Collapse]) -> Figure:
     figure = Figure(figsize=(5.0 * len(titles) + 0.6, 3.7 + 0.1 * len(analyses)), layout="constrained")
     grid = figure.subplots(1, len(titles), sharey=True, squeeze=False)[0]
     first = next(iter(analyses.values()))
-    uniform = torch.randn(len(first.labels), first.local[0].dimension, generator=torch.Generator().manual_seed(0))
+    dimension = next(iter(first.models.values())).dimension
+    uniform = torch.randn(len(first.labels), dimension, generator=torch.Generator().manual_seed(0))
     reference = log_covariance_singular_values(uniform).numpy()
     for axes, title in zip(grid, titles, strict=True):
         for label, analysis in analyses.items():
