@@ -64,7 +64,7 @@ def load_images(options: DataOptions) -> Splits:
         LabelledImages(
             images_of_rows(decoded.images, part),
             labels[part],
-            {name: tuple(file.columns[name] for file in kept[part]) for name in names},
+            columns={name: tuple(file.columns[name] for file in kept[part]) for name in names},
         )
         for part in (slice(0, of_train), slice(of_train, None))
     )
