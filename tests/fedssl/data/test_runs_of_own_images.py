@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from fedssl.cli import main
-from fedssl.engines import engine_of, in_process
+from fedssl.engines import in_process
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from fedssl.reports.evaluation import evaluate_run
@@ -14,7 +14,7 @@ from fedssl.run_directory import RunDirectory
 from fedssl.run_record import read_run
 from tests.fedssl.conftest import AVERAGED, METHODS
 from tests.fedssl.data.data_files import good_arrays, random_pixels, save
-from tests.fedssl.data.image_samples import save_array
+from tests.fedssl.data.image_samples import write_two_classes
 from tests.fedssl.data.test_images import write_table
 from tests.fedssl.engines.test_in_process import contents
 
@@ -26,10 +26,7 @@ MEASURES = {"effective_rank", "alignment", "uniformity"}
 def folder(tmp_path, monkeypatch) -> Path:
     """Sixty gray images of two sizes; the cache is beside them."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for number in range(60):
-        pixels = random_pixels(8 + number % 2, 9, seed=number)
-        save_array(tmp_path / "images" / "ab"[number // 2 % 2] / f"{number:02}.png", pixels)
-    return tmp_path / "images"
+    return write_two_classes(tmp_path / "images")
 
 
 def data_of(folder: Path, **options: object) -> dict[str, object]:
@@ -164,17 +161,6 @@ def test_the_command_line_shows_the_measures(folder, tiny, tmp_path, monkeypatch
     with pytest.raises(SystemExit):
         main()
     assert capsys.readouterr().out.splitlines()[0].split() == ["client", "images", "total"]
-
-
-def test_simulated_by_flower_the_run_is_the_same_bit_for_bit(folder, noisy, tmp_path, one_thread):
-    pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
-    pytest.importorskip("ray", reason="ray is not installed: pip install .[flower]")
-    here = noisy(data=data_of(folder, memory_limit=0), partition=IID)
-    in_process.run(here, tmp_path / "here")
-    simulated = {"engine": "flower-simulation", "flower": {"cpus": 2, "object_store_megabytes": 100}}
-    recipe = noisy(data=data_of(folder, memory_limit=0), partition=IID, **simulated)
-    engine_of(recipe).run(recipe, tmp_path / "simulated")
-    assert without_recipe(tmp_path / "here") == without_recipe(tmp_path / "simulated")
 
 
 def several_labels(path: Path, **changes: object) -> Path:
