@@ -4,7 +4,7 @@ FOLDER gets the files, made up from noise: by default 20,000 JPEGs of 224 x 224 
 there already is used again.
 
 - memory: FedBYOL without labels on all of them, in a process of its own whose address space may grow by --limit GB
-  above what it is after all imports. One client of 500 images trains in each round, since a whole epoch takes hours
+  above what it is after all imports. One client of 500 images trains for one epoch, since all images would take hours
   on a processor. The command fails where the limit does not hold.
 - speed: images per second as batches of 128 in a random order, uint8 [128, 3, 224, 224]. Torchvision's `ImageFolder`
   and `DataLoader` decode every file in every epoch, by as many workers as --workers says; ours reads the rows of the
@@ -77,7 +77,7 @@ def train_within(folder: Path, count: int, size: int, limit: float) -> dict[str,
             f"partition={{name: iid, clients: {max(1, count // 500)}}}",
             "clients_per_round=1",
             "architectures=[small_convnet]",
-            "rounds=2",
+            "rounds=1",
             "device=cpu",
             "training.local_epochs=1",
             "training.batch_size=32",

@@ -17,7 +17,7 @@ from .memory import available_memory, readable_bytes
 from .paths import kind_of
 
 _SUFFIX = ".npy"
-_SHARE_OF_MEMORY = 0.8  # the pixels are converted too; what is converted is at most the images once more
+_SHARE_OF_MEMORY = 0.5  # the clients' shares are copies
 _LONGEST_HEADER = 10_000  # bytes, as numpy limits it
 
 

@@ -16,7 +16,7 @@ from .alignment import alignment
 from .features import extract_features, extract_view_features
 from .fine_tune import FineTuneOptions, fine_tuned_scores
 from .knn import knn_accuracy
-from .linear import linear_accuracy
+from .linear import linear_accuracy, linear_auroc
 from .options import EvaluationOptions
 from .semi_supervised import SemiSupervisedOptions, semi_supervised_accuracy
 from .spectrum import effective_rank, singular_values
@@ -58,7 +58,7 @@ def evaluate_model(
         `fractions`. `effective_rank` is that of the test images' representations. The scores after fine-tuning on all
         labels are `fine_tune_accuracy` and the macro averages `fine_tune_per_class_accuracy`, `fine_tune_precision`,
         `fine_tune_recall` and `fine_tune_f1`. Without labels the measures are `effective_rank`, `alignment` and
-        `uniformity`, of `Dataset.measured_images`.
+        `uniformity`, of `Dataset.measured_images`; with several labels an image also `linear_auroc`, if `linear`.
 
     Raises:
         UserError: a representation is not finite, or an evaluation's own training diverged; or fine-tuning is asked for
@@ -66,7 +66,10 @@ def evaluate_model(
     """
     check_labels(dataset, fractions, fine_tune)
     if not dataset.labelled:
-        return _measures_without_labels(model, dataset, augmentation, seed)
+        metrics, spectrum = _measures_without_classes(model, dataset, augmentation, seed)
+        if linear and (auroc := _linear_auroc(model, dataset, options, seed)) is not None:
+            metrics["linear_auroc"] = auroc
+        return metrics, spectrum
     train = extract_features(model.encoder, dataset.train_images, device=model.device)
     test = extract_features(model.encoder, dataset.test_images, device=model.device)
     labelled = (train, dataset.train_labels, test, dataset.test_labels)
@@ -104,7 +107,7 @@ def check_labels(dataset: Dataset, fractions: Sequence[float], fine_tune: FineTu
         )
 
 
-def _measures_without_labels(
+def _measures_without_classes(
     model: Model, dataset: Dataset, augmentation: AugmentationOptions, seed: int
 ) -> tuple[dict[str, float], Tensor]:
     images = dataset.measured_images
@@ -119,3 +122,12 @@ def _measures_without_labels(
     if len(features) > 1:
         metrics["uniformity"] = uniformity(features[:_COMPARED_IMAGES])
     return metrics, singular_values(features)
+
+
+def _linear_auroc(model: Model, dataset: Dataset, options: EvaluationOptions, seed: int) -> float | None:
+    """See `linear_auroc`; None where the images do not have several labels each."""
+    if dataset.train_targets is None or dataset.test_targets is None:
+        return None
+    train = extract_features(model.encoder, dataset.train_images, device=model.device)
+    test = extract_features(model.encoder, dataset.test_images, device=model.device)
+    return linear_auroc(train, dataset.train_targets, test, dataset.test_targets, options.linear, seed)

@@ -19,6 +19,7 @@ METRIC_TITLES = {
     "fine_tune_recall": "fine-tuned recall (%)",
     "fine_tune_f1": "fine-tuned F1 (%)",
     "effective_rank": "effective rank",
+    "linear_auroc": "linear AUROC (%)",
     "alignment": "alignment",
     "uniformity": "uniformity",
     "loss": "objective's loss",
@@ -27,7 +28,7 @@ METRIC_TITLES = {
 }
 FINE_TUNED = tuple(f"fine_tune_{score}" for score in ("accuracy", "per_class_accuracy", "precision", "recall", "f1"))
 #: in percent
-ACCURACIES = ("knn", "linear", "semi_supervised_0.01", "semi_supervised_0.1", *FINE_TUNED)
+ACCURACIES = ("knn", "linear", "linear_auroc", "semi_supervised_0.01", "semi_supervised_0.1", *FINE_TUNED)
 #: measured before and after training, and possibly in between; the fine-tuned scores after it alone
 EVALUATED = (*ACCURACIES, "effective_rank", "alignment", "uniformity")
 #: larger ones are neither drawn nor averaged: they would overflow

@@ -332,7 +332,7 @@ def _draw_bars(
     if is_accuracy(metric):
         low, high = axes.get_xlim()
         axes.set_xlim(max(low, 0), min(high, 100.8))
-    elif axes.get_xlim()[0] < 0:
+    elif axes.get_xlim()[0] < 0 and all(value >= 0 for bar in bars for value in (*bar.before, *bar.after)):
         axes.set_xlim(left=0)
     axes.set_ylim(len(bars) - 0.4, -0.6)
     axes.set_yticks(

@@ -95,6 +95,7 @@ def test_a_cache_that_is_not_whole_is_not_read(folder, tmp_path):
     wanted = load_dataset(options, 0).train_images[:]
     (pixels,) = (tmp_path / "cache" / "fedssl" / "decoded").glob("*.images")
     (description,) = (tmp_path / "cache" / "fedssl" / "decoded").glob("*.json")
+    whole = pixels.read_bytes()
     for damage in (
         lambda: pixels.write_bytes(pixels.read_bytes()[:-1]),
         lambda: description.write_text("{"),
@@ -104,6 +105,7 @@ def test_a_cache_that_is_not_whole_is_not_read(folder, tmp_path):
     ):
         damage()
         assert load_dataset(options, 0).train_images[:].equal(wanted)
+        assert pixels.read_bytes() == whole
     assert len(list(pixels.parent.iterdir())) == 2
 
 
