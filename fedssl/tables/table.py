@@ -19,7 +19,7 @@ from ..recipe_text import PART_KEYS, apply_override, explain_errors, read_values
 Metric = Literal[
     "knn", "linear", "semi_supervised_0.01", "semi_supervised_0.1",
     "fine_tune_accuracy", "fine_tune_per_class_accuracy", "fine_tune_precision", "fine_tune_recall", "fine_tune_f1",
-    "effective_rank", "loss", "cka",
+    "effective_rank", "alignment", "uniformity", "linear_auroc", "loss", "cka",
     "memory", "flops", "traffic",
 ]  # fmt: skip
 #: what a table of kind `resources` shows
