@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from fedssl.cli import app
 from fedssl.engines.in_process import run
@@ -63,6 +64,8 @@ def test_the_operator_example_runs():
 def test_every_command_of_the_readme_is_one_that_exists_and_every_override_is_valid(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     np.savez("mine.npz", x_train=np.zeros((90, 32, 32, 3), np.uint8), y_train=np.arange(90) % 3)
+    (tmp_path / "photos").mkdir()
+    Image.fromarray(np.zeros((32, 32, 3), np.uint8)).save("photos/one.png")
     lines = re.sub(r"\\\n\s*", "", TEXT).splitlines()
     commands = [shlex.split(line, comments=True) for line in lines if re.match(r"\s+fedssl [a-z]", line)]
     assert len(commands) >= 7
