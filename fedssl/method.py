@@ -119,7 +119,8 @@ class Method:
 
         Without any reply, for instance if all sampled clients dropped out, nothing changes. Broken replies are left out
         (guard.py). The state's metrics are what the aggregators log of the round, and its config's `refused/CLIENT`
-        says why a reply was left out. Where `samples` gives a client's number of images, its reply must say the same.
+        says why a reply was left out. Where `samples` gives a client's number of images, its reply may say up to twice
+        as many.
 
         Raises:
             UserError: too few replies are left.

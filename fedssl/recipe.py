@@ -21,7 +21,7 @@ from .recipe_text import recipe_yaml
 from .regularizers.base import Regularizer
 from .schedules.base import Schedule
 from .training import TrainingOptions
-from .untrusted.printable import NAME_PATTERN
+from .untrusted.printable import NAME_PATTERN, TEXT_PATTERN
 
 
 class Recipe(Options):
@@ -32,7 +32,7 @@ class Recipe(Options):
         pattern=NAME_PATTERN,
         description="what the recipe is called; the default folder of a run is runs/NAME-seedN",
     )
-    description: str = Field("", description="what the recipe is; reports show it")
+    description: str = Field("", pattern=TEXT_PATTERN, description="what the recipe is; reports show it")
     preset: str = Field(
         "none",
         description="which preset filled in what the recipe leaves open; auto, which a file has without this key, "

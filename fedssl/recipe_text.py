@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from .errors import UserError
 from .options import Options
 from .untrusted.files import absolute_path, expand_home, read_regular_file
-from .untrusted.printable import NAME_PATTERN
+from .untrusted.printable import NAME_PATTERN, TEXT_PATTERN
 from .untrusted.strict_yaml import MOST_BYTES, parse_yaml
 
 #: recipe keys that hold parts: the folder in which each is looked up, and whether the key holds a list of parts
@@ -31,6 +31,11 @@ PART_KEYS: dict[str, tuple[str, bool]] = {
 }
 _MOST_KEYS = 20  # in an override's path
 _LONGEST_INPUT = 200  # characters of a wrong value that a message repeats
+#: what a message says of a pattern
+_PATTERNS = {
+    NAME_PATTERN: "expected 1 to 200 characters on one line, without control characters",
+    TEXT_PATTERN: "expected text without control characters",
+}
 #: the option model of a part, from the folder of its kind and its name
 PartModel = Callable[[str, str], type[Options]]
 RecipeModel = TypeVar("RecipeModel", bound=Options)
@@ -284,8 +289,8 @@ def explain_errors(error: ValidationError, model: type[Options], prefix: str = "
             clauses.append(f"{path}: missing")
         else:
             message = item["msg"][0].lower() + item["msg"][1:]
-            if item["type"] == "string_pattern_mismatch" and item["ctx"]["pattern"] == NAME_PATTERN:
-                message = "expected 1 to 200 characters on one line, without control characters"
+            if item["type"] == "string_pattern_mismatch":
+                message = _PATTERNS.get(item["ctx"]["pattern"], message)
             clauses.append(f"{path}: {message}, got {_shortened(item['input'])}")
     return clauses
 

@@ -199,7 +199,8 @@ class RunDirectory:
             files=files,
             lengths={name: length for name, (_, length) in logs.items()},
             finished=finished,
-            digests=kept | {name: digest for name, (digest, _) in logs.items()} | states,
+            # not of timings.csv: then two runs of one recipe and seed would differ in it
+            digests=kept | {name: digest for name, (digest, _) in logs.items() if name != "timings.csv"} | states,
             parts=self.checkpoint.parts,
         )
         self._written, self._digests = {}, {}

@@ -9,16 +9,19 @@ run.overall("loss")                  # {1: 3.1, 2: 2.7, ...}
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from .errors import UserError
 from .run_directory import RunDirectory
 from .storage import read_csv
+from .untrusted.files import read_regular_file
+from .untrusted.printable import NAME_PATTERN, printable
+from .untrusted.strict_yaml import MOST_BYTES, parse_yaml
 
 
 @dataclass(frozen=True)
@@ -126,16 +129,46 @@ def read_run(path: str | Path) -> Run:
     path = Path(path)
     directory = RunDirectory.open(path)
     try:
-        recipe = yaml.safe_load((path / "recipe.yaml").read_text(encoding="utf-8"))
-        if not isinstance(recipe, dict) or not {"name", "rounds"} <= recipe.keys():
-            raise ValueError("recipe.yaml is not a resolved recipe: `name` or `rounds` is missing")
+        recipe = parse_yaml(read_regular_file(path / "recipe.yaml", MOST_BYTES).decode(), str(path / "recipe.yaml"))
+        _check_recipe(recipe)
         values = {(number, who, metric): value for number, who, metric, value in directory.read_metrics()}
         partition = read_csv(path / "partition.csv")
         class_names = [name for name in partition[0] if name != "client"] if partition else []
-        class_counts = [[int(row[name]) for name in class_names] for row in partition]
+        class_counts = [[_count(row[name]) for name in class_names] for row in partition]
         spectra: dict[str, list[float]] = {}
         for row in read_csv(path / "spectrum.csv"):
-            spectra.setdefault(row["client"], []).append(float(row["value"]))
-    except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError) as error:
-        raise UserError(f"{path} cannot be read as a run's folder: {' '.join(str(error).split())}") from error
+            spectra.setdefault(row["client"], []).append(_singular_value(row["value"]))
+    except UserError:
+        raise
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        problem = printable(" ".join(str(error).split()))
+        raise UserError(f"{path} cannot be read as a run's folder: {problem}") from error
     return Run(path, recipe, values, class_names, class_counts, spectra)
+
+
+def _check_recipe(recipe: Any) -> None:
+    """Refuse what is no resolved recipe, whoever wrote it. The parts are not looked at: they may be gone."""
+    if not isinstance(recipe, dict) or not {"name", "rounds"} <= recipe.keys():
+        raise ValueError("recipe.yaml is not a resolved recipe: `name` or `rounds` is missing")
+    if not isinstance(recipe["name"], str) or not re.match(NAME_PATTERN, recipe["name"]):
+        raise ValueError("recipe.yaml: `name` must be 1 to 200 characters on one line, without control characters")
+    for key, least in (("rounds", 1), ("seed", 0)):
+        value = recipe.get(key, least)
+        if type(value) is not int or value < least:
+            raise ValueError(f"recipe.yaml: `{key}` must be a whole number from {least}, got {str(value)[:40]!r}")
+    if not isinstance(recipe.get("architectures") or [], list):
+        raise ValueError("recipe.yaml: `architectures` must be a list")
+
+
+def _count(text: str) -> int:
+    count = int(text)
+    if not 0 <= count < 2**40:
+        raise ValueError(f"partition.csv: {text[:40]!r} is no number of images")
+    return count
+
+
+def _singular_value(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise ValueError(f"spectrum.csv: {text[:40]!r} is no singular value")
+    return value

@@ -95,8 +95,7 @@ def main() -> None:
         _drop_output()
         sys.exit(1)
     except OSError as error:  # of the machine, such as a full disk, where no code before could say more
-        where = f"{error.filename} " if error.filename else ""
-        _end_with(f"{where}cannot be read or written: {error.strerror or error}")
+        _end_with(f"{error.filename or 'the output'} cannot be read or written: {error.strerror or error}")
 
 
 def _end_with(message: str) -> NoReturn:

@@ -27,9 +27,10 @@ def partition(
     counts = class_counts(dataset.train_labels, rows, len(dataset.counted_as))
     print_text(format_partition(counts, dataset.counted_as))
     if chart is not None:
-        from ..data.partition_chart import draw_partition, write_chart
+        from ..data.partition_chart import draw_partition
+        from ..reports.plots import write_figure
 
-        write_chart(draw_partition(counts, dataset.counted_as), chart)
+        write_figure(chart, draw_partition(counts, dataset.counted_as))
         print_text(f"The chart is in {chart}")
 
 

@@ -98,7 +98,8 @@ def _print_final_evaluation(rows: list[tuple[int, str, str, float]]) -> None:
     without_labels = {"alignment": "alignment", "uniformity": "uniformity"}
     values = {(who, metric): value for number, who, metric, value in rows if number == last_round}
     if any(metric in without_labels for _, metric in values):
-        titles = {"effective_rank": "effective rank"} | without_labels
+        titles = {"linear_auroc": "linear AUROC %", "effective_rank": "effective rank"} | without_labels
+        titles = {metric: title for metric, title in titles.items() if any(metric == name for _, name in values)}
     clients = dict.fromkeys(who for who, metric in values if metric in titles)
     table = TextTable("client", *titles.values(), box=None, pad_edge=False)
     for who in clients:

@@ -1,7 +1,7 @@
 """Datasets: uint8 images [n, C, H, W], int64 labels [n], and the public images of the alignment."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from .options import DataOptions
 from .paths import expanded
 from .pixels import resize
 from .public_images import load_public_images
-from .splits import LabelledImages, Splits
+from .splits import LabelledImages, Splits, unlabelled
 from .stored_images import Images, images_of_rows
 from .torchvision_sets import DEFAULT_ROOT, load_torchvision_set
 
@@ -37,6 +37,8 @@ class Dataset:
         public_images: uint8 [L, C, H, W] without labels, Hetero-SSFL's representation alignment data; or None.
         validation_images, validation_labels: the official validation split, where a file has one (MedMNIST's). No
             client holds it; only fine-tuning can use it.
+        train_targets, test_targets: 0 or 1, uint8 [n, labels], where an image has several labels instead of one class
+            (ChestMNIST). They are for evaluation: for all else such images are without labels.
         columns: further values of each training image, such as its hospital, by the name of a table's column.
     """
 
@@ -49,11 +51,13 @@ class Dataset:
     public_images: Tensor | None
     validation_images: Images | None = None
     validation_labels: Tensor | None = None
+    train_targets: Tensor | None = None
+    test_targets: Tensor | None = None
     columns: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def labelled(self) -> bool:
-        """Whether the images have labels. Without them nothing is measured or dealt by class."""
+        """Whether each image has a class. Without them nothing is measured or dealt by class."""
         return bool(self.class_names)
 
     @property
@@ -65,9 +69,10 @@ class Dataset:
     def measured_images(self) -> Images:
         """What representations are measured on: the test images, or some training images where there are none.
 
-        The choice depends on nothing but their number, so that figures of different seeds compare.
+        A server without data (`data.name=none`) has neither. The choice depends on nothing but the images' number, so
+        that figures of different seeds compare.
         """
-        if len(self.test_images):
+        if len(self.test_images) or not len(self.train_images):
             return self.test_images
         count = min(_MEASURED_TRAINING_IMAGES, len(self.train_images))
         return images_of_rows(self.train_images, torch.arange(count) * len(self.train_images) // count)
@@ -110,6 +115,8 @@ def load_dataset(options: DataOptions, seed: int) -> Dataset:
         public_images=public_images,
         validation_images=None if validation is None else validation.images,
         validation_labels=None if validation is None else validation.labels,
+        train_targets=train.targets,
+        test_targets=test.targets,
         columns=train.columns,
     )
 
@@ -137,13 +144,13 @@ def _load_splits(options: DataOptions) -> Splits:
 def _no_images(options: DataOptions) -> Splits:
     """Splits without images, of the shape and the classes that the sites' images have."""
     assert options.image_shape is not None
-    nothing = LabelledImages(torch.empty(0, *options.image_shape, dtype=torch.uint8), torch.empty(0, dtype=torch.int64))
+    nothing = unlabelled(torch.empty((0, *options.image_shape), dtype=torch.uint8))
     return Splits(nothing, nothing, tuple(options.class_names))
 
 
 def _resized(split: LabelledImages, size: int) -> LabelledImages:
     assert isinstance(split.images, Tensor)  # only folders are larger than the memory, and are read at their size
-    return LabelledImages(resize(split.images, size, size), split.labels) if len(split.labels) else split
+    return replace(split, images=resize(split.images, size, size)) if len(split.labels) else split
 
 
 def _require_usable_shape(splits: Splits) -> None:

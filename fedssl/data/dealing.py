@@ -23,9 +23,10 @@ def deal(dataset: Dataset, options: PartitionOptions, seed: int) -> list[Tensor]
     if options.name == "column":
         return _by_column(dataset, options)
     if options.name in _DEALT_BY_CLASS and not dataset.labelled:
+        labels = "no labels" if dataset.train_targets is None else "several labels each"
         raise UserError(
-            f"partition.name={options.name} divides the classes, and the images of data.name={dataset.name} have no "
-            f"labels: set partition='{{name: iid, clients: {options.clients}}}', or quantity_skew or column in place "
+            f"partition.name={options.name} divides the classes, and the images of data.name={dataset.name} have "
+            f"{labels}: set partition='{{name: iid, clients: {options.clients}}}', or quantity_skew or column in place "
             "of iid"
         )
     return partition_indices(dataset.train_labels, options, seed)

@@ -24,7 +24,7 @@ from .options import DataOptions
 from .stored_images import Images
 from .windows import Window
 
-_SHARE_OF_MEMORY = 0.4  # dealt to the clients and augmented, images take their memory again
+_SHARE_OF_MEMORY = 0.25  # a holdout and the deal to the clients each copy the images
 _FILES_FOR_RANGE = 20
 _MOST_NAMED = 5
 

@@ -41,6 +41,7 @@ class ImageKind:
     """What a file's header says.
 
     Attributes:
+        size: width and height as they are stored, in pixels.
         gray: whether it has one channel, apart from transparency.
         deep: whether pixels have more than 8 bits a channel, and whether those are gray or in colour. Pillow reads the
             upper 8 bits of deep colours and never the others.
@@ -49,6 +50,7 @@ class ImageKind:
         own_window: the window that a DICOM file names.
     """
 
+    size: tuple[int, int]
     gray: bool
     deep: Literal["no", "gray", "colour"]
     type_range: tuple[float, float] | None
@@ -68,7 +70,12 @@ def image_kind(file: Path) -> ImageKind:
             header = read_dicom_header(file)
             _require_size(header.width, header.height)
             return ImageKind(
-                header.gray, "gray" if header.deep else "no", header.type_range, header.frames, header.own_window
+                (header.width, header.height),
+                header.gray,
+                "gray" if header.deep else "no",
+                header.type_range,
+                header.frames,
+                header.own_window,
             )
     with _opened(file) as image:
         return _kind(image)
@@ -177,13 +184,13 @@ def _kind(image: "Image") -> ImageKind:
     # Phones store a second picture for screens of high contrast in what is then a JPEG of two frames, an MPO.
     frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
     if image.mode == "F":
-        return ImageKind(True, "gray", None, frames)
+        return ImageKind(image.size, True, "gray", None, frames)
     if image.mode == "I" or image.mode.startswith("I;16"):
-        return ImageKind(True, "gray", _integer_range(image), frames)
+        return ImageKind(image.size, True, "gray", _integer_range(image), frames)
     gray = image.mode in ("1", "L", "LA")
-    return (
-        ImageKind(gray, "colour", _16_BITS, frames) if _has_deep_colours(image) else ImageKind(gray, "no", None, frames)
-    )
+    if _has_deep_colours(image):
+        return ImageKind(image.size, gray, "colour", _16_BITS, frames)
+    return ImageKind(image.size, gray, "no", None, frames)
 
 
 def _integer_range(image: "Image") -> tuple[float, float]:

@@ -64,7 +64,7 @@ def load_images(options: DataOptions) -> Splits:
         LabelledImages(
             images_of_rows(decoded.images, part),
             labels[part],
-            {name: tuple(file.columns[name] for file in kept[part]) for name in names},
+            columns={name: tuple(file.columns[name] for file in kept[part]) for name in names},
         )
         for part in (slice(0, of_train), slice(of_train, None))
     )
@@ -77,44 +77,45 @@ def _listed_splits(root: Path, options: DataOptions) -> tuple[list[_ImageFile], 
     if isinstance(options.labels, Path):
         table = read_table(expanded(options.labels, "data.labels"), options.file_column, options.label_column)
     by_folder = options.name == "folder" or options.labels == "folders"
-    split_folders = [root / "train", root / "test"]
-    if options.name == "folder":
-        for folder in split_folders:
-            if kind_of(folder) != "folder":
-                raise UserError(
-                    f"there is no folder {printable(folder)}; data.path must hold train/CLASS/ and test/CLASS/, or set "
-                    "data.name=images for any other folder of images"
-                )
-    has_splits = all(kind_of(folder) == "folder" for folder in split_folders)
+    split_folders = _split_folders(root, options)
     listing = list_files(root)
     left_out = [file for file in listing.others if table is None or not _same_file(file, table.path)]
-    splits: list[list[_ImageFile]] = [[], []]
+    splits: list[list[_ImageFile]] = [[] for _ in split_folders]
     for path in listing.images:
-        position = 0
-        if has_splits:
-            first = path.relative_to(root).parts[0]
-            if first not in ("train", "test"):
-                left_out.append(path)
-                continue
-            position = ("train", "test").index(first)
-        file = _described(path, root, split_folders[position] if has_splits else root, by_folder, table, options)
-        if file is None:
+        position = next((n for n, folder in enumerate(split_folders) if path.is_relative_to(folder)), None)
+        file = None
+        if position is not None:
+            file = _described(path, root, split_folders[position], by_folder, table, options)
+        if position is None or file is None:
             left_out.append(path)
         else:
             splits[position].append(file)
-    expected = "in the folder of its class" if by_folder else "on a line of the table" if table else ""
-    notify_of_left_out(left_out, root, expected or ("in train/ or test/" if has_splits else ""))
+    expected = "in train/ or test/" if len(splits) > 1 else ""
+    expected = "in the folder of its class" if by_folder else "on a line of the table" if table else expected
+    notify_of_left_out(left_out, root, expected)
     if by_folder:
-        for files in splits:
+        for folder, files in zip(split_folders, splits, strict=True):
             files.sort(key=lambda file: file.label or "")  # a stable sort: a class's files keep their order
-        for folder, files in zip(split_folders if has_splits else [root], splits, strict=False):
             _require_no_empty_class(folder, {file.label for file in files})
     if table is not None:
         _report_missing(table, root, splits, options)
     if not splits[0]:
-        where = root / "train" if has_splits else root
-        raise UserError(f"{printable(where)} holds no image that can be used; set data.path to a folder of images")
-    return splits[0], splits[1]
+        raise UserError(
+            f"{printable(split_folders[0])} holds no image that can be used; set data.path to a folder of images"
+        )
+    return splits[0], splits[1] if len(splits) > 1 else []
+
+
+def _split_folders(root: Path, options: DataOptions) -> list[Path]:
+    """The folders train/ and test/ where both are there, and else the folder itself."""
+    folders = [root / "train", root / "test"]
+    missing = [folder for folder in folders if kind_of(folder) != "folder"]
+    if missing and options.name == "folder":
+        raise UserError(
+            f"there is no folder {printable(missing[0])}; data.path must hold train/CLASS/ and test/CLASS/, or set "
+            "data.name=images for any other folder of images"
+        )
+    return [root] if missing else folders
 
 
 def _described(
@@ -146,7 +147,11 @@ def _report_missing(
     """Treat files that the table names and that do not exist as broken ones."""
     present = {file.path.relative_to(root).as_posix() for files in splits for file in files}
     names = list(table.line_of)
-    missing = {number: "there is no such file" for number, name in enumerate(names) if name not in present}
+    missing = {
+        number: "not a file whose name ends as an image's" if (root / name).exists() else "there is no such file"
+        for number, name in enumerate(names)
+        if name not in present
+    }
     report_broken([root / name for name in names], missing, options.broken)
 
 

@@ -26,7 +26,8 @@ _MOST_CLASSES = 65536
 def load_npz(path: Path, window: Window | None = None) -> Splits:
     """Read the training, test and, if there is one, validation split of an .npz file.
 
-    A file without any labels is a dataset without labels; then the test images may be missing.
+    A file without any labels is a dataset without labels; then the test images may be missing. Labels [n, labels] of 0
+    and 1 are several labels an image: they are used in evaluation alone.
 
     Raises:
         UserError: the file is missing or unreadable, or its arrays do not fit together.
@@ -40,6 +41,8 @@ def load_npz(path: Path, window: Window | None = None) -> Splits:
         names = "class_names" if "class_names" in archive.names else None
         arrays = archive.read([*wanted, *([names] if names else [])])
 
+    if all(_is_multi_label(arrays[label_key]) for _, label_key in keys):
+        return _with_several_labels(keys, arrays, path, window)
     labels = []
     for image_key, label_key in keys:
         images, label_array = arrays[image_key], arrays[label_key]
@@ -73,6 +76,31 @@ def _without_labels(arrays: dict[str, NDArray[Any]], path: Path, window: Window 
     train, *rest = (unlabelled(channels_first(array, name)) for name, array in pixels.items())
     test = rest[0] if rest else unlabelled(train.images[:0])
     return Splits(train, test, ())
+
+
+def _is_multi_label(array: NDArray[Any]) -> bool:
+    """Whether labels are 0 or 1 in more than one column: [n, labels]."""
+    if array.ndim != 2 or array.shape[1] < 2 or array.dtype.kind not in "iub" or array.size == 0:
+        return False
+    return bool(array.min() >= 0 and array.max() <= 1)
+
+
+def _with_several_labels(
+    keys: list[tuple[str, str]], arrays: dict[str, NDArray[Any]], path: Path, window: Window | None
+) -> Splits:
+    """Images with several yes-or-no labels each, as ChestMNIST has them. Their validation split is not used."""
+    keys = keys[:2]
+    shapes = [arrays[label_key].shape for _, label_key in keys]
+    for (image_key, label_key), shape in zip(keys, shapes, strict=True):
+        if len(np.atleast_1d(arrays[image_key])) != shape[0] or shape[1] != shapes[0][1]:
+            raise UserError(
+                f"{printable(path)}: {label_key} has shape {list(shape)}; expected a line for each image of "
+                f"{image_key} and {shapes[0][1]} labels, as {keys[0][1]} has"
+            )
+    pixels = to_uint8({f"{key} in {printable(path)}": arrays[key] for key, _ in keys}, window)
+    images = [channels_first(array, name) for name, array in pixels.items()]
+    targets = [torch.from_numpy(arrays[label_key].astype(np.uint8)) for _, label_key in keys]
+    return Splits(unlabelled(images[0], targets[0]), unlabelled(images[1], targets[1]), ())
 
 
 def _split_keys(names: list[str], path: Path) -> list[tuple[str, str]]:

@@ -72,7 +72,7 @@ class DataOptions(Options):
         None,
         ge=0,
         description="GB of decoded image files that are held in memory; more are decoded once into a file under "
-        "~/.cache/fedssl/decoded and read from there (default: 40 % of the available memory)",
+        "~/.cache/fedssl/decoded and read from there (default: a quarter of the available memory)",
     )
     window: Literal["full", "per_image", "file"] | tuple[float, float] | None = Field(
         None,
@@ -101,6 +101,10 @@ class DataOptions(Options):
             )
         if self.public_path is not None and self.public_holdout > 0:
             raise ValueError("public_path and public_holdout are two sources of public images; give only one")
+        if self.image_shape is not None and self.image_shape[0] not in (1, 3):
+            raise ValueError(
+                f"image_shape must be [channels, height, width] with 1 or 3 channels, got {[*self.image_shape]}"
+            )
         if self.labels is not None and self.name != "images":
             raise ValueError(f"labels is for name=images, not for name={self.name}; leave it out")
         if isinstance(self.window, tuple) and not self.window[0] < self.window[1]:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
+from .error_text import printable
+from .paths import expanded, kind_of
 
 _SAMPLED = 32  # image files whose headers are read
-_SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif", ".jfif", ".dcm")
 _IMAGE_KEYS = ("x_train", "train_images", "x")
 _LABEL_KEYS = ("y_train", "train_labels", "y")
 # Of files of several sizes, the images are brought to the largest of these that is not above their median side.
 _SIZES = (32, 64, 96, 128)
+_TEST_FRACTION = 0.2  # the default of data.test_fraction
 
 
 @dataclass(frozen=True)
@@ -62,18 +62,15 @@ def outline(data: Mapping[str, Any]) -> DataOutline | None:
         return _with_size(_BUILT_IN[name], data)
     if name not in ("npz", "folder", "images") or not isinstance(path, (str, Path)):
         return None
-    place = Path(path)
-    try:
-        place = place.expanduser()
-    except RuntimeError as error:
-        raise UserError(f"data.path: {path} names the home folder of an unknown user; give another path") from error
-    if not place.exists():
-        raise UserError(f"data.path: there is no file or folder {place}")
-    if place.is_file() and name != "folder":
-        return _with_size(_of_npz(place), data)
-    if not place.is_dir() or name == "npz":
+    place = expanded(Path(path), "data.path")
+    kind = kind_of(place)
+    if kind == "missing":
+        raise UserError(f"data.path: there is no file or folder {printable(place)}")
+    if name == "npz":
+        return _with_size(_of_npz(place), data) if kind == "file" else None
+    if kind != "folder":
         return None
-    labelled = name == "folder" or data.get("labels") is not None
+    labelled = name == "folder" or (data.get("labels") is not None and data.get("label_column", "label") is not None)
     return _with_size(_of_files(place, labelled), data)
 
 
@@ -94,53 +91,43 @@ def _of_shape(shape: Any) -> DataOutline | None:
 
 def _of_npz(path: Path) -> DataOutline:
     """Reads the header of the array with the training images."""
-    import numpy as np
+    from .npz_archive import NpzArchive
 
-    try:
-        with zipfile.ZipFile(path) as archive:
-            keys = [name.removesuffix(".npy") for name in archive.namelist()]
-            chosen = next((key for key in _IMAGE_KEYS if key in keys), keys[0] if len(keys) == 1 else None)
-            if chosen is None:
-                raise ValueError(f"it holds none of {', '.join(_IMAGE_KEYS)}")
-            with archive.open(f"{chosen}.npy") as file:
-                version = np.lib.format.read_magic(file)
-                read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-                shape, _, _ = read(file)
-    except (OSError, ValueError, EOFError, KeyError, RuntimeError, NotImplementedError, zipfile.BadZipFile) as error:
-        raise UserError(f"data.path: {path} cannot be read as an .npz file of images ({error})") from error
+    with NpzArchive(path) as archive:
+        names = archive.names
+        chosen = next((name for name in _IMAGE_KEYS if name in names), names[0] if len(names) == 1 else None)
+        if chosen is None:
+            raise UserError(f"data.path: {path} holds none of the arrays {', '.join(_IMAGE_KEYS)}")
+        shape = archive.shape(chosen)
     if len(shape) not in (3, 4):
         raise UserError(f"data.path: {chosen} in {path} has shape {list(shape)}; expected [n, H, W] or [n, H, W, C]")
     last = len(shape) == 4 and shape[3] in (1, 3)
     height, width = shape[1:3] if last or len(shape) == 3 else shape[2:4]
     channels = 1 if len(shape) == 3 else shape[3] if last else shape[1]
-    return DataOutline(shape[0], channels, min(height, width), any(key in keys for key in _LABEL_KEYS))
+    return DataOutline(shape[0], channels, min(height, width), any(name in names for name in _LABEL_KEYS))
 
 
 def _of_files(path: Path, labelled: bool) -> DataOutline:
     """Reads the headers of some image files, evenly spread over the folder."""
-    from PIL import Image
+    from .file_listing import list_files
+    from .image_files import IMAGE_SUFFIXES, BrokenImageError, image_kind
 
-    files = _image_files(path / "train" if (path / "train").is_dir() else path)
+    files = list_files(path / "train" if (path / "train").is_dir() else path).images
     if not files:
-        raise UserError(f"data.path: {path} holds no image ({', '.join(_SUFFIXES)})")
-    sides, channels = [], 1
+        raise UserError(f"data.path: {path} holds no image; images end with {', '.join(IMAGE_SUFFIXES)}")
+    sizes, channels = [], 1
     for file in files[:: -(-len(files) // _SAMPLED)]:
         try:
-            with Image.open(file) as image:
-                sides.append(image.size)
-                channels = channels if image.mode in ("1", "L", "LA") or image.mode[0] in "IF" else 3
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
-            continue  # loading the data names files that cannot be read
-    one_square = len(set(sides)) == 1 and sides[0][0] == sides[0][1] <= _SIZES[-1]
-    shorter = sorted(min(size) for size in sides) or [_SIZES[-1]]
+            kind = image_kind(file)
+        except BrokenImageError:
+            continue  # loading the data names the files that cannot be read
+        sizes.append(kind.size)
+        channels = channels if kind.gray else 3
+    one_square = len(set(sizes)) == 1 and sizes[0][0] == sizes[0][1] <= _SIZES[-1]
+    shorter = sorted(min(size) for size in sizes) or [_SIZES[-1]]
     median = shorter[len(shorter) // 2]
     side = median if one_square else max((size for size in _SIZES if size <= median), default=_SIZES[0])
-    return DataOutline(len(files), channels, side, labelled, from_files=True)
-
-
-def _image_files(path: Path) -> list[Path]:
-    files = []
-    for folder, folders, names in os.walk(path):
-        folders[:] = sorted(one for one in folders if not one.startswith((".", "__")))
-        files += [Path(folder, one) for one in sorted(names) if one.lower().endswith(_SUFFIXES)]
-    return files
+    count = len(files)
+    if labelled and not (path / "test").is_dir():
+        count -= round(count * _TEST_FRACTION)  # those become the test set
+    return DataOutline(count, channels, side, labelled, from_files=True)

@@ -1,8 +1,6 @@
 """A chart of how many samples of each class each client has."""
 
-import io
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 from matplotlib import colormaps
@@ -12,9 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from torch import Tensor
 
-from ..errors import UserError
-from ..storage import write_atomically
-from .error_text import printable
+from ..untrusted.printable import plot_text
 from .partition_table import checked_shape
 
 _MOST_LEGEND_ENTRIES = 20
@@ -46,27 +42,14 @@ def draw_partition(counts: Tensor, class_names: Sequence[str]) -> Figure:
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     if legend_entries:
-        handles = [Patch(color=colour, label=name) for colour, name in zip(colours, class_names, strict=True)]
+        handles = [
+            Patch(color=colour, label=plot_text(name)) for colour, name in zip(colours, class_names, strict=True)
+        ]
         figure.legend(handles=handles, title="class", loc="outside right upper", fontsize=9)
     else:
         scale = ScalarMappable(Normalize(-0.5, classes - 0.5), ListedColormap(colours))
         figure.colorbar(scale, ax=axes, label="class number", pad=0.02)
     return figure
-
-
-def write_chart(figure: Figure, path: Path) -> None:
-    """Write a chart; the ending of the file's name chooses the format.
-
-    Raises:
-        UserError: the name's ending is unknown, or the file cannot be written, for instance on a full disk.
-    """
-    content = io.BytesIO()
-    known = figure.canvas.get_supported_filetypes()
-    kind = path.suffix.removeprefix(".").lower() or "png"
-    if kind not in known:
-        raise UserError(f"{printable(path)} ends with no known format; let it end with .{', .'.join(sorted(known))}")
-    figure.savefig(content, dpi=150, format=kind)
-    write_atomically(path, content.getvalue())
 
 
 def _class_colours(classes: int) -> list[tuple[float, float, float, float]]:

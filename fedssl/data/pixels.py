@@ -28,7 +28,9 @@ def to_uint8(arrays: dict[str, NDArray[Any]], window: Window | None = None) -> d
     float_scale = 255.0 if brightest <= 1.0 else 1.0
     converted = {}
     for name, array in arrays.items():
-        if window is not None and _is_deep(array):
+        if array.dtype == np.uint8:
+            converted[name] = array
+        elif window is not None and _is_deep(array):
             converted[name] = apply_window(array, window, range_of_type(array.dtype))
         elif array.dtype.kind == "f":
             converted[name] = np.rint(array.astype(np.float32) * float_scale).astype(np.uint8)

@@ -16,18 +16,21 @@ class LabelledImages:
     Attributes:
         images: uint8 [n, C, H, W] with C of 1 or 3.
         labels: int64 [n] from 0; all 0 where the dataset has no labels.
+        targets: 0 or 1, uint8 [n, labels], where an image has several labels and no class; for evaluation alone.
         columns: further values of each image, such as its hospital, by the name of a table's column.
     """
 
     images: Images
     labels: Tensor
+    targets: Tensor | None = None
     columns: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def rows(self, index: Tensor) -> "LabelledImages":
         """The images and labels with the given row numbers, int64 [m]."""
         numbers = index.tolist()
         columns = {name: tuple(values[number] for number in numbers) for name, values in self.columns.items()}
-        return LabelledImages(images_of_rows(self.images, index), self.labels[index], columns)
+        targets = None if self.targets is None else self.targets[index]
+        return LabelledImages(images_of_rows(self.images, index), self.labels[index], targets, columns)
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +49,6 @@ class Splits:
     validation: LabelledImages | None = None
 
 
-def unlabelled(images: Images) -> LabelledImages:
-    """A split without labels."""
-    return LabelledImages(images, torch.zeros(len(images), dtype=torch.int64))
+def unlabelled(images: Images, targets: Tensor | None = None) -> LabelledImages:
+    """A split whose images have no class each."""
+    return LabelledImages(images, torch.zeros(len(images), dtype=torch.int64), targets)

@@ -15,6 +15,8 @@ from rich.progress import (
 )
 from rich.progress import Progress as RichProgress
 
+from ..untrusted.printable import printable
+
 
 class Progress(Protocol):
     """What an engine reports while it runs; the command line draws bars from it."""
@@ -83,4 +85,4 @@ class ProgressBars:
         self.bars.update(self.clients, status=text)
 
     def warn(self, text: str) -> None:
-        self.console.print(text, highlight=False, markup=False)
+        self.console.print(printable(text), highlight=False, markup=False)

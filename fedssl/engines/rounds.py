@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Protocol
 
 from torch import Tensor
@@ -21,7 +22,7 @@ from ..models.model import Model
 from ..randomness import seed_for
 from ..recipe import Recipe
 from ..run_directory import IMAGE_SHAPE, MetricRow, RunDirectory
-from ..storage import csv_text
+from ..storage import cannot_write, csv_text
 from .progress import Progress
 
 
@@ -144,16 +145,34 @@ def _evaluate(
 @contextmanager
 def _tensorboard(directory: RunDirectory, first: int) -> Iterator[Callable[[list[MetricRow]], None]]:
     """A writer of rows as TensorBoard events; events of rounds from `first` on are marked as superseded."""
-    writer = SummaryWriter(str(directory.path / "tensorboard"), purge_step=first)
+    path = directory.path / "tensorboard"
 
     def write(rows: list[MetricRow]) -> None:
-        for number, who, metric, value in rows:
-            writer.add_scalar(f"{metric}/{who}", value, number)
+        try:
+            for number, who, metric, value in rows:
+                writer.add_scalar(f"{metric}/{who}", value, number)
+        except OSError as error:
+            raise cannot_write(path, error) from error
 
+    before, threading.excepthook = threading.excepthook, _ignore_full_disk
     try:
-        yield write
+        try:
+            writer = SummaryWriter(str(path), purge_step=first)
+        except OSError as error:
+            raise cannot_write(path, error) from error
+        try:
+            yield write
+        finally:
+            with suppress(OSError):  # the same one again; the events are no part of a checkpoint
+                writer.close()
     finally:
-        writer.close()
+        threading.excepthook = before
+
+
+def _ignore_full_disk(error: threading.ExceptHookArgs) -> None:
+    """TensorBoard's thread keeps its OSError for the next write to raise; it need not be shown as a traceback, too."""
+    if not issubclass(error.exc_type, OSError):
+        threading.__excepthook__(error)
 
 
 def _opening(

@@ -9,19 +9,21 @@ from torch import Tensor
 
 from ..data.augmentation import AugmentationOptions, two_views
 from ..data.datasets import Dataset
+from ..data.stored_images import images_of_rows
 from ..errors import UserError
 from ..models.model import Model
 from .alignment import alignment
 from .features import extract_features, extract_view_features
 from .fine_tune import FineTuneOptions, fine_tuned_scores
 from .knn import knn_accuracy
-from .linear import linear_accuracy
+from .linear import linear_accuracy, linear_auroc
 from .options import EvaluationOptions
 from .semi_supervised import SemiSupervisedOptions, semi_supervised_accuracy
 from .spectrum import effective_rank, singular_values
 from .uniformity import uniformity
 
 _COMPARED_IMAGES = 1000  # uniformity compares each pair of them
+_VIEWS_AT_A_TIME = 100  # bounds the memory of augmenting large images
 
 
 def evaluate_model(
@@ -56,7 +58,7 @@ def evaluate_model(
         `fractions`. `effective_rank` is that of the test images' representations. The scores after fine-tuning on all
         labels are `fine_tune_accuracy` and the macro averages `fine_tune_per_class_accuracy`, `fine_tune_precision`,
         `fine_tune_recall` and `fine_tune_f1`. Without labels the measures are `effective_rank`, `alignment` and
-        `uniformity`, of `Dataset.measured_images`.
+        `uniformity`, of `Dataset.measured_images`; with several labels an image also `linear_auroc`, if `linear`.
 
     Raises:
         UserError: a representation is not finite, or an evaluation's own training diverged; or fine-tuning is asked for
@@ -64,7 +66,10 @@ def evaluate_model(
     """
     check_labels(dataset, fractions, fine_tune)
     if not dataset.labelled:
-        return _measures_without_labels(model, dataset, augmentation, seed)
+        metrics, spectrum = _measures_without_classes(model, dataset, augmentation, seed)
+        if linear and (auroc := _linear_auroc(model, dataset, options, seed)) is not None:
+            metrics["linear_auroc"] = auroc
+        return metrics, spectrum
     train = extract_features(model.encoder, dataset.train_images, device=model.device)
     test = extract_features(model.encoder, dataset.test_images, device=model.device)
     labelled = (train, dataset.train_labels, test, dataset.test_labels)
@@ -102,15 +107,27 @@ def check_labels(dataset: Dataset, fractions: Sequence[float], fine_tune: FineTu
         )
 
 
-def _measures_without_labels(
+def _measures_without_classes(
     model: Model, dataset: Dataset, augmentation: AugmentationOptions, seed: int
 ) -> tuple[dict[str, float], Tensor]:
     images = dataset.measured_images
     features = extract_features(model.encoder, images, device=model.device)
-    compared = images[: min(_COMPARED_IMAGES, len(images))]
-    views = two_views(compared, augmentation, torch.Generator().manual_seed(seed))
-    first, second = (extract_view_features(model.encoder, view, device=model.device) for view in views)
+    generator = torch.Generator().manual_seed(seed)
+    pairs = []
+    for part in images_of_rows(images, slice(0, _COMPARED_IMAGES)).split(_VIEWS_AT_A_TIME):
+        views = two_views(part, augmentation, generator)
+        pairs.append([extract_view_features(model.encoder, view, device=model.device) for view in views])
+    first, second = (torch.cat(parts) for parts in zip(*pairs, strict=True))
     metrics = {"effective_rank": effective_rank(features), "alignment": alignment(first, second)}
-    if len(compared) > 1:
-        metrics["uniformity"] = uniformity(features[: len(compared)])
+    if len(features) > 1:
+        metrics["uniformity"] = uniformity(features[:_COMPARED_IMAGES])
     return metrics, singular_values(features)
+
+
+def _linear_auroc(model: Model, dataset: Dataset, options: EvaluationOptions, seed: int) -> float | None:
+    """See `linear_auroc`; None where the images do not have several labels each."""
+    if dataset.train_targets is None or dataset.test_targets is None:
+        return None
+    train = extract_features(model.encoder, dataset.train_images, device=model.device)
+    test = extract_features(model.encoder, dataset.test_images, device=model.device)
+    return linear_auroc(train, dataset.train_targets, test, dataset.test_targets, options.linear, seed)

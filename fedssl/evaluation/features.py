@@ -10,8 +10,9 @@ from ..data.datasets import Dataset
 from ..data.stored_images import Images
 from ..errors import UserError
 
-# Bounds the memory of a forward pass; the results do not depend on it.
+# Bound the memory of a forward pass; the results do not depend on them.
 _IMAGES_AT_A_TIME = 500
+_PIXELS_AT_A_TIME = 500 * 64 * 64
 
 
 def require_measured_images(dataset: Dataset) -> None:
@@ -65,7 +66,8 @@ def _run(
     try:
         network.to(device).eval()
         with torch.no_grad():
-            for batch in images.split(_IMAGES_AT_A_TIME):
+            pixels = images.shape[-2] * images.shape[-1]
+            for batch in images.split(min(_IMAGES_AT_A_TIME, max(1, _PIXELS_AT_A_TIME // pixels))):
                 outputs.append(network(prepare(batch.to(device))).to("cpu", torch.float32))
     finally:
         network.to(home)

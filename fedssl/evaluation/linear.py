@@ -1,5 +1,7 @@
 """Linear evaluation: how well one linear layer on the frozen encoder separates the classes."""
 
+from collections.abc import Callable
+
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -59,17 +61,73 @@ def linear_accuracy(
     Raises:
         UserError: training diverged.
     """
+    targets = train_labels.to(train_features.device, torch.int64)
+    logits = _test_logits(train_features, targets, test_features, classes, F.cross_entropy, options, generator_seed)
+    return 100.0 * int((logits.argmax(dim=1) == test_labels.to(logits.device)).sum()) / len(test_features)
+
+
+def linear_auroc(
+    train_features: Tensor,
+    train_targets: Tensor,
+    test_features: Tensor,
+    test_targets: Tensor,
+    options: LinearOptions,
+    generator_seed: int,
+) -> float | None:
+    """Mean area under the ROC curve over several yes-or-no labels, of a linear layer on frozen representations.
+
+    The protocol is that of `linear_accuracy` with one output a label and binary cross-entropy. The mean over the labels
+    is the measure of ChestMNIST (Yang et al. 2023, MedMNIST v2, section "Benchmark").
+
+    Args:
+        train_features: floating point [n, d], finite.
+        train_targets: 0 or 1, [n, labels].
+        test_features: floating point [m, d], finite.
+        test_targets: 0 or 1, [m, labels].
+        options: see `linear_accuracy`.
+        generator_seed: see `linear_accuracy`.
+
+    Returns:
+        In percent: 50 for chance, 100 for a perfect order. A label that all test images have, or none, does not count;
+        None where no label counts.
+
+    Raises:
+        UserError: training diverged.
+    """
+    from sklearn.metrics import roc_auc_score  # here, as importing it takes a second
+
+    targets = train_targets.to(train_features.device, torch.float32)
+    loss = F.binary_cross_entropy_with_logits
+    logits = _test_logits(train_features, targets, test_features, targets.shape[1], loss, options, generator_seed).cpu()
+    truth = test_targets.cpu()
+    areas = [
+        roc_auc_score(truth[:, label].numpy(), logits[:, label].numpy())
+        for label in range(truth.shape[1])
+        if 0 < int(truth[:, label].sum()) < len(truth)
+    ]
+    return 100.0 * float(sum(areas)) / len(areas) if areas else None
+
+
+def _test_logits(
+    train_features: Tensor,
+    targets: Tensor,
+    test_features: Tensor,
+    outputs: int,
+    loss_of: Callable[[Tensor, Tensor], Tensor],
+    options: LinearOptions,
+    generator_seed: int,
+) -> Tensor:
+    """The outputs for the test images, [m, outputs], of a linear layer trained on the training images."""
     device = train_features.device
     inputs, test_inputs = train_features.detach().float(), test_features.detach().to(device).float()
     if options.standardize:
         inputs, test_inputs = _standardized(inputs, test_inputs)
-    targets = train_labels.to(device, torch.int64)
     count, width = inputs.shape
 
     generator = torch.Generator().manual_seed(generator_seed)
     bound = width**-0.5  # the initialisation of torch.nn.Linear, which would draw from the global generator
-    weight = torch.empty(classes, width).uniform_(-bound, bound, generator=generator).to(device)
-    bias = torch.empty(classes).uniform_(-bound, bound, generator=generator).to(device)
+    weight = torch.empty(outputs, width).uniform_(-bound, bound, generator=generator).to(device)
+    bias = torch.empty(outputs).uniform_(-bound, bound, generator=generator).to(device)
     parameters = [weight.requires_grad_(), bias.requires_grad_()]
     optimizer = torch.optim.Adam(parameters, lr=options.learning_rate)
 
@@ -77,15 +135,14 @@ def linear_accuracy(
         for _ in range(options.epochs):
             order = torch.randperm(count, generator=generator).to(device)
             for batch in order.split(options.batch_size):
-                loss = F.cross_entropy(F.linear(inputs[batch], weight, bias), targets[batch])
+                loss = loss_of(F.linear(inputs[batch], weight, bias), targets[batch])
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
     if not all(bool(torch.isfinite(parameter).all()) for parameter in parameters):
         raise UserError(f"learning_rate: the linear evaluation diverged at {options.learning_rate}; choose a lower one")
     with torch.no_grad():
-        predicted = F.linear(test_inputs, weight, bias).argmax(dim=1)
-    return 100.0 * int((predicted == test_labels.to(device)).sum()) / len(test_features)
+        return F.linear(test_inputs, weight, bias)
 
 
 def _standardized(train: Tensor, test: Tensor) -> tuple[Tensor, Tensor]:

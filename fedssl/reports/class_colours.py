@@ -10,6 +10,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from numpy.typing import NDArray
 
+from ..untrusted.printable import plot_text
+
 #: more classes than these have no legend: their colours cannot be told apart
 MOST_NAMED_CLASSES = 20
 
@@ -28,7 +30,7 @@ def class_legend(figure: Figure, class_names: Sequence[str], marks: Sequence[Lin
     handles = list(marks)
     if len(class_names) <= MOST_NAMED_CLASSES:
         handles += [
-            Line2D([], [], marker="o", ls="", ms=6, color=colour, label=name)
+            Line2D([], [], marker="o", ls="", ms=6, color=colour, label=plot_text(name))
             for colour, name in zip(class_colours(len(class_names)), class_names, strict=True)
         ]
     if handles:

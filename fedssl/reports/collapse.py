@@ -93,7 +93,7 @@ def analyse_collapse(federation: Federation, directory: RunDirectory) -> Collaps
         directory: the run's folder, with at least one finished round.
 
     Raises:
-        UserError: there are no test images, a state cannot be read, or representations are not finite.
+        UserError: there are no images, a state cannot be read, or representations are not finite.
     """
     recipe, data = federation.recipe, federation.dataset
     require_measured_images(data)

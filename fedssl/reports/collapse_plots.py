@@ -12,6 +12,7 @@ from matplotlib.lines import Line2D
 from numpy.typing import NDArray
 
 from ..evaluation.spectrum import log_covariance_singular_values
+from ..untrusted.printable import plot_text
 from .class_colours import class_colours, class_legend
 from .collapse import Collapse
 from .plots import MUTED, TEXT, method_styles, name_lines, tidy
@@ -34,7 +35,8 @@ def draw_log_singular_values(analyses: Mapping[str, Collapse]) -> Figure:
     figure = Figure(figsize=(5.0 * len(titles) + 0.6, 3.7 + 0.1 * len(analyses)), layout="constrained")
     grid = figure.subplots(1, len(titles), sharey=True, squeeze=False)[0]
     first = next(iter(analyses.values()))
-    uniform = torch.randn(len(first.labels), first.local[0].dimension, generator=torch.Generator().manual_seed(0))
+    dimension = next(iter(first.models.values())).dimension
+    uniform = torch.randn(len(first.labels), dimension, generator=torch.Generator().manual_seed(0))
     reference = log_covariance_singular_values(uniform).numpy()
     for axes, title in zip(grid, titles, strict=True):
         for label, analysis in analyses.items():
@@ -45,7 +47,9 @@ def draw_log_singular_values(analyses: Mapping[str, Collapse]) -> Figure:
                 fewest = min(map(len, lines))
                 mean = np.mean([line[:fewest] for line in lines], axis=0)
                 style = styles[label]
-                axes.plot(np.arange(1, fewest + 1), mean, color=style.colour, ls=style.line, lw=1.9, label=label)
+                axes.plot(
+                    np.arange(1, fewest + 1), mean, color=style.colour, ls=style.line, lw=1.9, label=plot_text(label)
+                )
         axes.plot(np.arange(1, len(reference) + 1), reference, color=MUTED, ls=(0, (4, 3)), lw=1.2)
         axes.set_title(title, fontsize=12, loc="left", color=TEXT)
         axes.set_xlabel("index of the singular value", fontsize=11)
@@ -81,7 +85,9 @@ def draw_spheres(analyses: Mapping[str, Collapse]) -> Figure:
             covered = 100 * analysis.models[who].coverage
             axes.set_title(f"{_model_name(who)}: {covered:.0f} % covered", fontsize=11, color=TEXT)
         if len(analyses) > 1:
-            line[0].text(-1.25, 0, label, rotation=90, ha="center", va="center", size=12, weight="bold", color=TEXT)
+            line[0].text(
+                -1.25, 0, plot_text(label), rotation=90, ha="center", va="center", size=12, weight="bold", color=TEXT
+            )
     for axes in grid.ravel():
         if not axes.has_data():
             axes.set_axis_off()
@@ -112,7 +118,9 @@ def draw_tsne(analyses: Mapping[str, Collapse]) -> Figure | None:
         points, others = np.array(shared), np.array(local)
         axes.scatter(points[:, 0], points[:, 1], s=16, facecolors="none", edgecolors=colours, lw=0.9)
         axes.scatter(others[:, 0], others[:, 1], s=15, c=colours, marker="x", lw=0.9)
-        axes.set_title(label if len(shown) > 1 else f"global model and client {who}", fontsize=11, color=TEXT)
+        axes.set_title(
+            plot_text(label) if len(shown) > 1 else f"global model and client {who}", fontsize=11, color=TEXT
+        )
         axes.set_xticks([])
         axes.set_yticks([])
         for spine in axes.spines.values():

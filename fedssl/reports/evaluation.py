@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from ..data.augmentation import AugmentationOptions
@@ -26,6 +25,7 @@ from ..randomness import seed_for
 from ..recipe_text import explain_errors
 from ..run_directory import RunDirectory
 from ..storage import csv_text, write_atomically
+from ..untrusted.strict_yaml import parse_yaml
 
 Note = Callable[[str], None]
 
@@ -165,10 +165,9 @@ def parse_data(text: str) -> DataOptions:
         key, equals, value = pair.partition("=")
         if not equals:
             raise UserError(f"--data: expected KEY=VALUE pairs such as name=npz,path=mine.npz, got {text!r}")
-        try:
-            values[key] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise UserError(f"--data: {pair!r} has no valid value: {' '.join(str(error).split())}") from error
+        if key in values:
+            raise UserError(f"--data: {key} is given twice in {text!r}; remove one of them")
+        values[key] = parse_yaml(value, f"--data: the value of {pair!r}")
     return data_options(values)
 
 

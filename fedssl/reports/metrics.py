@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from statistics import fmean, stdev
 
@@ -18,6 +19,7 @@ METRIC_TITLES = {
     "fine_tune_recall": "fine-tuned recall (%)",
     "fine_tune_f1": "fine-tuned F1 (%)",
     "effective_rank": "effective rank",
+    "linear_auroc": "linear AUROC (%)",
     "alignment": "alignment",
     "uniformity": "uniformity",
     "loss": "objective's loss",
@@ -26,9 +28,11 @@ METRIC_TITLES = {
 }
 FINE_TUNED = tuple(f"fine_tune_{score}" for score in ("accuracy", "per_class_accuracy", "precision", "recall", "f1"))
 #: in percent
-ACCURACIES = ("knn", "linear", "semi_supervised_0.01", "semi_supervised_0.1", *FINE_TUNED)
+ACCURACIES = ("knn", "linear", "linear_auroc", "semi_supervised_0.01", "semi_supervised_0.1", *FINE_TUNED)
 #: measured before and after training, and possibly in between; the fine-tuned scores after it alone
 EVALUATED = (*ACCURACIES, "effective_rank", "alignment", "uniformity")
+#: larger ones are neither drawn nor averaged: they would overflow
+LARGEST_FIGURE = 1e150
 _DECIMALS = {"alignment": 2, "uniformity": 2}
 
 
@@ -51,7 +55,12 @@ def metric_title(metric: str) -> str:
 
 
 def mean_and_spread(values: Sequence[float]) -> tuple[float, float | None]:
-    """The mean of one or more values and their sample standard deviation; None where there is only one value."""
+    """The mean of one or more values and their sample standard deviation; None where there is only one value.
+
+    Both are NaN where a value is not finite, or so large that its square would not be.
+    """
+    if not all(abs(value) < LARGEST_FIGURE for value in values):
+        return math.nan, math.nan if len(values) > 1 else None
     return fmean(values), stdev(values) if len(values) > 1 else None
 
 

@@ -6,10 +6,11 @@ Colours are Okabe and Ito's, which stay apart for colour-blind readers; past eig
 from __future__ import annotations
 
 import io
+import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -19,7 +20,10 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from .metrics import format_values, is_accuracy, metric_title
+from ..errors import UserError
+from ..storage import write_atomically
+from ..untrusted.printable import plot_text
+from .metrics import LARGEST_FIGURE, format_values, is_accuracy, mean_and_spread, metric_title
 
 _PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31")
 _LINE_STYLES = ("-", "--", ":", "-.")
@@ -87,6 +91,21 @@ def png_bytes(figure: Figure) -> bytes:
     return data.getvalue()
 
 
+def write_figure(path: Path, figure: Figure) -> None:
+    """Write a figure as an image file in the format of its name's ending, 150 dots an inch.
+
+    Raises:
+        UserError: the ending is unknown, or the file cannot be written.
+    """
+    kind = path.suffix.lower().removeprefix(".") or "png"
+    known = figure.canvas.get_supported_filetypes()
+    if kind not in known:
+        raise UserError(f"{path}: no image can be written as .{kind}; expected one of {', '.join(sorted(known))}")
+    data = io.BytesIO()
+    figure.savefig(data, format=kind, dpi=150)
+    write_atomically(path, data.getvalue())
+
+
 def draw_curves(
     metric: str, groups: Mapping[str, Sequence[Mapping[int, float]]], styles: Mapping[str, Style]
 ) -> Figure:
@@ -104,6 +123,7 @@ def draw_curves(
         if not rounds:
             continue
         values = np.array([[run[number] for number in rounds] for run in runs])
+        values[~(np.abs(values) < LARGEST_FIGURE)] = np.nan  # a gap in the line
         style = styles[label]
         marker = "o" if len(rounds) <= 25 else None
         axes.plot(
@@ -114,13 +134,13 @@ def draw_curves(
             marker=marker,
             ms=3.5,
             lw=1.9,
-            label=label,
+            label=plot_text(label),
         )
         if len(runs) > 1:
             axes.fill_between(rounds, values.min(0), values.max(0), color=style.colour, alpha=0.15, lw=0)
     tidy(axes)
     axes.set_xlabel("round", fontsize=11)
-    axes.set_ylabel(metric_title(metric), fontsize=11)
+    axes.set_ylabel(plot_text(metric_title(metric)), fontsize=11)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     name_lines(figure, axes, len(styles))
     return figure
@@ -159,7 +179,7 @@ def draw_spectrum(groups: Mapping[str, Sequence[Sequence[Sequence[float]]]], sty
         if lines:
             style = styles[label]
             mean = np.exp(np.mean(np.log(lines), axis=0))
-            axes.plot(_SPECTRUM_GRID, mean, color=style.colour, linestyle=style.line, lw=1.9, label=label)
+            axes.plot(_SPECTRUM_GRID, mean, color=style.colour, linestyle=style.line, lw=1.9, label=plot_text(label))
     tidy(axes)
     axes.set_yscale("log")
     axes.set_xlabel("index of the singular value / their number", fontsize=11)
@@ -212,14 +232,14 @@ def draw_table_picture(
     figure.text(
         left,
         top["title"] - 0.12 / total,
-        "\n".join(title_lines),
+        plot_text("\n".join(title_lines)),
         va="top",
         size=15,
         weight="bold",
         color=TEXT,
     )
     below_title = top["title"] - (0.22 + 0.25 * len(title_lines)) / total
-    figure.text(left, below_title, subtitle, va="top", size=11, color=MUTED)
+    figure.text(left, below_title, plot_text(subtitle), va="top", size=11, color=MUTED)
 
     slot = (1 - 2 * left) / max(len(cards), 3)
     for i, card in enumerate(cards):
@@ -260,7 +280,9 @@ def draw_table_picture(
     )  # fmt: skip
     note = "Bars start at the untrained encoders; figures are mean ± sample standard deviation over the seeds."
     figure.text(0.5, top["legend"] - 0.34 / total, note, va="top", ha="center", size=10, color=MUTED)
-    figure.text(left, top["caption"], "\n".join(caption_lines), va="top", size=11, color=TEXT, linespacing=1.35)
+    figure.text(
+        left, top["caption"], plot_text("\n".join(caption_lines)), va="top", size=11, color=TEXT, linespacing=1.35
+    )
     return figure
 
 
@@ -290,11 +312,11 @@ def _draw_bars(
     `letters` is how many of the title stand in a line.
     """
     for y, bar in enumerate(bars):
-        if not bar.after:
+        start, _ = mean_and_spread(untrained or bar.before or [0.0])
+        mean, _ = mean_and_spread(bar.after or [math.nan])
+        if not (math.isfinite(start) and math.isfinite(mean)):
             axes.text(1.03, y, "-", transform=axes.get_yaxis_transform(), va="center", size=10.5, color=MUTED)
             continue
-        start = fmean(untrained or bar.before or [0.0])
-        mean = fmean(bar.after)
         edge = "#8A6A2B" if bar.hatch else "none"
         axes.barh(y, mean - start, left=start, height=0.6, color=bar.colour, hatch=bar.hatch, edgecolor=edge, lw=0)
         axes.plot([mean, mean], [y - 0.36, y + 0.36], color=TEXT, lw=2.2, solid_capstyle="butt")
@@ -305,19 +327,21 @@ def _draw_bars(
             color=TEXT,
         )  # fmt: skip
     if untrained:
-        axes.axvline(fmean(untrained), color=TEXT, ls="--", lw=1.3, zorder=3)
+        axes.axvline(mean_and_spread(untrained)[0], color=TEXT, ls="--", lw=1.3, zorder=3)
     axes.margins(x=0.08)
     if is_accuracy(metric):
         low, high = axes.get_xlim()
         axes.set_xlim(max(low, 0), min(high, 100.8))
-    elif axes.get_xlim()[0] < 0:
+    elif axes.get_xlim()[0] < 0 and all(value >= 0 for bar in bars for value in (*bar.before, *bar.after)):
         axes.set_xlim(left=0)
     axes.set_ylim(len(bars) - 0.4, -0.6)
     axes.set_yticks(
-        range(len(bars)), [textwrap.fill(bar.label, 30) for bar in bars] if names else [""] * len(bars), fontsize=11
+        range(len(bars)),
+        [plot_text(textwrap.fill(bar.label, 30)) if names else "" for bar in bars],
+        fontsize=11,
     )
     axes.tick_params(axis="y", length=0)
-    axes.set_title(textwrap.fill(metric_title(metric), letters), fontsize=12, loc="left", color=TEXT)
+    axes.set_title(plot_text(textwrap.fill(metric_title(metric), letters)), fontsize=12, loc="left", color=TEXT)
     tidy(axes)
     axes.grid(axis="y", visible=False)
     axes.spines["left"].set_visible(False)
@@ -334,10 +358,10 @@ def _draw_card(axes: Axes, card: Card) -> None:
     if card.images is not None:
         axes.imshow(card.images, cmap="gray", vmin=0, vmax=255, interpolation="nearest")
         axes.set_anchor("N")
-    axes.set_title(card.title, fontsize=11.5, weight="bold", color=TEXT, loc="center", pad=47)
+    axes.set_title(plot_text(card.title), fontsize=11.5, weight="bold", color=TEXT, loc="center", pad=47)
     axes.annotate(
-        card.subtitle, (0.5, 1), (0, 5), xycoords="axes fraction", textcoords="offset points", ha="center", va="bottom",
-        size=10, color=MUTED,
+        plot_text(card.subtitle), (0.5, 1), (0, 5), xycoords="axes fraction", textcoords="offset points", ha="center",
+        va="bottom", size=10, color=MUTED,
     )  # fmt: skip
 
 

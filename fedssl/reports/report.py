@@ -155,10 +155,10 @@ def _warnings(runs: Sequence[Run]) -> list[str]:
     differing = differing_settings(runs)
     if differing:
         warnings.append(f"these runs have one name but differ in {', '.join(differing)}; their mean mixes recipes")
-    if any(run.evaluated("alignment", "before") is not None and run.evaluated("knn", "before") is None for run in runs):
+    if any(run.evaluated("alignment", "before") is not None for run in runs):
         warnings.append(
-            "the images have no labels, so no accuracy can be measured; effective rank, alignment and uniformity say "
-            "how the representations fill their space, not how useful they are"
+            "the images have no class each, so no accuracy can be measured; effective rank, alignment and uniformity "
+            "say how the representations fill their space, not how useful they are"
         )
     if len({run.seed for run in runs}) < len(runs):
         warnings.append("several runs have the same seed, so their spread says less than it seems to")

@@ -6,6 +6,7 @@ Everywhere `methods` are the runs by method: runs with the same name are seeds o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -18,6 +19,7 @@ from .plots import Bar, draw_bars, draw_curves, draw_spectrum, method_styles
 from .units import format_bytes
 
 _TRAFFIC = ("bytes_down", "bytes_up")
+_MOST_CURVES = 40
 _FIRST_CURVES = ("loss", "total_loss", "cka", "knn", "linear", "effective_rank")
 _CURVE_NOTES = {
     "loss": "What each client minimises alone. Losses of different objectives do not compare.",
@@ -59,12 +61,19 @@ def results_chart(methods: Mapping[str, list[Run]]) -> PageFigure | None:
 
 
 def curve_charts(methods: Mapping[str, list[Run]]) -> list[PageFigure]:
-    """A chart of each metric that was logged in several rounds."""
+    """A chart of each metric that was logged in several rounds; of many metrics the first ones.
+
+    A client chooses the names of its metrics, so there may be thousands.
+    """
     logged = {metric for runs in methods.values() for run in runs for _, _, metric in run.values} - set(_TRAFFIC)
     order = [metric for metric in _FIRST_CURVES if metric in logged] + sorted(logged - set(_FIRST_CURVES))
     styles = method_styles(list(methods))
-    charts = []
+    charts: list[PageFigure] = []
     for metric in order:
+        if len(charts) == _MOST_CURVES:
+            note = f"Only {_MOST_CURVES} metrics are drawn; metrics.csv holds all of them."
+            charts[-1] = replace(charts[-1], caption=f"{charts[-1].caption} {note}".strip())
+            break
         # values before and after training alone are two points, which the bars show better
         fewest = 3 if is_evaluated(metric) else 2
         curves = {name: [curve for run in runs if (curve := run.overall(metric))] for name, runs in methods.items()}

@@ -16,7 +16,7 @@ from ..options import Options
 from ..reading import complete_recipe
 from ..recipe import Recipe
 from ..recipe_text import PART_KEYS, explain_errors, read_values, shipped_names
-from ..untrusted.printable import NAME_PATTERN
+from ..untrusted.printable import NAME_PATTERN, TEXT_PATTERN
 
 _METRICS = (
     "knn", "linear", "semi_supervised_0.01", "semi_supervised_0.1",
@@ -41,69 +41,82 @@ UNTRAINED = "untrained"
 
 
 class TableRow(Options):
-    """A recipe with changed settings, under a label.
+    """A recipe with changed settings, under a label."""
 
-    label: what the row is called.
-    recipe: a shipped recipe's name, or a path from the table's folder.
-    settings: recipe values that this row changes.
-    relative_to: in a table of resources: the row whose figures count as 1; by default this one.
-    newcomers: in a table of resources: count as if every client took part for the first time in every round.
-    """
-
-    label: str = Field(..., pattern=NAME_PATTERN)
-    recipe: str
-    settings: dict[str, Any] = Field(default_factory=dict)
-    relative_to: str | None = None
-    newcomers: bool = False
+    label: str = Field(..., pattern=NAME_PATTERN, description="what the row is called")
+    recipe: str = Field(..., description="a shipped recipe's name, or a path from the table's folder")
+    settings: dict[str, Any] = Field(default_factory=dict, description="recipe values that this row changes")
+    relative_to: str | None = Field(
+        None, description="in a table of resources: the row whose figures count as 1; by default this one"
+    )
+    newcomers: bool = Field(
+        False,
+        description="in a table of resources: count as if every client took part for the first time in every round",
+    )
 
 
 class TableScenario(Options):
-    """Settings under which every row is run, such as cross-silo or cross-device. A scenario is a group of columns.
+    """Settings under which every row is run, such as cross-silo or cross-device. A scenario is a group of columns."""
 
-    label: what the group is called; empty in a table without scenarios.
-    settings: recipe values; they replace the table's, and the row's replace them.
-    paper: the paper's figures to show beside ours, by row label and metric, as printed there.
-    """
-
-    label: str = Field("", pattern=f"^$|{NAME_PATTERN}")
-    settings: dict[str, Any] = Field(default_factory=dict)
-    paper: dict[str, dict[Metric, str]] = Field(default_factory=dict)
+    label: str = Field(
+        "",
+        pattern=f"^$|{NAME_PATTERN}",
+        description="what the group is called; empty in a table without scenarios",
+    )
+    settings: dict[str, Any] = Field(
+        default_factory=dict,
+        description="recipe values; they replace the table's, and the row's replace them",
+    )
+    paper: dict[str, dict[Metric, str]] = Field(
+        default_factory=dict,
+        description="the paper's figures to show beside ours, by row label and metric, as printed there",
+    )
 
 
 class Table(Options):
-    """What to run and how to judge it.
+    """What to run and how to judge it."""
 
-    name: what the table is called; the default output folder has this name.
-    description: what the table compares.
-    kind: `runs` trains every row; `resources` tells what each would take, without training (resources.py).
-    image: channels, height and width of the made-up images of a table of resources.
-    seeds: every row is run once with each of them.
-    metrics: the columns.
-    method: the label of the row that the verdict is about; without it there is no verdict.
-    verdict: `collaboration` tells whether there is a collaboration gain and needs baselines and controls;
-        `comparison` only tells which of them the method beats.
-    baselines, controls: labels of the rows that the method must beat. Other rows are shown but not judged.
-    settings: recipe values for all rows.
-    rows: the rows.
-    scenarios: if given, every row is run in each of them, and each has the columns `metrics`.
-    paper: the paper's figures to show beside ours, by label and metric, as printed there. In a table with scenarios
-        each scenario has its own.
-    """
-
-    name: str = Field(..., pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
-    description: str = ""
-    kind: Literal["runs", "resources"] = "runs"
-    image: tuple[int, int, int] = (3, 32, 32)
-    seeds: list[int] = Field(..., min_length=1)
-    metrics: list[Metric] = Field(["knn", "linear", "effective_rank"], min_length=1)
-    method: str | None = None
-    verdict: Literal["collaboration", "comparison"] = "collaboration"
-    baselines: list[str] = Field(default_factory=list)
-    controls: list[str] = Field(default_factory=list)
-    settings: dict[str, Any] = Field(default_factory=dict)
-    rows: list[TableRow] = Field(..., min_length=1)
-    scenarios: list[TableScenario] = Field(default_factory=list)
-    paper: dict[str, dict[Metric, str]] = Field(default_factory=dict)
+    name: str = Field(
+        ...,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$",
+        description="what the table is called; the default output folder has this name",
+    )
+    description: str = Field("", pattern=TEXT_PATTERN, description="what the table compares")
+    kind: Literal["runs", "resources"] = Field(
+        "runs", description="runs trains every row; resources tells what each would take, without training"
+    )
+    image: tuple[int, int, int] = Field(
+        (3, 32, 32), description="channels, height and width of the made-up images of a table of resources"
+    )
+    seeds: list[int] = Field(..., min_length=1, description="every row is run once with each of them")
+    metrics: list[Metric] = Field(["knn", "linear", "effective_rank"], min_length=1, description="the columns")
+    method: str | None = Field(
+        None, description="the label of the row that the verdict is about; without it there is no verdict"
+    )
+    verdict: Literal["collaboration", "comparison"] = Field(
+        "collaboration",
+        description="collaboration tells whether there is a collaboration gain and needs baselines and controls; "
+        "comparison only tells which of them the method beats",
+    )
+    baselines: list[str] = Field(
+        default_factory=list,
+        description="labels of rows that the method must beat; a row that is in neither list is not judged",
+    )
+    controls: list[str] = Field(
+        default_factory=list,
+        description="labels of rows that learn nothing from peers, which the method must beat, too",
+    )
+    settings: dict[str, Any] = Field(default_factory=dict, description="recipe values for all rows")
+    rows: list[TableRow] = Field(..., min_length=1, description="the rows")
+    scenarios: list[TableScenario] = Field(
+        default_factory=list,
+        description="if given, every row is run in each of them, and each has the columns `metrics`",
+    )
+    paper: dict[str, dict[Metric, str]] = Field(
+        default_factory=dict,
+        description="the paper's figures to show beside ours, by label and metric, as printed there; in a table with "
+        "scenarios each scenario has its own",
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> Table:

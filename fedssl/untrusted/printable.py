@@ -7,6 +7,8 @@ import re
 #: names of recipes, rows and scenarios: one line of 1 to 200 characters; a control character could move a cursor, end
 #: a line of a file or hide text. The C1 controls, line separators and marks that reverse the direction of text count.
 NAME_PATTERN = r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]{1,200}$"
+#: descriptions: the same characters, and line breaks and tabs
+TEXT_PATTERN = r"^[^\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]*$"
 
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 

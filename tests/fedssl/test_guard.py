@@ -153,11 +153,10 @@ def test_a_magnitude_far_above_the_others_is_refused(values, server, refused):
     assert list(magnitudes(*values, server=server)) == refused
 
 
-def test_tensors_that_carry_their_clients_number_are_compared_with_each_other():
+def test_representations_of_different_architectures_may_differ_by_any_factor():
     replies = {k: Message({f"r.{k}": torch.full((2, 2), 9e5 if k == 7 else 2.0)}, {"samples": 1.0}) for k in (3, 5, 7)}
     asked = Asked({k: {f"r.{k}": (2, 2)} for k in replies})
-    reason = "r.7 holds 9e+05 in magnitude, far above the round's median: expected at most 2e+03"
-    assert refusals(Message(), replies, asked, 1e6) == {7: reason}
+    assert refusals(Message(), replies, asked, 1e6) == {}
 
 
 @pytest.mark.parametrize("name", ["online.norm.running_var", "online.norm.num_batches_tracked"])
@@ -168,10 +167,14 @@ def test_variances_and_counters_are_not_negative(name):
     assert refusals(Message(), replies, Asked(expected, noisy=True), 1e6) == {}
 
 
-def test_samples_are_the_clients_images():
+def test_samples_are_about_the_clients_images():
     replies = {0: sound(), 1: with_number("samples", 1e12), 2: sound()}
     asked = Asked(dict.fromkeys(replies, EXPECTED), samples={0: 5, 1: 5})
-    assert refusals(SERVER, replies, asked, 1e6) == {1: "samples is 1e+12, expected 5, the client's number of images"}
+    assert refusals(SERVER, replies, asked, 1e6) == {
+        1: "samples is 1e+12, more than twice 5, the client's number of images when the run began"
+    }
+    replies[1] = with_number("samples", 10.0)  # it has got more images since
+    assert refusals(SERVER, replies, asked, 1e6) == {}
 
 
 def test_a_size_that_the_server_knows_is_not_voted_on():
@@ -374,7 +377,7 @@ def test_a_client_that_recovers_goes_on_from_its_last_good_state(tiny, tmp_path,
         ),
         (
             lambda reply: reply.numbers.update(samples=1e30),
-            r"samples is 1e\+30, expected \d+, the client's number of images",
+            r"samples is 1e\+30, more than twice \d+, the client's number of images when the run began",
         ),
         (lambda reply: reply.metrics.update({"loss": math.nan}), "the metric loss is nan"),
     ],

@@ -63,6 +63,9 @@ def test_the_operator_example_runs():
 
 def test_every_command_of_the_readme_is_one_that_exists_and_every_override_is_valid(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_images").mkdir()
+    for i in range(20):
+        Image.new("RGB", (40, 40)).save(tmp_path / "my_images" / f"{i}.png")
     np.savez("mine.npz", x_train=np.zeros((90, 32, 32, 3), np.uint8), y_train=np.arange(90) % 3)
     (tmp_path / "photos").mkdir()
     Image.fromarray(np.zeros((32, 32, 3), np.uint8)).save("photos/one.png")

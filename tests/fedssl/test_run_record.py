@@ -84,7 +84,7 @@ def test_a_copy_without_checkpoints_is_read_up_to_its_last_whole_line(tiny, tmp_
     ("file", "content", "message"),
     [
         ("recipe.yaml", "- 1\n", "cannot be read as a run's folder: .*`name` or `rounds` is missing"),
-        ("recipe.yaml", "{", "cannot be read as a run's folder"),
+        ("recipe.yaml", "{", "recipe.yaml is not YAML"),
         ("partition.csv", "client,cat\n0,many\n", "cannot be read as a run's folder: .*'many'"),
         ("metrics.csv", "round,client,metric,value\n1,0,knn,abc\n", "metrics.csv cannot be read: expected the columns"),
         ("metrics.csv", "round,client,value\n1,0,3.5\n", "metrics.csv cannot be read: expected the columns round, cl"),

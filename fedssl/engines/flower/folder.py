@@ -93,4 +93,4 @@ def write_app(recipe: Recipe, folder: Path, output: str | None = None) -> None:
 
 def _toml(text: str) -> str:
     """A string in TOML. JSON's escapes are TOML's too, but for those of characters beyond 16 bits."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return json.dumps(text, ensure_ascii=False)

@@ -14,6 +14,7 @@ from pathlib import Path
 from ...data.datasets import load_dataset
 from ...errors import UserError
 from ...run_folder.lock import alone_in
+from ...untrusted.files import expand_home
 from .certificates import require_authority, require_server, require_site_key
 from .commands import fork, run, wait
 from .site import load_site
@@ -106,7 +107,7 @@ def _check_site(site_file: Path) -> int:
         site = load_site(site_file)
         if site.data is not None:
             load_dataset(site.data, 0)
-        site.state.expanduser().mkdir(parents=True, exist_ok=True)
+        expand_home(site.state).mkdir(parents=True, exist_ok=True)
     except (UserError, OSError) as error:
         print(f"fedssl: {error}", file=sys.stderr)
         return 2

@@ -59,7 +59,18 @@ def evaluation_fault(evaluation: OwnEvaluation) -> str | None:
     for name, value in evaluation.measures.items():
         if not is_measure(name) or len(name) > _LONGEST_NAME:
             return f"its evaluation holds {name[:100]!r}, which is not a measure of a model"
-        most = len(spectrum) + 1.0 if name == "effective_rank" else 100.0  # the others are in percent
-        if not 0 <= value <= most:  # NaN compares false
-            return f"its evaluation has an invalid {name}: expected 0 to {most:g}, got {value}"
+        least, most = _bounds(name, len(spectrum))
+        if not least <= value <= most:  # NaN compares false
+            return f"its evaluation has an invalid {name}: expected {least:g} to {most:g}, got {value}"
     return None
+
+
+def _bounds(measure: str, spectrum: int) -> tuple[float, float]:
+    """The smallest and largest value of a measure; a little more than what rounding may add."""
+    if measure.endswith("effective_rank"):
+        return 0.0, (spectrum if measure == "effective_rank" else _LONGEST_SPECTRUM) + 1.0
+    if measure == "alignment":  # a squared distance of unit vectors
+        return 0.0, 4.01
+    if measure == "uniformity":  # the logarithm of a mean of exp(-2 squared distance)
+        return -8.01, 0.01
+    return 0.0, 100.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import yaml
 from pydantic import Field, ValidationError
 
 from ...data.options import DataOptions
@@ -14,6 +13,8 @@ from ...models.options import ModelOptions
 from ...options import Options
 from ...recipe import Recipe
 from ...recipe_text import explain_errors
+from ...untrusted.files import expand_home, read_regular_file
+from ...untrusted.strict_yaml import MOST_BYTES, parse_yaml
 
 
 class SiteOptions(Options):
@@ -32,13 +33,12 @@ def load_site(path: str | Path) -> SiteOptions:
     Raises:
         UserError: no such file; not YAML; a key or value that is not allowed.
     """
-    path = Path(path).expanduser()
+    path = expand_home(path)
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = read_regular_file(path, MOST_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"the site's file {path} cannot be read: {error}") from error
-    except yaml.YAMLError as error:
-        raise UserError(f"the site's file {path} is not valid YAML: {' '.join(str(error).split())}") from error
+    values = parse_yaml(text, f"the site's file {path}")
     if not isinstance(values, dict):
         raise UserError(
             f"the site's file {path} must hold keys with values, such as client: 0 and state: FOLDER; "

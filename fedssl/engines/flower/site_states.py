@@ -9,6 +9,7 @@ from ...errors import UserError
 from ...messages import Message
 from ...run_directory import client_file
 from ...storage import read_message, write_message
+from ...untrusted.files import expand_home
 from .site import SiteOptions
 
 
@@ -34,7 +35,7 @@ class SiteStates:
             raise UserError(
                 f"the server's name of the run is invalid: expected 1 to 64 letters, digits, - or _, got {run[:100]!r}"
             )
-        folder = site.state.expanduser() / run
+        folder = expand_home(site.state) / run
         folder.mkdir(parents=True, exist_ok=True)
         return cls(folder, site.client, prune=True)
 

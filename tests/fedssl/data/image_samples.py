@@ -52,3 +52,11 @@ def halves(left: tuple[int, ...] | int, right: tuple[int, ...] | int, mode: str,
     image = Image.new(mode, (size, size), left)
     image.paste(right, (size // 2, 0, size, size))
     return image
+
+
+def write_two_classes(folder: Path) -> Path:
+    """Sixty gray images of noise and of two sizes, in two folders."""
+    for number in range(60):
+        pixels = np.random.default_rng(number).integers(0, 256, (8 + number % 2, 9), dtype=np.uint8)
+        save_array(folder / "ab"[number // 2 % 2] / f"{number:02}.png", pixels)
+    return folder

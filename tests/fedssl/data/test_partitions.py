@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
 
-from fedssl.data.partition_chart import draw_partition, write_chart
+from fedssl.data.partition_chart import draw_partition
 from fedssl.data.partition_table import class_counts, format_partition
 from fedssl.data.partitions import PartitionOptions, partition_indices
 from fedssl.errors import UserError
+from fedssl.reports.plots import write_figure
 
 
 def balanced_labels(classes: int, each: int) -> Tensor:
@@ -282,12 +283,12 @@ def test_counts_must_fit_the_names():
 
 def test_a_chart_that_cannot_be_written_is_one_line(tmp_path):
     figure = draw_partition(torch.ones(2, 2, dtype=torch.int64), ("a", "b"))
-    write_chart(figure, tmp_path / "chart.svg")
+    write_figure(tmp_path / "chart.svg", figure)
     assert b"<svg" in (tmp_path / "chart.svg").read_bytes()
-    with pytest.raises(UserError, match=r"chart\.xyz ends with no known format; let it end with \..*\.png"):
-        write_chart(figure, tmp_path / "chart.xyz")
+    with pytest.raises(UserError, match=r"chart\.xyz: no image can be written as \.xyz; expected one of .*png"):
+        write_figure(tmp_path / "chart.xyz", figure)
     with pytest.raises(UserError, match=r"nowhere/chart\.png cannot be written: No such file"):
-        write_chart(figure, tmp_path / "nowhere" / "chart.png")
+        write_figure(tmp_path / "nowhere" / "chart.png", figure)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     previous = signal.signal(
         signal.SIGXFSZ, signal.SIG_IGN
@@ -295,7 +296,7 @@ def test_a_chart_that_cannot_be_written_is_one_line(tmp_path):
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
         with pytest.raises(UserError, match=r"no space left to write .*full\.png"):
-            write_chart(figure, tmp_path / "full.png")
+            write_figure(tmp_path / "full.png", figure)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, previous)

@@ -1,11 +1,12 @@
 """Whole runs on a folder of images: without labels, larger than the memory, dealt by a column, and on Flower."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from fedssl.cli import main
-from fedssl.engines import engine_of, in_process
+from fedssl.engines import in_process
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from fedssl.reports.evaluation import evaluate_run
@@ -14,7 +15,7 @@ from fedssl.run_directory import RunDirectory
 from fedssl.run_record import read_run
 from tests.fedssl.conftest import AVERAGED, METHODS
 from tests.fedssl.data.data_files import good_arrays, random_pixels, save
-from tests.fedssl.data.image_samples import save_array
+from tests.fedssl.data.image_samples import write_two_classes
 from tests.fedssl.data.test_images import write_table
 from tests.fedssl.engines.test_in_process import contents
 
@@ -26,10 +27,7 @@ MEASURES = {"effective_rank", "alignment", "uniformity"}
 def folder(tmp_path, monkeypatch) -> Path:
     """Sixty gray images of two sizes; the cache is beside them."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for number in range(60):
-        pixels = random_pixels(8 + number % 2, 9, seed=number)
-        save_array(tmp_path / "images" / "ab"[number // 2 % 2] / f"{number:02}.png", pixels)
-    return tmp_path / "images"
+    return write_two_classes(tmp_path / "images")
 
 
 def data_of(folder: Path, **options: object) -> dict[str, object]:
@@ -37,7 +35,11 @@ def data_of(folder: Path, **options: object) -> dict[str, object]:
 
 
 def without_recipe(path: Path) -> dict[str, bytes]:
-    return {name: data for name, data in contents(path).items() if name != "recipe.yaml"}
+    """The files of a run's folder, without the recipe and its digest."""
+    files = {name: data for name, data in contents(path).items() if name != "recipe.yaml"}
+    manifest = json.loads(files["checkpoints/manifest.json"])
+    del manifest["digests"]["recipe.yaml"]
+    return files | {"checkpoints/manifest.json": json.dumps(manifest).encode()}
 
 
 @pytest.mark.parametrize("changes", [AVERAGED, {}], ids=["global", "personal"])
@@ -51,7 +53,7 @@ def test_a_run_without_labels(folder, tiny, tmp_path, changes):
     assert evaluated == MEASURES
     assert (list(run.class_names), run.class_counts) == (["images"], [[20], [20], [20]])
     page = write_report([tmp_path / "run"]).read_text()
-    assert "the images have no labels, so no accuracy can be measured" in page
+    assert "the images have no class each, so no accuracy can be measured" in page
     assert "kNN accuracy" not in page
     table = evaluate_run(tmp_path / "run").read_text().splitlines()
     assert table[0] == "client,effective_rank,alignment,uniformity"
@@ -65,7 +67,7 @@ def test_a_labelled_run_is_measured_as_ever(folder, tiny, tmp_path):
     metrics = {metric for _, _, metric in read_run(tmp_path / "run").values}
     assert {"knn", "linear", "effective_rank"} <= metrics
     assert not metrics & {"alignment", "uniformity"}
-    assert "no labels" not in write_report([tmp_path / "run"]).read_text()
+    assert "no class each" not in write_report([tmp_path / "run"]).read_text()
 
 
 @pytest.mark.parametrize("labels", [None, "folders"])
@@ -166,12 +168,37 @@ def test_the_command_line_shows_the_measures(folder, tiny, tmp_path, monkeypatch
     assert capsys.readouterr().out.splitlines()[0].split() == ["client", "images", "total"]
 
 
-def test_simulated_by_flower_the_run_is_the_same_bit_for_bit(folder, noisy, tmp_path, one_thread):
-    pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
-    pytest.importorskip("ray", reason="ray is not installed: pip install .[flower]")
-    here = noisy(data=data_of(folder, memory_limit=0), partition=IID)
-    in_process.run(here, tmp_path / "here")
-    simulated = {"engine": "flower-simulation", "flower": {"cpus": 2, "object_store_megabytes": 100}}
-    recipe = noisy(data=data_of(folder, memory_limit=0), partition=IID, **simulated)
-    engine_of(recipe).run(recipe, tmp_path / "simulated")
-    assert without_recipe(tmp_path / "here") == without_recipe(tmp_path / "simulated")
+def several_labels(path: Path, **changes: object) -> Path:
+    arrays = good_arrays()
+    arrays = {key: arrays[key].repeat(3, axis=0)[:, :6, :6, 0] for key in ("x_train", "x_test")}
+    arrays |= {f"y_{part}": random_pixels(len(arrays[f"x_{part}"]), 4) % 2 for part in ("train", "test")}
+    return save(path, **(arrays | changes))
+
+
+def test_several_labels_an_image_are_measured_by_auroc(tiny, tmp_path):
+    data = {"name": "npz", "path": str(several_labels(tmp_path / "a.npz")), "public_holdout": 6}
+    recipe = tiny(**AVERAGED, data=data, partition={"name": "iid", "clients": 2})
+    dataset = build_federation(recipe).dataset
+    assert not dataset.labelled
+    assert dataset.train_targets.shape == (30, 4)
+    assert dataset.test_targets.shape == (15, 4)
+    in_process.run(recipe, tmp_path / "run")
+    run = read_run(tmp_path / "run")
+    assert {metric for _, who, metric in run.values if who == "global"} == MEASURES | {"linear_auroc"}
+    assert "linear AUROC (%)" in write_report([tmp_path / "run"]).read_text()
+    with pytest.raises(UserError, match=r"the images of data\.name=npz have several labels each"):
+        build_federation(tiny(data=data, partition={"name": "dirichlet", "clients": 2}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"y_test": random_pixels(15, 3) % 2}, r"y_test has shape \[15, 3\]; expected .* 4 labels, as y_train has"),
+        ({"y_test": random_pixels(14, 4) % 2}, r"y_test has shape \[14, 4\]; expected a line for each image of x_test"),
+        ({"y_test": random_pixels(15, 4)}, r"y_train in .* has shape \[36, 4\]; expected \[n\] or \[n, 1\]"),
+    ],
+)
+def test_labels_of_several_kinds_are_refused(tiny, tmp_path, changes, says):
+    path = several_labels(tmp_path / "a.npz", **changes)
+    with pytest.raises(UserError, match=says):
+        build_federation(tiny(data={"name": "npz", "path": str(path)}, partition={"name": "iid", "clients": 2}))

@@ -95,6 +95,7 @@ def test_a_cache_that_is_not_whole_is_not_read(folder, tmp_path):
     wanted = load_dataset(options, 0).train_images[:]
     (pixels,) = (tmp_path / "cache" / "fedssl" / "decoded").glob("*.images")
     (description,) = (tmp_path / "cache" / "fedssl" / "decoded").glob("*.json")
+    whole = pixels.read_bytes()
     for damage in (
         lambda: pixels.write_bytes(pixels.read_bytes()[:-1]),
         lambda: description.write_text("{"),
@@ -104,6 +105,7 @@ def test_a_cache_that_is_not_whole_is_not_read(folder, tmp_path):
     ):
         damage()
         assert load_dataset(options, 0).train_images[:].equal(wanted)
+        assert pixels.read_bytes() == whole
     assert len(list(pixels.parent.iterdir())) == 2
 
 
@@ -188,6 +190,6 @@ def test_rows_are_read_and_not_mapped(folder):
 def test_the_default_limit_is_a_share_of_the_memory(folder, monkeypatch):
     monkeypatch.setattr(decoding, "available_memory", lambda: 30 * 3 * 16 * 16)
     assert isinstance(load_dataset(options_of(folder), 0).train_images, StoredImages)
-    monkeypatch.setattr(decoding, "available_memory", lambda: 3 * 30 * 3 * 16 * 16)
+    monkeypatch.setattr(decoding, "available_memory", lambda: 4 * 30 * 3 * 16 * 16)
     assert isinstance(load_dataset(options_of(folder), 0).train_images, torch.Tensor)
     assert np.prod(load_dataset(options_of(folder), 0).train_images.shape) == 24 * 3 * 16 * 16

@@ -55,7 +55,7 @@ def contents(path: Path) -> dict[str, bytes]:
     files = [f for f in sorted(path.rglob("*")) if f.is_file() and "tensorboard" not in f.parts]
     found = {str(f.relative_to(path)): f.read_bytes() for f in files if f.name != "timings.csv"}
     manifest = json.loads(found["checkpoints/manifest.json"])
-    del manifest["lengths"]["timings.csv"], manifest["digests"]["timings.csv"], manifest["digest"]
+    del manifest["lengths"]["timings.csv"], manifest["digest"]
     return found | {"checkpoints/manifest.json": json.dumps(manifest).encode()}
 
 

@@ -187,16 +187,29 @@ def picture(path, size, mode="RGB"):
 def test_image_files_are_brought_to_one_size_by_their_headers(tmp_path, sizes, mode, side):
     for i, size in enumerate(sizes):
         picture(tmp_path / "train" / "a" / f"{i}.png", size, mode)
+    picture(tmp_path / "test" / "a" / "0.png", (8, 8))
     seen = outline({"name": "folder", "path": str(tmp_path)})
     assert seen == DataOutline(len(sizes), 3 if mode == "RGB" else 1, side, True, True)
     recipe = load_recipe("fedbyol", [f"data={{name: folder, path: {tmp_path}}}"])
     assert recipe.data.image_size == side
 
 
+def test_a_flat_folder_without_labels_is_dealt_in_equal_shares(tmp_path):
+    for i in range(60):
+        picture(tmp_path / f"{i}.png", (48, 48))
+    (tmp_path / "notes.txt").write_text("no image")
+    recipe = load_recipe("fedbyol", [f"data={{name: images, path: {tmp_path}}}"])
+    assert outline({"name": "images", "path": str(tmp_path)}) == DataOutline(60, 3, 48, False, True)
+    assert (recipe.preset, recipe.data.image_size, recipe.partition.name) == ("small_colour", 48, "iid")
+    assert recipe.training.batch_size == 4
+    labelled = outline({"name": "images", "path": str(tmp_path), "labels": "folders"})
+    assert labelled == DataOutline(48, 3, 48, True, True)
+
+
 @pytest.mark.parametrize("content", [b"", b"no archive", b"PK\x03\x04 cut off"])
 def test_what_cannot_be_looked_at_is_refused_in_one_line(tmp_path, content):
     (tmp_path / "broken.npz").write_bytes(content)
-    with pytest.raises(UserError, match=r"broken\.npz cannot be read as an \.npz file of images") as caught:
+    with pytest.raises(UserError, match=r"broken\.npz cannot be read as an \.npz file") as caught:
         load_recipe("fedbyol", [f"data={{name: npz, path: {tmp_path / 'broken.npz'}}}"])
     assert "\n" not in str(caught.value)
 

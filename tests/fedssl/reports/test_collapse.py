@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -81,6 +83,45 @@ def test_it_is_stored_and_read_again(averaged, analysed, monkeypatch):
 def test_what_is_stored_and_no_analysis_is_made_anew(content, averaged, analysed):
     (averaged / "collapse.json").write_text(content)
     assert collapse_of_run(averaged) == analysed
+
+
+def changed(values: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """The stored values with another one at a dotted path."""
+    values = json.loads(json.dumps(values))
+    *keys, last = path.split(".")
+    target = values
+    for key in keys:
+        target = target[key]
+    target[last] = value
+    return values
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("labels", [99]),
+        ("labels", "x"),
+        ("class_names", []),
+        ("models", {}),
+        ("models.global.sphere", [[0.0, 0.0]]),
+        ("models.global.dimension", 10**12),
+        ("models.global.alignment", float("nan")),
+        ("models.global.log_singular_values", [float("inf")]),
+        ("models.global.log_singular_values", []),
+        ("models.\x1b[2J", {}),
+        ("tsne.global", []),
+        ("tsne.x", [[0.0, 1.0]]),
+    ],
+)
+def test_a_stored_analysis_that_cannot_be_drawn_is_made_anew(path, value, averaged, analysed):
+    (averaged / "collapse.json").write_text(json.dumps(changed(asdict(analysed), path, value)))
+    assert collapse_of_run(averaged) == analysed
+
+
+def test_a_run_whose_clients_are_elsewhere_shows_its_global_model(analysed):
+    alone = replace(analysed, models={"global": analysed.models["global"]}, tsne={})
+    assert draw_log_singular_values({"a": alone}) is not None
+    assert draw_spheres({"a": alone}) is not None
 
 
 def test_a_method_without_a_global_model_shows_its_clients(tiny, tmp_path):

@@ -132,7 +132,7 @@ def test_a_run_of_an_earlier_version_is_continued_and_holds_digests_from_then_on
     assert read_run(copy).last_round == 1
     directory = resume(copy)
     assert directory.checkpoint.finished
-    assert {"metrics.csv", "timings.csv"} <= directory.checkpoint.digests.keys()
+    assert "metrics.csv" in directory.checkpoint.digests
     RunDirectory.open(copy).require_unchanged()
     with_a_flipped_bit(state(copy, "server"))
     with pytest.raises(UserError, match=r"server.*was changed"):

@@ -232,7 +232,11 @@ def stop_in_the_middle(
     )
     cells = [cell_path(output, label, table.seeds[0]) for label in labels]
     deadline = time.monotonic() + 120
-    while not all((cell / "checkpoints" / "manifest.json").exists() for cell in cells) and time.monotonic() < deadline:
+
+    def begun(cell: Path) -> bool:
+        return (cell / "recipe.yaml").exists() and RunDirectory.open(cell).checkpoint.round >= 0
+
+    while not all(map(begun, cells)) and time.monotonic() < deadline:
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)
     stop(process)

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from fedssl.errors import UserError
-from fedssl.tables.table import cell_path, cell_recipe, load_table, table_names
+from fedssl.tables.table import Table, TableRow, TableScenario, cell_path, cell_recipe, load_table, table_names
 from tests.fedssl.conftest import ALIGNED, tiny_values
 from tests.fedssl.reports.synthetic_runs import ROWS, make_table, table_values
 
@@ -165,3 +165,9 @@ def test_overrides_do_not_leak_into_the_table(tmp_path):
     table = make_table(baselines=[], controls=[], rows=[{"label": "ours", "recipe": str(base)}], settings=settings)
     cell_recipe(table, table.rows[0], 0, ["regularizers.0.weight=5"])
     assert cell_recipe(table, table.rows[0], 0).regularizers[0].model_dump()["weight"] == 2.0
+
+
+@pytest.mark.parametrize("model", [Table, TableRow, TableScenario])
+def test_every_option_is_explained(model):
+    for name, option in model.model_fields.items():
+        assert option.description, f"give {model.__name__}.{name} a Field(description=...)"

@@ -18,8 +18,8 @@ def many_records(records: RecordDict) -> None:
 
 
 def equal_pieces(records: RecordDict) -> None:
-    """1.6 GB of zeros: Flower sends them as one piece of 5 MiB, to which the array refers 300 times."""
-    data = bytes(300 * 5 * 2**20)
+    """500 MiB of zeros: Flower sends them as one piece of 5 MiB, to which the array refers 100 times."""
+    data = bytes(100 * 5 * 2**20)
     records["tensors"] = ArrayRecord({"uint8": Array("uint8", (len(data),), "torch.raw", data)})
 
 

@@ -40,7 +40,7 @@ def test_the_apps_folder_holds_the_recipe_and_is_replaced_but_nothing_else_is(qu
 
 
 def test_any_description_makes_an_app_that_flower_builds(quick, tmp_path):
-    description = 'Größe, 联邦学习, \U0001f600, a "quote", a \\ and \x7f'
+    description = 'Größe, 联邦学习, \U0001f600, a "quote", and a \\'
     recipe = quick(**AVERAGED).model_copy(update={"description": description, "name": "größe"})
     write_app(recipe, tmp_path / "app", "runs/größe \U0001f600")
     project = load_toml(tmp_path / "app" / "pyproject.toml")

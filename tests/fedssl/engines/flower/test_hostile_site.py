@@ -31,7 +31,7 @@ REASONS = {
     "records": " pieces, more than 1000, the most that the SuperLink takes",
     "pieces": "its answer is larger than ",
     "weights": " holds 9e+05 in magnitude, far above the round's median: expected at most 1e+03",
-    "samples": "samples is 1e+12, expected ",
+    "samples": "samples is 1e+12, more than twice ",
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from fedssl.engines import engine_of, in_process
 from fedssl.reading import load_recipe
 from fedssl.run_directory import RunDirectory
 from tests.fedssl.conftest import AVERAGED, LW_FEDSSL, METHODS
+from tests.fedssl.data.image_samples import write_two_classes
 from tests.fedssl.engines.flower.deployment import MARK, PATIENCE, kill_marked, marked, poll, with_package
 from tests.fedssl.engines.flower.secure_runs import assert_close, quantisation_error
 from tests.fedssl.engines.test_in_process import contents
@@ -42,14 +44,30 @@ main()
 
 
 def without_engine(path: Path) -> dict[str, bytes]:
-    """A run's folder but for its recipe, which names the engine."""
-    return {name: data for name, data in contents(path).items() if name != "recipe.yaml"}
+    """A run's folder but for its recipe, which names the engine, and the recipe's digest."""
+    files = {name: data for name, data in contents(path).items() if name != "recipe.yaml"}
+    manifest = json.loads(files["checkpoints/manifest.json"])
+    del manifest["digests"]["recipe.yaml"]
+    return files | {"checkpoints/manifest.json": json.dumps(manifest).encode()}
 
 
 @pytest.mark.parametrize("kind", sorted(METHODS.keys() - {"lw_fedssl"}))  # which is interrupted below
 def test_simulated_the_run_is_the_same_bit_for_bit(kind, noisy, tmp_path):
     in_process.run(noisy(**METHODS[kind]), tmp_path / "here")
     recipe = noisy(**METHODS[kind], **SIMULATED)
+    engine_of(recipe).run(recipe, tmp_path / "simulated")
+    assert without_engine(tmp_path / "here") == without_engine(tmp_path / "simulated")
+
+
+def test_simulated_on_images_without_labels_in_a_file_the_run_is_the_same_bit_for_bit(noisy, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = write_two_classes(tmp_path / "images")
+    own = {
+        "data": {"name": "images", "path": str(folder), "image_size": 8, "memory_limit": 0},
+        "partition": {"name": "iid", "clients": 3},
+    }
+    in_process.run(noisy(**own), tmp_path / "here")
+    recipe = noisy(**own, **SIMULATED)
     engine_of(recipe).run(recipe, tmp_path / "simulated")
     assert without_engine(tmp_path / "here") == without_engine(tmp_path / "simulated")
 

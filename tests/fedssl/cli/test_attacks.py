@@ -1,0 +1,305 @@
+"""Input that is made to break something: one line, exit code 2, and nothing run, changed, deleted or waited for."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from fedssl.cli import main
+from fedssl.reading import parse_recipe
+from fedssl.run_directory import RunDirectory
+from fedssl.run_folder.lock import alone_in
+from tests.fedssl.conftest import tiny_values
+from tests.fedssl.forked_command import start_command
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in zip("abcdefgh", "bcdefghi", strict=True)
+)
+PART = """
+from pathlib import Path
+
+from fedssl.regularizers.base import Regularizer
+
+Path(__file__).with_name("it_ran").touch()
+
+
+class Evil(Regularizer):
+    def start_round(self, local):
+        return lambda step: step.loss.new_zeros(())
+"""
+
+
+@pytest.fixture
+def fedssl(monkeypatch, capsys, tmp_path):
+    """Call `fedssl` in an empty folder; gives (exit code, standard output, standard error)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["fedssl", *arguments])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        out, err = capsys.readouterr()
+        return int(caught.value.code or 0), out, err
+
+    return call
+
+
+def recipe_text(**changes) -> str:
+    return parse_recipe(tiny_values(rounds=1, **changes)).to_yaml()
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    """A run whose recipe names a part file beside it, and a table that was run."""
+    from fedssl.engines.in_process import run
+    from fedssl.reading import load_recipe
+
+    folder = tmp_path_factory.mktemp("finished")
+    (folder / "evil.py").write_text(PART)
+    (folder / "mine.yaml").write_text(recipe_text(regularizers=[str(folder / "evil.py")]))
+    run(load_recipe(folder / "mine.yaml"), folder / "run")
+    return folder / "run"
+
+
+def everything(folder: Path) -> dict[str, bytes]:
+    return {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*") if f.is_file()}
+
+
+def one_line(code: int, err: str) -> None:
+    assert code == 2, err
+    assert err.startswith("fedssl: ")
+    assert err.count("\n") == 1, err
+    assert err.rstrip("\n").isprintable(), err
+    assert len(err) < 1000, err
+
+
+# Recipes, tables and overrides
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("rounds: 1\n", "line 3[0-9]*|the key 'rounds' stands there already"),
+        ("extra: 2020-13-45\n", "'2020-13-45' is not a valid timestamp"),
+        ("extra: !!int x\n", "'x' is not a valid int"),
+        ("extra: " + "9" * 5000 + "\n", "is not a valid int"),
+        ("extra: " + "[" * 2000 + "]" * 2000 + "\n", "nested more than 50 deep"),
+        (BOMB, "aliases repeat this"),
+        ('extra: "\\e[2J"\n', "holds control characters"),
+        ("5: extra\n", "the key 5 is not text"),
+    ],
+)
+def test_hostile_yaml(change, message, fedssl, tmp_path):
+    (tmp_path / "mine.yaml").write_text(recipe_text() + change)
+    table = "name: t\nseeds: [0]\nrows: [{label: a, recipe: fedbyol}]\n"
+    (tmp_path / "table.yaml").write_text(table + change.replace("rounds: 1", "name: t"))
+    before = everything(tmp_path)
+    for command in (("run", "mine.yaml"), ("show", "mine.yaml"), ("run-table", "table.yaml")):
+        code, _, err = fedssl(*command)
+        one_line(code, err)
+        assert message.split("|")[-1].replace("rounds", "name" if "table" in command[1] else "rounds") in err
+        assert everything(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("regularizers.².weight=1", "a list of 0, which has no entry '²'|list"),
+        ("rounds=true", "rounds: input should be a number or a text, not true or false"),
+        ("training.learning_rate=false", "training.learning_rate: input should be a number"),
+        ("rounds=2020-13-45", "is not a valid timestamp"),
+        ("rounds=" + "9" * 5000, "is not a valid int"),
+        ("seed=9223372036854775808", "more than 64 bits"),
+        ("x=" + "[" * 2000, "nested more than 50 deep"),
+        (".".join("a" * 2000) + "=1", "2000 levels deep"),
+        ("name=\x1b[2J", "special characters are not allowed"),
+        ('name="\\e[2J"', "control characters"),
+        ('name="a\\nb"', "name: expected 1 to 200 characters on one line"),
+        ("name=" + "x" * 201, "name: expected 1 to 200 characters"),
+        ('name=""', "name: expected 1 to 200 characters"),
+        ("name=../../thesis", "holds a slash, so it cannot be a folder's name"),
+        ("name=" + "日" * 200, "File name too long"),
+        ("regularizers=[~nosuchuser/part.py]", "begins with an unknown user's home folder"),
+        ("regularizers=[./nosuch.py]", "there is no part file"),
+        ("data={name: digits, name: npz}", "the key 'name' stands there already"),
+        ("\x1b[2Jrounds=3", "unknown key"),
+    ],
+)
+def test_hostile_overrides(override, message, fedssl, tmp_path):
+    (tmp_path / "mine.yaml").write_text(recipe_text())
+    before = everything(tmp_path)
+    code, _, err = fedssl("run", "mine.yaml", override)
+    one_line(code, err)
+    assert any(part in err for part in message.split("|")), err
+    assert everything(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("run", "~nosuchuser/r.yaml"),
+        ("show", "~nosuchuser/r.yaml"),
+        ("run-table", "~nosuchuser/t.yaml"),
+        ("run", "pipe"),
+        ("show", "pipe"),
+        ("run-table", "pipe"),
+        ("run", "fedbyol", "regularizers=[./pipe.py]"),
+        ("run", "a" * 5000),
+        ("run", "."),
+        ("run", "--resume", "pipe"),
+        ("report", "pipe"),
+        ("export", "pipe", "out"),
+        ("evaluate", "fedbyol", "--data", "name=digits,train_limit=2020-13-45"),
+        ("evaluate", "fedbyol", "--data", "name=digits,name=npz"),
+        ("evaluate", "~nosuchuser"),
+        ("partition", "tiny.yaml", "--chart", "chart.xyz"),
+        ("partition", "tiny.yaml", "--chart", "nowhere/chart.png"),
+        ("cost", "tiny.yaml", "--rounds", "tiny.yaml/x.csv"),
+    ],
+)
+def test_paths_that_lead_nowhere_or_would_wait_for_ever(command, fedssl, tmp_path):
+    (tmp_path / "tiny.yaml").write_text(recipe_text())
+    before = everything(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    os.mkfifo(tmp_path / "pipe.py")
+    code, _, err = fedssl(*command)
+    one_line(code, err) if len(str(command)) < 1000 else None
+    assert code == 2
+    assert everything(tmp_path) == before
+
+
+@pytest.mark.parametrize("file", ["recipe.yaml", "metrics.csv", "partition.csv", "checkpoints/manifest.json"])
+def test_a_received_run_with_a_pipe_in_it_does_not_hang(file, fedssl, finished, tmp_path):
+    shutil.copytree(finished, tmp_path / "run")
+    (tmp_path / "run" / file).unlink()
+    os.mkfifo(tmp_path / "run" / file)
+    for command in (("report", "run"), ("evaluate", "run"), ("run", "--resume", "run")):
+        code, _, err = fedssl(*command)
+        one_line(code, err)
+
+
+# Folders
+
+
+def test_overwrite_deletes_nothing_but_runs_that_nobody_works_on(fedssl, finished, tmp_path):
+    shutil.copytree(finished, tmp_path / "run")
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "one.tex").write_text("years of work")
+    (tmp_path / "run.preparing").mkdir()
+    (tmp_path / "run.preparing" / "notes").write_text("precious")
+    (tmp_path / "tiny.yaml").write_text(recipe_text())
+    before = everything(tmp_path)
+    for output in ("thesis", ".", "..", "run.preparing", "tiny.yaml"):
+        code, _, err = fedssl("run", "tiny.yaml", "--output", output, "--overwrite")
+        one_line(code, err)
+        assert "is not the folder of a run" in err
+        assert everything(tmp_path) == before
+    with alone_in(tmp_path / "run"):
+        code, _, err = fedssl("run", "tiny.yaml", "--output", "run", "--overwrite")
+    one_line(code, err)
+    assert "another process is at work on this run" in err
+    assert everything(tmp_path) == before
+    assert fedssl("run", "tiny.yaml", "--output", "run", "--overwrite")[0] == 0
+    assert (tmp_path / "run.preparing" / "notes").read_text() == "precious"
+
+
+@pytest.mark.parametrize("largest_file", [500, 700, 1200, 3000])
+def test_a_full_disk_at_any_file_is_one_line_and_the_run_continues(largest_file, fedssl, tmp_path):
+    """A real limit on file size: of the recipe, the manifest, TensorBoard's events, a state."""
+    (tmp_path / "tiny.yaml").write_text(recipe_text())
+    path, errors = tmp_path / "run", tmp_path / "errors"
+    process = start_command(["run", str(tmp_path / "tiny.yaml"), "--output", str(path)], errors, largest_file)
+    process.join()
+    one_line(process.exitcode, errors.read_text())
+    assert "no space left to write" in errors.read_text()
+    assert not list(tmp_path.rglob("*.partial"))
+    assert not list(tmp_path.glob(".run.*"))
+    if path.exists():
+        assert fedssl("run", "--resume", str(path))[0] == 0
+        assert RunDirectory.open(path).checkpoint.finished
+
+
+def test_a_full_disk_under_tensorboard_is_one_line(fedssl, tmp_path, monkeypatch):
+    """Its writes are a thread's, which keeps the error for the next call and would print a traceback."""
+
+    def record_writer(*arguments):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    (tmp_path / "tiny.yaml").write_text(recipe_text())
+    monkeypatch.setattr("tensorboard.summary.writer.record_writer.RecordWriter.write", record_writer)
+    code, _, err = fedssl("run", "tiny.yaml", "--output", "run")
+    one_line(code, err)
+    assert "no space left to write run/tensorboard" in err
+    monkeypatch.undo()
+    assert RunDirectory.open(tmp_path / "run").checkpoint.round < 1
+
+
+def test_a_full_disk_under_a_chart_leaves_none(fedssl, tmp_path):
+    (tmp_path / "tiny.yaml").write_text(recipe_text())
+    (tmp_path / "chart.png").write_bytes(b"old")
+    arguments = ["partition", str(tmp_path / "tiny.yaml"), "--chart", str(tmp_path / "chart.png")]
+    process = start_command(arguments, tmp_path / "errors", largest_file=500)
+    process.join()
+    one_line(process.exitcode, (tmp_path / "errors").read_text())
+    assert (tmp_path / "chart.png").read_bytes() == b"old"
+    assert not list(tmp_path.glob("*.partial"))
+
+
+# The code of a received run
+
+
+def received(finished: Path, folder: Path, where: str) -> Path:
+    """A copy of the run, made elsewhere, whose recipe names a part in its folder, beside it, or a module."""
+    shutil.copytree(finished, folder / "received")
+    old = str(finished.parent / "evil.py")
+    name = {"inside": "./evil.py", "beside": "../evil.py", "module": "evil_package.evil"}[where]
+    file = folder / "received" / "recipe.yaml"
+    file.write_text(file.read_text().replace(old, name))
+    code = {"inside": folder / "received", "beside": folder, "module": folder / "evil_package"}[where]
+    code.mkdir(exist_ok=True)
+    (code / "evil.py").write_text(PART)
+    manifest = folder / "received" / "checkpoints" / "manifest.json"  # without digests, as an attacker would leave it
+    values = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps({key: values[key] for key in ("round", "files", "lengths", "finished")}))
+    return code / "it_ran"
+
+
+@pytest.mark.parametrize("where", ["inside", "beside", "module"])
+def test_reading_a_received_run_never_runs_its_code(where, fedssl, finished, tmp_path, monkeypatch):
+    mark = received(finished, tmp_path, where)
+    monkeypatch.syspath_prepend(tmp_path)  # as `python -m fedssl` has the working folder
+    code, _, err = fedssl("evaluate", "received")
+    one_line(code, err)
+    assert "--trust" in err
+    assert "evil" in err
+    code, _, err = fedssl("run", "--resume", "received")
+    one_line(code, err)
+    assert "--trust" in err
+    assert fedssl("report", "received")[0] == 0
+    page = (tmp_path / "received" / "report.html").read_text()
+    assert "no collapse analysis" in page
+    assert "--trust" in page
+    assert "kNN accuracy" in page
+    assert not mark.exists()
+    assert fedssl("evaluate", "received", "--trust")[0] == 0
+    assert mark.exists()
+
+
+def test_ones_own_run_needs_no_flag_to_continue_as_long_as_its_part_is_unchanged(fedssl, finished):
+    assert fedssl("run", "--resume", str(finished))[0] == 0
+    part = finished.parent / "evil.py"
+    text = part.read_text()
+    part.write_text(text + "\n# changed\n")
+    code, _, err = fedssl("run", "--resume", str(finished))
+    part.write_text(text)
+    one_line(code, err)
+    assert "evil.py" in err
+    assert "was changed since the run began" in err
+    assert "--trust" in err

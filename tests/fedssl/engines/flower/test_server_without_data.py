@@ -1,0 +1,98 @@
+"""Sites with folders of unlabelled images, and a server that holds no data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
+
+from fedssl.data.options import DataOptions
+from fedssl.errors import UserError
+from fedssl.federation import build_federation
+from fedssl.reports.evaluation import evaluate_run
+from fedssl.reports.report import write_report
+from fedssl.run_record import read_run
+from tests.fedssl.conftest import AVERAGED
+from tests.fedssl.data.data_files import random_pixels
+from tests.fedssl.data.image_samples import save_array
+from tests.fedssl.engines.flower.loop_grid import run_on, start, write_sites
+
+pytestmark = pytest.mark.usefixtures("flower_process")
+SITES = {"partition": {"name": "sites", "clients": 2}}
+NO_DATA = {"data": {"name": "none", "image_shape": [1, 8, 8]}}
+
+
+@pytest.fixture
+def sites(tmp_path) -> list[Path]:
+    """Two sites, each with a flat folder of images."""
+    files = write_sites(tmp_path, 2)
+    for site, file in enumerate(files):
+        folder = tmp_path / f"images{site}"
+        for number in range(20 + site):
+            save_array(folder / f"{number:02}.png", random_pixels(9, 8, seed=100 * site + number))
+        data = {"data": {"name": "images", "path": str(folder), "image_size": 8}}
+        file.write_text(yaml.safe_dump(yaml.safe_load(file.read_text()) | data))
+    return files
+
+
+def test_averaged_weights_need_no_data_at_the_server(quick, tmp_path, sites):
+    recipe = quick(**(AVERAGED | SITES | NO_DATA))
+    federation = build_federation(recipe)
+    assert len(federation.dataset.train_images) == len(federation.dataset.test_images) == 0
+    directory, grid = start(recipe, tmp_path / "run", sites)
+    assert run_on(recipe, directory, grid) == []
+    run = read_run(tmp_path / "run")
+    assert run.finished
+    assert run.overall("loss").keys() == {1, 2}
+    assert run.overall("effective_rank") == {}
+    page = write_report([tmp_path / "run"]).read_text()
+    assert "there are no images" in page
+    with pytest.raises(UserError, match=r"names no images to evaluate on \(data\.name=none\)"):
+        evaluate_run(tmp_path / "run")
+
+
+def test_sites_evaluate_the_models_that_they_keep(quick, tmp_path, sites):
+    recipe = quick(**(SITES | NO_DATA))
+    directory, grid = start(recipe, tmp_path / "run", sites)
+    assert run_on(recipe, directory, grid) == []
+    values = read_run(tmp_path / "run").values
+    for measure in ("effective_rank", "alignment", "uniformity"):
+        assert {who for number, who, metric in values if (number, metric) == (2, measure)} == {"0", "1", "mean"}
+
+
+def test_other_sizes_are_refused(quick, tmp_path, sites):
+    recipe = quick(**(AVERAGED | SITES | {"data": {"name": "none", "image_shape": [3, 8, 8]}}))
+    directory, grid = start(recipe, tmp_path / "run", sites)
+    with pytest.raises(
+        UserError, match=r"its images are 1 x 8 x 8 \(channels x height x width\), but the server's are 3"
+    ):
+        run_on(recipe, directory, grid)
+
+
+def test_no_data_is_for_sites(tiny):
+    with pytest.raises(
+        UserError, match=r"data\.name=none is for a server whose sites bring their own images, got partition iid"
+    ):
+        build_federation(tiny(**(AVERAGED | NO_DATA | {"partition": {"name": "iid", "clients": 2}})))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"name": "none"}, r"name=none needs image_shape=\[channels, height, width\]"),
+        ({"name": "none", "image_shape": [2, 8, 8]}, r"with 1 or 3 channels, got \[2, 8, 8\]"),
+        ({"image_shape": [1, 8, 8]}, "image_shape and class_names are for name=none"),
+        ({"class_names": ["a"]}, "image_shape and class_names are for name=none"),
+        (
+            {"name": "none", "image_shape": [1, 8, 8], "public_holdout": 5},
+            "name=none has no images: leave path and public_holdout out",
+        ),
+    ],
+)
+def test_bad_options(options, says):
+    with pytest.raises(ValidationError, match=says):
+        DataOptions(**options)

@@ -1,0 +1,55 @@
+"""The extraction of representations that all evaluations share."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from fedssl.errors import UserError
+from fedssl.evaluation import features as features_module
+from fedssl.evaluation.features import extract_features
+from tests.fedssl.evaluation.bright_quarters import bright_quarters
+
+
+def test_features_are_the_encoders_output_in_evaluation_mode(encoder, monkeypatch):
+    images, _ = bright_quarters(13)
+    expected = copy.deepcopy(encoder).eval()((images.float() / 255 - 0.5) / 0.25).detach()
+    for batch_size in (1, 5, 500):
+        monkeypatch.setattr(features_module, "_IMAGES_AT_A_TIME", batch_size)
+        features = extract_features(encoder, images)
+        assert features.dtype == torch.float32
+        assert not features.requires_grad
+        torch.testing.assert_close(features, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_features_leave_the_encoder_as_it_was(encoder):
+    encoder.train()
+    encoder.layers[2].eval()  # a frozen BatchNorm inside a model in training
+    before = copy.deepcopy(encoder.state_dict())
+    random_state = torch.get_rng_state()
+    extract_features(encoder, bright_quarters(4)[0])
+    modes = [module.training for module in (encoder, encoder.layers, *encoder.layers)]
+    assert modes == [True, True, True, True, False, True]
+    assert all(torch.equal(before[key], value) for key, value in encoder.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), random_state)
+
+
+def test_modes_come_back_after_an_error(encoder):
+    with pytest.raises(RuntimeError):
+        extract_features(encoder.train(), torch.zeros(2, 1, 5, 5, dtype=torch.uint8))
+    assert all(module.training for module in encoder.modules())
+
+
+def test_features_can_be_trained_on(encoder):
+    features = extract_features(encoder, bright_quarters(4)[0])
+    layer = nn.Linear(8, 2)
+    layer(features).sum().backward()
+    torch.testing.assert_close(layer.weight.grad[0], features.sum(dim=0))
+
+
+def test_representations_that_are_not_finite_are_an_error(encoder):
+    with torch.no_grad():
+        encoder.layers[1].weight[0, 0] = torch.nan
+    with pytest.raises(UserError, match=r"representations: contains NaN.* lower training\.learning_rate"):
+        extract_features(encoder, bright_quarters(4)[0])

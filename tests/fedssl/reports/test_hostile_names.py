@@ -1,0 +1,114 @@
+"""Names and values that somebody else chose: a report and a table's picture are drawn whatever they are."""
+
+from __future__ import annotations
+
+import base64
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedssl.errors import UserError
+from fedssl.reports.plots import Card, draw_table_picture, png_bytes, write_figure
+from fedssl.reports.report import write_report
+from fedssl.run_record import read_run
+from tests.fedssl.reports.synthetic_runs import evaluated, write_run
+
+#: as names of recipes, classes and labels; a formula that cannot be drawn, mark-up, and what only looks odd
+ODD = [r"$\frac{$", "$x$", "<script>alert(1)</script>", "--><svg>", "_hidden", "a/../b", "x" * 200, "日本"]
+#: only as names of metrics, which a site chooses
+HOSTILE = [*ODD, "a\rb", "a\nb", "\x1b[31m", "\u202ea", "a\0b", '","', ""]
+
+
+def charts(page: Path) -> list[str]:
+    found = re.findall(r"data:image/svg\+xml;base64,([^\"]+)", page.read_text())
+    return [base64.b64decode(one).decode() for one in found]
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_report_is_drawn_whatever_names_a_site_and_a_recipe_chose(name, tiny, tmp_path):
+    rows = [row for number in range(3) for row in evaluated(number, name, [1.0, 2.0])]
+    rows += evaluated(0, "knn", [40.0]) + evaluated(2, "knn", [50.0])
+    own = name if name in ODD else "odd"
+    recipe = tiny(name=own, description=own)
+    for path, another in ((tmp_path / "a", recipe), (tmp_path / "b", tiny(name="other"))):
+        write_run(path, another, rows, counts=[[1, 2]], class_names=(own, "dog"), spectrum={"0": [2.0, 1.0]})
+    page = write_report([tmp_path / "a", tmp_path / "b"], tmp_path / "page.html", collapse=False)
+    text = page.read_text()
+    assert all(character == "\n" or character.isprintable() or character in "\u00a0" for character in text)
+    assert "<script>" not in text
+    assert len(charts(page)) >= 4
+    lines = (tmp_path / "a" / "metrics.csv").read_text().split("\n")
+    assert len(lines) == len(rows) + 2
+
+
+def test_a_site_that_invents_thousands_of_metrics_does_not_fill_the_page(tiny, tmp_path):
+    rows = [(number, "mean", f"m{i}", 1.0) for number in (1, 2) for i in range(1000)]
+    write_run(tmp_path / "a", tiny(), [*evaluated(0, "knn", [40.0]), *rows, *evaluated(2, "knn", [50.0])])
+    page = write_report([tmp_path / "a"], collapse=False)
+    assert len(charts(page)) == 40
+    assert "Only 40 metrics are drawn; metrics.csv holds all of them." in page.read_text()
+
+
+@pytest.mark.parametrize("value", ["inf", "-inf", "nan", "1e308", "-1e308"])
+def test_a_report_is_written_whatever_the_values_are(value, tiny, tmp_path):
+    number = float(value)
+    rows = [*evaluated(0, "knn", [40.0]), (1, "0", "bytes_up", number), (1, "mean", "loss", number)]
+    rows += [(2, who, metric, number) for who in ("0", "mean") for metric in ("knn", "loss", "effective_rank")]
+    for seed in (0, 1):
+        write_run(tmp_path / str(seed), tiny(seed=seed), rows)
+    assert write_report([tmp_path / "0", tmp_path / "1"], tmp_path / "page.html", collapse=False).is_file()
+
+
+@pytest.mark.parametrize("text", ODD)
+def test_a_tables_picture_is_drawn_whatever_its_labels_are(text):
+    bars = {"knn": [(text, "method", [1.0], [2.0, 3.0]), ("b", "control", [1.0], [2.0, 3.0])]}
+    figure = draw_table_picture(text, text, [Card(text, text, np.zeros((3, 3), np.uint8))], bars, {}, text)
+    assert png_bytes(figure).startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("name: tiny", 'name: "a\\e[2J"', "control characters"),
+        ("name: tiny", "name: [1]", "`name` must be"),
+        ("rounds: 2", "rounds: many", "`rounds` must be a whole number from 1, got 'many'"),
+        ("rounds: 2", "rounds: true", "`rounds` must be a whole number"),
+        ("seed: 0", "seed: -1", "`seed` must be a whole number from 0"),
+        ("rounds: 2", "rounds: 2\nrounds: 3", "stands there already"),
+    ],
+)
+def test_a_received_recipe_of_another_form_is_told(old, new, message, tiny, tmp_path):
+    write_run(tmp_path / "a", tiny(), evaluated(2, "knn", [50.0]))
+    file = tmp_path / "a" / "recipe.yaml"
+    file.write_text(file.read_text().replace(old, new, 1))
+    with pytest.raises(UserError, match=message) as caught:
+        read_run(tmp_path / "a")
+    assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("partition.csv", "9,-1,0"),
+        ("partition.csv", f"9,1,{10**30}"),
+        ("spectrum.csv", "0,1,nan"),
+        ("spectrum.csv", "0,1"),
+    ],
+)
+def test_received_figures_that_no_run_has_are_told(file, line, tiny, tmp_path):
+    write_run(tmp_path / "a", tiny(), evaluated(2, "knn", [50.0]), counts=[[1, 2]], spectrum={"0": [1.0]})
+    with open(tmp_path / "a" / file, "a") as text:
+        text.write(f"{line}\n")
+    with pytest.raises(UserError, match="cannot be read as a run's folder"):
+        read_run(tmp_path / "a")
+
+
+def test_a_figure_of_an_unknown_kind_is_told(tmp_path):
+    from matplotlib.figure import Figure
+
+    with pytest.raises(UserError, match=r"no image can be written as \.xyz; expected one of .*png"):
+        write_figure(tmp_path / "a.xyz", Figure())
+    write_figure(tmp_path / "a", Figure())
+    assert (tmp_path / "a").read_bytes().startswith(b"\x89PNG")
