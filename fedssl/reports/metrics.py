@@ -48,7 +48,7 @@ def is_accuracy(metric: str) -> bool:
 
 
 def _data_and_measure(metric: str) -> tuple[str, str]:
-    """The label of other data (empty for the run's own) and what is measured; `downstream_cifar10_knn` is on cifar10."""
+    """The label of other data, empty for the run's own, and the measure: `downstream_cifar10_knn` is on cifar10."""
     if not metric.startswith(PREFIX):
         return "", metric
     label, _, measure = metric.removeprefix(PREFIX).partition("_")
