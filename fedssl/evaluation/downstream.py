@@ -39,8 +39,9 @@ def load_downstream(options: DataOptions, image_shape: Sequence[int], seed: int)
     """
     channels, _, width = image_shape
     dataset = load_dataset(options.model_copy(update={"image_size": options.image_size or width}), seed)
-    if not dataset.labelled or not len(dataset.test_images):
-        what = "labels" if not dataset.labelled else "test images"
+    has_labels = dataset.labelled or dataset.train_targets is not None
+    if not has_labels or not len(dataset.test_images):
+        what = "test images" if has_labels else "labels"
         raise UserError(f"the data to evaluate on have no {what}: kNN, linear and fine-tuned accuracy need them")
     validation = dataset.validation_images
     return dataclasses.replace(

@@ -120,18 +120,22 @@ def _figures(chosen: EncoderOfRun, run: Run) -> str:
         if is_measure(name):
             before = run.values.get((0, who, name))
             after = run.values[run.rounds, who, name]
-            rows.append(f"| {name} | {'' if before is None else f'{before:.1f}'} | {after:.1f} |")
+            decimals = 2 if name in ("alignment", "uniformity") else 1
+            rows.append(f"| {name} | {'' if before is None else f'{before:.{decimals}f}'} | {after:.{decimals}f} |")
     if not rows:
         return ""
     whose = " (mean over the clients' models)" if who == "mean" else ""
     return "\n".join(
         [
-            f"| measured on the run's test images{whose} | before training | after |",
+            f"| measured on the run's images{whose} | before training | after |",
             "|---|---|---|",
             *rows,
             "",
-            "Accuracies are in percent. Labels were used for these figures and not for the training.",
-            "",
+            *(
+                ["Accuracies are in percent. They use labels, which self-supervised training does not.", ""]
+                if "knn" in names
+                else ["Lower uniformity is more uniform; higher effective rank is less collapsed.", ""]
+            ),
         ]
     )
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
@@ -153,7 +154,10 @@ def draw_neighbours(
         labels: int64 [n]: a neighbour of the query's class is marked by a green line, another by an orange one.
     """
     rows, columns = nearest.shape
-    figure = Figure(figsize=(0.95 * (columns + 1.35), 1.08 * rows + 0.35), layout="constrained")
+    height = 1.08 * rows + 0.3
+    figure = Figure(
+        figsize=(0.95 * (columns + 1.35), height), layout=ConstrainedLayoutEngine(rect=(0, 0, 1, 1 - 0.25 / height))
+    )
     grid = figure.subplots(rows, columns + 2, squeeze=False, width_ratios=[1, 0.22, *[1] * columns])
     for index, line in enumerate(grid):
         query, neighbours, cosines = int(queries[index]), nearest[index].tolist(), similarity[index].tolist()
@@ -168,7 +172,8 @@ def draw_neighbours(
                 colour = _SAME if labels[row] == labels[query] else _OTHER
                 axes.plot([0, 1], [-0.04, -0.04], color=colour, lw=2.6, transform=axes.transAxes, clip_on=False)
     for axes, title in ((grid[0, 0], "image"), (grid[0, 2], "nearest images, with the cosine")):
-        axes.annotate(title, (0, 1), (0, 15), "axes fraction", "offset points", fontsize=10, color=TEXT)
+        text = axes.annotate(title, (0, 1), (0, 15), "axes fraction", "offset points", fontsize=10, color=TEXT)
+        text.set_in_layout(False)  # its column need not be as wide
     return figure
 
 

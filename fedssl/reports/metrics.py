@@ -43,13 +43,22 @@ def is_evaluated(metric: str) -> bool:
 
 def is_accuracy(metric: str) -> bool:
     """Whether a metric is in percent."""
-    return metric in ACCURACIES or (metric.startswith(PREFIX) and not metric.endswith("_effective_rank"))
+    _, measure = _data_and_measure(metric)
+    return measure in ACCURACIES or measure.startswith("semi_supervised_")
+
+
+def _data_and_measure(metric: str) -> tuple[str, str]:
+    """The label of other data, empty for the run's own, and the measure: `downstream_cifar10_knn` is on cifar10."""
+    if not metric.startswith(PREFIX):
+        return "", metric
+    label, _, measure = metric.removeprefix(PREFIX).partition("_")
+    return label, measure
 
 
 def metric_title(metric: str) -> str:
     """What a metric is called; one without a title keeps its name, with spaces for underscores."""
-    if metric.startswith(PREFIX):
-        label, _, measure = metric.removeprefix(PREFIX).partition("_")
+    label, measure = _data_and_measure(metric)
+    if label:
         return f"on {label}: {metric_title(measure)}"
     return METRIC_TITLES.get(metric, metric.replace("_", " "))
 
@@ -68,6 +77,6 @@ def format_values(metric: str, values: Sequence[float]) -> str:
     """`91.3 ± 0.4` for several seeds, `91.3` for one, a dash for none."""
     if not values:
         return "-"
-    decimals = _DECIMALS.get(metric, 1 if is_evaluated(metric) else 3)
+    decimals = _DECIMALS.get(_data_and_measure(metric)[1], 1 if is_evaluated(metric) else 3)
     mean, spread = mean_and_spread(values)
     return f"{mean:.{decimals}f}" + ("" if spread is None else f" ± {spread:.{decimals}f}")

@@ -24,7 +24,9 @@ _METRICS = (
     "effective_rank", "alignment", "uniformity", "linear_auroc", "loss", "cka",
     "memory", "flops", "traffic",
 )  # fmt: skip
-_ON_OTHER_DATA = re.compile(rf"{PREFIX}[A-Za-z0-9]+_(knn|linear|effective_rank|semi_supervised_[\d.]+|fine_tune_\w+)")
+_ON_OTHER_DATA = re.compile(
+    rf"{PREFIX}[A-Za-z0-9]+_(knn|linear|linear_auroc|effective_rank|alignment|uniformity|semi_supervised_[\d.]+|fine_tune_\w+)"
+)
 
 
 def _check_metric(metric: str) -> str:

@@ -67,6 +67,8 @@ def test_every_command_of_the_readme_is_one_that_exists_and_every_override_is_va
     for i in range(20):
         Image.new("RGB", (40, 40)).save(tmp_path / "my_images" / f"{i}.png")
     np.savez("mine.npz", x_train=np.zeros((90, 32, 32, 3), np.uint8), y_train=np.arange(90) % 3)
+    (tmp_path / "photos").mkdir()
+    Image.fromarray(np.zeros((32, 32, 3), np.uint8)).save("photos/one.png")
     lines = re.sub(r"\\\n\s*", "", TEXT).splitlines()
     commands = [shlex.split(line, comments=True) for line in lines if re.match(r"\s+fedssl [a-z]", line)]
     assert len(commands) >= 7
