@@ -13,6 +13,7 @@ from .decoding import Decoding, decode_images, report_broken
 from .error_text import listed, printable
 from .file_listing import list_files, notify_of_left_out, subfolders
 from .image_table import ImageTable, read_table
+from .notices import notify
 from .options import DataOptions
 from .paths import expanded, kind_of
 from .splits import LabelledImages, Splits
@@ -51,6 +52,8 @@ def load_images(options: DataOptions) -> Splits:
         train, test = _split_off_test(train, options.test_fraction)
     files = [*train, *test]
     size = options.image_size or DEFAULT_IMAGE_SIZE
+    if options.name == "images" and options.image_size is None:
+        notify(f"images are resized to {size} x {size} pixels; set data.image_size for another size")
     decoded = decode_images([file.path for file in files], Decoding.of(options, size, size))
     kept = [files[index] for index in decoded.kept]
     of_train = sum(index < len(train) for index in decoded.kept)

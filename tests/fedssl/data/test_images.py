@@ -36,7 +36,7 @@ def reds(data: Dataset) -> list[int]:
     return data.train_images[:, 0, 4, 4].tolist()
 
 
-def test_a_flat_folder_without_labels(tmp_path):
+def test_a_flat_folder_without_labels(tmp_path, caplog):
     for number in range(12):
         write_image(tmp_path / f"{number:02}.png", 10 * number, size=(10 + number, 30 - number))
     data = load(tmp_path)
@@ -48,7 +48,9 @@ def test_a_flat_folder_without_labels(tmp_path):
     assert len(data.test_images) == 0
     assert data.test_images.shape[1:] == (3, 8, 8)
     assert data.measured_images[:].equal(data.train_images)
+    assert "resized" not in caplog.text
     assert load_dataset(DataOptions(name="images", path=tmp_path), 0).train_images.shape == (12, 3, 32, 32)
+    assert "images are resized to 32 x 32 pixels; set data.image_size for another size" in caplog.text
 
 
 def test_nested_folders_without_labels(tmp_path):
