@@ -147,5 +147,5 @@ def image_shape_of_run(path: Path, recipe: Recipe) -> tuple[int, int, int]:
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
         return int(values["channels"]), int(values["height"]), int(values["width"])
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, OverflowError) as error:
         raise UserError(f"{file} cannot be read: expected channels, height and width; {error}") from error
