@@ -56,9 +56,11 @@ def test_a_server_without_data_exports_the_encoder_and_starts_from_it(quick, tmp
     first = federation.method.global_model.encoder.state_dict()
     last = directory.server_state().tensors
     assert all(torch.equal(tensor, last[f"online.encoder.{name}"]) for name, tensor in first.items())
-    # the sites do not have the server's file: their weights come with the first message
-    absent = quick(**DEPLOYED, model={"weights": str(tmp_path / "only_at_the_server")})
-    assert site_federation(absent, load_site(sites[0])).weights == {}
+    # the sites do not have the server's files: their weights come with the first message
+    evaluation = {"downstream": {"other": {"name": "npz", "path": str(tmp_path / "only_at_the_server.npz")}}}
+    absent = quick(**DEPLOYED, model={"weights": str(tmp_path / "only_at_the_server")}, evaluation=evaluation)
+    at_site = site_federation(absent, load_site(sites[0]))
+    assert (at_site.weights, at_site.downstream) == ({}, {})
     directory, grid = start(continued, tmp_path / "continued", sites)
     assert run_on(continued, directory, grid) == []
     assert read_run(tmp_path / "continued").finished
