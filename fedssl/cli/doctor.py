@@ -19,6 +19,8 @@ PACKAGES = (
     "scikit-learn",
     "safetensors",
     "matplotlib",
+    "onnx",
+    "onnxruntime",
     "flwr",
     "ray",
 )

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Protocol
 
+import torch
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
@@ -90,23 +91,27 @@ def evaluation_due(recipe: Recipe, number: int) -> bool:
 def evaluate_after(federation: Federation, model: Model, number: int) -> tuple[dict[str, float], Tensor]:
     """kNN and effective rank; before and after training linear too, and other data; after it fine-tuning if asked.
 
-    Without labels they are effective rank, alignment and uniformity, see `evaluate_model`.
+    Without labels they are effective rank, alignment and uniformity, see `evaluate_model`. A server without data
+    measures on other data alone.
 
     Returns:
         The measures by name, and the singular values of the test representations.
     """
     recipe = federation.recipe
     seed = seed_for(recipe.seed, "evaluation")
-    measures, spectrum = evaluate_model(
-        model,
-        federation.dataset,
-        recipe.evaluation,
-        seed,
-        linear=number in (0, recipe.rounds),
-        fractions=recipe.evaluation.semi_supervised if number == recipe.rounds else (),
-        fine_tune=recipe.evaluation.fine_tune if number == recipe.rounds else None,
-        augmentation=recipe.augmentation,
-    )
+    measures: dict[str, float] = {}
+    spectrum = torch.empty(0, dtype=torch.float64)
+    if len(federation.dataset.measured_images):
+        measures, spectrum = evaluate_model(
+            model,
+            federation.dataset,
+            recipe.evaluation,
+            seed,
+            linear=number in (0, recipe.rounds),
+            fractions=recipe.evaluation.semi_supervised if number == recipe.rounds else (),
+            fine_tune=recipe.evaluation.fine_tune if number == recipe.rounds else None,
+            augmentation=recipe.augmentation,
+        )
     if number in (0, recipe.rounds):
         after = number == recipe.rounds
         measures |= evaluate_downstream(model, federation.downstream, recipe.evaluation, seed, after=after)
@@ -133,7 +138,7 @@ def _evaluate(
                 rows.append((number, str(k), metric, value))
                 values.setdefault(metric, []).append(value)
         rows += [(number, "mean", metric, sum(each) / len(each)) for metric, each in values.items()]
-    elif len(federation.dataset.measured_images):  # a server may have no data
+    elif len(federation.dataset.measured_images) or federation.downstream:  # a server may have no data
         model = federation.method.load_global(server, lambda: federation.new_model(None))
         metrics, spectra["global"] = evaluate_after(federation, model, number)
         rows += [(number, "global", metric, value) for metric, value in metrics.items()]

@@ -29,11 +29,12 @@ from fedkernels import __version__
 from ..errors import UserError
 from ..models.encoders import SmallConvNet, build_encoder, has_small_image_stem, timm_arguments
 from ..storage import cannot_write, make_folder, sync_folder, write_atomically
+from ..untrusted.files import read_regular_file
 from .compiled_formats import FormatName, write_format
 from .load_script import load_script
 from .model_card import model_card
 from .normalization import MEAN, STD
-from .trained_encoder import EncoderOfRun, TrainedEncoder, encoder_of_run
+from .trained_encoder import MOST_JSON_BYTES, EncoderOfRun, TrainedEncoder, checked_image_shape, encoder_of_run
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 
@@ -162,7 +163,7 @@ def read_encoder(folder: Path) -> TrainedEncoder:
     try:
         ours = config["fedssl"]
         architecture = str(ours["architecture"])
-        channels, height, width = (int(side) for side in ours["image_shape"])
+        channels, height, width = checked_image_shape(ours["image_shape"])
     except (TypeError, KeyError, ValueError) as error:
         raise UserError(f"{folder / CONFIG} cannot be read as an exported encoder's: {error!r}") from error
     if ours.get("mean") != [MEAN] * channels or ours.get("std") != [STD] * channels:
@@ -174,7 +175,7 @@ def read_encoder(folder: Path) -> TrainedEncoder:
     path = folder / WEIGHTS
     try:
         # Copies in torch's own memory: see storage.read_message.
-        weights = {name: tensor.clone() for name, tensor in load_tensors(path.read_bytes()).items()}
+        weights = {name: tensor.clone() for name, tensor in load_tensors(read_regular_file(path)).items()}
         network.load_state_dict(weights)
     except (OSError, SafetensorError, RuntimeError) as error:
         raise UserError(f"{path} cannot be loaded as {architecture}: {' '.join(str(error).split())}") from error
@@ -197,8 +198,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not is_encoder_folder(folder):
         raise UserError(f"{folder} is not an exported encoder: expected a folder with {WEIGHTS} and {CONFIG}")
     try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        config = json.loads(read_regular_file(folder / CONFIG, MOST_JSON_BYTES))
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{folder / CONFIG} cannot be read: {error}") from error
     if not isinstance(config, dict) or not isinstance(config.get("fedssl"), dict):
         raise UserError(f"{folder / CONFIG} was not written by fedssl export: it has no mapping `fedssl`")

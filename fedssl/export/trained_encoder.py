@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -17,8 +18,12 @@ from ..models.stages import StagedEncoder
 from ..reading import load_stored_recipe
 from ..recipe import Recipe
 from ..run_directory import IMAGE_SHAPE, RunDirectory
+from ..untrusted.files import read_regular_file
 
 GLOBAL = "global"
+#: a larger file of one of the formats here is not read
+MOST_JSON_BYTES = 1_000_000
+_LARGEST_SIDE = 8192
 _ENCODER = "online.encoder."
 
 
@@ -145,7 +150,21 @@ def image_shape_of_run(path: Path, recipe: Recipe) -> tuple[int, int, int]:
         channels, height, width = build_federation(recipe).dataset.train_images.shape[1:]
         return channels, height, width
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-        return int(values["channels"]), int(values["height"]), int(values["width"])
-    except (OSError, ValueError, TypeError, KeyError, OverflowError) as error:
+        values = json.loads(read_regular_file(file, MOST_JSON_BYTES))
+        return checked_image_shape([values["channels"], values["height"], values["width"]])
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise UserError(f"{file} cannot be read: expected channels, height and width; {error}") from error
+
+
+def checked_image_shape(sides: Any) -> tuple[int, int, int]:
+    """Channels, height and width as somebody else's file has them.
+
+    Raises:
+        ValueError: they are no shape of images.
+    """
+    if not (isinstance(sides, list) and len(sides) == 3 and all(type(side) is int for side in sides)):
+        raise ValueError(f"expected three whole numbers, got {str(sides)[:100]}")
+    channels, height, width = sides
+    if channels not in (1, 3) or not 1 <= height <= _LARGEST_SIDE or not 1 <= width <= _LARGEST_SIDE:
+        raise ValueError(f"expected 1 or 3 channels and sides of up to {_LARGEST_SIDE} pixels, got {sides}")
+    return channels, height, width

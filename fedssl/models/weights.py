@@ -15,6 +15,7 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 
 from ..errors import UserError
+from ..untrusted.files import read_regular_file
 from .encoders import has_small_image_stem
 from .options import ModelOptions
 
@@ -22,6 +23,7 @@ Weights = dict[str, Tensor]
 
 _TIMM = "timm:"
 _MOST_NAMED = 5
+_MOST_CONFIG_BYTES = 1_000_000
 
 
 def read_all_weights(options: ModelOptions, architectures: Sequence[str]) -> dict[str, Weights]:
@@ -158,9 +160,9 @@ def _architecture_of(source: str) -> str | None:
     if not config.is_file():
         return None
     try:
-        values: Any = json.loads(config.read_text(encoding="utf-8"))
+        values: Any = json.loads(read_regular_file(config, _MOST_CONFIG_BYTES))
         name = values.get("fedssl", values)["architecture"]
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise UserError(f"model.weights: {config} cannot be read as an exported encoder's: {error!r}") from error
     return str(name)
 

@@ -65,18 +65,19 @@ def evaluate_run(
     options = _with_requests(recipe.evaluation, fractions, fine_tune)
     if data is not None:
         dataset = load_downstream(data, dataset.train_images.shape[1:], recipe.seed)
-    elif not len(dataset.measured_images):
+    elif not len(dataset.measured_images) and not federation.downstream:
         raise UserError(f"the recipe of {path} names no images to evaluate on (data.name=none): give --data")
     check_fine_tuning(options.fine_tune, dataset)
     check_labels(dataset, options.semi_supervised, options.fine_tune)
     seed = seed_for(recipe.seed, "evaluation")
-    results = {}
+    results: dict[str, dict[str, float]] = {}
     for who, model in models_to_evaluate(federation, directory.server_state(), directory.client_state):
         note(f"evaluating {'client ' if who.isdigit() else ''}{who}")
         if data is not None:
             check_downstream(model, dataset, options)
-        results[who] = _measure(model, dataset, options, seed, recipe.augmentation)
-        results[who] |= evaluate_downstream(model, federation.downstream, options, seed, after=True)
+        if len(dataset.measured_images):
+            results[who] = _measure(model, dataset, options, seed, recipe.augmentation)
+        results.setdefault(who, {}).update(evaluate_downstream(model, federation.downstream, options, seed, after=True))
     return _write(results, path, data)
 
 

@@ -18,6 +18,7 @@ import torch
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from numpy.typing import NDArray
+from pydantic import TypeAdapter
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -40,6 +41,7 @@ _FILE = "image_pictures.json"
 FORMAT = 1
 _SEARCHED, _ON_THE_MAP = 1000, 400  # images
 _QUERIES, _NEIGHBOURS = 8, 9
+_MOST_BYTES = 10_000  # of a stored description; a larger file is no description
 _CELLS_PER_IMAGE = 2.2  # of the map: free cells leave the groups apart
 _LARGEST_THUMBNAIL, _SMALLEST_DRAWN = 48, 32  # pixels
 _SAME, _OTHER = "#009E73", "#D55E00"
@@ -99,9 +101,9 @@ def image_pictures_of_run(path: Path, trust: bool = False) -> ImagePictures | No
 def _read(path: Path) -> ImagePictures | None:
     """What is stored; None where there is nothing of this format."""
     try:
-        pictures = ImagePictures(**json.loads(read_regular_file(path / _FILE)))
+        pictures = TypeAdapter(ImagePictures).validate_json(read_regular_file(path / _FILE, _MOST_BYTES))
         complete = pictures.format == FORMAT and all(file.is_file() for file in ImagePictures.files(path))
-    except (OSError, ValueError, TypeError, RecursionError):
+    except (OSError, ValueError):  # pydantic's error is a ValueError
         return None
     return pictures if complete else None
 

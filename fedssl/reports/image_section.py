@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..untrusted.files import read_regular_file
 from .image_pictures import ImagePictures
 from .page import PageFigure
 
@@ -64,5 +65,5 @@ def _about_map(about: ImagePictures) -> str:
 
 
 def _figure(file: Path, description: str, caption: str) -> PageFigure:
-    data = base64.b64encode(file.read_bytes()).decode()
+    data = base64.b64encode(read_regular_file(file)).decode()
     return PageFigure(description, f"data:image/png;base64,{data}", caption)

@@ -75,8 +75,10 @@ def site_federation(recipe: Recipe, site: SiteOptions) -> Federation:
         "data": _own_data(recipe, site) or recipe.data,
         "device": site.device or recipe.device,
     }
-    if not recipe.local_update.personal:  # the weights to start from come with the server's first message
+    if not recipe.local_update.personal:
+        # The weights to start from come with the server's first message, and the server evaluates the global model.
         changed["model"] = ModelOptions()
+        changed["evaluation"] = recipe.evaluation.model_copy(update={"downstream": None})
     return build_federation(recipe.model_copy(update=changed), owner=None if site.data is None else site.client)
 
 

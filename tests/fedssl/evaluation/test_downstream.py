@@ -148,7 +148,7 @@ def test_data_on_the_command_line():
     for text, message in (
         ("digits", "expected KEY=VALUE"),
         ("name=digts", "name: input should be"),
-        ("x=[", "no valid"),
+        ("x=[", "is not YAML"),
     ):
         with pytest.raises(UserError, match=message):
             parse_data(text)

@@ -181,6 +181,20 @@ def test_a_damaged_export_is_refused(tmp_path):
     save_file(weights, folder / "model.safetensors")
     with pytest.raises(UserError, match=r"cannot be loaded as small_convnet.*blocks\.0\.weight"):
         read_encoder(folder)
+    config = json.loads((folder / "config.json").read_text())
+    faults = {
+        "image_shape": [[1, 8], "8x8", [2, 8, 8], [1, 8, 10**9], [1, 8.5, 8], None],
+        "architecture": ["hf-hub:somebody/model", "resnet1000", 7],
+        "mean": [[0.485], None],
+    }
+    for key, values in faults.items():
+        for value in values:
+            (folder / "config.json").write_text(json.dumps(config | {"fedssl": config["fedssl"] | {key: value}}))
+            with pytest.raises(UserError):
+                read_encoder(folder)
+    (folder / "config.json").write_text("[" * 100_000)
+    with pytest.raises(UserError, match="cannot be read"):
+        read_encoder(folder)
     (folder / "config.json").write_text("{}")
     with pytest.raises(UserError, match="was not written by fedssl export"):
         read_encoder(folder)

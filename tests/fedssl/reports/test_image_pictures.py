@@ -107,8 +107,9 @@ def test_a_run_is_drawn_once_and_again_after_more_rounds(noisy, tmp_path, monkey
     assert image_pictures_of_run(tmp_path / "run") == pictures
     assert [file.read_bytes() for file in files] == before
     stored = tmp_path / "run" / "image_pictures.json"
-    stored.write_text(json.dumps(dataclasses.asdict(pictures) | {"round": 0}))
-    assert image_pictures_of_run(tmp_path / "run") == pictures
+    for changed in ({"round": 0}, {"same_class": "x"}, {"searched": None}, {"format": 99}):
+        stored.write_text(json.dumps(dataclasses.asdict(pictures) | changed))
+        assert image_pictures_of_run(tmp_path / "run") == pictures
 
 
 def test_images_without_labels_and_without_a_test_set(noisy, tmp_path):

@@ -15,11 +15,13 @@ from fedssl.engines.flower.site import load_site, site_federation
 from fedssl.export.embed import embed_images
 from fedssl.export.encoder_folder import export_encoder
 from fedssl.federation import build_federation
+from fedssl.reports.evaluation import evaluate_run
 from fedssl.run_record import read_run
 from tests.fedssl.conftest import AVERAGED
 from tests.fedssl.data.data_files import random_pixels
 from tests.fedssl.data.image_samples import save_array
 from tests.fedssl.engines.flower.loop_grid import run_on, start, write_sites
+from tests.fedssl.export.finished_runs import write_images
 
 pytestmark = pytest.mark.usefixtures("flower_process")
 DEPLOYED = AVERAGED | {
@@ -56,9 +58,21 @@ def test_a_server_without_data_exports_the_encoder_and_starts_from_it(quick, tmp
     first = federation.method.global_model.encoder.state_dict()
     last = directory.server_state().tensors
     assert all(torch.equal(tensor, last[f"online.encoder.{name}"]) for name, tensor in first.items())
-    # the sites do not have the server's file: their weights come with the first message
-    absent = quick(**DEPLOYED, model={"weights": str(tmp_path / "only_at_the_server")})
-    assert site_federation(absent, load_site(sites[0])).weights == {}
+    # the sites do not have the server's files: their weights come with the first message
+    evaluation = {"downstream": {"other": {"name": "npz", "path": str(tmp_path / "only_at_the_server.npz")}}}
+    absent = quick(**DEPLOYED, model={"weights": str(tmp_path / "only_at_the_server")}, evaluation=evaluation)
+    at_site = site_federation(absent, load_site(sites[0]))
+    assert (at_site.weights, at_site.downstream) == ({}, {})
+    write_images(tmp_path / "labelled.npz")
+    evaluation = {"downstream": {"other": {"name": "npz", "path": str(tmp_path / "labelled.npz")}}}
+    continued = quick(**DEPLOYED, model={"weights": str(folder)}, evaluation=evaluation)
     directory, grid = start(continued, tmp_path / "continued", sites)
     assert run_on(continued, directory, grid) == []
-    assert read_run(tmp_path / "continued").finished
+    run = read_run(tmp_path / "continued")
+    assert run.finished
+    for when in ("before", "after"):
+        assert run.evaluated("downstream_other_knn", when) is not None
+    assert run.evaluated("knn", "after") is None
+    header, row = evaluate_run(tmp_path / "continued").read_text().splitlines()
+    assert header.split(",")[:2] == ["client", "downstream_other_knn"]
+    assert float(row.split(",")[1]) == pytest.approx(run.evaluated("downstream_other_knn", "after"), abs=0.006)
