@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from ..data.windows import Window
 from ..guard import is_measure
 from ..recipe import Recipe
 from ..run_record import Run, read_run
@@ -42,7 +43,7 @@ from these weights with `model.weights=FOLDER`.
 
 The network takes float32 [n, {shape}]: pixels from 0 to 255, divided by 255, minus {mean}, divided by {std}, in every
 channel. Bring images of another shape to {height}x{width} pixels first: crop the longer side to a square, then resize
-(bilinear, antialiased). It gives float32 [n, {features}], not normalised.
+(bilinear, antialiased). It gives float32 [n, {features}], not normalised.{window}
 {compiled}
 ## The recipe
 
@@ -77,6 +78,7 @@ def model_card(chosen: EncoderOfRun, config: dict[str, Any], path: Path, formats
         height=height,
         width=width,
         features=config["num_features"],
+        window=_window_line(chosen.encoder.window),
         compiled=_compiled_lines(formats),
         recipe=yaml.safe_dump(recipe_without_paths(chosen.recipe), sort_keys=False, allow_unicode=True, width=110),
     )
@@ -156,6 +158,14 @@ def _timm_lines(config: dict[str, Any]) -> str:
         f'    timm.create_model("{config["architecture"]}", pretrained=True, num_classes=0, {arguments},\n'
         '                      pretrained_cfg_overlay={"file": "FOLDER/model.safetensors"})\n'
     )
+
+
+def _window_line(window: Window | None) -> str:
+    """How the run brought pixels of more than 8 bits to 0..255; empty where there were none."""
+    if window is None:
+        return ""
+    words = f"from {window[0]:g} (0) to {window[1]:g} (255)" if isinstance(window, tuple) else f"`{window}`"
+    return f"\nPixels of more than 8 bits must be brought to 0 to 255 first, by the run's `data.window`: {words}."
 
 
 def _compiled_lines(formats: Collection[FormatName]) -> str:

@@ -161,6 +161,15 @@ def test_an_export_needs_no_data_and_tells_nothing_of_where_they_lie(tmp_path):
         assert b"images.npz" not in file.read_bytes(), file
 
 
+def test_the_card_tells_how_pixels_of_more_than_8_bits_are_read(tmp_path):
+    run, _ = finished_run(tmp_path / "plain")
+    assert "data.window" not in (export_encoder(run, tmp_path / "plain_encoder") / "README.md").read_text()
+    recipe = run / "recipe.yaml"
+    recipe.write_text(recipe.read_text().replace("window: null", "window: [-100, 400]"))
+    card = (export_encoder(run, tmp_path / "encoder") / "README.md").read_text()
+    assert "`data.window`: from -100 (0) to 400 (255)." in card
+
+
 def test_a_run_without_a_recorded_shape_is_exported_from_its_data(tmp_path):
     run, _ = finished_run(tmp_path, channels=3, side=10)
     (run / IMAGE_SHAPE).unlink()
