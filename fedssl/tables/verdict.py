@@ -47,6 +47,8 @@ def _judge(table: Table, method: str, results: Results, metric: str) -> str:
     if collaboration and not (table.baselines and table.controls):
         return f"{undecided} the table has no {'controls' if table.baselines else 'baselines'}."
     missing = [label for label in (method, *rivals) if len(results.values(label, metric)) < len(table.seeds)]
+    if missing and all(len(results.finished.get(label, ())) == len(table.seeds) for label in missing):
+        return f"{undecided} {listed(missing)} ran on images without labels, which have no accuracy."
     if missing:
         return f"{undecided} runs of {listed(missing)} are missing."
     if len(table.seeds) < 2:

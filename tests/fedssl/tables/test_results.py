@@ -110,6 +110,11 @@ def test_without_spread_controls_or_all_runs_nothing_is_said():
     assert knn_verdict([90.0, 90.0], control_1=[1.0]) == undecided + "runs of control 1 are missing."
     assert knn_verdict([90.0], alone=[]) == undecided + "runs of ours and alone are missing."
     assert verdict(make_table(method=None), results({})) == ""
+    without_labels = results({})
+    without_labels.finished.update({label: [0, 1] for label in ("ours", "alone", "control 1", "control 2")})
+    assert verdict(make_table(metrics=["knn"]), without_labels) == undecided + (
+        "ours, alone, control 1 and control 2 ran on images without labels, which have no accuracy."
+    )
 
 
 def test_the_table_has_the_untrained_row_first_and_the_papers_figures_beside(tmp_path, tiny):
