@@ -76,7 +76,9 @@ def test_a_server_without_data_trains_what_the_sites_hold(quick, tmp_path):
     assert run_on(recipe, directory, grid) == []
     assert {name for _, _, name, _ in directory.read_metrics()} & {"knn", "linear"} == set()
     with_data = quick(**AVERAGED, data={"name": "digits", "test_limit": 60}, partition=SITES)
-    known, grid = start(with_data, tmp_path / "with", write_sites(tmp_path, 2, data=own_digits(), state="again"))
+    others = tmp_path / "others"
+    others.mkdir()
+    known, grid = start(with_data, tmp_path / "with", write_sites(others, 2, data=own_digits()))
     assert run_on(with_data, known, grid) == []
     ours, theirs = directory.server_state().tensors, known.server_state().tensors
     assert ours.keys() == theirs.keys()
