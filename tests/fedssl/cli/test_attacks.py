@@ -6,12 +6,10 @@ import errno
 import json
 import os
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 
-from fedssl.cli import main
 from fedssl.reading import parse_recipe
 from fedssl.run_directory import RunDirectory
 from fedssl.run_folder.lock import alone_in
@@ -33,22 +31,6 @@ class Evil(Regularizer):
     def start_round(self, local):
         return lambda step: step.loss.new_zeros(())
 """
-
-
-@pytest.fixture
-def fedssl(monkeypatch, capsys, tmp_path):
-    """Call `fedssl` in an empty folder; gives (exit code, standard output, standard error)."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["fedssl", *arguments])
-        with pytest.raises(SystemExit) as caught:
-            main()
-        out, err = capsys.readouterr()
-        return int(caught.value.code or 0), out, err
-
-    return call
 
 
 def recipe_text(**changes) -> str:
