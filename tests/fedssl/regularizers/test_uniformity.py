@@ -18,6 +18,7 @@ from fedssl.regularizers.uniformity import Uniformity, sphere_samples
 from tests.fedssl.regularizers.terms import Local, representations, step_of
 
 FUR = {"name": "uniformity"}
+ONE_DRAW = FUR | {"draws": 1}
 
 
 def test_fur_by_hand(monkeypatch):
@@ -33,7 +34,7 @@ def test_fur_by_hand(monkeypatch):
     two = torch.tensor([[0.0, -3.0]], requires_grad=True)
     local = Local()
     with pytest.warns(UserWarning, match="transports nothing in 1 of 2"):
-        value = Uniformity(**FUR).start_round(local)(step_of(one, two))
+        value = Uniformity(**ONE_DRAW).start_round(local)(step_of(one, two))
     value.backward()
     assert float(value.detach()) == pytest.approx(0.14875, rel=1e-4)
     torch.testing.assert_close(one.grad, torch.tensor([[0.0, -0.01875]]), rtol=1e-2, atol=1e-6)
@@ -52,9 +53,10 @@ def test_fur_of_the_named_layer():
         assert [gradient is not None for gradient in found] == [taken is encoded, taken is projected]
 
 
-def test_by_default_fur_is_of_the_projector():
-    """An encoder that ends in a ReLU cannot cover the sphere."""
+def test_by_default_fur_is_of_the_projector_and_of_several_draws():
+    """An encoder that ends in a ReLU cannot cover the sphere, and most of one draw's gradient is noise."""
     assert Uniformity(**FUR).layer == "projector"
+    assert Uniformity(**FUR).draws == 8
 
 
 def test_fur_of_a_layer_that_is_not_there(tiny):
@@ -70,7 +72,7 @@ def test_several_draws_are_averaged(monkeypatch):
 
     def term(drawn, **options):
         monkeypatch.setattr(uniformity, "sphere_samples", lambda rows, *_: drawn if len(drawn) == rows else None)
-        value = Uniformity(**FUR, tolerance=1e-9, **options).start_round(Local())(step_of(z, -z))
+        value = Uniformity(**FUR | {"draws": 1, "tolerance": 1e-9} | options).start_round(Local())(step_of(z, -z))
         return torch.stack([value, *torch.autograd.grad(value, z)[0].flatten()])
 
     both = term(torch.cat(draws), draws=2)
@@ -84,7 +86,7 @@ def test_the_mean_over_the_batch_does_not_depend_on_its_size(monkeypatch):
     for rows in (1, 4):
         z = torch.eye(8)[:rows] + 0.1 * torch.eye(8)[4 : 4 + rows]
         for reduction in ("sum", "mean"):
-            term = Uniformity(**FUR, tolerance=1e-8, reduction=reduction).start_round(Local())
+            term = Uniformity(**ONE_DRAW, tolerance=1e-8, reduction=reduction).start_round(Local())
             values[rows, reduction] = float(term(step_of(z)))
     assert values[1, "mean"] == pytest.approx(values[4, "mean"], rel=1e-4) == pytest.approx(values[1, "sum"])
     assert values[4, "sum"] == pytest.approx(4 * values[4, "mean"])
@@ -138,7 +140,7 @@ def test_the_gradient_is_that_of_unbalanced_ot():
     patched = SimpleNamespace(start=uniformity.sphere_samples)
     uniformity.sphere_samples = lambda *_: samples
     try:
-        value = Uniformity(**FUR, weight=1.0, tolerance=1e-8).start_round(Local())(step_of(z))
+        value = Uniformity(**ONE_DRAW, weight=1.0, tolerance=1e-8).start_round(Local())(step_of(z))
     finally:
         uniformity.sphere_samples = patched.start
     (gradient,) = torch.autograd.grad(value, z)
