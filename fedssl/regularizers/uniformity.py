@@ -46,8 +46,8 @@ class Uniformity(Regularizer):
     `layer: encoder`. benchmarks/results/fedu2_cifar10_small tells what each of them did.
 
     Deviation in the draws: the paper has one set of samples a step. Then only 14 to 20 % of the term's gradient is
-    signal and the rest tells which samples were drawn; the mean over eight sets follows the signal better. The same page
-    of results has both.
+    signal, and the rest tells which samples were drawn. The mean over eight sets follows the signal better. The same
+    page of results has both.
 
     With unit masses the value is a sum over the batch while the objective is a mean over it. The paper's lambda_U = 0.1
     stands beside the sum and batches of 128, so `reduction: sum` is the default. With `reduction: mean` the value is
