@@ -18,7 +18,7 @@ from .fine_tune import FineTuneOptions, fine_tuned_scores
 from .knn import knn_accuracy
 from .linear import linear_accuracy, linear_auroc
 from .options import EvaluationOptions
-from .semi_supervised import SemiSupervisedOptions, semi_supervised_accuracy
+from .semi_supervised import semi_supervised_accuracy
 from .spectrum import effective_rank, singular_values
 from .uniformity import uniformity
 
@@ -46,7 +46,7 @@ def evaluate_model(
     Args:
         model: its encoder is measured, on the model's device.
         dataset: training and test images.
-        options: of kNN and the linear evaluation.
+        options: of kNN, of the linear evaluation, and how to fine-tune on `fractions`.
         seed: decides all that the evaluations draw.
         linear: whether to train the linear evaluation.
         fractions: labelled fractions to fine-tune on.
@@ -93,7 +93,8 @@ def evaluate_model(
             dataset.test_images,
             dataset.test_labels,
             len(dataset.class_names),
-            SemiSupervisedOptions(fraction=fraction),
+            fraction,
+            options.semi_supervised_protocol,
             seed,
             model.device,
         )

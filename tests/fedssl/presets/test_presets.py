@@ -161,12 +161,19 @@ def test_the_papers_settings_are_one_word():
         "data.public_holdout": 5000,
         "architectures.0": "resnet34",
         "architectures.1": "resnet18",
-        "evaluation.linear.epochs": 100,
+        "evaluation.neighbors": 200,
+        "evaluation.linear.name": "hetero_ssfl",
+        "evaluation.semi_supervised_protocol.name": "hetero_ssfl",
     }
     assert {key: hetero[key] for key in expected} == expected
     layers = flatten_keys(load_recipe("lw_fedssl", ["preset=paper:lw_fedssl"]).model_dump(mode="json"))
     expected = {"rounds": 180, "schedule.rounds_per_stage": 15, "training.batch_size": 512, "data.image_size": 32}
     assert {key: layers[key] for key in expected} == expected
+    own = "evaluation.semi_supervised_protocol.epochs=30"
+    for method, probe in (("fedu2", "fedu2"), ("lw_fedssl", "hetero_ssfl")):
+        evaluation = load_recipe(method, [f"preset=paper:{method}", own]).evaluation
+        assert (evaluation.neighbors, evaluation.temperature, evaluation.linear.name) == (200, 0.1, probe)
+        assert (evaluation.semi_supervised_protocol.name, evaluation.semi_supervised_protocol.epochs) == (method, 30)
 
 
 def picture(path, size, mode="RGB"):
