@@ -218,7 +218,8 @@ class Method:
                 client.model.reset_target()
             client.memory.numbers["rounds_taken"] = client.memory.numbers.get("rounds_taken", 0) + 1
             self.schedule.prepare(client.model, self.plan(client.model, round_number))
-            cost = train_locally(local, self.training, self.regularizers, self.rounds, most_steps)
+            keep_optimizer = self.local_update.keeps_optimizer
+            cost = train_locally(local, self.training, self.regularizers, self.rounds, most_steps, keep_optimizer)
             if after_training:
                 after_training()
             return self._reply(local, self.aggregators), cost

@@ -29,9 +29,9 @@ def test_a_name_gives_all_values_and_single_ones_can_be_set():
 def test_the_named_protocol_is_what_is_trained():
     train, train_labels, test, test_labels = blobs(noise=3.0)
     given = (train, train_labels, test, test_labels, 4)
-    by_name = linear_accuracy(*given, LinearOptions(name="fedu2", learning_rate=0.05), 0)
-    by_value = linear_accuracy(*given, LinearOptions(epochs=200, learning_rate=0.05), 0)
-    assert by_name == by_value != linear_accuracy(*given, LinearOptions(epochs=1, learning_rate=0.05), 0)
+    by_name = linear_accuracy(*given, LinearOptions(name="fedu2", learning_rate=1e-3), 0)
+    by_value = linear_accuracy(*given, LinearOptions(epochs=200, learning_rate=1e-3), 0)
+    assert by_name == by_value != linear_accuracy(*given, LinearOptions(epochs=100, learning_rate=1e-3), 0)
 
 
 def test_equals_a_plain_training_loop():
