@@ -27,7 +27,7 @@ REFUSED = "refused/"
 #: metrics that an engine writes itself for every client; a client must not send one of these names
 ENGINE_METRICS = ("bytes_down", "bytes_up", "missing", "refused", "dropped", "answers")
 
-_MEASURES = ("knn", "linear", "linear_auroc", "effective_rank", "alignment", "uniformity")
+_MEASURES = ("knn", "classifier", "linear", "linear_auroc", "effective_rank", "alignment", "uniformity")
 _OTHER_MEASURES = ("semi_supervised_", "fine_tune_", "downstream_")
 _MOST_NUMBERS = 1000  # each is a line of metrics.csv in every round
 _LONGEST_NAME = 200  # characters in the name of a number or metric

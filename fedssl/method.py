@@ -218,10 +218,19 @@ class Method:
                 client.model.reset_target()
             client.memory.numbers["rounds_taken"] = client.memory.numbers.get("rounds_taken", 0) + 1
             self.schedule.prepare(client.model, self.plan(client.model, round_number))
-            cost = train_locally(local, self.training, self.regularizers, self.rounds, most_steps)
+            cost = self._train_client(local, most_steps)
             if after_training:
                 after_training()
             return self._reply(local, self.aggregators), cost
+
+    def _train_client(self, local: LocalRound, most_steps: int | None) -> StepCost:
+        if self.schedule.trains:
+            keep_optimizer = self.local_update.keeps_optimizer
+            return train_locally(local, self.training, self.regularizers, self.rounds, most_steps, keep_optimizer)
+        cost = StepCost(parameters=0, gradients=0, optimizer=0, activations=0, flops=0)
+        local.log("memory", cost.memory)
+        local.log("flops", cost.flops)
+        return cost
 
     def _local_round(self, client: Client, received: Message, round_number: int) -> LocalRound:
         return LocalRound(client, received, round_number, self.seed, self.objective, self.augmentation)

@@ -17,8 +17,13 @@ from .client import LocalRound
 from .data.augmentation import augment
 from .data.batches import round_batches
 from .errors import UserError
+from .messages import Message
+from .models.model import Model
 from .options import Options
 from .regularizers.base import Regularizer
+
+#: in a client's memory: an optimiser's momentum and moments, as optimizer/PARAMETER/ENTRY
+_OPTIMIZER = "optimizer/"
 
 
 class TrainingOptions(Options):
@@ -40,7 +45,9 @@ class TrainingOptions(Options):
         "those of local_epochs)",
     )
     batch_size: int = Field(200, ge=2, description="images a step; an epoch's incomplete last batch is left out")
-    optimizer: Literal["sgd", "adam", "adamw"] = Field("sgd", description="a new one starts in every round")
+    optimizer: Literal["sgd", "adam", "adamw"] = Field(
+        "sgd", description="a new one starts in every round, unless the local update keeps it (keep_own)"
+    )
     learning_rate: float = Field(0.032, gt=0, description="of the first round")
     learning_rate_schedule: Literal["constant", "cosine"] = Field(
         "constant", description="how the learning rate changes over the rounds; cosine ends near 0"
@@ -90,10 +97,12 @@ def train_locally(
     regularizers: Sequence[Regularizer],
     rounds: int,
     most_steps: int | None = None,
+    keep_optimizer: bool = False,
 ) -> StepCost:
     """Train the client's model for one round; the metrics of the round are logged in `local`.
 
-    The optimiser is new in every round: its state describes weights that the server may have replaced.
+    The optimiser is new in every round, as its state describes weights that the server may have replaced, unless
+    `keep_optimizer` says that it continues with the state that it left in the client's memory.
 
     The first step is counted (accounting.py): `memory` in bytes, `flops` of the whole round; on CUDA also
     `cuda_memory`, the allocator's own peak in bytes.
@@ -104,6 +113,7 @@ def train_locally(
         regularizers: the terms that are added to the objective's loss.
         rounds: of the whole run.
         most_steps: stop after so many steps; for counting a step without training.
+        keep_optimizer: see `LocalUpdate.keeps_optimizer`.
 
     Returns:
         What the first step took.
@@ -122,6 +132,8 @@ def train_locally(
     else:
         adam = torch.optim.AdamW if options.optimizer == "adamw" else torch.optim.Adam
         optimizer = adam(parameters, lr=rate, weight_decay=options.weight_decay)
+    if keep_optimizer:
+        _continue_optimizer(optimizer, model, client.memory)
     order, augmentation = local.generator("order"), local.generator("augmentation")
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -159,8 +171,30 @@ def train_locally(
             f"client {client.index} has {len(client.images)} images, fewer than training.batch_size "
             f"{options.batch_size}"
         )
+    if keep_optimizer:
+        _keep_optimizer(optimizer, model, client.memory)
     local.log("memory", cost.memory)
     local.log("flops", cost.flops * steps)
     if device.type == "cuda":
         local.log("cuda_memory", torch.cuda.max_memory_allocated(device))
     return cost
+
+
+def _continue_optimizer(optimizer: torch.optim.Optimizer, model: Model, memory: Message) -> None:
+    """Give an optimiser the state of each parameter that `_keep_optimizer` left; its learning rate stays as it is."""
+    stored: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in memory.tensors.items():
+        if name.startswith(_OPTIMIZER):
+            parameter, _, entry = name.removeprefix(_OPTIMIZER).rpartition("/")
+            stored.setdefault(parameter, {})[entry] = tensor
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    states = {number: stored[name] for number, name in enumerate(trained) if name in stored}
+    optimizer.load_state_dict(optimizer.state_dict() | {"state": states})
+
+
+def _keep_optimizer(optimizer: torch.optim.Optimizer, model: Model, memory: Message) -> None:
+    """Leave an optimiser's state in the client's memory, by the parameters' names."""
+    for name, parameter in model.named_parameters():
+        for entry, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                memory.tensors[f"{_OPTIMIZER}{name}/{entry}"] = value

@@ -20,6 +20,11 @@ class LocalUpdate(Part):
     #: True where it measures how far a whole model moves in a round; a schedule that trains parts of it is refused
     whole_models: ClassVar[bool] = False
 
+    @property
+    def keeps_optimizer(self) -> bool:
+        """Whether a client's optimiser goes on from round to round; only where the client's weights do too."""
+        return False
+
     @abstractmethod
     def receive(self, local: LocalRound) -> AfterTraining | None:
         """Change the client's model by `local.received`, before training.
