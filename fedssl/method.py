@@ -243,6 +243,31 @@ class Method:
         reply.metrics.update(local.logged())
         return reply
 
+    # What is kept of a client between its rounds
+
+    @property
+    def starts_from_server(self) -> bool:
+        """Whether a client's next round replaces all its online weights before anything reads them."""
+        return (
+            self.local_update.replaces_weights
+            and any(a.exchanges_weights for a in self.aggregators)
+            and not self.schedule.cuts
+            and not any(r.needs_previous_model for r in self.regularizers)
+        )
+
+    def kept_entries(self, model: Model) -> list[str]:
+        """State-dict names of a client's model that its next round needs.
+
+        Online weights that the server sends anew, and a target network that starts every round as a copy of the online
+        one, are not among them.
+        """
+        names = list(model.state_dict())
+        if self.starts_from_server:
+            names = [name for name in names if not name.startswith("online.")]
+        if self.schedule.cuts or self.objective.fresh_target:
+            names = [name for name in names if not name.startswith("target.")]
+        return names
+
     # What is evaluated
 
     @property

@@ -17,6 +17,8 @@ class LocalUpdate(Part):
 
     #: True where each client ends with its own model; these models are then evaluated
     personal: ClassVar[bool] = False
+    #: True where a client starts its round from the received weights alone, so that its own need not be stored
+    replaces_weights: ClassVar[bool] = False
     #: True where it measures how far a whole model moves in a round; a schedule that trains parts of it is refused
     whole_models: ClassVar[bool] = False
 

@@ -177,7 +177,7 @@ def exchange(recipe: Recipe) -> tuple[Federation, list[dict[int, Message]], list
         for k in (0, 1):
             client = federation.client(k, kept[k])
             up[k] = method.client_round(client, down[k], number)
-            kept[k] = federation.client_state(client)
+            kept[k] = federation.client_state(client, number)
         server = method.aggregate(server, up, number)
         downs.append(down)
         ups.append(up)
