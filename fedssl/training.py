@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -14,7 +15,7 @@ from torch import Tensor
 from .accounting import StepCost, StepCounter
 from .client import LocalRound
 from .data.augmentation import augment
-from .data.batches import epoch_batches
+from .data.batches import round_batches
 from .errors import UserError
 from .messages import Message
 from .models.model import Model
@@ -26,9 +27,23 @@ _OPTIMIZER = "optimizer/"
 
 
 class TrainingOptions(Options):
-    """Defaults are Hetero-SSFL's (section 5.1), the weight decay FedU's."""
+    """Defaults are Hetero-SSFL's (section 5.1), the weight decay FedU's.
 
-    local_epochs: int = Field(5, ge=1, description="passes over a client's images in each round")
+    With `local_steps` a client with fewer images goes through them more often, and one with more stops early, in a new
+    random order in each round. So clients of unequal size move about equally far, which EUA's and MGDA's weights read.
+    FedU2's released code does something near to it: a client takes whole epochs, as many as fit into the steps that
+    `local_epochs` takes on the largest client, but at most 10.
+    """
+
+    local_epochs: int = Field(
+        5, ge=1, description="passes over a client's images in each round; not used where local_steps is given"
+    )
+    local_steps: int | None = Field(
+        None,
+        ge=1,
+        description="optimiser steps in each round, the same for all clients whatever their number of images (default: "
+        "those of local_epochs)",
+    )
     batch_size: int = Field(200, ge=2, description="images a step; an epoch's incomplete last batch is left out")
     optimizer: Literal["sgd", "adam", "adamw"] = Field(
         "sgd", description="a new one starts in every round, unless the local update keeps it (keep_own)"
@@ -50,16 +65,29 @@ def learning_rate(options: TrainingOptions, round_number: int, rounds: int) -> f
     return options.learning_rate * 0.5 * (1.0 + math.cos(math.pi * (round_number - 1) / rounds))
 
 
+def steps_of_round(options: TrainingOptions, images: int) -> int:
+    """Optimiser steps of a client with so many images in one round; 0 where they do not fill a batch."""
+    batches = images // options.batch_size
+    if options.local_steps is not None:
+        return options.local_steps if batches else 0
+    return options.local_epochs * batches
+
+
 def train_before_rounds(local: LocalRound, options: TrainingOptions, epochs: int) -> None:
     """Train without regularizers and at a constant rate: the schedule over the rounds begins with the first of them.
 
     Args:
         local: the client and its round; a batch is at most all of its images.
         options: those of the run.
-        epochs: in place of the run's local epochs.
+        epochs: in place of the run's local epochs or steps.
     """
     size = min(options.batch_size, len(local.client.images))
-    changed = {"local_epochs": epochs, "batch_size": size, "learning_rate_schedule": "constant"}
+    changed = {
+        "local_epochs": epochs,
+        "local_steps": None,
+        "batch_size": size,
+        "learning_rate_schedule": "constant",
+    }
     train_locally(local, options.model_copy(update=changed), [], rounds=1)
 
 
@@ -112,34 +140,32 @@ def train_locally(
     counter = StepCounter(model)
     cost: StepCost | None = None
     steps = 0
-    for _ in range(options.local_epochs):
-        for rows in epoch_batches(len(client.images), options.batch_size, order):
-            if steps == most_steps:
-                break
-            images = client.images[rows]
-            views: tuple[Tensor, ...] = tuple(
-                augment(images, local.augmentation, augmentation).to(device) for _ in range(objective.views)
+    batches = round_batches(len(client.images), options.batch_size, options.local_epochs, options.local_steps, order)
+    for rows in itertools.islice(batches, most_steps):
+        images = client.images[rows]
+        views: tuple[Tensor, ...] = tuple(
+            augment(images, local.augmentation, augmentation).to(device) for _ in range(objective.views)
+        )
+        with counter.forward() if cost is None else nullcontext():
+            step = objective.step(model, views, client.labels[rows].to(device))
+            step.views = views
+            loss = step.loss
+            for term in terms:
+                loss = loss + term(step)
+        if not torch.isfinite(loss):
+            raise UserError(
+                f"client {client.index}'s loss became {float(loss.detach())} in round {local.number}; "
+                "lower training.learning_rate or the regularizers' weights"
             )
-            with counter.forward() if cost is None else nullcontext():
-                step = objective.step(model, views, client.labels[rows].to(device))
-                step.views = views
-                loss = step.loss
-                for term in terms:
-                    loss = loss + term(step)
-            if not torch.isfinite(loss):
-                raise UserError(
-                    f"client {client.index}'s loss became {float(loss.detach())} in round {local.number}; "
-                    "lower training.learning_rate or the regularizers' weights"
-                )
-            optimizer.zero_grad(set_to_none=True)
-            loss.backward()
-            optimizer.step()
-            if cost is None:
-                cost = counter.finish(optimizer)
-            objective.after_step(model)
-            steps += 1
-            local.log("loss", float(step.loss.detach()))
-            local.log("total_loss", float(loss.detach()))
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+        if cost is None:
+            cost = counter.finish(optimizer)
+        objective.after_step(model)
+        steps += 1
+        local.log("loss", float(step.loss.detach()))
+        local.log("total_loss", float(loss.detach()))
     if cost is None:
         raise UserError(
             f"client {client.index} has {len(client.images)} images, fewer than training.batch_size "

@@ -22,7 +22,7 @@ from tests.fedssl.reports.figures import foretold, logged
 
 #: what makes a recipe's own parts small enough; everything else is SMALL
 PARTS = {
-    "fedca": ["aggregators.1.samples=6", "aggregators.2.epochs=1"],
+    "fedca": ["aggregators.2.epochs=1"],
     "orchestra": [
         "objective={name: orchestra, clusters: 8, memory: 12, features: 16}",
         "aggregators.1={name: orchestra_clusters, local_clusters: 4, steps: 5}",
@@ -225,10 +225,11 @@ def test_fedca_sends_weights_the_dictionary_and_the_base_model_once():
     base = {"base_model." + n.removeprefix("online.encoder.") for n in names if n.startswith("online.encoder.")}
     assert set(downs[0][0].tensors) == names | base
     assert set(downs[1][0].tensors) == names | {"dictionary"}
-    assert downs[1][0].tensors["dictionary"].shape == (2 * 6, 128)
+    images = [len(rows) for rows in federation.client_rows]
+    assert downs[1][0].tensors["dictionary"].shape == (sum(images), 128)
     for up in ups:
         assert set(up[1].tensors) == names | {"dictionary.1"}
-        assert up[1].tensors["dictionary.1"].shape == (6, 128)
+        assert up[1].tensors["dictionary.1"].shape == (images[1], 128)
     state = federation.method.initial_state()
     trained = [n for n in base if not torch.equal(state.tensors[n], state.tensors["online.encoder." + n[11:]])]
     assert trained

@@ -275,3 +275,20 @@ def test_public_images_leave_no_trace_in_the_running_statistics(part, tiny):
     assert any("running_mean" in entry for entry in ends[0])
     for entry, value in ends[0].items():
         assert torch.equal(value, ends[1][entry]), entry
+
+
+def test_kernels_by_the_batch_are_those_of_training_mode_and_leave_the_running_statistics(tiny):
+    federation = build_federation(tiny(**{**ALIGNED, "aggregators": [NAME | {"statistics": "batch"}]}))
+    client = federation.client(0, Message())
+    before = {name: value.clone() for name, value in client.model.state_dict().items()}
+    reply = federation.method.client_round(client, Message(), 0)
+    for name, value in client.model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    expected = client.model.train().represent(normalize(client.public_images), "predictor")
+    torch.testing.assert_close(reply.tensors["representation.0"], expected.detach())
+    part = federation.method.aggregators[0]
+    other = part.model_copy(update={"statistics": "running"})
+    local = LocalRound(client, Message(), 0, 0, federation.method.objective, federation.method.augmentation)
+    assert not torch.allclose(other.collect(local, []).tensors["representation.0"], expected.detach(), atol=1e-3)
+    one_left_over = part.model_copy(update={"batch_size": 29})  # of 30 images
+    assert one_left_over.collect(local, []).tensors["representation.0"].isfinite().all()
