@@ -43,7 +43,8 @@ REFUSED: dict[str, set[str]] = {
     "byol, one direction": TWO_VIEWS,
     "orchestra": TWO_VIEWS | {"public_objective"},
     "simclr": {"global_distillation"},  # it has no predictor
-    "supervised": TWO_VIEWS | {"base_alignment", "public_objective", "representation_alignment", "sliced_uniformity"},
+    "supervised": TWO_VIEWS
+    | {"base_alignment", "public_objective", "representation_alignment", "sliced_uniformity", "uniformity"},
 }
 
 

@@ -40,7 +40,7 @@ SMALL = [
     "evaluation={neighbors: 3, linear: {epochs: 1}}",
 ]
 #: methods whose clients or server remember something besides the models
-REMEMBERING = ["fedu", "fedema", "l_dawa", "orchestra", "fedca"]
+REMEMBERING = ["fedu", "fedema", "l_dawa", "orchestra", "fedca", "per_ssfl"]
 
 
 def small(name: str, *more: str) -> Recipe:

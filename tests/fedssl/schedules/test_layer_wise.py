@@ -375,7 +375,7 @@ def test_other_aggregators_and_regularizers_work_on_the_layers_that_travel(stage
             {"aggregators": [], "local_update": "keep_own"},
             "schedule layer_wise sends layers.*add {name: weighted_mean}",
         ),
-        ({"local_update": "fedema"}, "local_update fedema goes by how far a whole model moves.*use replace"),
+        ({"local_update": "fedema"}, "local_update fedema works with a whole model.*use replace"),
         ({"architecture": "mobilenetv3_small_050"}, "MobileNetV3 cannot be cut into layers"),
     ],
 )
