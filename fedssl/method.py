@@ -215,7 +215,9 @@ class Method:
                 local.previous = client.model.online_state()
             first = "rounds_taken" not in client.memory.numbers
             after_training = self.local_update.receive(local)
-            if first or self.schedule.cuts or self.objective.fresh_target:
+            receives_target = any(name.startswith("target.") for name in received.tensors)
+            starts_anew = self.objective.fresh_target or (first and not receives_target)
+            if starts_anew or self.schedule.cuts:
                 client.model.reset_target()
             client.memory.numbers["rounds_taken"] = client.memory.numbers.get("rounds_taken", 0) + 1
             global_copy = self._train_global_copy(local, most_steps)
