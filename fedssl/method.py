@@ -215,7 +215,9 @@ class Method:
                 local.previous = client.model.online_state()
             first = "rounds_taken" not in client.memory.numbers
             after_training = self.local_update.receive(local)
-            if first or self.schedule.cuts or self.objective.fresh_target:
+            receives_target = any(name.startswith("target.") for name in received.tensors)
+            starts_anew = self.objective.fresh_target or (first and not receives_target)
+            if starts_anew or self.schedule.cuts:
                 client.model.reset_target()
             client.memory.numbers["rounds_taken"] = client.memory.numbers.get("rounds_taken", 0) + 1
             global_copy = self._train_global_copy(local, most_steps)
@@ -271,6 +273,31 @@ class Method:
         reply.numbers["samples"] = len(local.client.images)
         reply.metrics.update(local.logged())
         return reply
+
+    # What is kept of a client between its rounds
+
+    @property
+    def starts_from_server(self) -> bool:
+        """Whether a client's next round replaces all its online weights before anything reads them."""
+        return (
+            self.local_update.replaces_weights
+            and any(a.exchanges_weights for a in self.aggregators)
+            and not self.schedule.cuts
+            and not any(r.needs_previous_model for r in self.regularizers)
+        )
+
+    def kept_entries(self, model: Model) -> list[str]:
+        """State-dict names of a client's model that its next round needs.
+
+        Online weights that the server sends anew, and a target network that starts every round as a copy of the online
+        one, are not among them.
+        """
+        names = list(model.state_dict())
+        if self.starts_from_server:
+            names = [name for name in names if not name.startswith("online.")]
+        if self.schedule.cuts or self.objective.fresh_target:
+            names = [name for name in names if not name.startswith("target.")]
+        return names
 
     # What is evaluated
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from fedkernels import apply_deltas, client_weights, delta_gram
 
 from ..messages import Message
-from .weighted_mean import WeightedMean, is_statistic, weighted_mean
+from .weighted_mean import WeightedMean, distance_metric, is_statistic, travelling_weights, weighted_mean
 
 #: what an update is divided by: its squared length (FedU2's paper, times 2) or its length (the released code)
 UpdateDivisor = Literal["squared_length", "length"]
@@ -82,9 +82,12 @@ def take_least_norm_step(
     """
     order = sorted(replies)
     samples = [replies[k].numbers["samples"] for k in order]
-    names = [name for name in replies[order[0]].tensors if name in server.tensors and name.startswith("online.")]
-    weights = [name for name in names if not is_statistic(name, server.tensors[name])]
-    statistics = [name for name in names if is_statistic(name, server.tensors[name])]
+    weights = travelling_weights(server, replies)
+    statistics = [
+        name
+        for name in replies[order[0]].tensors
+        if name in server.tensors and name.startswith("online.") and is_statistic(name, server.tensors[name])
+    ]
     old = [server.tensors[name] for name in weights]
     clients = [[replies[k].tensors[name] for name in weights] for k in order]
     gram = delta_gram(old, clients).cpu()
@@ -96,6 +99,7 @@ def take_least_norm_step(
     state.tensors |= {name: weighted_mean([replies[k].tensors[name] for k in order], samples) for name in statistics}
     state.metrics = {f"{label}_weight/{k}": float(weight) for k, weight in zip(order, p, strict=True)}
     state.metrics |= {f"{label}_share/{k}": float(share) for k, share in zip(order, step, strict=True)}
+    state.metrics |= distance_metric(gram)
     rates = deviation_change_rates(gram, step)
     if len(rates):
         state.metrics[f"{label}_rate_min/global"] = float(rates.min())

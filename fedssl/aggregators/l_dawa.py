@@ -7,7 +7,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ..messages import Message
-from .weighted_mean import WeightedMean, is_statistic, weighted_mean
+from .weighted_mean import WeightedMean, is_statistic, measure_distance, weighted_mean
 
 ROUNDS = "l_dawa.rounds"
 
@@ -72,4 +72,5 @@ class LDawa(WeightedMean):
         for k, values in angles.items():
             state.metrics[f"l_dawa_cosine/{k}"] = sum(values) / len(values)
             state.metrics[f"l_dawa_share/{k}"] = sum(values) / len(values) / len(order)
+        state.metrics |= measure_distance(server, replies)
         return state

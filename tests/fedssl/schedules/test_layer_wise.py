@@ -116,7 +116,7 @@ class Exchange:
             client = self.federation.client(k, self.states.get(k, Message()))
             up[k] = self.method.client_round(client, down[k], number)
             if k != break_client:
-                self.states[k] = self.federation.client_state(client)
+                self.states[k] = self.federation.client_state(client, number)
         if break_client is not None:
             up[break_client].tensors.popitem()
         self.server = self.method.aggregate(self.server, up, number)
