@@ -63,7 +63,7 @@ class DictionaryContrast(Regularizer):
                 return step.loss.new_zeros(())
             first, second = (F.normalize(p, dim=1) for p in step.projections)
             loss = added_negatives(first, second, dictionary.to(first), temperature)
-            local.log("dictionary_loss", float(loss.detach()))
+            local.log("dictionary_loss", loss.detach())
             return self.weight * loss
 
         return term
