@@ -53,19 +53,19 @@ def dry_run(table: Table, overrides: Sequence[str] = (), note: Note = lambda tex
     steps = StepCosts()
     total: list[RunCost] = []
     uncounted = 0
+    needed: dict[str, None] = {}
     for scenario in table.all_scenarios:
         costs: list[RunCost | None] = []
-        needed: dict[str, None] = {}
         for row in table.rows:
             recipe, missing = _recipe_and_missing_data(table, row, scenario, overrides)
             needed |= dict.fromkeys(missing)
             data = training_data(recipe.data, recipe.seed, scenario.expected_data or table.expected_data)
             costs.append(None if data is None else _cost(steps, recipe, data, row))
         note("\n" + "\n".join([scenario.label, _scenario_table(table, scenario, costs)]).lstrip("\n"))
-        for text in needed:
-            note(f"Missing: {text}")
         total += [cost for cost in costs if cost is not None]
         uncounted += sum(cost is None for cost in costs)
+    if needed:
+        note("\nMissing for a run: " + "; ".join(needed) + ".")
     _tell_total(table, total, uncounted, note)
 
 

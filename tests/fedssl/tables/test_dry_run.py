@@ -104,13 +104,13 @@ def test_sampled_clients_and_dropout_count_on_average():
 def test_missing_data_is_named_and_counted_where_the_table_expects_it(table):
     npz = load_table(table).model_copy(update={"settings": {"preset": "digits", "data": {"name": "npz"}}})
     text = told(npz)
-    assert "Missing: give data.path=PATH, an .npz file" in text
+    assert "Missing for a run: give data.path=PATH, an .npz file" in text
     assert "In all" not in text
     expected = ExpectedData(images=200, classes=10, shape=(1, 8, 8))
     text = told(npz.model_copy(update={"expected_data": expected}))
-    assert "Missing: give data.path=PATH, an .npz file" in text
+    assert "Missing for a run: give data.path=PATH, an .npz file" in text
     assert "In all: " in text
-    assert "Missing: there is no nowhere.npz" in told(npz, "data.path=nowhere.npz")
+    assert "Missing for a run: there is no nowhere.npz" in told(npz, "data.path=nowhere.npz")
 
 
 def test_the_published_sizes_are_known_without_the_data(tmp_path):
