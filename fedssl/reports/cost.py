@@ -71,6 +71,7 @@ def estimate(
     note: Note = lambda text: None,
     timed_rounds: Collection[int] = (),
     without_products: bool = False,
+    only_rounds: Collection[int] | None = None,
 ) -> list[RoundCost]:
     """Count what every round will take. Who is sampled and who drops out is drawn as in the run itself.
 
@@ -86,6 +87,7 @@ def estimate(
         timed_rounds: numbers of rounds whose steps are also timed: about a second for each kind of step.
         without_products: count without computing the products that make up the operations, which is faster. What the
             clients answer is then noise of the right size.
+        only_rounds: numbers of the rounds that are counted (default: all); the clients take no part in the others.
 
     Returns:
         One entry a round, in order, with the opening round first where there is one.
@@ -93,7 +95,7 @@ def estimate(
     Raises:
         UserError: a step fails, for instance because its loss is not finite.
     """
-    return _Estimate(federation, newcomers, note, timed_rounds, without_products).rounds()
+    return _Estimate(federation, newcomers, note, timed_rounds, without_products).rounds(only_rounds)
 
 
 @dataclass(frozen=True)
@@ -127,12 +129,13 @@ class _Estimate:
         self.replies: dict[tuple[object, ...], Message | int] = {}
         self.steps: dict[tuple[object, ...], tuple[StepCost, int]] = {}
         self.seconds: dict[tuple[object, ...], float] = {}
+        self.products_left_out = ProductsLeftOut()
         self.memories: dict[tuple[object, int | None], Message] = {}
         self.models: dict[str, Model] = {}
         self.opened: dict[int, Message] = {}
         self.counted: dict[tuple[object, ...], StepCost] = {}
 
-    def rounds(self) -> list[RoundCost]:
+    def rounds(self, only_rounds: Collection[int] | None) -> list[RoundCost]:
         federation, method = self.federation, self.method
         server = method.initial_state()
         costs = []
@@ -141,6 +144,8 @@ class _Estimate:
             costs.append(opening)
         last_stages: dict[int, int] = {}
         for number in range(1, federation.recipe.rounds + 1):
+            if only_rounds is not None and number not in only_rounds:
+                continue
             chosen = federation.sampled_clients(number)
             answering = federation.answering_clients(number, chosen)
             sent = method.broadcast(server, chosen, number)
@@ -280,7 +285,7 @@ class _Estimate:
 
     def _counted_run(self, part: _ClientRound, batch_size: int) -> tuple[Message, StepCost]:
         """One step, without computing its products where the caller wishes it."""
-        with ProductsLeftOut() if self.without_products else nullcontext():
+        with self.products_left_out if self.without_products else nullcontext():
             return self._run(part, batch_size)
 
     def _run(self, part: _ClientRound, batch_size: int, steps: int | None = None) -> tuple[Message, StepCost]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from ..data.datasets import Dataset
@@ -39,7 +40,7 @@ class RunCost:
 class StepCosts:
     """Counts and times steps, each kind once: rows that train alike share what was measured of the first of them."""
 
-    _by_kind: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    _by_kind: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
 
     def of_run(self, recipe: Recipe, data: TrainingData) -> RunCost:
         """What a run of the recipe on this data will take.
@@ -63,16 +64,17 @@ class StepCosts:
                 seconds += answering * steps * seconds_of_step
         return RunCost(recipe.rounds * answering * sum(steps_by_architecture.values()), flops, seconds)
 
-    def _of_steps(self, recipe: Recipe, architecture: str, data: TrainingData) -> list[tuple[int, float]]:
+    def _of_steps(self, recipe: Recipe, architecture: str, data: TrainingData) -> list[tuple[float, float]]:
         """Operations and seconds of a client's step by round; rounds that are left out equal the last one."""
         reduced = _with_one_client(recipe, architecture)
         key = _kind_of_step(reduced, data)
         if key not in self._by_kind:
             federation = build_federation(reduced, _made_up_data(reduced, data))
-            timed = {1, reduced.rounds} if reduced.schedule.cuts else {reduced.rounds}
-            costs = estimate(federation, timed_rounds=timed, without_products=True)
-            rounds = [cost for cost in costs if cost.number > 0]
-            self._by_kind[key] = _with_seconds(rounds)
+            ends = _ends_of_stages(reduced)
+            # a client's first round in a stage may lack what its later ones have, such as a previous model
+            counted = {number for end in ends for number in (end - 1, end)}
+            costs = estimate(federation, timed_rounds=(ends[0], ends[-1]), without_products=True, only_rounds=counted)
+            self._by_kind[key] = _by_round(reduced.rounds, [cost for cost in costs if cost.number in ends])
         return self._by_kind[key]
 
 
@@ -119,11 +121,31 @@ def _made_up_data(recipe: Recipe, data: TrainingData) -> Dataset:
     return Dataset("made up", images, labels, images[:2], labels[:2], names, public)
 
 
-def _with_seconds(rounds: list[RoundCost]) -> list[tuple[int, float]]:
-    """(operations, seconds) of a step by round; rounds that were not timed lie on the line between those that were."""
-    flops = [cost.step[0].flops for cost in rounds]
-    timed = [(cost.step[0].flops, cost.step_seconds[0]) for cost in rounds if cost.step_seconds]
-    (fewest, shortest), (most, longest) = timed[0], timed[-1]
-    if most > fewest and longest > shortest:
-        return [(count, shortest + (longest - shortest) * (count - fewest) / (most - fewest)) for count in flops]
-    return [(count, longest * count / most) for count in flops]
+def _ends_of_stages(recipe: Recipe) -> list[int]:
+    """The last rounds of some stages, in order; what a step takes lies on straight lines between them.
+
+    The first stage trains the patch embedding or the stem, too. Depth dropout bends the line where it begins.
+    """
+    length = getattr(recipe.schedule, "rounds_per_stage", recipe.rounds) if recipe.schedule.cuts else recipe.rounds
+    stages = recipe.rounds // length
+    return [stage * length for stage in sorted({1, min(2, stages), max(1, stages // 2), stages})]
+
+
+def _by_round(rounds: int, counted: list[RoundCost]) -> list[tuple[float, float]]:
+    """(operations, seconds) of a step in each round, on straight lines between the stages that were counted."""
+    ends = [cost.number for cost in counted]
+    length = ends[0]
+    stages = [end // length for end in ends]
+    flops = [cost.step[0].flops for cost in counted]
+    (fewest, shortest), (most, longest) = (
+        (cost.step[0].flops, cost.step_seconds[0]) for cost in (counted[0], counted[-1])
+    )
+    by_round = []
+    for number in range(1, rounds + 1):
+        of_step = float(np.interp(-(-number // length), stages, flops))
+        if most > fewest and longest > shortest:
+            seconds = shortest + (longest - shortest) * (of_step - fewest) / (most - fewest)
+        else:
+            seconds = longest * of_step / most
+        by_round.append((of_step, seconds))
+    return by_round
