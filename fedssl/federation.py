@@ -72,17 +72,20 @@ class Federation:
             index: the client's number.
             state: what `client_state` gave.
             reused: a model of this client's architecture, of which nothing is needed any more. The state is loaded
-                into it, which spares building one. A client without a state gets a new model: its first weights are
-                its own.
+                into it, which spares building one. A client without a state gets a new model, as its first weights are
+                its own, unless its round starts from the server's.
+
+        Raises:
+            UserError: entries of the model are missing in the state.
         """
         stored = {k.removeprefix(MODEL): v for k, v in state.tensors.items() if k.startswith(MODEL)}
-        if reused is None or not stored:
+        if reused is None or not (stored or self.method.starts_from_server):
             model = self.new_model(index)
         else:
             model = reused
             self.method.schedule.forget_round(model)
-        if stored:  # whole or an error: a tensor that is missing must not stay at its first value
-            model.load_state_dict(stored)
+        if state.tensors or state.numbers:
+            self._load(model, stored, index)
         memory = {k.removeprefix(MEMORY): v for k, v in state.tensors.items() if k.startswith(MEMORY)}
         rows = self.client_rows[index]
         return Client(
@@ -94,9 +97,28 @@ class Federation:
             Message(memory, dict(state.numbers), dict(state.config)),
         )
 
-    def client_state(self, client: Client) -> Message:
-        """What must be stored of a client: its whole model and its parts' memory."""
-        tensors = {MODEL + name: tensor for name, tensor in client.model.state_dict().items()}
+    def _load(self, model: Model, stored: dict[str, Tensor], index: int) -> None:
+        """Load a client's stored entries; one that the next round needs must not stay at another value."""
+        missing = sorted({*self.method.kept_entries(model)} - stored.keys())
+        if missing:
+            raise UserError(f"the state of client {index} lacks {missing[0]} of its model, which its next round needs")
+        try:
+            unknown = model.load_state_dict(stored, strict=False).unexpected_keys
+        except RuntimeError as error:
+            raise UserError(
+                f"the state of client {index} does not fit its model: {' '.join(str(error).split())}"
+            ) from error
+        if unknown:
+            raise UserError(f"the state of client {index} holds {unknown[0]}, which its model does not have")
+
+    def client_state(self, client: Client, round_number: int) -> Message:
+        """What must be stored of a client after a round: what its next one needs of its model, and its parts' memory.
+
+        After the last round its whole model is stored, for reports and exports of local models.
+        """
+        entries = client.model.state_dict()
+        kept = entries if round_number == self.recipe.rounds else self.method.kept_entries(client.model)
+        tensors = {MODEL + name: entries[name] for name in kept}
         tensors |= {MEMORY + name: tensor for name, tensor in client.memory.tensors.items()}
         return Message(tensors, client.memory.numbers, client.memory.config).copy()
 
@@ -162,7 +184,7 @@ def build_federation(recipe: Recipe, dataset: Dataset | None = None, owner: int 
         aggregators=tuple(recipe.aggregators),
         local_update=recipe.local_update,
         training=recipe.training,
-        augmentation=recipe.augmentation,
+        augmentation=recipe.objective.training_augmentation(recipe.augmentation),
         rounds=recipe.rounds,
         seed=recipe.seed,
         global_model=model_of(recipe.architecture_of(0), "server").to(device) if exchanges else None,

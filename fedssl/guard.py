@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pydantic import Field
 from torch import Tensor
 
-from .aggregators.base import Shape
+from .aggregators.base import OWN_IMAGES, Shape
 from .errors import UserError
 from .messages import Message
 from .options import Options
@@ -27,7 +27,7 @@ REFUSED = "refused/"
 #: metrics that an engine writes itself for every client; a client must not send one of these names
 ENGINE_METRICS = ("bytes_down", "bytes_up", "missing", "refused", "dropped", "answers")
 
-_MEASURES = ("knn", "linear", "linear_auroc", "effective_rank", "alignment", "uniformity")
+_MEASURES = ("knn", "classifier", "linear", "linear_auroc", "effective_rank", "alignment", "uniformity")
 _OTHER_MEASURES = ("semi_supervised_", "fine_tune_", "downstream_")
 _MOST_NUMBERS = 1000  # each is a line of metrics.csv in every round
 _LONGEST_NAME = 200  # characters in the name of a number or metric
@@ -94,12 +94,12 @@ def refusals(server: Message, replies: dict[int, Message], asked: Asked, largest
         largest: `GuardOptions.largest_value`.
     """
     extremes = {k: {name: _extremes(tensor) for name, tensor in reply.tensors.items()} for k, reply in replies.items()}
-    sizes = _shared_sizes(replies, asked.expected) | dict(asked.sizes)
+    sizes: dict[str, int | range | None] = {**_shared_sizes(replies, asked.expected), **asked.sizes}
     limits = _limits(server, extremes, largest)
     reasons = {}
     for k in sorted(replies):
         reason = (
-            _fault_of_shapes(replies[k], asked.expected[k], sizes)
+            _fault_of_shapes(replies[k], asked.expected[k], sizes | {OWN_IMAGES: _most_images(asked.samples.get(k))})
             or _fault_of_tensors(server, k, replies[k], extremes[k], asked, largest, limits)
             or _fault_of_samples(replies[k], asked.samples.get(k))
             or _fault_of_numbers(replies[k])
@@ -135,7 +135,7 @@ def _shared_sizes(replies: dict[int, Message], expected: dict[int, dict[str, Sha
             if not isinstance(tensor, Tensor) or tensor.dim() != len(shape):
                 continue
             for wanted, size in zip(shape, tensor.shape, strict=True):
-                if isinstance(wanted, str):
+                if isinstance(wanted, str) and wanted != OWN_IMAGES:
                     seen.setdefault(wanted, Counter())[size] += 1
     return {label: sizes.most_common(1)[0][0] for label, sizes in seen.items()}
 
@@ -169,7 +169,12 @@ def _limits(server: Message, extremes: dict[int, dict[str, tuple[float, float]]]
     return limits
 
 
-def _fault_of_shapes(reply: Message, expected: dict[str, Shape], sizes: Mapping[str, int]) -> str | None:
+def _most_images(images: int | None) -> range | None:
+    """How many images a client may have; None, any number, where it is not known how many it began with."""
+    return None if images is None else range(1, _MOST_GROWTH * images + 1)
+
+
+def _fault_of_shapes(reply: Message, expected: dict[str, Shape], sizes: Mapping[str, int | range | None]) -> str | None:
     for name, shape in expected.items():
         if name not in reply.tensors:
             return f"{name} is missing"

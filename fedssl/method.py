@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -16,6 +16,7 @@ from .client import Client, LocalRound
 from .data.augmentation import AugmentationOptions
 from .guard import REFUSED, Asked, GuardOptions, refusals, require_answers
 from .local_updates.base import LocalUpdate
+from .local_updates.replace import Replace
 from .messages import Message, merge
 from .models.model import Model
 from .models.stages import StagedEncoder
@@ -214,14 +215,53 @@ class Method:
                 local.previous = client.model.online_state()
             first = "rounds_taken" not in client.memory.numbers
             after_training = self.local_update.receive(local)
-            if first or self.schedule.cuts or self.objective.fresh_target:
+            receives_target = any(name.startswith("target.") for name in received.tensors)
+            starts_anew = self.objective.fresh_target or (first and not receives_target)
+            if starts_anew or self.schedule.cuts:
                 client.model.reset_target()
             client.memory.numbers["rounds_taken"] = client.memory.numbers.get("rounds_taken", 0) + 1
+            global_copy = self._train_global_copy(local, most_steps)
             self.schedule.prepare(client.model, self.plan(client.model, round_number))
-            cost = train_locally(local, self.training, self.regularizers, self.rounds, most_steps)
+            cost = self._train_client(local, most_steps)
             if after_training:
                 after_training()
-            return self._reply(local, self.aggregators), cost
+            if global_copy is None:
+                return self._reply(local, self.aggregators), cost
+            return self._reply_with_global_copy(local, cost, *global_copy)
+
+    def _train_global_copy(self, local: LocalRound, most_steps: int | None) -> tuple[LocalRound, StepCost] | None:
+        """Train a copy of the received global model without regularizers; None where the local update has none."""
+        if not (self.local_update.trains_global_copy and self.schedule.trains):
+            return None
+        client = replace(local.client, model=copy.deepcopy(local.client.model))
+        of_copy = self._local_round(client, local.received, local.number)
+        Replace().receive(of_copy)
+        client.model.reset_target()
+        self.schedule.prepare(client.model, self.plan(client.model, local.number))
+        return of_copy, train_locally(of_copy, self.training, [], self.rounds, most_steps)
+
+    def _reply_with_global_copy(
+        self, own: LocalRound, own_cost: StepCost, of_copy: LocalRound, copy_cost: StepCost
+    ) -> tuple[Message, StepCost]:
+        """The answer holds the trained copy, the metrics of the own model, and what both take: both are in memory."""
+        cost = replace(
+            own_cost,
+            parameters=own_cost.parameters + copy_cost.parameters,
+            flops=own_cost.flops + copy_cost.flops,
+        )
+        reply, copied, metrics = self._reply(of_copy, self.aggregators), of_copy.logged(), own.logged()
+        both = {"memory": float(cost.memory), "flops": metrics["flops"] + copied["flops"]}
+        reply.metrics = metrics | both | {"global_loss": copied["loss"]}
+        return reply, cost
+
+    def _train_client(self, local: LocalRound, most_steps: int | None) -> StepCost:
+        if self.schedule.trains:
+            keep_optimizer = self.local_update.keeps_optimizer
+            return train_locally(local, self.training, self.regularizers, self.rounds, most_steps, keep_optimizer)
+        cost = StepCost(parameters=0, gradients=0, optimizer=0, activations=0, flops=0)
+        local.log("memory", cost.memory)
+        local.log("flops", cost.flops)
+        return cost
 
     def _local_round(self, client: Client, received: Message, round_number: int) -> LocalRound:
         return LocalRound(client, received, round_number, self.seed, self.objective, self.augmentation)
@@ -233,6 +273,31 @@ class Method:
         reply.numbers["samples"] = len(local.client.images)
         reply.metrics.update(local.logged())
         return reply
+
+    # What is kept of a client between its rounds
+
+    @property
+    def starts_from_server(self) -> bool:
+        """Whether a client's next round replaces all its online weights before anything reads them."""
+        return (
+            self.local_update.replaces_weights
+            and any(a.exchanges_weights for a in self.aggregators)
+            and not self.schedule.cuts
+            and not any(r.needs_previous_model for r in self.regularizers)
+        )
+
+    def kept_entries(self, model: Model) -> list[str]:
+        """State-dict names of a client's model that its next round needs.
+
+        Online weights that the server sends anew, and a target network that starts every round as a copy of the online
+        one, are not among them.
+        """
+        names = list(model.state_dict())
+        if self.starts_from_server:
+            names = [name for name in names if not name.startswith("online.")]
+        if self.schedule.cuts or self.objective.fresh_target:
+            names = [name for name in names if not name.startswith("target.")]
+        return names
 
     # What is evaluated
 

@@ -193,7 +193,8 @@ def _one_architecture_where_weights_travel(recipe: Recipe) -> str | None:
 
 def _local_update_fits_the_exchange(recipe: Recipe) -> str | None:
     exchanges = _exchanges_weights(recipe)
-    if exchanges == recipe.local_update.personal:
+    local_update = recipe.local_update
+    if exchanges != (local_update.trains_global_copy or not local_update.personal):
         return f"local_update {recipe.local_update.name} does not go with aggregators {_aggregators(recipe)}: " + (
             "use replace" if exchanges else "without exchanged weights use keep_own"
         )
@@ -212,7 +213,7 @@ def _layers_travel_where_they_are_cut(recipe: Recipe) -> str | None:
 def _whole_models_where_they_are_compared(recipe: Recipe) -> str | None:
     if recipe.schedule.cuts and recipe.local_update.whole_models:
         return (
-            f"local_update {recipe.local_update.name} goes by how far a whole model moves, but schedule "
+            f"local_update {recipe.local_update.name} works with a whole model, but schedule "
             f"{recipe.schedule.name} trains a part of it: use replace, or end_to_end"
         )
     return None
@@ -288,6 +289,11 @@ def _not_weights_alone(recipe: Recipe) -> str | None:
             )
     if not _exchanges_weights(recipe):
         return f"works on exchanged weights, and aggregators {_aggregators(recipe)} exchange none"
+    if recipe.local_update.personal:
+        return (
+            f"works on weights, and with local_update {recipe.local_update.name} clients also send the measures of "
+            "their own models, which would leave them as they are: use replace"
+        )
     return None
 
 

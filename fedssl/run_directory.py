@@ -38,6 +38,7 @@ from .storage import (
     cannot_write,
     csv_text,
     digest_of,
+    flush_files,
     read_csv,
     read_message,
     write_atomically,
@@ -67,6 +68,11 @@ def _client_owner(index: int) -> str:
 
 def _state_file(owner: str, round_number: int) -> str:
     return f"{owner}.round-{round_number:05d}.safetensors"
+
+
+def _round_of_file(name: str) -> int:
+    """The round of a state from the name of its file."""
+    return int(name.split(".round-")[1].split(".")[0])
 
 
 class RunDirectory:
@@ -168,14 +174,15 @@ class RunDirectory:
     def client_rounds(self) -> dict[int, int]:
         """The round of each client's last committed state; clients that have not taken part yet are left out."""
         return {
-            int(owner.removeprefix("client-")): int(file.split(".round-")[1].split(".")[0])
+            int(owner.removeprefix("client-")): _round_of_file(file)
             for owner, file in self.checkpoint.files.items()
             if owner.startswith("client-")
         }
 
     def client_round(self, index: int) -> int | None:
         """The round of a client's last committed state; None where it has not taken part yet."""
-        return self.client_rounds.get(index)
+        name = self.checkpoint.files.get(_client_owner(index))
+        return _round_of_file(name) if name else None
 
     def discard_client(self, index: int) -> None:
         """Take back what `write_client` wrote in the round that is not yet committed."""
@@ -183,12 +190,13 @@ class RunDirectory:
 
     def _write_state(self, owner: str, round_number: int, state: Message) -> None:
         name = _state_file(owner, round_number)
-        self._digests[name] = write_message(self.checkpoints / name, state)
+        self._digests[name] = write_message(self.checkpoints / name, state, flush=False)
         self._written[owner] = name
 
     def commit(self, round_number: int, server: Message, finished: bool) -> None:
         """Store a finished round with the clients' states written in it; the other clients keep their file."""
         self._write_state("server", round_number, server)
+        flush_files(self.checkpoints, self._digests)
         files = self.checkpoint.files | self._written
         logs = {name: self._hash_log(name) for name in LOGS if (self.path / name).exists()}
         states = {name: digest for name in files.values() if (digest := self._digest_of_state(name))}

@@ -23,8 +23,13 @@ from .untrusted.files import open_regular_file, read_regular_file
 from .untrusted.printable import printable
 
 
-def write_atomically(path: Path, data: bytes) -> None:
+def write_atomically(path: Path, data: bytes, flush: bool = True) -> None:
     """Write a file so that a crash at any moment leaves either the old content or the new one.
+
+    Args:
+        path: the file.
+        data: its content.
+        flush: False leaves it to the caller to call `flush_files` before anything relies on the file.
 
     Raises:
         UserError: the disk is full, or the file may not be written. The temporary file is removed.
@@ -34,14 +39,34 @@ def write_atomically(path: Path, data: bytes) -> None:
         temporary.unlink(missing_ok=True)  # left by a process that was killed, or a link that leads out of the folder
         with open(temporary, "xb") as file:
             file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+            if flush:
+                file.flush()
+                os.fsync(file.fileno())
         os.replace(temporary, path)
-        sync_folder(path.parent)
+        if flush:
+            sync_folder(path.parent)
     except OSError as error:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise cannot_write(path, error) from error
+
+
+def flush_files(folder: Path, names: Iterable[str]) -> None:
+    """Flush files of a folder to the disk. After the first one the others cost little: most file systems write all.
+
+    Raises:
+        UserError: a file cannot be written.
+    """
+    for name in names:
+        try:
+            handle = os.open(folder / name, os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+        except OSError as error:
+            raise cannot_write(folder / name, error) from error
+    sync_folder(folder)
 
 
 def make_folder(path: Path) -> None:
@@ -127,8 +152,13 @@ def read_csv(path: Path, length: int | None = None) -> list[dict[str, str]]:
     return rows
 
 
-def write_message(path: Path, message: Message) -> str:
+def write_message(path: Path, message: Message, flush: bool = True) -> str:
     """Store a message as one safetensors file; its numbers, config and metrics are JSON in the file's header.
+
+    Args:
+        path: the file.
+        message: what to store.
+        flush: see `write_atomically`.
 
     Returns:
         The file's SHA-256, see `digest_of`.
@@ -141,7 +171,7 @@ def write_message(path: Path, message: Message) -> str:
     header = {"message": json.dumps(fields)}
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in message.tensors.items()}
     data = save_tensors(tensors, metadata=header)
-    write_atomically(path, data)
+    write_atomically(path, data, flush)
     return hashlib.sha256(data).hexdigest()
 
 

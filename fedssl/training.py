@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -14,18 +15,39 @@ from torch import Tensor
 from .accounting import StepCost, StepCounter
 from .client import LocalRound
 from .data.augmentation import augment
-from .data.batches import epoch_batches
+from .data.batches import round_batches
 from .errors import UserError
+from .messages import Message
+from .models.model import Model
 from .options import Options
 from .regularizers.base import Regularizer
 
+#: in a client's memory: an optimiser's momentum and moments, as optimizer/PARAMETER/ENTRY
+_OPTIMIZER = "optimizer/"
+
 
 class TrainingOptions(Options):
-    """Defaults are Hetero-SSFL's (section 5.1), the weight decay FedU's."""
+    """Defaults are Hetero-SSFL's (section 5.1), the weight decay FedU's.
 
-    local_epochs: int = Field(5, ge=1, description="passes over a client's images in each round")
+    With `local_steps` a client with fewer images goes through them more often, and one with more stops early, in a new
+    random order in each round. So clients of unequal size move about equally far, which EUA's and MGDA's weights read.
+    FedU2's released code does something near to it: a client takes whole epochs, as many as fit into the steps that
+    `local_epochs` takes on the largest client, but at most 10.
+    """
+
+    local_epochs: int = Field(
+        5, ge=1, description="passes over a client's images in each round; not used where local_steps is given"
+    )
+    local_steps: int | None = Field(
+        None,
+        ge=1,
+        description="optimiser steps in each round, the same for all clients whatever their number of images (default: "
+        "those of local_epochs)",
+    )
     batch_size: int = Field(200, ge=2, description="images a step; an epoch's incomplete last batch is left out")
-    optimizer: Literal["sgd", "adam", "adamw"] = Field("sgd", description="a new one starts in every round")
+    optimizer: Literal["sgd", "adam", "adamw"] = Field(
+        "sgd", description="a new one starts in every round, unless the local update keeps it (keep_own)"
+    )
     learning_rate: float = Field(0.032, gt=0, description="of the first round")
     learning_rate_schedule: Literal["constant", "cosine"] = Field(
         "constant", description="how the learning rate changes over the rounds; cosine ends near 0"
@@ -43,16 +65,29 @@ def learning_rate(options: TrainingOptions, round_number: int, rounds: int) -> f
     return options.learning_rate * 0.5 * (1.0 + math.cos(math.pi * (round_number - 1) / rounds))
 
 
+def steps_of_round(options: TrainingOptions, images: int) -> int:
+    """Optimiser steps of a client with so many images in one round; 0 where they do not fill a batch."""
+    batches = images // options.batch_size
+    if options.local_steps is not None:
+        return options.local_steps if batches else 0
+    return options.local_epochs * batches
+
+
 def train_before_rounds(local: LocalRound, options: TrainingOptions, epochs: int) -> None:
     """Train without regularizers and at a constant rate: the schedule over the rounds begins with the first of them.
 
     Args:
         local: the client and its round; a batch is at most all of its images.
         options: those of the run.
-        epochs: in place of the run's local epochs.
+        epochs: in place of the run's local epochs or steps.
     """
     size = min(options.batch_size, len(local.client.images))
-    changed = {"local_epochs": epochs, "batch_size": size, "learning_rate_schedule": "constant"}
+    changed = {
+        "local_epochs": epochs,
+        "local_steps": None,
+        "batch_size": size,
+        "learning_rate_schedule": "constant",
+    }
     train_locally(local, options.model_copy(update=changed), [], rounds=1)
 
 
@@ -62,10 +97,12 @@ def train_locally(
     regularizers: Sequence[Regularizer],
     rounds: int,
     most_steps: int | None = None,
+    keep_optimizer: bool = False,
 ) -> StepCost:
     """Train the client's model for one round; the metrics of the round are logged in `local`.
 
-    The optimiser is new in every round: its state describes weights that the server may have replaced.
+    The optimiser is new in every round, as its state describes weights that the server may have replaced, unless
+    `keep_optimizer` says that it continues with the state that it left in the client's memory.
 
     The first step is counted (accounting.py): `memory` in bytes, `flops` of the whole round; on CUDA also
     `cuda_memory`, the allocator's own peak in bytes.
@@ -76,6 +113,7 @@ def train_locally(
         regularizers: the terms that are added to the objective's loss.
         rounds: of the whole run.
         most_steps: stop after so many steps; for counting a step without training.
+        keep_optimizer: see `LocalUpdate.keeps_optimizer`.
 
     Returns:
         What the first step took.
@@ -94,47 +132,69 @@ def train_locally(
     else:
         adam = torch.optim.AdamW if options.optimizer == "adamw" else torch.optim.Adam
         optimizer = adam(parameters, lr=rate, weight_decay=options.weight_decay)
+    if keep_optimizer:
+        _continue_optimizer(optimizer, model, client.memory)
     order, augmentation = local.generator("order"), local.generator("augmentation")
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     counter = StepCounter(model)
     cost: StepCost | None = None
     steps = 0
-    for _ in range(options.local_epochs):
-        for rows in epoch_batches(len(client.images), options.batch_size, order):
-            if steps == most_steps:
-                break
-            images = client.images[rows]
-            views: tuple[Tensor, ...] = tuple(
-                augment(images, local.augmentation, augmentation).to(device) for _ in range(objective.views)
+    batches = round_batches(len(client.images), options.batch_size, options.local_epochs, options.local_steps, order)
+    for rows in itertools.islice(batches, most_steps):
+        images = client.images[rows]
+        views: tuple[Tensor, ...] = tuple(
+            augment(images, local.augmentation, augmentation).to(device) for _ in range(objective.views)
+        )
+        with counter.forward() if cost is None else nullcontext():
+            step = objective.step(model, views, client.labels[rows].to(device))
+            step.views = views
+            loss = step.loss
+            for term in terms:
+                loss = loss + term(step)
+        if not torch.isfinite(loss):
+            raise UserError(
+                f"client {client.index}'s loss became {float(loss.detach())} in round {local.number}; "
+                "lower training.learning_rate or the regularizers' weights"
             )
-            with counter.forward() if cost is None else nullcontext():
-                step = objective.step(model, views, client.labels[rows].to(device))
-                step.views = views
-                loss = step.loss
-                for term in terms:
-                    loss = loss + term(step)
-            if not torch.isfinite(loss):
-                raise UserError(
-                    f"client {client.index}'s loss became {float(loss.detach())} in round {local.number}; "
-                    "lower training.learning_rate or the regularizers' weights"
-                )
-            optimizer.zero_grad(set_to_none=True)
-            loss.backward()
-            optimizer.step()
-            if cost is None:
-                cost = counter.finish(optimizer)
-            objective.after_step(model)
-            steps += 1
-            local.log("loss", float(step.loss.detach()))
-            local.log("total_loss", float(loss.detach()))
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+        if cost is None:
+            cost = counter.finish(optimizer)
+        objective.after_step(model)
+        steps += 1
+        local.log("loss", float(step.loss.detach()))
+        local.log("total_loss", float(loss.detach()))
     if cost is None:
         raise UserError(
             f"client {client.index} has {len(client.images)} images, fewer than training.batch_size "
             f"{options.batch_size}"
         )
+    if keep_optimizer:
+        _keep_optimizer(optimizer, model, client.memory)
     local.log("memory", cost.memory)
     local.log("flops", cost.flops * steps)
     if device.type == "cuda":
         local.log("cuda_memory", torch.cuda.max_memory_allocated(device))
     return cost
+
+
+def _continue_optimizer(optimizer: torch.optim.Optimizer, model: Model, memory: Message) -> None:
+    """Give an optimiser the state of each parameter that `_keep_optimizer` left; its learning rate stays as it is."""
+    stored: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in memory.tensors.items():
+        if name.startswith(_OPTIMIZER):
+            parameter, _, entry = name.removeprefix(_OPTIMIZER).rpartition("/")
+            stored.setdefault(parameter, {})[entry] = tensor
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    states = {number: stored[name] for number, name in enumerate(trained) if name in stored}
+    optimizer.load_state_dict(optimizer.state_dict() | {"state": states})
+
+
+def _keep_optimizer(optimizer: torch.optim.Optimizer, model: Model, memory: Message) -> None:
+    """Leave an optimiser's state in the client's memory, by the parameters' names."""
+    for name, parameter in model.named_parameters():
+        for entry, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                memory.tensors[f"{_OPTIMIZER}{name}/{entry}"] = value

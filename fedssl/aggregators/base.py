@@ -16,6 +16,8 @@ Shape = tuple[int | range | str | None, ...]
 #: names of such sizes that the server knows (see `Method.sizes`); of another name it is the one that most answers have
 PUBLIC_IMAGES = "public images"
 PROJECTION = "features of a projection"
+#: name of a size that each client has for itself: from 1 up to its number of images
+OWN_IMAGES = "images of the client"
 #: trains the model of a round on its client's images for so many epochs
 Train = Callable[[LocalRound, int], None]
 

@@ -7,7 +7,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ..messages import Message
-from .weighted_mean import WeightedMean, is_statistic, weighted_mean
+from .weighted_mean import WeightedMean, is_statistic, measure_distance, weighted_mean
 
 ROUNDS = "l_dawa.rounds"
 
@@ -42,7 +42,8 @@ class LDawa(WeightedMean):
     zero there is no angle, and the factor is 1; the code divides by zero where the global tensor is zero. Two rounds
     are plain by default; a comparison in the released script makes it three.
 
-    Logs `l_dawa_cosine` of each client: the mean of its cosines over the tensors.
+    Logs two numbers of each client: `l_dawa_cosine`, the mean of its cosines over the tensors, and `l_dawa_share`, the
+    mean of its factors cos(w_k, w_g) / K, which sum to less than 1 where clients diverge.
     """
 
     plain_rounds: int = Field(2, ge=0, description="number of first rounds in which weights are averaged by samples")
@@ -70,4 +71,6 @@ class LDawa(WeightedMean):
                 angles[k].append(value)
         for k, values in angles.items():
             state.metrics[f"l_dawa_cosine/{k}"] = sum(values) / len(values)
+            state.metrics[f"l_dawa_share/{k}"] = sum(values) / len(values) / len(order)
+        state.metrics |= measure_distance(server, replies)
         return state

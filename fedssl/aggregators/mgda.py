@@ -14,24 +14,35 @@ class MGDA(WeightedMean):
 
     p is the min-norm point of the normalised client gradients: the least |sum_k p_k g_k| on the simplex (MGDA, Désidéri
     2012; over the clients of a federation as in Hu et al. 2022, FedMGDA+). Each client counts by its direction alone,
-    whereas EUA's 2 delta_k / |delta_k|^2 gives clients that moved far more weight. This is written from a description
-    of the released code of FedU2 (Liao et al. 2024) and not from the code itself.
+    whereas EUA's 2 delta_k / |delta_k|^2 gives clients that moved far more weight. This is what the released code of
+    FedU2 (Liao et al. 2024) does under the name EUA. It differs from `eua` with `divide_updates_by: length` only in how
+    a fixed step is given.
 
-    Without `learning_rate` the step has the length at which the new model is a convex combination of the clients'
-    models, with weights proportional to p_k / |delta_k|. The released code has a fixed rate for 2 g_k, by default 0.1
-    and in its main.py 8. These are 0.2 and 16 here, where g_k has length 1.
+    The released code takes an SGD step of a fixed rate for 2 g_k, 0.1 by default and 8 in its main.py, whatever the
+    updates' lengths. These are `learning_rate` 0.2 and 16 here, where g_k has length 1. Such a rate fits one model, one
+    optimiser and one number of steps. Without `learning_rate` the rate is the mean of |delta_k|, weighted by samples:
+    every update is brought to the mean length before p combines them. Where all clients move in one direction, the
+    step then is FedAvg's; it is shorter by as much as p makes the directions cancel, and 0 where no step improves all.
+    On a small CIFAR-10 (ten clients of 157 to 2,714 images) it is 0.99 of FedAvg's step; with the length at which the
+    new model is a convex combination of the clients' models, as EUA's has, it was 0.64. At any length the three clients
+    with the fewest images have 58 % of the shares' sum there: a unit update counts by its direction, and theirs are the
+    shortest. Equal steps for all clients (`training.local_steps`), which the released code has, avoid that.
+
+    Deviation from the released code: its solver starts at the weights by samples and stops after 20 iterations; here p
+    is solved exactly (`fedkernels.client_weights`).
 
     Integers and running statistics are averaged by samples. A client that did not move has weight 0. Where none moved,
-    the weights are proportional to the samples, and the model stays as it is. Logs `mgda_weight` (p, by client) and, to
-    compare with EUA's, `mgda_rate_min` and `mgda_rate_max`.
+    the weights are proportional to the samples, and the model stays as it is.
+
+    Logs `mgda_weight` (p_k, by client), `mgda_share` (the w_k of theta_g - sum_k w_k delta_k, by client; their sum is
+    not 1) and, to compare with EUA's, `mgda_rate_min` and `mgda_rate_max`.
     """
 
     learning_rate: float | None = Field(
         None,
         gt=0,
-        description="of the server's SGD step without momentum (default: the new model is a convex combination of the "
-        "clients' models)",
+        description="of the server's SGD step without momentum (default: the updates' mean length by samples)",
     )
 
     def aggregate(self, server: Message, replies: dict[int, Message]) -> Message:
-        return take_least_norm_step(server, replies, lambda u: u.rsqrt(), self.learning_rate, "mgda")
+        return take_least_norm_step(server, replies, "length", self.learning_rate, "mgda")

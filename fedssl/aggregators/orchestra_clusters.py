@@ -21,14 +21,24 @@ from ..messages import Message
 from ..models.model import Model
 from ..objectives.orchestra import OrchestraModel
 from .base import Aggregator, Shape
+from .weighted_mean import weighted_mean
 
 GLOBAL = "centroids"  # the model's own name for them, so that a client's local update loads them
 LOCAL = "local_centroids"
+# how the names of the networks' entries begin in a model's state
+ONLINE, TARGET = "online.", "target."
+_TARGET_PARTS = (f"{TARGET}encoder.", f"{TARGET}projector.")
 
 
 class OrchestraClusters(Aggregator):
     """Global clusters of Orchestra (Lubana et al. 2022, section 4, Algorithm 1). It needs the objective `orchestra` and
     an aggregator of the weights.
+
+    As in the authors' released code the clients' target networks are averaged by samples: they travel with the weights,
+    which almost doubles the bytes, and a client begins each round with the mean. (The code calls this its stateless
+    client.) Of a client's own state only the memory of projections is used again. With `average_target: false` a target
+    network stays with its client from round to round and does not travel. That is the code's stateful client, and what
+    FedU2's released code does in its comparison with Orchestra.
 
     A client sends the local centroids of its memory after training, [local_clusters, d]. The server sends the global
     centroids, [clusters, d]. The opening round makes the first ones: clients receive the first global weights, fill
@@ -49,6 +59,11 @@ class OrchestraClusters(Aggregator):
     local_clusters: int = Field(16, ge=2, description="centroids that a client sends")
     temperature: float = Field(0.1, gt=0, description="divides the cosine similarities in the server's clustering")
     steps: int = Field(500, ge=1, description="SGD steps of the server's clustering")
+    average_target: bool = Field(
+        True,
+        description="whether target networks travel and are averaged, as in the released code; otherwise each stays "
+        "with its client",
+    )
 
     def check_model(self, model: Model) -> None:
         if not isinstance(model, OrchestraModel):
@@ -69,24 +84,46 @@ class OrchestraClusters(Aggregator):
         return dict.fromkeys(clients, Message({name: server.tensors[name] for name in travelling}))
 
     def broadcast(self, server: Message, clients: list[int], travelling: list[str]) -> dict[int, Message]:
-        return dict.fromkeys(clients, Message({GLOBAL: server.tensors[GLOBAL]}))
+        return dict.fromkeys(clients, Message({GLOBAL: server.tensors[GLOBAL]} | target_of(server)))
 
     def collect(self, local: LocalRound, travelling: list[str]) -> Message:
         model = local.client.model
         assert isinstance(model, OrchestraModel)
         if local.number == 0:
             fill_memory(local, model)
+        state = model.state_dict()
+        target = {name: state[name] for name in target_of(local.received)}
         generator = local.generator("local clusters")
-        return Message({LOCAL: cluster_locally(model.memory.cpu(), self.local_clusters, generator)})
+        return Message({LOCAL: cluster_locally(model.memory.cpu(), self.local_clusters, generator)} | target)
 
     def expected(self, server: Message, client: int, travelling: list[str]) -> dict[str, Shape] | None:
-        return {LOCAL: (self.local_clusters, server.tensors[GLOBAL].shape[1])}
+        shapes: dict[str, Shape] = {name: tuple(tensor.shape) for name, tensor in target_of(server).items()}
+        shapes[LOCAL] = (self.local_clusters, server.tensors[GLOBAL].shape[1])
+        return shapes
 
     def aggregate(self, server: Message, replies: dict[int, Message]) -> Message:
         points = torch.cat([replies[k].tensors[LOCAL] for k in sorted(replies)])
         centroids = cluster_globally(points, server.tensors[GLOBAL], self.temperature, self.steps)
         used = len((points @ centroids.T).argmax(dim=1).unique())
-        return Message({GLOBAL: centroids}, metrics={"clusters_used/global": used})
+        state = Message({GLOBAL: centroids}, metrics={"clusters_used/global": used})
+        if self.average_target:
+            state.tensors |= self._next_target(server, replies)
+        return state
+
+    def _next_target(self, server: Message, replies: dict[int, Message]) -> dict[str, Tensor]:
+        """The mean of the clients' target networks; after the opening round a copy of the online network."""
+        order = sorted(replies)
+        names = target_of(server)
+        if not names:
+            online = {TARGET + n.removeprefix(ONLINE): t for n, t in server.tensors.items() if n.startswith(ONLINE)}
+            return {name: tensor.clone() for name, tensor in online.items() if name.startswith(_TARGET_PARTS)}
+        samples = [replies[k].numbers["samples"] for k in order]
+        return {name: weighted_mean([replies[k].tensors[name] for k in order], samples) for name in names}
+
+
+def target_of(message: Message) -> dict[str, Tensor]:
+    """The entries of the target network by state-dict name; there are none before the opening round is over."""
+    return {name: tensor for name, tensor in message.tensors.items() if name.startswith(TARGET)}
 
 
 @torch.no_grad()

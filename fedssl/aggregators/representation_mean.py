@@ -13,6 +13,7 @@ from ..data.augmentation import normalize
 from ..errors import UserError
 from ..evaluation.spectrum import effective_rank
 from ..messages import Message
+from ..models.batch_statistics import untouched_running_statistics
 from ..models.model import Layer
 from .base import PUBLIC_IMAGES, Aggregator, Shape
 
@@ -76,7 +77,8 @@ class RepresentationMean(Aggregator):
     its own kernel and has the other's.
 
     A_j is computed at the end of client j's round, in evaluation mode, from the public images without augmentation.
-    (Algorithm 1 computes it at the start of the next round, with the same weights.)
+    (Algorithm 1 computes it at the start of the next round, with the same weights.) With `statistics: batch` BatchNorm
+    takes the statistics of each batch instead, as the term in `cka_alignment` does; docs/methods.md has the figures.
 
     With target `peers` K-bar is the paper's. The other targets are controls, whose results were not learned from the
     peers: `self` is the client's own kernel of its previous round, and `untrained` is K-bar of the untrained networks,
@@ -107,7 +109,12 @@ class RepresentationMean(Aggregator):
     send: Literal["auto", "factor", "kernel"] = Field(
         "auto", description="form in which K-bar is sent; auto is the one with fewer bytes"
     )
-    batch_size: int = Field(500, ge=1, description="public images a forward pass; does not change the result")
+    statistics: Literal["running", "batch"] = Field(
+        "running", description="what BatchNorm normalises the public images by: running statistics, or their batch's"
+    )
+    batch_size: int = Field(
+        500, ge=2, description="public images a forward pass; with running statistics it does not change the result"
+    )
 
     def check(self, clients: int) -> None:
         if self.weights is None:
@@ -147,9 +154,14 @@ class RepresentationMean(Aggregator):
         client = local.client
         assert client.public_images is not None
         model = client.model
-        model.eval()
-        batches = client.public_images.split(self.batch_size)
-        a = torch.cat([model.represent(normalize(b.to(model.device)), self.layer) for b in batches]).cpu()
+        model.train(self.statistics == "batch")
+        public = client.public_images
+        if self.statistics == "batch":  # of nearly equal sizes: a single image left over has no statistics
+            batches = public.tensor_split(-(-len(public) // self.batch_size))
+        else:
+            batches = public.split(self.batch_size)
+        with untouched_running_statistics(model):
+            a = torch.cat([model.represent(normalize(b.to(model.device)), self.layer) for b in batches]).cpu()
         local.log("public_effective_rank", effective_rank(a))
         if self.centered:
             a = a - a.mean(dim=0)

@@ -69,7 +69,7 @@ class LocalClients:
             self._progress.client(number, k, position, len(sent))
             client = self._client(k)
             replies[k] = method.client_round(client, sent[k], number)
-            self._states.store(k, number, self._federation.client_state(client))
+            self._states.store(k, number, self._federation.client_state(client, number))
         return replies, {}
 
     def discard(self, index: int) -> None:

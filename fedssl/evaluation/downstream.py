@@ -96,6 +96,7 @@ def evaluate_downstream(
             linear=True,
             fractions=options.semi_supervised if after else (),
             fine_tune=options.fine_tune if after else None,
+            own_classes=False,
         )
         measures |= {f"{PREFIX}{label}_{name}": value for name, value in values.items()}
     return measures

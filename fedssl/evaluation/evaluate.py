@@ -11,14 +11,14 @@ from ..data.augmentation import AugmentationOptions, two_views
 from ..data.datasets import Dataset
 from ..data.stored_images import images_of_rows
 from ..errors import UserError
-from ..models.model import Model
+from ..models.model import CLASSIFIER, Model
 from .alignment import alignment
 from .features import extract_features, extract_view_features
 from .fine_tune import FineTuneOptions, fine_tuned_scores
 from .knn import knn_accuracy
 from .linear import linear_accuracy, linear_auroc
 from .options import EvaluationOptions
-from .semi_supervised import SemiSupervisedOptions, semi_supervised_accuracy
+from .semi_supervised import semi_supervised_accuracy
 from .spectrum import effective_rank, singular_values
 from .uniformity import uniformity
 
@@ -36,6 +36,7 @@ def evaluate_model(
     fractions: Sequence[float] = (),
     fine_tune: FineTuneOptions | None = None,
     augmentation: AugmentationOptions = AugmentationOptions(),  # noqa: B008 (frozen)
+    own_classes: bool = True,
 ) -> tuple[dict[str, float], Tensor]:
     """Measure a model's encoder.
 
@@ -45,20 +46,23 @@ def evaluate_model(
     Args:
         model: its encoder is measured, on the model's device.
         dataset: training and test images.
-        options: of kNN and the linear evaluation.
+        options: of kNN, of the linear evaluation, and how to fine-tune on `fractions`.
         seed: decides all that the evaluations draw.
         linear: whether to train the linear evaluation.
         fractions: labelled fractions to fine-tune on.
         fine_tune: how to fine-tune on all labels; None leaves that out.
         augmentation: makes the two views that `alignment` compares; only for images without labels.
+        own_classes: whether the labels are those that the model was trained on. Its own classifier, if it has one, is
+            measured on no others.
 
     Returns:
         The metrics by name, and the singular values of the test images' representations, float64, descending.
         Accuracies on the test images are in percent: `knn`, `linear`, and `semi_supervised_FRACTION` for each of
-        `fractions`. `effective_rank` is that of the test images' representations. The scores after fine-tuning on all
-        labels are `fine_tune_accuracy` and the macro averages `fine_tune_per_class_accuracy`, `fine_tune_precision`,
-        `fine_tune_recall` and `fine_tune_f1`. Without labels the measures are `effective_rank`, `alignment` and
-        `uniformity`, of `Dataset.measured_images`; with several labels an image also `linear_auroc`, if `linear`.
+        `fractions`; for a supervised model also `classifier`, the accuracy of its own classifier. `effective_rank` is
+        that of the test images' representations. The scores after fine-tuning on all labels are `fine_tune_accuracy`
+        and the macro averages `fine_tune_per_class_accuracy`, `fine_tune_precision`, `fine_tune_recall` and
+        `fine_tune_f1`. Without labels the measures are `effective_rank`, `alignment` and `uniformity`, of
+        `Dataset.measured_images`; with several labels an image also `linear_auroc`, if `linear`.
 
     Raises:
         UserError: a representation is not finite, or an evaluation's own training diverged; or fine-tuning is asked for
@@ -77,6 +81,8 @@ def evaluate_model(
         "knn": knn_accuracy(*labelled, neighbors=options.neighbors, temperature=options.temperature),
         "effective_rank": effective_rank(test),
     }
+    if own_classes and CLASSIFIER in model.online:
+        metrics["classifier"] = _classifier_accuracy(model, test, dataset.test_labels)
     if linear:
         metrics["linear"] = linear_accuracy(*labelled, len(dataset.class_names), options.linear, seed)
     for fraction in fractions:
@@ -87,7 +93,8 @@ def evaluate_model(
             dataset.test_images,
             dataset.test_labels,
             len(dataset.class_names),
-            SemiSupervisedOptions(fraction=fraction),
+            fraction,
+            options.semi_supervised_protocol,
             seed,
             model.device,
         )
@@ -95,6 +102,13 @@ def evaluate_model(
         scores = fine_tuned_scores(model.encoder, dataset, fine_tune, seed, model.device)
         metrics |= {f"fine_tune_{name}": value for name, value in scores.items()}
     return metrics, singular_values(test)
+
+
+@torch.no_grad()
+def _classifier_accuracy(model: Model, features: Tensor, labels: Tensor) -> float:
+    """Accuracy in percent of the model's own classifier on representations [m, d] with int64 `labels` [m]."""
+    predicted = model.online[CLASSIFIER](features.to(model.device)).argmax(dim=1).cpu()
+    return 100.0 * int((predicted == labels.cpu()).sum()) / len(features)
 
 
 def check_labels(dataset: Dataset, fractions: Sequence[float], fine_tune: FineTuneOptions | None) -> None:

@@ -1,22 +1,17 @@
-"""Fine-tuning: encoder and linear layer trained on labels, with warm-up, cosine decay and RandAugment."""
+"""Fine-tuning on all labels of the training or validation images, with warm-up, cosine decay and RandAugment."""
 
-import copy
-import math
 from typing import Literal
 
 import torch
 from pydantic import Field, model_validator
 from torch import nn
-from torch.nn import functional as F
 
-from ..data.augmentation import normalize
 from ..data.datasets import Dataset
 from ..errors import UserError
 from ..options import Options
-from ..randomness import seeded_on
 from .classification import classification_scores
-from .features import device_of, extract_features
-from .semi_supervised import predict_classes
+from .features import device_of
+from .fine_tuning import FineTuning, fine_tuned_network, predict_classes
 
 
 class FineTuneOptions(Options):
@@ -39,6 +34,18 @@ class FineTuneOptions(Options):
             raise ValueError(f"warmup_epochs must be below epochs, {self.epochs}, got {self.warmup_epochs}")
         return self
 
+    def tuning(self) -> FineTuning:
+        """The same for the loop that every fine-tuning shares."""
+        return FineTuning(
+            epochs=self.epochs,
+            batch_size=self.batch_size,
+            optimizer="adamw",
+            learning_rate=self.learning_rate,
+            weight_decay=self.weight_decay,
+            warmup_epochs=self.warmup_epochs,
+            augmentation="rand_augment" if self.rand_augment else "none",
+        )
+
 
 def check_fine_tuning(options: FineTuneOptions | None, dataset: Dataset) -> None:
     """Raise a UserError where the fine-tuning needs a validation split that the data do not have."""
@@ -47,17 +54,6 @@ def check_fine_tuning(options: FineTuneOptions | None, dataset: Dataset) -> None
             "evaluation.fine_tune.images is validation, but the data have no validation split: use train, or an .npz "
             "file with x_val and y_val (in MedMNIST val_images and val_labels)"
         )
-
-
-def learning_rate_factor(step: int, steps_per_epoch: int, options: FineTuneOptions) -> float:
-    """The factor of the learning rate at a step (from 0): it rises linearly to 1, then falls to 0 by half a cosine.
-
-    It is 1 at the last step of the warm-up and at the next one, and would be 0 one step after the last.
-    """
-    warmup, total = options.warmup_epochs * steps_per_epoch, options.epochs * steps_per_epoch
-    if step < warmup:
-        return (step + 1) / warmup
-    return 0.5 * (1.0 + math.cos(math.pi * (step - warmup) / (total - warmup)))
 
 
 def fine_tuned_scores(
@@ -89,8 +85,6 @@ def fine_tuned_scores(
     Raises:
         UserError: the data lack the validation split that `options.images` names, or fine-tuning diverged.
     """
-    from torchvision.transforms import RandAugment
-
     check_fine_tuning(options, dataset)
     images, labels = dataset.train_images, dataset.train_labels
     if options.images == "validation":
@@ -99,27 +93,7 @@ def fine_tuned_scores(
         images, labels = dataset.validation_images, dataset.validation_labels
     device = device_of(encoder) if device is None else torch.device(device)
     generator = torch.Generator().manual_seed(seed)
-    tuned = copy.deepcopy(encoder).requires_grad_(True)
-    augment = RandAugment()
-    with seeded_on(device, seed), torch.enable_grad():
-        width = extract_features(tuned, images[:1], device=device).shape[1]
-        network = nn.Sequential(tuned, nn.Linear(width, len(dataset.class_names))).to(device)
-        optimizer = torch.optim.AdamW(network.parameters(), lr=options.learning_rate, weight_decay=options.weight_decay)
-        steps = -(-len(images) // options.batch_size)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: learning_rate_factor(step, steps, options)
-        )
-        for _ in range(options.epochs):
-            for batch in torch.randperm(len(images), generator=generator).split(options.batch_size):
-                views = images[batch]
-                if options.rand_augment:  # one by one, as a call draws one set of operations
-                    views = torch.stack([augment(image) for image in views])
-                # BatchNorm refuses the statistics of one image, which mean nothing: use the running ones.
-                network.train(len(batch) > 1)
-                loss = F.cross_entropy(network(normalize(views).to(device)), labels[batch].to(device))
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                scheduler.step()
+    classes = len(dataset.class_names)
+    network = fine_tuned_network(encoder, images, labels, classes, options.tuning(), seed, generator, device)
     predicted = predict_classes(network, dataset.test_images, options.learning_rate, device)
     return classification_scores(predicted, dataset.test_labels)

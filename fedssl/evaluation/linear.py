@@ -1,6 +1,8 @@
 """Linear evaluation: how well one linear layer on the frozen encoder separates the classes."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -9,17 +11,46 @@ from torch.nn import functional as F
 
 from ..errors import UserError
 from ..options import Options
+from .protocols import with_given_values
+
+
+@dataclass(frozen=True)
+class LinearProtocol:
+    """How the linear layer is trained, by Adam: passes over the training images, representations a step, its rate."""
+
+    epochs: int
+    batch_size: int
+    learning_rate: float
+
+
+#: by name; see `linear_accuracy` for the sources
+PROTOCOLS = {
+    "hetero_ssfl": LinearProtocol(epochs=100, batch_size=512, learning_rate=3e-3),
+    "fedu2": LinearProtocol(epochs=200, batch_size=512, learning_rate=3e-3),
+    "easyfl": LinearProtocol(epochs=200, batch_size=2048, learning_rate=3e-3),
+}
 
 
 class LinearOptions(Options):
-    """How the linear layer is trained; the defaults are the Hetero-SSFL paper's (section 5.1)."""
+    """How the linear layer is trained: a protocol, and what replaces its values."""
 
-    epochs: int = Field(100, ge=1, description="passes over the training images")
-    batch_size: int = Field(512, ge=1, description="representations a step")
-    learning_rate: float = Field(3e-3, gt=0, description="of Adam")
+    name: Literal["hetero_ssfl", "fedu2", "easyfl"] = Field(
+        "hetero_ssfl", description="whose protocol is followed; it gives each value that is not set"
+    )
+    epochs: int | None = Field(
+        None, ge=1, description="passes over the training images; hetero_ssfl 100, fedu2 and easyfl 200"
+    )
+    batch_size: int | None = Field(
+        None, ge=1, description="representations a step; hetero_ssfl and fedu2 512, easyfl 2048"
+    )
+    learning_rate: float | None = Field(None, gt=0, description="of Adam; 0.003 in each protocol")
     standardize: bool = Field(
         False, description="whether features are standardised by their mean and deviation over the training images"
     )
+
+    def protocol(self) -> LinearProtocol:
+        """The named protocol with the values that are set."""
+        return with_given_values(PROTOCOLS[self.name], self)
 
 
 def linear_accuracy(
@@ -33,16 +64,22 @@ def linear_accuracy(
 ) -> float:
     """Test accuracy of one linear layer trained on frozen representations, in percent.
 
-    The protocol is that of Hetero-SSFL, section 5.1: Adam, 100 epochs, batches of 512, learning rate 0.003. The
-    paper does not name the loss; here it is cross-entropy. This is the offline variant: the representations are
-    extracted once, so the classifier sees no augmentation. Figures of online variants (a classifier trained along
-    with the encoder, or on augmented images) differ.
+    The layer is trained by Adam with learning rate 0.003; the loss is cross-entropy. The protocols differ in length:
 
-    The paper names neither standardisation nor normalisation, so there is none by default. How far the layer gets in
+    `hetero_ssfl` (Hetero-SSFL, section 5.1): 100 epochs in batches of 512. The paper does not name the loss.
+    `fedu2` (FedU2's released code, linear_eval.py): 200 epochs in batches of 512.
+    `easyfl` (EasyFL, applications/fedssl/linear_evaluation.py, the code of FedU and FedEMA): 200 epochs in batches of
+    2048. Deviation: that code takes the images in the data set's order; here each epoch draws an order.
+
+    This is the offline variant, as in all three: the representations are extracted once, so the classifier sees no
+    augmentation. Figures of online variants (a classifier trained along with the encoder, or on augmented images)
+    differ.
+
+    None of them standardises or normalises, so there is none by default. How far the layer gets in
     so many steps then depends on the scale of the representations: small ones score lower than they could. With
     `standardize` the scale does not matter; use it to compare encoders whose representations differ in scale.
 
-    The paper's "linear fully connected layer with 1000 neurons" can be read as 1000 outputs of which only
+    Hetero-SSFL's "linear fully connected layer with 1000 neurons" can be read as 1000 outputs of which only
     `classes` are ever a label, or as a hidden layer; here the one layer has `classes` outputs.
 
     Args:
@@ -51,7 +88,7 @@ def linear_accuracy(
         test_features: floating point [m, d], finite.
         test_labels: integer [m], 0 to classes - 1.
         classes: number of outputs.
-        options: epochs, batch size, learning rate, and whether features are standardised.
+        options: the protocol, what replaces its values, and whether features are standardised.
         generator_seed: decides the initial weights and the order of the batches. The same seed gives the same
             result; torch's global random generator is neither read nor moved.
 
@@ -118,7 +155,7 @@ def _test_logits(
     generator_seed: int,
 ) -> Tensor:
     """The outputs for the test images, [m, outputs], of a linear layer trained on the training images."""
-    device = train_features.device
+    device, protocol = train_features.device, options.protocol()
     inputs, test_inputs = train_features.detach().float(), test_features.detach().to(device).float()
     if options.standardize:
         inputs, test_inputs = _standardized(inputs, test_inputs)
@@ -129,18 +166,20 @@ def _test_logits(
     weight = torch.empty(outputs, width).uniform_(-bound, bound, generator=generator).to(device)
     bias = torch.empty(outputs).uniform_(-bound, bound, generator=generator).to(device)
     parameters = [weight.requires_grad_(), bias.requires_grad_()]
-    optimizer = torch.optim.Adam(parameters, lr=options.learning_rate)
+    optimizer = torch.optim.Adam(parameters, lr=protocol.learning_rate)
 
     with torch.enable_grad():
-        for _ in range(options.epochs):
+        for _ in range(protocol.epochs):
             order = torch.randperm(count, generator=generator).to(device)
-            for batch in order.split(options.batch_size):
+            for batch in order.split(protocol.batch_size):
                 loss = loss_of(F.linear(inputs[batch], weight, bias), targets[batch])
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
     if not all(bool(torch.isfinite(parameter).all()) for parameter in parameters):
-        raise UserError(f"learning_rate: the linear evaluation diverged at {options.learning_rate}; choose a lower one")
+        raise UserError(
+            f"learning_rate: the linear evaluation diverged at {protocol.learning_rate}; choose a lower one"
+        )
     with torch.no_grad():
         return F.linear(test_inputs, weight, bias)
 

@@ -96,6 +96,11 @@ def encoder_of_run(path: Path, client: int | None = None, shared: bool = False, 
         number, architecture = last, recipe.architecture_of(int(owner))
         state = directory.client_state(int(owner)).tensors
         entries = {name.removeprefix(MODEL): tensor for name, tensor in state.items() if name.startswith(MODEL)}
+        if not any(name.startswith(_ENCODER) for name in entries):
+            raise UserError(
+                f"client {owner} took part last in round {last} of {recipe.rounds}, and only local models of the last "
+                "round are kept: export the global model (--global) or another client's"
+            )
     shape = image_shape_of_run(path, recipe)
     network = recipe.schedule.adapt(build_encoder(architecture, shape[0], shape[2]))
     if isinstance(network, StagedEncoder):

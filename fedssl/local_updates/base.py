@@ -17,8 +17,17 @@ class LocalUpdate(Part):
 
     #: True where each client ends with its own model; these models are then evaluated
     personal: ClassVar[bool] = False
-    #: True where it measures how far a whole model moves in a round; a schedule that trains parts of it is refused
+    #: True where a client starts its round from the received weights alone, so that its own need not be stored
+    replaces_weights: ClassVar[bool] = False
+    #: True where a client also trains a copy of the received global model, and sends that in place of its own
+    trains_global_copy: ClassVar[bool] = False
+    #: True where it works with whole models; a schedule that trains parts of a model is refused
     whole_models: ClassVar[bool] = False
+
+    @property
+    def keeps_optimizer(self) -> bool:
+        """Whether a client's optimiser goes on from round to round; only where the client's weights do too."""
+        return False
 
     @abstractmethod
     def receive(self, local: LocalRound) -> AfterTraining | None:

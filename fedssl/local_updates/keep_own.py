@@ -4,14 +4,30 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from pydantic import Field
+
 from ..client import LocalRound
 from .base import LocalUpdate
 
 
 class KeepOwn(LocalUpdate):
-    """Hetero-SSFL, Algorithm 1: W_i(t) starts from W_i(t-1). Only regularizers use what the server sends."""
+    """Hetero-SSFL, Algorithm 1: W_i(t) starts from W_i(t-1). Only regularizers use what the server sends.
+
+    With `keep_optimizer` the optimiser's momentum and moments go on from round to round too, as in centralised
+    training, where rounds are only pauses for evaluation. They are part of the client's stored state, which they make
+    larger: by the size of the trained weights for sgd with momentum, by twice that for adam and adamw. Other local
+    updates take weights from the server, which such a state does not describe, and have no such option.
+    """
 
     personal: ClassVar[bool] = True
+
+    keep_optimizer: bool = Field(
+        False, description="whether momentum and moments last as long as the run, and not only for a round"
+    )
+
+    @property
+    def keeps_optimizer(self) -> bool:
+        return self.keep_optimizer
 
     def receive(self, local: LocalRound) -> None:
         """Leave the model as it is."""

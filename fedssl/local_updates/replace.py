@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 
 from ..client import LocalRound
@@ -14,6 +16,8 @@ class Replace(LocalUpdate):
 
     Only what the server sent is replaced; a target network and layers that do not travel stay as they are.
     """
+
+    replaces_weights: ClassVar[bool] = True
 
     def receive(self, local: LocalRound) -> None:
         own = local.client.model.state_dict()

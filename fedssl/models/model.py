@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 Layer = Literal["encoder", "predictor"]
+#: the online module that a supervised objective trains on the labels; evaluation measures its accuracy
+CLASSIFIER = "classifier"
 
 
 def frozen_copy(model: Model, state: dict[str, Tensor]) -> nn.Sequential:

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
+from ..data.augmentation import AugmentationOptions
 from ..models.model import Model
 from ..parts import Part
 
@@ -60,6 +61,10 @@ class Objective(Part):
     def online_views(self) -> int:
         """Views whose outputs of the online network a step returns: the length of `Step`'s tuples."""
         return self.views
+
+    def training_augmentation(self, augmentation: AugmentationOptions) -> AugmentationOptions:
+        """The augmentation that clients train with, from the recipe's, which is made for self-supervised methods."""
+        return augmentation
 
     @abstractmethod
     def build(self, encoder: nn.Module, classes: int) -> Model:

@@ -61,10 +61,12 @@ class Orchestra(Objective):
     the authors' released code: 128 global clusters, memory 128, temperature 0.1, target momentum 0.996 on parameters
     only, and 512 features for projector and rotation classifier. The projector ends in a BatchNorm without weights.
 
-    Deviations from the released code: the target network stays with its client, as everywhere here; the code sends and
-    averages it too, which doubles the bytes. Turns are not drawn: each has an equal share of the batch, by the images'
-    positions, whose order is random. All views have the recipe's augmentation (the code solarises some). The code also
-    passes view 1 through the online network and does not use the result.
+    What the target network starts a round from is said by the aggregator (`orchestra_clusters.average_target`).
+
+    Deviations from the released code: turns are not drawn: each has an equal share of the batch, by the images'
+    positions, whose order is random. The target network moves after the step and not before the loss. All views have
+    the recipe's augmentation (the code solarises some). The code also passes view 1 through the online network and does
+    not use the result.
 
     It logs nothing of its own. An untrained network has a `loss` near log(128) + log(4).
     """

@@ -12,6 +12,7 @@ from ..client import LocalRound
 from ..data.augmentation import two_views
 from ..data.batches import endless_batches
 from ..errors import UserError
+from ..models.batch_statistics import untouched_running_statistics
 from ..objectives.base import Objective, Step
 from .base import Regularizer, StepLoss
 
@@ -21,7 +22,7 @@ class PublicObjective(Regularizer):
 
     A method that aligns clients on public images lets each client see those images. What a client gains from the images
     alone is no gain from its peers; this control measures it. It takes as many steps, and as many public images a step,
-    as `cka_alignment`.
+    as `cka_alignment`, and leaves BatchNorm's running statistics alone as that does.
 
     Logs `public_loss`, the term without its weight.
     """
@@ -49,7 +50,8 @@ class PublicObjective(Regularizer):
         def term(step: Step) -> Tensor:
             images = public[next(batches)]
             views = tuple(v.to(model.device) for v in two_views(images, local.augmentation, augmentation))
-            loss = local.objective.step(model, views, no_labels).loss
+            with untouched_running_statistics(model):
+                loss = local.objective.step(model, views, no_labels).loss
             local.log("public_loss", float(loss.detach()))
             return self.weight * loss
 

@@ -24,14 +24,14 @@ def sphere_samples(rows: int, features: int, generator: torch.Generator) -> Tens
 
 
 class Uniformity(Regularizer):
-    """weight * (l_u(Z^1) + l_u(Z^2)) (Liao et al. 2024, Eq. 2 to 4), Z^v [B, d] the l2-normalised representations.
+    """weight * (l_u(Z^1) + l_u(Z^2)) (Liao et al. 2024, Eq. 2 to 4), Z^v [B, d] the l2-normalised outputs of `layer`.
 
         l_u(Z) = min over plan >= 0 of <C, plan> + tau_a/2 |plan 1 - a|^2 + tau_b/2 |plan' 1 - b|^2
 
-    C_ij is the cost between z_i and the sample s_j of the unit sphere. Each step draws B new samples, the same for both
-    views. By the envelope theorem the gradient of C_ij is the plan's entry: each representation is drawn towards the
-    samples that it is matched with. Where only one view passes through the online network (BYOL's `symmetric: false`),
-    the term is of that view alone.
+    C_ij is the cost between z_i and the sample s_j of the unit sphere. Each step draws `draws` sets of B new samples,
+    the same for both views; l_u is its mean over them. By the envelope theorem the gradient of C_ij is the plan's
+    entry: each representation is drawn towards the samples that it is matched with. Where only one view passes through
+    the online network (BYOL's `symmetric: false`), the term is of that view alone.
 
     Deviation from the paper in cost and masses: C_ij = 1 - <z_i, s_j> and a_i = b_j = 1. As printed, with C_ij = |z_i -
     s_j|^2, the term has no effect. An entry of the plan is positive only where C_ij < tau_a a_i + tau_b b_j, which is
@@ -39,15 +39,22 @@ class Uniformity(Regularizer):
     random one is 2 +- 0.09, so 1.6 is 4.5 standard deviations away. This was measured with B = 128 for random, low-rank
     and collapsed representations: with either masses nothing is transported and the gradient is exactly 0, whereas 1 -
     cos, half of the printed cost, moves 0.44, 0.43 and 0.37 of the mass (tests/fedssl/regularizers/test_uniformity.py).
-    The value with unit masses is a sum over the batch while the objective is a mean; `weight` is the paper's, without
-    correction for that.
+
+    Deviation in the layer: the paper's Z^v is the output of "the feature extractor" F_theta. An encoder that ends in a
+    ReLU has no negative outputs, so its representations cannot cover the sphere, whatever the weight. The projector's
+    outputs can, and the authors' released code has its term there, so that is the default. The paper's form is
+    `layer: encoder`. benchmarks/results/fedu2_cifar10_small tells what each of them did.
+
+    Deviation in the draws: the paper has one set of samples a step. Then only 14 to 20 % of the term's gradient is
+    signal, and the rest tells which samples were drawn. The mean over eight sets follows the signal better. The same
+    page of results has both.
+
+    With unit masses the value is a sum over the batch while the objective is a mean over it. The paper's lambda_U = 0.1
+    stands beside the sum and batches of 128, so `reduction: sum` is the default. With `reduction: mean` the value is
+    divided by B and a weight means the same for every batch size; the paper's 0.1 is then 0.1 * 128 = 12.8.
 
     Deviation in the solver: it stops at the relative duality gap `tolerance` and not after a number of steps of Eq. 6,
     which does not converge.
-
-    The representations are the encoder's outputs, as the paper's F_theta. An encoder that ends in a ReLU has no
-    negative outputs, so its representations cannot cover the sphere, whatever the weight. The projector's outputs can
-    (`layer: projector`); the authors' released code uses these.
 
     Logs the share of the mass that is transported (`uniformity_mass`, at most 1; at 0 the term has no effect, and
     `unbalanced_ot` warns), `uniformity_iterations` and `uniformity_gap`.
@@ -58,7 +65,11 @@ class Uniformity(Regularizer):
     tau_b: float = Field(0.8, gt=0, description="price of the samples' unmatched mass")
     tolerance: float = Field(1e-4, gt=0, description="relative duality gap at which the solver stops")
     layer: Literal["encoder", "projector"] = Field(
-        "encoder", description="layer whose outputs are spread over the sphere"
+        "projector", description="layer whose outputs are spread over the sphere; the paper has encoder"
+    )
+    draws: int = Field(8, ge=1, description="sets of samples a step, over which the term is averaged; the paper has 1")
+    reduction: Literal["sum", "mean"] = Field(
+        "sum", description="over the batch: sum as in the paper, or mean, which does not depend on the batch size"
     )
 
     def check_model(self, model: Model) -> None:
@@ -71,14 +82,16 @@ class Uniformity(Regularizer):
         def term(step: Step) -> Tensor:
             outputs = step.representations if self.layer == "encoder" else step.projections
             z = F.normalize(torch.stack(outputs).float(), dim=-1)
-            _, rows, features = z.shape
-            samples = sphere_samples(rows, features, generator).to(z.device)
-            cost = 1.0 - z @ samples.T
+            views, rows, features = z.shape
+            samples = sphere_samples(self.draws * rows, features, generator).to(z.device)
+            # [views, rows, draws * rows] -> a problem for each view and draw
+            cost = (1.0 - z @ samples.T).view(views, rows, self.draws, rows).transpose(1, 2)
             plan, info = unbalanced_ot_plan(cost.detach(), 1.0, 1.0, self.tau_a, self.tau_b, tol=self.tolerance)
             local.log("uniformity_mass", float(info.transported_mass.mean()) / rows)
             local.log("uniformity_iterations", float(info.iterations.double().mean()))
             local.log("uniformity_gap", float(info.gap.mean()))
-            unmatched = self.tau_a * (1 - plan.sum(2)).square().sum() + self.tau_b * (1 - plan.sum(1)).square().sum()
-            return self.weight * ((plan * cost).sum() + unmatched / 2)
+            unmatched = self.tau_a * (1 - plan.sum(-1)).square().sum() + self.tau_b * (1 - plan.sum(-2)).square().sum()
+            value = ((plan * cost).sum() + unmatched / 2) / self.draws
+            return self.weight * (value / rows if self.reduction == "mean" else value)
 
         return term

@@ -123,7 +123,7 @@ def _models(federation: Federation, directory: RunDirectory) -> Iterator[tuple[s
     if not federation.method.personal:
         yield from models_to_evaluate(federation, directory.server_state(), directory.client_state)
     if federation.method.personal or not directory.clients_elsewhere:
-        for index in _some_clients(directory, federation.recipe.seed):
+        for index in _some_clients(federation, directory):
             yield str(index), federation.client(index, directory.client_state(index)).model
 
 
@@ -139,10 +139,17 @@ def _tsne(features: Mapping[str, Tensor], seed: int) -> dict[str, list[list[floa
     return {who: _rounded(where) for who, where in zip((GLOBAL, local), points, strict=True)}
 
 
-def _some_clients(directory: RunDirectory, seed: int) -> list[int]:
-    """Up to five clients, drawn from those with the latest states: from the last round where enough took part in it."""
+def _some_clients(federation: Federation, directory: RunDirectory) -> list[int]:
+    """Up to five clients, drawn from those whose states hold their models, with the latest ones first.
+
+    Where a client's round starts from the server's weights, only the states of the last round hold its model.
+    """
     rounds = directory.client_rounds
-    order = torch.randperm(max(rounds, default=-1) + 1, generator=generator_for(seed, "collapse", "clients")).tolist()
+    if federation.method.starts_from_server:
+        rounds = {k: number for k, number in rounds.items() if number == federation.recipe.rounds}
+    order = torch.randperm(
+        max(rounds, default=-1) + 1, generator=generator_for(federation.recipe.seed, "collapse", "clients")
+    ).tolist()
     drawn = sorted(
         (k for k in order if k in rounds), key=lambda k: -rounds[k]
     )  # a stable sort: equal rounds keep the drawn order

@@ -25,6 +25,7 @@ from ..messages import Message
 from ..models.model import Model
 from ..regularizers.base import Regularizer
 from ..storage import csv_text
+from ..training import steps_of_round
 from .units import format_bytes, format_flops
 
 #: Batch sizes of the steps that are counted on a CPU. What a step takes is a polynomial in the batch size: of degree
@@ -210,8 +211,7 @@ class _Estimate:
         return self.method.plan(model, number).stage if model is not None else 1
 
     def _steps_of(self, client: int) -> int:
-        options = self.method.training
-        return options.local_epochs * (len(self.federation.client_rows[client]) // options.batch_size)
+        return steps_of_round(self.method.training, len(self.federation.client_rows[client]))
 
     def _reply(self, part: _ClientRound) -> Message | int:
         """A client's answer, or only its size in bytes where clients exchange nothing but weights."""

@@ -76,7 +76,7 @@ def evaluate_run(
         if data is not None:
             check_downstream(model, dataset, options)
         if len(dataset.measured_images):
-            results[who] = _measure(model, dataset, options, seed, recipe.augmentation)
+            results[who] = _measure(model, dataset, options, seed, recipe.augmentation, own_classes=data is None)
         results.setdefault(who, {}).update(evaluate_downstream(model, federation.downstream, options, seed, after=True))
     return _write(results, path, data)
 
@@ -133,6 +133,7 @@ def _measure(
     options: EvaluationOptions,
     seed: int,
     augmentation: AugmentationOptions = AugmentationOptions(),  # noqa: B008 (frozen)
+    own_classes: bool = True,
 ) -> dict[str, float]:
     measures, _ = evaluate_model(
         model,
@@ -143,6 +144,7 @@ def _measure(
         fractions=options.semi_supervised,
         fine_tune=options.fine_tune,
         augmentation=augmentation,
+        own_classes=own_classes,
     )
     return measures
 

@@ -11,6 +11,7 @@ from ..evaluation.downstream import PREFIX
 METRIC_TITLES = {
     "knn": "kNN accuracy (%)",
     "linear": "linear accuracy (%)",
+    "classifier": "own classifier's accuracy (%)",
     "semi_supervised_0.01": "fine-tuned on 1 % (%)",
     "semi_supervised_0.1": "fine-tuned on 10 % (%)",
     "fine_tune_accuracy": "fine-tuned accuracy (%)",
@@ -28,7 +29,9 @@ METRIC_TITLES = {
 }
 FINE_TUNED = tuple(f"fine_tune_{score}" for score in ("accuracy", "per_class_accuracy", "precision", "recall", "f1"))
 #: in percent
-ACCURACIES = ("knn", "linear", "linear_auroc", "semi_supervised_0.01", "semi_supervised_0.1", *FINE_TUNED)
+ACCURACIES = (
+    "knn", "linear", "classifier", "linear_auroc", "semi_supervised_0.01", "semi_supervised_0.1", *FINE_TUNED
+)  # fmt: skip
 #: measured before and after training, and possibly in between; the fine-tuned scores after it alone
 EVALUATED = (*ACCURACIES, "effective_rank", "alignment", "uniformity")
 #: larger ones are neither drawn nor averaged: they would overflow

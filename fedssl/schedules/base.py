@@ -40,6 +40,8 @@ class Schedule(Part):
     #: True where the encoder must be cut into layers (models/stages.py). Then clients exchange weights, and a target
     #: network starts every round as a copy of the online one, so that both have the same frozen layers.
     cuts: ClassVar[bool] = False
+    #: False where clients take no step in any round
+    trains: ClassVar[bool] = True
 
     @abstractmethod
     def plan(self, layers: int, round_number: int, seed: int) -> Plan:

@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from ..data.datasets import Dataset
+from ..errors import UserError
 from ..federation import build_federation
 from ..recipe import Recipe
 from ..reports.cost import estimate
@@ -86,6 +87,11 @@ def run_resource_table(
 
 
 def _count(table: Table, row: TableRow, recipe: Recipe) -> dict[Metric, float]:
+    if recipe.training.local_steps is not None:
+        raise UserError(
+            f"row {row.label} has training.local_steps {recipe.training.local_steps}, but a table of resources counts "
+            "passes over a client's images: use training.local_epochs"
+        )
     federation = build_federation(recipe, _made_up_images(row.image or table.image, recipe))
     costs = estimate(federation, newcomers=row.newcomers)
     views = 2 if recipe.objective.name == "simclr" else 1

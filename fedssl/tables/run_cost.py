@@ -15,6 +15,7 @@ from ..federation import build_federation
 from ..recipe import Recipe
 from ..reports.cost import RoundCost, estimate
 from ..rules import public_image_users
+from ..training import steps_of_round
 from .training_data import TrainingData
 
 #: public images of the made-up data, where a regularizer does not name more in its batch
@@ -48,10 +49,12 @@ class StepCosts:
         Raises:
             UserError: the recipe does not fit the data, or a step fails.
         """
+        if not recipe.schedule.trains:
+            return RunCost(0.0, 0.0, 0.0)
         steps_by_architecture: dict[str, int] = {}
         for client, size in enumerate(data.client_sizes(recipe)):
             name = recipe.architecture_of(client)
-            steps = recipe.training.local_epochs * (size // recipe.training.batch_size)
+            steps = steps_of_round(recipe.training, size)
             steps_by_architecture[name] = steps_by_architecture.get(name, 0) + steps
         sampled = (recipe.clients_per_round or recipe.partition.clients) / recipe.partition.clients
         answering = sampled * (1 - recipe.client_dropout)
@@ -80,6 +83,7 @@ class StepCosts:
 
 def _with_one_client(recipe: Recipe, architecture: str) -> Recipe:
     """The recipe with one client of an architecture, and as few rounds as have all kinds of steps."""
+    one_epoch = {"local_epochs": 1, "local_steps": None, "learning_rate_schedule": "constant"}
     changes = {
         "name": "made up",
         "description": "",
@@ -90,7 +94,7 @@ def _with_one_client(recipe: Recipe, architecture: str) -> Recipe:
         "architectures": [architecture],
         "partition": PartitionOptions(name="iid", clients=1),
         "evaluation": EvaluationOptions(),
-        "training": recipe.training.model_copy(update={"local_epochs": 1, "learning_rate_schedule": "constant"}),
+        "training": recipe.training.model_copy(update=one_epoch),
         # layers come and go in rounds; without that, all rounds but the first take the same
         "rounds": recipe.rounds if recipe.schedule.cuts else min(2, recipe.rounds),
     }

@@ -20,7 +20,7 @@ from ..reports.metrics import OF_ARCHITECTURE
 from ..untrusted.printable import NAME_PATTERN, TEXT_PATTERN
 
 _METRICS = (
-    "knn", "linear", "semi_supervised_0.01", "semi_supervised_0.1",
+    "knn", "linear", "classifier", "semi_supervised_0.01", "semi_supervised_0.1",
     "fine_tune_accuracy", "fine_tune_per_class_accuracy", "fine_tune_precision", "fine_tune_recall", "fine_tune_f1",
     "effective_rank", "alignment", "uniformity", "linear_auroc", "loss", "cka", "local_model_distance",
     "memory", "flops", "traffic",

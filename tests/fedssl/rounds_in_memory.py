@@ -36,7 +36,7 @@ def train_rounds(federation: Federation, rounds: int) -> Rounds:
         for k in everyone:
             client = federation.client(k, done.clients[k])
             reply = method.client_round(client, sent[k], number)
-            done.clients[k] = federation.client_state(client)
+            done.clients[k] = federation.client_state(client, number)
             done.replies[number][k] = reply
         done.server = method.aggregate(done.server, done.replies[number], number)
     return done

@@ -113,7 +113,7 @@ def test_a_clients_state_does_not_change_when_it_trains_on(tiny):
     client = federation.client(0, Message())
     sent = method.broadcast(method.initial_state(), [0], 1)[0]
     method.client_round(client, sent, 1)
-    state = federation.client_state(client)
+    state = federation.client_state(client, 1)
     kept, numbers = copied(state.tensors), dict(state.numbers)
     method.client_round(client, sent, 2)
     assert same(state.tensors, kept)

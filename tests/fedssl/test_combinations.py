@@ -43,7 +43,8 @@ REFUSED: dict[str, set[str]] = {
     "byol, one direction": TWO_VIEWS,
     "orchestra": TWO_VIEWS | {"public_objective"},
     "simclr": {"global_distillation"},  # it has no predictor
-    "supervised": TWO_VIEWS | {"base_alignment", "public_objective", "representation_alignment", "sliced_uniformity"},
+    "supervised": TWO_VIEWS
+    | {"base_alignment", "public_objective", "representation_alignment", "sliced_uniformity", "uniformity"},
 }
 
 
@@ -76,7 +77,7 @@ def two_rounds(objective: str, regularizers: list[str], aggregators: list[str], 
                 losses.append(reply.metrics["total_loss"])
             else:
                 reply = method.client_round(client, method.broadcast_opening(server, [0])[0], 0)
-            state = federation.client_state(client)
+            state = federation.client_state(client, number)
             server = method.aggregate(server, {0: reply}, number)
     except UserError as error:
         raise AssertionError(f"refused only while it ran: {error}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -10,14 +11,15 @@ from torch import Tensor
 
 from fedssl.client import Client, LocalRound
 from fedssl.data.augmentation import augment
-from fedssl.data.batches import epoch_batches
+from fedssl.data.batches import epoch_batches, round_batches
+from fedssl.errors import UserError
 from fedssl.federation import Federation, build_federation
 from fedssl.messages import Message
 from fedssl.models.model import Model
 from fedssl.objectives.base import Step
 from fedssl.objectives.byol import BYOL
 from fedssl.regularizers.base import Regularizer, StepLoss
-from fedssl.training import train_locally
+from fedssl.training import steps_of_round, train_before_rounds, train_locally
 from tests.fedssl.conftest import AVERAGED
 
 EPOCHS, BATCH_SIZE, NUMBER = 2, 8, 3
@@ -38,6 +40,19 @@ class Length(Regularizer):
 
     def start_round(self, local: LocalRound) -> StepLoss:
         return lambda step: self.weight * step.projections[0].norm(dim=1).mean()
+
+
+class Counted(Regularizer):
+    """Adds an entry to a list at every step."""
+
+    steps: Any
+
+    def start_round(self, local: LocalRound) -> StepLoss:
+        def term(step: Step) -> Tensor:
+            self.steps.append(1)
+            return step.loss.new_zeros(())
+
+        return term
 
 
 def federation_with(tiny: Any, optimizer: str) -> Federation:
@@ -145,6 +160,52 @@ def test_the_cost_of_a_round_is_that_of_all_its_steps(tiny):
     cost = train_locally(local, federation.recipe.training, [], rounds=5)
     assert local.logged()["flops"] == cost.flops * EPOCHS * (len(local.client.images) // BATCH_SIZE)
     assert local.logged()["memory"] == cost.memory
+
+
+def test_equal_steps_whatever_the_number_of_images(tiny):
+    """Clients of 41 and 19 images with batches of 8: seven steps are one and a half and three and a half passes."""
+    recipe = tiny(
+        **AVERAGED,
+        data={"name": "digits", "train_limit": 60, "test_limit": 20},
+        partition={"name": "iid", "clients": 2},
+        training={"local_epochs": 9, "local_steps": 7, "batch_size": 8},
+    )
+    federation = build_federation(recipe)
+    federation = dataclasses.replace(federation, client_rows=[torch.arange(41), torch.arange(41, 60)])
+    for k in (0, 1):
+        steps: list[float] = []
+        client = federation.client(k, Message())
+        local = LocalRound(client, Message(), 1, recipe.seed, recipe.objective, recipe.augmentation)
+        cost = train_locally(local, recipe.training, [Counted(steps=steps)], rounds=1)
+        assert len(steps) == 7 == steps_of_round(recipe.training, len(client.images))
+        assert local.logged()["flops"] == 7 * cost.flops
+    # training before the rounds still goes by epochs: 16 images in batches of 8 are two steps in each of three
+    steps = []
+    server = Client(-1, client.images[:16], client.labels[:16], None, client.model)
+    local = LocalRound(server, Message(), 0, recipe.seed, recipe.objective, recipe.augmentation)
+    train_before_rounds(local, recipe.training, epochs=3)
+    assert local.logged()["flops"] == pytest.approx(3 * 2 * cost.flops)
+
+
+def test_equal_steps_go_through_the_images_in_new_orders():
+    """Ten images in batches of four: a pass has two batches, of eight different images; the other two are left out."""
+    batches = list(round_batches(10, 4, 1, 5, torch.Generator().manual_seed(0)))
+    generator = torch.Generator().manual_seed(0)
+    expected = [batch for _ in range(3) for batch in epoch_batches(10, 4, generator)][:5]
+    assert [batch.tolist() for batch in batches] == [batch.tolist() for batch in expected]
+    assert len(set(torch.cat(batches[:2]).tolist())) == len(set(torch.cat(batches[2:4]).tolist())) == 8
+    assert batches[0].tolist() != batches[2].tolist()
+    fewer = list(round_batches(10, 4, 1, 1, torch.Generator().manual_seed(0)))
+    assert [batch.tolist() for batch in fewer] == [expected[0].tolist()]
+
+
+def test_equal_steps_of_too_few_images_are_refused(tiny):
+    recipe = tiny(training={"local_steps": 3, "batch_size": 8})
+    client = build_federation(recipe).client(0, Message())
+    client = dataclasses.replace(client, images=client.images[:7], labels=client.labels[:7])
+    local = LocalRound(client, Message(), 1, recipe.seed, recipe.objective, recipe.augmentation)
+    with pytest.raises(UserError, match=r"7 images, fewer than training\.batch_size 8"):
+        train_locally(local, recipe.training, [], rounds=1)
 
 
 def test_an_epoch_of_too_few_images_has_no_batch():

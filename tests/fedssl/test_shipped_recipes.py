@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,7 @@ from tests.fedssl.reports.figures import foretold, logged
 
 #: what makes a recipe's own parts small enough; everything else is SMALL
 PARTS = {
-    "fedca": ["aggregators.1.samples=6", "aggregators.2.epochs=1"],
+    "fedca": ["aggregators.2.epochs=1"],
     "orchestra": [
         "objective={name: orchestra, clusters: 8, memory: 12, features: 16}",
         "aggregators.1={name: orchestra_clusters, local_clusters: 4, steps: 5}",
@@ -40,11 +41,11 @@ SMALL = [
     "evaluation={neighbors: 3, linear: {epochs: 1}}",
 ]
 #: methods whose clients or server remember something besides the models
-REMEMBERING = ["fedu", "fedema", "l_dawa", "orchestra", "fedca"]
+REMEMBERING = ["fedu", "fedema", "l_dawa", "orchestra", "fedca", "per_ssfl"]
 
 
 def small(name: str, *more: str) -> Recipe:
-    clients = 1 if name.startswith("centralised") else 2
+    clients = 1 if name.startswith(("centralised", "scratch")) else 2
     return load_recipe(name, [*SMALL, f"partition={{name: iid, clients: {clients}}}", *PARTS.get(name, []), *more])
 
 
@@ -85,7 +86,8 @@ def test_a_shipped_recipe_runs_two_rounds(name, finished):
     found = metrics(finished(name))
     assert all(math.isfinite(value) for value in found.values())
     told = {metric for number, _, metric in found if number == 2}
-    assert {"knn", "linear", "effective_rank", "loss"} <= told
+    assert {"knn", "linear", "effective_rank"} <= told
+    assert ("loss" in told) == (name != "scratch")  # which trains nothing
 
 
 @pytest.mark.parametrize("name", recipe_names())
@@ -176,7 +178,7 @@ def exchange(recipe: Recipe) -> tuple[Federation, list[dict[int, Message]], list
         for k in (0, 1):
             client = federation.client(k, kept[k])
             up[k] = method.client_round(client, down[k], number)
-            kept[k] = federation.client_state(client)
+            kept[k] = federation.client_state(client, number)
         server = method.aggregate(server, up, number)
         downs.append(down)
         ups.append(up)
@@ -204,10 +206,12 @@ def test_orchestra_sends_weights_and_centroids():
     opening, *rounds = zip(downs, ups, strict=True)
     assert set(opening[0][0].tensors) == names
     assert set(opening[1][0].tensors) == {"local_centroids"}
+    target = {name for name in federation.method.global_model.state_dict() if name.startswith("target.")}
+    assert {n.split(".")[1] for n in target} == {"encoder", "projector"}
     for down, up in rounds:
-        assert set(down[0].tensors) == names | {"centroids"}
+        assert set(down[0].tensors) == names | target | {"centroids"}
         assert down[0].tensors["centroids"].shape == (8, 16)
-        assert set(up[0].tensors) == names | {"local_centroids"}
+        assert set(up[0].tensors) == names | target | {"local_centroids"}
         assert up[0].tensors["local_centroids"].shape == (4, 16)
     # in the opening round both clients cluster with the same, the server's, network, and train nothing
     client = federation.client(0, Message())
@@ -218,16 +222,44 @@ def test_orchestra_sends_weights_and_centroids():
         assert twin is None or torch.equal(twin, tensor)
 
 
+def test_orchestras_clients_begin_a_round_with_the_mean_of_their_target_networks():
+    federation, downs, ups, _ = exchange(small("orchestra"))
+    _, first, second = downs
+    images = [len(rows) for rows in federation.client_rows]
+    for name, tensor in second[0].tensors.items():
+        if name.startswith("target."):
+            assert torch.equal(first[0].tensors[name], first[0].tensors[name.replace("target.", "online.")])
+            replies = [ups[1][k].tensors[name] for k in (0, 1)]
+            mean = sum(n * reply.double() for n, reply in zip(images, replies, strict=True)) / sum(images)
+            torch.testing.assert_close(tensor.double(), mean.round() if "num_batches" in name else mean)
+    # a client trains with that mean, here one that it does not move; also if it takes part for the first time
+    objective = federation.method.objective.model_copy(update={"target_momentum": 1.0})
+    method = dataclasses.replace(federation.method, objective=objective)
+    weight = "target.projector.0.weight"
+    assert not torch.equal(second[0].tensors[weight], second[0].tensors[weight.replace("target", "online")])
+    for rounds_taken in (0, 1):
+        client = federation.client(0, Message())
+        client.memory.numbers |= {"rounds_taken": 1} if rounds_taken else {}
+        method.client_round(client, second[0], 2)
+        assert torch.equal(client.model.state_dict()[weight], second[0].tensors[weight])
+
+
+def test_orchestras_target_networks_may_stay_with_their_clients():
+    _, downs, ups, _ = exchange(small("orchestra", "aggregators.1.average_target=false"))
+    assert not [name for message in (*downs, *ups) for name in message[0].tensors if name.startswith("target.")]
+
+
 def test_fedca_sends_weights_the_dictionary_and_the_base_model_once():
     federation, downs, ups, _ = exchange(small("fedca"))
     names = online_names(federation)
     base = {"base_model." + n.removeprefix("online.encoder.") for n in names if n.startswith("online.encoder.")}
     assert set(downs[0][0].tensors) == names | base
     assert set(downs[1][0].tensors) == names | {"dictionary"}
-    assert downs[1][0].tensors["dictionary"].shape == (2 * 6, 128)
+    images = [len(rows) for rows in federation.client_rows]
+    assert downs[1][0].tensors["dictionary"].shape == (sum(images), 128)
     for up in ups:
         assert set(up[1].tensors) == names | {"dictionary.1"}
-        assert up[1].tensors["dictionary.1"].shape == (6, 128)
+        assert up[1].tensors["dictionary.1"].shape == (images[1], 128)
     state = federation.method.initial_state()
     trained = [n for n in base if not torch.equal(state.tensors[n], state.tensors["online.encoder." + n[11:]])]
     assert trained
@@ -237,7 +269,12 @@ def test_the_opening_broadcast_is_counted(finished):
     found = metrics(finished("orchestra"))
     weights = sum(t.numel() * t.element_size() for t in _server_weights(finished("orchestra")).values())
     assert found[0, "1", "bytes_down"] == weights
-    assert found[1, "1", "bytes_down"] == weights + 8 * 16 * 4
+    target = {
+        n: t for n, t in RunDirectory.open(finished("orchestra")).server_state().tensors.items() if "target." in n
+    }
+    assert found[1, "1", "bytes_down"] == weights + 8 * 16 * 4 + sum(
+        t.numel() * t.element_size() for t in target.values()
+    )
     assert found[0, "1", "bytes_up"] == 4 * 16 * 4 + 8  # the centroids and the number of samples
 
 

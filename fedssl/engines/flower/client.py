@@ -121,7 +121,7 @@ def _train(site: Site, task: Mapping[str, Any], content: RecordDict) -> RecordDi
     received = from_records(content)
     client = site.federation.client(site.client, states.load(start))
     reply = method.client_round(client, received, number)
-    state = site.federation.client_state(client)
+    state = site.federation.client_state(client, number)
     states.store(number, state, start)
     if task["evaluate"]:
         _evaluate_into(reply, site, state, number)

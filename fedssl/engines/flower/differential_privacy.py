@@ -16,6 +16,7 @@ from flwr.app import Message as FlowerMessage
 from flwr.clientapp.mod import LocalDpMod, fixedclipping_mod
 from flwr.supercore.differential_privacy import KEY_CLIPPING_NORM, add_gaussian_noise_inplace, compute_stdv
 
+from ...aggregators.weighted_mean import DISTANCE
 from ...engine_options import FixedClipping, LocalDP
 from ...errors import UserError
 from ...federation import Federation
@@ -91,6 +92,7 @@ class PrivateMethod(Method):
         samples: Mapping[int, int] | None = None,
     ) -> Message:
         state = super().aggregate(server, replies, round_number, samples)
+        state.metrics.pop(DISTANCE, None)  # of clipped or noisy weights
         accepted = [reply for k, reply in replies.items() if k not in refused_in(state)]
         if not accepted:
             return state

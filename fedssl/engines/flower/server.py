@@ -14,7 +14,6 @@ it counts, so that a round that was refused, late or lost with the server is tra
 
 from __future__ import annotations
 
-import functools
 import secrets
 import threading
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ from flwr.serverapp import Grid, ServerApp
 from rich.console import Console
 from torch import Tensor
 
+from ...aggregators.base import PROJECTION
 from ...errors import UserError
 from ...federation import Federation, build_federation
 from ...messages import Message
@@ -44,7 +44,8 @@ from .own_evaluation import OwnEvaluation, evaluation_fault, split_evaluation
 from .secure_aggregation import secure_mean
 from .wire import from_records, to_records
 
-#: bytes of the largest answer: so many of any, four times what was sent and the model's, and so many a public image
+#: bytes of the largest answer: so many of any, four times what was sent and the model's, so many a public image, and a
+#: projection of each of a client's images, which may become twice as many
 _LARGEST_ANSWER = 2**28
 _LARGEST_REPRESENTATION = 2**16
 #: bytes of the largest answer that holds an evaluation alone
@@ -213,12 +214,15 @@ class FlowerClients:
         missing |= {client_of[node]: f"no answer within {seconds:g} s" for node in waiting.values()}
         return received, missing
 
-    @functools.cached_property
+    @property
     def _largest_answer(self) -> int:
         """Bytes that an answer may have beside what was sent; far more than any recipe's, far less than a memory."""
-        model, images = self._federation.method.global_model, self._federation.dataset.public_images
+        method, images = self._federation.method, self._federation.dataset.public_images
+        model = method.global_model
         weights = 0 if model is None else sum(t.numel() * t.element_size() for t in model.state_dict().values())
-        return _LARGEST_ANSWER + 4 * weights + (0 if images is None else len(images) * _LARGEST_REPRESENTATION)
+        public = 0 if images is None else len(images) * _LARGEST_REPRESENTATION
+        projections = 2 * max(self._connected.images.values(), default=0) * 4 * method.sizes.get(PROJECTION, 0)
+        return _LARGEST_ANSWER + 4 * weights + public + projections
 
 
 def _address_fault(content: RecordDict, client: int, number: int) -> str | None:

@@ -12,6 +12,7 @@ import torch
 from fedkernels import delta_gram
 from fedssl.aggregators.eua import EUA, least_norm_step, moved_clients
 from fedssl.aggregators.mgda import MGDA
+from fedssl.aggregators.weighted_mean import WeightedMean
 from fedssl.messages import Message
 
 WEIGHT = "online.encoder.weight"
@@ -45,8 +46,9 @@ def test_eua_by_hand():
     """
     state = EUA(name="eua").aggregate(server_at([0.0, 0.0]), HAND)
     torch.testing.assert_close(state.tensors[WEIGHT], torch.tensor([-0.5, -1.0]))
-    numbers = {"weight/0": 0.2, "weight/1": 0.8, "rate_min/global": -0.25, "rate_max/global": 0.6875}
-    assert logged(state, "eua") == pytest.approx(numbers)
+    numbers = {"weight/0": 0.2, "weight/1": 0.8, "share/0": 0.5, "share/1": 0.5}
+    rates = {"rate_min/global": -0.25, "rate_max/global": 0.6875}
+    assert logged(state, "eua") == pytest.approx(numbers | rates)
     # by samples 1 : 3, whatever p: (4 + 3 * 8) / 4 = 7 and (10 + 3 * 21) / 4 = 18.25, a counter stays an integer
     assert state.tensors[MEAN] == 7.0
     assert state.tensors[COUNT].dtype == torch.int64
@@ -59,24 +61,57 @@ def test_eua_takes_the_printed_step_where_it_is_given():
     torch.testing.assert_close(state.tensors[WEIGHT], torch.tensor([-0.032, -0.064]))
 
 
-def test_mgda_by_hand():
-    """Unit updates (1, 0) and (0, 1): p = (1/2, 1/2). Factors p / |delta| = (1/2, 1/4), as a convex combination
-    (2/3, 1/3): the new model is (-2/3, -2/3). With a learning rate of 0.1 it is -0.1 * (1/2, 1/2).
+@pytest.mark.parametrize("part", [MGDA(name="mgda"), EUA(name="eua", divide_updates_by="length")])
+def test_unit_updates_by_hand(part):
+    """Unit updates (1, 0) and (0, 1): p = (1/2, 1/2). The lengths 1 and 2 have by samples 1 : 3 the mean 7/4, so the
+    step is 7/4 (1/2, 1/2), in which delta_0 has 7/8 and delta_1 7/16.
     """
-    state = MGDA(name="mgda").aggregate(server_at([0.0, 0.0]), HAND)
-    torch.testing.assert_close(state.tensors[WEIGHT], torch.tensor([-2 / 3, -2 / 3]))
+    state = part.aggregate(server_at([0.0, 0.0]), HAND)
+    torch.testing.assert_close(state.tensors[WEIGHT], torch.tensor([-7 / 8, -7 / 8]))
     assert (state.tensors[MEAN], state.tensors[COUNT]) == (7.0, 18)
-    numbers = logged(state, "mgda")
+    numbers = logged(state, part.name)
     assert (numbers["weight/0"], numbers["weight/1"]) == pytest.approx((0.5, 0.5))
-    state = MGDA(name="mgda", learning_rate=0.1).aggregate(server_at([0.0, 0.0]), HAND)
-    torch.testing.assert_close(state.tensors[WEIGHT], torch.tensor([-0.05, -0.05]))
+    assert (numbers["share/0"], numbers["share/1"]) == pytest.approx((7 / 8, 7 / 16))
+
+
+def test_the_released_step_has_a_fixed_rate():
+    """With a rate of 0.1 it is 0.1 (1/2, 1/2), whatever the lengths; 0.1 = step_size^2 / phi gives eua the same."""
+    for part in (
+        MGDA(name="mgda", learning_rate=0.1),
+        EUA(name="eua", divide_updates_by="length", step_size=0.1, phi=0.1),
+    ):
+        state = part.aggregate(server_at([0.0, 0.0]), HAND)
+        torch.testing.assert_close(state.tensors[WEIGHT], torch.tensor([-0.05, -0.05]))
+
+
+def test_where_all_move_in_one_direction_mgda_takes_the_step_of_fedavg():
+    """Lengths 1, 2 and 5 by samples 2 : 1 : 1 have the mean 9/4; the convex combination would stay below it."""
+    direction = torch.tensor([0.6, -0.8])
+    replies = {k: reply(length * direction, samples=n) for k, (length, n) in enumerate([(1.0, 2), (2.0, 1), (5.0, 1)])}
+    plain = WeightedMean(name="weighted_mean").aggregate(server_at([0.0, 0.0]), replies)
+    torch.testing.assert_close(plain.tensors[WEIGHT], 9 / 4 * direction)
+    state = MGDA(name="mgda").aggregate(server_at([0.0, 0.0]), replies)
+    torch.testing.assert_close(state.tensors[WEIGHT], plain.tensors[WEIGHT])
 
 
 def test_orthogonal_updates_of_any_length_are_averaged_evenly():
-    """G = diag(4 / u), so p_k ~ u_k, and the factors p_k / u_k are equal."""
-    weights = -torch.diag(torch.tensor([1.0, 3.0, 10.0, 0.1]))
-    state = EUA(name="eua").aggregate(server_at(torch.zeros(4)), {k: reply(w) for k, w in enumerate(weights)})
+    """G = diag(4 / u), so p_k ~ u_k, and the shares p_k / u_k are equal: p tells nothing of them."""
+    lengths = torch.arange(1.0, 11.0)
+    weights = -torch.diag(lengths)
+    state = EUA(name="eua").aggregate(server_at(torch.zeros(10)), {k: reply(w) for k, w in enumerate(weights)})
     torch.testing.assert_close(state.tensors[WEIGHT], weights.mean(0))
+    numbers = logged(state, "eua")
+    assert [numbers[f"share/{k}"] for k in range(10)] == pytest.approx([0.1] * 10)
+    assert [numbers[f"weight/{k}"] for k in range(10)] == pytest.approx((lengths**2 / 385).tolist())
+    assert (numbers["weight/0"], numbers["weight/9"]) == pytest.approx((0.003, 0.26), abs=5e-4)
+
+
+@pytest.mark.parametrize("part", [EUA(name="eua"), EUA(name="eua", step_size=0.3), MGDA(name="mgda")])
+def test_the_shares_are_those_of_the_new_model(part):
+    start, ends = random_clients(5, 40, 1, correlation=0.4, spread=0.4)
+    state = part.aggregate(server_at(start), {k: reply(end) for k, end in enumerate(ends)})
+    shares = torch.tensor([logged(state, part.name)[f"share/{k}"] for k in range(5)], dtype=torch.float64)
+    torch.testing.assert_close(state.tensors[WEIGHT], start - shares @ (start - ends))
 
 
 def random_clients(clients, entries, seed, correlation=0.0, spread=0.0):
@@ -181,6 +216,7 @@ def test_one_client_is_taken_as_it_is(part):
     state = part.aggregate(server_at([1.0, 2.0]), {4: reply([3.0, -1.0], samples=7, mean=5.0, count=3)})
     torch.testing.assert_close(state.tensors[WEIGHT], torch.tensor([3.0, -1.0]))
     assert logged(state, part.name)["weight/4"] == 1.0
+    assert logged(state, part.name)["share/4"] == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("part", [EUA(name="eua"), MGDA(name="mgda"), EUA(name="eua", step_size=1.0)])
@@ -189,14 +225,15 @@ def test_where_no_client_moved_the_model_stays_and_weights_are_by_samples(part):
     state = part.aggregate(server_at(start), {0: reply(start, samples=1, mean=4.0), 2: reply(start, samples=3)})
     assert torch.equal(state.tensors[WEIGHT], torch.tensor(start))
     assert state.tensors[MEAN] == 1.0
-    assert logged(state, part.name) == {"weight/0": 0.25, "weight/2": 0.75}  # and no rates
+    shares = {"share/0": 0.25, "share/2": 0.75}
+    assert logged(state, part.name) == {"weight/0": 0.25, "weight/2": 0.75} | shares  # and no rates
 
 
 @pytest.mark.parametrize("part", [EUA(name="eua"), MGDA(name="mgda"), EUA(name="eua", step_size=1.0)])
 def test_a_client_that_did_not_move_has_no_weight(part):
     state = part.aggregate(server_at([0.0, 0.0]), HAND | {2: reply([0.0, 0.0], samples=100)})
     alone = part.aggregate(server_at([0.0, 0.0]), HAND)
-    assert logged(state, part.name) == logged(alone, part.name) | {"weight/2": 0.0}
+    assert logged(state, part.name) == logged(alone, part.name) | {"weight/2": 0.0, "share/2": 0.0}
     assert torch.equal(state.tensors[WEIGHT], alone.tensors[WEIGHT])
 
 
@@ -210,7 +247,7 @@ def test_opposite_updates_cancel():
 def test_rounding_is_no_movement():
     gram = torch.diag(torch.tensor([1.0, 1e-13], dtype=torch.float64))
     assert moved_clients(gram).tolist() == [True, False]
-    assert least_norm_step(gram, 1 / gram.diagonal(), [1.0, 1.0])[0].tolist() == [1.0, 0.0]
+    assert least_norm_step(gram, "squared_length", [1.0, 1.0])[0].tolist() == [1.0, 0.0]
 
 
 def test_the_server_state_is_not_changed_in_place():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -47,4 +49,6 @@ def test_l_dawa_scales_each_tensor_by_its_cosine_and_averages_statistics_by_samp
     torch.testing.assert_close(state.tensors["online.bn.running_mean"], torch.tensor([4.0]))
     assert state.tensors["online.bn.num_batches_tracked"] == 7
     assert state.numbers == {"l_dawa.rounds": 2}
-    assert state.metrics == pytest.approx({"l_dawa_cosine/0": 1.0, "l_dawa_cosine/1": 0.8})
+    shares = {"l_dawa_share/0": 0.5, "l_dawa_share/1": 0.4}
+    distance = {"local_model_distance/global": math.hypot(2 - 3, 0 - 4, 2 - 4)}
+    assert state.metrics == pytest.approx({"l_dawa_cosine/0": 1.0, "l_dawa_cosine/1": 0.8} | shares | distance)

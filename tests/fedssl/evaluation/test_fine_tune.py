@@ -15,7 +15,8 @@ from fedssl.data.options import DataOptions
 from fedssl.engines.in_process import run
 from fedssl.errors import UserError
 from fedssl.evaluation.classification import classification_scores
-from fedssl.evaluation.fine_tune import FineTuneOptions, fine_tuned_scores, learning_rate_factor
+from fedssl.evaluation.fine_tune import FineTuneOptions, fine_tuned_scores
+from fedssl.evaluation.fine_tuning import learning_rate_factor
 from fedssl.reports.evaluation import evaluate_run
 from tests.fedssl.conftest import AVERAGED
 from tests.fedssl.evaluation.test_semi_supervised import TinyEncoder, bright_quarters
@@ -59,7 +60,7 @@ def test_a_class_without_test_images_does_not_count():
 
 def test_the_learning_rate_rises_for_ten_epochs_and_falls_as_a_cosine():
     options = FineTuneOptions()
-    factors = [learning_rate_factor(step, 3, options) for step in range(120)]
+    factors = [learning_rate_factor(step, 3, options.epochs, options.warmup_epochs) for step in range(120)]
     assert factors[:3] == pytest.approx([1 / 30, 2 / 30, 3 / 30])
     assert factors[29] == 1.0
     assert factors[30] == 1.0

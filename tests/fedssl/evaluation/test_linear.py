@@ -7,7 +7,7 @@ from sklearn.preprocessing import StandardScaler
 from torch import nn
 
 from fedssl.errors import UserError
-from fedssl.evaluation.linear import LinearOptions, _standardized, linear_accuracy
+from fedssl.evaluation.linear import LinearOptions, LinearProtocol, _standardized, linear_accuracy
 
 
 def blobs(train=300, test=200, dimension=6, classes=4, noise=1.0, seed=0):
@@ -18,9 +18,20 @@ def blobs(train=300, test=200, dimension=6, classes=4, noise=1.0, seed=0):
     return points[:train], labels[:train], points[train:], labels[train:]
 
 
-def test_defaults_are_the_papers():
-    options = {"epochs": 100, "batch_size": 512, "learning_rate": 3e-3, "standardize": False}
-    assert LinearOptions().model_dump() == options
+def test_a_name_gives_all_values_and_single_ones_can_be_set():
+    assert LinearOptions().protocol() == LinearProtocol(epochs=100, batch_size=512, learning_rate=3e-3)
+    assert not LinearOptions().standardize
+    assert LinearOptions(name="fedu2").protocol() == LinearProtocol(epochs=200, batch_size=512, learning_rate=3e-3)
+    assert LinearOptions(name="easyfl").protocol() == LinearProtocol(epochs=200, batch_size=2048, learning_rate=3e-3)
+    assert LinearOptions(name="easyfl", epochs=9).protocol() == LinearProtocol(9, 2048, 3e-3)
+
+
+def test_the_named_protocol_is_what_is_trained():
+    train, train_labels, test, test_labels = blobs(noise=3.0)
+    given = (train, train_labels, test, test_labels, 4)
+    by_name = linear_accuracy(*given, LinearOptions(name="fedu2", learning_rate=1e-3), 0)
+    by_value = linear_accuracy(*given, LinearOptions(epochs=200, learning_rate=1e-3), 0)
+    assert by_name == by_value != linear_accuracy(*given, LinearOptions(epochs=100, learning_rate=1e-3), 0)
 
 
 def test_equals_a_plain_training_loop():

@@ -40,7 +40,7 @@ def finished_run(folder: Path, channels: int = 1, side: int = 8, **changes: Any)
     for k in range(recipe.partition.clients):
         client = federation.client(k, directory.client_state(k))
         randomise(client.model.state_dict(), generator)
-        directory.write_client(k, recipe.rounds, federation.client_state(client))
+        directory.write_client(k, recipe.rounds, federation.client_state(client, recipe.rounds))
     server = federation.method.initial_state()
     randomise(server.tensors, generator)
     directory.commit(recipe.rounds, server, finished=True)

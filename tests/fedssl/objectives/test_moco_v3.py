@@ -90,7 +90,7 @@ def test_the_target_starts_a_round_as_a_copy_where_asked(fresh, tiny, monkeypatc
     client = federation.client(0, state)
     reply = method.client_round(client, method.broadcast(server, [0], 1)[0], 1)
     server = method.aggregate(server, {0: reply}, 1)
-    client = federation.client(0, federation.client_state(client))
+    client = federation.client(0, federation.client_state(client, 1))
     monkeypatch.setattr("fedssl.method.train_locally", lambda *arguments: None)
     method.client_round(client, method.broadcast(server, [0], 2)[0], 2)
     pairs = zip(client.model.target.parameters(), client.model.online.parameters(), strict=False)

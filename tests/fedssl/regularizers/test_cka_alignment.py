@@ -231,3 +231,64 @@ def test_the_byol_target_moves_by_its_momentum_and_takes_no_gradient():
     for name, p in model.target.named_parameters():
         torch.testing.assert_close(p, before[name] + 0.1)
         assert not p.requires_grad
+
+
+@pytest.mark.parametrize("kernel", ["linear", "half_whitened"])
+@pytest.mark.parametrize("centered", [False, True])
+def test_with_running_statistics_the_cka_with_ones_own_kernel_is_one(kernel, centered, tiny):
+    """With unchanged weights, in training mode, on a mini-batch of the public images."""
+    part = {**NAME, "layer": "encoder", "target": "self", "kernel": kernel, "centered": centered}
+    federation = build_federation(tiny(**{**ALIGNED, "aggregators": [part]}))
+    method, client = federation.method, federation.client(0, Message())
+    server = method.aggregate(method.initial_state(), {0: method.client_round(client, Message(), 0)}, 0)
+    local = LocalRound(client, method.broadcast(server, [0], 1)[0], 1, 0, method.objective, method.augmentation)
+    values = {}
+    for statistics in ("running", "batch"):
+        client.model.train()
+        size = 30 if centered else 12  # columns are centred over all 30 images
+        term = CKAAlignment(name="cka_alignment", batch_size=size, statistics=statistics).start_round(local)
+        values[statistics] = 1 - float(term(NO_STEP).detach()) / 0.5
+        assert client.model.training
+        assert all(module.training for module in client.model.modules())
+    assert values["running"] == pytest.approx(1.0, abs=1e-5)
+    assert values["batch"] < 1 - 1e-4  # the kernel is computed with running statistics
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"name": "cka_alignment", "statistics": "batch"},
+        {"name": "cka_alignment", "statistics": "running"},
+        {"name": "public_objective"},
+    ],
+)
+def test_public_images_leave_no_trace_in_the_running_statistics(part, tiny):
+    """With weight 0 a client ends with the very model, buffers included, of a round without the term."""
+    ends = []
+    for regularizers in ([part | {"weight": 0.0, "batch_size": 12}], []):
+        aggregators = ALIGNED["aggregators"] if regularizers and "statistics" in part else []
+        federation = build_federation(tiny(**{**ALIGNED, "regularizers": regularizers, "aggregators": aggregators}))
+        method, client = federation.method, federation.client(0, Message())
+        server = method.aggregate(method.initial_state(), {0: method.client_round(client, Message(), 0)}, 0)
+        method.client_round(client, method.broadcast(server, [0], 1)[0], 1)
+        ends.append(client.model.state_dict())
+    assert any("running_mean" in entry for entry in ends[0])
+    for entry, value in ends[0].items():
+        assert torch.equal(value, ends[1][entry]), entry
+
+
+def test_kernels_by_the_batch_are_those_of_training_mode_and_leave_the_running_statistics(tiny):
+    federation = build_federation(tiny(**{**ALIGNED, "aggregators": [NAME | {"statistics": "batch"}]}))
+    client = federation.client(0, Message())
+    before = {name: value.clone() for name, value in client.model.state_dict().items()}
+    reply = federation.method.client_round(client, Message(), 0)
+    for name, value in client.model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    expected = client.model.train().represent(normalize(client.public_images), "predictor")
+    torch.testing.assert_close(reply.tensors["representation.0"], expected.detach())
+    part = federation.method.aggregators[0]
+    other = part.model_copy(update={"statistics": "running"})
+    local = LocalRound(client, Message(), 0, 0, federation.method.objective, federation.method.augmentation)
+    assert not torch.allclose(other.collect(local, []).tensors["representation.0"], expected.detach(), atol=1e-3)
+    one_left_over = part.model_copy(update={"batch_size": 29})  # of 30 images
+    assert one_left_over.collect(local, []).tensors["representation.0"].isfinite().all()

@@ -1,8 +1,7 @@
-"""FUR, why it does nothing as printed, and the sliced distance that was released in its place."""
+"""FUR, and why it does nothing as printed."""
 
 from __future__ import annotations
 
-import math
 from types import SimpleNamespace
 
 import pytest
@@ -14,29 +13,12 @@ from fedssl.errors import UserError
 from fedssl.evaluation.spectrum import effective_rank
 from fedssl.federation import build_federation
 from fedssl.objectives.base import Step
-from fedssl.regularizers import sliced_uniformity, uniformity
-from fedssl.regularizers.sliced_uniformity import SlicedUniformity, sliced_distance, tangent_coordinates
+from fedssl.regularizers import uniformity
 from fedssl.regularizers.uniformity import Uniformity, sphere_samples
+from tests.fedssl.regularizers.terms import Local, representations, step_of
 
 FUR = {"name": "uniformity"}
-SLICED = {"name": "sliced_uniformity"}
-
-
-class Local:
-    """As much of a client's round as these terms look at."""
-
-    def __init__(self):
-        self.logged = {}
-
-    def generator(self, purpose):
-        return torch.Generator().manual_seed(0)
-
-    def log(self, name, value):
-        self.logged.setdefault(name, []).append(value)
-
-
-def step_of(*views):
-    return Step(torch.tensor(0.0), representations=views, projections=views)
+ONE_DRAW = FUR | {"draws": 1}
 
 
 def test_fur_by_hand(monkeypatch):
@@ -52,7 +34,7 @@ def test_fur_by_hand(monkeypatch):
     two = torch.tensor([[0.0, -3.0]], requires_grad=True)
     local = Local()
     with pytest.warns(UserWarning, match="transports nothing in 1 of 2"):
-        value = Uniformity(**FUR).start_round(local)(step_of(one, two))
+        value = Uniformity(**ONE_DRAW).start_round(local)(step_of(one, two))
     value.backward()
     assert float(value.detach()) == pytest.approx(0.14875, rel=1e-4)
     torch.testing.assert_close(one.grad, torch.tensor([[0.0, -0.01875]]), rtol=1e-2, atol=1e-6)
@@ -71,21 +53,43 @@ def test_fur_of_the_named_layer():
         assert [gradient is not None for gradient in found] == [taken is encoded, taken is projected]
 
 
+def test_by_default_fur_is_of_the_projector_and_of_several_draws():
+    """An encoder that ends in a ReLU cannot cover the sphere, and most of one draw's gradient is noise."""
+    assert Uniformity(**FUR).layer == "projector"
+    assert Uniformity(**FUR).draws == 8
+
+
 def test_fur_of_a_layer_that_is_not_there(tiny):
     with pytest.raises(UserError, match="uniformity's layer is projector"):
-        build_federation(tiny(objective={"name": "supervised"}, regularizers=[FUR | {"layer": "projector"}]))
+        build_federation(tiny(objective={"name": "supervised"}, regularizers=[FUR]))
 
 
-def representations(kind):
-    """B = 128 unit vectors of 512 entries."""
-    generator = torch.Generator().manual_seed(0)
-    if kind == "random":
-        z = torch.randn(128, 512, generator=generator)
-    elif kind == "low rank":
-        z = torch.randn(128, 5, generator=generator) @ torch.randn(5, 512, generator=generator)
-    else:
-        z = torch.randn(1, 512, generator=generator) + 1e-3 * torch.randn(128, 512, generator=generator)
-    return F.normalize(z, dim=1), sphere_samples(128, 512, generator)
+def test_several_draws_are_averaged(monkeypatch):
+    """Value and gradient are the means of those of each draw alone."""
+    z, samples = (t[:16, :8].clone() for t in representations("random"))
+    draws = [F.normalize(part, dim=1) for part in (samples[:8], samples[8:])]
+    z = F.normalize(z[:8], dim=1).requires_grad_()
+
+    def term(drawn, **options):
+        monkeypatch.setattr(uniformity, "sphere_samples", lambda rows, *_: drawn if len(drawn) == rows else None)
+        value = Uniformity(**FUR | {"draws": 1, "tolerance": 1e-9} | options).start_round(Local())(step_of(z, -z))
+        return torch.stack([value, *torch.autograd.grad(value, z)[0].flatten()])
+
+    both = term(torch.cat(draws), draws=2)
+    torch.testing.assert_close(both, (term(draws[0]) + term(draws[1])) / 2, rtol=1e-3, atol=1e-6)
+
+
+def test_the_mean_over_the_batch_does_not_depend_on_its_size(monkeypatch):
+    """One image and the same image four times, each with its own copy of the one sample: plan and cost repeat."""
+    monkeypatch.setattr(uniformity, "sphere_samples", lambda rows, *_: torch.eye(8)[:rows])
+    values = {}
+    for rows in (1, 4):
+        z = torch.eye(8)[:rows] + 0.1 * torch.eye(8)[4 : 4 + rows]
+        for reduction in ("sum", "mean"):
+            term = Uniformity(**ONE_DRAW, tolerance=1e-8, reduction=reduction).start_round(Local())
+            values[rows, reduction] = float(term(step_of(z)))
+    assert values[1, "mean"] == pytest.approx(values[4, "mean"], rel=1e-4) == pytest.approx(values[1, "sum"])
+    assert values[4, "sum"] == pytest.approx(4 * values[4, "mean"])
 
 
 @pytest.mark.parametrize(("kind", "moved"), [("random", 0.44), ("low rank", 0.43), ("collapsed", 0.37)])
@@ -136,7 +140,7 @@ def test_the_gradient_is_that_of_unbalanced_ot():
     patched = SimpleNamespace(start=uniformity.sphere_samples)
     uniformity.sphere_samples = lambda *_: samples
     try:
-        value = Uniformity(**FUR, weight=1.0, tolerance=1e-8).start_round(Local())(step_of(z))
+        value = Uniformity(**ONE_DRAW, weight=1.0, tolerance=1e-8).start_round(Local())(step_of(z))
     finally:
         uniformity.sphere_samples = patched.start
     (gradient,) = torch.autograd.grad(value, z)
@@ -159,59 +163,10 @@ def test_both_terms_take_the_views_that_there_are(tiny):
     """Symmetric BYOL has two online views, one-directed BYOL one."""
     for symmetric, views in ((True, 2), (False, 1)):
         objective = {"name": "byol", "hidden_features": 32, "output_features": 16, "symmetric": symmetric}
-        federation = build_federation(tiny(objective=objective, regularizers=[FUR, SLICED]))
+        federation = build_federation(tiny(objective=objective, regularizers=[FUR, {"name": "sliced_uniformity"}]))
         method, generator = federation.method, torch.Generator().manual_seed(0)
         images = tuple(torch.randn(4, 1, 8, 8, generator=generator) for _ in range(2))
         step = method.objective.step(federation.new_model(0), images, torch.zeros(4))
         assert len(step.representations) == views
         for regularizer in method.regularizers:
             assert regularizer.start_round(Local())(step).isfinite()
-
-
-# Sliced
-
-
-def angles(*values):
-    """Points of the circle."""
-    t = torch.tensor(values)
-    return torch.stack([t.cos(), t.sin()], dim=1)
-
-
-def test_sliced_distance_by_hand():
-    """On the circle, from the base (1, 0) along (0, 1), the coordinate of a point is its angle. Points at 0.5 and 0.1,
-    samples at 0.7 and -0.2; sorted 0.1, 0.5 against -0.2, 0.7: (0.3^2 + 0.2^2) / 2 = 0.065. From the base (0, 1) along
-    (1, 0) the coordinate is pi / 2 - angle: the same distance, and so the same mean over both slices.
-    """
-    base, direction = torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([[0.0, 1.0], [1.0, 0.0]])
-    points, samples = angles(0.5, 0.1), angles(0.7, -0.2)
-    expected = torch.tensor([[0.5, math.pi / 2 - 0.5], [0.1, math.pi / 2 - 0.1]])
-    torch.testing.assert_close(tangent_coordinates(points, base, direction), expected)
-    assert float(sliced_distance(points, samples, base, direction)) == pytest.approx(0.065)
-    both = sliced_distance(torch.stack([points, samples]), samples, base, direction)
-    torch.testing.assert_close(both, torch.tensor([0.065, 0.0]))
-
-
-def test_the_sliced_term_is_weighted_and_summed_over_views(monkeypatch):
-    """Two views at the distances 0.065 and 0 from the samples, weight 0.01. The direction is made orthogonal to the
-    base: of (1, 0) and any draw it is (0, 1) or (0, -1), which gives the same distance."""
-    drawn = iter([angles(0.7, -0.2), torch.tensor([[1.0, 0.0]])])
-    monkeypatch.setattr(sliced_uniformity, "sphere_samples", lambda *_: next(drawn))
-    local = Local()
-    value = SlicedUniformity(**SLICED, slices=1).start_round(local)(step_of(3 * angles(0.5, 0.1), angles(-0.2, 0.7)))
-    assert float(value) == pytest.approx(0.01 * 0.065, rel=1e-4)
-    assert local.logged == {"sliced_distance": [pytest.approx(0.0325, rel=1e-4)]}
-
-
-def test_collapsed_points_are_farther_from_uniform_and_the_gradient_is_finite_everywhere():
-    term = SlicedUniformity(**SLICED, slices=200).start_round
-    collapsed, random = representations("collapsed")[0], representations("random")[0]
-    assert term(Local())(step_of(collapsed)) > 5 * term(Local())(step_of(random))
-    base = torch.tensor([[1.0, 0.0, 0.0]])
-    z = torch.cat([base, -base]).requires_grad_()  # at the base and opposite to it
-    sliced_distance(z, F.normalize(torch.ones(2, 3), dim=1), base, torch.tensor([[0.0, 1.0, 0.0]])).backward()
-    assert z.grad.isfinite().all()
-
-
-def test_without_a_projector_it_is_refused(tiny):
-    with pytest.raises(UserError, match="sliced_uniformity works on the projector's output"):
-        build_federation(tiny(objective="supervised", regularizers=[SLICED]))

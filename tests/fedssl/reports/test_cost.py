@@ -35,6 +35,9 @@ KINDS = {
     "local": {},
     "aligned, two architectures, sampled": ALIGNED | {"clients_per_round": 2, "rounds": 4},
     "uneven clients that drop out": AVERAGED | UNEVEN | {"client_dropout": 0.4, "rounds": 4},
+    "uneven clients with equal steps": AVERAGED
+    | UNEVEN
+    | {"training": {"local_steps": 5, "local_epochs": 3, "batch_size": 8}},
     "quadratic in the batch": AVERAGED | {"regularizers": ["uniformity"]},
     "layer-wise": LAYER_WISE,
     "layer-wise, joining late": LAYER_WISE | {"clients_per_round": 1},

@@ -116,7 +116,7 @@ class Exchange:
             client = self.federation.client(k, self.states.get(k, Message()))
             up[k] = self.method.client_round(client, down[k], number)
             if k != break_client:
-                self.states[k] = self.federation.client_state(client)
+                self.states[k] = self.federation.client_state(client, number)
         if break_client is not None:
             up[break_client].tensors.popitem()
         self.server = self.method.aggregate(self.server, up, number)
@@ -375,7 +375,7 @@ def test_other_aggregators_and_regularizers_work_on_the_layers_that_travel(stage
             {"aggregators": [], "local_update": "keep_own"},
             "schedule layer_wise sends layers.*add {name: weighted_mean}",
         ),
-        ({"local_update": "fedema"}, "local_update fedema goes by how far a whole model moves.*use replace"),
+        ({"local_update": "fedema"}, "local_update fedema works with a whole model.*use replace"),
         ({"architecture": "mobilenetv3_small_050"}, "MobileNetV3 cannot be cut into layers"),
     ],
 )

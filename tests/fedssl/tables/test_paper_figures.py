@@ -34,6 +34,8 @@ PRINTED = [
     ("fedu2_table2", "CIFAR-10, alpha 0.5", "FedX-BYOL", "knn", "40.96"),
     ("fedu2_table2", "CIFAR-100, alpha 5", "FedU2 without EUA", "knn", "54.61"),
     # LW-FedSSL: Tables 2, 3 and 6
+    ("lw_fedssl_accuracy", "", "Scratch", CALTECH, "22.10"),
+    ("lw_fedssl_accuracy", "", "SimCLR (Centralized)", ON.format("cifar100"), "65.64"),
     ("lw_fedssl_accuracy", "", "FedEMA", ON.format("cifar10"), "81.35"),
     ("lw_fedssl_accuracy", "", "FedCA", ON.format("tinyimagenet"), "43.04"),
     ("lw_fedssl_accuracy", "", "Prog-FedSSL, 6 layers a stage", ON.format("cifar100"), "66.78"),

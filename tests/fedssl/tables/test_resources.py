@@ -132,6 +132,11 @@ def test_a_reference_that_is_no_row_is_refused(small_table):
         load_table(small_table)
 
 
+def test_equal_steps_are_refused_where_passes_are_counted(small_table, tmp_path):
+    with pytest.raises(UserError, match=r"row whole has training\.local_steps 4, .* use training\.local_epochs"):
+        run_resource_table(load_table(small_table), tmp_path / "a", ["training.local_steps=4"])
+
+
 def test_data_can_be_given_in_place_of_the_recipes(tiny):
     dataset = build_federation(tiny()).dataset
     recipe = tiny(data={"name": "npz", "path": "nowhere.npz"})
