@@ -34,7 +34,8 @@ def check_parts(recipe: Recipe) -> None:
 def check_data(recipe: Recipe, dataset: Dataset) -> None:
     """Check that the data set has what the recipe's parts and its evaluation need (UserError)."""
     check_fine_tuning(recipe.evaluation.fine_tune, dataset)
-    check_labels(dataset, recipe.evaluation.semi_supervised, recipe.evaluation.fine_tune)
+    if recipe.evaluation.downstream is None:  # else fine-tuning on that data is enough
+        check_labels(dataset, recipe.evaluation.semi_supervised, recipe.evaluation.fine_tune)
     if recipe.objective.needs_labels and not dataset.labelled:
         raise UserError(
             f"objective {recipe.objective.name} trains on labels, and the images of data.name={dataset.name} have "

@@ -66,6 +66,13 @@ def run_table(
     overrides: Overrides = None,
     output: Annotated[Path | None, typer.Option(help="Folder of the table; runs/TABLE by default.")] = None,
     jobs: Annotated[int, typer.Option(min=1, help="How many cells run at a time, each in its own process.")] = 1,
+    dry: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Only list the runs, their cost in FLOPs and in hours on this machine, and the paper's figures.",
+        ),
+    ] = False,
 ) -> None:
     """Run every recipe of a table with every seed, and write the table.
 
@@ -76,6 +83,11 @@ def run_table(
     from ..tables.table import load_table
 
     loaded = load_table(table)
+    if dry:
+        from ..tables.dry_run import dry_run
+
+        dry_run(loaded, overrides or (), note=print_text)
+        return
     path = output or Path("runs") / loaded.name
     if loaded.kind == "resources":
         from ..tables.resources import run_resource_table

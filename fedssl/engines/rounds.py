@@ -101,6 +101,7 @@ def evaluate_after(federation: Federation, model: Model, number: int) -> tuple[d
     seed = seed_for(recipe.seed, "evaluation")
     measures: dict[str, float] = {}
     spectrum = torch.empty(0, dtype=torch.float64)
+    fine_tuned = number == recipe.rounds and federation.dataset.labelled
     if len(federation.dataset.measured_images):
         measures, spectrum = evaluate_model(
             model,
@@ -108,8 +109,8 @@ def evaluate_after(federation: Federation, model: Model, number: int) -> tuple[d
             recipe.evaluation,
             seed,
             linear=number in (0, recipe.rounds),
-            fractions=recipe.evaluation.semi_supervised if number == recipe.rounds else (),
-            fine_tune=recipe.evaluation.fine_tune if number == recipe.rounds else None,
+            fractions=recipe.evaluation.semi_supervised if fine_tuned else (),
+            fine_tune=recipe.evaluation.fine_tune if fine_tuned else None,
             augmentation=recipe.augmentation,
         )
     if number in (0, recipe.rounds):

@@ -42,6 +42,8 @@ _RESNETS = {
 }
 # name -> (width, blocks, heads)
 _SMALL_VISION_TRANSFORMERS = {"small_vit": (64, 4, 4)}
+# timm's vit_tiny_patch16_224 with patches of another side, at any image size: LW-FedSSL's section 4.8 and Table 11
+_TINY_PATCHES = {"vit_tiny_patch4": 4, "vit_tiny_patch8": 8}
 _SMALL_GRID = 4  # patches along the image's side; their side follows from the image's
 # timm's files whose models take `img_size` and `patch_size` and cut the image into a grid of patches.
 _VISION_TRANSFORMERS = ("vision_transformer", "deit", "eva", "beit")
@@ -99,7 +101,8 @@ def build_encoder(architecture: str, in_channels: int, image_size: int) -> Encod
             Two families of timm are adapted to images of at most 64 pixels a side:
             ResNets (`timm.models.resnet.ResNet`, whatever their stem was) get one 3x3 stride-1 convolution as
             stem and no max-pool; vision transformers get a patch size that leaves about 8x8 tokens (8 at 64
-            pixels, 4 at 28 to 32, 2 below). Other models are taken as they are.
+            pixels, 4 at 28 to 32, 2 below). Other models are taken as they are. `vit_tiny_patch4` and
+            `vit_tiny_patch8` are timm's `vit_tiny_patch16_224` with patches of 4 and 8 pixels at any image size.
         in_channels: channels of the images, 1 for grey and 3 for colour.
         image_size: side of the square images in pixels.
 
@@ -131,7 +134,7 @@ def timm_arguments(architecture: str, in_channels: int, image_size: int) -> tupl
         timm's name of the model, and the arguments as values that JSON can hold.
 
     Raises:
-        UserError: the name is unknown (with the closest known ones), or `small_vit` cannot cut such images.
+        UserError: the name is unknown (with the closest known ones), or a transformer cannot cut such images.
     """
     import timm  # here, as importing timm takes seconds
     from timm.models import is_model_in_modules
@@ -152,8 +155,13 @@ def timm_arguments(architecture: str, in_channels: int, image_size: int) -> tupl
         size = {"img_size": image_size, "patch_size": image_size // _SMALL_GRID}
         shape = {"embed_dim": width, "depth": blocks, "num_heads": heads}
         return "vit_tiny_patch16_224", {"in_chans": in_channels, **size, **shape}
+    if architecture in _TINY_PATCHES:
+        patch = _TINY_PATCHES[architecture]
+        if image_size % patch:
+            raise UserError(f"image_size: {architecture} cuts images into {patch}x{patch} pixels, got {image_size}")
+        return "vit_tiny_patch16_224", {"in_chans": in_channels, "img_size": image_size, "patch_size": patch}
     if not timm.is_model(architecture):
-        close = difflib.get_close_matches(architecture, [*encoder_names(), *timm.list_models()], n=5)
+        close = difflib.get_close_matches(architecture, [*encoder_names(), *_TINY_PATCHES, *timm.list_models()], n=5)
         hint = f"did you mean {' or '.join(close)}?" if close else f"try one of {', '.join(encoder_names())}"
         raise UserError(f"architecture: unknown name {architecture!r}; {hint} (any name in timm works)")
 

@@ -6,13 +6,16 @@ of round, which is counted (accounting.py). A run of the recipe therefore logs t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+import time
+from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
 
+import torch
 from rich.table import Table as TextTable
 
-from ..accounting import StepCost, StepCounter
+from ..accounting import ProductsLeftOut, StepCost, StepCounter
 from ..client import Client
 from ..data.augmentation import normalize
 from ..data.stored_images import images_of_rows
@@ -20,6 +23,7 @@ from ..errors import UserError
 from ..federation import Federation
 from ..messages import Message
 from ..models.model import Model
+from ..regularizers.base import Regularizer
 from ..storage import csv_text
 from ..training import steps_of_round
 from .units import format_bytes, format_flops
@@ -29,6 +33,10 @@ from .units import format_bytes, format_flops
 _BATCH_SIZES = (2, 3, 4)
 #: learning rate of the steps that are counted
 _LEARNING_RATE = 1e-9
+#: seconds that the timing of one kind of step should take; the batch is smaller than the recipe's where it must be
+_TIMED_SECONDS = 0.8
+_SMALLEST_BATCH = 2
+_TIMED_STEPS = 3
 
 Note = Callable[[str], None]
 
@@ -45,6 +53,7 @@ class RoundCost:
         bytes_down: what is sent to the clients who are asked.
         bytes_up: what is received from the clients who answer.
         one_view_flops: operations of one image's pass through the online network; the LW-FedSSL paper counts them.
+        step_seconds: seconds of one step at the recipe's batch size, measured here; only of rounds that are timed.
     """
 
     number: int
@@ -54,9 +63,17 @@ class RoundCost:
     bytes_down: dict[int, int]
     bytes_up: dict[int, int]
     one_view_flops: dict[int, int]
+    step_seconds: dict[int, float] = field(default_factory=dict)
 
 
-def estimate(federation: Federation, newcomers: bool = False, note: Note = lambda text: None) -> list[RoundCost]:
+def estimate(
+    federation: Federation,
+    newcomers: bool = False,
+    note: Note = lambda text: None,
+    timed_rounds: Collection[int] = (),
+    without_products: bool = False,
+    only_rounds: Collection[int] | None = None,
+) -> list[RoundCost]:
     """Count what every round will take. Who is sampled and who drops out is drawn as in the run itself.
 
     Clients with answers of equal size are counted once: a step of each kind of round is run once for each
@@ -68,6 +85,10 @@ def estimate(federation: Federation, newcomers: bool = False, note: Note = lambd
         newcomers: count as if every client took part for the first time in every round. This is the most that layers
             which arrive late can cost (the LW-FedSSL paper's worst case, section 4.3).
         note: is called with a line of text for each step that is counted.
+        timed_rounds: numbers of rounds whose steps are also timed: about a second for each kind of step.
+        without_products: count without computing the products that make up the operations, which is faster. What the
+            clients answer is then noise of the right size.
+        only_rounds: numbers of the rounds that are counted (default: all); the clients take no part in the others.
 
     Returns:
         One entry a round, in order, with the opening round first where there is one.
@@ -75,7 +96,7 @@ def estimate(federation: Federation, newcomers: bool = False, note: Note = lambd
     Raises:
         UserError: a step fails, for instance because its loss is not finite.
     """
-    return _Estimate(federation, newcomers, note).rounds()
+    return _Estimate(federation, newcomers, note, timed_rounds, without_products).rounds(only_rounds)
 
 
 @dataclass(frozen=True)
@@ -92,20 +113,30 @@ class _ClientRound:
 class _Estimate:
     """The clients' models and memories while the rounds are counted, and what is counted already."""
 
-    def __init__(self, federation: Federation, newcomers: bool, note: Note):
+    def __init__(
+        self,
+        federation: Federation,
+        newcomers: bool,
+        note: Note,
+        timed_rounds: Collection[int],
+        without_products: bool,
+    ):
         self.federation, self.newcomers, self.note = federation, newcomers, note
+        self.timed_rounds, self.without_products = timed_rounds, without_products
         self.method = federation.method
         # otherwise an answer can contain a client's own name, or depend on its images
         self.only_weights = all(a.exchanges_weights for a in self.method.aggregators)
         self.compares_stages = any(r.needs_previous_model for r in self.method.regularizers)
         self.replies: dict[tuple[object, ...], Message | int] = {}
         self.steps: dict[tuple[object, ...], tuple[StepCost, int]] = {}
+        self.seconds: dict[tuple[object, ...], float] = {}
+        self.products_left_out = ProductsLeftOut()
         self.memories: dict[tuple[object, int | None], Message] = {}
         self.models: dict[str, Model] = {}
         self.opened: dict[int, Message] = {}
         self.counted: dict[tuple[object, ...], StepCost] = {}
 
-    def rounds(self) -> list[RoundCost]:
+    def rounds(self, only_rounds: Collection[int] | None) -> list[RoundCost]:
         federation, method = self.federation, self.method
         server = method.initial_state()
         costs = []
@@ -114,6 +145,8 @@ class _Estimate:
             costs.append(opening)
         last_stages: dict[int, int] = {}
         for number in range(1, federation.recipe.rounds + 1):
+            if only_rounds is not None and number not in only_rounds:
+                continue
             chosen = federation.sampled_clients(number)
             answering = federation.answering_clients(number, chosen)
             sent = method.broadcast(server, chosen, number)
@@ -129,6 +162,7 @@ class _Estimate:
                     {k: message.num_bytes for k, message in sent.items()},
                     {k: reply if isinstance(reply, int) else reply.num_bytes for k, reply in replies.items()},
                     {k: one_view for k, (_, one_view) in steps.items()},
+                    {part.client: self._step_seconds(part) for part in parts} if number in self.timed_rounds else {},
                 )
             )
             if not self.newcomers:
@@ -185,7 +219,7 @@ class _Estimate:
         if not self.only_weights:
             key += (part.client,)
         if key not in self.replies:
-            reply, _ = self._run(part, self._batch_sizes()[0])
+            reply, _ = self._counted_run(part, self._batch_sizes()[0])
             self.replies[key] = reply.num_bytes if self.only_weights else reply
         return self.replies[key]
 
@@ -199,7 +233,7 @@ class _Estimate:
             for size in sizes:
                 key = (*kind, size)
                 if key not in self.counted:
-                    self._run(part, size)  # which stores it
+                    self._counted_run(part, size)  # which stores it
                 counted.append(self.counted[key])
             wanted = self.method.training.batch_size
             step = StepCost(
@@ -215,8 +249,50 @@ class _Estimate:
         wanted = self.method.training.batch_size
         return (wanted,) if wanted <= _BATCH_SIZES[-1] or self.federation.device.type == "cuda" else _BATCH_SIZES
 
-    def _run(self, part: _ClientRound, batch_size: int) -> tuple[Message, StepCost]:
-        """Run one step of a client that remembers what a client with the same past remembers."""
+    def _step_seconds(self, part: _ClientRound) -> float:
+        """Seconds of one step at the recipe's batch size.
+
+        Measured is the difference of a round of several steps and a round of one step, of as many images as fit the
+        time; the operations lead from there to the recipe's batch size.
+        """
+        kind = self._kind(part)
+        if kind not in self.seconds:
+            size = _SMALLEST_BATCH
+            one_step, flops = self._timed_run(part, size, 1)
+            larger = min(self.method.training.batch_size, int(size * _TIMED_SECONDS / 4 / one_step))
+            if larger > size:
+                size = larger
+                one_step, flops = self._timed_run(part, size, 1)
+            several, _ = self._timed_run(part, size, _TIMED_STEPS)
+            a_step = max(several - one_step, 0.0) / (_TIMED_STEPS - 1)
+            self.seconds[kind] = a_step * self._step(part)[0].flops / flops
+        return self.seconds[kind]
+
+    def _timed_run(self, part: _ClientRound, batch_size: int, steps: int) -> tuple[float, int]:
+        """Seconds of a round of a few steps, and the operations of one of them.
+
+        On a CPU with one thread it is the processor's time, which other programs do not lengthen.
+        """
+        on_gpu = self.federation.device.type == "cuda"
+        if on_gpu:
+            torch.cuda.synchronize(self.federation.device)
+        begin, begin_of_processor = time.perf_counter(), time.process_time()
+        _, cost = self._run(part, batch_size, steps)
+        if on_gpu:
+            torch.cuda.synchronize(self.federation.device)
+        seconds, of_processor = time.perf_counter() - begin, time.process_time() - begin_of_processor
+        return seconds if on_gpu else min(seconds, of_processor), cost.flops
+
+    def _counted_run(self, part: _ClientRound, batch_size: int) -> tuple[Message, StepCost]:
+        """One step, without computing its products where the caller wishes it."""
+        with self.products_left_out if self.without_products else nullcontext():
+            return self._run(part, batch_size)
+
+    def _run(self, part: _ClientRound, batch_size: int, steps: int | None = None) -> tuple[Message, StepCost]:
+        """Run one step of a client that remembers what a client with the same past remembers.
+
+        With `steps` that many, and the regularizers take no more images than the batch holds.
+        """
         owner: object = self.federation.recipe.architecture_of(part.client) if self.only_weights else part.client
         client = self._client(part.client)
         if part.last_stage is None:
@@ -224,12 +300,16 @@ class _Estimate:
         else:
             client.memory = self.memories[owner, part.last_stage if self.compares_stages else None].copy()
         # A step takes the same at any learning rate; on few images the recipe's own can send the weights to infinity.
-        options = self.method.training.model_copy(update={"batch_size": batch_size, "learning_rate": _LEARNING_RATE})
-        method = replace(self.method, training=options)
-        reply, cost = method.counted_round(client, part.received, part.number, most_steps=1)
+        changes = {"batch_size": batch_size, "learning_rate": _LEARNING_RATE, "local_epochs": steps or 1}
+        method = replace(self.method, training=self.method.training.model_copy(update=changes))
+        if steps:
+            small = (_with_batch_of(regularizer, batch_size) for regularizer in method.regularizers)
+            method = replace(method, regularizers=tuple(small))
+        reply, cost = method.counted_round(client, part.received, part.number, most_steps=steps or 1)
         for stage in (part.stage, None):
             self.memories.setdefault((owner, stage), client.memory)
-        self.counted.setdefault((*self._kind(part), batch_size), cost)
+        if not steps:
+            self.counted.setdefault((*self._kind(part), batch_size), cost)
         return reply, cost
 
     def _client(self, index: int) -> Client:
@@ -311,6 +391,11 @@ def costs_as_csv(costs: Sequence[RoundCost]) -> str:
             traffic = [cost.bytes_down.get(client, 0), cost.bytes_up.get(client, 0)]
             rows.append([cost.number, cost.stage, client, *taken, cost.flops.get(client, ""), *traffic])
     return csv_text([header, *rows])
+
+
+def _with_batch_of(regularizer: Regularizer, most: int) -> Regularizer:
+    batch = getattr(regularizer, "batch_size", None)
+    return regularizer if batch is None else regularizer.model_copy(update={"batch_size": min(batch, most)})
 
 
 def _mean(values: Sequence[float]) -> float:

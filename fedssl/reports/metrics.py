@@ -36,12 +36,14 @@ ACCURACIES = (
 EVALUATED = (*ACCURACIES, "effective_rank", "alignment", "uniformity")
 #: larger ones are neither drawn nor averaged: they would overflow
 LARGEST_FIGURE = 1e150
+#: between a metric and an architecture: `linear@resnet18` is the mean over the clients with this architecture
+OF_ARCHITECTURE = "@"
 _DECIMALS = {"alignment": 2, "uniformity": 2}
 
 
 def is_evaluated(metric: str) -> bool:
     """Whether a metric is measured before or after training, on the run's data or on other data."""
-    return metric in EVALUATED or metric.startswith(PREFIX)
+    return metric.partition(OF_ARCHITECTURE)[0] in EVALUATED or metric.startswith(PREFIX)
 
 
 def is_accuracy(metric: str) -> bool:
@@ -52,6 +54,7 @@ def is_accuracy(metric: str) -> bool:
 
 def _data_and_measure(metric: str) -> tuple[str, str]:
     """The label of other data, empty for the run's own, and the measure: `downstream_cifar10_knn` is on cifar10."""
+    metric = metric.partition(OF_ARCHITECTURE)[0]
     if not metric.startswith(PREFIX):
         return "", metric
     label, _, measure = metric.removeprefix(PREFIX).partition("_")
@@ -60,6 +63,9 @@ def _data_and_measure(metric: str) -> tuple[str, str]:
 
 def metric_title(metric: str) -> str:
     """What a metric is called; one without a title keeps its name, with spaces for underscores."""
+    metric, _, architecture = metric.partition(OF_ARCHITECTURE)
+    if architecture:
+        return f"{metric_title(metric)}, {architecture}"
     label, measure = _data_and_measure(metric)
     if label:
         return f"on {label}: {metric_title(measure)}"

@@ -92,7 +92,7 @@ def _count(table: Table, row: TableRow, recipe: Recipe) -> dict[Metric, float]:
             f"row {row.label} has training.local_steps {recipe.training.local_steps}, but a table of resources counts "
             "passes over a client's images: use training.local_epochs"
         )
-    federation = build_federation(recipe, _made_up_images(table, recipe))
+    federation = build_federation(recipe, _made_up_images(row.image or table.image, recipe))
     costs = estimate(federation, newcomers=row.newcomers)
     views = 2 if recipe.objective.name == "simclr" else 1
     return {
@@ -102,11 +102,11 @@ def _count(table: Table, row: TableRow, recipe: Recipe) -> dict[Metric, float]:
     }
 
 
-def _made_up_images(table: Table, recipe: Recipe) -> Dataset:
+def _made_up_images(shape: tuple[int, int, int], recipe: Recipe) -> Dataset:
     """Images of noise, one batch a client: what a step takes does not depend on what the images show."""
     samples = recipe.partition.clients * max(recipe.training.batch_size, recipe.partition.min_samples)
     generator = torch.Generator().manual_seed(0)
-    images = torch.randint(0, 256, (samples, *table.image), generator=generator, dtype=torch.uint8)
+    images = torch.randint(0, 256, (samples, *shape), generator=generator, dtype=torch.uint8)
     labels = torch.arange(samples) % 2
     return Dataset("made up", images, labels, images[:2], labels[:2], ("0", "1"), None)
 

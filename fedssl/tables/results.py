@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal
 
-from ..run_record import read_run
+from ..reports.metrics import OF_ARCHITECTURE
+from ..run_record import Run, read_run
 from .table import Table, TableScenario, cell_path, slug
 
 
@@ -67,11 +69,23 @@ def read_results(table: Table, output: Path, scenario: TableScenario | None = No
                 continue
             results.finished.setdefault(row.label, []).append(seed)
             for metric in table.metrics:
-                by_round = run.overall(metric)
+                by_round = _by_round(run, metric)
                 for by_row, number in ((results.before, 0), (results.after, run.rounds)):
                     if number in by_round:
                         by_row.setdefault((row.label, metric), {})[seed] = by_round[number]
     return results
+
+
+def _by_round(run: Run, metric: str) -> dict[int, float]:
+    """A metric's value by round; of `METRIC@ARCHITECTURE` the mean over the clients with this architecture."""
+    measure, _, architecture = metric.partition(OF_ARCHITECTURE)
+    if not architecture:
+        return run.overall(metric)
+    values: dict[int, list[float]] = {}
+    for (number, who, name), value in run.values.items():
+        if name == measure and who.isdigit() and run.architecture_of(int(who)) == architecture:
+            values.setdefault(number, []).append(value)
+    return {number: fmean(of_clients) for number, of_clients in values.items()}
 
 
 def reference_row(table: Table) -> str:

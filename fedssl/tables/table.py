@@ -16,12 +16,13 @@ from ..options import Options
 from ..reading import complete_recipe
 from ..recipe import Recipe
 from ..recipe_text import PART_KEYS, explain_errors, read_values, shipped_names
+from ..reports.metrics import OF_ARCHITECTURE
 from ..untrusted.printable import NAME_PATTERN, TEXT_PATTERN
 
 _METRICS = (
     "knn", "linear", "classifier", "semi_supervised_0.01", "semi_supervised_0.1",
     "fine_tune_accuracy", "fine_tune_per_class_accuracy", "fine_tune_precision", "fine_tune_recall", "fine_tune_f1",
-    "effective_rank", "alignment", "uniformity", "linear_auroc", "loss", "cka",
+    "effective_rank", "alignment", "uniformity", "linear_auroc", "loss", "cka", "local_model_distance",
     "memory", "flops", "traffic",
 )  # fmt: skip
 _ON_OTHER_DATA = re.compile(
@@ -30,8 +31,13 @@ _ON_OTHER_DATA = re.compile(
 
 
 def _check_metric(metric: str) -> str:
-    if metric not in _METRICS and not _ON_OTHER_DATA.fullmatch(metric):
-        raise ValueError(f"unknown metric; expected one of {', '.join(_METRICS)}, or {PREFIX}LABEL_METRIC")
+    measure, separator, architecture = metric.partition(OF_ARCHITECTURE)
+    known = measure in _METRICS or _ON_OTHER_DATA.fullmatch(measure)
+    if not known or (separator and (measure in RESOURCES or not re.fullmatch(r"[\w.]+", architecture))):
+        raise ValueError(
+            f"unknown metric; expected one of {', '.join(_METRICS)}, or {PREFIX}LABEL_METRIC; METRIC@ARCHITECTURE is "
+            "the mean over the clients with this architecture"
+        )
     return metric
 
 
@@ -51,10 +57,21 @@ class TableRow(Options):
     relative_to: str | None = Field(
         None, description="in a table of resources: the row whose figures count as 1; by default this one"
     )
+    image: tuple[int, int, int] | None = Field(
+        None, description="in a table of resources: the shape of this row's images, in place of the table's `image`"
+    )
     newcomers: bool = Field(
         False,
         description="in a table of resources: count as if every client took part for the first time in every round",
     )
+
+
+class ExpectedData(Options):
+    """What the data holds that the user brings. With it `--dry-run` tells the cost before the data is there."""
+
+    images: int = Field(..., ge=1, description="training images, before any are held out as public images")
+    classes: int = Field(1, ge=1, description="classes, equally large; 1 for images without labels")
+    shape: tuple[int, int, int] = Field((3, 32, 32), description="channels, height and width of an image")
 
 
 class TableScenario(Options):
@@ -68,6 +85,9 @@ class TableScenario(Options):
     settings: dict[str, Any] = Field(
         default_factory=dict,
         description="recipe values; they replace the table's, and the row's replace them",
+    )
+    expected_data: ExpectedData | None = Field(
+        None, description="what this scenario's data holds, in place of the table's `expected_data`"
     )
     paper: dict[str, dict[Metric, str]] = Field(
         default_factory=dict,
@@ -89,6 +109,9 @@ class Table(Options):
     )
     image: tuple[int, int, int] = Field(
         (3, 32, 32), description="channels, height and width of the made-up images of a table of resources"
+    )
+    expected_data: ExpectedData | None = Field(
+        None, description="what the data holds that the user brings; --dry-run counts with it where the data is missing"
     )
     seeds: list[int] = Field(..., min_length=1, description="every row is run once with each of them")
     metrics: list[Metric] = Field(["knn", "linear", "effective_rank"], min_length=1, description="the columns")

@@ -117,6 +117,22 @@ def test_the_recipes_option_is_measured_before_and_after(noisy, tmp_path, other_
     assert "on bright: kNN accuracy (%)" in build_report([record])
 
 
+def test_encoders_of_unlabelled_images_are_fine_tuned_on_the_other_data(noisy, tmp_path, other_data):
+    """As in LW-FedSSL: trained on COCO without labels, fine-tuned on CIFAR."""
+    unlabelled = tmp_path / "unlabelled.npz"
+    np.savez(unlabelled, x=np.random.default_rng(0).integers(0, 256, (60, 8, 8), dtype=np.uint8))
+    evaluation = tiny_values()["evaluation"] | {"fine_tune": {"epochs": 2, "warmup_epochs": 0}}
+    values = AVERAGED | {"data": {"name": "npz", "path": str(unlabelled)}, "partition": {"name": "iid", "clients": 2}}
+    with pytest.raises(UserError, match="fine-tuning needs labels"):
+        in_process.run(noisy(rounds=1, **values, evaluation=evaluation), tmp_path / "refused")
+    evaluation["downstream"] = {"bright": {"name": "npz", "path": str(other_data)}}
+    in_process.run(noisy(rounds=1, **values, evaluation=evaluation), tmp_path / "run")
+    record = read_run(tmp_path / "run")
+    assert record.evaluated("downstream_bright_fine_tune_accuracy", "after") is not None
+    assert record.evaluated("fine_tune_accuracy", "after") is None
+    assert record.evaluated("effective_rank", "after") is not None
+
+
 def test_errors_of_the_recipes_option_name_it(noisy, other_data, tmp_path):
     def with_downstream(label, **data):
         evaluation = tiny_values()["evaluation"] | {"downstream": {label: data}}

@@ -1,0 +1,135 @@
+"""`fedssl run-table NAME --dry-run`: what it lists, and that its cost is that of `fedssl cost`."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+import yaml
+
+from fedssl.cli import main
+from fedssl.data.options import DataOptions
+from fedssl.errors import UserError
+from fedssl.federation import build_federation
+from fedssl.reading import parse_recipe
+from fedssl.reports.cost import estimate, totals
+from fedssl.tables.dry_run import dry_run
+from fedssl.tables.run_cost import StepCosts
+from fedssl.tables.table import ExpectedData, load_table
+from fedssl.tables.training_data import training_data
+from tests.fedssl.conftest import ALIGNED, AVERAGED, tiny_values
+
+STAGED = AVERAGED | {
+    "architectures": ["small_vit"],
+    "rounds": 8,
+    "objective": {"name": "moco_v3", "hidden_features": 16, "output_features": 8},
+    "schedule": {"name": "layer_wise", "rounds_per_stage": 2},
+    "training": {"local_epochs": 2, "batch_size": 5},
+}
+
+
+def told(table, *overrides):
+    lines = []
+    dry_run(table, overrides, lines.append)
+    return "\n".join(lines)
+
+
+@pytest.fixture
+def table(tmp_path):
+    """Two rows, two scenarios, two seeds, on digits."""
+    recipe = tmp_path / "base.yaml"
+    recipe.write_text(parse_recipe(tiny_values(**AVERAGED)).to_yaml())
+    values = {
+        "name": "small",
+        "seeds": [0, 1],
+        "metrics": ["knn", "linear"],
+        "rows": [
+            {"label": "one epoch", "recipe": str(recipe)},
+            {"label": "three epochs", "recipe": str(recipe), "settings": {"training": {"local_epochs": 3}}},
+        ],
+        "scenarios": [
+            {"label": "few", "paper": {"one epoch": {"knn": "71.20"}}},
+            {"label": "many", "settings": {"rounds": 4}, "paper": {"three epochs": {"linear": "88.8 ± 0.3"}}},
+        ],
+    }
+    path = tmp_path / "small.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def test_runs_and_the_papers_figures_are_listed_and_nothing_is_written(table, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    monkeypatch.setattr(sys, "argv", ["fedssl", "run-table", str(table), "--dry-run"])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert not caught.value.code
+    out = capsys.readouterr().out
+    assert "8 runs: 2 rows x 2 scenarios x 2 seeds (0, 1)" in out
+    few, many = out.split("\nfew\n")[1].split("\nmany\n")
+    assert "paper: kNN %" in few
+    assert "71.20" in few
+    assert "paper: linear %" in many
+    assert "88.8 ± 0.3" in many
+    assert "In all: " in many
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("values", [AVERAGED, ALIGNED, STAGED], ids=["averaged", "aligned", "staged"])
+def test_operations_are_those_of_fedssl_cost(values):
+    recipe = parse_recipe(tiny_values(**values))
+    data = training_data(recipe.data, recipe.seed, None)
+    cost = StepCosts().of_run(recipe, data)
+    assert cost.flops == totals(estimate(build_federation(recipe)))["flops"]
+    assert cost.seconds > 0
+
+
+def test_leaving_the_products_out_changes_no_count():
+    federation = build_federation(parse_recipe(tiny_values(**ALIGNED)))
+    whole, without = (estimate(federation, without_products=flag) for flag in (False, True))
+    assert whole == without
+
+
+def test_sampled_clients_and_dropout_count_on_average():
+    recipe = parse_recipe(tiny_values(**AVERAGED))
+    data, steps = training_data(recipe.data, 0, None), StepCosts()
+    whole = steps.of_run(recipe, data)
+    half = steps.of_run(recipe.model_copy(update={"client_dropout": 0.5}), data)
+    assert half.steps == whole.steps / 2
+    one = steps.of_run(recipe.model_copy(update={"clients_per_round": 1}), data)
+    assert one.flops == pytest.approx(whole.flops / recipe.partition.clients)
+
+
+def test_missing_data_is_named_and_counted_where_the_table_expects_it(table):
+    npz = load_table(table).model_copy(update={"settings": {"preset": "digits", "data": {"name": "npz"}}})
+    text = told(npz)
+    assert "Missing for a run: give data.path=PATH, an .npz file" in text
+    assert "In all" not in text
+    expected = ExpectedData(images=200, classes=10, shape=(1, 8, 8))
+    text = told(npz.model_copy(update={"expected_data": expected}))
+    assert "Missing for a run: give data.path=PATH, an .npz file" in text
+    assert "In all: " in text
+    assert "Missing for a run: there is no nowhere.npz" in told(npz, "data.path=nowhere.npz")
+
+
+def test_the_published_sizes_are_known_without_the_data(tmp_path):
+    data = training_data(DataOptions(name="cifar100", path=tmp_path, public_holdout=5000), 0, None)
+    assert (len(data.labels), data.classes, data.shape) == (45_000, 100, (3, 32, 32))
+    assert torch.bincount(data.labels).tolist() == [450] * 100
+
+
+def test_image_files_are_counted_by_their_folders(tmp_path):
+    from PIL import Image
+
+    for name in ("train/cat", "train/dog", "test/cat", "test/dog"):
+        (tmp_path / name).mkdir(parents=True)
+        for number in range(3):
+            Image.new("L", (12, 12)).save(tmp_path / name / f"{number}.png")
+    data = training_data(DataOptions(name="folder", path=tmp_path, image_size=16), 0, None)
+    assert (len(data.labels), data.classes, data.shape) == (6, 2, (1, 16, 16))
+
+
+def test_a_recipe_that_is_refused_ends_the_dry_run(table):
+    with pytest.raises(UserError, match=r"row 'one epoch': client 0 has .* fewer than training\.batch_size"):
+        told(load_table(table), "training.batch_size=2000")
