@@ -55,6 +55,15 @@ def test_output_is_one_vector_an_image_with_gradients(name, channels, side):
     assert first.grad.abs().max() > 0
 
 
+@pytest.mark.parametrize(("name", "side", "patches"), [("vit_tiny_patch4", 64, 256), ("vit_tiny_patch8", 128, 256)])
+def test_the_patches_of_tiny_vision_transformers_keep_their_size(name, side, patches):
+    """LW-FedSSL's Table 11 prints the number of patches."""
+    encoder = build_encoder(name, 3, side)
+    assert encoder.pos_embed.shape == (1, 1 + patches, 192)
+    with pytest.raises(UserError, match=f"{name} cuts images into"):
+        build_encoder(name, 3, side + 2)
+
+
 @pytest.mark.parametrize("row", list(documented_rows()), ids=lambda row: row[0])
 def test_documented_sizes_are_true(row):
     name, parameters, small, large, features = row

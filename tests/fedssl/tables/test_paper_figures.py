@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
-from fedssl.tables.table import load_table
+from fedssl.tables.table import load_table, table_names
 
 ON = "downstream_{}_fine_tune_accuracy"
 CALTECH = "downstream_caltech101_fine_tune_per_class_accuracy"
@@ -72,3 +75,9 @@ def test_every_row_of_a_papers_table_has_a_figure_in_every_scenario(table):
     for scenario in loaded.all_scenarios:
         without = {row.label for row in loaded.rows} - set(scenario.paper)
         assert without <= {"Local SSL"}
+
+
+def test_the_page_of_what_reproduces_what_names_every_table_that_ships():
+    page = (Path(__file__).parents[3] / "docs" / "what_reproduces_what.md").read_text(encoding="utf-8")
+    named = {name for code in re.findall("`([^`]+)`", page) for name in code.split()}
+    assert set(table_names()) <= named

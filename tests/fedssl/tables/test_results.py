@@ -232,3 +232,17 @@ def test_everything_on_the_page_is_escaped(tiny, tmp_path):
     assert f"{HOSTILE}: kNN accuracy: nothing can be said" in page.text
     (alt,) = page.descriptions
     assert alt.startswith(HOSTILE)
+
+
+def test_a_metric_of_an_architecture_is_the_mean_over_its_clients(tiny, tmp_path):
+    recipe = tiny(architectures=["small_convnet", "small_convnet_wide"], rounds=2)
+    rows = [*evaluated(0, "linear", [1.0, 2.0, 3.0]), *evaluated(2, "linear", [50.0, 70.0, 60.0])]
+    metrics = ["linear", "linear@small_convnet", "linear@small_convnet_wide", "linear@resnet18"]
+    table = make_table(seeds=[0], metrics=metrics, method=None, baselines=[], controls=[], rows=ROWS[:1])
+    write_run(cell_path(tmp_path, "ours", 0), recipe, rows)
+    read = read_results(table, tmp_path)
+    assert [read.values("ours", metric) for metric in metrics] == [[60.0], [55.0], [70.0], []]
+    text = format_table(table, read)
+    assert "linear %, small_convnet" in text.replace("accuracy (%)", "%")
+    with pytest.raises(ValueError, match="unknown metric"):
+        make_table(metrics=["memory@resnet18"])
