@@ -57,15 +57,30 @@ class LocalRound:
     objective: Objective
     augmentation: AugmentationOptions
     previous: dict[str, Tensor] | None = None
-    _logged: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    _logged: dict[str, list[float | Tensor]] = field(default_factory=lambda: defaultdict(list))
 
     def generator(self, purpose: str) -> torch.Generator:
         """A generator of this client's, this round's and this purpose's own."""
         return generator_for(self.seed, "client", self.client.index, "round", self.number, purpose)
 
-    def log(self, name: str, value: float) -> None:
-        """Log a number; the round's metrics hold the mean over its steps."""
+    def log(self, name: str, value: float | Tensor) -> None:
+        """Log a number, or a scalar tensor, which is read from its device only when the round is over.
+
+        The round's metrics hold the mean over its steps.
+        """
         self._logged[name].append(value)
 
     def logged(self) -> dict[str, float]:
-        return {name: sum(values) / len(values) for name, values in self._logged.items()}
+        return {name: sum(numbers) / len(numbers) for name, numbers in self._numbers().items()}
+
+    def _numbers(self) -> dict[str, list[float]]:
+        """What was logged as numbers; tensors of a kind are read together."""
+        kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+        for value in (value for values in self._logged.values() for value in values):
+            if isinstance(value, Tensor):
+                kinds[value.device, value.dtype].append(value)
+        read = {kind: iter(torch.stack(tensors).tolist()) for kind, tensors in kinds.items()}
+        return {
+            name: [next(read[v.device, v.dtype]) if isinstance(v, Tensor) else v for v in values]
+            for name, values in self._logged.items()
+        }

@@ -119,7 +119,8 @@ def train_locally(
         What the first step took.
 
     Raises:
-        UserError: the loss is not finite.
+        UserError: the loss is not finite. It is looked at once an epoch, as each look waits for the device; the message
+            names the first step at which it was not.
     """
     client, objective = local.client, local.objective
     model, device = client.model, client.model.device
@@ -128,10 +129,12 @@ def train_locally(
     rate = learning_rate(options, local.number, rounds)
     optimizer: torch.optim.Optimizer
     if options.optimizer == "sgd":
-        optimizer = torch.optim.SGD(parameters, lr=rate, momentum=options.momentum, weight_decay=options.weight_decay)
+        optimizer = torch.optim.SGD(
+            parameters, lr=rate, momentum=options.momentum, weight_decay=options.weight_decay, foreach=True
+        )
     else:
         adam = torch.optim.AdamW if options.optimizer == "adamw" else torch.optim.Adam
-        optimizer = adam(parameters, lr=rate, weight_decay=options.weight_decay)
+        optimizer = adam(parameters, lr=rate, weight_decay=options.weight_decay, foreach=True)
     if keep_optimizer:
         _continue_optimizer(optimizer, model, client.memory)
     order, augmentation = local.generator("order"), local.generator("augmentation")
@@ -141,22 +144,23 @@ def train_locally(
     cost: StepCost | None = None
     steps = 0
     batches = round_batches(len(client.images), options.batch_size, options.local_epochs, options.local_steps, order)
+    steps_of_epoch = max(1, len(client.images) // options.batch_size)
+    unchecked: list[Tensor] = []  # losses since the last check
     for rows in itertools.islice(batches, most_steps):
         images = client.images[rows]
         views: tuple[Tensor, ...] = tuple(
             augment(images, local.augmentation, augmentation).to(device) for _ in range(objective.views)
         )
-        with counter.forward() if cost is None else nullcontext():
-            step = objective.step(model, views, client.labels[rows].to(device))
-            step.views = views
-            loss = step.loss
-            for term in terms:
-                loss = loss + term(step)
-        if not torch.isfinite(loss):
-            raise UserError(
-                f"client {client.index}'s loss became {float(loss.detach())} in round {local.number}; "
-                "lower training.learning_rate or the regularizers' weights"
-            )
+        try:
+            with counter.forward() if cost is None else nullcontext():
+                step = objective.step(model, views, client.labels[rows].to(device))
+                step.views = views
+                loss = step.loss
+                for term in terms:
+                    loss = loss + term(step)
+        except Exception:
+            _require_finite(unchecked, steps, local)  # what failed may have failed on a diverged model
+            raise
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         optimizer.step()
@@ -164,8 +168,13 @@ def train_locally(
             cost = counter.finish(optimizer)
         objective.after_step(model)
         steps += 1
-        local.log("loss", float(step.loss.detach()))
-        local.log("total_loss", float(loss.detach()))
+        local.log("loss", step.loss.detach())
+        local.log("total_loss", loss.detach())
+        unchecked.append(loss.detach())
+        if len(unchecked) == steps_of_epoch:
+            _require_finite(unchecked, steps, local)
+            unchecked = []
+    _require_finite(unchecked, steps, local)
     if cost is None:
         raise UserError(
             f"client {client.index} has {len(client.images)} images, fewer than training.batch_size "
@@ -178,6 +187,17 @@ def train_locally(
     if device.type == "cuda":
         local.log("cuda_memory", torch.cuda.max_memory_allocated(device))
     return cost
+
+
+def _require_finite(losses: list[Tensor], steps: int, local: LocalRound) -> None:
+    """Raise a UserError if one of the last losses is not finite; `steps` are those of the round so far."""
+    values = torch.stack(losses).tolist() if losses else []
+    for number, value in enumerate(values, start=steps - len(values) + 1):
+        if not math.isfinite(value):
+            raise UserError(
+                f"client {local.client.index}'s loss became {value} in round {local.number}, step {number}; "
+                "lower training.learning_rate or the regularizers' weights"
+            )
 
 
 def _continue_optimizer(optimizer: torch.optim.Optimizer, model: Model, memory: Message) -> None:

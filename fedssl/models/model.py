@@ -85,7 +85,12 @@ class Model(nn.Module):
         Buffers do not change, as the target's BatchNorm keeps the statistics of its own forward passes. Parameters
         whose online counterparts do not train do not change either.
         """
-        for name, module in self.target.items():
-            for old, new in zip(module.parameters(), self.online[name].parameters(), strict=True):
-                if new.requires_grad:
-                    old.lerp_(new, 1.0 - momentum)
+        pairs = [
+            (old, new)
+            for name, module in self.target.items()
+            for old, new in zip(module.parameters(), self.online[name].parameters(), strict=True)
+            if new.requires_grad
+        ]
+        if pairs:
+            old, new = zip(*pairs, strict=True)
+            torch._foreach_lerp_(old, new, 1.0 - momentum)

@@ -48,7 +48,7 @@ class BaseAlignment(Regularizer):
                 targets = [base(view) for view in step.online_views]
             distances = [squared_distance(r, target) for r, target in zip(step.representations, targets, strict=True)]
             loss = sum(distances[1:], distances[0]) / len(distances)
-            local.log("base_distance", float(loss.detach()))
+            local.log("base_distance", loss.detach())
             return self.weight * loss
 
         return term

@@ -71,7 +71,7 @@ class CKAAlignment(Regularizer):
             else:
                 assert kernel is not None
                 cka = linear_cka_to_kernel(x, kernel[rows][:, rows].to(x), centered=centered)
-            local.log("cka", float(cka.detach()))
+            local.log("cka", cka.detach())
             return self.weight * (1.0 - cka)
 
         return term

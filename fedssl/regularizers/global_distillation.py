@@ -57,8 +57,8 @@ class GlobalDistillation(Regularizer):
             first = F.normalize(step.predictions[0], dim=1)
             contrast = nt_xent(first, F.normalize(second, dim=1), self.temperature)
             relation = relational_loss(step.predictions[0], step.predictions[1], projected, self.temperature)
-            local.log("global_contrastive_loss", float(contrast.detach()))
-            local.log("global_relational_loss", float(relation.detach()))
+            local.log("global_contrastive_loss", contrast.detach())
+            local.log("global_relational_loss", relation.detach())
             return self.weight * (contrast + relation)
 
         return term

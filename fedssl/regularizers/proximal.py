@@ -31,7 +31,7 @@ class Proximal(Regularizer):
             squared = step.loss.new_zeros(())
             for now, before in zip(trained, start, strict=True):
                 squared = squared + (now - before).square().sum()
-            local.log("proximal_distance", float(squared.detach()) ** 0.5)
+            local.log("proximal_distance", squared.detach().double().sqrt())
             return 0.5 * self.weight * squared
 
         return term

@@ -52,7 +52,7 @@ class PublicObjective(Regularizer):
             views = tuple(v.to(model.device) for v in two_views(images, local.augmentation, augmentation))
             with untouched_running_statistics(model):
                 loss = local.objective.step(model, views, no_labels).loss
-            local.log("public_loss", float(loss.detach()))
+            local.log("public_loss", loss.detach())
             return self.weight * loss
 
         return term

@@ -72,7 +72,7 @@ class RelationalDistillation(Regularizer):
             first, second = step.projections
             projected = model.online["projector"](model.encoder(next(others)))
             loss = relational_loss(first, second, projected, self.temperature)
-            local.log("local_relational_loss", float(loss.detach()))
+            local.log("local_relational_loss", loss.detach())
             return self.weight * loss
 
         return term

@@ -73,7 +73,7 @@ class RepresentationAlignment(Regularizer):
                 for z, g, p in zip(step.projections, towards, away, strict=True)
             ]
             loss = sum(losses[1:], losses[0]) / len(losses)
-            local.log("alignment_loss", float(loss.detach()))
+            local.log("alignment_loss", loss.detach())
             return self.weight * loss
 
         return term

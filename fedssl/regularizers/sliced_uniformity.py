@@ -113,7 +113,7 @@ class SlicedUniformity(Regularizer):
                 direction = F.normalize(direction - along_base * base.unsqueeze(1), dim=-1)
             distances = sliced_distance(z, samples, base.to(z.device), direction.to(z.device))
             of_views = distances.mean(-1) if self.scale == "mean" else distances.sum(-1) / RELEASED_DIVISOR
-            local.log("sliced_distance", float(of_views.detach().mean()))
+            local.log("sliced_distance", of_views.detach().mean())
             return self.weight * of_views.sum()
 
         return term

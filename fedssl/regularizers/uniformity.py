@@ -87,9 +87,9 @@ class Uniformity(Regularizer):
             # [views, rows, draws * rows] -> a problem for each view and draw
             cost = (1.0 - z @ samples.T).view(views, rows, self.draws, rows).transpose(1, 2)
             plan, info = unbalanced_ot_plan(cost.detach(), 1.0, 1.0, self.tau_a, self.tau_b, tol=self.tolerance)
-            local.log("uniformity_mass", float(info.transported_mass.mean()) / rows)
-            local.log("uniformity_iterations", float(info.iterations.double().mean()))
-            local.log("uniformity_gap", float(info.gap.mean()))
+            local.log("uniformity_mass", info.transported_mass.mean().double() / rows)
+            local.log("uniformity_iterations", info.iterations.double().mean())
+            local.log("uniformity_gap", info.gap.mean())
             unmatched = self.tau_a * (1 - plan.sum(-1)).square().sum() + self.tau_b * (1 - plan.sum(-2)).square().sum()
             value = ((plan * cost).sum() + unmatched / 2) / self.draws
             return self.weight * (value / rows if self.reduction == "mean" else value)

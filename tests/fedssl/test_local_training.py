@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -211,3 +212,32 @@ def test_equal_steps_of_too_few_images_are_refused(tiny):
 def test_an_epoch_of_too_few_images_has_no_batch():
     """An empty batch would train on nothing and end in a loss of nan."""
     assert epoch_batches(3, 4, torch.Generator()) == []
+
+
+class Explodes(Regularizer):
+    """Not a number from a step on, and an error of its own two steps later."""
+
+    step: int
+    fails: bool = False
+
+    def start_round(self, local: LocalRound) -> StepLoss:
+        numbers = itertools.count(1)
+
+        def term(step: Step) -> Tensor:
+            number = next(numbers)
+            if self.fails and number == self.step + 2:
+                raise ValueError("the cost holds NaN")
+            return step.loss.new_tensor(float("nan") if number >= self.step else 0.0)
+
+        return term
+
+
+@pytest.mark.parametrize(("epochs", "step", "fails"), [(1, 2, False), (2, 7, False), (2, 5, True)])
+def test_a_diverged_client_is_named_with_its_first_such_step(epochs, step, fails, tiny):
+    """The loss is looked at once an epoch, or when a step fails."""
+    federation = build_federation(tiny(training={"local_epochs": epochs, "batch_size": 8}))
+    method, client = federation.method, federation.client(1, Message())
+    local = LocalRound(client, Message(), 1, 0, method.objective, method.augmentation)
+    regularizer = Explodes(name="explodes", step=step, fails=fails)
+    with pytest.raises(UserError, match=rf"client 1's loss became nan in round 1, step {step};"):
+        train_locally(local, method.training, [regularizer], rounds=1)

@@ -23,6 +23,7 @@ METHODS: dict[str, tuple[dict[str, Any], set[str]]] = {
     "fedsimclr": (AVERAGED | {"objective": SIMCLR}, set()),
     "fedema": (AVERAGED | {"local_update": "fedema"}, {"online", "target"}),
     "moon": (AVERAGED | CONTRAST, {"online", "target"}),
+    "personal": (AVERAGED | {"local_update": "personal"}, {"online", "target"}),
     "hetero_ssfl": (ALIGNED, {"online", "target"}),
     "lw_fedssl": (LW_FEDSSL, {"online"}),  # two rounds
 }

@@ -187,7 +187,9 @@ def test_bad_input_leaves_nothing_behind(tiny, tmp_path):
 
 
 def test_a_diverging_client_is_named(tiny, tmp_path):
-    with pytest.raises(UserError, match=r"client 0's loss became .* in round 1; lower training.learning_rate"):
+    with pytest.raises(
+        UserError, match=r"client 0's loss became .* in round 1, step \d+; lower training.learning_rate"
+    ):
         run(tiny(objective="supervised", training={"batch_size": 8, "learning_rate": 1e30}), tmp_path / "a")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -25,7 +26,15 @@ from fedssl.recipe import Recipe
 from fedssl.run_directory import SITES_RUN, RunDirectory
 from tests.fedssl.conftest import ALIGNED, AVERAGED, FEDU2, LW_FEDSSL
 
-KINDS = {"hetero_ssfl": ALIGNED, "fedu2": FEDU2, "lw_fedssl": LW_FEDSSL, "weighted_mean": AVERAGED, "local": {}}
+KINDS: dict[str, dict[str, Any]] = {
+    "hetero_ssfl": ALIGNED,
+    "fedu2": FEDU2,
+    "lw_fedssl": LW_FEDSSL,
+    "weighted_mean": AVERAGED,
+    "local": {},
+    "one_optimizer": {"local_update": {"name": "keep_own", "keep_optimizer": True}},
+    "personal": AVERAGED | {"local_update": "personal", "regularizers": ["distance_to_global"]},
+}
 
 
 class LoopGrid:

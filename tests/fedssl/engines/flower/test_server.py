@@ -35,7 +35,7 @@ def test_the_run_is_the_one_in_this_process_bit_for_bit(kind, tiny, tmp_path):
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
 
 
-@pytest.mark.parametrize("kind", ["hetero_ssfl", "fedu2", "lw_fedssl"])
+@pytest.mark.parametrize("kind", ["hetero_ssfl", "fedu2", "lw_fedssl", "one_optimizer", "personal"])
 def test_clients_keep_their_states_at_their_sites(kind, quick, tiny, tmp_path):
     in_process.run(tiny(**KINDS[kind]), tmp_path / "a")
     recipe = quick(**KINDS[kind])
