@@ -18,8 +18,10 @@ from ..rules import public_image_users
 from ..training import steps_of_round
 from .training_data import TrainingData
 
+#: so many stages of a schedule are all counted
+_MOST_COUNTED_STAGES = 6
 #: public images of the made-up data, where a regularizer does not name more in its batch
-_FEWEST_PUBLIC_IMAGES = 128
+_FEWEST_PUBLIC_IMAGES = 8
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,8 @@ def _with_one_client(recipe: Recipe, architecture: str) -> Recipe:
         "clients_per_round": None,
         "client_dropout": 0.0,
         "engine": "in-process",
+        # the server's training before the first round is not counted, so it may be short
+        "aggregators": [a.model_copy(update={"epochs": 1}) if a.trains else a for a in recipe.aggregators],
         "architectures": [architecture],
         "partition": PartitionOptions(name="iid", clients=1),
         "evaluation": EvaluationOptions(),
@@ -128,11 +132,14 @@ def _made_up_data(recipe: Recipe, data: TrainingData) -> Dataset:
 def _ends_of_stages(recipe: Recipe) -> list[int]:
     """The last rounds of some stages, in order; what a step takes lies on straight lines between them.
 
-    The first stage trains the patch embedding or the stem, too. Depth dropout bends the line where it begins.
+    The first stage trains the patch embedding, too; the many stages after it, a transformer's, differ by their number
+    of blocks. All are counted where they are few, as a ResNet's, which differ, or where depth dropout bends the line.
     """
     length = getattr(recipe.schedule, "rounds_per_stage", recipe.rounds) if recipe.schedule.cuts else recipe.rounds
     stages = recipe.rounds // length
-    return [stage * length for stage in sorted({1, min(2, stages), max(1, stages // 2), stages})]
+    alike = stages > _MOST_COUNTED_STAGES and getattr(recipe.schedule, "kept_layers", None) is None
+    chosen = {1, 2, stages} if alike else range(1, stages + 1)
+    return [stage * length for stage in sorted(chosen)]
 
 
 def _by_round(rounds: int, counted: list[RoundCost]) -> list[tuple[float, float]]:
