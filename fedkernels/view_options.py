@@ -17,7 +17,7 @@ _LARGEST_OF_OTHERS = 1e6  # beyond it nothing is left of an image
 
 @dataclass(frozen=True)
 class ViewOptions:
-    """Strength and probability of each operation; 0 turns one off (crop: scale (1, 1) and ratio (1, 1)).
+    """Strength and probability of each operation; 0 turns one off (crop of square images: scale and ratio (1, 1)).
 
     The defaults are BYOL's (Grill et al. 2020, appendix B) with the smallest crop of MoCo v2 and SimSiam.
 
