@@ -10,6 +10,7 @@ from fedkernels.view_options import ViewKey, ViewOptions, ViewParameters
 _DTYPES = (torch.float32, torch.bfloat16)
 _MEMORY_FORMATS = (torch.contiguous_format, torch.channels_last)
 _DEFAULT_OPTIONS = ViewOptions()
+_LARGEST_SIDE_ON_CUDA = 1024  # VIEW_LARGEST_SIDE of csrc/cuda/two_views.h; beyond it the reference serves
 
 
 def two_views(
@@ -56,7 +57,8 @@ def two_views(
             f"memory_format must be torch.contiguous_format or torch.channels_last, got {_checks.short(memory_format)}"
         )
     operator = _native.operator("two_views", images, samples)
-    if operator is None:
+    too_large = images.is_cuda and max(images.shape[2:]) > _LARGEST_SIDE_ON_CUDA
+    if operator is None or too_large:
         height, width = images.shape[2:]
         drawn = _reference.view_parameters(samples, key, height, width, options)
         return _reference.two_views(images, drawn, options, dtype, memory_format)

@@ -162,14 +162,10 @@ struct BlurKernel {
 
   void fill(int64_t most, double sigma) {
     double total = 1;
-    const auto exponential = [&](int64_t k) {
-      const double exponent = -0.5 * ((double)k / sigma) * ((double)k / sigma);
-      return exponent < -100 ? 0 : exp_of_number(exponent);
-    };
-    for (int64_t k = 1; k <= most; ++k) total += 2 * exponential(k);
+    for (int64_t k = 1; k <= most; ++k) total += 2 * blur_weight(k, sigma);
     for (radius = 0; radius <= most; ++radius) {
-      weights[radius] = (float)(exponential(radius) / total);
-      if (weights[radius] < 0x1p-30f) break;
+      weights[radius] = (float)(blur_weight(radius, sigma) / total);
+      if (weights[radius] < SMALLEST_BLUR_WEIGHT) break;
     }
     --radius;
   }

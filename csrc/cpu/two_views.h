@@ -27,13 +27,6 @@ constexpr int64_t VIEW_PITCH = 16;
 
 static inline int64_t view_pitch(int64_t width) { return (width + VIEW_PITCH - 1) / VIEW_PITCH * VIEW_PITCH; }
 
-// The odd number nearest to a tenth of the shorter side, at least 3, is twice this and 1.
-static inline int64_t blur_radius(int64_t height, int64_t width) {
-  const double tenth = static_cast<double>(height < width ? height : width) / 10;
-  const int64_t radius = static_cast<int64_t>(nearest((tenth - 1) / 2));
-  return radius < 1 ? 1 : radius;
-}
-
 // Floats of workspace: the view, and some rows.
 static inline int64_t view_workspace(const ViewShape& shape) {
   const int64_t pitch = view_pitch(shape.width), radius = blur_radius(shape.height, shape.width);

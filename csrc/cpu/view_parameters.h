@@ -61,6 +61,22 @@ FEDKERNELS_HOST_DEVICE static inline double exp_of_number(double x) {
   return power * two_to_n.value;
 }
 
+// The blur's kernel has twice this and one entries: the odd number nearest to a tenth of the shorter side, at least 3.
+FEDKERNELS_HOST_DEVICE static inline int64_t blur_radius(int64_t height, int64_t width) {
+  const double tenth = (double)(height < width ? height : width) / 10;
+  const int64_t radius = (int64_t)nearest((tenth - 1) / 2);
+  return radius < 1 ? 1 : radius;
+}
+
+// Entry k of that kernel before it is divided by the sum of all.
+FEDKERNELS_HOST_DEVICE static inline double blur_weight(int64_t k, double sigma) {
+  const double exponent = -0.5 * ((double)k / sigma) * ((double)k / sigma);
+  return exponent < -100 ? 0 : exp_of_number(exponent);
+}
+
+// Entries below this are left out, with which float32 sums are the same.
+constexpr float SMALLEST_BLUR_WEIGHT = 0x1p-30f;
+
 // The key of all views of one epoch of a client: itself a random number.
 FEDKERNELS_HOST_DEVICE static inline PhiloxKey key_of_views(int64_t seed, int64_t client, int64_t round,
                                                             int64_t epoch) {
