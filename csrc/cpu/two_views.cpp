@@ -150,6 +150,20 @@ struct Columns {
   }
 };
 
+// A register of neighbouring pixels, 0 to 255.
+inline Floats widened(const uint8_t* pixels) {
+  typedef int32_t Integers __attribute__((vector_size(WIDTH * 4)));
+#if defined(__AVX512F__)  // with a mask, as GCC 12 warns of the plain instruction's undefined operand
+  const Integers integers = (Integers)_mm512_maskz_cvtepu8_epi32(0xffff, _mm_loadu_si128((const __m128i*)pixels));
+#elif defined(__AVX2__)
+  const Integers integers = (Integers)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)pixels));
+#else
+  Integers integers;
+  for (int64_t lane = 0; lane < WIDTH; ++lane) integers[lane] = pixels[lane];
+#endif
+  return __builtin_convertvector(integers, Floats);
+}
+
 inline int64_t reflected(int64_t index, int64_t size) {
   index = index < 0 ? -index : index;
   return index < size ? index : 2 * size - 2 - index;
@@ -183,12 +197,16 @@ struct View {
   int64_t pitch;
   Columns columns;
   float* inside;       // [pitch]: 1 for a pixel, 0 behind the row's end
-  float* source_row;   // a row of the crop
-  float* resized[2];   // [C, pitch] each: rows of the crop, stretched; row r is resized[r % 2]
-  int64_t ready = -1;  // the last of them
-  float* line;         // [C, pitch]
-  float* padded;       // a row with its reflected ends
-  float* planes;       // [C, height, pitch]
+  // What is written is read a row later: read at once, and at other places than it was written, it would have to wait
+  // until the processor has brought it to the cache.
+  int64_t source_pitch;
+  float* source_rows[2];  // [C, source_pitch] each: row r of the crop is source_rows[r % 2]
+  float* resized[2];      // [C, pitch] each: the same, stretched
+  int64_t ready = -1;     // the last row of `resized`
+  float* line;            // [C, pitch]
+  int64_t margin;         // on both sides of a padded row
+  float* padded[2];       // [C, pitch + 2 margin] each: rows with their reflected ends
+  float* planes;          // [C, height, pitch]
   BlurKernel kernel;
 
   View(const ViewSource& source, const ViewShape& shape, const ViewParameters& drawn, const ViewTarget& target,
@@ -198,35 +216,51 @@ struct View {
     Memory memory{(char*)workspace};
     columns = {memory.take<int32_t>(pitch / WIDTH), memory.take<int32_t>(pitch), memory.take<float>(pitch)};
     inside = memory.take<float>(pitch);
-    source_row = memory.take<float>(pitch + 2 * WIDTH);
+    source_pitch = pitch + 2 * WIDTH;
+    margin = (radius + WIDTH - 1) / WIDTH * WIDTH;
+    for (float*& row : source_rows) row = memory.take<float>(C * source_pitch);
+    for (float*& row : padded) row = memory.take<float>(C * (pitch + 2 * margin));
     for (float*& row : resized) row = memory.take<float>(C * pitch);
     line = memory.take<float>(C * pitch);
-    padded = memory.take<float>(pitch + 2 * radius);
     kernel.weights = memory.take<float>(radius + 1);
     planes = memory.take<float>(C * shape.height * pitch);
 
     columns.fill(shape.width, pitch, drawn.width, drawn.flip);
     for (int64_t x = 0; x < pitch; ++x) inside[x] = x < shape.width;
-    for (int64_t x = 0; x < pitch + 2 * WIDTH; ++x) source_row[x] = 0;
+    for (float* row : source_rows) {
+      for (int64_t x = 0; x < C * source_pitch; ++x) row[x] = 0;
+    }
     kernel.radius = 0;
     if (drawn.blur) kernel.fill(radius, drawn.sigma);
+    read_source(0);
   }
 
   float* plane_row(int c, int64_t y) const { return planes + (c * shape.height + y) * pitch; }
 
-  void stretch(int64_t row) {
+  void read_source(int64_t row) const {
     for (int c = 0; c < C; ++c) {
+      float* const to = source_rows[row % 2] + c * source_pitch;
       const uint8_t* const pixels = source.pixels + c * source.channel_stride +
                                     (drawn.top + row) * source.row_stride + drawn.left * source.column_stride;
-      if (source.column_stride == 1) {
-        for (int64_t x = 0; x < drawn.width; ++x) source_row[x] = (float)pixels[x] * (1 / 255.0f);
+      if (source.column_stride == 1 && drawn.width >= WIDTH) {
+        for (int64_t x = 0; x < drawn.width; x += WIDTH) {
+          const int64_t start = x + WIDTH <= drawn.width ? x : drawn.width - WIDTH;
+          Register::store(to + start, widened(pixels + start) * (1 / 255.0f));
+        }
       } else {
         for (int64_t x = 0; x < drawn.width; ++x) {
-          source_row[x] = (float)pixels[x * source.column_stride] * (1 / 255.0f);
+          to[x] = (float)pixels[x * source.column_stride] * (1 / 255.0f);
         }
       }
+    }
+  }
+
+  void stretch(int64_t row) const {
+    if (row + 1 < drawn.height) read_source(row + 1);
+    for (int c = 0; c < C; ++c) {
+      const float* const from = source_rows[row % 2] + c * source_pitch;
       float* const to = resized[row % 2] + c * pitch;
-      for (int64_t x = 0; x < pitch; x += WIDTH) Register::store(to + x, columns.interpolate(source_row, x));
+      for (int64_t x = 0; x < pitch; x += WIDTH) Register::store(to + x, columns.interpolate(from, x));
     }
   }
 
@@ -259,20 +293,25 @@ struct View {
     }
   }
 
-  // rows -> row y of the planes
-  void blur_row(int64_t y, float* const (&rows)[C]) const {
-    const int64_t radius = kernel.radius;
-    float* const middle = padded + radius;
+  void pad_row(int64_t y, float* const (&rows)[C]) const {
     for (int c = 0; c < C; ++c) {
+      float* const middle = padded[y % 2] + c * (pitch + 2 * margin) + margin;
       for (int64_t x = 0; x < pitch; x += WIDTH) Register::store(middle + x, Register::load(rows[c] + x));
-      for (int64_t k = 1; k <= radius; ++k) {
-        middle[-k] = middle[reflected(-k, shape.width)];
-        middle[shape.width - 1 + k] = middle[reflected(shape.width - 1 + k, shape.width)];
+      for (int64_t k = 1; k <= kernel.radius; ++k) {
+        middle[-k] = rows[c][reflected(-k, shape.width)];
+        middle[shape.width - 1 + k] = rows[c][reflected(shape.width - 1 + k, shape.width)];
       }
+    }
+  }
+
+  // Padded row y -> row y of the planes
+  void blur_row(int64_t y) const {
+    for (int c = 0; c < C; ++c) {
+      const float* const middle = padded[y % 2] + c * (pitch + 2 * margin) + margin;
       float* const to = plane_row(c, y);
       for (int64_t x = 0; x < pitch; x += WIDTH) {
         Floats sum = Register::load(middle + x) * kernel.weights[0];
-        for (int64_t k = 1; k <= radius; ++k) {
+        for (int64_t k = 1; k <= kernel.radius; ++k) {
           sum += (Register::load(middle + x - k) + Register::load(middle + x + k)) * kernel.weights[k];
         }
         Register::store(to + x, sum);
@@ -280,18 +319,27 @@ struct View {
     }
   }
 
+  // COUNT registers of row y, from x on, out of the planes
+  template <int COUNT>
+  void blur_columns(int c, int64_t y, int64_t x, float* to) const {
+    const float* const middle = plane_row(c, y) + x;
+    Floats sums[COUNT];
+    for (int i = 0; i < COUNT; ++i) sums[i] = Register::load(middle + i * WIDTH) * kernel.weights[0];
+    for (int64_t k = 1; k <= kernel.radius; ++k) {
+      const float* const above = plane_row(c, reflected(y - k, shape.height)) + x;
+      const float* const below = plane_row(c, reflected(y + k, shape.height)) + x;
+      for (int i = 0; i < COUNT; ++i) {
+        sums[i] += (Register::load(above + i * WIDTH) + Register::load(below + i * WIDTH)) * kernel.weights[k];
+      }
+    }
+    for (int i = 0; i < COUNT; ++i) Register::store(to + i * WIDTH, sums[i]);
+  }
+
   void blur_columns(int64_t y, float* const (&rows)[C]) const {
     for (int c = 0; c < C; ++c) {
-      const float* const middle = plane_row(c, y);
-      for (int64_t x = 0; x < pitch; x += WIDTH) Register::store(rows[c] + x, Register::load(middle + x) * kernel.weights[0]);
-      for (int64_t k = 1; k <= kernel.radius; ++k) {
-        const float* const above = plane_row(c, reflected(y - k, shape.height));
-        const float* const below = plane_row(c, reflected(y + k, shape.height));
-        for (int64_t x = 0; x < pitch; x += WIDTH) {
-          const Floats both = Register::load(above + x) + Register::load(below + x);
-          Register::store(rows[c] + x, Register::load(rows[c] + x) + both * kernel.weights[k]);
-        }
-      }
+      int64_t x = 0;
+      for (; x + 4 * WIDTH <= pitch; x += 4 * WIDTH) blur_columns<4>(c, y, x, rows[c] + x);
+      for (; x < pitch; x += WIDTH) blur_columns<1>(c, y, x, rows[c] + x);
     }
   }
 
@@ -346,8 +394,9 @@ void one_view(const ViewSource& source, const ViewShape& shape, const ViewOption
   float* line[C];
   for (int c = 0; c < C; ++c) line[c] = view.line + c * view.pitch;
   const auto finish = [&](int64_t y, float* const (&rows)[C]) {
-    if (blurred) view.blur_row(y, rows);
-    else view.write_row(y, rows);
+    if (!blurred) return view.write_row(y, rows);
+    view.pad_row(y, rows);
+    if (y > 0) view.blur_row(y - 1);
   };
   double sums[WIDTH] = {};
   for (int64_t y = 0; y < shape.height; ++y) {
@@ -367,7 +416,9 @@ void one_view(const ViewSource& source, const ViewShape& shape, const ViewOption
       finish(y, rows);
     }
   }
-  for (int64_t y = 0; blurred && y < shape.height; ++y) {
+  if (!blurred) return;
+  view.blur_row(shape.height - 1);
+  for (int64_t y = 0; y < shape.height; ++y) {
     view.blur_columns(y, line);
     view.write_row(y, line);
   }
