@@ -28,6 +28,7 @@ OPERATORS = (
     "client_weights",
     "delta_gram",
     "apply_deltas",
+    "two_views",
 )
 
 

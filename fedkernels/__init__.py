@@ -11,7 +11,9 @@ from fedkernels.delta_gram import delta_gram
 from fedkernels.info_nce import info_nce
 from fedkernels.linear_cka import linear_cka, linear_cka_pairwise, linear_cka_to_kernel
 from fedkernels.nt_xent import nt_xent
+from fedkernels.two_views import two_views, view_parameters
 from fedkernels.unbalanced_ot import TransportInfo, unbalanced_ot, unbalanced_ot_plan
+from fedkernels.view_options import ViewKey, ViewOptions, ViewParameters
 
 try:
     __version__ = _version("fedkernels-fedssl")
@@ -20,6 +22,9 @@ except _PackageNotFoundError:  # run from a source tree that is not installed
 
 __all__ = [
     "TransportInfo",
+    "ViewKey",
+    "ViewOptions",
+    "ViewParameters",
     "__version__",
     "apply_deltas",
     "build_info",
@@ -31,6 +36,8 @@ __all__ = [
     "linear_cka_to_kernel",
     "nn",
     "nt_xent",
+    "two_views",
     "unbalanced_ot",
     "unbalanced_ot_plan",
+    "view_parameters",
 ]

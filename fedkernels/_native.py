@@ -24,6 +24,7 @@ COMPILED = (
     "linear_cka_pairwise",
     "linear_cka_to_kernel",
     "nt_xent",
+    "two_views",
     "unbalanced_ot",
 )
 # Operators for CUDA only, which fedkernels/_linear_cka_cuda.py calls before and after torch's products.

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from fedkernels import (
+    ViewOptions,
     _linear_cka_cuda,
     _native,
     client_weights,
@@ -103,6 +104,7 @@ FAULTS = {
     "nt_xent, float32": ("nt_xent", "pass.shift = batch;", "pass.shift = batch - 1;"),
     "linear_cka": ("linear_cka", "centered, floats(values)", "!centered, floats(values)"),
     "linear_cka_pairwise, more than one call takes": ("linear_cka_large", "column * z.element_size()", "column"),
+    "two_views": ("two_views", "batch.views[1] = data_or_null(second)", "batch.views[1] = data_or_null(first)"),
     "unbalanced_ot": ("unbalanced_ot", "tau_a,\n                                     tau_b", "tau_b, tau_a"),
 }
 
@@ -159,6 +161,8 @@ def test_no_problems(bindings):
 def test_bad_arguments_are_refused(bindings):
     """Those of a direct call: Python's checks come first."""
     ops = bindings.operators
+    images, samples, options = torch.ones(2, 3, 4, 4, dtype=torch.uint8), torch.arange(2), ViewOptions().numbers()
+    wide = torch.ones(2, 3, 4, 1025, dtype=torch.uint8)
     x, long, half = torch.ones(4, 3), torch.ones(513, 3), torch.ones(4, 3, dtype=FP16)
     for name, arguments, message in (
         ("apply_deltas", ([x], [x, x], torch.ones(2)), "weights must be float64"),
@@ -177,6 +181,9 @@ def test_bad_arguments_are_refused(bindings):
         ("linear_cka_prepare", ([x, x.int()], False), "must be float16"),
         ("linear_cka_combine", (half[None], half[None], torch.ones(1, 2), True, True, True), "float32 or float64"),
         ("linear_cka_squares", (x, [12, 1]), "lengths that product has"),
+        ("two_views", (images.float(), samples, 1, 2, 3, 4, options, False, False), "images must be uint8"),
+        ("two_views", (images, samples.int(), 1, 2, 3, 4, options, False, False), "samples must be contiguous int64"),
+        ("two_views", (wide, samples, 1, 2, 3, 4, options, False, False), "sides of at most 1024"),
         ("unbalanced_ot", (x, x[0], x[0], 0.8, 0.9, 1e-3, 9, "steepest"), "a and b must have shapes"),
     ):
         with pytest.raises(RuntimeError, match=message):

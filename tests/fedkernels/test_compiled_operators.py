@@ -16,6 +16,7 @@ def problems():
     """Arguments of every compiled operator."""
     params, clients = [randn(40, 50), randn(7)], [randn(40, 50, seed=1), randn(7, seed=1)]
     deltas = randn(9, 30)
+    images = (100 * randn(9, 3, 12, 17).abs()).clamp(0, 255).to(torch.uint8)
     cost, masses = randn(3, 20, 17).abs(), torch.ones(3, 20).double()
     return {
         "apply_deltas": ([t.clone() for t in params], clients, torch.tensor([0.5]).double()),
@@ -26,6 +27,7 @@ def problems():
         "linear_cka_pairwise": ([randn(37, 20), randn(37, 9, seed=1)], [randn(37, 50, seed=2)], True),
         "linear_cka_to_kernel": (randn(2, 37, 20), randn(37, 37, seed=1), True, True),
         "nt_xent": (randn(37, 20), randn(37, 20, seed=1), 0.3, "sum", True, False),
+        "two_views": (images, torch.arange(9), 1, 2, 3, 4, fedkernels.ViewOptions().numbers(), False, True),
         "unbalanced_ot": (cost, masses, masses[:, :17].contiguous(), 0.8, 0.9, 1e-4, 1000, "accelerated"),
     }
 

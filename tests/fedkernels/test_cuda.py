@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from fedkernels import (
+    ViewKey,
+    ViewOptions,
     _native,
     apply_deltas,
     client_weights,
@@ -20,6 +22,7 @@ from fedkernels import (
     linear_cka_pairwise,
     linear_cka_to_kernel,
     nt_xent,
+    two_views,
 )
 
 pytestmark = pytest.mark.gpu
@@ -87,6 +90,18 @@ def step(start, *clients):
     return [start]
 
 
+def views(dtype):
+    """Of images whose bytes come as floating numbers."""
+    memory_format = torch.channels_last if dtype == BF16 else torch.contiguous_format
+
+    def call(images):
+        samples, options = torch.arange(len(images), device=images.device), ViewOptions(solarize=0.3, hue=0.5)
+        images = images.to(torch.uint8)
+        return list(two_views(images, samples, ViewKey(5), options, dtype=dtype, memory_format=memory_format))
+
+    return call
+
+
 class Case(NamedTuple):
     call: Callable[..., list[Tensor]]
     tensors: list[Tensor]  # float64
@@ -102,6 +117,10 @@ CLIENTS = [randn(67, 61, seed=10 + k) for k in range(13)]
 SAMPLES = randn(600, 20, seed=7)  # what two representations have in common
 LARGE = [SAMPLES @ randn(20, d, seed=d) + randn(600, d, seed=d + 1) for d in (150, 140)]
 KERNEL = LARGE[1] @ LARGE[1].T
+BYTES, LARGE_BYTES = (
+    torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(0)).double()
+    for shape in ((7, 3, 20, 35), (3, 3, 90, 200))
+)
 CASES = {
     "info_nce, bfloat16": Case(with_gradients(lambda q, k: info_nce(q, k, 0.3)), [ROWS, MORE], BF16, 1e-2),
     "info_nce, float16": Case(with_gradients(lambda q, k: info_nce(q, k, 0.3)), [ROWS, MORE], FP16, 2e-3),
@@ -167,6 +186,9 @@ CASES = {
     "delta_gram": Case(gram, CLIENTS[:4], FP32, 1e-6),
     "delta_gram, 12 clients": Case(gram, CLIENTS, FP32, 1e-6),
     "delta_gram, float64": Case(gram, CLIENTS, FP64, 1e-12),
+    "two_views": Case(views(FP32), [BYTES], FP32, 1e-5),
+    "two_views, bfloat16, channels last": Case(views(BF16), [BYTES], FP32, 1e-2),
+    "two_views, in device memory": Case(views(FP32), [LARGE_BYTES], FP32, 1e-5),
     "apply_deltas": Case(step, CLIENTS, FP32, 1e-7),
     "apply_deltas, bfloat16": Case(step, CLIENTS, BF16, 1e-2),
 }

@@ -70,13 +70,20 @@ def similarities():
         yield from (value.detach(), to_kernel.detach(), *torch.autograd.grad(value + 2 * to_kernel, leaves))
         yield fedkernels.linear_cka_to_kernel(x[:, :7], y @ y.mT, centered)
         yield fedkernels.linear_cka_pairwise([x], [y, y + x], centered)
+def views_of_images():
+    options = fedkernels.ViewOptions(hue=0.5, solarize=0.3, blur_sigma=(0.1, 9.0))
+    for shape in ((80, 3, 32, 32), (40, 3, 13, 47), (40, 1, 28, 28), (4, 3, 130, 75)):
+        images = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+        yield fedkernels.two_views(images, torch.arange(len(images)), fedkernels.ViewKey(1), options)
 def results():
+    generator.manual_seed(1)
     start = [t.clone() for t in params[3]]
     fedkernels.apply_deltas(start, params[1:], [0.2, 0.3, 0.4])
     value = fedkernels.unbalanced_ot(cost, 1.0, 1.0, 0.8, 0.9)
     steep = fedkernels.unbalanced_ot(cost, 1.0, 1.0, 0.8, 0.9, method="steepest", tol=1e-2)
     weights = fedkernels.client_weights(gram @ gram.T)
-    return [*start, fedkernels.delta_gram(params[0], params[1:]), value, steep, weights, *similarities()]
+    views = [view / 4 for pair in views_of_images() for view in pair]  # of values from 0 to 1
+    return [*start, fedkernels.delta_gram(params[0], params[1:]), value, steep, weights, *views, *similarities()]
 native = results()
 print(fedkernels.build_info()["cpu_used"])
 _native.module = None

@@ -18,10 +18,13 @@ def test_public_names():
         "linear_cka_pairwise",
         "linear_cka_to_kernel",
         "nt_xent",
+        "two_views",
         "unbalanced_ot",
         "unbalanced_ot_plan",
+        "view_parameters",
     }
-    assert operators | {"TransportInfo", "build_info", "nn", "__version__"} == set(fedkernels.__all__)
+    records = {"TransportInfo", "ViewKey", "ViewOptions", "ViewParameters"}
+    assert operators | records | {"build_info", "nn", "__version__"} == set(fedkernels.__all__)
     assert all(getattr(fedkernels, name).__doc__ and callable(getattr(fedkernels, name)) for name in operators)
     assert fedkernels.__version__[0].isdigit()
 
