@@ -162,7 +162,7 @@ def test_what_is_drawn_is_independent(ours):
     "biased",
     [
         {"crop_scale": (0.21, 1.0)},
-        {"crop_scale": (0.2, 0.9)},
+        {"crop_scale": (0.2, 0.7)},
         {"crop_ratio": (0.76, 4 / 3)},
         {"crop_ratio": (3 / 4, 1.30)},
     ],
