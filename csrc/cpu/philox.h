@@ -1,5 +1,5 @@
-// Philox4x32-10, the counter-based random numbers of Salmon et al. 2011 ("Parallel random numbers: as easy as 1, 2, 3"):
-// four random words that are a function of a key and a counter alone. For CPUs and GPUs.
+// Philox4x32-10, the counter-based random numbers of Salmon et al. 2011 ("Parallel random numbers: as easy as 1, 2,
+// 3"): four random words that are a function of a key and a counter alone. For CPUs and GPUs.
 #pragma once
 
 #include <stdint.h>

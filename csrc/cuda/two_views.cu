@@ -135,7 +135,8 @@ inline size_t plane_floats(const ViewBatch& batch) {
 }
 
 template <int C, typename Entry>
-__global__ void __launch_bounds__(THREADS, BLOCKS_WANTED) two_views_kernel(ViewBatch batch, int most_radius, float* memory) {
+__global__ void __launch_bounds__(THREADS, BLOCKS_WANTED) two_views_kernel(ViewBatch batch, int most_radius,
+                                                                                   float* memory) {
   SHARED(plan, Plan);
   SHARED(of_warps, double[WARPS]);
   const int height = batch.height, width = batch.width, area = height * width;
