@@ -155,7 +155,7 @@ def _by_round(rounds: int, counted: list[RoundCost]) -> list[tuple[float, float]
     for number in range(1, rounds + 1):
         of_step = float(np.interp(-(-number // length), stages, flops))
         if most > fewest and longest > shortest:
-            seconds = shortest + (longest - shortest) * (of_step - fewest) / (most - fewest)
+            seconds = float(np.interp(of_step, [fewest, most], [shortest, longest]))  # never beyond what was timed
         else:
             seconds = longest * of_step / most
         by_round.append((of_step, seconds))

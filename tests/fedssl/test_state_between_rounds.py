@@ -80,7 +80,8 @@ def test_of_two_sizes_that_as_many_answers_have_the_lowest_clients_is_right():
 def test_fedu_keeps_a_predictor_from_its_threshold_on(divergence, kept, tiny):
     recipe = tiny(**AVERAGED | {"local_update": {"name": "fedu", "threshold": 0.4}})
     federation = build_federation(recipe)
-    client: Client = federation.client(0, Message(numbers={DIVERGENCE: divergence}))
+    client: Client = federation.client(0, Message())
+    client.memory.numbers[DIVERGENCE] = divergence
     sent = federation.method.broadcast(federation.method.initial_state(), [0], 2)[0]
     own = client.model.online_state()
     FedU(name="fedu", threshold=0.4).receive(
