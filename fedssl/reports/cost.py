@@ -300,7 +300,12 @@ class _Estimate:
         else:
             client.memory = self.memories[owner, part.last_stage if self.compares_stages else None].copy()
         # A step takes the same at any learning rate; on few images the recipe's own can send the weights to infinity.
-        changes = {"batch_size": batch_size, "learning_rate": _LEARNING_RATE, "local_epochs": steps or 1}
+        changes = {
+            "batch_size": batch_size,
+            "learning_rate": _LEARNING_RATE,
+            "local_epochs": steps or 1,
+            "local_steps": None,
+        }
         method = replace(self.method, training=self.method.training.model_copy(update=changes))
         if steps:
             small = (_with_batch_of(regularizer, batch_size) for regularizer in method.regularizers)

@@ -11,11 +11,11 @@ from fedssl.cli import main
 
 @pytest.fixture
 def fedssl(monkeypatch, capsys, tmp_path):
-    """Call `fedssl` with arguments in an empty folder; gives (exit code, standard output, standard error)."""
+    """Call `fedssl` in an empty folder at a width in columns; gives (exit code, standard output, standard error)."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
 
-    def call(*arguments: str) -> tuple[int, str, str]:
+    def call(*arguments: str, columns: int = 200) -> tuple[int, str, str]:
+        monkeypatch.setenv("COLUMNS", str(columns))
         monkeypatch.setattr(sys, "argv", ["fedssl", *arguments])
         with pytest.raises(SystemExit) as caught:
             main()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -9,7 +10,6 @@ import sys
 import pytest
 import yaml
 
-from fedssl.cli import main
 from fedssl.reading import load_recipe
 from fedssl.recipe_text import read_values, shipped_names
 
@@ -44,19 +44,9 @@ class Own(Regularizer):
 
 
 @pytest.fixture
-def fedssl(monkeypatch, capsys, tmp_path):
-    """Call `fedssl` in an empty folder at a width in columns; gives (exit code, standard output, standard error)."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(*arguments: str, columns: int = 80) -> tuple[int, str, str]:
-        monkeypatch.setenv("COLUMNS", str(columns))
-        monkeypatch.setattr(sys, "argv", ["fedssl", *arguments])
-        with pytest.raises(SystemExit) as caught:
-            main()
-        out, err = capsys.readouterr()
-        return int(caught.value.code or 0), out, err
-
-    return call
+def fedssl(fedssl):
+    """The same at the width of a plain terminal."""
+    return functools.partial(fedssl, columns=80)
 
 
 @pytest.mark.parametrize(
