@@ -74,7 +74,7 @@ class LocalRound:
 
         Args:
             images: uint8 [n, C, H, W].
-            samples: int64 [n] on the CPU, the images' numbers in their data set: row numbers in `client.images`.
+            samples: int64 [n] on the CPU, the images' numbers in their data set, such as their rows in `client.images`.
             purpose: what the views are for. Another purpose gets other views of the same images.
             epoch: how often the client has gone through the images before in this round, for this purpose.
             count: number of views.

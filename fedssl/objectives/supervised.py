@@ -38,7 +38,7 @@ class Supervised(Objective):
         return 1
 
     def training_augmentation(self, augmentation: Augmentation) -> Augmentation:
-        if not self.mild_augmentation or not isinstance(augmentation, RandomViews):
+        if not self.mild_augmentation or type(augmentation) is not RandomViews:
             return augmentation
         return RandomViews(
             name=augmentation.name,
