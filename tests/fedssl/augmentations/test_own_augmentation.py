@@ -10,6 +10,7 @@ from fedssl.augmentations.base import Augmentation, draw_views
 from fedssl.augmentations.random_views import RandomViews
 from fedssl.catalogue.resolved_recipe import resolve_recipe
 from fedssl.data.pixels import normalize
+from fedssl.engines.flower.folder import write_app
 from fedssl.engines.in_process import resume, run
 from fedssl.engines.progress import Silent
 from fedssl.errors import UserError
@@ -126,6 +127,13 @@ def test_a_stored_recipe_runs_its_code_only_if_it_is_trusted(noise, tmp_path):
     with pytest.raises(UserError, match=r"noise\.py, a part of .* was changed since the run began"):
         load_stored_recipe(directory, resuming=True)
     assert type(load_stored_recipe(directory, trust=True).augmentation).__name__ == "Noise"
+
+
+def test_an_app_for_sites_that_would_lack_its_file_is_refused(noise, tmp_path):
+    recipe = parse_recipe(tiny_values(**AVERAGED, engine="flower", augmentation={"name": str(noise)}))
+    with pytest.raises(UserError, match=r"names the part file .*noise\.py, which an app does not carry to the sites"):
+        write_app(recipe, tmp_path / "app")
+    assert not (tmp_path / "app").exists()
 
 
 def test_a_preset_gives_its_options_to_random_views_alone(noise, monkeypatch):
