@@ -91,8 +91,8 @@ def _training_table(trainings: list[dict[str, Any]]) -> str:
                 continue
             times = row["times"]
             ratio = medians[name] / medians["fedssl"]
-            least = BARS.get((one["objective"], one["architecture"]))
-            judged = least is not None and name == "lightly" and one["batch_size"] in BATCHES_OF_BARS
+            least = BARS.get((one["objective"], one["architecture"]), 0.0)
+            judged = least and name == "lightly" and one["batch_size"] in BATCHES_OF_BARS
             outcome = f"bar: {least:g}, {'met' if ratio >= least else 'missed'}" if judged else ""
             spread = f"{one['images'] / max(times):,.0f} to {one['images'] / min(times):,.0f}"
             shown = "" if name == "fedssl" else f"{ratio:.2f}"
