@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from fedkernels import ViewOptions
+from fedkernels.reference.two_views import blur_kernel_size
 from fedssl.client import Client, LocalRound
-from fedssl.data.augmentation import AugmentationOptions
 from fedssl.data.datasets import Dataset as Images
-from fedssl.data.image_operations import blur_kernel_size
 from fedssl.federation import Federation, build_federation
 from fedssl.messages import Message
 from fedssl.models.encoders import build_encoder
@@ -37,7 +37,7 @@ RECIPES = {"byol": "fedbyol", "simsiam": "fedsimsiam", "simclr": "fedsimclr"}
 SIDE = 32
 HIDDEN, FEATURES, BOTTLENECK = 512, 128, 64  # of the heads
 TEMPERATURE, MOMENTUM = 0.5, 0.99  # of SimCLR's loss, of BYOL's target network
-VIEWS = AugmentationOptions()
+VIEWS = ViewOptions()  # also the defaults of fedssl's recipes
 WORKERS = 2
 
 
@@ -91,7 +91,8 @@ def make_loop(name: str, training: LocalTraining, overrides: list[str]) -> Loop:
 # fedssl
 
 
-def _federation(training: LocalTraining, overrides: list[str]) -> Federation:
+def training_federation(training: LocalTraining, overrides: list[str]) -> Federation:
+    """One client with all images, without a preset."""
     heads = {
         "byol": [f"objective.hidden_features={HIDDEN}", "objective.symmetric=true"],
         "simsiam": [f"objective.bottleneck_features={BOTTLENECK}"],
@@ -114,7 +115,7 @@ def _federation(training: LocalTraining, overrides: list[str]) -> Federation:
 
 
 def _fedssl(training: LocalTraining, overrides: list[str]) -> Loop:
-    federation = _federation(training, overrides)
+    federation = training_federation(training, overrides)
     method, client = federation.method, federation.client(0, Message())
 
     def train() -> None:
@@ -129,7 +130,7 @@ def _fedssl(training: LocalTraining, overrides: list[str]) -> Loop:
 
 
 def _kornia(training: LocalTraining) -> Loop:
-    federation = _federation(training, [])
+    federation = training_federation(training, [])
     objective, device = federation.method.objective, federation.device
     client: Client = federation.client(0, Message())
     model, images, views = client.model, client.images, kornia_views()

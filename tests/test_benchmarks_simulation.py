@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -183,6 +183,12 @@ def test_everyone_trains_the_same_network(name: str, objective: str) -> None:
     loop = simulation_peers.make_loop(name, training, [])
     assert loop.parameters == simulation_peers.make_loop("fedssl", training, []).parameters
     loop.run()
+
+
+def test_fedssl_has_the_views_that_the_peers_have() -> None:
+    augmentation = simulation_peers.training_federation(TINY_TRAINING, []).recipe.augmentation
+    of_peers = asdict(simulation_peers.VIEWS)
+    assert {name: getattr(augmentation, name) for name in of_peers} == of_peers
 
 
 def test_a_peer_with_another_network_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

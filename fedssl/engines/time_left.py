@@ -68,10 +68,9 @@ class TimeLeft:
         self._not_begun = self._rounds - number
 
     def clients_done(self, count: int) -> None:
-        """So many clients of the round have finished; ignored outside of a round's training."""
-        if self._images is not None:
-            self._clients_done = count
-            self._clients_done_at = self._clock()
+        """So many clients of the round have finished."""
+        self._clients_done = count
+        self._clients_done_at = self._clock()
 
     def evaluating(self, number: int) -> None:
         """The evaluation after a round begins, and its training is over."""
@@ -97,8 +96,11 @@ class TimeLeft:
         training = self._training_left()
         if training is None:
             return None
-        running = [] if self._evaluating is None else [self._evaluating]
-        return training + sum(self._evaluation_estimate(number) for number in [*running, *self._evaluated])
+        evaluation = sum(self._evaluation_estimate(number) for number in self._evaluated)
+        if self._evaluating is not None:
+            passed = self._clock() - self._evaluation_began
+            evaluation += max(0.0, self._evaluation_estimate(self._evaluating) - passed)
+        return training + evaluation
 
     def _end_training(self) -> float:
         """The time now; a round that was in training until now is finished."""

@@ -64,8 +64,10 @@ class Timetable:
             if number in self.evaluations:
                 estimate.evaluating(number)
                 yield shown(f"evaluating {number}")
+                clock.now += self.evaluations[number] / 2
                 estimate.clients_done(1)  # an engine may tell of clients here, too
-                clock.now += self.evaluations[number]
+                yield shown(f"evaluating client 1 in round {number}")
+                clock.now += self.evaluations[number] / 2
             estimate.round_done()
             yield shown(f"done {number}")
 
@@ -237,9 +239,10 @@ def test_a_run_and_its_continuation_tell_speed_and_time_left(tiny, tmp_path, met
 
 
 class Recorder(Silent):
-    """What a run tells of its work."""
+    """What a run tells of its work; it may stop the run after a round."""
 
-    def __init__(self) -> None:
+    def __init__(self, stop_after: int | None = None) -> None:
+        self.stop_after = stop_after
         self.started: list[tuple] = []
         self.trained: list[tuple] = []
         self.evaluated: list[int] = []
@@ -253,17 +256,25 @@ class Recorder(Silent):
     def evaluating(self, round_number: int) -> None:
         self.evaluated.append(round_number)
 
+    def round_done(self, round_number: int, metrics: dict[str, float]) -> None:
+        if round_number == self.stop_after:
+            raise KeyboardInterrupt
+
 
 def test_an_engine_tells_images_evaluations_and_earlier_rounds(tiny, tmp_path):
     changes = {"training": {"local_epochs": 2, "batch_size": 8}, "evaluation": {"every": 2, "linear": {"epochs": 1}}}
-    recorder = Recorder()
-    path = tmp_path / "run"
-    directory = run(tiny(**AVERAGED, rounds=3, **changes), path, recorder)
+    path, interrupted, resumed = tmp_path / "run", Recorder(stop_after=1), Recorder()
+    with pytest.raises(KeyboardInterrupt):
+        run(tiny(**AVERAGED, rounds=3, **changes), path, interrupted)
+    directory = resume(path, resumed)
     counts = [sum(map(int, line.split(",")[1:])) for line in (path / "partition.csv").read_text().splitlines()[1:]]
-    assert recorder.trained == [(number, [2 * (count // 8) * 8 for count in counts]) for number in (1, 2, 3)]
-    assert recorder.started == [(0, 3, [0, 2, 3], {})]
-    assert recorder.evaluated == [0, 2, 3]
-    assert list(past_seconds(directory)) == [0, 1, 2, 3]
+    images = [2 * (count // 8) * 8 for count in counts]
+    assert interrupted.trained + resumed.trained == [(number, images) for number in (1, 2, 3)]
+    assert interrupted.evaluated + resumed.evaluated == [0, 2, 3]
+    past = past_seconds(directory)
+    assert list(past) == [0, 1, 2, 3]
+    assert interrupted.started == [(0, 3, [0, 2, 3], {})]
+    assert resumed.started == [(2, 3, [0, 2, 3], {number: past[number] for number in (0, 1)})]
 
 
 def test_nothing_is_trained_where_the_schedule_trains_nothing(tiny, tmp_path):
