@@ -72,6 +72,12 @@ class TrainingOptions(Options):
         description="whether images have the channels last in memory while networks train, which is faster for "
         "convolutions and rounds differently (default: true with bfloat16 and float16, false with float32)",
     )
+    join_views: bool = Field(
+        False,
+        description="whether all views of a batch pass through each network in one call, with about half of a step's "
+        "operations. BatchNorm then normalises by the mean and variance over all views and not of each, so results "
+        "differ. No gain where layers are frozen, whose outputs are then not shared between networks",
+    )
 
     @property
     def uses_channels_last(self) -> bool:
@@ -147,6 +153,7 @@ def train_locally(
     """
     client, objective = local.client, local.objective
     model, device = client.model, client.model.device
+    model.joins_views = options.join_views
     step_kind = _kind_of_step(local, options, regularizers)
     cost = STEP_COSTS.find(step_kind)
     optimizer = _new_optimizer(model, options, learning_rate(options, local.number, rounds))
@@ -190,8 +197,8 @@ def train_locally(
             objective.after_step(model)
             steps += 1
             local.log("loss", step.loss.detach())
-            local.log("total_loss", loss.detach())
             unchecked.append(loss.detach())
+            local.log("total_loss", unchecked[-1])
             if len(unchecked) == steps_of_epoch:
                 _require_finite(unchecked, steps, local)
                 unchecked = []

@@ -90,8 +90,7 @@ class _Hooks:
 
     def before(self, network: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         if self.dtype is not None:
-            # A cast that was made without gradient must not be used again where one is needed.
-            autocast = torch.autocast(self.device_type, self.dtype, cache_enabled=torch.is_grad_enabled())
+            autocast = torch.autocast(self.device_type, self.dtype)
             autocast.__enter__()
             self._entered.append(autocast)
         return tuple(with_channels_last(value) for value in inputs) if self.channels_last else inputs

@@ -146,16 +146,6 @@ def test_a_failed_forward_pass_leaves_no_autocast(tiny):
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-def test_a_weights_cast_without_gradient_is_not_used_again_with_gradient(tiny):
-    model = build_federation(tiny()).new_model(0)
-    images = torch.randn(4, 1, 8, 8)
-    with networks_compute_in(model, "bfloat16", True), torch.autocast("cpu", enabled=False):
-        with torch.no_grad():
-            model.represent(images)
-        model.represent(images).square().sum().backward()
-    assert all(p.grad is not None for p in model.online.parameters())
-
-
 def test_float16_needs_cuda(tiny):
     with pytest.raises(UserError, match=r"training\.precision float16 needs a CUDA device, got device cpu: use"):
         build_federation(training(tiny, precision="float16"))
