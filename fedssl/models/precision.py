@@ -20,7 +20,7 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def check_precision(precision: Precision, device: torch.device) -> None:
-    """Check that a device can train with a precision; warn once where it can but gains no time.
+    """Check that a device can train with a precision; warn once where it can but will hardly gain time.
 
     Raises:
         UserError: float16 on anything but CUDA.
@@ -43,8 +43,8 @@ def _cpu_multiplies_bfloat16() -> bool:
 @functools.cache
 def _warn_of_slow_bfloat16() -> None:
     warnings.warn(
-        "training.precision bfloat16 works on this processor, but it has neither AVX512-BF16 nor AMX, so that it is "
-        "slower than float32: use training.precision=float32",
+        "training.precision bfloat16 is likely to be slower than float32 here, as this processor has neither AVX512-BF16 "
+        "nor AMX: use training.precision=float32",
         stacklevel=3,
     )
 
