@@ -43,8 +43,8 @@ def _cpu_multiplies_bfloat16() -> bool:
 @functools.cache
 def _warn_of_slow_bfloat16() -> None:
     warnings.warn(
-        "training.precision bfloat16 is likely to be slower than float32 here, as this processor has neither AVX512-BF16 "
-        "nor AMX: use training.precision=float32",
+        "training.precision bfloat16 is likely to be slower than float32 here, as this processor has neither "
+        "AVX512-BF16 nor AMX: use training.precision=float32",
         stacklevel=3,
     )
 
