@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +41,34 @@ class StepCost:
     def memory(self) -> int:
         """Peak memory in bytes; at the end of the forward pass all four exist together."""
         return self.parameters + self.gradients + self.optimizer + self.activations
+
+
+class StepCosts:
+    """The costs of the kinds of steps that a process has counted; beyond `most` of them the oldest are forgotten."""
+
+    def __init__(self, most: int = 1000):
+        self._most = most
+        self._costs: dict[Hashable, StepCost] = {}
+
+    def find(self, kind: Hashable) -> StepCost | None:
+        return self._costs.get(kind)
+
+    def keep(self, kind: Hashable, cost: StepCost) -> StepCost:
+        """Keep a cost, and forget the oldest where there are too many; returns it."""
+        self._costs[kind] = cost
+        if len(self._costs) > self._most:
+            del self._costs[next(iter(self._costs))]
+        return cost
+
+    def clear(self) -> None:
+        self._costs.clear()
+
+
+def structure(model: nn.Module) -> Hashable:
+    """What a step's cost depends on in a model: modules with their settings and modes, tensors' shapes, what trains."""
+    modules = tuple((name, type(m), m.extra_repr(), m.training) for name, m in model.named_modules())
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    return modules, tuple((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors)
 
 
 class StepCounter:

@@ -20,6 +20,7 @@ from .method import Method
 from .models.encoders import build_encoder
 from .models.model import Model
 from .models.options import ModelOptions
+from .models.precision import check_precision
 from .models.weights import Weights, digest, load_weights, read_all_weights
 from .randomness import generator_for, seeded
 from .reading import load_stored_recipe
@@ -158,6 +159,7 @@ def build_federation(recipe: Recipe, dataset: Dataset | None = None, owner: int 
         digests = {architecture: digest(tensors) for architecture, tensors in weights.items()}
         recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"digests": digests})})
     device = device_named(recipe.device)
+    check_precision(recipe.training.precision, device)
     images = dataset or load_dataset(recipe.data, recipe.seed)
     check_data(recipe, images)
     client_rows = _deal(recipe, images, owner)

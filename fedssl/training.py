@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
 from typing import Literal
 
@@ -12,17 +12,23 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from .accounting import StepCost, StepCounter
+from .accounting import StepCost, StepCosts, StepCounter, structure
 from .client import LocalRound
 from .data.batches import batches_of_epoch, round_batches
 from .errors import UserError
 from .messages import Message
 from .models.model import Model
+from .models.precision import Precision, networks_compute_in, with_channels_last
 from .options import Options
 from .regularizers.base import Regularizer
 
 #: in a client's memory: an optimiser's momentum and moments, as optimizer/PARAMETER/ENTRY
 _OPTIMIZER = "optimizer/"
+#: by which float16's first loss of a round is multiplied. torch's own 2^16 is found too large in the first steps, which
+#: are then left out, and a client may have few steps a round.
+_FIRST_LOSS_SCALE = 2.0**10
+#: what this process has counted
+STEP_COSTS = StepCosts()
 
 
 class TrainingOptions(Options):
@@ -55,6 +61,26 @@ class TrainingOptions(Options):
     weight_decay: float = Field(
         5e-4, ge=0, description="of all weights: an L2 term for sgd and adam, decoupled for adamw"
     )
+    precision: Precision = Field(
+        "float32",
+        description="in which type networks compute while they train; weights, gradients, losses and evaluation stay "
+        "float32. float16 needs CUDA",
+    )
+    channels_last: bool | None = Field(
+        None,
+        description="whether images have the channels last in memory while networks train, which is faster for "
+        "convolutions and rounds differently (default: true with bfloat16 and float16, false with float32)",
+    )
+    join_views: bool = Field(
+        False,
+        description="whether all views of a batch pass through each network in one call, with about half of a step's "
+        "operations. BatchNorm then normalises by the mean and variance over all views and not of each, so results "
+        "differ. No gain where layers are frozen, whose outputs are then not shared between networks",
+    )
+
+    @property
+    def uses_channels_last(self) -> bool:
+        return self.precision != "float32" if self.channels_last is None else self.channels_last
 
 
 def learning_rate(options: TrainingOptions, round_number: int, rounds: int) -> float:
@@ -104,7 +130,10 @@ def train_locally(
     `keep_optimizer` says that it continues with the state that it left in the client's memory.
 
     The first step is counted (accounting.py): `memory` in bytes, `flops` of the whole round; on CUDA also
-    `cuda_memory`, the allocator's own peak in bytes.
+    `cuda_memory`, the allocator's own peak in bytes. A process counts each kind of step once (`_kind_of_step`).
+
+    With `training.precision` float16 the loss is scaled, and a step whose gradients overflow is left out
+    (Micikevicius et al. 2018, Mixed precision training, section 3.2). For this the host waits once a step.
 
     Args:
         local: the client and its round.
@@ -123,55 +152,54 @@ def train_locally(
     """
     client, objective = local.client, local.objective
     model, device = client.model, client.model.device
-    terms = [regularizer.start_round(local) for regularizer in regularizers]
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    rate = learning_rate(options, local.number, rounds)
-    optimizer: torch.optim.Optimizer
-    if options.optimizer == "sgd":
-        optimizer = torch.optim.SGD(
-            parameters, lr=rate, momentum=options.momentum, weight_decay=options.weight_decay, foreach=True
-        )
-    else:
-        adam = torch.optim.AdamW if options.optimizer == "adamw" else torch.optim.Adam
-        optimizer = adam(parameters, lr=rate, weight_decay=options.weight_decay, foreach=True)
+    model.joins_views = options.join_views
+    step_kind = _kind_of_step(local, options, regularizers)
+    cost = STEP_COSTS.find(step_kind)
+    optimizer = _new_optimizer(model, options, learning_rate(options, local.number, rounds))
     if keep_optimizer:
         _continue_optimizer(optimizer, model, client.memory)
+    scaler = torch.amp.GradScaler(device.type, init_scale=_FIRST_LOSS_SCALE, enabled=options.precision == "float16")
     order = local.generator("order")
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    counter = StepCounter(model)
-    cost: StepCost | None = None
     steps = 0
     batches = round_batches(len(client.images), options.batch_size, options.local_epochs, options.local_steps, order)
     steps_of_epoch = batches_of_epoch(len(client.images), options.batch_size)
     unchecked: list[Tensor] = []  # losses since the last check
-    for rows in itertools.islice(batches, most_steps):
-        views = local.views(client.images[rows], rows, "training", steps // steps_of_epoch, objective.views)
-        try:
-            with counter.forward() if cost is None else nullcontext():
-                step = objective.step(model, views, client.labels[rows].to(device))
-                step.views = views
-                loss = step.loss
-                for term in terms:
-                    loss = loss + term(step)
-        except Exception:
-            _require_finite(unchecked, steps, local)  # what failed may have failed on a diverged model
-            raise
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        optimizer.step()
-        if cost is None:
-            cost = counter.finish(optimizer)
-        objective.after_step(model)
-        steps += 1
-        local.log("loss", step.loss.detach())
-        local.log("total_loss", loss.detach())
-        unchecked.append(loss.detach())
-        if len(unchecked) == steps_of_epoch:
-            _require_finite(unchecked, steps, local)
-            unchecked = []
+    with networks_compute_in(model, options.precision, options.uses_channels_last):
+        terms = [regularizer.start_round(local) for regularizer in regularizers]
+        for rows in itertools.islice(batches, most_steps):
+            views = local.views(client.images[rows], rows, "training", steps // steps_of_epoch, objective.views)
+            if options.uses_channels_last:  # here, so that all networks get the same tensors (FrozenOutputs)
+                views = tuple(with_channels_last(view) for view in views)
+            counter = None if cost else StepCounter(model)
+            try:
+                # a weight's cast to training.precision is used again until the outermost autocast ends
+                with torch.autocast(device.type, enabled=False), counter.forward() if counter else nullcontext():
+                    step = objective.step(model, views, client.labels[rows].to(device))
+                    step.views = views
+                    loss = step.loss
+                    for term in terms:
+                        loss = loss + term(step)
+            except Exception:
+                _require_finite(unchecked, steps, local)  # what failed may have failed on a diverged model
+                raise
+            optimizer.zero_grad(set_to_none=True)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            if counter:
+                cost = STEP_COSTS.keep(step_kind, counter.finish(optimizer))
+            objective.after_step(model)
+            steps += 1
+            local.log("loss", step.loss.detach())
+            unchecked.append(loss.detach())
+            local.log("total_loss", unchecked[-1])
+            if len(unchecked) == steps_of_epoch:
+                _require_finite(unchecked, steps, local)
+                unchecked = []
     _require_finite(unchecked, steps, local)
-    if cost is None:
+    if cost is None or not steps:
         raise UserError(
             f"client {client.index} has {len(client.images)} images, fewer than training.batch_size "
             f"{options.batch_size}"
@@ -183,6 +211,52 @@ def train_locally(
     if device.type == "cuda":
         local.log("cuda_memory", torch.cuda.max_memory_allocated(device))
     return cost
+
+
+def _new_optimizer(model: Model, options: TrainingOptions, rate: float) -> torch.optim.Optimizer:
+    """An optimiser of the parameters that train."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    decay = options.weight_decay
+    if options.optimizer == "sgd":
+        return torch.optim.SGD(parameters, lr=rate, momentum=options.momentum, weight_decay=decay, foreach=True)
+    adam = torch.optim.AdamW if options.optimizer == "adamw" else torch.optim.Adam
+    return adam(parameters, lr=rate, weight_decay=decay, foreach=True)
+
+
+def _kind_of_step(local: LocalRound, options: TrainingOptions, regularizers: Sequence[Regularizer]) -> Hashable:
+    """All that the memory and operations of a client's step in this round depend on.
+
+    Without regularizers that is the model with its objective and one batch. A regularizer may also read the client's
+    images, what the client has received and what it remembers. Of numbers it may read the values, of tensors only the
+    shapes count.
+    """
+    client = local.client
+    of_step = (
+        structure(client.model),
+        type(local.objective),
+        repr(local.objective),
+        repr(options),
+        tuple(client.images.shape[1:]),
+        str(client.model.device),
+    )
+    if not regularizers:
+        return of_step
+    of_terms = (
+        tuple((type(regularizer), repr(regularizer)) for regularizer in regularizers),
+        local.number,
+        len(client.images),
+        None if client.public_images is None else tuple(client.public_images.shape),
+        _outline(local.received),
+        _outline(client.memory),
+        local.previous is None,
+    )
+    return of_step + of_terms
+
+
+def _outline(message: Message) -> Hashable:
+    """A message's numbers and config, and the shapes and types of its tensors."""
+    tensors = tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in message.tensors.items())
+    return tensors, tuple(message.numbers.items()), repr(message.config)
 
 
 def _require_finite(losses: list[Tensor], steps: int, local: LocalRound) -> None:

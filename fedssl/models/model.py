@@ -35,6 +35,8 @@ class Model(nn.Module):
         self.online = nn.ModuleDict(online)
         self.target = nn.ModuleDict({name: copy.deepcopy(online[name]) for name in target_parts})
         self.target.requires_grad_(False)
+        #: whether all views of a batch pass through a network in one call; training.join_views
+        self.joins_views = False
 
     @property
     def encoder(self) -> nn.Module:
@@ -64,6 +66,21 @@ class Model(nn.Module):
                     out = module(out)
         return out
 
+    def outputs_of_views(self, views: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], ...]:
+        """The outputs of each online network, in the order in which they are applied; each tuple has one a view.
+
+        Args:
+            views: normalised float32 [n, C, H, W] each.
+
+        Returns:
+            For an encoder, a projector and a predictor: representations, projections, predictions, [n, d] each.
+        """
+        batches, outputs = self._batches(views), []
+        for network in self.online.values():
+            batches = [network(batch) for batch in batches]
+            outputs.append(_by_view(batches, views))
+        return tuple(outputs)
+
     def target_project(self, images: Tensor) -> Tensor:
         """The target network's output for normalised images, without gradient: [n, d]."""
         with torch.no_grad():
@@ -71,6 +88,13 @@ class Model(nn.Module):
             for module in self.target.values():
                 out = module(out)
         return out
+
+    def target_of_views(self, views: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """`target_project` of each view."""
+        return _by_view([self.target_project(batch) for batch in self._batches(views)], views)
+
+    def _batches(self, views: tuple[Tensor, ...]) -> list[Tensor]:
+        return [torch.cat(views)] if self.joins_views and len(views) > 1 else list(views)
 
     @torch.no_grad()
     def reset_target(self) -> None:
@@ -94,3 +118,8 @@ class Model(nn.Module):
         if pairs:
             old, new = zip(*pairs, strict=True)
             torch._foreach_lerp_(old, new, 1.0 - momentum)
+
+
+def _by_view(batches: list[Tensor], views: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """One output a view, where the views may have passed through a network as one batch."""
+    return tuple(batches) if len(batches) == len(views) else batches[0].split([len(view) for view in views])

@@ -42,6 +42,9 @@ class Switch(nn.Module):
         #: an output that was computed before; if set, it is returned and the module does not run
         self.known_output: Tensor | None = None
 
+    def extra_repr(self) -> str:
+        return self.role
+
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self.role == "absent":
             return x

@@ -53,15 +53,13 @@ class BYOL(Objective):
 
     def step(self, model: Model, views: tuple[Tensor, ...], labels: Tensor) -> Step:
         online = views if self.symmetric else views[:1]
-        representations = tuple(model.encoder(view) for view in online)
-        projections = tuple(model.online["projector"](r) for r in representations)
-        predictions = tuple(model.online["predictor"](p) for p in projections)
+        representations, projections, predictions = model.outputs_of_views(online)
         targets = (views[1], views[0]) if self.symmetric else (views[1],)
-        loss = sum(
-            regression_loss(prediction, model.target_project(view))
-            for prediction, view in zip(predictions, targets, strict=True)
-        )
-        assert isinstance(loss, Tensor)
+        losses = [
+            regression_loss(prediction, target)
+            for prediction, target in zip(predictions, model.target_of_views(targets), strict=True)
+        ]
+        loss = sum(losses[1:], losses[0])
         return Step(loss / len(targets), representations, projections, predictions)
 
     def after_step(self, model: Model) -> None:

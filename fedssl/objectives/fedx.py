@@ -37,8 +37,6 @@ class FedX(Objective):
         )
 
     def step(self, model: Model, views: tuple[Tensor, ...], labels: Tensor) -> Step:
-        representations = tuple(model.encoder(view) for view in views)
-        projections = tuple(model.online["projector"](r) for r in representations)
-        predictions = tuple(model.online["predictor"](p) for p in projections)
+        representations, projections, predictions = model.outputs_of_views(views)
         first, second = (F.normalize(p, dim=1) for p in projections)
         return Step(nt_xent(first, second, self.temperature), representations, projections, predictions)

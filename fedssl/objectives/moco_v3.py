@@ -56,11 +56,9 @@ class MoCoV3(Objective):
         return Model(online, target_parts=("encoder", "projector"))
 
     def step(self, model: Model, views: tuple[Tensor, ...], labels: Tensor) -> Step:
-        representations = tuple(model.encoder(view) for view in views)
-        projections = tuple(model.online["projector"](r) for r in representations)
-        predictions = tuple(model.online["predictor"](p) for p in projections)
+        representations, projections, predictions = model.outputs_of_views(views)
         first, second = (F.normalize(p, dim=1) for p in predictions)
-        first_key, second_key = (F.normalize(model.target_project(view), dim=1) for view in views)
+        first_key, second_key = (F.normalize(key, dim=1) for key in model.target_of_views(views))
         loss = info_nce(first, second_key, self.temperature) + info_nce(second, first_key, self.temperature)
         return Step(loss, representations, projections, predictions)
 

@@ -35,7 +35,6 @@ class SimCLR(Objective):
         return Model({"encoder": encoder, "projector": projector})
 
     def step(self, model: Model, views: tuple[Tensor, ...], labels: Tensor) -> Step:
-        representations = tuple(model.encoder(view) for view in views)
-        projections = tuple(model.online["projector"](r) for r in representations)
+        representations, projections = model.outputs_of_views(views)
         first, second = (F.normalize(projection, dim=1) for projection in projections)
         return Step(nt_xent(first, second, self.temperature), representations, projections)

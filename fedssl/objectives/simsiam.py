@@ -33,9 +33,7 @@ class SimSiam(Objective):
         )
 
     def step(self, model: Model, views: tuple[Tensor, ...], labels: Tensor) -> Step:
-        representations = tuple(model.encoder(view) for view in views)
-        projections = tuple(model.online["projector"](r) for r in representations)
-        predictions = tuple(model.online["predictor"](p) for p in projections)
+        representations, projections, predictions = model.outputs_of_views(views)
         targets = tuple(p.detach() for p in projections) if self.stop_gradient else projections
         similarity = F.cosine_similarity(predictions[0], targets[1], dim=-1)
         similarity = similarity + F.cosine_similarity(predictions[1], targets[0], dim=-1)

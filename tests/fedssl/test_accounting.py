@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
+from fedssl import training
 from fedssl.accounting import StepCounter
+from fedssl.federation import build_federation
+from tests.fedssl.rounds_in_memory import train_rounds
+from tests.fedssl.test_shipped_recipes import small
 
 
 class Two(nn.Module):
@@ -78,3 +83,53 @@ def test_counting_changes_nothing():
         loss.backward()
         results.append([p.grad for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+class Counters:
+    """Stands for StepCounter in the training loop and notes each use."""
+
+    def __init__(self, monkeypatch):
+        self.used = 0
+        monkeypatch.setattr(training, "StepCounter", self._new)
+        training.STEP_COSTS.clear()
+
+    def _new(self, model):
+        self.used += 1
+        return StepCounter(model)
+
+
+def test_clients_with_equal_steps_are_counted_once(tiny, monkeypatch):
+    """Five clients of two architectures; another batch size and another round of a method without terms."""
+    recipe = tiny(
+        architectures=["small_convnet", "small_convnet_wide"],
+        partition={"name": "iid", "clients": 5},
+        training={"local_steps": 1, "batch_size": 8},
+    )
+    counters = Counters(monkeypatch)
+    train_rounds(build_federation(recipe), 2)
+    assert counters.used == 2
+    smaller = recipe.training.model_copy(update={"batch_size": 4})
+    train_rounds(build_federation(recipe.model_copy(update={"training": smaller})), 1)
+    assert counters.used == 4
+
+
+@pytest.mark.parametrize("name", ["fedca", "lw_fedssl", "fedu2", "per_ssfl", "hetero_ssfl"])
+def test_what_a_round_takes_does_not_depend_on_what_was_counted_before(name, monkeypatch):
+    """Terms that begin later, stages, unequal clients: every client's figures are those of its own count."""
+    partition = "partition={name: dirichlet, clients: 3, alpha: 0.5, min_samples: 10}"
+    logged = []
+    for remembered in (True, False):
+        training.STEP_COSTS.clear()
+        if not remembered:
+            monkeypatch.setattr(training.STEP_COSTS, "find", lambda kind: None)
+        rounds = train_rounds(build_federation(small(name, partition)), 2)
+        logged.append(
+            {
+                (number, k): (reply.metrics["memory"], reply.metrics["flops"])
+                for number, replies in rounds.replies.items()
+                if number
+                for k, reply in replies.items()
+            }
+        )
+    assert logged[0] == logged[1]
+    assert len(logged[0]) == 6

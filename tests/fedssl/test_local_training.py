@@ -240,3 +240,29 @@ def test_a_diverged_client_is_named_with_its_first_such_step(epochs, step, fails
     regularizer = Explodes(name="explodes", step=step, fails=fails)
     with pytest.raises(UserError, match=rf"client 1's loss became nan in round 1, step {step};"):
         train_locally(local, method.training, [regularizer], rounds=1)
+
+
+@pytest.mark.parametrize(("name", "architecture"), [("fedx", "small_vit"), ("byol", "small_convnet")])
+def test_views_pass_through_a_network_in_one_call_if_asked(name, architecture, tiny):
+    """Without BatchNorm, as in FedX's networks with a transformer, nothing else changes."""
+    losses, calls, batches = [], [], []
+    for join in (False, True):
+        training = {"local_epochs": 1, "batch_size": 8, "join_views": join}
+        objective = {"name": name} | ({} if name == "fedx" else {"hidden_features": 16, "output_features": 8})
+        recipe = tiny(**AVERAGED, architectures=[architecture], objective=objective, training=training)
+        client = build_federation(recipe).client(0, Message())
+        seen: list[int] = []
+        for networks in (client.model.online, client.model.target):
+            for network in networks.values():
+                network.register_forward_pre_hook(lambda module, inputs, seen=seen: seen.append(len(inputs[0])))
+        local = LocalRound(client, Message(), 1, 0, recipe.objective, recipe.augmentation)
+        train_locally(local, recipe.training, [], rounds=1, most_steps=2)
+        losses.append(local.logged()["loss"])
+        calls.append(len(seen))
+        batches.append(set(seen))
+    assert calls[1] == calls[0] / 2
+    assert batches == [{8}, {16}]
+    if name == "fedx":
+        assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    else:
+        assert 1e-4 < abs(losses[1] - losses[0]) < 0.3

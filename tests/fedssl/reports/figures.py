@@ -8,6 +8,7 @@ from fedssl.federation import build_federation
 from fedssl.recipe import Recipe
 from fedssl.reports.cost import estimate
 from fedssl.run_directory import RunDirectory
+from fedssl.training import STEP_COSTS
 
 Figures = dict[tuple[int, str, str], float]
 
@@ -20,6 +21,7 @@ def logged(path: Path) -> Figures:
 
 
 def foretold(recipe: Recipe) -> Figures:
+    STEP_COSTS.clear()  # what the run has counted is not to be taken over
     found: Figures = {}
     for cost in estimate(build_federation(recipe)):
         memory = {k: step.memory for k, step in cost.step.items()}

@@ -1,0 +1,112 @@
+"""In which floating-point type and memory layout a model's networks compute while they train."""
+
+from __future__ import annotations
+
+import functools
+import platform
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import UserError
+from .model import Model
+
+Precision = Literal["float32", "bfloat16", "float16"]
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def check_precision(precision: Precision, device: torch.device) -> None:
+    """Check that a device can train with a precision; warn once where it can but will hardly gain time.
+
+    Raises:
+        UserError: float16 on anything but CUDA.
+    """
+    if precision == "float16" and device.type != "cuda":
+        raise UserError(
+            f"training.precision float16 needs a CUDA device, got device {device.type}: use training.precision=bfloat16"
+        )
+    if precision == "bfloat16" and device.type == "cpu" and not _cpu_multiplies_bfloat16():
+        _warn_of_slow_bfloat16()
+
+
+def _cpu_multiplies_bfloat16() -> bool:
+    """Whether an x86 processor has instructions for products of bfloat16; torch tells this of x86 alone."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return True
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+@functools.cache
+def _warn_of_slow_bfloat16() -> None:
+    warnings.warn(
+        "training.precision bfloat16 is likely to be slower than float32 here, as this processor has neither "
+        "AVX512-BF16 nor AMX: use training.precision=float32",
+        stacklevel=3,
+    )
+
+
+@contextmanager
+def networks_compute_in(model: Model, precision: Precision, channels_last: bool) -> Iterator[None]:
+    """Within it, each network of a model, and each copy that is made of one, computes in the given precision.
+
+    The networks are those in `model.online` and `model.target`: encoder, heads, classifier. Whatever calls one of them
+    gets float32 back, so that losses and regularizers compute in float32 and need to know nothing of this. Weights,
+    buffers and gradients stay float32 too: `torch.autocast` casts the weights for each call, or once for all calls
+    within `torch.autocast(..., enabled=False)`.
+
+    Args:
+        model: its networks get forward hooks, which are removed at the end. Deep copies keep theirs.
+        precision: float32 changes nothing.
+        channels_last: whether images [n, C, H, W] are laid out in memory with the channels last before they enter a
+            network, after which its convolutions keep that layout.
+    """
+    hooks = _Hooks(model.device.type, _DTYPES.get(precision), channels_last)
+    handles = []
+    if hooks.change_anything:
+        for network in (*model.online.values(), *model.target.values()):
+            handles.append(network.register_forward_pre_hook(hooks.before))
+            handles.append(network.register_forward_hook(hooks.after, always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Hooks:
+    """What runs before and after a network's forward pass."""
+
+    def __init__(self, device_type: str, dtype: torch.dtype | None, channels_last: bool):
+        self.device_type, self.dtype, self.channels_last = device_type, dtype, channels_last
+        self._entered: list[torch.autocast] = []  # a network may call another one
+
+    @property
+    def change_anything(self) -> bool:
+        return self.dtype is not None or self.channels_last
+
+    def before(self, network: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        if self.dtype is not None:
+            autocast = torch.autocast(self.device_type, self.dtype)
+            autocast.__enter__()
+            self._entered.append(autocast)
+        return tuple(with_channels_last(value) for value in inputs) if self.channels_last else inputs
+
+    def after(self, network: nn.Module, inputs: tuple[Any, ...], output: Tensor | None) -> Tensor | None:
+        if self.dtype is None:
+            return output
+        self._entered.pop().__exit__(None, None, None)
+        return None if output is None else output.float()  # None: the forward pass has failed
+
+
+def with_channels_last(value: Any) -> Any:
+    """Images [n, C, H, W] with the channels last in memory, the same tensor if they are; anything else as it is."""
+    if not isinstance(value, Tensor) or value.dim() != 4:
+        return value
+    if value.stride(1) == 1 and value.is_contiguous(memory_format=torch.channels_last):
+        return value
+    # Grey images count as contiguous in both layouts, and `contiguous` would leave their strides.
+    return torch.empty_like(value, memory_format=torch.channels_last).copy_(value)

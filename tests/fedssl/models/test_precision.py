@@ -1,0 +1,165 @@
+"""Networks compute in bfloat16 or float16; what reads their outputs, and all that is kept, stays float32."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedssl.client import LocalRound
+from fedssl.errors import UserError
+from fedssl.federation import build_federation
+from fedssl.messages import Message
+from fedssl.models import precision
+from fedssl.models.precision import check_precision, networks_compute_in
+from fedssl.objectives.base import Step
+from fedssl.recipe import Recipe
+from fedssl.recipe_text import recipe_names
+from fedssl.regularizers.base import Regularizer, StepLoss
+from fedssl.training import train_locally
+from tests.fedssl.conftest import AVERAGED
+from tests.fedssl.test_shipped_recipes import small
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _single_thread(one_thread):
+    """Networks this small are slower on several threads."""
+
+
+def one_step(recipe: Recipe) -> tuple[LocalRound, dict[str, Tensor]]:
+    """Client 0's round of one step, and the gradients that it ended with."""
+    federation = build_federation(recipe)
+    method, client = federation.method, federation.client(0, Message())
+    server = method.initial_state()
+    if method.opening_round:
+        clients = list(range(len(federation.client_rows)))
+        sent = method.broadcast_opening(server, clients)
+        opened = {k: method.client_round(federation.client(k, Message()), sent[k], 0) for k in clients}
+        server = method.aggregate(server, opened, 0)
+        method.client_round(client, sent[0], 0)
+    local = method._local_round(client, method.broadcast(server, [0], 1)[0], 1)
+    if any(regularizer.needs_previous_model for regularizer in method.regularizers):
+        local.previous = client.model.online_state()
+    method.local_update.receive(local)
+    client.model.reset_target()
+    method.schedule.prepare(client.model, method.plan(client.model, 1))
+    method._train_client(local, 1)
+    gradients = {name: p.grad for name, p in client.model.named_parameters() if p.grad is not None}
+    return local, gradients
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_a_step_of_each_recipe_in_bfloat16_is_that_in_float32_but_for_rounding(name):
+    """Losses agree within 2 %: bfloat16 has 8 significant bits, and a product's terms are summed in float32."""
+    exact, exact_gradients = one_step(small(name))
+    rounded, gradients = one_step(small(name, "training.precision=bfloat16"))
+    if not exact_gradients:
+        assert name == "scratch"  # which trains nothing
+        return
+    for loss in ("loss", "total_loss"):
+        assert rounded.logged()[loss] == pytest.approx(exact.logged()[loss], rel=0.02, abs=0.02)
+    assert rounded.logged()["loss"] != exact.logged()["loss"]
+    assert gradients.keys() == exact_gradients.keys()
+    assert {gradient.dtype for gradient in gradients.values()} == {torch.float32}
+    state, expected = rounded.client.model.state_dict(), exact.client.model.state_dict()
+    assert {n: (t.dtype, t.stride()) for n, t in state.items()} == {
+        n: (t.dtype, t.stride()) for n, t in expected.items()
+    }
+    one, other = (torch.cat([g.flatten() for g in of.values()]) for of in (gradients, exact_gradients))
+    assert torch.cosine_similarity(one, other, dim=0) > 0.95
+
+
+class SeesFloat32(Regularizer):
+    """Checks what a term is given and what it gets from networks: the model's own, its target's and a copy's."""
+
+    seen: Any
+
+    def start_round(self, local: LocalRound) -> StepLoss:
+        model = local.client.model
+        other = copy.deepcopy(model)
+
+        def term(step: Step) -> Tensor:
+            assert not torch.is_autocast_enabled("cpu")  # products of losses are float32 too
+            images = step.views[0]
+            outputs = [model.represent(images), model.target_project(images), other.encoder(images)]
+            tensors = [step.loss, *step.representations, *step.projections, *step.predictions, *outputs]
+            self.seen.extend(tensor.dtype for tensor in tensors)
+            return step.loss.new_zeros(())
+
+        return term
+
+
+def training(tiny: Any, **options: Any) -> Recipe:
+    return tiny(**AVERAGED, training={"local_epochs": 1, "batch_size": 8, **options})
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("bfloat16", torch.bfloat16), ("float16", torch.float16)])
+def test_losses_and_terms_get_float32_from_networks_that_compute_in_less(name, dtype, tiny):
+    """float16's scaled loss is run through on the CPU too, where the options' check refuses it."""
+    recipe = training(tiny)
+    federation = build_federation(recipe)
+    client = federation.client(0, Message())
+    inner: list[tuple[torch.dtype, bool]] = []
+
+    def note(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        inner.append((output.dtype, output.is_contiguous(memory_format=torch.channels_last)))
+
+    client.model.encoder.blocks[3].register_forward_hook(note)  # type: ignore[union-attr,index]
+    before = client.model.online_state()
+    local = LocalRound(client, Message(), 1, 0, recipe.objective, recipe.augmentation)
+    seen: list[torch.dtype] = []
+    options = recipe.training.model_copy(update={"precision": name})
+    train_locally(local, options, [SeesFloat32(name="sees", seen=seen)], rounds=1)
+    assert set(seen) == {torch.float32}
+    assert set(inner) == {(dtype, True)}
+    assert 0 < local.logged()["loss"] < 4
+    after = client.model.online_state()
+    assert all(tensor.isfinite().all() for tensor in after.values())
+    assert any((after[n] - before[n]).abs().max() > 1e-4 for n in after if n.endswith("weight"))
+    # what follows the training, such as evaluation, computes in float32 again
+    inner.clear()
+    assert client.model.eval().represent(torch.randn(4, 1, 8, 8)).dtype == torch.float32
+    assert inner == [(torch.float32, False)]
+
+
+def test_float32_is_left_as_it_is(tiny):
+    """No hook, and the layout changes only if asked; the results are then equal but for rounding."""
+    model = build_federation(tiny()).new_model(0)
+    with networks_compute_in(model, "float32", False):
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    usual, _ = one_step(training(tiny))
+    last, _ = one_step(training(tiny, channels_last=True))
+    assert last.logged()["loss"] == pytest.approx(usual.logged()["loss"], rel=1e-5)
+
+
+def test_a_failed_forward_pass_leaves_no_autocast(tiny):
+    model = build_federation(tiny()).new_model(0)
+    with pytest.raises(RuntimeError), networks_compute_in(model, "bfloat16", True):
+        model.encoder(torch.randn(4, 5, 8, 8))
+    assert not torch.is_autocast_enabled("cpu")
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_float16_needs_cuda(tiny):
+    with pytest.raises(UserError, match=r"training\.precision float16 needs a CUDA device, got device cpu: use"):
+        build_federation(training(tiny, precision="float16"))
+    check_precision("float16", torch.device("cuda"))
+
+
+def test_a_processor_on_which_bfloat16_is_slow_is_named_once(monkeypatch):
+    precision._warn_of_slow_bfloat16.cache_clear()
+    monkeypatch.setattr(precision, "_cpu_multiplies_bfloat16", lambda: False)
+    with pytest.warns(UserWarning, match="neither AVX512-BF16 nor AMX"):
+        check_precision("bfloat16", CPU)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_precision("bfloat16", CPU)
+        check_precision("bfloat16", torch.device("cuda"))
+        check_precision("float32", CPU)
+    precision._warn_of_slow_bfloat16.cache_clear()
