@@ -197,7 +197,8 @@ class RunDirectory:
         """Store a finished round with the clients' states written in it; the other clients keep their file."""
         self._write_state("server", round_number, server)
         flush_files(self.checkpoints, self._digests)
-        files = self.checkpoint.files | self._written
+        # sorted: clients that train at a time are ready in any order
+        files = dict(sorted((self.checkpoint.files | self._written).items()))
         logs = {name: self._hash_log(name) for name in LOGS if (self.path / name).exists()}
         states = {name: digest for name in files.values() if (digest := self._digest_of_state(name))}
         known = self.checkpoint.digests.items()
