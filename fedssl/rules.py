@@ -120,8 +120,8 @@ def _sites_need_flower(recipe: Recipe) -> str | None:
 def _worker_processes_need_in_process(recipe: Recipe) -> str | None:
     if recipe.clients_parallel > 1 and recipe.engine != "in-process":
         return (
-            f"clients_parallel={recipe.clients_parallel} is for engine in-process, got engine {recipe.engine}: leave it "
-            "out (in a simulation flower.cpus and flower.client_cpus say how many clients train at a time)"
+            f"clients_parallel={recipe.clients_parallel} is for engine in-process, got engine {recipe.engine}: leave "
+            "it out (in a simulation flower.cpus and flower.client_cpus say how many clients train at a time)"
         )
     return None
 

@@ -57,8 +57,8 @@ class ParallelClients:
     gives back the answer and the next state: only this process reads and writes the run's folder. Answers are put in
     the order of the clients before anything reads them, so that a run is the same whoever is ready first.
 
-    The data set is moved into shared memory, which the workers map: it is in memory once. Images in a file are read from
-    the one that this process has open.
+    The data set is moved into shared memory, which the workers map: it is in memory once. Images in a file are read
+    from the one that this process has open.
 
     The workers are processes with a pipe each, and no pool of concurrent.futures, which would not tell on which client
     the worker was that ended.

@@ -20,6 +20,7 @@ from fedssl.engines.in_process import resume, run
 from fedssl.engines.packed_message import pack, unpack
 from fedssl.engines.progress import Silent
 from fedssl.errors import UserError
+from fedssl.federation import build_federation
 from fedssl.messages import Message
 from fedssl.run_directory import RunDirectory
 from tests.fedssl.conftest import ALIGNED, AVERAGED, FEDU2, LW_FEDSSL
@@ -135,10 +136,8 @@ def test_an_error_of_ones_own_part_comes_with_its_traceback(noisy, tmp_path):
 
 
 def test_clients_parallel_is_the_in_process_engines(noisy):
+    recipe = noisy(**AVERAGED, clients_parallel=2, engine="flower-simulation")
     with pytest.raises(UserError, match="clients_parallel=2 is for engine in-process, got engine flower-simulation"):
-        recipe = noisy(**AVERAGED, clients_parallel=2, engine="flower-simulation")
-        from fedssl.federation import build_federation
-
         build_federation(recipe)
 
 
