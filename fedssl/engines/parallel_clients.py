@@ -194,7 +194,7 @@ class ParallelClients:
 
 
 _SPECTRUM = "spectrum"
-_PRELOADED = ["fedssl.engines.parallel_clients"]
+_PRELOADED = ["fedssl.engines.parallel_clients", "torch._dynamo"]  # the first optimiser imports the second
 
 
 def _process_context() -> Any:

@@ -202,7 +202,7 @@ def processes_of_session(session: int) -> list[int]:
 @pytest.mark.parametrize("kind", ["SIGKILL", "SIGINT"])
 def test_a_stopped_command_leaves_no_process_and_resumes(kind, noisy, tmp_path):
     """Ctrl-C goes to all processes of a terminal, SIGKILL to the command alone."""
-    recipe = noisy(**FEW | METHODS["fedbyol"] | {"rounds": 40})
+    recipe = noisy(**FEW | METHODS["fedbyol"] | {"rounds": 12})
     run(recipe, tmp_path / "whole")
     (tmp_path / "recipe.yaml").write_text(recipe.model_copy(update={"clients_parallel": 2}).to_yaml())
     path = tmp_path / "stopped"
