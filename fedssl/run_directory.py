@@ -331,11 +331,9 @@ class RunDirectory:
         """Remove states that no longer count, and nothing else that may lie there."""
         used = set(self.checkpoint.files.values())
         try:
-            for path in self.checkpoints.iterdir():
-                if path.name not in used and re.fullmatch(
-                    rf"{STATE_FILE}(\.partial)?|manifest\.json\.partial", path.name
-                ):
-                    path.unlink(missing_ok=True)
+            for name in os.listdir(self.checkpoints):
+                if name not in used and re.fullmatch(rf"{STATE_FILE}(\.partial)?|manifest\.json\.partial", name):
+                    (self.checkpoints / name).unlink(missing_ok=True)
         except OSError as error:
             raise cannot_write(self.checkpoints, error) from error
 

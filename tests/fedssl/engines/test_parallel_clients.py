@@ -77,6 +77,17 @@ def test_two_clients_at_a_time_give_the_same_run(method, one_after_another, nois
     assert multiprocessing.active_children() == []
 
 
+def test_the_order_in_which_clients_are_ready_leaves_no_trace_in_the_folder(tmp_path):
+    manifests = []
+    for order in ([1, 2, 0], [2, 0, 1]):
+        directory = RunDirectory.create(tmp_path / str(order[0]), {"recipe.yaml": "{}"})
+        for k in order:
+            directory.write_client(k, 1, Message({"a": torch.ones(k + 1)}))
+        directory.commit(1, Message(), finished=False)
+        manifests.append((directory.checkpoints / "manifest.json").read_bytes())
+    assert manifests[0] == manifests[1]
+
+
 class KillsWorkers(Silent):
     """Kills all workers when the second client of the second round is about to begin."""
 
