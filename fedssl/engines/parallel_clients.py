@@ -181,7 +181,7 @@ class ParallelClients:
     def _lost(self, connection: Connection, client: int) -> UserError:
         """The error of a worker process that ended while it worked on a client."""
         worker = self._workers[connection]
-        worker.join()
+        worker.join(timeout=10)  # seconds; it has closed its pipe, so that it has ended or is about to
         code = worker.exitcode or 0
         ended = f"was ended by signal {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         cause = (
