@@ -99,7 +99,7 @@ def measure_row(clients: int, images: int, rounds: int) -> dict[str, float]:
     federation = build_federation(load_recipe("fedbyol", overrides), dataset)
     built = time.perf_counter() - start
     training = TrainingTimer()
-    method.train_locally = training  # type: ignore[assignment]
+    method.train_locally = training
     with tempfile.TemporaryDirectory() as folder:
         directory = RunDirectory.create(Path(folder) / "run", first_files(federation))
         gauge = Gauge(training, directory.checkpoints, rounds + 1)
