@@ -1,8 +1,9 @@
 """Two random views of each image with BYOL's augmentation: 32, 96 and 224 pixels, uint8 in, normalised float32 out.
 
 The error is against the same parameters in plain PyTorch (fedkernels/reference/two_views.py), relative to the largest
-entry. The peers draw other random numbers from the same distributions, so they have no error; times are for both views
-of the whole batch.
+entry. The peers draw other random numbers from the same distributions, so they have no error. Times are for both views
+of the whole batch. The first peer is what fedssl used before (batched_augmentation.py). One size measures memory alone,
+with 16 times the images of the first: what is needed beyond the outputs must not grow with them.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from benchmarks.batched_augmentation import augment
 from benchmarks.case import Bar, Case, Floor, Implementation, Inputs, Outputs, Work
 from fedkernels import ViewKey, ViewOptions, two_views, view_parameters
 from fedkernels.reference.two_views import blur_kernel_size
@@ -23,14 +25,16 @@ from fedkernels.reference.two_views import two_views as reference
 
 OPTIONS = ViewOptions()
 KEY = ViewKey(seed=0, client=1, round=2, epoch=3)
-AUGMENT = "fedssl.data.augmentation.augment"
+BATCHED = "plain PyTorch, batched"
 KORNIA = "kornia, batched"
 LOADER = "torchvision in a DataLoader with two workers"
 SIZES = ((128, 32), (64, 96), (16, 224))  # images, pixels of a side
+MEMORY_SIZE = (2048, 32)
 
 
 def cases(quick: bool) -> tuple[Case, ...]:
-    return tuple(_case(count, side) for count, side in (((4, 12),) if quick else SIZES))
+    timed = tuple(_case(count, side) for count, side in (((4, 12),) if quick else SIZES))
+    return (*timed, _memory_case(*((64, 12) if quick else MEMORY_SIZE)))
 
 
 def _case(count: int, side: int) -> Case:
@@ -40,19 +44,39 @@ def _case(count: int, side: int) -> Case:
         tiny=partial(_inputs, 2, 8),
         implementations=(
             Implementation("fedkernels.two_views", _ours),
-            Implementation(AUGMENT, _augment, note="one call for each view; one order of the jitter for a batch"),
-            Implementation(KORNIA, _kornia, package="kornia", note="each image its own parameters, one order a batch"),
+            *_batched_peers(),
             Implementation(LOADER, _loader, package="torchvision", note="PIL images, workers that stay"),
         ),
         truth=_truth,
         floor=Floor("a conversion of the images to float32 for each view", _floor),
         bars=(
-            Bar(faster_than=(AUGMENT,), times=4.0),
+            Bar(faster_than=(BATCHED,), times=4.0),
             Bar(faster_than=(KORNIA,), times=10.0),
             Bar(faster_than=(LOADER,), times=20.0),
             Bar(extra_mib=8.0),
             Bar(error=1e-5),
         ),
+    )
+
+
+def _batched_peers() -> tuple[Implementation, ...]:
+    return (
+        Implementation(BATCHED, _batched, note="fedssl's earlier augmentation; one order of the jitter a batch"),
+        Implementation(KORNIA, _kornia, package="kornia", note="each image its own parameters, one order a batch"),
+    )
+
+
+def _memory_case(count: int, side: int) -> Case:
+    return Case(
+        size=f"{count} images of 3 x {side} x {side}, memory alone",
+        inputs=partial(_inputs, count, side),
+        tiny=partial(_inputs, 2, 8),
+        implementations=(
+            Implementation("fedkernels.two_views", _ours),
+            *_batched_peers(),
+        ),
+        bars=(Bar(extra_mib=8.0),),
+        timed=False,
     )
 
 
@@ -110,11 +134,9 @@ def _floor(inputs: Inputs) -> Callable[[], None]:
 # Peers
 
 
-def _augment(inputs: Inputs) -> Outputs:
-    augmentation = importlib.import_module("fedssl.data.augmentation")
-    options, generator = augmentation.AugmentationOptions(), torch.Generator().manual_seed(0)
-    views = [augmentation.augment(inputs["images"], options, generator) for _ in range(2)]
-    return dict(zip(("first view", "second view"), views, strict=True))
+def _batched(inputs: Inputs) -> Outputs:
+    generator = torch.Generator().manual_seed(0)
+    return {f"{view} view": augment(inputs["images"], OPTIONS, generator) for view in ("first", "second")}
 
 
 def _kornia(inputs: Inputs) -> Outputs:

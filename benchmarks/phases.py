@@ -50,7 +50,7 @@ def places(recipe: Recipe) -> list[Place]:
     optimizer = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW"}[recipe.training.optimizer]
     directory = "fedssl.run_directory:RunDirectory"
     return [
-        Place("augment", "fedssl.training:augment"),
+        Place("augment", "fedssl.client:LocalRound.views"),
         Place("forward", f"{_path(recipe.objective)}.step"),
         Place("backward", "torch:Tensor.backward"),
         Place("optimizer", f"torch.optim:{optimizer}.step"),

@@ -8,12 +8,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .data.augmentation import AugmentationOptions
+from fedkernels import ViewKey
+
+from .augmentations.base import Augmentation, draw_views
 from .data.stored_images import Images
 from .messages import Message
 from .models.model import Model
 from .objectives.base import Objective
-from .randomness import generator_for
+from .randomness import generator_for, seed_for
 
 
 @dataclass
@@ -45,7 +47,9 @@ class LocalRound:
         client: the client.
         received: the server's message of this round.
         number: the round, from 1 (0 is the opening round, in which nothing is trained).
-        seed: the run's seed; `generator` derives streams from it.
+        seed: the run's seed; `generator` and `views` derive streams from it.
+        objective: what the client minimises.
+        augmentation: makes the views of `views`.
         previous: the client's online network as it was before it received anything in this round, by state-dict name;
             only where a regulariser asks for it (`needs_previous_model`).
     """
@@ -55,13 +59,32 @@ class LocalRound:
     number: int
     seed: int
     objective: Objective
-    augmentation: AugmentationOptions
+    augmentation: Augmentation
     previous: dict[str, Tensor] | None = None
     _logged: dict[str, list[float | Tensor]] = field(default_factory=lambda: defaultdict(list))
 
     def generator(self, purpose: str) -> torch.Generator:
         """A generator of this client's, this round's and this purpose's own."""
         return generator_for(self.seed, "client", self.client.index, "round", self.number, purpose)
+
+    def views(
+        self, images: Tensor, samples: Tensor, purpose: str, epoch: int = 0, count: int = 2
+    ) -> tuple[Tensor, ...]:
+        """Random views of a batch, of this client's, this round's and this purpose's own.
+
+        Args:
+            images: uint8 [n, C, H, W].
+            samples: int64 [n] on the CPU, the images' numbers in their data set, such as their rows in `client.images`.
+            purpose: what the views are for. Another purpose gets other views of the same images.
+            epoch: how often the client has gone through the images before in this round, for this purpose.
+            count: number of views.
+
+        Returns:
+            `count` tensors float32 [n, C, H, W], normalised, on the model's device.
+        """
+        number = self.client.index % 2**32  # the server's number is -1
+        key = ViewKey(seed_for(self.seed, "views", purpose), number, self.number, epoch)
+        return draw_views(self.augmentation, images, samples, key, self.client.model.device, count)
 
     def log(self, name: str, value: float | Tensor) -> None:
         """Log a number, or a scalar tensor, which is read from its device only when the round is over.

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from .accounting import StepCost
 from .aggregators.base import PROJECTION, PUBLIC_IMAGES, Aggregator, Shape
+from .augmentations.base import Augmentation
 from .client import Client, LocalRound
-from .data.augmentation import AugmentationOptions
 from .guard import REFUSED, Asked, GuardOptions, refusals, require_answers
 from .local_updates.base import LocalUpdate
 from .local_updates.replace import Replace
@@ -50,7 +50,7 @@ class Method:
     aggregators: tuple[Aggregator, ...]
     local_update: LocalUpdate
     training: TrainingOptions
-    augmentation: AugmentationOptions
+    augmentation: Augmentation
     rounds: int
     seed: int
     global_model: Model | None

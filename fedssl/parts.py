@@ -43,7 +43,7 @@ def part_class(folder: str, name: str) -> type[Part]:
     """The class behind a part's name.
 
     Args:
-        folder: `objectives`, `regularizers`, `schedules`, `aggregators` or `local_updates`.
+        folder: `objectives`, `augmentations`, `regularizers`, `schedules`, `aggregators` or `local_updates`.
         name: a file name in that folder, a path to a `.py` file, or a dotted module.
 
     Raises:

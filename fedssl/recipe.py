@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, InstanceOf, SerializeAsAny
 
 from .aggregators.base import Aggregator
-from .data.augmentation import AugmentationOptions
+from .augmentations.base import Augmentation
 from .data.options import DataOptions
 from .data.partitions import PartitionOptions
 from .engine_options import EngineName, FlowerOptions, Place
@@ -68,7 +68,7 @@ class Recipe(Options):
     model: ModelOptions = Field(ModelOptions(), description="what the encoders start from")
     data: DataOptions = Field(DataOptions(), description="the images")
     partition: PartitionOptions = Field(PartitionOptions(), description="how the images are divided among the clients")
-    augmentation: AugmentationOptions = Field(AugmentationOptions(), description="the random views of each image")
+    augmentation: SerializeAsAny[InstanceOf[Augmentation]] = Field(..., description="the random views of each image")
     objective: SerializeAsAny[InstanceOf[Objective]] = Field(..., description="the loss that every client minimises")
     regularizers: list[SerializeAsAny[InstanceOf[Regularizer]]] = Field(
         default_factory=list, description="terms that are added to the objective"

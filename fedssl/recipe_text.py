@@ -24,11 +24,14 @@ from .untrusted.strict_yaml import MOST_BYTES, parse_yaml
 #: recipe keys that hold parts: the folder in which each is looked up, and whether the key holds a list of parts
 PART_KEYS: dict[str, tuple[str, bool]] = {
     "objective": ("objectives", False),
+    "augmentation": ("augmentations", False),
     "regularizers": ("regularizers", True),
     "schedule": ("schedules", False),
     "aggregators": ("aggregators", True),
     "local_update": ("local_updates", False),
 }
+#: the part that a key holds where the recipe names none
+DEFAULT_PARTS = {"augmentation": "random_views"}
 _MOST_KEYS = 20  # in an override's path
 _LONGEST_INPUT = 200  # characters of a wrong value that a message repeats
 #: what a message says of a pattern
@@ -116,6 +119,11 @@ def with_paths_from(folder: Path, part: Any) -> Any:
     return part
 
 
+def part_name(key: str, part: Any) -> Any:
+    """The name of a part as a recipe's mapping gives it under a key, alone or in a mapping; None where it has none."""
+    return part.get("name", DEFAULT_PARTS.get(key)) if isinstance(part, dict) else part
+
+
 def own_parts(values: dict[str, Any]) -> list[str]:
     """The parts of a recipe's mapping that do not ship with fedssl: names of Python files and of modules.
 
@@ -187,7 +195,7 @@ def apply_override(values: dict[str, Any], override: str) -> None:
         if last:
             # another part under the same key has other options: the old part's are not carried over
             renamed = key == "name" and ".".join(keys[:-1]).split(".")[0] in PART_KEYS
-            if renamed and isinstance(target, dict) and target.get("name") != value:
+            if renamed and isinstance(target, dict) and part_name(keys[0], target) != value:
                 target.clear()
             target[index] = value
         else:
@@ -230,6 +238,9 @@ def check_recipe(values: dict[str, Any], source: str, recipe: type[RecipeModel],
     """
     problems: list[str] = []
     values = dict(values)
+    for key, name in DEFAULT_PARTS.items():
+        if isinstance(values.setdefault(key, {}), dict):
+            values[key] = {"name": name} | values[key]
     for key, (folder, many) in PART_KEYS.items():
         if key not in values:
             continue

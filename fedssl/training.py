@@ -14,8 +14,7 @@ from torch import Tensor
 
 from .accounting import StepCost, StepCounter
 from .client import LocalRound
-from .data.augmentation import augment
-from .data.batches import round_batches
+from .data.batches import batches_of_epoch, round_batches
 from .errors import UserError
 from .messages import Message
 from .models.model import Model
@@ -137,20 +136,17 @@ def train_locally(
         optimizer = adam(parameters, lr=rate, weight_decay=options.weight_decay, foreach=True)
     if keep_optimizer:
         _continue_optimizer(optimizer, model, client.memory)
-    order, augmentation = local.generator("order"), local.generator("augmentation")
+    order = local.generator("order")
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     counter = StepCounter(model)
     cost: StepCost | None = None
     steps = 0
     batches = round_batches(len(client.images), options.batch_size, options.local_epochs, options.local_steps, order)
-    steps_of_epoch = max(1, len(client.images) // options.batch_size)
+    steps_of_epoch = batches_of_epoch(len(client.images), options.batch_size)
     unchecked: list[Tensor] = []  # losses since the last check
     for rows in itertools.islice(batches, most_steps):
-        images = client.images[rows]
-        views: tuple[Tensor, ...] = tuple(
-            augment(images, local.augmentation, augmentation).to(device) for _ in range(objective.views)
-        )
+        views = local.views(client.images[rows], rows, "training", steps // steps_of_epoch, objective.views)
         try:
             with counter.forward() if cost is None else nullcontext():
                 step = objective.step(model, views, client.labels[rows].to(device))

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from pydantic import Field
 
 from ..client import LocalRound
-from ..data.augmentation import normalize
+from ..data.pixels import normalize
 from ..errors import UserError
 from ..messages import Message
 from ..models.model import Model

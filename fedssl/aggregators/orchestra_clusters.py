@@ -15,7 +15,6 @@ from pydantic import Field
 from torch import Tensor
 
 from ..client import LocalRound
-from ..data.augmentation import augment
 from ..errors import UserError
 from ..messages import Message
 from ..models.model import Model
@@ -129,10 +128,11 @@ def target_of(message: Message) -> dict[str, Tensor]:
 @torch.no_grad()
 def fill_memory(local: LocalRound, model: OrchestraModel) -> None:
     """Fill a client's memory with target projections of augmented images; BatchNorm's statistics stay as they are."""
-    images, generator = local.client.images, local.generator("memory")
-    order = torch.randperm(len(images), generator=generator)
+    images = local.client.images
+    order = torch.randperm(len(images), generator=local.generator("memory"))
     rows = order[torch.arange(len(model.memory)) % len(order)]
-    views = augment(images[rows], local.augmentation, generator).to(model.device)
+    parts = rows.split(len(order))  # more than one where there are fewer images than places
+    views = torch.cat([local.views(images[part], part, "memory", n, count=1)[0] for n, part in enumerate(parts)])
     model.remember(F.normalize(copy.deepcopy(model).train().target_project(views), dim=1))
 
 

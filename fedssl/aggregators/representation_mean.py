@@ -9,7 +9,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ..client import LocalRound
-from ..data.augmentation import normalize
+from ..data.pixels import normalize
 from ..errors import UserError
 from ..evaluation.spectrum import effective_rank
 from ..messages import Message

@@ -36,6 +36,11 @@ def round_batches(
         yield from itertools.islice(endless_batches(samples, batch_size, generator), steps)
 
 
+def batches_of_epoch(samples: int, batch_size: int) -> int:
+    """How many batches one pass over the samples has, in `round_batches` and in `endless_batches`; at least 1."""
+    return max(1, samples // batch_size)
+
+
 def endless_batches(samples: int, batch_size: int, generator: torch.Generator) -> Iterator[Tensor]:
     """Row numbers of full batches without end, a new order for each pass; all rows where there are fewer."""
     size = min(batch_size, samples)

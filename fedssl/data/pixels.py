@@ -1,4 +1,4 @@
-"""From arrays of pixels to image tensors, uint8 [n, C, H, W], and to another size."""
+"""From arrays of pixels to image tensors, uint8 [n, C, H, W], to another size, and to what networks take."""
 
 from typing import Any
 
@@ -11,6 +11,16 @@ from ..errors import UserError
 from .windows import Window, apply_window, range_of_type
 
 _RESIZED_AT_A_TIME = 1024
+
+
+def normalize(images: Tensor) -> Tensor:
+    """uint8 [..., C, H, W] to float32 (x / 255 - 0.5) / 0.25, which lies in [-2, 2].
+
+    The constants are fixed instead of measured, so that no client's pixel statistics leave it.
+    """
+    if images.dtype != torch.uint8:
+        raise TypeError(f"images must be uint8 with values 0 to 255, got {images.dtype}")
+    return images.float().mul_(4 / 255).sub_(2)
 
 
 def to_uint8(arrays: dict[str, NDArray[Any]], window: Window | None = None) -> dict[str, NDArray[np.uint8]]:

@@ -7,11 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..data.augmentation import AugmentationOptions, two_views
+from fedkernels import ViewKey
+
+from ..augmentations.base import Augmentation, draw_views
+from ..augmentations.random_views import RandomViews
 from ..data.datasets import Dataset
-from ..data.stored_images import images_of_rows
 from ..errors import UserError
 from ..models.model import CLASSIFIER, Model
+from ..randomness import seed_for
 from .alignment import alignment
 from .features import extract_features, extract_view_features
 from .fine_tune import FineTuneOptions, fine_tuned_scores
@@ -35,7 +38,7 @@ def evaluate_model(
     linear: bool,
     fractions: Sequence[float] = (),
     fine_tune: FineTuneOptions | None = None,
-    augmentation: AugmentationOptions = AugmentationOptions(),  # noqa: B008 (frozen)
+    augmentation: Augmentation = RandomViews(),  # noqa: B008 (frozen)
     own_classes: bool = True,
 ) -> tuple[dict[str, float], Tensor]:
     """Measure a model's encoder.
@@ -123,13 +126,14 @@ def check_labels(dataset: Dataset, fractions: Sequence[float], fine_tune: FineTu
 
 
 def _measures_without_classes(
-    model: Model, dataset: Dataset, features: Tensor, augmentation: AugmentationOptions, seed: int
+    model: Model, dataset: Dataset, features: Tensor, augmentation: Augmentation, seed: int
 ) -> tuple[dict[str, float], Tensor]:
     """Measures that need no labels, of the measured images, whose representations are `features` [m, d]."""
-    generator = torch.Generator().manual_seed(seed)
+    images = dataset.measured_images
+    key = ViewKey(seed_for(seed, "alignment"))
     pairs = []
-    for part in images_of_rows(dataset.measured_images, slice(0, _COMPARED_IMAGES)).split(_VIEWS_AT_A_TIME):
-        views = two_views(part, augmentation, generator)
+    for rows in torch.arange(min(len(images), _COMPARED_IMAGES)).split(_VIEWS_AT_A_TIME):
+        views = draw_views(augmentation, images[rows], rows, key, model.device)
         pairs.append([extract_view_features(model.encoder, view, device=model.device) for view in views])
     first, second = (torch.cat(parts) for parts in zip(*pairs, strict=True))
     metrics = {"effective_rank": effective_rank(features), "alignment": alignment(first, second)}

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ..data.augmentation import normalize
 from ..data.datasets import Dataset
+from ..data.pixels import normalize
 from ..data.stored_images import Images
 from ..errors import UserError
 

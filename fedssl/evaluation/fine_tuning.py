@@ -12,17 +12,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..data.augmentation import AugmentationOptions, augment, normalize
+from fedkernels import ViewKey
+
+from ..augmentations.base import draw_views
+from ..augmentations.random_views import RandomViews
+from ..data.pixels import normalize
 from ..data.stored_images import Images
 from ..errors import UserError
-from ..randomness import seeded_on
+from ..randomness import seed_for, seeded_on
 from .features import extract_features, extract_outputs
 
 Augmentation = Literal["none", "crop_and_flip", "rand_augment"]
 
 _MOMENTUM = 0.9
 #: FedU2's released code (semi_eval.py): a square of 0.64 to 1 of the area, and a mirror image in half of the cases
-_CROP_AND_FLIP = AugmentationOptions(
+_CROP_AND_FLIP = RandomViews(
     crop_scale=(0.64, 1.0), crop_ratio=(1.0, 1.0), flip=0.5, jitter_probability=0.0, grayscale=0.0, blur=0.0
 )
 
@@ -72,12 +76,12 @@ def fine_tuned_network(
         labels: int64 [n], 0 to classes - 1.
         classes: number of outputs of the linear layer.
         tuning: see `FineTuning`.
-        seed: decides the linear layer, RandAugment and any dropout; torch's global random generators are left as they
-            were.
-        generator: on the CPU; decides the order of the batches, and the crops and mirror images.
+        seed: decides the linear layer, what is drawn for the images, and any dropout; torch's global random generators
+            are left as they were.
+        generator: on the CPU; decides the order of the batches.
         device: where to compute.
     """
-    prepare = _preparation(tuning.augmentation, generator)
+    prepare = _preparation(tuning.augmentation, seed, device)
     tuned = copy.deepcopy(encoder).requires_grad_(True)
     with seeded_on(device, seed), torch.enable_grad():
         width = extract_features(tuned, images[:1], device=device).shape[1]
@@ -86,11 +90,12 @@ def fine_tuned_network(
         optimizer = _optimizer(tuned, classifier, tuning)
         steps = -(-len(images) // tuning.batch_size)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate_factor(step, steps, tuning))
-        for _ in range(tuning.epochs):
+        for epoch in range(tuning.epochs):
             for batch in torch.randperm(len(images), generator=generator).split(tuning.batch_size):
                 # BatchNorm refuses the statistics of one image, which mean nothing: use the running ones.
                 network.train(len(batch) > 1)
-                loss = F.cross_entropy(network(prepare(images[batch]).to(device)), labels[batch].to(device))
+                prepared = prepare(images[batch], batch, epoch).to(device)
+                loss = F.cross_entropy(network(prepared), labels[batch].to(device))
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
@@ -139,14 +144,21 @@ def _optimizer(encoder: nn.Module, classifier: nn.Module, tuning: FineTuning) ->
     return torch.optim.SGD(groups, lr=rate, momentum=_MOMENTUM, nesterov=nesterov, weight_decay=tuning.weight_decay)
 
 
-def _preparation(augmentation: Augmentation, generator: torch.Generator) -> Callable[[Tensor], Tensor]:
-    """From uint8 images [n, C, H, W] to what the network takes, normalised float32 [n, C, H, W]."""
+def _preparation(
+    augmentation: Augmentation, seed: int, device: torch.device
+) -> Callable[[Tensor, Tensor, int], Tensor]:
+    """From uint8 images [n, C, H, W], their row numbers [n] and the epoch to normalised float32 [n, C, H, W]."""
     if augmentation == "crop_and_flip":
-        return lambda images: augment(images, _CROP_AND_FLIP, generator)
+        key = ViewKey(seed_for(seed, "fine-tuning", "views"))
+
+        def crop_and_flip(images: Tensor, rows: Tensor, epoch: int) -> Tensor:
+            return draw_views(_CROP_AND_FLIP, images, rows, key._replace(epoch=epoch), device, count=1)[0]
+
+        return crop_and_flip
     if augmentation == "rand_augment":
         from torchvision.transforms import RandAugment
 
         rand_augment = RandAugment()
         # One by one, as a call draws one set of operations.
-        return lambda images: normalize(torch.stack([rand_augment(image) for image in images]))
-    return normalize
+        return lambda images, rows, epoch: normalize(torch.stack([rand_augment(image) for image in images]))
+    return lambda images, rows, epoch: normalize(images)

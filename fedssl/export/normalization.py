@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-#: of pixels between 0 and 1, in every channel; the same as `data.augmentation.normalize` on uint8
+#: of pixels between 0 and 1, in every channel; the same as `data.pixels.normalize` on uint8
 MEAN, STD = 0.5, 0.25
 
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from ..data.augmentation import AugmentationOptions
+from ..augmentations.base import Augmentation
 from ..models.model import Model
 from ..parts import Part
 
@@ -62,7 +62,7 @@ class Objective(Part):
         """Views whose outputs of the online network a step returns: the length of `Step`'s tuples."""
         return self.views
 
-    def training_augmentation(self, augmentation: AugmentationOptions) -> AugmentationOptions:
+    def training_augmentation(self, augmentation: Augmentation) -> Augmentation:
         """The augmentation that clients train with, from the recipe's, which is made for self-supervised methods."""
         return augmentation
 

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from ..data.augmentation import AugmentationOptions
+from ..augmentations.base import Augmentation
+from ..augmentations.random_views import RandomViews
 from ..models.model import CLASSIFIER, Model
 from .base import Objective, Step
 
@@ -22,7 +23,7 @@ class Supervised(Objective):
     cropped a little and mirrored with the recipe's probability `augmentation.flip`, and nothing else is done. The
     crop has 0.64 to 1 of the area, so at least 0.8 of each side, as in FedU2's released code where it trains on labels
     (semi_eval.py). It stands for the usual crop of a padded image, which moves a 32x32 image by up to 4 pixels.
-    Hetero-SSFL does not say how its supervised FedAvg augments.
+    Hetero-SSFL does not say how its supervised FedAvg augments. An augmentation of your own is used as it is.
     """
 
     needs_labels: ClassVar[bool] = True
@@ -36,10 +37,11 @@ class Supervised(Objective):
     def views(self) -> int:
         return 1
 
-    def training_augmentation(self, augmentation: AugmentationOptions) -> AugmentationOptions:
-        if not self.mild_augmentation:
+    def training_augmentation(self, augmentation: Augmentation) -> Augmentation:
+        if not self.mild_augmentation or type(augmentation) is not RandomViews:
             return augmentation
-        return AugmentationOptions(
+        return RandomViews(
+            name=augmentation.name,
             crop_scale=(0.64, 1.0),
             crop_ratio=(1.0, 1.0),
             flip=augmentation.flip,

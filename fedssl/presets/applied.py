@@ -12,7 +12,7 @@ from typing import Any
 
 from ..data.outline import DataOutline, outline
 from ..errors import UserError
-from ..recipe_text import PART_KEYS, PartModel, apply_override, with_paths_from
+from ..recipe_text import PART_KEYS, PartModel, apply_override, part_name, with_paths_from
 from .preset import PAPER, Preset, preset_names, read_preset
 
 AUTO, NONE = "auto", "none"
@@ -149,6 +149,8 @@ def _fill_in(values: dict[str, Any], settings: dict[str, Any]) -> None:
             values[key] = copy.deepcopy(setting)
         elif key == "partition" and "name" in (values[key] if isinstance(values[key], dict) else {}):
             values[key].setdefault("clients", setting["clients"])  # the rest belongs to the preset's partition
+        elif key in PART_KEYS and part_name(key, values[key]) != part_name(key, setting):
+            continue  # the options of another part
         elif isinstance(values[key], dict) and isinstance(setting, dict):
             _fill_in(values[key], setting)
 

@@ -12,8 +12,8 @@ from fedkernels import linear_cka, linear_cka_to_kernel
 
 from ..aggregators.representation_mean import FACTOR, KERNEL, WHITENING
 from ..client import LocalRound
-from ..data.augmentation import normalize
 from ..data.batches import endless_batches
+from ..data.pixels import normalize
 from ..models.batch_statistics import running_statistics, untouched_running_statistics
 from ..objectives.base import Step
 from .base import Regularizer, StepLoss

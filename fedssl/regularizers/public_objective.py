@@ -9,8 +9,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ..client import LocalRound
-from ..data.augmentation import two_views
-from ..data.batches import endless_batches
+from ..data.batches import batches_of_epoch, endless_batches
 from ..errors import UserError
 from ..models.batch_statistics import untouched_running_statistics
 from ..objectives.base import Objective, Step
@@ -43,13 +42,14 @@ class PublicObjective(Regularizer):
     def start_round(self, local: LocalRound) -> StepLoss:
         assert local.client.public_images is not None
         model, public = local.client.model, local.client.public_images
-        batches = endless_batches(len(public), self.batch_size, local.generator("public_objective order"))
-        augmentation = local.generator("public_objective augmentation")
+        order = local.generator("public_objective order")
+        batches = enumerate(endless_batches(len(public), self.batch_size, order))
+        batches_per_epoch = batches_of_epoch(len(public), self.batch_size)
         no_labels = torch.zeros(min(self.batch_size, len(public)), dtype=torch.int64, device=model.device)
 
         def term(step: Step) -> Tensor:
-            images = public[next(batches)]
-            views = tuple(v.to(model.device) for v in two_views(images, local.augmentation, augmentation))
+            number, rows = next(batches)
+            views = local.views(public[rows], rows, "public_objective", number // batches_per_epoch)
             with untouched_running_statistics(model):
                 loss = local.objective.step(model, views, no_labels).loss
             local.log("public_loss", loss.detach())

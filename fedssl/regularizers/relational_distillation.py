@@ -11,8 +11,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ..client import LocalRound
-from ..data.augmentation import augment
-from ..data.batches import endless_batches
+from ..data.batches import batches_of_epoch, endless_batches
 from ..errors import UserError
 from ..models.model import Model
 from ..objectives.base import Objective, Step
@@ -34,10 +33,11 @@ def relational_loss(first: Tensor, second: Tensor, others: Tensor, temperature: 
 
 
 def other_images(local: LocalRound, batch_size: int, purpose: str) -> Iterator[Tensor]:
-    """Endless augmented, normalised batches of the client's own images on its device, with generators of their own."""
-    client, generator = local.client, local.generator(f"{purpose} augmentation")
-    for rows in endless_batches(len(client.images), batch_size, local.generator(f"{purpose} order")):
-        yield augment(client.images[rows], local.augmentation, generator).to(client.model.device)
+    """Endless batches of the client's own images, one view of each on its device, with random numbers of their own."""
+    images = local.client.images
+    batches_per_epoch = batches_of_epoch(len(images), batch_size)
+    for number, rows in enumerate(endless_batches(len(images), batch_size, local.generator(f"{purpose} order"))):
+        yield local.views(images[rows], rows, purpose, number // batches_per_epoch, count=1)[0]
 
 
 class RelationalDistillation(Regularizer):

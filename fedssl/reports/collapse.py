@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..data.augmentation import two_views
+from fedkernels import ViewKey
+
+from ..augmentations.base import draw_views
 from ..engines.rounds import models_to_evaluate
 from ..evaluation.alignment import alignment
 from ..evaluation.features import extract_features, extract_view_features, require_measured_images
@@ -101,7 +103,8 @@ def analyse_collapse(federation: Federation, directory: RunDirectory) -> Collaps
     measured = data.measured_images
     order = torch.randperm(len(measured), generator=generator)[:_TEST_IMAGES]
     images = measured[order]
-    views = two_views(images, recipe.augmentation, generator_for(recipe.seed, "collapse", "views"))
+    key = ViewKey(seed_for(recipe.seed, "collapse", "views"))
+    views = draw_views(recipe.augmentation, images, order, key, federation.device)
     features: dict[str, Tensor] = {}
     models: dict[str, Geometry] = {}
     for who, model in _models(federation, directory):

@@ -17,7 +17,7 @@ from rich.table import Table as TextTable
 
 from ..accounting import ProductsLeftOut, StepCost, StepCounter
 from ..client import Client
-from ..data.augmentation import normalize
+from ..data.pixels import normalize
 from ..data.stored_images import images_of_rows
 from ..errors import UserError
 from ..federation import Federation

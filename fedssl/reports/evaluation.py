@@ -9,7 +9,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ..data.augmentation import AugmentationOptions
+from ..augmentations.base import Augmentation
+from ..augmentations.random_views import RandomViews
 from ..data.datasets import Dataset
 from ..data.options import DataOptions
 from ..engines.rounds import models_to_evaluate
@@ -132,7 +133,7 @@ def _measure(
     dataset: Dataset,
     options: EvaluationOptions,
     seed: int,
-    augmentation: AugmentationOptions = AugmentationOptions(),  # noqa: B008 (frozen)
+    augmentation: Augmentation = RandomViews(),  # noqa: B008 (frozen)
     own_classes: bool = True,
 ) -> dict[str, float]:
     measures, _ = evaluate_model(

@@ -15,7 +15,7 @@ from ..evaluation.downstream import PREFIX
 from ..options import Options
 from ..reading import complete_recipe
 from ..recipe import Recipe
-from ..recipe_text import PART_KEYS, explain_errors, read_values, shipped_names
+from ..recipe_text import PART_KEYS, explain_errors, part_name, read_values, shipped_names
 from ..reports.metrics import OF_ARCHITECTURE
 from ..untrusted.printable import NAME_PATTERN, TEXT_PATTERN
 
@@ -256,7 +256,7 @@ def _merge(values: dict[str, Any], changes: dict[str, Any], top: bool = True) ->
     for key, change in changes.items():
         old = merged.get(key)
         if isinstance(old, dict) and isinstance(change, dict):
-            another_part = top and key in PART_KEYS and change.get("name", old.get("name")) != old.get("name")
+            another_part = top and key in PART_KEYS and change.get("name", part_name(key, old)) != part_name(key, old)
             merged[key] = copy.deepcopy(change) if another_part else _merge(old, change, top=False)
         else:
             merged[key] = copy.deepcopy(change)  # a copy, as overrides change the merged values in place

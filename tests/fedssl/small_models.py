@@ -7,8 +7,8 @@ import math
 import torch
 from torch import nn
 
+from fedssl.augmentations.random_views import RandomViews
 from fedssl.client import Client, LocalRound
-from fedssl.data.augmentation import AugmentationOptions
 from fedssl.messages import Message
 from fedssl.models.model import Model
 from fedssl.objectives.byol import BYOL
@@ -47,9 +47,7 @@ def flat_model(projector, predictor=((1.0, 0.0), (0.0, 1.0))) -> Model:
 def local_round(model, received=None, number=1, images=None, objective=None, index=0, memory=None) -> LocalRound:
     images = torch.zeros(4, 1, 2, 2, dtype=torch.uint8) if images is None else images
     client = Client(index, images, torch.zeros(len(images)), None, model, memory or Message())
-    return LocalRound(
-        client, received or Message(), number, 0, objective or BYOL(), AugmentationOptions(crop_scale=(1, 1))
-    )
+    return LocalRound(client, received or Message(), number, 0, objective or BYOL(), RandomViews(crop_scale=(1, 1)))
 
 
 def value(model: Model, name: str) -> float:

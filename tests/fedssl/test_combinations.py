@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from fedssl.augmentations.random_views import RandomViews
 from fedssl.client import LocalRound
-from fedssl.data.augmentation import AugmentationOptions
 from fedssl.data.datasets import Dataset
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
@@ -161,7 +161,7 @@ def test_orchestras_one_online_view_is_the_one_that_others_compare_it_with():
     step.views = views
     assert torch.equal(step.online_views[0], views[1])
     weights = Message(model.online_state())
-    local = LocalRound(client, weights, 1, 0, recipe.objective, AugmentationOptions())
+    local = LocalRound(client, weights, 1, 0, recipe.objective, RandomViews())
     local.previous = weights.tensors
     client.memory.tensors = {f"base_model.{name}": t for name, t in model.encoder.state_dict().items()}
     client.memory.numbers["representation_alignment.stage"] = 1

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from fedssl.client import Client, LocalRound
-from fedssl.data.augmentation import augment
 from fedssl.data.batches import epoch_batches, round_batches
 from fedssl.errors import UserError
 from fedssl.federation import Federation, build_federation
@@ -115,12 +114,12 @@ RULES = {"sgd": sgd, "adam": adam, "adamw": lambda p, g, s: adam(p, g, s, decoup
 def train_step_by_step(local: LocalRound, rule: Any, terms: list[StepLoss]) -> list[tuple[float, float]]:
     """The round, written out; the losses of its steps, without and with the terms."""
     client: Client = local.client
-    order, augmentation = local.generator("order"), local.generator("augmentation")
+    order = local.generator("order")
     states: dict[str, dict[str, Any]] = {name: {} for name, _ in client.model.online.named_parameters()}
     losses = []
-    for _ in range(EPOCHS):
+    for epoch in range(EPOCHS):
         for rows in epoch_batches(len(client.images), BATCH_SIZE, order):
-            views = tuple(augment(client.images[rows], local.augmentation, augmentation) for _ in range(2))
+            views = local.views(client.images[rows], rows, "training", epoch)
             step: Step = local.objective.step(client.model, views, client.labels[rows])
             loss = step.loss + sum(term(step) for term in terms)
             parameters = dict(client.model.online.named_parameters())

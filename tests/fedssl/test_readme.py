@@ -50,6 +50,15 @@ def test_the_regularizer_of_the_docs_is_under_60_lines_and_runs(tmp_path):
     assert total > loss
 
 
+def test_the_augmentation_of_the_docs_is_under_60_lines_and_runs(tmp_path):
+    code = block("class Turned")
+    assert len(code.splitlines()) < 60
+    part = tmp_path / "turned.py"
+    part.write_text(code)
+    run(parse_recipe(tiny_values(**AVERAGED, augmentation={"name": str(part), "brightness": 0.1})), tmp_path / "run")
+    assert (tmp_path / "run" / "metrics.csv").exists()
+
+
 def test_a_wrong_option_of_an_own_part_is_refused(tmp_path):
     part = tmp_path / "variance.py"
     part.write_text(block("class Variance"))
@@ -76,5 +85,5 @@ def test_every_command_of_the_readme_is_one_that_exists_and_every_override_is_va
     for command in commands:
         assert command[1] in known
         if command[1] in ("run", "partition"):
-            overrides = [word for word in command[3:] if not word.startswith("regularizers=[{name: ./")]
+            overrides = [word for word in command[3:] if "={name: ./" not in word and "=[{name: ./" not in word]
             load_recipe(command[2], overrides)

@@ -17,6 +17,7 @@ from fedssl.federation import Federation, build_federation
 from fedssl.messages import Message
 from fedssl.objectives.simsiam import SimSiam
 from fedssl.reading import parse_recipe
+from fedssl.training import train_locally
 from tests.fedssl.conftest import tiny_values
 
 IMAGES, BATCH_SIZE, EPOCHS = 12, 4, 2
@@ -107,6 +108,29 @@ def test_every_view_of_every_image_is_augmented_on_its_own(draws):
     for key, drawn in draws.items():
         views = drawn.views.flatten(0, 2).flatten(1)
         assert len(views.unique(dim=0)) == len(views), key
+
+
+@pytest.mark.parametrize("steps", [None, 7])
+def test_a_views_number_is_its_place_and_its_epoch_and_not_its_batch(steps, monkeypatch):
+    """Seven steps of four of twelve images begin a third epoch; in it the epoch is 2."""
+    federation = twins()
+    method, client = federation.method, federation.client(1, Message())
+    drawn: list[tuple[Tensor, tuple[Tensor, ...]]] = []
+    real = SimSiam.step
+
+    def step(objective: SimSiam, model: Any, views: tuple[Tensor, ...], labels: Tensor) -> Any:
+        drawn.append((labels, views))
+        return real(objective, model, views, labels)
+
+    monkeypatch.setattr(SimSiam, "step", step)
+    local = LocalRound(client, Message(), 2, method.seed, method.objective, method.augmentation)
+    train_locally(local, method.training.model_copy(update={"local_steps": steps}), [], rounds=3)
+    assert len(drawn) == (steps or EPOCHS * IMAGES // BATCH_SIZE)
+    for number, (places, views) in enumerate(drawn):
+        for index, place in enumerate(places):
+            row = place[None]
+            alone = local.views(client.images[row], row, "training", number // (IMAGES // BATCH_SIZE))
+            assert all(torch.equal(view[index], one[0]) for view, one in zip(views, alone, strict=True))
 
 
 def test_a_parts_generator_is_of_the_seed_the_client_the_round_and_the_purpose():

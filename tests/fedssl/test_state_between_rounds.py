@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fedssl.aggregators.representation_mean import RepresentationMean
+from fedssl.augmentations.random_views import RandomViews
 from fedssl.client import Client, LocalRound
-from fedssl.data.augmentation import AugmentationOptions
 from fedssl.engines.client_states import ClientStates
 from fedssl.federation import build_federation
 from fedssl.guard import Asked, refusals, refused_in
@@ -84,9 +84,7 @@ def test_fedu_keeps_a_predictor_from_its_threshold_on(divergence, kept, tiny):
     client.memory.numbers[DIVERGENCE] = divergence
     sent = federation.method.broadcast(federation.method.initial_state(), [0], 2)[0]
     own = client.model.online_state()
-    FedU(name="fedu", threshold=0.4).receive(
-        LocalRound(client, sent, 2, 0, recipe.objective, AugmentationOptions(flip=0.0))
-    )
+    FedU(name="fedu", threshold=0.4).receive(LocalRound(client, sent, 2, 0, recipe.objective, RandomViews(flip=0.0)))
     for name, tensor in client.model.online_state().items():
         is_own = kept and name.startswith("online.predictor.")
         assert torch.equal(tensor, own[name] if is_own else sent.tensors[name]), name

@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fedssl import training
-from fedssl.data.augmentation import normalize
 from fedssl.federation import build_federation
 from fedssl.messages import Message
 from tests.fedssl.conftest import ALIGNED, AVERAGED
@@ -39,10 +37,7 @@ class Waits(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_an_epoch_of_steps_does_not_wait(method, tiny, monkeypatch):
-    """The views are made beforehand: augmentation on the host chooses images by their numbers."""
-    monkeypatch.setattr(training, "augment", lambda images, *_: normalize(images))
-    monkeypatch.setattr("fedssl.regularizers.relational_distillation.augment", lambda images, *_: normalize(images))
+def test_an_epoch_of_steps_does_not_wait(method, tiny):
     federation = build_federation(tiny(**METHODS[method]))
     part, client = federation.method, federation.client(0, Message())
     server = part.initial_state()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ...errors import UserError
 from ...recipe import Recipe
+from ...recipe_text import own_parts
 from ...run_folder.creation import default_folder
 from ...storage import cannot_write, write_atomically
 
@@ -60,8 +61,7 @@ def write_app(recipe: Recipe, folder: Path, output: str | None = None) -> None:
     """
     if recipe.engine != "flower":
         raise UserError(f"a Flower app needs a recipe with engine=flower, got engine={recipe.engine}")
-    parts = (recipe.objective, *recipe.regularizers, recipe.schedule, *recipe.aggregators, recipe.local_update)
-    own = [part.name for part in parts if part.name.endswith(".py")]
+    own = [name for name in own_parts(recipe.model_dump()) if name.endswith(".py")]
     if own:
         raise UserError(
             f"the recipe names the part file {own[0]}, which an app does not carry to the sites: put it into the "

@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 import torch
 
-from fedssl.data.augmentation import AugmentationOptions
+from fedkernels import ViewKey
+from fedssl.augmentations.random_views import RandomViews
 from fedssl.data.datasets import load_dataset
 from fedssl.data.options import DataOptions
 from fedssl.engines.in_process import run
@@ -99,10 +100,10 @@ def test_supervised_training_is_cropped_a_little_and_mirrored_as_the_recipe_says
 
 
 def test_the_mild_views_of_a_client_differ_from_the_images_by_the_crop_alone(tiny):
-    from fedssl.data.augmentation import augment, normalize
+    from fedssl.data.pixels import normalize
 
     dataset = load_dataset(DataOptions(name="digits", train_limit=30, test_limit=10), 0)
     constant = torch.full_like(dataset.train_images, 77)
-    mild = build_federation(tiny(**SUPERVISED)).recipe.objective.training_augmentation(AugmentationOptions(flip=0.0))
-    views = augment(constant, mild, torch.Generator().manual_seed(0))
+    mild = build_federation(tiny(**SUPERVISED)).recipe.objective.training_augmentation(RandomViews(flip=0.0))
+    views, _ = mild.views(constant, torch.arange(len(constant)), ViewKey(0))
     torch.testing.assert_close(views, normalize(constant))  # no colour changes

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fedssl.data.augmentation import normalize
+from fedssl.data.pixels import normalize
 from fedssl.errors import UserError
 from fedssl.evaluation.features import extract_features
 from fedssl.export.encoder_folder import export_encoder, read_encoder

@@ -29,8 +29,8 @@ def training(optimizer, **more):
 
 def plain_steps(federation, optimizer, rounds):
     """Client 0's weights after the same steps with one torch optimiser for all rounds."""
+
     from fedssl.client import LocalRound
-    from fedssl.data.augmentation import augment
     from fedssl.data.batches import epoch_batches
 
     method, client = federation.method, federation.client(0, Message())
@@ -43,9 +43,9 @@ def plain_steps(federation, optimizer, rounds):
     for number in range(1, rounds + 1):
         local = LocalRound(client, Message(), number, method.seed, method.objective, method.augmentation)
         rule.param_groups[0]["lr"] = options.learning_rate * (0.5 if number == 2 else 1.0)  # cosine over two rounds
-        order, draws = local.generator("order"), local.generator("augmentation")
+        order = local.generator("order")
         for rows in epoch_batches(len(client.images), options.batch_size, order):
-            views = tuple(augment(client.images[rows], method.augmentation, draws) for _ in range(2))
+            views = local.views(client.images[rows], rows, "training")
             rule.zero_grad()
             method.objective.step(model, views, client.labels[rows]).loss.backward()
             rule.step()

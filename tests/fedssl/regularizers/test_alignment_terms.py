@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from fedssl.augmentations.random_views import RandomViews
 from fedssl.client import Client, LocalRound
-from fedssl.data.augmentation import AugmentationOptions
 from fedssl.messages import Message
 from fedssl.models.model import Model
 from fedssl.objectives.base import Step
@@ -37,7 +37,7 @@ def plain_model(rows) -> Model:
 
 def local_round(model: Model, received=None, previous=None, memory=None) -> LocalRound:
     client = Client(0, torch.zeros(4, 1, 2, 2, dtype=torch.uint8), torch.zeros(4), None, model, memory or Message())
-    return LocalRound(client, received or Message(), 2, 0, BYOL(), AugmentationOptions(), previous)
+    return LocalRound(client, received or Message(), 2, 0, BYOL(), RandomViews(), previous)
 
 
 def step_at(model: Model, *views: torch.Tensor) -> Step:

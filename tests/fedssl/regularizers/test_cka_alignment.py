@@ -14,7 +14,7 @@ from fedssl.aggregators.representation_mean import (
     whitening_matrix,
 )
 from fedssl.client import LocalRound
-from fedssl.data.augmentation import normalize
+from fedssl.data.pixels import normalize
 from fedssl.engines.in_process import run
 from fedssl.federation import build_federation
 from fedssl.messages import Message

@@ -1,0 +1,1 @@
+"""How random views are made of a client's images."""

@@ -1,0 +1,105 @@
+"""How random views are made of a client's images."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from contextlib import nullcontext
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedkernels import ViewKey
+
+from ..errors import UserError
+from ..parts import Part
+from ..randomness import seed_for, seeded_on
+
+
+class Augmentation(Part):
+    """Makes two random views of each image of a batch.
+
+    What it draws must follow from `samples` and `key`, or come from torch's global generators, as in torchvision's
+    transforms: `draw_views` seeds those for each batch. Then a run can be repeated and resumed.
+    """
+
+    #: whether it draws from torch's global generators
+    uses_global_generators: ClassVar[bool] = True
+
+    @abstractmethod
+    def views(self, images: Tensor, samples: Tensor, key: ViewKey) -> tuple[Tensor, Tensor]:
+        """Two random views of each image.
+
+        Args:
+            images: uint8 [n, C, H, W], on the device where the network is.
+            samples: int64 [n], the images' numbers in their data set, on the device of `images`.
+            key: what the views belong to: seed, client, round and epoch.
+
+        Returns:
+            Two tensors float32 [n, C, H, W], normalised as `fedssl.data.pixels.normalize` does it.
+        """
+
+
+def draw_views(
+    augmentation: Augmentation,
+    images: Tensor,
+    samples: Tensor,
+    key: ViewKey,
+    device: torch.device,
+    count: int = 2,
+) -> tuple[Tensor, ...]:
+    """Random views of each image of a batch.
+
+    The images are moved to `device` before, as bytes, so that a GPU makes the views. Views are drawn in pairs: an odd
+    number of them takes as long as the next even one.
+
+    Args:
+        augmentation: makes the views.
+        images: uint8 [n, C, H, W].
+        samples: int64 [n] on the CPU, the images' numbers in their data set.
+        key: what the views belong to. Views of the same key and sample are the same.
+        device: where the views are made.
+        count: number of views.
+
+    Returns:
+        `count` tensors float32 [n, C, H, W] on `device`.
+
+    Raises:
+        UserError: the augmentation returned something else than two such tensors.
+    """
+    on_device, numbers = images.to(device), samples.to(device)
+    views: list[Tensor] = []
+    for pair in range((count + 1) // 2):
+        key_of_pair = key._replace(seed=seed_for(key.seed, "pair", pair)) if pair else key
+        seed = seed_for(*key_of_pair, *samples.tolist()) if augmentation.uses_global_generators else 0
+        with seeded_on(device, seed) if augmentation.uses_global_generators else nullcontext():
+            drawn = augmentation.views(on_device, numbers, key_of_pair)
+        _require_views(augmentation, drawn, on_device)
+        views += drawn
+    return tuple(views[:count])
+
+
+def _require_views(augmentation: Augmentation, drawn: object, images: Tensor) -> None:
+    if isinstance(drawn, (tuple, list)) and len(drawn) == 2 and all(_is_view(view, images) for view in drawn):
+        return
+    several = isinstance(drawn, (tuple, list))
+    got = f"[{', '.join(map(_describe, drawn))}]" if several else _describe(drawn)  # type: ignore[call-overload]
+    raise UserError(
+        f"augmentation {augmentation.name}: views must return two tensors, each float32 {list(images.shape)} on "
+        f"{images.device}, got {got}"
+    )
+
+
+def _is_view(view: object, images: Tensor) -> bool:
+    return (
+        isinstance(view, Tensor)
+        and view.shape == images.shape
+        and view.dtype == torch.float32
+        and view.device == images.device
+    )
+
+
+def _describe(value: object) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} on {value.device}"

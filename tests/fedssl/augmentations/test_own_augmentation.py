@@ -1,0 +1,180 @@
+"""An augmentation of one's own: a part like others, seeded for each batch, its result checked."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fedkernels import ViewKey
+from fedssl.augmentations.base import Augmentation, draw_views
+from fedssl.augmentations.random_views import RandomViews
+from fedssl.catalogue.resolved_recipe import resolve_recipe
+from fedssl.data.pixels import normalize
+from fedssl.engines.flower.folder import write_app
+from fedssl.engines.in_process import resume, run
+from fedssl.engines.progress import Silent
+from fedssl.errors import UserError
+from fedssl.federation import build_federation
+from fedssl.reading import load_recipe, load_stored_recipe, parse_recipe
+from fedssl.recipe_text import own_parts
+from fedssl.run_directory import RunDirectory
+from tests.fedssl.conftest import AVERAGED, tiny_values
+
+KEY, CPU = ViewKey(7, client=1, round=2, epoch=3), torch.device("cpu")
+IMAGES = torch.randint(0, 256, (12, 3, 8, 8), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+ROWS = torch.arange(12)
+CODE = '''
+"""Noise."""
+
+import torch
+from pydantic import Field
+from fedssl.augmentations.base import Augmentation
+from fedssl.data.pixels import normalize
+
+
+class Noise(Augmentation):
+    """Views with noise of a strength."""
+
+    strength: float = Field(0.1, ge=0)
+
+    def views(self, images, samples, key):
+        return tuple(normalize(images) + self.strength * torch.randn(images.shape) for _ in range(2))
+'''
+
+
+class Noise(Augmentation):
+    """One's own, defined here."""
+
+    def views(self, images, samples, key):
+        return tuple(normalize(images) + torch.randn(images.shape) for _ in range(2))
+
+
+@pytest.fixture
+def noise(tmp_path):
+    """The path of a part file."""
+    path = tmp_path / "noise.py"
+    path.write_text(CODE)
+    return path
+
+
+def test_it_draws_from_generators_that_are_seeded_by_key_and_samples_and_restored():
+    before = torch.get_rng_state()
+    views = draw_views(Noise(), IMAGES, ROWS, KEY, CPU, count=4)
+    torch.rand(3)
+    again = draw_views(Noise(), IMAGES, ROWS, KEY, CPU, count=4)
+    assert all(torch.equal(one, other) for one, other in zip(views, again, strict=True))
+    torch.set_rng_state(before)
+    draw_views(Noise(), IMAGES, ROWS, KEY, CPU)
+    assert torch.equal(torch.get_rng_state(), before)
+    others = [draw_views(Noise(), IMAGES, ROWS, KEY._replace(**{name: 99}), CPU) for name in KEY._fields]
+    others.append(draw_views(Noise(), IMAGES, ROWS + 1, KEY, CPU))
+    noise = torch.stack([view - normalize(IMAGES) for drawn in (views, *others) for view in drawn]).flatten(1)
+    assert torch.corrcoef(noise).fill_diagonal_(0).abs().max() < 0.2
+
+
+@pytest.mark.parametrize(
+    ("returned", "got"),
+    [
+        (None, "got NoneType"),
+        (IMAGES.float(), r"got float32 \[12, 3, 8, 8\] on cpu"),
+        ((IMAGES.float(),), r"got \[float32 \[12, 3, 8, 8\] on cpu\]"),
+        ((IMAGES.float(), 1), r"got \[float32 \[12, 3, 8, 8\] on cpu, int\]"),
+        ((IMAGES, IMAGES), r"got \[uint8 \[12"),
+        ((IMAGES.double(), IMAGES.double()), r"got \[float64 \[12"),
+        ((IMAGES[:6].float(), IMAGES.float()), r"got \[float32 \[6, 3"),
+    ],
+)
+def test_what_it_returns_is_checked(returned, got):
+    class Wrong(Augmentation):
+        def views(self, images, samples, key):
+            return returned
+
+    with pytest.raises(
+        UserError,
+        match=rf"augmentation mine: views must return two tensors, each float32 \[12, 3, 8, 8\] on cpu, {got}",
+    ):
+        draw_views(Wrong(name="mine"), IMAGES, ROWS, KEY, CPU)
+
+
+def test_a_run_with_it_is_repeated_and_resumed_bit_for_bit(noise, tmp_path):
+    class Killed(BaseException):
+        """Stands for SIGKILL."""
+
+    class KilledInRoundTwo(Silent):
+        def client(self, round_number, index, position, clients):
+            if (round_number, position) == (2, 1):
+                raise Killed
+
+    recipe = parse_recipe(tiny_values(**AVERAGED, augmentation={"name": str(noise), "strength": 0.2}))
+    run(recipe, tmp_path / "straight")
+    with pytest.raises(Killed):
+        run(recipe, tmp_path / "killed", KilledInRoundTwo())
+    resume(tmp_path / "killed")
+    run(parse_recipe(tiny_values(**AVERAGED, augmentation={"name": str(noise)})), tmp_path / "weaker")
+    straight, killed, weaker = (tmp_path / name / "metrics.csv" for name in ("straight", "killed", "weaker"))
+    assert straight.read_bytes() == killed.read_bytes() != weaker.read_bytes()
+
+
+def test_a_stored_recipe_runs_its_code_only_if_it_is_trusted(noise, tmp_path):
+    values = tiny_values(**AVERAGED, rounds=1, augmentation={"name": str(noise)})
+    assert own_parts(values) == [str(noise)]
+    run(parse_recipe(values), tmp_path / "run")
+    directory = RunDirectory.open(tmp_path / "run")
+    with pytest.raises(UserError, match=r"names the part .*noise\.py, whose code would be run.*--trust"):
+        load_stored_recipe(directory)
+    assert type(load_stored_recipe(directory, resuming=True).augmentation).__name__ == "Noise"
+    noise.write_text(CODE.replace("0.1", "0.3"))
+    with pytest.raises(UserError, match=r"noise\.py, a part of .* was changed since the run began"):
+        load_stored_recipe(directory, resuming=True)
+    assert type(load_stored_recipe(directory, trust=True).augmentation).__name__ == "Noise"
+
+
+def test_an_app_for_sites_that_would_lack_its_file_is_refused(noise, tmp_path):
+    recipe = parse_recipe(tiny_values(**AVERAGED, engine="flower", augmentation={"name": str(noise)}))
+    with pytest.raises(UserError, match=r"names the part file .*noise\.py, which an app does not carry to the sites"):
+        write_app(recipe, tmp_path / "app")
+    assert not (tmp_path / "app").exists()
+
+
+def test_a_preset_gives_its_options_to_random_views_alone(noise, monkeypatch):
+    monkeypatch.chdir(noise.parent)
+    for override in ("augmentation.name=./noise.py", "augmentation=./noise.py", "augmentation={name: ./noise.py}"):
+        for preset in ("digits", "natural", "paper:fedu2"):
+            recipe = load_recipe("fedbyol", [f"preset={preset}", override])
+            assert recipe.augmentation.model_dump() == {"name": str(noise), "strength": 0.1}
+            shown = resolve_recipe("fedbyol", [f"preset={preset}", override])
+            assert shown.text == recipe.to_yaml()
+    plain = load_recipe("fedbyol", ["preset=digits"])
+    assert plain.augmentation.blur == 0.0
+    for override in ("augmentation.name=random_views", "augmentation=random_views"):
+        assert load_recipe("fedbyol", ["preset=digits", override]) == plain
+    kept = load_recipe("fedbyol", ["preset=digits", "augmentation.flip=0.2", "augmentation.name=random_views"])
+    assert (kept.augmentation.flip, kept.augmentation.blur) == (0.2, 0.0)
+
+
+def test_its_path_is_seen_from_the_recipes_folder_and_its_options_are_checked(noise, tmp_path):
+    text = (
+        "{name: own, preset: digits, objective: byol, schedule: end_to_end, local_update: keep_own, augmentation: PART}"
+    )
+    (tmp_path / "own.yaml").write_text(text.replace("PART", "{name: ./noise.py, strength: 0.5}"))
+    assert load_recipe(tmp_path / "own.yaml").augmentation.strength == 0.5
+    for part, message in {
+        "{name: ./noise.py, strenth: 1}": r"augmentation\.strenth: unknown key; did you mean strength\?",
+        "{name: ./noise.py, flip: 0.5}": r"augmentation\.flip: unknown key",
+        "{name: ./nowhere.py}": r"augmentation\.name: there is no part file",
+        "{name: blurred}": r"augmentation\.name: augmentations has no part 'blurred'; expected one of random_views",
+        "{flipp: 0.5}": r"augmentation\.flipp: unknown key; did you mean flip\?",
+        "null": "augmentation: expected a part such as",
+        "[random_views]": "augmentation: expected a part such as",
+    }.items():
+        (tmp_path / "own.yaml").write_text(text.replace("PART", part))
+        with pytest.raises(UserError, match=message):
+            load_recipe(tmp_path / "own.yaml")
+
+
+def test_supervised_training_uses_it_as_it_is(noise, tiny):
+    objective, own = {"objective": "supervised"}, {"augmentation": {"name": str(noise)}}
+    for part, kept in ((own, True), ({"augmentation": {"solarize": 0.5}}, False)):
+        recipe = tiny(**AVERAGED | objective | part)
+        assert (build_federation(recipe).method.augmentation == recipe.augmentation) is kept
+    assert isinstance(recipe.augmentation, RandomViews)

@@ -1,0 +1,113 @@
+"""Parts that draw views beside the training step: each purpose, client, round and pass over the images has its own."""
+
+from __future__ import annotations
+
+import itertools
+import types
+
+import pytest
+import torch
+
+from fedssl.aggregators.orchestra_clusters import fill_memory
+from fedssl.augmentations.random_views import RandomViews
+from fedssl.client import LocalRound
+from fedssl.data.datasets import Dataset
+from fedssl.evaluation import evaluate, fine_tuning
+from fedssl.evaluation.fine_tuning import FineTuning, fine_tuned_network
+from fedssl.evaluation.options import EvaluationOptions
+from fedssl.models.model import Model
+from fedssl.regularizers.public_objective import PublicObjective
+from fedssl.regularizers.relational_distillation import other_images
+from tests.fedssl.evaluation.bright_quarters import TinyEncoder, bright_quarters
+from tests.fedssl.small_models import local_round, scalar_model
+
+#: six images that are all alike, so two equal views would have been drawn alike
+ALIKE = torch.randint(0, 256, (1, 1, 8, 8), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+ALIKE = ALIKE.expand(6, -1, -1, -1).contiguous()
+
+
+def client_of_alike_images() -> LocalRound:
+    local = local_round(scalar_model(), images=ALIKE)
+    local.augmentation = RandomViews(jitter_probability=1.0, brightness=0.9)  # no view is left as it is
+    return local
+
+
+def distinct(*views: torch.Tensor) -> bool:
+    flat = torch.cat(views).flatten(1)
+    return len(flat.unique(dim=0)) == len(flat)
+
+
+def test_fedx_draws_other_views_in_every_pass_and_not_those_of_the_step():
+    local = client_of_alike_images()
+    batches = list(itertools.islice(other_images(local, 4, "relational_distillation"), 5))
+    step = local.views(ALIKE, torch.arange(6), "training")
+    assert distinct(*batches, *step)
+
+
+def test_the_public_objective_draws_other_views_in_every_pass():
+    local = client_of_alike_images()
+    local.client.public_images = ALIKE
+    seen: list[torch.Tensor] = []
+
+    def step(model, views, labels):
+        seen.extend(views)
+        return types.SimpleNamespace(loss=torch.zeros(()))
+
+    local.objective = types.SimpleNamespace(step=step)
+    term = PublicObjective(batch_size=4).start_round(local)
+    for _ in range(5):
+        term(None)
+    assert [len(views) for views in seen] == [4] * 10
+    assert distinct(*seen, *local.views(ALIKE, torch.arange(6), "training"))
+
+
+def test_orchestras_memory_has_several_views_of_each_of_few_images(monkeypatch):
+    """A memory of 15 places and 6 images: the third time round there are 3 left."""
+    seen: list[torch.Tensor] = []
+    local = client_of_alike_images()
+    model = types.SimpleNamespace(memory=torch.zeros(15, 2), remember=lambda projections: None)
+
+    class Target:
+        def train(self):
+            return self
+
+        def target_project(self, views):
+            seen.append(views)
+            return torch.ones(len(views), 2)
+
+    monkeypatch.setattr("fedssl.aggregators.orchestra_clusters.copy.deepcopy", lambda _: Target())
+    fill_memory(local, model)
+    assert len(seen[0]) == 15
+    assert distinct(*seen)
+
+
+def test_alignment_does_not_depend_on_how_many_views_are_made_at_a_time(monkeypatch):
+    images, labels = bright_quarters(30)
+    dataset = Dataset("unlabelled", images, labels, images, labels, (), None)
+    measured = []
+    for at_a_time in (7, 30):
+        monkeypatch.setattr(evaluate, "_VIEWS_AT_A_TIME", at_a_time)
+        torch.manual_seed(0)
+        model = Model({"encoder": TinyEncoder()})
+        measured.append(evaluate.evaluate_model(model, dataset, EvaluationOptions(), 3, linear=False)[0]["alignment"])
+    assert measured[0] == pytest.approx(measured[1], rel=1e-6)
+    assert measured[0] > 0
+
+
+def test_fine_tuning_draws_other_crops_in_every_epoch(monkeypatch):
+    images, labels = bright_quarters(20)
+    drawn = []
+    real = fine_tuning.draw_views
+
+    def record(augmentation, images, samples, key, device, count):
+        drawn.append((key, samples.tolist()))
+        return real(augmentation, images, samples, key, device, count)
+
+    monkeypatch.setattr(fine_tuning, "draw_views", record)
+    tuning = FineTuning(3, 8, "sgd", 0.01, augmentation="crop_and_flip")
+    for seed in (0, 1):
+        generator = torch.Generator().manual_seed(seed)
+        fine_tuned_network(TinyEncoder(), images, labels, 4, tuning, seed, generator, torch.device("cpu"))
+    assert [key.epoch for key, _ in drawn] == [0, 0, 0, 1, 1, 1, 2, 2, 2] * 2
+    assert sorted(drawn[0][1] + drawn[1][1] + drawn[2][1]) == list(range(20))
+    assert drawn[0][0].seed != drawn[9][0].seed
