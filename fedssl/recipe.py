@@ -52,6 +52,13 @@ class Recipe(Options):
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="where networks are trained; auto takes CUDA if there is a device"
     )
+    clients_parallel: int = Field(
+        1,
+        ge=1,
+        description="clients that train at a time under the engine in-process, each in a worker process; each has the "
+        "threads of this process (OMP_NUM_THREADS) divided by this number, at least one. Results do not depend on this "
+        "number, but on the threads of a client and of the server: with OMP_NUM_THREADS=1 they are the same for any",
+    )
     client_states: Place = Field(
         "disk", description="where clients' states are kept between rounds; disk holds one client at a time in memory"
     )

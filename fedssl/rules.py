@@ -117,6 +117,15 @@ def _sites_need_flower(recipe: Recipe) -> str | None:
     return None
 
 
+def _worker_processes_need_in_process(recipe: Recipe) -> str | None:
+    if recipe.clients_parallel > 1 and recipe.engine != "in-process":
+        return (
+            f"clients_parallel={recipe.clients_parallel} is for engine in-process, got engine {recipe.engine}: leave "
+            "it out (in a simulation flower.cpus and flower.client_cpus say how many clients train at a time)"
+        )
+    return None
+
+
 def _no_data_needs_sites(recipe: Recipe) -> str | None:
     if recipe.data.name != "none":
         return None
@@ -233,6 +242,7 @@ def _no_labels_on_public_images(recipe: Recipe) -> str | None:
 _RECIPE_RULES = (
     _enough_clients_to_sample,
     _sites_need_flower,
+    _worker_processes_need_in_process,
     _no_data_needs_sites,
     _enough_clients_to_answer,
     _aggregators_allow_the_clients,

@@ -197,7 +197,8 @@ class RunDirectory:
         """Store a finished round with the clients' states written in it; the other clients keep their file."""
         self._write_state("server", round_number, server)
         flush_files(self.checkpoints, self._digests)
-        files = self.checkpoint.files | self._written
+        # sorted: clients that train at a time are ready in any order
+        files = dict(sorted((self.checkpoint.files | self._written).items()))
         logs = {name: self._hash_log(name) for name in LOGS if (self.path / name).exists()}
         states = {name: digest for name in files.values() if (digest := self._digest_of_state(name))}
         known = self.checkpoint.digests.items()
@@ -330,11 +331,9 @@ class RunDirectory:
         """Remove states that no longer count, and nothing else that may lie there."""
         used = set(self.checkpoint.files.values())
         try:
-            for path in self.checkpoints.iterdir():
-                if path.name not in used and re.fullmatch(
-                    rf"{STATE_FILE}(\.partial)?|manifest\.json\.partial", path.name
-                ):
-                    path.unlink(missing_ok=True)
+            for name in os.listdir(self.checkpoints):
+                if name not in used and re.fullmatch(rf"{STATE_FILE}(\.partial)?|manifest\.json\.partial", name):
+                    (self.checkpoints / name).unlink(missing_ok=True)
         except OSError as error:
             raise cannot_write(self.checkpoints, error) from error
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from multiprocessing.reduction import DupFd
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -83,7 +84,10 @@ def open_stored_images(path: Path, image_shape: tuple[int, int, int], count: int
 
 
 class _OpenFile:
-    """A file that stays open as long as anybody reads from it; processes that are forked can read from it too."""
+    """A file that stays open as long as anybody reads from it.
+
+    Processes that are forked can read from it too, and so can those that get it as an argument when they start.
+    """
 
     def __init__(self, path: Path):
         self._path = path
@@ -91,6 +95,9 @@ class _OpenFile:
             self._handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise UserError(f"{printable(path)} cannot be opened: {error.strerror or error}") from error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _file_of_handle, (self._path, DupFd(self._handle))
 
     def read_into(self, target: memoryview, offset: int) -> None:
         """Fill `target` with the bytes from `offset` on."""
@@ -107,3 +114,10 @@ class _OpenFile:
     def __del__(self) -> None:
         if hasattr(self, "_handle"):
             os.close(self._handle)
+
+
+def _file_of_handle(path: Path, handle: Any) -> _OpenFile:
+    """The open file that another process has passed on."""
+    file = _OpenFile.__new__(_OpenFile)
+    file._path, file._handle = path, handle.detach()
+    return file

@@ -1,4 +1,4 @@
-"""The default engine: all clients one after another in this process."""
+"""The default engine: the clients one after another in this process, or several at a time in worker processes."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ..client import Client
 from ..federation import Federation, build_federation
 from ..messages import Message
-from ..models.model import Model
 from ..reading import load_stored_recipe
 from ..recipe import Recipe
 from ..run_directory import RunDirectory
 from ..run_folder.creation import new_run, refuse_existing
 from ..run_folder.lock import alone_in
 from .client_states import ClientStates
+from .client_trainer import ClientTrainer
+from .parallel_clients import ParallelClients
 from .progress import Progress, Silent
-from .rounds import evaluate_after, first_files, run_rounds
+from .rounds import first_files, run_rounds
 
 
 def run(recipe: Recipe, path: Path, progress: Progress | None = None, overwrite: bool = False) -> RunDirectory:
@@ -60,16 +60,14 @@ class LocalClients:
     def __init__(self, federation: Federation, directory: RunDirectory, progress: Progress):
         self._federation, self._progress = federation, progress
         self._states = ClientStates(directory, federation.recipe.client_states)
-        self._models: dict[str, Model] = {}  # the last client's of each architecture, which the next one reuses
+        self._trainer = ClientTrainer(federation)
 
     def answers(self, number: int, sent: dict[int, Message]) -> tuple[dict[int, Message], dict[int, str]]:
-        method = self._federation.method
         replies = {}
         for position, k in enumerate(sent):
             self._progress.client(number, k, position, len(sent))
-            client = self._client(k)
-            replies[k] = method.client_round(client, sent[k], number)
-            self._states.store(k, number, self._federation.client_state(client, number))
+            replies[k], state = self._trainer.train(k, self._states.load(k), sent[k], number)
+            self._states.store(k, number, state)
         return replies, {}
 
     def discard(self, index: int) -> None:
@@ -80,14 +78,11 @@ class LocalClients:
 
     def evaluations(self, number: int) -> Iterator[tuple[int, dict[str, float], Tensor]]:
         for k in range(len(self._federation.client_rows)):
-            yield k, *evaluate_after(self._federation, self._client(k).model, number)
-
-    def _client(self, index: int) -> Client:
-        architecture = self._federation.recipe.architecture_of(index)
-        client = self._federation.client(index, self._states.load(index), self._models.get(architecture))
-        self._models[architecture] = client.model
-        return client
+            yield k, *self._trainer.evaluate(k, self._states.load(k), number)
 
 
 def _run(federation: Federation, directory: RunDirectory, progress: Progress) -> RunDirectory:
-    return run_rounds(federation, directory, progress, LocalClients(federation, directory, progress))
+    if federation.recipe.clients_parallel == 1:
+        return run_rounds(federation, directory, progress, LocalClients(federation, directory, progress))
+    with ParallelClients(federation, directory, progress) as clients:
+        return run_rounds(federation, directory, progress, clients)

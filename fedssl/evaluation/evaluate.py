@@ -73,8 +73,9 @@ def evaluate_model(
     """
     check_labels(dataset, fractions, fine_tune)
     if not dataset.labelled:
-        metrics, spectrum = _measures_without_classes(model, dataset, augmentation, seed)
-        if linear and (auroc := _linear_auroc(model, dataset, options, seed)) is not None:
+        features = extract_features(model.encoder, dataset.measured_images, device=model.device)
+        metrics, spectrum = _measures_without_classes(model, dataset, features, augmentation, seed)
+        if linear and (auroc := _linear_auroc(model, dataset, features, options, seed)) is not None:
             metrics["linear_auroc"] = auroc
         return metrics, spectrum
     train = extract_features(model.encoder, dataset.train_images, device=model.device)
@@ -125,10 +126,10 @@ def check_labels(dataset: Dataset, fractions: Sequence[float], fine_tune: FineTu
 
 
 def _measures_without_classes(
-    model: Model, dataset: Dataset, augmentation: Augmentation, seed: int
+    model: Model, dataset: Dataset, features: Tensor, augmentation: Augmentation, seed: int
 ) -> tuple[dict[str, float], Tensor]:
+    """Measures that need no labels, of the measured images, whose representations are `features` [m, d]."""
     images = dataset.measured_images
-    features = extract_features(model.encoder, images, device=model.device)
     key = ViewKey(seed_for(seed, "alignment"))
     pairs = []
     for rows in torch.arange(min(len(images), _COMPARED_IMAGES)).split(_VIEWS_AT_A_TIME):
@@ -141,10 +142,14 @@ def _measures_without_classes(
     return metrics, singular_values(features)
 
 
-def _linear_auroc(model: Model, dataset: Dataset, options: EvaluationOptions, seed: int) -> float | None:
-    """See `linear_auroc`; None where the images do not have several labels each."""
+def _linear_auroc(
+    model: Model, dataset: Dataset, features: Tensor, options: EvaluationOptions, seed: int
+) -> float | None:
+    """See `linear_auroc`, with the test images' representations `features` [m, d].
+
+    None where the images do not have several labels each.
+    """
     if dataset.train_targets is None or dataset.test_targets is None:
         return None
     train = extract_features(model.encoder, dataset.train_images, device=model.device)
-    test = extract_features(model.encoder, dataset.test_images, device=model.device)
-    return linear_auroc(train, dataset.train_targets, test, dataset.test_targets, options.linear, seed)
+    return linear_auroc(train, dataset.train_targets, features, dataset.test_targets, options.linear, seed)

@@ -82,7 +82,7 @@ def check_output(output: Path, cells: Sequence[Cell]) -> None:
 
 
 def _check_recipe(cell: Cell) -> None:
-    """Refuse a stored run whose recipe differs from the cell's in more than its description."""
+    """Refuse a stored run whose recipe differs from the cell's in more than what its results do not depend on."""
     path = cell.path / "recipe.yaml"
     try:
         stored = flatten_keys(parse_yaml(read_regular_file(path, MOST_BYTES).decode(), str(path)))
@@ -90,7 +90,11 @@ def _check_recipe(cell: Cell) -> None:
         raise UserError(f"{path} cannot be read: {error}") from error
     wanted = flatten_keys(yaml.safe_load(cell.recipe.to_yaml()))
     for key in dict.fromkeys([*wanted, *stored]):
-        if key != "description" and not key.startswith("model.digests") and wanted.get(key) != stored.get(key):
+        if (
+            key not in ("description", "clients_parallel")
+            and not key.startswith("model.digests")
+            and wanted.get(key) != stored.get(key)
+        ):
             raise UserError(
                 f"{cell.path} was made with {key}={stored.get(key)}, now it is {wanted.get(key)}: "
                 "name another output, or remove that folder"

@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
-import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -21,6 +18,7 @@ import torch
 import yaml
 
 from ..engines import engine_of, in_process
+from ..engines.worker_processes import end_with_parent, interrupts_ignored
 from ..errors import UserError
 from ..reading import parse_recipe
 from ..recipe import Recipe
@@ -80,8 +78,9 @@ def run_in_processes(cells: Sequence[Cell], jobs: int, progress: Progress) -> No
 
     def start_worker() -> None:
         ours, theirs = context.Pipe()
-        worker = context.Process(target=_work, args=(theirs, threads), daemon=True)
-        with _interrupts_ignored():  # children inherit this: only the parent process handles Ctrl-C
+        # not a daemon, which may not start the processes of clients_parallel
+        worker = context.Process(target=_work, args=(theirs, threads))
+        with interrupts_ignored():
             worker.start()
         theirs.close()
         workers[ours] = worker
@@ -133,7 +132,7 @@ def _work(connection: Connection, threads: int) -> None:
     It sends `("round", number)` after each commit, `("end", error message or None)` after a cell, and
     `("bug", traceback)` where something else than a UserError was raised.
     """
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
     torch.set_num_threads(min(threads, torch.get_num_threads()))  # OMP_NUM_THREADS can ask for fewer
     while (task := connection.recv()) is not None:
         text, path = task
@@ -146,23 +145,3 @@ def _work(connection: Connection, threads: int) -> None:
             connection.send(("bug", traceback.format_exc()))
         else:
             connection.send(("end", None))
-
-
-def _end_with_parent() -> None:
-    """Wait for the parent process to end, and end this one with it, also where the parent was killed."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    wait([parent.sentinel])
-    os._exit(1)
-
-
-@contextmanager
-def _interrupts_ignored() -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -1,14 +1,19 @@
 """The extraction of representations that all evaluations share."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
 from torch import nn
 
+from fedssl.data.datasets import Dataset
 from fedssl.errors import UserError
+from fedssl.evaluation import evaluate
 from fedssl.evaluation import features as features_module
 from fedssl.evaluation.features import extract_features
+from fedssl.evaluation.options import EvaluationOptions
+from fedssl.models.model import Model
 from tests.fedssl.evaluation.bright_quarters import bright_quarters
 
 
@@ -53,3 +58,26 @@ def test_representations_that_are_not_finite_are_an_error(encoder):
         encoder.layers[1].weight[0, 0] = torch.nan
     with pytest.raises(UserError, match=r"representations: contains NaN.* lower training\.learning_rate"):
         extract_features(encoder, bright_quarters(4)[0])
+
+
+@pytest.mark.parametrize("labels", ["classes", "several labels an image"])
+def test_all_measures_share_the_features_of_one_pass(labels, monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (60, 1, 8, 8), generator=generator, dtype=torch.uint8)
+    classes, targets = torch.arange(60) % 2, (torch.rand(60, 3, generator=generator) > 0.5).to(torch.uint8)
+    dataset = Dataset("noise", images[:40], classes[:40], images[40:], classes[40:], ("a", "b"), None)
+    if labels != "classes":
+        targets = {"train_targets": targets[:40], "test_targets": targets[40:]}
+        dataset = dataclasses.replace(dataset, class_names=(), **targets)
+    passes = []
+
+    def counted(encoder, images, device=None):
+        passes.append(len(images))
+        return extract_features(encoder, images, device)
+
+    monkeypatch.setattr(evaluate, "extract_features", counted)
+    model = Model({"encoder": nn.Sequential(nn.Flatten(), nn.Linear(64, 4))})
+    options = EvaluationOptions(neighbors=3, linear={"epochs": 1})
+    metrics, _ = evaluate.evaluate_model(model, dataset, options, 0, linear=True)
+    assert {"linear", "linear_auroc"} & metrics.keys()
+    assert sorted(passes) == [20, 40]
