@@ -65,7 +65,7 @@ def load(card: Card, operator: str) -> Outcome | None:
     try:
         kept = json.loads(_file(card, operator).read_text(encoding="utf-8"))
         outcome = Outcome(operator, kept.pop("passed"), kept.pop("reason"))
-    except (OSError, RuntimeError, ValueError, AttributeError, KeyError):  # RuntimeError: no home, or nested too deeply
+    except (OSError, RuntimeError, ValueError, TypeError, AttributeError, KeyError):
         return None
     valid = isinstance(outcome.passed, bool) and isinstance(outcome.reason, str) and kept == _identity(card, operator)
     return outcome if valid else None

@@ -58,7 +58,9 @@ class EmulatedCard:
 
         self.plant(0)
         with self.bindings.on_cuda() as called, pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: not hasattr(tensor, "on_host")), raising=False)
+            patch.setattr(
+                torch.Tensor, "is_cuda", property(lambda tensor: not hasattr(tensor, "on_host")), raising=False
+            )
             patch.setattr(torch.Tensor, "cpu", to_host)
             patch.setattr(torch.cuda, "is_available", lambda: True)
             patch.setattr(torch.cuda, "device_count", lambda: 1)

@@ -10,7 +10,7 @@ from tests.cuda_on_cpu.emulation import ROOT, Compiler
 
 CUDA = ROOT / "csrc/cuda"
 # Headers that hold kernels, or parts of them: their text stands in the files that include them.
-HEADERS = "contrastive_join.h", "unbalanced_ot_solver.h"
+HEADERS = "contrastive_join.h", "parameter_lists.h", "unbalanced_ot_solver.h"
 PRELUDE = 'extern "C" {\n__attribute__((weak)) int fedkernels_fault = 0;\n}\n'
 
 
@@ -34,6 +34,11 @@ def _of_apply_deltas(dtype: str, call: str) -> Fault:
 
 
 FAULTS = [
+    Fault(
+        *("write_words", "all", "apply_deltas", "parameter_lists.h"),
+        "if (i < count) to[i] = words.values[i];",
+        "if (i < count - FAULT) to[i] = words.values[i];",
+    ),
     _of_apply_deltas("float64", "Uniform<double>"),
     _of_apply_deltas("float32", "Uniform<float>"),
     _of_apply_deltas("bfloat16", "Uniform<BFloat>"),
@@ -95,7 +100,7 @@ FAULTS = [
         "const Number factor = pass.given || (FAULT && sizeof(Number) == 4) ?",
     ),
     Fault(
-        *("join_kernel", "sums in float64", "nt_xent", "contrastive_join.h"),
+        *("join_kernel", "sums in float64", "info_nce", "contrastive_join.h"),
         "times = 1;\n",
         "times = 1 - (FAULT && sizeof(Number) == 8) * 1e-6;\n",
     ),
@@ -282,7 +287,7 @@ FAULTS = [
     Fault(
         *("two_views_kernel", "in device memory", "two_views", "two_views.cu"),
         "float* const plane = memory ? memory + static_cast<int64_t>(blockIdx.x) * C * area",
-        "float* const plane = memory ? memory + static_cast<int64_t>(FAULT ? 0 : blockIdx.x % 2) * C * area + FAULT",
+        "float* const plane = memory ? memory + static_cast<int64_t>(blockIdx.x) * C * area + FAULT",
     ),
     Fault(
         *("two_views_kernel", "all, the blur", "two_views", "two_views.cu"),

@@ -1,6 +1,7 @@
 """The self-test on emulated kernels: it passes without a fault, finds each planted one, and the reference serves."""
 
 import importlib
+import re
 import sys
 import warnings
 
@@ -136,7 +137,9 @@ def test_a_fault_is_found_and_the_reference_serves(card, fault, record_property)
     truth = of_reference()
     with card.in_use() as called:
         card.plant(number_of(fault))
-        told = rf"fedkernels.{fault.operator} runs on its slower reference on cuda:0 \(Emulated card\).*: \w*float.*Please"
+        told = (
+            rf"fedkernels.{fault.operator} runs on its slower reference on cuda:0 \(Emulated card\).*: \w*float.*Please"
+        )
         with pytest.warns(UserWarning, match=told) as warned:
             first = call()
         assert len([one for one in warned if "self-test" in str(one.message)]) == 1
@@ -151,18 +154,16 @@ def test_a_fault_is_found_and_the_reference_serves(card, fault, record_property)
 
 
 def test_each_kernel_has_a_fault():
-    of_kernels = {fault.kernel for fault in FAULTS}
     texts = [path.read_text(encoding="utf-8") for path in (ROOT / "csrc/cuda").glob("*.[ch]*")]
-    for text in texts:
-        for part in text.split("__global__ void")[1:]:
-            name = part.split("(")[1 if part.lstrip().startswith("__launch_bounds__") else 0].split()[-1]
-            if part.lstrip().startswith("__launch_bounds__"):
-                name = part.split(")", 1)[1].split("(")[0].split()[-1]
-            assert name in of_kernels | {"nothing"}, name
+    pattern = re.compile(r"__global__ void\s+(?:__launch_bounds__\([^()]*(?:\([^()]*\)[^()]*)*\)\s+)?(\w+)\(")
+    kernels = {name for text in texts for name in pattern.findall(text)}
+    assert len(kernels) == sum(text.count("__global__ void") for text in texts)
+    assert kernels == {fault.kernel for fault in FAULTS} | {"nothing"}
 
 
 @pytest.mark.parametrize(
-    ("fault", "reason"), [(HANG, "did not end within"), (CRASH, "ended with exit code -11"), (LAUNCH, "a multiple of 32")]
+    ("fault", "reason"),
+    [(HANG, "did not end within"), (CRASH, "ended with exit code -11"), (LAUNCH, "a multiple of 32")],
 )
 def test_a_child_process_finds_what_no_process_survives(card, fault, reason, monkeypatch, capsys):
     monkeypatch.setattr(
