@@ -183,7 +183,7 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="bash and timeout as 
 def test_all_stages_pass(pretend: Any) -> None:
     done, report, calls = pretend()
     assert done.returncode == 0, done.stdout + done.stderr
-    names = ["packages", "build", "tests", "memcheck", "racecheck", "benchmarks"]
+    names = ["packages", "build", "self-test", "tests", "memcheck", "racecheck", "benchmarks"]
     assert [stage["stage"] for stage in report["stages"]] == names
     assert {stage["outcome"] for stage in report["stages"]} == {"passed"}
     assert report["compute_capability"] == "9.0"
@@ -194,7 +194,13 @@ def test_all_stages_pass(pretend: Any) -> None:
 
 @LINUX
 @pytest.mark.parametrize(
-    ("fails", "stage"), [("build_ext", "build"), ("pytest -q", "tests"), ("-m benchmarks", "benchmarks")]
+    ("fails", "stage"),
+    [
+        ("build_ext", "build"),
+        ("-m fedkernels.self_test", "self-test"),
+        ("pytest -q", "tests"),
+        ("-m benchmarks", "benchmarks"),
+    ],
 )
 def test_a_stage_that_fails_leaves_the_others_alone(pretend: Any, fails: str, stage: str) -> None:
     done, report, _ = pretend(fails=fails)

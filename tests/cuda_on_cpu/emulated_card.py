@@ -1,7 +1,7 @@
 """A GPU for the self-test: the emulated kernels as the operators of tensors on the CPU, which count as CUDA's.
 
-It is a process of its own, too: `python -m tests.cuda_on_cpu.emulated_card LIBRARY FAULT GPU OPERATOR...` is the child process of
-fedkernels.self_test() with the emulated kernels of the file LIBRARY.
+`python -m tests.cuda_on_cpu.emulated_card LIBRARY FAULT GPU OPERATOR...` is the child process of fedkernels.self_test()
+with the emulated kernels of the file LIBRARY.
 """
 
 import ctypes

@@ -296,8 +296,8 @@ FAULTS = [
     ),
     Fault(
         *("solve_in_block", "float32", "unbalanced_ot", "unbalanced_ot_block.cu"),
-        "- by_row(DUALS)[warp * GROUP + r] - by_column(DUALS)[c * 32 + lane];",
-        "- by_row(DUALS)[warp * GROUP + r] - (FAULT && sizeof(Cost) == 4 && c == 0 ? 0 : by_column(DUALS)[c * 32 + lane]);",
+        "- by_column(DUALS)[c * 32 + lane];",
+        "- (FAULT && sizeof(Cost) == 4 && c == 0 ? 0 : by_column(DUALS)[c * 32 + lane]);",
     ),
     Fault(
         *("solve_in_block", "float64", "unbalanced_ot", "unbalanced_ot_block.cu"),

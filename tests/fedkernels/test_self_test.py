@@ -1,4 +1,4 @@
-"""When an operator is tested on a GPU, what is kept of it, and what is told. tests/cuda_on_cpu tests the tests themselves."""
+"""When an operator is tested on a GPU, what is kept of it, and what is told. tests/cuda_on_cpu tests the cases."""
 
 import json
 import os
@@ -63,7 +63,7 @@ def test_the_first_use_tests_and_the_outcome_is_kept(runs, monkeypatch, tmp_path
 
 def test_a_failure_is_told_once_in_each_process(runs, monkeypatch):
     for _ in range(2):
-        with pytest.warns(UserWarning) as told:
+        with pytest.warns(UserWarning, match="self-test") as told:
             assert not _native._serves("nt_xent", 0, ())
         assert len(told) == 1
         for part in ("fedkernels.nt_xent", "cuda:0 (Some card)", BROKEN.reason, "Please report"):
