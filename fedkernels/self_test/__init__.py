@@ -1,12 +1,13 @@
 """The test of all CUDA kernels on this machine's GPUs, in child processes. `python -m fedkernels.self_test` runs it."""
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 import torch
 
@@ -14,6 +15,7 @@ from fedkernels import _first_contact, _native, _self_test_outcomes
 from fedkernels._self_test_outcomes import Card, Outcome
 
 PASSED, FAILED, NOT_TESTED = "passed", "FAILED", "not tested"
+_START_LIMIT = 600.0  # seconds until a child process begins to test
 _MARK = "fedkernels.self_test: "  # before what a child process tells
 
 
@@ -41,7 +43,7 @@ def self_test(*, time_limit: float = 180.0) -> list[Result]:
     Such an operator failed, and another child process tests the rest. Nothing is reused from earlier tests.
 
     Args:
-        time_limit: seconds for a child process. One tests all operators unless one fails.
+        time_limit: seconds that the tests of a child process may take. One tests all operators unless one fails.
 
     Returns:
         One result for each operator and kind of GPU; an empty list if no CUDA kernels can run here.
@@ -101,13 +103,15 @@ def _test_in_child(card: str, gpu: int, operators: list[str], time_limit: float)
     """Results of the first operators, at least of one; of all, if none fails."""
     start = time.monotonic()
     with tempfile.TemporaryFile() as told, tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(_child_command(gpu, operators), stdin=subprocess.DEVNULL, stdout=told, stderr=errors)
         try:
-            code = subprocess.run(
-                _child_command(gpu, operators), stdin=subprocess.DEVNULL, stdout=told, stderr=errors, timeout=time_limit
-            ).returncode
-            end = f"its process ended with exit code {code}"
-        except subprocess.TimeoutExpired:
-            end = f"it did not end within {time_limit:g} s"
+            _wait_for_start(process, told)
+            end = f"its process ended with exit code {process.wait(time_limit)}"
+        except subprocess.TimeoutExpired as error:
+            end = f"it did not end within {error.timeout:g} s"
+        finally:
+            process.kill()
+            process.wait()
         told.seek(0)
         errors.seek(0)
         lines = told.read().decode(errors="replace").splitlines()
@@ -122,6 +126,15 @@ def _test_in_child(card: str, gpu: int, operators: list[str], time_limit: float)
         seconds = time.monotonic() - start - sum(result.seconds for result in results)
         results.append(Result(card, operators[len(results)], FAILED, reason, seconds))
     return results
+
+
+def _wait_for_start(process: subprocess.Popen[bytes], told: IO[bytes]) -> None:
+    """Waits until the child process has torch and the device, which is no part of a test and can take long."""
+    deadline = time.monotonic() + _START_LIMIT
+    while os.fstat(told.fileno()).st_size == 0 and process.poll() is None:
+        if time.monotonic() > deadline:
+            raise subprocess.TimeoutExpired(process.args, _START_LIMIT)
+        time.sleep(0.05)
 
 
 def _child_command(gpu: int, operators: Sequence[str]) -> list[str]:

@@ -12,7 +12,11 @@ def main() -> int:
         description="Test the CUDA kernels of fedkernels on each kind of GPU that is visible, and print a table.",
     )
     parser.add_argument(
-        "--time-limit", type=float, default=180.0, metavar="SECONDS", help="for a child process (default: 180)"
+        "--time-limit",
+        type=float,
+        default=180.0,
+        metavar="SECONDS",
+        help="for the tests of a child process (default: 180)",
     )
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
