@@ -5,6 +5,7 @@ missing, broken or of other contents counts as no outcome, and where nothing can
 """
 
 import contextlib
+import ctypes
 import functools
 import hashlib
 import json
@@ -39,12 +40,17 @@ class Outcome(NamedTuple):
 def card_of(gpu: int) -> Card:
     """The card with this number. Initialises CUDA."""
     properties = torch.cuda.get_device_properties(gpu)
-    try:
+    return Card(properties.name, f"{properties.major}.{properties.minor}", _driver())
+
+
+@functools.cache
+def _driver() -> str:
+    driver, newest_cuda = "", ctypes.c_int(0)
+    with contextlib.suppress(OSError, ValueError, IndexError):  # where this file is missing, the number below remains
         driver = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8").splitlines()[0]
-    except (OSError, ValueError, IndexError):
-        driver = ""
-    supported = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined, unused-ignore]
-    return Card(properties.name, f"{properties.major}.{properties.minor}", f"{driver} CUDA {supported}".strip())
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(newest_cuda))
+    return f"{driver} CUDA {newest_cuda.value}".strip()
 
 
 @functools.cache

@@ -62,8 +62,6 @@ class EmulatedCard:
                 torch.Tensor, "is_cuda", property(lambda tensor: not hasattr(tensor, "on_host")), raising=False
             )
             patch.setattr(torch.Tensor, "cpu", to_host)
-            patch.setattr(torch.cuda, "is_available", lambda: True)
-            patch.setattr(torch.cuda, "device_count", lambda: 1)
             patch.setattr(torch.cuda, "init", lambda: None)
             patch.setattr(_native, "operator", operator)
             patch.setattr(_native, "runs_on", lambda gpu: True)

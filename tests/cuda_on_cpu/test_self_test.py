@@ -179,6 +179,8 @@ def test_a_child_process_finds_what_no_process_survives(card, fault, reason, mon
     )
     monkeypatch.chdir(ROOT)
     with card.in_use() as called:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
         monkeypatch.setattr(_native, "CUDA", frozenset({"apply_deltas", "client_weights", "delta_gram"}))
         results = {result.operator: result for result in fedkernels.self_test(time_limit=20 if fault is HANG else 600)}
         assert set(results) == _native.CUDA
@@ -244,6 +246,20 @@ def test_no_test_is_started_while_tracing(card):
         compiled = torch.compile(lambda x, y: fedkernels.info_nce(x, y, 0.3), backend="eager", fullgraph=True)
         torch.testing.assert_close(compiled(x, y), truth)
         assert called == ["info_nce"]
+
+
+def test_no_test_is_started_while_exporting(card):
+    class Loss(torch.nn.Module):
+        def forward(self, x, y):
+            return fedkernels.info_nce(x, y, 0.3)
+
+    x, y = randn(6, 4), randn(8, 4)
+    with card.in_use() as called:
+        with pytest.warns(UserWarning, match="traced or captured"):
+            exported = torch.export.export(Loss(), (x, y), strict=False)
+        assert not called
+        assert not _first_contact.verdicts
+    torch.testing.assert_close(exported.module()(x, y), reference.info_nce.info_nce(x, y, 0.3))
 
 
 def test_the_callers_settings_do_not_matter(card):

@@ -7,6 +7,8 @@ import sys
 import threading
 import time
 import warnings
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -141,6 +143,46 @@ def test_a_relative_cache_is_not_used(runs, monkeypatch, tmp_path):
     _native._serves("info_nce", 0, ())
     assert all(tmp_path / "home/.cache/fedkernels" in path.parents for path in files(tmp_path))
     assert files(tmp_path)
+
+
+def test_a_card_is_described(monkeypatch):
+    properties = SimpleNamespace(name="NVIDIA H200", major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu: properties)
+    card = _self_test_outcomes.card_of(0)
+    assert card[:2] == ("NVIDIA H200", "9.0")
+    assert "CUDA " in card.driver
+
+
+def test_the_build_is_known():
+    assert (len(_self_test_outcomes.build()) == 64) == (_native.module is not None)
+
+
+def test_a_test_may_wait_and_puts_the_device_back(monkeypatch):
+    """With torch's functions pretended: there need not be a GPU."""
+    modes, devices = ["error"], []
+
+    @contextmanager
+    def device(gpu):
+        devices.append(gpu)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    with _first_contact._on(3) as there:
+        assert there == torch.device("cuda", 3)
+        assert modes[-1] == "default"
+    assert modes[-1] == "error"
+    assert devices == [3]
+
+
+def test_a_capture_is_seen(monkeypatch):
+    answers = iter([True, False, True, False, False])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: next(answers))
+    monkeypatch.setattr(torch.cuda, "device", lambda gpu: nullcontext())
+    assert _first_contact._is_captured(1)
+    assert _first_contact._is_captured(1)
+    assert not _first_contact._is_captured(1)
 
 
 def test_threads_test_an_operator_once(runs):
