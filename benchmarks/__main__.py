@@ -65,10 +65,10 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("operators", nargs="*", metavar="OPERATOR", help=f"some of {names} (default: all)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to measure (default: cpu)")
     parser.add_argument(
-        "--threads", type=_positive, default=2, metavar="N", help="threads of all libraries (default: 2)"
+        "--threads", type=positive, default=2, metavar="N", help="threads of all libraries (default: 2)"
     )
     parser.add_argument(
-        "--repeats", type=_positive, metavar="N", help="repeats of each call (default: 7; on a GPU 5 to 50)"
+        "--repeats", type=positive, metavar="N", help="repeats of each call (default: 7; on a GPU 5 to 50)"
     )
     parser.add_argument("--skip-large", action="store_true", help="leave out the sizes that take minutes")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that everything runs")
@@ -119,7 +119,7 @@ def _measure(operator: str, settings: Settings, skip_large: bool, deadline: floa
     return entry
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a positive whole number, got {text}")
     return int(text)

@@ -8,12 +8,14 @@
 #     WHEELS            a folder of wheels of what this Python lacks; they are installed into a temporary folder
 #     OUT               write below this folder (default: benchmarks/results/gpu)
 #
-# It writes CARD/on_gpu.json (each stage's outcome), CARD/results.json and results.md (the figures) and CARD/log.txt.
+# It writes CARD/on_gpu.json (each stage's outcome), CARD/results.json and results.md (the operators), CARD/simulation.json
+# and simulation.md (whole runs) and CARD/log.txt.
 # Each stage has a time limit, and the others run where one fails. Exit code: 0 where no stage failed, 1 where one did, 2
 # where there is no GPU. The module is compiled in place, for this card alone.
 set -u
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
 ALL=530 # seconds
+SIMULATION=120 # of them for whole runs, at the end
 python=${PYTHON:-python3}
 
 ask() { nvidia-smi --query-gpu="$1" --format=csv,noheader 2>/dev/null | head -n 1; }
@@ -98,7 +100,10 @@ for tool in memcheck racecheck; do
     record $tool "skipped: no compute-sanitizer" 0 0
   fi
 done
-stage benchmarks $ALL "$python" -m benchmarks --device cuda --output "$folder" --seconds $((ALL - SECONDS - 15))
+stage benchmarks $((ALL - SECONDS - SIMULATION)) "$python" -m benchmarks --device cuda --output "$folder" \
+  --seconds $((ALL - SECONDS - SIMULATION - 15))
+stage simulation $ALL "$python" -m benchmarks.simulation --device cuda --output "$folder" \
+  --seconds $((ALL - SECONDS - 25))
 
 driver=$(ask driver_version)
 toolkit=$(nvcc --version 2>/dev/null | sed -nE 's/.*release ([0-9.]+).*/\1/p')

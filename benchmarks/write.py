@@ -81,8 +81,8 @@ def merge(folder: Path, operator: str, entry: dict[str, Any]) -> Results:
     results: Results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     results[operator] = entry
     folder.mkdir(parents=True, exist_ok=True)
-    _replace(path, json.dumps(results, indent=1) + "\n")
-    _replace(folder / "results.md", tables(results))
+    replace(path, json.dumps(results, indent=1) + "\n")
+    replace(folder / "results.md", tables(results))
     return results
 
 
@@ -93,7 +93,7 @@ def update_speed_page(results: Results, folder: Path, page: Path) -> None:
     _, end, after = rest.partition(END)
     if not start or not end:
         raise ValueError(f"{page} must hold {START} and, after it, {END}")
-    _replace(page, f"{before}{START}\n{short_table(results, folder)}{END}{after}")
+    replace(page, f"{before}{START}\n{short_table(results, folder)}{END}{after}")
 
 
 def tables(results: Results) -> str:
@@ -104,14 +104,14 @@ def tables(results: Results) -> str:
         lines = [line for case in entry["cases"] for line in _lines(case)]
         columns = [name for name in _COLUMNS if name not in _GPU_COLUMNS or any(name in line for line in lines)]
         cells = [[line.get(name, "-") for name in columns] for line in lines]
-        parts += [f"## {operator}", _about(entry["environment"]), _table(columns, cells)]
+        parts += [f"## {operator}", _about(entry["environment"]), table(columns, cells)]
         bars = [
             [case["size"], bar["bar"], bar["measured"], bar["outcome"]]
             for case in entry["cases"]
             for bar in case["bars"]
         ]
         if bars:
-            parts.append(_table(["size", "bar", "measured", ""], bars))
+            parts.append(table(["size", "bar", "measured", ""], bars))
     return "\n\n".join(parts) + "\n"
 
 
@@ -194,7 +194,7 @@ def short_table(results: Results, folder: Path) -> str:
                 ]
             )
     head = ["operator", "size", "ours, ms", "best peer, ms", "ratio", "to the floor", "extra MiB", "of the peer"]
-    return f"{_table(head, lines)}\n\n{_conditions(results)} {_link(folder)}\n"
+    return f"{table(head, lines)}\n\n{_conditions(results)} {_link(folder)}\n"
 
 
 def _conditions(results: Results) -> str:
@@ -217,7 +217,8 @@ def _link(folder: Path) -> str:
     return f"By `python -m benchmarks`; all peers, errors and what each floor is: [{place}](../{place}/results.md)."
 
 
-def _table(head: Sequence[str], lines: list[list[str]]) -> str:
+def table(head: Sequence[str], lines: list[list[str]]) -> str:
+    """A Markdown table; the first two columns are text, the others numbers."""
     marks = ["---" if index < 2 else "---:" for index in range(len(head))]
     escaped = [[cell.replace("|", "\\|") for cell in line] for line in lines]
     return "\n".join(f"| {' | '.join(line)} |" for line in [head, marks, *escaped])
@@ -244,7 +245,7 @@ def _error(error: float | None) -> str:
     return "-" if error is None else f"{error:.1e}"
 
 
-def _replace(path: Path, text: str) -> None:
+def replace(path: Path, text: str) -> None:
     """Whole or not at all: a temporary file, synced and renamed."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:

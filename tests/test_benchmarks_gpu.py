@@ -183,13 +183,14 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="bash and timeout as 
 def test_all_stages_pass(pretend: Any) -> None:
     done, report, calls = pretend()
     assert done.returncode == 0, done.stdout + done.stderr
-    names = ["packages", "build", "self-test", "tests", "memcheck", "racecheck", "benchmarks"]
+    names = ["packages", "build", "self-test", "tests", "memcheck", "racecheck", "benchmarks", "simulation"]
     assert [stage["stage"] for stage in report["stages"]] == names
     assert {stage["outcome"] for stage in report["stages"]} == {"passed"}
     assert report["compute_capability"] == "9.0"
     assert report["card"] == "Card (R) X1"
     assert "9.0: setup.py build_ext --inplace" in calls
-    assert re.search(r"-m benchmarks --device cuda --output \S+/card-r-x1 --seconds \d+\n", calls)
+    for command_name in ("benchmarks", "benchmarks.simulation"):
+        assert re.search(rf"-m {re.escape(command_name)} --device cuda --output \S+/card-r-x1 --seconds \d+\n", calls)
 
 
 @LINUX
@@ -199,7 +200,8 @@ def test_all_stages_pass(pretend: Any) -> None:
         ("build_ext", "build"),
         ("-m fedkernels.self_test", "self-test"),
         ("pytest -q", "tests"),
-        ("-m benchmarks", "benchmarks"),
+        ("-m benchmarks --device", "benchmarks"),
+        ("-m benchmarks.simulation", "simulation"),
     ],
 )
 def test_a_stage_that_fails_leaves_the_others_alone(pretend: Any, fails: str, stage: str) -> None:

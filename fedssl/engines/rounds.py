@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Protocol
 
@@ -24,7 +24,9 @@ from ..randomness import seed_for
 from ..recipe import Recipe
 from ..run_directory import IMAGE_SHAPE, MetricRow, RunDirectory
 from ..storage import cannot_write, csv_text
+from ..training import steps_of_round
 from .progress import Progress
+from .time_left import past_seconds
 
 
 def models_to_evaluate(
@@ -65,7 +67,8 @@ def run_rounds(federation: Federation, directory: RunDirectory, progress: Progre
     """All rounds that are left, each ended by its commit; the same under every engine."""
     rounds = federation.recipe.rounds
     first = directory.checkpoint.round + 1
-    progress.start(first, rounds)
+    evaluated = [number for number in range(rounds + 1) if evaluation_due(federation.recipe, number)]
+    progress.start(first, rounds, evaluated, past_seconds(directory))
     with _tensorboard(directory, first) as write_events:
         for number in range(first, rounds + 1):
             started = time.perf_counter()
@@ -129,7 +132,7 @@ def _evaluate(
 ) -> list[MetricRow]:
     if not evaluation_due(federation.recipe, number):
         return []
-    progress.note(f"evaluating after round {number}")
+    progress.evaluating(number)
     rows: list[MetricRow] = []
     spectra: dict[str, Tensor] = {}
     if federation.method.personal:
@@ -230,6 +233,7 @@ def _round(
     answering = federation.answering_clients(number, chosen)
     sent = federation.method.broadcast(server, chosen, number)
     asked = {k: sent[k] for k in answering}
+    progress.training(number, _images_to_train_on(federation.recipe, clients, asked))
     server, replies, lost, missing = _exchange(federation, server, asked, clients, number, progress)
     rows = _traffic_rows(number, sent, replies) + lost
     rows += [(number, str(k), "dropped", 1.0) for k in chosen if k not in answering]
@@ -244,6 +248,14 @@ def _round(
         metric, _, who = name.rpartition("/")
         rows.append((number, who, metric, value))
     return server, rows, missing
+
+
+def _images_to_train_on(recipe: Recipe, clients: Clients, asked: Iterable[int]) -> list[int]:
+    """Images that each of the clients asked will train on in a round, counted once for each pass."""
+    if not recipe.schedule.trains:
+        return [0 for _ in asked]
+    images = clients.images()
+    return [steps_of_round(recipe.training, images.get(k, 0)) * recipe.training.batch_size for k in asked]
 
 
 def _traffic_rows(number: int, sent: dict[int, Message], replies: dict[int, Message]) -> list[MetricRow]:

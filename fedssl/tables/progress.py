@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from ..engines.time_left import format_duration
 from ..run_record import read_run
 from .cells import Cell
 from .verdict import JUDGED
@@ -36,7 +37,7 @@ class Progress:
         """A cell is finished, or has failed with an error message."""
         self.ended += 1
         left = (self.waiting - self.ended) * (time.monotonic() - self.started) / self.ended
-        time_left = f"; {_duration(left)} left" if self.ended < self.waiting else ""
+        time_left = f"; {format_duration(left)} left" if self.ended < self.waiting else ""
         if failure is None:
             state = _accuracies(cell.path)
         else:
@@ -54,9 +55,3 @@ def _accuracies(path: Path) -> str:
     run = read_run(path)
     values = ((metric, run.evaluated(metric, "after")) for metric in JUDGED)
     return ", ".join(f"{metric} {value:.1f}" for metric, value in values if value is not None)
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

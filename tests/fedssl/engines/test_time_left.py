@@ -1,0 +1,295 @@
+"""The speed and the time left that a run shows, against runs whose every second is known."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from fedssl.engines.in_process import resume, run
+from fedssl.engines.progress import ProgressBars, Silent
+from fedssl.engines.time_left import TimeLeft, format_duration, past_seconds
+from fedssl.run_directory import RunDirectory
+from tests.fedssl.conftest import AVERAGED, FEDU2
+
+
+@dataclass
+class Clock:
+    now: float = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class Timetable:
+    """A run that trains 20 images a second and evaluates in the rounds and the seconds given here."""
+
+    rounds: int = 6
+    images: tuple[int, ...] = (100, 2000, 300)
+    evaluations: Mapping[int, float] = field(default_factory=dict)
+    commit: float = 0.0
+
+    def training(self, clients: slice = slice(None)) -> float:
+        return sum(self.images[clients]) / 20
+
+    def seconds(self, number: int) -> float:
+        return (self.training() if number else 0.0) + self.evaluations.get(number, 0.0)
+
+    def follow(self, first: int = 0) -> Iterator[tuple[str, float | None, float, float | None]]:
+        """Each event with the time left as estimated, as it is, and the images a second."""
+        clock = Clock()
+        estimate = TimeLeft(clock)
+        past = {number: self.seconds(number) for number in range(first)}
+        estimate.start(first, self.rounds, list(self.evaluations), past)
+        end = clock.now + sum(self.seconds(number) for number in range(first, self.rounds + 1))
+
+        def shown(event: str) -> tuple[str, float | None, float, float | None]:
+            return event, estimate.seconds(), end - clock.now, estimate.images_per_second()
+
+        yield shown("start")
+        for number in range(first, self.rounds + 1):
+            if number:
+                estimate.training(number, self.images)
+                yield shown(f"training {number}")
+                for position, images in enumerate(self.images):
+                    estimate.clients_done(position)
+                    yield shown(f"client {number}/{position}")
+                    clock.now += images / 20
+            if number in self.evaluations:
+                estimate.evaluating(number)
+                yield shown(f"evaluating {number}")
+                clock.now += self.evaluations[number] / 2
+                estimate.clients_done(1)  # an engine may tell of clients here, too
+                yield shown(f"evaluating client 1 in round {number}")
+                clock.now += self.evaluations[number] / 2
+            estimate.round_done()
+            yield shown(f"done {number}")
+
+
+EVERY_OTHER = {0: 50.0, 2: 7.0, 4: 7.0, 6: 50.0}
+
+
+def test_unequal_clients_and_evaluations_of_one_length_are_foreseen_from_the_first_client_on():
+    same = dict.fromkeys(EVERY_OTHER, 50.0)
+    events = list(Timetable(evaluations=same).follow())
+    known = [name for name, *_ in events].index("client 1/1")
+    for name, left, truth, rate in events[known:]:
+        assert left == pytest.approx(truth), name
+        assert rate == pytest.approx(20), name
+    assert all(left is None and rate is None for _, left, _, rate in events[:known])
+
+
+def test_a_short_evaluation_is_taken_for_a_long_one_until_it_was_measured():
+    events = list(Timetable(evaluations=EVERY_OTHER).follow())
+    measured = [name for name, *_ in events].index("done 2")
+    assert all(left == pytest.approx(truth) for _, left, truth, _ in events[measured:])
+    left, truth = next((left, truth) for name, left, truth, _ in events if name == "client 1/2")
+    assert left == pytest.approx(truth + 2 * (50 - 7))
+
+
+@pytest.mark.parametrize("every", [1, 2, 0], ids="every_{}".format)
+@pytest.mark.parametrize("first", [3, 5, 6])
+def test_a_resumed_run_knows_from_its_earlier_rounds(first, every):
+    """Where every round was evaluated, an evaluation cannot be told from training until one was measured."""
+    evaluations = {0: 50.0} | {n: 7.0 for n in range(1, 6) if every and n % every == 0} | {6: 50.0}
+    for name, left, truth, _ in Timetable(evaluations=evaluations).follow(first):
+        assert left == pytest.approx(truth, abs=7.0 if every == 1 else 1e-6), name
+
+
+def test_a_run_resumed_before_its_first_round_knows_as_much_as_a_new_one():
+    new, resumed = (list(Timetable(evaluations=EVERY_OTHER).follow(first)) for first in (0, 1))
+    begin = [name for name, *_ in new].index("training 1")
+    assert resumed[1:] == new[begin:]
+
+
+def test_a_later_stage_that_takes_longer_replaces_what_was_measured():
+    clock = Clock()
+    estimate = TimeLeft(clock)
+    estimate.start(1, 20, [20], {})
+    for number in range(1, 11):
+        estimate.training(number, [10])
+        clock.now += 1 if number <= 5 else 3
+        estimate.round_done()
+    assert estimate.images_per_second() == pytest.approx(10 / 3)
+    assert estimate.seconds() == pytest.approx(30)
+
+
+def test_unknown_numbers_of_images_leave_the_time_known_and_the_speed_not():
+    events = list(Timetable(images=(0, 0, 0), evaluations={}).follow())
+    assert {rate for *_, rate in events} == {None}
+    clock = Clock()
+    estimate = TimeLeft(clock)
+    estimate.start(1, 4, [], {})
+    estimate.training(1, [0, 0])
+    clock.now += 10
+    estimate.clients_done(1)
+    assert estimate.seconds() == pytest.approx(70)
+    assert estimate.images_per_second() is None
+
+
+def test_a_round_in_which_nobody_answers_keeps_the_speed():
+    clock = Clock()
+    estimate = TimeLeft(clock)
+    estimate.start(1, 3, [], {})
+    estimate.training(1, [20])
+    clock.now += 1
+    estimate.round_done()
+    estimate.training(2, [])
+    assert estimate.images_per_second() == pytest.approx(20)
+    estimate.round_done()
+    assert estimate.seconds() == pytest.approx(0.5)  # the next round: 10 images, the mean of 20 and none
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0 s"), (89, "89 s"), (90, "2 min"), (5399, "90 min"), (9000, "2.5 h")]
+)
+def test_durations(seconds, text):
+    assert format_duration(seconds) == text
+
+
+# What is shown
+
+
+def lines(bars: ProgressBars) -> list[str]:
+    assert isinstance(bars.console.file, io.StringIO)
+    return bars.console.file.getvalue().splitlines()
+
+
+def bars_without_terminal(clock: Clock) -> ProgressBars:
+    return ProgressBars(Console(file=io.StringIO(), width=120, force_terminal=False), clock)
+
+
+def test_a_line_a_round_tells_speed_and_time_left():
+    clock = Clock()
+    bars = bars_without_terminal(clock)
+    bars.start(0, 2, [0, 2], {})
+    bars.evaluating(0)
+    clock.now += 10
+    bars.round_done(0, {"knn": 30.0})
+    bars.training(1, [4000, 4000])
+    bars.client(1, 0, 0, 2)
+    clock.now += 5
+    bars.client(1, 1, 1, 2)
+    clock.now += 5
+    bars.round_done(1, {"loss": 0.5})
+    bars.training(2, [4000, 4000])
+    clock.now += 10
+    bars.evaluating(2)
+    clock.now += 10
+    bars.round_done(2, {"loss": 0.25, "knn": 40.0})
+    assert lines(bars) == [
+        "round 0/2  knn 30",
+        "round 1/2  loss 0.5  800 images/s  20 s left",
+        "round 2/2  loss 0.25  knn 40  800 images/s",
+    ]
+
+
+def test_on_a_terminal_the_time_left_counts_down_between_events():
+    clock = Clock()
+    console = Console(file=io.StringIO(), width=160, force_terminal=True, legacy_windows=False)
+    bars = ProgressBars(console, clock)
+    bars.start(0, 3, [], {})
+    for number in (1, 2):
+        bars.training(number, [50])
+        clock.now += 60
+        bars.round_done(number, {})
+    clock.now += 25
+    with console.capture() as shown:
+        console.print(bars.bars.get_renderable())
+    rounds, clients = shown.get().splitlines()
+    assert "0.8 images/s  35 s left" in rounds
+    assert "left" not in clients
+    clock.now += 100  # the last round takes longer than it should
+    with console.capture() as shown:
+        console.print(bars.bars.get_renderable())
+    assert "left" not in shown.get()
+
+
+class StopsAfterRound1(ProgressBars):
+    def round_done(self, round_number: int, metrics: dict[str, float]) -> None:
+        super().round_done(round_number, metrics)
+        if round_number == 1:
+            raise KeyboardInterrupt
+
+
+SPEED = r"[\d.,]+ images/s"
+
+
+@pytest.mark.parametrize("method", [AVERAGED, FEDU2 | {"objective": {"name": "byol", "output_features": 16}}])
+def test_a_run_and_its_continuation_tell_speed_and_time_left(tiny, tmp_path, method):
+    recipe = tiny(**method, rounds=3, evaluation={"every": 2, "neighbors": 3, "linear": {"epochs": 1}})
+    bars = StopsAfterRound1(Console(file=io.StringIO(), width=160))
+    with pytest.raises(KeyboardInterrupt):
+        run(recipe, tmp_path / "run", bars)
+    before, first = lines(bars)
+    assert re.fullmatch(r"round 0/3  knn [\d.]+", before)
+    assert re.fullmatch(rf"round 1/3  loss \S+  {SPEED}  \d+ (s|min) left", first)
+
+    bars = ProgressBars(Console(file=io.StringIO(), width=160))
+    resume(tmp_path / "run", bars)
+    second, third = lines(bars)
+    assert re.fullmatch(rf"round 2/3  loss .*  {SPEED}  \d+ (s|min) left", second)
+    assert re.fullmatch(rf"round 3/3  loss .*  {SPEED}", third)
+
+
+class Recorder(Silent):
+    """What a run tells of its work; it may stop the run after a round."""
+
+    def __init__(self, stop_after: int | None = None) -> None:
+        self.stop_after = stop_after
+        self.started: list[tuple] = []
+        self.trained: list[tuple] = []
+        self.evaluated: list[int] = []
+
+    def start(self, *told) -> None:
+        self.started.append(told)
+
+    def training(self, *told) -> None:
+        self.trained.append(told)
+
+    def evaluating(self, round_number: int) -> None:
+        self.evaluated.append(round_number)
+
+    def round_done(self, round_number: int, metrics: dict[str, float]) -> None:
+        if round_number == self.stop_after:
+            raise KeyboardInterrupt
+
+
+def test_an_engine_tells_images_evaluations_and_earlier_rounds(tiny, tmp_path):
+    changes = {"training": {"local_epochs": 2, "batch_size": 8}, "evaluation": {"every": 2, "linear": {"epochs": 1}}}
+    path, interrupted, resumed = tmp_path / "run", Recorder(stop_after=1), Recorder()
+    with pytest.raises(KeyboardInterrupt):
+        run(tiny(**AVERAGED, rounds=3, **changes), path, interrupted)
+    directory = resume(path, resumed)
+    counts = [sum(map(int, line.split(",")[1:])) for line in (path / "partition.csv").read_text().splitlines()[1:]]
+    images = [2 * (count // 8) * 8 for count in counts]
+    assert interrupted.trained + resumed.trained == [(number, images) for number in (1, 2, 3)]
+    assert interrupted.evaluated + resumed.evaluated == [0, 2, 3]
+    past = past_seconds(directory)
+    assert list(past) == [0, 1, 2, 3]
+    assert interrupted.started == [(0, 3, [0, 2, 3], {})]
+    assert resumed.started == [(2, 3, [0, 2, 3], {number: past[number] for number in (0, 1)})]
+
+
+def test_nothing_is_trained_where_the_schedule_trains_nothing(tiny, tmp_path):
+    recorder = Recorder()
+    run(tiny(schedule="untrained", rounds=1), tmp_path / "run", recorder)
+    assert recorder.trained == [(1, [0, 0, 0])]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "round,seconds\n1\n", "round,time\n1,2\n", "round,seconds\none,2\n", "\xff", "round,seconds\n1,nan\n2,-1\n"],
+)
+def test_a_damaged_file_of_timings_counts_as_none(tiny, tmp_path, text):
+    path: Path = tmp_path / "run"
+    (path / "checkpoints").mkdir(parents=True)
+    (path / "recipe.yaml").write_text("")
+    (path / "timings.csv").write_bytes(text.encode("latin-1"))
+    assert past_seconds(RunDirectory.open(path)) == {}

@@ -1,0 +1,281 @@
+"""``python -m benchmarks.simulation``: the phases add up, and what cannot be timed is refused."""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("benchmarks", reason="the benchmarks are not part of the sdist")
+
+from benchmarks import phases, simulation, simulation_peers, simulation_tables
+from benchmarks.phases import PHASES, PhaseClock, Place, places, require_calls, timed_places
+from benchmarks.simulation import Simulation, Sizes, measure_rounds
+from benchmarks.simulation_peers import LocalTraining, Loop
+from fedssl.objectives.byol import BYOL
+from fedssl.objectives.simclr import SimCLR
+from fedssl.reading import load_recipe
+from fedssl.recipe import Recipe
+
+CPU = torch.device("cpu")
+TINY = Simulation("fedbyol", ("small_convnet",), 4, 2)
+TINY_TRAINING = LocalTraining("byol", "small_convnet", 4, 2, "cpu")
+
+
+@dataclass
+class Clock:
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def recipe_of(one: Simulation, rounds: int, folder: Path, *overrides: str) -> Recipe:
+    settings = simulation._settings(one, "cpu", rounds, folder)
+    return load_recipe(one.recipe, [*settings, "evaluation.every=1", *overrides])
+
+
+# ---- the phases ---------------------------------------------------------------------------------------------
+
+
+def test_a_call_within_a_phase_belongs_to_it() -> None:
+    now = Clock()
+    clock = PhaseClock(CPU, now)
+
+    def spend(seconds: float) -> None:
+        now.now += seconds
+
+    inner = clock.timed(Place("augment", "x:inner"), lambda: spend(2))
+
+    def outer() -> None:
+        spend(1)
+        inner()
+        spend(4)
+
+    clock.timed(Place("regularizer", "x:outer"), outer)()
+    inner()
+    assert clock.take() == ({"regularizer": 7.0, "augment": 2.0}, {"x:outer": 1, "x:inner": 2})
+    assert clock.take() == ({}, {})
+
+
+def test_a_call_that_fails_ends_its_phase() -> None:
+    now = Clock()
+    clock = PhaseClock(CPU, now)
+
+    def fail() -> None:
+        now.now += 3
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        clock.timed(Place("forward", "x:f"), fail)()
+    with clock.phase("backward"):
+        now.now += 1
+    assert clock.take()[0] == {"forward": 3.0, "backward": 1.0}
+
+
+def test_a_regularizers_term_is_timed_too() -> None:
+    now = Clock()
+    clock = PhaseClock(CPU, now)
+
+    def start_round() -> Any:
+        now.now += 1
+
+        def term() -> None:
+            now.now += 10
+
+        return term
+
+    clock.timed(Place("regularizer", "x:start_round", returns_function=True), start_round)()()
+    assert clock.take()[0] == {"regularizer": 11.0}
+
+
+def test_the_functions_are_as_before_afterwards() -> None:
+    before = BYOL.step, SimCLR.__dict__.get("after_step"), torch.Tensor.backward
+    timed = [Place("forward", f"{BYOL.__module__}:BYOL.step"), Place("EMA", f"{SimCLR.__module__}:SimCLR.after_step")]
+    timed.append(Place("backward", "torch:Tensor.backward"))
+    with timed_places(timed, PhaseClock(CPU)):
+        assert BYOL.step is not before[0]
+        assert "after_step" in SimCLR.__dict__
+    assert (BYOL.step, SimCLR.__dict__.get("after_step"), torch.Tensor.backward) == before
+    assert "after_step" not in SimCLR.__dict__  # inherited, as before
+
+
+@pytest.mark.parametrize(
+    "path", ["fedssl.training:no_such", "fedssl.nowhere:augment", "fedssl.method:Method.rounds", "torch:Nothing.step"]
+)
+def test_a_function_that_does_not_exist_is_named(path: str) -> None:
+    timed = [Place("forward", f"{BYOL.__module__}:BYOL.step"), Place("augment", path)]
+    before = BYOL.step
+    with (
+        pytest.raises(LookupError, match=rf"^{path}, which the phase 'augment' is timed by, does not exist: correct"),
+        timed_places(timed, PhaseClock(CPU)),
+    ):
+        pass
+    assert BYOL.step is before
+
+
+def test_a_function_that_a_round_did_not_call_is_named() -> None:
+    timed = [Place("forward", "x:f"), Place("EMA", "x:g")]
+    require_calls(timed, {"x:f": 1, "x:g": 2})
+    with pytest.raises(LookupError, match=r"^x:g was not called in a round, so the time of 'EMA' is unknown"):
+        require_calls(timed, {"x:f": 1})
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("quick", [False, True])
+def test_every_function_of_every_run_exists(device: str, quick: bool, tmp_path: Path) -> None:
+    for one in simulation.sizes(device, quick).simulations:
+        small = Simulation(one.recipe, ("small_vit" if one.recipe == "lw_fedssl" else "small_convnet",), 2, 1)
+        timed = places(recipe_of(small, 8, tmp_path))
+        assert {place.phase for place in timed} <= {*PHASES} - {"other"}
+        with timed_places(timed, PhaseClock(CPU)):
+            pass
+
+
+@pytest.mark.parametrize("one", simulation.sizes("cpu", True).simulations, ids=lambda one: one.recipe)
+def test_the_phases_of_a_round_add_up_to_its_time(one: Simulation, tmp_path: Path) -> None:
+    """The run's own seconds of a round, in timings.csv, do not contain the commit, which the phases do."""
+    rounds = 8 if one.recipe == "lw_fedssl" else 3
+    recipe = recipe_of(one, rounds, tmp_path)
+    measured = measure_rounds(recipe, tmp_path / "run", phases=True)
+    assert [a_round.number for a_round in measured] == list(range(2, rounds))
+    with open(tmp_path / "run" / "timings.csv") as file:
+        own = {int(row["round"]): float(row["seconds"]) for row in csv.DictReader(file)}
+    for a_round in measured:
+        parts = a_round.phases
+        assert list(parts) == list(PHASES)
+        assert sum(parts.values()) == pytest.approx(a_round.seconds)
+        rounded = 0.001
+        assert own[a_round.number] - rounded <= sum(parts.values())
+        assert sum(parts.values()) <= own[a_round.number] + parts["checkpoint"] + parts["other"] + rounded
+        assert all(seconds > 0 for phase, seconds in parts.items() if phase != "regularizer")
+        assert (parts["regularizer"] > 0) == bool(recipe.regularizers)
+        assert a_round.images == simulation.CLIENTS * one.batch_size * one.steps
+
+
+def test_each_function_is_called_as_often_as_the_run_needs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: dict[str, int] = {}
+    monkeypatch.setattr(phases, "require_calls", lambda timed, counted: calls.update(counted))
+    recipe = recipe_of(TINY, 3, tmp_path)
+    measure_rounds(recipe, tmp_path / "run", phases=True)
+    steps, clients = simulation.CLIENTS * TINY.steps, simulation.CLIENTS
+    assert calls["torch:Tensor.backward"] == calls["torch.optim:SGD.step"] == steps
+    assert calls["fedssl.objectives.byol:BYOL.step"] == calls["fedssl.objectives.byol:BYOL.after_step"] == steps
+    assert calls["fedssl.method:Method._reply"] == calls["fedssl.engines.client_states:ClientStates.store"] == clients
+    assert calls["fedssl.method:Method.aggregate"] == calls["fedssl.engines.rounds:_evaluate"] == 1
+    assert calls["fedssl.run_directory:RunDirectory.commit"] == 1
+
+
+# ---- the peers ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", simulation_peers.LOOPS)
+@pytest.mark.parametrize("objective", simulation_peers.RECIPES)
+def test_everyone_trains_the_same_network(name: str, objective: str) -> None:
+    if name != "fedssl" and find_spec(name) is None:
+        pytest.skip(f"{name} is not installed")
+    training = LocalTraining(objective, "small_convnet", 4, 2, "cpu")
+    loop = simulation_peers.make_loop(name, training, [])
+    assert loop.parameters == simulation_peers.make_loop("fedssl", training, []).parameters
+    loop.run()
+
+
+def test_fedssl_has_the_views_that_the_peers_have() -> None:
+    augmentation = simulation_peers.training_federation(TINY_TRAINING, []).recipe.augmentation
+    of_peers = asdict(simulation_peers.VIEWS)
+    assert {name: getattr(augmentation, name) for name in of_peers} == of_peers
+
+
+def test_a_peer_with_another_network_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    loops = {"fedssl": Loop(int, 10), "lightly": Loop(int, 10), "kornia": Loop(int, 9)}
+    monkeypatch.setattr(simulation, "missing_package", lambda name: None)
+    monkeypatch.setattr(simulation, "make_loop", lambda name, *_: loops[name])
+    with pytest.raises(ValueError, match="kornia must train as many parameters as fedssl, 10, got 9"):
+        simulation.measure_training(TINY_TRAINING, 1, [])
+
+
+def test_loops_run_in_turn_and_a_missing_one_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    monkeypatch.setattr(simulation, "missing_package", lambda name: "not installed" if name == "kornia" else None)
+    monkeypatch.setattr(simulation, "make_loop", lambda name, *_: Loop(lambda: order.append(name), 1))
+    rows = simulation.measure_training(TINY_TRAINING, 2, [])["rows"]
+    assert order == 3 * ["fedssl", "lightly"]  # the first time to warm up
+    assert [len(row["times"]) for row in rows.values()] == [2, 2, 0]
+    assert rows["kornia"]["status"] == "not installed"
+
+
+# ---- the command --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulation, "sizes", lambda device, quick: Sizes((TINY,), (TINY_TRAINING,)))
+    monkeypatch.setattr(simulation, "missing_package", lambda name: None if name == "fedssl" else "not installed")
+
+
+@pytest.mark.usefixtures("small")
+def test_the_command_writes_its_figures(tmp_path: Path) -> None:
+    arguments = ["--threads", "1", "--repeats", "2", "--output", str(tmp_path)]
+    assert simulation.main([*arguments, "training.learning_rate=0.01"]) == 0
+    results = json.loads((tmp_path / "simulation.json").read_text())
+    assert results["environment"]["threads"] == 1
+    (one,), (training,) = results["simulations"], results["trainings"]
+    assert len(one["seconds"]) == len(one["timed_seconds"]) == 2
+    assert one["images"] == 32
+    assert [row["status"] for row in training["rows"].values()] == ["ok", "not installed", "not installed"]
+    text = (tmp_path / "simulation.md").read_text()
+    assert text == simulation_tables.tables(results)
+    assert "1 threads" in text
+    assert "`training.learning_rate=0.01`" in text
+    assert "| byol, small_convnet, batch 4 | fedssl |" in text
+    assert "|  | lightly | - | - | - | **not installed** |" in text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["simulation.json", "simulation.md"]
+
+
+@pytest.mark.usefixtures("small")
+def test_without_time_left_nothing_is_measured(tmp_path: Path) -> None:
+    assert simulation.main(["--seconds", "-1", "--output", str(tmp_path)]) == 1
+    text = (tmp_path / "simulation.md").read_text()
+    assert text.count("**not measured: no time was left**") == 2
+
+
+@pytest.mark.usefixtures("small")
+def test_memory_that_runs_out_is_a_row_that_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+
+    monkeypatch.setattr(simulation, "measure_simulation", fail)
+    monkeypatch.setattr(simulation, "measure_training", fail)
+    assert simulation.main(["--repeats", "1", "--output", str(tmp_path)]) == 1
+    assert (tmp_path / "simulation.md").read_text().count("**out of memory**") == 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_the_command_refuses_to_measure_on_one(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        simulation.main(["--device", "cuda"])
+    assert "torch finds no CUDA device; leave out --device cuda" in capsys.readouterr().err
+
+
+def test_overhead_and_bars() -> None:
+    spent = dict.fromkeys(PHASES, 0.0) | {"forward": 3.0, "backward": 5.0, "optimizer": 1.0, "evaluate": 90.0}
+    assert simulation_tables.overhead(spent) == pytest.approx(0.0)
+    assert simulation_tables.overhead(spent | {"EMA": 0.5, "other": 0.5}) == pytest.approx(0.1)
+    rows = {"fedssl": [1.0, 2.0, 3.0], "lightly": [5.0], "kornia": [8.0]}
+    training = {
+        **{"title": "t", "status": "ok", "objective": "byol", "architecture": "small_resnet18", "batch_size": 50},
+        **{"images": 100, "rows": {name: {"status": "ok", "times": times} for name, times in rows.items()}},
+    }
+    lines = simulation_tables._training_table([training]).splitlines()[2:]
+    assert lines[0] == "| t | fedssl | 50 | 33 to 100 |  |  |"
+    assert lines[1] == "|  | lightly | 20 | 20 to 20 | 2.50 | bar: 2.5, met |"
+    assert lines[2] == "|  | kornia | 12 | 12 to 12 | 4.00 |  |"
+    training["rows"]["lightly"]["times"] = [4.9]
+    assert "| 2.45 | bar: 2.5, missed |" in simulation_tables._training_table([training])
+    assert "bar" not in simulation_tables._training_table([training | {"batch_size": 4}])
