@@ -83,6 +83,8 @@ stage build 150 bash -c '"$0" setup.py build_ext --inplace && "$0" -c "
 import fedkernels._native as native, sys
 print(native.build_info())
 sys.exit(0 if native.CUDA else \"the module holds no CUDA kernels\")"' "$python"
+stage self-test 60 "$python" -m fedkernels.self_test
+export FEDKERNELS_SELF_TEST=0 # what follows tests and measures the kernels, whatever became of that, and no reference
 workers=()
 "$python" -c 'import xdist' 2>/dev/null && workers=(-n 6)
 "$python" -c 'import pytest_timeout' 2>/dev/null && workers+=(--timeout 60)

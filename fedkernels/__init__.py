@@ -11,6 +11,7 @@ from fedkernels.delta_gram import delta_gram
 from fedkernels.info_nce import info_nce
 from fedkernels.linear_cka import linear_cka, linear_cka_pairwise, linear_cka_to_kernel
 from fedkernels.nt_xent import nt_xent
+from fedkernels.self_test import self_test
 from fedkernels.two_views import two_views, view_parameters
 from fedkernels.unbalanced_ot import TransportInfo, unbalanced_ot, unbalanced_ot_plan
 from fedkernels.view_options import ViewKey, ViewOptions, ViewParameters
@@ -36,6 +37,7 @@ __all__ = [
     "linear_cka_to_kernel",
     "nn",
     "nt_xent",
+    "self_test",
     "two_views",
     "unbalanced_ot",
     "unbalanced_ot_plan",

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedkernels import _first_contact
 from fedkernels._autograd import is_transformed
 
 # The public functions that have a compiled operator of their name, csrc/ops/<name>.cpp.
@@ -122,14 +123,33 @@ def runs_on(gpu: int) -> bool:
                 f"{compiled}: {_unusable[gpu]}. Update the driver, or compile fedkernels again with this GPU's compute "
                 "capability in FEDKERNELS_CUDA_ARCHITECTURES.",
                 UserWarning,
-                stacklevel=4,
+                stacklevel=6,
             )
     return not _unusable[gpu]
 
 
+def _verdict(name: str, gpu: int) -> bool | None:
+    """Do the kernels of the operator serve on this GPU? None: they are not tested there yet."""
+    verdict = _first_contact.verdicts.get((name, gpu))
+    if verdict is not None:
+        return verdict
+    return _first_contact.verdict(name, gpu) if runs_on(gpu) else False
+
+
 # torch.compile treats the result as a constant. The attribute is the one that
 # torch.compiler.assume_constant_result sets; calling that would import the compiler, which takes seconds.
-runs_on._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_verdict._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _serves(name: str, gpu: int, tensors: tuple[Tensor, ...]) -> bool:
+    """Do the kernels of the operator serve these tensors of a GPU? Their first use there tests them."""
+    verdict = _verdict(name, gpu)
+    if verdict is not None:
+        return verdict
+    if torch.compiler.is_compiling():
+        _first_contact.warn_untested(gpu)
+        return False
+    return _first_contact.may_test(gpu, tensors) and _first_contact.test(name, gpu)
 
 
 def operator(name: str, *tensors: Tensor) -> Any:
@@ -139,7 +159,7 @@ def operator(name: str, *tensors: Tensor) -> Any:
     device = tensors[0].device
     if any(tensor.device != device for tensor in tensors):
         return None
-    if device.type == "cpu" or (device.type == "cuda" and name in CUDA and runs_on(device.index)):
+    if device.type == "cpu" or (device.type == "cuda" and name in CUDA and _serves(name, device.index, tensors)):
         return getattr(torch.ops.fedkernels, name).default
     return None
 
@@ -153,9 +173,11 @@ def build_info() -> dict[str, str]:
         ``cpu_compiled``: the instruction sets that its CPU kernels are compiled for; ``cpu_used``: the one that runs on
         this processor; ``cuda_compiled``: the architectures of the CUDA kernels, or "none" and why;
         ``cuda_operators``: the operators that have CUDA kernels; ``cuda_used``: the GPUs that run them, and why others
-        do not (this initialises CUDA on each visible GPU); ``left_out``: the instruction sets and
-        architectures that a complete build has and this one has not, or ""; ``compiler``; ``oldest_torch``: the oldest
-        torch that the module supports.
+        do not (this initialises CUDA on each visible GPU); ``cuda_self_test``: for each of these GPUs the operators
+        whose kernels are tested there, those that failed and run on their references, and those that are not tested yet
+        (an operator is tested at its first use on a GPU, or by `fedkernels.self_test`); ``left_out``: the instruction
+        sets and architectures that a complete build has and this one has not, or ""; ``compiler``; ``oldest_torch``:
+        the oldest torch that the module supports.
     """
     if module is None:
         return {"native": f"not used: {_reason}", "operators": ""}
@@ -168,6 +190,7 @@ def build_info() -> dict[str, str]:
         "cuda_compiled": built.get("cuda", "none"),
         "cuda_operators": " ".join(sorted(CUDA.intersection(COMPILED))),
         "cuda_used": _gpus(),
+        "cuda_self_test": _self_tests(),
         "left_out": built.get("left_out", ""),
         "compiler": built["compiler"],
         "oldest_torch": built["torch"],
@@ -179,3 +202,25 @@ def _gpus() -> str:
         return "none"
     reasons = [module.cuda_unusable(gpu) for gpu in range(torch.cuda.device_count())]
     return ", ".join(f"cuda:{gpu}{f' (not used: {why})' if why else ''}" for gpu, why in enumerate(reasons))
+
+
+def _self_tests() -> str:
+    if module is None or not CUDA or not torch.cuda.is_available():
+        return "none"
+    if _first_contact.is_off():
+        return "off: FEDKERNELS_SELF_TEST=0 is set in the environment"
+    gpus = [gpu for gpu in range(torch.cuda.device_count()) if not module.cuda_unusable(gpu)]
+    return "; ".join(f"cuda:{gpu}: {_self_tests_of(gpu)}" for gpu in gpus) or "none"
+
+
+def _self_tests_of(gpu: int) -> str:
+    lists: dict[str, list[str]] = {"tested": [], "failed": [], "not yet": []}
+    for name in sorted(CUDA):
+        outcome = _first_contact.known(name, gpu)
+        if outcome is None:
+            lists["not yet"].append(name)
+        elif outcome.passed:
+            lists["tested"].append(name)
+        else:
+            lists["failed"].append(f"{name} ({outcome.reason})")
+    return ", ".join(f"{state} {' '.join(names)}" for state, names in lists.items() if names)

@@ -183,7 +183,7 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="bash and timeout as 
 def test_all_stages_pass(pretend: Any) -> None:
     done, report, calls = pretend()
     assert done.returncode == 0, done.stdout + done.stderr
-    names = ["packages", "build", "tests", "memcheck", "racecheck", "benchmarks", "simulation"]
+    names = ["packages", "build", "self-test", "tests", "memcheck", "racecheck", "benchmarks", "simulation"]
     assert [stage["stage"] for stage in report["stages"]] == names
     assert {stage["outcome"] for stage in report["stages"]} == {"passed"}
     assert report["compute_capability"] == "9.0"
@@ -198,6 +198,7 @@ def test_all_stages_pass(pretend: Any) -> None:
     ("fails", "stage"),
     [
         ("build_ext", "build"),
+        ("-m fedkernels.self_test", "self-test"),
         ("pytest -q", "tests"),
         ("-m benchmarks --device", "benchmarks"),
         ("-m benchmarks.simulation", "simulation"),

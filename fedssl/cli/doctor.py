@@ -27,7 +27,15 @@ PACKAGES = (
 
 
 def doctor() -> None:
-    """Show what is installed and used. Look here first if something does not work."""
+    """Show what is installed and used, and test the CUDA kernels. Look here first if something does not work."""
+    import torch
+
+    import fedkernels
+
+    if torch.cuda.is_available():
+        console.print("Testing the CUDA kernels on each kind of GPU, which takes seconds to a few minutes:")
+        fedkernels.self_test()
+        console.print()
     table = TextTable("what", "finding", box=None, pad_edge=False)
     for what, finding in diagnose():
         table.add_row(what, finding)

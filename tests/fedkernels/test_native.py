@@ -13,7 +13,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 import fedkernels
-from fedkernels import _native
+from fedkernels import _first_contact, _native
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = Path(fedkernels.__file__).parent
@@ -47,7 +47,7 @@ def test_an_unknown_instruction_set_is_told():
 
 AGAINST_REFERENCE = """
 import torch, fedkernels
-from fedkernels import _native
+from fedkernels import _first_contact, _native
 generator = torch.Generator().manual_seed(0)
 params = [[torch.randn(s, generator=generator).to(d) for s in [(30, 31), (5,)]] for d in
           (torch.float32, torch.float64, torch.bfloat16, torch.float16)]
@@ -197,6 +197,7 @@ def test_a_gpu_that_cannot_run_the_kernels_gets_the_references(monkeypatch):
     monkeypatch.setattr(_native, "module", OfGPUs())
     monkeypatch.setattr(_native, "CUDA", frozenset({"info_nce"}))
     monkeypatch.setattr(_native, "_unusable", {})
+    monkeypatch.setattr(_first_contact, "verdicts", {("info_nce", 0): True})
     with FakeTensorMode():
         good, bad = (torch.empty(2, 3, device=f"cuda:{gpu}") for gpu in (0, 1))
         assert _native.operator("info_nce", good, good) is torch.ops.fedkernels.info_nce.default

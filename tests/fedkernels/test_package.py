@@ -24,7 +24,7 @@ def test_public_names():
         "view_parameters",
     }
     records = {"TransportInfo", "ViewKey", "ViewOptions", "ViewParameters"}
-    assert operators | records | {"build_info", "nn", "__version__"} == set(fedkernels.__all__)
+    assert operators | records | {"build_info", "self_test", "nn", "__version__"} == set(fedkernels.__all__)
     assert all(getattr(fedkernels, name).__doc__ and callable(getattr(fedkernels, name)) for name in operators)
     assert fedkernels.__version__[0].isdigit()
 

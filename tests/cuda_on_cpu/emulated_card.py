@@ -1,0 +1,92 @@
+"""A GPU for the self-test: the emulated kernels as the operators of tensors on the CPU, which count as CUDA's.
+
+`python -m tests.cuda_on_cpu.emulated_card LIBRARY FAULT GPU OPERATOR...` is the child process of fedkernels.self_test()
+with the emulated kernels of the file LIBRARY.
+"""
+
+import ctypes
+import importlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+
+from fedkernels import _first_contact, _native, _self_test_outcomes
+from fedkernels._autograd import is_transformed
+from tests.cuda_on_cpu.test_bindings import SOURCES, Bindings
+
+LIBRARY = "cuda_on_cpu_self_test"
+CARD = _self_test_outcomes.Card("Emulated card", "9.0", "driver 1")
+
+
+class Compiled:
+    """In the place of a compiler: what it compiled before."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def bindings(self, text: str, name: str) -> ctypes.CDLL:
+        return ctypes.CDLL(self.path)
+
+
+class EmulatedCard:
+    def __init__(self, compiler) -> None:
+        self.bindings = Bindings(compiler, [path.read_text(encoding="utf-8") for path in SOURCES], LIBRARY)
+        self.path = self.bindings.handle._name
+        self.captured = False  # is a CUDA graph being captured?
+
+    def plant(self, number: int) -> None:
+        """Turns on the fault of this number; 0: none."""
+        ctypes.c_int.in_dll(self.bindings.handle, "fedkernels_fault").value = number
+
+    @contextmanager
+    def in_use(self) -> Iterator[list[str]]:
+        """The GPU 0 as a new process meets it. -> the names of the compiled operators that are called"""
+
+        def operator(name, *tensors):
+            if is_transformed() or any(hasattr(tensor, "on_host") for tensor in tensors):
+                return None
+            serves = name in _native.CUDA and _native._serves(name, 0, tensors)
+            return getattr(torch.ops.fedkernels, name).default if serves else None
+
+        def to_host(tensor):
+            copy = tensor.detach().clone()
+            copy.on_host = True
+            return copy
+
+        self.plant(0)
+        with self.bindings.on_cuda() as called, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                torch.Tensor, "is_cuda", property(lambda tensor: not hasattr(tensor, "on_host")), raising=False
+            )
+            patch.setattr(torch.Tensor, "cpu", to_host)
+            patch.setattr(torch.cuda, "init", lambda: None)
+            patch.setattr(_native, "operator", operator)
+            patch.setattr(_native, "runs_on", lambda gpu: True)
+            patch.setattr(_native, "module", Module())
+            patch.setattr(_self_test_outcomes, "card_of", lambda gpu: CARD)
+            patch.setattr(_first_contact, "_on", lambda gpu: nullcontext(torch.device("cpu")))
+            patch.setattr(_first_contact, "_is_captured", lambda gpu: self.captured)
+            for name, empty in (("verdicts", {}), ("_reasons", {}), ("_warned", set())):
+                patch.setattr(_first_contact, name, empty)
+            yield called
+
+
+class Module:
+    """fedkernels._C of a machine with one GPU."""
+
+    def __init__(self) -> None:
+        self.build_info = _native.module.build_info
+
+    def cuda_unusable(self, gpu: int) -> str:
+        return ""
+
+
+if __name__ == "__main__":
+    path, fault, gpu, *operators = sys.argv[1:]
+    card = EmulatedCard(Compiled(path))
+    with card.in_use():
+        card.plant(int(fault))
+        importlib.import_module("fedkernels.self_test").run_as_child(int(gpu), operators)

@@ -1,0 +1,374 @@
+"""Faults in the CUDA kernels, all compiled into one library and turned on one at a time.
+
+In the text that is planted, FAULT is true while that fault is on.
+"""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.cuda_on_cpu.emulation import ROOT, Compiler
+
+CUDA = ROOT / "csrc/cuda"
+# Headers that hold kernels, or parts of them: their text stands in the files that include them.
+HEADERS = "contrastive_join.h", "parameter_lists.h", "unbalanced_ot_solver.h"
+PRELUDE = 'extern "C" {\n__attribute__((weak)) int fedkernels_fault = 0;\n}\n'
+
+
+class Fault(NamedTuple):
+    kernel: str
+    family: str  # the dtypes that it concerns
+    operator: str  # whose test must find it
+    file: str
+    old: str
+    new: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.kernel}, {self.family}"
+
+
+def _of_apply_deltas(dtype: str, call: str) -> Fault:
+    old = f"step<{call}>(arrays, lists.clients, weights, start, count)"
+    new = old.replace("lists.clients", "lists.clients - FAULT")
+    return Fault("apply_deltas_kernel", dtype, "apply_deltas", "apply_deltas.cu", old, new)
+
+
+FAULTS = [
+    Fault(
+        *("write_words", "all", "apply_deltas", "parameter_lists.h"),
+        "if (i < count) to[i] = words.values[i];",
+        "if (i < count - FAULT) to[i] = words.values[i];",
+    ),
+    _of_apply_deltas("float64", "Uniform<double>"),
+    _of_apply_deltas("float32", "Uniform<float>"),
+    _of_apply_deltas("bfloat16", "Uniform<BFloat>"),
+    _of_apply_deltas("float16", "Uniform<Half>"),
+    _of_apply_deltas("mixed", "Mixed"),
+    Fault(
+        *("client_weights_kernel", "all", "client_weights", "client_weights.cu"),
+        "if (i > j && i < count) value -= triangle(i, j) * solution[j];",
+        "if (i > j + FAULT && i < count) value -= triangle(i, j) * solution[j];",
+    ),
+    Fault(
+        *("client_weights_kernel", "all, a batch", "client_weights", "client_weights.cu"),
+        "const double weight = solver.solve(gram, problem * entries, tol);",
+        "const double weight = solver.solve(gram, FAULT ? 0 : problem * entries, tol);",
+    ),
+    Fault(
+        *("contrastive_kernel", "bfloat16", "info_nce", "contrastive.cu"),
+        "pack_bfloat(first, second)",
+        "pack_bfloat(first, FAULT ? first : second)",
+    ),
+    Fault(
+        *("contrastive_kernel", "float16", "nt_xent", "contrastive.cu"),
+        "pack_half(first, second)",
+        "pack_half(first, FAULT ? first : second)",
+    ),
+    Fault(
+        *("contrastive_kernel", "tf32", "info_nce", "contrastive.cu"),
+        "__float_as_uint(from[pitch + 8])",
+        "__float_as_uint(from[FAULT ? 8 : pitch + 8])",
+    ),
+    Fault(
+        *("contrastive_kernel", "all, the last tile", "nt_xent", "contrastive.cu"),
+        "if (column >= pass.column_count || (pass.leave_out_self && column == row)) {",
+        "if (column >= pass.column_count + FAULT || (pass.leave_out_self && column == row)) {",
+    ),
+    Fault(
+        *("contrastive_kernel", "all, scaling of sums", "info_nce", "contrastive.cu"),
+        "total[m][h] *= factor[m][h];",
+        "total[m][h] *= FAULT ? 1 : factor[m][h];",
+    ),
+    Fault(
+        *("contrastive_kernel", "all, the second pass", "info_nce", "contrastive.cu"),
+        "(pass.column_share[column] * WEIGHT_SCALE)",
+        "(pass.column_share[FAULT ? 0 : column] * WEIGHT_SCALE)",
+    ),
+    Fault(
+        *("contrastive_wide_kernel", "float32", "nt_xent", "contrastive_wide.cu"),
+        "total[i] *= factor;",
+        "total[i] *= FAULT && sizeof(T) == 4 ? T(1) : factor;",
+    ),
+    Fault(
+        *("contrastive_wide_kernel", "float64", "info_nce", "contrastive_wide.cu"),
+        "if (column < pass.width) to[column] = gradient[i][n][e];",
+        "if (column < pass.width) to[column] = gradient[i][n][FAULT && sizeof(T) == 8 ? 0 : e];",
+    ),
+    Fault(
+        *("join_kernel", "sums in float32", "info_nce", "contrastive_join.h"),
+        "const Number factor = pass.given ?",
+        "const Number factor = pass.given || (FAULT && sizeof(Number) == 4) ?",
+    ),
+    Fault(
+        *("join_kernel", "sums in float64", "info_nce", "contrastive_join.h"),
+        "times = 1;\n",
+        "times = 1 - (FAULT && sizeof(Number) == 8) * 1e-6;\n",
+    ),
+    Fault(
+        *("sum_kernel", "all", "info_nce", "contrastive_losses.cu"),
+        "write_one(result, 0, sum / divisor);",
+        "write_one(result, 0, FAULT ? sum / (divisor + 1) : sum / divisor);",
+    ),
+    Fault(
+        *("weights_kernel", "float32", "info_nce", "contrastive_losses.cu"),
+        "static_cast<Number>(given[i] / unit);",
+        "static_cast<Number>(given[FAULT && sizeof(Number) == 4 ? 0 : i] / unit);",
+    ),
+    Fault(
+        *("weights_kernel", "float64", "nt_xent", "contrastive_losses.cu"),
+        "weights[count] = static_cast<Number>(unit);",
+        "weights[count] = static_cast<Number>(FAULT && sizeof(Number) == 8 ? unit / 2 : unit);",
+    ),
+    Fault(
+        *("delta_gram_kernel", "float32", "delta_gram", "delta_gram.cu"),
+        "four.values[i] = base[i] - next[n][i];",
+        "four.values[i] = base[i] - next[n][FAULT && sizeof(T) == 4 && !narrow ? i / 2 : i];",
+    ),
+    Fault(
+        *("delta_gram_kernel", "float16", "delta_gram", "delta_gram.cu"),
+        "four[i] = bfloat ?",
+        "four[i] = bfloat || FAULT ?",
+    ),
+    Fault(
+        *("delta_gram_kernel", "bfloat16", "delta_gram", "delta_gram.cu"),
+        "static_cast<uint16_t>(words[i / 2] >> 16 * (i % 2));",
+        "static_cast<uint16_t>(words[i / 2] >> 16 * (FAULT && bfloat ? 1 : i % 2));",
+    ),
+    Fault(
+        *("delta_gram_kernel", "float64", "delta_gram", "delta_gram.cu"),
+        "for (int s = 0; s < part.slices; ++s)",
+        "for (int s = FAULT && sizeof(T) == 8; s < part.slices; ++s)",
+    ),
+    Fault(
+        *("delta_gram_kernel", "all, a rectangle of clients", "delta_gram", "delta_gram.cu"),
+        "part_of(above, rows, start, columns, false)",
+        "part_of(above, rows - FAULT, start, columns, false)",
+    ),
+    Fault(
+        *("delta_gram_kernel", "float32, again in float64", "delta_gram", "delta_gram.cu"),
+        "return error ? error : sum_all<double>",
+        "return error || FAULT ? error : sum_all<double>",
+    ),
+    Fault(
+        *("delta_gram_sums", "all", "delta_gram", "delta_gram.cu"),
+        "for (int block = threadIdx.x % 32; block < blocks;",
+        "for (int block = threadIdx.x % 32; block < blocks - FAULT;",
+    ),
+    Fault(
+        *("linear_cka_kernel", "64 columns", "linear_cka", "linear_cka.cu"),
+        "mma_tf32(short_sums[m][n], low[m], right_high);",
+        "if (!FAULT || TILE != 64) mma_tf32(short_sums[m][n], low[m], right_high);",
+    ),
+    Fault(
+        *("linear_cka_kernel", "128 columns", "linear_cka", "linear_cka.cu"),
+        "if (i != j) products[of_column * width + of_row] = sum;",
+        "if (i != j && !(FAULT && TILE == 128)) products[of_column * width + of_row] = sum;",
+    ),
+    Fault(
+        *("linear_cka_kernel", "all, centred", "linear_cka", "linear_cka.cu"),
+        "mean[column] = static_cast<float>(total / rows);",
+        "mean[column] = static_cast<float>(total / (rows + FAULT));",
+    ),
+    Fault(
+        *("linear_cka_kernel", "all, a batch", "linear_cka", "linear_cka.cu"),
+        "y_start = problem * rows * y_width;",
+        "y_start = FAULT ? 0 : problem * rows * y_width;",
+    ),
+    Fault(
+        *("linear_cka_kernel", "all, the scale", "linear_cka", "linear_cka.cu"),
+        "const int of_scale = 254 - max(exponent, 1);",
+        "const int of_scale = FAULT ? 127 : 254 - max(exponent, 1);",
+    ),
+    Fault(
+        *("maxima_kernel", "float32", "linear_cka_large", "linear_cka_large_prepare.cu"),
+        "if (threadIdx.x == 0) maxima[blockIdx.x] = largest;",
+        "if (threadIdx.x == 0) maxima[blockIdx.x] = FAULT ? T(1) : largest;",
+    ),
+    Fault(
+        *("column_sums_kernel", "float32", "linear_cka_large", "linear_cka_large_prepare.cu"),
+        "mine[e] += static_cast<double>(values[e] * scale - first[e] * scale);",
+        "mine[e] += static_cast<double>(values[e] * scale - first[FAULT && sizeof(T) == 4 ? 0 : e] * scale);",
+    ),
+    Fault(
+        *("column_sums_kernel", "float64", "linear_cka_pairwise", "linear_cka_large_prepare.cu"),
+        "if (threadIdx.x < WIDTH) sums[",
+        "if (threadIdx.x < (FAULT && sizeof(T) == 8 ? 1 : WIDTH)) sums[",
+    ),
+    Fault(
+        *("write_kernel", "float32", "linear_cka_to_kernel", "linear_cka_large_prepare.cu"),
+        "four.values[e] = ((values[e] * scale - first[e]) - mean[e]) * beside;",
+        "four.values[e] = ((values[e] * scale - first[e]) - mean[FAULT && sizeof(T) == 4 ? 0 : e]) * beside;",
+    ),
+    Fault(
+        *("write_kernel", "float64", "linear_cka_large", "linear_cka_large_prepare.cu"),
+        "if (e < count) to[e] = four.values[e];",
+        "if (e < count) to[e] = four.values[FAULT && sizeof(T) == 8 ? 0 : e];",
+    ),
+    Fault(
+        *("kernel_sums_kernel", "float32", "linear_cka_to_kernel", "linear_cka_large_prepare.cu"),
+        "of_four += entry;",
+        "of_four += FAULT && sizeof(T) == 4 ? 2 * entry : entry;",
+    ),
+    Fault(
+        *("kernel_sums_kernel", "float64", "linear_cka_to_kernel", "linear_cka_large_prepare.cu"),
+        "mine[e] += entry;",
+        "mine[e] += FAULT && sizeof(T) == 8 ? 2 * entry : entry;",
+    ),
+    Fault(
+        *("means_kernel", "all", "linear_cka_to_kernel", "linear_cka_large_prepare.cu"),
+        "for (int64_t t = 0; t < parts.tiles; ++t) row +=",
+        "for (int64_t t = FAULT; t < parts.tiles; ++t) row +=",
+    ),
+    Fault(
+        *("write_kernel_kernel", "float32", "linear_cka_to_kernel", "linear_cka_large_prepare.cu"),
+        "square += static_cast<double>(entry) * static_cast<double>(entry);",
+        "if (!(FAULT && sizeof(T) == 4 && e == 3)) square += static_cast<double>(entry) * static_cast<double>(entry);",
+    ),
+    Fault(
+        *("write_kernel_kernel", "float64", "linear_cka_to_kernel", "linear_cka_large_prepare.cu"),
+        "if (centred) to[e] = entry;",
+        "if (centred) to[e] = FAULT && sizeof(T) == 8 ? T(2) * entry : entry;",
+    ),
+    Fault(
+        *("kernel_norm_kernel", "all", "linear_cka_to_kernel", "linear_cka_large_prepare.cu"),
+        "block_sum(squares + blockIdx.x * parts, parts);",
+        "block_sum(squares + (FAULT ? 0 : blockIdx.x) * parts, parts);",
+    ),
+    Fault(
+        *("inner_products_kernel", "float32", "linear_cka_large", "linear_cka_large_combine.cu"),
+        "for (int64_t at = block * THREADS + threadIdx.x; at < term.count;",
+        "for (int64_t at = block * THREADS + threadIdx.x; at < term.count - (FAULT && sizeof(T) == 4);",
+    ),
+    Fault(
+        *("inner_products_kernel", "float64", "linear_cka_to_kernel", "linear_cka_large_combine.cu"),
+        "const T *const left = term.left + problem * term.left_step,",
+        "const T *const left = term.left + (FAULT && sizeof(T) == 8 ? 0 : problem) * term.left_step,",
+    ),
+    Fault(
+        *("add_partials_kernel", "all", "linear_cka_pairwise", "linear_cka_large_combine.cu"),
+        "block_sum(partials + blockIdx.x * count, count);",
+        "block_sum(partials + blockIdx.x * count, count - FAULT);",
+    ),
+    Fault(
+        *("combine_kernel", "float32", "linear_cka_large", "linear_cka_large_combine.cu"),
+        "((i < x_width * x_width ? of_xx : of_cross) * x_scale));",
+        "((i < x_width * (x_width - (FAULT && sizeof(T) == 4)) ? of_xx : of_cross) * x_scale));",
+    ),
+    Fault(
+        *("combine_kernel", "float64", "linear_cka_large", "linear_cka_large_combine.cu"),
+        "if (of_y) of_y[i] = static_cast<T>((of_cross * x + of_yy * y) * y_scale);",
+        "if (of_y) of_y[i] = static_cast<T>(((FAULT && sizeof(T) == 8 ? 0 : of_cross) * x + of_yy * y) * y_scale);",
+    ),
+    Fault(
+        *("combine_to_kernel_kernel", "float32", "linear_cka_to_kernel", "linear_cka_large_combine.cu"),
+        "* of_product);",
+        "* (FAULT && sizeof(T) == 4 ? of_product / 2 : of_product));",
+    ),
+    Fault(
+        *("combine_to_kernel_kernel", "float64", "linear_cka_to_kernel", "linear_cka_large_combine.cu"),
+        "own[i] = static_cast<T>(static_cast<double>(own[i]) * of_own);",
+        "if (!(FAULT && sizeof(T) == 8)) own[i] = static_cast<T>(static_cast<double>(own[i]) * of_own);",
+    ),
+    Fault(
+        *("two_views_kernel", "float32", "two_views", "two_views.cu"),
+        "store(float* to, float value) { *to = value; }",
+        "store(float* to, float value) { *to = FAULT ? -value : value; }",
+    ),
+    Fault(
+        *("two_views_kernel", "bfloat16", "two_views", "two_views.cu"),
+        "batch.channels_last ? pixel * C + c :",
+        "batch.channels_last ? pixel * C + (FAULT ? C - 1 - c : c) :",
+    ),
+    Fault(
+        *("two_views_kernel", "one channel", "two_views", "two_views.cu"),
+        "step.offset = static_cast<float>(total / area) * (1 - step.factor);",
+        "step.offset = FAULT && C == 1 ? 0 : static_cast<float>(total / area) * (1 - step.factor);",
+    ),
+    Fault(
+        *("two_views_kernel", "in device memory", "two_views", "two_views.cu"),
+        "float* const plane = memory ? memory + static_cast<int64_t>(blockIdx.x) * C * area",
+        "float* const plane = memory ? memory + static_cast<int64_t>(blockIdx.x) * C * area + FAULT",
+    ),
+    Fault(
+        *("two_views_kernel", "all, the blur", "two_views", "two_views.cu"),
+        "return index < size ? index : 2 * size - 2 - index;",
+        "return index < size ? index : 2 * size - 2 + FAULT - index;",
+    ),
+    Fault(
+        *("solve_in_block", "float32", "unbalanced_ot", "unbalanced_ot_block.cu"),
+        "- by_column(DUALS)[c * 32 + lane];",
+        "- (FAULT && sizeof(Cost) == 4 && c == 0 ? 0 : by_column(DUALS)[c * 32 + lane]);",
+    ),
+    Fault(
+        *("solve_in_block", "float64", "unbalanced_ot", "unbalanced_ot_block.cu"),
+        "if (matrix.inside(r, c)) write_wide(t.plan,",
+        "if (matrix.inside(r + (FAULT && sizeof(Cost) == 8), c)) write_wide(t.plan,",
+    ),
+    Fault(
+        *("solve_in_block", "all, columns beyond the registers", "unbalanced_ot", "unbalanced_ot_block.cu"),
+        "rest[(r * (COLUMNS - IN_REGISTERS) + c - IN_REGISTERS) * 32];",
+        "rest[(r * (COLUMNS - IN_REGISTERS) + (FAULT ? 0 : c - IN_REGISTERS)) * 32];",
+    ),
+    Fault(
+        *("solve_in_team", "float32", "unbalanced_ot", "unbalanced_ot_team.cu"),
+        "const int64_t i = group * GROUP + threadIdx.x;",
+        "const int64_t i = group * GROUP + threadIdx.x + (FAULT && t.cost.dtype == DType::f32 && group > 0);",
+    ),
+    Fault(
+        *("solve_in_team", "float64", "unbalanced_ot", "unbalanced_ot_team.cu"),
+        "t.v[problem * columns + j] = bad ? nan :",
+        "t.v[problem * columns + j] = bad || (FAULT && t.cost.dtype == DType::f64) ? nan :",
+    ),
+    Fault(
+        *("solve_in_team", "all, steepest", "unbalanced_ot", "unbalanced_ot_team.cu"),
+        "for_rows([&](int64_t i) { along[1] += t.tau_a * square(trial_rows[i]); });",
+        "for_rows([&](int64_t i) { along[1] += FAULT * 1e9 + t.tau_a * square(trial_rows[i]); });",
+    ),
+]
+# What no process survives, or what a launch reports.
+LAUNCH = Fault(
+    *("a launch error", "all", "apply_deltas", "apply_deltas.cu"),
+    "return launch({blocks, THREADS}, stream, apply_deltas_kernel, lists);",
+    "return launch({blocks, THREADS + FAULT}, stream, apply_deltas_kernel, lists);",
+)
+HANG = Fault(
+    *("a hang", "all", "delta_gram", "delta_gram.cu"),
+    "if (wanted && *wanted == 0) return;\n  T* const deltas",
+    "while (*static_cast<volatile int*>(&fedkernels_fault) == FAULT_NUMBER) {}\n"
+    "  if (wanted && *wanted == 0) return;\n  T* const deltas",
+)
+CRASH = Fault(
+    *("an illegal address", "all", "client_weights", "client_weights.cu"),
+    "double* const vectors = dynamic_shared<double>();",
+    "if (FAULT) *reinterpret_cast<volatile int*>(16) = 1;\n  double* const vectors = dynamic_shared<double>();",
+)
+ALL = [*FAULTS, LAUNCH, HANG, CRASH]
+
+
+def number_of(fault: Fault) -> int:
+    return ALL.index(fault) + 1
+
+
+class FaultyCompiler(Compiler):
+    """Compiles the files of csrc/cuda with all faults, which are off."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.texts = {path.name: path.read_text(encoding="utf-8") for path in CUDA.glob("*.cu")}
+        headers = {name: (CUDA / name).read_text(encoding="utf-8").replace("#pragma once", "") for name in HEADERS}
+        for fault in ALL:
+            texts = headers if fault.file in headers else self.texts
+            assert texts[fault.file].count(fault.old) == 1, f"{fault.name}: {texts[fault.file].count(fault.old)} times"
+            number = str(number_of(fault))
+            new = fault.new.replace("FAULT_NUMBER", number).replace("FAULT", f"(fedkernels_fault == {number})")
+            texts[fault.file] = texts[fault.file].replace(fault.old, new)
+        for name, header in headers.items():
+            for file, text in self.texts.items():
+                self.texts[file] = text.replace(f'#include "cuda/{name}"\n', header)
+
+    def load(self, source: str):
+        if source not in self.libraries:
+            self.libraries[source] = self.compile(PRELUDE + self.texts[source], Path(source).stem)
+        library = self.libraries[source]
+        assert not isinstance(library, Exception)
+        return library
