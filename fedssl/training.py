@@ -15,6 +15,7 @@ from torch import Tensor
 from .accounting import StepCost, StepCosts, StepCounter, structure
 from .client import LocalRound
 from .data.batches import batches_of_epoch, round_batches
+from .data.device_batches import device_batches
 from .errors import UserError
 from .messages import Message
 from .models.model import Model
@@ -168,15 +169,15 @@ def train_locally(
     unchecked: list[Tensor] = []  # losses since the last check
     with networks_compute_in(model, options.precision, options.uses_channels_last):
         terms = [regularizer.start_round(local) for regularizer in regularizers]
-        for rows in itertools.islice(batches, most_steps):
-            views = local.views(client.images[rows], rows, "training", steps // steps_of_epoch, objective.views)
+        for rows, images in device_batches(client.images, itertools.islice(batches, most_steps), device):
+            views = local.views(images, rows, "training", steps // steps_of_epoch, objective.views)
             if options.uses_channels_last:  # here, so that all networks get the same tensors (FrozenOutputs)
                 views = tuple(with_channels_last(view) for view in views)
             counter = None if cost else StepCounter(model)
             try:
                 # a weight's cast to training.precision is used again until the outermost autocast ends
                 with torch.autocast(device.type, enabled=False), counter.forward() if counter else nullcontext():
-                    step = objective.step(model, views, client.labels[rows].to(device))
+                    step = objective.step(model, views, client.labels[rows].to(device, non_blocking=True))
                     step.views = views
                     loss = step.loss
                     for term in terms:

@@ -67,7 +67,7 @@ def draw_views(
     Raises:
         UserError: the augmentation returned something else than two such tensors.
     """
-    on_device, numbers = images.to(device), samples.to(device)
+    on_device, numbers = images.to(device), samples.to(device, non_blocking=True)
     views: list[Tensor] = []
     for pair in range((count + 1) // 2):
         key_of_pair = key._replace(seed=seed_for(key.seed, "pair", pair)) if pair else key

@@ -55,6 +55,8 @@ class CKAAlignment(Regularizer):
         centered = bool(received.config["alignment.centered"])
         factor, kernel = received.tensors.get(FACTOR), received.tensors.get(KERNEL)
         whitening = client.memory.tensors.get(WHITENING)
+        if whitening is not None:
+            whitening = whitening.to(model.device)
         mode = untouched_running_statistics if self.statistics == "batch" else running_statistics
         batches = endless_batches(len(public), self.batch_size, local.generator("cka_alignment"))
 
@@ -62,15 +64,16 @@ class CKAAlignment(Regularizer):
             if factor is None and kernel is None:  # the server has no usable answer to align to yet
                 return torch.zeros((), device=model.device)
             rows = next(batches)
+            images = public[rows].to(model.device, non_blocking=True)
             with mode(model):
-                x = model.represent(normalize(public[rows].to(model.device)), layer)  # type: ignore[arg-type]
+                x = model.represent(normalize(images), layer)  # type: ignore[arg-type]
             if whitening is not None:
-                x = x @ whitening.to(x)
+                x = x @ whitening
             if factor is not None:
-                cka = linear_cka(x, factor[rows].to(x), centered=centered)
+                cka = linear_cka(x, factor[rows].to(x, non_blocking=True), centered=centered)
             else:
                 assert kernel is not None
-                cka = linear_cka_to_kernel(x, kernel[rows][:, rows].to(x), centered=centered)
+                cka = linear_cka_to_kernel(x, kernel[rows][:, rows].to(x, non_blocking=True), centered=centered)
             local.log("cka", cka.detach())
             return self.weight * (1.0 - cka)
 

@@ -59,13 +59,15 @@ class DictionaryContrast(Regularizer):
 
     def start_round(self, local: LocalRound) -> StepLoss:
         dictionary = local.received.tensors.get(DICTIONARY)
+        if dictionary is not None:
+            dictionary = dictionary.to(local.client.model.device, torch.float32)
         temperature = self.temperature or float(getattr(local.objective, "temperature", 0.5))
 
         def term(step: Step) -> Tensor:
             if dictionary is None:
                 return step.loss.new_zeros(())
             first, second = (F.normalize(p, dim=1) for p in step.projections)
-            loss = added_negatives(first, second, dictionary.to(first), temperature)
+            loss = added_negatives(first, second, dictionary, temperature)
             local.log("dictionary_loss", loss.detach())
             return self.weight * loss
 

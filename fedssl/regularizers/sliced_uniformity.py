@@ -105,13 +105,13 @@ class SlicedUniformity(Regularizer):
             z = F.normalize(torch.stack(step.projections).float(), dim=-1)
             _, rows, features = z.shape
             spaces = self.tangent_spaces or rows
-            samples = sphere_samples(rows, features, generator).to(z.device)
+            samples = sphere_samples(rows, features, generator).to(z.device, non_blocking=True)
             base = sphere_samples(spaces, features, generator)
             direction = torch.randn(spaces, self.directions, features, generator=generator)
             if self.scale == "mean":
                 along_base = (direction * base.unsqueeze(1)).sum(-1, keepdim=True)
                 direction = F.normalize(direction - along_base * base.unsqueeze(1), dim=-1)
-            distances = sliced_distance(z, samples, base.to(z.device), direction.to(z.device))
+            distances = sliced_distance(z, samples, *(t.to(z.device, non_blocking=True) for t in (base, direction)))
             of_views = distances.mean(-1) if self.scale == "mean" else distances.sum(-1) / RELEASED_DIVISOR
             local.log("sliced_distance", of_views.detach().mean())
             return self.weight * of_views.sum()

@@ -83,7 +83,7 @@ class Uniformity(Regularizer):
             outputs = step.representations if self.layer == "encoder" else step.projections
             z = F.normalize(torch.stack(outputs).float(), dim=-1)
             views, rows, features = z.shape
-            samples = sphere_samples(self.draws * rows, features, generator).to(z.device)
+            samples = sphere_samples(self.draws * rows, features, generator).to(z.device, non_blocking=True)
             # [views, rows, draws * rows] -> a problem for each view and draw
             cost = (1.0 - z @ samples.T).view(views, rows, self.draws, rows).transpose(1, 2)
             plan, info = unbalanced_ot_plan(cost.detach(), 1.0, 1.0, self.tau_a, self.tau_b, tol=self.tolerance)
