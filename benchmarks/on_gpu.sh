@@ -89,7 +89,7 @@ workers=()
 "$python" -c 'import xdist' 2>/dev/null && workers=(-n 6)
 "$python" -c 'import pytest_timeout' 2>/dev/null && workers+=(--timeout 60)
 stage tests 150 "$python" -m pytest -q -p no:cacheprovider -m gpu --continue-on-collection-errors "${workers[@]}" \
-  tests/fedkernels
+  tests/fedkernels tests/fedssl/data/test_device_batches.py
 for tool in memcheck racecheck; do
   if command -v compute-sanitizer >/dev/null; then
     # Without torch's cache each tensor is an allocation of its own, and what lies beyond it is out of bounds.

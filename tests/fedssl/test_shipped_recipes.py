@@ -19,6 +19,7 @@ from fedssl.reading import load_recipe
 from fedssl.recipe import Recipe
 from fedssl.recipe_text import recipe_names
 from fedssl.run_directory import RunDirectory
+from fedssl.training import STEP_COSTS
 from tests.fedssl.reports.figures import foretold, logged
 
 #: what makes a recipe's own parts small enough; everything else is SMALL
@@ -114,6 +115,28 @@ def test_killed_and_resumed_it_ends_alike(name, finished, tmp_path):
     resume(tmp_path / "killed")
     assert states(tmp_path / "killed") == states(finished(name))
     assert (tmp_path / "killed" / "metrics.csv").read_bytes() == (finished(name) / "metrics.csv").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["training.precision=bfloat16"],
+        ["training.precision=bfloat16", "training.join_views=true"],
+        ["training.channels_last=true"],
+        ["training.local_steps=3"],
+    ],
+    ids=" ".join,
+)
+def test_killed_and_resumed_it_ends_alike_however_steps_compute(options, tmp_path):
+    """The process that resumes has counted no step yet."""
+    recipe = small("fedu2", *options)
+    run(recipe, tmp_path / "whole")
+    with pytest.raises(Killed):
+        run(recipe, tmp_path / "killed", KilledInRoundTwo())
+    STEP_COSTS.clear()
+    resume(tmp_path / "killed")
+    assert states(tmp_path / "killed") == states(tmp_path / "whole")
+    assert (tmp_path / "killed" / "metrics.csv").read_bytes() == (tmp_path / "whole" / "metrics.csv").read_bytes()
 
 
 # What each method is there for, seen in a run
