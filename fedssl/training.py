@@ -67,21 +67,12 @@ class TrainingOptions(Options):
         description="in which type networks compute while they train; weights, gradients, losses and evaluation stay "
         "float32. float16 needs CUDA",
     )
-    channels_last: bool | None = Field(
-        None,
-        description="whether images have the channels last in memory while networks train, which is faster for "
-        "convolutions and rounds differently (default: true with bfloat16 and float16, false with float32)",
-    )
     join_views: bool = Field(
         False,
         description="whether all views of a batch pass through each network in one call, with about half of a step's "
         "operations. BatchNorm then normalises by the mean and variance over all views and not of each, so results "
         "differ. No gain where layers are frozen, whose outputs are then not shared between networks",
     )
-
-    @property
-    def uses_channels_last(self) -> bool:
-        return self.precision != "float32" if self.channels_last is None else self.channels_last
 
 
 def learning_rate(options: TrainingOptions, round_number: int, rounds: int) -> float:
@@ -167,12 +158,12 @@ def train_locally(
     batches = round_batches(len(client.images), options.batch_size, options.local_epochs, options.local_steps, order)
     steps_of_epoch = batches_of_epoch(len(client.images), options.batch_size)
     unchecked: list[Tensor] = []  # losses since the last check
-    with networks_compute_in(model, options.precision, options.uses_channels_last):
+    with networks_compute_in(model, options.precision):
         terms = [regularizer.start_round(local) for regularizer in regularizers]
         for rows, images in device_batches(client.images, itertools.islice(batches, most_steps), device):
             views = local.views(images, rows, "training", steps // steps_of_epoch, objective.views)
-            if options.uses_channels_last:  # here, so that all networks get the same tensors (FrozenOutputs)
-                views = tuple(with_channels_last(view) for view in views)
+            # here already, so that all networks get the same tensors (FrozenOutputs)
+            views = tuple(with_channels_last(view) for view in views)
             counter = None if cost else StepCounter(model)
             try:
                 # a weight's cast to training.precision is used again until the outermost autocast ends

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Annotated, ClassVar
 
+import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
@@ -69,4 +70,5 @@ class RandomViews(Augmentation):
         return ViewOptions(**{field.name: getattr(self, field.name) for field in fields(ViewOptions)})
 
     def views(self, images: Tensor, samples: Tensor, key: ViewKey) -> tuple[Tensor, Tensor]:
-        return two_views(images, samples, key, self.view_options())
+        # the layout in which networks train (models/precision.py)
+        return two_views(images, samples, key, self.view_options(), memory_format=torch.channels_last)

@@ -50,8 +50,11 @@ def _warn_of_slow_bfloat16() -> None:
 
 
 @contextmanager
-def networks_compute_in(model: Model, precision: Precision, channels_last: bool) -> Iterator[None]:
+def networks_compute_in(model: Model, precision: Precision) -> Iterator[None]:
     """Within it, each network of a model, and each copy that is made of one, computes in the given precision.
+
+    Images [n, C, H, W] are laid out in memory with the channels last before they enter a network. Its convolutions keep
+    that layout, in which they are faster (docs/speed.md) and which rounds differently.
 
     The networks are those in `model.online` and `model.target`: encoder, heads, classifier. Whatever calls one of them
     gets float32 back, so that losses and regularizers compute in float32 and need to know nothing of this. Weights,
@@ -60,16 +63,13 @@ def networks_compute_in(model: Model, precision: Precision, channels_last: bool)
 
     Args:
         model: its networks get forward hooks, which are removed at the end. Deep copies keep theirs.
-        precision: float32 changes nothing.
-        channels_last: whether images [n, C, H, W] are laid out in memory with the channels last before they enter a
-            network, after which its convolutions keep that layout.
+        precision: float32 leaves all but the images' layout as it is.
     """
-    hooks = _Hooks(model.device.type, _DTYPES.get(precision), channels_last)
+    hooks = _Hooks(model.device.type, _DTYPES.get(precision))
     handles = []
-    if hooks.change_anything:
-        for network in (*model.online.values(), *model.target.values()):
-            handles.append(network.register_forward_pre_hook(hooks.before))
-            handles.append(network.register_forward_hook(hooks.after, always_call=True))
+    for network in (*model.online.values(), *model.target.values()):
+        handles.append(network.register_forward_pre_hook(hooks.before))
+        handles.append(network.register_forward_hook(hooks.after, always_call=True))
     try:
         yield
     finally:
@@ -80,20 +80,16 @@ def networks_compute_in(model: Model, precision: Precision, channels_last: bool)
 class _Hooks:
     """What runs before and after a network's forward pass."""
 
-    def __init__(self, device_type: str, dtype: torch.dtype | None, channels_last: bool):
-        self.device_type, self.dtype, self.channels_last = device_type, dtype, channels_last
+    def __init__(self, device_type: str, dtype: torch.dtype | None):
+        self.device_type, self.dtype = device_type, dtype
         self._entered: list[torch.autocast] = []  # a network may call another one
-
-    @property
-    def change_anything(self) -> bool:
-        return self.dtype is not None or self.channels_last
 
     def before(self, network: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         if self.dtype is not None:
             autocast = torch.autocast(self.device_type, self.dtype)
             autocast.__enter__()
             self._entered.append(autocast)
-        return tuple(with_channels_last(value) for value in inputs) if self.channels_last else inputs
+        return tuple(with_channels_last(value) for value in inputs)
 
     def after(self, network: nn.Module, inputs: tuple[Any, ...], output: Tensor | None) -> Tensor | None:
         if self.dtype is None:

@@ -122,7 +122,6 @@ def test_killed_and_resumed_it_ends_alike(name, finished, tmp_path):
     [
         ["training.precision=bfloat16"],
         ["training.precision=bfloat16", "training.join_views=true"],
-        ["training.channels_last=true"],
         ["training.local_steps=3"],
     ],
     ids=" ".join,

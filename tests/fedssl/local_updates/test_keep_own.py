@@ -10,6 +10,7 @@ from fedssl.engines.progress import Silent
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from fedssl.messages import Message
+from fedssl.models.precision import with_channels_last
 from fedssl.reading import load_recipe
 from fedssl.run_directory import RunDirectory
 from tests.fedssl.conftest import AVERAGED
@@ -45,7 +46,7 @@ def plain_steps(federation, optimizer, rounds):
         rule.param_groups[0]["lr"] = options.learning_rate * (0.5 if number == 2 else 1.0)  # cosine over two rounds
         order = local.generator("order")
         for rows in epoch_batches(len(client.images), options.batch_size, order):
-            views = local.views(client.images[rows], rows, "training")
+            views = tuple(map(with_channels_last, local.views(client.images[rows], rows, "training")))
             rule.zero_grad()
             method.objective.step(model, views, client.labels[rows]).loss.backward()
             rule.step()

@@ -128,19 +128,27 @@ def test_losses_and_terms_get_float32_from_networks_that_compute_in_less(name, d
     assert inner == [(torch.float32, False)]
 
 
-def test_float32_is_left_as_it_is(tiny):
-    """No hook, and the layout changes only if asked; the results are then equal but for rounding."""
+def test_images_have_their_channels_last_in_training_alone(tiny, monkeypatch):
+    """The results are those of the usual layout but for rounding."""
     model = build_federation(tiny()).new_model(0)
-    with networks_compute_in(model, "float32", False):
-        assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    layouts: list[bool] = []
+    hook = lambda module, inputs, output: layouts.append(output.stride(1) == 1)  # noqa: E731
+    model.encoder.blocks[3].register_forward_hook(hook)  # type: ignore[union-attr,index]
+    images = torch.randn(4, 1, 8, 8)
+    with networks_compute_in(model, "float32"):
+        inside = model.eval().represent(images)
+    torch.testing.assert_close(inside, model.represent(images), rtol=1e-4, atol=1e-5)
+    assert layouts == [True, False]
+    last, _ = one_step(training(tiny))
+    monkeypatch.setattr("fedssl.models.precision.with_channels_last", lambda value: value)
+    monkeypatch.setattr("fedssl.training.with_channels_last", lambda value: value)
     usual, _ = one_step(training(tiny))
-    last, _ = one_step(training(tiny, channels_last=True))
     assert last.logged()["loss"] == pytest.approx(usual.logged()["loss"], rel=1e-5)
 
 
 def test_a_failed_forward_pass_leaves_no_autocast(tiny):
     model = build_federation(tiny()).new_model(0)
-    with pytest.raises(RuntimeError), networks_compute_in(model, "bfloat16", True):
+    with pytest.raises(RuntimeError), networks_compute_in(model, "bfloat16"):
         model.encoder(torch.randn(4, 5, 8, 8))
     assert not torch.is_autocast_enabled("cpu")
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
