@@ -28,8 +28,8 @@ _FLAGS = [
     *("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"),
     *(["-fsanitize=address", "-fsanitize-recover=address", "-fno-omit-frame-pointer"] if SANITIZED else []),
 ]
-# What memory starts as, NaN in every dtype or large finite numbers, and whether warps and blocks run from the last to the
-# first, blocks in turn. Results must be the same to the last bit.
+# What memory starts as (NaN in every dtype, or large finite numbers), and whether warps and blocks run from the last to
+# the first, blocks in turn. Results must be the same to the last bit.
 ORDERS = ((0x7FFF, False), (0x4B4B, True))
 _fresh_memory = 0x7FFF  # of the order that runs
 
