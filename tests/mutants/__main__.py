@@ -8,6 +8,7 @@ The sources are copied to build/mutants/, where faults are planted and compiled;
 """
 
 import argparse
+import filecmp
 import hashlib
 import json
 import os
@@ -35,14 +36,22 @@ def key_of(fault: Fault) -> str:
     return hashlib.sha256("\0".join([*map(str, fault), text]).encode()).hexdigest()
 
 
+def copy_where_different(source: str, target: str) -> str:
+    """A file that is copied gets the time of now: so one that a killed run left with a fault is compiled again."""
+    if not (Path(target).exists() and filecmp.cmp(source, target, shallow=False)):
+        shutil.copyfile(source, target)
+    return target
+
+
 def copy_sources() -> None:
-    """Files keep their times, so that only what has changed is compiled again."""
     ignored = shutil.ignore_patterns("__pycache__", "*.so", "_C.missing")
     for name in (*COPIED, *COPIED_FOR_SETUP):
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, COPY / name, ignore=ignored, dirs_exist_ok=True)
+            shutil.copytree(
+                ROOT / name, COPY / name, copy_function=copy_where_different, ignore=ignored, dirs_exist_ok=True
+            )
         else:
-            shutil.copy2(ROOT / name, COPY / name)
+            copy_where_different(str(ROOT / name), str(COPY / name))
 
 
 def run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
