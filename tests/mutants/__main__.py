@@ -33,7 +33,8 @@ TIME_LIMIT = 900  # seconds for the tests of a fault: a fault may make a solver 
 def key_of(fault: Fault) -> str:
     """Changes with the fault, its tests and the file that it is planted in."""
     text = (ROOT / fault.file).read_text(encoding="utf-8")
-    return hashlib.sha256("\0".join([*map(str, fault), text]).encode()).hexdigest()
+    measured = [str(value) for name, value in fault._asdict().items() if name != "survives"]
+    return hashlib.sha256("\0".join([*measured, text]).encode()).hexdigest()
 
 
 def copy_where_different(source: str, target: str) -> str:
