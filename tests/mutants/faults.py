@@ -434,6 +434,7 @@ OF_CUDA = [
         "    __syncthreads();  // the problem before has been read\n",
         "",
         _emulated("linear_cka"),
+        "equivalent: block_reduce, which comes next, begins with a barrier",
     ),
     Fault(
         "cuda linear_cka: the two buffers",
@@ -466,6 +467,7 @@ OF_CUDA = [
         "    __syncthreads();  // `values` has been read\n",
         "",
         _emulated("client_weights"),
+        "equivalent: between any two uses of `values` there is another barrier",
     ),
     Fault(
         "cuda client_weights: the chosen clients",
