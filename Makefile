@@ -19,11 +19,13 @@ have = $(call version_of,$(VENV)/bin/python)
 want = $(call version_of,$(PYTHON))
 chosen = $(filter-out file,$(origin PYTHON))
 
-.PHONY: help demo test lint sanitize clean check-python
+.PHONY: help demo test test-nightly mutants lint sanitize clean check-python
 
 help:
 	@echo 'make demo      run the comparison on the digits data and draw its picture (minutes)'
 	@echo 'make test      lint, type checks and the tests'
+	@echo 'make test-nightly  the tests that take minutes: memory of the emulated kernels, all of nvcc, a rehearsal'
+	@echo 'make mutants   plant faults one at a time and tell which test finds each (hours; a second call goes on)'
 	@echo 'make lint      ruff, the layers of imports and mypy only'
 	@echo 'make sanitize  the CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer (half an hour)'
 	@echo 'make clean     remove .venv, caches and build outputs; what you ran (runs/) stays'
@@ -38,8 +40,14 @@ demo: $(installed)
 # One thread a process: the processes share the cores. A file's tests stay together, as they share what is compiled.
 # The end-to-end tests start processes of their own, Ray's and Flower's, and come afterwards, one after another.
 test: lint
-	OMP_NUM_THREADS=1 $(python) -m pytest -n auto --maxprocesses 4 --dist loadfile $(end_to_end:%=--ignore=%)
+	OMP_NUM_THREADS=1 $(python) -m pytest -m "not nightly" -n auto --maxprocesses 4 --dist loadfile $(end_to_end:%=--ignore=%)
 	OMP_NUM_THREADS=1 $(python) -m pytest $(end_to_end)
+
+test-nightly: $(installed)
+	OMP_NUM_THREADS=1 $(python) -m pytest -m nightly
+
+mutants: $(installed)
+	$(python) -m tests.mutants
 
 lint: $(installed)
 	$(python) -m ruff check .

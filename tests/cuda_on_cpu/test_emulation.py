@@ -159,6 +159,7 @@ def test_an_off_by_one_is_found(compiler):
         sum_blocks(compiler.mutant(SELF, "of_warps[warp];", "of_warps[warp + 1];"), torch.ones(512))
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(SANITIZED or shutil.which("g++") is None, reason="needs g++, in the first process")
 def test_all_kernels_stay_inside_their_memory():
     # libstdc++ as well, for AddressSanitizer looks its functions up when it starts.
