@@ -272,6 +272,15 @@ def _exchanges_weights(recipe: Recipe) -> bool:
 def privacy_problem(recipe: Recipe) -> str | None:
     """Why what a recipe switches on under `flower` cannot work with its other parts; None where it can."""
     options = recipe.flower
+    if options.epsilon_budget is not None:
+        privacy = options.differential_privacy
+        if privacy is None:
+            return "flower.epsilon_budget limits what flower.differential_privacy spends, which is off: switch it on"
+        if privacy.name == "fixed_clipping" and not privacy.noise_multiplier:
+            return (
+                "flower.epsilon_budget cannot be kept without noise: raise "
+                "flower.differential_privacy.noise_multiplier above 0"
+            )
     switched = {"differential_privacy": options.differential_privacy, "secure_aggregation": options.secure_aggregation}
     for key, option in switched.items():
         if option is None:

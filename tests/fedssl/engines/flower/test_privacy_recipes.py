@@ -81,8 +81,9 @@ def test_the_engine_in_this_process_refuses_it(option):
         ("differential_privacy={name: local_dp, clipping_norm: 1, epsilon: 1, delta: 2}", r"delta: .*less than 1"),
         (
             "differential_privacy={name: fixed_clipping, clipping_norm: 1, noise: 1}",
-            r"noise: unknown key; .*allowed here are name, clipping_norm, noise_multiplier",
+            r"noise: unknown key; .*allowed here are name, clipping_norm, noise_multiplier, delta",
         ),
+        ("epsilon_budget=3", r"epsilon_budget limits what flower.differential_privacy spends, which is off"),
         ("secure_aggregation={name: secagg}", r"secure_aggregation.name: .*'secagg_plus'"),
         ("secure_aggregation={name: secagg_plus, shares: 3}", r"shares: unknown key; .*num_shares, reconstruction"),
         ("secure_aggregation={name: secagg_plus, num_shares: 4}", r"needs an odd num_shares, it is 4"),
