@@ -288,6 +288,12 @@ def privacy_problem(recipe: Recipe) -> str | None:
         what = f"flower.{key} {option.name}"
         if recipe.engine == "in-process":
             return f"{what} is Flower's: use engine=flower-simulation or engine=flower, or leave it out"
+        if recipe.transport != "float32":
+            return (
+                f"transport {recipe.transport} does not go with {what}: rounding would change an update after it was "
+                "clipped and noised, and masked weights travel as integers anyway; use transport=float32, or leave "
+                f"flower.{key} out"
+            )
         problem = _not_weights_alone(recipe)
         if problem is None and option.name != "local_dp":
             problem = _no_mean(recipe, option.name)

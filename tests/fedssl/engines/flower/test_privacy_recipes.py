@@ -94,6 +94,12 @@ def test_wrong_options(override, expected):
         load_recipe("fedbyol", ["engine=flower", f"flower.{override}"])
 
 
+@pytest.mark.parametrize("option", OPTIONS)
+def test_weights_that_travel_rounded_are_refused_with_all(option):
+    with pytest.raises(UserError, match=rf"transport bfloat16 does not go with flower\.\w+ {option}: .* use transport"):
+        load_recipe("fedbyol", ["engine=flower", "transport=bfloat16", *OPTIONS[option]])
+
+
 def test_secure_aggregation_needs_a_second_client():
     with pytest.raises(UserError, match="needs 2 to 1023 clients a round, there are 1"):
         load_recipe("fedbyol", ["engine=flower", *OPTIONS["secagg_plus"], "clients_per_round=1"])
