@@ -19,12 +19,13 @@ have = $(call version_of,$(VENV)/bin/python)
 want = $(call version_of,$(PYTHON))
 chosen = $(filter-out file,$(origin PYTHON))
 
-.PHONY: help demo test lint sanitize clean check-python
+.PHONY: help demo test lint docs sanitize clean check-python
 
 help:
 	@echo 'make demo      run the comparison on the digits data and draw its picture (minutes)'
 	@echo 'make test      lint, type checks and the tests'
 	@echo 'make lint      ruff, the layers of imports and mypy only'
+	@echo 'make docs      the site in build/site; it needs no network to be read'
 	@echo 'make sanitize  the CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer (half an hour)'
 	@echo 'make clean     remove .venv, caches and build outputs; what you ran (runs/) stays'
 	@echo
@@ -46,6 +47,11 @@ lint: $(installed)
 	$(python) -m ruff format --check .
 	"$(VENV)/bin/lint-imports" --no-cache
 	$(python) -m mypy
+
+# Strict: a broken link, a missing anchor or a missing docstring ends it.
+docs: $(installed)
+	$(python) -m mkdocs --version >/dev/null 2>&1 || $(python) -m pip install --editable ".[docs]"
+	PYTHONPATH=. $(python) -m mkdocs build --strict
 
 sanitize: $(installed)
 	$(python) csrc/sanitize.py

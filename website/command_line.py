@@ -22,7 +22,9 @@ def _command(name, command) -> str:
         raise ValueError(f"the command {name} has no help; give its function a docstring")
     arguments = [p for p in command.params if p.param_type_name == "argument"]
     options = [p for p in command.params if p.param_type_name == "option" and p.name != "help"]
-    usage = " ".join(["fedssl", name, *(_usage(argument) for argument in arguments), *(["[OPTIONS]"] if options else [])])
+    usage = " ".join(
+        ["fedssl", name, *(_usage(argument) for argument in arguments), *(["[OPTIONS]"] if options else [])]
+    )
     lines = [f"## fedssl {name}", f"```text\n{usage}\n```", command.help.replace("\b\n", "")]
     rows = []
     for parameter in (*arguments, *options):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from website import command_line, figures, measured, methods, options, parts
+from website import command_line, measured, methods, options, parts
 
 
 def text(request: str, page: str) -> str:
-    """The Markdown or HTML for a request such as `options`, `method fedu2` or `figure round` on a page of the site.
+    """The Markdown or HTML for a request such as `options`, `commands` or `method fedu2` on a page of the site.
 
     Raises:
         ValueError: the request is none of these.
@@ -24,6 +24,4 @@ def text(request: str, page: str) -> str:
         return methods.table()
     if kind == "measured":
         return measured.table(*arguments, page=page)
-    if kind == "figure":
-        return figures.figure(*arguments)
-    raise ValueError(f"{page} asks for {request!r}; expected options, commands, parts, method, methods, measured or figure")
+    raise ValueError(f"{page} asks for {request!r}; expected options, commands, parts, method, methods or measured")

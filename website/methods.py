@@ -70,7 +70,7 @@ def facts(recipe: str, page: str) -> str:
             "|---|---|---|",
             *rows,
             "",
-            f"```yaml title=\"fedssl/recipes/{recipe}.yaml\"\n{text.rstrip()}\n```",
+            f'```yaml title="fedssl/recipes/{recipe}.yaml"\n{text.rstrip()}\n```',
             "",
             "```text",
             f"fedssl show {recipe}     # every option, what it means, where its value comes from",
@@ -91,7 +91,9 @@ def table() -> str:
         values = yaml.safe_load((ROOT / "fedssl" / "recipes" / f"{recipe}.yaml").read_text(encoding="utf-8"))
         parts_of_recipe = _parts(values)
         sent = [SENT[part["name"]] for key, _, part in parts_of_recipe if key == "aggregators"]
-        public = any(options_schema()["parts"][folder][part["name"]].get(PUBLIC_IMAGES) for _, folder, part in parts_of_recipe)
+        public = any(
+            options_schema()["parts"][folder][part["name"]].get(PUBLIC_IMAGES) for _, folder, part in parts_of_recipe
+        )
         own = values.get("architectures") == "several" or not sent
         cost = _cost(recipe) or dict.fromkeys(("memory_mb", "up_mb", "down_mb"), "-")
         lines.append(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -73,7 +73,7 @@ def rewrite_links(markdown: str, page: str) -> tuple[str, list[str]]:
 def markdown_of(page: str) -> str:
     """The Markdown of a page that shows a file outside docs/: the file itself, or its text as a listing."""
     path = source_of(page)
-    if (ROOT / path).suffix == ".md":
+    if (ROOT / path).is_file():  # a Markdown file; the page of another file has .md after its name
         return (ROOT / path).read_text(encoding="utf-8")
     path = path.removesuffix(".md")
     text = (ROOT / path).read_text(encoding="utf-8")
@@ -96,7 +96,7 @@ def linked_pages(pages: Iterable[str]) -> list[str]:
     return sorted(page for page in seen if page.startswith(f"{FOLDER}/"))
 
 
-def _outside_code(markdown: str, change) -> str:
+def _outside_code(markdown: str, change: Callable[[str], str]) -> str:
     """`markdown` with `change` applied to all of it but code."""
     parts, end = [], 0
     for code in _CODE.finditer(markdown):
