@@ -1,1 +1,1 @@
-"""What makes the site of `make docs` from docs/, the recipes, the options, the command line and the repository's files."""
+"""Makes the site of `make docs` from docs/, the recipes, the options, the commands and the repository's files."""

@@ -58,8 +58,8 @@ def facts(recipe: str, page: str) -> str:
     cost = _cost(recipe)
     source = posixpath.relpath(f"{FOLDER}/{COSTS}.md", posixpath.dirname(page))
     counted = (
-        f"With these options and the digits' networks, a client's largest step takes {cost['memory_mb']} MB, and its mean "
-        f"round takes {cost['gflops_a_round']} GFLOP, sends {cost['up_mb']} MB and receives {cost['down_mb']} MB "
+        f"With these options and the digits' networks, a client's largest step takes {cost['memory_mb']} MB, and its "
+        f"mean round takes {cost['gflops_a_round']} GFLOP, sends {cost['up_mb']} MB and receives {cost['down_mb']} MB "
         f"([counted]({source}) by `python -m website.count_method_costs`)."
         if cost
         else ""

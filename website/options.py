@@ -28,13 +28,11 @@ def _section(heading: str, prefix: str, schema: dict[str, Any], definitions: dic
     rows, inner = [], []
     for key, option in schema["properties"].items():
         path = f"{prefix}.{key}" if prefix else key
-        reference = _reference(option)
+        reference, meaning = _reference(option), _cell(option.get("description", ""))
         if reference:
             inner.append(_section(path, path, definitions[reference], definitions))
         elif not (prefix and key == "name" and schema.get("properties", {}).get("name", {}).get("default") == ""):
-            rows.append(
-                f"| `{path}` | {_cell(_values(option, path))} | {_default(option, key, schema)} | {_cell(option.get('description', ''))} |"
-            )
+            rows.append(f"| `{path}` | {_cell(_values(option, path))} | {_default(option, key, schema)} | {meaning} |")
     table = "\n".join(["| key | values | default | what it means |", "|---|---|---|---|", *rows])
     lines = [f"## {heading}", schema.get("description", ""), table if rows else "It has no options of its own."]
     return "\n\n".join([line for line in lines if line] + inner)
