@@ -44,3 +44,8 @@ def on_page_content(html: str, page: Any, **_: Any) -> str:
     """Put the equations back, and let the keyboard scroll what is wide."""
     html = equations.put_back(html, _equations.pop(page.file.src_uri))
     return html.replace("<pre>", '<pre tabindex="0">')
+
+
+def on_post_page(output: str, **_: Any) -> str:
+    """Leave out the script that the theme loads from another host, for search in pages opened as files."""
+    return re.sub(r'<script src="https://unpkg\.com/[^"]*"></script>', "", output)
