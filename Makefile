@@ -19,7 +19,7 @@ have = $(call version_of,$(VENV)/bin/python)
 want = $(call version_of,$(PYTHON))
 chosen = $(filter-out file,$(origin PYTHON))
 
-.PHONY: help demo test test-nightly mutants lint sanitize clean check-python
+.PHONY: help demo test test-nightly mutants lint docs sanitize clean check-python
 
 help:
 	@echo 'make demo      run the comparison on the digits data and draw its picture (minutes)'
@@ -27,6 +27,7 @@ help:
 	@echo 'make test-nightly  the tests that take minutes: memory of the emulated kernels, all of nvcc, a rehearsal'
 	@echo 'make mutants   plant faults one at a time and tell which test finds each (hours; a second call goes on)'
 	@echo 'make lint      ruff, the layers of imports and mypy only'
+	@echo 'make docs      the site in build/site; it needs no network to be read'
 	@echo 'make sanitize  the CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer (half an hour)'
 	@echo 'make clean     remove .venv, caches and build outputs; what you ran (runs/) stays'
 	@echo
@@ -54,6 +55,11 @@ lint: $(installed)
 	$(python) -m ruff format --check .
 	"$(VENV)/bin/lint-imports" --no-cache
 	$(python) -m mypy
+
+# Strict: a broken link, a missing anchor or a missing docstring ends it.
+docs: $(installed)
+	$(python) -m mkdocs --version >/dev/null 2>&1 || $(python) -m pip install --editable ".[docs]"
+	PYTHONPATH=. $(python) -m mkdocs build --strict
 
 sanitize: $(installed)
 	$(python) csrc/sanitize.py
