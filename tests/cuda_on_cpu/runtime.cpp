@@ -77,8 +77,8 @@ struct Fibre : Thread {
   State state;
   Block* of;
   unsigned warp, lane;
-  const unsigned* counter;  // polling
-  unsigned target;
+  const unsigned long long* counter;  // polling
+  unsigned long long target;
   std::vector<std::vector<Copy>> copies;  // groups; the last one is open
 };
 
@@ -386,7 +386,7 @@ const char* exchange(unsigned mask, const char* operation, const void* value, si
   return slots[0];
 }
 
-void wait_for(const unsigned* counter, unsigned target) {
+void wait_for(const unsigned long long* counter, unsigned long long target) {
   Fibre* fibre = self();
   while (*counter < target) {
     fibre->counter = counter;

@@ -80,7 +80,7 @@ def test_products_in_tf32(compiler):
 
 def test_blocks_wait_for_each_other(compiler):
     def run(call):
-        values, counter = torch.zeros(9, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+        values, counter = torch.zeros(9, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
         call("self_around", values, counter, 9, None)
         return values
 
