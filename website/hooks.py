@@ -48,11 +48,12 @@ def on_page_content(html: str, page: Any, **_: Any) -> str:
     return html.replace("<pre>", '<pre tabindex="0">')
 
 
-def on_post_page(output: str, page: Any, **_: Any) -> None:
-    """End the build where a page loads anything from another host.
+def on_post_page(output: str, page: Any, **_: Any) -> str:
+    """Name the dialog of the search, and end the build where a page loads anything from another host.
 
     Raises:
         PluginError: a script, style or picture has an address of another host.
     """
     if elsewhere := _FROM_ANOTHER_HOST.search(output):
         raise PluginError(f"{page.file.src_uri} would load {elsewhere[1]}, but the site must work without network")
+    return output.replace('role="dialog"', 'role="dialog" aria-label="Search"')
