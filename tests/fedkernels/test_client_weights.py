@@ -223,11 +223,15 @@ def test_bad_input_is_named(call, error, message):
 
 
 @pytest.mark.skipif(_native.module is None, reason="the module is not compiled")
+@pytest.mark.parametrize(("correlation", "spread"), [(0.0, 0.0), (1.0, 0.5)])  # all get weight, or some
 @pytest.mark.parametrize("clients", [2, 7, 33, 70, 130])
-def test_the_kernel_solves_ordinary_problems_itself(clients):
+def test_the_kernel_solves_ordinary_problems_itself(clients, correlation, spread):
     """NaN hands a problem over to the reference, which would hide a fault of the kernel."""
-    gram = gram_of(clients, 3 * clients, 1.0, clients, 0.5)
-    assert_optimal(gram, torch.ops.fedkernels.client_weights(gram, 1e-8))
+    gram = gram_of(clients, 60 * clients, correlation, clients, spread)
+    weights = torch.ops.fedkernels.client_weights(gram, 1e-8)
+    assert_optimal(gram, weights)
+    if not correlation:
+        assert (weights > 0).all()
 
 
 @pytest.mark.skipif(_native.module is None, reason="the module is not compiled")
