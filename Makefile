@@ -19,12 +19,15 @@ have = $(call version_of,$(VENV)/bin/python)
 want = $(call version_of,$(PYTHON))
 chosen = $(filter-out file,$(origin PYTHON))
 
-.PHONY: help demo test lint sanitize clean check-python
+.PHONY: help demo test test-nightly mutants lint docs sanitize clean check-python
 
 help:
 	@echo 'make demo      run the comparison on the digits data and draw its picture (minutes)'
 	@echo 'make test      lint, type checks and the tests'
+	@echo 'make test-nightly  the tests that take minutes: memory of the emulated kernels, all of nvcc, a rehearsal'
+	@echo 'make mutants   plant faults one at a time and tell which test finds each (hours; a second call goes on)'
 	@echo 'make lint      ruff, the layers of imports and mypy only'
+	@echo 'make docs      the site in build/site; it needs no network to be read'
 	@echo 'make sanitize  the CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer (half an hour)'
 	@echo 'make clean     remove .venv, caches and build outputs; what you ran (runs/) stays'
 	@echo
@@ -38,14 +41,25 @@ demo: $(installed)
 # One thread a process: the processes share the cores. A file's tests stay together, as they share what is compiled.
 # The end-to-end tests start processes of their own, Ray's and Flower's, and come afterwards, one after another.
 test: lint
-	OMP_NUM_THREADS=1 $(python) -m pytest -n auto --maxprocesses 4 --dist loadfile $(end_to_end:%=--ignore=%)
+	OMP_NUM_THREADS=1 $(python) -m pytest -m "not nightly" -n auto --maxprocesses 4 --dist loadfile $(end_to_end:%=--ignore=%)
 	OMP_NUM_THREADS=1 $(python) -m pytest $(end_to_end)
+
+test-nightly: $(installed)
+	OMP_NUM_THREADS=1 $(python) -m pytest -m nightly
+
+mutants: $(installed)
+	$(python) -m tests.mutants
 
 lint: $(installed)
 	$(python) -m ruff check .
 	$(python) -m ruff format --check .
 	"$(VENV)/bin/lint-imports" --no-cache
 	$(python) -m mypy
+
+# Strict: a broken link, a missing anchor or a missing docstring ends it.
+docs: $(installed)
+	$(python) -m mkdocs --version >/dev/null 2>&1 || $(python) -m pip install --editable ".[docs]"
+	PYTHONPATH=. $(python) -m mkdocs build --strict
 
 sanitize: $(installed)
 	$(python) csrc/sanitize.py
@@ -60,7 +74,7 @@ clean:
 $(installed): pyproject.toml setup.py $(wildcard csrc/*.py csrc/*/*) fedkernels/_schemas.inc | check-python
 	$(python) -m pip --version >/dev/null 2>&1 || "$(PYTHON)" -m venv "$(VENV)"
 	$(python) -m pip install "torch>=2.11" torchvision
-	$(python) -m pip install --editable ".[test,flower,export,dicom]"
+	$(python) -m pip install --editable ".[test,flower,export,dicom,privacy]"
 	@touch "$@"
 
 # An environment that exists keeps its Python; only a PYTHON given by hand is compared with it.

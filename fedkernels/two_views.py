@@ -77,7 +77,8 @@ def view_parameters(
     Args:
         samples: int64 [n], the images' numbers in their client's data set.
         key: seed of the run, client, round and epoch.
-        height, width: of the images, in pixels, at least 2.
+        height: of the images, in pixels, at least 2.
+        width: likewise.
         options: strength and probability of each operation.
 
     Returns:

@@ -1,5 +1,6 @@
 """Options of the engines, as recipes hold them."""
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -15,17 +16,23 @@ class LocalDP(Options):
     """Each client clips its update and adds noise before anything leaves it (Flower's LocalDpMod).
 
     The noise of every entry has the standard deviation sensitivity * sqrt(2 ln(1.25 / delta)) / epsilon, the Gaussian
-    mechanism of Dwork and Roth (2014, theorem A.1), whose proof is for epsilon below 1. (epsilon, delta) is what one
-    round spends of one client; rounds add up.
+    mechanism of Dwork and Roth (2014, theorem A.1), whose proof is for epsilon below 1. epsilon sets the noise of one
+    round; what a client spends over its rounds is counted, at the same delta (engines/flower/privacy_accountant.py).
     """
 
     name: Literal["local_dp"] = Field(..., description="each client adds the noise")
     clipping_norm: float = Field(..., gt=0, description="largest L2 norm of a client's update")
-    epsilon: float = Field(..., gt=0, description="privacy loss of one client in one round")
-    delta: float = Field(..., gt=0, lt=1, description="probability that a round's loss is larger than epsilon")
+    epsilon: float = Field(..., gt=0, description="sets the noise: privacy loss of one client in one round")
+    delta: float = Field(..., gt=0, lt=1, description="probability that the loss is larger than epsilon")
     sensitivity: float | None = Field(
-        None, gt=0, description="largest L2 distance of two clipped updates; 2 * clipping_norm by default"
+        None, gt=0, description="scales the noise; by default 2 * clipping_norm, the distance of two clipped updates"
     )
+
+    @property
+    def noise_deviation(self) -> float:
+        """Standard deviation of the noise of every entry, as Flower's LocalDpMod computes it."""
+        sensitivity = 2 * self.clipping_norm if self.sensitivity is None else self.sensitivity
+        return sensitivity * math.sqrt(2 * math.log(1.25 / self.delta)) / self.epsilon
 
 
 class FixedClipping(Options):
@@ -40,6 +47,12 @@ class FixedClipping(Options):
     clipping_norm: float = Field(..., gt=0, description="largest L2 norm of a client's update")
     noise_multiplier: float = Field(
         ..., ge=0, description="standard deviation of the noise of the clients' sum, in units of clipping_norm"
+    )
+    delta: float = Field(
+        1e-5,
+        gt=0,
+        lt=1,
+        description="probability that the loss is larger than the epsilon that is counted; far below 1 / clients",
     )
 
 
@@ -71,6 +84,12 @@ class FlowerOptions(Options):
     connect_seconds: float = Field(600, gt=0, description="seconds to wait for clients to connect")
     differential_privacy: Annotated[LocalDP | FixedClipping, Field(discriminator="name")] | None = Field(
         None, description="noise that hides each client's weights; null: none (docs/deploy.md)"
+    )
+    epsilon_budget: float | None = Field(
+        None,
+        gt=0,
+        description="largest privacy loss of a client over all rounds; a round that would pass it is not begun. "
+        "null: no limit",
     )
     secure_aggregation: SecAggPlus | None = Field(
         None, description="hides each client's weights from the server; null: off (docs/deploy.md)"

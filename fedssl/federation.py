@@ -192,6 +192,7 @@ def build_federation(recipe: Recipe, dataset: Dataset | None = None, owner: int 
         global_model=model_of(recipe.architecture_of(0), "server").to(device) if exchanges else None,
         public_images=images.public_images,
         guard=recipe.guard,
+        transport=recipe.transport,
     )
     return Federation(recipe, images, client_rows, method, device, weights, downstream)
 

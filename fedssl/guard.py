@@ -25,7 +25,7 @@ from .options import Options
 REFUSED = "refused/"
 
 #: metrics that an engine writes itself for every client; a client must not send one of these names
-ENGINE_METRICS = ("bytes_down", "bytes_up", "missing", "refused", "dropped", "answers")
+ENGINE_METRICS = ("bytes_down", "bytes_up", "missing", "refused", "dropped", "answers", "epsilon")
 
 _MEASURES = ("knn", "classifier", "linear", "linear_auroc", "effective_rank", "alignment", "uniformity")
 _OTHER_MEASURES = ("semi_supervised_", "fine_tune_", "downstream_")

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
+import torch
 from torch import Tensor
+
+#: the dtype in which float32 tensors travel
+Transport = Literal["float32", "bfloat16"]
 
 
 @dataclass
@@ -38,6 +43,42 @@ class Message:
         """A message that shares no memory with this one, on the CPU and without gradients."""
         tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.tensors.items()}
         return Message(tensors, dict(self.numbers), dict(self.config), dict(self.metrics))
+
+
+def to_transport(messages: Mapping[int, Message], transport: Transport) -> dict[int, Message]:
+    """Messages in the form in which they travel, by client; `from_transport` reads them.
+
+    With `bfloat16` every float32 tensor is rounded to it, half to even: weights and running statistics, and as well
+    representations, kernels, factors, dictionaries and centroids. Tensors of other dtypes, such as BatchNorm's integer
+    counter of batches or anything in float64, and numbers travel as they are. What several messages share is rounded
+    once and stays shared.
+    """
+    if transport == "float32":
+        return dict(messages)
+    rounded: dict[int, Tensor] = {}  # by the identity of the float32 tensor, which its message keeps alive
+
+    def travelling(tensor: Tensor) -> Tensor:
+        if tensor.dtype != torch.float32:
+            return tensor
+        if id(tensor) not in rounded:
+            rounded[id(tensor)] = tensor.detach().to(torch.bfloat16)
+        return rounded[id(tensor)]
+
+    return {
+        k: replace(message, tensors={name: travelling(tensor) for name, tensor in message.tensors.items()})
+        for k, message in messages.items()
+    }
+
+
+def from_transport(message: Message, transport: Transport) -> Message:
+    """A message of `to_transport` with float32 tensors again; every computation works on these."""
+    if transport == "float32":
+        return message
+    tensors = {
+        name: tensor.to(torch.float32) if tensor.dtype == torch.bfloat16 else tensor
+        for name, tensor in message.tensors.items()
+    }
+    return replace(message, tensors=tensors)
 
 
 def merge(messages: Iterable[Message]) -> Message:

@@ -17,7 +17,7 @@ from .client import Client, LocalRound
 from .guard import REFUSED, Asked, GuardOptions, refusals, require_answers
 from .local_updates.base import LocalUpdate
 from .local_updates.replace import Replace
-from .messages import Message, merge
+from .messages import Message, Transport, from_transport, merge, to_transport
 from .models.model import Model
 from .models.stages import StagedEncoder
 from .objectives.base import Objective
@@ -42,6 +42,7 @@ class Method:
         global_model: the first global model, where weights are exchanged.
         guard: which answers are refused, and how many a round needs.
         public_images: uint8 [L, C, H, W]; for aggregators that train on them before the first round.
+        transport: the dtype in which float32 tensors travel, both ways.
     """
 
     objective: Objective
@@ -56,6 +57,7 @@ class Method:
     global_model: Model | None
     guard: GuardOptions
     public_images: Tensor | None = None
+    transport: Transport = "float32"
 
     #: whether clients add noise to what they send, which may make a variance negative
     answers_are_noisy: ClassVar[bool] = False
@@ -90,15 +92,16 @@ class Method:
     def broadcast_opening(self, server: Message, clients: list[int]) -> dict[int, Message]:
         """What each of the clients receives in the opening round; nothing in most methods."""
         sent = [a.open(server, clients, self._travelling(0)) for a in self.aggregators if a.opening_round]
-        return {k: merge(messages[k] for messages in sent) for k in clients}
+        return to_transport({k: merge(messages[k] for messages in sent) for k in clients}, self.transport)
 
     def broadcast(self, server: Message, clients: list[int], round_number: int) -> dict[int, Message]:
         """What each of the clients receives in a round."""
         travelling = self._travelling(round_number)
         sent = [a.broadcast(server, clients, travelling) for a in self.aggregators]
-        return {
+        whole = {
             k: merge([*(messages[k] for messages in sent), self._lacking(server, k, round_number)]) for k in clients
         }
+        return to_transport(whole, self.transport)
 
     def _lacking(self, server: Message, client: int, round_number: int) -> Message:
         """The final layers that a client does not have yet, if the schedule has final layers."""
@@ -126,6 +129,7 @@ class Method:
         Raises:
             UserError: too few replies are left.
         """
+        replies = {k: from_transport(reply, self.transport) for k, reply in replies.items()}
         working = [a for a in self.aggregators if round_number or a.opening_round]
         refused = self._refusals(server, replies, working, round_number, samples)
         accepted = {k: reply for k, reply in replies.items() if k not in refused}
@@ -264,6 +268,7 @@ class Method:
         return cost
 
     def _local_round(self, client: Client, received: Message, round_number: int) -> LocalRound:
+        received = from_transport(received, self.transport)
         return LocalRound(client, received, round_number, self.seed, self.objective, self.augmentation)
 
     def _reply(self, local: LocalRound, aggregators: tuple[Aggregator, ...] | list[Aggregator]) -> Message:
@@ -272,7 +277,7 @@ class Method:
         reply = merge(a.collect(local, travelling) for a in aggregators).copy()
         reply.numbers["samples"] = len(local.client.images)
         reply.metrics.update(local.logged())
-        return reply
+        return to_transport({local.client.index: reply}, self.transport)[local.client.index]
 
     # What is kept of a client between its rounds
 

@@ -14,6 +14,7 @@ from .engine_options import EngineName, FlowerOptions, Place
 from .evaluation.options import EvaluationOptions
 from .guard import GuardOptions
 from .local_updates.base import LocalUpdate
+from .messages import Transport
 from .models.options import ModelOptions
 from .objectives.base import Objective
 from .options import Options
@@ -78,6 +79,10 @@ class Recipe(Options):
     )
     aggregators: list[SerializeAsAny[InstanceOf[Aggregator]]] = Field(
         default_factory=list, description="what the clients send and how the server joins it; none: nothing travels"
+    )
+    transport: Transport = Field(
+        "float32",
+        description="dtype in which float32 tensors travel, both ways; bfloat16 halves the bytes and keeps 8 bits",
     )
     local_update: SerializeAsAny[InstanceOf[LocalUpdate]] = Field(
         ..., description="what a client does with the weights that it receives"

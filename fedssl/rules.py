@@ -272,6 +272,15 @@ def _exchanges_weights(recipe: Recipe) -> bool:
 def privacy_problem(recipe: Recipe) -> str | None:
     """Why what a recipe switches on under `flower` cannot work with its other parts; None where it can."""
     options = recipe.flower
+    if options.epsilon_budget is not None:
+        privacy = options.differential_privacy
+        if privacy is None:
+            return "flower.epsilon_budget limits what flower.differential_privacy spends, which is off: switch it on"
+        if privacy.name == "fixed_clipping" and not privacy.noise_multiplier:
+            return (
+                "flower.epsilon_budget cannot be kept without noise: raise "
+                "flower.differential_privacy.noise_multiplier above 0"
+            )
     switched = {"differential_privacy": options.differential_privacy, "secure_aggregation": options.secure_aggregation}
     for key, option in switched.items():
         if option is None:
@@ -279,6 +288,12 @@ def privacy_problem(recipe: Recipe) -> str | None:
         what = f"flower.{key} {option.name}"
         if recipe.engine == "in-process":
             return f"{what} is Flower's: use engine=flower-simulation or engine=flower, or leave it out"
+        if recipe.transport != "float32":
+            return (
+                f"transport {recipe.transport} does not go with {what}: rounding would change an update after it was "
+                "clipped and noised, and masked weights travel as integers anyway; use transport=float32, or leave "
+                f"flower.{key} out"
+            )
         problem = _not_weights_alone(recipe)
         if problem is None and option.name != "local_dp":
             problem = _no_mean(recipe, option.name)

@@ -10,6 +10,7 @@
     tensorboard/                    the same metrics as TensorBoard events
     checkpoints/manifest.json       the last complete round and the files that belong to it
     checkpoints/*.safetensors       the server's state and each client's
+    privacy_spent.json              with differential privacy: the rounds that count for each client
     sites_run.txt                   engine flower: the run's name at the sites, which keep the clients' states
 
 A round is committed by the rename of manifest.json. State files carry the round in their name and are never

@@ -107,6 +107,7 @@ def test_calls_are_timed_in_turn_with_a_reset_before_each() -> None:
 REHEARSE = ("--device", "cuda", "--rehearse")
 
 
+@pytest.mark.nightly
 def test_a_rehearsal_writes_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "LONGEST", 0.0)
     page = (ROOT / "docs" / "speed.md").read_bytes()

@@ -1,6 +1,10 @@
 // Entries of the operators' inputs in the precision that a kernel computes in.
 #pragma once
 
+#include <string.h>
+
+#include <type_traits>
+
 #include "cpu/dtype.h"
 #include "cuda/ptx.h"
 
@@ -30,6 +34,34 @@ template <typename T>
 struct alignas(sizeof(T) * 4 > 16 ? 16 : sizeof(T) * 4) Four {
   T values[4];
 };
+
+// What one instruction reads or writes, at a multiple of its size: four entries of half precision or float32, two of
+// float64.
+template <typename T>
+struct alignas(sizeof(T) * 4 > 16 ? 16 : sizeof(T) * 4) Vector {
+  static constexpr int LENGTH = sizeof(T) == 8 ? 2 : 4;
+  using Bits = std::conditional_t<sizeof(T) == 2, uint2, uint4>;
+  T values[LENGTH];
+};
+
+// Of global memory that is read once. Plainly dereferenced, a pointer that was itself read from memory would be taken
+// for one to any kind of memory.
+template <typename T>
+__device__ inline Vector<T> read_once(const Vector<T>* from) {
+  using Bits = typename Vector<T>::Bits;
+  const Bits bits = __ldcs(reinterpret_cast<const Bits*>(from));
+  Vector<T> vector;
+  memcpy(&vector, &bits, sizeof(vector));
+  return vector;
+}
+
+template <typename T>
+__device__ inline void write_once(Vector<T>* to, const Vector<T>& vector) {
+  using Bits = typename Vector<T>::Bits;
+  Bits bits;
+  memcpy(&bits, &vector, sizeof(bits));
+  __stcs(reinterpret_cast<Bits*>(to), bits);
+}
 
 // values[i] = source[start + i] for i < count <= 4, the others are 0.
 template <typename Value, typename T>

@@ -6,6 +6,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include <thread>
+
 #include "cuda/stream.h"
 
 namespace fedkernels::cuda {
@@ -30,14 +32,26 @@ inline int multiprocessors() { return attribute_of_device(cudaDevAttrMultiProces
 // Bytes of shared memory that one block may have.
 inline size_t shared_limit() { return attribute_of_device(cudaDevAttrMaxSharedMemoryPerBlockOptin); }
 
-// Lets the kernel have `bytes` of dynamic shared memory. What is allowed belongs to the kernel and not to the launch,
-// and another thread may be between the two: so the limit is always set to the maximum and never lowered.
+// May a kernel have 32,764 bytes of arguments? Else it has 4,096: before CUDA 12.1, of the compiler or of the driver.
+inline bool has_large_arguments() {
+#if CUDART_VERSION >= 12010
+  int driver = 0;
+  return cudaDriverGetVersion(&driver) == cudaSuccess && driver >= 12010;
+#else
+  return false;
+#endif
+}
+
+// Lets the kernel have `bytes` of dynamic shared memory beside its static ones: 48 KB of both need no permission. What
+// is allowed belongs to the kernel and not to the launch, and another thread may be between the two: so the limit is
+// always set to the maximum and never lowered.
 template <typename... Parameters>
 cudaError_t allow_shared(size_t bytes, void (*kernel)(Parameters...)) {
-  if (bytes <= 48 << 10) return cudaSuccess;
+  if (bytes == 0) return cudaSuccess;  // static memory alone is always allowed
   cudaFuncAttributes attributes;
   const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
   if (error != cudaSuccess) return error;
+  if (bytes + attributes.sharedSizeBytes <= 48 << 10) return cudaSuccess;
   const size_t most = shared_limit() - attributes.sharedSizeBytes;
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(most));
 }
@@ -73,18 +87,16 @@ int blocks_at_a_time(const Shape& shape, void (*kernel)(Parameters...)) {
   return blocks;
 }
 
-// Why the device of this number cannot run the kernel, or nullptr.
+// Why the device of this number cannot run the kernel, or nullptr. A thread of its own asks: the current device is a
+// thread's, and to make the caller's device current again would create a context there where it has none yet.
 template <typename... Parameters>
 const char* why_not_on(int device, void (*kernel)(Parameters...)) {
-  int before = 0;
-  cudaError_t error = cudaGetDevice(&before);
-  if (error == cudaSuccess) error = cudaSetDevice(device);
-  if (error == cudaSuccess) {
+  cudaError_t error = cudaSuccess;
+  std::thread([&] {
+    error = cudaSetDevice(device);
     cudaFuncAttributes attributes;
-    error = cudaFuncGetAttributes(&attributes, kernel);
-    cudaSetDevice(before);
-  }
-  cudaGetLastError();  // it is reported here, and must not remain for a later caller
+    if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, kernel);
+  }).join();
   return message(error);
 }
 

@@ -17,13 +17,15 @@ struct HostLists {
   const double* weights;  // [clients], or nullptr
 };
 
-constexpr int MIXED = -1;  // versions of a tensor differ in their dtype
+constexpr int MIXED = 15;    // in the place of a dtype: versions of a tensor differ in theirs
+constexpr int ALIGNED = 16;  // a flag beside the dtype: all versions of a tensor start at a multiple of 16 bytes
 
-// Chunks of one tensor: chunk c of all belongs to the tensor t with first_chunk[t] <= c < first_chunk[t + 1].
+// Chunks of one tensor, a multiple of 16 entries long: chunk c of all belongs to the tensor t with
+// first_chunk[t] <= c < first_chunk[t + 1].
 struct DeviceLists {
   const Array* arrays;
   const int64_t* sizes;
-  const int64_t* dtypes;       // [tensors], of all versions of a tensor, or MIXED
+  const int64_t* dtypes;       // [tensors], of all versions of a tensor, or MIXED; with ALIGNED
   const int64_t* first_chunk;  // [tensors + 1]
   const double* weights;       // [clients]
   int64_t tensors, clients, chunks, chunk;  // chunk: entries
@@ -33,6 +35,7 @@ struct DeviceLists {
     const Array* arrays;
     int64_t start;
     int count, dtype;
+    bool aligned;  // do all versions of the piece start at a multiple of 16 bytes?
   };
 
   __device__ Piece piece(int64_t index) const {
@@ -46,29 +49,58 @@ struct DeviceLists {
       }
     }
     const int64_t start = (index - first_chunk[low]) * chunk, left = sizes[low] - start;
-    return {arrays + low * (clients + 1), start, static_cast<int>(left < chunk ? left : chunk),
-            static_cast<int>(dtypes[low])};
+    const int dtype = static_cast<int>(dtypes[low]);
+    return {arrays + low * (clients + 1), start, static_cast<int>(left < chunk ? left : chunk), dtype % ALIGNED,
+            dtype >= ALIGNED};
   }
 };
 
 // The words travel as arguments of kernels: nothing on the host has to outlive the call, and a graph replays it.
-constexpr int WORDS_AT_A_TIME = 496;  // 4 KB of arguments are allowed everywhere
+template <int COUNT>
 struct Words {
-  int64_t values[WORDS_AT_A_TIME];
+  int64_t values[COUNT];
 };
+constexpr int WORDS_IN_LARGE_ARGUMENTS = 4088, WORDS_IN_SMALL_ARGUMENTS = 504;  // with the other two: 32,720 and 4,048
 
 namespace {
 
-__global__ void write_words(int64_t* to, Words words, int count) {
+template <int COUNT>
+__global__ void write_words(int64_t* to, Words<COUNT> words, int count) {
   const int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
   if (i < count) to[i] = words.values[i];
 }
 
-}  // namespace
+// Collects words and sends COUNT at a time to the device.
+template <int COUNT>
+class WordSender {
+ public:
+  WordSender(int64_t* to, Stream stream) : to_(to), stream_(stream) {}
 
-// Copies the lists to `memory` on the device, words_of_lists() words.
-inline const char* send_lists(const HostLists& host, int64_t chunk, int64_t* memory, Stream stream,
-                              DeviceLists* device) {
+  void send(const void* word) {
+    memcpy(&words_.values[filled_++], word, 8);
+    if (filled_ == COUNT) flush();
+  }
+  // Sends what has been collected. Returns nullptr, or the first error of all launches.
+  const char* flush() {
+    if (filled_ && !error_) {
+      const unsigned blocks = static_cast<unsigned>((filled_ + 255) / 256);
+      error_ = launch({blocks, 256}, stream_, write_words<COUNT>, to_, words_, filled_);
+    }
+    to_ += filled_;
+    filled_ = 0;
+    return error_;
+  }
+
+ private:
+  int64_t* to_;
+  Stream stream_;
+  Words<COUNT> words_;
+  int filled_ = 0;
+  const char* error_ = nullptr;
+};
+
+template <int COUNT>
+const char* send_lists_by(const HostLists& host, int64_t chunk, int64_t* memory, Stream stream, DeviceLists* device) {
   static_assert(sizeof(Array) == 2 * sizeof(int64_t) && sizeof(double) == sizeof(int64_t));
   const int64_t arrays = 2 * host.tensors * (host.clients + 1);
   int64_t* const sizes = memory + arrays;
@@ -86,43 +118,42 @@ inline const char* send_lists(const HostLists& host, int64_t chunk, int64_t* mem
              chunk,
              false};
 
-  Words words;
-  int filled = 0;
-  int64_t* to = memory;
-  const char* error = nullptr;
-  const auto flush = [&] {
-    if (filled && !error) error = launch({2, 256}, stream, write_words, to, words, filled);
-    to += filled;
-    filled = 0;
-  };
-  const auto send = [&](const void* word) {
-    memcpy(&words.values[filled++], word, 8);
-    if (filled == WORDS_AT_A_TIME) flush();
-  };
+  WordSender<COUNT> sender(memory, stream);
   for (int64_t i = 0; i < host.tensors * (host.clients + 1); ++i) {
     const int64_t dtype = static_cast<int64_t>(host.arrays[i].dtype);
     device->wide |= host.arrays[i].dtype == DType::f64;
-    send(&host.arrays[i].data);
-    send(&dtype);
+    sender.send(&host.arrays[i].data);
+    sender.send(&dtype);
   }
-  for (int64_t t = 0; t < host.tensors; ++t) send(host.sizes + t);
+  for (int64_t t = 0; t < host.tensors; ++t) sender.send(host.sizes + t);
   for (int64_t t = 0; t < host.tensors; ++t) {
     const Array* const versions = host.arrays + t * (host.clients + 1);
-    int64_t dtype = static_cast<int64_t>(versions[0].dtype);
-    for (int64_t k = 1; k <= host.clients; ++k) {
-      if (versions[k].dtype != versions[0].dtype) dtype = MIXED;
+    bool mixed = false, aligned = true;
+    for (int64_t k = 0; k <= host.clients; ++k) {
+      mixed |= versions[k].dtype != versions[0].dtype;
+      aligned &= reinterpret_cast<uintptr_t>(versions[k].data) % 16 == 0;
     }
-    send(&dtype);
+    const int64_t dtype = (mixed ? MIXED : static_cast<int64_t>(versions[0].dtype)) + (aligned ? ALIGNED : 0);
+    sender.send(&dtype);
   }
   for (int64_t t = 0; t <= host.tensors; ++t) {
-    send(&device->chunks);
+    sender.send(&device->chunks);
     if (t < host.tensors) device->chunks += (host.sizes[t] + chunk - 1) / chunk;
   }
   if (host.weights) {
-    for (int64_t k = 0; k < host.clients; ++k) send(host.weights + k);
+    for (int64_t k = 0; k < host.clients; ++k) sender.send(host.weights + k);
   }
-  flush();
-  return error;
+  return sender.flush();
+}
+
+}  // namespace
+
+// Copies the lists to `memory` on the device, words_of_lists() words. `chunk`: entries, a multiple of 16.
+inline const char* send_lists(const HostLists& host, int64_t chunk, int64_t* memory, Stream stream,
+                              DeviceLists* device) {
+  return has_large_arguments()
+             ? send_lists_by<WORDS_IN_LARGE_ARGUMENTS>(host, chunk, memory, stream, device)
+             : send_lists_by<WORDS_IN_SMALL_ARGUMENTS>(host, chunk, memory, stream, device);
 }
 
 }  // namespace fedkernels::cuda

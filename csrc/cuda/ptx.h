@@ -139,17 +139,18 @@ __device__ inline void mma_tf32(float (&sums)[4], const uint32_t (&a)[4], const 
 
 // ---- blocks of a cooperative launch ----
 
-// Waits until `blocks` blocks have come; what they wrote before to global memory is seen after, but by loads that go
-// past the first-level cache (__ldcg, volatile or atomic). `counter` starts at 0 and is theirs alone.
-__device__ inline void barrier_of_blocks(unsigned* counter, unsigned blocks) {
+// Waits until `blocks` blocks have arrived; what they wrote before to global memory is seen after, but by loads that go
+// past the first-level cache (__ldcg, volatile or atomic). `counter` starts at 0, is theirs alone, and has 64 bits: a
+// long series of problems waits more than 2^32 times.
+__device__ inline void barrier_of_blocks(unsigned long long* counter, unsigned blocks) {
   __syncthreads();
   if (threadIdx.x == 0) {
     __threadfence();
-    const unsigned target = (atomicAdd(counter, 1u) / blocks + 1) * blocks;
-    unsigned come;
+    const unsigned long long target = (atomicAdd(counter, 1ull) / blocks + 1) * blocks;
+    unsigned long long arrived;
     do {
-      asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(come) : "l"(counter) : "memory");
-    } while (come < target);
+      asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(arrived) : "l"(counter) : "memory");
+    } while (arrived < target);
     __threadfence();
   }
   __syncthreads();

@@ -26,7 +26,7 @@ struct TeamSize {
 struct Team {
   const Transport& t;
   const int64_t rows, columns, problem, blocks, rank, groups, first;  // first: entry of all problems' matrices
-  unsigned* counter;
+  unsigned long long* counter;
   double* of_warps;   // shared memory, [MOST_SUMS, 32]
   double* of_groups;  // shared memory, [TEAM_WARPS, GROUP]
   double *plan, *point;
@@ -35,7 +35,7 @@ struct Team {
   double *reduced, *sums;  // for all blocks: [columns], [2, blocks, MOST_SUMS]
   int turn = 0;
 
-  __device__ Team(const Transport& t, const TeamSize& size, int64_t problem, double* memory, unsigned* counter,
+  __device__ Team(const Transport& t, const TeamSize& size, int64_t problem, double* memory, unsigned long long* counter,
                   double* of_warps, double* of_groups)
       : t(t),
         rows(t.rows),
@@ -365,7 +365,7 @@ struct Team {
 };
 
 __global__ void __launch_bounds__(TEAM_THREADS, 1)
-    solve_in_team(const Transport t, const TeamSize size, double* memory, unsigned* counters) {
+    solve_in_team(const Transport t, const TeamSize size, double* memory, unsigned long long* counters) {
   SHARED(of_warps, double[MOST_SUMS * 32]);
   SHARED(of_groups, double[TEAM_WARPS * GROUP]);
   const int64_t team = blockIdx.x / size.blocks;
@@ -388,7 +388,7 @@ TeamSize team_size(const Transport& t) {
 
 const char* launch_teams(const Transport& t, double* words, Stream stream) {
   const TeamSize size = team_size(t);
-  unsigned* const counters = reinterpret_cast<unsigned*>(words);
+  unsigned long long* const counters = reinterpret_cast<unsigned long long*>(words);
   if (const char* error = fill_zero(words, sizeof(double) * size.teams, stream)) return error;
   const Shape shape = {static_cast<unsigned>(size.blocks * size.teams), TEAM_THREADS, 0, true};
   return launch(shape, stream, solve_in_team, t, size, words + size.teams, counters);

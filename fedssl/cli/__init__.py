@@ -20,7 +20,7 @@ from ..errors import UserError
 from ..untrusted.printable import printable
 from .across_machines import app as flower_app
 from .across_machines import superlink, supernode
-from .before_training import cost, partition
+from .before_training import cost, partition, privacy
 from .console import console
 from .doctor import doctor
 from .encoders import embed, export
@@ -48,6 +48,7 @@ app.command(rich_help_panel=_SHIPPED)(tables)
 app.command(rich_help_panel=_SHIPPED)(doctor)
 app.command(rich_help_panel=_RUNS)(partition)
 app.command(rich_help_panel=_RUNS)(cost)
+app.command(rich_help_panel=_RUNS)(privacy)
 app.command(rich_help_panel=_RUNS)(run)
 app.command("run-table", rich_help_panel=_RUNS)(run_table)
 app.command(rich_help_panel=_RUNS)(evaluate)

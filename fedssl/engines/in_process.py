@@ -76,6 +76,9 @@ class LocalClients:
     def images(self) -> dict[int, int]:
         return {k: len(rows) for k, rows in enumerate(self._federation.client_rows)}
 
+    def epsilons(self) -> dict[int, float]:
+        return {}
+
     def evaluations(self, number: int) -> Iterator[tuple[int, dict[str, float], Tensor]]:
         for k in range(len(self._federation.client_rows)):
             yield k, *self._trainer.evaluate(k, self._states.load(k), number)

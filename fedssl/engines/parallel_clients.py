@@ -121,6 +121,9 @@ class ParallelClients:
     def images(self) -> dict[int, int]:
         return {k: len(rows) for k, rows in enumerate(self._federation.client_rows)}
 
+    def epsilons(self) -> dict[int, float]:
+        return {}
+
     def evaluations(self, number: int) -> Iterator[tuple[int, dict[str, float], Tensor]]:
         clients = range(len(self._federation.client_rows))
         evaluated = dict(self._results(clients, lambda k: Evaluation(k, number, pack(self._states.load(k)))))

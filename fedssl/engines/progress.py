@@ -99,7 +99,9 @@ class ProgressBars:
     def round_done(self, round_number: int, metrics: dict[str, float]) -> None:
         self._time_left.round_done()
         self._update_speed()
-        status = "  ".join(f"{name} {metrics[name]:.4g}" for name in ("loss", "cka", "knn") if name in metrics)
+        status = "  ".join(
+            f"{name} {metrics[name]:.4g}" for name in ("loss", "cka", "knn", "epsilon") if name in metrics
+        )
         self.bars.update(self.rounds, completed=round_number, status=status)
         self.bars.update(self.clients, completed=0, status="")
         if self.bars.disable:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -56,6 +57,10 @@ class Clients(Protocol):
 
     def images(self) -> dict[int, int]:
         """How many training images each client has; a client whose number is not known is missing."""
+        ...
+
+    def epsilons(self) -> dict[int, float]:
+        """The privacy that each client has spent so far; empty without differential privacy."""
         ...
 
     def evaluations(self, number: int) -> Iterator[tuple[int, dict[str, float], Tensor]]:
@@ -237,6 +242,10 @@ def _round(
     server, replies, lost, missing = _exchange(federation, server, asked, clients, number, progress)
     rows = _traffic_rows(number, sent, replies) + lost
     rows += [(number, str(k), "dropped", 1.0) for k in chosen if k not in answering]
+    epsilons = {k: epsilon for k, epsilon in clients.epsilons().items() if math.isfinite(epsilon)}  # else no noise
+    rows += [(number, str(k), "epsilon", epsilon) for k, epsilon in epsilons.items()]
+    if epsilons:
+        rows.append((number, "global", "epsilon", max(epsilons.values())))
     if federation.recipe.clients_per_round or federation.recipe.client_dropout:
         rows.append((number, "global", "answers", float(len(replies))))
     of_server = {name.rpartition("/")[0] for name in server.metrics}  # a client's own of these names do not count

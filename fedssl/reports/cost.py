@@ -21,7 +21,7 @@ from ..data.pixels import normalize
 from ..data.stored_images import images_of_rows
 from ..errors import UserError
 from ..federation import Federation
-from ..messages import Message
+from ..messages import Message, from_transport
 from ..models.model import Model
 from ..regularizers.base import Regularizer
 from ..storage import csv_text
@@ -187,7 +187,11 @@ class _Estimate:
         state = Message(dict(server.tensors), dict(server.numbers), dict(server.config))
         for aggregator in self.method.aggregators:
             if replies and not aggregator.exchanges_weights:
-                whole = {k: reply for k, reply in replies.items() if isinstance(reply, Message)}
+                whole = {
+                    k: from_transport(reply, self.method.transport)
+                    for k, reply in replies.items()
+                    if isinstance(reply, Message)
+                }
                 changed = aggregator.aggregate(server, whole)
                 state.tensors.update(changed.tensors)
                 state.numbers.update(changed.numbers)

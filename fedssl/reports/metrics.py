@@ -26,6 +26,7 @@ METRIC_TITLES = {
     "loss": "objective's loss",
     "total_loss": "loss with regularisers",
     "cka": "CKA with the target kernel",
+    "epsilon": "privacy loss epsilon, largest of any client",
 }
 FINE_TUNED = tuple(f"fine_tune_{score}" for score in ("accuracy", "per_class_accuracy", "precision", "recall", "f1"))
 #: in percent

@@ -14,6 +14,7 @@ from .collapse_section import collapse_section
 from .image_pictures import ImagePictures, image_pictures_of_run
 from .image_section import PicturesByMethod, image_section
 from .page import PageTable, render_page
+from .privacy_section import privacy_table
 from .results_section import (
     client_table,
     curve_charts,
@@ -125,6 +126,7 @@ def build_report(
         partitions=partition_charts(methods),
         clients=client_table(methods),
         traffic=traffic_table(methods),
+        privacy=privacy_table(methods),
         settings=settings_table(methods),
         folders=folder_table(methods),
         recipes=resolved_recipes(methods),

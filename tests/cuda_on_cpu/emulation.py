@@ -28,9 +28,10 @@ _FLAGS = [
     *("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"),
     *(["-fsanitize=address", "-fsanitize-recover=address", "-fno-omit-frame-pointer"] if SANITIZED else []),
 ]
-# The order of threads and blocks, and what shared memory starts as: NaN in every dtype, or large finite numbers.
-# Results must be the same to the last bit.
+# What memory starts as (NaN in every dtype, or large finite numbers), and whether warps and blocks run from the last to
+# the first, blocks in turn. Results must be the same to the last bit.
 ORDERS = ((0x7FFF, False), (0x4B4B, True))
+_fresh_memory = 0x7FFF  # of the order that runs
 
 
 class EmulationError(AssertionError):
@@ -52,8 +53,9 @@ def integers(values: Sequence[int]) -> Any:
 
 
 def poison(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Memory that a kernel has to fill: NaN, or a number that is no index."""
-    return torch.full(shape, float("nan") if dtype.is_floating_point else torch.iinfo(dtype).max - 80, dtype=dtype)
+    """Memory that a kernel has to fill. It differs in the two orders, so that what is read unwritten shows."""
+    entry = bytearray(_fresh_memory.to_bytes(2, "little") * (dtype.itemsize // 2))
+    return torch.frombuffer(entry, dtype=dtype).expand(shape).clone(memory_format=torch.contiguous_format)
 
 
 @dataclass(frozen=True)
@@ -84,8 +86,10 @@ class Library:
         self, run: Callable[[Callable[..., None]], Any], multiprocessors: int = 4, shared_limit: int = 227 << 10
     ) -> Any:
         """run(call) in each order of the threads, on a device like this; -> its tensors, which must be equal."""
+        global _fresh_memory
         found = []
         for poison, reversed_ in ORDERS:
+            _fresh_memory = poison
             self.settings(poison, reversed_, multiprocessors, shared_limit)
 
             def call(function: str, *arguments: object, order: tuple[int, bool] = (poison, reversed_)) -> None:
@@ -95,7 +99,7 @@ class Library:
             found.append(run(call))
         for one, other in zip(_flat(found[0]), _flat(found[1]), strict=True):
             assert torch.equal(one.nan_to_num(nan=-7e77), other.nan_to_num(nan=-7e77)), (
-                "the result depends on the order of the threads or on what shared memory held before"
+                "the result depends on the order of the threads or on what memory held before"
             )
         return found[0]
 

@@ -27,8 +27,8 @@ class Fault(NamedTuple):
         return f"{self.kernel}, {self.family}"
 
 
-def _of_apply_deltas(dtype: str, call: str) -> Fault:
-    old = f"step<{call}>(arrays, lists.clients, weights, start, count)"
+def _of_apply_deltas(dtype: str, update: str) -> Fault:
+    old = f"{update}(piece, lists.clients, lists.weights)"
     new = old.replace("lists.clients", "lists.clients - FAULT")
     return Fault("apply_deltas_kernel", dtype, "apply_deltas", "apply_deltas.cu", old, new)
 
@@ -39,11 +39,15 @@ FAULTS = [
         "if (i < count) to[i] = words.values[i];",
         "if (i < count - FAULT) to[i] = words.values[i];",
     ),
-    _of_apply_deltas("float64", "Uniform<double>"),
-    _of_apply_deltas("float32", "Uniform<float>"),
-    _of_apply_deltas("bfloat16", "Uniform<BFloat>"),
-    _of_apply_deltas("float16", "Uniform<Half>"),
-    _of_apply_deltas("mixed", "Mixed"),
+    _of_apply_deltas("float64", "update_vectors<double>"),
+    _of_apply_deltas("float32", "update_vectors<float>"),
+    _of_apply_deltas("bfloat16", "update_vectors<BFloat>"),
+    _of_apply_deltas("float16", "update_vectors<Half>"),
+    Fault(
+        *("apply_deltas_kernel", "mixed", "apply_deltas", "apply_deltas.cu"),
+        "update_four(piece.arrays, lists.clients, lists.weights, piece.start + i, piece.count - i);",
+        "update_four(piece.arrays, lists.clients - FAULT, lists.weights, piece.start + i, piece.count - i);",
+    ),
     Fault(
         *("client_weights_kernel", "all", "client_weights", "client_weights.cu"),
         "if (i > j && i < count) value -= triangle(i, j) * solution[j];",

@@ -1,6 +1,7 @@
 // Runs the threads of a grid as fibres on one thread of the CPU. A fibre gives way at barriers and exchanges only, so
-// what a thread reads before a barrier that it should have waited for, another has not written yet. Blocks run one
-// after another, those of a cooperative launch together.
+// what a thread reads before a barrier that it should have waited for, another has not written yet. A warp runs until
+// none of its lanes can go on, then the next warp does. Blocks run one after another, in the reversed order a few in
+// turn; those of a cooperative launch run together, each as far as it can go.
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -57,6 +58,7 @@ using Context = ucontext_t;
 #endif
 
 constexpr size_t STACK = 256 << 10;  // only pages that are used take memory
+constexpr size_t BLOCKS_IN_TURN = 3;
 
 enum class State { ready, at_barrier, at_exchange, polling, ended };
 
@@ -75,8 +77,8 @@ struct Fibre : Thread {
   State state;
   Block* of;
   unsigned warp, lane;
-  const unsigned* counter;  // polling
-  unsigned target;
+  const unsigned long long* counter;  // polling
+  unsigned long long target;
   std::vector<std::vector<Copy>> copies;  // groups; the last one is open
 };
 
@@ -238,6 +240,11 @@ void delete_block(Block* block) {
   delete block;
 }
 
+void carry_out(const Copy& copy) {
+  memcpy(copy.to, copy.from, copy.valid);
+  memset(static_cast<char*>(copy.to) + copy.valid, 0, copy.bytes - copy.valid);
+}
+
 // ---- the scheduler ----
 
 void describe_standstill(const std::vector<Block*>& blocks) {
@@ -263,22 +270,48 @@ void describe_standstill(const std::vector<Block*>& blocks) {
   failed = true;
 }
 
-void run_blocks(const std::vector<Block*>& blocks) {
-  std::vector<Fibre*> fibres;
-  for (Block* block : blocks) {
-    for (Fibre& fibre : block->fibres) fibres.push_back(&fibre);
-  }
-  if (settings.reversed) std::reverse(fibres.begin(), fibres.end());
-  size_t left = fibres.size();
-  while (left) {
-    bool moved = false;
-    for (Fibre* fibre : fibres) {
+// Runs these fibres as far as they can go without others. -> whether any of them moved
+bool run_as_far_as_possible(Fibre* first, size_t count, size_t* left) {
+  bool moved = false, moved_now = true;
+  while (moved_now && !failed) {
+    moved_now = false;
+    for (size_t i = 0; i < count && !failed; ++i) {
+      Fibre* const fibre = first + (settings.reversed ? count - 1 - i : i);
       if (fibre->state == State::polling && *fibre->counter >= fibre->target) fibre->state = State::ready;
       if (fibre->state != State::ready) continue;
-      moved = true;
+      moved = moved_now = true;
       switch_to(fibre);
+      *left -= fibre->state == State::ended;
+    }
+  }
+  return moved;
+}
+
+// Each warp of the block once, as far as it can go. -> whether any of them moved
+bool run_warps(Block* block, size_t* left) {
+  bool moved = false;
+  const size_t warps = block->fibres.size() / 32;
+  for (size_t i = 0; i < warps && !failed; ++i) {
+    const size_t warp = settings.reversed ? warps - 1 - i : i;
+    moved |= run_as_far_as_possible(&block->fibres[32 * warp], 32, left);
+  }
+  return moved;
+}
+
+// Between two barriers all accesses of a warp come before all of the next one, and after them where the order is
+// reversed: whatever two warps do to one place in one such interval, unordered, one of the two orders shows. The same
+// holds for the lanes of a warp between two exchanges, and for blocks that wait for each other. Blocks that do not wait
+// for each other take turns at every barrier where `in_turn` is set, so that one meets what another leaves in memory.
+void run_blocks(const std::vector<Block*>& blocks, bool in_turn) {
+  size_t left = 0;
+  for (const Block* block : blocks) left += block->fibres.size();
+  while (left) {
+    bool moved = false;
+    for (Block* block : blocks) {
+      bool of_block = run_warps(block, &left);
+      moved |= of_block;
+      while (of_block && !in_turn && !failed) of_block = run_warps(block, &left);
       if (failed) return;
-      left -= fibre->state == State::ended;
     }
     if (!moved) return describe_standstill(blocks);
   }
@@ -353,7 +386,7 @@ const char* exchange(unsigned mask, const char* operation, const void* value, si
   return slots[0];
 }
 
-void wait_for(const unsigned* counter, unsigned target) {
+void wait_for(const unsigned long long* counter, unsigned long long target) {
   Fibre* fibre = self();
   while (*counter < target) {
     fibre->counter = counter;
@@ -363,14 +396,17 @@ void wait_for(const unsigned* counter, unsigned target) {
   }
 }
 
+// A card may copy at any time between the call and the wait: it is done at the wait, and in the reversed order at once.
 void copy_later(void* to, const void* from, int bytes, int valid) {
   if (valid < 0 || valid > bytes) fail("copy_async: %d of %d bytes", valid, bytes);
   if (reinterpret_cast<uintptr_t>(to) % bytes || reinterpret_cast<uintptr_t>(from) % bytes) {
     fail("copy_async: an address is not a multiple of %d", bytes);
   }
+  const Copy copy = {to, from, bytes, valid};
+  if (settings.reversed) return carry_out(copy);
   auto& copies = self()->copies;
   if (copies.empty()) copies.emplace_back();
-  copies.back().push_back({to, from, bytes, valid});
+  copies.back().push_back(copy);
 }
 
 void close_copies() {
@@ -382,10 +418,7 @@ void close_copies() {
 void wait_for_copies(int pending) {
   auto& copies = self()->copies;
   while (copies.size() > static_cast<size_t>(pending) + 1) {
-    for (const Copy& copy : copies.front()) {
-      memcpy(copy.to, copy.from, copy.valid);
-      memset(static_cast<char*>(copy.to) + copy.valid, 0, copy.bytes - copy.valid);
-    }
+    for (const Copy& copy : copies.front()) carry_out(copy);
     copies.erase(copies.begin());
   }
 }
@@ -408,6 +441,7 @@ void* SharedVariable::here() const {
   return memory;
 }
 
+bool is_reversed() { return settings.reversed; }
 int multiprocessors() { return settings.multiprocessors; }
 size_t shared_limit() { return settings.shared_limit; }
 
@@ -426,19 +460,21 @@ const char* run(const Launch& launch, const std::function<void()>& of_thread) {
 #endif
   body = &of_thread;
   std::vector<Block*> together;
+  const size_t at_a_time = settings.reversed ? BLOCKS_IN_TURN : 1;
   for (size_t i = 0; i < blocks && !failed; ++i) {
     const size_t index = settings.reversed ? blocks - 1 - i : i;
     const unsigned x = index % launch.grid.x, y = index / launch.grid.x % launch.grid.y;
     together.push_back(new_block(launch, {x, y, static_cast<unsigned>(index / launch.grid.x / launch.grid.y)}));
-    if (launch.cooperative && together.size() < blocks) continue;
-    run_blocks(together);
+    if (together.size() < (launch.cooperative ? blocks : at_a_time) && i + 1 < blocks) continue;
+    run_blocks(together, !launch.cooperative);
     for (Block* block : together) delete_block(block);
     together.clear();
   }
   return error.empty() ? nullptr : error.c_str();
 }
 
-// Shared memory starts as `poison` in each two bytes; `reversed` runs blocks and threads from the last to the first.
+// Shared memory starts as `poison` in each two bytes; `reversed` runs blocks, warps and lanes from the last to the
+// first, blocks in turn, and copies at once.
 extern "C" void cuda_on_cpu_settings(int poison, int reversed, int multiprocessors, size_t shared_limit) {
   settings = {poison, reversed, multiprocessors, shared_limit};
 }

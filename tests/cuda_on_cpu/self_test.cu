@@ -82,7 +82,7 @@ __global__ void product_tf32(const float* a, const float* b, float* c) {
 }
 
 // Every block writes, all wait, every block reads its right neighbour's. Twice.
-__global__ void around(int* values, unsigned* counter) {
+__global__ void around(int* values, unsigned long long* counter) {
   const unsigned next = (blockIdx.x + 1) % gridDim.x;
   for (int round = 0; round < 2; ++round) {
     if (threadIdx.x == 0) atomicAdd(values + blockIdx.x, 1);
@@ -122,7 +122,7 @@ extern "C" const char* self_product_16(const uint16_t* a, const uint16_t* b, flo
 extern "C" const char* self_product_tf32(const float* a, const float* b, float* c, Stream stream) {
   return launch({1, 32}, stream, product_tf32, a, b, c);
 }
-extern "C" const char* self_around(int* values, unsigned* counter, int blocks, Stream stream) {
+extern "C" const char* self_around(int* values, unsigned long long* counter, int blocks, Stream stream) {
   return launch({static_cast<unsigned>(blocks), 64, 0, true}, stream, around, values, counter);
 }
 extern "C" const char* self_convert(const float* from, uint32_t* to, int count, Stream stream) {

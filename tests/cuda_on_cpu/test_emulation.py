@@ -80,7 +80,7 @@ def test_products_in_tf32(compiler):
 
 def test_blocks_wait_for_each_other(compiler):
     def run(call):
-        values, counter = torch.zeros(9, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+        values, counter = torch.zeros(9, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
         call("self_around", values, counter, 9, None)
         return values
 
@@ -159,6 +159,7 @@ def test_an_off_by_one_is_found(compiler):
         sum_blocks(compiler.mutant(SELF, "of_warps[warp];", "of_warps[warp + 1];"), torch.ones(512))
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(SANITIZED or shutil.which("g++") is None, reason="needs g++, in the first process")
 def test_all_kernels_stay_inside_their_memory():
     # libstdc++ as well, for AddressSanitizer looks its functions up when it starts.

@@ -54,6 +54,7 @@ def reports(build, tmp_path_factory):
         return dict(zip(SOURCES, pool.map(compile_one, SOURCES), strict=True))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("source", SOURCES)
 def test_compiles_for_all_architectures_without_spills(reports, source):
     done = reports[source]

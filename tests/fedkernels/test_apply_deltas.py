@@ -52,6 +52,18 @@ def test_narrow_parameters_are_rounded_once(dtype):
     assert all(torch.equal(p, q) for p, q in zip(start, truth, strict=True))
 
 
+@pytest.mark.parametrize("global_dtype", [torch.float32, torch.bfloat16])
+def test_long_tensors_whose_versions_differ_in_their_dtype(global_dtype):
+    """The compiled operator takes 512 entries at a time, and reads each version in its own dtype."""
+    dtypes = [torch.float32, torch.bfloat16, torch.float64, torch.float16]
+    start = model(0, global_dtype, [(1300,)])
+    clients = [model(1 + k, dtype, [(1300,)]) for k, dtype in enumerate(dtypes)]
+    weights = [0.3, 0.1, 0.4, 0.2]
+    truth = [tensor.to(global_dtype) for tensor in by_formula(start, clients, weights)]
+    apply_deltas(start, clients, weights)
+    assert torch.equal(start[0], truth[0])
+
+
 def test_in_place_on_parameters_and_strides():
     linear, client = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
     places = [p.data_ptr() for p in linear.parameters()]

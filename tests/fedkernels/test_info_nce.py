@@ -47,6 +47,19 @@ def test_equals_cross_entropy(batch, more, d, temperature):
     torch.testing.assert_close(torch.autograd.grad(loss, [query, key]), torch.autograd.grad(truth, [query, key]))
 
 
+@pytest.mark.parametrize("of_key", [False, True])
+def test_more_rows_than_the_compiled_operator_takes_at_a_time(of_key):
+    """The compiled operator has blocks of 128 keys and groups of up to 512 queries; a query's weight is its own."""
+    query, key = rows(600, 5, 1).requires_grad_(), rows(601, 5, 2).requires_grad_(of_key)
+    weights = torch.linspace(0.1, 2, 600, dtype=torch.float64)
+    loss = info_nce(query, key, 0.4, "none")
+    truth = F.cross_entropy(query @ key.T / 0.4, torch.arange(600), reduction="none")
+    torch.testing.assert_close(loss, truth)
+    asked = [query, key] if of_key else [query]
+    found = torch.autograd.grad(loss @ weights, asked)
+    torch.testing.assert_close(found, torch.autograd.grad(truth @ weights, asked))
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_gradcheck(reduction):
     query, key = rows(3, 4, 1).requires_grad_(), rows(5, 4, 2).requires_grad_()

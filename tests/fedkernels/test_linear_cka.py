@@ -118,6 +118,18 @@ def test_many_samples(centered, widths):
 
 
 @CENTERED
+def test_a_second_group_of_rows(centered):
+    """The compiled operator packs 8 MiB of rows at a time: 2^20 / (700 + 500) rows of float64, fewer than there are."""
+    x, y = matrix(1300, 700, seed=1), matrix(1300, 500, seed=2)
+    y = y + x[:, :500]
+    leaves, wide = ([z.clone().requires_grad_() for z in (x, y)] for _ in range(2))
+    value, truth = linear_cka(*leaves, centered), feature_space(*wide, centered)
+    torch.testing.assert_close(value, truth, rtol=1e-11, atol=0)
+    for grad, true in zip(torch.autograd.grad(value, leaves), torch.autograd.grad(truth, wide), strict=True):
+        torch.testing.assert_close(grad, true, rtol=1e-8, atol=1e-10 * float(true.abs().max()))
+
+
+@CENTERED
 def test_kernel_of_many_samples(centered):
     """The norm over 2600^2 entries, and the gradient by way of Kx."""
     x, y = matrix(2600, 40, seed=1), matrix(2600, 30, seed=2)

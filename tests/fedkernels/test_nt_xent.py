@@ -55,6 +55,16 @@ def test_equals_cross_entropy_without_the_diagonal(batch, d, temperature):
     torch.testing.assert_close(torch.autograd.grad(loss, [view1, view2]), torch.autograd.grad(truth, [view1, view2]))
 
 
+def test_more_rows_than_the_compiled_operator_takes_at_a_time():
+    """The compiled operator has blocks of 256 rows and groups of 512; a row's weight is its own."""
+    view1, view2 = (view.requires_grad_() for view in views(300, 5))
+    weights = torch.linspace(0.1, 2, 600, dtype=torch.float64)
+    loss, truth = nt_xent(view1, view2, 0.4, "none"), by_cross_entropy(view1, view2, 0.4)
+    torch.testing.assert_close(loss, truth)
+    found = torch.autograd.grad(loss @ weights, [view1, view2])
+    torch.testing.assert_close(found, torch.autograd.grad(truth @ weights, [view1, view2]))
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_gradcheck(reduction):
     view1, view2 = (view.requires_grad_() for view in views(3, 4))

@@ -300,6 +300,18 @@ def test_the_warning_comes_once_for_each_line_that_calls():
     assert [warning.filename for warning in caught] == [__file__] * 2
 
 
+@pytest.mark.filterwarnings("ignore:max_iterations reached", "ignore:the optimum transports nothing")
+@pytest.mark.parametrize("seed", [0, 1])
+def test_certificate_holds_wherever_the_steps_end(seed):
+    """Early in a solve the compiled operator knows few of the entries, and the certificate is that of all."""
+    cost, a, b = problem(60, 50, seed)
+    truth = unbalanced_ot(cost, a, b, 0.8, 0.9, tol=1e-9)
+    for steps in (1, 2, 5, 10, 15, 20, 30, 40, 60):
+        plan, info = unbalanced_ot_plan(cost, a, b, 0.8, 0.9, tol=1e-9, max_iterations=steps)
+        value = objective(cost, a, b, 0.8, 0.9, plan)
+        assert -1e-8 * value <= value - truth <= (info.gap + 1e-8) * value
+
+
 def test_exactly_at_the_threshold_nothing_moves():
     with pytest.warns(UserWarning, match="transports nothing"):
         assert unbalanced_ot(torch.full((2, 2), 2.0), 1.0, 1.0, 1.0, 1.0) == 2

@@ -41,6 +41,7 @@ from .flat_weights import flatten_weights, unflatten_weights
 from .greeting import ConnectedClients
 from .messenger import Messenger, config_of, one_line
 from .own_evaluation import OwnEvaluation, evaluation_fault, split_evaluation
+from .privacy_accountant import PrivacyAccountant
 from .secure_aggregation import secure_mean
 from .wire import from_records, to_records
 
@@ -51,7 +52,7 @@ _LARGEST_REPRESENTATION = 2**16
 #: bytes of the largest answer that holds an evaluation alone
 _LARGEST_EVALUATION = 2**22
 #: what may change when a run continues: no earlier round depends on it
-_CHANGEABLE = ("flower.round_seconds", "flower.connect_seconds", "guard.minimum_answers")
+_CHANGEABLE = ("flower.round_seconds", "flower.connect_seconds", "flower.epsilon_budget", "guard.minimum_answers")
 
 
 class FlowerClients:
@@ -78,6 +79,7 @@ class FlowerClients:
         self._messenger = Messenger(grid, stop)
         self._connected = ConnectedClients(self._messenger, federation, progress, run)
         self._options = federation.recipe.flower
+        self._accountant = PrivacyAccountant.of_run(directory, self._options)
         self._evaluations: dict[int, OwnEvaluation] = {}  # those that the answers of the round held
 
     def connect(self) -> None:
@@ -92,10 +94,14 @@ class FlowerClients:
             contents[k] = to_records(sent[k])
             contents[k]["task"] = self._task(k, number, evaluate=evaluate)
         unreached = {k: "it is not connected" for k in sent if k not in contents}
+        if self._accountant is not None:
+            self._accountant.begin(number, contents)
         if self._options.secure_aggregation is None:
             replies, missing = self._plain_answers(number, contents)
         else:
             replies, missing = self._secure_answers(number, sent, contents)
+        if self._accountant is not None:
+            self._accountant.keep_only(number, replies)
         for k in replies:
             self._directory.adopt_client(k, number)
         return replies, dict(sorted((missing | unreached).items()))
@@ -143,9 +149,17 @@ class FlowerClients:
     def discard(self, index: int) -> None:
         self._directory.discard_client(index)
         self._evaluations.pop(index, None)
+        if self._accountant is not None:
+            self._accountant.discard(index)
 
     def images(self) -> dict[int, int]:
         return self._connected.images
+
+    def epsilons(self) -> dict[int, float]:
+        accountant = self._accountant
+        return (
+            {} if accountant is None else {k: accountant.epsilon(k) for k in range(len(self._federation.client_rows))}
+        )
 
     def evaluations(self, number: int) -> Iterator[tuple[int, dict[str, float], Tensor]]:
         evaluations = {k: evaluation for k, evaluation in self._evaluations.items() if evaluation.spectrum is not None}

@@ -116,3 +116,15 @@ def test_a_users_mistake_is_one_line_exit_code_2_and_leaves_nothing(fedssl, tmp_
     assert re.search(message, err), err
     assert "Traceback" not in err
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_privacy_is_foretold(fedssl):
+    pytest.importorskip("dp_accounting", reason="dp-accounting is not installed: pip install .[privacy]")
+    assert "nothing to count: set flower.differential_privacy" in fedssl("privacy", "fedbyol")[2]
+    noise = "flower.differential_privacy={name: fixed_clipping, clipping_norm: 1, noise_multiplier: 4}"
+    asked = ["privacy", "fedbyol", "engine=flower", "rounds=5", noise, "flower.epsilon_budget=3"]
+    code, out, _ = fedssl(*asked)
+    assert code == 0
+    assert "0, 1, 2, 3, 4" in out
+    assert "4.98331" in out  # dp-accounting's PLDAccountant of five Gaussian events of noise multiplier 2
+    assert "allows 2 rounds of a client, which is too little: a client is asked in 5 rounds" in out

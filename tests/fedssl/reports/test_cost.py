@@ -44,6 +44,8 @@ KINDS = {
     "layer-wise, dropping out": LAYER_WISE | {"client_dropout": 0.5},
     "layer-wise, aligned to previous models": LAYER_WISE
     | {"regularizers": ["representation_alignment", "proximal"], "client_dropout": 0.4},
+    "bfloat16 on the wire": ALIGNED | {"transport": "bfloat16"},
+    "layer-wise, bfloat16 on the wire": LAYER_WISE | {"transport": "bfloat16"},
     "depth dropout": LAYER_WISE
     | TRANSFORMER
     | {"schedule": {"name": "layer_wise", "rounds_per_stage": 2, "kept_layers": 2}, "client_dropout": 0.3},

@@ -11,7 +11,7 @@ void close_copies();
 void wait_for_copies(int pending);
 
 // Lets the other threads go on until *counter >= target.
-void wait_for(const unsigned* counter, unsigned target);
+void wait_for(const unsigned long long* counter, unsigned long long target);
 
 }  // namespace cuda_on_cpu
 
@@ -143,10 +143,10 @@ inline void mma_tf32(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&
       });
 }
 
-inline void barrier_of_blocks(unsigned* counter, unsigned blocks) {
+inline void barrier_of_blocks(unsigned long long* counter, unsigned blocks) {
   __syncthreads();
   if (threadIdx.x == 0) {
-    const unsigned target = (atomicAdd(counter, 1u) / blocks + 1) * blocks;
+    const unsigned long long target = (atomicAdd(counter, 1ull) / blocks + 1) * blocks;
     cuda_on_cpu::wait_for(counter, target);
   }
   __syncthreads();

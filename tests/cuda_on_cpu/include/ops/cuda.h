@@ -25,6 +25,7 @@
 
 namespace cuda_on_cpu {
 extern const void* expected_stream;  // runtime.cpp
+bool is_reversed();
 }
 
 namespace fedkernels {
@@ -42,13 +43,16 @@ class OnDevice {
   cuda::Stream stream() const { return reinterpret_cast<cuda::Stream>(16); }
 };
 
-// Starts as NaN, or -1, and so do its margins, in which no kernel may write.
+// Starts as NaN, or -1, and in the reversed order as large numbers; its margins are -1, and no kernel may write there.
 static Tensor memory_on(const Tensor& like, const std::vector<int64_t>& shape, ScalarType dtype) {
   int64_t count = 1;
   for (const int64_t size : shape) count *= size;
   const int64_t margin = MARGIN / torch::stable::new_empty(like, {1}, dtype).element_size();
   Tensor whole = torch::stable::new_empty(like, {count + 2 * margin}, dtype);
   std::memset(whole.data_ptr(), 0xff, whole.numel() * whole.element_size());
+  if (cuda_on_cpu::is_reversed()) {
+    std::memset(static_cast<char*>(whole.data_ptr()) + MARGIN, 0x4b, count * whole.element_size());
+  }
   memory.push_back(whole);
   return torch::stable::view(torch::stable::narrow(whole, 0, margin, count), shape);
 }

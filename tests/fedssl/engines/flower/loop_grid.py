@@ -32,6 +32,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "lw_fedssl": LW_FEDSSL,
     "weighted_mean": AVERAGED,
     "local": {},
+    "hetero_ssfl, bfloat16": ALIGNED | {"transport": "bfloat16"},
+    "lw_fedssl, bfloat16": LW_FEDSSL | {"transport": "bfloat16"},
     "one_optimizer": {"local_update": {"name": "keep_own", "keep_optimizer": True}},
     "personal": AVERAGED | {"local_update": "personal", "regularizers": ["distance_to_global"]},
 }

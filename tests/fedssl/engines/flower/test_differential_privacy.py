@@ -8,6 +8,7 @@ import pytest
 import torch
 
 pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
+pytest.importorskip("dp_accounting", reason="dp-accounting is not installed: pip install .[privacy]")
 
 
 from fedssl.engines import in_process

@@ -81,8 +81,9 @@ def test_the_engine_in_this_process_refuses_it(option):
         ("differential_privacy={name: local_dp, clipping_norm: 1, epsilon: 1, delta: 2}", r"delta: .*less than 1"),
         (
             "differential_privacy={name: fixed_clipping, clipping_norm: 1, noise: 1}",
-            r"noise: unknown key; .*allowed here are name, clipping_norm, noise_multiplier",
+            r"noise: unknown key; .*allowed here are name, clipping_norm, noise_multiplier, delta",
         ),
+        ("epsilon_budget=3", r"epsilon_budget limits what flower.differential_privacy spends, which is off"),
         ("secure_aggregation={name: secagg}", r"secure_aggregation.name: .*'secagg_plus'"),
         ("secure_aggregation={name: secagg_plus, shares: 3}", r"shares: unknown key; .*num_shares, reconstruction"),
         ("secure_aggregation={name: secagg_plus, num_shares: 4}", r"needs an odd num_shares, it is 4"),
@@ -91,6 +92,12 @@ def test_the_engine_in_this_process_refuses_it(option):
 def test_wrong_options(override, expected):
     with pytest.raises(UserError, match=expected):
         load_recipe("fedbyol", ["engine=flower", f"flower.{override}"])
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_weights_that_travel_rounded_are_refused_with_all(option):
+    with pytest.raises(UserError, match=rf"transport bfloat16 does not go with flower\.\w+ {option}: .* use transport"):
+        load_recipe("fedbyol", ["engine=flower", "transport=bfloat16", *OPTIONS[option]])
 
 
 def test_secure_aggregation_needs_a_second_client():

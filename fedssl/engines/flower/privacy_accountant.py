@@ -1,0 +1,182 @@
+"""How much privacy a run has spent of each client: counted over its rounds, and kept in the run's folder.
+
+A round that uses a client's update is one Gaussian mechanism. Adjacent are two runs that differ in one client's whole
+update, which is replaced by any other of the same clipping norm; who takes part is the same in both. k rounds with the
+noise multiplier s are together one Gaussian mechanism with the noise multiplier s / sqrt(k) (Dong, Roth and Su 2022,
+Gaussian differential privacy, corollary 3.3), also where a round depends on the results of earlier ones. dp-accounting
+computes the epsilon of that mechanism exactly (Balle and Wang 2018, Improving the Gaussian mechanism, theorem 8).
+
+No round counts for less because only some clients are sampled. That would need a sample that nobody knows, but it
+follows from the recipe's seed, which every site has, and metrics.csv names those who took part.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection
+from pathlib import Path
+
+import numpy as np
+from pydantic import Field, ValidationError
+
+from ...engine_options import FixedClipping, FlowerOptions, LocalDP
+from ...errors import UserError
+from ...options import Options
+from ...recipe import Recipe
+from ...recipe_text import explain_errors
+from ...run_directory import RunDirectory
+from ...storage import write_atomically
+from ...untrusted.files import read_regular_file
+
+#: the file in a run's folder that holds the count
+PRIVACY_FILE = "privacy_spent.json"
+
+
+def noise_multiplier(privacy: LocalDP | FixedClipping) -> float:
+    """The noise's standard deviation divided by the largest L2 distance of two clipped updates, 2 * clipping_norm.
+
+    With `local_dp` both are of one update; what the option `sensitivity` says of that distance changes the noise but
+    not the distance. With `fixed_clipping` both are of the clients' sum: the mean divides noise and distance by the
+    same number.
+    """
+    if isinstance(privacy, LocalDP):
+        return privacy.noise_deviation / (2 * privacy.clipping_norm)
+    return privacy.noise_multiplier / 2
+
+
+def epsilon_after(privacy: LocalDP | FixedClipping, rounds: int) -> float:
+    """The epsilon that a client has spent after some rounds, at `privacy.delta`; infinite without noise.
+
+    Raises:
+        UserError: dp-accounting is not installed.
+    """
+    try:
+        from dp_accounting import get_epsilon_gaussian
+    except ModuleNotFoundError as error:
+        raise UserError(
+            "differential privacy is counted by dp-accounting, which is not installed: pip install "
+            "'fedkernels-fedssl[privacy]'"
+        ) from error
+    if rounds == 0:
+        return 0.0
+    with np.errstate(all="ignore"):  # it takes logarithms of probabilities that are zero
+        return float(get_epsilon_gaussian(noise_multiplier(privacy) / math.sqrt(rounds), privacy.delta))
+
+
+def rounds_within(privacy: LocalDP | FixedClipping, budget: float, most: int) -> int:
+    """How many rounds, at most `most`, a client can take part in until its epsilon would be above the budget."""
+    return next((rounds for rounds in range(most) if epsilon_after(privacy, rounds + 1) > budget), most)
+
+
+class SpentRounds(Options):
+    """The count as it is stored: who was asked in the newest round, and each client's rounds before it."""
+
+    round: int = Field(0, ge=0, description="the newest round that has begun")
+    asked: list[int] = Field([], description="the clients whose updates that round uses")
+    earlier: dict[int, int] = Field({}, description="in how many earlier rounds a client's update was used")
+
+    def of(self, client: int) -> int:
+        """A client's rounds, the newest one included."""
+        return self.earlier.get(client, 0) + (client in self.asked)
+
+
+class PrivacyAccountant:
+    """Counts the rounds of each client before the round's messages are sent, so that a kill loses nothing.
+
+    With `local_dp` what a client sends counts as soon as it is asked: the server may have its answer although the round
+    was never committed, for instance because the server was killed. The repeated round counts again. With
+    `fixed_clipping` the server is trusted, and only a mean that it has committed can leave it: answers that are not in
+    the mean do not count, nor does a round that was not committed.
+    """
+
+    def __init__(self, path: Path, privacy: LocalDP | FixedClipping, budget: float | None, spent: SpentRounds):
+        self._path, self._privacy, self._budget, self._spent = path, privacy, budget, spent
+
+    @classmethod
+    def of_run(cls, directory: RunDirectory, options: FlowerOptions) -> PrivacyAccountant | None:
+        """The accountant of a run, which continues the stored count; None without differential privacy.
+
+        Raises:
+            UserError: rounds are committed, but their count is missing or cannot be read; or dp-accounting is missing.
+        """
+        if options.differential_privacy is None:
+            return None
+        epsilon_after(options.differential_privacy, 1)  # raises before the first round where it cannot be counted
+        path = directory.path / PRIVACY_FILE
+        spent, committed = _read(path), directory.checkpoint.round
+        if committed >= 1 and (spent is None or spent.round < committed):
+            problem = "is missing" if spent is None else f"ends with round {spent.round}"
+            raise UserError(
+                f"{path} {problem}, but the run has {committed} committed "
+                f"{'round' if committed == 1 else 'rounds'}, so the privacy that it has spent is not known: put back "
+                "the file as the run wrote it, or start a new run"
+            )
+        return cls(path, options.differential_privacy, options.epsilon_budget, spent or SpentRounds())
+
+    def begin(self, number: int, clients: Collection[int]) -> None:
+        """Count a round for the clients that are about to be asked.
+
+        Raises:
+            UserError: the round would raise a client's epsilon above the budget. Nothing is counted then.
+        """
+        spent = self._before(number)
+        after = SpentRounds(round=number, asked=sorted(clients), earlier=spent)
+        if self._budget is not None:
+            for k in after.asked:
+                self._require_budget(number, k, after.of(k))
+        self._store(after)
+
+    def keep_only(self, number: int, clients: Collection[int]) -> None:
+        """Uncount, with `fixed_clipping`, the clients of the round whose answers are not in the mean."""
+        if isinstance(self._privacy, FixedClipping) and self._spent.round == number:
+            asked = [k for k in self._spent.asked if k in clients]
+            self._store(self._spent.model_copy(update={"asked": asked}))
+
+    def discard(self, client: int) -> None:
+        """Uncount, with `fixed_clipping`, a client whose answer to the newest round was refused."""
+        self.keep_only(self._spent.round, [k for k in self._spent.asked if k != client])
+
+    def epsilon(self, client: int) -> float:
+        """What a client has spent so far."""
+        return epsilon_after(self._privacy, self._spent.of(client))
+
+    def _before(self, number: int) -> dict[int, int]:
+        """Each client's rounds before a round that begins, perhaps for a second time."""
+        spent = self._spent
+        if spent.round >= number and isinstance(self._privacy, FixedClipping):
+            return spent.earlier  # its mean was not committed
+        return {k: spent.of(k) for k in sorted({*spent.earlier, *spent.asked})}
+
+    def _require_budget(self, number: int, client: int, rounds: int) -> None:
+        assert self._budget is not None
+        after, before = epsilon_after(self._privacy, rounds), epsilon_after(self._privacy, rounds - 1)
+        if after > self._budget:
+            raise UserError(
+                f"round {number} is not begun, because it would raise the privacy loss of client {client} to epsilon "
+                f"{after:.6g} at delta {self._privacy.delta:g}, above flower.epsilon_budget {self._budget:g}; the "
+                f"client has spent {before:.6g} in {rounds - 1} rounds, so {max(self._budget - before, 0):.6g} is "
+                "left, less than a round takes. Earlier rounds are kept. fedssl privacy RECIPE tells how many rounds a "
+                "budget allows"
+            )
+
+    def _store(self, spent: SpentRounds) -> None:
+        write_atomically(self._path, (spent.model_dump_json(indent=1) + "\n").encode())
+        self._spent = spent
+
+
+def foretold_rounds(recipe: Recipe, parts: Collection[Collection[int]]) -> dict[int, int]:
+    """In how many rounds each client of a recipe takes part, given who takes part in each round."""
+    return {k: sum(k in clients for clients in parts) for k in range(recipe.partition.clients)}
+
+
+def _read(path: Path) -> SpentRounds | None:
+    try:
+        return SpentRounds.model_validate(json.loads(read_regular_file(path)))
+    except FileNotFoundError:
+        return None
+    except ValidationError as error:
+        problem = "; ".join(explain_errors(error, SpentRounds))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        problem = str(error)
+    raise UserError(f"{path} cannot be read as the count of the privacy that was spent: {problem}")

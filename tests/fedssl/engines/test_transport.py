@@ -1,0 +1,108 @@
+"""`transport: bfloat16`: what is rounded, how many bytes travel, and that a run stays a run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fedssl.engines.in_process import resume, run
+from fedssl.federation import build_federation
+from fedssl.messages import Message, from_transport, to_transport
+from fedssl.run_directory import RunDirectory
+from tests.fedssl.conftest import ALIGNED, AVERAGED, LW_FEDSSL
+from tests.fedssl.engines.test_in_process import contents
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+KINDS = {
+    "weights": AVERAGED | {"rounds": 2},
+    "layers": LW_FEDSSL | {"rounds": 2},
+    "factors": ALIGNED | {"rounds": 2, "architectures": ["small_convnet", "small_convnet_wide"]},
+    "kernels": ALIGNED
+    | {
+        "rounds": 2,
+        "architectures": ["small_convnet"],
+        "aggregators": [{"name": "representation_mean", "send": "kernel"}],
+    },
+    "dictionary": AVERAGED
+    | {
+        "rounds": 2,
+        "objective": {"name": "simclr", "hidden_features": 32, "output_features": 16},
+        "aggregators": ["weighted_mean", {"name": "dictionary"}],
+    },
+}
+BFLOAT16 = {"transport": "bfloat16"}
+
+
+def test_float32_is_rounded_half_to_even_and_nothing_else_is():
+    # bfloat16 has 8 bits: next to 1 are 1 + 2^-7 and 1 + 2^-6, and a half goes to the even neighbour
+    values = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20, -(1 + 2**-8), 3e38])
+    other = {
+        "counter": torch.tensor(2**40 + 1),
+        "kernel64": torch.tensor([1 + 2**-30], dtype=torch.float64),
+        "half": torch.tensor([1 + 2**-10], dtype=torch.float16),
+    }
+    message = Message({"w": values, **other}, {"samples": 7.5}, {"layer": "encoder"}, {"loss": 0.1})
+    [sent] = to_transport({3: message}, "bfloat16").values()
+    assert sent.tensors["w"].dtype == torch.bfloat16
+    received = from_transport(sent, "bfloat16")
+    expected = [1, 1 + 2**-6, 1 + 2**-7, -1]
+    assert received.tensors["w"][:4].tolist() == expected
+    assert received.tensors["w"].dtype == torch.float32
+    assert received.tensors["w"].isfinite().all()
+    for name, tensor in other.items():
+        assert sent.tensors[name] is tensor
+    assert (sent.numbers, sent.config, sent.metrics) == (message.numbers, message.config, message.metrics)
+    assert message.num_bytes - sent.num_bytes == 2 * len(values)
+    assert torch.equal(message.tensors["w"], values)
+    assert to_transport({3: message}, "float32")[3] is message
+
+
+def test_what_clients_share_is_rounded_once():
+    shared = torch.rand(4)
+    sent = to_transport({0: Message({"w": shared}), 1: Message({"w": shared})}, "bfloat16")
+    assert sent[0].tensors["w"] is sent[1].tensors["w"]
+
+
+def traffic(path, name: str) -> list[float]:
+    return [value for _, _, metric, value in RunDirectory.open(path).read_metrics() if metric == name]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_half_the_bytes_travel_and_a_killed_run_continues_bit_for_bit(kind, tiny, tmp_path, monkeypatch):
+    recipe = tiny(**KINDS[kind], **BFLOAT16)
+    run(tiny(**KINDS[kind]), tmp_path / "float32")
+    run(recipe, tmp_path / "a")
+    for name in ("bytes_up", "bytes_down"):
+        whole, halved = traffic(tmp_path / "float32", name), traffic(tmp_path / "a", name)
+        assert len(whole) == len(halved)
+        assert sum(halved) <= 0.53 * sum(whole)  # numbers, metrics and integers travel as they are
+    assert (tmp_path / "a/metrics.csv").read_bytes() != (tmp_path / "float32/metrics.csv").read_bytes()
+
+    commit = RunDirectory.commit
+
+    def killed_in_round_2(self, number, server, finished):
+        if number == 2:
+            raise KeyboardInterrupt
+        commit(self, number, server, finished)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunDirectory, "commit", killed_in_round_2)
+        with pytest.raises(KeyboardInterrupt):
+            run(recipe, tmp_path / "killed")
+    resume(tmp_path / "killed")
+    assert contents(tmp_path / "killed") == contents(tmp_path / "a")
+
+
+def test_the_server_computes_in_float32(tiny, tmp_path):
+    recipe = tiny(**AVERAGED, **BFLOAT16)
+    method = build_federation(recipe).method
+    server = method.initial_state()
+    name = next(n for n, t in server.tensors.items() if t.dtype == torch.float32 and n.startswith("online."))
+    low, high = (torch.full_like(server.tensors[name], value, dtype=torch.bfloat16) for value in (1.0, 1 + 2**-7))
+    rest = {n: t.to(torch.bfloat16) if t.is_floating_point() else t for n, t in server.tensors.items()}
+    replies = {k: Message(rest | {name: t}, {"samples": 1.0}) for k, t in enumerate((low, high))}
+    state = method.aggregate(server, replies, 1)
+    assert state.config == {}
+    assert state.tensors[name].dtype == torch.float32
+    assert torch.equal(state.tensors[name], torch.full_like(state.tensors[name], 1 + 2**-8))  # no bfloat16 number

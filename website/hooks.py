@@ -1,0 +1,51 @@
+"""What MkDocs calls while it builds the site (mkdocs.yml, `hooks`)."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # MkDocs runs this file by its path
+
+from website import equations, generated, repository_files
+
+_GENERATED = re.compile(r"^<!-- generated: (.+?) -->$", re.MULTILINE)
+_equations: dict[str, list[str]] = {}
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the files outside docs/ that pages link to."""
+    pages = [file.src_uri for file in files.documentation_pages()]
+    for page in repository_files.linked_pages(pages):
+        if page.endswith(".md"):
+            files.append(File.generated(config, page, content=repository_files.markdown_of(page)))
+        else:
+            path = repository_files.ROOT / repository_files.source_of(page)
+            files.append(File.generated(config, page, abs_src_path=str(path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Fill in what is generated, make links lead to pages of the site, and take the equations out."""
+    uri = page.file.src_uri
+    markdown, _linked = repository_files.rewrite_links(markdown, uri)
+    markdown = _GENERATED.sub(lambda match: generated.text(match[1], uri), markdown)
+    markdown, _equations[uri] = (
+        (markdown, []) if uri.startswith(repository_files.FOLDER) else equations.take_out(markdown)
+    )
+    return markdown
+
+
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """Put the equations back, and let the keyboard scroll what is wide."""
+    html = equations.put_back(html, _equations.pop(page.file.src_uri))
+    return html.replace("<pre>", '<pre tabindex="0">')
+
+
+def on_post_page(output: str, **_: Any) -> str:
+    """Leave out the script that the theme loads from another host, for search in pages opened as files."""
+    return re.sub(r'<script src="https://unpkg\.com/[^"]*"></script>', "", output)
