@@ -46,8 +46,8 @@ def folders(
 ) -> None:
     """Write a folder for the authority, one for the server and one for each site, or add what is missing in them.
 
-    `folders` may be left out: fedssl provision FILE. Call it again after a change of the file, and to renew the server's
-    certificate. It overwrites no key.
+    `folders` may be left out: fedssl provision FILE. Call it again after a change of the file, and to renew the
+    server's certificate. It overwrites no key.
     """
     _require_cryptography()
     from ..provision.consortium import EXAMPLE, load_consortium

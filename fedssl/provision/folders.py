@@ -49,7 +49,7 @@ def provision(consortium: Consortium, folder: Path, keys_at_sites: bool) -> list
     authority = Authority(authority_folder, consortium.name)
     write_text(authority_folder / "README.md", pages.authority_page(consortium.name))
     _prepare_server(consortium, server, authority, keys_at_sites, done)
-    for client, site in enumerate(consortium.sites):
+    for client in range(len(consortium.sites)):
         _prepare_site(consortium, client, folder, authority, keys_at_sites, done)
     write_text(authority_folder / "sites.txt", "".join(f"{site}\n" for site in consortium.sites))
     write_fingerprints(folder)

@@ -120,8 +120,8 @@ This folder belongs on the machine of {site}, under a user of its own.{keys}
 2. Name your images under `data` in `site.yaml`.
 3. Check everything: `fedssl doctor --consortium FOLDER`, where FOLDER is this folder.
 4. Call the coordinator by telephone, at a number that you know from elsewhere. Both read out the fingerprints: the
-   authority's and that of this site's key. `fedssl doctor --consortium FOLDER` prints yours; the coordinator has them in
-   `fingerprints.md`. If one differs, start nothing: the folder was changed on its way.
+   authority's and that of this site's key. `fedssl doctor --consortium FOLDER` prints yours; the coordinator has them
+   in `fingerprints.md`. If one differs, start nothing: the folder was changed on its way.
 5. Read the app that the operator wants to run, and approve its digest: add it to `approved_apps` in `site.yaml`, or
    start with `./start.sh --allow DIGEST`. `./start.sh --ask` shows each new app and asks on the terminal.
 6. Start: `./start.sh`. For a service, adapt `{unit}` and copy it to `/etc/systemd/system/`.
@@ -154,8 +154,9 @@ def server_start(consortium: Consortium) -> str:
 def server_page(consortium: Consortium, unit: str, has_key: bool) -> str:
     """The server's page of steps."""
     request = (
-        "Before step 2 call\n`fedssl provision request FOLDER` here: it makes the server's private key, which never leaves "
-        "this machine. Send the\nrequest to the coordinator, and put the `server.crt` that you get back into this folder."
+        "Before step 2 call\n`fedssl provision request FOLDER` here: it makes the server's private key, which never "
+        "leaves this machine. Send the\nrequest to the coordinator, and put the `server.crt` that you get back into "
+        "this folder."
     )
     keys = "`server.key` is secret." if has_key else request
     return _SERVER_PAGE.format(

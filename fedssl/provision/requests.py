@@ -72,8 +72,8 @@ def answer_request(request: Path, folder: Path, consortium: Consortium) -> list[
     sites = known_sites(folder)
     if name not in sites:
         raise UserError(
-            f"{request} is a request of {name}, which is no site of {folder} ({', '.join(sites) or 'it has none'}): add "
-            "the site to the consortium's file and call fedssl provision first"
+            f"{request} is a request of {name}, which is no site of {folder} ({', '.join(sites) or 'it has none'}): "
+            "add the site to the consortium's file and call fedssl provision first"
         )
     public = server / SITES / f"{name}.pub"
     if public.exists() and read_public(public) != key:

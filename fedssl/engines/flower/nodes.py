@@ -87,7 +87,8 @@ def supernode(
         ask: show an app that is not approved on the terminal, and ask.
 
     Raises:
-        UserError: a file is missing or wrong; a digest is invalid; there is no terminal to ask on; the authority's certificate has expired or is not valid yet.
+        UserError: a file is missing or wrong; a digest is invalid; there is no terminal to ask on; the authority's
+            certificate has expired or is not valid yet.
     """
     os.umask(_PRIVATE_UMASK)
     command = ["flower-supernode", "--superlink", address, "--port", str(_free_port())]
