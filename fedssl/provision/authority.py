@@ -90,6 +90,18 @@ def read_certificate(path: Path) -> x509.Certificate:
         raise UserError(f"{path} is not a certificate in PEM format: {error}") from error
 
 
+def certified_key(path: Path) -> PublicKey:
+    """The public key that a certificate in a PEM file is for.
+
+    Raises:
+        UserError: the file cannot be read or holds no certificate; the key is not on an elliptic curve.
+    """
+    key = read_certificate(path).public_key()
+    if not isinstance(key, PublicKey):
+        raise UserError(f"{path} must be for a key on an elliptic curve, got {type(key).__name__}")
+    return key
+
+
 def needs_renewal(certificate: x509.Certificate, address: str) -> str | None:
     """Why a certificate of the server has to be issued anew; None where it need not be."""
     left = certificate.not_valid_after_utc - datetime.now(timezone.utc)

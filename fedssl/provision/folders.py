@@ -14,9 +14,9 @@ from ..errors import UserError
 from ..storage import cannot_write, write_atomically
 from ..untrusted.files import read_regular_file
 from . import pages
-from .authority import Authority, certificate_fingerprint, needs_renewal, read_certificate
+from .authority import Authority, certificate_fingerprint, certified_key, needs_renewal, read_certificate
 from .consortium import MEMBER_FILE, Consortium, Member
-from .keys import key_fingerprint, public_text, read_public, server_key, site_key
+from .keys import PublicKey, key_fingerprint, public_text, read_public, server_key, site_key
 
 #: in the server's folder, the public keys of the sites that may take part, and those that may no longer
 SITES, REVOKED = "sites", "revoked"
@@ -121,9 +121,9 @@ def _prepare_server(
     address, days = consortium.server.address, consortium.valid_days
     _write_certificate(folder / "ca.crt", authority)
     if (is_new and not keys_at_sites) or (folder / "server.key").exists():
-        public = server_key(folder / "server.key").public_key()
+        public: PublicKey | None = server_key(folder / "server.key").public_key()
     elif (folder / "server.crt").exists():  # whose key is at the server
-        public = read_certificate(folder / "server.crt").public_key()
+        public = certified_key(folder / "server.crt")
     else:
         public = None
     if public is None:

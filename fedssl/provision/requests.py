@@ -83,7 +83,10 @@ def answer_request(request: Path, folder: Path, consortium: Consortium) -> list[
         )
     for revoked in server.glob(f"{REVOKED}/*.pub"):
         if read_public(revoked) == key:
-            raise UserError(f"the key in {request} was revoked ({revoked}): the site must make a new one")
+            raise UserError(
+                f"the key in {request} was revoked ({revoked}): the site must move its site.key away and "
+                "call fedssl provision request again, which makes a new one"
+            )
     make_private_folder(public.parent)
     write_text(public, public_text(key))
     write_fingerprints(folder)

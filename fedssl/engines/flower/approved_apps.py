@@ -79,7 +79,7 @@ class ApprovedApps:
             self._allowed.add(digest)
             return
         raise AppRefused(
-            f"this site runs only apps that its owner has approved: the app has the digest {digest}, approved "
+            f"this site runs only apps that its owner has approved: the app has the digest {digest}, and "
             f"{_names(approved)}"
         )
 
@@ -109,7 +109,7 @@ def refuse_other_apps(approved: ApprovedApps) -> None:
     def pull_and_store_message(**arguments: Any) -> int | None:
         return pull_approved(approved, **arguments)
 
-    start_client_internal._pull_and_store_message = pull_and_store_message
+    start_client_internal._pull_and_store_message = pull_and_store_message  # type: ignore[assignment]
 
 
 def pull_approved(
@@ -180,10 +180,10 @@ def _require_approved(approved: ApprovedApps, fab: Fab, run: Run) -> None:
 
 def _names(approved: set[str]) -> str:
     if not approved:
-        return "is none"
+        return "no app is approved"
     named = sorted(approved)[:_MOST_NAMED]
     more = f" and {len(approved) - len(named)} more" if len(approved) > len(named) else ""
-    return f"{'is' if len(approved) == 1 else 'are'} {', '.join(named)}{more}"
+    return f"the approved {'digest is' if len(approved) == 1 else 'digests are'} {', '.join(named)}{more}"
 
 
 def _is_approved_on_terminal(digest: str, content: bytes) -> bool:
