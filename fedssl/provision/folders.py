@@ -169,7 +169,7 @@ def _prepare_site(
         write_text(site / "site.yaml", pages.site_file(name, client))
     unit = f"fedssl-{consortium.name}-{name}.service"
     _write_member(site, consortium, name)
-    write_text(site / "STEPS.md", pages.site_page(consortium.name, name, unit, has_key))
+    write_text(site / "STEPS.md", pages.site_page(consortium.name, name, unit, has_key or public.exists()))
     write_text(site / unit, pages.systemd_unit(f"{name} in {consortium.name} (fedssl)", name))
     if has_key:
         key = site_key(site / "site.key").public_key()
