@@ -8,11 +8,15 @@ import pytest
 
 pytest.importorskip("cryptography", reason="cryptography is not installed: pip install .[flower]")
 
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding
+
 from fedssl.errors import UserError
 from fedssl.provision.authority import read_certificate
 from fedssl.provision.consortium import Consortium, load_consortium
 from fedssl.provision.keys import key_fingerprint, read_public, server_key, site_key
 from fedssl.provision.requests import answer_request, revoke, write_request
+from tests.fedssl.cli.conftest import fedssl  # noqa: F401 - a fixture
 
 
 @pytest.fixture
@@ -90,15 +94,17 @@ def test_another_key_for_a_registered_site_is_refused(without_keys, consortium):
     assert key_fingerprint(read_public(public)) == first
 
 
-def test_a_damaged_request_and_one_of_a_stranger_are_refused(without_keys, consortium, tmp_path):
+def test_a_forged_request_and_one_of_a_stranger_are_refused(without_keys, consortium, tmp_path):
     path, _ = write_request(without_keys / "hospital-a")
-    lines = path.read_text().splitlines()
-    middle = len(lines) // 2
-    swapped = lines[middle].translate(str.maketrans("ABCDabcd", "BADCbadc"))
-    damaged = tmp_path / "damaged.request"
-    damaged.write_text("\n".join([*lines[:middle], swapped, *lines[middle + 1 :]]) + "\n")
-    with pytest.raises(UserError, match=r"is damaged or forged|is not a request"):
-        answer_request(damaged, without_keys, consortium)
+    forged = tmp_path / "forged.request"
+    data = x509.load_pem_x509_csr(path.read_bytes()).public_bytes(Encoding.DER)
+    renamed = x509.load_der_x509_csr(data.replace(b"hospital-a", b"hospital-b"))
+    forged.write_bytes(renamed.public_bytes(Encoding.PEM))
+    with pytest.raises(UserError, match="is damaged or forged"):
+        answer_request(forged, without_keys, consortium)
+    forged.write_text("nonsense")
+    with pytest.raises(UserError, match="is not a request of fedssl provision request"):
+        answer_request(forged, without_keys, consortium)
     (without_keys / "authority" / "sites.txt").write_text("hospital-b\n")
     with pytest.raises(UserError, match=r"is no site of .*hospital-b.*: add the site to the consortium's file"):
         answer_request(path, without_keys, consortium)
@@ -128,3 +134,26 @@ def test_a_site_without_a_key_cannot_be_revoked(provisioned):
     for name in ("hospital-c", "../authority/ca"):
         with pytest.raises(UserError, match="sites with a key are hospital-a, hospital-b"):
             revoke(name, folder)
+
+
+def test_the_commands_print_what_to_compare_and_what_to_do(consortium_file, fedssl):  # noqa: F811
+    file = str(consortium_file())
+    code, out, err = fedssl("provision", file, "--output", "made", "--keys-at-sites", columns=300)
+    assert code == 0, err
+    assert "hospital-a: client 0; its key is made at the site: fedssl provision request, then answer" in out
+    code, out, _ = fedssl("provision", "request", "made/hospital-a", columns=300)
+    assert code == 0
+    fingerprint = out.split()[-1]
+    assert fingerprint.startswith("SHA256:")
+    code, out, _ = fedssl("provision", "answer", file, "made/hospital-a/hospital-a.request", "--output", "made")
+    assert code == 0
+    assert fingerprint in out
+    code, out, _ = fedssl("provision", "revoke", "hospital-a", "--output", "made", columns=300)
+    assert code == 0
+    assert "its key is no longer in made/server/sites" in out
+    code, _, err = fedssl("provision", "revoke", "hospital-a", "--output", "made", columns=300)
+    assert code == 2
+    assert "sites with a key are none" in err
+    code, _, err = fedssl("provision", "folders", columns=300)
+    assert code == 2
+    assert "name the consortium's file" in err

@@ -36,7 +36,6 @@ from tests.fedssl.engines.flower.deployment import (
     with_package,
 )
 
-
 #: the digits of scikit-learn, as in docs/deploy.md
 APP = ("hetero_ssfl", "app", "rounds=2", "partition.clients=2", "partition.classes_per_client=5")
 HAS_NGINX = shutil.which("nginx", path=f"{os.environ.get('PATH', os.defpath)}:/usr/sbin") is not None

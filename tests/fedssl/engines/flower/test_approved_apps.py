@@ -20,7 +20,7 @@ from flwr.supercore.object_store import ObjectStoreFactory
 from flwr.supercore.run import Run
 from flwr.supernode.nodestate import NodeStateFactory
 
-from fedssl.engines.flower import approved_apps
+from fedssl.engines.flower import approved_apps, nodes
 from fedssl.engines.flower.approved_apps import AppRefused, ApprovedApps, digest_of_app, pull_approved, require_digest
 from fedssl.engines.flower.folder import write_app
 from fedssl.errors import UserError
@@ -234,3 +234,26 @@ def test_a_digest_that_is_none_is_refused():
     assert require_digest(" " + "A" * 64) == "a" * 64
     with pytest.raises(UserError, match="must have 64 hexadecimal digits, got 'abc'"):
         require_digest("abc")
+
+
+@pytest.mark.parametrize("how", ["site file", "allow", "neither"])
+def test_a_supernode_refuses_other_apps_where_the_file_or_allow_says_so(how, site_file, monkeypatch, capsys):
+    """Then it also has a folder of its own for installed apps, in which no other app can be."""
+    started = []
+    monkeypatch.setattr(nodes, "run", lambda *arguments: started.append(arguments) or 0)
+    monkeypatch.setattr(nodes, "import_module", lambda name: None)
+    values = {"client": 0, "state": str(site_file.parent / "state")}
+    site_file.write_text(yaml.safe_dump(values | ({"approved_apps": []} if how == "site file" else {})))
+    allowed = ["0" * 64] if how == "allow" else []
+    assert nodes.supernode(site_file, "127.0.0.1:1", None, None, insecure=True, allowed_apps=allowed) == 0
+    [(_, environment, _, *prepare)] = started
+    if how == "neither":
+        assert not prepare
+        assert "every app that the server sends runs at this site" in capsys.readouterr().err
+        return
+    assert Path(environment["FLWR_HOME"]).name.startswith("fedssl-apps-")
+    module = approved_apps.start_client_internal
+    original = module._pull_and_store_message
+    monkeypatch.setattr(module, "_pull_and_store_message", original)
+    prepare[0]()
+    assert module._pull_and_store_message is not original
