@@ -24,6 +24,7 @@ from .before_training import cost, partition, privacy
 from .console import console
 from .doctor import doctor
 from .encoders import embed, export
+from .provisioning import app as provision_app
 from .running import run, run_table
 from .shipped import presets, recipes, show, tables
 from .trained_runs import evaluate, report
@@ -54,6 +55,7 @@ app.command(rich_help_panel=_RUNS)(evaluate)
 app.command(rich_help_panel=_RUNS)(report)
 app.command(rich_help_panel=_ENCODERS)(export)
 app.command(rich_help_panel=_ENCODERS)(embed)
+app.add_typer(provision_app, name="provision", rich_help_panel=_MACHINES)
 app.command("app", rich_help_panel=_MACHINES)(flower_app)
 app.command(rich_help_panel=_MACHINES)(superlink)
 app.command(rich_help_panel=_MACHINES)(supernode)

@@ -29,6 +29,8 @@ def app(
     loaded = load_recipe(recipe, [*(overrides or ()), "engine=flower"])
     _flower("folder").write_app(loaded, folder, output)
     print_text(f"The app is in {folder}; start it with: flwr run {folder} NAME-OF-THE-SUPERLINK")
+    digest = _flower("approved_apps").digest_of_app(folder)
+    print_text(f"Sites that approve apps need its digest (fedssl supernode --allow): {digest}")
 
 
 def superlink(
@@ -67,10 +69,23 @@ def supernode(
         Path | None, typer.Option(help="Certificate (ca.crt) of the SuperLink's authority.")
     ] = None,
     key: Annotated[Path | None, typer.Option(help="Private key of the site.")] = None,
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="DIGEST", help="Run the app with this digest besides those in the site's file; may be repeated."
+        ),
+    ] = None,
+    ask: Annotated[
+        bool, typer.Option("--ask", help="Show an app that is not approved on the terminal, and ask.")
+    ] = False,
     insecure: Insecure = False,
 ) -> None:
-    """Start Flower's SuperNode for this site. It takes part in runs until it is stopped."""
-    raise typer.Exit(_flower("nodes").supernode(site, superlink, root_certificates, key, insecure))
+    """Start Flower's SuperNode for this site. It takes part in runs until it is stopped.
+
+    With --allow, --ask or approved_apps in the site's file, it runs approved apps alone.
+    """
+    nodes = _flower("nodes")
+    raise typer.Exit(nodes.supernode(site, superlink, root_certificates, key, insecure, allow or (), ask))
 
 
 def _flower(module: str) -> ModuleType:

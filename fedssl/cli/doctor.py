@@ -5,10 +5,13 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.table import Table as TextTable
 
-from .console import console
+from .console import console, print_text
 
 PACKAGES = (
     "torch",
@@ -26,8 +29,18 @@ PACKAGES = (
 )
 
 
-def doctor() -> None:
+def doctor(
+    consortium: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER", help="Check a site instead: FOLDER is the site's, as fedssl provision wrote it."
+        ),
+    ] = None,
+) -> None:
     """Show what is installed and used, and test the CUDA kernels. Look here first if something does not work."""
+    if consortium is not None:
+        _check_site(consortium)
+        return
     import torch
 
     import fedkernels
@@ -40,6 +53,22 @@ def doctor() -> None:
     for what, finding in diagnose():
         table.add_row(what, finding)
     console.print(table)
+
+
+def _check_site(folder: Path) -> None:
+    """Print what a site needs for a run, each line ok or with what to do; exit code 1 where something is to do."""
+    from ..engines import flower_module
+
+    flower_module("site")
+    from ..provision.site_check import check_site
+
+    checks = check_site(folder)
+    for check in checks:
+        print_text(f"{'ok   ' if check.advice is None else 'to do'}  {check.what}: {check.finding}")
+        if check.advice is not None:
+            print_text(f"       {check.advice}")
+    if any(check.advice is not None for check in checks):
+        raise typer.Exit(1)
 
 
 def diagnose() -> list[tuple[str, str]]:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedkernels import client_weights
+from fedkernels import _native, client_weights
 from fedkernels.reference import client_weights as reference
 
 
@@ -220,3 +220,23 @@ def broken(i, j, value):
 def test_bad_input_is_named(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.skipif(_native.module is None, reason="the module is not compiled")
+@pytest.mark.parametrize(("correlation", "spread"), [(0.0, 0.0), (1.0, 0.5)])  # all get weight, or some
+@pytest.mark.parametrize("clients", [2, 7, 33, 70, 130])
+def test_the_kernel_solves_ordinary_problems_itself(clients, correlation, spread):
+    """NaN hands a problem over to the reference, which would hide a fault of the kernel."""
+    gram = gram_of(clients, 60 * clients, correlation, clients, spread)
+    weights = torch.ops.fedkernels.client_weights(gram, 1e-8)
+    assert_optimal(gram, weights)
+    if not correlation:
+        assert (weights > 0).all()
+
+
+@pytest.mark.skipif(_native.module is None, reason="the module is not compiled")
+def test_the_kernel_solves_the_smallest_and_the_largest_numbers_itself():
+    gram = gram_of(10, 60, 0.3)
+    weights = torch.ops.fedkernels.client_weights(gram, 1e-8)
+    for size in (2.3e-308 / gram.diagonal().min(), 1e307 / gram.abs().max()):
+        torch.testing.assert_close(torch.ops.fedkernels.client_weights(gram * size, 1e-8), weights, rtol=0, atol=1e-12)

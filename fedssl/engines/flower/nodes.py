@@ -8,6 +8,8 @@ import os
 import socket
 import sys
 import sysconfig
+import tempfile
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
@@ -63,7 +65,15 @@ def superlink(folder: Path, host: str, port: int, insecure: bool, wall: int | No
         return run(command, _environment(), [*_APP_MODULES, *_LATE_MODULES], limit_superlink)
 
 
-def supernode(site_file: Path, address: str, certificate: Path | None, key: Path | None, insecure: bool) -> int:
+def supernode(
+    site_file: Path,
+    address: str,
+    certificate: Path | None,
+    key: Path | None,
+    insecure: bool,
+    allowed_apps: Sequence[str] = (),
+    ask: bool = False,
+) -> int:
     """Run Flower's SuperNode for a site until it ends or this process is terminated; returns its exit code.
 
     Args:
@@ -72,9 +82,13 @@ def supernode(site_file: Path, address: str, certificate: Path | None, key: Path
         certificate: of the authority that has signed the SuperLink's certificate.
         key: the site's private key, whose public part the SuperLink knows.
         insecure: without TLS and without the site's authentication.
+        allowed_apps: digests of apps that may run here besides those that the site's file approves. Any app may run
+            where neither the file nor this approves one and `ask` is False.
+        ask: show an app that is not approved on the terminal, and ask.
 
     Raises:
-        UserError: a file is missing or wrong; the authority's certificate has expired or is not valid yet.
+        UserError: a file is missing or wrong; a digest is invalid; there is no terminal to ask on; the authority's
+            certificate has expired or is not valid yet.
     """
     os.umask(_PRIVATE_UMASK)
     command = ["flower-supernode", "--superlink", address, "--port", str(_free_port())]
@@ -98,7 +112,22 @@ def supernode(site_file: Path, address: str, certificate: Path | None, key: Path
     if wait(fork(lambda: _check_site(site_file))):
         return 2
     # Flower looks for a new message's task every second; a round has several such steps one after another
-    return run(command, {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.3"} | _environment(), _LATE_MODULES)
+    environment = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.3"} | _environment()
+    if load_site(site_file).approved_apps is None and not allowed_apps and not ask:
+        print(
+            "fedssl: every app that the server sends runs at this site; approve single apps with --allow, --ask or "
+            "approved_apps in the site's file",
+            file=sys.stderr,
+            flush=True,
+        )
+        return run(command, environment, _LATE_MODULES)
+    from .approved_apps import ApprovedApps, refuse_other_apps
+
+    approved = ApprovedApps(site_file.absolute(), allowed_apps, ask)
+    # Flower installs an app into a folder whose name has 8 digits of the digest, and takes a folder that is there as
+    # the app: so nothing may be there but what this process has approved.
+    with tempfile.TemporaryDirectory(prefix="fedssl-apps-") as home:
+        return run(command, environment | {"FLWR_HOME": home}, _LATE_MODULES, lambda: refuse_other_apps(approved))
 
 
 def _check_site(site_file: Path) -> int:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import Field, ValidationError
+from pydantic import Field, StringConstraints, ValidationError
 
 from ...data.options import DataOptions
 from ...errors import UserError
@@ -16,6 +17,9 @@ from ...recipe_text import explain_errors
 from ...untrusted.files import expand_home, read_regular_file
 from ...untrusted.strict_yaml import MOST_BYTES, parse_yaml
 
+#: the SHA-256 of an app, which `fedssl app` prints
+AppDigest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+
 
 class SiteOptions(Options):
     """What a site's own YAML file holds. The file never leaves the site."""
@@ -25,6 +29,9 @@ class SiteOptions(Options):
     architecture: str | None = Field(None, description="its own; the recipe's for this client where not given")
     device: str | None = Field(None, pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="the recipe's where not given")
     state: Path = Field(..., description="the folder that keeps the client's model between rounds")
+    approved_apps: list[AppDigest] | None = Field(
+        None, max_length=1000, description="digests of the apps that may run at the site; any app where not given"
+    )
 
 
 def load_site(path: str | Path) -> SiteOptions:
