@@ -1,7 +1,8 @@
 """Which phase of a round the time of a live run goes to, measured from outside: fedssl holds no code for it.
 
 The functions that make up a phase are wrapped while a run is measured. A function that is called within another phase
-belongs to that phase, as a regularizer's own views do. What no phase covers is "other".
+belongs to that phase, as a regularizer's own views do; only a network's passes over public images are "forward"
+wherever they are made. What no phase covers is "other".
 """
 
 from __future__ import annotations
@@ -35,11 +36,13 @@ class Place:
         phase: one of `PHASES`.
         path: where the function is looked up when it is called, as MODULE:NAME or MODULE:CLASS.NAME.
         returns_function: whether what it returns is a function of the same phase, such as a regularizer's term.
+        interrupts: phases within which its time is its own phase's nevertheless. A round need not call such a place.
     """
 
     phase: str
     path: str
     returns_function: bool = False
+    interrupts: tuple[str, ...] = ()
 
 
 def places(recipe: Recipe) -> list[Place]:
@@ -52,6 +55,8 @@ def places(recipe: Recipe) -> list[Place]:
     return [
         Place("augment", "fedssl.client:LocalRound.views"),
         Place("forward", f"{_path(recipe.objective)}.step"),
+        # a regularizer's pass over public images, and that for the kernel or the factor which a client sends
+        Place("forward", "fedssl.models.model:Model.represent", interrupts=("regularizer", "send")),
         Place("backward", "torch:Tensor.backward"),
         Place("optimizer", f"torch.optim:{optimizer}.step"),
         Place("EMA", f"{_path(recipe.objective)}.after_step"),
@@ -89,23 +94,28 @@ class PhaseClock:
     clock: Callable[[], float] = time.perf_counter
     _seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     _calls: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    _in_phase: bool = False
+    _current: str | None = None  # the phase that the time counts for
+    _since: float = 0.0
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """The time of the block counts for a phase, unless it is within another one."""
-        if self._in_phase:
+    def phase(self, name: str, interrupts: tuple[str, ...] = ()) -> Iterator[None]:
+        """The time of the block counts for a phase, unless it is within another one that it does not interrupt."""
+        outer = self._current
+        if outer is not None and outer not in interrupts:
             yield
             return
-        self._synchronize()
-        self._in_phase = True
-        start = self.clock()
+        self._change_to(name)
         try:
             yield
-            self._synchronize()
         finally:
-            self._seconds[name] += self.clock() - start
-            self._in_phase = False
+            self._change_to(outer)
+
+    def _change_to(self, phase: str | None) -> None:
+        self._synchronize()
+        now = self.clock()
+        if self._current is not None:
+            self._seconds[self._current] += now - self._since
+        self._current, self._since = phase, now
 
     def timed(self, place: Place, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, with the time of its calls counted."""
@@ -113,7 +123,7 @@ class PhaseClock:
         @functools.wraps(function)  # also what torch has noted on an optimiser's step
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             self._calls[place.path] += 1
-            with self.phase(place.phase):
+            with self.phase(place.phase, place.interrupts):
                 result = function(*args, **kwargs)
             return self.timed(Place(place.phase, f"{place.path}()"), result) if place.returns_function else result
 
@@ -156,7 +166,7 @@ def timed_places(timed: Sequence[Place], clock: PhaseClock) -> Iterator[None]:
 def require_calls(timed: Sequence[Place], calls: dict[str, int]) -> None:
     """Raise a LookupError for a place that a round should have called and did not: its time would be missing."""
     for place in timed:
-        if not calls.get(place.path):
+        if not place.interrupts and not calls.get(place.path):
             raise LookupError(
                 f"{place.path} was not called in a round, so the time of {place.phase!r} is unknown: correct `places` "
                 "in benchmarks/phases.py"

@@ -93,16 +93,20 @@ def sizes(device: str, quick: bool) -> Sizes:
         trainings += [LocalTraining(objective, "resnet18", 256, 10, device) for objective in ("simsiam", "simclr")]
     else:
         simulations = [
-            Simulation("fedbyol", ("small_convnet",), 50, 10),
-            Simulation("fedbyol", ("small_resnet18",), 50, 5),
-            Simulation("hetero_ssfl", ("small_convnet", "small_resnet18"), 50, 5),
-            Simulation("fedu2", ("small_resnet18",), 50, 5),
-            Simulation("lw_fedssl", ("small_vit",), 50, 5),
+            # a client of fedu2_table1_small takes 40 steps a round
+            Simulation("fedbyol", ("small_convnet",), 50, 40),
+            Simulation("fedbyol", ("small_resnet18",), 50, 20),
+            Simulation("hetero_ssfl", ("small_convnet", "small_resnet18"), 50, 20),
+            Simulation("fedu2", ("small_resnet18",), 50, 20),
+            Simulation("lw_fedssl", ("small_vit",), 50, 20),
         ]
         trainings = [
             LocalTraining(objective, architecture, 50, 20, device)
             for architecture in ("small_convnet", "small_resnet18")
             for objective in RECIPES
+        ]
+        trainings += [
+            LocalTraining("byol", architecture, 128, 10, device) for architecture in ("small_convnet", "small_resnet18")
         ]
     return Sizes(tuple(simulations), tuple(trainings))
 

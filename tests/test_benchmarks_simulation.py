@@ -64,6 +64,25 @@ def test_a_call_within_a_phase_belongs_to_it() -> None:
     assert clock.take() == ({}, {})
 
 
+def test_a_networks_pass_within_a_regularizer_is_forward() -> None:
+    now = Clock()
+    clock = PhaseClock(CPU, now)
+
+    def spend(seconds: float) -> None:
+        now.now += seconds
+
+    represent = clock.timed(Place("forward", "x:represent", interrupts=("regularizer",)), lambda: spend(2))
+
+    def outer() -> None:
+        spend(1)
+        represent()
+        spend(4)
+
+    clock.timed(Place("regularizer", "x:outer"), outer)()
+    clock.timed(Place("evaluate", "x:outer"), outer)()
+    assert clock.take()[0] == {"regularizer": 5.0, "forward": 2.0, "evaluate": 7.0}
+
+
 def test_a_call_that_fails_ends_its_phase() -> None:
     now = Clock()
     clock = PhaseClock(CPU, now)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # MkDocs runs this file by its path
@@ -14,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # MkDocs runs this
 from website import equations, generated, repository_files
 
 _GENERATED = re.compile(r"^<!-- generated: (.+?) -->$", re.MULTILINE)
+_FROM_ANOTHER_HOST = re.compile(r"""<(?:script|img|iframe|link)\b[^>]*\b(?:src|href)="((?:https?:)?//[^"]+)""")
 _equations: dict[str, list[str]] = {}
 
 
@@ -46,6 +48,12 @@ def on_page_content(html: str, page: Any, **_: Any) -> str:
     return html.replace("<pre>", '<pre tabindex="0">')
 
 
-def on_post_page(output: str, **_: Any) -> str:
-    """Leave out the script that the theme loads from another host, for search in pages opened as files."""
-    return re.sub(r'<script src="https://unpkg\.com/[^"]*"></script>', "", output)
+def on_post_page(output: str, page: Any, **_: Any) -> str:
+    """Name the dialog of the search, and end the build where a page loads anything from another host.
+
+    Raises:
+        PluginError: a script, style or picture has an address of another host.
+    """
+    if elsewhere := _FROM_ANOTHER_HOST.search(output):
+        raise PluginError(f"{page.file.src_uri} would load {elsewhere[1]}, but the site must work without network")
+    return output.replace('role="dialog"', 'role="dialog" aria-label="Search"')

@@ -20,10 +20,12 @@ def table(operator: str, page: str) -> str:
         section = re.search(rf"^## {operator}\n(.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE)
         if section is None:
             continue
+        # The last column of the file's tables has no name, which a reader of the page by ear would miss.
+        named = re.sub(r"^(\| size \|.*\|)  \|$", r"\1 remark |", section[1].strip(), flags=re.MULTILINE)
         target = f"{FOLDER}/{path.relative_to(ROOT).as_posix()}"
         link = posixpath.relpath(target, posixpath.dirname(page))
         sections.append(
-            f"### On {path.parent.name}\n\n{section[1].strip()}\n\nWritten by `python -m benchmarks {operator}`; "
+            f"### On {path.parent.name}\n\n{named}\n\nWritten by `python -m benchmarks {operator}`; "
             f"[the whole file]({link}) says how to read it."
         )
     if not sections:

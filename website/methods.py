@@ -22,7 +22,7 @@ SENT = {
     "l_dawa": "weights",
     "representation_mean": "representations of public images",
     "dictionary": "projections of own images",
-    "orchestra_clusters": "cluster centres",
+    "orchestra_clusters": "target networks and cluster centres",
     "base_model": "nothing more (the server sends a base model once)",
 }
 #: the page of each recipe that is no method's control

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 import sys
@@ -54,3 +55,24 @@ def test_the_parts_of_add_a_method_run(title, key, tmp_path):
 def test_a_link_to_nothing_is_refused():
     with pytest.raises(FileNotFoundError, match=r"docs/start.md links to nothing.md, but docs/nothing.md"):
         rewrite_links("[x](nothing.md)", "start.md")
+
+
+def source_texts():
+    """Every string of the packages' sources, with ... for what an f-string fills in."""
+    for path in (path for package in ("fedssl", "fedkernels") for path in (ROOT / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(str(part.value) if isinstance(part, ast.Constant) else "..." for part in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def test_the_errors_that_questions_explains_are_the_sources_own():
+    page = (DOCS / "questions.md").read_text(encoding="utf-8")
+    quoted = re.findall(r"^\*\*`(.+?)`\*\*", page, re.MULTILINE)
+    assert len(quoted) == 10
+    texts = list(source_texts())
+    for quote in quoted:
+        # "supervised" stands for the objective's name; the sources have a place to fill in there.
+        wanted = re.escape(quote.replace("supervised", "...")).replace(re.escape("..."), ".*")
+        assert any(re.fullmatch(wanted, text, re.DOTALL) for text in texts), quote
