@@ -224,7 +224,7 @@ def test_make_test_installs_once_and_ends_with_pytest(tmp_path: Path) -> None:
     assert "pip install" in first.stdout
     *lint, parallel, alone = [line for line in first.stdout.splitlines() if line.startswith("ran ")]
     assert lint == ["ran -m ruff check .", "ran -m ruff format --check .", "ran --no-cache", "ran -m mypy"]
-    assert parallel.startswith("ran -m pytest -n auto --maxprocesses 4 --dist loadfile --ignore=")
+    assert parallel.startswith("ran -m pytest -m not nightly -n auto --maxprocesses 4 --dist loadfile --ignore=")
     files = alone.removeprefix("ran -m pytest ").split()
     assert parallel.split()[-len(files) :] == [f"--ignore={file}" for file in files]
     assert all((ROOT / file).is_file() for file in files)
