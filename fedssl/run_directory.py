@@ -25,7 +25,6 @@ import hashlib
 import os
 import re
 from collections.abc import Collection, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +39,9 @@ from .storage import (
     cannot_write,
     csv_text,
     digest_of,
-    flush_file,
+    flush_files,
     read_csv,
     read_message,
-    sync_folder,
     write_atomically,
     write_message,
 )
@@ -88,9 +86,6 @@ class RunDirectory:
         self._written: dict[str, str] = {}  # states of the round that is not yet committed, by owner
         self._digests: dict[str, str] = {}  # of those states that this process wrote, by file
         self._hashed: dict[str, tuple[Any, int]] = {}  # how far each log is hashed, and the hash up to there
-        # States are flushed while the next client trains: with a hundred small clients that is a third of the overhead.
-        self._flusher = ThreadPoolExecutor(1, thread_name_prefix="flush")
-        self._flushes: list[Future[None]] = []  # that the next commit waits for
 
     @classmethod
     def create(cls, path: Path, files: dict[str, str], overwrite: bool = False) -> RunDirectory:
@@ -198,19 +193,11 @@ class RunDirectory:
         name = _state_file(owner, round_number)
         self._digests[name] = write_message(self.checkpoints / name, state, flush=False)
         self._written[owner] = name
-        self._flushes.append(self._flusher.submit(flush_file, self.checkpoints / name))
-
-    def _finish_flushes(self) -> None:
-        """Wait until all states that were written are on the disk; raise the first error."""
-        flushes, self._flushes = self._flushes, []
-        for flush in flushes:
-            flush.result()
-        sync_folder(self.checkpoints)
 
     def commit(self, round_number: int, server: Message, finished: bool) -> None:
         """Store a finished round with the clients' states written in it; the other clients keep their file."""
         self._write_state("server", round_number, server)
-        self._finish_flushes()
+        flush_files(self.checkpoints, self._digests)
         # sorted: clients that train at a time are ready in any order
         files = dict(sorted((self.checkpoint.files | self._written).items()))
         logs = {name: self._hash_log(name) for name in LOGS if (self.path / name).exists()}

@@ -29,7 +29,7 @@ def write_atomically(path: Path, data: bytes, flush: bool = True) -> None:
     Args:
         path: the file.
         data: its content.
-        flush: False leaves it to the caller to call `flush_file` and `sync_folder` before anything relies on the file.
+        flush: False leaves it to the caller to call `flush_files` before anything relies on the file.
 
     Raises:
         UserError: the disk is full, or the file may not be written. The temporary file is removed.
@@ -51,20 +51,22 @@ def write_atomically(path: Path, data: bytes, flush: bool = True) -> None:
         raise cannot_write(path, error) from error
 
 
-def flush_file(path: Path) -> None:
-    """Flush a file's content to the disk; `sync_folder` does so with its name.
+def flush_files(folder: Path, names: Iterable[str]) -> None:
+    """Flush files of a folder to the disk. After the first one the others cost little: most file systems write all.
 
     Raises:
-        UserError: the file cannot be written.
+        UserError: a file cannot be written.
     """
-    try:
-        handle = os.open(path, os.O_RDONLY)
+    for name in names:
         try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-    except OSError as error:
-        raise cannot_write(path, error) from error
+            handle = os.open(folder / name, os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+        except OSError as error:
+            raise cannot_write(folder / name, error) from error
+    sync_folder(folder)
 
 
 def make_folder(path: Path) -> None:

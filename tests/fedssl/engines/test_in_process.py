@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
@@ -241,17 +240,8 @@ class Killed(BaseException):
     """Stands for SIGKILL: no handler of the code under test may catch it."""
 
 
-class FlushesAtOnce(ThreadPoolExecutor):
-    """Flushes where it is asked to, so that a kill in a flush is one of the whole process."""
-
-    def submit(self, function, /, *arguments):
-        done = Future()
-        done.set_result(function(*arguments))
-        return done
-
-
 # One run makes 58 such calls: 13 for the folder, then for each round the clients' states, the logs, the server's state,
-# each with its flush, and the manifest.
+# the flushes of all states, and the manifest.
 @pytest.mark.parametrize(
     "victim", [0, 2, 4, 6, 7, 9, 10, 11, 13, 14, 16, 18, 19, 21, 22, 23, 24, 25, 26, 28, 36, 38, 39, 43, 45, 55, 56, 57]
 )
@@ -282,7 +272,6 @@ def test_killed_during_any_file_operation_of_a_checkpoint(victim, undisturbed, t
     with monkeypatch.context() as patch:
         patch.setattr(storage.os, "fsync", dying(os.fsync))
         patch.setattr(storage.os, "replace", dying(os.replace))
-        patch.setattr("fedssl.run_directory.ThreadPoolExecutor", FlushesAtOnce)
         # a killed process cleans nothing up
         patch.setattr("fedssl.run_folder.creation.shutil.rmtree", lambda *a, **k: None)
         with pytest.raises(Killed):
