@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from .consortium import Consortium, ServerOptions
 
+#: how often a server's start script starts nginx again before it gives up
+_MOST_RESTARTS = 5
+
 _SERVER_START = """\
 #!/bin/sh
 # Starts the server of {consortium}: the SuperLink{with_wall}. It registers the keys in sites/.
@@ -11,19 +14,20 @@ _SERVER_START = """\
 set -eu
 umask 077
 cd "$(dirname "$0")"
-{require_wall}processes=
+{require_wall}superlink=
+wall=
 stop() {{
     trap - EXIT
-    [ -z "$processes" ] || kill $processes 2>/dev/null || true
+    [ -z "$superlink" ] || kill "$superlink" 2>/dev/null || true
+    [ -z "$wall" ] || kill -s TERM -- "-$wall" 2>/dev/null || true
     wait
 }}
 trap stop EXIT
 trap 'exit 143' INT TERM
 fedssl superlink . {options} &
 superlink=$!
-processes=$superlink
 fedssl provision register . --superlink-process $superlink
-{start_wall}wait $superlink
+{keep_wall}wait $superlink
 """
 
 _REQUIRE_WALL = """\
@@ -34,9 +38,29 @@ if ! command -v nginx >/dev/null; then
 fi
 """
 
-_START_WALL = """\
-nginx -c "$PWD/nginx.conf" -g "daemon off;" &
-processes="$processes $!"
+_KEEP_WALL = """\
+start_wall() {{
+    setsid nginx -c "$PWD/nginx.conf" -g "daemon off;" &
+    wall=$!
+}}
+start_wall
+# The SuperLink listens on this machine alone: without the wall no site reaches it, and no other machine does.
+restarts=0
+while kill -0 $superlink 2>/dev/null; do
+    if ! kill -0 "$wall" 2>/dev/null; then
+        kill -s KILL -- "-$wall" 2>/dev/null || true # workers that have lost their master keep the port
+        restarts=$((restarts + 1))
+        if [ $restarts -gt {most_restarts} ]; then
+            echo "start.sh: the wall (nginx) has ended {most_restarts} times and is not started again: see nginx.log;" \
+                "the server ends too" >&2
+            exit 1
+        fi
+        echo "start.sh: the wall (nginx) has ended and is started again" >&2
+        start_wall
+    fi
+    sleep 1 &
+    wait $!
+done
 """
 
 _SITE_START = """\
@@ -147,7 +171,7 @@ def server_start(consortium: Consortium) -> str:
         with_wall=" and the wall in front of it" if server.wall else "",
         require_wall=_REQUIRE_WALL if server.wall else "",
         options=options,
-        start_wall=_START_WALL if server.wall else "",
+        keep_wall=_KEEP_WALL.format(most_restarts=_MOST_RESTARTS) if server.wall else "",
     )
 
 

@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,6 +23,8 @@ import pytest
 import yaml
 
 pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
+
+from flwr.supercore.primitives.asymmetric import generate_key_pairs, public_key_to_bytes
 
 from fedssl.run_directory import RunDirectory
 from tests.fedssl.engines.flower.deployment import (
@@ -35,10 +38,22 @@ from tests.fedssl.engines.flower.deployment import (
     run_flwr,
     with_package,
 )
+from tests.fedssl.engines.flower.operator_attempts import ATTEMPTS, SiteAttempts
 
 #: the digits of scikit-learn, as in docs/deploy.md
 APP = ("hetero_ssfl", "app", "rounds=2", "partition.clients=2", "partition.classes_per_client=5")
 HAS_NGINX = shutil.which("nginx", path=f"{os.environ.get('PATH', os.defpath)}:/usr/sbin") is not None
+
+#: the operator's interface, written so that it may look like the sites' to one of the two servers that read it
+DISGUISED = (
+    "/v1/fleet/../control/list-runs",
+    "/v1/fleet/%2e%2e/control/list-runs",
+    "/v1/fleet/..%2fcontrol/list-runs",
+    "//v1/control/list-runs",
+    "/V1/fleet/../control/list-runs",
+    "/v1/runtime/acquire-task",
+    "/docs",
+)
 
 pytestmark = [
     pytest.mark.skipif(missing_tools() is not None, reason=str(missing_tools())),
@@ -100,6 +115,10 @@ class Members:
     def status(self, run: str) -> str:
         return str(self.flwr("list", "consortium", "--run-id", run)["runs"][0]["status"])
 
+    def nodes(self) -> set[int]:
+        """The ids of the registered keys' nodes."""
+        return {int(node["node-id"]) for node in self.flwr("supernode", "list", "consortium")["nodes"]}
+
     def wait_for(self, member: str, text: str) -> None:
         """Wait until a member has printed a text."""
 
@@ -139,6 +158,49 @@ def members(tmp_path) -> Iterator[Members]:
     made.close()
 
 
+def require_the_wall(members: Members, run: str) -> None:
+    """A site's key opens none of the operator's interfaces, not even when the wall has been killed and starts again.
+
+    The same requests are answered at the SuperLink's own port, which listens on this machine alone.
+    """
+    consortium = members.consortium
+    files = (consortium / "hospital-a" / "ca.crt", consortium / "hospital-a" / "site.key")
+    nodes = members.nodes()
+    new_key = public_key_to_bytes(generate_key_pairs()[1])
+    site = SiteAttempts(f"localhost:{members.port}", *files)
+
+    def require_refusals() -> None:
+        assert sorted(site.at_its_own_interface(int(run), node) for node in nodes) == [200, 401]  # its own node alone
+        statuses = site.at_the_operators_interface(int(run), min(nodes), new_key)
+        assert statuses == dict.fromkeys(ATTEMPTS, 403), statuses
+        assert {site.post(path) for path in DISGUISED} == {403}
+        assert members.nodes() == nodes
+        assert members.status(run) == "running"
+
+    require_refusals()
+    os.kill(int((consortium / "server" / "nginx.pid").read_text()), signal.SIGKILL)
+    members.wait_for("server", "the wall (nginx) has ended and is started again")
+    poll(lambda: is_listening(members.port), "the wall listens again")
+    require_refusals()
+    assert listening_addresses(members.internal_port) == {"127.0.0.1"}
+    behind = SiteAttempts(f"localhost:{members.internal_port}", *files)
+    assert behind.at_the_operators_interface(0, 0, b"")["list the runs"] == 200
+    assert {behind.post(path) for path in DISGUISED} != {403}
+
+
+def listening_addresses(port: int) -> set[str]:
+    """The addresses of this machine at which something listens on a port (Linux)."""
+    found = set()
+    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_ = line.split()
+            address, _, its_port = local.partition(":")
+            if state == "0A" and int(its_port, 16) == port:
+                words = [bytes.fromhex(address[i : i + 8])[::-1] for i in range(0, len(address), 8)]
+                found.add(socket.inet_ntop(family, b"".join(words)))
+    return found
+
+
 def test_from_an_empty_folder_to_a_finished_run_of_two_sites(members):
     # the coordinator
     text = members.fedssl("provision", "--example")
@@ -170,6 +232,7 @@ def test_from_an_empty_folder_to_a_finished_run_of_two_sites(members):
     assert not (members.consortium / "hospital-b" / "state").exists() or not any(
         (members.consortium / "hospital-b" / "state").iterdir()
     )
+    require_the_wall(members, run)
     members.approve("hospital-b", digest)  # while it runs
     poll(lambda: members.status(run).startswith("finished"), "the run ends", pause=0.5)
     assert members.status(run) == "finished:completed", members.logs()
