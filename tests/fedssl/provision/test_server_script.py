@@ -1,4 +1,4 @@
-"""What the server's start script does when the wall or the SuperLink ends, with a stand-in for each of both commands."""
+"""What the server's start script does when the wall or the SuperLink ends, with a stand-in for each command."""
 
 from __future__ import annotations
 
@@ -38,9 +38,8 @@ def start(provisioned, tmp_path) -> Iterator[Callable[[str], subprocess.Popen]]:
             (commands / name).write_text(text)
             (commands / name).chmod(0o700)
         path = f"{commands}:{os.environ.get('PATH', os.defpath)}"
-        log = open(server / "log", "w")  # noqa: SIM115: the process writes it
-        process = subprocess.Popen(["./start.sh"], cwd=server, env=os.environ | {"PATH": path}, stderr=log)
-        log.close()
+        with open(server / "log", "w") as log:
+            process = subprocess.Popen(["./start.sh"], cwd=server, env=os.environ | {"PATH": path}, stderr=log)
         started.append(process)
         return process
 

@@ -130,7 +130,8 @@ class Deployment:
 
     # Processes
 
-    def start(self, name: str, arguments: list[str]) -> subprocess.Popen:
+    def start(self, name: str, arguments: list[str], before: tuple[str, ...] = ()) -> subprocess.Popen:
+        """Start a command of flower_command.py; `before` is a program that starts it, with its arguments."""
         from fedssl.engines.flower.commands import end_with_parent
 
         home = self.folder / f"home-{name}"
@@ -138,7 +139,7 @@ class Deployment:
         variables = {"FLWR_HOME": str(home), "OMP_NUM_THREADS": "1", MARK: self._mark(name)}
         with open(self.log(name), "ab") as log:
             process = subprocess.Popen(
-                [sys.executable, str(COMMAND), str(self.faults), *arguments],
+                [*before, sys.executable, str(COMMAND), str(self.faults), *arguments],
                 cwd=self.folder,
                 env=with_package() | variables,
                 stdout=log,
@@ -166,7 +167,9 @@ class Deployment:
             self.processes["wall"] = subprocess.Popen(command, stdout=log, stderr=log, preexec_fn=end_with_parent)
         self.wait_for(lambda: is_listening(port), "the wall listens")
 
-    def start_node(self, client: int, name: str | None = None, authority: Path | None = None) -> subprocess.Popen:
+    def start_node(
+        self, client: int, name: str | None = None, authority: Path | None = None, before: tuple[str, ...] = ()
+    ) -> subprocess.Popen:
         """A site's SuperNode."""
         name = name or f"site{client}"
         site = self.folder / f"{name}.yaml"
@@ -174,7 +177,7 @@ class Deployment:
         certificate = authority or self.folder / "superlink" / "ca.crt"
         arguments = ["supernode", str(site), "--superlink", f"127.0.0.1:{self.proxy.port}"]
         arguments += ["--root-certificates", str(certificate), "--key", str(self.key(name))]
-        return self.start(name, arguments)
+        return self.start(name, arguments, before)
 
     def key(self, name: str) -> Path:
         path = self.folder / f"{name}.key"
@@ -306,6 +309,7 @@ class CountingProxy:
         self.target = target
         self.bytes = 0
         self._lock = threading.Lock()
+        self._connections: set[socket.socket] = set()
         self._listener = _bound(0)
         self.port: int = self._listener.getsockname()[1]
 
@@ -320,6 +324,13 @@ class CountingProxy:
         self._listener.close()
         self._listener = _bound(self.port)
 
+    def cut(self) -> None:
+        """Refuse connections, and break those that there are, until `open` is called."""
+        self.close()
+        for connection in list(self._connections):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
     def _accept(self, listener: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while True:
@@ -329,6 +340,7 @@ class CountingProxy:
                 except OSError:
                     outer.close()
                     continue
+                self._connections.add(outer)
                 for pair in ((outer, inner), (inner, outer)):
                     threading.Thread(target=self._pass_on, args=pair, daemon=True).start()
 
@@ -339,6 +351,7 @@ class CountingProxy:
                     self.bytes += len(data)
                 sink.sendall(data)
         for one in (source, sink):
+            self._connections.discard(one)
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
 

@@ -53,6 +53,13 @@ def huge_weights(message: Message) -> None:
             tensor.fill_(9e5)
 
 
+def enormous_weights(message: Message) -> None:
+    """Weights of 1e30."""
+    for tensor in message.tensors.values():
+        if tensor.is_floating_point():
+            tensor.fill_(1e30)
+
+
 def many_samples(message: Message) -> None:
     """A trillion images, beside which the others' do not count in the mean."""
     message.numbers["samples"] = 1e12
@@ -64,5 +71,6 @@ HOSTILE: dict[str, Callable[[RecordDict], None]] = {
     "measures": many_measures,
     "rows": _changed(few_rows),
     "weights": _changed(huge_weights),
+    "1e30": _changed(enormous_weights),
     "samples": _changed(many_samples),
 }
