@@ -125,7 +125,7 @@ def measure_row(sites: int, architecture: str, transport: str) -> dict[str, floa
         f"partition={{name: sites, clients: {sites}}}",
         "data={name: none, image_shape: [3, 32, 32]}",
         f"architectures=[{architecture}]",
-        "objective.hidden_features=256",
+        "objective.bottleneck_features=64",
         "objective.output_features=128",
         "device=cpu",
         "engine=flower",

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 from flwr.app import ConfigRecord, Context, RecordDict
 from flwr.serverapp import Grid, ServerApp
@@ -36,6 +37,7 @@ from ...run_folder.creation import default_folder
 from ...run_folder.lock import alone_in
 from ..progress import Progress, ProgressBars
 from ..rounds import evaluation_due, first_files, run_rounds
+from .answer_files import on_disk
 from .differential_privacy import private_federation
 from .flat_weights import flatten_weights, unflatten_weights
 from .greeting import ConnectedClients
@@ -43,7 +45,7 @@ from .messenger import Messenger, config_of, one_line
 from .own_evaluation import OwnEvaluation, evaluation_fault, split_evaluation
 from .privacy_accountant import PrivacyAccountant
 from .secure_aggregation import secure_mean
-from .wire import from_records, to_records
+from .wire import from_records, to_shared_records
 
 #: bytes of the largest answer: so many of any, four times what was sent and the model's, so many a public image, and a
 #: projection of each of a client's images, which may become twice as many
@@ -53,6 +55,8 @@ _LARGEST_REPRESENTATION = 2**16
 _LARGEST_EVALUATION = 2**22
 #: what may change when a run continues: no earlier round depends on it
 _CHANGEABLE = ("flower.round_seconds", "flower.connect_seconds", "flower.epsilon_budget", "guard.minimum_answers")
+
+Content = TypeVar("Content")
 
 
 class FlowerClients:
@@ -89,10 +93,9 @@ class FlowerClients:
     def answers(self, number: int, sent: dict[int, Message]) -> tuple[dict[int, Message], dict[int, str]]:
         self._connected.wait_for(set(sent))
         evaluate = self._federation.method.personal and evaluation_due(self._federation.recipe, number)
-        contents = {}
-        for k in sent.keys() & self._connected.nodes.keys():
-            contents[k] = to_records(sent[k])
-            contents[k]["task"] = self._task(k, number, evaluate=evaluate)
+        contents = to_shared_records({k: message for k, message in sent.items() if k in self._connected.nodes})
+        for k, content in contents.items():
+            content["task"] = self._task(k, number, evaluate=evaluate)
         unreached = {k: "it is not connected" for k in sent if k not in contents}
         if self._accountant is not None:
             self._accountant.begin(number, contents)
@@ -107,17 +110,13 @@ class FlowerClients:
         return replies, dict(sorted((missing | unreached).items()))
 
     def _plain_answers(self, number: int, contents: dict[int, RecordDict]) -> tuple[dict[int, Message], dict[int, str]]:
-        received, missing = self._exchange("train", contents, number)
-        replies = {}
-        self._evaluations = {}
-        for k in sorted(received):
-            try:
-                reply = from_records(received[k])
-            except UserError as error:
-                missing[k] = one_line(str(error))
-                continue
-            replies[k], self._evaluations[k] = split_evaluation(reply)
-        return replies, missing
+        received, missing = self._exchange("train", contents, number, self._read_answer)
+        self._evaluations = {k: evaluation for k, (_, evaluation) in received.items()}
+        return {k: received[k][0] for k in sorted(received)}, missing
+
+    def _read_answer(self, records: RecordDict) -> tuple[Message, OwnEvaluation]:
+        reply, evaluation = split_evaluation(from_records(records))
+        return on_disk(reply, self._directory.path), evaluation
 
     def _secure_answers(
         self, number: int, sent: dict[int, Message], contents: dict[int, RecordDict]
@@ -135,7 +134,7 @@ class FlowerClients:
             self._connected.nodes,
             flatten_weights(before).size,
             number,
-            lambda stage_contents: self._exchange("train", stage_contents, number),
+            lambda stage_contents: self._exchange("train", stage_contents, number, lambda records: records),
         )
         if result.mean is None:
             return {}, result.missing
@@ -170,12 +169,14 @@ class FlowerClients:
             for k in everyone
             if k not in evaluations and k in self._connected.nodes
         }
-        received, missing = self._exchange("evaluate", contents, number, _LARGEST_EVALUATION)
-        for k, records in received.items():
-            try:
-                _, evaluations[k] = split_evaluation(from_records(records))
-            except UserError as error:
-                missing[k] = one_line(str(error))
+        received, missing = self._exchange(
+            "evaluate",
+            contents,
+            number,
+            lambda records: split_evaluation(from_records(records))[1],
+            _LARGEST_EVALUATION,
+        )
+        evaluations |= received
         for k in everyone:
             fault = evaluation_fault(evaluations[k]) if k in evaluations else missing.get(k, "it is not connected")
             if fault:
@@ -199,11 +200,21 @@ class FlowerClients:
         )
 
     def _exchange(
-        self, kind: str, contents: dict[int, RecordDict], number: int, largest: int | None = None
-    ) -> tuple[dict[int, RecordDict], dict[int, str]]:
-        """Send to clients: their answers until the round's deadline, and why the others do not count.
+        self,
+        kind: str,
+        contents: dict[int, RecordDict],
+        number: int,
+        read: Callable[[RecordDict], Content],
+        largest: int | None = None,
+    ) -> tuple[dict[int, Content], dict[int, str]]:
+        """Send to clients: what `read` makes of each answer as it arrives, and why the others do not count.
 
-        An answer may have `largest` bytes; where that is not given, those of a round's answer.
+        Args:
+            kind: of the messages, train or evaluate.
+            contents: the messages by client.
+            number: the round.
+            read: reads an answer's records; a UserError of it says why the answer does not count.
+            largest: bytes that an answer may have; where that is not given, those of a round's answer.
         """
         if not contents:
             return {}, {}
@@ -213,7 +224,7 @@ class FlowerClients:
         client_of = {self._connected.nodes[k]: k for k in contents}
         node_contents = {node: contents[k] for node, k in client_of.items()}
         waiting = self._messenger.send(kind, node_contents, number, seconds)
-        received: dict[int, RecordDict] = {}
+        received: dict[int, Content] = {}
         reached = {client_of[node] for node in waiting.values()}
         missing = {k: "the round's message could not be sent to it" for k in contents if k not in reached}
         for answer in self._messenger.collect(waiting, seconds, largest):
@@ -223,7 +234,11 @@ class FlowerClients:
             elif fault := _address_fault(answer.content, k, number):
                 missing[k] = fault
             else:
-                received[k] = answer.content
+                try:
+                    received[k] = read(answer.content)
+                except UserError as error:
+                    missing[k] = one_line(str(error))
+                    continue
                 self._progress.client(number, k, len(received), len(contents))
         missing |= {client_of[node]: f"no answer within {seconds:g} s" for node in waiting.values()}
         return received, missing

@@ -8,7 +8,8 @@ The record `layout` lists the tensors' names and where each lies in its array.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -78,6 +79,19 @@ def to_records(message: Message) -> RecordDict:
             "metrics": MetricRecord({name: _python_number(value) for name, value in message.metrics.items()}),
         }
     )
+
+
+def to_shared_records(messages: Mapping[int, Message]) -> dict[int, RecordDict]:
+    """`to_records` of each message; messages with the same tensors share the arrays, however many they are."""
+    arrays: dict[tuple[tuple[str, int], ...], RecordDict] = {}  # by the tensors' names and identities
+    shared = {}
+    for k, message in messages.items():
+        key = tuple((name, id(tensor)) for name, tensor in message.tensors.items())
+        if key not in arrays:
+            arrays[key] = to_records(message)
+        rest = to_records(replace(message, tensors={}))
+        shared[k] = RecordDict(dict(rest) | {name: arrays[key][name] for name in ("tensors", "layout")})
+    return shared
 
 
 def from_records(records: RecordDict) -> Message:
