@@ -1,8 +1,8 @@
 """``python -m benchmarks.site_faults ROW ...``: what a run of twenty sites says of a fault, and what it loses by it.
 
-From the repository's root, with the extra `flower`. A SuperLink and the sites are processes of this machine, with TLS and
-registered keys. For each row they train FedBYOL on scikit-learn's digits for three rounds. The fault is in round 2, at
-the last site unless the row says otherwise. Without ROW all rows run; `--sites 3` tries them with fewer sites.
+From the repository's root, with the extra `flower`. A SuperLink and the sites are processes of this machine, with TLS
+and registered keys. For each row they train FedBYOL on scikit-learn's digits for three rounds. The fault is in round 2,
+at the last site unless the row says otherwise. Without ROW all rows run; `--sites 3` tries them with fewer sites.
 
 What a run loses is compared with what it names: `refused.csv` lists the answers that do not count, by round, client and
 reason. The run is repeated in one process with exactly these answers left out. Where the global model then has the same
@@ -31,7 +31,6 @@ from benchmarks.measure import ROOT
 from benchmarks.resident_memory import status
 from fedssl.reading import load_recipe
 from fedssl.recipe import Recipe
-from fedssl.run_directory import RunDirectory
 from tests.fedssl.engines.flower.deployment import PATIENCE, Deployment, marked, poll
 from tests.fedssl.engines.flower.flower_command import GONE_SECONDS
 from tests.fedssl.engines.flower.test_deployment import replay
@@ -254,7 +253,7 @@ def table(outcomes: list[Outcome]) -> str:
     lines = [
         "# Faults at sites and server",
         "",
-        "Written by `python -m benchmarks.site_faults`; the first lines of `benchmarks/site_faults.py` say what is done.",
+        "Written by `python -m benchmarks.site_faults`, whose first lines say what is done.",
         "",
         "| row | fault | sites | the run | what is said | answers lost | nothing else lost | seconds |",
         "| --- | --- | ---: | --- | --- | ---: | --- | ---: |",

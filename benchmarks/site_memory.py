@@ -1,8 +1,8 @@
 """``python -m benchmarks.site_memory``: the memory of the server's process by the number of sites that answer a round.
 
-A server without data runs one round of FedSimSiam with a ResNet-50 (float32, about 100 MB an update). Its Flower grid is a
-stand-in that makes each site's answer when the server pulls it, so that no site's memory and no network is measured; what
-Flower itself needs to pull one answer is not in it. Each row is a process of its own.
+A server without data runs one round of FedSimSiam with a ResNet-50 (float32, about 100 MB an update). Its Flower grid
+is a stand-in that makes each site's answer when the server pulls it, so that no site's memory and no network is
+measured; what Flower itself needs to pull one answer is not in it. Each row is a process of its own.
 
 - own: the peak of memory that belongs to the process alone (RssAnon, sampled every 2 ms), beyond that before the round.
 - with files: the peak of resident memory (VmHWM), beyond that before the round. It counts pages of mapped files too,

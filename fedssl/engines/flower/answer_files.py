@@ -26,7 +26,7 @@ _ALIGNMENT = 64
 def on_disk(message: Message, folder: Path) -> Message:
     """The message with its tensors mapped from a file without a name, which ends with them.
 
-    A small message stays in memory. So does one that cannot be written: if the disk is full, the round's commit says so.
+    A small message stays in memory. So does one that cannot be written: on a full disk the round's commit says so.
 
     Args:
         message: a message whose tensors are on the CPU.
