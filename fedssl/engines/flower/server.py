@@ -169,13 +169,11 @@ class FlowerClients:
             for k in everyone
             if k not in evaluations and k in self._connected.nodes
         }
-        received, missing = self._exchange(
-            "evaluate",
-            contents,
-            number,
-            lambda records: split_evaluation(from_records(records))[1],
-            _LARGEST_EVALUATION,
-        )
+
+        def read(records: RecordDict) -> OwnEvaluation:
+            return split_evaluation(from_records(records))[1]
+
+        received, missing = self._exchange("evaluate", contents, number, read, _LARGEST_EVALUATION)
         evaluations |= received
         for k in everyone:
             fault = evaluation_fault(evaluations[k]) if k in evaluations else missing.get(k, "it is not connected")

@@ -1,4 +1,4 @@
-"""Answers on the server's disk: the same bits, no name in the folder, and memory of their own only while they are written."""
+"""Answers on the server's disk: the same bits, and no name in the folder."""
 
 from __future__ import annotations
 
