@@ -93,6 +93,19 @@ def test_the_start_scripts_are_valid_shell(wall, provisioned):
     assert ("--host 0.0.0.0 --port 8000" in script) != wall
 
 
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
+def test_systemd_finds_no_fault_in_the_units(provisioned):
+    """Once their three places are adapted, as their first lines say."""
+    folder = provisioned()
+    for name in ("server", "hospital-a"):
+        [unit] = (folder / name).glob("*.service")
+        adapted = folder.parent / unit.name
+        text = unit.read_text().replace(f"/opt/fedssl/{name}", str(folder / name)).replace("User=fedssl", "User=root")
+        adapted.write_text(text)
+        done = subprocess.run(["systemd-analyze", "verify", str(adapted)], capture_output=True, text=True)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 def test_the_same_call_again_changes_nothing(provisioned):
     before = contents(provisioned())
     assert contents(provisioned()) == before
