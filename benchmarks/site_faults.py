@@ -202,14 +202,21 @@ def measure_row(deployment: Deployment, sites: int, name: str, deadline: float) 
     act(trial)
     run_status = deployment.finish(trial.run)
     seconds = time.monotonic() - started
-    with open(trial.output / "refused.csv") as file:
-        rows = [(int(row["round"]), int(row["client"]), row["reason"]) for row in csv.DictReader(file)]
+    rows = left_out(trial.output)
     dropped: dict[int, set[int]] = {}
     for number, client, _ in rows:
         dropped.setdefault(number, set()).add(client)
     said = trial.said + _grouped(rows)
     same = deployment.committed(trial.output) == ROUNDS and _is_the_run_without(trial, dropped)
     return Outcome(name, what, sites, run_status, said, len(rows), same, round(seconds, 1))
+
+
+def left_out(output: Path) -> list[tuple[int, int, str]]:
+    """Round, client and reason of each answer of a run that does not count; there is no file where all count."""
+    if not (output / "refused.csv").exists():
+        return []
+    with open(output / "refused.csv") as file:
+        return [(int(row["round"]), int(row["client"]), row["reason"]) for row in csv.DictReader(file)]
 
 
 def _is_the_run_without(trial: Trial, dropped: dict[int, set[int]]) -> bool:
