@@ -31,7 +31,7 @@ from benchmarks.measure import ROOT
 from benchmarks.resident_memory import status
 from fedssl.reading import load_recipe
 from fedssl.recipe import Recipe
-from tests.fedssl.engines.flower.deployment import PATIENCE, Deployment, marked, poll
+from tests.fedssl.engines.flower.deployment import Deployment, marked, poll
 from tests.fedssl.engines.flower.flower_command import GONE_SECONDS
 from tests.fedssl.engines.flower.test_deployment import replay
 
@@ -40,6 +40,9 @@ ROUNDS, BROKEN_ROUND = 3, 2
 #: a killed site's key is refused until Flower takes the site for gone
 KEY_IS_FREE_AFTER = GONE_SECONDS + 2
 CUT_SECONDS = 20
+#: seconds until a wait is given up; twenty sites share this machine's cores
+LONG = 3600.0
+IMAGES_OF_A_SITE = 70
 
 
 @dataclass
@@ -73,7 +76,7 @@ class Trial:
     def __init__(self, deployment: Deployment, sites: int, name: str, deadline: float):
         self.deployment, self.sites, self.last = deployment, sites, sites - 1
         self.output = deployment.folder / f"run-{name}"
-        self.recipe = _recipe(sites, {"round_seconds": deadline, "connect_seconds": PATIENCE})
+        self.recipe = _recipe(sites, {"round_seconds": deadline, "connect_seconds": LONG})
         self.run = ""
         self.said: list[str] = []  # beside the reasons of refused.csv
 
@@ -179,6 +182,7 @@ def _recipe(sites: int, waits: dict[str, float]) -> Recipe:
     overrides = [
         f"rounds={ROUNDS}",
         f"partition={{name: iid, clients: {sites}}}",
+        f"data.train_limit={IMAGES_OF_A_SITE * sites}",
         "architectures=[small_convnet]",
         "objective.hidden_features=64",
         "objective.output_features=32",
@@ -295,11 +299,11 @@ def main(arguments: list[str] | None = None) -> int:
     if "clock" in names and shutil.which("faketime") is None:
         parser.error("the row clock needs faketime: apt-get install faketime, or name the other rows")
     torch.set_num_threads(1)  # as the sites have
-    deployment = Deployment(Path(tempfile.mkdtemp(prefix="site-faults-")))
+    deployment = Deployment(Path(tempfile.mkdtemp(prefix="site-faults-")), patience=LONG)
     try:
         deployment.start_superlink()
         deployment.register(*(f"site{k}" for k in range(options.sites)))
-        deadline = PATIENCE
+        deadline = LONG
         for name in dict.fromkeys(["none", *names]):
             outcome = measure_row(deployment, options.sites, name, deadline)
             if name == "none":

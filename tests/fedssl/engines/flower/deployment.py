@@ -112,8 +112,9 @@ class Deployment:
     The sites reach the SuperLink through a proxy that counts the bytes, and with `wall` through an nginx behind it.
     """
 
-    def __init__(self, folder: Path, wall: bool = False):
+    def __init__(self, folder: Path, wall: bool = False, patience: float = PATIENCE):
         self.folder = folder
+        self.patience = patience  # seconds until a wait is given up
         self.port = free_port()
         self.wall = free_port() if wall else None
         self.proxy = CountingProxy(self.wall or self.port)
@@ -283,7 +284,7 @@ class Deployment:
             return condition()
 
         try:
-            poll(holds, what, pause=pause)
+            poll(holds, what, self.patience, pause)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.logs()}") from None
 
