@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from website import command_line, measured, methods, options, parts
+from website import command_line, figures, measured, methods, options, parts
 
 
 def text(request: str, page: str) -> str:
@@ -24,4 +24,7 @@ def text(request: str, page: str) -> str:
         return methods.table()
     if kind == "measured":
         return measured.table(*arguments, page=page)
-    raise ValueError(f"{page} asks for {request!r}; expected options, commands, parts, method, methods or measured")
+    if kind == "figure":
+        return figures.html(*arguments)
+    kinds = "options, commands, parts, method, methods, measured or figure"
+    raise ValueError(f"{page} asks for {request!r}; expected {kinds}")
