@@ -61,6 +61,6 @@ def figure() -> str:
             "shares": shares,
         },
         "<i>p</i> is the paper's weight; the share is what of each update is in the step. Along the step every client "
-        "whose <i>p</i> is above 0 gets nearer at the same rate (exactly so for a short step). A client that moved less "
-        "than the other in nearly the same direction gets 0, and where both moved apart no step helps both.",
+        "whose <i>p</i> is above 0 gets nearer at the same rate (exactly so for a short step). A client that moved "
+        "less than the other in nearly the same direction gets 0, and where both moved apart no step helps both.",
     )
