@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from website import command_line, figures, measured, methods, options, parts
+from website import command_line, figures, measured, methods, notebooks, options, parts
 
 
 def text(request: str, page: str) -> str:
@@ -26,5 +26,7 @@ def text(request: str, page: str) -> str:
         return measured.table(*arguments, page=page)
     if kind == "figure":
         return figures.html(*arguments)
-    kinds = "options, commands, parts, method, methods, measured or figure"
+    if kind == "notebook":
+        return notebooks.page(*arguments)
+    kinds = "options, commands, parts, method, methods, measured, figure or notebook"
     raise ValueError(f"{page} asks for {request!r}; expected {kinds}")

@@ -35,7 +35,7 @@ def page(name: str) -> str:
     blocks = []
     for cell in cells(path):
         if cell["cell_type"] == "markdown":
-            blocks.append(cell["source"])
+            blocks.append(cell["source"].replace("](../docs/", "](../"))  # the page is in docs/notebooks/
             continue
         if cell["execution_count"] is None:
             raise ValueError(f"notebooks/{path.name} has a cell that was not run: run python -m website.notebooks")
@@ -68,6 +68,9 @@ def main() -> None:
     for path in sorted(FOLDER.glob("*.ipynb")):
         notebook = nbformat.read(path, as_version=4)
         NotebookClient(notebook, timeout=1800, record_timing=False).execute()
+        for cell in notebook.cells:  # warnings of the notebook's own machinery
+            if cell.cell_type == "code":
+                cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
         notebook.metadata = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
         nbformat.write(notebook, path)
         print(path.relative_to(ROOT))
