@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from website import command_line, figures, measured, methods, notebooks, options, parts
+from website import check_in_browser, command_line, figures, measured, methods, notebooks, options, parts
 
 
 def text(request: str, page: str) -> str:
@@ -28,5 +28,16 @@ def text(request: str, page: str) -> str:
         return figures.html(*arguments)
     if kind == "notebook":
         return notebooks.page(*arguments)
-    kinds = "options, commands, parts, method, methods, measured, figure or notebook"
+    if kind == "questions":
+        return searched_questions()
+    kinds = "options, commands, parts, method, methods, measured, figure, notebook or questions"
     raise ValueError(f"{page} asks for {request!r}; expected {kinds}")
+
+
+def searched_questions() -> str:
+    """Markdown: the questions that `check_in_browser` types into the search, and where their answers are."""
+    rows = [
+        f"| {question} | `{words}` | [{answer.removesuffix('.html')}]({answer.removesuffix('.html')}.md) |"
+        for question, words, answer in check_in_browser.QUESTIONS
+    ]
+    return "\n".join(["| question | typed into the search | answered by |", "|---|---|---|", *rows])
