@@ -30,7 +30,9 @@ def take_out(markdown: str) -> tuple[str, list[str]]:
         if latex is None:
             return match[0]
         block = match["display"] is not None
-        mathml = convert(latex.strip(), display="block" if block else "inline")
+        mathml = convert(
+            latex.strip().replace(r"\arg\min", r"\operatorname{argmin}"), display="block" if block else "inline"
+        )
         if "\\" in mathml:  # what latex2mathml does not know stays as it is
             raise ValueError(f"latex2mathml cannot convert all of the equation {latex.strip()}; write it another way")
         # A wide equation scrolls in its own box, which the keyboard must be able to reach.
