@@ -40,4 +40,5 @@ def searched_questions() -> str:
         f"| {question} | `{words}` | [{answer.removesuffix('.html')}]({answer.removesuffix('.html')}.md) |"
         for question, words, answer in check_in_browser.QUESTIONS
     ]
-    return "\n".join(["| question | typed into the search | answered by |", "|---|---|---|", *rows])
+    table = "\n".join(["| question | typed into the search | answered by |", "|---|---|---|", *rows])
+    return f"<div markdown data-search-exclude>\n\n{table}\n\n</div>"  # the search would find its own questions
