@@ -56,9 +56,10 @@ lint: $(installed)
 	"$(VENV)/bin/lint-imports" --no-cache
 	$(python) -m mypy
 
-# Strict: a broken link, a missing anchor or a missing docstring ends it.
+# Strict: a broken link, a missing anchor, a missing docstring or a misspelt word ends it.
 docs: $(installed)
-	$(python) -m mkdocs --version >/dev/null 2>&1 || $(python) -m pip install --editable ".[docs]"
+	$(python) -c "import mkdocs, codespell_lib" 2>/dev/null || $(python) -m pip install --editable ".[docs]"
+	$(python) -m codespell_lib *.md docs notebooks website fedkernels fedssl/*/README.md fedssl/README.md benchmarks/results csrc
 	PYTHONPATH=. $(python) -m mkdocs build --strict
 
 sanitize: $(installed)

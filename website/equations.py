@@ -18,7 +18,11 @@ _MARK = "equation-{}-of-this-page"
 
 
 def take_out(markdown: str) -> tuple[str, list[str]]:
-    """A page with a mark for each equation outside code, and the equations as MathML in their order."""
+    """A page with a mark for each equation outside code, and the equations as MathML in their order.
+
+    Raises:
+        ValueError: an equation has a command that `latex2mathml` does not know.
+    """
     equations: list[str] = []
 
     def replace(match: re.Match[str]) -> str:
@@ -26,7 +30,11 @@ def take_out(markdown: str) -> tuple[str, list[str]]:
         if latex is None:
             return match[0]
         block = match["display"] is not None
-        mathml = convert(latex.strip(), display="block" if block else "inline")
+        mathml = convert(
+            latex.strip().replace(r"\arg\min", r"\operatorname{argmin}"), display="block" if block else "inline"
+        )
+        if "\\" in mathml:  # what latex2mathml does not know stays as it is
+            raise ValueError(f"latex2mathml cannot convert all of the equation {latex.strip()}; write it another way")
         # A wide equation scrolls in its own box, which the keyboard must be able to reach.
         if block:
             mathml = f'<div class="equation" tabindex="0" role="group" aria-label="equation">{mathml}</div>'

@@ -34,6 +34,10 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Fill in what is generated, make links lead to pages of the site, and take the equations out."""
     uri = page.file.src_uri
+    if uri.startswith(repository_files.FOLDER):
+        page.meta["search"] = {"boost": 0.1}  # pages that explain come before the files that they explain
+    elif uri == "questions.md":
+        page.meta["search"] = {"boost": 3}
     markdown, _linked = repository_files.rewrite_links(markdown, uri)
     markdown = _GENERATED.sub(lambda match: generated.text(match[1], uri), markdown)
     markdown, _equations[uri] = (
