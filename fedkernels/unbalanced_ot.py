@@ -44,21 +44,21 @@ def unbalanced_ot(
         b: [..., N] masses of the columns, likewise.
         tau_a: positive price of a deviation from a.
         tau_b: positive price of a deviation from b.
-        row_mask: [..., M] bool, broadcast like a. False marks a row that only fills up the batch: nothing is moved from
-            it, its cost and its mass are ignored, NaN included, and their gradients are 0. So a batch holds problems of
-            unequal sizes, each with the value that it has alone, up to tol.
+        row_mask: [..., M] bool, broadcast like a. False marks a row that is padding. Its costs and its mass are
+            ignored, even NaN, its entries of the plan are 0, and so are its gradients. So a batch can hold problems of
+            unequal sizes. Each has the value that it has alone, up to tol.
         column_mask: [..., N] bool, likewise.
         tol: the solver stops at this duality gap, relative to ``<|cost|, plan>`` + the penalties, which is the value
             itself where cost >= 0. The gradient converges more slowly than the value: at 1e-4 it is off by some 20 %.
         max_iterations: steps of the solver, 100,000 for None. If they do not suffice, the function warns and tells the
             gap that it reached.
-        method: "accelerated" is FISTA with restart and a backtracking line search. It takes the more steps the larger
-            tau_a and tau_b are beside the costs. On the CPU, what it has not solved after 1000 steps goes on by the
-            interior point (in large problems after more, M N min(M, N) / (16 (M + N))); a GPU's kernel goes on by itself.
-            "interior_point" is Mehrotra's predictor-corrector method from the start: 7 to 30 steps whatever the taus
-            are, of O(M N min(M, N)) operations each. On a GPU it runs on the reference in PyTorch. "steepest" is
-            FedU2's Eq. 6 with the safeguards that it needs to converge; it takes about a hundred times as many
-            iterations as "accelerated".
+        method: "accelerated" is FISTA with restart and a backtracking line search. Its number of steps grows with
+            tau_a and tau_b. On the CPU, a problem that it has not solved after 1000 steps is solved by the interior
+            point (in large problems after M N min(M, N) / (16 (M + N)) steps). On a GPU the kernel has no interior
+            point and continues with FISTA. "interior_point" is Mehrotra's predictor-corrector method from the start:
+            7 to 30 steps for any tau, of O(M N min(M, N)) operations each. On a GPU it runs on the reference in
+            PyTorch. "steepest" is FedU2's Eq. 6 with the safeguards that it needs to converge. It takes about a hundred
+            times as many iterations as "accelerated".
 
     Returns:
         [...], float64 where an input is float64, else float32; solved in float64. It is the objective at the
@@ -69,7 +69,7 @@ def unbalanced_ot(
         ``tau_a (a - plan 1)``, in b ``tau_b (b - plan' 1)``. There is none in tau_a and tau_b.
 
     Raises:
-        TypeError: a tensor is not floating, a mask is not a bool tensor, or an argument that must be a number is not one.
+        TypeError: a tensor is not floating, a mask is not bool, or an argument that must be a number is not one.
         ValueError: M = 0 or N = 0, shapes that do not fit, unequal devices, a number or method out of range.
     """
     cost, a, b, options = _check(cost, a, b, tau_a, tau_b, row_mask, column_mask, tol, max_iterations, method)

@@ -1,7 +1,7 @@
 """An interior-point method for unbalanced_ot, whose number of steps hardly depends on tau.
 
-First-order methods take the more steps the larger tau is beside the costs, where the problem approaches balanced
-transport: tens of thousands. This one takes 7 to 30, and a step solves one system of the size of the smaller side.
+The larger tau is beside the costs, the closer the problem is to balanced transport and the more steps do first-order
+methods take: tens of thousands. This one takes 7 to 30. A step solves one system of the size of the smaller side.
 
 It follows plan_ij slack_ij = mu to mu = 0, with slack = C - u - v > 0, by Mehrotra's predictor and corrector
 (S. Mehrotra, "On the implementation of a primal-dual interior point method", SIAM J. Optimization 2, 1992). Eliminating
@@ -73,7 +73,7 @@ class InteriorPoint:
         self.plan = torch.where(self.allowed, plan + length[..., None] * plan_step, 0)
 
     def sparse_plan(self) -> Tensor:
-        """The plan with exact zeros where it is small beside its slack: there it goes to 0, elsewhere the slack does."""
+        """The plan with exact zeros where it is small beside its slack, for there it tends to 0."""
         slack = self._slack()
         least = slack * (self._mean(self.plan) / self._mean(slack))[:, None, None]
         return torch.where(self.plan > least, self.plan, 0)

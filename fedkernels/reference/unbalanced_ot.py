@@ -73,7 +73,7 @@ def solve(
     """-> plan [..., M, N] in float64, iterations [...], relative gap [...].
 
     All problems of the batch step together; one that is solved stays as it is. "accelerated" hands the problems that
-    it has not solved in time to the interior point, for it takes the more steps the larger tau is beside the costs.
+    it has not solved in time to the interior point, whose number of steps does not grow with tau.
     """
     batch, (rows, columns) = cost.shape[:-2], cost.shape[-2:]
     problem = Problem(
@@ -165,8 +165,8 @@ class _Best:
 
     def select(self, index: Tensor) -> "_Best":
         """The problems at these positions."""
-        states = (self.plan, self.value, self.bound, self.gap, self.iterations)
-        return _Best(self.problem.select(index), *(state[index] for state in states), self.steps)
+        plan, value, bound, gap = self.plan[index], self.value[index], self.bound[index], self.gap[index]
+        return _Best(self.problem.select(index), plan, value, bound, gap, self.iterations[index], self.steps)
 
     def replace(self, index: Tensor, other: "_Best") -> None:
         self.plan[index], self.value[index], self.bound[index] = other.plan, other.value, other.bound
