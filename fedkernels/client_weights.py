@@ -23,9 +23,8 @@ def client_weights(gram: Tensor, *, lower_bounds: Tensor | float | None = None, 
         gram: [..., K, K] symmetric positive semi-definite, float16, bfloat16, float32 or float64, any strides.
             May be of deficient rank: equal clients are fine. Where rounding to its dtype has made it indefinite, so
             that there need be no minimum, the nearest positive semi-definite matrix is solved in its place.
-        lower_bounds: [..., K] least weight of each client, broadcast against gram's leading dimensions, or one number for
-            all. Not negative, with sum at most 1. With a bound of ``c / K`` no client has less than the part c of its
-            equal share. None for 0.
+        lower_bounds: [..., K] least weight of each client, broadcast against gram's leading dimensions, or one number
+            for all. Not negative, with a sum of at most 1 for each problem. None stands for 0.
         tol: the iterations stop at ``p'Gp - min_k (Gp)_k <= tol * min(mean(G), min_k G_kk)``. The left side bounds the
             excess over the optimum; the minimum on the right side is never below the optimum. An exact solve on the
             clients with positive weight follows. A difference below ``K * 2.2e-16 * trace(G)`` is rounding and counts

@@ -1,7 +1,7 @@
 """Functions with the names and arguments of POT's ``ot.unbalanced``, solved by ``fedkernels.unbalanced_ot``.
 
 ``from fedkernels.pot import mm_unbalanced`` takes the place of ``from ot.unbalanced import mm_unbalanced`` for the
-half-squared divergence. POT's iteration stops when the plan moves little, which may be far from the optimum; here
+half-squared divergence. POT's iteration stops when the plan moves little, which may be far from the optimum. Here
 ``stopThr`` bounds the distance to the optimum.
 """
 
@@ -63,7 +63,7 @@ def mm_unbalanced(
         TypeError, ValueError: as ``unbalanced_ot``.
     """
     _check_form(c, reg, div)
-    cost = torch.as_tensor(M)
+    cost = _floating(M, torch.float64)
     _checks.floating("M", cost, ndim=2, layout="[M, N]")
     rows = _masses("a", a, cost, 0)
     columns = _masses("b", b, cost, 1)
@@ -136,11 +136,16 @@ def _check_form(c: Any, reg: float, div: str) -> None:
         raise NotImplementedError("only the problem without regularisation is solved here: leave reg = 0 and c = None")
 
 
+def _floating(values: Any, dtype: torch.dtype) -> Tensor:
+    """The values as a tensor, in `dtype` where they are a list or integers."""
+    tensor = torch.as_tensor(values, dtype=dtype) if isinstance(values, (list, tuple)) else torch.as_tensor(values)
+    return tensor if tensor.is_floating_point() else tensor.to(dtype)
+
+
 def _masses(name: str, masses: Any, cost: Tensor, dim: int) -> Tensor:
-    masses = torch.as_tensor(masses, device=cost.device)
+    masses = _floating(masses, cost.dtype).to(cost.device)
     if masses.numel() == 0:
         return cost.new_full((cost.shape[dim],), 1 / cost.shape[dim])
-    masses = masses if masses.is_floating_point() else masses.to(cost.dtype)
     if list(masses.shape) != [cost.shape[dim]]:
         raise ValueError(f"{name} must have shape [{cost.shape[dim]}] or be empty, got {list(masses.shape)}")
     return masses
