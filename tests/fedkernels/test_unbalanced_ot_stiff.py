@@ -95,6 +95,14 @@ def test_gradcheck_of_a_stiff_problem():
     )
 
 
+def test_the_operators_keep_to_torchs_rules_with_the_interior_point():
+    names = ["unbalanced_ot_reference"] + ["unbalanced_ot"] * (_native.module is not None)
+    cost, a, b = spread(5, 7)
+    for name in names:
+        operator = getattr(torch.ops.fedkernels, name).default
+        torch.library.opcheck(operator, (cost, a, b, 90.0, 80.0, 1e-6, 100, "interior_point"))
+
+
 def test_forbidden_pairs_in_the_interior_point():
     cost, a, b = problem(4, 5, seed=12)
     cost[1, 2] = cost[3] = cost[:, 0] = torch.inf
