@@ -34,7 +34,7 @@ constexpr int64_t TRANSPORT_GROUP = 8;  // a row's candidates are padded to a mu
 inline int64_t transport_pitch(int64_t count) { return (count / TRANSPORT_GROUP + 1) * TRANSPORT_GROUP; }
 
 // Doubles of workspace for the steps on candidates: 13 vectors of rows and 11 of columns, and for each candidate its
-// cost, four plans and its column in 32 bits. There is room for all entries as candidates, of which few are ever touched.
+// cost, four plans and its column in 32 bits. There is room for all entries as candidates; few are ever touched.
 inline int64_t candidates_workspace(int64_t rows, int64_t columns) {
   const int64_t candidates = rows * transport_pitch(columns);
   return 13 * transport_pitch(rows) + 11 * transport_pitch(columns) + 5 * candidates + candidates / 2;
