@@ -20,6 +20,7 @@ from benchmarks.case import Bar, Case, Floor, Implementation, Inputs, Outputs, v
 from fedkernels import unbalanced_ot
 
 TAU = 0.8
+STIFF_TAU = 1e4
 MM = "POT mm_unbalanced, numpy float64"
 MM_FLUSHED = "POT mm_unbalanced, numpy float32"
 MM_BACKWARD = "POT mm_unbalanced, torch float64, backward through it"
@@ -28,7 +29,8 @@ ITERATIONS = 1000  # POT's default; reaches an error of 3e-5 to 4e-5 at these si
 
 
 def cases(quick: bool) -> tuple[Case, ...]:
-    return tuple(_case(rows, 64 if quick else 512) for rows in ((24,) if quick else (128, 256, 512)))
+    uniformity = tuple(_case(rows, 64 if quick else 512) for rows in ((24,) if quick else (128, 256, 512)))
+    return uniformity + tuple(_stiff_case(rows) for rows in ((24,) if quick else (100, 512)))
 
 
 def _case(rows: int, width: int) -> Case:
@@ -120,6 +122,60 @@ def _lbfgsb(inputs: Inputs) -> Outputs:
         ones, ones, cost, reg=0, reg_m=TAU, reg_div="l2", regm_div="l2", numItermax=300, stopThr=1e-12
     )
     return _from_numpy(cost, plan)
+
+
+# Stiff problems: close to balanced transport
+
+
+def _stiff_case(rows: int) -> Case:
+    return Case(
+        size=f"{rows} x {rows} points of the square, tau = 10,000, to a gap of 1e-6",
+        inputs=partial(_points, rows),
+        tiny=partial(_points, 16),
+        implementations=(
+            Implementation("fedkernels.unbalanced_ot", _ours_stiff, note='method="interior_point"'),
+            Implementation("fedkernels.unbalanced_ot, default method", _ours_stiff_by_default),
+            Implementation(MM, _mm_stiff, package="POT", note=f"div='l2', {ITERATIONS} iterations: not at the optimum"),
+        ),
+        truth=_stiff_optimum,
+        bars=(Bar(faster_than=(MM,), times=1.0), Bar(error=2e-6)),
+    )
+
+
+def _points(rows: int, device: torch.device) -> Inputs:
+    """Squared distances between uniform points of the unit square, divided by the largest; each mass is 1 / rows."""
+    draw = partial(torch.rand, rows, 2, generator=torch.Generator(device).manual_seed(0), device=device)
+    x, y = draw(dtype=torch.float64), draw(dtype=torch.float64)
+    cost = (x[:, None] - y).square().sum(-1)
+    return {"cost": (cost / cost.max()).requires_grad_()}
+
+
+def _solve_stiff(inputs: Inputs, tol: float, method: str) -> Outputs:
+    mass = 1 / len(inputs["cost"])
+    value = unbalanced_ot(inputs["cost"], mass, mass, STIFF_TAU, STIFF_TAU, tol=tol, method=method)
+    return {"value": value.detach()}
+
+
+def _ours_stiff(inputs: Inputs) -> Outputs:
+    return _solve_stiff(inputs, 1e-6, "interior_point")
+
+
+def _ours_stiff_by_default(inputs: Inputs) -> Outputs:
+    return _solve_stiff(inputs, 1e-6, "accelerated")
+
+
+def _stiff_optimum(inputs: Inputs) -> Outputs:
+    return _solve_stiff(inputs, 1e-10, "interior_point")
+
+
+def _mm_stiff(inputs: Inputs) -> Outputs:
+    cost = inputs["cost"].detach().numpy()
+    masses = torch.full((len(cost),), 1 / len(cost), dtype=torch.float64).numpy()
+    plan = importlib.import_module("ot").unbalanced.mm_unbalanced(
+        masses, masses, cost, STIFF_TAU, div="l2", numItermax=ITERATIONS
+    )
+    penalties = ((plan.sum(1) - masses) ** 2).sum() + ((plan.sum(0) - masses) ** 2).sum()
+    return {"value": torch.tensor((cost * plan).sum() + STIFF_TAU / 2 * penalties, dtype=torch.float64)}
 
 
 # Batches on a GPU

@@ -12,7 +12,7 @@ from fedkernels.reference._precision import compute_dtype
 from fedkernels.reference.client_weights import client_weights as _reference
 
 
-def client_weights(gram: Tensor, *, tol: float = 1e-8) -> Tensor:
+def client_weights(gram: Tensor, *, lower_bounds: Tensor | float | None = None, tol: float = 1e-8) -> Tensor:
     """Weights of the clients: ``argmin p'Gp`` over ``p >= 0, sum(p) = 1``.
 
     With ``G_ij = <g_i, g_j>`` this is the combination of the g_k of least norm, along which every client improves at
@@ -23,10 +23,15 @@ def client_weights(gram: Tensor, *, tol: float = 1e-8) -> Tensor:
         gram: [..., K, K] symmetric positive semi-definite, float16, bfloat16, float32 or float64, any strides.
             May be of deficient rank: equal clients are fine. Where rounding to its dtype has made it indefinite, so
             that there need be no minimum, the nearest positive semi-definite matrix is solved in its place.
+        lower_bounds: [..., K] least weight of each client, broadcast against gram's leading dimensions, or one number
+            for all. Not negative, with a sum of at most 1 for each problem. None stands for 0.
         tol: the iterations stop at ``p'Gp - min_k (Gp)_k <= tol * min(mean(G), min_k G_kk)``. The left side bounds the
             excess over the optimum; the minimum on the right side is never below the optimum. An exact solve on the
             clients with positive weight follows. A difference below ``K * 2.2e-16 * trace(G)`` is rounding and counts
             as reached. If the iterations do not reach even that, the function warns.
+
+    With lower bounds l, ``p = l + s q`` with ``s = 1 - sum(l)``, and q has the least norm among the combinations of
+    ``s g_k + sum_j l_j g_j``. So q is solved for as above, and tol refers to the Gram matrix of these vectors.
 
     Returns:
         [..., K], non-negative with sum 1; float64 for a float64 gram, else float32; solved in float64, on a GPU up to
@@ -35,20 +40,69 @@ def client_weights(gram: Tensor, *, tol: float = 1e-8) -> Tensor:
         ``G_kk = 0`` takes part in a minimum of 0.
 
     Raises:
-        TypeError: gram is not a floating tensor, or tol not a number.
+        TypeError: gram is not a floating tensor, tol not a number, or lower_bounds neither a tensor nor a number.
         ValueError: K = 0, not square, not finite, not symmetric, not a Gram matrix (``G_kk < 0`` or
-            ``G_ij^2 > G_ii G_jj``; beyond rounding in each case), tol out of range.
+            ``G_ij^2 > G_ii G_jj``; beyond rounding in each case), tol out of range; a lower bound that is negative or
+            NaN, or lower bounds with a sum above 1.
     """
     _checks.floating("gram", gram, at_least=2, layout="[..., K, K]")
     _checks.not_empty("gram", gram, (-2, -1), "K")
     if gram.shape[-1] != gram.shape[-2]:
         raise ValueError(f"gram must have shape [..., K, K], got {list(gram.shape)}")
     tol = _checks.positive("tol", tol)
+    if lower_bounds is not None:
+        with torch.no_grad():
+            return _bounded(gram, _bounds(lower_bounds, gram), tol)
     with torch.no_grad():
         if torch.compiler.is_compiling() or is_transformed() or is_without_data(gram):
             weights: Tensor = torch.ops.fedkernels.client_weights_solve(gram, tol)
             return weights
         return _solve(gram, tol)  # the dispatcher would take as long as a problem of ten clients
+
+
+def _bounded(gram: Tensor, bounds: Tensor, tol: float) -> Tensor:
+    """The weights with lower bounds, by the problem without them that the docstring names."""
+    rest = (1 - bounds.sum(-1, keepdim=True)).clamp(min=0)
+    wide = gram.double()
+    with_bounds = (wide @ bounds[..., None])[..., 0]  # of each g_k with the sum of the l_j g_j
+    square = (bounds * with_bounds).sum(-1)[..., None, None]
+    cross = rest * with_bounds
+    shifted = rest[..., None].square() * wide + cross[..., :, None] + cross[..., None, :] + square
+    weights = bounds + rest * client_weights(shifted, tol=tol)
+    return weights.to(compute_dtype(gram))
+
+
+def _bounds(lower_bounds: Tensor | float, gram: Tensor) -> Tensor:
+    """The lower bounds as float64 [..., K], checked where the data can be seen."""
+    clients = gram.shape[-1]
+    if isinstance(lower_bounds, (int, float)) and not isinstance(lower_bounds, bool):
+        bounds = gram.new_full(gram.shape[:-1], float(lower_bounds), dtype=torch.float64)
+    elif isinstance(lower_bounds, Tensor):
+        _checks.floating("lower_bounds", lower_bounds)
+        _checks.same_device(gram=gram, lower_bounds=lower_bounds)
+        wanted = list(gram.shape[:-1])
+        if lower_bounds.ndim == 0 or lower_bounds.shape[-1] != clients:
+            raise ValueError(
+                f"lower_bounds must be a number or have shape [..., {clients}] for gram of shape {list(gram.shape)}, "
+                f"got {list(lower_bounds.shape)}"
+            )
+        try:
+            bounds = lower_bounds.double().expand(wanted)
+        except RuntimeError:
+            raise ValueError(
+                f"lower_bounds must broadcast to {wanted} for gram of shape {list(gram.shape)}, "
+                f"got {list(lower_bounds.shape)}"
+            ) from None
+    else:
+        raise TypeError(f"lower_bounds must be a torch.Tensor or a Python number, got {type(lower_bounds).__name__}")
+    if torch.compiler.is_compiling() or is_transformed() or is_without_data(bounds):
+        return bounds
+    if not (bounds >= 0).all():
+        raise ValueError(f"lower_bounds must not be negative or NaN, got {float(bounds[~(bounds >= 0)][0]):.3g}")
+    most = float(bounds.sum(-1).max()) if bounds.numel() else 0.0
+    if most > 1 + 1e-6:  # float32 bounds that are meant to have the sum 1
+        raise ValueError(f"lower_bounds must have a sum of at most 1, got {most:.6g}")
+    return bounds
 
 
 _MOST_ON_CUDA = 128  # clients; WEIGHTS_LIMIT of csrc/cuda/client_weights.h

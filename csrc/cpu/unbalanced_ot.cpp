@@ -3,13 +3,27 @@
 // more than the row and column sums through which the quadratic sees the plan. The certificate of the problem on the
 // candidates is as cheap. Where it says that this problem is solved well enough, a pass over all entries finds those
 // outside whose gradient is negative: the next candidates. In the end the certificate of the whole problem decides.
-#include "cpu/unbalanced_ot_candidates.h"
+//
+// A problem that is not solved in time, as where tau is large beside the costs, goes on by the interior point.
+#include "cpu/unbalanced_ot_interior_point.h"
 
 namespace fedkernels::FEDKERNELS_ISA {
 
 namespace {
 
-constexpr int64_t CHECK_EVERY = 10;  // as in the reference
+// As in the reference.
+constexpr int64_t CHECK_EVERY = 10;
+constexpr int64_t LEAST_PATIENCE = 1000;
+constexpr int64_t MOST_INTERIOR_STEPS = 100;
+
+// The steps after which the interior point takes over: about as much work as it then needs.
+inline int64_t patience(const TransportProblem& problem) {
+  if (problem.method == TransportMethod::steepest) return problem.max_iterations;
+  if (problem.method == TransportMethod::interior_point) return 0;
+  const int64_t rows = problem.rows, columns = problem.columns, shorter = rows < columns ? rows : columns;
+  const int64_t equal_work = rows * columns * shorter / (16 * (rows + columns));
+  return equal_work > LEAST_PATIENCE ? equal_work : LEAST_PATIENCE;
+}
 
 // The following govern the work, not the result.
 constexpr double FIRST_GOAL = 0.02;   // the gap on the first candidates at which the others are looked at
@@ -300,8 +314,9 @@ void unbalanced_ot(const TransportProblem& problem, double* workspace, Transport
   }
 
   double gap = solver.nothing_pays() ? 0 : INFINITE, goal = problem.tol, gap_at_drop = INFINITE;
+  const bool on_candidates = problem.method != TransportMethod::steepest;
   if (gap > 0) {
-    if (problem.accelerated) {
+    if (on_candidates) {
       goal = max(FIRST_GOAL, problem.tol);
       double depth = FIRST_DEPTH;
       solver.first_candidates(depth);
@@ -314,8 +329,36 @@ void unbalanced_ot(const TransportProblem& problem, double* workspace, Transport
   const auto gap_to = [&](double bound) {
     return max((best_value - bound) / max(best_size, 2.2250738585072014e-308), 0.0);
   };
-  for (int64_t iteration = 1; iteration <= problem.max_iterations && gap > problem.tol; ++iteration) {
-    if (problem.accelerated) {
+  InteriorPoint interior(problem, solver.a, solver.b, workspace + candidates_workspace(rows, columns));
+  const int64_t in_time = patience(problem);
+  bool best_is_interior = false, interior_has_run = false;
+  int64_t iteration = 0;
+  while (iteration < problem.max_iterations && gap > problem.tol) {
+    if (iteration == in_time && !interior_has_run) {
+      interior_has_run = true;  // if rounding keeps it from the tolerance, the steps on candidates go on
+      solver.duals_at_plan();
+      interior.start(solver.at_plan.u, solver.at_plan.v);
+      const int64_t most = problem.max_iterations - iteration;
+      const int64_t end = iteration + (most < MOST_INTERIOR_STEPS ? most : MOST_INTERIOR_STEPS);
+      while (iteration < end && gap > problem.tol && interior.step()) {
+        solution->iterations = ++iteration;
+        best_bound = max(interior.bound(), best_bound);
+        for (int attempt = 0; attempt < 2; ++attempt) {  // the sparse plan, and where that is not good enough the whole
+          const InteriorPoint::Value now = interior.value(attempt == 0);
+          if (now.value < best_value) {
+            best_value = now.value;
+            best_size = now.size;
+            interior.keep(solver.best.row_sums, solver.best.column_sums);
+            best_is_interior = true;
+          }
+          gap = gap_to(best_bound);
+          if (gap <= problem.tol) break;
+        }
+      }
+      continue;
+    }
+    ++iteration;
+    if (on_candidates) {
       solver.accelerated_step();
     } else {
       solver.steepest_step();
@@ -329,14 +372,15 @@ void unbalanced_ot(const TransportProblem& problem, double* workspace, Transport
       best_value = linear + penalties;
       best_size = size + penalties;
       solver.copy(solver.plan, solver.best);
+      best_is_interior = false;
     }
-    if (problem.accelerated && !last && gap_to(solver.bound_of_candidates()) > goal) continue;
+    if (on_candidates && !last && gap_to(solver.bound_of_candidates()) > goal) continue;
 
     solution->iterations = iteration;
     solver.look_at_all();
     best_bound = max(solver.whole_bound(), best_bound);
     gap = gap_to(best_bound);
-    if (problem.accelerated && gap > problem.tol) {
+    if (on_candidates && gap > problem.tol) {
       if (gap < gap_at_drop / 2) {  // so that none can come and go for ever
         solver.drop_idle();
         gap_at_drop = gap;
@@ -346,7 +390,14 @@ void unbalanced_ot(const TransportProblem& problem, double* workspace, Transport
     }
   }
 
-  solver.write_plan(*solution);
+  if (best_is_interior) {
+    for (int64_t i = 0; i < rows; ++i) {
+      interior.read_row(i, solver.row);
+      write(solution->plan.data, solution->plan.dtype, solution->plan_start + i * columns, solver.row, columns);
+    }
+  } else {
+    solver.write_plan(*solution);
+  }
   double mass = 0;
   for (int64_t i = 0; i < rows; ++i) {
     solution->u[i] = solver.tau_a * (solver.a[i] - solver.best.row_sums[i]);

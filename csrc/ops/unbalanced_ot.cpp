@@ -28,6 +28,9 @@ static Solutions unbalanced_ot_cpu(Tensor cost, Tensor a, Tensor b, double tau_a
   double* const masses = static_cast<double*>(mass.data_ptr());
   int64_t* const counts = static_cast<int64_t*>(iterations.data_ptr());
 
+  const TransportMethod steps = method == "accelerated"      ? TransportMethod::accelerated
+                                : method == "interior_point" ? TransportMethod::interior_point
+                                                             : TransportMethod::steepest;
   const auto kernel = FEDKERNELS_BEST(unbalanced_ot);
   torch::stable::parallel_for(0, problems, 1, [&](int64_t begin, int64_t end) {
     size_t size = (transport_workspace(rows, columns) + 8) * sizeof(double);
@@ -37,7 +40,7 @@ static Solutions unbalanced_ot_cpu(Tensor cost, Tensor a, Tensor b, double tau_a
     for (int64_t p = begin; p < end; ++p) {
       const TransportProblem problem = {costs,   masses_a, masses_b, p * rows * columns, p * rows,       p * columns,
                                         rows,    columns,  tau_a,    tau_b,              tol,            max_iterations,
-                                        method == "accelerated"};
+                                        steps};
       TransportSolution solution = {plans, p * rows * columns, us + p * rows, vs + p * columns, 0, 0, 0, 0};
       kernel(problem, static_cast<double*>(workspace), &solution);
       values[p] = solution.value;

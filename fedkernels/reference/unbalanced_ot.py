@@ -1,10 +1,7 @@
 """Unbalanced optimal transport with half-squared marginal penalties (FedU2, Eq. 4), in plain PyTorch, in float64.
 
-Primal   min_{pi >= 0}  <C, pi> + tau_a/2 |pi 1 - a|^2 + tau_b/2 |pi'1 - b|^2
-Dual     max_{u, v}     <a, u> - |u|^2 / (2 tau_a) + <b, v> - |v|^2 / (2 tau_b)   subject to  u_i + v_j <= C_ij
-
-At the optimum u = tau_a (a - pi 1), v = tau_b (b - pi'1), and the gradient in pi is C - u - v. The quadratic sees pi
-only through its row and column sums, so a step reads and writes the M x N entries and nothing larger.
+_transport_problem.py holds the problem, its dual and its certificate. The quadratic sees the plan pi only through its
+row and column sums, so a step of the first-order methods reads and writes the M x N entries and nothing larger.
 
 The primal value at any plan is above the optimum, the dual value at any feasible (u, v) is below: their distance
 certifies both. It is taken relative to <|C|, pi> + the penalties, which is the primal value itself where C >= 0.
@@ -17,9 +14,13 @@ import torch
 from torch import Tensor
 
 from fedkernels.reference._precision import compute_dtype
+from fedkernels.reference._transport_interior_point import MOST_STEPS as INTERIOR_STEPS
+from fedkernels.reference._transport_interior_point import InteriorPoint
+from fedkernels.reference._transport_problem import Problem, objective
 
 DEFAULT_MAX_ITERATIONS = 100_000
 _CHECK_EVERY = 10  # the certificate costs about as much as four steps
+_LEAST_PATIENCE = 1000
 
 
 class TransportInfo(NamedTuple):
@@ -65,112 +66,112 @@ def unbalanced_ot_plan(
     return plan.to(compute_dtype(cost, a, b)), TransportInfo(iterations, gap, plan.sum((-2, -1)))
 
 
-def objective(cost: Tensor, a: Tensor, b: Tensor, tau_a: float, tau_b: float, plan: Tensor) -> Tensor:
-    """<C, pi> + tau_a/2 |pi 1 - a|^2 + tau_b/2 |pi'1 - b|^2, where a forbidden entry (C = inf, pi = 0) costs 0."""
-    linear = torch.where(plan > 0, cost * plan, 0).sum((-2, -1))
-    row_penalty = tau_a / 2 * (plan.sum(-1) - a).square().sum(-1)
-    column_penalty = tau_b / 2 * (plan.sum(-2) - b).square().sum(-1)
-    return linear + row_penalty + column_penalty
-
-
 @torch.no_grad()
 def solve(
     cost: Tensor, a: Tensor, b: Tensor, tau_a: float, tau_b: float, tol: float, max_iterations: int, method: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """-> plan [..., M, N] in float64, iterations [...], relative gap [...].
 
-    All problems of the batch step together; one that is solved stays as it is.
+    All problems of the batch step together; one that is solved stays as it is. "accelerated" hands the problems that
+    it has not solved in time to the interior point, whose number of steps does not grow with tau.
     """
     batch, (rows, columns) = cost.shape[:-2], cost.shape[-2:]
-    problem = _Problem(
+    problem = Problem(
         cost.double().reshape(-1, rows, columns),
         a.double().reshape(-1, rows),
         b.double().reshape(-1, columns),
         tau_a,
         tau_b,
     )
-    best = torch.zeros_like(problem.cost)
-    best_value = objective(problem.cost, problem.a, problem.b, tau_a, tau_b, best)
-    best_bound = torch.full_like(best_value, -torch.inf)
-    gap = torch.full_like(best_value, torch.inf)
-    iterations = torch.zeros(best_value.shape, dtype=torch.int64, device=cost.device)
-
-    # Where no entry has a negative gradient at pi = 0, pi = 0 is optimal.
-    descent = tau_a * problem.a[:, :, None] + tau_b * problem.b[:, None, :] - problem.cost
-    gap[descent.amax((-2, -1)) <= 0] = 0
-    # cost = -inf has no minimum; cost = inf forbids an entry.
-    hopeless = (problem.cost.isnan() | problem.cost.isneginf()).any(-1).any(-1)
-    hopeless |= ~(problem.a.isfinite().all(-1) & problem.b.isfinite().all(-1))
-    best[hopeless] = torch.nan
-    gap[hopeless] = torch.nan
-
-    iterate: _Accelerated | _Steepest = _Accelerated(problem) if method == "accelerated" else _Steepest(problem)
-    active = gap > tol
-    for iteration in range(1, max_iterations + 1):
-        if not active.any():
-            break
-        iterate.step()
-        if iteration % _CHECK_EVERY and iteration != max_iterations:
-            continue
-        plan = iterate.plan
-        value = objective(problem.cost, problem.a, problem.b, tau_a, tau_b, plan)
-        improved = active & (value < best_value)
-        best = torch.where(improved[:, None, None], plan, best)
-        best_value = torch.where(improved, value, best_value)
-        best_bound = torch.where(active, torch.maximum(best_bound, problem.bound(plan)), best_bound)
-        size = objective(problem.cost.abs(), problem.a, problem.b, tau_a, tau_b, best)
-        relative = ((best_value - best_bound) / size.clamp(min=torch.finfo(torch.float64).tiny)).clamp(min=0)
-        gap = torch.where(active, relative, gap)
-        iterations[active] = iteration
-        active = gap > tol
-    return best.reshape(cost.shape), iterations.reshape(batch), gap.reshape(batch)
+    best = _Best.start(problem)
+    if method == "steepest":
+        best.advance(_Steepest(problem), tol, max_iterations)
+    else:
+        accelerated = _Accelerated(problem)
+        if method == "accelerated":
+            best.advance(accelerated, tol, min(max_iterations, patience(rows, columns)))
+        late = (best.gap > tol).nonzero()[:, 0]
+        if len(late) and best.steps < max_iterations:
+            rest = best.select(late)
+            rest.advance_interior(tol, max_iterations)
+            best.replace(late, rest)
+        best.advance(accelerated, tol, max_iterations)  # only where rounding has stopped the interior point
+    return best.plan.reshape(cost.shape), best.iterations.reshape(batch), best.gap.reshape(batch)
 
 
-@dataclass(frozen=True)
-class _Problem:
-    """P problems side by side: cost [P, M, N], a [P, M], b [P, N]."""
+def patience(rows: int, columns: int) -> int:
+    """The steps of "accelerated" after which the interior point takes over: about as much work as it then needs."""
+    return max(_LEAST_PATIENCE, rows * columns * min(rows, columns) // (16 * (rows + columns)))
 
-    cost: Tensor
-    a: Tensor
-    b: Tensor
-    tau_a: float
-    tau_b: float
 
-    def duals(self, plan: Tensor) -> tuple[Tensor, Tensor]:
-        """u = tau_a (a - pi 1) and v = tau_b (b - pi'1)."""
-        return self.tau_a * (self.a - plan.sum(-1)), self.tau_b * (self.b - plan.sum(-2))
+@dataclass
+class _Best:
+    """The best plan of each problem so far, with its certificate."""
 
-    def gradient(self, plan: Tensor) -> Tensor:
-        """C - u - v; 0 at a forbidden entry, which never leaves pi = 0."""
-        u, v = self.duals(plan)
-        return (self.cost - u[:, :, None] - v[:, None, :]).masked_fill(self.cost.isinf(), 0)
+    problem: Problem
+    plan: Tensor  # [P, M, N]
+    value: Tensor  # [P]: of the plan
+    bound: Tensor  # [P]: the largest lower bound on the optimum
+    gap: Tensor  # [P]
+    iterations: Tensor  # [P]
+    steps: int = 0  # taken with all problems together
 
-    def curvature(self, move: Tensor) -> Tensor:
-        """move' Q move = tau_a |move 1|^2 + tau_b |move' 1|^2, with Q of FedU2's Eq. 5."""
-        row_part = self.tau_a * move.sum(-1).square().sum(-1)
-        return row_part + self.tau_b * move.sum(-2).square().sum(-1)
+    @classmethod
+    def start(cls, problem: Problem) -> "_Best":
+        """The plan 0, with gap 0 where it is optimal, and NaN where the problem has no solution."""
+        plan = torch.zeros_like(problem.cost)
+        value = problem.value(plan)
+        gap = torch.full_like(value, torch.inf)
+        # Where no entry has a negative gradient at pi = 0, pi = 0 is optimal.
+        descent = problem.tau_a * problem.a[:, :, None] + problem.tau_b * problem.b[:, None, :] - problem.cost
+        gap[descent.amax((-2, -1)) <= 0] = 0
+        # cost = -inf has no minimum; cost = inf forbids an entry.
+        hopeless = (problem.cost.isnan() | problem.cost.isneginf()).any(-1).any(-1)
+        hopeless |= ~(problem.a.isfinite().all(-1) & problem.b.isfinite().all(-1))
+        plan[hopeless] = torch.nan
+        gap[hopeless] = torch.nan
+        iterations = torch.zeros(value.shape, dtype=torch.int64, device=value.device)
+        return cls(problem, plan, value, torch.full_like(value, -torch.inf), gap, iterations)
 
-    def curvature_limit(self) -> float:
-        """The largest eigenvalue of Q."""
-        return self.tau_a * self.cost.shape[2] + self.tau_b * self.cost.shape[1]
+    def advance(self, method: "_Accelerated | _Steepest", tol: float, max_iterations: int) -> None:
+        """Steps until every problem is solved to the tolerance, or there were max_iterations in all."""
+        while self.steps < max_iterations and bool((self.gap > tol).any()):
+            method.step()
+            self.steps += 1
+            if self.steps % _CHECK_EVERY == 0 or self.steps == max_iterations:
+                self.offer(method.plan, *self.problem.duals(method.plan), tol)
 
-    def bound(self, plan: Tensor) -> Tensor:
-        """A lower bound on the optimum: the dual value of the plan's u and v, made feasible."""
-        u, v = self.duals(plan)
-        v_first = self._value(self._best_u(v), self._best_v(self._best_u(v)))
-        u_first = self._value(self._best_u(self._best_v(u)), self._best_v(u))
-        return torch.maximum(v_first, u_first)
+    def advance_interior(self, tol: float, max_iterations: int) -> None:
+        """The same by the interior-point method, with its limit of steps."""
+        method = InteriorPoint(self.problem, *self.problem.duals(self.plan))
+        last = min(max_iterations, self.steps + INTERIOR_STEPS)
+        while self.steps < last and bool((self.gap > tol).any()):
+            method.step()
+            self.steps += 1
+            self.offer(method.sparse_plan(), method.u, method.v, tol)
+            self.offer(method.plan, method.u, method.v, tol)  # which is better while there is far to go
 
-    def _best_u(self, v: Tensor) -> Tensor:
-        """The u that maximises the dual for this v: its free maximum tau_a a, or the constraint."""
-        return torch.minimum(self.tau_a * self.a, (self.cost - v[:, None, :]).amin(2))
+    def offer(self, plan: Tensor, u: Tensor, v: Tensor, tol: float) -> None:
+        """Takes over plan and bound where they are better, in the problems that are not solved."""
+        active = self.gap > tol
+        value = self.problem.value(plan)
+        improved = active & (value < self.value)
+        self.plan = torch.where(improved[:, None, None], plan, self.plan)
+        self.value = torch.where(improved, value, self.value)
+        self.bound = torch.where(active, torch.fmax(self.bound, self.problem.bound(u, v)), self.bound)
+        size = self.problem.size(self.plan).clamp(min=torch.finfo(torch.float64).tiny)
+        self.gap = torch.where(active, ((self.value - self.bound) / size).clamp(min=0), self.gap)
+        self.iterations[active] = self.steps
 
-    def _best_v(self, u: Tensor) -> Tensor:
-        return torch.minimum(self.tau_b * self.b, (self.cost - u[:, :, None]).amin(1))
+    def select(self, index: Tensor) -> "_Best":
+        """The problems at these positions."""
+        plan, value, bound, gap = self.plan[index], self.value[index], self.bound[index], self.gap[index]
+        return _Best(self.problem.select(index), plan, value, bound, gap, self.iterations[index], self.steps)
 
-    def _value(self, u: Tensor, v: Tensor) -> Tensor:
-        row_part = (self.a * u - u.square() / (2 * self.tau_a)).sum(-1)
-        return row_part + (self.b * v - v.square() / (2 * self.tau_b)).sum(-1)
+    def replace(self, index: Tensor, other: "_Best") -> None:
+        self.plan[index], self.value[index], self.bound[index] = other.plan, other.value, other.bound
+        self.gap[index], self.iterations[index] = other.gap, other.iterations
+        self.steps = other.steps
 
 
 class _Accelerated:
@@ -180,7 +181,7 @@ class _Accelerated:
     has about two entries in a row: hence a line search that also lowers it.
     """
 
-    def __init__(self, problem: _Problem) -> None:
+    def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.plan = torch.zeros_like(problem.cost)
         self.point = self.plan  # the plan with momentum
@@ -214,7 +215,7 @@ class _Steepest:
     step that does not decrease the objective enough (Armijo) is halved.
     """
 
-    def __init__(self, problem: _Problem) -> None:
+    def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.plan = torch.zeros_like(problem.cost)
         self.shorten = problem.cost.new_ones(problem.cost.shape[0])

@@ -240,3 +240,58 @@ def test_the_kernel_solves_the_smallest_and_the_largest_numbers_itself():
     weights = torch.ops.fedkernels.client_weights(gram, 1e-8)
     for size in (2.3e-308 / gram.diagonal().min(), 1e307 / gram.abs().max()):
         torch.testing.assert_close(torch.ops.fedkernels.client_weights(gram * size, 1e-8), weights, rtol=0, atol=1e-12)
+
+
+def with_bounds_by_quadprog(gram, bounds):
+    clients = len(gram)
+    constraints = np.c_[np.ones(clients), np.eye(clients)]
+    limits = np.r_[1.0, bounds.numpy()]
+    ridge = 1e-13 * float(gram.trace()) * np.eye(clients)
+    return torch.from_numpy(quadprog.solve_qp(2 * (gram.numpy() + ridge), np.zeros(clients), constraints, limits, 1)[0])
+
+
+@pytest.mark.parametrize("part", [0.0, 0.3, 0.9])
+def test_lower_bounds_equal_quadprog(part):
+    grams = torch.stack([gram_of(8, 20, correlation=1.0, seed=seed, spread=0.5) for seed in range(4)])
+    bounds = part / 8 * torch.linspace(0, 2, 8, dtype=torch.float64).expand(4, 8)
+    p = client_weights(grams, lower_bounds=bounds)
+    torch.testing.assert_close(p.sum(-1), torch.ones(4).double())
+    assert (p >= bounds).all()
+    for k in range(4):
+        best = with_bounds_by_quadprog(grams[k], bounds[k])
+        value, least = p[k] @ grams[k] @ p[k], best @ grams[k] @ best
+        assert -1e-9 <= (value - least) / least <= 1e-7
+        torch.testing.assert_close(client_weights(grams[k], lower_bounds=bounds[k]), p[k], rtol=1e-6, atol=1e-9)
+    if part:
+        assert not torch.allclose(p, client_weights(grams))
+
+
+def test_lower_bounds_of_one_number_and_of_the_whole():
+    gram = gram_of(5, 20, seed=2)
+    equal = client_weights(gram, lower_bounds=0.2)
+    torch.testing.assert_close(equal, torch.full((5,), 0.2).double())
+    torch.testing.assert_close(client_weights(gram, lower_bounds=0.0), client_weights(gram), rtol=1e-9, atol=1e-12)
+    half = client_weights(gram.half().float(), lower_bounds=torch.full((5,), 0.2))  # a sum of 1 but for rounding
+    assert half.dtype == torch.float32
+    torch.testing.assert_close(half, torch.full((5,), 0.2))
+    compiled = torch.compile(lambda gram: client_weights(gram, lower_bounds=0.1), fullgraph=True, backend="aot_eager")(
+        gram
+    )
+    torch.testing.assert_close(compiled, client_weights(gram, lower_bounds=0.1))
+
+
+@pytest.mark.parametrize(
+    ("bounds", "error", "message"),
+    [
+        (-0.1, ValueError, "lower_bounds must not be negative or NaN, got -0.1"),
+        (float("nan"), ValueError, "lower_bounds must not be negative or NaN, got nan"),
+        (0.5, ValueError, "lower_bounds must have a sum of at most 1, got 1.5"),
+        (torch.ones(2), ValueError, r"lower_bounds must be a number or have shape \[..., 3\]"),
+        (torch.zeros(4, 3), ValueError, r"lower_bounds must broadcast to \[3\]"),
+        (torch.zeros(3).int(), TypeError, "lower_bounds must be float16"),
+        ([0.1, 0.1, 0.1], TypeError, "lower_bounds must be a torch.Tensor or a Python number, got list"),
+    ],
+)
+def test_bad_lower_bounds_are_named(bounds, error, message):
+    with pytest.raises(error, match=message):
+        client_weights(torch.eye(3), lower_bounds=bounds)

@@ -415,7 +415,7 @@ C = torch.ones(2, 3)
             "max_iterations must be a positive",
         ),
         (
-            lambda: unbalanced_ot(C, 1.0, 1.0, 1.0, 1.0, method="newton"),
+            lambda: unbalanced_ot(C, 1.0, 1.0, 1.0, 1.0, method="sinkhorn"),
             ValueError,
             "method must be one of accelerated",
         ),

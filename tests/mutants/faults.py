@@ -353,6 +353,22 @@ OF_CPU = [
         "solution.plan_start + i * rows, row,",
         _of("unbalanced_ot"),
     ),
+    Fault(
+        "unbalanced_ot: the interior point's excess",
+        "logic",
+        CPU + "unbalanced_ot_interior_point.h",
+        "excess[i] += entry * share;",
+        "excess[i] += entry * share * 0;",
+        _of("unbalanced_ot_stiff"),
+    ),
+    Fault(
+        "unbalanced_ot: the interior point's transposed plan",
+        "index",
+        CPU + "unbalanced_ot_interior_point.h",
+        "transposed ? kept[j * longer.pitch + i]",
+        "transposed ? kept[i * longer.pitch + j]",
+        _of("unbalanced_ot_stiff"),
+    ),
 ]
 
 OF_CUDA = [

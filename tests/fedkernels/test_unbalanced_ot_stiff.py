@@ -1,0 +1,192 @@
+"""unbalanced_ot's interior point, on stiff problems and others, and its masks."""
+
+import sys
+
+import ot
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+from fedkernels import _native, unbalanced_ot, unbalanced_ot_plan
+from tests.fedkernels.test_unbalanced_ot import dual_active_set, objective, problem
+
+operator_module = sys.modules["fedkernels.unbalanced_ot"]  # the package's attribute of that name is the function
+
+
+def spread(rows, columns, seed=0):
+    """Squared distances between uniform points of the square, at most 1, and equal masses with sum 1."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.rand(rows, 2, generator=generator, dtype=torch.float64)
+    y = torch.rand(columns, 2, generator=generator, dtype=torch.float64)
+    cost = (x[:, None] - y).square().sum(-1)
+    return cost / cost.max(), torch.full((rows,), 1 / rows).double(), torch.full((columns,), 1 / columns).double()
+
+
+@pytest.mark.parametrize("tau", [1.0, 100.0, 1e4, 1e6])
+@pytest.mark.parametrize(("rows", "columns"), [(40, 40), (13, 30), (30, 13)])
+def test_the_interior_point_takes_tens_of_steps_whatever_tau_is(rows, columns, tau):
+    cost, a, b = spread(rows, columns)
+    plan, info = unbalanced_ot_plan(cost, a, b, tau, tau, tol=1e-8, method="interior_point")
+    assert info.gap <= 1e-8
+    assert info.iterations <= 30
+    tight = unbalanced_ot(cost, a, b, tau, tau, tol=1e-10, method="interior_point")
+    value = objective(cost, a, b, tau, tau, plan)
+    assert -1e-9 <= (value - tight) / tight <= 1e-8
+    assert (plan >= 0).all()
+    if tau <= 1e4:
+        assert (plan > 0).sum() <= 2 * (rows + columns)  # exact zeros, as an optimal plan has
+
+
+def test_stiff_problems_tend_to_balanced_transport():
+    cost, a, b = spread(40, 30)
+    plan, _ = unbalanced_ot_plan(cost, a, b, 1e6, 1e6, tol=1e-9)
+    balanced = ot.emd2(a.numpy(), b.numpy(), cost.numpy())
+    assert (cost * plan).sum().item() == pytest.approx(balanced, rel=1e-4)
+    torch.testing.assert_close(plan.sum(1), a, rtol=1e-4, atol=0)
+
+
+@pytest.mark.cpu_only(reason="a GPU's kernel goes on by itself")
+def test_what_is_not_solved_in_time_goes_on_by_the_interior_point():
+    cost, a, b = spread(20, 25)
+    stiff = unbalanced_ot_plan(cost, a, b, 1e4, 1e4, tol=1e-8)
+    assert 1000 < stiff[1].iterations <= 1030
+    assert stiff[1].gap <= 1e-8
+    batch = torch.stack([cost, problem(20, 25)[0]])  # of which only the first is stiff
+    masses_a, masses_b = torch.stack([a, a + 1]), torch.stack([b, b + 1])
+    plans, info = unbalanced_ot_plan(batch, 100 * masses_a, 100 * masses_b, 100.0, 100.0, tol=1e-7)
+    assert (info.gap <= 1e-7).all()
+    for k in range(2):
+        alone = unbalanced_ot_plan(batch[k], 100 * masses_a[k], 100 * masses_b[k], 100.0, 100.0, tol=1e-7)
+        torch.testing.assert_close(plans[k], alone[0], rtol=1e-3, atol=1e-3)
+
+
+def test_the_interior_point_equals_quadprog():
+    for seed, (rows, columns) in enumerate([(1, 1), (1, 6), (6, 1), (5, 4), (8, 8), (3, 11)]):
+        cost, a, b = problem(rows, columns, seed=seed)
+        cost = cost - 0.5  # some are negative
+        truth, truth_plan = dual_active_set(cost, a, b, 3.0, 0.6)
+        plan, info = unbalanced_ot_plan(cost, a, b, 3.0, 0.6, tol=1e-10, method="interior_point")
+        assert info.iterations <= 30
+        assert objective(cost, a, b, 3.0, 0.6, plan).item() == pytest.approx(truth, rel=1e-8, abs=1e-9)
+        torch.testing.assert_close(plan, truth_plan, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("masses", [(0.0, 0.0), (0.0, 1.0), (1e-6, 1e6), (-1.0, 2.0)])
+def test_the_interior_point_starts_anywhere(masses):
+    """Negative costs create mass from nothing; negative and tiny masses are legal."""
+    cost = problem(6, 9, seed=3)[0] - 1
+    plan, info = unbalanced_ot_plan(cost, *masses, 2.0, 3.0, tol=1e-9, method="interior_point")
+    assert info.gap <= 1e-9
+    assert info.iterations <= 40
+    reference, _ = unbalanced_ot_plan(cost, *masses, 2.0, 3.0, tol=1e-9)
+    full = torch.full((6,), masses[0]).double(), torch.full((9,), masses[1]).double()
+    value, truth = (objective(cost, *full, 2.0, 3.0, each).item() for each in (plan, reference))
+    assert value == pytest.approx(truth, rel=1e-8, abs=1e-9)
+
+
+def test_gradcheck_of_a_stiff_problem():
+    cost, a, b = (tensor.requires_grad_() for tensor in spread(4, 3, seed=5))
+    assert torch.autograd.gradcheck(
+        lambda cost, a, b: unbalanced_ot(cost, a, b, 50.0, 80.0, tol=1e-13, method="interior_point"),
+        (cost, a, b),
+        atol=1e-5,
+        rtol=1e-4,
+        fast_mode=True,
+    )
+
+
+def test_the_operators_keep_to_torchs_rules_with_the_interior_point():
+    names = ["unbalanced_ot_reference"] + ["unbalanced_ot"] * (_native.module is not None)
+    cost, a, b = spread(5, 7)
+    for name in names:
+        operator = getattr(torch.ops.fedkernels, name).default
+        torch.library.opcheck(operator, (cost, a, b, 90.0, 80.0, 1e-6, 100, "interior_point"))
+
+
+def test_forbidden_pairs_in_the_interior_point():
+    cost, a, b = problem(4, 5, seed=12)
+    cost[1, 2] = cost[3] = cost[:, 0] = torch.inf
+    truth, _ = dual_active_set(cost.clamp(max=1e3), a, b, 0.8, 0.9)
+    plan, info = unbalanced_ot_plan(cost, a, b, 0.8, 0.9, tol=1e-10, method="interior_point")
+    assert info.gap <= 1e-10
+    assert not plan[cost.isinf()].any()
+    assert unbalanced_ot(cost, a, b, 0.8, 0.9, tol=1e-10, method="interior_point").item() == pytest.approx(truth)
+
+
+@pytest.mark.filterwarnings("ignore:max_iterations reached")
+def test_the_interior_point_is_certified_wherever_its_steps_end():
+    cost, a, b = spread(30, 20, seed=1)
+    truth = unbalanced_ot(cost, a, b, 1e3, 1e3, tol=1e-10, method="interior_point")
+    for steps in (1, 2, 4, 8):
+        plan, info = unbalanced_ot_plan(cost, a, b, 1e3, 1e3, tol=1e-9, max_iterations=steps, method="interior_point")
+        value = objective(cost, a, b, 1e3, 1e3, plan)
+        assert info.iterations <= steps
+        assert -1e-9 * value <= value - truth <= (info.gap + 1e-9) * value
+
+
+@pytest.mark.cpu_only(reason="it looks at what a GPU would run")
+def test_on_cuda_the_interior_point_is_the_reference(monkeypatch):
+    monkeypatch.setattr(_native, "operator", lambda *_: "the kernel")
+    reference = torch.ops.fedkernels.unbalanced_ot_reference
+    with FakeTensorMode():
+        x = torch.empty(2, 2, device="cuda")
+        assert operator_module._operator(x, x[0], x[0], "interior_point") == reference
+        assert operator_module._operator(x, x[0], x[0], "accelerated") == "the kernel"
+    assert operator_module._operator(torch.ones(2, 2), torch.ones(2), torch.ones(2), "interior_point") == "the kernel"
+
+
+@pytest.mark.parametrize("method", ["accelerated", "interior_point"])
+def test_masked_problems_are_the_smaller_ones(method):
+    """What lies in the padding has no influence, NaN included, and gets exact zeros."""
+    sizes = [(5, 6), (3, 6), (5, 2), (1, 1)]
+    costs, masses_a, masses_b = problem(5, 6, seed=7, batch=(4,))
+    row_mask = torch.stack([torch.arange(5) < rows for rows, _ in sizes])
+    column_mask = torch.stack([torch.arange(6) < columns for _, columns in sizes])
+    inside = row_mask[:, :, None] & column_mask[:, None, :]
+    padded = [
+        costs.masked_fill(~inside, torch.nan).requires_grad_(),
+        masses_a.masked_fill(~row_mask, torch.nan).requires_grad_(),
+        masses_b.masked_fill(~column_mask, torch.inf).requires_grad_(),
+    ]
+    options = {"tol": 1e-10, "method": method}
+    masks = {"row_mask": row_mask, "column_mask": column_mask}
+    values = unbalanced_ot(*padded, 0.8, 0.9, **masks, **options)
+    grads = torch.autograd.grad(values.sum(), padded)
+    plans, info = unbalanced_ot_plan(*padded, 0.8, 0.9, **masks, **options)
+    assert not plans[~inside].any()
+    assert not grads[0][~inside].any()
+    assert not grads[1][~row_mask].any()
+    assert not grads[2][~column_mask].any()
+    for k, (rows, columns) in enumerate(sizes):
+        single = costs[k, :rows, :columns], masses_a[k, :rows], masses_b[k, :columns]
+        torch.testing.assert_close(values[k], unbalanced_ot(*single, 0.8, 0.9, **options), rtol=1e-9, atol=1e-12)
+        alone, alone_info = unbalanced_ot_plan(*single, 0.8, 0.9, **options)
+        torch.testing.assert_close(plans[k, :rows, :columns], alone, rtol=0, atol=1e-4)
+        torch.testing.assert_close(info.transported_mass[k], alone_info.transported_mass, rtol=0, atol=1e-4)
+
+
+def test_one_mask_serves_a_batch_and_compiles():
+    cost, a, b = problem(4, 5, seed=10, batch=(2,))
+    keep = torch.tensor([True, True, False, True])
+
+    def masked(cost):
+        return unbalanced_ot(cost, a, b, 0.8, 0.9, row_mask=keep, tol=1e-9)
+
+    truth = unbalanced_ot(cost[:, keep], a[:, keep], b, 0.8, 0.9, tol=1e-9)
+    torch.testing.assert_close(masked(cost), truth, rtol=1e-8, atol=0)
+    compiled = torch.compile(masked, fullgraph=True, backend="aot_eager")(cost)
+    torch.testing.assert_close(compiled, truth, rtol=1e-8, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("mask", "error", "message"),
+    [
+        (torch.ones(2), TypeError, "row_mask must be a bool tensor or None, got dtype torch.float32"),
+        ([True, True], TypeError, "row_mask must be a bool tensor or None, got list"),
+        (torch.ones(3, dtype=torch.bool), ValueError, r"row_mask must have shape \[..., 2\] .* got \[3\]"),
+        (torch.ones(4, 2, dtype=torch.bool), ValueError, r"row_mask must broadcast to \[2\]"),
+    ],
+)
+def test_a_bad_mask_is_named(mask, error, message):
+    with pytest.raises(error, match=message):
+        unbalanced_ot(torch.ones(2, 3), 1.0, 1.0, 1.0, 1.0, row_mask=mask)
