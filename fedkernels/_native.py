@@ -19,6 +19,8 @@ from fedkernels._autograd import is_transformed
 COMPILED = (
     "apply_deltas",
     "client_weights",
+    "debiased_cka",
+    "debiased_cka_pairwise",
     "delta_gram",
     "info_nce",
     "linear_cka",
