@@ -8,6 +8,7 @@ from fedkernels._native import build_info
 from fedkernels.accumulate_cka import CKAAccumulator
 from fedkernels.apply_deltas import apply_deltas
 from fedkernels.client_weights import client_weights
+from fedkernels.compare_networks import Comparison, compare
 from fedkernels.debiased_cka import debiased_cka, debiased_cka_pairwise
 from fedkernels.delta_gram import delta_gram
 from fedkernels.info_nce import info_nce
@@ -26,6 +27,7 @@ except _PackageNotFoundError:  # run from a source tree that is not installed
 
 __all__ = [
     "CKAAccumulator",
+    "Comparison",
     "MinibatchCKA",
     "TransportInfo",
     "ViewKey",
@@ -35,6 +37,7 @@ __all__ = [
     "apply_deltas",
     "build_info",
     "client_weights",
+    "compare",
     "debiased_cka",
     "debiased_cka_pairwise",
     "delta_gram",

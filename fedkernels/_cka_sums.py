@@ -77,10 +77,7 @@ class Side:
             self.entries - count * shift,
             norms,
             products,
-            self.norms_by_entries
-            - 2 * mixed
-            + self.per_column(length) * self.entries
-            - self.per_column(norms) * shift,
+            self.norms_by_entries - 2 * mixed + self.per_column(length) * self.entries - self.per_column(norms) * shift,
             self.squared_norms
             - 4 * self.per_layer(shift * self.norms_by_entries)
             + 4 * self.per_layer(shift * mixed)
@@ -135,10 +132,7 @@ class Sums:
             x,
             y,
             count,
-            self.products
-            - torch.outer(self.x.entries, t)
-            - torch.outer(s, self.y.entries)
-            + count * torch.outer(s, t),
+            self.products - torch.outer(self.x.entries, t) - torch.outer(s, self.y.entries) + count * torch.outer(s, t),
             self.x_norms_by_y - 2 * s_by_y + torch.outer(s_length, self.y.entries) - torch.outer(x.norms, t),
             self.y_norms_by_x - 2 * t_by_x + torch.outer(t_length, self.x.entries) - torch.outer(y.norms, s),
             self.norms
@@ -163,9 +157,9 @@ class Sums:
         return result
 
     def hsic(self, debiased: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Of sums about the means. -> Of the pairs [N, M], of x and y with themselves [N] and [M], and both biased ones.
+        """HSIC of sums about the means, but for a factor: of the pairs [N, M], of the xs [N] and of the ys [M] alone.
 
-        The biased ones are the scale of the rounding.
+        The last two are the biased ones of the xs and of the ys, to whose size the products are rounded.
         """
         cross = self.y.per_layer(self.x.per_layer(self.products.square().mT).mT)
         xx, yy = (torch.stack([product.square().sum() for product in side.products]) for side in (self.x, self.y))

@@ -12,7 +12,7 @@ from fedkernels import _checks
 from fedkernels._cka_sums import Side, Sums
 from fedkernels._similarity import FEWEST_DEBIASED_ROWS, check_batch
 from fedkernels.reference._precision import compute_dtype, no_autocast
-from fedkernels.reference.debiased_cka import ROUNDING_UNITS, zero_up_to
+from fedkernels.reference.debiased_cka import rounding_of_products, zero_up_to
 from fedkernels.reference.linear_cka import ratio
 
 
@@ -21,8 +21,8 @@ class CKAAccumulator:
 
     It holds no samples but sums in float64: ``d1 d2 + d1^2 + d2^2`` for two representations of these widths. For lists
     d1 and d2 are the widths of all together in the first term, and each representation has a ``d^2`` of its own. Use
-    `MinibatchCKA` where that is too much. The sums are taken about the means of the first batch, so that large means cost
-    no precision.
+    `MinibatchCKA` where that is too much. The sums are taken about the means of the first batch, so that large means
+    cost no precision.
 
     Source: ``linear_cka(x, y, centered=True)`` and ``debiased_cka(x, y)``. The unbiased HSIC needs the sums of
     ``|x_i|^2 |y_i|^2``, ``|x_i|^2 y_i`` and ``|y_i|^2 x_i`` beyond the products ``x'x``, ``y'y`` and ``x'y``.
@@ -39,6 +39,7 @@ class CKAAccumulator:
         self._sums: Sums | None = None
         self._of_lists = False
         self._dtype = torch.float64
+        self._largest_batch = 0
 
     @property
     def count(self) -> int:
@@ -60,19 +61,13 @@ class CKAAccumulator:
         xs, ys = check_batch(x, y)
         widths = [z.shape[1] for z in xs], [z.shape[1] for z in ys]
         with torch.no_grad(), no_autocast(xs[0]):
-            dtype = compute_dtype(*xs, *ys)
-            all_x, all_y = (torch.cat([z.to(dtype) for z in zs], dim=1) for zs in (xs, ys))
             if self._sums is None:
-                self._of_lists = not isinstance(x, Tensor)
-                # float32 holds the origins: subtracting them is the same in both dtypes.
-                sides = (
-                    Side.empty(width, z.mean(dim=0).float().double())
-                    for width, z in zip(widths, (all_x, all_y), strict=True)
-                )
-                self._sums = Sums.empty(*sides)
+                self._of_lists, self._dtype = not isinstance(x, Tensor), compute_dtype(*xs, *ys)
+                origins = (torch.cat([_mean(z.to(self._dtype)) for z in zs]).double() for zs in (xs, ys))
+                self._sums = Sums.empty(*map(Side.empty, widths, origins))
             _check_same_layout(self._sums, *widths, xs[0].device, "the first batch")
-            self._sums.add(all_x, all_y)
-        self._dtype = dtype if dtype != torch.float64 else self._dtype
+            self._sums.add(*(torch.cat([z.to(self._dtype) for z in zs], dim=1) for zs in (xs, ys)))
+            self._largest_batch = max(self._largest_batch, len(xs[0]))
 
     def compute(self, debiased: bool = False) -> Tensor:
         """CKA of all samples so far: [] for tensors, [N, M] for lists. More batches may follow.
@@ -81,7 +76,8 @@ class CKAAccumulator:
             debiased: False for the value of ``linear_cka(..., centered=True)``, True for that of ``debiased_cka``.
 
         Returns:
-            float64 where all samples were float64, else float32. Zero representations are 0 as there.
+            float64 where the first batch had a float64 tensor, else float32, in which the products of the batches are
+            formed. Zero representations are 0 as there.
 
         Raises:
             TypeError: debiased is not a bool.
@@ -93,8 +89,9 @@ class CKAAccumulator:
         if debiased and self.count < FEWEST_DEBIASED_ROWS:
             raise ValueError(f"debiased CKA needs at least {FEWEST_DEBIASED_ROWS} samples, got {self.count}")
         cross, xx, yy, x_scale, y_scale = self._sums.about_means().hsic(debiased)
-        # The sums are float64, the products of the batches in the samples' dtype.
-        rounding = ROUNDING_UNITS * torch.finfo(self._dtype).eps if debiased else 0.0
+        # The products of the batches have the samples' dtype, the sums over batches float64.
+        of_batches = rounding_of_products(self._dtype, self._largest_batch)
+        rounding = of_batches + rounding_of_products(torch.float64, self.count) if debiased else 0.0
         xx, yy = zero_up_to(rounding * x_scale, xx), zero_up_to(rounding * y_scale, yy)
         values = ratio(cross, xx[:, None], yy).to(self._dtype)
         return values if self._of_lists else values[0, 0]
@@ -108,13 +105,13 @@ class CKAAccumulator:
             if one._sums is None:
                 continue
             if result._sums is None:
-                result._of_lists, result._sums = one._of_lists, one._sums.moved(one._sums.x.origin, one._sums.y.origin)
+                result._of_lists, result._dtype = one._of_lists, one._dtype
+                result._sums = one._sums.moved(one._sums.x.origin, one._sums.y.origin)
             else:
                 x, y = one._sums.x, one._sums.y
                 _check_same_layout(result._sums, x.widths, y.widths, x.origin.device, "the other accumulator")
                 result._sums = result._sums.plus(one._sums)
-            if one._dtype != torch.float64:
-                result._dtype = one._dtype
+            result._largest_batch = max(result._largest_batch, one._largest_batch)
         return result
 
     def all_reduce(self, group: dist.ProcessGroup | None = None) -> None:
@@ -129,14 +126,20 @@ class CKAAccumulator:
             dist.broadcast(origin, dist.get_global_rank(group, 0) if group else 0, group)
         self._sums = self._sums.moved(*origins)
         count = torch.tensor(self.count, device=origins[0].device)
+        largest_batch = torch.tensor(self._largest_batch, device=origins[0].device)
         for tensor in (*self._sums.tensors(), count):
             dist.all_reduce(tensor, group=group)
+        dist.all_reduce(largest_batch, dist.ReduceOp.MAX, group)
         self._sums.count = int(count)
+        self._largest_batch = int(largest_batch)
 
 
-def _check_same_layout(
-    sums: Sums, x_widths: list[int], y_widths: list[int], device: torch.device, first: str
-) -> None:
+def _mean(x: Tensor) -> Tensor:
+    # By way of the first row the mean of a constant column is that constant, and all its sums are exactly 0.
+    return x[0] + (x - x[0]).mean(dim=0)
+
+
+def _check_same_layout(sums: Sums, x_widths: list[int], y_widths: list[int], device: torch.device, first: str) -> None:
     for name, wanted, widths in (("x", sums.x.widths, x_widths), ("y", sums.y.widths, y_widths)):
         if wanted != widths:
             raise ValueError(f"{name} must have the widths {wanted} of {first}, got {widths}")

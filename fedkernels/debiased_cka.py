@@ -27,8 +27,8 @@ def debiased_cka(x: Tensor, y: Tensor) -> Tensor:
     Plain CKA of unrelated representations tends to 1 as their widths grow beyond the number of samples. Debiased CKA of
     them is near 0, of either sign, for any number of samples.
 
-    Source: H is Song et al. 2007, "Supervised Feature Selection via Dependence Estimation", Eq. 5. The ratio is debiased
-    CKA as in Nguyen et al. 2021, "Do Wide and Deep Networks Learn the Same Things?", Eq. 3, and Murphy et al. 2024,
+    Source: H is Song et al. 2007, "Supervised Feature Selection via Dependence Estimation", Eq. 5. The ratio is
+    debiased CKA as in Nguyen et al. 2021, "Do Wide and Deep Networks Learn the Same Things?", and Murphy et al. 2024,
     "Correcting Biased Centered Kernel Alignment Measures in Biological and Artificial Neural Networks".
 
     Args:
@@ -38,9 +38,9 @@ def debiased_cka(x: Tensor, y: Tensor) -> Tensor:
     Returns:
         [...], from -1 to 1 up to rounding; float64 where an input is float64, else float32. H does not depend on the
         means of the columns, so there is no option for centring. Precision, gradients and scales are as in
-        ``linear_cka``. H(x, x) is a sum of squares, so it cannot be negative. Where it is zero, up to the rounding of the
-        products, the value is 0 and its gradient is 0: constant representations, a single sample that differs from the
-        others, representations whose samples are all equally far apart. NaN or inf in gives NaN out.
+        ``linear_cka``. H(x, x) is a sum of squares, so it cannot be negative. Where it is zero, up to the rounding of
+        the products, the value is 0 and its gradient is 0: constant representations, a single sample that differs from
+        the others, representations whose samples are all equally far apart. NaN or inf in gives NaN out.
         On a GPU it runs on its reference in plain PyTorch.
 
     Raises:

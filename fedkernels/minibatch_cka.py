@@ -21,8 +21,8 @@ class MinibatchCKA:
     ``debiased_cka`` itself. It holds ``N M + N + M`` numbers. A batch of L samples needs ``L^2 (N + M)`` numbers in
     float64 for a moment. `CKAAccumulator` gives the exact value of all samples, in memory that grows with the widths.
 
-    Source: Nguyen et al. 2021, "Do Wide and Deep Networks Learn the Same Things?", Eq. 2 and 3. There all batches have the
-    same size. Here a batch of L counts by ``L (L - 3)``, so that a small last one adds little noise.
+    Source: Nguyen et al. 2021, "Do Wide and Deep Networks Learn the Same Things?", Eq. 2 and 3. There all batches have
+    the same size. Here a batch of L counts by ``L (L - 3)``, so that a small last one adds little noise.
     """
 
     def __init__(self) -> None:
@@ -50,17 +50,16 @@ class MinibatchCKA:
             wanted = " and ".join(map(str, self._hsic[0].shape))
             raise ValueError(f"x and y must hold {wanted} representations as before, got {len(xs)} and {len(ys)}")
         with torch.no_grad(), no_autocast(xs[0]):
-            dtype = compute_dtype(*xs, *ys)
+            dtype = compute_dtype(*xs, *ys) if self._hsic is None else self._dtype
             of_x, of_y = (
                 torch.stack([u_centered_gram(center(z.to(dtype))).double().flatten() for z in zs]) for zs in (xs, ys)
             )
             batch = of_x @ of_y.mT, of_x.square().sum(dim=1), of_y.square().sum(dim=1)
         if self._hsic is None:
-            self._of_lists = not isinstance(x, Tensor)
+            self._of_lists, self._dtype = not isinstance(x, Tensor), dtype
             self._hsic = batch
         else:
             _add(self._hsic, batch)
-        self._dtype = dtype if dtype != torch.float64 else self._dtype
 
     def compute(self) -> Tensor:
         """The estimate from all batches so far: [] for tensors, [N, M] for lists, float32 or float64.
@@ -83,13 +82,13 @@ class MinibatchCKA:
                 continue
             if result._hsic is None:
                 cross, xx, yy = one._hsic
-                result._hsic, result._of_lists = (cross.clone(), xx.clone(), yy.clone()), one._of_lists
+                result._hsic = cross.clone(), xx.clone(), yy.clone()
+                result._of_lists, result._dtype = one._of_lists, one._dtype
             elif result._hsic[0].shape != one._hsic[0].shape:
                 shapes = [list(hsic[0].shape) for hsic in (result._hsic, one._hsic)]
                 raise ValueError(f"both must be of as many representations, got {shapes[0]} and {shapes[1]}")
             else:
                 _add(result._hsic, one._hsic)
-            result._dtype = one._dtype if one._dtype != torch.float64 else result._dtype
         return result
 
     def all_reduce(self, group: dist.ProcessGroup | None = None) -> None:

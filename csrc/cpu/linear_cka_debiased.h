@@ -15,7 +15,7 @@ namespace fedkernels::FEDKERNELS_ISA {
 namespace {
 
 template <class T>
-constexpr double ROUNDING = sizeof(T) == 8 ? 16 * 2.220446049250313e-16 : 16 * 1.1920928955078125e-7;
+constexpr double ROUNDING = sizeof(T) == 8 ? 2.220446049250313e-16 : 1.1920928955078125e-7;
 
 // Block of the Gram matrix of representation p, from row i and column j on -> that of the U-centered one.
 template <class T>
@@ -49,9 +49,9 @@ Ratio debiased_ratio(const Matrices<T>& matrices, int64_t i, int64_t j, bool in_
            matrices.traces[p] / (n - 1) * matrices.traces[q] / (n - 2);
   };
   const auto own = [&](int64_t p) {
-    const double trace = matrices.traces[p], noise = ROUNDING<T> * trace;
-    const double value = hsic(p, p), least_value = in_sample_space ? noise * noise : ROUNDING<T> * matrices.norm(p);
-    return value <= least_value ? 0.0 : value;
+    const double of_entries = 16 * ROUNDING<T> * matrices.traces[p], of_sums = (16 + n) * ROUNDING<T>;
+    const double value = hsic(p, p);
+    return value <= (in_sample_space ? of_entries * of_entries : of_sums * matrices.norm(p)) ? 0.0 : value;
   };
   return Ratio(hsic(i, j), own(i), own(j));
 }

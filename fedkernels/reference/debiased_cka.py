@@ -1,8 +1,8 @@
 """Debiased linear CKA in plain PyTorch (Song et al. 2007, Eq. 5; Nguyen et al. 2021, Eq. 3; Murphy et al. 2024).
 
-CKA = H(x, y) / sqrt(H(x, x) H(y, y)) with the unbiased estimate H of HSIC, whose factor 1 / (n (n - 3)) cancels. H is the
-inner product of the U-centred Gram matrices (Szekely and Rizzo 2014), so that H(x, x) is a sum of squares. With centred
-columns and a_i = |x_i|^2, b_i = |y_i|^2 the same number is
+CKA = H(x, y) / sqrt(H(x, x) H(y, y)) with the unbiased estimate H of HSIC, whose factor 1 / (n (n - 3)) cancels. H is
+the inner product of the U-centred Gram matrices (Szekely and Rizzo 2014), so that H(x, x) is a sum of squares. With
+centred columns and a_i = |x_i|^2, b_i = |y_i|^2 the same number is
 
     |y'x|_F^2 - n / (n - 2) sum_i a_i b_i + sum a sum b / ((n - 1) (n - 2))
 
@@ -17,8 +17,10 @@ from torch import Tensor
 from fedkernels.reference._precision import compute_dtype, no_autocast
 from fedkernels.reference.linear_cka import center, inner, ratio, scale
 
-# A self-HSIC that is this many units of rounding of its products, or fewer, counts as zero.
-ROUNDING_UNITS = 16
+
+def rounding_of_products(dtype: torch.dtype, rows: int = 0) -> float:
+    """Up to this part of the biased self-HSIC the debiased one counts as zero: sums of so many rows may be off by it."""
+    return (16 + rows) * torch.finfo(dtype).eps
 
 
 def debiased_cka(x: Tensor, y: Tensor) -> Tensor:
@@ -65,12 +67,12 @@ def _squared_row_norms(x: Tensor) -> Tensor:
 
 def _own_of_features(x: Tensor) -> Tensor:
     product = (x.mT @ x).detach()
-    rounding = ROUNDING_UNITS * torch.finfo(x.dtype).eps * inner(product, product)
+    rounding = rounding_of_products(x.dtype, x.shape[-2]) * inner(product, product)
     return zero_up_to(rounding, _of_features(x, x))
 
 
 def _own_of_samples(gram: Tensor, x: Tensor) -> Tensor:
-    rounding = ROUNDING_UNITS * torch.finfo(x.dtype).eps * _squared_row_norms(x.detach()).sum(dim=-1)
+    rounding = rounding_of_products(x.dtype) * _squared_row_norms(x.detach()).sum(dim=-1)
     return zero_up_to(rounding.square(), inner(gram, gram))
 
 

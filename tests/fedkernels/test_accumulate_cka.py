@@ -5,7 +5,14 @@ import torch
 import torch.multiprocessing as mp
 from torch import distributed as dist
 
-from fedkernels import CKAAccumulator, MinibatchCKA, debiased_cka, debiased_cka_pairwise, linear_cka, linear_cka_pairwise
+from fedkernels import (
+    CKAAccumulator,
+    MinibatchCKA,
+    debiased_cka,
+    debiased_cka_pairwise,
+    linear_cka,
+    linear_cka_pairwise,
+)
 from tests.fedkernels.test_linear_cka import matrix
 
 SIZES = (5, 64, 1, 30)  # of the batches
@@ -101,7 +108,7 @@ def test_minibatches_are_the_mean_of_unbiased_hsic():
     from tests.fedkernels.test_debiased_cka import song_hsic
 
     x, y = pair()
-    sums = [torch.zeros(3).double() for _ in range(1)][0]
+    sums = torch.zeros(3).double()
     for a, b in zip(x.split(20), y.split(20), strict=True):
         k, l = a @ a.T, b @ b.T
         sums += torch.stack([song_hsic(k, l), song_hsic(k, k), song_hsic(l, l)])
@@ -154,8 +161,16 @@ def started(make=CKAAccumulator):
         (lambda: CKAAccumulator().all_reduce(), ValueError, "CKAAccumulator has no samples: call update"),
         (lambda: MinibatchCKA().all_reduce(), ValueError, "MinibatchCKA has no samples: call update"),
         (lambda: started().update(X, X[:4]), ValueError, "y must have the L = 5 rows of x, got 4"),
-        (lambda: started().update(X, X[:, :2]), ValueError, r"y must have the widths \[3\] of the first batch, got \[2\]"),
-        (lambda: started().update([X, X], [X]), ValueError, r"x must have the widths \[3\] of the first batch, got \[3, 3\]"),
+        (
+            lambda: started().update(X, X[:, :2]),
+            ValueError,
+            r"y must have the widths \[3\] of the first batch, got \[2\]",
+        ),
+        (
+            lambda: started().update([X, X], [X]),
+            ValueError,
+            r"x must have the widths \[3\] of the first batch, got \[3, 3\]",
+        ),
         (lambda: started().update(X.to("meta"), X.to("meta")), ValueError, "device of the first batch"),
         (lambda: started().update(X, [X]), TypeError, "x must be a list of tensors"),
         (lambda: started().update([X], [X, X[:2]]), ValueError, r"y\[1\] must have the L = 5 rows of x\[0\], got 2"),
