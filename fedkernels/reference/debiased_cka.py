@@ -19,7 +19,7 @@ from fedkernels.reference.linear_cka import center, inner, ratio, scale
 
 
 def rounding_of_products(dtype: torch.dtype, rows: int = 0) -> float:
-    """Up to this part of the biased self-HSIC the debiased one counts as zero: sums of so many rows may be off by it."""
+    """Up to this part of the biased self-HSIC the debiased one counts as zero: sums of `rows` may be off by it."""
     return (16 + rows) * torch.finfo(dtype).eps
 
 
