@@ -1,6 +1,8 @@
 """compare: what its hooks keep, what it restores, and what it refuses."""
 
 import builtins
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -141,3 +143,16 @@ def test_heat_map(tmp_path, monkeypatch):
     with pytest.raises(ImportError, match="pip install matplotlib"):
         result.heat_map(tmp_path / "other.png")
     assert not (tmp_path / "other.png").exists()
+
+
+def test_the_example_of_the_page_runs(tmp_path, monkeypatch):
+    page = Path(__file__).resolve().parents[2] / "docs/operators/linear_cka.md"
+    if not page.exists():
+        pytest.skip("not a source tree")
+    pytest.importorskip("matplotlib")
+    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    exec(code, names)
+    assert names["comparison"].matrix.shape == (5, 5)
+    assert (tmp_path / "similarity.png").exists()
