@@ -5,11 +5,15 @@ from importlib.metadata import version as _version
 
 from fedkernels import nn
 from fedkernels._native import build_info
+from fedkernels.accumulate_cka import CKAAccumulator
 from fedkernels.apply_deltas import apply_deltas
 from fedkernels.client_weights import client_weights
+from fedkernels.compare_networks import Comparison, compare
+from fedkernels.debiased_cka import debiased_cka, debiased_cka_pairwise
 from fedkernels.delta_gram import delta_gram
 from fedkernels.info_nce import info_nce
 from fedkernels.linear_cka import linear_cka, linear_cka_pairwise, linear_cka_to_kernel
+from fedkernels.minibatch_cka import MinibatchCKA
 from fedkernels.nt_xent import nt_xent
 from fedkernels.self_test import self_test
 from fedkernels.two_views import two_views, view_parameters
@@ -22,6 +26,9 @@ except _PackageNotFoundError:  # run from a source tree that is not installed
     __version__ = "0+unknown"
 
 __all__ = [
+    "CKAAccumulator",
+    "Comparison",
+    "MinibatchCKA",
     "TransportInfo",
     "ViewKey",
     "ViewOptions",
@@ -30,6 +37,9 @@ __all__ = [
     "apply_deltas",
     "build_info",
     "client_weights",
+    "compare",
+    "debiased_cka",
+    "debiased_cka_pairwise",
     "delta_gram",
     "info_nce",
     "linear_cka",

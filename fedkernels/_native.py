@@ -19,6 +19,8 @@ from fedkernels._autograd import is_transformed
 COMPILED = (
     "apply_deltas",
     "client_weights",
+    "debiased_cka",
+    "debiased_cka_pairwise",
     "delta_gram",
     "info_nce",
     "linear_cka",
@@ -28,6 +30,8 @@ COMPILED = (
     "two_views",
     "unbalanced_ot",
 )
+# Of these, those that have no CUDA kernels: GPUs use their references.
+FOR_CPU_ALONE = frozenset({"debiased_cka", "debiased_cka_pairwise"})
 # Operators for CUDA only, which fedkernels/_linear_cka_cuda.py calls before and after torch's products.
 PARTS = (
     "linear_cka_combine",

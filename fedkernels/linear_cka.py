@@ -7,7 +7,17 @@ import torch
 from torch import Tensor
 
 from fedkernels import _checks, _linear_cka_cuda, _native
-from fedkernels._autograd import has_tangent, keep_missing_as_none, needs_gradient, refuse_second_derivative
+from fedkernels._autograd import has_tangent, needs_gradient, refuse_second_derivative
+from fedkernels._similarity import (
+    check_broadcast,
+    check_lists,
+    check_pair,
+    check_representation,
+    fake_gradients,
+    fake_values,
+    in_inputs,
+    setup_context,
+)
 from fedkernels.reference import linear_cka as _reference
 from fedkernels.reference._precision import compute_dtype
 
@@ -35,11 +45,7 @@ def linear_cka(x: Tensor, y: Tensor, centered: bool = False) -> Tensor:
         TypeError: an input is not a floating tensor, or centered not a bool.
         ValueError: L = 0, d1 = 0, d2 = 0, unequal L, leading dimensions that do not broadcast, unequal devices.
     """
-    _check_representation("x", x)
-    _check_representation("y", y)
-    if y.shape[-2] != x.shape[-2]:
-        raise ValueError(f"y must have the L = {x.shape[-2]} rows of x, got {y.shape[-2]}")
-    _check_broadcast("y", y, x)
+    check_pair(x, y)
     _checks.boolean("centered", centered)
     large = x.is_cuda and not (_small(x) and _small(y))
     operator = None if has_tangent(x, y) else _native.operator("linear_cka_large" if large else "linear_cka", x, y)
@@ -77,12 +83,12 @@ def linear_cka_to_kernel(x: Tensor, kernel: Tensor, centered: bool = False) -> T
         ValueError: L = 0, d = 0, a kernel that is not L by L, leading dimensions that do not broadcast, unequal
             devices.
     """
-    _check_representation("x", x)
+    check_representation("x", x)
     _checks.floating("kernel", kernel, at_least=2, layout="[..., L, L]")
     rows = x.shape[-2]
     if kernel.shape[-2:] != (rows, rows):
         raise ValueError(f"kernel must be [..., {rows}, {rows}] for the {rows} rows of x, got {list(kernel.shape)}")
-    _check_broadcast("kernel", kernel, x)
+    check_broadcast("kernel", kernel, x)
     _checks.boolean("centered", centered)
     operator = None if has_tangent(x, kernel) else _native.operator("linear_cka_to_kernel", x, kernel)
     if x.is_cuda and x.shape[:-2] != kernel.shape[:-2]:
@@ -111,18 +117,7 @@ def linear_cka_pairwise(xs: Sequence[Tensor], ys: Sequence[Tensor], centered: bo
         TypeError: an argument is not a list of floating tensors, or centered not a bool.
         ValueError: an empty list, L = 0, d = 0, unequal L or devices.
     """
-    for name, matrices in (("xs", xs), ("ys", ys)):
-        if isinstance(matrices, Tensor) or not isinstance(matrices, Sequence):
-            raise TypeError(f"{name} must be a list of tensors [L, d], got {type(matrices).__name__}")
-        if len(matrices) == 0:
-            raise ValueError(f"{name} must hold at least one tensor, got an empty list")
-        for index, matrix in enumerate(matrices):
-            label = f"{name}[{index}]"
-            _checks.floating(label, matrix, ndim=2, layout="[L, d]")
-            _checks.not_empty(label, matrix, (0, 1), "L or d")
-            if matrix.shape[0] != xs[0].shape[0]:
-                raise ValueError(f"{label} must have the L = {xs[0].shape[0]} rows of xs[0], got {matrix.shape[0]}")
-            _checks.same_device(**{"xs[0]": xs[0], label: matrix})
+    check_lists(xs, ys)
     _checks.boolean("centered", centered)
     everything = [*xs, *ys]
     operator = _native.operator("linear_cka_pairwise", *everything)
@@ -138,22 +133,6 @@ def _small(x: Tensor) -> bool:
     return x.dtype != torch.float64 and x.shape[-2] <= 512 and x.shape[-1] <= 128
 
 
-def _check_representation(name: str, x: Tensor) -> None:
-    _checks.floating(name, x, at_least=2, layout="[..., L, d]")
-    _checks.not_empty(name, x, (-2, -1), "L or d")
-
-
-def _check_broadcast(name: str, other: Tensor, x: Tensor) -> None:
-    try:
-        torch.broadcast_shapes(x.shape[:-2], other.shape[:-2])
-    except RuntimeError:
-        raise ValueError(
-            f"{name} must have leading dimensions that broadcast against {list(x.shape[:-2])} of x, "
-            f"got {list(other.shape[:-2])}"
-        ) from None
-    _checks.same_device(**{"x": x, name: other})
-
-
 if _native.module is not None:
     # The same operator for large matrices on CUDA.
     torch.library.define("fedkernels::linear_cka_large", _native.SCHEMAS["linear_cka"])
@@ -165,48 +144,28 @@ if _native.module is not None:
     @torch.library.register_fake("fedkernels::linear_cka")
     @torch.library.register_fake("fedkernels::linear_cka_large")
     def _(x: Tensor, y: Tensor, centered: bool, x_gradient: bool, y_gradient: bool) -> tuple[Tensor, Tensor, Tensor]:
-        values = _values(x, y)
-        return values, _gradients(values, x, x_gradient), _gradients(values, y, y_gradient)
+        values = fake_values(x, y)
+        return values, fake_gradients(values, x, x_gradient), fake_gradients(values, y, y_gradient)
 
     @torch.library.register_fake("fedkernels::linear_cka_to_kernel")
     def _(x: Tensor, kernel: Tensor, centered: bool, gradient: bool) -> tuple[Tensor, Tensor]:
-        values = _values(x, kernel)
-        return values, _gradients(values, x, gradient)
+        values = fake_values(x, kernel)
+        return values, fake_gradients(values, x, gradient)
 
     @torch.library.register_fake("fedkernels::linear_cka_pairwise")
     def _(xs: Sequence[Tensor], ys: Sequence[Tensor], centered: bool) -> Tensor:
         return xs[0].new_empty((len(xs), len(ys) or len(xs)), dtype=compute_dtype(*xs, *ys))
 
-    def _values(x: Tensor, other: Tensor) -> Tensor:
-        return x.new_empty(torch.broadcast_shapes(x.shape[:-2], other.shape[:-2]), dtype=compute_dtype(x, other))
-
-    def _gradients(values: Tensor, given: Tensor, wanted: bool) -> Tensor:
-        return values.new_empty((*values.shape, *given.shape[-2:]) if wanted else 0)
-
-    def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        keep_missing_as_none(ctx)
-        ctx.given = [(tensor.shape, tensor.dtype) for tensor in inputs[:2]]
-        ctx.save_for_backward(*output[1:])
-
-    def _in_inputs(ctx: Any, grad: Tensor | None) -> list[Tensor | None]:
-        """The gradients in the inputs, which may have been broadcast, in their dtypes."""
-        if grad is None:
-            return [None, None]
-        return [
-            (gradients * grad[..., None, None]).sum_to_size(shape).to(dtype) if need else None
-            for gradients, (shape, dtype), need in zip(ctx.saved_tensors, ctx.given, ctx.needs_input_grad, strict=False)
-        ]
-
     def _backward(ctx: Any, grad: Tensor | None, *of_gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("linear_cka", *of_gradients)
-        return *_in_inputs(ctx, grad), None, None, None
+        return *in_inputs(ctx, grad), None, None, None
 
     def _backward_to_kernel(ctx: Any, grad: Tensor | None, *of_gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("linear_cka_to_kernel", *of_gradients)
-        return _in_inputs(ctx, grad)[0], None, None, None
+        return in_inputs(ctx, grad)[0], None, None, None
 
-    torch.library.register_autograd("fedkernels::linear_cka", _backward, setup_context=_setup_context)
-    torch.library.register_autograd("fedkernels::linear_cka_large", _backward, setup_context=_setup_context)
+    torch.library.register_autograd("fedkernels::linear_cka", _backward, setup_context=setup_context)
+    torch.library.register_autograd("fedkernels::linear_cka_large", _backward, setup_context=setup_context)
     torch.library.register_autograd(
-        "fedkernels::linear_cka_to_kernel", _backward_to_kernel, setup_context=_setup_context
+        "fedkernels::linear_cka_to_kernel", _backward_to_kernel, setup_context=setup_context
     )

@@ -19,23 +19,28 @@ template <class T>
 int64_t solve(CKAProblem& problem, const Threads& threads, Memory memory) {
   const Representation both[] = {problem.x, problem.y};
   const int64_t rows = problem.rows, x_width = problem.x.width, y_width = problem.y.width;
-  const Matrices<T> matrices(both, 2, 1, rows, problem.centered, threads.workers, memory);
+  const Matrices<T> matrices(both, 2, 1, rows, problem.centered, problem.debiased, threads.workers, memory);
+  const bool in_sample_space = rows < x_width + y_width;
+  // -> The factors of the gradients, or none where these are filled already.
   const auto find_value = [&](const auto& space) {
     for (int attempt = 0; attempt < 2; ++attempt) {
       matrices.find_centers(threads);
       space.run(threads);
       if (!matrices.rescale()) break;
     }
-    const Ratio ratio(above_zero(matrices.inner[1]), matrices.norm(0), matrices.norm(1));
+    Ratio ratio = matrices.debiased
+                      ? debiased_ratio(matrices, 0, 1, in_sample_space)
+                      : Ratio(above_zero(matrices.inner[1]), matrices.norm(0), matrices.norm(1));
     problem.value = ratio.value;
-    if (ratio.zero || ratio.value == 0) {
+    ratio.zero |= !matrices.debiased && ratio.value == 0;  // the least that it can be
+    if (ratio.zero) {
       fill<T>(problem.x_gradient, rows * x_width, ratio.value);
       fill<T>(problem.y_gradient, rows * y_width, ratio.value);
     }
     return ratio;
   };
 
-  if (rows < x_width + y_width) {
+  if (in_sample_space) {
     const SampleSpace<T> space(matrices, problem.x_gradient || problem.y_gradient, threads.workers, memory);
     const SampleGradients<T> formed(matrices, threads.workers, memory);
     if (!memory.base) return memory.used;
@@ -46,7 +51,7 @@ int64_t solve(CKAProblem& problem, const Threads& threads, Memory memory) {
         for (int64_t c = 0; c < rows; ++c) row[c] = (T)((double)other[c] * by.of_cross + (double)own[c] * of_own);
       });
     };
-    if (by.zero || by.value == 0) return memory.used;
+    if (by.zero) return memory.used;
     form(0, by.of_xx, problem.x_gradient);
     form(1, by.of_yy, problem.y_gradient);
     return memory.used;
@@ -55,7 +60,7 @@ int64_t solve(CKAProblem& problem, const Threads& threads, Memory memory) {
   const FeatureGradients<T> formed(matrices, memory);
   if (!memory.base) return memory.used;
   const Ratio by = find_value(space);
-  if (by.zero || by.value == 0) return memory.used;
+  if (by.zero) return memory.used;
   const T *xx = space.product[0].out, *cross = space.product[1].out, *yy = space.product[2].out;
   formed.run(0, 1, cross, x_width, 1, by.of_cross, xx, by.of_xx, problem.x_gradient, threads);
   formed.run(1, 0, cross, 1, x_width, by.of_cross, yy, by.of_yy, problem.y_gradient, threads);
@@ -66,7 +71,7 @@ template <class T>
 int64_t solve(CKAToKernelProblem& problem, const Threads& threads, Memory memory) {
   const int64_t rows = problem.rows, width = problem.x.width, workers = threads.workers;
   T* const gradient = (T*)problem.gradient;
-  const Matrices<T> matrices(&problem.x, 1, 1, rows, problem.centered, workers, memory);
+  const Matrices<T> matrices(&problem.x, 1, 1, rows, problem.centered, false, workers, memory);
   Kernel<T> kernel(problem, workers, memory);
   KernelSums sums{memory.take<double>(2 * up(rows, TILE_ROWS))};
   const auto find_value = [&](const auto& products) {
@@ -168,9 +173,9 @@ bool cheaper_in_sample_space(const CKAPairwiseProblem& problem) {
 template <class T>
 int64_t solve(const CKAPairwiseProblem& problem, const Threads& threads, Memory memory) {
   const int64_t count = problem.count, first = problem.first;
-  const Matrices<T> matrices(problem.representations, count, first, problem.rows, problem.centered, threads.workers,
-                             memory);
-  const auto find_values = [&](const auto& space) {
+  const Matrices<T> matrices(problem.representations, count, first, problem.rows, problem.centered,
+                             problem.debiased, threads.workers, memory);
+  const auto find_values = [&](const auto& space, bool in_sample_space) {
     for (int attempt = 0; attempt < 2; ++attempt) {
       matrices.find_centers(threads);
       space.run(threads);
@@ -179,17 +184,22 @@ int64_t solve(const CKAPairwiseProblem& problem, const Threads& threads, Memory 
     const int64_t others = first == count ? 0 : first;
     for (int64_t i = 0; i < first; ++i) {
       for (int64_t j = others; j < count; ++j) {
+        double& value = problem.values[i * (count - others) + j - others];
+        if (matrices.debiased) {
+          value = debiased_ratio(matrices, i, j, in_sample_space).value;
+          continue;
+        }
         const double cross = above_zero(i <= j ? matrices.inner[i * count + j] : matrices.inner[j * count + i]);
-        problem.values[i * (count - others) + j - others] = Ratio(cross, matrices.norm(i), matrices.norm(j)).value;
+        value = Ratio(cross, matrices.norm(i), matrices.norm(j)).value;
       }
     }
   };
   if (cheaper_in_sample_space(problem)) {
     const SampleSpace<T> space(matrices, false, threads.workers, memory);
-    if (memory.base) find_values(space);
+    if (memory.base) find_values(space, true);
   } else {
     const FeatureSpace<T> space(matrices, false, false, memory);
-    if (memory.base) find_values(space);
+    if (memory.base) find_values(space, false);
   }
   return memory.used;
 }

@@ -15,7 +15,7 @@ struct Representation {  // [rows, width], from entry `start` of the array on
 struct CKAProblem {
   Representation x, y;
   int64_t rows;
-  bool centered;
+  bool centered, debiased;  // debiased: centered too, and at least four rows
   bool wide;     // arithmetic and gradients in double, else in float
   double value;  // the result
   void *x_gradient, *y_gradient;  // [rows, width], or null
@@ -33,7 +33,7 @@ struct CKAPairwiseProblem {
   const Representation* representations;
   int64_t count, first;  // the first so many meet the others, or one another where there are no others
   int64_t rows;
-  bool centered, wide;
+  bool centered, debiased, wide;
   double* values;  // [first, count - first], or [first, first]
 };
 

@@ -1,7 +1,7 @@
 // Linear CKA in feature space: the products x'x, y'x and y'y, [width, width], summed over groups of rows.
 #pragma once
 
-#include "cpu/linear_cka_matrices.h"
+#include "cpu/linear_cka_debiased.h"
 
 namespace fedkernels::FEDKERNELS_ISA {
 
@@ -137,15 +137,16 @@ struct FeatureSpace {
   }
 };
 
-// Gradients a y(y'x) + b x(x'x) of feature space.
+// Gradients a y(y'x) + b x(x'x) of feature space, and D x less its columns' means where they are debiased, D diagonal.
 template <class T>
 struct FeatureGradients {
   static constexpr int64_t WIDE = TILE_COLUMNS<T>;
 
   const Matrices<T>& matrices;
   T* right;  // the two products below each other, in panels of columns
+  Diagonal<T> diagonal;
 
-  FeatureGradients(const Matrices<T>& matrices, Memory& memory) : matrices(matrices) {
+  FeatureGradients(const Matrices<T>& matrices, Memory& memory) : matrices(matrices), diagonal(matrices, memory) {
     right = memory.take<T>(matrices.widths * up(matrices.widest, WIDE));
   }
 
@@ -166,6 +167,7 @@ struct FeatureGradients {
     if (!gradient) return;
     const Matrix<T>&z = matrices.matrix[i], &y = matrices.matrix[other];
     const int64_t before = cross ? y.width : 0, pitch = (before + z.width) * WIDE;
+    if (matrices.debiased) diagonal.find(i, other, of_cross, of_own, threads);
     for_each(threads, up(z.width, WIDE) / WIDE, [&](int64_t panel, int64_t) {
       const int64_t first = panel * WIDE, columns = least(WIDE, z.width - first);
       T* const out = right + panel * pitch;
@@ -181,8 +183,9 @@ struct FeatureGradients {
       } else {
         multiply_by(target, count * z.width, of_cross);
       }
-      multiply(true, z.block(first, count, buffer), z.width, right + before * WIDE, pitch, z.width, target, z.width,
-               count, z.width);
+      const T* const own = z.block(first, count, buffer);
+      multiply(true, own, z.width, right + before * WIDE, pitch, z.width, target, z.width, count, z.width);
+      if (matrices.debiased) diagonal.add(own, first, count, z.width, target);
       multiply_by(target, count * z.width, z.scale);
     });
   }

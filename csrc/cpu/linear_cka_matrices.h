@@ -109,16 +109,17 @@ struct Matrices {
 
   const Representation* given;
   int64_t count, first, rows;  // the first meet the others, or one another where there are no others
-  bool centered;
+  bool centered, debiased;
   int64_t widest = 0, widths = 0;
   Matrix<T>* matrix;
-  double* inner;  // [count][count]: |z_j'z_i|^2 for i <= j that meet
+  double* inner;  // [count][count]: |z_j'z_i|^2 for i <= j that meet; debiased in sample space: the unbiased HSIC
   T *high, *low, *buffers;
   double *first_row, *sums;
+  double *row_norms, *traces;  // debiased: [count][rows] of |row|^2, and their sums
 
-  Matrices(const Representation* given, int64_t count, int64_t first, int64_t rows, bool centered, int64_t workers,
-           Memory& memory)
-      : given(given), count(count), first(first), rows(rows), centered(centered) {
+  Matrices(const Representation* given, int64_t count, int64_t first, int64_t rows, bool centered, bool debiased,
+           int64_t workers, Memory& memory)
+      : given(given), count(count), first(first), rows(rows), centered(centered), debiased(debiased) {
     for (int64_t i = 0; i < count; ++i) {
       widths += given[i].width;
       widest = given[i].width > widest ? given[i].width : widest;
@@ -129,6 +130,8 @@ struct Matrices {
     low = memory.take<T>(centered ? widths : 0);
     first_row = memory.take<double>(centered ? widest : 0);
     sums = memory.take<double>(centered ? up(rows, PART) / PART * widest : 0);
+    row_norms = memory.take<double>(debiased ? count * rows : 0);
+    traces = memory.take<double>(debiased ? count : 0);
     buffers = memory.take<T>(workers * buffer_size());
     if (!memory.base) return;
     for (int64_t i = 0, at = 0; i < count; at += given[i++].width) {
@@ -146,6 +149,21 @@ struct Matrices {
 
   void find_centers(const Threads& threads) const {
     for (int64_t i = 0; centered && i < count; ++i) find_center(matrix[i], threads);
+    for (int64_t i = 0; debiased && i < count; ++i) find_row_norms(i, threads);
+  }
+
+  void find_row_norms(int64_t i, const Threads& threads) const {
+    const Matrix<T>& z = matrix[i];
+    double* const norms = row_norms + i * rows;
+    for_each(threads, up(rows, MOST_ROWS) / MOST_ROWS, [&](int64_t block, int64_t worker) {
+      const int64_t start = block * MOST_ROWS, size = least(MOST_ROWS, rows - start);
+      const T* const of_z = z.block(start, size, buffer(worker));
+      for (int64_t r = 0; r < size; ++r) {
+        norms[start + r] = fedkernels::FEDKERNELS_ISA::inner(of_z + r * z.width, of_z + r * z.width, z.width);
+      }
+    });
+    traces[i] = 0;
+    for (int64_t r = 0; r < rows; ++r) traces[i] += norms[r];
   }
 
   void find_center(const Matrix<T>& z, const Threads& threads) const {

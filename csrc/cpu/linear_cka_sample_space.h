@@ -2,7 +2,7 @@
 // in feature space. Blocks of the Gram matrices of all representations meet while they are in the cache.
 #pragma once
 
-#include "cpu/linear_cka_matrices.h"
+#include "cpu/linear_cka_debiased.h"
 
 namespace fedkernels::FEDKERNELS_ISA {
 
@@ -70,6 +70,9 @@ struct SampleSpace {
         const T* left = matrices.matrix[p].block(i * size, rows, matrices.buffer(worker));
         T* const out = of_worker + p * gram_room();
         multiply(false, left, width, own + at, width * WIDE, width, out, pitch, up(rows, TILE_ROWS), pitch);
+        if (matrices.debiased) {
+          u_center(matrices, p, i * size, rows, j * size, columns, out, pitch);
+        }
         if (whole) keep(whole + p * matrices.rows * matrices.rows, i, j, out, pitch);
       }
       join(of_worker, rows * pitch, i < j ? 2 : 1, totals);

@@ -106,8 +106,8 @@ static void set(const Tensor& values, int64_t index, double value) {
 
 // -> The values [...], and the gradients of their sum, one for each problem: the inputs may be broadcast. A gradient
 // that is not wanted is an empty tensor.
-static std::tuple<Tensor, Tensor, Tensor> linear_cka_cpu(Tensor x, Tensor y, bool centered, bool x_gradient,
-                                                         bool y_gradient) {
+static std::tuple<Tensor, Tensor, Tensor> of_pairs(Tensor x, Tensor y, bool centered, bool debiased, bool x_gradient,
+                                                   bool y_gradient) {
   const Matrices xs(x, "x"), ys(y, "y");
   STD_TORCH_CHECK(xs.rows == ys.rows, "x and y must have the same rows");
   const Batch batch(xs, ys);
@@ -121,6 +121,7 @@ static std::tuple<Tensor, Tensor, Tensor> linear_cka_cpu(Tensor x, Tensor y, boo
                                  ys.of(batch.second[index]),
                                  xs.rows,
                                  centered,
+                                 debiased,
                                  wide,
                                  0,
                                  batch.gradient_of(in_x, index),
@@ -130,6 +131,20 @@ static std::tuple<Tensor, Tensor, Tensor> linear_cka_cpu(Tensor x, Tensor y, boo
               return bytes;
             });
   return {values, in_x, in_y};
+}
+
+static std::tuple<Tensor, Tensor, Tensor> linear_cka_cpu(Tensor x, Tensor y, bool centered, bool x_gradient,
+                                                         bool y_gradient) {
+  return of_pairs(x, y, centered, false, x_gradient, y_gradient);
+}
+
+static void check_debiased(const Tensor& x) {
+  STD_TORCH_CHECK(x.dim() >= 2 && x.size(x.dim() - 2) >= 4, "debiased CKA needs at least 4 rows");
+}
+
+static std::tuple<Tensor, Tensor, Tensor> debiased_cka_cpu(Tensor x, Tensor y, bool x_gradient, bool y_gradient) {
+  check_debiased(x);
+  return of_pairs(x, y, true, true, x_gradient, y_gradient);
 }
 
 static std::tuple<Tensor, Tensor> linear_cka_to_kernel_cpu(Tensor x, Tensor kernel, bool centered, bool gradient) {
@@ -157,7 +172,7 @@ static std::tuple<Tensor, Tensor> linear_cka_to_kernel_cpu(Tensor x, Tensor kern
 }
 
 // -> [N, M]; no ys: the xs with one another.
-static Tensor linear_cka_pairwise_cpu(std::vector<Tensor> xs, std::vector<Tensor> ys, bool centered) {
+static Tensor all_pairs(const std::vector<Tensor>& xs, const std::vector<Tensor>& ys, bool centered, bool debiased) {
   STD_TORCH_CHECK(!xs.empty(), "xs must not be empty");
   std::vector<Representation> all;
   int64_t rows = 0;
@@ -173,7 +188,7 @@ static Tensor linear_cka_pairwise_cpu(std::vector<Tensor> xs, std::vector<Tensor
   }
   const int64_t count = all.size(), first = xs.size(), columns = ys.empty() ? first : ys.size();
   std::vector<double> values(first * columns);
-  const CKAPairwiseProblem problem{all.data(), count, first, rows, centered, wide, values.data()};
+  const CKAPairwiseProblem problem{all.data(), count, first, rows, centered, debiased, wide, values.data()};
   const Threads threads = torch_threads();
   const auto memory = kernel_memory(FEDKERNELS_BEST(linear_cka_pairwise)(problem, threads, nullptr));
   FEDKERNELS_BEST(linear_cka_pairwise)(problem, threads, memory.get());
@@ -182,7 +197,19 @@ static Tensor linear_cka_pairwise_cpu(std::vector<Tensor> xs, std::vector<Tensor
   return result;
 }
 
+static Tensor linear_cka_pairwise_cpu(std::vector<Tensor> xs, std::vector<Tensor> ys, bool centered) {
+  return all_pairs(xs, ys, centered, false);
+}
+
+static Tensor debiased_cka_pairwise_cpu(std::vector<Tensor> xs, std::vector<Tensor> ys) {
+  STD_TORCH_CHECK(!xs.empty(), "xs must not be empty");
+  check_debiased(xs[0]);
+  return all_pairs(xs, ys, true, true);
+}
+
 STABLE_TORCH_LIBRARY_IMPL(fedkernels, CPU, m) {
+  m.impl("debiased_cka", TORCH_BOX(&debiased_cka_cpu));
+  m.impl("debiased_cka_pairwise", TORCH_BOX(&debiased_cka_pairwise_cpu));
   m.impl("linear_cka", TORCH_BOX(&linear_cka_cpu));
   m.impl("linear_cka_to_kernel", TORCH_BOX(&linear_cka_to_kernel_cpu));
   m.impl("linear_cka_pairwise", TORCH_BOX(&linear_cka_pairwise_cpu));

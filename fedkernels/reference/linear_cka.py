@@ -18,7 +18,7 @@ def linear_cka(x: Tensor, y: Tensor, centered: bool = False) -> Tensor:
     with no_autocast(x):
         x, y = _prepare(x.to(dtype), centered), _prepare(y.to(dtype), centered)
         xx, yy = _self_product(x), _self_product(y)
-        return ratio(_cross(x, y, xx, yy), _inner(xx, xx), _inner(yy, yy)).to(dtype)
+        return ratio(_cross(x, y, xx, yy), inner(xx, xx), inner(yy, yy)).to(dtype)
 
 
 def linear_cka_to_kernel(x: Tensor, kernel: Tensor, centered: bool = False) -> Tensor:
@@ -26,11 +26,11 @@ def linear_cka_to_kernel(x: Tensor, kernel: Tensor, centered: bool = False) -> T
     dtype = compute_dtype(x, kernel)
     with no_autocast(x):
         x = _prepare(x.to(dtype), centered)
-        kernel = _scale(kernel.to(dtype))
+        kernel = scale(kernel.to(dtype))
         if centered:
-            kernel = _center(_center(kernel).mT).mT  # HKH, H = I - 11'/L
+            kernel = center(center(kernel).mT).mT  # HKH, H = I - 11'/L
         xx = _self_product(x)
-        return ratio(_inner(x, kernel @ x), _inner(xx, xx), _inner(kernel, kernel)).to(dtype)
+        return ratio(inner(x, kernel @ x), inner(xx, xx), inner(kernel, kernel)).to(dtype)
 
 
 def linear_cka_pairwise(xs: Sequence[Tensor], ys: Sequence[Tensor], centered: bool = False) -> Tensor:
@@ -40,21 +40,21 @@ def linear_cka_pairwise(xs: Sequence[Tensor], ys: Sequence[Tensor], centered: bo
         xs, ys = ([_prepare(z.to(dtype), centered) for z in zs] for zs in (xs, ys))
         xxs, yys = ([_self_product(z) for z in zs] for zs in (xs, ys))
         cross = [_cross(x, y, xx, yy) for x, xx in zip(xs, xxs, strict=True) for y, yy in zip(ys, yys, strict=True)]
-        x_norms, y_norms = (torch.stack([_inner(zz, zz) for zz in zzs]) for zzs in (xxs, yys))
+        x_norms, y_norms = (torch.stack([inner(zz, zz) for zz in zzs]) for zzs in (xxs, yys))
         return ratio(torch.stack(cross).view(len(xs), len(ys)), x_norms[:, None], y_norms).to(dtype)
 
 
 def _prepare(x: Tensor, centered: bool) -> Tensor:
-    return _center(_scale(x)) if centered else _scale(x)
+    return center(scale(x)) if centered else scale(x)
 
 
-def _scale(x: Tensor) -> Tensor:
+def scale(x: Tensor) -> Tensor:
     # CKA does not depend on the scale, which is treated as a constant. Without it 1e15 would overflow in float32.
     largest = x.detach().abs().amax(dim=(-2, -1), keepdim=True)
     return x / torch.where(largest == 0, 1, largest)
 
 
-def _center(x: Tensor) -> Tensor:
+def center(x: Tensor) -> Tensor:
     # The shift by the first row changes only the rounding: a constant column becomes exactly 0. Noise of 1e-9 in its
     # place would give an arbitrary similarity.
     x = x - x[..., :1, :].detach()
@@ -72,12 +72,12 @@ def _cross(x: Tensor, y: Tensor, xx: Tensor, yy: Tensor) -> Tensor:
     rows = x.shape[-2]
     if rows <= x.shape[-1] and rows <= y.shape[-1]:  # xx and yy are Gram matrices
         # Equal to a sum of squares: a negative number is rounding, and the gradient is 0 there.
-        return _inner(xx, yy).clamp(min=0)
+        return inner(xx, yy).clamp(min=0)
     product = y.mT @ x
-    return _inner(product, product)
+    return inner(product, product)
 
 
-def _inner(p: Tensor, q: Tensor) -> Tensor:
+def inner(p: Tensor, q: Tensor) -> Tensor:
     # float64, because a float32 norm over 5000^2 entries is wrong by 1e-3.
     return (p.double() * q.double()).sum(dim=(-2, -1))
 

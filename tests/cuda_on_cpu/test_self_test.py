@@ -16,7 +16,7 @@ from tests.cuda_on_cpu.emulated_card import EmulatedCard
 from tests.cuda_on_cpu.emulation import ROOT, SANITIZED
 from tests.cuda_on_cpu.planted_faults import CRASH, FAULTS, HANG, LAUNCH, FaultyCompiler, number_of
 
-OPERATORS = sorted({*_native.COMPILED, "linear_cka_large"})
+OPERATORS = sorted({*_native.COMPILED, "linear_cka_large"} - _native.FOR_CPU_ALONE)
 SELF_TEST = importlib.import_module("fedkernels.self_test")
 
 pytestmark = [

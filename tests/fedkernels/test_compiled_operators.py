@@ -23,6 +23,8 @@ def problems():
         "client_weights": (deltas @ deltas.T, 1e-8),
         "delta_gram": (params, clients + [t + 1 for t in clients]),
         "info_nce": (randn(37, 20), randn(50, 20, seed=1), 0.3, "mean", True, True, False),
+        "debiased_cka": (randn(2, 37, 20), randn(37, 50, seed=1), True, True),
+        "debiased_cka_pairwise": ([randn(37, 20), randn(37, 9, seed=1)], [randn(37, 50, seed=2)]),
         "linear_cka": (randn(2, 37, 20), randn(37, 50, seed=1), True, True, True),
         "linear_cka_pairwise": ([randn(37, 20), randn(37, 9, seed=1)], [randn(37, 50, seed=2)], True),
         "linear_cka_to_kernel": (randn(2, 37, 20), randn(37, 37, seed=1), True, True),
@@ -121,6 +123,7 @@ def test_opcheck_of_linear_cka(samples, wanted):
     torch.library.opcheck(operators.linear_cka.default, (x, y, False, *wanted), test_utils=utilities)
     kernel = (y @ y.mT).detach()
     torch.library.opcheck(operators.linear_cka_to_kernel.default, (x, kernel, True, wanted[0]), test_utils=utilities)
+    torch.library.opcheck(operators.debiased_cka.default, (x, y, *wanted), test_utils=utilities)
 
 
 def similarities():
@@ -129,6 +132,9 @@ def similarities():
     kernel = many @ many.T
     operators = torch.ops.fedkernels
     return {
+        "debiased, samples": lambda: operators.debiased_cka(few[0], few[1], True, True),
+        "debiased, features": lambda: operators.debiased_cka(many, many[:, :70].exp(), True, True),
+        "debiased pairs": lambda: operators.debiased_cka_pairwise(few, []),
         "samples": lambda: operators.linear_cka(few[0], few[1], True, True, True),
         "features": lambda: operators.linear_cka(many, many[:, :70].exp(), True, True, True),
         "kernel, samples": lambda: operators.linear_cka_to_kernel(few[0], kernel[:300, :300].contiguous(), True, True),

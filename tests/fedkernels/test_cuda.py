@@ -233,7 +233,7 @@ def test_tf32_is_used_where_torch_allows_it(name):
 
 
 def test_the_module_has_kernels_for_this_gpu():
-    assert {*_native.COMPILED, "linear_cka_large"} == _native.CUDA, _native.build_info()
+    assert {*_native.COMPILED, "linear_cka_large"} - _native.FOR_CPU_ALONE == _native.CUDA, _native.build_info()
     x = torch.ones(2, 3, device="cuda")
     for name in _native.CUDA:
         assert _native.operator(name, x) is not None

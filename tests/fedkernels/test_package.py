@@ -12,6 +12,9 @@ def test_public_names():
     operators = {
         "apply_deltas",
         "client_weights",
+        "compare",
+        "debiased_cka",
+        "debiased_cka_pairwise",
         "delta_gram",
         "info_nce",
         "linear_cka",
@@ -23,7 +26,15 @@ def test_public_names():
         "unbalanced_ot_plan",
         "view_parameters",
     }
-    records = {"TransportInfo", "ViewKey", "ViewOptions", "ViewParameters"}
+    records = {
+        "CKAAccumulator",
+        "Comparison",
+        "MinibatchCKA",
+        "TransportInfo",
+        "ViewKey",
+        "ViewOptions",
+        "ViewParameters",
+    }
     assert operators | records | {"build_info", "self_test", "nn", "__version__"} == set(fedkernels.__all__)
     assert all(getattr(fedkernels, name).__doc__ and callable(getattr(fedkernels, name)) for name in operators)
     assert fedkernels.__version__[0].isdigit()

@@ -1,0 +1,178 @@
+"""The sums over samples from which CKA and debiased CKA of a whole data set follow, and how they move to other origins.
+
+u_i is row i of a representation less its origin. Two representations have the sums of u_i v_i', |u_i|^2 v_i and
+|u_i|^2 |v_i|^2; a representation has the same sums with itself, and those of u_i and |u_i|^2. About the means they give
+
+    |sum u_i v_i'|_F^2 - n / (n - 2) sum |u_i|^2 |v_i|^2 + sum |u_i|^2 sum |v_i|^2 / ((n - 1) (n - 2))
+
+which is n (n - 3) times the unbiased HSIC, and its first term is the biased one. Everything is float64.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Side:
+    """N representations [n, d_l] side by side, with D columns together."""
+
+    widths: list[int]
+    origin: Tensor  # [D]
+    entries: Tensor  # [D], sums of u
+    norms: Tensor  # [N], sums of |u|^2
+    products: list[Tensor]  # [d_l, d_l], sums of u u'
+    norms_by_entries: Tensor  # [D], sums of |u|^2 u
+    squared_norms: Tensor  # [N], sums of |u|^4
+
+    @classmethod
+    def empty(cls, widths: list[int], origin: Tensor) -> Side:
+        zeros = origin.new_zeros
+        columns, count = sum(widths), len(widths)
+        products = [zeros(width, width) for width in widths]
+        return cls(widths, origin, zeros(columns), zeros(count), products, zeros(columns), zeros(count))
+
+    def tensors(self) -> list[Tensor]:
+        """All that is added where two workers' sums about one origin join."""
+        return [self.entries, self.norms, *self.products, self.norms_by_entries, self.squared_norms]
+
+    def per_layer(self, values: Tensor) -> Tensor:
+        """[..., D] -> [..., N], the sums over each representation's columns."""
+        return torch.stack([part.sum(dim=-1) for part in values.split(self.widths, dim=-1)], dim=-1)
+
+    def per_column(self, values: Tensor) -> Tensor:
+        """[N] -> [D]"""
+        return values.repeat_interleave(torch.tensor(self.widths, device=values.device))
+
+    def add(self, samples: Tensor) -> tuple[Tensor, Tensor]:
+        """Adds [L, D]. -> The samples less the origin [L, D] and their squared norms in float64 [L, N]."""
+        samples = samples - self.origin.to(samples.dtype)
+        for product, part in zip(self.products, samples.split(self.widths, dim=1), strict=True):
+            product += part.mT @ part
+        norms = self.per_layer(samples.double().square())
+        self.entries += samples.sum(dim=0, dtype=torch.float64)
+        self.norms += norms.sum(dim=0)
+        weighted = [norms[:, n] @ part.double() for n, part in enumerate(samples.split(self.widths, dim=1))]
+        self.norms_by_entries += torch.cat(weighted)
+        self.squared_norms += norms.square().sum(dim=0)
+        return samples, norms
+
+    def moved(self, origin: Tensor, count: float) -> Side:
+        """The sums of `count` samples about another origin."""
+        shift = origin - self.origin
+        shifts, entries = shift.split(self.widths), self.entries.split(self.widths)
+        length, along = self.per_layer(shift.square()), self.per_layer(shift * self.entries)
+        norms = self.norms - 2 * along + count * length
+        mixed = torch.cat([product @ part for product, part in zip(self.products, shifts, strict=True)])
+        products = [
+            product - torch.outer(sums, part) - torch.outer(part, sums) + count * torch.outer(part, part)
+            for product, sums, part in zip(self.products, entries, shifts, strict=True)
+        ]
+        return Side(
+            self.widths,
+            origin,
+            self.entries - count * shift,
+            norms,
+            products,
+            self.norms_by_entries - 2 * mixed + self.per_column(length) * self.entries - self.per_column(norms) * shift,
+            self.squared_norms
+            - 4 * self.per_layer(shift * self.norms_by_entries)
+            + 4 * self.per_layer(shift * mixed)
+            + 2 * length * (self.norms - 2 * along)
+            + count * length.square(),
+        )
+
+
+@dataclass
+class Sums:
+    """Of all pairs of N representations x with M representations y."""
+
+    x: Side
+    y: Side
+    count: int
+    products: Tensor  # [Dx, Dy], sums of u v'
+    x_norms_by_y: Tensor  # [N, Dy], sums of |u|^2 v
+    y_norms_by_x: Tensor  # [M, Dx], sums of |v|^2 u
+    norms: Tensor  # [N, M], sums of |u|^2 |v|^2
+
+    @classmethod
+    def empty(cls, x: Side, y: Side) -> Sums:
+        zeros = x.origin.new_zeros
+        columns, count = (sum(x.widths), sum(y.widths)), (len(x.widths), len(y.widths))
+        by_y, by_x = zeros(count[0], columns[1]), zeros(count[1], columns[0])
+        return cls(x, y, 0, zeros(columns), by_y, by_x, zeros(count))
+
+    def tensors(self) -> list[Tensor]:
+        own = [self.products, self.x_norms_by_y, self.y_norms_by_x, self.norms]
+        return [*self.x.tensors(), *self.y.tensors(), *own]
+
+    def add(self, x: Tensor, y: Tensor) -> None:
+        """x [L, Dx], y [L, Dy] of the same samples."""
+        x, x_norms = self.x.add(x)
+        y, y_norms = self.y.add(y)
+        self.count += len(x)
+        self.products += x.mT @ y
+        self.x_norms_by_y += x_norms.mT @ y.double()
+        self.y_norms_by_x += y_norms.mT @ x.double()
+        self.norms += x_norms.mT @ y_norms
+
+    def moved(self, x_origin: Tensor, y_origin: Tensor) -> Sums:
+        """The sums of the same samples about other origins."""
+        x, y, count = self.x.moved(x_origin, self.count), self.y.moved(y_origin, self.count), self.count
+        s, t = x_origin - self.x.origin, y_origin - self.y.origin
+        s_length, t_length = self.x.per_layer(s.square()), self.y.per_layer(t.square())
+        s_by_y = self.x.per_layer((self.products * s[:, None]).mT).mT  # [N, Dy], sums of <s, u> v
+        t_by_x = self.y.per_layer(self.products * t).mT  # [M, Dx]
+        x_rest = self.x.norms - 2 * self.x.per_layer(s * self.x.entries)
+        y_rest = self.y.norms - 2 * self.y.per_layer(t * self.y.entries)
+        return Sums(
+            x,
+            y,
+            count,
+            self.products - torch.outer(self.x.entries, t) - torch.outer(s, self.y.entries) + count * torch.outer(s, t),
+            self.x_norms_by_y - 2 * s_by_y + torch.outer(s_length, self.y.entries) - torch.outer(x.norms, t),
+            self.y_norms_by_x - 2 * t_by_x + torch.outer(t_length, self.x.entries) - torch.outer(y.norms, s),
+            self.norms
+            - 2 * self.y.per_layer(self.x_norms_by_y * t)
+            - 2 * self.x.per_layer(self.y_norms_by_x * s).mT
+            + 4 * self.y.per_layer(s_by_y * t)
+            + torch.outer(x_rest, t_length)
+            + torch.outer(s_length, y_rest)
+            + count * torch.outer(s_length, t_length),
+        )
+
+    def about_means(self) -> Sums:
+        return self.moved(*(side.origin + side.entries / self.count for side in (self.x, self.y)))
+
+    def plus(self, other: Sums) -> Sums:
+        """The sums of both workers' samples, about the origins of the first."""
+        result = replace(self).moved(self.x.origin, self.y.origin)  # with tensors of its own
+        moved = other.moved(self.x.origin, self.y.origin)
+        for own, added in zip(result.tensors(), moved.tensors(), strict=True):
+            own += added
+        result.count += other.count
+        return result
+
+    def hsic(self, debiased: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """HSIC of sums about the means, but for a factor: of the pairs [N, M], of the xs [N] and of the ys [M] alone.
+
+        The last two are the biased ones of the xs and of the ys, to whose size the products are rounded.
+        """
+        cross = self.y.per_layer(self.x.per_layer(self.products.square().mT).mT)
+        xx, yy = (torch.stack([product.square().sum() for product in side.products]) for side in (self.x, self.y))
+        if not debiased:
+            return cross, xx, yy, xx, yy
+        n = self.count
+        by_norms, by_traces = n / (n - 2), 1 / ((n - 1) * (n - 2))
+        return (
+            cross - by_norms * self.norms + by_traces * torch.outer(self.x.norms, self.y.norms),
+            *(
+                own - by_norms * side.squared_norms + by_traces * side.norms.square()
+                for own, side in ((xx, self.x), (yy, self.y))
+            ),
+            xx,
+            yy,
+        )

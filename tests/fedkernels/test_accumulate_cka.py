@@ -1,0 +1,197 @@
+"""CKA from batches against CKA of all samples, and its state over workers."""
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from torch import distributed as dist
+
+from fedkernels import (
+    CKAAccumulator,
+    MinibatchCKA,
+    debiased_cka,
+    debiased_cka_pairwise,
+    linear_cka,
+    linear_cka_pairwise,
+)
+from tests.fedkernels.test_linear_cka import matrix
+
+SIZES = (5, 64, 1, 30)  # of the batches
+
+
+def pair(dtype=torch.float64, offset=0.0):
+    x, y = matrix(sum(SIZES), 7, seed=1) + offset, matrix(sum(SIZES), 12, seed=2)
+    return x.to(dtype), (y + x[:, :1]).to(dtype)
+
+
+def layers(dtype=torch.float64):
+    xs = [matrix(sum(SIZES), width, seed=width).to(dtype) for width in (3, 8, 5)]
+    return xs, [matrix(sum(SIZES), 6, seed=9).to(dtype), xs[1].exp()]
+
+
+def accumulated(x, y, make=CKAAccumulator, sizes=SIZES):
+    accumulator, start = make(), 0
+    for size in sizes:
+        rows = slice(start, start + size)
+        if isinstance(x, torch.Tensor):
+            accumulator.update(x[rows], y[rows])
+        else:
+            accumulator.update([z[rows] for z in x], [z[rows] for z in y])
+        start += size
+    return accumulator
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e4])
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-9), (torch.float32, 2e-5), (torch.bfloat16, 2e-5)])
+def test_equals_the_value_of_all_samples(dtype, rtol, offset):
+    x, y = pair(dtype, offset if dtype != torch.bfloat16 else 0.0)
+    accumulator = accumulated(x, y)
+    assert accumulator.count == len(x)
+    plain, debiased = accumulator.compute(), accumulator.compute(debiased=True)
+    torch.testing.assert_close(plain, linear_cka(x, y, centered=True), rtol=rtol, atol=0)
+    torch.testing.assert_close(debiased, debiased_cka(x, y), rtol=rtol, atol=rtol)
+
+
+def test_lists_of_representations():
+    xs, ys = layers()
+    accumulator = accumulated(xs, ys)
+    torch.testing.assert_close(accumulator.compute(), linear_cka_pairwise(xs, ys, True), rtol=1e-10, atol=0)
+    torch.testing.assert_close(accumulator.compute(True), debiased_cka_pairwise(xs, ys), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("make", [CKAAccumulator, MinibatchCKA])
+def test_two_workers_join(make):
+    xs, ys = layers()
+    whole = accumulated(xs, ys, make, (50, 30, 20))
+    first = accumulated([x[:50] for x in xs], [y[:50] for y in ys], make, (50,))
+    other = accumulated([x[50:] for x in xs], [y[50:] for y in ys], make, (30, 20))
+    before = first.compute()
+    joined = make() + first + other + make()
+    torch.testing.assert_close(joined.compute(), whole.compute(), rtol=1e-10, atol=1e-12)
+    assert torch.equal(first.compute(), before)
+    if make is CKAAccumulator:
+        torch.testing.assert_close(joined.compute(True), debiased_cka_pairwise(xs, ys), rtol=1e-10, atol=1e-12)
+        assert joined.count == 100
+
+
+def work(rank, address, results):
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
+    xs, ys = layers()
+    rows = (slice(0, 50), slice(50, 100))[rank]
+    for make in (CKAAccumulator, MinibatchCKA):
+        accumulator = make()
+        accumulator.update([x[rows] for x in xs], [y[rows] for y in ys])
+        accumulator.all_reduce()
+        results[rank, make.__name__] = accumulator.compute()
+    dist.destroy_process_group()
+
+
+def test_all_reduce_over_two_processes(tmp_path):
+    xs, ys = layers()
+    with mp.Manager() as manager:
+        results = manager.dict()
+        mp.spawn(work, (f"file://{tmp_path / 'rendezvous'}", results), nprocs=2)
+        results = dict(results)
+    for make in (CKAAccumulator, MinibatchCKA):
+        truth = accumulated(xs, ys, make, (50, 50)).compute()
+        for rank in (0, 1):
+            torch.testing.assert_close(results[rank, make.__name__], truth, rtol=1e-10, atol=1e-12)
+
+
+def test_one_minibatch_is_debiased_cka():
+    (x, y), (xs, ys) = pair(), layers()
+    torch.testing.assert_close(accumulated(x, y, MinibatchCKA, (100,)).compute(), debiased_cka(x, y))
+    torch.testing.assert_close(accumulated(xs, ys, MinibatchCKA, (100,)).compute(), debiased_cka_pairwise(xs, ys))
+
+
+def test_minibatches_are_the_mean_of_unbiased_hsic():
+    """Nguyen et al. 2021, Eq. 3, for batches of one size, by Song et al.'s formula."""
+    from tests.fedkernels.test_debiased_cka import song_hsic
+
+    x, y = pair()
+    sums = torch.zeros(3).double()
+    for a, b in zip(x.split(20), y.split(20), strict=True):
+        k, l = a @ a.T, b @ b.T
+        sums += torch.stack([song_hsic(k, l), song_hsic(k, k), song_hsic(l, l)])
+    torch.testing.assert_close(
+        accumulated(x, y, MinibatchCKA, 5 * (20,)).compute(), sums[0] / (sums[1] * sums[2]).sqrt()
+    )
+
+
+@pytest.mark.parametrize("make", [CKAAccumulator, MinibatchCKA])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_constant_representations_have_cka_zero(make, dtype):
+    x, y = pair(dtype)
+    constant = torch.full_like(x, 0.1)
+    for accumulator in (accumulated(constant, y, make, (50, 50)), accumulated(y, constant, make, (50, 50))):
+        assert accumulator.compute() == 0
+        if make is CKAAccumulator:
+            assert accumulator.compute(debiased=True) == 0
+
+
+@pytest.mark.parametrize("make", [CKAAccumulator, MinibatchCKA])
+def test_not_finite_gives_nan(make):
+    x, y = pair()
+    x[60, 2] = torch.nan
+    assert accumulated(x, y, make, (50, 50)).compute().isnan()
+
+
+def test_inputs_with_gradients_and_autocast():
+    x, y = pair(torch.float32)
+    truth = accumulated(x, y).compute()
+    with torch.autocast("cpu", torch.bfloat16):
+        value = accumulated(x.requires_grad_(), y).compute()
+    assert torch.equal(value, truth)
+    assert not value.requires_grad
+
+
+X = torch.ones(5, 3)
+
+
+def started(make=CKAAccumulator):
+    accumulator = make()
+    accumulator.update(X, X)
+    return accumulator
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: CKAAccumulator().compute(), ValueError, "CKAAccumulator has no samples: call update"),
+        (lambda: MinibatchCKA().compute(), ValueError, "MinibatchCKA has no samples: call update"),
+        (lambda: CKAAccumulator().all_reduce(), ValueError, "CKAAccumulator has no samples: call update"),
+        (lambda: MinibatchCKA().all_reduce(), ValueError, "MinibatchCKA has no samples: call update"),
+        (lambda: started().update(X, X[:4]), ValueError, "y must have the L = 5 rows of x, got 4"),
+        (
+            lambda: started().update(X, X[:, :2]),
+            ValueError,
+            r"y must have the widths \[3\] of the first batch, got \[2\]",
+        ),
+        (
+            lambda: started().update([X, X], [X]),
+            ValueError,
+            r"x must have the widths \[3\] of the first batch, got \[3, 3\]",
+        ),
+        (lambda: started().update(X.to("meta"), X.to("meta")), ValueError, "device of the first batch"),
+        (lambda: started().update(X, [X]), TypeError, "x must be a list of tensors"),
+        (lambda: started().update([X], [X, X[:2]]), ValueError, r"y\[1\] must have the L = 5 rows of x\[0\], got 2"),
+        (lambda: started().update(X.int(), X), TypeError, "x must be float16"),
+        (lambda: started().update(X[:0], X[:0]), ValueError, "x must not be empty"),
+        (lambda: started().compute(1), TypeError, "debiased must be True or False, got int"),
+        (lambda: (accumulated(X[:3], X[:3], sizes=(3,))).compute(True), ValueError, "at least 4 samples, got 3"),
+        (lambda: started(MinibatchCKA).update(X[:3], X[:3]), ValueError, "a batch must have at least 4 samples, got 3"),
+        (lambda: started(MinibatchCKA).update([X, X], [X]), ValueError, "must hold 1 and 1 representations as before"),
+        (lambda: started() + accumulated(X[:, :2], X, sizes=(5,)), ValueError, "of the other accumulator|widths"),
+        (lambda: started() + 1, TypeError, "unsupported operand"),
+    ],
+)
+def test_bad_input_is_named(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_a_refused_batch_changes_nothing():
+    accumulator = started()
+    before = accumulator.count, accumulator.compute()
+    with pytest.raises(ValueError, match="widths"):
+        accumulator.update(X, X[:, :2])
+    assert (accumulator.count, accumulator.compute()) == before

@@ -1,0 +1,158 @@
+"""compare: what its hooks keep, what it restores, and what it refuses."""
+
+import builtins
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from fedkernels import compare, debiased_cka_pairwise, linear_cka_pairwise
+
+
+class Pair(nn.Module):
+    """Returns a tuple, in which an integer comes first."""
+
+    def forward(self, x):
+        return torch.arange(len(x)), x * 2, x
+
+
+class Second(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.pair = Pair()
+        self.twice = nn.Identity()
+        self.unused = nn.Identity()
+        self.counting = nn.Identity()
+
+    def forward(self, x):
+        value = self.pair(x)[1]
+        self.counting(torch.arange(3))
+        return self.twice(self.twice(value))
+
+
+def network(seed=0, width=12):
+    torch.manual_seed(seed)
+    layers = nn.Conv2d(1, 3, 3), nn.ReLU(inplace=True), nn.Flatten(), nn.Dropout(0.5), nn.Linear(3 * 36, width)
+    return nn.Sequential(*layers)
+
+
+IMAGES = torch.randn(70, 1, 8, 8, generator=torch.Generator().manual_seed(7))
+LAYERS = ["0", "1", "4"]
+
+
+def outputs(model):
+    """Of the layers LAYERS in evaluation mode."""
+    kept = []
+    model.eval()
+    with torch.no_grad():
+        x = IMAGES
+        for index, layer in enumerate(model):
+            x = layer(x)
+            if str(index) in LAYERS:
+                kept.append(x.flatten(1).clone())
+    return kept
+
+
+def batches(size=35):
+    return [(part, "a label") for part in IMAGES.split(size)]
+
+
+@pytest.mark.parametrize("estimator", ["exact", "exact_debiased", "minibatch"])
+def test_equals_cka_of_all_outputs(estimator):
+    a, b = network(1), network(2, width=5)
+    xs, ys = outputs(a), outputs(b)
+    truth = linear_cka_pairwise(xs, ys, True) if estimator == "exact" else debiased_cka_pairwise(xs, ys)
+    loader = batches(70 if estimator == "minibatch" else 20)
+    result = compare(a.train(), b.train(), loader, LAYERS, estimator)
+    torch.testing.assert_close(result.matrix, truth, rtol=1e-4, atol=1e-5)
+    assert result.layers_a == result.layers_b == LAYERS
+
+
+def test_other_layers_of_the_second_network():
+    result = compare(network(1), network(2), batches(), (["4"], ["0", "1"]))
+    assert result.matrix.shape == (1, 2)
+    assert (result.layers_a, result.layers_b) == (["4"], ["0", "1"])
+
+
+def test_a_network_with_itself():
+    model = network(1)
+    matrix = compare(model, model, batches(), LAYERS).matrix
+    torch.testing.assert_close(matrix.diagonal(), torch.ones(3))
+    torch.testing.assert_close(matrix, matrix.T)
+
+
+def test_modes_and_hooks_are_restored():
+    a, b = network(1).train(), network(2)
+    a[3].eval()
+    with pytest.raises(ValueError, match="at least 4 samples"):
+        compare(a, b, batches(3), LAYERS)
+    assert a.training
+    assert not a[3].training
+    assert b.training
+    assert not any(module._forward_hooks for module in (*a.modules(), *b.modules()))
+
+
+def test_inputs_as_tensors_and_mappings():
+    a, b = network(1), network(2)
+    truth = compare(a, b, batches(), LAYERS).matrix
+    assert torch.equal(compare(a, b, IMAGES.split(35), LAYERS).matrix, truth)
+    assert torch.equal(compare(a, b, ({"input": part} for part in IMAGES.split(35)), LAYERS).matrix, truth)
+
+
+def test_the_first_floating_tensor_of_a_tuple_is_taken():
+    result = compare(Second(), nn.Sequential(nn.Flatten()), batches(), (["pair"], ["0"]))
+    torch.testing.assert_close(result.matrix, torch.ones(1, 1))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: compare(network(), network(), [], ["4"]), ValueError, "at least one batch, got none"),
+        (lambda: compare(network(), network(), batches(), []), ValueError, "at least one layer"),
+        (lambda: compare(network(), network(), batches(), "4"), TypeError, "layers must be a list of names"),
+        (lambda: compare(network(), network(), batches(), [4]), TypeError, "layers must be a list of names"),
+        (lambda: compare(network(), 3, batches(), ["4"]), TypeError, "model_b must be a torch.nn.Module, got int"),
+        (lambda: compare(Second(), network(), batches(), ["pairs"]), ValueError, "no layer 'pairs'; .* pair"),
+        (lambda: compare(network(), Second(), batches(), (["4"], ["x"])), ValueError, "model_b has no layer 'x'"),
+        (lambda: compare(network(), network(), batches(), ["4"], "mean"), ValueError, "estimator must be one of"),
+        (lambda: compare(Second(), Second(), batches(), ["twice"]), ValueError, "'twice' of model_a ran more than"),
+        (lambda: compare(Second(), Second(), batches(), ["unused"]), ValueError, "'unused' of model_a did not run"),
+        (lambda: compare(Second(), Second(), batches(), ["counting"]), ValueError, "must return a floating tensor"),
+    ],
+)
+def test_bad_input_is_named(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_heat_map(tmp_path, monkeypatch):
+    result = compare(network(1), network(2), batches(), LAYERS)
+    pytest.importorskip("matplotlib")
+    result.heat_map(tmp_path / "similarity.png")
+    assert (tmp_path / "similarity.png").read_bytes().startswith(b"\x89PNG")
+    real = builtins.__import__
+
+    def without_matplotlib(name, *arguments, **options):
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return real(name, *arguments, **options)
+
+    monkeypatch.setattr(builtins, "__import__", without_matplotlib)
+    with pytest.raises(ImportError, match="pip install matplotlib"):
+        result.heat_map(tmp_path / "other.png")
+    assert not (tmp_path / "other.png").exists()
+
+
+def test_the_example_of_the_page_runs(tmp_path, monkeypatch):
+    page = Path(__file__).resolve().parents[2] / "docs/operators/linear_cka.md"
+    if not page.exists():
+        pytest.skip("not a source tree")
+    pytest.importorskip("matplotlib")
+    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    exec(code, names)
+    assert names["comparison"].matrix.shape == (5, 5)
+    assert (tmp_path / "similarity.png").exists()
