@@ -266,7 +266,9 @@ class BuildNative(build_ext):
             # other build: the results are the same to the last bit.
             target = f"{platform.machine()}-linux-gnu.{plan.glibc}"
             linker = [sys.executable, "-m", "ziglang", "cc", "-target", target, "-shared", "-s"]
-            after += ["-ldl", *map(self._library_of_compiler, ("libstdc++.so", "libgcc_s.so.1")), "-lm"]
+            # libgcc.a: the functions that ask the processor what it has are others in zig's library of this name.
+            libraries = ("libstdc++.so", "libgcc_s.so.1", "libgcc.a")
+            after += ["-ldl", *map(self._library_of_compiler, libraries), "-lm"]
         module = self._module(plan.folder)
         command = [*linker, *before, *map(str, objects), *after, "-o", str(module)]
         return Step("link", module, tuple(objects), tuple(command), tuple(depends))

@@ -2,6 +2,7 @@
 
 import ast
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 import fedkernels
 from distributions import build
@@ -143,21 +145,24 @@ def test_an_unknown_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
 # In an environment of its own, which sees torch: nothing of this repository's folder may be imported there.
 TRY_FEDKERNELS = """
 import pathlib, sys, warnings
-warnings.simplefilter("error", UserWarning)
+import torch
+warnings.filterwarnings("error", message="fedkernels runs")
 import fedkernels
 assert pathlib.Path(fedkernels.__file__).is_relative_to(sys.prefix), fedkernels.__file__
 assert fedkernels.build_info()["native"] == "used", fedkernels.build_info()
-exec(sys.argv[1])
+assert fedkernels.build_info()["cpu_used"] == sys.argv[1], fedkernels.build_info()
+exec(sys.argv[2])
 """
 
 
 @pytest.mark.nightly
 def test_wheel_of_fedkernels(sdists: dict[str, Built], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled for the baseline alone, which takes a minute or two."""
+    """Compiled for the baseline and AVX2, which takes some minutes."""
     for tool in ("auditwheel", "ziglang"):
         pytest.importorskip(tool)
     monkeypatch.setenv("FEDKERNELS_CUDA", "0")
-    monkeypatch.setenv("FEDKERNELS_CPU_INSTRUCTION_SETS", "baseline")
+    if platform.machine() == "x86_64":
+        monkeypatch.setenv("FEDKERNELS_CPU_INSTRUCTION_SETS", "avx2")
     wheel = build.build_wheel(sdists["fedkernels"].sdist, tmp_path / "work", tmp_path / "dist")
     machine = sysconfig.get_platform().rpartition("-")[2]
     assert wheel.name == f"fedkernels-{fedkernels.__version__}-cp310-abi3-manylinux_2_28_{machine}.whl"
@@ -176,5 +181,6 @@ def test_wheel_of_fedkernels(sdists: dict[str, Built], tmp_path: Path, monkeypat
     example = re.findall(
         r"```python\n(.+?)```", (ROOT / "fedkernels/README.md").read_text(encoding="utf-8"), re.DOTALL
     )[0]
-    subprocess.run([python, "-c", TRY_FEDKERNELS, example], cwd=tmp_path, env=clean, check=True)
+    best = "avx2" if torch.backends.cpu.get_cpu_capability().startswith("AVX") else "baseline"
+    subprocess.run([python, "-c", TRY_FEDKERNELS, best, example], cwd=tmp_path, env=clean, check=True)
     subprocess.run([python, "-m", "fedkernels.self_test"], cwd=tmp_path, env=clean, check=True)
