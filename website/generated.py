@@ -24,4 +24,8 @@ def text(request: str, page: str) -> str:
         return methods.table()
     if kind == "measured":
         return measured.table(*arguments, page=page)
-    raise ValueError(f"{page} asks for {request!r}; expected options, commands, parts, method, methods or measured")
+    if kind == "curves":
+        return measured.curves(*arguments)
+    raise ValueError(
+        f"{page} asks for {request!r}; expected options, commands, parts, method, methods, measured or curves"
+    )
