@@ -1,7 +1,7 @@
 """``python -m benchmarks.import_time``: what ``import fedkernels`` adds to ``import torch``.
 
-New processes with and without fedkernels in turn, after one of each that is not counted. Seconds of the clock and of the
-processor, as medians; the difference is of the medians.
+New processes with and without fedkernels in turn, after one of each that is not counted. Seconds of the clock and of
+the processor, as medians; the difference is of the medians.
 """
 
 from __future__ import annotations
