@@ -19,7 +19,7 @@ have = $(call version_of,$(VENV)/bin/python)
 want = $(call version_of,$(PYTHON))
 chosen = $(filter-out file,$(origin PYTHON))
 
-.PHONY: help demo test test-nightly mutants lint docs sanitize clean check-python
+.PHONY: help demo test test-nightly mutants lint docs wheels sanitize clean check-python
 
 help:
 	@echo 'make demo      run the comparison on the digits data and draw its picture (minutes)'
@@ -28,6 +28,7 @@ help:
 	@echo 'make mutants   plant faults one at a time and tell which test finds each (hours; a second call goes on)'
 	@echo 'make lint      ruff, the layers of imports and mypy only'
 	@echo 'make docs      the site in build/site; it needs no network to be read'
+	@echo 'make wheels    fedkernels and fedssl as distributions of their own, in dist/ (minutes)'
 	@echo 'make sanitize  the CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer (half an hour)'
 	@echo 'make clean     remove .venv, caches and build outputs; what you ran (runs/) stays'
 	@echo
@@ -61,6 +62,11 @@ docs: $(installed)
 	$(python) -c "import mkdocs, codespell_lib" 2>/dev/null || $(python) -m pip install --editable ".[docs]"
 	$(python) -m codespell_lib *.md docs notebooks website fedkernels fedssl/*/README.md fedssl/README.md benchmarks/results csrc
 	PYTHONPATH=. $(python) -m mkdocs build --strict
+
+# Linked for an old glibc by zig, so that the wheel of fedkernels runs where torch's own wheels run.
+wheels: $(installed)
+	$(python) -m auditwheel --version >/dev/null 2>&1 || $(python) -m pip install --editable ".[wheels]"
+	$(python) -m distributions.build
 
 sanitize: $(installed)
 	$(python) csrc/sanitize.py

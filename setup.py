@@ -2,6 +2,7 @@
 
 import filecmp
 import hashlib
+import importlib.util
 import os
 import platform
 import re
@@ -48,6 +49,16 @@ def instruction_sets() -> list[str]:
     return [name for name in INSTRUCTION_SETS if name in names | {"baseline"}]
 
 
+def oldest_glibc() -> str:
+    """FEDKERNELS_GLIBC, as in "2.28"; "" for the glibc of this machine. An invalid value ends the build."""
+    version = os.environ.get("FEDKERNELS_GLIBC", "")
+    if version and not re.fullmatch(r"2\.\d+", version):
+        raise SystemExit(f"FEDKERNELS_GLIBC must be a version of glibc as in '2.28', got {version!r}")
+    if version and importlib.util.find_spec("ziglang") is None:
+        raise SystemExit(f"FEDKERNELS_GLIBC={version} needs zig to link the module: pip install ziglang")
+    return version
+
+
 def supported_torch() -> Path:
     """The folder of the torch whose headers are used; RuntimeError where there is none or it is too old."""
     folder = torch_folder()
@@ -87,6 +98,7 @@ class Plan:
     sets: list[str]  # instruction sets
     cuda: CudaCompiler | None
     why_no_cuda: str = ""
+    glibc: str = ""  # the oldest glibc that the module loads with, as in "2.28"; "": this machine's
 
     @property
     def cuda_targets(self) -> str:
@@ -131,19 +143,19 @@ class BuildNative(build_ext):
 
     def _compile(self) -> Path:
         """-> the module, in the build folder."""
-        torch, sets = supported_torch(), instruction_sets()
+        torch, sets, glibc = supported_torch(), instruction_sets(), oldest_glibc()
         folder = self._build_folder(torch)
         if self.force:
             shutil.rmtree(folder, ignore_errors=True)
         cuda, why_no_cuda = self._find_cuda()
-        plan = Plan(folder, torch, sets, cuda, why_no_cuda)
+        plan = Plan(folder, torch, sets, cuda, why_no_cuda, glibc)
         try:
             run(self._steps(plan), folder, JOBS)
         except StepError as error:
             if error.step.output.parent != folder / "cuda":
                 raise
             self._refuse_to_leave_out_cuda(error)
-            plan = Plan(folder, torch, sets, None, str(error))
+            plan = Plan(folder, torch, sets, None, str(error), glibc)
             run(self._steps(plan), folder, JOBS)
         print(
             f"{NAME}: CPU kernels for {' '.join(sets)}; CUDA kernels for {plan.cuda_targets}; "
@@ -235,20 +247,36 @@ class BuildNative(build_ext):
 
     def _link_step(self, plan: Plan, objects: list[Path], compiler: Path) -> Step:
         before, after, depends = [], [], [compiler]
+        # The compiler for C++ with its flags, then the linker's flags, as setuptools itself links C++.
+        linker = [*self.compiler.compiler_cxx, *self.compiler.linker_so_cxx[1:]]
         if sys.platform.startswith("linux"):
             # Found by name in the process, which has loaded torch before: no path to this torch is kept. Through
             # libtorch a torch with CUDA shows its functions for streams, which are weak symbols here.
             before, after = ["-Wl,--no-as-needed"], [f"-L{plan.torch / 'lib'}", "-ltorch_cpu", "-ltorch"]
+            exports = Path("csrc/exports.map")
+            after.append(f"-Wl,--version-script={exports}")
+            depends.append(exports)
         if plan.cuda:
-            # Static, so that the module loads where there is no CUDA; hidden, so that it is not taken for torch's.
+            # Static, so that the module loads where there is no CUDA.
             runtime = plan.cuda.runtime
-            after += [f"-Wl,--exclude-libs,{runtime.name}", str(runtime), "-ldl", "-lrt", "-lpthread"]
+            after += [str(runtime), "-ldl", "-lrt", "-lpthread"]
             depends.append(runtime)
+        if plan.glibc:
+            # zig knows which functions each glibc has, and this machine's compiler has made the objects as in every
+            # other build: the results are the same to the last bit.
+            target = f"{platform.machine()}-linux-gnu.{plan.glibc}"
+            linker = [sys.executable, "-m", "ziglang", "cc", "-target", target, "-shared", "-s"]
+            # libgcc.a: the functions that ask the processor what it has are others in zig's library of this name.
+            libraries = ("libstdc++.so", "libgcc_s.so.1", "libgcc.a")
+            after += ["-ldl", *map(self._library_of_compiler, libraries), "-lm"]
         module = self._module(plan.folder)
-        # The compiler for C++ with its flags, then the linker's flags, as setuptools itself links C++.
-        linker = [*self.compiler.compiler_cxx, *self.compiler.linker_so_cxx[1:]]
         command = [*linker, *before, *map(str, objects), *after, "-o", str(module)]
         return Step("link", module, tuple(objects), tuple(command), tuple(depends))
+
+    def _library_of_compiler(self, name: str) -> str:
+        """The path of a library that the C++ compiler brings."""
+        compiler = self.compiler.compiler_so_cxx[0]
+        return subprocess.run([compiler, f"-print-file-name={name}"], capture_output=True, text=True).stdout.strip()
 
     def _module(self, folder: Path) -> Path:
         return folder / "_C.so"

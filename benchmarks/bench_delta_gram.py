@@ -16,22 +16,33 @@ STACKED = "stacked mm"
 
 
 def cases(quick: bool) -> tuple[Case, ...]:
+    bars = (Bar(faster_than=(STACKED,), times=3.0), Bar(error=1e-6), Bar(floor=2.0))
+    return (_case(model_shapes(quick), CLIENTS, bars),)
+
+
+CURVE = "clients"
+
+
+def curve_cases(quick: bool) -> dict[int, Case]:
+    """By the number of clients, each with a ResNet-18."""
     shapes = model_shapes(quick)
-    return (
-        Case(
-            size=size_of(shapes),
-            inputs=partial(parameters, shapes, CLIENTS),
-            tiny=partial(parameters, model_shapes(quick=True), CLIENTS),
-            implementations=(
-                Implementation("fedkernels.delta_gram", _ours),
-                Implementation(STACKED, _stacked, note="deltas flattened into K x P, then D @ D.T"),
-                Implementation("pairwise dots", _dots, note="deltas flattened, torch.dot of each pair"),
-                Implementation("mm tensor by tensor", _by_tensor, note="K x p deltas of one tensor, G += D @ D.T"),
-            ),
-            truth=_truth,
-            floor=Floor("one read of all K + 1 models: torch.sum of as many float32 in one tensor", _floor),
-            bars=(Bar(faster_than=(STACKED,), times=3.0), Bar(error=1e-6), Bar(floor=2.0)),
+    return {clients: _case(shapes, clients, ()) for clients in ((2, 4) if quick else (2, 5, 10, 20))}
+
+
+def _case(shapes: list[torch.Size], clients: int, bars: tuple[Bar, ...]) -> Case:
+    return Case(
+        size=size_of(shapes, clients),
+        inputs=partial(parameters, shapes, clients),
+        tiny=partial(parameters, model_shapes(quick=True), clients),
+        implementations=(
+            Implementation("fedkernels.delta_gram", _ours),
+            Implementation(STACKED, _stacked, note="deltas flattened into K x P, then D @ D.T"),
+            Implementation("pairwise dots", _dots, note="deltas flattened, torch.dot of each pair"),
+            Implementation("mm tensor by tensor", _by_tensor, note="K x p deltas of one tensor, G += D @ D.T"),
         ),
+        truth=_truth,
+        floor=Floor("one read of all K + 1 models: torch.sum of as many float32 in one tensor", _floor),
+        bars=bars,
     )
 
 

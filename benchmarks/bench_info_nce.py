@@ -52,6 +52,15 @@ def cases(quick: bool) -> tuple[Case, ...]:
     return tuple(made)
 
 
+CURVE = "queries and keys"
+
+
+def curve_cases(quick: bool) -> dict[int, Case]:
+    """By the number of queries and keys."""
+    width, sizes = (16, (32, 64)) if quick else (256, (256, 1024, 4096, 16384))
+    return {rows: _case(rows, width, keys_learn=False, bars=()) for rows in sizes}
+
+
 def _case(rows: int, width: int, *, keys_learn: bool, bars: tuple[Bar, ...], memory_alone: bool = False) -> Case:
     gradients = "both gradients" if keys_learn else "keys without gradient"
     return Case(

@@ -41,6 +41,15 @@ def cases(quick: bool) -> tuple[Case, ...]:
     )
 
 
+CURVE = "samples"
+
+
+def curve_cases(quick: bool) -> dict[int, Case]:
+    """By the number of samples: two centred representations of 512 dimensions."""
+    width, sizes = (16, (32, 64)) if quick else (512, (250, 1000, 4000, 10_000))
+    return {samples: _two(samples, width, centered=True) for samples in sizes}
+
+
 def gpu_cases(quick: bool) -> tuple[Case, ...]:
     sizes = ((3, 20, 8),) if quick else ((256, 256, 128), (256, 128, 64), (256, 64, 32))
     return (

@@ -24,30 +24,38 @@ LIGHTLY = "lightly NTXentLoss"
 
 def cases(quick: bool) -> tuple[Case, ...]:
     rows, width = (64, 16) if quick else (4096, 256)
-    return (
-        Case(
-            size=f"2 x {rows}, d = {width}",
-            inputs=partial(_inputs, rows, width),
-            tiny=partial(_inputs, 32, 16),
-            implementations=(
-                Implementation("fedkernels.nt_xent", _ours),
-                Implementation(NAIVE, _naive, note=NAIVE_NOTE),
-                Implementation(LIGHTLY, _lightly, package="lightly"),
-                Implementation(
-                    "pytorch-metric-learning NTXentLoss",
-                    _pytorch_metric_learning,
-                    package="pytorch-metric-learning",
-                    note="in SelfSupervisedLoss; enumerates all pairs",
-                ),
-            ),
-            truth=lambda inputs: _naive(in_float64(inputs)),
-            floor=Floor("torch.mm of B x 2B x d (half of the symmetric logits) and of 2B x 2B x d (gradient)", _floor),
-            bars=(
-                Bar(faster_than=(NAIVE,), times=2.5),
-                Bar(faster_than=(LIGHTLY,), times=5.0),
-                Bar(extra_mib=32.0),
+    bars = (Bar(faster_than=(NAIVE,), times=2.5), Bar(faster_than=(LIGHTLY,), times=5.0), Bar(extra_mib=32.0))
+    return (_case(rows, width, bars),)
+
+
+CURVE = "images, each with two views"
+
+
+def curve_cases(quick: bool) -> dict[int, Case]:
+    """By the number of images."""
+    width, sizes = (16, (32, 64)) if quick else (256, (128, 512, 2048, 8192))
+    return {rows: _case(rows, width, ()) for rows in sizes}
+
+
+def _case(rows: int, width: int, bars: tuple[Bar, ...]) -> Case:
+    return Case(
+        size=f"2 x {rows}, d = {width}",
+        inputs=partial(_inputs, rows, width),
+        tiny=partial(_inputs, 32, 16),
+        implementations=(
+            Implementation("fedkernels.nt_xent", _ours),
+            Implementation(NAIVE, _naive, note=NAIVE_NOTE),
+            Implementation(LIGHTLY, _lightly, package="lightly"),
+            Implementation(
+                "pytorch-metric-learning NTXentLoss",
+                _pytorch_metric_learning,
+                package="pytorch-metric-learning",
+                note="in SelfSupervisedLoss; enumerates all pairs",
             ),
         ),
+        truth=lambda inputs: _naive(in_float64(inputs)),
+        floor=Floor("torch.mm of B x 2B x d (half of the symmetric logits) and of 2B x 2B x d (gradient)", _floor),
+        bars=bars,
     )
 
 

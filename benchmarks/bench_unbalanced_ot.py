@@ -33,6 +33,14 @@ def cases(quick: bool) -> tuple[Case, ...]:
     return uniformity + tuple(_stiff_case(rows) for rows in ((24,) if quick else (100, 512)))
 
 
+CURVE = "rows and columns of the cost"
+
+
+def curve_cases(quick: bool) -> dict[int, Case]:
+    """By the number of rows, of which there are as many as columns."""
+    return {rows: _case(rows, 64 if quick else 512) for rows in ((12, 24) if quick else (64, 128, 256, 512))}
+
+
 def _case(rows: int, width: int) -> Case:
     peers = [
         Implementation(MM, _mm, package="POT", note=f"div='l2', {ITERATIONS} iterations"),

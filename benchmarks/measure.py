@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ class Settings:
     rehearse: bool = False  # the cases of "cuda" on the CPU
     quick: bool = False  # tiny sizes
     threads: int = 2
+    curve: bool = False  # the cases of a curve over sizes, on the CPU
     repeats: int | None = 7  # of each call; None: as timing.time_case chooses
     rates: dict[str, float] = field(default_factory=dict)  # of the GPU, as gpu.measured_rates gives them
 
@@ -53,10 +54,12 @@ class Settings:
 
 
 def load_cases(operator: str, settings: Settings) -> tuple[Case, ...]:
-    """The cases of ``bench_OPERATOR.py`` for the device."""
+    """The cases of ``bench_OPERATOR.py`` for the device, or those of its curve."""
     module = importlib.import_module(f"benchmarks.bench_{operator}")
-    cases: tuple[Case, ...] = (module.cases if settings.device == "cpu" else module.gpu_cases)(settings.quick)
-    return cases
+    if settings.curve:
+        cases = module.curve_cases(settings.quick).values()
+        return tuple(replace(case, truth=None, floor=None, bars=()) for case in cases)  # time and memory alone
+    return tuple((module.cases if settings.device == "cpu" else module.gpu_cases)(settings.quick))
 
 
 def measure_case(operator: str, index: int, settings: Settings) -> dict[str, Any]:
@@ -213,7 +216,9 @@ def _child(request: dict[str, Any], timeout: float) -> dict[str, Any]:
 
 def _answer(request: dict[str, Any]) -> None:
     """The process's side."""
-    settings = Settings(quick=request["quick"], threads=request["threads"], repeats=request["repeats"])
+    settings = Settings(
+        quick=request["quick"], threads=request["threads"], repeats=request["repeats"], curve=request["curve"]
+    )
     torch.set_num_threads(settings.threads)
     case = load_cases(request["operator"], settings)[request["index"]]
     chosen = [one for one in case.implementations if one.name in request["names"]]

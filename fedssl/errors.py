@@ -1,4 +1,6 @@
-"""The one exception that means "the user can mend this"."""
+"""The one exception that means "the user can mend this", and how to install what is missing."""
+
+from importlib.metadata import PackageNotFoundError, version
 
 
 class UserError(ValueError):
@@ -7,3 +9,17 @@ class UserError(ValueError):
     The message is one line that names what is wrong, what was expected, what it got and what to do. The
     command line prints it and exits with code 2; nothing has been half-written when it is raised.
     """
+
+
+def installed_distribution() -> str:
+    """Name of the distribution that holds fedssl: its own wheel's, or the one that the source tree installs."""
+    try:
+        version("fedssl")
+    except PackageNotFoundError:
+        return "fedkernels-fedssl"
+    return "fedssl"
+
+
+def install_command(extra: str) -> str:
+    """The command that installs the optional packages of one name, as in "pip install 'fedssl[export]'"."""
+    return f"pip install '{installed_distribution()}[{extra}]'"

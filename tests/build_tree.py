@@ -16,6 +16,9 @@ arguments, name = sys.argv[1:], pathlib.Path(sys.argv[0]).name
 if "--version" in arguments:
     print(name, os.environ.get("VERSION_OF_COMPILERS", "1"))
     sys.exit()
+if arguments[0].startswith("-print-file-name="):
+    print("/lib/" + arguments[0].partition("=")[2])
+    sys.exit()
 if "--dryrun" in arguments:
     print("#$ TOP={toolkit}", file=sys.stderr)
     sys.exit()
@@ -52,6 +55,7 @@ SOURCES = {
     "cuda/launch.h": "",
     "cuda/one.cu": '#include "cuda/launch.h"\n',
     "cuda/two.cu": "",
+    "exports.map": "",
 }
 
 

@@ -1,5 +1,6 @@
 """What setup.py compiles again after a change, and what an error gives: with compilers that only pretend."""
 
+import importlib.util
 import os
 import platform
 import shutil
@@ -19,6 +20,7 @@ TWO = [f"cxx {name}/two.cpp" for name in SETS]
 OPERATORS = ["cxx ops/module.cpp", "cxx ops/one.cpp"]
 CUDA = ["nvcc cuda/one.cu", "nvcc cuda/two.cu"]
 LINK = ["cxx linked"]
+LINKER = "import pathlib, sys\npathlib.Path(sys.argv[sys.argv.index('-o') + 1]).write_text(repr(sys.argv))\n"
 EVERYTHING = sorted([*ONE, *TWO, *OPERATORS, "cxx ops/one_cuda.cpp", *CUDA, *LINK])
 
 
@@ -159,6 +161,7 @@ def object_of(tree: BuildTree, name: str) -> str:
     [
         ("FEDKERNELS_CUDA", "yes", "must be auto, 0 or 1, got 'yes'"),
         ("FEDKERNELS_CUDA_ARCHITECTURES", "hopper", "must be a list as in '80 90', got 'hopper'"),
+        ("FEDKERNELS_GLIBC", "old", "must be a version of glibc as in '2.28', got 'old'"),
         ("FEDKERNELS_CPU_INSTRUCTION_SETS", "sse", "must be a list of some of baseline, avx2, avx512, got 'sse'"),
     ],
 )
@@ -209,8 +212,29 @@ def test_no_static_runtime(tree: BuildTree) -> None:
 
 def test_the_module_is_linked_with_the_hidden_static_runtime(built: BuildTree) -> None:
     text = module(built)
-    assert "-Wl,--exclude-libs,libcudart_static.a" in text
+    assert "lib64/libcudart_static.a" in text
+    assert "-Wl,--version-script=csrc/exports.map" in text
     assert "-Wl,--no-as-needed" in text
+
+
+def test_a_module_for_an_old_glibc_is_linked_by_zig(built: BuildTree) -> None:
+    built.write("site/ziglang/__init__.py", "")
+    built.write("site/ziglang/__main__.py", LINKER)
+    assert built.build(FEDKERNELS_GLIBC="2.28") == []  # no other object, and no call of the C++ compiler
+    text = module(built)
+    assert f"'-target', '{platform.machine()}-linux-gnu.2.28', '-shared', '-s'" in text
+    assert all(
+        option in text
+        for option in ("-Wl,--version-script=csrc/exports.map", "/lib/libstdc++.so", "/lib/libgcc.a", "-ltorch_cpu")
+    )
+    assert built.build() == LINK
+
+
+def test_an_old_glibc_needs_zig(tree: BuildTree) -> None:
+    if importlib.util.find_spec("ziglang"):
+        pytest.skip("ziglang is installed")
+    tree.build(fails=True, FEDKERNELS_GLIBC="2.28")
+    assert "FEDKERNELS_GLIBC=2.28 needs zig to link the module: pip install ziglang" in tree.printed
 
 
 def test_without_ninja_the_module_is_left_out_and_the_note_says_what_to_install(tree: BuildTree) -> None:

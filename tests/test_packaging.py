@@ -196,7 +196,7 @@ def make(folder: Path, *goals: str, version: str = "3.12", pip_exit: str = "0") 
 def test_make_without_a_target_shows_the_help(tmp_path: Path) -> None:
     done = make(tmp_path)
     assert done.returncode == 0
-    assert all(f"make {target}" in done.stdout for target in ("demo", "test", "lint", "clean"))
+    assert all(f"make {target}" in done.stdout for target in ("demo", "test", "lint", "wheels", "clean"))
     assert not (tmp_path / "venv").exists()
 
 
@@ -230,6 +230,12 @@ def test_make_test_installs_once_and_ends_with_pytest(tmp_path: Path) -> None:
     assert all((ROOT / file).is_file() for file in files)
     assert first.stdout.splitlines()[-1] == alone
     assert "pip" not in make(tmp_path, "test").stdout
+
+
+def test_make_wheels_builds_both_distributions(tmp_path: Path) -> None:
+    done = make(tmp_path, "wheels")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "ran -m distributions.build"
 
 
 def test_failed_installation_is_tried_again(tmp_path: Path) -> None:

@@ -30,7 +30,9 @@ def text(request: str, page: str) -> str:
         return notebooks.page(*arguments)
     if kind == "questions":
         return searched_questions()
-    kinds = "options, commands, parts, method, methods, measured, figure, notebook or questions"
+    if kind == "curves":
+        return measured.curves(*arguments)
+    kinds = "options, commands, parts, method, methods, measured, curves, figure, notebook or questions"
     raise ValueError(f"{page} asks for {request!r}; expected {kinds}")
 
 

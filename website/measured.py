@@ -1,9 +1,11 @@
-"""The measured figures of an operator, from benchmarks/results/cpu."""
+"""The measured figures of an operator, from benchmarks/results/cpu and benchmarks/results/curves."""
 
 from __future__ import annotations
 
+import csv
 import posixpath
 import re
+from pathlib import Path
 
 from website.repository_files import FOLDER, ROOT
 
@@ -31,3 +33,43 @@ def table(operator: str, page: str) -> str:
     if not sections:
         raise ValueError(f"{page} asks for the figures of {operator}, but benchmarks/results/cpu has none")
     return "\n\n".join(sections)
+
+
+def curves(operator: str) -> str:
+    """Markdown: the picture and the table of each processor's curve of the operator, or that there is none yet."""
+    command = f"`python -m benchmarks.curves {operator}`"
+    files = sorted((ROOT / "benchmarks" / "results" / "curves").glob(f"*/{operator}.csv"))
+    sections = [_curve(path, command) for path in files]
+    return "\n\n".join(sections) or f"No curve over sizes has been measured yet: {command} writes it."
+
+
+def _curve(path: Path, command: str) -> str:
+    with path.open(encoding="utf-8", newline="") as file:
+        points = list(csv.DictReader(file))
+    names = list(dict.fromkeys(point["implementation"] for point in points))
+    at = {(point["size"], point["implementation"]): point for point in points}
+    lines = [["size", *names], ["---:"] * (1 + len(names))]
+    for size in dict.fromkeys(point["size"] for point in points):
+        lines.append([size, *(_cell(at[size, name]) for name in names)])
+    about = points[0]
+    svg = path.with_suffix(".svg").read_text(encoding="utf-8")
+    # In the page itself, so that its text is the page's; a blank line would end the HTML block.
+    picture = "\n".join(line for line in svg[svg.index("<svg") :].splitlines() if line.strip())
+    return "\n\n".join(
+        (
+            f"### Over sizes, on {path.parent.name}",
+            f'<div class="curve" role="img" aria-label="Time and memory over the size, as in the table below">\n'
+            f"{picture}\n</div>",
+            "Milliseconds, and in brackets the MiB beyond the outputs:",
+            "\n".join(f"| {' | '.join(line)} |" for line in lines),
+            f"Written by {command} on {about['date']}: {about['processor']}, {about['threads']} threads, torch "
+            f"{about['torch']}, medians of {about['repeats']} repeats.",
+        )
+    )
+
+
+def _cell(point: dict[str, str]) -> str:
+    if not point["milliseconds"]:
+        return point["status"]
+    memory = f" ({point['beyond_outputs_mib']})" if point["beyond_outputs_mib"] else ""
+    return f"{point['milliseconds']}{memory}"

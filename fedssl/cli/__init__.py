@@ -16,7 +16,7 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 
-from ..errors import UserError
+from ..errors import UserError, installed_distribution
 from ..untrusted.printable import printable
 from .across_machines import app as flower_app
 from .across_machines import superlink, supernode
@@ -63,7 +63,7 @@ app.command(rich_help_panel=_MACHINES)(supernode)
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        console.print(f"fedssl {version('fedkernels-fedssl')}", highlight=False)
+        console.print(f"fedssl {version(installed_distribution())}", highlight=False)
         raise typer.Exit
 
 

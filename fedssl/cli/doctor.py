@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 from rich.table import Table as TextTable
 
+from ..errors import installed_distribution
 from .console import console, print_text
 
 PACKAGES = (
@@ -78,7 +79,7 @@ def diagnose() -> list[tuple[str, str]]:
     import fedkernels
 
     facts = [("python", f"{platform.python_version()} on {platform.platform()}")]
-    for name in ("fedkernels-fedssl", *PACKAGES):
+    for name in (installed_distribution(), *PACKAGES):
         try:
             facts.append((name, importlib.metadata.version(name)))
         except importlib.metadata.PackageNotFoundError:

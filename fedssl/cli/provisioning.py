@@ -9,7 +9,7 @@ import click
 import typer
 from typer.core import TyperGroup
 
-from ..errors import UserError
+from ..errors import UserError, install_command
 from .console import print_text
 
 
@@ -131,4 +131,4 @@ def _require_cryptography() -> None:
     from importlib.util import find_spec
 
     if find_spec("cryptography") is None:
-        raise UserError("fedssl provision needs cryptography: pip install 'fedkernels-fedssl[flower]'")
+        raise UserError(f"fedssl provision needs cryptography: {install_command('flower')}")

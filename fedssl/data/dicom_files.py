@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import UserError
+from ..errors import UserError, install_command
 from .error_text import printable
 
 DICOM_SUFFIXES = (".dcm", ".dicom")
@@ -123,6 +123,6 @@ def _pydicom(file: Path) -> Any:
         import pydicom
     except ImportError as error:
         raise UserError(
-            f"{printable(file)} is a DICOM file, which needs pydicom: pip install 'fedkernels-fedssl[dicom]'"
+            f"{printable(file)} is a DICOM file, which needs pydicom: {install_command('dicom')}"
         ) from error
     return pydicom

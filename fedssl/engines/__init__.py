@@ -36,10 +36,10 @@ def flower_module(name: str) -> ModuleType:
     Raises:
         UserError: Flower is not installed.
     """
-    from ..errors import UserError
+    from ..errors import UserError, install_command
 
     try:
         import_module("flwr")
     except ModuleNotFoundError as error:
-        raise UserError("engine flower needs Flower: pip install 'fedkernels-fedssl[flower]'") from error
+        raise UserError(f"engine flower needs Flower: {install_command('flower')}") from error
     return import_module(f".flower.{name}", __package__)

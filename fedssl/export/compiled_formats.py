@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..errors import UserError
+from ..errors import UserError, install_command
 from ..storage import write_atomically
 from .normalization import WithNormalization
 from .trained_encoder import TrainedEncoder
@@ -70,7 +70,7 @@ def _write_onnx(network: WithNormalization, pixels: Tensor, path: Path) -> Tenso
         import onnxscript  # noqa: F401
     except ImportError as error:
         raise UserError(
-            f"--onnx needs the packages onnx and onnxscript ({error}): pip install 'fedkernels-fedssl[export]'"
+            f"--onnx needs the packages onnx and onnxscript ({error}): {install_command('export')}"
         ) from error
     program: Any = torch.onnx.export(
         network,

@@ -7,7 +7,7 @@ import json
 import re
 from pathlib import Path
 
-from ...errors import UserError
+from ...errors import UserError, installed_distribution
 from ...recipe import Recipe
 from ...recipe_text import own_parts
 from ...run_folder.creation import default_folder
@@ -20,7 +20,7 @@ version = "1.0.0"
 description = {description}
 license = "Apache-2.0"
 requires-python = ">=3.10"
-dependencies = ["fedkernels-fedssl[flower]=={version}"] # installed at every site beforehand, not by Flower
+dependencies = ["{distribution}[flower]=={version}"] # installed at every site beforehand, not by Flower
 
 [build-system]
 requires = ["setuptools"]
@@ -73,7 +73,8 @@ def write_app(recipe: Recipe, folder: Path, output: str | None = None) -> None:
     project = _PROJECT.format(
         name=_toml(name),
         description=_toml(" ".join(recipe.description.split()) or recipe.name),
-        version=importlib.metadata.version("fedkernels-fedssl"),
+        distribution=installed_distribution(),
+        version=importlib.metadata.version(installed_distribution()),
         output=_toml(output or str(default_folder(recipe.name, recipe.seed))),
     )
     files = {

@@ -21,7 +21,7 @@ import numpy as np
 from pydantic import Field, ValidationError
 
 from ...engine_options import FixedClipping, FlowerOptions, LocalDP
-from ...errors import UserError
+from ...errors import UserError, install_command
 from ...options import Options
 from ...recipe import Recipe
 from ...recipe_text import explain_errors
@@ -55,8 +55,7 @@ def epsilon_after(privacy: LocalDP | FixedClipping, rounds: int) -> float:
         from dp_accounting import get_epsilon_gaussian
     except ModuleNotFoundError as error:
         raise UserError(
-            "differential privacy is counted by dp-accounting, which is not installed: pip install "
-            "'fedkernels-fedssl[privacy]'"
+            f"differential privacy is counted by dp-accounting, which is not installed: {install_command('privacy')}"
         ) from error
     if rounds == 0:
         return 0.0

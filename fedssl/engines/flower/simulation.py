@@ -15,7 +15,7 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 from flwr.simulation import run_simulation
 
-from ...errors import UserError
+from ...errors import UserError, install_command
 from ...federation import Federation, build_federation
 from ...reading import load_stored_recipe
 from ...recipe import Recipe
@@ -69,7 +69,7 @@ def _refuse_deployment(recipe: Recipe) -> None:
 
 def _require_ray() -> None:
     if find_spec("ray") is None:
-        raise UserError("engine flower-simulation needs Ray: pip install 'fedkernels-fedssl[flower]'")
+        raise UserError(f"engine flower-simulation needs Ray: {install_command('flower')}")
 
 
 def _simulate(federation: Federation, directory: RunDirectory, progress: Progress) -> RunDirectory:

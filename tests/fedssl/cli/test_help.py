@@ -10,6 +10,7 @@ from typing import Any, get_type_hints
 import pytest
 
 from fedssl.cli import app, main
+from fedssl.errors import installed_distribution
 
 COMMANDS = {command.name or command.callback.__name__: command.callback for command in app.registered_commands}
 
@@ -63,4 +64,4 @@ def test_every_command_is_explained_in_one_line_where_all_are_listed(printed, co
 
 
 def test_version(printed):
-    assert printed("--version") == f"fedssl {importlib.metadata.version('fedkernels-fedssl')}\n"
+    assert printed("--version") == f"fedssl {importlib.metadata.version(installed_distribution())}\n"

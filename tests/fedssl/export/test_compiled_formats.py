@@ -46,6 +46,6 @@ def test_a_file_with_other_features_is_refused_and_nothing_is_left(tmp_path, mon
 def test_a_missing_package_is_named(tmp_path, monkeypatch):
     run, _ = finished_run(tmp_path)
     monkeypatch.setitem(__import__("sys").modules, "onnxscript", None)
-    with pytest.raises(UserError, match=r"--onnx needs the packages onnx and onnxscript.*fedkernels-fedssl\[export\]"):
+    with pytest.raises(UserError, match=r"--onnx needs the packages onnx and onnxscript.*fedssl\[export\]"):
         export_encoder(run, tmp_path / "encoder", formats=["onnx"])
     assert not (tmp_path / "encoder").exists()

@@ -13,7 +13,7 @@ from fedssl.errors import UserError
 
 def test_without_ray_the_simulation_says_what_to_install(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(simulation, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"needs Ray: pip install 'fedkernels-fedssl\[flower\]'"):
+    with pytest.raises(UserError, match=r"needs Ray: pip install '(fedkernels-)?fedssl\[flower\]'"):
         simulation.run(tiny(engine="flower-simulation"), tmp_path / "a")
     assert not (tmp_path / "a").exists()
 

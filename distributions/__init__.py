@@ -1,0 +1,1 @@
+"""The two packages as distributions of their own. `make wheels` builds them."""
