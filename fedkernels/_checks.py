@@ -52,8 +52,8 @@ def positive(name: str, value: object) -> float:
 def number_or_tensor(name: str, value: object, device: torch.device) -> float | Tensor:
     """`value` is a finite Python number, or a floating tensor of one entry on `device`.
 
-    Returns a tensor as a scalar of float32 or wider. A scalar may also be on the CPU, as torch's operators take it. What
-    a tensor holds is not looked at.
+    Returns a tensor as a scalar of float32 or wider. A scalar may also be on the CPU, as torch's operators take it.
+    The entry of a tensor is not looked at.
     """
     if isinstance(value, Tensor):
         floating(name, value)
@@ -71,9 +71,11 @@ def number_or_tensor(name: str, value: object, device: torch.device) -> float | 
 
 def positive_number_or_tensor(name: str, value: object, device: torch.device) -> float | Tensor:
     """The same for a positive number. A tensor's entry is looked at where that costs nothing: on the CPU, eagerly."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return positive(name, value)
     value = number_or_tensor(name, value, device)
     if not isinstance(value, Tensor):
-        return positive(name, value)
+        return value
     if has_values(value) and not 0 < float(value.detach()) < float("inf"):
         raise ValueError(f"{name} must be positive and finite, got {short(float(value.detach()))}")
     return value

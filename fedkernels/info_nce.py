@@ -139,10 +139,10 @@ def _check_left_out(labels: object, excluded: Tensor | None, query: Tensor, key:
             _checks.integers(f"labels{name}", tensor, (rows.shape[0],), layout)
             _checks.same_device(**{"query": query, f"labels{name}": tensor})
     if excluded is not None:
-        if not isinstance(excluded, Tensor) or excluded.dtype != torch.bool:
-            raise TypeError(
-                f"excluded must be a bool tensor, got {getattr(excluded, 'dtype', type(excluded).__name__)}"
-            )
+        if not isinstance(excluded, Tensor):
+            raise TypeError(f"excluded must be a torch.Tensor, got {type(excluded).__name__}")
+        if excluded.dtype != torch.bool:
+            raise TypeError(f"excluded must be bool, got {excluded.dtype}")
         if excluded.shape != (query.shape[0], key.shape[0]):
             expected = [query.shape[0], key.shape[0]]
             raise ValueError(f"excluded must have shape [B, N + M] = {expected}, got {list(excluded.shape)}")

@@ -35,8 +35,8 @@ def nt_xent(view1: Tensor, view2: Tensor, temperature: float | Tensor, reduction
 
     Raises:
         TypeError: an input is not a floating tensor, or temperature neither a number nor a floating tensor.
-        ValueError: B = 0, d = 0, unequal shapes or devices, a temperature of several entries, a temperature or reduction
-            out of range.
+        ValueError: B = 0, d = 0, unequal shapes or devices, a temperature of several entries, a temperature or
+            reduction out of range.
     """
     _checks.floating("view1", view1, ndim=2, layout="[B, d]")
     _checks.floating("view2", view2, ndim=2, layout="[B, d]")

@@ -16,8 +16,8 @@ def sigmoid_loss(image: Tensor, text: Tensor, logit_scale: float | Tensor, logit
 
     ``loss = -sum_ij log sigmoid(z_ij (s x_i . y_j + b)) / B`` with z_ij = 1 for i = j and -1 for all other pairs
 
-    The rows are used as given: normalise them first (``torch.nn.functional.normalize``), as SigLIP does. Source: Zhai et
-    al. 2023, "Sigmoid Loss for Language Image Pre-Training", Algorithm 1.
+    The rows are used as given: normalise them first (``torch.nn.functional.normalize``), as SigLIP does. Source: Zhai
+    et al. 2023, "Sigmoid Loss for Language Image Pre-Training", Algorithm 1.
 
     On the CPU one pass over the B x B logits gives the loss and its gradients, and the logits are not held. On CUDA,
     under torch.func's transforms and in forward mode the reference in plain PyTorch serves, which holds them.

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from fedkernels.reference._precision import no_autocast
+from fedkernels.reference._precision import compute_dtype, no_autocast
 from fedkernels.reference.similarity_logsumexp import similarities
 
 
@@ -14,7 +14,8 @@ def supervised_contrastive_loss(
 
     A row without a positive has the loss 0 and does not count in the mean.
     """
-    logits = similarities(features, features)
+    rows = features.to(compute_dtype(features))  # once, so that the gradient is rounded to the dtype of features once
+    logits = similarities(rows, rows)
     with no_autocast(features):
         itself = torch.eye(len(features), dtype=torch.bool, device=features.device)
         positive = (labels[:, None] == labels[None, :]) & ~itself
