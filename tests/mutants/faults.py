@@ -250,8 +250,8 @@ OF_CPU = [
         "similarity_logsumexp: lanes without a query",
         "edge",
         CPU + "similarity_logsumexp.cpp",
-        "lane = size; lane < WIDE; ++lane) {\n      for (int64_t j = 0; j < b.keys; ++j) chunk[j * WIDE + lane] = (T)-INF",
-        "lane = size + 1; lane < WIDE; ++lane) {\n      for (int64_t j = 0; j < b.keys; ++j) chunk[j * WIDE + lane] = (T)-INF",
+        "= size; lane < WIDE; ++lane) {\n      for (int64_t j = 0; j < b.keys; ++j) chunk[j * WIDE + lane] = (T)-",
+        "= size + 1; lane < WIDE; ++lane) {\n      for (int64_t j = 0; j < b.keys; ++j) chunk[j * WIDE + lane] = (T)-",
         _of("clip_loss"),
     ),
     Fault(
