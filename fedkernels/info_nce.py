@@ -117,10 +117,11 @@ def _check_positives(positives: object, query: Tensor, key: Tensor) -> None:
         _checks.same_device(query=query, positives=positives)
         if keys == 0:
             raise ValueError(f"key must not be empty in N, got shape {list(key.shape)}")
-        if _checks.has_values(positives) and not 0 <= int(positives.min()) <= int(positives.max()) < keys:
-            raise ValueError(
-                f"positives must be from 0 to N - 1 = {keys - 1}, got {int(positives.min())} to {int(positives.max())}"
-            )
+        if _checks.has_values(positives):
+            lowest, highest = positives.aminmax()
+            # Under a FakeTensorMode they are without values, even those of a tensor that has values.
+            if _checks.has_values(lowest) and not 0 <= int(lowest) <= int(highest) < keys:
+                raise ValueError(f"positives must be from 0 to N - 1 = {keys - 1}, got {int(lowest)} to {int(highest)}")
         return
     if isinstance(positives, bool) or not isinstance(positives, int):
         raise TypeError(f"positives must be an integer or an int64 tensor [B], got {type(positives).__name__}")

@@ -46,9 +46,13 @@ def gram(clients, entries):
 
 
 ROWS, MORE = (randn(rows, 20, seed=rows).to(BF16).to(FP64) for rows in (37, 300))  # the same in every dtype
-CLASSES = torch.arange(37) % 5
 COST, MASSES = randn(2, 30, 20, seed=3).abs(), 0.5 + randn(30, seed=4).abs()
 X, Y, WIDE = randn(3, 40, 7, seed=5), randn(3, 40, 50, seed=6), randn(40, 90, seed=7)
+
+
+def classes(rows, count=37):
+    return torch.arange(count, device=rows.device) % 5
+
 
 # name: function of tensors, these tensors
 DIFFERENTIABLE = {
@@ -60,12 +64,12 @@ DIFFERENTIABLE = {
     "nt_xent, one view": (lambda p: nt_xent(p, MORE[:37].to(p), 0.3, "sum"), [ROWS]),
     "nt_xent, not reduced": (lambda p, q: nt_xent(p, q, 0.3, "none"), [ROWS, MORE[:37]]),
     "info_nce, pairs left out": (
-        lambda q, k, n: info_nce(q, k, 0.3, positives=CLASSES, negatives=n, labels=(CLASSES, CLASSES.repeat(2)[:60])),
+        lambda q, k, n: info_nce(q, k, 0.3, positives=classes(q), negatives=n, labels=(classes(q), classes(q, 60))),
         [ROWS, MORE[:37], MORE[37:60]],
     ),
     "clip_loss": (lambda p, q: clip_loss(p, q, 0.7), [ROWS, MORE[:37]]),
-    "supervised_contrastive_loss": (lambda p: supervised_contrastive_loss(p, CLASSES, 2.0), [ROWS]),
-    "supervised_contrastive_loss, even": (lambda p: supervised_contrastive_loss(p, CLASSES[:36], 2.0), [ROWS[:36]]),
+    "supervised_contrastive_loss": (lambda p: supervised_contrastive_loss(p, classes(p), 2.0), [ROWS]),
+    "supervised_contrastive_loss, even": (lambda p: supervised_contrastive_loss(p, classes(p, 36), 2.0), [ROWS[:36]]),
     "sigmoid_loss": (lambda p, q: sigmoid_loss(p, q, 0.7, -2.0), [ROWS, MORE[:37]]),
     "linear_cka": (lambda x, y: linear_cka(x, y), [X, Y]),
     "linear_cka, centered": (lambda x, y: linear_cka(x, y, centered=True), [X, WIDE]),
