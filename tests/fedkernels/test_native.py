@@ -70,6 +70,16 @@ def similarities():
         yield from (value.detach(), to_kernel.detach(), *torch.autograd.grad(value + 2 * to_kernel, leaves))
         yield fedkernels.linear_cka_to_kernel(x[:, :7], y @ y.mT, centered)
         yield fedkernels.linear_cka_pairwise([x], [y, y + x], centered)
+def losses():
+    x, y = (torch.randn(2, 605, 43, generator=torch.Generator().manual_seed(d)).double() / 3 for d in (1, 2))
+    for dtype in (torch.float32, torch.float64):
+        image, text = (one[0].to(dtype).requires_grad_() for one in (x, y))
+        numbers = torch.arange(605)
+        loss = fedkernels.clip_loss(image, text, 2.0) + fedkernels.sigmoid_loss(image, text, 2.0, -1.0)
+        loss = loss + fedkernels.supervised_contrastive_loss(image, numbers % 9, 0.5)
+        left_out = {"labels": (numbers % 7, numbers % 5), "excluded": x[1] @ y[1].T > 1}
+        loss = loss + fedkernels.info_nce(image, text, 0.5, **left_out)
+        yield from (loss.detach(), *torch.autograd.grad(loss, (image, text)))
 def views_of_images():
     options = fedkernels.ViewOptions(hue=0.5, solarize=0.3, blur_sigma=(0.1, 9.0))
     for shape in ((80, 3, 32, 32), (40, 3, 13, 47), (40, 1, 28, 28), (4, 3, 130, 75)):
@@ -83,7 +93,8 @@ def results():
     steep = fedkernels.unbalanced_ot(cost, 1.0, 1.0, 0.8, 0.9, method="steepest", tol=1e-2)
     weights = fedkernels.client_weights(gram @ gram.T)
     views = [view / 4 for pair in views_of_images() for view in pair]  # of values from 0 to 1
-    return [*start, fedkernels.delta_gram(params[0], params[1:]), value, steep, weights, *views, *similarities()]
+    others = [fedkernels.delta_gram(params[0], params[1:]), value, steep, weights]
+    return [*start, *others, *views, *losses(), *similarities()]
 native = results()
 print(fedkernels.build_info()["cpu_used"])
 _native.module = None
@@ -178,7 +189,8 @@ def test_a_module_of_sources_that_do_not_tell_their_schemas_is_not_used(monkeypa
 def test_the_operators_are_registered_with_the_schemas_of_the_file():
     registered = {name: str(getattr(torch.ops.fedkernels, name).default._schema) for name in SCHEMAS}
     assert registered == {name: f"fedkernels::{name}{schema}" for name, schema in SCHEMAS.items()}
-    assert {*_native.COMPILED, *_native.PARTS, "info_nce_gradients", "nt_xent_gradients"} == set(SCHEMAS)
+    gradients = {f"{name}_gradients" for name in ("info_nce", "nt_xent", "similarity_logsumexp")}
+    assert {*_native.COMPILED, *_native.PARTS} | gradients == set(SCHEMAS)
 
 
 class OfGPUs:

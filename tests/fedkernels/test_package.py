@@ -12,6 +12,7 @@ def test_public_names():
     operators = {
         "apply_deltas",
         "client_weights",
+        "clip_loss",
         "compare",
         "debiased_cka",
         "debiased_cka_pairwise",
@@ -21,6 +22,8 @@ def test_public_names():
         "linear_cka_pairwise",
         "linear_cka_to_kernel",
         "nt_xent",
+        "sigmoid_loss",
+        "supervised_contrastive_loss",
         "two_views",
         "unbalanced_ot",
         "unbalanced_ot_plan",
