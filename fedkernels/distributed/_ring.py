@@ -1,7 +1,7 @@
 """One rank's keys at a time: they travel from each rank to the next, and so do their gradients.
 
-After s steps a rank holds the keys of the rank s places before it. The next keys are sent and received while the present
-ones are in use.
+After s steps a rank holds the keys of the rank s places before it. The next keys are sent and received while
+the present ones are in use.
 """
 
 from collections.abc import Callable

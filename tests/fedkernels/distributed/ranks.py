@@ -18,7 +18,7 @@ TIMEOUT = datetime.timedelta(seconds=60)
 
 
 class Ranks:
-    """`size` processes of one group. A call runs a function of a module on each of them, as ``function(*arguments)``."""
+    """`size` processes of one group. A call runs ``function(*arguments)`` on each of them."""
 
     def __init__(self, size: int, folder: Path) -> None:
         context = multiprocessing.get_context("spawn")
