@@ -7,11 +7,14 @@ from fedkernels import nn
 from fedkernels._native import build_info
 from fedkernels.apply_deltas import apply_deltas
 from fedkernels.client_weights import client_weights
+from fedkernels.clip_loss import clip_loss
 from fedkernels.delta_gram import delta_gram
 from fedkernels.info_nce import info_nce
 from fedkernels.linear_cka import linear_cka, linear_cka_pairwise, linear_cka_to_kernel
 from fedkernels.nt_xent import nt_xent
 from fedkernels.self_test import self_test
+from fedkernels.sigmoid_loss import sigmoid_loss
+from fedkernels.supervised_contrastive_loss import supervised_contrastive_loss
 from fedkernels.two_views import two_views, view_parameters
 from fedkernels.unbalanced_ot import TransportInfo, unbalanced_ot, unbalanced_ot_plan
 from fedkernels.view_options import ViewKey, ViewOptions, ViewParameters
@@ -30,6 +33,7 @@ __all__ = [
     "apply_deltas",
     "build_info",
     "client_weights",
+    "clip_loss",
     "delta_gram",
     "info_nce",
     "linear_cka",
@@ -38,6 +42,8 @@ __all__ = [
     "nn",
     "nt_xent",
     "self_test",
+    "sigmoid_loss",
+    "supervised_contrastive_loss",
     "two_views",
     "unbalanced_ot",
     "unbalanced_ot_plan",

@@ -5,6 +5,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
+
+from fedkernels._autograd import is_transformed
+from fedkernels.reference._precision import compute_dtype
 
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 REDUCTIONS = ("mean", "sum", "none")
@@ -43,6 +47,55 @@ def positive(name: str, value: object) -> float:
     if not 0 < value <= sys.float_info.max:  # also refuses NaN, and integers beyond float's range
         raise ValueError(f"{name} must be positive and finite, got {short(value)}")
     return float(value)
+
+
+def number_or_tensor(name: str, value: object, device: torch.device) -> float | Tensor:
+    """`value` is a finite Python number, or a floating tensor of one entry on `device`.
+
+    Returns a tensor as a scalar of float32 or wider. A scalar may also be on the CPU, as torch's operators take it.
+    The entry of a tensor is not looked at.
+    """
+    if isinstance(value, Tensor):
+        floating(name, value)
+        if value.numel() != 1:
+            raise ValueError(f"{name} must be a number or a tensor of one entry, got shape {list(value.shape)}")
+        if value.device != device and (value.ndim > 0 or value.device.type != "cpu"):
+            raise ValueError(f"{name} must be on the device of the rows ({device}), got {value.device}")
+        return value.reshape(()).to(compute_dtype(value))
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a Python number or a floating tensor, got {type(value).__name__}")
+    if not abs(value) <= sys.float_info.max:
+        raise ValueError(f"{name} must be finite, got {short(value)}")
+    return float(value)
+
+
+def positive_number_or_tensor(name: str, value: object, device: torch.device) -> float | Tensor:
+    """The same for a positive number. A tensor's entry is looked at where that costs nothing: on the CPU, eagerly."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return positive(name, value)
+    value = number_or_tensor(name, value, device)
+    if not isinstance(value, Tensor):
+        return value
+    if has_values(value) and not 0 < float(value.detach()) < float("inf"):
+        raise ValueError(f"{name} must be positive and finite, got {short(float(value.detach()))}")
+    return value
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Can the entries be looked at without a cost: on the CPU, eagerly, outside of torch.func's transforms?"""
+    if torch.compiler.is_compiling() or is_transformed() or isinstance(tensor, FakeTensor):
+        return False
+    return tensor.device.type == "cpu"
+
+
+def integers(name: str, tensor: object, shape: tuple[int, ...], layout: str) -> None:
+    """`tensor` is an int64 tensor of this shape."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.dtype != torch.int64:
+        raise TypeError(f"{name} must be int64, got {tensor.dtype}")
+    if tensor.shape != shape:
+        raise ValueError(f"{name} must have shape {layout} = {list(shape)}, got {list(tensor.shape)}")
 
 
 def boolean(name: str, value: object) -> None:

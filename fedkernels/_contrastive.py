@@ -14,6 +14,11 @@ def operator(name: str, first: Tensor, second: Tensor) -> Any:
     return None if has_tangent(first, second) else _native.operator(name, first, second)
 
 
+def scaled_rows(rows: Tensor, scale: Tensor | float, dtype: torch.dtype) -> Tensor:
+    """``rows * scale`` in `dtype`: what a loss of unscaled inner products takes in place of a temperature."""
+    return rows.to(dtype) * scale
+
+
 def allows_tf32() -> bool:
     """Does torch allow tf32 for products of float32 matrices on CUDA? The newer setting follows the older ones."""
     return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")

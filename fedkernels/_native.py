@@ -15,7 +15,8 @@ from torch import Tensor
 from fedkernels import _first_contact
 from fedkernels._autograd import is_transformed
 
-# The public functions that have a compiled operator of their name, csrc/ops/<name>.cpp.
+# The public functions that have a compiled operator of their name, csrc/ops/<name>.cpp, and similarity_logsumexp, which
+# clip_loss, supervised_contrastive_loss and options of info_nce share.
 COMPILED = (
     "apply_deltas",
     "client_weights",
@@ -25,6 +26,8 @@ COMPILED = (
     "linear_cka_pairwise",
     "linear_cka_to_kernel",
     "nt_xent",
+    "sigmoid_loss",
+    "similarity_logsumexp",
     "two_views",
     "unbalanced_ot",
 )

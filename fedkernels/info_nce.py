@@ -1,52 +1,87 @@
 """InfoNCE: the contrastive loss of queries against keys."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from fedkernels import _checks, _contrastive, _native
 from fedkernels._autograd import keep_missing_as_none, needs_gradient, refuse_second_derivative
+from fedkernels._similarity_logsumexp import similarity_logsumexp
 from fedkernels.reference._precision import compute_dtype
+from fedkernels.reference._reduce import reduce
 from fedkernels.reference.info_nce import info_nce as _reference
 
 
-def info_nce(query: Tensor, key: Tensor, temperature: float, reduction: str = "mean") -> Tensor:
-    """InfoNCE loss of B queries against N keys; the positive of query i is key i.
+def info_nce(
+    query: Tensor,
+    key: Tensor,
+    temperature: float | Tensor,
+    reduction: str = "mean",
+    *,
+    positives: int | Tensor = 0,
+    negatives: Tensor | None = None,
+    labels: tuple[Tensor, Tensor] | None = None,
+    excluded: Tensor | None = None,
+) -> Tensor:
+    """InfoNCE loss of B queries against N keys; the positive of query i is key i, unless `positives` names others.
 
-    ``loss_i = logsumexp_j(q_i . k_j / temperature) - q_i . k_i / temperature``
+    ``loss_i = logsumexp_j(q_i . k_j / temperature) - q_i . k_p(i) / temperature``
 
     The rows are used as given: normalise them first (``torch.nn.functional.normalize``) if the similarity is to be
     the cosine, as MoCo v3 does. Source: van den Oord et al. 2018, "Representation Learning with Contrastive
     Predictive Coding", Eq. 4.
 
+    `labels` and `excluded` leave out pairs that are known to be false negatives; a positive is never left out. With
+    them, or with a tensor of positives, the compiled operator for CPUs forms the logits once more in the backward
+    pass, and CUDA runs the reference in plain PyTorch, which holds the B x N logits.
+
     Args:
         query: [B, d], float16, bfloat16, float32 or float64, any strides.
-        key: [N, d], N >= B; rows B to N are further negatives.
-        temperature: positive, finite Python number.
+        key: [N, d]; keys that are nobody's positive are further negatives.
+        temperature: a positive, finite Python number, or a tensor of one entry, which gets its gradient; the queries
+            are then divided by it in float32 or wider.
         reduction: "mean" or "sum" over the B queries, or "none".
+        positives: an offset, so that p(i) = i + offset and N >= B + offset, or int64 [B], each from 0 to N - 1.
+        negatives: [M, d], further keys that are nobody's positive, as from a queue: they follow the rows of `key`.
+        labels: int64 [B] and [N + M], of the queries and of the keys: pairs of equal labels are left out.
+        excluded: bool [B, N + M]: pairs that are left out where it is True.
 
     Returns:
-        A scalar, or [B] for "none": float64 where an input is float64, else float32. Products and sums have that
-        precision too, under autocast as well. Gradients come back in each input's dtype. NaN in gives NaN out.
-        On CUDA float32 products use tf32, 1e-3 relative, where torch's setting for matrices allows it
+        A scalar, or [B] for "none": float64 where query, key or negatives is float64, else float32. Products and sums
+        have that precision too, under autocast as well. Gradients come back in each input's dtype. NaN in gives NaN
+        out. On CUDA float32 products use tf32, 1e-3 relative, where torch's setting for matrices allows it
         (``torch.backends.cuda.matmul.fp32_precision``) and the rows fit the device's shared memory (d <= 512 on an
         H100, 400 on an A100, 240 where a block has 99 KB).
 
     Raises:
-        TypeError: an input is not a floating tensor, or temperature not a number.
-        ValueError: B = 0, d = 0, N < B, unequal d or devices, a temperature or reduction out of range.
+        TypeError: an input is not a tensor of the right dtype, or temperature neither a number nor a floating tensor.
+        ValueError: B = 0, d = 0, N too small, shapes or devices that do not agree, a temperature, a reduction or (on
+            the CPU, outside of torch.compile) a positive out of range.
     """
     _checks.floating("query", query, ndim=2, layout="[B, d]")
     _checks.floating("key", key, ndim=2, layout="[N, d]")
     _checks.not_empty("query", query, (0, 1), "B or d")
     if key.shape[1] != query.shape[1]:
         raise ValueError(f"key must have the d = {query.shape[1]} columns of query, got {key.shape[1]}")
-    if key.shape[0] < query.shape[0]:
-        raise ValueError(f"key must have at least the B = {query.shape[0]} rows of query, got {key.shape[0]}")
     _checks.same_device(query=query, key=key)
-    temperature = _checks.positive("temperature", temperature)
+    temperature = _checks.positive_number_or_tensor("temperature", temperature, query.device)
     _checks.one_of("reduction", reduction, _checks.REDUCTIONS)
+    _check_positives(positives, query, key)
+    if negatives is not None:
+        _checks.floating("negatives", negatives, ndim=2, layout="[M, d]")
+        if negatives.shape[1] != query.shape[1]:
+            raise ValueError(f"negatives must have the d = {query.shape[1]} columns of query, got {negatives.shape[1]}")
+        _checks.same_device(query=query, negatives=negatives)
+        key = torch.cat([key, negatives])
+    if labels is not None or excluded is not None or isinstance(positives, Tensor):
+        _check_left_out(labels, excluded, query, key)
+        scaled = _contrastive.scaled_rows(query, 1 / temperature, compute_dtype(query, key))
+        return _by_similarities(scaled, key, reduction, positives, labels, excluded)
+    if positives > 0:
+        key = key.roll(-positives, 0)  # so that key i is the positive of query i
+    if isinstance(temperature, Tensor):
+        query, temperature = _contrastive.scaled_rows(query, 1 / temperature, compute_dtype(query, key)), 1.0
     wanted = needs_gradient(query), needs_gradient(key)
     operator = _contrastive.operator("info_nce", query, key)
     if operator is None:
@@ -54,6 +89,64 @@ def info_nce(query: Tensor, key: Tensor, temperature: float, reduction: str = "m
     options = temperature, reduction, *wanted, _contrastive.allows_tf32()
     loss: Tensor = operator(query.contiguous(), key.contiguous(), *options)[0]
     return loss
+
+
+def _by_similarities(
+    scaled: Tensor,
+    key: Tensor,
+    reduction: str,
+    positives: int | Tensor,
+    labels: tuple[Tensor, Tensor] | None,
+    excluded: Tensor | None,
+) -> Tensor:
+    """The loss of queries that are divided by the temperature."""
+    if not isinstance(positives, Tensor):
+        positives = torch.arange(positives, positives + scaled.shape[0], device=scaled.device)
+    of_queries, _, of_positives = similarity_logsumexp(
+        scaled, key, positives=positives, labels=labels, excluded=excluded
+    )
+    return reduce(of_queries - cast(Tensor, of_positives), reduction).to(scaled.dtype)
+
+
+def _check_positives(positives: object, query: Tensor, key: Tensor) -> None:
+    """An offset or int64 [B], within the rows of key."""
+    queries, keys = query.shape[0], key.shape[0]
+    if isinstance(positives, Tensor):
+        _checks.integers("positives", positives, (queries,), "[B]")
+        _checks.same_device(query=query, positives=positives)
+        if keys == 0:
+            raise ValueError(f"key must not be empty in N, got shape {list(key.shape)}")
+        if _checks.has_values(positives) and not 0 <= int(positives.min()) <= int(positives.max()) < keys:
+            raise ValueError(
+                f"positives must be from 0 to N - 1 = {keys - 1}, got {int(positives.min())} to {int(positives.max())}"
+            )
+        return
+    if isinstance(positives, bool) or not isinstance(positives, int):
+        raise TypeError(f"positives must be an integer or an int64 tensor [B], got {type(positives).__name__}")
+    if positives < 0:
+        raise ValueError(f"positives must be an offset of at least 0, got {_checks.short(positives)}")
+    if keys < queries + positives:
+        beyond = f" from row {positives} on" if positives else ""
+        raise ValueError(f"key must have at least the B = {queries} rows of query{beyond}, got {keys}")
+
+
+def _check_left_out(labels: object, excluded: Tensor | None, query: Tensor, key: Tensor) -> None:
+    """Labels [B] and [N + M], and a mask [B, N + M]."""
+    if labels is not None:
+        if not isinstance(labels, (tuple, list)) or len(labels) != 2:
+            raise TypeError("labels must be a pair of tensors: the queries' labels [B] and the keys' labels [N + M]")
+        for name, tensor, rows, layout in (("[0]", labels[0], query, "[B]"), ("[1]", labels[1], key, "[N + M]")):
+            _checks.integers(f"labels{name}", tensor, (rows.shape[0],), layout)
+            _checks.same_device(**{"query": query, f"labels{name}": tensor})
+    if excluded is not None:
+        if not isinstance(excluded, Tensor):
+            raise TypeError(f"excluded must be a torch.Tensor, got {type(excluded).__name__}")
+        if excluded.dtype != torch.bool:
+            raise TypeError(f"excluded must be bool, got {excluded.dtype}")
+        if excluded.shape != (query.shape[0], key.shape[0]):
+            expected = [query.shape[0], key.shape[0]]
+            raise ValueError(f"excluded must have shape [B, N + M] = {expected}, got {list(excluded.shape)}")
+        _checks.same_device(query=query, excluded=excluded)
 
 
 if _native.module is not None:

@@ -11,7 +11,7 @@ from fedkernels.reference._precision import compute_dtype
 from fedkernels.reference.nt_xent import nt_xent as _reference
 
 
-def nt_xent(view1: Tensor, view2: Tensor, temperature: float, reduction: str = "mean") -> Tensor:
+def nt_xent(view1: Tensor, view2: Tensor, temperature: float | Tensor, reduction: str = "mean") -> Tensor:
     """SimCLR's loss over the 2B rows ``z = [view1; view2]``; the positive of a row is its other view.
 
     ``loss_i = logsumexp_{j != i}(z_i . z_j / temperature) - z_i . z_p(i) / temperature``
@@ -23,7 +23,8 @@ def nt_xent(view1: Tensor, view2: Tensor, temperature: float, reduction: str = "
     Args:
         view1: [B, d], float16, bfloat16, float32 or float64, any strides.
         view2: [B, d].
-        temperature: positive, finite Python number.
+        temperature: a positive, finite Python number, or a tensor of one entry, which gets its gradient; the rows are
+            then divided by its square root in float32 or wider.
         reduction: "mean" or "sum" over the 2B rows, or "none".
 
     Returns:
@@ -33,8 +34,9 @@ def nt_xent(view1: Tensor, view2: Tensor, temperature: float, reduction: str = "
         in tf32 on CUDA, as in ``info_nce``.
 
     Raises:
-        TypeError: an input is not a floating tensor, or temperature not a number.
-        ValueError: B = 0, d = 0, unequal shapes or devices, a temperature or reduction out of range.
+        TypeError: an input is not a floating tensor, or temperature neither a number nor a floating tensor.
+        ValueError: B = 0, d = 0, unequal shapes or devices, a temperature of several entries, a temperature or
+            reduction out of range.
     """
     _checks.floating("view1", view1, ndim=2, layout="[B, d]")
     _checks.floating("view2", view2, ndim=2, layout="[B, d]")
@@ -42,8 +44,12 @@ def nt_xent(view1: Tensor, view2: Tensor, temperature: float, reduction: str = "
     if view2.shape != view1.shape:
         raise ValueError(f"view2 must have the shape {list(view1.shape)} of view1, got {list(view2.shape)}")
     _checks.same_device(view1=view1, view2=view2)
-    temperature = _checks.positive("temperature", temperature)
+    temperature = _checks.positive_number_or_tensor("temperature", temperature, view1.device)
     _checks.one_of("reduction", reduction, _checks.REDUCTIONS)
+    if isinstance(temperature, Tensor):
+        scale, dtype = temperature.rsqrt(), compute_dtype(view1, view2)
+        view1, view2 = (_contrastive.scaled_rows(view, scale, dtype) for view in (view1, view2))
+        temperature = 1.0
     wanted = needs_gradient(view1) or needs_gradient(view2)
     operator = _contrastive.operator("nt_xent", view1, view2)
     if operator is None:

@@ -1,4 +1,4 @@
-// What info_nce and nt_xent share: logits of one block of keys against panels of queries, and products with them.
+// What the contrastive losses share: logits of one block of keys against panels of queries, and products with them.
 //
 // A panel holds TILE_COLUMNS queries, one to a lane: chunk[j * TILE_COLUMNS + lane] belongs to key j of the block and
 // that query. So a query's maximum and sum over the keys are lane by lane, and a chunk is, as it lies, the packed right
@@ -102,6 +102,40 @@ static inline void exponentials(T* chunk, int64_t count, const T* largest, T sca
     W::store(total + half * W::LANES, sum);
   }
   for (int64_t i = count * 2 * W::LANES; i < up(count, TILE_ROWS) * 2 * W::LANES; ++i) chunk[i] = 0;
+}
+
+// The same for one key, whose logits lie across `panels` chunks, `pitch` entries apart: returns the sum of
+// exp((entry - top) * scale) and sets top to the largest. The entries stay.
+template <class T>
+static inline double sum_across(const T* entries, int64_t panels, int64_t pitch, T scale, T& top) {
+  using W = Wide<T>;
+  auto tops = W::splat(LOWEST<T>);
+  for (int64_t panel = 0; panel < panels; ++panel) {
+    const auto x0 = W::load(entries + panel * pitch), x1 = W::load(entries + panel * pitch + W::LANES);
+    tops = x0 > tops ? x0 : tops;
+    tops = x1 > tops ? x1 : tops;
+  }
+  top = tops[0];
+  for (int lane = 1; lane < W::LANES; ++lane) top = tops[lane] > top ? tops[lane] : top;
+  typename W::Type sum{};
+  for (int64_t panel = 0; panel < panels; ++panel) {
+    sum += exp_of<T>((W::load(entries + panel * pitch) - top) * scale);
+    sum += exp_of<T>((W::load(entries + panel * pitch + W::LANES) - top) * scale);
+  }
+  double together = 0;
+  for (int lane = 0; lane < W::LANES; ++lane) together += (double)sum[lane];
+  return together;
+}
+
+// Joins sum_j exp((s_j - top) / temperature) to the total of what was met before, relative to its largest logit.
+template <class T>
+static inline void join(T top, double sum, double temperature, T& largest, double& total) {
+  const T both = top > largest ? top : largest;
+  const auto to_both = [&](T from, double value) {
+    return value == 0 ? 0 : value * __builtin_exp(((double)from - (double)both) / temperature);
+  };
+  total = to_both(largest, total) + to_both(top, sum);
+  largest = both;
 }
 
 // gradient[c * TILE_COLUMNS + lane] (+)= sum_j keys[j][c] chunk[j][lane], c up to the width filled to whole tiles.

@@ -100,16 +100,6 @@ struct NTXent {
     }
   }
 
-  // Joins sum_j exp((s_j - top) / t) to what a row has met before.
-  void join(int64_t i, T top, double sum) const {
-    const T both = top > largest[i] ? top : largest[i];
-    const auto to_both = [&](T from, double value) {
-      return value == 0 ? 0 : value * __builtin_exp(((double)from - (double)both) / problem.temperature);
-    };
-    total[i] = to_both(largest[i], total[i]) + to_both(top, sum);
-    largest[i] = both;
-  }
-
   // First pass: largest, total and positive of every row.
   void sums(int64_t first, const Threads& threads) const {
     const int64_t size = least(group, count - first), panels = up(size, WIDE) / WIDE, lanes = panels * WIDE;
@@ -126,7 +116,11 @@ struct NTXent {
         if (block < beyond || panel == panels - 1) leave_out(chunk + panel * pitch, block, start, first + size);
       }
       if (block >= beyond) {
-        for (int64_t j = 0; j < keys; ++j) across(chunk + j * WIDE, panels, pitch, block * KEYS + j);
+        for (int64_t j = 0; j < keys; ++j) {  // the group's part in the sum of row j
+          T top;
+          const double sum = sum_across(chunk + j * WIDE, panels, pitch, scale, top);
+          join(top, sum, problem.temperature, largest[block * KEYS + j], total[block * KEYS + j]);
+        }
       }
       for (int64_t panel = 0; panel < panels; ++panel) {
         T* const top = largest_of + block * lanes + panel * WIDE;
@@ -137,30 +131,10 @@ struct NTXent {
     });
     for (int64_t i = 0; i < size; ++i) {
       for (int64_t block = own; block < blocks; ++block) {
-        join(first + i, largest_of[block * lanes + i], (double)sums_of[block * lanes + i]);
+        join(largest_of[block * lanes + i], (double)sums_of[block * lanes + i], problem.temperature,
+             largest[first + i], total[first + i]);
       }
     }
-  }
-
-  // The group's part in the sum of row j, which lies across its chunks.
-  void across(const T* entries, int64_t panels, int64_t pitch, int64_t j) const {
-    using W = Wide<T>;
-    auto tops = W::splat(LOWEST<T>);
-    for (int64_t panel = 0; panel < panels; ++panel) {
-      const auto x0 = W::load(entries + panel * pitch), x1 = W::load(entries + panel * pitch + W::LANES);
-      tops = x0 > tops ? x0 : tops;
-      tops = x1 > tops ? x1 : tops;
-    }
-    T top = tops[0];
-    for (int lane = 1; lane < W::LANES; ++lane) top = tops[lane] > top ? tops[lane] : top;
-    typename W::Type sum{};
-    for (int64_t panel = 0; panel < panels; ++panel) {
-      sum += exp_of<T>((W::load(entries + panel * pitch) - top) * scale);
-      sum += exp_of<T>((W::load(entries + panel * pitch + W::LANES) - top) * scale);
-    }
-    double together = 0;
-    for (int lane = 0; lane < W::LANES; ++lane) together += (double)sum[lane];
-    join(j, top, together);
   }
 
   // Second pass: the gradients.

@@ -145,7 +145,15 @@ def test_nan_stays_in_its_row():
         ((torch.ones(2, 3), torch.ones(2, 3), 0.0), ValueError, "temperature must be positive"),
         ((torch.ones(2, 3), torch.ones(2, 3), math.inf), ValueError, "temperature must be positive"),
         ((torch.ones(2, 3), torch.ones(2, 3), math.nan), ValueError, "temperature must be positive"),
-        ((torch.ones(2, 3), torch.ones(2, 3), torch.tensor(1.0)), TypeError, "temperature must be a Python number"),
+        ((torch.ones(2, 3), torch.ones(2, 3), "1"), TypeError, "temperature must be a Python number or a floating"),
+        (
+            (torch.ones(2, 3), torch.ones(2, 3), torch.ones(2)),
+            ValueError,
+            "temperature must be a number or a tensor of",
+        ),
+        ((torch.ones(2, 3), torch.ones(2, 3), torch.tensor(-1.0)), ValueError, "temperature must be positive"),
+        ((torch.ones(2, 3), torch.ones(2, 3), torch.tensor(math.nan)), ValueError, "temperature must be positive"),
+        ((torch.ones(2, 3), torch.ones(2, 3), torch.tensor(1)), TypeError, "temperature must be float16"),
         ((torch.ones(2, 3), torch.ones(2, 3), 1.0, "max"), ValueError, "reduction must be one of mean, sum, none"),
     ],
 )
@@ -157,3 +165,122 @@ def test_bad_input_is_named(arguments, error, message):
 def test_module_is_the_function():
     query, key = rows(3, 4, 1), rows(5, 4, 2)
     assert torch.equal(fedkernels.nn.InfoNCE(0.3, "sum")(query, key), info_nce(query, key, 0.3, "sum"))
+
+
+def with_options(query, key, temperature, positives, left_out):
+    """Cross-entropy of the keys that remain, in a loop over the queries."""
+    losses = []
+    for i, positive in enumerate(positives):
+        keys = [positive, *(j for j in range(len(key)) if j != positive and not left_out[i, j])]
+        losses.append(F.cross_entropy(key[keys] @ query[i] / temperature, torch.tensor(0)))
+    return torch.stack(losses)
+
+
+@pytest.mark.parametrize(("batch", "keys", "more"), [(3, 4, 2), (40, 50, 0), (520, 300, 30)])
+def test_positives_negatives_and_pairs_left_out(batch, keys, more):
+    generator = torch.Generator().manual_seed(0)
+    query, key = rows(batch, 7, 1).requires_grad_(), rows(keys, 7, 2).requires_grad_()
+    negatives = rows(more, 7, 3).requires_grad_()
+    positives = torch.randint(0, keys, (batch,), generator=generator)
+    labels = tuple(torch.randint(0, 4, (count,), generator=generator) for count in (batch, keys + more))
+    excluded = torch.rand(batch, keys + more, generator=generator) < 0.3
+    temperature = torch.tensor(0.6, dtype=torch.float64).requires_grad_()
+    weights = torch.linspace(0.1, 2, batch, dtype=torch.float64)
+    leaves = [query, key, negatives, temperature]
+    nothing = torch.zeros_like(excluded)
+    equal = labels[0][:, None] == labels[1]
+    for options, left_out in (
+        ({}, nothing),
+        ({"labels": labels}, equal),
+        ({"excluded": excluded}, excluded),
+        ({"labels": labels, "excluded": excluded}, equal | excluded),
+    ):
+        loss = info_nce(query, key, temperature, "none", positives=positives, negatives=negatives, **options)
+        truth = with_options(query, torch.cat([key, negatives]), temperature, positives.tolist(), left_out)
+        torch.testing.assert_close(loss, truth)
+        of_loss, of_truth = (torch.autograd.grad(one @ weights, leaves) for one in (loss, truth))
+        torch.testing.assert_close(of_loss, of_truth)
+
+
+@pytest.mark.parametrize("options", [{}, {"excluded": torch.zeros(5, 12, dtype=torch.bool)}])
+def test_positives_by_an_offset(options):
+    query, key, negatives = rows(5, 4, 1).requires_grad_(), rows(9, 4, 2).requires_grad_(), rows(3, 4, 3)
+    loss = info_nce(query, key, 0.4, positives=4, negatives=negatives, **options)
+    truth = F.cross_entropy(query @ torch.cat([key, negatives]).T / 0.4, torch.arange(4, 9))
+    torch.testing.assert_close(loss, truth)
+    torch.testing.assert_close(torch.autograd.grad(loss, [query, key]), torch.autograd.grad(truth, [query, key]))
+
+
+def test_gradcheck_of_the_options():
+    query, key, temperature = rows(3, 4, 1).requires_grad_(), rows(5, 4, 2).requires_grad_(), torch.tensor(0.5).double()
+    excluded = torch.tensor([[True, False, False, False, True]]).expand(3, 5)
+    assert torch.autograd.gradcheck(info_nce, (query, key, temperature.requires_grad_()))
+    assert torch.autograd.gradcheck(
+        lambda q, k, t: info_nce(q, k, t, "none", positives=torch.tensor([4, 0, 0]), excluded=excluded),
+        (query, key, temperature),
+    )
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, torch.float32])
+def test_a_tensor_of_temperature_is_the_number(dtype):
+    query, key = rows(33, 65, 1, dtype).requires_grad_(), rows(40, 65, 2, dtype).requires_grad_()
+    temperature = torch.tensor([0.25], dtype=dtype, requires_grad=True)
+    loss, truth = info_nce(query, key, temperature), info_nce(query, key, 0.25)
+    assert loss.dtype == truth.dtype
+    torch.testing.assert_close(loss, truth, rtol=2e-6, atol=0)
+    *of_loss, of_temperature = torch.autograd.grad(loss, [query, key, temperature])
+    for one, other in zip(of_loss, torch.autograd.grad(truth, [query, key]), strict=True):
+        atol = max(1e-5, rounding_of_weights(info_nce, dtype)) * float(other.abs().max())
+        torch.testing.assert_close(one, other, rtol=2 * torch.finfo(dtype).eps, atol=atol)
+    wide = torch.tensor(0.25, dtype=torch.float64, requires_grad=True)
+    truth = torch.autograd.grad(info_nce(query.detach().double(), key.detach().double(), wide), wide)[0]
+    assert of_temperature.shape == (1,)
+    torch.testing.assert_close(of_temperature.double(), truth[None], rtol=max(1e-5, torch.finfo(dtype).eps), atol=0)
+
+
+def test_options_compile_without_a_graph_break():
+    query, key, temperature = rows(5, 4, 1).requires_grad_(), rows(6, 4, 2).requires_grad_(), torch.tensor(0.5).double()
+    numbers = torch.arange(6)
+
+    def loss(query, key, temperature):
+        some = info_nce(query, key, temperature, positives=1, labels=(numbers[:5] % 2, numbers % 2))
+        return some + info_nce(query, key, temperature, positives=numbers[:5], excluded=numbers > 4 * numbers[:5, None])
+
+    leaves = query, key, temperature.requires_grad_()
+    compiled, truth = torch.compile(loss, fullgraph=True, backend="aot_eager")(*leaves), loss(*leaves)
+    torch.testing.assert_close(compiled, truth)
+    torch.testing.assert_close(torch.autograd.grad(compiled, leaves), torch.autograd.grad(truth, leaves))
+
+
+NUMBERS = torch.arange(3)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"positives": -1}, ValueError, "positives must be an offset of at least 0, got -1"),
+        ({"positives": 2}, ValueError, "key must have at least the B = 2 rows of query from row 2 on, got 3"),
+        ({"positives": 0.5}, TypeError, "positives must be an integer or an int64 tensor"),
+        ({"positives": NUMBERS}, ValueError, r"positives must have shape \[B\] = \[2\], got \[3\]"),
+        ({"positives": NUMBERS[:2].int()}, TypeError, "positives must be int64, got torch.int32"),
+        ({"positives": NUMBERS[:2].to("meta")}, ValueError, "positives must be on the device"),
+        ({"negatives": torch.ones(2, 4)}, ValueError, "negatives must have the d = 3"),
+        ({"negatives": [1.0]}, TypeError, "negatives must be a torch.Tensor"),
+        ({"labels": NUMBERS}, TypeError, "labels must be a pair of tensors"),
+        ({"labels": (NUMBERS, NUMBERS)}, ValueError, r"labels\[0\] must have shape \[B\] = \[2\]"),
+        ({"labels": (NUMBERS[:2], NUMBERS[:2])}, ValueError, r"labels\[1\] must have shape \[N \+ M\] = \[3\]"),
+        ({"labels": (NUMBERS[:2], "12")}, TypeError, r"labels\[1\] must be a torch.Tensor, got str"),
+        ({"excluded": torch.ones(2, 3)}, TypeError, "excluded must be bool, got torch.float32"),
+        ({"excluded": torch.ones(2, 2).bool()}, ValueError, r"excluded must have shape \[B, N \+ M\] = \[2, 3\]"),
+        ({"excluded": [True]}, TypeError, "excluded must be a torch.Tensor, got list"),
+    ],
+)
+def test_bad_options_are_named(options, error, message):
+    with pytest.raises(error, match=message):
+        info_nce(torch.ones(2, 3), torch.ones(3, 3), 1.0, **options)
+
+
+@pytest.mark.cpu_only(reason="on a GPU the positives are not looked at")
+def test_positives_out_of_range_are_named():
+    with pytest.raises(ValueError, match="positives must be from 0 to N - 1 = 2, got 0 to 3"):
+        info_nce(torch.ones(2, 3), torch.ones(3, 3), 1.0, positives=torch.tensor([0, 3]))

@@ -148,6 +148,18 @@ def test_bad_input_is_named(arguments, error, message):
         nt_xent(*arguments)
 
 
+def test_a_tensor_of_temperature_gets_its_gradient():
+    leaves = [*(view.requires_grad_() for view in views(7, 3)), torch.tensor(0.6, dtype=torch.float64)]
+    leaves[2].requires_grad_()
+    loss, truth = nt_xent(*leaves), by_cross_entropy(*leaves).mean()
+    torch.testing.assert_close(loss, truth)
+    torch.testing.assert_close(torch.autograd.grad(loss, leaves), torch.autograd.grad(truth, leaves))
+    assert torch.autograd.gradcheck(lambda p, q, t: nt_xent(p, q, t, "none"), leaves)
+    narrow = leaves[2].detach().half()
+    rows = [view.detach().half() for view in leaves[:2]]
+    torch.testing.assert_close(nt_xent(*rows, narrow), nt_xent(*rows, float(narrow)), rtol=2e-6, atol=0)
+
+
 def test_module_is_the_function():
     view1, view2 = views(3, 4)
     assert torch.equal(fedkernels.nn.NTXent(0.3)(view1, view2), nt_xent(view1, view2, 0.3))

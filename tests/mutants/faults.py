@@ -225,9 +225,9 @@ OF_CPU = [
     Fault(
         "nt_xent: the scale of what was met",
         "scale",
-        CPU + "nt_xent.cpp",
-        "to_both(largest[i], total[i]) + to_both(top, sum);",
-        "total[i] + to_both(top, sum);",
+        CPU + "logits.h",
+        "to_both(largest, total) + to_both(top, sum);",
+        "total + to_both(top, sum);",
         _of("nt_xent"),
     ),
     Fault(

@@ -1,0 +1,23 @@
+// The sigmoid loss of queries and keys, with its gradients.
+#pragma once
+
+#include "cpu/dtype.h"
+#include "cpu/isa.h"
+#include "cpu/tasks.h"
+
+namespace fedkernels {
+
+struct SigmoidLossProblem {
+  Array query, key;       // [batch, width]
+  int64_t batch, width;   // positive
+  bool wide;              // arithmetic and gradients in double, else in float
+  double* losses;         // [batch], of each query with all keys
+  void* query_gradient;   // [batch, width], of the sum of the losses; or null
+  void* key_gradient;     // [batch, width]; or null
+};
+
+}  // namespace fedkernels
+
+// Bytes of memory, aligned to 64, that sigmoid_loss wants for this problem.
+FEDKERNELS_DECLARE(sigmoid_loss_memory, int64_t, const SigmoidLossProblem& problem, int64_t workers)
+FEDKERNELS_DECLARE(sigmoid_loss, void, const SigmoidLossProblem& problem, const Threads& threads, void* memory)

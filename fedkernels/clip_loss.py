@@ -1,0 +1,57 @@
+"""CLIP's loss: images against texts and texts against images."""
+
+import torch
+from torch import Tensor
+
+from fedkernels import _checks, _native
+from fedkernels._autograd import has_tangent
+from fedkernels._contrastive import scaled_rows
+from fedkernels._similarity_logsumexp import similarity_logsumexp
+from fedkernels.info_nce import info_nce
+from fedkernels.reference._precision import compute_dtype
+from fedkernels.reference.clip_loss import clip_loss as _reference
+
+
+def clip_loss(image: Tensor, text: Tensor, logit_scale: float | Tensor) -> Tensor:
+    """CLIP's loss of B pairs: the mean of InfoNCE of the images against the texts and of the texts against the images.
+
+    ``loss = mean_i(logsumexp_j(s x_i . y_j) + logsumexp_j(s x_j . y_i) - 2 s x_i . y_i) / 2``
+
+    The rows are used as given: normalise them first (``torch.nn.functional.normalize``), as CLIP does. Source: Radford
+    et al. 2021, "Learning Transferable Visual Models From Natural Language Supervision", Figure 3.
+
+    On the CPU both directions come from one pass over the B x B logits, which are not held; the backward pass forms
+    them once more. On CUDA the loss is two calls of `info_nce`, which does not hold them either. Under torch.func's
+    transforms and in forward mode the reference holds them.
+
+    Args:
+        image: [B, d], float16, bfloat16, float32 or float64, any strides.
+        text: [B, d].
+        logit_scale: s, 1 / temperature: a positive, finite Python number, or a tensor of one entry, which gets its
+            gradient. CLIP learns the logarithm and gives ``log_scale.exp()``.
+
+    Returns:
+        A scalar: float64 where image or text is float64, else float32. Products and sums have that precision too,
+        under autocast as well. Gradients come back in each input's dtype. NaN in gives NaN out.
+
+    Raises:
+        TypeError: image or text is not a floating tensor, or logit_scale neither a number nor a floating tensor.
+        ValueError: B = 0, d = 0, unequal shapes or devices, a logit_scale of several entries or out of range.
+    """
+    _checks.floating("image", image, ndim=2, layout="[B, d]")
+    _checks.floating("text", text, ndim=2, layout="[B, d]")
+    _checks.not_empty("image", image, (0, 1), "B or d")
+    if text.shape != image.shape:
+        raise ValueError(f"text must have the shape {list(image.shape)} of image, got {list(text.shape)}")
+    _checks.same_device(image=image, text=text)
+    logit_scale = _checks.positive_number_or_tensor("logit_scale", logit_scale, image.device)
+    dtype = compute_dtype(image, text)
+    scaled = scaled_rows(image, logit_scale, dtype)
+    if image.is_cuda:
+        return (info_nce(scaled, text, 1.0) + info_nce(text, scaled, 1.0)) / 2
+    if has_tangent(scaled, text) or _native.operator("similarity_logsumexp", image, text) is None:
+        return _reference(scaled, text, 1.0)
+    of_images, of_texts, of_pairs = similarity_logsumexp(
+        scaled, text, positives=torch.arange(image.shape[0], device=image.device), columns=True
+    )
+    return ((of_images - of_pairs).mean() / 2 + (of_texts - of_pairs).mean() / 2).to(dtype)

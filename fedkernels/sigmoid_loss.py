@@ -1,0 +1,89 @@
+"""The sigmoid loss of SigLIP: every pair of an image and a text is a classification of its own."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedkernels import _checks, _contrastive, _native
+from fedkernels._autograd import keep_missing_as_none, needs_gradient, refuse_second_derivative
+from fedkernels.reference._precision import compute_dtype
+from fedkernels.reference.sigmoid_loss import sigmoid_loss as _reference
+
+
+def sigmoid_loss(image: Tensor, text: Tensor, logit_scale: float | Tensor, logit_bias: float | Tensor) -> Tensor:
+    """SigLIP's loss of B pairs.
+
+    ``loss = -sum_ij log sigmoid(z_ij (s x_i . y_j + b)) / B`` with z_ij = 1 for i = j and -1 for all other pairs
+
+    The rows are used as given: normalise them first (``torch.nn.functional.normalize``), as SigLIP does. Source: Zhai
+    et al. 2023, "Sigmoid Loss for Language Image Pre-Training", Algorithm 1.
+
+    On the CPU one pass over the B x B logits gives the loss and its gradients, and the logits are not held. On CUDA,
+    under torch.func's transforms and in forward mode the reference in plain PyTorch serves, which holds them.
+
+    Args:
+        image: [B, d], float16, bfloat16, float32 or float64, any strides.
+        text: [B, d].
+        logit_scale: s: a positive, finite Python number, or a tensor of one entry, which gets its gradient. SigLIP
+            learns the logarithm and gives ``log_scale.exp()``.
+        logit_bias: b: a finite Python number, or a tensor of one entry, which gets its gradient.
+
+    Returns:
+        A scalar: float64 where image or text is float64, else float32. Products and sums have that precision too,
+        under autocast as well. Gradients come back in each input's dtype. NaN in gives NaN out.
+
+    Raises:
+        TypeError: image or text is not a floating tensor, or logit_scale or logit_bias neither a number nor a floating
+            tensor.
+        ValueError: B = 0, d = 0, unequal shapes or devices, a logit_scale or logit_bias of several entries or out of
+            range.
+    """
+    _checks.floating("image", image, ndim=2, layout="[B, d]")
+    _checks.floating("text", text, ndim=2, layout="[B, d]")
+    _checks.not_empty("image", image, (0, 1), "B or d")
+    if text.shape != image.shape:
+        raise ValueError(f"text must have the shape {list(image.shape)} of image, got {list(text.shape)}")
+    _checks.same_device(image=image, text=text)
+    logit_scale = _checks.positive_number_or_tensor("logit_scale", logit_scale, image.device)
+    logit_bias = _checks.number_or_tensor("logit_bias", logit_bias, image.device)
+    scaled = _contrastive.scaled_rows(image, logit_scale, compute_dtype(image, text))
+    # One more column adds the bias to every logit, and autograd gives it its gradient.
+    biases = scaled.new_ones(len(image), 1) * logit_bias
+    scaled, text = torch.cat([scaled, biases], dim=1), torch.cat([text, text.new_ones(len(image), 1)], dim=1)
+    operator = None if image.is_cuda else _contrastive.operator("sigmoid_loss", scaled, text)
+    if operator is None:
+        return _reference(scaled, text, 1.0, 0.0)
+    total: Tensor = operator(scaled, text, needs_gradient(scaled), needs_gradient(text))[0]
+    return (total / len(image)).to(scaled.dtype)
+
+
+if _native.module is not None:
+
+    @torch.library.register_fake("fedkernels::sigmoid_loss")
+    def _(query: Tensor, key: Tensor, query_gradient: bool, key_gradient: bool) -> tuple[Tensor, Tensor, Tensor]:
+        dtype = compute_dtype(query, key)
+        return (
+            query.new_empty((), dtype=torch.float64),
+            query.new_empty(query.shape if query_gradient else 0, dtype=dtype),
+            key.new_empty(key.shape if key_gradient else 0, dtype=dtype),
+        )
+
+    def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        keep_missing_as_none(ctx)
+        query, key = inputs[:2]
+        ctx.dtypes = query.dtype, key.dtype
+        ctx.save_for_backward(*output[1:])
+
+    def _backward(ctx: Any, grad: Tensor | None, *of_gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("sigmoid_loss", *of_gradients)
+        if grad is None:
+            return (None,) * 4
+        wanted = ctx.needs_input_grad[:2]
+        of_query, of_key = (
+            _contrastive.scaled(gradient, grad, dtype) if need else None
+            for gradient, need, dtype in zip(ctx.saved_tensors, wanted, ctx.dtypes, strict=True)
+        )
+        return of_query, of_key, None, None
+
+    torch.library.register_autograd("fedkernels::sigmoid_loss", _backward, setup_context=_setup_context)

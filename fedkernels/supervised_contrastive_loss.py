@@ -1,0 +1,81 @@
+"""The supervised contrastive loss: all rows of a label are each other's positives."""
+
+import torch
+from torch import Tensor
+
+from fedkernels import _checks, _native
+from fedkernels._autograd import has_tangent
+from fedkernels._contrastive import scaled_rows
+from fedkernels._similarity_logsumexp import similarity_logsumexp
+from fedkernels.nt_xent import nt_xent
+from fedkernels.reference._precision import compute_dtype
+from fedkernels.reference.supervised_contrastive_loss import supervised_contrastive_loss as _reference
+
+
+def supervised_contrastive_loss(
+    features: Tensor, labels: Tensor, temperature: float | Tensor, reduction: str = "mean"
+) -> Tensor:
+    """SupCon, the contrastive loss with all other rows of a row's label as its positives P(i).
+
+    ``loss_i = logsumexp_{a != i}(z_i . z_a / temperature) - mean_{p in P(i)}(z_i . z_p / temperature)``
+
+    A row without a positive has the loss 0. The rows are used as given: normalise them first
+    (``torch.nn.functional.normalize``), as the paper does. Source: Khosla et al. 2020, "Supervised Contrastive
+    Learning", Eq. 2 (L_out); several views of an image are rows with the same label.
+
+    The mean over the positives is the product with the sum of their rows, so only the log-sum-exp looks at all pairs.
+    For an even B it is that of `nt_xent`, compiled for the CPU and CUDA, which does not hold the B x B logits. An odd B
+    takes one product more on the CPU, and on CUDA the reference in plain PyTorch, which holds them; so do torch.func's
+    transforms and forward mode.
+
+    Args:
+        features: [B, d], float16, bfloat16, float32 or float64, any strides.
+        labels: [B], int64.
+        temperature: a positive, finite Python number, or a tensor of one entry, which gets its gradient.
+        reduction: "mean" over the rows that have a positive (0 if none has), "sum", or "none".
+
+    Returns:
+        A scalar, or [B] for "none": float64 where features is float64, else float32. Products and sums have that
+        precision too, under autocast as well. The gradient comes back in the dtype of features. NaN in gives NaN out.
+
+    Raises:
+        TypeError: features is not a floating tensor, labels not an int64 tensor, or temperature neither a number nor a
+            floating tensor.
+        ValueError: B = 0, d = 0, labels of another shape or device, a temperature of several entries, a temperature or
+            reduction out of range.
+    """
+    _checks.floating("features", features, ndim=2, layout="[B, d]")
+    _checks.not_empty("features", features, (0, 1), "B or d")
+    _checks.integers("labels", labels, (features.shape[0],), "[B]")
+    _checks.same_device(features=features, labels=labels)
+    temperature = _checks.positive_number_or_tensor("temperature", temperature, features.device)
+    _checks.one_of("reduction", reduction, _checks.REDUCTIONS)
+    rows, half = features.shape[0], features.shape[0] // 2
+    name = "similarity_logsumexp" if rows % 2 else "nt_xent"
+    if rows == 1 or has_tangent(features) or _native.operator(name, features) is None:
+        return _reference(features, labels, temperature, reduction)
+    # Both sides of the products are divided by the square root.
+    z = scaled_rows(features, temperature**-0.5, compute_dtype(features))
+    positives, count = _sums_of_positives(z, labels)
+    of_positives = positives / count.clamp(min=1)[:, None]
+    if rows % 2:
+        numbers = torch.arange(rows, device=z.device)
+        of_others = similarity_logsumexp(z, z, labels=(numbers, numbers))[0].to(z.dtype)
+        losses = of_others - (z * of_positives).sum(dim=1)
+    else:
+        # nt_xent takes the logit with row i + B / 2 away: what remains is what that row is nearer than the positives.
+        losses = nt_xent(z[:half], z[half:], 1.0, "none") + (z * (z.roll(half, 0) - of_positives)).sum(dim=1)
+    losses = losses.masked_fill(count == 0, 0)
+    if reduction == "mean":
+        return losses.sum() / (count > 0).sum().clamp(min=1)
+    return losses.sum() if reduction == "sum" else losses
+
+
+def _sums_of_positives(z: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum of the other rows of each row's label [B, d], and how many they are [B]."""
+    ordered, order = labels.sort()
+    changes = torch.cat([labels.new_zeros(1), (ordered[1:] != ordered[:-1]).cumsum(0)])
+    classes = torch.empty_like(labels).scatter(0, order, changes)  # numbers of the labels, from 0 to at most B - 1
+    sums = torch.zeros_like(z).index_add(0, classes, z)
+    counts = torch.zeros_like(labels).index_add(0, classes, torch.ones_like(labels))
+    return sums[classes] - z, counts[classes] - 1
