@@ -3,6 +3,7 @@
 It is an operator of torch.library, so that torch.compile takes it as a whole: what the ranks exchange depends on data.
 """
 
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -65,15 +66,18 @@ def _losses(
     key_rows = [call.key_rows for call in calls]
     with no_autocast(query):
         scaled = query.to(dtype) * scale.to(dtype)
-        logsumexp = scaled.new_full((len(query),), -torch.inf)
+        logsumexp = scaled.new_full((len(query),), -torch.inf, dtype=torch.float64)
+        of_positives = torch.empty_like(logsumexp)
 
         def merge(owner: int, keys: Tensor) -> None:
-            own = owner == ranks.rank()
-            part = block_logsumexp(scaled, keys.to(dtype), exclude_diagonal=two_views and own)
-            torch.logaddexp(logsumexp, part, out=logsumexp)
+            positives, excluded = _in_block(query, two_views, owner == ranks.rank())
+            of_block, positives_of_block = block_logsumexp(scaled, keys.to(dtype), positives, excluded)
+            torch.logaddexp(logsumexp, of_block, out=logsumexp)
+            if positives_of_block is not None:
+                of_positives.copy_(positives_of_block)
 
         _TRANSPORTS[method].visit_keys(key, key_rows, ranks, merge)
-        losses = logsumexp - (scaled * key.to(dtype)[_positives(query, two_views)]).sum(1)
+        losses = (logsumexp - of_positives).to(dtype)
     mean_weight = losses.new_full((), len(calls) / sum(call.query_rows for call in calls))
     needed = any(call.key_gradient for call in calls)
     return losses, logsumexp, mean_weight, torch.tensor(key_rows), torch.tensor(needed)
@@ -92,37 +96,35 @@ def _gradients(
     method: str,
     group: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dtype, ranks, transport = logsumexp.dtype, named_group(group), _TRANSPORTS[method]
+    dtype, ranks, transport = compute_dtype(query, key), named_group(group), _TRANSPORTS[method]
     with no_autocast(query):
         wide, wide_scale = query.to(dtype), scale.to(dtype)
         scaled = wide * wide_scale
         by_scaled = torch.zeros_like(scaled)  # the gradient in `scaled`
 
-        def add_block(owner: int, keys: Tensor, of_key: Tensor | None) -> None:
-            own = owner == ranks.rank()
-            positive = _positives(query, two_views) if own else None
-            excluded = two_views and own
-            block_gradients(
-                scaled, keys.to(dtype), logsumexp, weights, positive, excluded, of_query=by_scaled, of_key=of_key
-            )
-
-        def key_gradient_of_block(owner: int, keys: Tensor) -> Tensor:
-            of_key = torch.zeros_like(keys, dtype=dtype)
-            add_block(owner, keys, of_key)
+        def of_block(owner: int, keys: Tensor, of_keys: bool) -> Tensor | None:
+            positives, excluded = _in_block(query, two_views, owner == ranks.rank())
+            of_query, of_key = block_gradients(scaled, keys.to(dtype), logsumexp, weights, positives, excluded, of_keys)
+            by_scaled.add_(of_query)
             return of_key
 
         if key_gradient.item():
-            of_key = transport.sum_key_gradients(key, key_rows.tolist(), ranks, key_gradient_of_block)
+            of_key = transport.sum_key_gradients(key, key_rows.tolist(), ranks, partial(of_block, of_keys=True))
         else:
-            transport.visit_keys(key, key_rows.tolist(), ranks, lambda owner, keys: add_block(owner, keys, None))
+            transport.visit_keys(key, key_rows.tolist(), ranks, partial(of_block, of_keys=False))
             of_key = torch.zeros_like(key, dtype=dtype)
         return by_scaled * wide_scale, of_key, (by_scaled * wide).sum()
 
 
-def _positives(query: Tensor, two_views: bool) -> Tensor:
-    """The index of each query's positive among this rank's keys, [B] int64."""
-    own = torch.arange(len(query), device=query.device)
-    return own.roll(len(query) // 2) if two_views else own
+def _in_block(query: Tensor, two_views: bool, own: bool) -> tuple[Tensor | None, bool]:
+    """The index of each query's positive among a rank's keys, [B] int64, and whether query i leaves out key i.
+
+    Both concern a rank's own keys alone.
+    """
+    if not own:
+        return None, False
+    index = torch.arange(len(query), device=query.device)
+    return index.roll(len(query) // 2) if two_views else index, two_views
 
 
 @torch.library.register_fake("fedkernels::distributed_losses")
@@ -133,7 +135,7 @@ def _(
     ranks = named_group(group).size()
     return (
         losses,
-        torch.empty_like(losses),
+        torch.empty_like(losses, dtype=torch.float64),
         losses.new_empty(()),
         torch.empty(ranks, dtype=torch.int64, device="cpu"),
         torch.empty((), dtype=torch.bool, device="cpu"),
@@ -142,7 +144,7 @@ def _(
 
 @torch.library.register_fake("fedkernels::distributed_gradients")
 def _(query: Tensor, key: Tensor, scale: Tensor, logsumexp: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    dtype = logsumexp.dtype
+    dtype = compute_dtype(query, key)
     return (
         query.new_empty(query.shape, dtype=dtype),
         key.new_empty(key.shape, dtype=dtype),
@@ -160,10 +162,11 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 def _backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     query, key, scale, logsumexp, key_rows, key_gradient = ctx.saved_tensors
+    dtype = compute_dtype(query, key)
     # Also without a gradient here: other ranks may have one, and they wait for this rank's keys.
-    weights = torch.zeros_like(logsumexp) if grad is None else grad.to(logsumexp.dtype).contiguous()
+    weights = logsumexp.new_zeros(len(query), dtype=dtype) if grad is None else grad.to(dtype)
     gradients = torch.ops.fedkernels.distributed_gradients(
-        query, key, scale, logsumexp, weights, key_rows, key_gradient, *ctx.options
+        query, key, scale, logsumexp, weights.contiguous(), key_rows, key_gradient, *ctx.options
     )
     wanted = zip(gradients, ctx.needs_input_grad[:3], ctx.dtypes, strict=True)
     return *(gradient.to(dtype) if need else None for gradient, need, dtype in wanted), *(None,) * 5

@@ -1,4 +1,4 @@
-"""What the logits are multiplied by, as a tensor."""
+"""What the logits are multiplied or divided by, as a tensor."""
 
 import torch
 from torch import Tensor
@@ -11,13 +11,10 @@ def scale_tensor(name: str, value: Tensor | float, like: Tensor, dtype: torch.dt
 
     Raises:
         TypeError: value is neither a number nor a floating tensor.
-        ValueError: a number that is not positive and finite, a tensor of several elements or on another device.
+        ValueError: value is not positive and finite (a tensor's is looked at on the CPU alone), or is a tensor of
+            several elements or on another device.
     """
-    if not isinstance(value, Tensor):
-        return like.new_full((), _checks.positive(name, value), dtype=dtype)
-    _checks.floating(name, value)
-    if value.numel() != 1:
-        raise ValueError(f"{name} must be a number or a tensor with one element, got shape {list(value.shape)}")
-    if value.device != like.device:
-        raise ValueError(f"{name} must be on the device of the embeddings ({like.device}), got {value.device}")
-    return value.reshape(())
+    value = _checks.positive_number_or_tensor(name, value, like.device)
+    if isinstance(value, Tensor):
+        return value.reshape(())
+    return like.new_full((), value, dtype=dtype)
