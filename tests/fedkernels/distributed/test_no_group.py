@@ -7,5 +7,5 @@ from fedkernels import distributed
 
 
 def test_without_a_process_group():
-    with pytest.raises(RuntimeError, match="call torch.distributed.init_process_group, or use the loss of the same"):
+    with pytest.raises(RuntimeError, match=r"call torch.distributed.init_process_group, or use the loss of the same"):
         distributed.info_nce(torch.ones(2, 2), torch.ones(2, 2), 0.5)
