@@ -26,10 +26,9 @@ def mm_unbalanced(
 ) -> Any:
     """``ot.unbalanced.mm_unbalanced`` with ``div="l2"`` and no regularisation, solved to a certified duality gap.
 
-    The original's majorisation-minimisation stops at `numItermax` steps wherever it is; here `stopThr` is the relative
-    duality gap, `numItermax` limits the steps (None: 100,000), and a warning tells if they did not suffice. The gradient
-    that autograd finds through the original's steps is here that of ``log["total_cost"]`` by the envelope theorem; the
-    plan carries none.
+    The original's majorisation-minimisation stops at `numItermax` steps wherever it is. Here `stopThr` is the relative
+    duality gap, `numItermax` limits the steps (None: 100,000), and a warning tells if they did not suffice.
+    ``log["total_cost"]`` carries the gradient by the envelope theorem; the plan carries none.
 
     Args:
         a: [M] masses, or an empty list for equal ones of sum 1: NumPy array, list or tensor, as are b and M.

@@ -20,7 +20,7 @@ _BOTH_DIRECTIONS = ("query_to_doc", "doc_to_query")
 
 
 class MultipleNegativesRankingLoss(nn.Module):
-    """sentence-transformers' ``MultipleNegativesRankingLoss``: in-batch negatives for (anchor, positive, negatives ...).
+    """sentence-transformers' ``MultipleNegativesRankingLoss`` of columns (anchor, positive, negative, ...).
 
     Supported are the default direction, and both directions with ``partition_mode="per_direction"``; ``cos_sim`` and
     ``dot_score``, given by name or as the original's functions; ``gather_across_devices``. Joint normalisation of
