@@ -1,4 +1,4 @@
-"""Each drop-in gives its original's values and gradients; where it does not, the test shows which of the two is right."""
+"""Each drop-in gives its original's values and gradients; where it does not, the test shows which one is right."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_open_clip_without_gathered_gradients_divides_them(ranks: Ranks):  # noq
 
 
 def test_open_clip_refuses_other_ranks():
-    with pytest.raises(ValueError, match="rank and world_size must be those of torch.distributed's default group"):
+    with pytest.raises(ValueError, match=r"rank and world_size must be those of torch.distributed's default group"):
         open_clip.ClipLoss(world_size=3)(*pairs())
     with pytest.raises(ValueError, match=r"use_horovod must be False.*use open_clip.ClipLoss"):
         open_clip.ClipLoss(use_horovod=True)
