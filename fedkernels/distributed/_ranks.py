@@ -31,7 +31,7 @@ def name_of_group(group: dist.ProcessGroup | None) -> str:
 
 def named_group(name: str) -> dist.ProcessGroup:
     """The process group whose ``group_name`` is `name`."""
-    return _resolve_process_group(name)
+    return _resolve_process_group(name)  # type: ignore[arg-type]  # a NewType of str that older versions do not have
 
 
 class Call(NamedTuple):

@@ -64,7 +64,7 @@ def mm_unbalanced(
     if not log:
         return result
     total = unbalanced_ot(costs, of_rows, of_columns, tau_a, tau_b, **options)
-    facts = {
+    facts: dict[str, Any] = {
         "cost": (plan * costs).sum().detach(),
         "total_cost": total,
         "gap": info.gap,

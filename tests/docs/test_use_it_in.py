@@ -10,7 +10,7 @@ import pytest
 from website.repository_files import ROOT
 
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "use_it_in.md").read_text(encoding="utf-8"), re.DOTALL)
-ORIGINALS = ("open_clip", "lightly", "pytorch_metric_learning", "sentence_transformers", "torchjd", "ot")
+ORIGINALS = ("open_clip", "lightly", "pytorch_metric_learning", "sentence_transformers", "torchjd", "torch_cka", "ot")
 
 
 def test_there_is_a_block_for_each_library():
