@@ -23,6 +23,9 @@ from benchmarks.measure import ROOT, Settings, load_cases, measure_case, not_mea
 OPERATORS = (
     "info_nce",
     "nt_xent",
+    "clip_loss",
+    "supervised_contrastive_loss",
+    "sigmoid_loss",
     "linear_cka",
     "unbalanced_ot",
     "client_weights",

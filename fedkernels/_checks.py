@@ -8,7 +8,6 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from fedkernels._autograd import is_transformed
-from fedkernels.reference._precision import compute_dtype
 
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 REDUCTIONS = ("mean", "sum", "none")
@@ -61,7 +60,7 @@ def number_or_tensor(name: str, value: object, device: torch.device) -> float | 
             raise ValueError(f"{name} must be a number or a tensor of one entry, got shape {list(value.shape)}")
         if value.device != device and (value.ndim > 0 or value.device.type != "cpu"):
             raise ValueError(f"{name} must be on the device of the rows ({device}), got {value.device}")
-        return value.reshape(()).to(compute_dtype(value))
+        return value.reshape(()).to(torch.promote_types(value.dtype, torch.float32))
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a Python number or a floating tensor, got {type(value).__name__}")
     if not abs(value) <= sys.float_info.max:

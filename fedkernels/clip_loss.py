@@ -1,5 +1,7 @@
 """CLIP's loss: images against texts and texts against images."""
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
@@ -51,7 +53,7 @@ def clip_loss(image: Tensor, text: Tensor, logit_scale: float | Tensor) -> Tenso
         return (info_nce(scaled, text, 1.0) + info_nce(text, scaled, 1.0)) / 2
     if has_tangent(scaled, text) or _native.operator("similarity_logsumexp", image, text) is None:
         return _reference(scaled, text, 1.0)
-    of_images, of_texts, of_pairs = similarity_logsumexp(
-        scaled, text, positives=torch.arange(image.shape[0], device=image.device), columns=True
-    )
+    numbers = torch.arange(image.shape[0], device=image.device)
+    sums = similarity_logsumexp(scaled, text, positives=numbers, columns=True)
+    of_images, of_texts, of_pairs = cast(tuple[Tensor, Tensor, Tensor], sums)
     return ((of_images - of_pairs).mean() / 2 + (of_texts - of_pairs).mean() / 2).to(dtype)

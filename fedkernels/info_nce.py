@@ -8,7 +8,7 @@ from torch import Tensor
 from fedkernels import _checks, _contrastive, _native
 from fedkernels._autograd import keep_missing_as_none, needs_gradient, refuse_second_derivative
 from fedkernels._similarity_logsumexp import similarity_logsumexp
-from fedkernels.reference._precision import compute_dtype
+from fedkernels.reference._precision import compute_dtype, no_autocast
 from fedkernels.reference._reduce import reduce
 from fedkernels.reference.info_nce import info_nce as _reference
 
@@ -73,7 +73,8 @@ def info_nce(
         if negatives.shape[1] != query.shape[1]:
             raise ValueError(f"negatives must have the d = {query.shape[1]} columns of query, got {negatives.shape[1]}")
         _checks.same_device(query=query, negatives=negatives)
-        key = torch.cat([key, negatives])
+        with no_autocast(key):  # under autocast to bfloat16 torch.cat of float16 raises an error
+            key = torch.cat([key, negatives])
     if labels is not None or excluded is not None or isinstance(positives, Tensor):
         _check_left_out(labels, excluded, query, key)
         scaled = _contrastive.scaled_rows(query, 1 / temperature, compute_dtype(query, key))

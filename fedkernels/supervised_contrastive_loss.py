@@ -24,9 +24,9 @@ def supervised_contrastive_loss(
     Learning", Eq. 2 (L_out); several views of an image are rows with the same label.
 
     The mean over the positives is the product with the sum of their rows, so only the log-sum-exp looks at all pairs.
-    For an even B it is that of `nt_xent`, compiled for the CPU and CUDA, which does not hold the B x B logits. An odd B
-    takes one product more on the CPU, and on CUDA the reference in plain PyTorch, which holds them; so do torch.func's
-    transforms and forward mode.
+    For an even B it is that of `nt_xent`, compiled for the CPU and CUDA, which does not hold the B x B logits. That
+    takes 2.5 products of B x B x d on the CPU, an odd B 4. On CUDA an odd B, and everywhere torch.func's transforms and
+    forward mode, take the reference in plain PyTorch, which holds the logits.
 
     Args:
         features: [B, d], float16, bfloat16, float32 or float64, any strides.

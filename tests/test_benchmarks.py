@@ -257,7 +257,10 @@ def test_inputs_in_float64_are_new_leaves_that_ask_for_the_same_gradients() -> N
     assert (wide["x"].requires_grad, wide["y"].requires_grad) == (True, False)
 
 
-@pytest.mark.parametrize("operator", ["info_nce", "linear_cka", "client_weights", "apply_deltas", "unbalanced_ot"])
+OF_LOSSES = "info_nce", "clip_loss", "sigmoid_loss", "supervised_contrastive_loss"
+
+
+@pytest.mark.parametrize("operator", [*OF_LOSSES, "linear_cka", "client_weights", "apply_deltas", "unbalanced_ot"])
 def test_the_implementations_agree_with_the_truth(operator: str) -> None:
     """What needs no further package, at the quick sizes: each computes what its row says."""
     for one in measure.load_cases(operator, Settings(quick=True)):

@@ -12,4 +12,5 @@ def clip_loss(image: Tensor, text: Tensor, logit_scale: Tensor | float) -> Tenso
     with no_autocast(image):
         logits = logits * logit_scale
         # log_softmax subtracts the largest before anything is rounded, which logsumexp - positive does not.
-        return -sum(logits.log_softmax(dim).diagonal().mean() for dim in (0, 1)) / 2
+        of_texts, of_images = (-logits.log_softmax(dim).diagonal().mean() for dim in (0, 1))
+        return (of_images + of_texts) / 2

@@ -6,10 +6,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fedkernels
 from fedkernels import _native, info_nce, nt_xent
+from fedkernels.reference.similarity_logsumexp import similarity_logsumexp as reference
 
 
 def randn(*shape, seed=0, dtype=torch.float64):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def similarity_problem(queries, keys):
+    numbers, more = torch.arange(queries), torch.arange(keys)
+    excluded = numbers[:, None] % 7 == more % 5
+    return randn(queries, 20), randn(keys, 20, seed=1), numbers % keys, numbers % 9, more % 8, excluded, True
 
 
 def problems():
@@ -27,6 +34,8 @@ def problems():
         "linear_cka_pairwise": ([randn(37, 20), randn(37, 9, seed=1)], [randn(37, 50, seed=2)], True),
         "linear_cka_to_kernel": (randn(2, 37, 20), randn(37, 37, seed=1), True, True),
         "nt_xent": (randn(37, 20), randn(37, 20, seed=1), 0.3, "sum", True, False),
+        "sigmoid_loss": (randn(37, 20), randn(37, 20, seed=1), True, True),
+        "similarity_logsumexp": similarity_problem(37, 50),
         "two_views": (images, torch.arange(9), 1, 2, 3, 4, fedkernels.ViewOptions().numbers(), False, True),
         "unbalanced_ot": (cost, masses, masses[:, :17].contiguous(), 0.8, 0.9, 1e-4, 1000, "accelerated"),
     }
@@ -40,6 +49,19 @@ def test_every_compiled_operator_is_tried_here():
 @pytest.mark.parametrize("name", _native.COMPILED)
 def test_opcheck(name):
     torch.library.opcheck(getattr(torch.ops.fedkernels, name).default, problems()[name])
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("wanted", [(False, False), (True, False), (False, True), (True, True)])
+def test_opcheck_of_the_sums_of_all_pairs(wanted):
+    operators, utilities = torch.ops.fedkernels, ("test_schema", "test_autograd_registration", "test_faketensor")
+    query, key = randn(37, 20).requires_grad_(wanted[0]), randn(37, 20, seed=1).requires_grad_(wanted[1])
+    missing = [torch.empty(0)] * 4
+    for options in (missing, [torch.arange(37), *missing[:3]]):
+        for columns in (False, True):
+            arguments = query, key, *options, columns
+            torch.library.opcheck(operators.similarity_logsumexp.default, arguments, test_utils=utilities)
+    torch.library.opcheck(operators.sigmoid_loss.default, (query, key, *wanted), test_utils=utilities)
 
 
 @pytest.mark.usefixtures("native")
@@ -153,11 +175,20 @@ def test_threads_agree_on_similarities_to_the_last_bit(name):
         assert all(torch.equal(x, y) for x, y in zip(results[0], others, strict=True))
 
 
+def similarity_gradients(queries, keys):
+    query, key, positives, *labels, excluded, _ = similarity_problem(queries, keys)
+    problem = query, key, positives, *labels, excluded
+    rows, columns, _ = reference(query, key, positives, tuple(labels), excluded)
+    weights = [torch.linspace(-0.5, 1.5, count).double() for count in (queries, keys, queries)]
+    return *problem, rows, columns, *weights, True, True
+
+
 def gradients_by_weights():
     """Arguments of the operators that form the gradients once the weights of the losses are known."""
     rows, weights = randn(900, 20), torch.linspace(-0.5, 1.5, 1400).double()
     return {
         "info_nce_gradients": (randn(700, 20, seed=1), rows, 0.3, weights[:700].clone(), True, True, False),
+        "similarity_logsumexp_gradients": similarity_gradients(700, 900),
         "nt_xent_gradients": (randn(700, 20, seed=1), rows[:700].clone(), 0.3, weights, False),
     }
 
@@ -196,6 +227,10 @@ def test_threads_agree_to_the_last_bit(name):
                 arguments = (randn(370, 370).abs(), masses, masses, 0.8, 0.9, 1e-3, 1000, "accelerated")
             elif name == "info_nce":  # several groups of queries and blocks of keys
                 arguments = (randn(700, 20), randn(900, 20, seed=1), 0.3, "mean", True, True, False)
+            elif name == "sigmoid_loss":
+                arguments = (randn(1100, 20), randn(1100, 20, seed=1), True, True)
+            elif name == "similarity_logsumexp":
+                arguments = similarity_problem(700, 900)
             elif name == "nt_xent":
                 arguments = (randn(700, 20), randn(700, 20, seed=1), 0.3, "mean", True, False)
             else:

@@ -13,12 +13,15 @@ import fedkernels
 from fedkernels import (
     apply_deltas,
     client_weights,
+    clip_loss,
     delta_gram,
     info_nce,
     linear_cka,
     linear_cka_pairwise,
     linear_cka_to_kernel,
     nt_xent,
+    sigmoid_loss,
+    supervised_contrastive_loss,
     unbalanced_ot,
     unbalanced_ot_plan,
 )
@@ -43,6 +46,7 @@ def gram(clients, entries):
 
 
 ROWS, MORE = (randn(rows, 20, seed=rows).to(BF16).to(FP64) for rows in (37, 300))  # the same in every dtype
+CLASSES = torch.arange(37) % 5
 COST, MASSES = randn(2, 30, 20, seed=3).abs(), 0.5 + randn(30, seed=4).abs()
 X, Y, WIDE = randn(3, 40, 7, seed=5), randn(3, 40, 50, seed=6), randn(40, 90, seed=7)
 
@@ -55,6 +59,14 @@ DIFFERENTIABLE = {
     "nt_xent": (lambda p, q: nt_xent(p, q, 0.3), [ROWS, MORE[:37]]),
     "nt_xent, one view": (lambda p: nt_xent(p, MORE[:37].to(p), 0.3, "sum"), [ROWS]),
     "nt_xent, not reduced": (lambda p, q: nt_xent(p, q, 0.3, "none"), [ROWS, MORE[:37]]),
+    "info_nce, pairs left out": (
+        lambda q, k, n: info_nce(q, k, 0.3, positives=CLASSES, negatives=n, labels=(CLASSES, CLASSES.repeat(2)[:60])),
+        [ROWS, MORE[:37], MORE[37:60]],
+    ),
+    "clip_loss": (lambda p, q: clip_loss(p, q, 0.7), [ROWS, MORE[:37]]),
+    "supervised_contrastive_loss": (lambda p: supervised_contrastive_loss(p, CLASSES, 2.0), [ROWS]),
+    "supervised_contrastive_loss, even": (lambda p: supervised_contrastive_loss(p, CLASSES[:36], 2.0), [ROWS[:36]]),
+    "sigmoid_loss": (lambda p, q: sigmoid_loss(p, q, 0.7, -2.0), [ROWS, MORE[:37]]),
     "linear_cka": (lambda x, y: linear_cka(x, y), [X, Y]),
     "linear_cka, centered": (lambda x, y: linear_cka(x, y, centered=True), [X, WIDE]),
     "linear_cka_to_kernel": (lambda x, k: linear_cka_to_kernel(x, k), [X, WIDE @ WIDE.T]),
