@@ -1,0 +1,99 @@
+"""One rank's queries against the keys of one rank: log-sum-exps, and gradients given those of all keys.
+
+Where there is no compiled operator, as on CUDA, the logits are formed for some queries at a time: no matrix of all
+of them is held.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fedkernels import _native
+from fedkernels._similarity_logsumexp import similarity_gradients, similarity_logsumexp
+
+_LOGITS_AT_A_TIME = 2**20  # 4 MiB in float32
+
+
+def block_logsumexp(
+    query: Tensor, key: Tensor, positives: Tensor | None, exclude_diagonal: bool
+) -> tuple[Tensor, Tensor | None]:
+    """``logsumexp_j q_i . k_j`` and ``q_i . k_p(i)`` for each query, [B] float64.
+
+    Args:
+        query: [B, d].
+        key: [M, d] in the same dtype.
+        positives: [B] int64, p(i); None if this block holds no positives, and then the second result is None.
+        exclude_diagonal: query i leaves out key i.
+    """
+    if _native.operator("similarity_logsumexp", query, key) is not None:
+        labels = _left_out(query, key) if exclude_diagonal else None
+        of_rows, _, of_positives = similarity_logsumexp(query, key, positives=positives, labels=labels)
+        return of_rows, of_positives
+    values, positive_values = query.new_empty(len(query), dtype=torch.float64), None
+    if positives is not None:
+        positive_values = torch.empty_like(values)
+    for rows, logits in _logits(query, key, exclude_diagonal):
+        values[rows] = logits.logsumexp(dim=1)
+        if positives is not None and positive_values is not None:
+            positive_values[rows] = logits.gather(1, positives[rows, None])[:, 0].double()
+    return values, positive_values
+
+
+def block_gradients(
+    query: Tensor,
+    key: Tensor,
+    logsumexp: Tensor,
+    weights: Tensor,
+    positives: Tensor | None,
+    exclude_diagonal: bool,
+    key_gradient: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """What this block adds to the gradients of ``sum_i weights_i loss_i`` in query [B, d] and key [M, d].
+
+    Args:
+        query: [B, d].
+        key: [M, d] in the same dtype.
+        logsumexp: [B] float64, over the keys of all blocks.
+        weights: [B].
+        positives: [B] int64, as for `block_logsumexp`.
+        exclude_diagonal: query i leaves out key i.
+        key_gradient: False gives None for the gradient in key.
+    """
+    if _native.operator("similarity_logsumexp_gradients", query, key) is not None:
+        of_query, of_key = similarity_gradients(
+            query,
+            key,
+            rows=logsumexp,
+            row_weights=weights,
+            positives=positives,
+            positive_weights=None if positives is None else -weights,
+            labels=_left_out(query, key) if exclude_diagonal else None,
+        )
+        return of_query, of_key if key_gradient else None
+    of_query, of_key = torch.zeros_like(query), torch.zeros_like(key)
+    logsumexp = logsumexp.to(query.dtype)
+    for rows, logits in _logits(query, key, exclude_diagonal):
+        by_logits = logits.sub_(logsumexp[rows, None]).exp_()
+        if positives is not None:
+            by_logits.scatter_add_(1, positives[rows, None], by_logits.new_full((1, 1), -1.0).expand(len(logits), 1))
+        by_logits *= weights[rows, None]
+        of_query[rows].addmm_(by_logits, key)
+        if key_gradient:
+            of_key.addmm_(by_logits.T, query[rows])
+    return of_query, of_key if key_gradient else None
+
+
+def _left_out(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """Labels by which query i leaves out key i alone."""
+    return torch.arange(len(query), device=query.device), torch.arange(len(key), device=key.device)
+
+
+def _logits(query: Tensor, key: Tensor, exclude_diagonal: bool) -> Iterator[tuple[slice, Tensor]]:
+    at_a_time = max(1, _LOGITS_AT_A_TIME // len(key))
+    for start in range(0, len(query), at_a_time):
+        rows = slice(start, min(start + at_a_time, len(query)))
+        logits = query[rows] @ key.T
+        if exclude_diagonal:
+            logits.diagonal(start).fill_(-torch.inf)
+        yield rows, logits

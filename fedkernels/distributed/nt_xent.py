@@ -1,0 +1,60 @@
+"""NT-Xent over the views of all ranks."""
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from fedkernels import _checks
+from fedkernels.distributed._operator import distributed_loss
+from fedkernels.distributed._ranks import METHODS, name_of_group
+from fedkernels.distributed._scale import scale_tensor
+from fedkernels.reference._precision import compute_dtype
+
+
+def nt_xent(
+    view1: Tensor,
+    view2: Tensor,
+    temperature: Tensor | float,
+    reduction: str = "mean",
+    *,
+    method: str = "gather",
+    group: ProcessGroup | None = None,
+) -> Tensor:
+    """SimCLR's loss of this rank's 2B rows ``[view1; view2]`` against both views of all ranks.
+
+    ``loss_i = logsumexp_{j != i}(z_i . z_j / temperature) - z_i . z_p(i) / temperature``, j over the rows of all ranks
+
+    Values and gradients are those of ``fedkernels.nt_xent`` on the ranks' concatenated batches: see
+    ``fedkernels.distributed`` for gradients, memory and what all ranks have to do alike.
+
+    Args:
+        view1: [B, d], float16, bfloat16, float32 or float64, any strides. B may differ from rank to rank.
+        view2: [B, d].
+        temperature: positive, finite Python number, or a floating tensor with one element, which gets a gradient.
+        reduction: "none" for the 2B losses of this rank (view1's rows, then view2's), "sum" for their sum. "mean" is
+            that sum divided by the mean number of rows of a rank, so that the mean over the ranks is the mean over all
+            rows. Where all ranks have 2B rows it is this rank's mean.
+        method: "gather" or "ring", the same on all ranks.
+        group: the process group; None is the default group.
+
+    Returns:
+        A scalar, or [2B] for "none": float64 where an input is float64, else float32, as in
+        ``fedkernels.distributed.info_nce``.
+
+    Raises:
+        TypeError: an input is not a floating tensor, or temperature neither a number nor a tensor.
+        ValueError: unequal shapes or devices, a temperature, reduction or method out of range; on all ranks if their d,
+            dtypes, methods or need of gradients differ, or if a rank has no rows.
+        RuntimeError: torch.distributed is not initialised; what the process group raises if a rank fails.
+    """
+    _checks.floating("view1", view1, ndim=2, layout="[B, d]")
+    _checks.floating("view2", view2, ndim=2, layout="[B, d]")
+    _checks.not_empty("view1", view1, (1,), "d")
+    if view2.shape != view1.shape:
+        raise ValueError(f"view2 must have the shape {list(view1.shape)} of view1, got {list(view2.shape)}")
+    _checks.same_device(view1=view1, view2=view2)
+    temperature = scale_tensor("temperature", temperature, view1, compute_dtype(view1, view2))
+    _checks.one_of("reduction", reduction, _checks.REDUCTIONS)
+    _checks.one_of("method", method, METHODS)
+    rows = torch.cat([view1, view2])
+    return distributed_loss(rows, rows, 1 / temperature, True, method, name_of_group(group), reduction)

@@ -1,0 +1,94 @@
+"""The distributed losses as an operator: gradcheck, opcheck, torch.compile and bad input, in a group of one rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fedkernels import distributed, info_nce, nt_xent
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+def inputs(*shapes: tuple[int, ...]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
+
+
+@pytest.mark.parametrize("method", ["gather", "ring"])
+@pytest.mark.parametrize("loss", ["info_nce", "nt_xent", "clip_loss"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_gradcheck(loss, method, reduction):
+    first, second = inputs((4, 3), (4, 3))
+    scale = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+    function = getattr(distributed, loss)
+    assert torch.autograd.gradcheck(lambda *given: function(*given, reduction, method=method), (first, second, scale))
+
+
+@pytest.mark.parametrize("two_views", [False, True])
+def test_opcheck(two_views):
+    query, key = inputs((4, 3), (4, 3))
+    scale = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    name = str(dist.group.WORLD.group_name)
+    torch.library.opcheck(
+        torch.ops.fedkernels.distributed_losses.default, (query, key, scale, two_views, "ring", name, True, True)
+    )
+
+
+@pytest.mark.parametrize("loss", ["info_nce", "nt_xent", "clip_loss"])
+def test_compile(loss):
+    first, second = inputs((4, 3), (4, 3))
+    function = getattr(distributed, loss)
+    compiled = torch.compile(lambda x, y: function(x, y, 0.5, method="ring"), fullgraph=True, backend="aot_eager")
+    expected = torch.autograd.grad(function(first, second, 0.5), (first, second))
+    torch.testing.assert_close(torch.autograd.grad(compiled(first, second), (first, second)), expected)
+
+
+@pytest.mark.parametrize("method", ["gather", "ring"])
+def test_blocks_of_logits_join(method, monkeypatch):
+    """As on CUDA: without the compiled operator, and with fewer logits at a time than there are."""
+    monkeypatch.setattr("fedkernels.distributed._block._LOGITS_AT_A_TIME", 20)
+    monkeypatch.setattr("fedkernels._native.module", None)
+    query, key = inputs((7, 3), (9, 3))
+    for ours, expected in (
+        (distributed.info_nce(query, key, 0.5, method=method), info_nce(query, key, 0.5)),
+        (distributed.nt_xent(query, key[:7], 0.5, method=method), nt_xent(query, key[:7], 0.5)),
+    ):
+        torch.testing.assert_close(ours, expected)
+        gradients = (torch.autograd.grad(value, (query, key)) for value in (ours, expected))
+        torch.testing.assert_close(*gradients)
+
+
+def test_autocast_narrows_nothing():
+    query, key = (part.float() for part in inputs((4, 3), (4, 3)))
+    with torch.autocast("cpu"):
+        inside = distributed.info_nce(query, key, 0.5)
+    torch.testing.assert_close(inside, distributed.info_nce(query, key, 0.5), rtol=0, atol=0)
+
+
+def test_a_second_derivative_is_an_error():
+    query, key = inputs((4, 3), (4, 3))
+    (gradient,) = torch.autograd.grad(distributed.info_nce(query, key, 0.5), query, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        gradient.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"method": "star"}, ValueError, "method must be one of gather, ring, got 'star'"),
+        ({"temperature": 0}, ValueError, "temperature must be positive"),
+        ({"temperature": "1"}, TypeError, "temperature must be"),
+        ({"temperature": torch.ones(2)}, ValueError, "temperature must"),
+        ({"reduction": "max"}, ValueError, "reduction must be one of"),
+        ({"key": torch.ones(4, 2)}, ValueError, "key must have the d = 3 columns"),
+        ({"query": [1.0]}, TypeError, "query must be a torch.Tensor"),
+        ({"group": "all"}, ValueError, "group must be a process group"),
+    ],
+)
+def test_bad_input(options, error, message):
+    given = {"query": torch.ones(4, 3), "key": torch.ones(4, 3), "temperature": 0.5} | options
+    with pytest.raises(error, match=message):
+        distributed.info_nce(**given)
