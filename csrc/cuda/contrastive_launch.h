@@ -15,8 +15,8 @@ struct TileList {};
 // are for devices whose blocks have 163 KB or 99 KB of shared memory.
 template <typename P>
 using HalfTiles = TileList<Tiles<P, 64, 4, 2, 2, 64>, Tiles<P, 128, 4, 2, 2, 64>, Tiles<P, 256, 4, 2, 2, 64>,
-                           Tiles<P, 256, 4, 2, 1, 32>, Tiles<P, 512, 4, 2, 1, 32>, Tiles<P, 512, 2, 2, 1, 16>,
-                           Tiles<P, 768, 2, 4, 1, 32>, Tiles<P, 1024, 2, 4, 1, 32>>;
+                           Tiles<P, 256, 4, 2, 1, 32>, Tiles<P, 512, 2, 4, 2, 64>, Tiles<P, 512, 4, 2, 1, 32>,
+                           Tiles<P, 512, 2, 2, 1, 16>, Tiles<P, 768, 2, 4, 1, 32>, Tiles<P, 1024, 2, 4, 1, 32>>;
 using TF32Tiles = TileList<Tiles<TF32, 64, 4, 2, 2, 32>, Tiles<TF32, 128, 4, 2, 2, 32>, Tiles<TF32, 128, 4, 2, 1, 32>,
                            Tiles<TF32, 256, 4, 2, 2, 32>, Tiles<TF32, 256, 4, 2, 1, 32>, Tiles<TF32, 256, 2, 2, 1, 16>,
                            Tiles<TF32, 512, 4, 2, 1, 16>, Tiles<TF32, 512, 2, 2, 1, 16>>;

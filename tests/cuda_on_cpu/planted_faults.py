@@ -92,6 +92,21 @@ FAULTS = [
         "column_share[e] = from[T::COLUMNS + (FAULT ? 0 : e)] * WEIGHT_SCALE;",
     ),
     Fault(
+        *("contrastive_kernel", "bfloat16 and float16, wide rows", "nt_xent", "contrastive_tensor_cores.h"),
+        "const int half = ONE ? d : n % 2;",
+        "const int half = ONE ? (FAULT ? 0 : d) : n % 2;",
+    ),
+    Fault(
+        *("contrastive_kernel", "all, both sums given", "nt_xent", "contrastive_tensor_cores.h"),
+        "(logit - largest[m][h]) * pass.scale) * total[m][h];",
+        "(logit - largest[m][h]) * pass.scale) * total[m][FAULT ? 0 : h];",
+    ),
+    Fault(
+        *("pad_kernel", "all", "info_nce", "contrastive_launch.h"),
+        "column < width ? Precision::rounded(",
+        "column < width - FAULT ? Precision::rounded(",
+    ),
+    Fault(
         *("contrastive_wide_kernel", "float32", "nt_xent", "contrastive_wide.cu"),
         "total[i] *= factor;",
         "total[i] *= FAULT && sizeof(T) == 4 ? T(1) : factor;",

@@ -272,7 +272,7 @@ def fits(library, dtype, width, shared_limit):
 def test_widths_that_fit(compiler, dtype):
     """Shared memory of sm_90, of sm_80, and of sm_86 and sm_89."""
     library = compiler.load(source_of(dtype))
-    most = (512, 512, 256) if dtype == FP32 else (1024, 1024, 512)
+    most = (512, 512, 256) if dtype == FP32 else (1024, 768, 512)
     for limit, width in zip((227 << 10, 163 << 10, SMALL), most, strict=True):
         assert fits(library, dtype, width, limit)
         assert not fits(library, dtype, width + 1, limit)
