@@ -69,8 +69,9 @@ def test_main_loops(model, kernels, precision, architecture):
         label = f"{kernel.label} on {architecture}"
         assert loop is not None, label
         rows, warps, products = 16 * down * of_rows, down * across, 1 if kind == SUMS else 2
-        # Its own branch, and one ahead of what only the edges need.
-        assert loop.branches == 2, label
+        # Its own branch, and one ahead of what only the edges need. Where one warp copies the sums of the columns, the
+        # compiler may lead the others around that.
+        assert loop.branches in {2, 3 if kind in (GIVEN_COLUMNS, GIVEN_BOTH) and columns == 32 else 2}, label
         assert loop.skipped > 0, label
         assert kernel.stack == 0, label
         assert kernel.registers <= 255, label
@@ -105,7 +106,7 @@ def test_main_loops(model, kernels, precision, architecture):
         (256, 64, SUMS_AND_GRADIENT, 5000, 4000),  # [12,000]
         (256, 64, GIVEN_COLUMNS, 4800, 4000),  # [14,400]
         (512, 32, SUMS_AND_GRADIENT, 2700, 3600),  # [7,100]
-        (512, 64, SUMS_AND_GRADIENT, 5200, 5000),  # [2 x 7,100]
+        (512, 64, SUMS_AND_GRADIENT, 4700, 5300),  # [2 x 7,100]
         (1024, 32, SUMS_AND_GRADIENT, 2800, 4900),
     ],
 )
