@@ -33,8 +33,9 @@ from benchmarks.__main__ import positive
 from benchmarks.measure import ROOT, Settings
 from benchmarks.phases import PHASES, EnoughRounds, PhaseClock, Round, RoundRecorder, places, timed_places
 from benchmarks.simulation_peers import LOOPS, RECIPES, LocalTraining, Loop, make_loop, missing_package, noise
-from benchmarks.simulation_tables import tables
+from benchmarks.simulation_tables import TWO_AT_A_TIME, tables
 from benchmarks.timing import problem
+from benchmarks.two_at_a_time import COPIES, two_at_a_time
 from fedssl.engines.in_process import run
 from fedssl.reading import load_recipe
 from fedssl.recipe import Recipe
@@ -178,34 +179,48 @@ def _settings(simulation: Simulation, device: str, rounds: int, folder: Path) ->
 # Local training beside peers
 
 
+def _loops(training: LocalTraining) -> list[tuple[str, int]]:
+    """Whose loops, and how many of one at a time: on the CPU, where there are two threads, two of it too."""
+    pairs = [(name, COPIES) for name in ("fedssl", "lightly")]
+    two = training.device == "cpu" and torch.get_num_threads() >= COPIES
+    return [(name, 1) for name in LOOPS] + (pairs if two else [])
+
+
 def measure_training(training: LocalTraining, repeats: int, overrides: Sequence[str]) -> dict[str, Any]:
     """Time fedssl's and the peers' local training in turn.
 
     Returns:
-        "rows": for each implementation "times", seconds of each pass over the images, or "status", why there are none.
+        "rows": for each loop "images", how many a pass trains on, and "times", seconds of each pass, or "status", why
+        there are none.
 
     Raises:
         ValueError: a peer trains another number of parameters, so the loops do not do the same.
     """
     loops: dict[str, Loop] = {}
     rows: dict[str, dict[str, Any]] = {}
-    for name in LOOPS:
-        rows[name] = {"status": missing_package(name) or "ok", "times": []}
-        if rows[name]["status"] == "ok":
-            loops[name] = make_loop(name, training, list(overrides))
-            if loops[name].parameters != loops["fedssl"].parameters:
-                raise ValueError(
-                    f"{name} must train as many parameters as fedssl, {loops['fedssl'].parameters}, got "
-                    f"{loops[name].parameters}"
-                )
-            loops[name].run()  # warms up; lightly's workers start
-    for _ in range(repeats):
-        for name, loop in loops.items():
-            gc.collect()
-            start = time.perf_counter()
-            loop.run()  # reads the losses, so a GPU is done
-            rows[name]["times"].append(time.perf_counter() - start)
-    return {**asdict(training), "images": training.images, "rows": rows}
+    try:
+        for name, copies in _loops(training):
+            title = name if copies == 1 else f"{name}, {TWO_AT_A_TIME}"
+            rows[title] = {"status": missing_package(name) or "ok", "images": copies * training.images, "times": []}
+            if rows[title]["status"] == "ok":
+                make = make_loop if copies == 1 else two_at_a_time
+                loops[title] = make(name, training, list(overrides))
+                if loops[title].parameters != loops["fedssl"].parameters:
+                    raise ValueError(
+                        f"{title} must train as many parameters as fedssl, {loops['fedssl'].parameters}, got "
+                        f"{loops[title].parameters}"
+                    )
+                loops[title].run()  # warms up; lightly's workers start
+        for _ in range(repeats):
+            for title, loop in loops.items():
+                gc.collect()
+                start = time.perf_counter()
+                loop.run()  # reads the losses, so a GPU is done
+                rows[title]["times"].append(time.perf_counter() - start)
+    finally:
+        for loop in loops.values():
+            loop.close()
+    return {**asdict(training), "rows": rows}
 
 
 # The command

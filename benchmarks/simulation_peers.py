@@ -68,12 +68,20 @@ class LocalTraining:
         return self.batch_size * self.steps
 
 
+def _nothing_to_close() -> None:
+    return None
+
+
 @dataclass(frozen=True)
 class Loop:
-    """One implementation: `run` trains once on all images; `parameters` is how many numbers it trains."""
+    """One implementation: `run` trains once on all images; `parameters` is how many numbers it trains.
+
+    `close` ends what it has started.
+    """
 
     run: Callable[[], object]
     parameters: int
+    close: Callable[[], None] = _nothing_to_close
 
 
 def missing_package(name: str) -> str | None:
@@ -81,10 +89,17 @@ def missing_package(name: str) -> str | None:
     return None if name == "fedssl" or find_spec(name) else "not installed"
 
 
-def make_loop(name: str, training: LocalTraining, overrides: list[str]) -> Loop:
-    """The loop of `fedssl`, `lightly` or `kornia`; the overrides are settings of the recipe, for fedssl alone."""
+def make_loop(name: str, training: LocalTraining, overrides: list[str], loader_workers: int = WORKERS) -> Loop:
+    """The loop of `fedssl`, `lightly` or `kornia`.
+
+    Args:
+        name: whose.
+        training: what it trains.
+        overrides: settings of the recipe, for fedssl alone.
+        loader_workers: of the DataLoader, for lightly alone.
+    """
     if name == "lightly":
-        return _lightly(training)
+        return _lightly(training, loader_workers)
     return _fedssl(training, overrides) if name == "fedssl" else _kornia(training)
 
 
@@ -202,14 +217,14 @@ class _Pairs(Dataset[list[Tensor]]):
         return views
 
 
-def _lightly(training: LocalTraining) -> Loop:
+def _lightly(training: LocalTraining, workers: int) -> Loop:
     device = torch.device(training.device)
     loader = DataLoader(
         _Pairs(noise(training.images)),
         batch_size=training.batch_size,
         shuffle=True,
         drop_last=True,
-        num_workers=WORKERS,
+        num_workers=workers,
         persistent_workers=True,
         pin_memory=device.type == "cuda",
     )

@@ -12,6 +12,7 @@ LARGEST_OVERHEAD = 0.1
 #: how many times as fast as lightly's loop fedssl's local training should be, by objective and architecture
 BARS = {("byol", "small_resnet18"): 2.5, ("byol", "small_convnet"): 4.0}
 BATCHES_OF_BARS = range(50, 129)
+TWO_AT_A_TIME = "two at a time"
 
 
 def overhead(phases: dict[str, float]) -> float:
@@ -89,14 +90,15 @@ def _training_table(trainings: list[dict[str, Any]]) -> str:
             if name not in medians:
                 lines.append([title, name, "-", "-", "-", f"**{row['status']}**"])
                 continue
-            times = row["times"]
-            ratio = medians[name] / medians["fedssl"]
+            times, images = row["times"], row["images"]
+            whose, _, copies = name.partition(", ")
+            ratio = medians[name] / medians[f"fedssl, {copies}" if copies else "fedssl"]  # passes over as many images
             least = BARS.get((one["objective"], one["architecture"]), 0.0)
-            judged = least and name == "lightly" and one["batch_size"] in BATCHES_OF_BARS
+            judged = least and whose == "lightly" and one["batch_size"] in BATCHES_OF_BARS
             outcome = f"bar: {least:g}, {'met' if ratio >= least else 'missed'}" if judged else ""
-            spread = f"{one['images'] / max(times):,.0f} to {one['images'] / min(times):,.0f}"
-            shown = "" if name == "fedssl" else f"{ratio:.2f}"
-            lines.append([title, name, f"{one['images'] / medians[name]:,.0f}", spread, shown, outcome])
+            spread = f"{images / max(times):,.0f} to {images / min(times):,.0f}"
+            shown = "" if whose == "fedssl" else f"{ratio:.2f}"
+            lines.append([title, name, f"{images / medians[name]:,.0f}", spread, shown, outcome])
     return write.table(["training", "loop", "images/s", "least to most", "fedssl is so many times as fast", ""], lines)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import multiprocessing
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +19,7 @@ from benchmarks import phases, simulation, simulation_peers, simulation_tables
 from benchmarks.phases import PHASES, PhaseClock, Place, places, require_calls, timed_places
 from benchmarks.simulation import Simulation, Sizes, measure_rounds
 from benchmarks.simulation_peers import LocalTraining, Loop
+from benchmarks.two_at_a_time import two_at_a_time
 from fedssl.objectives.byol import BYOL
 from fedssl.objectives.simclr import SimCLR
 from fedssl.reading import load_recipe
@@ -223,10 +225,39 @@ def test_loops_run_in_turn_and_a_missing_one_says_so(monkeypatch: pytest.MonkeyP
     order: list[str] = []
     monkeypatch.setattr(simulation, "missing_package", lambda name: "not installed" if name == "kornia" else None)
     monkeypatch.setattr(simulation, "make_loop", lambda name, *_: Loop(lambda: order.append(name), 1))
+    close = lambda: order.append("close")  # noqa: E731
+    pair = lambda name, *_: Loop(lambda: order.append(f"two of {name}"), 1, close)  # noqa: E731
+    monkeypatch.setattr(simulation, "two_at_a_time", pair)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     rows = simulation.measure_training(TINY_TRAINING, 2, [])["rows"]
-    assert order == 3 * ["fedssl", "lightly"]  # the first time to warm up
-    assert [len(row["times"]) for row in rows.values()] == [2, 2, 0]
+    # the first time to warm up
+    assert order == 3 * ["fedssl", "lightly", "two of fedssl", "two of lightly"] + 2 * ["close"]
+    assert [len(row["times"]) for row in rows.values()] == [2, 2, 0, 2, 2]
     assert rows["kornia"]["status"] == "not installed"
+    assert rows["fedssl, two at a time"]["images"] == 2 * rows["fedssl"]["images"] == 2 * TINY_TRAINING.images
+
+
+def test_two_at_a_time_are_no_loop_for_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulation, "missing_package", lambda name: None if name == "fedssl" else "not installed")
+    monkeypatch.setattr(simulation, "make_loop", lambda name, *_: Loop(int, 1))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert list(simulation.measure_training(TINY_TRAINING, 1, [])["rows"]) == list(simulation_peers.LOOPS)
+
+
+def test_two_of_fedssls_loop_run_in_processes_of_their_own() -> None:
+    loop = two_at_a_time("fedssl", TINY_TRAINING, [])
+    try:
+        assert loop.parameters == simulation_peers.make_loop("fedssl", TINY_TRAINING, []).parameters
+        assert len(multiprocessing.active_children()) >= 2
+        loop.run()
+    finally:
+        loop.close()
+    assert not [child for child in multiprocessing.active_children() if child.name.startswith("SpawnProcess")]
+
+
+def test_a_process_that_ends_while_it_is_set_up_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="two of fedssl's loop at a time: a process ended while it was set up"):
+        two_at_a_time("fedssl", TINY_TRAINING, ["no_such_key=1"])
 
 
 # ---- the command --------------------------------------------------------------------------------------------
@@ -287,14 +318,17 @@ def test_overhead_and_bars() -> None:
     assert simulation_tables.overhead(spent) == pytest.approx(0.0)
     assert simulation_tables.overhead(spent | {"EMA": 0.5, "other": 0.5}) == pytest.approx(0.1)
     rows = {"fedssl": [1.0, 2.0, 3.0], "lightly": [5.0], "kornia": [8.0]}
+    rows |= {"fedssl, two at a time": [2.0], "lightly, two at a time": [6.0]}
     training = {
         **{"title": "t", "status": "ok", "objective": "byol", "architecture": "small_resnet18", "batch_size": 50},
-        **{"images": 100, "rows": {name: {"status": "ok", "times": times} for name, times in rows.items()}},
+        "rows": {name: {"status": "ok", "images": 100, "times": times} for name, times in rows.items()},
     }
     lines = simulation_tables._training_table([training]).splitlines()[2:]
     assert lines[0] == "| t | fedssl | 50 | 33 to 100 |  |  |"
     assert lines[1] == "|  | lightly | 20 | 20 to 20 | 2.50 | bar: 2.5, met |"
     assert lines[2] == "|  | kornia | 12 | 12 to 12 | 4.00 |  |"
+    assert lines[3] == "|  | fedssl, two at a time | 50 | 50 to 50 |  |  |"
+    assert lines[4] == "|  | lightly, two at a time | 17 | 17 to 17 | 3.00 | bar: 2.5, met |"
     training["rows"]["lightly"]["times"] = [4.9]
     assert "| 2.45 | bar: 2.5, missed |" in simulation_tables._training_table([training])
     assert "bar" not in simulation_tables._training_table([training | {"batch_size": 4}])
