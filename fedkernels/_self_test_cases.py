@@ -130,13 +130,17 @@ _TEMPERATURE = 0.2
 def _info_nce() -> Iterator[Case]:
     for dtype, tf32, of_gradients in _CONTRASTIVE:
         of_losses = 1e-3 if tf32 else _OF_SUMS[dtype]
-        # 300 keys: parts that are joined. 300 columns: two blocks of the gradient, or tiles of fewer rows.
+        # 300 keys: parts that are joined. 300 columns: two blocks of the gradient, or tiles of fewer rows. The widths
+        # are of each kernel for tensor cores.
+        wide = ((9, 20, 700, "mean", 2), (9, 20, 1000, "mean", 2)) if dtype in (_BF16, _FP16) else ()
         for rows, keys, width, reduction, gradients in (
             (37, 300, 40, "mean", 2),
             (19, 70, 40, "none", 2),
             (19, 70, 43, "sum", 1),
             (9, 20, 300, "none", 2),
             (130, 140, 200, "mean", 2),
+            (9, 20, 100, "mean", 2),
+            *wide,
         ):
             yield Case(
                 _name(dtype, *["tf32"] * tf32, f"{rows} x {keys} x {width}, {reduction}, {gradients} gradients"),
@@ -167,7 +171,11 @@ def _info_nce_kernel(reduction: str, key_gradient: bool, tf32: bool) -> Callable
 def _nt_xent() -> Iterator[Case]:
     for dtype, tf32, of_gradients in _CONTRASTIVE:
         of_losses = 1e-3 if tf32 else _OF_SUMS[dtype]
-        for rows, width, reduction in ((150, 40, "mean"), (37, 43, "none"), (9, 300, "sum")):
+        widths = (100, 200, 700, 1000) if dtype in (_BF16, _FP16) else (100, 200)
+        for rows, width, reduction in (
+            *((150, 40, "mean"), (37, 43, "none"), (9, 300, "sum")),
+            *((9, width, "mean") for width in widths),
+        ):
             yield Case(
                 _name(dtype, *["tf32"] * tf32, f"2 x {rows} x {width}, {reduction}"),
                 [tensor.to(dtype) for tensor in _contrastive_inputs(rows, rows, width)],

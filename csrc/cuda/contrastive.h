@@ -1,5 +1,5 @@
-// The passes that info_nce and nt_xent are made of: contrastive.cu for rows in half precision, and in float32 that may
-// be multiplied in tf32; contrastive_wide.cu for float32 and float64 as they are.
+// The passes that info_nce and nt_xent are made of: on the tensor cores (contrastive_tensor_cores.h) for rows in half
+// precision, and in float32 that may be multiplied in tf32; contrastive_wide.cu for float32 and float64 as they are.
 #pragma once
 
 #include <stddef.h>
@@ -38,16 +38,24 @@ struct ContrastivePass {
 
 }  // namespace fedkernels::cuda
 
-// Does the current device have the shared memory for this width, in half precision or in tf32?
-extern "C" bool cuda_contrastive_fits(int64_t width, bool tf32);
+// For rows in bfloat16, in float16, and in float32 that are rounded to tf32; sums and the gradient are float32. The
+// second pass has the sums of the columns, and may have those of the rows.
+//   fits: does the current device have the shared memory for rows of this width?
+//   memory: bytes of device memory, aligned to 16, that the pass works in
+extern "C" bool cuda_contrastive_bfloat16_fits(int64_t width);
+extern "C" bool cuda_contrastive_float16_fits(int64_t width);
+extern "C" bool cuda_contrastive_tf32_fits(int64_t width);
 
-// Bytes of device memory, aligned to 16, that a pass over halves or tf32 works in.
-extern "C" int64_t cuda_contrastive_memory(int64_t row_count, int64_t column_count, int64_t width, bool gradient,
-                                           bool tf32);
+extern "C" int64_t cuda_contrastive_bfloat16_memory(const fedkernels::cuda::ContrastivePass* pass);
+extern "C" int64_t cuda_contrastive_float16_memory(const fedkernels::cuda::ContrastivePass* pass);
+extern "C" int64_t cuda_contrastive_tf32_memory(const fedkernels::cuda::ContrastivePass* pass);
 
-// Rows in float32 are rounded to tf32; sums and the gradient are float32.
-extern "C" const char* cuda_contrastive(const fedkernels::cuda::ContrastivePass* pass, void* memory,
-                                        fedkernels::cuda::Stream stream);
+extern "C" const char* cuda_contrastive_bfloat16(const fedkernels::cuda::ContrastivePass* pass, void* memory,
+                                                 fedkernels::cuda::Stream stream);
+extern "C" const char* cuda_contrastive_float16(const fedkernels::cuda::ContrastivePass* pass, void* memory,
+                                                fedkernels::cuda::Stream stream);
+extern "C" const char* cuda_contrastive_tf32(const fedkernels::cuda::ContrastivePass* pass, void* memory,
+                                             fedkernels::cuda::Stream stream);
 
 // The same for float32 and float64 (`wide`), of any width.
 extern "C" int64_t cuda_contrastive_wide_memory(int64_t row_count, int64_t column_count, int64_t width, bool gradient,

@@ -1,4 +1,4 @@
-// What contrastive.cu and contrastive_wide.cu share: a pass as their kernels see it, and the kernel that ends it.
+// What the contrastive kernels share: a pass as they see it, and the kernel that ends it.
 #pragma once
 
 #include "cuda/contrastive.h"

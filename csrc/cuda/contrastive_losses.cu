@@ -1,5 +1,5 @@
-// What stands before and after the passes of contrastive.cu and contrastive_wide.cu: the weights of the losses, brought
-// to at most 1, and the sum of the losses or their mean.
+// What stands before and after the contrastive passes: the weights of the losses, brought to at most 1, and the sum of
+// the losses or their mean.
 #include "cuda/contrastive.h"
 
 #include "cuda/dtype.h"

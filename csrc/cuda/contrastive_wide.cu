@@ -1,6 +1,6 @@
-// The passes of contrastive.cu in float32 and float64, which keep their precision: plain fused multiply-adds, no tensor
+// The contrastive passes in float32 and float64, which keep their precision: plain fused multiply-adds, no tensor
 // cores. Both matrices stream through shared memory in two buffers, so that any width fits; only the weights of one
-// tile and the sums are kept. As there, the gradient comes out of the pass that sums the logits.
+// tile and the sums are kept. The gradient comes out of the pass that sums the logits.
 //
 // A thread has 8 x 4 logits (float64: 4 x 4) and 8 x 16 (4 x 8) entries of the gradient in registers, in rows and
 // columns 16 apart, so that a warp reads two rows at a time from one place and 16 from different banks. A block holds

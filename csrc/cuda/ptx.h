@@ -50,6 +50,13 @@ __device__ inline uint32_t to_tf32(float value) {
   return bits;
 }
 
+// 2^x to 2 units in the last place, in one instruction; results below the normal numbers are 0.
+__device__ inline float exp2_approximate(float x) {
+  float value;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(x));
+  return value;
+}
+
 // ---- asynchronous copies from global to shared memory ----
 
 __device__ inline unsigned shared_address(const void* shared) {

@@ -22,15 +22,21 @@ struct Precision {
   bool tensor_cores;
 };
 
+// Does the current device have the shared memory for rows of this width on the tensor cores? float32 as tf32.
+inline bool fits_tensor_cores(ScalarType dtype, int64_t width) {
+  if (dtype == ScalarType::BFloat16) return cuda_contrastive_bfloat16_fits(width);
+  return dtype == ScalarType::Half ? cuda_contrastive_float16_fits(width) : cuda_contrastive_tf32_fits(width);
+}
+
 // One half precision on the tensor cores where the rows fit, else float64 where an input is that and float32 otherwise,
 // as tf32 on the tensor cores if that may be and they fit. The device is the current one.
 inline Precision precision_of(const Tensor& first, const Tensor& second, bool tf32) {
   const ScalarType dtype = first.scalar_type(), other = second.scalar_type();
   const bool half = dtype == ScalarType::BFloat16 || dtype == ScalarType::Half;
-  if (half && dtype == other && cuda_contrastive_fits(first.size(1), false)) return {dtype, ScalarType::Float, true};
+  if (half && dtype == other && fits_tensor_cores(dtype, first.size(1))) return {dtype, ScalarType::Float, true};
   const bool wide = dtype == ScalarType::Double || other == ScalarType::Double;
   if (wide) return {ScalarType::Double, ScalarType::Double, false};
-  return {ScalarType::Float, ScalarType::Float, tf32 && cuda_contrastive_fits(first.size(1), true)};
+  return {ScalarType::Float, ScalarType::Float, tf32 && fits_tensor_cores(ScalarType::Float, first.size(1))};
 }
 
 // What each loss counts, as a pass takes it, and behind these the unit; empty where all count once.
@@ -53,15 +59,28 @@ inline void count_by(cuda::ContrastivePass& pass, Tensor& counts) {
   pass.weight_unit = torch::stable::narrow(counts, 0, counts.numel() - 1, 1).data_ptr();
 }
 
-inline void run_pass(const cuda::ContrastivePass& pass, bool tensor_cores, const Tensor& like, cuda::Stream stream) {
-  const int64_t rows = pass.row_count, columns = pass.column_count, width = pass.width;
+inline int64_t memory_of(const cuda::ContrastivePass& pass, bool tensor_cores) {
   const DType dtype = pass.rows.dtype;
-  const int64_t bytes =
-      tensor_cores ? cuda_contrastive_memory(rows, columns, width, pass.gradient, dtype == DType::f32)
-                   : cuda_contrastive_wide_memory(rows, columns, width, pass.gradient, dtype == DType::f64);
-  const Tensor memory = memory_on(like, {bytes / 4}, ScalarType::Float);
-  check_cuda(tensor_cores ? cuda_contrastive(&pass, memory.data_ptr(), stream)
-                          : cuda_contrastive_wide(&pass, memory.data_ptr(), stream));
+  if (!tensor_cores) {
+    return cuda_contrastive_wide_memory(pass.row_count, pass.column_count, pass.width, pass.gradient,
+                                        dtype == DType::f64);
+  }
+  if (dtype == DType::bf16) return cuda_contrastive_bfloat16_memory(&pass);
+  return dtype == DType::f16 ? cuda_contrastive_float16_memory(&pass) : cuda_contrastive_tf32_memory(&pass);
+}
+
+inline const char* launch_pass(const cuda::ContrastivePass& pass, bool tensor_cores, void* memory,
+                               cuda::Stream stream) {
+  const DType dtype = pass.rows.dtype;
+  if (!tensor_cores) return cuda_contrastive_wide(&pass, memory, stream);
+  if (dtype == DType::bf16) return cuda_contrastive_bfloat16(&pass, memory, stream);
+  return dtype == DType::f16 ? cuda_contrastive_float16(&pass, memory, stream)
+                             : cuda_contrastive_tf32(&pass, memory, stream);
+}
+
+inline void run_pass(const cuda::ContrastivePass& pass, bool tensor_cores, const Tensor& like, cuda::Stream stream) {
+  const Tensor memory = memory_on(like, {(memory_of(pass, tensor_cores) + 3) / 4}, ScalarType::Float);
+  check_cuda(launch_pass(pass, tensor_cores, memory.data_ptr(), stream));
 }
 
 inline Tensor reduced_on_cuda(const Tensor& losses, const std::string& reduction) {

@@ -10,7 +10,10 @@ from tests.cuda_on_cpu.emulation import ROOT, Compiler
 
 CUDA = ROOT / "csrc/cuda"
 # Headers that hold kernels, or parts of them: their text stands in the files that include them.
-HEADERS = "contrastive_join.h", "parameter_lists.h", "unbalanced_ot_solver.h"
+HEADERS = (
+    *("contrastive_launch.h", "contrastive_tensor_cores.h", "contrastive_precisions.h", "contrastive_join.h"),
+    *("parameter_lists.h", "unbalanced_ot_solver.h"),
+)
 PRELUDE = 'extern "C" {\n__attribute__((weak)) int fedkernels_fault = 0;\n}\n'
 
 
@@ -59,34 +62,49 @@ FAULTS = [
         "const double weight = solver.solve(gram, FAULT ? 0 : problem * entries, tol);",
     ),
     Fault(
-        *("contrastive_kernel", "bfloat16", "info_nce", "contrastive.cu"),
+        *("contrastive_kernel", "bfloat16", "info_nce", "contrastive_precisions.h"),
         "pack_bfloat(first, second)",
         "pack_bfloat(first, FAULT ? first : second)",
     ),
     Fault(
-        *("contrastive_kernel", "float16", "nt_xent", "contrastive.cu"),
+        *("contrastive_kernel", "float16", "nt_xent", "contrastive_precisions.h"),
         "pack_half(first, second)",
         "pack_half(first, FAULT ? first : second)",
     ),
     Fault(
-        *("contrastive_kernel", "tf32", "info_nce", "contrastive.cu"),
-        "__float_as_uint(from[pitch + 8])",
-        "__float_as_uint(from[FAULT ? 8 : pitch + 8])",
+        *("contrastive_kernel", "tf32", "info_nce", "contrastive_precisions.h"),
+        "__float_as_uint(from[PITCH + 8])",
+        "__float_as_uint(from[FAULT ? 8 : PITCH + 8])",
     ),
     Fault(
-        *("contrastive_kernel", "all, the last tile", "nt_xent", "contrastive.cu"),
+        *("contrastive_kernel", "all, the last tile", "nt_xent", "contrastive_tensor_cores.h"),
         "if (column >= pass.column_count || (pass.leave_out_self && column == row)) {",
         "if (column >= pass.column_count + FAULT || (pass.leave_out_self && column == row)) {",
     ),
     Fault(
-        *("contrastive_kernel", "all, scaling of sums", "info_nce", "contrastive.cu"),
-        "total[m][h] *= factor[m][h];",
-        "total[m][h] *= FAULT ? 1 : factor[m][h];",
+        *("contrastive_kernel", "all, scaling of sums", "info_nce", "contrastive_tensor_cores.h"),
+        "total[m][h] *= factor;",
+        "total[m][h] *= FAULT ? 1 : factor;",
     ),
     Fault(
-        *("contrastive_kernel", "all, the second pass", "info_nce", "contrastive.cu"),
-        "(pass.column_share[column] * WEIGHT_SCALE)",
-        "(pass.column_share[FAULT ? 0 : column] * WEIGHT_SCALE)",
+        *("contrastive_kernel", "all, the second pass", "info_nce", "contrastive_tensor_cores.h"),
+        "column_share[e] = from[T::COLUMNS + e] * WEIGHT_SCALE;",
+        "column_share[e] = from[T::COLUMNS + (FAULT ? 0 : e)] * WEIGHT_SCALE;",
+    ),
+    Fault(
+        *("contrastive_kernel", "bfloat16 and float16, wide rows", "nt_xent", "contrastive_tensor_cores.h"),
+        "const int half = ONE ? d : n % 2;",
+        "const int half = ONE ? (FAULT ? 0 : d) : n % 2;",
+    ),
+    Fault(
+        *("contrastive_kernel", "all, both sums given", "nt_xent", "contrastive_tensor_cores.h"),
+        "(logit - largest[m][h]) * pass.scale) * total[m][h];",
+        "(logit - largest[m][h]) * pass.scale) * total[m][FAULT ? 0 : h];",
+    ),
+    Fault(
+        *("pad_kernel", "all", "info_nce", "contrastive_launch.h"),
+        "column < width ? Precision::rounded(",
+        "column < width - FAULT ? Precision::rounded(",
     ),
     Fault(
         *("contrastive_wide_kernel", "float32", "nt_xent", "contrastive_wide.cu"),

@@ -1,16 +1,19 @@
 """csrc/cuda/contrastive*.cu: info_nce and nt_xent against the references in float64."""
 
 import ctypes
+from pathlib import Path
 
 import pytest
 import torch
 
 from fedkernels.reference.info_nce import info_nce
 from fedkernels.reference.nt_xent import nt_xent
-from tests.cuda_on_cpu.emulation import DTYPES, ORDERS, Array, EmulationError, poison
+from tests.cuda_on_cpu.emulation import DTYPES, ORDERS, ROOT, Array, EmulationError, poison
 
+CUDA = ROOT / "csrc/cuda"
 BF16, FP16, FP32, WIDE = torch.bfloat16, torch.float16, torch.float32, torch.float64
-EPS = {BF16: 2**-7, FP16: 2**-10, FP32: 2**-10}  # of what contrastive.cu multiplies: float32 as tf32
+EPS = {BF16: 2**-7, FP16: 2**-10, FP32: 2**-10}  # of what tensor cores multiply: float32 as tf32
+DEVICE = {"multiprocessors": 4, "shared_limit": 227 << 10}
 SMALL = 99 << 10  # bytes of shared memory that a block may have on sm_86 and sm_89
 
 
@@ -47,9 +50,14 @@ def rows(count, width, dtype, seed):
     return torch.nn.functional.normalize(values).to(dtype)
 
 
+def source_of(dtype):
+    """The file with the kernels on the tensor cores."""
+    return {BF16: "contrastive_bfloat16.cu", FP16: "contrastive_float16.cu", FP32: "contrastive_tf32.cu"}[dtype]
+
+
 def on_tensor_cores(library):
-    """Is it contrastive.cu, not contrastive_wide.cu?"""
-    return hasattr(library.handle, "cuda_contrastive")
+    """Is it not contrastive_wide.cu?"""
+    return not hasattr(library.handle, "cuda_contrastive_wide")
 
 
 def multiplied(library, matrix):
@@ -59,13 +67,9 @@ def multiplied(library, matrix):
     return matrix.double()
 
 
-def run_pass(library, call, first, second, temperature, sums, gradient, *, losses=None, processors=4, **options):
+def run_pass(library, call, first, second, temperature, sums, gradient, *, losses=None, device=None, **options):
     shape = first.shape[0], second.shape[0], first.shape[1]
-    library.settings(0, False, processors, 227 << 10)
-    tensor_cores = on_tensor_cores(library)
-    function = "cuda_contrastive" if tensor_cores else "cuda_contrastive_wide"
-    size = (*shape, gradient is not None, first.dtype == (FP32 if tensor_cores else WIDE))
-    memory = poison(library.ask(f"{function}_memory", *size) // 4, dtype=torch.float32)
+    library.settings(0, False, *(device or DEVICE).values())
     names = dict(zip(("row_largest", "row_share", "column_largest", "column_share"), map(pointer, sums), strict=True))
     given = Pass(
         array(first),
@@ -77,7 +81,16 @@ def run_pass(library, call, first, second, temperature, sums, gradient, *, losse
         **names,
         **options,
     )
-    call(function, ctypes.byref(given), memory, None)
+    if on_tensor_cores(library):
+        function = {BF16: "cuda_contrastive_bfloat16", FP16: "cuda_contrastive_float16"}.get(first.dtype)
+        function = function or "cuda_contrastive_tf32"
+        size = library.ask(f"{function}_memory", ctypes.byref(given))
+    else:
+        function = "cuda_contrastive_wide"
+        size = library.ask(f"{function}_memory", *shape, gradient is not None, first.dtype == WIDE)
+    memory = poison(max(size, 0) // 4 + 4, dtype=torch.float32)
+    start = -memory.data_ptr() % 16 // 4  # it is aligned to 16 bytes, as torch's memory of a GPU is
+    call(function, ctypes.byref(given), memory[start : start + max(size, 0) // 4], None)
 
 
 def sums_like(rows, *shape):
@@ -85,16 +98,16 @@ def sums_like(rows, *shape):
 
 
 def run_info_nce(library, query, key, temperature, counts=None, **device):
-    processors = device.get("multiprocessors", 4)
+    settings = DEVICE | device
     counted = pointer(counts), None if counts is None else pointer(counts[-1:])
 
     def run(call):
         losses, largest, share = (sums_like(query, len(query)) for _ in range(3))
         of_query, of_key = sums_like(query, *query.shape), sums_like(key, *key.shape)
-        sums, options = (largest, share, None, None), {"positives": len(key), "processors": processors}
+        sums, options = (largest, share, None, None), {"positives": len(key), "device": settings}
         options |= dict(zip(("row_weight", "weight_unit"), counted, strict=True))
         run_pass(library, call, query, key, temperature, sums, of_query, losses=losses, **options)
-        sums, options = (None, None, largest, share), {"positives": len(query), "processors": processors}
+        sums, options = (None, None, largest, share), {"positives": len(query), "device": settings}
         options |= dict(zip(("column_weight", "weight_unit"), counted, strict=True))
         run_pass(library, call, key, query, temperature, sums, of_key, given=True, **options)
         return losses, of_query, of_key
@@ -159,7 +172,7 @@ def check_nt_xent(library, view1, view2, temperature, weights=None):
 )
 def test_info_nce(compiler, dtype, queries, keys, width, temperature):
     query, key = rows(queries, width, dtype, 1), rows(keys, width, dtype, 2)
-    check_info_nce(compiler.load("contrastive.cu"), query, key, temperature)
+    check_info_nce(compiler.load(source_of(dtype)), query, key, temperature)
 
 
 @pytest.mark.parametrize("dtype", EPS)
@@ -168,7 +181,7 @@ def test_info_nce(compiler, dtype, queries, keys, width, temperature):
 )
 def test_nt_xent(compiler, dtype, batch, width, temperature):
     view1, view2 = rows(batch, width, dtype, 1), rows(batch, width, dtype, 2)
-    check_nt_xent(compiler.load("contrastive.cu"), view1, view2, temperature)
+    check_nt_xent(compiler.load(source_of(dtype)), view1, view2, temperature)
 
 
 # The widths are those of one block and more; rows that begin where 16 bytes can be copied, and others.
@@ -192,7 +205,7 @@ def test_nt_xent_wide(compiler, dtype, batch, width, temperature):
 # float32 and float64 as they are; the others on the tensor cores, float32 in tf32.
 EACH = pytest.mark.parametrize(
     ("source", "dtype"),
-    [*(("contrastive.cu", dtype) for dtype in EPS), *(("contrastive_wide.cu", dtype) for dtype in (FP32, WIDE))],
+    [*((source_of(dtype), dtype) for dtype in EPS), *(("contrastive_wide.cu", dtype) for dtype in (FP32, WIDE))],
 )
 
 
@@ -241,19 +254,64 @@ def test_columns_in_one_part_or_several(compiler, source, dtype):
 @pytest.mark.parametrize(("count", "parts"), [(4096, 4), (6144, 2), (8192, 2), (24_576, 2), (65_536, 1)])
 def test_parts_fill_an_h100_without_a_wave_too_many(compiler, count, parts):
     """Blocks of 128 rows on 132 multiprocessors: 5 parts of 4096 columns would be 160 blocks, and take two waves."""
-    library = compiler.load("contrastive.cu")
+    library = compiler.load("contrastive_bfloat16.cu")
     library.settings(*ORDERS[0], 132, 227 << 10)
-    assert library.ask("cuda_contrastive_memory", count, count, 256, False, False) == parts * count * 3 * 4
+    given = Pass(row_count=count, column_count=count, width=256, rows=Array(0, DTYPES[BF16]), columns=Array(16, 0))
+    assert library.ask("cuda_contrastive_bfloat16_memory", ctypes.byref(given)) == parts * count * 3 * 4
 
 
-@pytest.mark.parametrize(("dtype", "width", "too_wide"), [(BF16, 256, 512), (FP32, 240, 256)])
-def test_small_shared_memory(compiler, dtype, width, too_wide):
+def fits(library, dtype, width, shared_limit):
+    library.settings(*ORDERS[0], 132, shared_limit)
+    name = {BF16: "bfloat16", FP16: "float16", FP32: "tf32"}[dtype]
+    function = getattr(library.handle, f"cuda_contrastive_{name}_fits")
+    function.restype = ctypes.c_bool
+    return function(ctypes.c_int64(width))
+
+
+@pytest.mark.parametrize("dtype", EPS)
+def test_widths_that_fit(compiler, dtype):
+    """Shared memory of sm_90, of sm_80, and of sm_86 and sm_89."""
+    library = compiler.load(source_of(dtype))
+    most = (512, 512, 256) if dtype == FP32 else (1024, 768, 512)
+    for limit, width in zip((227 << 10, 163 << 10, SMALL), most, strict=True):
+        assert fits(library, dtype, width, limit)
+        assert not fits(library, dtype, width + 1, limit)
+
+
+@pytest.mark.parametrize("dtype", EPS)
+@pytest.mark.parametrize(("width", "limit"), [(128, SMALL), (256, SMALL), (256, 163 << 10), (512, SMALL)])
+def test_small_shared_memory(compiler, dtype, width, limit):
     query, key = rows(20, width, dtype, 1), rows(70, width, dtype, 2)
-    library = compiler.load("contrastive.cu")
-    large, small = (run_info_nce(library, query, key, 0.1, shared_limit=limit) for limit in (227 << 10, SMALL))
+    library = compiler.load(source_of(dtype))
+    if not fits(library, dtype, width, limit):
+        with pytest.raises(EmulationError, match="too large"):
+            run_info_nce(library, query, key, 0.1, shared_limit=limit)
+        return
+    large, small = (run_info_nce(library, query, key, 0.1, shared_limit=size) for size in (227 << 10, limit))
     torch.testing.assert_close(large[0], small[0], rtol=1e-5, atol=1e-5)
-    with pytest.raises(EmulationError, match="too large"):
-        run_info_nce(library, rows(4, too_wide, dtype, 1), rows(4, too_wide, dtype, 2), 0.1, shared_limit=SMALL)
+    check_info_nce(library, query, key, 0.1, shared_limit=limit)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("width", [700, 1024])
+def test_wide_rows_in_half_precision(compiler, dtype, width):
+    query, key = rows(35, width, dtype, 1), rows(70, width, dtype, 2)
+    library = compiler.load(source_of(dtype))
+    check_info_nce(library, query, key, 0.1)
+    check_nt_xent(library, query, key[:35].clone(), 0.2)
+
+
+@pytest.mark.parametrize("dtype", EPS)
+def test_rows_that_begin_anywhere(compiler, dtype):
+    """Rows of a width that the kernel reads as it is, from an address that is no multiple of 16 bytes."""
+    width = 64
+    query, key = (
+        torch.cat([torch.zeros(1, dtype=dtype), rows(count, width, dtype, count).flatten()])[1:].view(count, width)
+        for count in (20, 30)
+    )
+    assert query.data_ptr() % 16
+    assert query.is_contiguous()
+    check_info_nce(compiler.load(source_of(dtype)), query, key, 0.1)
 
 
 @EACH
@@ -288,20 +346,45 @@ def test_the_sum_of_the_losses(compiler, dtype):
     torch.testing.assert_close(library.results(run)[0], losses.mean())
 
 
+def with_fault(compiler, source, old, new):
+    """The kernels of `source` with `old`, which one of the headers that they are made of holds once, as `new`."""
+    text = (CUDA / source).read_text(encoding="utf-8")
+    for name in ("contrastive_launch.h", "contrastive_tensor_cores.h", "contrastive_precisions.h"):
+        header = (CUDA / name).read_text(encoding="utf-8").replace("#pragma once", "")
+        text = text.replace(f'#include "cuda/{name}"\n', header)
+    assert text.count(old) == 1, f"{text.count(old)} times: {old}"
+    return compiler.compile(text.replace(old, new), Path(source).stem)
+
+
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        # A barrier between the weights' writing and their reading.
-        ("    if (pass.gradient) {\n      __syncthreads();\n", "    if (pass.gradient) {\n"),
+        # The barrier between the weights' writing and their reading.
+        ("      __syncthreads();  // all warps across have written their weights\n", ""),
+        # The barrier at the start of a tile.
+        (
+            "    __syncthreads();  // the tile is there, and the one before, its weights and its sums have been read\n",
+            "",
+        ),
         # The fragment's rows.
-        ("values + lane % 16 * pitch", "values + lane % 8 * pitch"),
+        ("values + lane % 16 * PITCH", "values + lane % 8 * PITCH"),
         # The wait for the tile.
-        ("copy_async_wait<1>();", "copy_async_wait<2>();"),
+        ("    copy_async_wait<0>();\n    __syncthreads();  // the tile", "    __syncthreads();  // the tile"),
+        # The buffer that the next tile is fetched to.
+        ("columns + index % 2 * (T::COLUMNS * T::PITCH),", "columns,"),
+        # The turn of the sums of the columns.
+        ("column_sums + index % 2 * (2 * T::COLUMNS) + own_column", "column_sums + own_column"),
+        # The columns behind the last one.
+        ("first_column + T::COLUMNS > pass.column_count", "first_column > pass.column_count"),
+        # The tile with a row's positive.
+        ("first < first_column + T::COLUMNS && first_column < first + count", "first == first_column && count"),
+        # The fragments of the step before.
+        ("a[step % 2][d][m], fragment", "a[0][d][m], fragment"),
     ],
 )
 def test_a_planted_fault_is_found(compiler, old, new):
-    library = compiler.mutant("contrastive.cu", old, new)
-    query, key = rows(70, 32, BF16, 1), rows(140, 32, BF16, 2)
+    library = with_fault(compiler, source_of(BF16), old, new)
+    query, key = rows(150, 32, BF16, 1), rows(170, 32, BF16, 2)
     with pytest.raises(AssertionError):
         check_info_nce(library, query, key, 0.2)
 
@@ -309,16 +392,59 @@ def test_a_planted_fault_is_found(compiler, old, new):
 @pytest.mark.parametrize(
     ("old", "new"),
     [
+        # The second chain of products.
+        ("chain = 1; chain < CHAINS", "chain = 2; chain < CHAINS"),
+        # The second fragment on end.
+        ("const int half = ONE ? d", "const int half = ONE ? 0"),
+        # The depth of a step.
+        ("const int k = step * OF_DEPTH * T::DEPTH;", "const int k = step * T::DEPTH;"),
+        # The warps across.
+        ("i < T::ACROSS; ++i) all +=", "i < 2; ++i) all +="),
+    ],
+)
+def test_a_planted_fault_in_wide_rows_is_found(compiler, old, new):
+    library = with_fault(compiler, source_of(BF16), old, new)
+    query, key = rows(33, 700, BF16, 1), rows(70, 700, BF16, 2)
+    with pytest.raises(AssertionError):
+        check_info_nce(library, query, key, 0.2)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        # The positive that is counted on from the first column.
+        ("first_positive - pass.column_count, T::ROWS)", "first_positive, T::ROWS)"),
+        # The tile with the diagonal.
+        ("pass.leave_out_self && tile_meets<T>(first_column, first_row, T::ROWS)", "pass.leave_out_self && !first_row"),
+        # The sums of the rows, beside those of the columns.
+        ("if (BY_ROW) values[e] +=", "if (BY_ROW) values[e] ="),
+    ],
+)
+def test_a_planted_fault_in_nt_xent_is_found(compiler, old, new):
+    library = with_fault(compiler, source_of(BF16), old, new)
+    view1, view2 = rows(150, 32, BF16, 1), rows(150, 32, BF16, 2)
+    with pytest.raises(AssertionError):
+        check_nt_xent(library, view1, view2, 0.2)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
         # The rows of the values, in the order of the weights.
-        ("values + lane % 4 * 2 * pitch", "values + lane % 4 * pitch"),
+        ("values + lane % 4 * 2 * PITCH", "values + lane % 4 * PITCH"),
         # The depth of a fragment.
-        ("k + lane / 8 % 2 * T::LANES", "k + lane / 8 % 2 * 8"),
+        ("lane / 8 % 2 * T::LANES;", "lane / 8 % 2 * 8;"),
         # The rounding: tensor cores cut off what is too long.
-        ("        round_fetched<T::COLUMNS>(tile, pitch, pass.width);\n", ""),
+        (
+            "column < width ? Precision::rounded(rows[row * width + column])",
+            "column < width ? rows[row * width + column]",
+        ),
+        # The padding.
+        (": static_cast<Entry>(0);", ": rows[row * width];"),
     ],
 )
 def test_a_planted_fault_in_tf32_is_found(compiler, old, new):
-    library = compiler.mutant("contrastive.cu", old, new)
+    library = with_fault(compiler, source_of(FP32), old, new)
     query, key = rows(70, 32, FP32, 1), rows(140, 32, FP32, 2)
     with pytest.raises(AssertionError):
         check_info_nce(library, query, key, 0.2)

@@ -51,6 +51,11 @@ inline uint32_t to_tf32(float value) {
   return (finite ? bits + 0x1000 : bits) & 0xffffe000;  // to the nearest, ties away from 0
 }
 
+inline float exp2_approximate(float x) {
+  const float value = exp2f(x);
+  return fabsf(value) < 0x1p-126f ? 0 : value;  // NaN stays NaN
+}
+
 template <int BYTES>
 void copy_async(void* shared, const void* global, int valid = BYTES) {
   static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16);
