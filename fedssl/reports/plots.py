@@ -350,7 +350,8 @@ def _draw_bars(
 def _bars_note(panels: Mapping[str, Sequence[Bar]]) -> str:
     seeds = max(len(bar.after) for bars in panels.values() for bar in bars)
     spread = "; figures: mean ± sample standard deviation over seeds" if seeds > 1 else ""
-    return f"a bar runs from before training to after it; a dot is one seed{spread}"
+    note = f"a bar runs from before training to after it; a dot is one seed{spread}"
+    return textwrap.fill(note, 70 * len(panels))  # one panel is too narrow for all of it in a line
 
 
 def _draw_card(axes: Axes, card: Card) -> None:
