@@ -94,7 +94,7 @@ def compare(
     names_a, names_b = _names_of_both(layers)
     modules_a = _modules("model_a", model_a, names_a)
     modules_b = _modules("model_b", model_b, names_b)
-    accumulator = MinibatchCKA() if estimator == "minibatch" else CKAAccumulator()
+    accumulator: MinibatchCKA | CKAAccumulator = MinibatchCKA() if estimator == "minibatch" else CKAAccumulator()
     batches = 0
     with _evaluation_mode(model_a), _evaluation_mode(model_b), torch.no_grad():
         outputs_a: dict[str, Tensor] = {}
@@ -119,7 +119,7 @@ def compare(
     return Comparison(matrix.cpu(), names_a, names_b)
 
 
-def _names_of_both(layers: object) -> tuple[list[str], list[str]]:
+def _names_of_both(layers: Any) -> tuple[list[str], list[str]]:
     of_each = isinstance(layers, tuple) and len(layers) == 2 and not any(isinstance(one, str) for one in layers)
     both = layers if of_each else (layers, layers)
     names = []
@@ -186,7 +186,9 @@ def _keep(outputs: dict[str, Tensor], argument: str, name: str, module: nn.Modul
 def _first_tensor(output: Any) -> Tensor | None:
     if isinstance(output, Tensor):
         return output if output.is_floating_point() else None
-    parts = output.values() if isinstance(output, Mapping) else output if isinstance(output, (tuple, list)) else ()
+    parts: Iterable[Any] = (
+        output.values() if isinstance(output, Mapping) else output if isinstance(output, (tuple, list)) else ()
+    )
     return next((tensor for tensor in map(_first_tensor, parts) if tensor is not None), None)
 
 
