@@ -112,7 +112,7 @@ def drawing(operator: str, points: Sequence[Point]) -> str:
     from matplotlib import pyplot
 
     label = importlib.import_module(f"benchmarks.bench_{operator}").CURVE
-    settings = {"svg.hashsalt": operator, "svg.fonttype": "none", "font.size": 9.0}
+    settings: dict[Any, Any] = {"svg.hashsalt": operator, "svg.fonttype": "none", "font.size": 9.0}
     with matplotlib.rc_context(settings):
         figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
         panels = (("milliseconds", "ms"), ("beyond_outputs_mib", "MiB beyond the outputs"))

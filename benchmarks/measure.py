@@ -41,9 +41,9 @@ class Settings:
     rehearse: bool = False  # the cases of "cuda" on the CPU
     quick: bool = False  # tiny sizes
     threads: int = 2
-    curve: bool = False  # the cases of a curve over sizes, on the CPU
     repeats: int | None = 7  # of each call; None: as timing.time_case chooses
     rates: dict[str, float] = field(default_factory=dict)  # of the GPU, as gpu.measured_rates gives them
+    curve: bool = False  # the cases of a curve over sizes, on the CPU
 
     def torch_device(self) -> torch.device:
         return torch.device("cpu" if self.rehearse else self.device)

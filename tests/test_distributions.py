@@ -58,7 +58,7 @@ def contents(wheel: Path) -> tuple[set[str], Message]:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
-        files = {name for name in names if ".dist-info/" not in name}
+        files = {name for name in names if ".dist-info/" not in name and not name.endswith("/")}
         return files, Parser().parsestr(archive.read(metadata).decode())
 
 
