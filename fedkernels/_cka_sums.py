@@ -167,12 +167,9 @@ class Sums:
             return cross, xx, yy, xx, yy
         n = self.count
         by_norms, by_traces = n / (n - 2), 1 / ((n - 1) * (n - 2))
-        return (
-            cross - by_norms * self.norms + by_traces * torch.outer(self.x.norms, self.y.norms),
-            *(
-                own - by_norms * side.squared_norms + by_traces * side.norms.square()
-                for own, side in ((xx, self.x), (yy, self.y))
-            ),
-            xx,
-            yy,
+        of_xs, of_ys = (
+            own - by_norms * side.squared_norms + by_traces * side.norms.square()
+            for own, side in ((xx, self.x), (yy, self.y))
         )
+        of_pairs = cross - by_norms * self.norms + by_traces * torch.outer(self.x.norms, self.y.norms)
+        return of_pairs, of_xs, of_ys, xx, yy

@@ -1,7 +1,7 @@
 """What the similarities of representations share: checks of their arguments, and gradients that an operator returns."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -63,8 +63,9 @@ def check_batch(x: Tensor | Sequence[Tensor], y: Tensor | Sequence[Tensor]) -> t
             _checks.not_empty(name, z, (0, 1), "L or d")
         check_pair(x, y)
         return [x], [y]
-    check_lists(x, y, ("x", "y"))
-    return list(x), list(y)
+    xs, ys = cast("tuple[Sequence[Tensor], Sequence[Tensor]]", (x, y))  # a tensor beside a list is refused there
+    check_lists(xs, ys, ("x", "y"))
+    return list(xs), list(ys)
 
 
 def fake_values(x: Tensor, other: Tensor) -> Tensor:
