@@ -34,7 +34,7 @@ COMPILED = (
     "unbalanced_ot",
 )
 # Of these, those that have no CUDA kernels: GPUs use their references.
-FOR_CPU_ALONE = frozenset({"debiased_cka", "debiased_cka_pairwise"})
+FOR_CPU_ALONE = frozenset({"debiased_cka", "debiased_cka_pairwise", "sigmoid_loss", "similarity_logsumexp"})
 # Operators for CUDA only, which fedkernels/_linear_cka_cuda.py calls before and after torch's products.
 PARTS = (
     "linear_cka_combine",

@@ -204,6 +204,7 @@ def test_a_peer_that_is_not_installed_is_a_row_that_says_so() -> None:
 
 def test_a_process_that_fails_or_lasts_too_long_is_reported() -> None:
     request = {"operator": "delta_gram", "index": 99, "threads": 1, "repeats": 1, "quick": True, "task": "memory"}
+    request["curve"] = False
     assert measure._child({**request, "names": []}, 60.0)["status"] == "failed: IndexError: tuple index out of range"
     assert measure._child({**request, "names": []}, 0.01)["status"].startswith("not ready after")
 

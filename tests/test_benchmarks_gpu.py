@@ -33,13 +33,15 @@ def test_the_implementations_agree_with_the_truth(operator: str, index: int, mon
     monkeypatch.setattr(timing, "LONGEST", 0.0)
     measured = measure_case(operator, index, REHEARSAL)
     ours = measured["rows"][0]
-    assert ours["implementation"] == f"fedkernels.{operator}"
+    assert ours["implementation"].startswith(f"fedkernels.{operator}")
     for row in measured["rows"]:
         if row["status"] == "not installed":
             continue
         assert row["status"] == "ok"
         half = "bfloat16" in measured["size"]
-        assert row["errors"]["value"] < (1e-2 if half and row is not ours else 1e-5)
+        rounded = operator == "supervised_contrastive_loss"  # the rows, which the benchmark normalises in their dtype
+        of_value = (2e-2 if rounded else 1e-2) if half and (rounded or row is not ours) else 1e-5
+        assert row["errors"]["value"] < of_value
         assert row["errors"].get("gradient", 0) < (2e-2 if half else 1e-4)
         assert len(row["times"]) == timing.LEAST
         assert ("share" in row) == (measured.get("work", {}).get("rate") in REHEARSAL.rates)

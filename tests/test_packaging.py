@@ -137,7 +137,8 @@ IMPORT_ALL_OF_FEDKERNELS = """
 import importlib, pkgutil, sys
 import fedkernels
 for module in pkgutil.walk_packages(fedkernels.__path__, "fedkernels."):
-    importlib.import_module(module.name)
+    if module.name != "fedkernels.torchjd":  # for TorchJD, whose classes it extends
+        importlib.import_module(module.name)
 print(*sorted({name.partition(".")[0] for name in sys.modules}))
 """
 

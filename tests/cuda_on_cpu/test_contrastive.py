@@ -363,7 +363,7 @@ def with_fault(compiler, source, old, new):
         ("      __syncthreads();  // all warps across have written their weights\n", ""),
         # The barrier at the start of a tile.
         (
-            "    __syncthreads();  // the tile is there, and the one before, its weights and its sums have been read\n",
+            "    __syncthreads();  // the tile is there, and the one before has been read, with its weights and sums\n",
             "",
         ),
         # The fragment's rows.

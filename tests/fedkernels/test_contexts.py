@@ -14,6 +14,8 @@ from fedkernels import (
     apply_deltas,
     client_weights,
     clip_loss,
+    debiased_cka,
+    debiased_cka_pairwise,
     delta_gram,
     info_nce,
     linear_cka,
@@ -71,6 +73,8 @@ DIFFERENTIABLE = {
     "supervised_contrastive_loss": (lambda p: supervised_contrastive_loss(p, classes(p), 2.0), [ROWS]),
     "supervised_contrastive_loss, even": (lambda p: supervised_contrastive_loss(p, classes(p, 36), 2.0), [ROWS[:36]]),
     "sigmoid_loss": (lambda p, q: sigmoid_loss(p, q, 0.7, -2.0), [ROWS, MORE[:37]]),
+    "debiased_cka": (lambda x, y: debiased_cka(x, y), [X, Y]),
+    "debiased_cka_pairwise": (lambda x, y, z: debiased_cka_pairwise([x, y], [z]), [X[0], Y[0], WIDE]),
     "linear_cka": (lambda x, y: linear_cka(x, y), [X, Y]),
     "linear_cka, centered": (lambda x, y: linear_cka(x, y, centered=True), [X, WIDE]),
     "linear_cka_to_kernel": (lambda x, k: linear_cka_to_kernel(x, k), [X, WIDE @ WIDE.T]),
@@ -104,6 +108,7 @@ def assert_same(some, others):
 def test_every_public_function_is_tried_here():
     tried = {name.partition(",")[0] for name in ALL}
     others = {"TransportInfo", "__version__", "build_info", "nn", "self_test"}
+    others |= {"CKAAccumulator", "Comparison", "MinibatchCKA", "compare"}  # test_accumulate_cka.py and its neighbours
     others |= {"ViewKey", "ViewOptions", "ViewParameters", "two_views", "view_parameters"}  # test_two_views.py
     assert tried == set(fedkernels.__all__) - others
     assert all(result(*DIFFERENTIABLE[name])[1:] for name in DIFFERENTIABLE)
