@@ -51,7 +51,7 @@ def run(recipe: Recipe, path: AnyPath, *, overwrite: bool = False) -> Run:
     return read_run(engine_of(recipe).run(recipe, Path(path), overwrite=overwrite).path)
 
 
-def resume(path: AnyPath, *, trust: bool = False) -> Run:
+def resume(path: AnyPath, *, trust: bool = False, clients_parallel: int | None = None) -> Run:
     """Continue an interrupted run to its end and read it back; a finished run is only read.
 
     The result is the same, bit for bit, as if the run had not been interrupted.
@@ -59,13 +59,14 @@ def resume(path: AnyPath, *, trust: bool = False) -> Run:
     Args:
         path: the run's folder.
         trust: run the code of parts of your own that the recipe names even if it is not what it was when the run began.
+        clients_parallel: how many clients train at a time from here on; by default as the recipe has it.
 
     Raises:
         UserError: the folder holds no run, or a file that the run relies on was changed.
     """
     directory = RunDirectory.open(Path(path))
     recipe = reading.load_stored_recipe(directory, trust, resuming=True)
-    return read_run(engine_of(recipe).resume(directory.path, trust=trust).path)
+    return read_run(engine_of(recipe).resume(directory.path, trust=trust, clients_parallel=clients_parallel).path)
 
 
 def read_run(path: AnyPath) -> Run:

@@ -24,7 +24,7 @@ def run(
     ] = False,
     trust: Trust = False,
 ) -> None:
-    """Run a recipe, or continue an interrupted run (fedssl run --resume RUN)."""
+    """Run a recipe, or continue an interrupted run (fedssl run --resume RUN [clients_parallel=N])."""
     from ..engines import engine_of
     from ..engines.progress import ProgressBars
     from ..reading import load_recipe, load_stored_recipe
@@ -32,9 +32,9 @@ def run(
     from ..run_folder.creation import default_folder
 
     if resume is not None:
-        if recipe or output or overwrite:
-            raise UserError("--resume takes only the run's folder: the recipe is stored there")
-        path = resume
+        if output or overwrite:
+            raise UserError("--resume takes neither --output nor --overwrite: the run continues in its own folder")
+        path, at_a_time = resume, _clients_parallel([*([recipe] if recipe else []), *(overrides or ())])
         loaded = load_stored_recipe(RunDirectory.open(path), trust, resuming=True)
     else:
         if recipe is None:
@@ -48,7 +48,7 @@ def run(
     try:
         with ProgressBars(console) as bars:
             if resume is not None:
-                directory = engine_of(loaded).resume(path, bars, trust)
+                directory = engine_of(loaded).resume(path, bars, trust, at_a_time)
             else:
                 directory = engine_of(loaded).run(loaded, path, bars, overwrite)
     except KeyboardInterrupt:
@@ -59,6 +59,22 @@ def run(
         raise typer.Exit(130) from None
     _print_final_evaluation(directory.read_metrics())
     print_text(f"The run is in {path}; write its report with: fedssl report {path}")
+
+
+def _clients_parallel(arguments: list[str]) -> int | None:
+    """What `fedssl run --resume RUN clients_parallel=N` asks for; no other key may change during a run."""
+    number = None
+    for argument in arguments:
+        key, _, value = argument.partition("=")
+        if key != "clients_parallel":
+            raise UserError(
+                f"--resume takes only the run's folder and clients_parallel=N, got {argument!r}: the recipe is stored "
+                "in the folder, and the run continues as it began"
+            )
+        if not value.isdecimal() or int(value) < 1:
+            raise UserError(f"clients_parallel must be a whole number of at least 1, got {value!r}")
+        number = int(value)
+    return number
 
 
 def run_table(

@@ -35,10 +35,13 @@ def run(recipe: Recipe, path: Path, progress: Progress | None = None, overwrite:
         return _run(federation, RunDirectory.open(path), progress or Silent())
 
 
-def resume(path: Path, progress: Progress | None = None, trust: bool = False) -> RunDirectory:
+def resume(
+    path: Path, progress: Progress | None = None, trust: bool = False, clients_parallel: int | None = None
+) -> RunDirectory:
     """Continue a run from its last complete round; a finished run is left as it is.
 
-    The result is bit-identical to that of a run that was never interrupted, on the same machine and thread count.
+    The result is bit-identical to that of a run that was never interrupted, on the same machine and thread count. From
+    here on `clients_parallel` clients train at a time (default: as the recipe has it).
 
     Raises:
         UserError: see `RunDirectory.require_unchanged` and, for `trust`, `load_stored_recipe`.
@@ -51,6 +54,8 @@ def resume(path: Path, progress: Progress | None = None, trust: bool = False) ->
         if directory.checkpoint.finished:
             return directory
         recipe = load_stored_recipe(directory, trust, resuming=True)
+        if clients_parallel is not None:
+            recipe = recipe.model_copy(update={"clients_parallel": clients_parallel})
         return _run(build_federation(recipe), directory, progress or Silent())
 
 

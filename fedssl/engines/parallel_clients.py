@@ -188,8 +188,8 @@ class ParallelClients:
         code = worker.exitcode or 0
         ended = f"was ended by signal {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         cause = (
-            "most likely the memory ran out. Free some memory and continue with fedssl run --resume, or start the run "
-            "anew with a smaller clients_parallel"
+            "most likely the memory ran out. Free some memory and continue with fedssl run --resume RUN, if need be "
+            "with fewer clients at a time (clients_parallel=1 behind it)"
             if code < 0
             else "its error is above. A script that calls fedssl.run must do so below `if __name__ == '__main__':`"
         )

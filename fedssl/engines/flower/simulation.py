@@ -44,8 +44,15 @@ def run(recipe: Recipe, path: Path, progress: Progress | None = None, overwrite:
         return _simulate(federation, RunDirectory.open(path), progress or Silent())
 
 
-def resume(path: Path, progress: Progress | None = None, trust: bool = False) -> RunDirectory:
+def resume(
+    path: Path, progress: Progress | None = None, trust: bool = False, clients_parallel: int | None = None
+) -> RunDirectory:
     """Continue a run from its last complete round; see `in_process.resume` and, for what is raised, `run`."""
+    if clients_parallel is not None:
+        raise UserError(
+            "clients_parallel is for engine in-process, got a run of engine flower-simulation: leave it out (in a "
+            "simulation flower.cpus and flower.client_cpus say how many clients train at a time)"
+        )
     recipe = load_stored_recipe(RunDirectory.open(path), trust, resuming=True)
     _refuse_deployment(recipe)
     _require_ray()

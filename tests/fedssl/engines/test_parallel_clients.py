@@ -116,6 +116,32 @@ def test_a_killed_worker_is_told_with_its_client_and_the_run_resumes(one_after_a
     assert results(tmp_path / "a") == results(one_after_another("fedbyol"))
 
 
+class CountsWorkers(Silent):
+    """How many worker processes there are when clients begin."""
+
+    def __init__(self) -> None:
+        self.counts: set[int] = set()
+
+    def client(self, round_number: int, index: int, position: int, clients: int) -> None:
+        self.counts.add(len(multiprocessing.active_children()))
+
+
+@pytest.mark.parametrize(("before", "after", "workers"), [(2, 1, {0}), (1, 2, {2}), (2, None, {2})])
+def test_a_run_resumes_with_other_clients_at_a_time(before, after, workers, one_after_another, noisy, tmp_path):
+    class StopsInTheSecondRound(Silent):
+        def client(self, round_number: int, index: int, position: int, clients: int) -> None:
+            if round_number == 2:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(noisy(**FEW | METHODS["fedbyol"], clients_parallel=before), tmp_path / "a", StopsInTheSecondRound())
+    recipe, progress = (tmp_path / "a/recipe.yaml").read_bytes(), CountsWorkers()
+    resume(tmp_path / "a", progress, clients_parallel=after)
+    assert progress.counts == workers
+    assert results(tmp_path / "a") == results(one_after_another("fedbyol"))
+    assert (tmp_path / "a/recipe.yaml").read_bytes() == recipe
+
+
 def test_a_diverging_client_gives_the_same_error(noisy, tmp_path):
     recipe = noisy(**FEW | {"objective": "supervised", "training": {"batch_size": 8, "learning_rate": 1e30}})
     told = []
