@@ -17,8 +17,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="this torch has no torch.distributed"))
 
 
-@pytest.fixture(scope="session", params=[2, 4], ids=["two ranks", "four ranks"])
+@pytest.fixture(scope="module", params=[2, 4], ids=["two ranks", "four ranks"])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Stopped with the last test of a file: other tests of the same process count its children."""
     group = Ranks(request.param, tmp_path_factory.mktemp("ranks"))
     yield group
     group.stop()
