@@ -18,13 +18,16 @@ def run(
     ] = None,
     overrides: Overrides = None,
     output: Annotated[Path | None, typer.Option(help="Folder of the run; runs/NAME-seedN by default.")] = None,
-    resume: Annotated[Path | None, typer.Option(help="Continue the run in this folder.")] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(help="Continue the run in this folder; of its keys, only clients_parallel=N may be given anew."),
+    ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the run in the folder if there is one.")
     ] = False,
     trust: Trust = False,
 ) -> None:
-    """Run a recipe, or continue an interrupted run (fedssl run --resume RUN [clients_parallel=N])."""
+    """Run a recipe, or continue an interrupted run (fedssl run --resume RUN)."""
     from ..engines import engine_of
     from ..engines.progress import ProgressBars
     from ..reading import load_recipe, load_stored_recipe
