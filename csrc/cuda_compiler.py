@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# Compute capabilities; PTX of the newest lets later GPUs compile for themselves.
-ARCHITECTURES = "80 86 89 90"
+# Compute capabilities of a complete build, of which nvcc may not know the newest.
+ARCHITECTURES = "80 86 89 90 100 120"
 NVCC_FLAGS = [
     *("-std=c++20", "-O3", "-Icsrc", "-DNDEBUG", "-Werror", "all-warnings"),
     *("-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall,-Wextra,-Werror"),
@@ -27,7 +27,8 @@ class CudaCompiler:
     @property
     def targets(self) -> str:
         """What the kernels are compiled for, as in "sm_80 sm_90 compute_90"."""
-        return " ".join([*(f"sm_{name}" for name in self.architectures), f"compute_{self.architectures[-1]}"])
+        ptx = newest_for_all_later(self.architectures)
+        return " ".join([*(f"sm_{name}" for name in self.architectures), *([f"compute_{ptx}"] if ptx else [])])
 
     @property
     def left_out(self) -> list[str]:
@@ -49,7 +50,7 @@ def find_cuda_compiler() -> CudaCompiler:
     runtime = next((path / "libcudart_static.a" for path in folders if (path / "libcudart_static.a").is_file()), None)
     if runtime is None:
         raise RuntimeError(f"libcudart_static.a was not found below {root}")
-    return CudaCompiler(nvcc, _output(nvcc, "--version"), runtime, architectures())
+    return CudaCompiler(nvcc, _output(nvcc, "--version"), runtime, architectures(nvcc))
 
 
 def nvcc_path() -> str | None:
@@ -59,21 +60,57 @@ def nvcc_path() -> str | None:
     return shutil.which("nvcc", path=os.pathsep.join(folders))
 
 
-def architectures() -> list[str]:
-    """FEDKERNELS_CUDA_ARCHITECTURES, compute capabilities as in "80 86" or "8.0;8.6", in ascending order.
+def architectures(nvcc: str) -> list[str]:
+    """FEDKERNELS_CUDA_ARCHITECTURES in ascending order; by default those of a complete build that nvcc knows.
 
+    The variable holds compute capabilities, as in "80 86" or "8.0;8.6", or "native" for those of this machine's GPUs.
     An invalid value ends the build.
     """
-    given = os.environ.get("FEDKERNELS_CUDA_ARCHITECTURES") or ARCHITECTURES
+    given = os.environ.get("FEDKERNELS_CUDA_ARCHITECTURES") or " ".join(_known(nvcc))
+    if given.strip() == "native":
+        given = _of_this_machine()
     names = {name.replace(".", "").removeprefix("sm_") for name in re.split(r"[\s,;]+", given) if name}
     if not names or not all(re.fullmatch(r"\d{2,3}[af]?", name) for name in names):
-        raise SystemExit(f"FEDKERNELS_CUDA_ARCHITECTURES must be a list as in '80 90', got {given!r}")
+        raise SystemExit(f"FEDKERNELS_CUDA_ARCHITECTURES must be native, or a list as in '80 90', got {given!r}")
     return sorted(names, key=lambda name: (int(name.rstrip("af")), name))
 
 
+def newest_for_all_later(names: Sequence[str]) -> str | None:
+    """The architecture whose PTX is compiled in, from which later GPUs compile for themselves.
+
+    PTX of an architecture with a suffix, as in "90a", runs on that architecture (or its family) alone.
+    """
+    return next((name for name in reversed(names) if name.isdigit()), None)
+
+
 def architecture_flags(names: Sequence[str]) -> list[str]:
+    """nvcc's arguments for machine code of each architecture, and PTX of the newest that all later GPUs run."""
     flags = [f"-gencode=arch=compute_{name},code=sm_{name}" for name in names]
-    return [*flags, f"-gencode=arch=compute_{names[-1]},code=compute_{names[-1]}"]
+    ptx = newest_for_all_later(names)
+    return [*flags, f"-gencode=arch=compute_{ptx},code=compute_{ptx}"] if ptx else flags
+
+
+def _known(nvcc: str) -> list[str]:
+    """The architectures of a complete build that this nvcc knows; all where it does not say which it knows."""
+    try:
+        listed = _output(nvcc, "--list-gpu-code").split()
+    except RuntimeError:
+        return ARCHITECTURES.split()
+    return [name for name in ARCHITECTURES.split() if f"sm_{name}" in listed]
+
+
+def _of_this_machine() -> str:
+    """The compute capabilities of the GPUs that nvidia-smi shows, as in "9.0 8.6"; ends the build if there is none."""
+    try:
+        shown = _output("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader").split()
+    except RuntimeError:
+        shown = []
+    if not shown:
+        raise SystemExit(
+            "FEDKERNELS_CUDA_ARCHITECTURES=native needs a GPU that nvidia-smi shows, and there is none; give its "
+            "compute capability instead, as in FEDKERNELS_CUDA_ARCHITECTURES=9.0"
+        )
+    return " ".join(shown)
 
 
 def _toolkit_root(nvcc: str) -> Path:

@@ -25,7 +25,8 @@ def apply_deltas(
         weights: K finite numbers of any sign, a tensor [K] or a list.
 
     The step is summed in float64 and rounded once to each global tensor's dtype. Nothing is written unless all
-    arguments are valid.
+    arguments are valid. Weights that are on the GPU with the models are not looked at, because the host would have to
+    wait for them: one that is not finite makes the new parameters NaN or infinite.
 
     Raises:
         TypeError: not lists of floating tensors (leave integer buffers, such as BatchNorm's counters, out).
@@ -33,7 +34,7 @@ def apply_deltas(
             not K weights, or one that is not finite; a global tensor that shares memory with another or with itself.
     """
     _checks.parameter_lists(global_params, client_params)
-    weights = _check_weights(weights, len(client_params))
+    weights = _check_weights(weights, len(client_params), global_params[0])
     if not (torch.compiler.is_compiling() or any(is_without_data(tensor) for tensor in global_params)):
         _check_memory(global_params, client_params)  # a traced tensor has no address
     clients = [tensor for params in client_params for tensor in params]
@@ -59,7 +60,8 @@ if _native.module is not None:
         return None
 
 
-def _check_weights(weights: Tensor | Sequence[float], clients: int) -> Tensor:
+def _check_weights(weights: Tensor | Sequence[float], clients: int, model: Tensor) -> Tensor:
+    """The weights as a copy in float64, on the GPU if they and the model's first tensor are there, else on the CPU."""
     if not isinstance(weights, Tensor):
         if isinstance(weights, str) or not isinstance(weights, Sequence):
             raise TypeError(f"weights must be a tensor [K] or a list of K numbers, got {type(weights).__name__}")
@@ -71,6 +73,8 @@ def _check_weights(weights: Tensor | Sequence[float], clients: int) -> Tensor:
     if len(weights) != clients:
         raise ValueError(f"weights must hold one number for each of the {clients} clients, got {len(weights)}")
     # A copy, because the weights may be one of the tensors that are written.
+    if weights.is_cuda and model.is_cuda:
+        return weights.detach().to(model.device, torch.float64, copy=True).contiguous()
     weights = weights.detach().to("cpu", torch.float64, copy=True).contiguous()
     if not (torch.compiler.is_compiling() or is_without_data(weights)) and not weights.isfinite().all():
         raise ValueError(f"weights must be finite, got {weights.tolist()}")

@@ -39,6 +39,11 @@ def client_weights(gram: Tensor, *, lower_bounds: Tensor | float | None = None, 
         Detached: the weights are not differentiable. K = 1 gives 1. A zero gram gives equal weights. A client with
         ``G_kk = 0`` takes part in a minimum of 0.
 
+    Up to K = 128 on a GPU, the host never waits, so it sees no values. Instead of a ValueError, a gram or lower bounds
+    with an invalid value give the weights NaN for their problem, and the function never warns. Where the optimum is 0
+    or not unique, or rounding has made gram indefinite, the kernel solves ``p'Gp + r sum_k G_kk p_k^2`` with the
+    smallest ridge r of 1e-8, 1e-6, ... that makes the problem definite.
+
     Raises:
         TypeError: gram is not a floating tensor, tol not a number, or lower_bounds neither a tensor nor a number.
         ValueError: K = 0, not square, not finite, not symmetric, not a Gram matrix (``G_kk < 0`` or
@@ -76,7 +81,8 @@ def _bounds(lower_bounds: Tensor | float, gram: Tensor) -> Tensor:
     """The lower bounds as float64 [..., K], checked where the data can be seen."""
     clients = gram.shape[-1]
     if isinstance(lower_bounds, (int, float)) and not isinstance(lower_bounds, bool):
-        bounds = gram.new_full(gram.shape[:-1], float(lower_bounds), dtype=torch.float64)
+        _check_bounds(float(lower_bounds), clients * float(lower_bounds))
+        return gram.new_full(gram.shape[:-1], float(lower_bounds), dtype=torch.float64)
     elif isinstance(lower_bounds, Tensor):
         _checks.floating("lower_bounds", lower_bounds)
         _checks.same_device(gram=gram, lower_bounds=lower_bounds)
@@ -97,12 +103,23 @@ def _bounds(lower_bounds: Tensor | float, gram: Tensor) -> Tensor:
         raise TypeError(f"lower_bounds must be a torch.Tensor or a Python number, got {type(lower_bounds).__name__}")
     if torch.compiler.is_compiling() or is_transformed() or is_without_data(bounds):
         return bounds
-    if not (bounds >= 0).all():
-        raise ValueError(f"lower_bounds must not be negative or NaN, got {float(bounds[~(bounds >= 0)][0]):.3g}")
-    most = float(bounds.sum(-1).max()) if bounds.numel() else 0.0
-    if most > 1 + 1e-6:  # float32 bounds that are meant to have the sum 1
-        raise ValueError(f"lower_bounds must have a sum of at most 1, got {most:.6g}")
+    if bounds.is_cuda:  # the host does not wait for the values
+        valid = (bounds >= 0).all(-1, keepdim=True) & (bounds.sum(-1, keepdim=True) <= _MOST_IN_SUM)
+        return bounds.where(valid, math.nan)
+    if bounds.numel():
+        invalid = bounds[~(bounds >= 0)]
+        _check_bounds(float(invalid[0] if len(invalid) else bounds.min()), float(bounds.sum(-1).max()))
     return bounds
+
+
+_MOST_IN_SUM = 1 + 1e-6  # float32 bounds that are meant to have the sum 1
+
+
+def _check_bounds(least: float, largest_sum: float) -> None:
+    if not least >= 0:
+        raise ValueError(f"lower_bounds must not be negative or NaN, got {least:.3g}")
+    if largest_sum > _MOST_IN_SUM:
+        raise ValueError(f"lower_bounds must have a sum of at most 1, got {largest_sum:.6g}")
 
 
 _MOST_ON_CUDA = 128  # clients; WEIGHTS_LIMIT of csrc/cuda/client_weights.h
@@ -115,8 +132,8 @@ def _solve(gram: Tensor, tol: float) -> Tensor:
     if operator is None:
         _check_gram(gram)
         return _reference(gram, tol=tol)
-    weights = operator(gram.contiguous(), tol)
-    if math.isnan(weights.sum()):
+    weights: Tensor = operator(gram.contiguous(), tol)
+    if not gram.is_cuda and math.isnan(weights.sum()):  # the CUDA kernel solves all that are valid
         _check_gram(gram)
         unsolved = weights.isnan().any(-1)  # their optimum is 0 or not unique
         weights[unsolved] = _reference(gram[unsolved], tol=tol)

@@ -36,7 +36,9 @@ def unbalanced_ot(
 
     Source: FedU2 (Liao et al. 2024), Eq. 4. An entry of the plan is positive only where
     ``cost_ij < tau_a a_i + tau_b b_j``. If that holds for no entry, the plan is 0, nothing is transported and the
-    gradient in cost is 0. The function then warns, because a loss term without a gradient trains nothing.
+    gradient in cost is 0. On the CPU the function then warns, because a loss term without a gradient trains nothing.
+    On a GPU it never warns, because the host would have to wait for the solution: look at the info that
+    ``unbalanced_ot_plan`` returns.
 
     Args:
         cost: [..., M, N], float16, bfloat16, float32 or float64, any strides. An entry of +inf forbids that pair.
@@ -50,8 +52,8 @@ def unbalanced_ot(
         column_mask: [..., N] bool, likewise.
         tol: the solver stops at this duality gap, relative to ``<|cost|, plan>`` + the penalties, which is the value
             itself where cost >= 0. The gradient converges more slowly than the value: at 1e-4 it is off by some 20 %.
-        max_iterations: steps of the solver, 100,000 for None. If they do not suffice, the function warns and tells the
-            gap that it reached.
+        max_iterations: steps of the solver, 100,000 for None. If they do not suffice, the function warns on the CPU and
+            tells the gap that it reached.
         method: "accelerated" is FISTA with restart and a backtracking line search. Its number of steps grows with
             tau_a and tau_b. On the CPU, a problem that it has not solved after 1000 steps is solved by the interior
             point (in large problems after M N min(M, N) / (16 (M + N)) steps). On a GPU the kernel has no interior
@@ -318,10 +320,9 @@ def _warn(info: TransportInfo, tol: float) -> None:
     """Warns, with a stack level such that Python shows a warning once for each line that calls the public function."""
     if torch.compiler.is_compiling() or is_transformed():  # a warning that depends on data would break the graph
         return
-    if is_without_data(info.gap):
+    if is_without_data(info.gap) or info.gap.is_cuda:  # on a GPU the host would have to wait for the data
         return
-    counts = torch.stack([info.transported_mass.flatten() == 0, info.gap.flatten() > tol]).sum(1)
-    idle, late = counts.tolist()  # one transfer, because it waits for a GPU
+    idle, late = torch.stack([info.transported_mass.flatten() == 0, info.gap.flatten() > tol]).sum(1).tolist()
     problems = info.gap.numel()
     if idle:
         warnings.warn(

@@ -16,6 +16,9 @@ arguments, name = sys.argv[1:], pathlib.Path(sys.argv[0]).name
 if "--version" in arguments:
     print(name, os.environ.get("VERSION_OF_COMPILERS", "1"))
     sys.exit()
+if "--list-gpu-code" in arguments:
+    print(os.environ.get("ARCHITECTURES_OF_NVCC", "sm_75 sm_80 sm_86 sm_89 sm_90 sm_100 sm_120").replace(" ", "\\n"))
+    sys.exit()
 if arguments[0].startswith("-print-file-name="):
     print("/lib/" + arguments[0].partition("=")[2])
     sys.exit()

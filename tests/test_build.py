@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import platform
+import re
 import shutil
 from pathlib import Path
 
@@ -134,10 +135,44 @@ def test_an_isolated_build_uses_the_same_objects(built: BuildTree, tmp_path: Pat
 
 def test_architectures_compile_cuda_again_and_what_is_left_out_is_told(built: BuildTree) -> None:
     assert built.build(FEDKERNELS_CUDA_ARCHITECTURES="9.0") == ["cxx linked", "cxx ops/module.cpp", *CUDA]
-    assert "CUDA kernels for sm_90 compute_90; left out: sm_80, sm_86, sm_89\n" in built.printed
-    assert '-DFEDKERNELS_LEFT_OUT="sm_80 sm_86 sm_89"' in object_of(built, "ops/module.o")
+    assert "CUDA kernels for sm_90 compute_90; left out: sm_80, sm_86, sm_89, sm_100, sm_120\n" in built.printed
+    assert '-DFEDKERNELS_LEFT_OUT="sm_80 sm_86 sm_89 sm_100 sm_120"' in object_of(built, "ops/module.o")
     built.build()
-    assert "left out: nothing\n" in built.printed
+    assert "sm_100 sm_120 compute_120; left out: nothing\n" in built.printed
+
+
+def test_an_older_nvcc_compiles_for_what_it_knows(built: BuildTree) -> None:
+    built.build(ARCHITECTURES_OF_NVCC="sm_70 sm_80 sm_86 sm_89 sm_90")
+    assert "CUDA kernels for sm_80 sm_86 sm_89 sm_90 compute_90; left out: sm_100, sm_120\n" in built.printed
+    assert "code=sm_100" not in object_of(built, "cuda/one.o")
+
+
+@pytest.mark.parametrize(
+    ("given", "compiled"),
+    [
+        ("90a 80", "sm_80 sm_90a compute_80"),  # PTX of 90a would run on that architecture alone
+        ("90a", "sm_90a"),
+        ("12.0 9.0;8.6", "sm_86 sm_90 sm_120 compute_120"),
+    ],
+)
+def test_ptx_is_for_all_later_gpus(built: BuildTree, given: str, compiled: str) -> None:
+    built.build(FEDKERNELS_CUDA_ARCHITECTURES=given)
+    assert f"CUDA kernels for {compiled}; left out" in built.printed
+    targets = re.findall(r",code=(\w+)", object_of(built, "cuda/one.o"))
+    assert targets == compiled.split()
+
+
+def test_architectures_of_this_machine(built: BuildTree) -> None:
+    script = built.folder / "toolkit/bin/nvidia-smi"
+    built.write(
+        "toolkit/bin/nvidia-smi", "#!/bin/sh\n[ $1 = --query-gpu=compute_cap ] && printf '9.0\\n8.6\\n9.0\\n'\n"
+    )
+    script.chmod(0o755)
+    built.build(FEDKERNELS_CUDA_ARCHITECTURES="native")
+    assert "CUDA kernels for sm_86 sm_90 compute_90; left out" in built.printed
+    built.write("toolkit/bin/nvidia-smi", "#!/bin/sh\necho no devices were found; exit 6\n")
+    built.build(fails=True, FEDKERNELS_CUDA_ARCHITECTURES="native")
+    assert "FEDKERNELS_CUDA_ARCHITECTURES=native needs a GPU that nvidia-smi shows, and there is none" in built.printed
 
 
 def test_instruction_sets_that_are_left_out(built: BuildTree) -> None:
@@ -160,7 +195,7 @@ def object_of(tree: BuildTree, name: str) -> str:
     ("name", "value", "expected"),
     [
         ("FEDKERNELS_CUDA", "yes", "must be auto, 0 or 1, got 'yes'"),
-        ("FEDKERNELS_CUDA_ARCHITECTURES", "hopper", "must be a list as in '80 90', got 'hopper'"),
+        ("FEDKERNELS_CUDA_ARCHITECTURES", "hopper", "must be native, or a list as in '80 90', got 'hopper'"),
         ("FEDKERNELS_GLIBC", "old", "must be a version of glibc as in '2.28', got 'old'"),
         ("FEDKERNELS_CPU_INSTRUCTION_SETS", "sse", "must be a list of some of baseline, avx2, avx512, got 'sse'"),
     ],

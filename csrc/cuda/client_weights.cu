@@ -2,6 +2,10 @@
 // coordinate descent and block principal pivoting, in float64. A problem is one block's and a client one thread's. The
 // Cholesky factor lies in shared memory, packed by columns, so that neighbours read from different banks; the matrix
 // lies there too where both fit, else in the second-level cache.
+//
+// The CPU's kernel leaves some problems to the reference. To find these the host would have to read the weights, so they
+// are solved here: a client that did not move takes all the weight, and where the optimum is 0 or not unique, a ridge on
+// A makes it unique, so that equal clients share.
 #include "cuda/client_weights.h"
 
 #include "cuda/dtype.h"
@@ -18,6 +22,10 @@ constexpr double SINGULAR = 1e-11;
 constexpr double TIE = 1e-9;
 constexpr double EPSILON = 2.220446049250313e-16;
 
+// Added to the unit diagonal of A. The shares of two equal clients differ by EPSILON / ridge, and the solution on A +
+// ridge I is off by ridge, which sharpen() squares. A matrix that rounding has made indefinite needs a larger one.
+constexpr double FIRST_RIDGE = 1e-8, LARGEST_RIDGE = 1e5;
+
 constexpr int LIMIT = static_cast<int>(WEIGHTS_LIMIT), OF_LANE = LIMIT / 32;
 constexpr int VECTORS = 5;
 
@@ -30,6 +38,7 @@ struct Problem {
   double *right, *values, *solution, *inverse, *of_warps;  // shared memory
   int *positive, *chosen;
   double x = 0, w = 0;  // this client's
+  double ridge = 0;
 
   __device__ Problem(int clients, double* matrix, double* vectors, double* factor)
       : clients(clients),
@@ -83,10 +92,9 @@ struct Problem {
     return !__syncthreads_or(bad);
   }
 
-  // matrix <- SGS with S = diag(G)^(-1/2), right <- S1 up to a factor; false where a client did not move.
-  __device__ bool normalise() {
+  // matrix <- SGS with S = diag(G)^(-1/2), right <- S1 up to a factor. All clients have moved.
+  __device__ void normalise() {
     const double diagonal = real ? entry(i, i) : 1;
-    if (__syncthreads_or(!(diagonal > 0))) return false;
     const double scale = 1 / sqrt(diagonal), shortest = least(scale);
     values[i] = scale;
     right[i] = scale / shortest;
@@ -95,7 +103,6 @@ struct Problem {
       for (int row = 0; row < clients; ++row) entry(row, i) = row == i ? 1 : entry(row, i) * scale * values[row];
     }
     __syncthreads();
-    return true;
   }
 
   // Cyclic coordinate descent on x'Ax/2 - c'x by the first warp, four clients a lane; `positive` is where it ends above
@@ -184,6 +191,32 @@ struct Problem {
     for (int row = 0; row < clients; ++row) w += values[row] * entry(row, i);
   }
 
+  // x <- x - A^-1 (Ax - c) on the `count` chosen clients, by the factor that there is.
+  __device__ void correct(int count, bool mine) {
+    complement();
+    __syncthreads();
+    values[i] = -w;
+    __syncthreads();
+    const double part = substitute(count, i < count ? values[chosen[i]] : 0);
+    __syncthreads();
+    if (i < count) values[chosen[i]] = part;
+    __syncthreads();
+    if (mine) x += values[i];
+  }
+
+  // Proximal steps from the solution on A + ridge I towards one on A: corrections by the factor of the former.
+  __device__ void sharpen(int count, bool mine) {
+    set_ridge(0);
+    for (int step = 0; step < 2; ++step) correct(count, mine);
+  }
+
+  __device__ void set_ridge(double value) {
+    ridge = value;
+    __syncthreads();  // the diagonal has been read
+    if (real) entry(i, i) = 1 + ridge;
+    __syncthreads();
+  }
+
   __device__ bool pivot() {
     int fewest = clients + 1, chances = 3;
     for (int round = 0; round < 3 * clients + 50; ++round) {
@@ -198,23 +231,18 @@ struct Problem {
       x = 0;
       __syncthreads();
       if (!factorise(count)) return false;
-      for (int refine = 0; refine < 2; ++refine) {  // the second solve corrects the first one's rounding
-        complement();
-        __syncthreads();
-        values[i] = -w;
-        __syncthreads();
-        const double part = substitute(count, i < count ? values[chosen[i]] : 0);
-        __syncthreads();
-        if (i < count) values[chosen[i]] = part;
-        __syncthreads();
-        if (mine) x += values[i];
-      }
+      for (int refine = 0; refine < 2; ++refine) correct(count, mine);  // the second corrects the first one's rounding
       complement();
 
-      const double below = -1e-14 * greatest(x > 0 ? x : 0);
-      const bool wrong = real && (mine ? x < below : w < -1e-12 * right[i]);
+      const double largest = greatest(x > 0 ? x : 0);
+      // With a ridge x may be as large as 1 / ridge, and then the products of Ax are rounded to more than 1e-12.
+      const double noise = ridge > 0 ? clients * EPSILON * largest : 0;
+      const bool wrong = real && (mine ? x < -1e-14 * largest : w < -1e-12 * right[i] - noise);
       const int count_of_wrong = __syncthreads_count(wrong);
-      if (count_of_wrong == 0) return true;
+      if (count_of_wrong == 0) {
+        if (ridge > 0) sharpen(count, mine);
+        return true;
+      }
       const double highest = greatest(wrong ? i : -1);
       if (count_of_wrong < fewest) {
         fewest = count_of_wrong;
@@ -229,12 +257,16 @@ struct Problem {
     return false;
   }
 
-  // -> this client's weight; false where the optimum is not unique, or not reached to the tolerance.
-  __device__ bool finish(double tol, double* weight) {
-    if (__syncthreads_or(real && !positive[i] && w <= TIE * right[i])) return false;
+  // -> this client's weight. Without a ridge: false where the optimum is not unique, or not reached to the tolerance.
+  __device__ bool finish(double tol, bool has_ridge, double* weight) {
+    if (__syncthreads_or(!has_ridge && real && !positive[i] && w <= TIE * right[i])) return false;
     x = x > 0 ? x : 0;
     const double mine = real ? right[i] : 1, total = sum(x * mine);
     if (!(total > 0)) return false;
+    if (has_ridge) {
+      *weight = x * mine / total;
+      return true;
+    }
     complement();
     // In units of the trace: (Gp)_i = (Ax)_i / (s_i total) and so on, s being `right` up to a factor.
     const double slope = (w + mine) / mine / total, length = 1 / (mine * mine);
@@ -254,10 +286,16 @@ struct Problem {
     if (!read_gram(gram, start)) return nan;
     const double trace = sum(real ? entry(i, i) : 0);
     if (clients == 1 || trace <= 0) return 1.0 / clients;
-    if (!normalise()) return nan;
-    descend();
+    const bool still = real && !(entry(i, i) > 0);
+    if (const int count = __syncthreads_count(still)) return still ? 1.0 / count : 0;
+    normalise();
     double weight = 0;
-    return pivot() && finish(tol, &weight) ? weight : nan;
+    for (double next = 0; next < LARGEST_RIDGE; next = next > 0 ? 100 * next : FIRST_RIDGE) {
+      set_ridge(next);
+      descend();
+      if (pivot() && finish(tol, next > 0, &weight)) return weight;
+    }
+    return nan;
   }
 };
 

@@ -57,6 +57,11 @@ FAULTS = [
         "if (i > j + FAULT && i < count) value -= triangle(i, j) * solution[j];",
     ),
     Fault(
+        *("client_weights_kernel", "all, equal clients", "client_weights", "client_weights.cu"),
+        "if (real) entry(i, i) = 1 + ridge;",
+        "if (real) entry(i, i) = 1 + (FAULT ? 0 : ridge);",
+    ),
+    Fault(
         *("client_weights_kernel", "all, a batch", "client_weights", "client_weights.cu"),
         "const double weight = solver.solve(gram, problem * entries, tol);",
         "const double weight = solver.solve(gram, FAULT ? 0 : problem * entries, tol);",

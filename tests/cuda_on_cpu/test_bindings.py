@@ -16,6 +16,7 @@ from fedkernels import (
     ViewOptions,
     _linear_cka_cuda,
     _native,
+    apply_deltas,
     client_weights,
     linear_cka,
     linear_cka_pairwise,
@@ -23,6 +24,7 @@ from fedkernels import (
     unbalanced_ot,
 )
 from tests.cuda_on_cpu.emulation import ORDERS, ROOT, SANITIZED, planted
+from tests.cuda_on_cpu.host_reads import HostReadError, no_host_reads
 from tests.fedkernels import test_cuda
 from tests.fedkernels.test_cuda import BF16, FP16, FP32, Case, assert_equal, assert_near, randn, with_gradients
 
@@ -81,9 +83,6 @@ CASES |= {
     "unbalanced_ot, a team of blocks, float16": Case(
         lambda cost: [unbalanced_ot(cost, 1.0, 1.0, 0.8, 0.9, tol=1e-3)], [randn(2, 5, 150)], FP16, 5e-3
     ),
-    "client_weights, equal clients": Case(
-        lambda g: [client_weights(g)], [torch.stack([randn(4, 4) @ randn(4, 4).T, torch.ones(4, 4)])], FP32, 1e-5
-    ),
     "linear_cka, broadcast, one gradient": Case(
         with_gradients(lambda x: linear_cka(x, x[:1, ..., :3].detach())), [randn(2, 3, 20, 9)], BF16, 1e-2
     ),
@@ -124,9 +123,10 @@ def check(bindings, name):
     case = CASES[name]
     inputs = [tensor.to(case.dtype) for tensor in case.tensors]
     truth = case.call(*(tensor.double() for tensor in inputs))
-    with bindings.on_cuda() as called:
+    with bindings.on_cuda() as called, no_host_reads(inputs) as watch:
         found = case.call(*inputs)
     assert called
+    assert watch.seen_in_bindings  # it sees what C++ calls
     assert_near(found, truth, case.tolerance)
     with bindings.on_cuda(ORDERS[1]):
         again = case.call(*inputs)
@@ -188,6 +188,47 @@ def test_bad_arguments_are_refused(bindings):
     ):
         with pytest.raises(RuntimeError, match=message):
             ops[name](*arguments)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: float(x.sum()),
+        lambda x: bool(x.isnan().any()),
+        lambda x: x.cpu(),
+        lambda x: x.to("cpu", torch.float64),
+        lambda x: x.tolist(),
+        lambda x: x[x > 0],
+        lambda x: x.nonzero(),
+        lambda x: torch.empty(3).copy_(x),
+        lambda x: torch.cuda.synchronize(),
+        lambda x: torch.cuda.Stream.synchronize(None),
+    ],
+)
+def test_a_host_read_is_found(read):
+    x = torch.ones(3)
+    with no_host_reads([x]):
+        assert float(torch.ones(2).sum()) == 2  # of the host
+        with pytest.raises(HostReadError):
+            read((2 * x)[:])
+
+
+def test_values_that_the_host_does_not_see(bindings):
+    """Where the CPU raises an error or warns, a GPU gives NaN or says nothing."""
+    bad, start = torch.eye(3).repeat(2, 1, 1), torch.zeros(4)
+    bad[1, 0, 2] = torch.nan
+    weights, bounds = torch.tensor([torch.inf]), torch.tensor([0.5, 0.6, 0.1])
+    cost = torch.full((2, 2), 9.0)
+    with bindings.on_cuda(), no_host_reads([bad, start, weights, bounds, cost]):
+        of_bad = client_weights(bad)
+        of_bounds = client_weights(bad[0], lower_bounds=bounds)
+        apply_deltas([start], [[bad[0, 0, :1].expand(4)]], weights)
+        value = unbalanced_ot(cost, 1.0, 1.0, 0.8, 0.8)
+    assert torch.equal(of_bad[0], torch.full((3,), 1 / 3))
+    assert of_bad[1].isnan().all()
+    assert of_bounds.isnan().all()
+    assert not start.isfinite().any()
+    assert value == pytest.approx(1.6)
 
 
 @pytest.mark.parametrize("name", FAULTS)

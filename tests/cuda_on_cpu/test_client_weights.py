@@ -63,7 +63,7 @@ def test_narrow_grams(compiler, dtype):
     torch.testing.assert_close(weights.double(), client_weights(grams.double()), rtol=0, atol=1e-7)
 
 
-def test_what_the_reference_has_to_decide(compiler):
+def test_degenerate_problems(compiler):
     """One problem each: equal clients, a client that did not move, no Gram matrix, NaN; and what is known at once."""
     deltas = torch.randn(3, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     deltas[2] = deltas[1]
@@ -75,10 +75,39 @@ def test_what_the_reference_has_to_decide(compiler):
     zero, orthogonal = torch.zeros(3, 3).double(), torch.diag(torch.tensor([1.0, 2.0, 4.0])).double()
     grams = torch.stack([deltas @ deltas.T, one_did_not_move, lopsided, indefinite, nan, zero, orthogonal])
     found = solve(compiler.load("client_weights.cu"), grams)
-    assert found[:5].isnan().all()
+    torch.testing.assert_close(found[0], client_weights(grams[0]), rtol=0, atol=1e-7)
+    torch.testing.assert_close(found[0, 1], found[0, 2], rtol=1e-7, atol=0)
+    assert found[1].tolist() == [0, 1, 0]
+    assert found[2:5].isnan().all()
     torch.testing.assert_close(found[5], torch.full((3,), 1 / 3).double())
     torch.testing.assert_close(found[6], torch.tensor([4.0, 2.0, 1.0]).double() / 7)
     assert solve(compiler.load("client_weights.cu"), torch.tensor([[[3.0]]]).double()).item() == 1
+
+
+@pytest.mark.parametrize("correlation", [0.0, 2.0])
+@pytest.mark.parametrize(("clients", "rank"), [(2, 1), (5, 3), (20, 6), (40, 10)])
+def test_deficient_rank(compiler, clients, rank, correlation):
+    """The optimum is not unique. Without a correlation it is 0, and reached up to the square of the ridge."""
+    gram = gram_of(clients, rank, correlation, clients)
+    weights = solve(compiler.load("client_weights.cu"), gram[None])[0]
+    wanted = client_weights(gram)
+    assert weights.min() >= 0
+    assert float(weights.sum()) == pytest.approx(1, abs=1e-12)
+    assert weights @ gram @ weights <= wanted @ gram @ wanted + 1e-15 * gram.trace()
+    gradient = gram @ weights
+    assert weights @ gradient - gradient.min() <= 1e-8 * gram.diagonal().min()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_rounding_may_make_a_gram_indefinite(compiler, dtype):
+    """A ridge of at most 100 times what was lost by rounding."""
+    gram = gram_of(12, 3, 0.0, 12)
+    rounded = gram.to(dtype)
+    lost = -torch.linalg.eigvalsh(rounded.double())[0]
+    assert lost > 0
+    weights = solve(compiler.load("client_weights.cu"), rounded[None])[0].double()
+    assert float(weights.sum()) == pytest.approx(1, abs=1e-6)
+    assert weights @ rounded.double() @ weights <= 100 * lost
 
 
 def test_scale_does_not_matter(compiler):

@@ -356,6 +356,7 @@ def with_fault(compiler, source, old, new):
     return compiler.compile(text.replace(old, new), Path(source).stem)
 
 
+@pytest.mark.nightly  # each compiles all kernels of a precision
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -389,6 +390,7 @@ def test_a_planted_fault_is_found(compiler, old, new):
         check_info_nce(library, query, key, 0.2)
 
 
+@pytest.mark.nightly  # each compiles all kernels of a precision
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -409,6 +411,7 @@ def test_a_planted_fault_in_wide_rows_is_found(compiler, old, new):
         check_info_nce(library, query, key, 0.2)
 
 
+@pytest.mark.nightly  # each compiles all kernels of a precision
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -427,6 +430,7 @@ def test_a_planted_fault_in_nt_xent_is_found(compiler, old, new):
         check_nt_xent(library, view1, view2, 0.2)
 
 
+@pytest.mark.nightly  # each compiles all kernels of a precision
 @pytest.mark.parametrize(
     ("old", "new"),
     [

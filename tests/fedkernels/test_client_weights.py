@@ -201,14 +201,39 @@ def broken(i, j, value):
     return gram
 
 
+@pytest.mark.cpu_only(reason="the weights are NaN")
+@pytest.mark.parametrize(
+    ("gram", "message"),
+    [
+        (broken(0, 0, torch.nan), "gram must be finite, got 1 entries"),
+        (broken(1, 2, torch.inf), "gram must be finite"),
+        (broken(0, 1, 0.5), "gram must be symmetric"),
+        (broken(1, 1, -1.0), "gram must be positive semi-definite, got -1"),
+        (torch.eye(2).flip(0), "gram must be positive semi-definite"),
+    ],
+)
+def test_what_is_no_gram_matrix(gram, message):
+    with pytest.raises(ValueError, match=message):
+        client_weights(gram)
+
+
+@pytest.mark.cpu_only(reason="the weights are NaN")
+@pytest.mark.parametrize(
+    ("bounds", "message"),
+    [
+        ([0.1, -0.1, 0.2], "lower_bounds must not be negative or NaN, got -0.1"),
+        ([0.1, float("nan"), 0.2], "lower_bounds must not be negative or NaN, got nan"),
+        ([0.5, 0.5, 0.5], "lower_bounds must have a sum of at most 1, got 1.5"),
+    ],
+)
+def test_lower_bounds_with_invalid_values(bounds, message):
+    with pytest.raises(ValueError, match=message):
+        client_weights(torch.eye(3), lower_bounds=torch.tensor(bounds))
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: client_weights(broken(0, 0, torch.nan)), ValueError, "gram must be finite, got 1 entries"),
-        (lambda: client_weights(broken(1, 2, torch.inf)), ValueError, "gram must be finite"),
-        (lambda: client_weights(broken(0, 1, 0.5)), ValueError, "gram must be symmetric"),
-        (lambda: client_weights(broken(1, 1, -1.0)), ValueError, "gram must be positive semi-definite, got -1"),
-        (lambda: client_weights(torch.eye(2).flip(0)), ValueError, "gram must be positive semi-definite"),
         (lambda: client_weights(torch.ones(2, 3)), ValueError, r"gram must have shape \[..., K, K\]"),
         (lambda: client_weights(torch.ones(3)), ValueError, "gram must have shape"),
         (lambda: client_weights(torch.ones(0, 0)), ValueError, "gram must not be empty"),

@@ -23,6 +23,8 @@ from fedkernels import (
     linear_cka_to_kernel,
     nt_xent,
     two_views,
+    unbalanced_ot,
+    unbalanced_ot_plan,
 )
 
 pytestmark = pytest.mark.gpu
@@ -73,11 +75,17 @@ def pairwise(*tensors):
     return [linear_cka_pairwise(tensors[:2], tensors[1:], True), linear_cka_pairwise(tensors, tensors)]
 
 
-def transport(cost, a, b):
-    """The operator itself: the public function looks at what came out and warns, for which it waits."""
-    options = 0.8, 0.9, 1e-7, 10_000, "accelerated"
-    plan, u, v, value, mass, _, _ = torch.ops.fedkernels.unbalanced_ot(cost, a, b, *options)
-    return [value, mass, plan.sum(-1), plan.sum(-2), u, v]
+def transport(cost, a, b, **masks):
+    def value_of(*given):
+        return unbalanced_ot(*given, 0.8, 0.9, tol=1e-7, **masks)
+
+    value, of_cost, of_a, of_b = with_gradients(value_of)(cost, a, b)
+    _, info = unbalanced_ot_plan(cost, a, b, 0.8, 0.9, tol=1e-7, **masks)
+    return [value, of_cost.sum(-1), of_cost.sum(-2), of_a, of_b, info.transported_mass]
+
+
+def masked_transport(cost, a, b):
+    return transport(cost, a, b, row_mask=a.cumsum(-1) < 25, column_mask=b.cumsum(-1) > 3)
 
 
 def gram(start, *clients):
@@ -87,6 +95,12 @@ def gram(start, *clients):
 def step(start, *clients):
     start = start.clone()
     apply_deltas([start], [[client] for client in clients], torch.linspace(-0.2, 0.7, len(clients)))
+    return [start]
+
+
+def step_by_weights_there(start, *clients):
+    start = start.clone()
+    apply_deltas([start], [[client] for client in clients], clients[0][1, : len(clients)])
     return [start]
 
 
@@ -179,9 +193,30 @@ CASES = {
     "unbalanced_ot, large": Case(
         transport, [LARGE_COST, torch.ones(150).double(), torch.ones(140).double()], FP32, 1e-2
     ),
+    "unbalanced_ot, masks": Case(
+        masked_transport, [COST, torch.ones(3, 30).double(), torch.ones(3, 20).double()], FP32, 1e-2
+    ),
     "client_weights": Case(lambda g: [client_weights(g)], [CLIENTS[0][:9] @ CLIENTS[0][:9].T], FP64, 1e-6),
     "client_weights, a batch": Case(
         lambda g: [client_weights(g)], [torch.stack([c[:40] @ c[:40].T for c in CLIENTS[:3]])], FP64, 1e-6
+    ),
+    "client_weights, equal clients": Case(
+        lambda g: [client_weights(g)], [torch.stack([randn(4, 4) @ randn(4, 4).T, torch.ones(4, 4)])], FP32, 1e-5
+    ),
+    "client_weights, one did not move": Case(
+        lambda g: [client_weights(g)], [torch.tensor([1.0, 0, 2]).diag()], FP32, 0
+    ),
+    "client_weights, more clients than entries": Case(
+        lambda g: [client_weights(g) @ g @ client_weights(g)],  # the weights are not unique
+        [randn(9, 4, seed=3) @ randn(9, 4, seed=3).T + 1],
+        FP64,
+        1e-9,
+    ),
+    "client_weights, lower bounds": Case(
+        lambda g: [client_weights(g, lower_bounds=0.1 / g.diagonal()), client_weights(g, lower_bounds=0.01)],
+        [CLIENTS[0][:9] @ CLIENTS[0][:9].T],
+        FP64,
+        1e-6,
     ),
     "delta_gram": Case(gram, CLIENTS[:4], FP32, 1e-6),
     "delta_gram, 12 clients": Case(gram, CLIENTS, FP32, 1e-6),
@@ -191,11 +226,9 @@ CASES = {
     "two_views, in device memory": Case(views(FP32), [LARGE_BYTES], FP32, 1e-5),
     "apply_deltas": Case(step, CLIENTS, FP32, 1e-7),
     "apply_deltas, bfloat16": Case(step, CLIENTS, BF16, 1e-2),
+    "apply_deltas, weights on the GPU": Case(step_by_weights_there, CLIENTS, FP32, 1e-6),
 }
-# The host has to know the values: whether they are finite.
-WAITING = {"client_weights", "client_weights, a batch"}
 EVERY = pytest.mark.parametrize("name", CASES)
-UNATTENDED = pytest.mark.parametrize("name", [name for name in CASES if name not in WAITING])
 
 
 def on(device, name):
@@ -240,7 +273,7 @@ def test_the_module_has_kernels_for_this_gpu():
         assert _native.operator(name, x, x.cpu()) is None
 
 
-@UNATTENDED
+@EVERY
 def test_works_on_the_current_stream(name):
     """The inputs are written late on a stream of their own: who reads them on another finds NaN."""
     case, ready = CASES[name], on("cuda", name)
@@ -278,11 +311,11 @@ def test_works_on_the_current_stream_when_compiled(name):
     assert_near(found, truth, 1e-5)
 
 
-@UNATTENDED
+@EVERY
 def test_a_graph_replays_it(name):
     """Captured once; then other values come to the same place."""
     case, first = CASES[name], on("cuda", name)
-    other = [tensor.flip(-1) * 0.5 for tensor in first]
+    other = [tensor.flip(list(range(tensor.ndim))) * 0.5 for tensor in first]  # a Gram matrix remains one
     truth, inputs = case.call(*other), [tensor.clone() for tensor in first]
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -302,7 +335,7 @@ def test_a_graph_replays_it(name):
     assert_equal(found, truth)
 
 
-@UNATTENDED
+@EVERY
 def test_the_host_does_not_wait(name):
     case, inputs = CASES[name], on("cuda", name)
     case.call(*inputs)
