@@ -1,6 +1,7 @@
 """Debiased CKA of two representations, forward and backward, and of all pairs of layers.
 
-float32. The representations are those of bench_linear_cka.
+float32. The representations are those of bench_linear_cka. torch_cka has no gradient, so that it is compared with a
+forward call alone where its work is of the same order.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ def cases(quick: bool) -> tuple[Case, ...]:
     return (
         _two(samples, width),
         _two(*((16, 64) if quick else (512, 2048))),
+        _forward(*((16, 64) if quick else (512, 2048))),
         _pairwise(widths, layer_samples),
     )
 
@@ -43,12 +45,10 @@ def _two(samples: int, width: int) -> Case:
             Implementation("fedkernels.debiased_cka", _ours),
             Implementation(EAGER, _eager, note="|y'x|^2 less its corrections by the squared norms of the rows"),
             Implementation(GRAM, _gram, note="Song et al. 2007, Eq. 5"),
-            Implementation(
-                TORCH_CKA,
-                lambda inputs: _compare([inputs["x"]], [inputs["y"]]),
-                package="torch_cka",
-                note="CKA.compare on stored features: the same estimate, forward alone",
-                same_result=False,
+            *(
+                [_torch_cka("CKA.compare on stored features: the same estimate, forward alone")]
+                if samples > width
+                else []
             ),
         ),
         truth=lambda inputs: _gram(in_float64(inputs)),
@@ -56,6 +56,39 @@ def _two(samples: int, width: int) -> Case:
         if samples > width
         else (Bar(faster_than=(EAGER, GRAM), times=1.1),),
     )
+
+
+def _forward(samples: int, width: int) -> Case:
+    return Case(
+        size=f"L = {samples}, d = {width}, forward",
+        inputs=lambda device: {name: z.detach() for name, z in _two_inputs(samples, width, device).items()},
+        tiny=lambda device: {name: z.detach() for name, z in _two_inputs(64, 32, device).items()},
+        implementations=(
+            Implementation("fedkernels.debiased_cka", _value),
+            Implementation(GRAM, _gram_value, note="Song et al. 2007, Eq. 5"),
+            _torch_cka("CKA.compare on stored features: the same estimate"),
+        ),
+        truth=lambda inputs: _gram_value(in_float64(inputs)),
+        bars=(Bar(faster_than=(GRAM, TORCH_CKA), times=1.1),),
+    )
+
+
+def _torch_cka(note: str) -> Implementation:
+    return Implementation(
+        TORCH_CKA,
+        lambda inputs: _compare([inputs["x"]], [inputs["y"]]),
+        package="torch_cka",
+        note=note,
+        same_result=False,
+    )
+
+
+def _value(inputs: Inputs) -> Outputs:
+    return {"value": debiased_cka(inputs["x"], inputs["y"])}
+
+
+def _gram_value(inputs: Inputs) -> Outputs:
+    return {"value": _of_grams(inputs)}
 
 
 def _ours(inputs: Inputs) -> Outputs:
@@ -74,6 +107,10 @@ def _eager(inputs: Inputs) -> Outputs:
 
 
 def _gram(inputs: Inputs) -> Outputs:
+    return _gradients(_of_grams(inputs), inputs)
+
+
+def _of_grams(inputs: Inputs) -> Tensor:
     n = len(inputs["x"])
     diagonal = torch.eye(n, dtype=torch.bool, device=inputs["x"].device)
     k, l = ((z @ z.T).masked_fill(diagonal, 0) for z in (inputs["x"], inputs["y"]))
@@ -82,7 +119,7 @@ def _gram(inputs: Inputs) -> Outputs:
         sums = k.sum() * l.sum() / ((n - 1) * (n - 2)) - 2 / (n - 2) * k.sum(dim=0) @ l.sum(dim=0)
         return (k * l).sum() + sums
 
-    return _gradients(hsic(k, l) / (hsic(k, k) * hsic(l, l)).sqrt(), inputs)
+    return hsic(k, l) / (hsic(k, k) * hsic(l, l)).sqrt()
 
 
 def _pairwise(widths: list[int], samples: int) -> Case:

@@ -76,7 +76,7 @@ def _gradients(loss: Tensor, inputs: Inputs) -> Outputs:
 
 
 def _ours(inputs: Inputs) -> Outputs:
-    features = F.normalize(inputs["features"], dim=1)
+    features = F.normalize(inputs["features"].float(), dim=1)  # as autocast does, which leaves norms in float32
     return _gradients(supervised_contrastive_loss(features, inputs["labels"], TEMPERATURE), inputs)
 
 

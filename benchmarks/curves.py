@@ -50,7 +50,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--threads", type=positive, default=2, metavar="N", help="threads of all libraries (default: 2)"
     )
-    parser.add_argument("--repeats", type=positive, default=5, metavar="N", help="repeats of each call (default: 5)")
+    parser.add_argument("--repeats", type=positive, default=3, metavar="N", help="repeats of each call (default: 3)")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that everything runs")
     parser.add_argument(
         "--output",

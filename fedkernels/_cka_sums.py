@@ -5,7 +5,9 @@ u_i is row i of a representation less its origin. Two representations have the s
 
     |sum u_i v_i'|_F^2 - n / (n - 2) sum |u_i|^2 |v_i|^2 + sum |u_i|^2 sum |v_i|^2 / ((n - 1) (n - 2))
 
-which is n (n - 3) times the unbiased HSIC, and its first term is the biased one. Everything is float64.
+which is n (n - 3) times the unbiased HSIC, and its first term is the biased one.
+
+Sums are float64. The products of at most BLOCK_ROWS rows are formed in the samples' dtype and then added to them.
 """
 
 from __future__ import annotations
@@ -14,6 +16,9 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+BLOCK_ROWS = 1024  # long enough for the full speed of a product, short enough for float32
+SYMMETRIC_STRIP = 128  # rows of a symmetric product that are formed together, from their diagonal on
 
 
 @dataclass
@@ -24,7 +29,7 @@ class Side:
     origin: Tensor  # [D]
     entries: Tensor  # [D], sums of u
     norms: Tensor  # [N], sums of |u|^2
-    products: list[Tensor]  # [d_l, d_l], sums of u u'
+    products: list[Tensor]  # [d_l, d_l], sums of u u'; below the diagonal they are valid after `mirror` alone
     norms_by_entries: Tensor  # [D], sums of |u|^2 u
     squared_norms: Tensor  # [N], sums of |u|^4
 
@@ -47,18 +52,24 @@ class Side:
         """[N] -> [D]"""
         return values.repeat_interleave(torch.tensor(self.widths, device=values.device))
 
-    def add(self, samples: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds [L, D]. -> The samples less the origin [L, D] and their squared norms in float64 [L, N]."""
-        samples = samples - self.origin.to(samples.dtype)
-        for product, part in zip(self.products, samples.split(self.widths, dim=1), strict=True):
-            product += part.mT @ part
-        norms = self.per_layer(samples.double().square())
-        self.entries += samples.sum(dim=0, dtype=torch.float64)
-        self.norms += norms.sum(dim=0)
-        weighted = [norms[:, n] @ part.double() for n, part in enumerate(samples.split(self.widths, dim=1))]
-        self.norms_by_entries += torch.cat(weighted)
-        self.squared_norms += norms.square().sum(dim=0)
-        return samples, norms
+    def add(self, block: Tensor) -> Tensor:
+        """Adds the products and squared norms of a block [L, D]. -> Its squared norms, float64 [N, L]."""
+        parts = block.split(self.widths, dim=1)
+        for product, part in zip(self.products, parts, strict=True):
+            for start in range(0, len(product), SYMMETRIC_STRIP):
+                strip = part[:, start : start + SYMMETRIC_STRIP]
+                product[start : start + SYMMETRIC_STRIP, start:] += strip.mT @ part[:, start:]
+        norms = torch.stack([part.square().sum(dim=1) for part in parts]).double()
+        self.norms += norms.sum(dim=1)
+        self.squared_norms += norms.square().sum(dim=1)
+        return norms
+
+    def mirror(self) -> None:
+        """Fills the products below the diagonal, which `add` leaves out but for the strips' own squares."""
+        for product in self.products:
+            for start in range(0, len(product), SYMMETRIC_STRIP):
+                end = start + SYMMETRIC_STRIP
+                product[end:, start:end] = product[start:end, end:].mT
 
     def moved(self, origin: Tensor, count: float) -> Side:
         """The sums of `count` samples about another origin."""
@@ -68,7 +79,7 @@ class Side:
         norms = self.norms - 2 * along + count * length
         mixed = torch.cat([product @ part for product, part in zip(self.products, shifts, strict=True)])
         products = [
-            product - torch.outer(sums, part) - torch.outer(part, sums) + count * torch.outer(part, part)
+            _less_two_outer_products(product, (sums, part), (part, sums - count * part))
             for product, sums, part in zip(self.products, entries, shifts, strict=True)
         ]
         return Side(
@@ -109,15 +120,33 @@ class Sums:
         own = [self.products, self.x_norms_by_y, self.y_norms_by_x, self.norms]
         return [*self.x.tensors(), *self.y.tensors(), *own]
 
-    def add(self, x: Tensor, y: Tensor) -> None:
-        """x [L, Dx], y [L, Dy] of the same samples."""
-        x, x_norms = self.x.add(x)
-        y, y_norms = self.y.add(y)
-        self.count += len(x)
+    def add(self, block: Tensor) -> None:
+        """Adds a block [L, Dx + Dy] of at most BLOCK_ROWS samples less the origins. Call `mirror` after the last."""
+        columns = [len(side.origin) for side in (self.x, self.y)]
+        x, y = block.split(columns, dim=1)
+        self.count += len(block)
         self.products += x.mT @ y
-        self.x_norms_by_y += x_norms.mT @ y.double()
-        self.y_norms_by_x += y_norms.mT @ x.double()
-        self.norms += x_norms.mT @ y_norms
+        x_norms, y_norms = self.x.add(x), self.y.add(y)
+        self.norms += x_norms @ y_norms.mT
+        # In one product, the sums over rows of each norm times the columns, and of the columns. Norms are divided by
+        # the largest, since the cubes of entries may be out of float32's range where their squares are in it.
+        weights = torch.cat([x_norms, y_norms, x_norms.new_ones(1, len(block))])
+        largest = weights.amax(dim=1, keepdim=True)
+        weights = weights / torch.where(largest == 0, 1, largest)
+        weighted = (weights.to(block.dtype) @ block).double() * largest
+        counts = [len(x_norms), len(y_norms), 1]
+        (xx, yx, x_entries), (xy, yy, y_entries) = (part.split(counts) for part in weighted.split(columns, dim=1))
+        self.x_norms_by_y += xy
+        self.y_norms_by_x += yx
+        for side, by_norms, entries in ((self.x, xx, x_entries), (self.y, yy, y_entries)):
+            side.entries += entries[0]
+            own = [part[n] for n, part in enumerate(by_norms.split(side.widths, dim=1))]
+            side.norms_by_entries += torch.cat(own)
+
+    def mirror(self) -> None:
+        """Makes the symmetric products whole, of which `add` forms one half."""
+        self.x.mirror()
+        self.y.mirror()
 
     def moved(self, x_origin: Tensor, y_origin: Tensor) -> Sums:
         """The sums of the same samples about other origins."""
@@ -132,7 +161,7 @@ class Sums:
             x,
             y,
             count,
-            self.products - torch.outer(self.x.entries, t) - torch.outer(s, self.y.entries) + count * torch.outer(s, t),
+            _less_two_outer_products(self.products, (self.x.entries, t), (s, self.y.entries - count * t)),
             self.x_norms_by_y - 2 * s_by_y + torch.outer(s_length, self.y.entries) - torch.outer(x.norms, t),
             self.y_norms_by_x - 2 * t_by_x + torch.outer(t_length, self.x.entries) - torch.outer(y.norms, s),
             self.norms
@@ -173,3 +202,9 @@ class Sums:
         )
         of_pairs = cross - by_norms * self.norms + by_traces * torch.outer(self.x.norms, self.y.norms)
         return of_pairs, of_xs, of_ys, xx, yy
+
+
+def _less_two_outer_products(product: Tensor, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> Tensor:
+    """``product - a b' - c d'`` for (a, b) and (c, d)."""
+    left, right = zip(first, second, strict=True)
+    return torch.addmm(product, torch.stack(left, dim=1), torch.stack(right), alpha=-1)

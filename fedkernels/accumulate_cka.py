@@ -9,7 +9,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from fedkernels import _checks
-from fedkernels._cka_sums import Side, Sums
+from fedkernels._cka_sums import BLOCK_ROWS, Side, Sums
 from fedkernels._similarity import FEWEST_DEBIASED_ROWS, check_batch
 from fedkernels.reference._precision import compute_dtype, no_autocast
 from fedkernels.reference.debiased_cka import rounding_of_products, zero_up_to
@@ -19,10 +19,11 @@ from fedkernels.reference.linear_cka import ratio
 class CKAAccumulator:
     """Centred CKA, plain or debiased, of all samples that `update` was given, whatever the sizes of the batches.
 
-    It holds no samples but sums in float64: ``d1 d2 + d1^2 + d2^2`` for two representations of these widths. For lists
-    d1 and d2 are the widths of all together in the first term, and each representation has a ``d^2`` of its own. Use
-    `MinibatchCKA` where that is too much. The sums are taken about the means of the first batch, so that large means
-    cost no precision.
+    It holds sums in float64: ``d1 d2 + d1^2 + d2^2`` for two representations of these widths. For lists d1 and d2 are
+    the widths of all together in the first term, and each representation has a ``d^2`` of its own. Use `MinibatchCKA`
+    where that is too much. Products are formed of 1024 rows at a time in the samples' dtype, whatever the sizes of the
+    batches, and added in float64, so it also holds up to 1024 rows that are not in the sums yet. The sums are taken
+    about the means of the first batch, so that large means cost no precision.
 
     Source: ``linear_cka(x, y, centered=True)`` and ``debiased_cka(x, y)``. The unbiased HSIC needs the sums of
     ``|x_i|^2 |y_i|^2``, ``|x_i|^2 y_i`` and ``|y_i|^2 x_i`` beyond the products ``x'x``, ``y'y`` and ``x'y``.
@@ -39,12 +40,13 @@ class CKAAccumulator:
         self._sums: Sums | None = None
         self._of_lists = False
         self._dtype = torch.float64
-        self._largest_batch = 0
+        self._block: Tensor | None = None  # [BLOCK_ROWS, all columns of x and y], samples less the origins
+        self._block_rows = 0  # how many of these rows hold samples that are not in the sums yet
 
     @property
     def count(self) -> int:
         """The number of samples so far."""
-        return 0 if self._sums is None else self._sums.count
+        return 0 if self._sums is None else self._sums.count + self._block_rows
 
     def update(self, x: Tensor | Sequence[Tensor], y: Tensor | Sequence[Tensor]) -> None:
         """Adds a batch of L samples. No gradient is kept.
@@ -66,8 +68,37 @@ class CKAAccumulator:
                 origins = (torch.cat([_mean(z.to(self._dtype)) for z in zs]).double() for zs in (xs, ys))
                 self._sums = Sums.empty(*map(Side.empty, widths, origins))
             _check_same_layout(self._sums, *widths, xs[0].device, "the first batch")
-            self._sums.add(*(torch.cat([z.to(self._dtype) for z in zs], dim=1) for zs in (xs, ys)))
-            self._largest_batch = max(self._largest_batch, len(xs[0]))
+            self._add_rows(self._sums, [*xs, *ys])
+
+    def _add_rows(self, sums: Sums, representations: list[Tensor]) -> None:
+        """Copies the rows into the block, which is added to the sums whenever it is full."""
+        origins = [origin for side in (sums.x, sums.y) for origin in side.origin.to(self._dtype).split(side.widths)]
+        if self._block is None:
+            self._block = origins[0].new_empty(BLOCK_ROWS, sum(map(len, origins)))
+        rows, start = len(representations[0]), 0
+        while start < rows:
+            size = min(rows - start, BLOCK_ROWS - self._block_rows)
+            free = self._block[self._block_rows : self._block_rows + size]
+            parts = free.split([len(origin) for origin in origins], dim=1)
+            for samples, origin, part in zip(representations, origins, parts, strict=True):
+                torch.sub(samples[start : start + size], origin, out=part)
+            start += size
+            self._block_rows += size
+            if self._block_rows == BLOCK_ROWS:
+                self._add_block(sums)
+
+    def _add_block(self, sums: Sums) -> None:
+        if self._block is not None and self._block_rows > 0:
+            sums.add(self._block[: self._block_rows])
+            self._block_rows = 0
+
+    def _all_sums(self) -> Sums | None:
+        """The sums with the rows of the block, and with whole symmetric products. None: no samples."""
+        if self._sums is not None:
+            with torch.no_grad(), no_autocast(self._sums.products):
+                self._add_block(self._sums)
+                self._sums.mirror()
+        return self._sums
 
     def compute(self, debiased: bool = False) -> Tensor:
         """CKA of all samples so far: [] for tensors, [N, M] for lists. More batches may follow.
@@ -76,22 +107,23 @@ class CKAAccumulator:
             debiased: False for the value of ``linear_cka(..., centered=True)``, True for that of ``debiased_cka``.
 
         Returns:
-            float64 where the first batch had a float64 tensor, else float32, in which the products of the batches are
-            formed. Zero representations are 0 as there.
+            float64 where the first batch had a float64 tensor, else float32, in which products of rows are formed. Zero
+            representations are 0 as there.
 
         Raises:
             TypeError: debiased is not a bool.
             ValueError: there are no samples, or fewer than 4 for debiased CKA.
         """
         _checks.boolean("debiased", debiased)
-        if self._sums is None:
+        sums = self._all_sums()
+        if sums is None:
             raise ValueError("CKAAccumulator has no samples: call update() before compute()")
         if debiased and self.count < FEWEST_DEBIASED_ROWS:
             raise ValueError(f"debiased CKA needs at least {FEWEST_DEBIASED_ROWS} samples, got {self.count}")
-        cross, xx, yy, x_scale, y_scale = self._sums.about_means().hsic(debiased)
-        # The products of the batches have the samples' dtype, the sums over batches float64.
-        of_batches = rounding_of_products(self._dtype, self._largest_batch)
-        rounding = of_batches + rounding_of_products(torch.float64, self.count) if debiased else 0.0
+        cross, xx, yy, x_scale, y_scale = sums.about_means().hsic(debiased)
+        # The products of a block have the samples' dtype, the sums over blocks float64.
+        of_blocks = rounding_of_products(self._dtype, min(BLOCK_ROWS, self.count))
+        rounding = of_blocks + rounding_of_products(torch.float64, self.count) if debiased else 0.0
         xx, yy = zero_up_to(rounding * x_scale, xx), zero_up_to(rounding * y_scale, yy)
         values = ratio(cross, xx[:, None], yy).to(self._dtype)
         return values if self._of_lists else values[0, 0]
@@ -102,16 +134,16 @@ class CKAAccumulator:
             return NotImplemented
         result = CKAAccumulator()
         for one in (self, other):
-            if one._sums is None:
+            sums = one._all_sums()
+            if sums is None:
                 continue
             if result._sums is None:
                 result._of_lists, result._dtype = one._of_lists, one._dtype
-                result._sums = one._sums.moved(one._sums.x.origin, one._sums.y.origin)
+                result._sums = sums.moved(sums.x.origin, sums.y.origin)
             else:
-                x, y = one._sums.x, one._sums.y
+                x, y = sums.x, sums.y
                 _check_same_layout(result._sums, x.widths, y.widths, x.origin.device, "the other accumulator")
-                result._sums = result._sums.plus(one._sums)
-            result._largest_batch = max(result._largest_batch, one._largest_batch)
+                result._sums = result._sums.plus(sums)
         return result
 
     def all_reduce(self, group: dist.ProcessGroup | None = None) -> None:
@@ -119,19 +151,18 @@ class CKAAccumulator:
 
         Each process must have been given at least one batch, of the same widths and dtype.
         """
-        if self._sums is None:
+        sums = self._all_sums()
+        if sums is None:
             raise ValueError("CKAAccumulator has no samples: call update() in each process before all_reduce()")
-        origins = [side.origin.clone() for side in (self._sums.x, self._sums.y)]
+        origins = [side.origin.clone() for side in (sums.x, sums.y)]
         for origin in origins:
             dist.broadcast(origin, dist.get_global_rank(group, 0) if group else 0, group)
-        self._sums = self._sums.moved(*origins)
-        count = torch.tensor(self.count, device=origins[0].device)
-        largest_batch = torch.tensor(self._largest_batch, device=origins[0].device)
-        for tensor in (*self._sums.tensors(), count):
+        sums = sums.moved(*origins)
+        count = torch.tensor(sums.count, device=origins[0].device)
+        for tensor in (*sums.tensors(), count):
             dist.all_reduce(tensor, group=group)
-        dist.all_reduce(largest_batch, dist.ReduceOp.MAX, group)
-        self._sums.count = int(count)
-        self._largest_batch = int(largest_batch)
+        sums.count = int(count)
+        self._sums = sums
 
 
 def _mean(x: Tensor) -> Tensor:

@@ -7,6 +7,9 @@
 
     backward(losses)
     jac_to_grad(model.parameters(), MinimumNorm())
+
+``fedkernels.drop_in.torchjd`` has ``MGDA`` with TorchJD's own name and arguments, and needs no TorchJD. The classes
+here are a ``Weighting`` and an ``Aggregator`` of TorchJD, which ``jac_to_grad`` takes, and have a lower bound.
 """
 
 from typing import Any

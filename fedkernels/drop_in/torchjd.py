@@ -1,4 +1,7 @@
-"""TorchJD's MGDA."""
+"""TorchJD's MGDA, with its name and arguments, where TorchJD need not be installed.
+
+``fedkernels.torchjd`` has the same weights as a ``Weighting`` and an ``Aggregator`` of TorchJD, with a lower bound.
+"""
 
 import torch
 from torch import Tensor, nn

@@ -51,6 +51,59 @@ def test_equals_the_value_of_all_samples(dtype, rtol, offset):
     torch.testing.assert_close(debiased, debiased_cka(x, y), rtol=rtol, atol=rtol)
 
 
+def wide_pair(rows=2500, offset=0.0):
+    """Float32, wider than a strip of a symmetric product and longer than two blocks."""
+    x, y = matrix(rows, 150, seed=3) + offset, matrix(rows, 40, seed=4)
+    return x.float(), (y + x[:, :40]).float()
+
+
+def test_a_large_mean_costs_no_precision():
+    x, y = wide_pair(offset=3e4)
+    accumulator = accumulated(x, y, sizes=(300, 1500, 1, 699))
+    assert accumulator.count == 2500
+    exact = x.double(), y.double()
+    # Near 3e4 float32 entries are multiples of 1/512, whose sums of squares float32 rounds down more often than up.
+    plain, debiased = linear_cka(*exact, centered=True), debiased_cka(*exact)
+    torch.testing.assert_close(accumulator.compute(), plain, rtol=5e-6, atol=0, check_dtype=False)
+    torch.testing.assert_close(accumulator.compute(debiased=True), debiased, rtol=5e-6, atol=0, check_dtype=False)
+
+
+def test_means_that_drift_from_batch_to_batch():
+    """The first batch's means are ten standard deviations away from those of all samples."""
+    x, y = wide_pair()
+    drift = torch.linspace(0, 20, len(x))[:, None]
+    x, y = x + drift, y - drift
+    accumulator = accumulated(x, y, sizes=(250,) * 10)
+    truth = debiased_cka(x.double(), y.double())
+    torch.testing.assert_close(accumulator.compute(True), truth, rtol=1e-5, atol=0, check_dtype=False)
+
+
+def test_cubes_of_entries_may_be_out_of_range():
+    x, y = wide_pair()
+    truth = debiased_cka(x.double(), y.double())
+    value = accumulated(x * 1e14, y * 1e-14, sizes=(250,) * 10).compute(debiased=True)
+    torch.testing.assert_close(value, truth, rtol=1e-5, atol=0, check_dtype=False)
+
+
+@pytest.mark.parametrize("sizes", [(300, 2200), (300, 724, 1024, 452), (300, 1, 2199)])
+def test_the_sizes_of_later_batches_do_not_matter(sizes):
+    x, y = wide_pair(offset=100.0)
+    truth, accumulator = accumulated(x, y, sizes=(300, 1100, 1100)), accumulated(x, y, sizes=sizes)
+    assert torch.equal(accumulator.compute(), truth.compute())
+    assert torch.equal(accumulator.compute(debiased=True), truth.compute(debiased=True))
+
+
+def test_a_value_in_between_changes_only_the_rounding():
+    x, y = wide_pair()
+    accumulator = CKAAccumulator()
+    for start in range(0, 2500, 500):
+        accumulator.update(x[start : start + 500], y[start : start + 500])
+        exact = x[: start + 500].double(), y[: start + 500].double()
+        torch.testing.assert_close(
+            accumulator.compute(), linear_cka(*exact, centered=True), rtol=1e-6, atol=0, check_dtype=False
+        )
+
+
 def test_lists_of_representations():
     xs, ys = layers()
     accumulator = accumulated(xs, ys)
@@ -101,6 +154,28 @@ def test_one_minibatch_is_debiased_cka():
     (x, y), (xs, ys) = pair(), layers()
     torch.testing.assert_close(accumulated(x, y, MinibatchCKA, (100,)).compute(), debiased_cka(x, y))
     torch.testing.assert_close(accumulated(xs, ys, MinibatchCKA, (100,)).compute(), debiased_cka_pairwise(xs, ys))
+
+
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-4), (torch.float64, 1e-10)])
+@pytest.mark.parametrize("offset", [0.0, 1000.0])
+def test_minibatches_of_few_wide_samples(dtype, rtol, offset):
+    """The norms of the rows, which cancel out, are larger than what remains."""
+    x, y = (matrix(6, 3000, seed=seed) + offset for seed in (5, 6))
+    y[:, :1000] = x[:, :1000]
+    x, y = x.to(dtype), y.to(dtype)
+    value = accumulated(x, y, MinibatchCKA, (6,)).compute()
+    torch.testing.assert_close(value, debiased_cka(x.double(), y.double()), rtol=rtol, atol=0, check_dtype=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", [1e-10, 1.0, 1e10])
+def test_minibatches_of_samples_that_are_equally_far_apart_have_cka_zero(dtype, scale):
+    x, y = (scale * torch.eye(30)).to(dtype), matrix(30, 7, seed=1).to(dtype)
+    one_differs = torch.zeros(30, 5, dtype=dtype)
+    one_differs[3] = 0.3 * scale
+    for flat in (x, one_differs):
+        assert accumulated(flat, y, MinibatchCKA, (15, 15)).compute() == 0
+        assert accumulated(y, flat, MinibatchCKA, (30,)).compute() == 0
 
 
 def test_minibatches_are_the_mean_of_unbiased_hsic():
