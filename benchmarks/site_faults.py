@@ -18,6 +18,7 @@ import csv
 import json
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -152,9 +153,12 @@ def wrong_clock(trial: Trial) -> None:
     name = f"site{trial.last}"
     trial.deployment.kill(name)
     time.sleep(KEY_IS_FREE_AFTER)
-    trial.deployment.start_node(trial.last, before=("faketime", "--exclude-monotonic", "-f", "+1h"))
+    library = trial.deployment.folder / "clock_ahead.so"
+    source = Path(__file__).with_name("clock_ahead.cpp")
+    subprocess.run(["c++", "-O1", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    trial.deployment.start_node(trial.last, before=("env", f"LD_PRELOAD={library}"))
     poll(lambda: trial.deployment.has_ended(name), "the site with the wrong clock ends")
-    trial.quote_site("Invalid|Exit Code")
+    trial.quote_site("does not accept")
     trial.recipe = trial.recipe.model_copy(
         update={"flower": trial.recipe.flower.model_copy(update={"connect_seconds": 10.0})}
     )
@@ -296,8 +300,8 @@ def main(arguments: list[str] | None = None) -> int:
     if unknown := [name for name in options.rows if name not in ROWS]:
         parser.error(f"unknown row {unknown[0]}: expected {', '.join(ROWS)}")
     names = [name for name in ROWS if name in (options.rows or ROWS)]
-    if "clock" in names and shutil.which("faketime") is None:
-        parser.error("the row clock needs faketime: apt-get install faketime, or name the other rows")
+    if "clock" in names and shutil.which("c++") is None:
+        parser.error("the row clock needs a C++ compiler (c++): install one, or name the other rows")
     torch.set_num_threads(1)  # as the sites have
     deployment = Deployment(Path(tempfile.mkdtemp(prefix="site-faults-")), patience=LONG)
     try:

@@ -118,18 +118,20 @@ class Method:
         replies: dict[int, Message],
         round_number: int,
         samples: Mapping[int, int] | None = None,
+        kept: Callable[[Message], Message] = lambda reply: reply,
     ) -> Message:
         """The server's next state from the replies by client; 0 is the opening round.
 
         Without any reply, for instance if all sampled clients dropped out, nothing changes. Broken replies are left out
         (guard.py). The state's metrics are what the aggregators log of the round, and its config's `refused/CLIENT`
         says why a reply was left out. Where `samples` gives a client's number of images, its reply may say up to twice
-        as many.
+        as many. `kept` returns a reply in float32 as it is kept until it is aggregated, for instance on the disk.
 
         Raises:
             UserError: too few replies are left.
         """
-        replies = {k: from_transport(reply, self.transport) for k, reply in replies.items()}
+        if self.transport != "float32":
+            replies = {k: kept(from_transport(reply, self.transport)) for k, reply in replies.items()}
         working = [a for a in self.aggregators if round_number or a.opening_round]
         refused = self._refusals(server, replies, working, round_number, samples)
         accepted = {k: reply for k, reply in replies.items() if k not in refused}

@@ -117,11 +117,17 @@ def _sites_need_flower(recipe: Recipe) -> str | None:
     return None
 
 
+#: what to do where an engine refuses `clients_parallel`
+WITHOUT_CLIENTS_PARALLEL = (
+    "leave it out (in a simulation flower.cpus and flower.client_cpus say how many clients train at a time)"
+)
+
+
 def _worker_processes_need_in_process(recipe: Recipe) -> str | None:
     if recipe.clients_parallel > 1 and recipe.engine != "in-process":
         return (
-            f"clients_parallel={recipe.clients_parallel} is for engine in-process, got engine {recipe.engine}: leave "
-            "it out (in a simulation flower.cpus and flower.client_cpus say how many clients train at a time)"
+            f"clients_parallel={recipe.clients_parallel} is for engine in-process, got engine {recipe.engine}: "
+            f"{WITHOUT_CLIENTS_PARALLEL}"
         )
     return None
 

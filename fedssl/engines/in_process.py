@@ -78,6 +78,9 @@ class LocalClients:
     def discard(self, index: int) -> None:
         self._states.discard(index)
 
+    def kept(self, reply: Message) -> Message:
+        return reply
+
     def images(self) -> dict[int, int]:
         return {k: len(rows) for k, rows in enumerate(self._federation.client_rows)}
 

@@ -95,7 +95,8 @@ class ParallelClients:
         arguments = (theirs, threads, federation.recipe.to_yaml(), federation.dataset, dict(federation.downstream))
         worker = context.Process(target=_work, args=arguments)
         try:
-            worker.start()
+            with interrupts_ignored():  # a spawned worker ignores them before it has imported anything
+                worker.start()
         except RuntimeError as error:
             raise UserError(
                 f"the images cannot be put into the memory that processes share ({error}): enlarge it (in a container "
@@ -117,6 +118,9 @@ class ParallelClients:
 
     def discard(self, index: int) -> None:
         self._states.discard(index)
+
+    def kept(self, reply: Message) -> Message:
+        return reply
 
     def images(self) -> dict[int, int]:
         return {k: len(rows) for k, rows in enumerate(self._federation.client_rows)}

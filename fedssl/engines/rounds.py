@@ -55,6 +55,10 @@ class Clients(Protocol):
         """Undo this round of a client whose answer was refused."""
         ...
 
+    def kept(self, reply: Message) -> Message:
+        """A reply as the engine keeps it until its round is aggregated: in memory, or on the disk."""
+        ...
+
     def images(self) -> dict[int, int]:
         """How many training images each client has; a client whose number is not known is missing."""
         ...
@@ -219,7 +223,7 @@ def _exchange(
         what = f"round {number}: 0 of {len(sent)} clients answered, but guard.minimum_answers is {least}"
         raise UserError("; ".join([what, *reasons]))
     try:
-        server = federation.method.aggregate(server, replies, number, clients.images())
+        server = federation.method.aggregate(server, replies, number, clients.images(), clients.kept)
     except UserError as error:
         raise UserError("; ".join([str(error), *(f"client {k}: {why}" for k, why in missing.items())])) from error
     rows = [(number, str(k), "missing", 1.0) for k in missing]

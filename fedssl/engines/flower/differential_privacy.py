@@ -6,7 +6,7 @@ With it every client counts the same in the mean: the noise is scaled for that.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -90,8 +90,9 @@ class PrivateMethod(Method):
         replies: dict[int, Message],
         round_number: int,
         samples: Mapping[int, int] | None = None,
+        kept: Callable[[Message], Message] = lambda reply: reply,
     ) -> Message:
-        state = super().aggregate(server, replies, round_number, samples)
+        state = super().aggregate(server, replies, round_number, samples, kept)
         state.metrics.pop(DISTANCE, None)  # of clipped or noisy weights
         accepted = [reply for k, reply in replies.items() if k not in refused_in(state)]
         if not accepted:

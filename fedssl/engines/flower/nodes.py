@@ -10,6 +10,7 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Sequence
+from datetime import datetime, timezone
 from importlib import import_module
 from pathlib import Path
 
@@ -120,14 +121,32 @@ def supernode(
             file=sys.stderr,
             flush=True,
         )
-        return run(command, environment, _LATE_MODULES)
+        return _explained(run(command, environment, _LATE_MODULES))
     from .approved_apps import ApprovedApps, refuse_other_apps
 
     approved = ApprovedApps(site_file.absolute(), allowed_apps, ask)
     # Flower installs an app into a folder whose name has 8 digits of the digest, and takes a folder that is there as
     # the app: so nothing may be there but what this process has approved.
     with tempfile.TemporaryDirectory(prefix="fedssl-apps-") as home:
-        return run(command, environment | {"FLWR_HOME": home}, _LATE_MODULES, lambda: refuse_other_apps(approved))
+        environment |= {"FLWR_HOME": home}
+        return _explained(run(command, environment, _LATE_MODULES, lambda: refuse_other_apps(approved)))
+
+
+def _explained(code: int) -> int:
+    """A SuperNode's exit code; 1 and a message for one that has ended by itself without an error.
+
+    Flower's SuperNode ends so, and says nothing, where the SuperLink no longer accepts its signed requests.
+    """
+    if code:
+        return code
+    now = datetime.now(timezone.utc)
+    print(
+        f"fedssl: the server does not accept this site: its key is not registered or was revoked, or this machine's "
+        f"clock ({now:%Y-%m-%d %H:%M:%S} UTC) differs from the server's by more than a few seconds; `fedssl doctor "
+        "--consortium FOLDER` compares the clocks, and the server's operator knows which keys are registered",
+        file=sys.stderr,
+    )
+    return 1
 
 
 def _check_site(site_file: Path) -> int:

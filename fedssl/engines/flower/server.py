@@ -116,7 +116,7 @@ class FlowerClients:
 
     def _read_answer(self, records: RecordDict) -> tuple[Message, OwnEvaluation]:
         reply, evaluation = split_evaluation(from_records(records))
-        return on_disk(reply, self._directory.path), evaluation
+        return self.kept(reply), evaluation
 
     def _secure_answers(
         self, number: int, sent: dict[int, Message], contents: dict[int, RecordDict]
@@ -150,6 +150,9 @@ class FlowerClients:
         self._evaluations.pop(index, None)
         if self._accountant is not None:
             self._accountant.discard(index)
+
+    def kept(self, reply: Message) -> Message:
+        return on_disk(reply, self._directory.path)
 
     def images(self) -> dict[int, int]:
         return self._connected.images

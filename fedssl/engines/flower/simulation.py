@@ -19,6 +19,7 @@ from ...errors import UserError, install_command
 from ...federation import Federation, build_federation
 from ...reading import load_stored_recipe
 from ...recipe import Recipe
+from ...rules import WITHOUT_CLIENTS_PARALLEL
 from ...run_directory import RunDirectory
 from ...run_folder.creation import new_run, refuse_existing
 from ...run_folder.lock import alone_in
@@ -50,8 +51,8 @@ def resume(
     """Continue a run from its last complete round; see `in_process.resume` and, for what is raised, `run`."""
     if clients_parallel is not None:
         raise UserError(
-            "clients_parallel is for engine in-process, got a run of engine flower-simulation: leave it out (in a "
-            "simulation flower.cpus and flower.client_cpus say how many clients train at a time)"
+            "clients_parallel is for engine in-process, got a run of engine flower-simulation: "
+            f"{WITHOUT_CLIENTS_PARALLEL}"
         )
     recipe = load_stored_recipe(RunDirectory.open(path), trust, resuming=True)
     _refuse_deployment(recipe)

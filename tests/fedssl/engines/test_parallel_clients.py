@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import signal
 import subprocess
@@ -74,6 +75,22 @@ def one_after_another(noisy, tmp_path_factory):
 def test_two_clients_at_a_time_give_the_same_run(method, one_after_another, noisy, tmp_path):
     run(noisy(**FEW | METHODS[method], clients_parallel=2), tmp_path / "two")
     assert results(tmp_path / "two") == results(one_after_another(method))
+    assert multiprocessing.active_children() == []
+
+
+def test_workers_that_are_spawned_give_the_same_run(one_after_another, noisy, tmp_path, monkeypatch):
+    """As on macOS and Windows, which have no server to fork from: each worker imports everything itself."""
+    methods = []
+
+    def only_spawn() -> list[str]:
+        methods.append("spawn")
+        return ["spawn"]
+
+    monkeypatch.setattr(multiprocessing, "get_all_start_methods", only_spawn)
+    monkeypatch.setattr(multiprocessing.forkserver, "ensure_running", lambda: pytest.fail("the fork server is used"))
+    run(noisy(**FEW | METHODS["hetero_ssfl"], clients_parallel=2), tmp_path / "spawned")
+    assert methods
+    assert results(tmp_path / "spawned") == results(one_after_another("hetero_ssfl"))
     assert multiprocessing.active_children() == []
 
 
@@ -209,12 +226,13 @@ def _send_rows(connection, images) -> None:
     connection.send(images[torch.tensor([2, 0])].tolist())
 
 
-def test_images_in_a_file_are_read_by_another_process_where_the_file_was_deleted(tmp_path):
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+def test_images_in_a_file_are_read_by_another_process_where_the_file_was_deleted(start_method, tmp_path):
     pixels = torch.arange(3 * 4, dtype=torch.uint8).reshape(3, 1, 2, 2)
     (tmp_path / "images").write_bytes(pixels.numpy().tobytes())
     images = open_stored_images(tmp_path / "images", (1, 2, 2), 3)
     (tmp_path / "images").unlink()
-    context = multiprocessing.get_context("forkserver")
+    context = multiprocessing.get_context(start_method)
     ours, theirs = context.Pipe()
     process = context.Process(target=_send_rows, args=(theirs, images))
     process.start()

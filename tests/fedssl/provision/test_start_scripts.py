@@ -244,6 +244,8 @@ def test_from_an_empty_folder_to_a_finished_run_of_two_sites(members):
     printed = members.fedssl("provision", "register", "consortium/server")
     assert printed.count("unregistered the key of node") == 1
     poll(lambda: members.processes["hospital-b"].poll() is not None, "the revoked site is shut out and ends")
+    assert members.processes["hospital-b"].returncode == 1
+    assert "the server does not accept this site" in members.log("hospital-b").read_text(errors="replace")
     assert members.processes["hospital-a"].poll() is None
 
     members.stop()

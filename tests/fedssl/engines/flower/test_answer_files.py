@@ -85,6 +85,8 @@ def test_a_run_with_its_answers_on_the_disk_is_the_one_in_this_process_bit_for_b
     run_on(recipe, *start(recipe, tmp_path / "b"))
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
     assert len(mappings(tmp_path / "b")) == len(mapped) > 0
+    widened = [m for m in mapped if all(t.dtype == torch.float32 for t in m.tensors.values() if t.is_floating_point())]
+    assert len(widened) == (len(mapped) / 2 if "bfloat16" in kind else len(mapped))
 
 
 def test_messages_with_the_same_tensors_share_their_arrays():

@@ -240,12 +240,12 @@ def test_a_digest_that_is_none_is_refused():
 def test_a_supernode_refuses_other_apps_where_the_file_or_allow_says_so(how, site_file, monkeypatch, capsys):
     """Then it also has a folder of its own for installed apps, in which no other app can be."""
     started = []
-    monkeypatch.setattr(nodes, "run", lambda *arguments: started.append(arguments) or 0)
+    monkeypatch.setattr(nodes, "run", lambda *arguments: started.append(arguments) or 130)
     monkeypatch.setattr(nodes, "import_module", lambda name: None)
     values = {"client": 0, "state": str(site_file.parent / "state")}
     site_file.write_text(yaml.safe_dump(values | ({"approved_apps": []} if how == "site file" else {})))
     allowed = ["0" * 64] if how == "allow" else []
-    assert nodes.supernode(site_file, "127.0.0.1:1", None, None, insecure=True, allowed_apps=allowed) == 0
+    assert nodes.supernode(site_file, "127.0.0.1:1", None, None, insecure=True, allowed_apps=allowed) == 130
     [(_, environment, _, *prepare)] = started
     if how == "neither":
         assert not prepare

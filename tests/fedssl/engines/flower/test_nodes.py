@@ -78,7 +78,7 @@ def test_a_port_that_is_taken_and_a_folder_that_is_in_use_are_told(tmp_path):
 def test_what_the_commands_write_is_for_their_user_alone(command, tmp_path, monkeypatch):
     def run(*arguments) -> int:
         (tmp_path / "written").touch()
-        return 0
+        return 130
 
     monkeypatch.setattr(nodes, "run", run)
     monkeypatch.setattr(nodes, "import_module", lambda name: None)
@@ -86,10 +86,21 @@ def test_what_the_commands_write_is_for_their_user_alone(command, tmp_path, monk
     before = os.umask(0o022)
     try:
         if command == "superlink":
-            assert nodes.superlink(tmp_path, "127.0.0.1", free_port(), insecure=True) == 0
+            assert nodes.superlink(tmp_path, "127.0.0.1", free_port(), insecure=True) == 130
         else:
-            assert nodes.supernode(site, "127.0.0.1:1", None, None, insecure=True) == 0
+            assert nodes.supernode(site, "127.0.0.1:1", None, None, insecure=True) == 130
             assert (tmp_path / "state0").stat().st_mode & 0o777 == 0o700
     finally:
         os.umask(before)
     assert (tmp_path / "written").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(("code", "expected"), [(0, 1), (1, 1), (130, 130)])
+def test_a_supernode_that_ends_by_itself_names_the_key_and_the_clock(code, expected, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(nodes, "run", lambda *arguments: code)
+    monkeypatch.setattr(nodes, "import_module", lambda name: None)
+    [site] = write_sites(tmp_path, 1)
+    assert nodes.supernode(site, "127.0.0.1:1", None, None, insecure=True) == expected
+    said = capsys.readouterr().err
+    assert ("the server does not accept this site" in said) == (code == 0)
+    assert ("this machine's clock (" in said) == (code == 0)
