@@ -40,9 +40,10 @@ demo: $(installed)
 	"$(VENV)/bin/fedssl" run-table digits_demo --jobs $(JOBS)
 
 # One thread a process: the processes share the cores. A file's tests stay together, as they share what is compiled.
+# Files are started in the order of tests/conftest.py, the longest first, and not by their number of tests.
 # The end-to-end tests start processes of their own, Ray's and Flower's, and come afterwards, one after another.
 test: lint
-	OMP_NUM_THREADS=1 $(python) -m pytest -m "not nightly" -n auto --maxprocesses 4 --dist loadfile $(end_to_end:%=--ignore=%)
+	OMP_NUM_THREADS=1 $(python) -m pytest -m "not nightly" -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(end_to_end:%=--ignore=%)
 	OMP_NUM_THREADS=1 $(python) -m pytest $(end_to_end)
 
 test-nightly: $(installed)

@@ -1,11 +1,40 @@
-"""A shell starts background processes with Ctrl-C ignored, and processes hand that down: the tests want it heard.
+"""What holds for all tests: signals, the self-test of GPUs, and which files are started first.
+
+A shell starts background processes with Ctrl-C ignored, and processes hand that down: the tests want it heard.
 
 On a GPU the tests are for the kernels, and no self-test replaces these by their references.
 """
 
 import os
 import signal
+from pathlib import Path
 
+import pytest
+
+TESTS = Path(__file__).resolve().parent
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["FEDKERNELS_SELF_TEST"] = "0"
+
+# The files that take longest, the longest first. They are started first: with two workers, a long file that is started
+# last leaves the other worker without work.
+LONGEST = (
+    "cuda_on_cpu/test_bindings.py",
+    "cuda_on_cpu/test_self_test.py",
+    "fedssl/tables/test_runner.py",
+    "fedkernels/distributed/test_losses.py",
+    "fedssl/engines/flower/test_server.py",
+    "fedssl/reports/test_cost.py",
+    "fedssl/tables/test_resources.py",
+    "fedssl/engines/test_parallel_clients.py",
+    "test_examples.py",
+    "cuda_on_cpu/test_contrastive.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def place(item: pytest.Item) -> int:
+        name = os.path.relpath(item.path, TESTS)
+        return LONGEST.index(name) if name in LONGEST else len(LONGEST)
+
+    items.sort(key=place)  # stable: the others keep their order

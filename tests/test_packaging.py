@@ -19,6 +19,8 @@ import pytest
 import yaml
 from packaging.specifiers import SpecifierSet
 
+from tests.conftest import LONGEST
+
 ROOT = Path(__file__).resolve().parent.parent
 DISTRIBUTION = "fedkernels-fedssl"
 PACKAGES = ("fedkernels", "fedssl")
@@ -125,6 +127,10 @@ def test_wheel_metadata(built: Built) -> None:
     assert str(built.metadata.get_payload()).strip() == (ROOT / "README.md").read_text(encoding="utf-8").strip()
 
 
+def test_the_tests_that_are_started_first_exist() -> None:
+    assert [name for name in LONGEST if not (ROOT / "tests" / name).is_file()] == []
+
+
 def test_requires_python_is_what_the_makefile_accepts(built: Built) -> None:
     found = re.search(r"^PYTHONS := (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert found
@@ -225,7 +231,8 @@ def test_make_test_installs_once_and_ends_with_pytest(tmp_path: Path) -> None:
     assert "pip install" in first.stdout
     *lint, parallel, alone = [line for line in first.stdout.splitlines() if line.startswith("ran ")]
     assert lint == ["ran -m ruff check .", "ran -m ruff format --check .", "ran --no-cache", "ran -m mypy"]
-    assert parallel.startswith("ran -m pytest -m not nightly -n auto --maxprocesses 4 --dist loadfile --ignore=")
+    options = "-m not nightly -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder"
+    assert parallel.startswith(f"ran -m pytest {options} --ignore=")
     files = alone.removeprefix("ran -m pytest ").split()
     assert parallel.split()[-len(files) :] == [f"--ignore={file}" for file in files]
     assert all((ROOT / file).is_file() for file in files)
