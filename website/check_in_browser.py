@@ -1,14 +1,15 @@
 """Looks at the built site in a headless Chromium: `python -m website.check_in_browser`, after `make docs`.
 
-It needs the extra `browser` and a Chromium, and opens the pages as files, without network. On ten pages, and on those
-that are named on the command line (a run's report, a table's page), at two widths and in both themes, it expects:
+It needs the extra `browser` and a Chromium, and opens the pages as files, without network. On ten pages (`--all-pages`:
+on every page) and on those that are named on the command line (a run's report, a table's page), at two widths and in
+both themes, it expects:
 
 - no error in the console, and no address of another host;
 - no serious finding of axe-core (contrast, names, keyboard);
 - a page that does not scroll sideways: wide tables scroll in their own boxes.
 
-It also moves the sliders of the figures by keyboard and compares what they show with the operators, and asks the search
-ten questions of a newcomer. Every problem is printed, and the exit status is 1 if there is one.
+It also moves the sliders of the figures by keyboard and compares what they show with the operators, and types the
+questions of website/questions.py into the search. Every problem is printed, and the exit status is 1 if there is one.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from website.repository_files import ROOT
+from website import questions
+from website.repository_files import FOLDER, ROOT
 
 SITE = ROOT / "build" / "site"
 PAGES = (
@@ -40,19 +42,6 @@ PAGES = (
 WIDTHS = (390, 1440)
 THEMES = ("light", "dark")
 SERIOUS = ("serious", "critical")
-#: a newcomer's question, the words that are typed into the search, and the page that must be among its first five
-QUESTIONS = (
-    ("Do I need a GPU?", "need a gpu", "questions.html"),
-    ("My data has no labels.", "no labels", "own_images.html"),
-    ("Which method for weak devices?", "weak devices", "methods/lw_fedssl.html"),
-    ("How do I add a loss?", "add a method", "add_a_method.html"),
-    ("What leaves my hospital?", "what leaves a site", "deploy.html"),
-    ("My clients have different networks.", "different architectures", "methods.html"),
-    ("How do I go on after a crash?", "resume", "command_line.html"),
-    ("What does data.public_holdout mean?", "public_holdout", "options.html"),
-    ("Can I use one operator alone?", "one loss", "notebooks/one_loss.html"),
-    ("Do the papers' results come out?", "reproduces", "what_reproduces_what.html"),
-)
 
 
 def missing() -> str | None:
@@ -79,6 +68,11 @@ def chromium() -> str | None:
     return path if Path(path).is_file() else None
 
 
+def every_page() -> list[Path]:
+    """The pages of the site, without those that show a file of the repository."""
+    return [path for path in sorted(SITE.rglob("*.html")) if path.relative_to(SITE).parts[0] != FOLDER]
+
+
 def problems_of_page(browser: Any, path: Path, screenshots: Path | None = None) -> Iterator[str]:
     """What is wrong with one page, at both widths and in both themes."""
     from axe_playwright_python.sync_playwright import Axe
@@ -87,20 +81,13 @@ def problems_of_page(browser: Any, path: Path, screenshots: Path | None = None) 
         for theme in THEMES:
             where = f"{path.name}, {width} pixels, {theme}"
             page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=theme)
-            heard: list[str] = []
-            page.on("console", lambda message, to=heard: to.append(message.text) if message.type == "error" else None)
-            page.on("pageerror", lambda error, to=heard: to.append(str(error)))
-            page.on(
-                "request",
-                lambda request, to=heard: (
-                    to.append(request.url)
-                    if "//" in request.url[:8] and not (request.url.startswith(("file:", "data:", "blob:")))
-                    else None
-                ),
-            )
+            errors: list[str] = []
+            page.on("console", lambda message, to=errors: to.append(message.text) if message.type == "error" else None)
+            page.on("pageerror", lambda error, to=errors: to.append(str(error)))
+            page.on("request", lambda request, to=errors: to.append(request.url) if _elsewhere(request.url) else None)
             page.goto(path.resolve().as_uri())
             page.wait_for_timeout(500)
-            yield from (f"{where}: {text}" for text in heard)
+            yield from (f"{where}: {text}" for text in errors)
             overhang = page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
             if overhang > 0:
                 yield f"{where}: the page is {overhang} pixels too wide"
@@ -161,6 +148,7 @@ def problems_of_figures(browser: Any) -> Iterator[str]:
 
 
 def _elsewhere(address: str) -> bool:
+    """Whether an address needs a network."""
     return not address.startswith(("file:", "data:", "blob:"))
 
 
@@ -176,29 +164,35 @@ def _shown(page: Any, figure: str) -> list[float]:
 
 
 def problems_of_search(browser: Any) -> Iterator[str]:
-    """Types each of `QUESTIONS` into the search, and prints where its answer stands."""
+    """Types each question into the search: the first page found is the answer, or has the question as a result."""
     page = browser.new_page(viewport={"width": 1440, "height": 900})
     page.goto((SITE / "index.html").resolve().as_uri())
-    box, found = page.locator(".md-search__input"), "a.md-search-result__link[href]"
-    for question, words, answer in QUESTIONS:
+    box, results = page.locator(".md-search__input"), "a.md-search-result__link[href]"
+    for question in questions.QUESTIONS:
         box.fill("")
         box.press("End")  # the theme searches when a key is released
-        page.locator(found).first.wait_for(state="detached", timeout=60_000)
-        box.fill(words)
+        page.locator(results).first.wait_for(state="detached", timeout=60_000)
+        box.fill(question.words)
         box.press("End")
-        page.locator(found).first.wait_for(state="attached", timeout=60_000)
-        links = page.locator(found).evaluate_all("all => all.map(link => link.href)")
-        pages = list(dict.fromkeys(link.split("#")[0].split("?")[0].partition("/build/site/")[2] for link in links))
-        rank = pages.index(answer) + 1 if answer in pages else None
-        print(f"  {question}  search “{words}” -> {answer}, {f'result {rank}' if rank else f'not in {pages[:5]}'}")
-        if rank is None or rank > 5:
-            yield f"the search for “{words}” has {answer} not among its first five pages: {pages[:5]}"
+        page.locator(results).first.wait_for(state="attached", timeout=60_000)
+        links = page.locator(results).evaluate_all("all => all.map(link => link.href)")
+        first = _page(links[0])
+        print(f"  {question.question} search: {question.words}, first result: {first}")
+        headings = [link.partition("#")[2] for link in links if _page(link) == questions.PAGE]
+        if first != question.answer and not (first == questions.PAGE and question.heading in headings):
+            yield f"the search for “{question.words}” finds {first} {headings} first, expected {question.answer}"
     page.close()
+
+
+def _page(link: str) -> str:
+    """The page of the site that a link of the search leads to."""
+    return re.split("[#?]", link)[0].partition("/build/site/")[2].replace(".html", ".md")
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("pages", nargs="*", type=Path, help="more pages, such as a run's report.html")
+    parser.add_argument("--all-pages", action="store_true", help="every page of the site but the repository's files")
     parser.add_argument("--screenshots", type=Path, help="folder for a picture of each page, width and theme")
     options = parser.parse_args(arguments)
     if reason := missing():
@@ -213,7 +207,7 @@ def main(arguments: list[str] | None = None) -> int:
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
         checks = [("figures", problems_of_figures(browser)), ("search", problems_of_search(browser))]
-        for path in [*(SITE / name for name in PAGES), *options.pages]:
+        for path in [*(every_page() if options.all_pages else (SITE / name for name in PAGES)), *options.pages]:
             checks.append((str(path), problems_of_page(browser, path, options.screenshots)))
         for name, problems in checks:
             print(name, flush=True)

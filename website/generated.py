@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from website import check_in_browser, command_line, figures, measured, methods, notebooks, options, parts
+from website import command_line, figures, measured, methods, notebooks, options, parts, questions
 
 
 def text(request: str, page: str) -> str:
@@ -29,18 +29,8 @@ def text(request: str, page: str) -> str:
     if kind == "notebook":
         return notebooks.page(*arguments)
     if kind == "questions":
-        return searched_questions()
+        return questions.table()
     if kind == "curves":
         return measured.curves(*arguments)
     kinds = "options, commands, parts, method, methods, measured, curves, figure, notebook or questions"
     raise ValueError(f"{page} asks for {request!r}; expected {kinds}")
-
-
-def searched_questions() -> str:
-    """Markdown: the questions that `check_in_browser` types into the search, and where their answers are."""
-    rows = [
-        f"| {question} | `{words}` | [{answer.removesuffix('.html')}]({answer.removesuffix('.html')}.md) |"
-        for question, words, answer in check_in_browser.QUESTIONS
-    ]
-    table = "\n".join(["| question | typed into the search | answered by |", "|---|---|---|", *rows])
-    return f"<div markdown data-search-exclude>\n\n{table}\n\n</div>"  # the search would find its own questions

@@ -52,6 +52,11 @@ def on_page_content(html: str, page: Any, **_: Any) -> str:
     return html.replace("<pre>", '<pre tabindex="0">')
 
 
+def on_post_template(output_content: str, template_name: str, **_: Any) -> str:
+    """Leave out the theme's page for unknown addresses: its links need a site at a host's root."""
+    return "" if template_name == "404.html" else output_content
+
+
 def on_post_page(output: str, page: Any, **_: Any) -> str:
     """Name the dialog of the search, and end the build where a page loads anything from another host.
 

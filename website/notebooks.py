@@ -53,7 +53,8 @@ def _outputs(cell: dict[str, Any]) -> Iterator[str]:
             if not description:
                 raise ValueError("a notebook's picture has no description: set `alt` in the metadata of its cell")
             source = "".join(data["image/png"]).replace("\n", "")
-            yield f'<img alt="{description}" src="data:image/png;base64,{source}">'
+            image = f'<img alt="{description}" src="data:image/png;base64,{source}">'
+            yield f'<div class="wide-picture" tabindex="0">{image}</div>'
         else:
             text = "".join(output.get("text") or data.get("text/plain", ""))
             yield f"```text\n{text.rstrip()}\n```"

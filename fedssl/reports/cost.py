@@ -268,7 +268,9 @@ class _Estimate:
                 size = larger
                 one_step, flops = self._timed_run(part, size, 1)
             several, _ = self._timed_run(part, size, _TIMED_STEPS)
-            a_step = max(several - one_step, 0.0) / (_TIMED_STEPS - 1)
+            a_step = (several - one_step) / (_TIMED_STEPS - 1)
+            if a_step <= 0:  # other programs lengthened the run of one step
+                a_step = several / _TIMED_STEPS
             self.seconds[kind] = a_step * self._step(part)[0].flops / flops
         return self.seconds[kind]
 
