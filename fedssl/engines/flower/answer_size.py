@@ -8,15 +8,10 @@ own. It sends equal pieces once, so an answer may be far larger than what arrive
 from __future__ import annotations
 
 import json
-import threading
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 
 from flwr.app import Array
 from flwr.app.message.arraychunk import ArrayChunk
-from flwr.serverapp import Grid
 from flwr.supercore.inflatable.inflatable_object import get_object_body, get_object_head_values_from_object_content
 
 #: objects of any answer; and one more for each MiB, where Flower sends pieces of 5 MiB
@@ -73,34 +68,3 @@ class AnswerSize:
                     self._array_bytes += self._piece_bytes.get(children[index], 0)
         if self._record_bytes + max(self._received, self._array_bytes) > self._largest:
             raise TooLarge(f"its answer is larger than {self._largest} bytes, the most that an answer may have here")
-
-
-@contextmanager
-def size_limit(largest: int, grid: Grid) -> Iterator[None]:
-    """Give up on an answer that is pulled from the grid in the body once it has more than `largest` bytes.
-
-    Flower returns whole answers only. Its grid between machines gets each object of an answer by a call of its
-    client's PullObject: that is where they are counted, before the next ones are asked for. The simulation's grid has
-    no such client; its sites are this machine's own.
-
-    Raises:
-        TooLarge: from the body.
-    """
-    client: Any = getattr(grid, "_runtime_client", None)
-    if client is None:
-        yield
-        return
-    pull, lock, size = client.PullObject, threading.Lock(), AnswerSize(largest)
-
-    def counted(request: Any) -> Any:
-        response = pull(request)
-        if response.object_content:  # else it has not arrived at the SuperLink yet
-            with lock:  # Flower pulls several at a time
-                size.add(request.object_id, response.object_content)
-        return response
-
-    client.PullObject = counted
-    try:
-        yield
-    finally:
-        client.PullObject = pull

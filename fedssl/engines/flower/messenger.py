@@ -18,7 +18,8 @@ from flwr.serverapp import Grid
 from flwr.supercore.inflatable.inflatable_object import UnexpectedObjectContentError
 from google.protobuf.message import DecodeError
 
-from .answer_size import TooLarge, size_limit
+from .answer_size import TooLarge
+from .arriving_answer import ArrivingAnswer, NotWhole
 
 #: what the SuperLink answers in a node's place; a message expires at the round's deadline
 _SUPERLINK_REASONS = {
@@ -66,6 +67,7 @@ class Messenger:
     def __init__(self, grid: Grid, stop: threading.Event):
         """Use a grid until `stop` is set; then `collect` raises `Stopped`."""
         self._grid, self._stop = grid, stop
+        self._arriving: dict[str, ArrivingAnswer] = {}  # by message id
 
     def connected_nodes(self) -> set[int]:
         """The ids of the nodes that the SuperLink has heard of lately."""
@@ -109,19 +111,23 @@ class Messenger:
                 answer = self._pull(message_id, node, largest)
                 if answer is not None:
                     del waiting[message_id]
+                    self._arriving.pop(message_id, None)
                     yield answer
             if not waiting or time.monotonic() >= deadline:
                 return
             time.sleep(next(pauses))
 
     def _pull(self, message_id: str, node: int, largest: int) -> NodeAnswer | None:
-        """The answer to one message; None while there is none.
+        """The answer to one message; None while there is none, or not all of it.
 
         One message at a time: where one answer cannot be read, Flower returns none of those that it was asked for.
         """
+        arriving = self._arriving.setdefault(message_id, ArrivingAnswer(largest))
         try:
-            with size_limit(largest, self._grid):
+            with arriving.pulling(self._grid):
                 replies = list(self._grid.pull_messages([message_id]))
+        except NotWhole:
+            return None
         except TooLarge as error:
             return NodeAnswer(node, failure=str(error))
         except _UNREADABLE as error:

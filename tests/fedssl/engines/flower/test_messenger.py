@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections import Counter
 from collections.abc import Iterable
 from types import SimpleNamespace
 
@@ -10,20 +12,22 @@ import pytest
 
 pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
 
-from flwr.app import Array, ConfigRecord
+from flwr.app import Array, ConfigRecord, RecordDict
 from flwr.app import Message as FlowerMessage
 from flwr.app.error import Error
 from flwr.app.message.arraychunk import ArrayChunk
 from flwr.common.constant import ErrorCode
+from flwr.common.serde import message_to_proto
 from flwr.proto.message_pb2 import Message as ProtoMessage
 from flwr.proto.message_pb2 import ObjectTree, PullObjectResponse
 from flwr.proto.runtime_pb2 import PullAppMessagesResponse
-from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree, iterate_object_tree
 from flwr.supercore.run import Run
 from flwr.superlink.grid.http_grid import HttpGrid
 from google.protobuf.message import DecodeError
 
 from fedssl.engines.flower.answer_size import AnswerSize, TooLarge
+from fedssl.engines.flower.messenger import Messenger
 from fedssl.engines.flower.server import FlowerClients
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
@@ -129,6 +133,87 @@ def test_an_answer_that_is_far_too_large_is_given_up_on_its_way(contents, reason
         clients.connect()
     assert progress.warnings == [f"node 11 is left out: {reason}"]
     assert grid.pulled < 1100
+
+
+class UploadingGrid(HttpGrid):
+    """Flower's grid between machines. The answer to `slow` is announced at once, and its objects arrive later."""
+
+    def __init__(self):
+        super().__init__(token="token")
+        self.set_run(Run.create_empty(1))
+        reply = {}
+        for name in ("slow", "quick"):
+            content = RecordDict({"answer": ConfigRecord({"of": name, "text": [f"{name} {i}" for i in range(5)]})})
+            message = FlowerMessage(content, dst_node_id=1, message_type="train")
+            message.metadata.__dict__["_reply_to_message_id"] = name
+            reply[name] = message
+        self.claims, self.reads = Counter(), Counter()
+        self.objects = {}
+        self.known = True
+        trees, protos = {}, {}
+        for name, message in reply.items():
+            parts = get_all_nested_objects(message)
+            self.objects |= {key: part.deflate() for key, part in parts.items()}
+            trees[name], protos[name] = get_object_tree(message), message_to_proto(message)
+            protos[name].metadata.message_id = trees[name].object_id
+        self.uploaded = {node.object_id for node in iterate_object_tree(trees["quick"])}
+        self.to_upload = [
+            node.object_id for node in iterate_object_tree(trees["slow"]) if node.object_id not in self.uploaded
+        ]
+
+        def pull_messages(request):
+            (name,) = request.message_ids
+            self.claims[name] += 1
+            if self.claims[name] > 1:  # the SuperLink gives an answer once
+                return PullAppMessagesResponse()
+            return PullAppMessagesResponse(messages_list=[protos[name]], message_object_trees=[trees[name]])
+
+        def pull_object(request):
+            self.reads[request.object_id] += 1
+            if not self.known and request.object_id in self.to_upload:
+                return PullObjectResponse()
+            there = request.object_id in self.uploaded
+            content = self.objects[request.object_id] if there else b""
+            return PullObjectResponse(object_found=True, object_available=there, object_content=content)
+
+        self._client = SimpleNamespace(
+            PullMessages=pull_messages, PullObject=pull_object, ConfirmMessageReceived=lambda request: None
+        )
+
+
+def test_an_answer_that_is_still_uploaded_does_not_keep_the_others_waiting():
+    grid = UploadingGrid()
+    assert len(grid.to_upload) > 1
+    messenger = Messenger(grid, threading.Event())
+    waiting = {"slow": 11, "quick": 12}
+    (answer,) = messenger.collect(waiting, 0.0, 2**20)
+    assert (answer.node, answer.content["answer"]["of"]) == (12, "quick")
+    assert waiting == {"slow": 11}
+    for name in grid.to_upload[:-1]:
+        grid.uploaded.add(name)
+        assert list(messenger.collect(waiting, 0.0, 2**20)) == []
+        assert list(messenger.collect(waiting, 0.0, 2**20)) == []
+    grid.uploaded.add(grid.to_upload[-1])
+    (answer,) = messenger.collect(waiting, 0.0, 2**20)
+    assert (answer.node, answer.content["answer"]["of"]) == (11, "slow")
+    assert waiting == {}
+    assert grid.claims["slow"] == 1
+    # each is read once while others are missing and once for the whole; looked for at most twice a step before
+    assert all(grid.reads[name] <= 4 + 2 * len(grid.to_upload) for name in grid.to_upload)
+    assert grid.reads[grid.to_upload[0]] <= 4
+
+
+def test_an_answer_that_is_never_uploaded_is_given_up():
+    grid = UploadingGrid()
+    messenger = Messenger(grid, threading.Event())
+    waiting = {"slow": 11, "quick": 12}
+    started = time.monotonic()
+    (answer,) = messenger.collect(waiting, 0.5, 2**20)
+    assert (answer.node, waiting) == (12, {"slow": 11})
+    assert time.monotonic() - started < 30  # Flower would wait for two hours
+    grid.known = False  # the SuperLink has given up on the objects
+    (answer,) = messenger.collect(waiting, 0.0, 2**20)
+    assert (answer.node, answer.content, answer.failure) == (11, None, "no answer in time")
 
 
 @pytest.mark.parametrize("array_first", [True, False])
