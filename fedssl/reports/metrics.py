@@ -26,6 +26,11 @@ METRIC_TITLES = {
     "loss": "objective's loss",
     "total_loss": "loss with regularisers",
     "cka": "CKA with the target kernel",
+    "memory": "memory of a training step (bytes)",
+    "cuda_memory": "peak of allocated GPU memory (bytes)",
+    "flops": "operations of a client's round (FLOPs)",
+    "bytes_down": "sent to a client in a round (bytes)",
+    "bytes_up": "sent by a client in a round (bytes)",
     "epsilon": "privacy loss epsilon, largest of any client",
 }
 FINE_TUNED = tuple(f"fine_tune_{score}" for score in ("accuracy", "per_class_accuracy", "precision", "recall", "f1"))
