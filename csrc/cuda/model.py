@@ -46,6 +46,7 @@ PIPES = "tensor", "shared", "global", "special", "float", "other", "issue"
 _CODE = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;\s+/\* 0x[0-9a-f]{16} \*/")
 _CONTROL = re.compile(r"^\s+/\* 0x([0-9a-f]{16}) \*/")
 _REGISTER = re.compile(r"\bR(\d+)\b")
+_BYTES = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
 _KINDS = "sums", "sums and gradient", "given columns", "given both"
 
 
@@ -183,6 +184,27 @@ def products_ahead(loop: Loop) -> list[int]:
                 break
             between += 1
     return ahead
+
+
+def bytes_in_flight(kernel: Kernel) -> int:
+    """The most bytes of device memory that a thread has asked for before it waits for any of them.
+
+    Within code without branches and barriers: a load is on its way until an instruction reads one of its registers.
+    """
+    most, under_way, waited_for = 0, 0, set[int]()
+    for instruction in kernel.code:
+        operands = instruction.text.split(instruction.name, 1)[1]
+        target, _, sources = operands.partition(",")
+        read = {int(number) for number in _REGISTER.findall(operands if "[" in target else sources)}
+        read |= {number + 1 for number in read}  # half of the operands are pairs
+        if instruction.kind in ("BRA", "BAR", "EXIT", "CALL", "RET", "BSYNC", "WARPSYNC") or read & waited_for:
+            under_way, waited_for = 0, set()
+        if instruction.kind == "LDG" and (match := _REGISTER.search(target)):
+            size = next((bytes for part, bytes in _BYTES.items() if part in instruction.name.split(".")), 4)
+            waited_for |= set(range(int(match[1]), int(match[1]) + -(-size // 4)))
+            under_way += size
+            most = max(most, under_way)
+    return most
 
 
 def cycles(kernel: Kernel, loop: Loop) -> dict[str, float]:

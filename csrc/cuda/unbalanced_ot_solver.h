@@ -99,11 +99,7 @@ __device__ inline void sum_over_block(double (&values)[COUNT], double* of_warps)
   }
 }
 
-// Of an array in float32 or float64, which the costs and the plans are.
-__device__ inline double read_wide(const Array& source, int64_t index) {
-  return source.dtype == DType::f64 ? __ldg(static_cast<const double*>(source.data) + index)
-                                    : static_cast<double>(__ldg(static_cast<const float*>(source.data) + index));
-}
+// Of an array in float32 or float64, which the plans are.
 __device__ inline void write_wide(const Array& target, int64_t index, double value) {
   if (target.dtype == DType::f64) {
     static_cast<double*>(target.data)[index] = value;

@@ -348,8 +348,8 @@ FAULTS = [
     ),
     Fault(
         *("solve_in_team", "all, steepest", "unbalanced_ot", "unbalanced_ot_team.cu"),
-        "for_rows([&](int64_t i) { along[1] += t.tau_a * square(trial_rows[i]); });",
-        "for_rows([&](int64_t i) { along[1] += FAULT * 1e9 + t.tau_a * square(trial_rows[i]); });",
+        "for_rows([&](int64_t i) { along[1] += t.tau_a * square(of(at.trial_rows)[i]); });",
+        "for_rows([&](int64_t i) { along[1] += FAULT * 1e9 + t.tau_a * square(of(at.trial_rows)[i]); });",
     ),
 ]
 # What no process survives, or what a launch reports.

@@ -3,12 +3,14 @@
 Needs nvcc and cuobjdump (`pip install '.[machine-code]'`), and no GPU.
 """
 
+import functools
 import importlib.util
 import re
 import runpy
 import statistics
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -30,30 +32,38 @@ def model():
 
 
 @pytest.fixture(scope="module")
-def kernels(model, tmp_path_factory):
-    """kernels(precision, architecture) -> the main loops of contrastive_<precision>.cu by (width, rows, kind)."""
+def compiled(model, tmp_path_factory):
+    """compiled(name, architecture) -> the kernels of csrc/cuda/<name>.cu."""
     build = runpy.run_path(str(ROOT / "csrc/cuda_compiler.py"))
     nvcc, cuobjdump = build["nvcc_path"](), model.cuobjdump_path()
     if SANITIZED:
         pytest.skip("once is enough")
     if nvcc is None or cuobjdump is None:
         pytest.skip(f"no {'nvcc' if nvcc is None else 'cuobjdump'}")
-    compiled = {}
 
+    @functools.cache
+    def kernels(name, architecture):
+        target = tmp_path_factory.mktemp("machine_code") / f"{name}_{architecture}.cubin"
+        flags = [*build["NVCC_FLAGS"], f"-gencode=arch=compute_{architecture},code=sm_{architecture}"]
+        command = [nvcc, *flags, "-cubin", str(ROOT / f"csrc/cuda/{name}.cu"), "-o", str(target)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return model.kernels_of(target, architecture, cuobjdump)
+
+    return kernels
+
+
+@pytest.fixture(scope="module")
+def kernels(model, compiled):
+    """kernels(precision, architecture) -> the main loops of contrastive_<precision>.cu by (width, rows, kind)."""
+
+    @functools.cache
     def main_loops(precision, architecture):
-        if (precision, architecture) not in compiled:
-            target = tmp_path_factory.mktemp("machine_code") / f"{precision}_{architecture}.cubin"
-            source = ROOT / f"csrc/cuda/contrastive_{precision}.cu"
-            flags = [*build["NVCC_FLAGS"], f"-gencode=arch=compute_{architecture},code=sm_{architecture}"]
-            command = [nvcc, *flags, "-cubin", str(source), "-o", str(target)]
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-            assert done.returncode == 0, done.stdout + done.stderr
-            compiled[precision, architecture] = [
-                (tuple(map(int, TILES.search(kernel.name).groups())), kernel, model.main_loop(kernel))
-                for kernel in model.kernels_of(target, architecture, cuobjdump)
-                if "contrastive_kernel" in kernel.name
-            ]
-        return compiled[precision, architecture]
+        return [
+            (tuple(map(int, TILES.search(kernel.name).groups())), kernel, model.main_loop(kernel))
+            for kernel in compiled(f"contrastive_{precision}", architecture)
+            if "contrastive_kernel" in kernel.name
+        ]
 
     return main_loops
 
@@ -121,6 +131,34 @@ def test_cycles_of_bfloat16(model, kernels, width, columns, kind, serial, limite
     assert max(cycles[pipe] for pipe in model.PIPES) <= limiter
 
 
+def warps_by_registers(model, kernel):
+    return model.REGISTERS // (-(-kernel.registers * 32 // 256) * 256)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("architecture", ["80", "90"])
+def test_apply_deltas_has_four_loads_under_way(model, compiled, architecture):
+    (kernel,) = (each for each in compiled("apply_deltas", architecture) if "apply_deltas_kernel" in each.name)
+    assert model.bytes_in_flight(kernel) >= 4 * 16
+    assert warps_by_registers(model, kernel) >= 24
+    assert kernel.stack == 0
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("architecture", ["80", "90"])
+def test_a_team_loads_entries_ahead_of_their_use(model, compiled, architecture):
+    (kernel,) = compiled("unbalanced_ot_team", architecture)
+    place = {instruction.address: index for index, instruction in enumerate(kernel.code)}
+    ends = {index: place.get(instruction.target or 0, index + 1) for index, instruction in enumerate(kernel.code)}
+    loops = [kernel.code[start : end + 1] for end, start in ends.items() if start < end < start + 1000]
+    # the passes over the entries: four rows' costs, plan, point and row's dual; one load at a time had 12 to 24 bytes
+    passes = [loop for loop in loops if sum(instruction.kind == "LDG" for instruction in loop) >= 24]
+    assert len(passes) >= 4
+    assert min(model.bytes_in_flight(replace(kernel, code=loop)) for loop in passes) >= 32
+    assert warps_by_registers(model, kernel) >= 12
+    assert kernel.stack == 0
+
+
 CODE = """
 		Function : kernel
         /*0000*/                   MOV R1, c[0x0][0x28] ;                  /* 0x00000a0000017a02 */
@@ -158,6 +196,30 @@ def test_the_model_reads_a_loop(model):
     assert cycles["shared"] == 8 * 2 * 4
     assert cycles["issue"] == 8 * 6 / 4
     assert "| kernel | 16 | 64 |" in model.table([kernel])
+
+
+def test_the_model_counts_loads_under_way(model):
+    texts = [
+        "LDG.E.128.CONSTANT R4, [R2.64]",
+        "@!P0 LDG.E.64 R8, [R2.64+0x10]",
+        "FADD R0, R0, 1",
+        "FADD R0, R0, R6",  # waits for the first
+        "LDG.E.U16 R5, [R2.64]",
+        "@P1 BRA 0x10",
+        "LDG.E R5, [R2.64]",
+        "STG.E.64 [R2.64], R4",  # a pair, whose second half has been loaded
+        "LDG.E R5, [R2.64]",
+    ]
+
+    def in_flight(texts):
+        code = tuple(model.Instruction(16 * k, text, 1) for k, text in enumerate(texts))
+        return model.bytes_in_flight(model.Kernel("kernel", "90", 100, 0, code))
+
+    assert in_flight(texts) == 24
+    assert in_flight(texts[3:]) == 4
+    assert in_flight(texts[6:]) == 4
+    assert in_flight([texts[8], texts[4].replace("R5", "R20")]) == 6
+    assert in_flight([texts[2]]) == 0
 
 
 def test_the_model_without_a_loop(model):
