@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -10,7 +11,9 @@ import torch
 from torch import Tensor
 
 #: the dtype in which float32 tensors travel
-Transport = Literal["float32", "bfloat16"]
+Transport = Literal["float32", "bfloat16", "int8"]
+#: of a message's numbers: the scale of a tensor that travels as int8, by the tensor's name
+_SCALE = "scale/"
 
 
 @dataclass
@@ -49,36 +52,58 @@ def to_transport(messages: Mapping[int, Message], transport: Transport) -> dict[
     """Messages in the form in which they travel, by client; `from_transport` reads them.
 
     With `bfloat16` every float32 tensor is rounded to it, half to even: weights and running statistics, and as well
-    representations, kernels, factors, dictionaries and centroids. Tensors of other dtypes, such as BatchNorm's integer
-    counter of batches or anything in float64, and numbers travel as they are. What several messages share is rounded
-    once and stays shared.
+    representations, kernels, factors, dictionaries and centroids. With `int8` every float32 tensor of two and more
+    dimensions is divided by its scale, the largest magnitude / 127, and rounded to whole numbers, half to even; the
+    scales are among the message's numbers. Vectors stay float32: of running variances, those far below the largest
+    would become 0. A tensor that is not finite arrives as NaN.
+
+    Tensors of other dtypes, such as BatchNorm's integer counter of batches or anything in float64, and numbers travel
+    as they are. What several messages share is rounded once and stays shared.
     """
     if transport == "float32":
         return dict(messages)
-    rounded: dict[int, Tensor] = {}  # by the identity of the float32 tensor, which its message keeps alive
+    rounded: dict[int, tuple[Tensor, float | None]] = {}  # by the identity of the tensor, which its message keeps alive
 
-    def travelling(tensor: Tensor) -> Tensor:
-        if tensor.dtype != torch.float32:
-            return tensor
+    def travelling(tensor: Tensor) -> tuple[Tensor, float | None]:
+        if tensor.dtype != torch.float32 or (transport == "int8" and (tensor.dim() < 2 or not tensor.numel())):
+            return tensor, None
         if id(tensor) not in rounded:
-            rounded[id(tensor)] = tensor.detach().to(torch.bfloat16)
+            source = tensor.detach()
+            rounded[id(tensor)] = _to_int8(source) if transport == "int8" else (source.to(torch.bfloat16), None)
         return rounded[id(tensor)]
 
-    return {
-        k: replace(message, tensors={name: travelling(tensor) for name, tensor in message.tensors.items()})
-        for k, message in messages.items()
-    }
+    sent = {}
+    for k, message in messages.items():
+        parts = {name: travelling(tensor) for name, tensor in message.tensors.items()}
+        scales = {_SCALE + name: scale for name, (_, scale) in parts.items() if scale is not None}
+        tensors = {name: tensor for name, (tensor, _) in parts.items()}
+        sent[k] = replace(message, tensors=tensors, numbers=message.numbers | scales)
+    return sent
+
+
+def _to_int8(tensor: Tensor) -> tuple[Tensor, float]:
+    """Whole numbers from -127 to 127, and what to multiply them by."""
+    largest = float(tensor.abs().amax())
+    if not math.isfinite(largest):
+        return torch.zeros_like(tensor, dtype=torch.int8), math.nan
+    return (tensor * (127 / largest if largest else 0.0)).round().to(torch.int8), largest / 127
 
 
 def from_transport(message: Message, transport: Transport) -> Message:
     """A message of `to_transport` with float32 tensors again; every computation works on these."""
     if transport == "float32":
         return message
-    tensors = {
-        name: tensor.to(torch.float32) if tensor.dtype == torch.bfloat16 else tensor
-        for name, tensor in message.tensors.items()
-    }
-    return replace(message, tensors=tensors)
+    scales = {name: value for name, value in message.numbers.items() if name.startswith(_SCALE)}
+    numbers = {name: value for name, value in message.numbers.items() if name not in scales}
+
+    def arrived(name: str, tensor: Tensor) -> Tensor:
+        if tensor.dtype == torch.bfloat16:
+            return tensor.to(torch.float32)
+        if tensor.dtype == torch.int8 and _SCALE + name in scales:
+            return tensor.to(torch.float32) * float(scales[_SCALE + name])
+        return tensor
+
+    return replace(message, tensors={name: arrived(name, t) for name, t in message.tensors.items()}, numbers=numbers)
 
 
 def merge(messages: Iterable[Message]) -> Message:

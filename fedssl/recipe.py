@@ -82,7 +82,8 @@ class Recipe(Options):
     )
     transport: Transport = Field(
         "float32",
-        description="dtype in which float32 tensors travel, both ways; bfloat16 halves the bytes and keeps 8 bits",
+        description="dtype in which float32 tensors travel, both ways; bfloat16 halves the bytes and keeps 8 bits, "
+        "int8 quarters those of matrices and larger tensors, each with one scale",
     )
     local_update: SerializeAsAny[InstanceOf[LocalUpdate]] = Field(
         ..., description="what a client does with the weights that it receives"

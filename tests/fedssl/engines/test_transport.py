@@ -1,4 +1,4 @@
-"""`transport: bfloat16`: what is rounded, how many bytes travel, and that a run stays a run."""
+"""`transport`: what is rounded, how many bytes travel, and that a run stays a run."""
 
 from __future__ import annotations
 
@@ -32,6 +32,8 @@ KINDS = {
     },
 }
 BFLOAT16 = {"transport": "bfloat16"}
+#: of the bytes of float32; numbers, metrics and integers travel as they are, and with int8 vectors and scales
+SHARES = {"bfloat16": 0.53, "int8": 0.31}
 
 
 def test_float32_is_rounded_half_to_even_and_nothing_else_is():
@@ -58,9 +60,37 @@ def test_float32_is_rounded_half_to_even_and_nothing_else_is():
     assert to_transport({3: message}, "float32")[3] is message
 
 
-def test_what_clients_share_is_rounded_once():
-    shared = torch.rand(4)
-    sent = to_transport({0: Message({"w": shared}), 1: Message({"w": shared})}, "bfloat16")
+def test_int8_has_a_scale_for_each_matrix():
+    weight = torch.tensor([[-2.54, 1.0, 0.011], [0.0101, 0.0, 2.0]])
+    other = {
+        "variance": torch.tensor([1e-6, 1.0]),
+        "kernel64": torch.rand(2, 2, dtype=torch.float64),
+        "own": torch.ones(2, 2, dtype=torch.int8),
+        "empty": torch.zeros(0, 3),
+    }
+    message = Message({"w": weight, "zero": torch.zeros(2, 2), **other}, {"samples": 7.5}, {"layer": "encoder"})
+    [sent] = to_transport({3: message}, "int8").values()
+    assert sent.tensors["w"].tolist() == [[-127, 50, 1], [1, 0, 100]]  # of 0.02 each, half to even
+    assert sent.tensors["w"].dtype == torch.int8
+    assert all(sent.tensors[name] is tensor for name, tensor in other.items())
+    assert message.num_bytes - sent.num_bytes == 3 * (6 + 4) - 2 * 8
+    received = from_transport(sent, "int8")
+    torch.testing.assert_close(received.tensors["w"], torch.tensor([[-2.54, 1.0, 0.02], [0.02, 0.0, 2.0]]))
+    assert received.tensors["zero"].tolist() == [[0, 0], [0, 0]]
+    assert received.tensors["own"] is other["own"]
+    assert (received.numbers, received.config) == (message.numbers, message.config)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_int8_does_not_hide_what_is_not_finite(value):
+    [sent] = to_transport({0: Message({"w": torch.tensor([[1.0, value]])})}, "int8").values()
+    assert from_transport(sent, "int8").tensors["w"].isnan().all()
+
+
+@pytest.mark.parametrize("transport", SHARES)
+def test_what_clients_share_is_rounded_once(transport):
+    shared = torch.rand(4, 4)
+    sent = to_transport({0: Message({"w": shared}), 1: Message({"w": shared})}, transport)
     assert sent[0].tensors["w"] is sent[1].tensors["w"]
 
 
@@ -68,15 +98,16 @@ def traffic(path, name: str) -> list[float]:
     return [value for _, _, metric, value in RunDirectory.open(path).read_metrics() if metric == name]
 
 
+@pytest.mark.parametrize("transport", SHARES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_half_the_bytes_travel_and_a_killed_run_continues_bit_for_bit(kind, tiny, tmp_path, monkeypatch):
-    recipe = tiny(**KINDS[kind], **BFLOAT16)
+def test_fewer_bytes_travel_and_a_killed_run_continues_bit_for_bit(kind, transport, tiny, tmp_path, monkeypatch):
+    recipe = tiny(**KINDS[kind], transport=transport)
     run(tiny(**KINDS[kind]), tmp_path / "float32")
     run(recipe, tmp_path / "a")
     for name in ("bytes_up", "bytes_down"):
-        whole, halved = traffic(tmp_path / "float32", name), traffic(tmp_path / "a", name)
-        assert len(whole) == len(halved)
-        assert sum(halved) <= 0.53 * sum(whole)  # numbers, metrics and integers travel as they are
+        whole, fewer = traffic(tmp_path / "float32", name), traffic(tmp_path / "a", name)
+        assert len(whole) == len(fewer)
+        assert sum(fewer) <= SHARES[transport] * sum(whole)
     assert (tmp_path / "a/metrics.csv").read_bytes() != (tmp_path / "float32/metrics.csv").read_bytes()
 
     commit = RunDirectory.commit

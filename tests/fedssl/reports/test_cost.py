@@ -46,6 +46,7 @@ KINDS = {
     | {"regularizers": ["representation_alignment", "proximal"], "client_dropout": 0.4},
     "bfloat16 on the wire": ALIGNED | {"transport": "bfloat16"},
     "layer-wise, bfloat16 on the wire": LAYER_WISE | {"transport": "bfloat16"},
+    "layer-wise, int8 on the wire": LAYER_WISE | {"transport": "int8"},
     "depth dropout": LAYER_WISE
     | TRANSFORMER
     | {"schedule": {"name": "layer_wise", "rounds_per_stage": 2, "kept_layers": 2}, "client_dropout": 0.3},

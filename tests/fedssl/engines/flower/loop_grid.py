@@ -34,6 +34,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "local": {},
     "hetero_ssfl, bfloat16": ALIGNED | {"transport": "bfloat16"},
     "lw_fedssl, bfloat16": LW_FEDSSL | {"transport": "bfloat16"},
+    "hetero_ssfl, int8": ALIGNED | {"transport": "int8"},
     "one_optimizer": {"local_update": {"name": "keep_own", "keep_optimizer": True}},
     "personal": AVERAGED | {"local_update": "personal", "regularizers": ["distance_to_global"]},
 }
