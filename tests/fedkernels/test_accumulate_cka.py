@@ -219,6 +219,19 @@ def test_inputs_with_gradients_and_autocast():
     assert not value.requires_grad
 
 
+@pytest.mark.parametrize(("make", "fullgraph"), [(CKAAccumulator, False), (MinibatchCKA, True)])
+def test_compiled_it_gives_the_same(make, fullgraph):
+    """CKAAccumulator writes rows of a block in place, where torch.compile breaks its graph."""
+    xs, ys = layers()
+
+    def of_two_batches(xs, ys):
+        return accumulated(xs, ys, make, (60, 40)).compute()
+
+    torch.compiler.reset()
+    compiled = torch.compile(of_two_batches, fullgraph=fullgraph, backend="aot_eager")
+    torch.testing.assert_close(compiled(xs, ys), of_two_batches(xs, ys))
+
+
 X = torch.ones(5, 3)
 
 
