@@ -126,6 +126,37 @@ def test_two_workers_join(make):
         assert joined.count == 100
 
 
+@pytest.mark.parametrize("make", [CKAAccumulator, MinibatchCKA])
+def test_what_was_joined_goes_on_alone(make):
+    """More batches change neither of the accumulators that it was made of."""
+    x, y = pair()
+    first = accumulated(x, y, make, (50,))
+    before = first.compute()
+    joined = make() + first
+    joined.update(x[50:], y[50:])
+    torch.testing.assert_close(joined.compute(), accumulated(x, y, make, (50, 50)).compute())
+    assert torch.equal(first.compute(), before)
+
+
+@pytest.mark.parametrize("make", [CKAAccumulator, MinibatchCKA])
+@pytest.mark.parametrize("wide", ["x", "y"])
+def test_one_float64_makes_all_float64(make, wide):
+    x, y = pair()
+    x, y = (x.float(), y.double()) if wide == "y" else (x.double(), y.float())
+    value = accumulated(x, y, make, (50, 50)).compute()
+    assert value.dtype == torch.float64
+    assert torch.equal(value, accumulated(x.double(), y.double(), make, (50, 50)).compute())
+    assert (make() + accumulated(x, y, make, (50, 50))).compute().dtype == torch.float64
+
+
+@pytest.mark.parametrize("make", [CKAAccumulator, MinibatchCKA])
+def test_later_batches_are_taken_in_the_dtype_of_the_first(make):
+    x, y = pair(torch.float32)
+    mixed = accumulated(x, y, make, (50,))
+    mixed.update(x[50:].double(), y[50:].double())
+    assert torch.equal(mixed.compute(), accumulated(x, y, make, (50, 50)).compute())
+
+
 def work(rank, address, results):
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
     xs, ys = layers()
@@ -135,6 +166,11 @@ def work(rank, address, results):
         accumulator.update([x[rows] for x in xs], [y[rows] for y in ys])
         accumulator.all_reduce()
         results[rank, make.__name__] = accumulator.compute()
+    alone = dist.new_group([1])  # without the first process of all
+    if rank == 1:
+        accumulator = accumulated([x[rows] for x in xs], [y[rows] for y in ys], sizes=(50,))
+        accumulator.all_reduce(alone)
+        results["alone"] = accumulator.compute()
     dist.destroy_process_group()
 
 
@@ -148,6 +184,8 @@ def test_all_reduce_over_two_processes(tmp_path):
         truth = accumulated(xs, ys, make, (50, 50)).compute()
         for rank in (0, 1):
             torch.testing.assert_close(results[rank, make.__name__], truth, rtol=1e-10, atol=1e-12)
+    truth = linear_cka_pairwise([x[50:] for x in xs], [y[50:] for y in ys], True)
+    torch.testing.assert_close(results["alone"], truth, rtol=1e-10, atol=1e-12)
 
 
 def test_one_minibatch_is_debiased_cka():
