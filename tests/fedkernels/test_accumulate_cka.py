@@ -127,9 +127,10 @@ def test_two_workers_join(make):
 
 
 @pytest.mark.parametrize("make", [CKAAccumulator, MinibatchCKA])
-def test_what_was_joined_goes_on_alone(make):
-    """More batches change neither of the accumulators that it was made of."""
-    x, y = pair()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_was_joined_goes_on_alone(make, dtype):
+    """In the dtype of the accumulators that it was made of, which its further batches do not change."""
+    x, y = pair(dtype)
     first = accumulated(x, y, make, (50,))
     before = first.compute()
     joined = make() + first
@@ -207,13 +208,16 @@ def test_minibatches_of_few_wide_samples(dtype, rtol, offset):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("scale", [1e-10, 1.0, 1e10])
-def test_minibatches_of_samples_that_are_equally_far_apart_have_cka_zero(dtype, scale):
+def test_samples_that_are_equally_far_apart_have_debiased_cka_zero(dtype, scale):
+    """Their unbiased HSIC is 0 but for rounding."""
     x, y = (scale * torch.eye(30)).to(dtype), matrix(30, 7, seed=1).to(dtype)
     one_differs = torch.zeros(30, 5, dtype=dtype)
     one_differs[3] = 0.3 * scale
     for flat in (x, one_differs):
         assert accumulated(flat, y, MinibatchCKA, (15, 15)).compute() == 0
         assert accumulated(y, flat, MinibatchCKA, (30,)).compute() == 0
+        assert accumulated(flat, y, sizes=(15, 15)).compute(debiased=True) == 0
+        assert accumulated(y, flat, sizes=(30,)).compute(debiased=True) == 0
 
 
 def test_minibatches_are_the_mean_of_unbiased_hsic():
