@@ -158,6 +158,14 @@ def test_later_batches_are_taken_in_the_dtype_of_the_first(make):
     assert torch.equal(mixed.compute(), accumulated(x, y, make, (50, 50)).compute())
 
 
+def test_later_minibatches_are_rounded_to_the_dtype_of_the_first():
+    x, y = pair(offset=1e4)
+    mixed = MinibatchCKA()
+    mixed.update(x[:50].float(), y[:50].float())
+    mixed.update(x[50:], y[50:])
+    assert torch.equal(mixed.compute(), accumulated(x.float(), y.float(), MinibatchCKA, (50, 50)).compute())
+
+
 def work(rank, address, results):
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
     xs, ys = layers()
@@ -238,8 +246,8 @@ def test_minibatches_are_the_mean_of_unbiased_hsic():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_constant_representations_have_cka_zero(make, dtype):
     x, y = pair(dtype)
-    constant = torch.full_like(x, 0.1)
-    for accumulator in (accumulated(constant, y, make, (50, 50)), accumulated(y, constant, make, (50, 50))):
+    constant, sizes = x[:1].expand(len(x), -1), (7, 43, 50)  # a plain mean of 7 equal numbers may be another
+    for accumulator in (accumulated(constant, y, make, sizes), accumulated(y, constant, make, sizes)):
         assert accumulator.compute() == 0
         if make is CKAAccumulator:
             assert accumulator.compute(debiased=True) == 0
@@ -252,11 +260,13 @@ def test_not_finite_gives_nan(make):
     assert accumulated(x, y, make, (50, 50)).compute().isnan()
 
 
-def test_inputs_with_gradients_and_autocast():
-    x, y = pair(torch.float32)
-    truth = accumulated(x, y).compute()
+@pytest.mark.parametrize("make", [CKAAccumulator, MinibatchCKA])
+def test_inputs_with_gradients_and_autocast(make):
+    x, y = wide_pair()  # more rows than a block has, whose products are formed in update()
+    sizes = (300, 2200)
+    truth = accumulated(x, y, make, sizes).compute()
     with torch.autocast("cpu", torch.bfloat16):
-        value = accumulated(x.requires_grad_(), y).compute()
+        value = accumulated(x.requires_grad_(), y, make, sizes).compute()
     assert torch.equal(value, truth)
     assert not value.requires_grad
 
