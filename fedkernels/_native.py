@@ -175,8 +175,8 @@ def build_info() -> dict[str, str]:
     """What is compiled and what is used.
 
     Returns:
-        A dict of strings. ``native``: "used", or why not. ``operators``: the compiled operators; the others run on the
-        references, and so do all on devices that are neither CPU nor CUDA. If the module is used, also
+        A dict of strings. ``native`` is "used", or says why not. ``operators`` names the compiled operators; the others
+        run on the references, and so do all on devices that are neither CPU nor CUDA. If the module is used, also
         ``cpu_compiled``: the instruction sets that its CPU kernels are compiled for; ``cpu_used``: the one that runs on
         this processor; ``cuda_compiled``: the architectures of the CUDA kernels, or "none" and why;
         ``cuda_operators``: the operators that have CUDA kernels; ``cuda_used``: the GPUs that run them, and why others

@@ -33,7 +33,7 @@ def clip_loss(image: Tensor, text: Tensor, logit_scale: float | Tensor) -> Tenso
             gradient. CLIP learns the logarithm and gives ``log_scale.exp()``.
 
     Returns:
-        A scalar: float64 where image or text is float64, else float32. Products and sums have that precision too,
+        A scalar, float64 where image or text is float64, else float32. Products and sums have that precision too,
         under autocast as well. Gradients come back in each input's dtype. NaN in gives NaN out.
 
     Raises:

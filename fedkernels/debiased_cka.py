@@ -67,7 +67,7 @@ def debiased_cka_pairwise(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Tensor:
         ys: M >= 1 tensors [L, d_m] of the same L samples. May be the list ``xs`` itself.
 
     Returns:
-        [N, M] with entry (n, m) = ``debiased_cka(xs[n], ys[m])``: float64 where any input is float64, else float32.
+        [N, M] with entry (n, m) = ``debiased_cka(xs[n], ys[m])``, float64 where any input is float64, else float32.
 
     Raises:
         TypeError: an argument is not a list of floating tensors.

@@ -48,7 +48,7 @@ def info_nce(
         excluded: bool [B, N + M]: pairs that are left out where it is True.
 
     Returns:
-        A scalar, or [B] for "none": float64 where query, key or negatives is float64, else float32. Products and sums
+        A scalar, or [B] for "none"; float64 where query, key or negatives is float64, else float32. Products and sums
         have that precision too, under autocast as well. Gradients come back in each input's dtype. NaN in gives NaN
         out. On CUDA float32 products use tf32, 1e-3 relative, where torch's setting for matrices allows it
         (``torch.backends.cuda.matmul.fp32_precision``) and the rows fit the device's shared memory (d <= 512 on an

@@ -110,7 +110,7 @@ def linear_cka_pairwise(xs: Sequence[Tensor], ys: Sequence[Tensor], centered: bo
         centered: as in ``linear_cka``.
 
     Returns:
-        [N, M] with entry (n, m) = ``linear_cka(xs[n], ys[m], centered)``: float64 where any input is float64,
+        [N, M] with entry (n, m) = ``linear_cka(xs[n], ys[m], centered)``, float64 where any input is float64,
         else float32.
 
     Raises:

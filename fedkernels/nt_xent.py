@@ -28,7 +28,7 @@ def nt_xent(view1: Tensor, view2: Tensor, temperature: float | Tensor, reduction
         reduction: "mean" or "sum" over the 2B rows, or "none".
 
     Returns:
-        A scalar, or [2B] for "none" (view1's rows, then view2's): float64 where an input is float64, else float32.
+        A scalar, or [2B] for "none" (view1's rows, then view2's); float64 where an input is float64, else float32.
         Products and sums have that precision too, under autocast as well. Gradients come back in each input's dtype.
         NaN in gives NaN out. With B = 1 the positive is the only other row and the loss is 0. float32 may be multiplied
         in tf32 on CUDA, as in ``info_nce``.

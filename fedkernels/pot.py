@@ -54,7 +54,7 @@ def mm_unbalanced(
         log: returns the plan and a dictionary.
 
     Returns:
-        The plan [M, N]: a tensor where M is one, else a numpy array; float64 where M, a or b is float64, else float32.
+        The plan [M, N], a tensor where M is one, else a numpy array; float64 where M, a or b is float64, else float32.
         With ``log``, also a dictionary with "cost" (``<M, plan>``) and "total_cost" (the objective), as POT names them,
         and "iterations" and "gap". A plan has no gradient: ``fedkernels.unbalanced_ot`` has.
 

@@ -30,7 +30,7 @@ def sigmoid_loss(image: Tensor, text: Tensor, logit_scale: float | Tensor, logit
         logit_bias: b: a finite Python number, or a tensor of one entry, which gets its gradient.
 
     Returns:
-        A scalar: float64 where image or text is float64, else float32. Products and sums have that precision too,
+        A scalar, float64 where image or text is float64, else float32. Products and sums have that precision too,
         under autocast as well. Gradients come back in each input's dtype. NaN in gives NaN out.
 
     Raises:

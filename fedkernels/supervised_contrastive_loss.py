@@ -35,7 +35,7 @@ def supervised_contrastive_loss(
         reduction: "mean" over the rows that have a positive (0 if none has), "sum", or "none".
 
     Returns:
-        A scalar, or [B] for "none": float64 where features is float64, else float32. Products and sums have that
+        A scalar, or [B] for "none"; float64 where features is float64, else float32. Products and sums have that
         precision too, under autocast as well. The gradient comes back in the dtype of features. NaN in gives NaN out.
 
     Raises:

@@ -82,7 +82,7 @@ def view_parameters(
         options: strength and probability of each operation.
 
     Returns:
-        A named tuple of tensors [2, n, ...] on the device of `samples`: first all first views, then all second ones.
+        A named tuple of tensors [2, n, ...] on the device of `samples`, first all first views, then all second ones.
 
     Raises:
         TypeError: `samples` are not int64, `height` or `width` no integer, `key` or `options` of another type.

@@ -98,9 +98,9 @@ def unbalanced_ot_plan(
     """The plan of ``unbalanced_ot`` and facts about its solution. Arguments, warnings and errors are the same.
 
     Returns:
-        plan [..., M, N] (float64 where an input is float64, else float32) and info, a named tuple of tensors [...]:
-        ``iterations`` (int64), ``gap`` (float64, relative, NaN for a problem that holds NaN) and ``transported_mass``
-        (float64, the sum of the plan). None of them carries a gradient.
+        plan [..., M, N] (float64 where an input is float64, else float32) and info, a named tuple of tensors [...].
+        These are ``iterations`` (int64), ``gap`` (float64, relative, NaN for a problem that holds NaN) and
+        ``transported_mass`` (float64, the sum of the plan). None of them carries a gradient.
     """
     cost, a, b, options = _check(cost, a, b, tau_a, tau_b, row_mask, column_mask, tol, max_iterations, method)
     plan, _, _, _, mass, iterations, gap = _solve(cost, a, b, *options)

@@ -205,12 +205,14 @@ def apply_override(values: dict[str, Any], override: str) -> None:
 def flatten_keys(values: Any, prefix: str = "") -> dict[str, Any]:
     """Turn nested mappings and lists into one mapping with dotted keys.
 
+    Of `{"a": {"b": [1]}}` it makes `{"a.b.0": 1}`.
+
     Args:
         values: mappings and lists of any depth, as YAML gives them. An empty mapping or list counts as a value.
         prefix: the key of `values` itself; every key begins with it.
 
     Returns:
-        `{"a.b.0": 1}` for `{"a": {"b": [1]}}`.
+        The values by their dotted keys.
     """
     if not isinstance(values, (dict, list)) or not values:
         return {prefix: values}

@@ -41,7 +41,7 @@ def clip_loss(
         group: the process group; None is the default group.
 
     Returns:
-        A scalar, or [B] for "none": float64 where an input is float64, else float32, as in
+        A scalar, or [B] for "none"; float64 where an input is float64, else float32, as in
         ``fedkernels.distributed.info_nce``.
 
     Raises:

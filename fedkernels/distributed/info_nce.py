@@ -37,7 +37,7 @@ def info_nce(
         group: the process group; None is the default group.
 
     Returns:
-        A scalar, or [B] for "none": float64 where an input is float64, else float32. Products and sums have that
+        A scalar, or [B] for "none"; float64 where an input is float64, else float32. Products and sums have that
         precision too, under autocast as well. A loss is the difference of two logits' sizes: it is rounded to theirs.
 
     Raises:

@@ -38,7 +38,7 @@ def nt_xent(
         group: the process group; None is the default group.
 
     Returns:
-        A scalar, or [2B] for "none": float64 where an input is float64, else float32, as in
+        A scalar, or [2B] for "none"; float64 where an input is float64, else float32, as in
         ``fedkernels.distributed.info_nce``.
 
     Raises:

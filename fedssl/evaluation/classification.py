@@ -11,10 +11,11 @@ def classification_scores(predicted: Tensor, labels: Tensor) -> dict[str, float]
         labels: integer [m], m at least 1.
 
     Returns:
-        `accuracy`: the share of correct predictions. `per_class_accuracy`: the mean of the classes' own accuracies, the
-        LW-FedSSL paper's figure for Caltech-101 and MedMNIST. `precision`, `recall`, `f1`: the means of the classes'
-        own values. By definition mean per-class accuracy and macro recall are the same number; both names are in use.
-        Means are over the classes that have test images. A class that is never predicted has precision 0.
+        Five percentages by name. `accuracy` is that of correct predictions. `per_class_accuracy` is the mean of the
+        classes' own accuracies, the LW-FedSSL paper's figure for Caltech-101 and MedMNIST. `precision`, `recall` and
+        `f1` are the means of the classes' own values. By definition mean per-class accuracy and macro recall are the
+        same number; both names are in use. Means are over the classes that have test images. A class that is never
+        predicted has precision 0.
     """
     from sklearn.metrics import precision_recall_fscore_support  # here, as importing it takes a second
 

@@ -12,7 +12,7 @@ def grid_cells(points: Tensor, columns: int) -> Tensor:
         columns: cells along each side; at least n cells in all.
 
     Returns:
-        int64 [n, 2]: column and row of each point's cell, from the lower left.
+        int64 [n, 2], column and row of each point's cell, from the lower left.
     """
     low, high = points.min(dim=0).values, points.max(dim=0).values
     placed = (points - low) / (high - low).clamp(min=1e-9) * (columns - 1)

@@ -125,8 +125,8 @@ def linear_auroc(
         generator_seed: see `linear_accuracy`.
 
     Returns:
-        In percent: 50 for chance, 100 for a perfect order. A label that all test images have, or none, does not count;
-        None where no label counts.
+        Percentage, 50 for chance and 100 for a perfect order. A label that all test images have, or none, does not
+        count; None where no label counts.
 
     Raises:
         UserError: training diverged.

@@ -107,7 +107,7 @@ def build_encoder(architecture: str, in_channels: int, image_size: int) -> Encod
         image_size: side of the square images in pixels.
 
     Returns:
-        A module on the CPU, in training mode, with `num_features: int`, that maps float [n, in_channels,
+        A module on the CPU, in training mode, with an integer `num_features`, that maps float [n, in_channels,
         image_size, image_size] to float [n, num_features]. Networks from timm have an `Encoder`'s members but are
         not instances of it.
 

@@ -73,7 +73,7 @@ class Model(nn.Module):
             views: normalised float32 [n, C, H, W] each.
 
         Returns:
-            For an encoder, a projector and a predictor: representations, projections, predictions, [n, d] each.
+            [n, d] each, such as the representations, projections and predictions of three networks.
         """
         batches, outputs = self._batches(views), []
         for network in self.online.values():

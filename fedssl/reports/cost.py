@@ -380,7 +380,8 @@ def totals(costs: Sequence[RoundCost]) -> dict[str, int]:
     """Sum up the rounds of `estimate`.
 
     Returns:
-        `memory`: bytes of the step that takes most; `flops`, `bytes_down`, `bytes_up`: of all clients in all rounds.
+        Numbers by name. `memory` has the bytes of the step that takes most. `flops`, `bytes_down` and `bytes_up` are of
+        all clients in all rounds.
     """
     return {
         "memory": max((step.memory for cost in costs for step in cost.step.values()), default=0),

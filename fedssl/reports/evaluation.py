@@ -50,7 +50,7 @@ def evaluate_run(
         trust: run the code of parts of one's own that the run's recipe names.
 
     Returns:
-        The file that was written: RUN/evaluation.csv, or RUN/evaluation-DATA.csv for other data, with a line a client
+        The file that was written, RUN/evaluation.csv, or RUN/evaluation-DATA.csv for other data, with a line a client
         and a column a measure.
 
     Raises:
@@ -93,7 +93,7 @@ def evaluate_export(
         fractions, fine_tune: see `evaluate_run`.
 
     Returns:
-        The file that was written: FOLDER/evaluation-DATA.csv with a line and a column a measure.
+        The file that was written, FOLDER/evaluation-DATA.csv with a line and a column a measure.
 
     Raises:
         UserError: `path` holds no encoder; a fraction is not in (0, 1]; the data are missing or do not fit; or the file

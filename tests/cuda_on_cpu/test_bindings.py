@@ -6,27 +6,49 @@ CPU's operators as long as a case runs, and the cases are those of tests/fedkern
 
 import ctypes
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
 
 from fedkernels import (
+    CKAAccumulator,
+    MinibatchCKA,
     ViewOptions,
+    _checks,
     _linear_cka_cuda,
     _native,
     apply_deltas,
     client_weights,
+    clip_loss,
+    debiased_cka,
+    debiased_cka_pairwise,
+    info_nce,
     linear_cka,
     linear_cka_pairwise,
     linear_cka_to_kernel,
+    nt_xent,
+    sigmoid_loss,
+    supervised_contrastive_loss,
     unbalanced_ot,
 )
 from tests.cuda_on_cpu.emulation import ORDERS, ROOT, SANITIZED, planted
 from tests.cuda_on_cpu.host_reads import HostReadError, no_host_reads
 from tests.fedkernels import test_cuda
-from tests.fedkernels.test_cuda import BF16, FP16, FP32, Case, assert_equal, assert_near, randn, with_gradients
+from tests.fedkernels.test_cuda import (
+    BF16,
+    FP16,
+    FP32,
+    FP64,
+    MORE,
+    ROWS,
+    Case,
+    assert_equal,
+    assert_near,
+    randn,
+    with_gradients,
+)
 
 OPS = ROOT / "csrc/ops"
 SOURCES = sorted(OPS.glob("*_cuda.cpp"))
@@ -41,6 +63,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*verriding a previously registered kernel"),
     pytest.mark.skipif(SANITIZED, reason="margins around all memory find here what AddressSanitizer would"),
 ]
+
+
+def without_those_for_the_cpu(operator: Callable[..., object]) -> Callable[..., object]:
+    alone = {*_native.FOR_CPU_ALONE, "similarity_logsumexp_gradients"}
+    return lambda name, *tensors: None if name in alone else operator(name, *tensors)
 
 
 class Bindings:
@@ -59,7 +86,10 @@ class Bindings:
 
     @contextmanager
     def on_cuda(self, order: tuple[int, bool] = ORDERS[0]) -> Iterator[list[str]]:
-        """Tensors on the CPU count as CUDA's, and fedkernels' operators are these. -> the names of those called"""
+        """Tensors on the CPU count as CUDA's, and fedkernels' operators are these. -> the names of those called
+
+        Those for the CPU alone are not found, as on a GPU.
+        """
         self.handle.cuda_on_cpu_settings(order[0], int(order[1]), 4, ctypes.c_size_t(227 << 10))
         called: list[str] = []
 
@@ -75,6 +105,8 @@ class Bindings:
                 registered.impl(name, noting(name, operator), "CPU")
             patch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True), raising=False)
             patch.setattr(_native, "CUDA", frozenset({*_native.COMPILED, "linear_cka_large"} - _native.FOR_CPU_ALONE))
+            patch.setattr(_checks, "has_values", lambda tensor: False)
+            patch.setattr(_native, "operator", without_those_for_the_cpu(_native.operator))
             yield called
 
 
@@ -88,6 +120,99 @@ CASES |= {
     ),
     "linear_cka_pairwise, more than one call takes": Case(
         lambda *zs: [linear_cka_pairwise(zs, zs)], [randn(9, 1 + n % 3, seed=n) for n in range(19)], FP32, 1e-5
+    ),
+}
+NUMBERS = torch.arange(len(MORE))
+
+
+def of_batches(make: type[CKAAccumulator] | type[MinibatchCKA]) -> Callable[..., list[torch.Tensor]]:
+    def call(x, y):
+        accumulator = make()
+        for start in range(0, len(x), 30):
+            accumulator.update(x[start : start + 30], y[start : start + 30])
+        return [accumulator.compute()]
+
+    return call
+
+
+# What has no CUDA kernels of its own: the kernels of others that it calls, or none where its reference serves.
+WITHOUT_OWN_KERNELS = {
+    "info_nce, a tensor of temperature": (
+        {"info_nce"},
+        Case(with_gradients(lambda q, k, t: info_nce(q, k, t)), [ROWS, MORE, torch.tensor(0.3)], FP32, 1e-5),
+    ),
+    "info_nce, an offset and negatives": (
+        {"info_nce"},
+        Case(
+            with_gradients(lambda q, k, n: info_nce(q, k, 0.3, positives=4, negatives=n)),
+            [ROWS, MORE, ROWS],
+            FP32,
+            1e-5,
+        ),
+    ),
+    "info_nce, positives and labels": (
+        set(),
+        Case(
+            with_gradients(
+                lambda q, k: info_nce(q, k, 0.3, positives=NUMBERS[1:38], labels=(NUMBERS[:37] % 5, NUMBERS % 5))
+            ),
+            [ROWS, MORE],
+            FP32,
+            1e-5,
+        ),
+    ),
+    "info_nce, excluded": (
+        set(),
+        Case(
+            with_gradients(lambda q, k: info_nce(q, k, 0.3, excluded=NUMBERS[:37, None] % 7 == NUMBERS % 5)),
+            [ROWS, MORE],
+            FP32,
+            1e-5,
+        ),
+    ),
+    "nt_xent, a tensor of temperature": (
+        {"nt_xent"},
+        Case(with_gradients(lambda p, q, t: nt_xent(p, q, t)), [ROWS, MORE[:37], torch.tensor(0.3)], FP32, 1e-5),
+    ),
+    "clip_loss": ({"info_nce"}, Case(with_gradients(lambda p, q: clip_loss(p, q, 0.7)), [ROWS, MORE[:37]], FP32, 1e-5)),
+    "supervised_contrastive_loss, an even number of rows": (
+        {"nt_xent", "nt_xent_gradients"},
+        Case(with_gradients(lambda z: supervised_contrastive_loss(z, NUMBERS[:36] % 5, 2.0)), [ROWS[:36]], FP32, 1e-5),
+    ),
+    "supervised_contrastive_loss, an odd number of rows": (
+        set(),
+        Case(with_gradients(lambda z: supervised_contrastive_loss(z, NUMBERS[:37] % 5, 2.0)), [ROWS], FP32, 1e-5),
+    ),
+    "sigmoid_loss": (
+        set(),
+        Case(with_gradients(lambda p, q: sigmoid_loss(p, q, 0.7, -2.0)), [ROWS, MORE[:37]], FP32, 1e-5),
+    ),
+    "linear_cka_to_kernel, a gradient in the kernel": (
+        set(),
+        Case(with_gradients(linear_cka_to_kernel), [randn(40, 9), randn(40, 50) @ randn(40, 50).T], FP32, 1e-5),
+    ),
+    "linear_cka_pairwise, gradients": (
+        set(),
+        Case(with_gradients(lambda x, y: linear_cka_pairwise([x, y], [y])), [randn(40, 9), randn(40, 50)], FP32, 1e-5),
+    ),
+    "debiased_cka": (
+        set(),
+        Case(with_gradients(debiased_cka), [randn(2, 40, 9), randn(2, 40, 50, seed=1)], FP32, 1e-5),
+    ),
+    "debiased_cka_pairwise": (
+        set(),
+        Case(lambda x, y: [debiased_cka_pairwise([x, y], [y])], [randn(40, 9), randn(40, 50, seed=1)], FP32, 1e-5),
+    ),
+    "CKAAccumulator": (set(), Case(of_batches(CKAAccumulator), [randn(100, 9), randn(100, 50, seed=1)], FP32, 1e-5)),
+    "MinibatchCKA": (set(), Case(of_batches(MinibatchCKA), [randn(100, 9), randn(100, 50, seed=1)], FP32, 1e-5)),
+    "unbalanced_ot, interior point": (
+        set(),
+        Case(
+            with_gradients(lambda cost: unbalanced_ot(cost, 1.0, 1.0, 0.8, 0.9, method="interior_point", tol=1e-9)),
+            [randn(2, 5, 6).abs()],
+            FP64,
+            1e-6,
+        ),
     ),
 }
 # In a file of csrc/ops, and the case that finds it.
@@ -140,6 +265,18 @@ def test_every_operator_is_there(bindings):
 @pytest.mark.parametrize("name", CASES)
 def test_case(bindings, name):
     check(bindings, name)
+
+
+@pytest.mark.parametrize("name", WITHOUT_OWN_KERNELS)
+def test_without_own_kernels(bindings, name):
+    """And the host does not wait for values, but in the interior point, whose reference looks at them."""
+    kernels, case = WITHOUT_OWN_KERNELS[name]
+    inputs = [tensor.to(case.dtype) for tensor in case.tensors]
+    truth = case.call(*(tensor.double() for tensor in inputs))
+    with bindings.on_cuda() as called, nullcontext() if "interior" in name else no_host_reads(inputs):
+        found = case.call(*inputs)
+    assert set(called) == kernels
+    assert_near(found, truth, case.tolerance)
 
 
 def test_no_problems(bindings):

@@ -126,6 +126,46 @@ def test_two_workers_join(make):
         assert joined.count == 100
 
 
+@pytest.mark.parametrize("make", [CKAAccumulator, MinibatchCKA])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_was_joined_goes_on_alone(make, dtype):
+    """In the dtype of the accumulators that it was made of, which its further batches do not change."""
+    x, y = pair(dtype)
+    first = accumulated(x, y, make, (50,))
+    before = first.compute()
+    joined = make() + first
+    joined.update(x[50:], y[50:])
+    torch.testing.assert_close(joined.compute(), accumulated(x, y, make, (50, 50)).compute())
+    assert torch.equal(first.compute(), before)
+
+
+@pytest.mark.parametrize("make", [CKAAccumulator, MinibatchCKA])
+@pytest.mark.parametrize("wide", ["x", "y"])
+def test_one_float64_makes_all_float64(make, wide):
+    x, y = pair()
+    x, y = (x.float(), y.double()) if wide == "y" else (x.double(), y.float())
+    value = accumulated(x, y, make, (50, 50)).compute()
+    assert value.dtype == torch.float64
+    assert torch.equal(value, accumulated(x.double(), y.double(), make, (50, 50)).compute())
+    assert (make() + accumulated(x, y, make, (50, 50))).compute().dtype == torch.float64
+
+
+@pytest.mark.parametrize("make", [CKAAccumulator, MinibatchCKA])
+def test_later_batches_are_taken_in_the_dtype_of_the_first(make):
+    x, y = pair(torch.float32)
+    mixed = accumulated(x, y, make, (50,))
+    mixed.update(x[50:].double(), y[50:].double())
+    assert torch.equal(mixed.compute(), accumulated(x, y, make, (50, 50)).compute())
+
+
+def test_later_minibatches_are_rounded_to_the_dtype_of_the_first():
+    x, y = pair(offset=1e4)
+    mixed = MinibatchCKA()
+    mixed.update(x[:50].float(), y[:50].float())
+    mixed.update(x[50:], y[50:])
+    assert torch.equal(mixed.compute(), accumulated(x.float(), y.float(), MinibatchCKA, (50, 50)).compute())
+
+
 def work(rank, address, results):
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
     xs, ys = layers()
@@ -135,6 +175,11 @@ def work(rank, address, results):
         accumulator.update([x[rows] for x in xs], [y[rows] for y in ys])
         accumulator.all_reduce()
         results[rank, make.__name__] = accumulator.compute()
+    alone = dist.new_group([1])  # without the first process of all
+    if rank == 1:
+        accumulator = accumulated([x[rows] for x in xs], [y[rows] for y in ys], sizes=(50,))
+        accumulator.all_reduce(alone)
+        results["alone"] = accumulator.compute()
     dist.destroy_process_group()
 
 
@@ -148,6 +193,8 @@ def test_all_reduce_over_two_processes(tmp_path):
         truth = accumulated(xs, ys, make, (50, 50)).compute()
         for rank in (0, 1):
             torch.testing.assert_close(results[rank, make.__name__], truth, rtol=1e-10, atol=1e-12)
+    truth = linear_cka_pairwise([x[50:] for x in xs], [y[50:] for y in ys], True)
+    torch.testing.assert_close(results["alone"], truth, rtol=1e-10, atol=1e-12)
 
 
 def test_one_minibatch_is_debiased_cka():
@@ -169,13 +216,16 @@ def test_minibatches_of_few_wide_samples(dtype, rtol, offset):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("scale", [1e-10, 1.0, 1e10])
-def test_minibatches_of_samples_that_are_equally_far_apart_have_cka_zero(dtype, scale):
+def test_samples_that_are_equally_far_apart_have_debiased_cka_zero(dtype, scale):
+    """Their unbiased HSIC is 0 but for rounding."""
     x, y = (scale * torch.eye(30)).to(dtype), matrix(30, 7, seed=1).to(dtype)
     one_differs = torch.zeros(30, 5, dtype=dtype)
     one_differs[3] = 0.3 * scale
     for flat in (x, one_differs):
         assert accumulated(flat, y, MinibatchCKA, (15, 15)).compute() == 0
         assert accumulated(y, flat, MinibatchCKA, (30,)).compute() == 0
+        assert accumulated(flat, y, sizes=(15, 15)).compute(debiased=True) == 0
+        assert accumulated(y, flat, sizes=(30,)).compute(debiased=True) == 0
 
 
 def test_minibatches_are_the_mean_of_unbiased_hsic():
@@ -196,8 +246,8 @@ def test_minibatches_are_the_mean_of_unbiased_hsic():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_constant_representations_have_cka_zero(make, dtype):
     x, y = pair(dtype)
-    constant = torch.full_like(x, 0.1)
-    for accumulator in (accumulated(constant, y, make, (50, 50)), accumulated(y, constant, make, (50, 50))):
+    constant, sizes = x[:1].expand(len(x), -1), (7, 43, 50)  # a plain mean of 7 equal numbers may be another
+    for accumulator in (accumulated(constant, y, make, sizes), accumulated(y, constant, make, sizes)):
         assert accumulator.compute() == 0
         if make is CKAAccumulator:
             assert accumulator.compute(debiased=True) == 0
@@ -210,13 +260,28 @@ def test_not_finite_gives_nan(make):
     assert accumulated(x, y, make, (50, 50)).compute().isnan()
 
 
-def test_inputs_with_gradients_and_autocast():
-    x, y = pair(torch.float32)
-    truth = accumulated(x, y).compute()
+@pytest.mark.parametrize("make", [CKAAccumulator, MinibatchCKA])
+def test_inputs_with_gradients_and_autocast(make):
+    x, y = wide_pair()  # more rows than a block has, whose products are formed in update()
+    sizes = (300, 2200)
+    truth = accumulated(x, y, make, sizes).compute()
     with torch.autocast("cpu", torch.bfloat16):
-        value = accumulated(x.requires_grad_(), y).compute()
+        value = accumulated(x.requires_grad_(), y, make, sizes).compute()
     assert torch.equal(value, truth)
     assert not value.requires_grad
+
+
+@pytest.mark.parametrize(("make", "fullgraph"), [(CKAAccumulator, False), (MinibatchCKA, True)])
+def test_compiled_it_gives_the_same(make, fullgraph):
+    """CKAAccumulator writes rows of a block in place, where torch.compile breaks its graph."""
+    xs, ys = layers()
+
+    def of_two_batches(xs, ys):
+        return accumulated(xs, ys, make, (60, 40)).compute()
+
+    torch.compiler.reset()
+    compiled = torch.compile(of_two_batches, fullgraph=fullgraph, backend="aot_eager")
+    torch.testing.assert_close(compiled(xs, ys), of_two_batches(xs, ys))
 
 
 X = torch.ones(5, 3)

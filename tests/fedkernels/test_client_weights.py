@@ -189,6 +189,10 @@ def test_detached():
     assert not client_weights(gram).requires_grad
 
 
+def test_the_operator_of_compiled_graphs_keeps_to_torchs_rules():
+    torch.library.opcheck(torch.ops.fedkernels.client_weights_solve.default, (gram_of(5, 20, 1.0), 1e-8))
+
+
 def test_compiles_without_a_graph_break():
     gram = gram_of(5, 20, 1.0).requires_grad_()
     compiled = torch.compile(lambda g: 2 * client_weights(g), fullgraph=True, backend="aot_eager")

@@ -337,9 +337,21 @@ def test_module_of_cka(centered):
     assert repr(loss) == f"CKALoss(centered={centered})"
 
 
-@pytest.mark.parametrize("module", [fedkernels.nn.InfoNCE(0.2), fedkernels.nn.NTXent(0.2), fedkernels.nn.CKALoss()])
-def test_modules_move_and_store_like_any_other(module):
+MODULES = {
+    "InfoNCE": (fedkernels.nn.InfoNCE(0.2), [ROWS, MORE]),
+    "NTXent": (fedkernels.nn.NTXent(0.2), [ROWS, MORE[:37]]),
+    "SupervisedContrastiveLoss": (fedkernels.nn.SupervisedContrastiveLoss(0.2), [ROWS, classes(ROWS)]),
+    "CLIPLoss": (fedkernels.nn.CLIPLoss(), [ROWS, MORE[:37], 0.7]),
+    "SigmoidLoss": (fedkernels.nn.SigmoidLoss(), [ROWS, MORE[:37], 0.7, -2.0]),
+    "CKALoss": (fedkernels.nn.CKALoss(), [X, Y]),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_move_and_store_like_any_other(name):
+    module, inputs = MODULES[name]
     assert not list(module.parameters())
     assert not module.state_dict()
+    torch.compiler.reset()
     compiled = torch.compile(module.to(FP64), fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(ROWS, MORE[:37]), module(ROWS, MORE[:37]))
+    torch.testing.assert_close(compiled(*inputs), module(*inputs))

@@ -101,12 +101,15 @@ def test_strides_do_not_matter():
     )
 
 
-def test_compiles_without_a_graph_break():
-    view1, view2 = (view.requires_grad_() for view in views(5, 4))
-    loss = torch.compile(nt_xent, fullgraph=True, backend="aot_eager")(view1, view2, 0.3)
-    truth = nt_xent(view1, view2, 0.3)
+@pytest.mark.parametrize("temperature", [0.3, torch.tensor(0.3, dtype=torch.float64, requires_grad=True)])
+def test_compiles_without_a_graph_break(temperature):
+    leaves = [view.requires_grad_() for view in views(5, 4)]
+    leaves += [temperature] if isinstance(temperature, torch.Tensor) else []
+    torch.compiler.reset()
+    loss = torch.compile(nt_xent, fullgraph=True, backend="aot_eager")(*leaves[:2], temperature)
+    truth = nt_xent(*leaves[:2], temperature)
     torch.testing.assert_close(loss, truth)
-    torch.testing.assert_close(torch.autograd.grad(loss, [view1, view2]), torch.autograd.grad(truth, [view1, view2]))
+    torch.testing.assert_close(torch.autograd.grad(loss, leaves), torch.autograd.grad(truth, leaves))
 
 
 def test_extreme_but_legal_inputs():

@@ -186,6 +186,14 @@ def test_gradcheck(which):
     )
 
 
+def test_gradcheck_of_steepest_descent():
+    """One pair of entries: more of them take it tens of thousands of steps."""
+    leaves = [tensor.requires_grad_() for tensor in problem(2, 1, seed=5)]
+    assert torch.autograd.gradcheck(
+        lambda cost, a, b: unbalanced_ot(cost, a, b, 0.8, 1.1, tol=1e-13, method="steepest"), leaves, rtol=1e-4
+    )
+
+
 def test_gradient_of_shared_masses_is_summed():
     cost, a, b = problem(4, 3, seed=5, batch=(2,))
     shared = a[0].clone().requires_grad_()
@@ -261,14 +269,17 @@ def test_autocast_changes_nothing():
     assert torch.equal(inside, unbalanced_ot(cost, a, b, 0.8, 0.9))
 
 
-def test_compiles_without_a_graph_break():
+@pytest.mark.parametrize("method", ["accelerated", "interior_point", "steepest"])
+def test_compiles_without_a_graph_break(method):
     cost, a, b = problem(4, 5, seed=10)
     cost.requires_grad_()
+    options = {"tol": 1e-3, "method": method}
 
     def everything(cost):
-        plan, info = unbalanced_ot_plan(cost, a, b, 0.8, 0.9)
-        return unbalanced_ot(2 * cost, a, 1.0, 0.8, 0.9) + plan.sum() + info.gap
+        plan, info = unbalanced_ot_plan(cost, a, b, 0.8, 0.9, **options)
+        return unbalanced_ot(2 * cost, a, 1.0, 0.8, 0.9, **options) + plan.sum() + info.gap
 
+    torch.compiler.reset()
     value, truth = torch.compile(everything, fullgraph=True, backend="aot_eager")(cost), everything(cost)
     torch.testing.assert_close(value, truth)
     torch.testing.assert_close(torch.autograd.grad(value, cost), torch.autograd.grad(truth, cost))

@@ -95,12 +95,13 @@ def test_gradcheck_of_a_stiff_problem():
     )
 
 
-def test_the_operators_keep_to_torchs_rules_with_the_interior_point():
+@pytest.mark.parametrize("method", ["interior_point", "steepest"])
+def test_the_operators_keep_to_torchs_rules_with_other_methods(method):
     names = ["unbalanced_ot_reference"] + ["unbalanced_ot"] * (_native.module is not None)
     cost, a, b = spread(5, 7)
     for name in names:
         operator = getattr(torch.ops.fedkernels, name).default
-        torch.library.opcheck(operator, (cost, a, b, 90.0, 80.0, 1e-6, 100, "interior_point"))
+        torch.library.opcheck(operator, (cost, a, b, 90.0, 80.0, 1e-6, 100, method))
 
 
 def test_forbidden_pairs_in_the_interior_point():
@@ -165,8 +166,22 @@ def test_masked_problems_are_the_smaller_ones(method):
         torch.testing.assert_close(info.transported_mass[k], alone_info.transported_mass, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("method", ["accelerated", "interior_point"])
+def test_gradcheck_of_masked_problems(method):
+    leaves = [tensor.requires_grad_() for tensor in problem(4, 3, seed=5)]
+    masks = {"row_mask": torch.tensor([True, False, True, True]), "column_mask": torch.tensor([True, True, False])}
+    assert torch.autograd.gradcheck(
+        lambda cost, a, b: unbalanced_ot(cost, a, b, 0.8, 1.1, **masks, tol=1e-13, method=method),
+        leaves,
+        atol=1e-5,
+        rtol=1e-4,
+        fast_mode=True,
+    )
+
+
 def test_one_mask_serves_a_batch_and_compiles():
     cost, a, b = problem(4, 5, seed=10, batch=(2,))
+    cost.requires_grad_()
     keep = torch.tensor([True, True, False, True])
 
     def masked(cost):
@@ -176,6 +191,8 @@ def test_one_mask_serves_a_batch_and_compiles():
     torch.testing.assert_close(masked(cost), truth, rtol=1e-8, atol=0)
     compiled = torch.compile(masked, fullgraph=True, backend="aot_eager")(cost)
     torch.testing.assert_close(compiled, truth, rtol=1e-8, atol=0)
+    of_compiled, of_truth = (torch.autograd.grad(value.sum(), cost)[0] for value in (compiled, truth))
+    torch.testing.assert_close(of_compiled, of_truth, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(

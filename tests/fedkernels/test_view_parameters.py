@@ -270,3 +270,11 @@ def test_bad_options_are_named(changes, error, message):
 def test_bad_input_is_named(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_compiles_without_a_graph_break():
+    torch.compiler.reset()
+    compiled = torch.compile(view_parameters, fullgraph=True, backend="aot_eager")
+    arguments = torch.arange(3, 9), ViewKey(1, 2), 12, 14, OPTIONS
+    drawn, truth = compiled(*arguments), view_parameters(*arguments)
+    assert all(torch.equal(one, other) for one, other in zip(drawn, truth, strict=True))

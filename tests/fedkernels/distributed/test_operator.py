@@ -37,6 +37,19 @@ def test_opcheck(two_views):
     )
 
 
+@pytest.mark.parametrize("method", ["gather", "ring"])
+def test_opcheck_of_the_gradients(method):
+    query, key = (part.detach() for part in inputs((4, 3), (4, 3)))
+    scale, name = torch.tensor(2.0, dtype=torch.float64), str(dist.group.WORLD.group_name)
+    _, logsumexp, _, *of_keys = torch.ops.fedkernels.distributed_losses(
+        query, key, scale, False, method, name, True, True
+    )
+    torch.library.opcheck(
+        torch.ops.fedkernels.distributed_gradients.default,
+        (query, key, scale, logsumexp, torch.ones(4).double(), *of_keys, False, method, name),
+    )
+
+
 @pytest.mark.parametrize("loss", ["info_nce", "nt_xent", "clip_loss"])
 def test_compile(loss):
     first, second = inputs((4, 3), (4, 3))
