@@ -16,7 +16,6 @@ from .accounting import StepCost, StepCosts, StepCounter, structure
 from .client import LocalRound
 from .data.batches import batches_of_epoch, round_batches
 from .data.device_batches import device_batches
-from .data.freed_memory import keep_freed_memory
 from .errors import UserError
 from .messages import Message
 from .models.model import Model
@@ -122,8 +121,6 @@ def train_locally(
     The optimiser is new in every round, as its state describes weights that the server may have replaced, unless
     `keep_optimizer` says that it continues with the state that it left in the client's memory.
 
-    Where the C library is glibc, this process keeps the memory that it frees from now on (`keep_freed_memory`).
-
     The first step is counted (accounting.py): `memory` in bytes, `flops` of the whole round; on CUDA also
     `cuda_memory`, the allocator's own peak in bytes. A process counts each kind of step once (`_kind_of_step`).
 
@@ -145,7 +142,6 @@ def train_locally(
         UserError: the loss is not finite. It is looked at once an epoch, as each look waits for the device; the message
             names the first step at which it was not.
     """
-    keep_freed_memory()
     client, objective = local.client, local.objective
     model, device = client.model, client.model.device
     model.joins_views = options.join_views
