@@ -132,4 +132,6 @@ def test_options_of_training(training, two_ranks):
 
 
 def test_a_timm_network_with_activations_in_its_batch_norms(two_ranks):
-    compare(values_of("simsiam", {"local_steps": 3, "local_epochs": 1}, architectures=["mobilenetv3_small_050"]), two_ranks)
+    compare(
+        values_of("simsiam", {"local_steps": 3, "local_epochs": 1}, architectures=["mobilenetv3_small_050"]), two_ranks
+    )

@@ -265,7 +265,9 @@ def test_a_network_that_drops_values_at_random_is_refused(recipe_of, monkeypatch
 
     monkeypatch.setattr(federation, "_build_model", with_dropout)
     build_federation(recipe_of("fedbyol", 1))
-    with pytest.raises(UserError, match=r"small_convnet, whose online\.projector\.1 \(Dropout\) drops values at random"):
+    with pytest.raises(
+        UserError, match=r"small_convnet, whose online\.projector\.1 \(Dropout\) drops values at random"
+    ):
         build_federation(recipe_of("fedbyol", 2))
 
 
