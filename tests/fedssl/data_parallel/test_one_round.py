@@ -13,16 +13,16 @@ from fedssl.aggregators.base_model import BASE
 from fedssl.client import LocalRound
 from fedssl.data_parallel import share
 from fedssl.data_parallel.share import Share
-from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from fedssl.messages import Message
 from fedssl.models.model import Model
 from fedssl.objectives.base import Step
+from fedssl.parts import part_class, part_names
 from fedssl.reading import parse_recipe
 from fedssl.regularizers.base import Regularizer, StepLoss
 from fedssl.regularizers.representation_alignment import STAGE
 from fedssl.training import train_locally
-from tests.fedssl.conftest import AVERAGED, tiny_values
+from tests.fedssl.conftest import AVERAGED, TINY, tiny_values
 
 OBJECTIVES: dict[str, Any] = {
     "byol": {"name": "byol", "hidden_features": 16, "output_features": 8},
@@ -71,7 +71,7 @@ class DoubleViews(Regularizer):
         return of_double
 
 
-def train(values: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, float]]:
+def train(values: dict[str, Any], dtype: torch.dtype = torch.float64) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Client 0's round, from a received model and a previous one that differ from its own.
 
     Where this process is one of a group, it trains on its share.
@@ -80,14 +80,13 @@ def train(values: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, float]]:
     federation = build_federation(parse_recipe(values))
     recipe, method = federation.recipe, federation.method
     client = federation.client(0, Message())
-    client.model.double().train()
+    client.model.to(dtype).train()
     others = [build_federation(parse_recipe(values | {"seed": seed})).client(0, Message()).model for seed in (1, 2)]
-    received, previous = ({name: t.double() for name, t in other.online_state().items()} for other in others)
-    base = {f"{BASE}{name}": t.double() for name, t in others[0].encoder.state_dict().items()}
+    received, previous = ({name: t.to(dtype) for name, t in other.online_state().items()} for other in others)
+    base = {f"{BASE}{name}": t.to(dtype) for name, t in others[0].encoder.state_dict().items()}
     client.memory.numbers[STAGE] = 1
-    local = LocalRound(
-        client, Message({**received, **base}), 1, 0, Double(method.objective), method.augmentation, previous
-    )
+    objective: Any = Double(method.objective) if dtype is torch.float64 else method.objective
+    local = LocalRound(client, Message({**received, **base}), 1, 0, objective, method.augmentation, previous)
     terms = [DoubleViews(term=regularizer) for regularizer in recipe.regularizers]
     train_locally(local, recipe.training, terms, recipe.rounds)
     return client.model.state_dict(), local.logged()
@@ -95,7 +94,8 @@ def train(values: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, float]]:
 
 def values_of(objective: str, training: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
     training = {"local_epochs": EPOCHS, "batch_size": BATCH_SIZE} | (training or {})
-    return tiny_values(**{"objective": OBJECTIVES[objective], "training": training, **AVERAGED, **changes})
+    values = {"objective": OBJECTIVES[objective], "data": TINY["data"] | {"train_limit": 60}, "training": training}
+    return tiny_values(**values | AVERAGED | changes)
 
 
 def compare(values: dict[str, Any], two_ranks: Any) -> None:
@@ -135,3 +135,20 @@ def test_a_timm_network_with_activations_in_its_batch_norms(two_ranks):
     compare(
         values_of("simsiam", {"local_steps": 3, "local_epochs": 1}, architectures=["mobilenetv3_small_050"]), two_ranks
     )
+
+
+def test_networks_that_compute_in_bfloat16(two_ranks):
+    """BatchNorm then gets bfloat16 and float32 weights; the result is as near as bfloat16's 8 bits let it be."""
+    values = values_of("simclr", {"precision": "bfloat16", "local_steps": 3})
+    alone, metrics = train(values, torch.float32)
+    one, other = two_ranks(train, values, torch.float32)
+    assert one[1]["loss"] == pytest.approx(metrics["loss"], rel=0.02)
+    for name, tensor in alone.items():
+        torch.testing.assert_close(one[0][name], tensor, atol=0.05, rtol=0.05)
+        assert torch.equal(one[0][name], other[0][name]), name
+
+
+def test_every_part_that_says_that_it_can_be_shared_is_tested_here():
+    for folder, tested in (("objectives", OBJECTIVES), ("regularizers", TERMS)):
+        said = {name for name in part_names(folder) if part_class(folder, name).says_data_parallel()}
+        assert said == {case["name"] for case in tested.values()}

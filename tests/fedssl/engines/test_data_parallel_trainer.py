@@ -278,7 +278,7 @@ def test_fewer_gpus_than_processes_are_refused_before_anything_is_written(recipe
     check_devices(on_cuda)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     check_devices(built)  # on the CPU
-    with pytest.raises(UserError, match="training.processes=4 needs as many CUDA devices, and this torch sees 3"):
+    with pytest.raises(UserError, match=r"training\.processes=4 needs as many CUDA devices, and this torch sees 3"):
         check_devices(on_cuda)
     monkeypatch.setattr(data_parallel_trainer.dist, "is_available", lambda: False)
     with pytest.raises(UserError, match="which this one lacks"):
