@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from fedssl.aggregators.base_model import BASE
 from fedssl.client import LocalRound
 from fedssl.data_parallel import share
 from fedssl.data_parallel.share import Share
+from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from fedssl.messages import Message
 from fedssl.models.model import Model
@@ -152,3 +154,33 @@ def test_every_part_that_says_that_it_can_be_shared_is_tested_here():
     for folder, tested in (("objectives", OBJECTIVES), ("regularizers", TERMS)):
         said = {name for name in part_names(folder) if part_class(folder, name).says_data_parallel()}
         assert said == {case["name"] for case in tested.values()}
+
+
+class ExplodesInOne(Regularizer):
+    """Not a number in the second process alone, in the first step."""
+
+    def start_round(self, local: LocalRound) -> StepLoss:
+        numbers = itertools.count(1)
+
+        def term(step: Step) -> Tensor:
+            bad = next(numbers) == 1 and share.own_share().rank == 1
+            return step.loss.new_tensor(float("nan") if bad else 0.0)
+
+        return term
+
+
+def error_of_training(values: dict[str, Any]) -> str:
+    share._share = Share(dist.get_rank(), 2)
+    federation = build_federation(parse_recipe(values))
+    method, client = federation.method, federation.client(0, Message())
+    local = LocalRound(client, Message(), 1, 0, method.objective, method.augmentation)
+    with pytest.raises(UserError) as error:
+        train_locally(local, method.training, [ExplodesInOne(name="explodes")], 1)
+    return str(error.value)
+
+
+def test_all_processes_tell_the_same_first_step_that_diverged(two_ranks):
+    """The losses are looked at once an epoch: by then nan is in the first process's weights, too, and in its losses."""
+    told = two_ranks(error_of_training, values_of("simsiam", {"local_epochs": 1}))
+    assert "client 0's loss became nan in round 1, step 1;" in told[0]
+    assert told[0] == told[1]

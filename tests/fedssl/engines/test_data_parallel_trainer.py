@@ -17,11 +17,12 @@ import torch.distributed as dist
 
 from fedssl.data_parallel.share import visible_device
 from fedssl.engines import data_parallel_trainer
-from fedssl.engines.data_parallel_trainer import check_devices
+from fedssl.engines.data_parallel_trainer import DataParallelTrainer, check_devices
 from fedssl.engines.in_process import resume, run
 from fedssl.engines.progress import Silent
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
+from fedssl.messages import Message
 from fedssl.run_directory import RunDirectory
 from tests.fedssl.conftest import AVERAGED, LW_FEDSSL
 from tests.fedssl.engines.test_in_process import contents
@@ -156,6 +157,41 @@ def test_a_process_that_dies_in_a_step_is_found_by_the_others(recipe_of, tmp_pat
     with pytest.raises(UserError, match="the worker process of client 0 was ended by signal SIGKILL"):
         run(recipe, tmp_path / "a")
     assert multiprocessing.active_children() == []
+
+
+class Worker:
+    """A worker whose answer lies in its pipe."""
+
+    def __init__(self, outcome: tuple[str, str], process: Any):
+        self.connection, theirs = multiprocessing.Pipe()
+        theirs.send(outcome)
+        self.process = process
+
+    def give(self, task: Any) -> None:
+        pass
+
+    def take(self, client: int) -> tuple[str, str]:
+        return self.connection.recv()
+
+    def lost(self, client: int) -> UserError:
+        return UserError(f"the worker process of client {client} has ended")
+
+
+def test_a_process_that_dies_is_named_even_if_another_one_tells_first(recipe_of):
+    """The error of the process that lost it is not the cause."""
+    ended = multiprocessing.get_context("spawn").Process(target=int)
+    ended.start()
+    ended.join()
+    sentinel, other_end = multiprocessing.Pipe()
+    alive = type("Process", (), {"sentinel": sentinel})
+    trainer = DataParallelTrainer(build_federation(recipe_of("fedbyol", 2)))
+    trainer._workers = [Worker(("bug", "Connection closed by peer"), alive), Worker(("done", "late"), ended)]
+    with pytest.raises(UserError, match="the worker process of client 5 has ended"):
+        trainer.train(5, Message(), Message(), 1)
+    trainer._workers = [Worker(("bug", "a fault of one's own"), alive)]
+    with pytest.raises(RuntimeError, match="client 5: a fault of one's own"):
+        trainer.train(5, Message(), Message(), 1)
+    other_end.close()
 
 
 def test_an_error_in_one_process_ends_the_others(recipe_of, tmp_path):
