@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -24,7 +25,7 @@ from fedssl.reading import parse_recipe
 from fedssl.regularizers.base import Regularizer, StepLoss
 from fedssl.regularizers.representation_alignment import STAGE
 from fedssl.training import train_locally
-from tests.fedssl.conftest import AVERAGED, TINY, tiny_values
+from tests.fedssl.conftest import AVERAGED, LW_FEDSSL, TINY, tiny_values
 
 OBJECTIVES: dict[str, Any] = {
     "byol": {"name": "byol", "hidden_features": 16, "output_features": 8},
@@ -94,6 +95,18 @@ def train(values: dict[str, Any], dtype: torch.dtype = torch.float64) -> tuple[d
     return client.model.state_dict(), local.logged()
 
 
+def train_stages(values: dict[str, Any]) -> dict[str, Tensor]:
+    """Client 0's model after two whole rounds, in each of which it receives its own weights."""
+    share._share = Share(dist.get_rank(), 2) if dist.is_initialized() else Share()
+    federation = build_federation(parse_recipe(values))
+    method: Any = dataclasses.replace(federation.method, objective=Double(federation.method.objective))
+    client = federation.client(0, Message())
+    client.model.double()
+    for number in (1, 2):
+        method.counted_round(client, Message(client.model.online_state()), number)
+    return client.model.state_dict()
+
+
 def values_of(objective: str, training: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
     training = {"local_epochs": EPOCHS, "batch_size": BATCH_SIZE} | (training or {})
     values = {"objective": OBJECTIVES[objective], "data": TINY["data"] | {"train_limit": 60}, "training": training}
@@ -137,6 +150,15 @@ def test_a_timm_network_with_activations_in_its_batch_norms(two_ranks):
     compare(
         values_of("simsiam", {"local_steps": 3, "local_epochs": 1}, architectures=["mobilenetv3_small_050"]), two_ranks
     )
+
+
+def test_a_stage_with_frozen_layers(two_ranks):
+    values = values_of("moco_v3", {"local_epochs": 1, "learning_rate": 0.01}, schedule=LW_FEDSSL["schedule"])
+    alone = train_stages(values)
+    one, other = two_ranks(train_stages, values)
+    for name, tensor in alone.items():
+        torch.testing.assert_close(one[name], tensor, atol=1e-8, rtol=1e-8, msg=lambda text, n=name: f"{n}: {text}")
+        assert torch.equal(one[name], other[name]), name
 
 
 def test_networks_that_compute_in_bfloat16(two_ranks):
