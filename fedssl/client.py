@@ -93,6 +93,10 @@ class LocalRound:
         """
         self._logged[name].append(value)
 
+    def logged_tensors(self) -> list[Tensor]:
+        """The scalars that were logged as tensors, in an order that follows from what was logged."""
+        return [value for values in self._logged.values() for value in values if isinstance(value, Tensor)]
+
     def logged(self) -> dict[str, float]:
         return {name: sum(numbers) / len(numbers) for name, numbers in self._numbers().items()}
 

@@ -29,6 +29,11 @@ class Part(Options):
 
     name: str = Field("", description="the part's file name, or the path or module of a part of your own")
 
+    @classmethod
+    def says_data_parallel(cls) -> bool:
+        """Whether this class itself, and not one that it derives from, says that processes can share its batches."""
+        return bool(vars(cls).get("data_parallel", False))
+
     def check_model(self, model: Model) -> None:
         """Raise a UserError for a model that lacks what the part needs; called before anything runs."""
 

@@ -17,7 +17,9 @@ from .errors import UserError
 from .evaluation.evaluate import check_labels
 from .evaluation.fine_tune import check_fine_tuning
 from .models.model import Model
+from .models.sharing import sharing_problem
 from .models.stages import StagedEncoder
+from .parts import part_class, part_names
 from .recipe import Recipe
 
 # SecAgg+ counts below 2^32, so that of more clients each would send integers below 2^22, Flower's default
@@ -86,6 +88,12 @@ def check_models(recipe: Recipe, build: Callable[[str], Model]) -> None:
         model = build(name)
         for part in (*recipe.regularizers, *recipe.aggregators, recipe.local_update):
             part.check_model(model)
+        processes = recipe.training.processes
+        if processes > 1 and (problem := sharing_problem(model)):
+            raise UserError(
+                f"training.processes={processes} does not go with architecture {name}, whose {problem}: use another "
+                "architecture, or training.processes=1"
+            )
         if isinstance(model.encoder, StagedEncoder):
             recipe.schedule.check(model.encoder, recipe.rounds)
     for regularizer in recipe.regularizers:
@@ -129,6 +137,40 @@ def _worker_processes_need_in_process(recipe: Recipe) -> str | None:
             f"clients_parallel={recipe.clients_parallel} is for engine in-process, got engine {recipe.engine}: "
             f"{WITHOUT_CLIENTS_PARALLEL}"
         )
+    return None
+
+
+def _processes_share_batches(recipe: Recipe) -> str | None:
+    """Processes that train one client together give the result of one process only where a batch can be shared."""
+    processes, what = recipe.training.processes, f"training.processes={recipe.training.processes}"
+    if processes == 1:
+        return None
+    if recipe.engine != "in-process":
+        return f"{what} is for engine in-process, got engine {recipe.engine}: use training.processes=1"
+    if recipe.clients_parallel > 1:
+        return f"{what} does not go with clients_parallel={recipe.clients_parallel}: leave one of the two at 1"
+    if recipe.training.batch_size % processes:
+        return (
+            f"{what} does not divide training.batch_size {recipe.training.batch_size}, of which each process takes an "
+            f"equal share: use a multiple of {processes}"
+        )
+    if recipe.objective.training_augmentation(recipe.augmentation).uses_global_generators:
+        return (
+            f"{what} does not go with augmentation {recipe.augmentation.name}, whose views of an image may depend on "
+            "the other images of its batch: use random_views, or training.processes=1"
+        )
+    if not recipe.objective.says_data_parallel():
+        known = [name for name in part_names("objectives") if part_class("objectives", name).says_data_parallel()]
+        return (
+            f"{what} does not go with objective {recipe.objective.name}, whose loss needs the whole batch in one "
+            f"process: use {', '.join(known)}, or training.processes=1"
+        )
+    for regularizer in recipe.regularizers:
+        if not regularizer.says_data_parallel():
+            return (
+                f"{what} does not go with regularizer {regularizer.name}, whose term needs the whole batch in one "
+                "process: remove it, or use training.processes=1"
+            )
     return None
 
 
@@ -249,6 +291,7 @@ _RECIPE_RULES = (
     _enough_clients_to_sample,
     _sites_need_flower,
     _worker_processes_need_in_process,
+    _processes_share_batches,
     _no_data_needs_sites,
     _enough_clients_to_answer,
     _aggregators_allow_the_clients,

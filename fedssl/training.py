@@ -16,6 +16,7 @@ from .accounting import StepCost, StepCosts, StepCounter, structure
 from .client import LocalRound
 from .data.batches import batches_of_epoch, round_batches
 from .data.device_batches import device_batches
+from .data_parallel.share import own_share
 from .errors import UserError
 from .messages import Message
 from .models.model import Model
@@ -51,6 +52,12 @@ class TrainingOptions(Options):
         "those of local_epochs)",
     )
     batch_size: int = Field(200, ge=2, description="images a step; an epoch's incomplete last batch is left out")
+    processes: int = Field(
+        1,
+        ge=1,
+        description="processes that train each client together, under the engine in-process: each takes an equal share "
+        "of every batch, on CUDA on a GPU of its own. The result is that of one process but for rounding",
+    )
     optimizer: Literal["sgd", "adam", "adamw"] = Field(
         "sgd", description="a new one starts in every round, unless the local update keeps it (keep_own)"
     )
@@ -124,6 +131,10 @@ def train_locally(
     The first step is counted (accounting.py): `memory` in bytes, `flops` of the whole round; on CUDA also
     `cuda_memory`, the allocator's own peak in bytes. A process counts each kind of step once (`_kind_of_step`).
 
+    Where this process trains the client together with others (data_parallel/), all of them must call this. Each trains
+    on its share of every batch, and all end with the same weights and metrics. Memory is then that of one process,
+    and `flops` those of all.
+
     With `training.precision` float16 the loss is scaled, and a step whose gradients overflow is left out
     (Micikevicius et al. 2018, Mixed precision training, section 3.2). For this the host waits once a step.
 
@@ -143,8 +154,9 @@ def train_locally(
             names the first step at which it was not.
     """
     client, objective = local.client, local.objective
-    model, device = client.model, client.model.device
+    model, device, share = client.model, client.model.device, own_share()
     model.joins_views = options.join_views
+    model.shares_batches = not share.whole
     step_kind = _kind_of_step(local, options, regularizers)
     cost = STEP_COSTS.find(step_kind)
     optimizer = _new_optimizer(model, options, learning_rate(options, local.number, rounds))
@@ -158,9 +170,10 @@ def train_locally(
     batches = round_batches(len(client.images), options.batch_size, options.local_epochs, options.local_steps, order)
     steps_of_epoch = batches_of_epoch(len(client.images), options.batch_size)
     unchecked: list[Tensor] = []  # losses since the last check
-    with networks_compute_in(model, options.precision):
+    own_rows = map(share.rows, itertools.islice(batches, most_steps))
+    with networks_compute_in(model, options.precision), share.batch_statistics():
         terms = [regularizer.start_round(local) for regularizer in regularizers]
-        for rows, images in device_batches(client.images, itertools.islice(batches, most_steps), device):
+        for rows, images in device_batches(client.images, own_rows, device):
             views = local.views(images, rows, "training", steps // steps_of_epoch, objective.views)
             # here already, so that all networks get the same tensors (FrozenOutputs)
             views = tuple(with_channels_last(view) for view in views)
@@ -178,6 +191,9 @@ def train_locally(
                 raise
             optimizer.zero_grad(set_to_none=True)
             scaler.scale(loss).backward()
+            if not share.whole:
+                gradients = [p.grad for p in model.parameters() if p.grad is not None]
+                share.average([*gradients, step.loss.detach(), loss.detach()])
             scaler.step(optimizer)
             scaler.update()
             if counter:
@@ -191,6 +207,8 @@ def train_locally(
                 _require_finite(unchecked, steps, local)
                 unchecked = []
     _require_finite(unchecked, steps, local)
+    if not share.whole:
+        share.average(local.logged_tensors())
     if cost is None or not steps:
         raise UserError(
             f"client {client.index} has {len(client.images)} images, fewer than training.batch_size "
@@ -199,7 +217,7 @@ def train_locally(
     if keep_optimizer:
         _keep_optimizer(optimizer, model, client.memory)
     local.log("memory", cost.memory)
-    local.log("flops", cost.flops * steps)
+    local.log("flops", cost.flops * steps * share.processes)
     if device.type == "cuda":
         local.log("cuda_memory", torch.cuda.max_memory_allocated(device))
     return cost

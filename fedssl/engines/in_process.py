@@ -1,4 +1,4 @@
-"""The default engine: the clients one after another in this process, or several at a time in worker processes."""
+"""The default engine: the clients one after another, or several at a time in worker processes."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from ..run_folder.creation import new_run, refuse_existing
 from ..run_folder.lock import alone_in
 from .client_states import ClientStates
 from .client_trainer import ClientTrainer
+from .data_parallel_trainer import DataParallelTrainer, check_devices
 from .parallel_clients import ParallelClients
 from .progress import Progress, Silent
 from .rounds import first_files, run_rounds
@@ -31,6 +32,7 @@ def run(recipe: Recipe, path: Path, progress: Progress | None = None, overwrite:
     """
     refuse_existing(path, overwrite)
     federation = build_federation(recipe)
+    check_devices(federation)
     with new_run(path, first_files(federation), overwrite):
         return _run(federation, RunDirectory.open(path), progress or Silent())
 
@@ -56,16 +58,24 @@ def resume(
         recipe = load_stored_recipe(directory, trust, resuming=True)
         if clients_parallel is not None:
             recipe = recipe.model_copy(update={"clients_parallel": clients_parallel})
-        return _run(build_federation(recipe), directory, progress or Silent())
+        federation = build_federation(recipe)
+        check_devices(federation)
+        return _run(federation, directory, progress or Silent())
 
 
 class LocalClients:
-    """Clients of this process, one after another."""
+    """Clients one after another, each trained by `trainer`; by default in this process."""
 
-    def __init__(self, federation: Federation, directory: RunDirectory, progress: Progress):
+    def __init__(
+        self,
+        federation: Federation,
+        directory: RunDirectory,
+        progress: Progress,
+        trainer: ClientTrainer | None = None,
+    ):
         self._federation, self._progress = federation, progress
         self._states = ClientStates(directory, federation.recipe.client_states)
-        self._trainer = ClientTrainer(federation)
+        self._trainer = trainer or ClientTrainer(federation)
 
     def answers(self, number: int, sent: dict[int, Message]) -> tuple[dict[int, Message], dict[int, str]]:
         replies = {}
@@ -93,7 +103,11 @@ class LocalClients:
 
 
 def _run(federation: Federation, directory: RunDirectory, progress: Progress) -> RunDirectory:
-    if federation.recipe.clients_parallel == 1:
+    recipe = federation.recipe
+    if recipe.training.processes > 1:
+        with DataParallelTrainer(federation) as trainer:
+            return run_rounds(federation, directory, progress, LocalClients(federation, directory, progress, trainer))
+    if recipe.clients_parallel == 1:
         return run_rounds(federation, directory, progress, LocalClients(federation, directory, progress))
     with ParallelClients(federation, directory, progress) as clients:
         return run_rounds(federation, directory, progress, clients)

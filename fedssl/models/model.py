@@ -37,6 +37,8 @@ class Model(nn.Module):
         self.target.requires_grad_(False)
         #: whether all views of a batch pass through a network in one call; training.join_views
         self.joins_views = False
+        #: whether this process has a share of every batch and others the rest; training.processes
+        self.shares_batches = False
 
     @property
     def encoder(self) -> nn.Module:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from fedkernels import info_nce
-
+from ..data_parallel.losses import info_nce
 from ..models.heads import mlp_head
 from ..models.model import Model
 from .base import Objective, Step
@@ -34,6 +35,8 @@ class MoCoV3(Objective):
     Algorithm 2, line 4. Without it a client keeps its target network from round to round.
     """
 
+    data_parallel: ClassVar[bool] = True
+
     hidden_features: int = Field(512, ge=1, description="width of the heads' hidden layers")
     output_features: int = Field(256, ge=1, description="dimension of projections and predictions")
     temperature: float = Field(0.05, gt=0, description="tau; divides the cosine similarities")
@@ -59,7 +62,8 @@ class MoCoV3(Objective):
         representations, projections, predictions = model.outputs_of_views(views)
         first, second = (F.normalize(p, dim=1) for p in predictions)
         first_key, second_key = (F.normalize(key, dim=1) for key in model.target_of_views(views))
-        loss = info_nce(first, second_key, self.temperature) + info_nce(second, first_key, self.temperature)
+        loss = info_nce(first, second_key, self.temperature, model.shares_batches)
+        loss = loss + info_nce(second, first_key, self.temperature, model.shares_batches)
         return Step(loss, representations, projections, predictions)
 
     def after_step(self, model: Model) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from fedkernels import nt_xent
-
+from ..data_parallel.losses import nt_xent
 from ..models.heads import mlp_head
 from ..models.model import Model
 from .base import Objective, Step
@@ -24,6 +25,8 @@ class SimCLR(Objective):
     and its code has the temperature 0.07.
     """
 
+    data_parallel: ClassVar[bool] = True
+
     hidden_features: int = Field(2048, ge=1, description="width of the projector's hidden layers")
     output_features: int = Field(128, ge=1, description="dimension of the projections")
     projector_layers: int = Field(2, ge=1, description="linear layers of the projector; LW-FedSSL has three")
@@ -37,4 +40,5 @@ class SimCLR(Objective):
     def step(self, model: Model, views: tuple[Tensor, ...], labels: Tensor) -> Step:
         representations, projections = model.outputs_of_views(views)
         first, second = (F.normalize(projection, dim=1) for projection in projections)
-        return Step(nt_xent(first, second, self.temperature), representations, projections)
+        loss = nt_xent(first, second, self.temperature, model.shares_batches)
+        return Step(loss, representations, projections)

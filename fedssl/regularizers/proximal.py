@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from pydantic import Field
 from torch import Tensor
 
@@ -20,6 +22,8 @@ class Proximal(Regularizer):
 
     Logs `proximal_distance`, |w - w_t|.
     """
+
+    data_parallel: ClassVar[bool] = True
 
     weight: float = Field(0.01, ge=0, description="mu; the term has the factor mu / 2")
 

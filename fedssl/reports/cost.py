@@ -228,7 +228,10 @@ class _Estimate:
         return self.replies[key]
 
     def _step(self, part: _ClientRound) -> tuple[StepCost, int]:
-        """What a step takes at the recipe's batch size, and the operations of one image's pass, see `RoundCost`."""
+        """What a step takes at the recipe's batch size, and the operations of one image's pass, see `RoundCost`.
+
+        Where processes share the batch, the memory is that of one of them, and the operations those of all.
+        """
         kind = self._kind(part)
         if kind not in self.steps:
             self.note(f"counting a step of round {part.number} ({self.federation.recipe.architecture_of(part.client)})")
@@ -239,19 +242,25 @@ class _Estimate:
                 if key not in self.counted:
                     self._counted_run(part, size)  # which stores it
                 counted.append(self.counted[key])
-            wanted = self.method.training.batch_size
             step = StepCost(
                 **{
-                    field.name: _extrapolate(wanted, sizes, [getattr(cost, field.name) for cost in counted])
+                    field.name: _extrapolate(self._share(), sizes, [getattr(cost, field.name) for cost in counted])
                     for field in fields(StepCost)
                 }
             )
+            step = replace(step, flops=step.flops * self.method.training.processes)
             self.steps[kind] = step, self._one_view(part)
         return self.steps[kind]
 
     def _batch_sizes(self) -> Sequence[int]:
-        wanted = self.method.training.batch_size
-        return (wanted,) if wanted <= _BATCH_SIZES[-1] or self.federation.device.type == "cuda" else _BATCH_SIZES
+        wanted = self._share()
+        at_once = wanted <= _BATCH_SIZES[-1] or self.federation.device.type == "cuda"
+        # a single image, which a process may have, has no batch statistics of its own
+        return (wanted,) if at_once and wanted >= _BATCH_SIZES[0] else _BATCH_SIZES
+
+    def _share(self) -> int:
+        """Images of a batch that one process trains on."""
+        return self.method.training.batch_size // self.method.training.processes
 
     def _step_seconds(self, part: _ClientRound) -> float:
         """Seconds of one step at the recipe's batch size.

@@ -38,6 +38,7 @@ KINDS = {
     "uneven clients with equal steps": AVERAGED
     | UNEVEN
     | {"training": {"local_steps": 5, "local_epochs": 3, "batch_size": 8}},
+    "two processes a client": AVERAGED | {"training": {"local_epochs": 1, "batch_size": 8, "processes": 2}},
     "quadratic in the batch": AVERAGED | {"regularizers": ["uniformity"]},
     "layer-wise": LAYER_WISE,
     "layer-wise, joining late": LAYER_WISE | {"clients_per_round": 1},

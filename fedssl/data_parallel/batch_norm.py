@@ -1,0 +1,122 @@
+"""BatchNorm whose mean and variance are those of all processes' shares of a batch.
+
+torch.nn.SyncBatchNorm runs on GPUs alone. This is plain PyTorch for any device, and it takes the place of
+`torch.nn.functional.batch_norm`, which all BatchNorm layers call, timm's among them: no layer is exchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
+
+
+class StatisticsOfWholeBatch(TorchFunctionMode):
+    """Within it, `torch.nn.functional.batch_norm` in training mode takes its statistics over all processes.
+
+    The processes must have shares of equal size, and run the same layers in the same order, forward and backward.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is F.batch_norm:
+            func = batch_norm
+        return func(*args, **(kwargs or {}))
+
+
+def batch_norm(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """`torch.nn.functional.batch_norm` of the whole batch, of which each process passes an equal share.
+
+    The gradients are those of the sum of all processes' losses, as in `fedkernels.distributed`: averaged over the
+    processes, the parameters' gradients are those of one process with the whole batch.
+
+    Args:
+        x: this process's share, [n, C, ...].
+        running_mean, running_var: [C], moved towards the whole batch's statistics, or None.
+        weight, bias: [C], or None.
+        training: False normalises by the running statistics, without any exchange.
+        momentum: share of the whole batch's statistics in the running ones.
+        eps: is added to the variance.
+
+    Returns:
+        In the shape and dtype of x. Statistics have at least float32.
+    """
+    if not training:
+        return F.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
+    with torch.no_grad():
+        mean, var = _statistics(x)
+        if running_mean is not None and running_var is not None:
+            count = x.numel() // x.shape[1] * dist.get_world_size()
+            running_mean.lerp_(mean.to(running_mean), momentum)
+            running_var.lerp_((var * (count / (count - 1))).to(running_var), momentum)
+        inverse_deviation = (var + eps).rsqrt()
+    out: Tensor = _Normalize.apply(x, weight, bias, mean, inverse_deviation)
+    return out
+
+
+def _statistics(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance of each channel over the whole batch, [C] each, from those of the shares."""
+    var, mean = torch.var_mean(_wide(x), _all_but_channels(x), correction=0)
+    of_share = torch.stack([mean, var])
+    of_shares = of_share.new_empty(dist.get_world_size(), *of_share.shape)
+    dist.all_gather_into_tensor(of_shares.flatten(0, 1), of_share)
+    means, variances = of_shares.unbind(dim=1)
+    mean = means.mean(dim=0)
+    return mean, (variances + (means - mean).square()).mean(dim=0)
+
+
+class _Normalize(torch.autograd.Function):
+    """(x - mean) * inverse_deviation * weight + bias; the backward pass knows that mean and variance follow from x."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, inverse_deviation: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, mean, inverse_deviation)
+        ctx.has_bias = bias is not None
+        scale = inverse_deviation if weight is None else inverse_deviation * weight
+        out = (_wide(x) - _by_channel(mean, x)) * _by_channel(scale, x)
+        return (out if bias is None else out + _by_channel(bias, x)).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, inverse_deviation = ctx.saved_tensors
+        grad = _wide(grad)
+        normalized = (_wide(x) - _by_channel(mean, x)) * _by_channel(inverse_deviation, x)
+        sums = torch.stack([grad.sum(_all_but_channels(x)), (grad * normalized).sum(_all_but_channels(x))])
+        of_bias, of_weight = sums.clone()  # of this share
+        dist.all_reduce(sums)
+        by_mean, by_deviation = sums / (x.numel() // x.shape[1] * dist.get_world_size())
+        scale = inverse_deviation if weight is None else inverse_deviation * weight
+        of_x = (grad - _by_channel(by_mean, x) - normalized * _by_channel(by_deviation, x)) * _by_channel(scale, x)
+        return of_x.to(x.dtype), None if weight is None else of_weight, of_bias if ctx.has_bias else None, None, None
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _all_but_channels(x: Tensor) -> list[int]:
+    return [dim for dim in range(x.dim()) if dim != 1]
+
+
+def _by_channel(values: Tensor, x: Tensor) -> Tensor:
+    """[C] in a shape that broadcasts with x, [n, C, ...]."""
+    return values.view(-1, *[1] * (x.dim() - 2))

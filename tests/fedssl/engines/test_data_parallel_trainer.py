@@ -1,0 +1,328 @@
+"""Runs whose clients are trained by two processes each: the run of one process, its errors, and no process left."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fedssl.data_parallel.share import visible_device
+from fedssl.engines import data_parallel_trainer
+from fedssl.engines.data_parallel_trainer import DataParallelTrainer, check_devices
+from fedssl.engines.in_process import resume, run
+from fedssl.engines.progress import Silent
+from fedssl.errors import UserError
+from fedssl.federation import build_federation
+from fedssl.messages import Message
+from fedssl.run_directory import RunDirectory
+from tests.fedssl.conftest import AVERAGED, LW_FEDSSL
+from tests.fedssl.engines.test_in_process import contents
+from tests.fedssl.engines.test_parallel_clients import processes_of_session
+
+METHODS: dict[str, dict[str, Any]] = {
+    "fedbyol": AVERAGED,
+    "fedema": AVERAGED | {"local_update": "fedema"},
+    # Without Adam, which makes full steps of a gradient that is 0 but for rounding, and without MoCo v3, whose
+    # rounds enlarge rounding until no digit is left; in float64 test_one_round.py compares that.
+    "lw_fedssl": LW_FEDSSL
+    | {
+        "objective": {"name": "simclr", "hidden_features": 16, "output_features": 8},
+        "training": {"learning_rate": 0.01},
+    },
+    "centralised": {"local_update": {"name": "keep_own", "keep_optimizer": True}},
+    "personal": AVERAGED | {"local_update": "personal", "regularizers": ["distance_to_global"]},
+}
+TWO_CLIENTS: dict[str, Any] = {
+    "partition": {"name": "iid", "clients": 2},
+    "evaluation": {"neighbors": 3, "linear": {"epochs": 1}},
+}
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed"),
+]
+
+
+@pytest.fixture(scope="module")
+def recipe_of(noisy):
+    """Build the recipe of a method whose clients are trained by so many processes."""
+
+    def build(method: str, processes: int, **changes: Any):
+        values = TWO_CLIENTS | METHODS[method] | changes
+        training = {"local_epochs": 1, "batch_size": 8} | values.get("training", {})
+        return noisy(**values | {"training": training | {"processes": processes}})
+
+    return build
+
+
+def metrics_of(path: Path) -> dict[tuple[str, ...], float]:
+    lines = [line.split(",") for line in (path / "metrics.csv").read_text().splitlines()[1:]]
+    return {tuple(keys): float(value) for *keys, value in lines}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_two_processes_a_client_give_the_run_of_one(method, recipe_of, tmp_path):
+    """Up to float32's rounding, which the steps of two rounds enlarge."""
+    for processes in (1, 2):
+        run(recipe_of(method, processes), tmp_path / str(processes))
+    assert multiprocessing.active_children() == []
+    one, two = (RunDirectory.open(tmp_path / name) for name in "12")
+    states = [(one.server_state(), two.server_state())]
+    states += [(one.client_state(k), two.client_state(k)) for k in range(2)]
+    compared = 0
+    for alone, shared in states:
+        assert alone.tensors.keys() == shared.tensors.keys()
+        for name, tensor in alone.tensors.items():
+            torch.testing.assert_close(shared.tensors[name], tensor, atol=2e-3, rtol=2e-3, msg=f"{method}: {name}")
+            compared += tensor.numel()
+        assert alone.numbers == pytest.approx(shared.numbers, rel=1e-3)
+    assert compared > 1000
+    expected, got = metrics_of(one.path), metrics_of(two.path)
+    assert expected.keys() == got.keys()
+    for key, value in expected.items():
+        if key[2] == "memory":  # of one process
+            assert 0 < got[key] < value
+        elif key[2] in ("flops", "bytes_up", "bytes_down"):
+            assert got[key] == value
+        elif "loss" in key[2]:
+            assert got[key] == pytest.approx(value, rel=1e-3, abs=1e-3), key
+
+
+def test_a_stopped_run_resumes_bit_identically(recipe_of, tmp_path):
+    class StopsInTheSecondRound(Silent):
+        def client(self, round_number: int, index: int, position: int, clients: int) -> None:
+            if (round_number, index) == (2, 1):
+                raise KeyboardInterrupt
+
+    recipe = recipe_of("centralised", 2)
+    run(recipe, tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        run(recipe, tmp_path / "stopped", StopsInTheSecondRound())
+    assert multiprocessing.active_children() == []
+    resume(tmp_path / "stopped")
+    assert contents(tmp_path / "stopped") == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_process_is_told_with_its_client_and_the_run_resumes(rank, recipe_of, tmp_path):
+    class KillsOne(Silent):
+        def client(self, round_number: int, index: int, position: int, clients: int) -> None:
+            if (round_number, index) == (2, 1):
+                workers = sorted(multiprocessing.active_children(), key=lambda worker: worker.name)
+                os.kill(workers[rank].pid, signal.SIGKILL)
+
+    with pytest.raises(UserError, match=r"the worker process of client 1 was ended by signal SIGKILL: most likely"):
+        run(recipe_of("fedbyol", 2), tmp_path / "a", KillsOne())
+    assert multiprocessing.active_children() == []
+    assert RunDirectory.open(tmp_path / "a").checkpoint.round == 1
+    resume(tmp_path / "a")
+    assert RunDirectory.open(tmp_path / "a").checkpoint.finished
+
+
+PART = """
+import os, signal
+from typing import ClassVar
+from fedssl.data_parallel.share import own_share
+from fedssl.regularizers.base import Regularizer
+
+class Mine(Regularizer):
+    data_parallel: ClassVar[bool] = True
+    what: str
+
+    def start_round(self, local):
+        steps = []
+        def term(step):
+            steps.append(1)
+            if len(steps) == 2 and own_share().rank == 1:
+                if self.what == "dies":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise ZeroDivisionError("in my part")
+            return step.loss * 0
+        return term
+"""
+
+
+def test_a_process_that_dies_in_a_step_is_found_by_the_others(recipe_of, tmp_path):
+    """The other process loses it in the middle of an exchange, and fails too: the one that died is named."""
+    (tmp_path / "mine.py").write_text(PART)
+    recipe = recipe_of("fedbyol", 2, regularizers=[{"name": str(tmp_path / "mine.py"), "what": "dies"}])
+    with pytest.raises(UserError, match="the worker process of client 0 was ended by signal SIGKILL"):
+        run(recipe, tmp_path / "a")
+    assert multiprocessing.active_children() == []
+
+
+class Worker:
+    """A worker whose answer lies in its pipe."""
+
+    def __init__(self, outcome: tuple[str, str], process: Any):
+        self.connection, theirs = multiprocessing.Pipe()
+        theirs.send(outcome)
+        self.process = process
+
+    def give(self, task: Any) -> None:
+        pass
+
+    def take(self, client: int) -> tuple[str, str]:
+        return self.connection.recv()
+
+    def lost(self, client: int) -> UserError:
+        return UserError(f"the worker process of client {client} has ended")
+
+
+def test_a_process_that_dies_is_named_even_if_another_one_tells_first(recipe_of):
+    """The error of the process that lost it is not the cause."""
+    ended = multiprocessing.get_context("spawn").Process(target=int)
+    ended.start()
+    ended.join()
+    sentinel, other_end = multiprocessing.Pipe()
+    alive = type("Process", (), {"sentinel": sentinel})
+    trainer = DataParallelTrainer(build_federation(recipe_of("fedbyol", 2)))
+    trainer._workers = [Worker(("bug", "Connection closed by peer"), alive), Worker(("done", "late"), ended)]
+    with pytest.raises(UserError, match="the worker process of client 5 has ended"):
+        trainer.train(5, Message(), Message(), 1)
+    trainer._workers = [Worker(("bug", "a fault of one's own"), alive)]
+    with pytest.raises(RuntimeError, match="client 5: a fault of one's own"):
+        trainer.train(5, Message(), Message(), 1)
+    other_end.close()
+
+
+def test_an_error_in_one_process_ends_the_others(recipe_of, tmp_path):
+    (tmp_path / "mine.py").write_text(PART)
+    recipe = recipe_of("fedbyol", 2, regularizers=[{"name": str(tmp_path / "mine.py"), "what": "fails"}])
+    with pytest.raises(RuntimeError, match=r"client 0: (?s:.*)mine\.py(?s:.*)ZeroDivisionError: in my part"):
+        run(recipe, tmp_path / "a")
+    assert multiprocessing.active_children() == []
+
+
+def test_a_diverging_client_gives_the_same_error(recipe_of, tmp_path):
+    told = []
+    for processes in (1, 2):
+        recipe = recipe_of("fedbyol", processes, objective="supervised", training={"learning_rate": 1e30})
+        with pytest.raises(UserError, match="client 0's loss became") as error:
+            run(recipe, tmp_path / str(processes))
+        told.append(str(error.value))
+    assert told[0] == told[1]
+    assert multiprocessing.active_children() == []
+
+
+@pytest.mark.parametrize("kind", ["SIGKILL", "SIGINT"])
+def test_a_stopped_command_leaves_no_process(kind, recipe_of, tmp_path):
+    """Ctrl-C goes to all processes of a terminal, SIGKILL to the command alone."""
+    (tmp_path / "recipe.yaml").write_text(recipe_of("fedbyol", 2, rounds=1000).to_yaml())
+    path = tmp_path / "stopped"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fedssl", "run", str(tmp_path / "recipe.yaml"), "--output", str(path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    while process.poll() is None and not (path / "timings.csv").exists():
+        time.sleep(0.02)
+    assert len(processes_of_session(process.pid)) >= 3
+    if kind == "SIGINT":
+        os.killpg(process.pid, signal.SIGINT)
+    else:
+        process.kill()
+    output, errors = process.communicate(timeout=120)
+    assert errors == ""
+    if kind == "SIGINT":
+        assert process.returncode == 130
+        assert f"continue with: fedssl run --resume {path}" in output
+    deadline = time.monotonic() + 60
+    while (left := processes_of_session(process.pid)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert left == []
+
+
+# What is refused
+
+
+SHUFFLED_VIEWS = """
+from typing import ClassVar
+from fedssl.augmentations.random_views import RandomViews
+
+class Mine(RandomViews):
+    uses_global_generators: ClassVar[bool] = True
+"""
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "uneven": ({"training": {"batch_size": 9}}, "training.processes=2 does not divide training.batch_size 9"),
+    "engine": ({"engine": "flower-simulation"}, "is for engine in-process, got engine flower-simulation"),
+    "clients_parallel": ({"clients_parallel": 2}, "does not go with clients_parallel=2: leave one of the two at 1"),
+    "fedx": (
+        {"objective": {"name": "fedx", "output_features": 8}},
+        "does not go with objective fedx, whose loss .*: use byol, moco_v3, simclr, simsiam, supervised, or",
+    ),
+    "uniformity": ({"regularizers": ["uniformity"]}, "does not go with regularizer uniformity, whose term"),
+    "decorrelation": ({"regularizers": ["proximal", "decorrelation"]}, "does not go with regularizer decorrelation"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_shared_is_refused(what, recipe_of):
+    changes, message = REFUSED[what]
+    with pytest.raises(UserError, match=message):
+        build_federation(recipe_of("fedbyol", 2, **changes))
+
+
+def test_an_objective_that_derives_from_a_known_one_must_say_it_itself(recipe_of, tmp_path):
+    """It may compute another loss."""
+    text = "from fedssl.objectives.byol import BYOL\nclass Mine(BYOL):\n    pass\n"
+    (tmp_path / "mine.py").write_text(text)
+    with pytest.raises(UserError, match=r"does not go with objective .*mine\.py"):
+        build_federation(recipe_of("fedbyol", 2, objective=str(tmp_path / "mine.py")))
+
+
+def test_views_that_depend_on_the_batch_are_refused(recipe_of, tmp_path):
+    (tmp_path / "mine.py").write_text(SHUFFLED_VIEWS)
+    recipe = recipe_of("fedbyol", 2, augmentation=str(tmp_path / "mine.py"))
+    with pytest.raises(UserError, match=r"does not go with augmentation .*mine\.py, whose views"):
+        build_federation(recipe)
+
+
+def test_a_network_that_drops_values_at_random_is_refused(recipe_of, monkeypatch):
+    from fedssl import federation
+
+    built = federation._build_model
+
+    def with_dropout(*arguments: Any):
+        model = built(*arguments)
+        model.online["projector"].insert(1, torch.nn.Dropout(0.1))
+        return model
+
+    monkeypatch.setattr(federation, "_build_model", with_dropout)
+    build_federation(recipe_of("fedbyol", 1))
+    with pytest.raises(
+        UserError, match=r"small_convnet, whose online\.projector\.1 \(Dropout\) drops values at random"
+    ):
+        build_federation(recipe_of("fedbyol", 2))
+
+
+def test_fewer_gpus_than_processes_are_refused_before_anything_is_written(recipe_of, tmp_path, monkeypatch):
+    built = build_federation(recipe_of("fedbyol", 4))
+    on_cuda = type("Federation", (), {"recipe": built.recipe, "device": torch.device("cuda")})
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    check_devices(on_cuda)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    check_devices(built)  # on the CPU
+    with pytest.raises(UserError, match=r"training\.processes=4 needs as many CUDA devices, and this torch sees 3"):
+        check_devices(on_cuda)
+    monkeypatch.setattr(data_parallel_trainer.dist, "is_available", lambda: False)
+    with pytest.raises(UserError, match="which this one lacks"):
+        run(recipe_of("fedbyol", 4), tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+
+
+def test_each_process_gets_a_gpu_of_its_own():
+    assert [visible_device(rank, None) for rank in range(3)] == ["0", "1", "2"]
+    assert [visible_device(rank, "4, 6,GPU-a") for rank in range(3)] == ["4", "6", "GPU-a"]
