@@ -19,6 +19,8 @@ os.environ["FEDKERNELS_SELF_TEST"] = "0"
 # The files that take longest, the longest first. They are started first: with two workers, a long file that is started
 # last leaves the other worker without work.
 LONGEST = (
+    "test_benchmarks_gpu.py",
+    "fedssl/provision/test_start_scripts.py",
     "cuda_on_cpu/test_bindings.py",
     "cuda_on_cpu/test_self_test.py",
     "fedssl/tables/test_runner.py",
