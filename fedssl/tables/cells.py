@@ -9,11 +9,10 @@ from pathlib import Path
 import yaml
 
 from ..errors import UserError
+from ..reading import load_stored_recipe
 from ..recipe import Recipe
-from ..recipe_text import flatten_keys
+from ..recipe_text import flatten_keys, own_parts, read_values
 from ..run_directory import RunDirectory
-from ..untrusted.files import read_regular_file
-from ..untrusted.strict_yaml import MOST_BYTES, parse_yaml
 from .table import Table, cell_path, cell_recipe
 
 
@@ -82,13 +81,15 @@ def check_output(output: Path, cells: Sequence[Cell]) -> None:
 
 
 def _check_recipe(cell: Cell) -> None:
-    """Refuse a stored run whose recipe differs from the cell's in more than what its results do not depend on."""
-    path = cell.path / "recipe.yaml"
-    try:
-        stored = flatten_keys(parse_yaml(read_regular_file(path, MOST_BYTES).decode(), str(path)))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
-    wanted = flatten_keys(yaml.safe_load(cell.recipe.to_yaml()))
+    """Refuse a stored run whose recipe differs from the cell's in more than what its results do not depend on.
+
+    An option that the stored recipe does not have was added since; it has its default, which is what the run did.
+    """
+    wanted = yaml.safe_load(cell.recipe.to_yaml())
+    directory = RunDirectory.open(cell.path)
+    known = set(own_parts(read_values(directory.path / "recipe.yaml"))) <= set(own_parts(wanted))
+    stored = flatten_keys(yaml.safe_load(load_stored_recipe(directory, trust=known, resuming=True).to_yaml()))
+    wanted = flatten_keys(wanted)
     for key in dict.fromkeys([*wanted, *stored]):
         if (
             key not in ("description", "clients_parallel")

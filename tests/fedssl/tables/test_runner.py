@@ -147,6 +147,21 @@ def test_cells_of_another_recipe_are_not_mixed_in(tiny_table, tmp_path):
     assert states(tmp_path / "out") == before
 
 
+def test_cells_from_before_an_option_existed_count_as_made_with_its_default(tiny_table, tmp_path, monkeypatch):
+    one_seed = tiny_table.model_copy(update={"seeds": [0]})
+    output = run_table(one_seed, tmp_path / "out")
+    for path in output.glob("*/seed-0/recipe.yaml"):
+        recipe = yaml.safe_load(path.read_text())
+        assert recipe["training"].pop("processes") == 1
+        path.write_text(yaml.safe_dump(recipe))
+    before = states(output)
+    monkeypatch.setattr(workers.in_process, "run", None)
+    run_table(one_seed, output)
+    assert states(output) == before
+    with pytest.raises(UserError, match=r"was made with training.processes=1, now it is 2"):
+        run_table(one_seed, output, ["training.processes=2"])
+
+
 def test_a_folder_with_other_things_is_refused(tiny_table, tmp_path):
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "letter.txt").write_text("dear")
