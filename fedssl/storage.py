@@ -217,7 +217,7 @@ def _safetensors_parts(tensors: Mapping[str, Tensor], metadata: dict[str, str]) 
         tensor = stored[name]
         start, end = end, end + tensor.nbytes
         entries[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-        parts.append(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+        parts.append(tensor.reshape(-1).view(torch.uint8).numpy().data)
     header = json.dumps(entries).encode()
     header += b" " * (-len(header) % 8)
     return [len(header).to_bytes(8, "little") + header, *parts]

@@ -95,7 +95,9 @@ class ChosenImages:
 
     def __getitem__(self, index: Tensor | slice | int) -> Tensor:
         """Images: uint8 [m, C, H, W] by row numbers or a slice, [C, H, W] by one row number."""
-        return self._images[self._rows[index]]
+        rows = self._rows[index]
+        # of a batch of 50 small images, index_select takes a tenth of the time of indexing
+        return self._images.index_select(0, rows) if rows.ndim else self._images[rows]
 
     def split(self, count: int) -> Iterator[Tensor]:
         """All images, `count` at a time."""

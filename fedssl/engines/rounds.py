@@ -170,7 +170,7 @@ def _tensorboard(directory: RunDirectory, first: int) -> Iterator[Callable[[int,
         try:
             # one event for all values of a round: of a hundred clients, an event each takes as long as some clients
             values = [Summary.Value(tag=f"{metric}/{who}", simple_value=value) for _, who, metric, value in rows]
-            writer.file_writer.add_summary(Summary(value=values), number)
+            writer._get_file_writer().add_summary(Summary(value=values), number)
         except OSError as error:
             raise cannot_write(path, error) from error
 
