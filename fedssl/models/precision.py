@@ -83,7 +83,10 @@ class _Hooks(threading.local):
 
     def __init__(self, device_type: str, dtype: torch.dtype | None):
         self.device_type, self.dtype = device_type, dtype
-        self._entered: list[torch.autocast] = []  # a network may call another one
+        self._entered: list[torch.autocast] = []  # of this thread; a network may call another one
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Hooks:
+        return self  # serves any network
 
     def before(self, network: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         if self.dtype is not None:

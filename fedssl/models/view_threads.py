@@ -153,13 +153,13 @@ class _Backward:
 
 
 def _sums(first: Sequence[Tensor | None], second: Sequence[Tensor | None]) -> list[Tensor | None]:
-    sums = [b if a is None else a for a, b in zip(first, second, strict=True)]
-    both = [k for k in range(len(sums)) if first[k] is not None and second[k] is not None]
-    if both:
-        added = torch._foreach_add([first[k] for k in both], [second[k] for k in both])  # type: ignore[arg-type]
-        for k, total in zip(both, added, strict=True):
-            sums[k] = total
-    return sums
+    """Both gradients' sum; where one of them is None, the other."""
+    pairs = [(a, b) for a, b in zip(first, second, strict=True) if a is not None and b is not None]
+    added = iter(torch._foreach_add([a for a, _ in pairs], [b for _, b in pairs]) if pairs else ())
+    return [
+        next(added) if a is not None and b is not None else b if a is None else a
+        for a, b in zip(first, second, strict=True)
+    ]
 
 
 class _Twin:
