@@ -368,6 +368,7 @@ def test_values_that_the_host_does_not_see(bindings):
     assert value == pytest.approx(1.6)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_found(faulty, name):
     with pytest.raises((AssertionError, RuntimeError)):

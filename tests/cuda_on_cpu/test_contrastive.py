@@ -454,6 +454,7 @@ def test_a_planted_fault_in_tf32_is_found(compiler, old, new):
         check_info_nce(library, query, key, 0.2)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("old", "new"),
     [

@@ -91,6 +91,7 @@ def test_views_that_start_anywhere(compiler):
     check(run(compiler.load("delta_gram.cu"), start, params), start, params, 2e-7)
 
 
+@pytest.mark.nightly
 def test_a_missing_barrier_is_found(compiler):
     faulty = compiler.mutant("delta_gram.cu", "    __syncthreads();  // the tile before has been multiplied\n", "")
     start, params = model(0, ANY[:1]), [model(1 + k, ANY[:1]) for k in range(10)]

@@ -71,6 +71,7 @@ def test_without_a_fault_nothing_is_found(compiler, source):
     CHECKS[source](compiler.load(source))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_found(compiler, name):
     source, old, new = FAULTS[name]
