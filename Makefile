@@ -45,7 +45,7 @@ demo: $(installed)
 # The end-to-end tests start processes of their own, Ray's and Flower's, and wait for them most of the time: they run
 # beside the others, one after another. What they print comes last.
 test: lint
-	OMP_NUM_THREADS=1 $(python) -m pytest $(end_to_end) >"$(printed)" 2>&1 & \
+	OMP_NUM_THREADS=1 $(python) -m pytest $(end_to_end) >"$(printed)" 2>&1 & trap "kill -INT $$!" INT TERM; \
 	OMP_NUM_THREADS=1 $(python) -m pytest -m "not nightly" -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(end_to_end:%=--ignore=%); \
 	failed=$$?; wait $$! || failed=1; cat "$(printed)"; exit $$failed
 
