@@ -130,6 +130,17 @@ def test_nan_stays_in_its_row():
     assert info_nce(query, key, 1.0).isnan()
 
 
+def test_a_key_that_is_infinitely_far_from_all_queries_counts_nothing():
+    """Its logits are -inf. In lanes without a query they are 0 * -inf, and must not reach its gradient."""
+    query, key = rows(5, 4, 1).abs(), rows(7, 4, 2)
+    near = key[:6].clone().requires_grad_()
+    key[6, 0] = -torch.inf
+    loss, truth = info_nce(query, key.requires_grad_(), 0.5), info_nce(query, near, 0.5)
+    torch.testing.assert_close(loss, truth)
+    (gradient,), (of_near,) = torch.autograd.grad(loss, key), torch.autograd.grad(truth, near)
+    torch.testing.assert_close(gradient, torch.cat([of_near, torch.zeros(1, 4)]))
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
