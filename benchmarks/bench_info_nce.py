@@ -91,8 +91,9 @@ def gpu_cases(quick: bool) -> tuple[Case, ...]:
         for keys_learn in (False, True)
         for rows in ((96,) if quick else (4096, 16384, 65536))
     ]
+    recomputed = _recomputed(64 if quick else 65536, 2 * width)
     whole = _gpu_case(64 if quick else 8192, width, torch.float32, keys_learn=True, quick=quick)
-    return (*made, whole, _in_tf32(whole))
+    return (*made, recomputed, whole, _in_tf32(whole))
 
 
 def _gpu_case(rows: int, width: int, dtype: torch.dtype, *, keys_learn: bool, quick: bool) -> Case:
@@ -121,6 +122,21 @@ def _gpu_case(rows: int, width: int, dtype: torch.dtype, *, keys_learn: bool, qu
             f"{products} products of B x N x d",
         ),
         bars=bars,
+    )
+
+
+def _recomputed(rows: int, width: int) -> Case:
+    """Our both gradients in the backward pass, beside those that are formed with the loss: a matter of memory."""
+    return Case(
+        size=f"bfloat16, B = N = {rows}, d = {width}, both gradients in the backward pass",
+        inputs=partial(_inputs, rows, width, True, dtype=torch.bfloat16),
+        implementations=(
+            Implementation(f"{OURS}, recompute=True", partial(_ours, recompute=True)),
+            Implementation(OURS, _ours, note="gradients formed with the loss"),
+        ),
+        truth=_truth,
+        work=Work(3 * 2.0 * rows * rows * width, "bf16", "three products of B x N x d"),
+        bars=(Bar(extra_mib=95.0),),
     )
 
 
@@ -162,8 +178,8 @@ def _gradients(loss: Tensor, inputs: Inputs) -> Outputs:
     return value_and_gradients(loss, {"query": inputs["query"], "key": inputs["key"]})
 
 
-def _ours(inputs: Inputs) -> Outputs:
-    return _gradients(info_nce(inputs["query"], inputs["key"], TEMPERATURE), inputs)
+def _ours(inputs: Inputs, *, recompute: bool = False) -> Outputs:
+    return _gradients(info_nce(inputs["query"], inputs["key"], TEMPERATURE, recompute=recompute), inputs)
 
 
 def _naive_loss(query: Tensor, key: Tensor, target: Tensor) -> Tensor:

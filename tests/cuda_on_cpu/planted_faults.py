@@ -132,6 +132,12 @@ FAULTS = [
         "times = 1 - (FAULT && sizeof(Number) == 8) * 1e-6;\n",
     ),
     Fault(
+        *("join_kernel", "bfloat16, gradients of that dtype", "info_nce", "contrastive_join.h"),
+        "gradient, static_cast<int64_t>(row) * pass.width + column, (sum * share - taken) / pass.temperature * by);",
+        "gradient, static_cast<int64_t>(row) * pass.width + column,\n"
+        "              FAULT && gradient.dtype == DType::bf16 ? 0 : (sum * share - taken) / pass.temperature * by);",
+    ),
+    Fault(
         *("sum_kernel", "all", "info_nce", "contrastive_losses.cu"),
         "write_one(result, 0, sum / divisor);",
         "write_one(result, 0, FAULT ? sum / (divisor + 1) : sum / divisor);",

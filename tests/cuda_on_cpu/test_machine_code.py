@@ -74,6 +74,8 @@ def kernels(model, compiled):
 def test_main_loops(model, kernels, precision, architecture):
     found = kernels(precision, architecture)
     assert len(found) == (32 if precision == "tf32" else 36)
+    widths = {64, 128, 256, 512, *(() if precision == "tf32" else (768, 1024))}
+    assert {tiles[0] for tiles, *_ in found} == widths
     size, depth = (4, 8) if precision == "tf32" else (2, 16)
     for (width, down, across, of_rows, columns, kind), kernel, loop in found:
         label = f"{kernel.label} on {architecture}"
@@ -117,6 +119,8 @@ def test_main_loops(model, kernels, precision, architecture):
         (256, 64, GIVEN_COLUMNS, 4800, 4000),  # [14,400]
         (512, 32, SUMS_AND_GRADIENT, 2700, 3600),  # [7,100]
         (512, 64, SUMS_AND_GRADIENT, 4700, 5300),  # [2 x 7,100]
+        (512, 64, GIVEN_COLUMNS, 4400, 5300),
+        (768, 32, SUMS_AND_GRADIENT, 2300, 3800),
         (1024, 32, SUMS_AND_GRADIENT, 2800, 4900),
     ],
 )

@@ -40,7 +40,7 @@ def key_of(fault: Fault) -> str:
 def load_results() -> dict[str, str]:
     """By key_of(fault)."""
     kept = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
-    return {key: outcome for key, outcome in kept.values()}
+    return dict(kept.values())
 
 
 def save_results(results: dict[str, str]) -> None:

@@ -659,6 +659,14 @@ OF_CUDA = [
         _emulated("contrastive"),
     ),
     Fault(
+        "cuda contrastive: the positives of later rows",
+        "index",
+        "csrc/ops/contrastive_cuda.h",
+        "some.shift = pass.shift + start;",
+        "some.shift = pass.shift;",
+        (*_emulated("bindings"), "-k", "some_rows"),
+    ),
+    Fault(
         "cuda linear_cka_large: the last rows of a chunk",
         "edge",
         CUDA + "linear_cka_large_parts.h",
