@@ -173,9 +173,14 @@ FAULTS = [
         "for (int s = FAULT && sizeof(T) == 8; s < part.slices; ++s)",
     ),
     Fault(
+        *("delta_gram_kernel", "float32, on the tensor cores", "delta_gram", "delta_gram.cu"),
+        "mma_tf32(sums[half], left[step].high, some);\n    }\n  }\n}",
+        "if (!(FAULT && half)) mma_tf32(sums[half], left[step].high, some);\n    }\n  }\n}",
+    ),
+    Fault(
         *("delta_gram_kernel", "all, a rectangle of clients", "delta_gram", "delta_gram.cu"),
-        "part_of(above, rows, start, columns, false)",
-        "part_of(above, rows - FAULT, start, columns, false)",
+        "part_of(above, rows, start, columns, false, tensor_cores)",
+        "part_of(above, rows - FAULT, start, columns, false, tensor_cores)",
     ),
     Fault(
         *("delta_gram_kernel", "float32, again in float64", "delta_gram", "delta_gram.cu"),

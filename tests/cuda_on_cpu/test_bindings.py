@@ -294,7 +294,9 @@ def few_rows(compiler):
 def test_gradients_of_some_rows_at_a_time(few_rows, of_query, of_key, tolerance):
     """Gradients that are narrower than their sums."""
     inputs = [randn(150, 40).to(of_query), randn(300, 40, seed=1).to(of_key)]
-    call = with_gradients(lambda q, k: weighted(info_nce(q, k, 0.3, "none", recompute=True)))
+    call = with_gradients(
+        lambda q, k: weighted(info_nce(q, k, 0.3, "none", recompute=True)) / 100
+    )  # float16 holds that
     with few_rows.on_cuda() as called, no_host_reads(inputs):
         found = call(*inputs)
     assert called == ["info_nce", "info_nce_gradients"]

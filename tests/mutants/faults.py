@@ -507,6 +507,22 @@ OF_CUDA = [
         _emulated("delta_gram"),
     ),
     Fault(
+        "cuda delta_gram: rows of the tile before",
+        "index",
+        CUDA + "delta_gram.cu",
+        "if (n == 0 || side_rows[n] != side_rows[n - 1]) {",
+        "if (n == 0) {",
+        (*_emulated("delta_gram"), "-k", "float32_to_1e_6"),
+    ),
+    Fault(
+        "cuda delta_gram: the low parts",
+        "scale",
+        CUDA + "delta_gram.cu",
+        "      mma_tf32(sums[half], left[step].low, some);\n",
+        "",
+        (*_emulated("delta_gram"), "-k", "float32_to_1e_6"),
+    ),
+    Fault(
         "cuda delta_gram: the 33rd block",
         "overflow",
         CUDA + "delta_gram.cu",
