@@ -20,6 +20,7 @@ CHUNKED = "F.linear_cross_entropy, chunked"
 WHOLE = "F.linear_cross_entropy, whole"
 COMPILED = "torch.compile"
 INF_CL = "Inf-CL, Triton"
+LIGER = "Liger, fused linear cross entropy"
 OURS = "fedkernels.info_nce"
 MEMORY_BAR = 16 / 4096  # MiB beyond the outputs per query: 16 MiB at B = 4096
 
@@ -105,6 +106,8 @@ def _gpu_case(rows: int, width: int, dtype: torch.dtype, *, keys_learn: bool, qu
             peers.append(Implementation(COMPILED, partial(_naive, loss=compiled), note="of the same"))
         note = "cal_flash_loss; widens to float32, multiplies in tf32, always forms both gradients"
         peers.append(Implementation(INF_CL, _inf_cl, package="inf-cl", note=note))
+        peers.append(Implementation(CHUNKED, _chunked, note="options=LinearCrossEntropyOptions(): rounds to bfloat16"))
+        peers.append(Implementation(LIGER, _liger, package="liger-kernel", note="the keys are its weights"))
         bars = (Bar(faster_than=(NAIVE,), times=2.0 if keys_learn else 3.0), Bar(faster_than=(INF_CL,), times=1.2))
         if not keys_learn:
             bars += (Bar(share=0.5),) if quick else (Bar(faster_than=(COMPILED,), times=2.0), Bar(share=0.5))
@@ -159,6 +162,11 @@ def _in_tf32(case: Case) -> Case:
 def _inf_cl(inputs: Inputs) -> Outputs:
     loss = importlib.import_module("inf_cl").cal_flash_loss(inputs["query"], inputs["key"], scale=1 / TEMPERATURE)
     return _gradients(loss.mean(), inputs)
+
+
+def _liger(inputs: Inputs) -> Outputs:
+    cross_entropy = importlib.import_module("liger_kernel.transformers.functional").liger_fused_linear_cross_entropy
+    return _gradients(cross_entropy(inputs["query"] / TEMPERATURE, inputs["key"], inputs["target"]), inputs)
 
 
 # The computations

@@ -175,7 +175,7 @@ FAULTS = [
     Fault(
         *("delta_gram_kernel", "float32, on the tensor cores", "delta_gram", "delta_gram.cu"),
         "mma_tf32(sums[half], left[step].high, some);\n    }\n  }\n}",
-        "if (!(FAULT && half)) mma_tf32(sums[half], left[step].high, some);\n    }\n  }\n}",
+        "mma_tf32(sums[half], left[FAULT ? 0 : step].high, some);\n    }\n  }\n}",
     ),
     Fault(
         *("delta_gram_kernel", "all, a rectangle of clients", "delta_gram", "delta_gram.cu"),
