@@ -19,7 +19,8 @@ class MinibatchCKA:
 
     It approaches debiased CKA as there are more batches, without bias of each HSIC whatever their size; one batch gives
     ``debiased_cka`` itself. It holds ``N M + N + M`` numbers. A batch of L samples needs ``L^2 (N + M)`` numbers in
-    its dtype for a moment. `CKAAccumulator` gives the exact value of all samples, in memory that grows with the widths.
+    its dtype for a moment, or blocks of these where the compiled operator serves. `CKAAccumulator` gives the exact
+    value of all samples, in memory that grows with the widths.
 
     Source: Nguyen et al. 2021, "Do Wide and Deep Networks Learn the Same Things?", Eq. 2 and 3. There all batches have
     the same size. Here a batch of L counts by ``L (L - 3)``, so that a small last one adds little noise.
