@@ -7,7 +7,7 @@ u_i is row i of a representation less its origin. Two representations have the s
 
 which is n (n - 3) times the unbiased HSIC, and its first term is the biased one.
 
-Sums are float64. To them the products of BLOCK_ROWS rows, or of fewer, are added that were formed in the samples' dtype.
+Sums are float64; to them products of BLOCK_ROWS rows or fewer are added, which were formed in the samples' dtype.
 """
 
 from __future__ import annotations
