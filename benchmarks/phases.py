@@ -69,7 +69,7 @@ def places(recipe: Recipe) -> list[Place]:
         Place("send", f"{_path(recipe.local_update)}.receive"),
         Place("send", "fedssl.method:Method._reply"),
         Place("send", "fedssl.federation:Federation.client"),
-        Place("send", "fedssl.federation:Federation.client_state"),
+        Place("send", "fedssl.federation:Federation.state_in_place"),
         Place("aggregate", "fedssl.method:Method.aggregate"),
         Place("evaluate", "fedssl.engines.rounds:_evaluate"),
         Place("checkpoint", "fedssl.engines.client_states:ClientStates.load"),

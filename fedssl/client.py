@@ -24,7 +24,7 @@ class Client:
 
     Attributes:
         index: the client's number, from 0.
-        images: its private training images, uint8 [n, C, H, W]; in memory, or in a file and read by row.
+        images: its private training images, uint8 [n, C, H, W], by row: `images[rows]` copies or reads a batch of them.
         labels: their labels, int64 [n]; only a supervised objective reads them. All are 0 where there are none.
         public_images: the representation alignment data that all clients share, uint8 [L, C, H, W].
         model: its own model.

@@ -12,13 +12,13 @@ from .client import Client
 from .data.datasets import Dataset, load_dataset
 from .data.dealing import deal
 from .data.partition_table import class_counts
-from .data.stored_images import images_of_rows
+from .data.stored_images import rows_in_place
 from .errors import UserError
 from .evaluation.downstream import check_downstream, load_downstream
 from .messages import Message
 from .method import Method
 from .models.encoders import build_encoder
-from .models.model import Model
+from .models.model import Model, copy_entries
 from .models.options import ModelOptions
 from .models.precision import check_precision
 from .models.weights import Weights, digest, load_weights, read_all_weights
@@ -91,7 +91,7 @@ class Federation:
         rows = self.client_rows[index]
         return Client(
             index,
-            images_of_rows(self.dataset.train_images, rows),
+            rows_in_place(self.dataset.train_images, rows),
             self.dataset.train_labels[rows],
             self.dataset.public_images,
             model,
@@ -103,25 +103,31 @@ class Federation:
         missing = sorted({*self.method.kept_entries(model)} - stored.keys())
         if missing:
             raise UserError(f"the state of client {index} lacks {missing[0]} of its model, which its next round needs")
-        try:
-            unknown = model.load_state_dict(stored, strict=False).unexpected_keys
-        except RuntimeError as error:
-            raise UserError(
-                f"the state of client {index} does not fit its model: {' '.join(str(error).split())}"
-            ) from error
-        if unknown:
-            raise UserError(f"the state of client {index} holds {unknown[0]}, which its model does not have")
+        own = model.state_dict()
+        for name, tensor in stored.items():
+            if name not in own:
+                raise UserError(f"the state of client {index} holds {name}, which its model does not have")
+            if own[name].shape != tensor.shape:
+                raise UserError(
+                    f"the state of client {index} does not fit its model: {name} has shape {list(tensor.shape)}, "
+                    f"expected {list(own[name].shape)}"
+                )
+        copy_entries(own, stored)
 
     def client_state(self, client: Client, round_number: int) -> Message:
         """What must be stored of a client after a round: what its next one needs of its model, and its parts' memory.
 
         After the last round its whole model is stored, for reports and exports of local models.
         """
+        return self.state_in_place(client, round_number).copy()
+
+    def state_in_place(self, client: Client, round_number: int) -> Message:
+        """`client_state` without a copy of its tensors: they change as soon as the client's model does."""
         entries = client.model.state_dict()
         kept = entries if round_number == self.recipe.rounds else self.method.kept_entries(client.model)
         tensors = {MODEL + name: entries[name] for name in kept}
         tensors |= {MEMORY + name: tensor for name, tensor in client.memory.tensors.items()}
-        return Message(tensors, client.memory.numbers, client.memory.config).copy()
+        return Message(tensors, client.memory.numbers, client.memory.config)
 
     def sampled_clients(self, round_number: int) -> list[int]:
         """Who takes part in a round, in ascending order; drawn without replacement."""

@@ -32,8 +32,12 @@ def seeded(seed: int, *path: str | int) -> Iterator[None]:
     This is for code that draws from the global generators, such as parameter initialisation.
     """
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
+    number = seed_for(seed, *path)
     with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed_for(seed, *path))
+        # torch.manual_seed would note, with a traceback, the seed of every kind of device that is absent, too.
+        torch.default_generator.manual_seed(number)
+        if devices:
+            torch.cuda.manual_seed_all(number)
         yield
 
 

@@ -42,6 +42,7 @@ from .storage import (
     flush_files,
     read_csv,
     read_message,
+    remove_files,
     write_atomically,
     write_message,
 )
@@ -332,9 +333,9 @@ class RunDirectory:
         """Remove states that no longer count, and nothing else that may lie there."""
         used = set(self.checkpoint.files.values())
         try:
-            for name in os.listdir(self.checkpoints):
-                if name not in used and re.fullmatch(rf"{STATE_FILE}(\.partial)?|manifest\.json\.partial", name):
-                    (self.checkpoints / name).unlink(missing_ok=True)
+            left = [name for name in os.listdir(self.checkpoints) if name not in used]
+            ours = re.compile(rf"{STATE_FILE}(\.partial)?|manifest\.json\.partial")
+            remove_files(self.checkpoints, [name for name in left if ours.fullmatch(name)])
         except OSError as error:
             raise cannot_write(self.checkpoints, error) from error
 

@@ -8,27 +8,39 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
-from safetensors.torch import save as save_tensors
+from torch import Tensor
 
 from .errors import UserError
 from .messages import Message
 from .untrusted.files import open_regular_file, read_regular_file
 from .untrusted.printable import printable
 
+#: files that are flushed or removed at a time. The disk joins what it is asked for at the same time: flushing a hundred
+#: files took three quarters of the time that it took one by one, and less than half where others wrote to the disk too.
+_AT_A_TIME = 8
+#: what the safetensors format calls the dtypes
+_DTYPES = {
+    **{torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.int32: "I32"},
+    **{torch.int64: "I64", torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64", torch.complex64: "C64"},
+    **{torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64"},
+}
 
-def write_atomically(path: Path, data: bytes, flush: bool = True) -> None:
+
+def write_atomically(path: Path, *data: bytes | memoryview, flush: bool = True) -> None:
     """Write a file so that a crash at any moment leaves either the old content or the new one.
 
     Args:
         path: the file.
-        data: its content.
+        data: its content, in one or more parts.
         flush: False leaves it to the caller to call `flush_files` before anything relies on the file.
 
     Raises:
@@ -38,7 +50,8 @@ def write_atomically(path: Path, data: bytes, flush: bool = True) -> None:
     try:
         temporary.unlink(missing_ok=True)  # left by a process that was killed, or a link that leads out of the folder
         with open(temporary, "xb") as file:
-            file.write(data)
+            for part in data:
+                file.write(part)
             if flush:
                 file.flush()
                 os.fsync(file.fileno())
@@ -52,12 +65,13 @@ def write_atomically(path: Path, data: bytes, flush: bool = True) -> None:
 
 
 def flush_files(folder: Path, names: Iterable[str]) -> None:
-    """Flush files of a folder to the disk. After the first one the others cost little: most file systems write all.
+    """Flush files of a folder to the disk, and then the folder.
 
     Raises:
         UserError: a file cannot be written.
     """
-    for name in names:
+
+    def flush(name: str) -> None:
         try:
             handle = os.open(folder / name, os.O_RDONLY)
             try:
@@ -66,7 +80,20 @@ def flush_files(folder: Path, names: Iterable[str]) -> None:
                 os.close(handle)
         except OSError as error:
             raise cannot_write(folder / name, error) from error
+
+    with ThreadPoolExecutor(_AT_A_TIME) as threads:
+        list(threads.map(flush, names))
     sync_folder(folder)
+
+
+def remove_files(folder: Path, names: Iterable[str]) -> None:
+    """Remove files of a folder, where they are still there.
+
+    Raises:
+        OSError: a file cannot be removed.
+    """
+    with ThreadPoolExecutor(_AT_A_TIME) as threads:
+        list(threads.map(lambda name: (folder / name).unlink(missing_ok=True), names))
 
 
 def make_folder(path: Path) -> None:
@@ -166,13 +193,34 @@ def write_message(path: Path, message: Message, flush: bool = True) -> str:
     Raises:
         UserError: the file cannot be written.
     """
-    # One entry: safetensors orders several entries at random, and equal states must be equal files.
     fields = {"numbers": message.numbers, "config": message.config, "metrics": message.metrics}
-    header = {"message": json.dumps(fields)}
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in message.tensors.items()}
-    data = save_tensors(tensors, metadata=header)
-    write_atomically(path, data, flush)
-    return hashlib.sha256(data).hexdigest()
+    parts = _safetensors_parts(message.tensors, {"message": json.dumps(fields)})
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    write_atomically(path, *parts, flush=flush)
+    return digest.hexdigest()
+
+
+def _safetensors_parts(tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> list[bytes | memoryview]:
+    """The content of a safetensors file: its header, and each tensor's bytes where they lie.
+
+    The library's `save` copies all of them twice, which took most of the time of a client's state. Equal tensors and
+    metadata give equal files. Larger dtypes come first, so that each tensor lies aligned.
+    """
+    stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    order = sorted(stored, key=lambda name: (-stored[name].element_size(), name))
+    entries: dict[str, Any] = {"__metadata__": metadata}
+    parts: list[bytes | memoryview] = []
+    end = 0
+    for name in order:
+        tensor = stored[name]
+        start, end = end, end + tensor.nbytes
+        entries[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        parts.append(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    header = json.dumps(entries).encode()
+    header += b" " * (-len(header) % 8)
+    return [len(header).to_bytes(8, "little") + header, *parts]
 
 
 def read_message(path: Path) -> Message:

@@ -29,7 +29,7 @@ def weighted_mean(tensors: list[Tensor], weights: list[float]) -> Tensor:
     total = sum(weights)
     mean = torch.zeros_like(tensors[0], dtype=torch.float64)
     for tensor, weight in zip(tensors, weights, strict=True):
-        mean.add_(tensor.to(torch.float64), alpha=weight / total)
+        mean.add_(tensor, alpha=weight / total)
     if not tensors[0].is_floating_point():
         mean = mean.round()
     return mean.to(tensors[0].dtype)

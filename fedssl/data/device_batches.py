@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from .stored_images import Images
+from .stored_images import Images, StoredImages
 
 #: of the GPU memory that is free before training, how much a client's images may take; the network needs the rest
 RESIDENT_SHARE = 0.25
@@ -38,8 +38,8 @@ def device_batches(images: Images, batches: Iterable[Tensor], device: torch.devi
     if device.type != "cuda":
         for rows in batches:
             yield rows, images[rows].to(device)
-    elif isinstance(images, Tensor) and images.nbytes <= RESIDENT_SHARE * torch.cuda.mem_get_info(device)[0]:
-        resident = images.to(device)
+    elif not isinstance(images, StoredImages) and images.nbytes <= RESIDENT_SHARE * torch.cuda.mem_get_info(device)[0]:
+        resident = images[:].to(device)
         for rows in batches:
             yield rows, resident[rows.to(device, non_blocking=True)]
     else:

@@ -31,7 +31,7 @@ class ClientStates:
         """Keep a client's state after its part in a round."""
         self._directory.write_client(index, round_number, state)
         if self._kept is not None:
-            self._kept[index] = state
+            self._kept[index] = state.copy()
 
     def discard(self, index: int) -> None:
         """Take back what `store` kept in this round, so that the client's state is again the committed one."""

@@ -24,12 +24,14 @@ class ClientTrainer:
     def train(self, index: int, state: Message, received: Message, number: int) -> tuple[Message, Message]:
         """A client's answer to a round's message, and its state after the round.
 
+        The state must be written or copied before the next call, see `Federation.state_in_place`.
+
         Raises:
             UserError: see `Federation.client` and `train_locally`.
         """
         client = self._load(index, state)
         reply = self._federation.method.client_round(client, received, number)
-        return reply, self._federation.client_state(client, number)
+        return reply, self._federation.state_in_place(client, number)
 
     def evaluate(self, index: int, state: Message, number: int) -> tuple[dict[str, float], Tensor]:
         """Measures and spectrum of a client's own model after a round; see `evaluate_after`."""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
-
 from ..client import LocalRound
 from ..errors import UserError
+from ..models.model import copy_entries
 from .base import LocalUpdate
 
 
@@ -21,13 +20,11 @@ class Replace(LocalUpdate):
 
     def receive(self, local: LocalRound) -> None:
         own = local.client.model.state_dict()
-        with torch.no_grad():
-            for name, tensor in local.received.tensors.items():
-                if name not in own:
-                    continue
-                if own[name].shape != tensor.shape:
-                    raise UserError(
-                        f"client {local.client.index} received {name} of shape {tuple(tensor.shape)}, but its model "
-                        f"has shape {tuple(own[name].shape)}; clients that exchange weights need the same architecture"
-                    )
-                own[name].copy_(tensor)
+        given = {name: tensor for name, tensor in local.received.tensors.items() if name in own}
+        for name, tensor in given.items():
+            if own[name].shape != tensor.shape:
+                raise UserError(
+                    f"client {local.client.index} received {name} of shape {tuple(tensor.shape)}, but its model "
+                    f"has shape {tuple(own[name].shape)}; clients that exchange weights need the same architecture"
+                )
+        copy_entries(own, given)

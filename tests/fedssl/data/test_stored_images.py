@@ -12,7 +12,7 @@ import torch
 from fedssl.data import decoding
 from fedssl.data.datasets import load_dataset
 from fedssl.data.options import DataOptions
-from fedssl.data.stored_images import StoredImages
+from fedssl.data.stored_images import ChosenImages, StoredImages, rows_in_place
 from fedssl.errors import UserError
 from tests.fedssl.data.data_files import random_pixels, refused
 from tests.fedssl.data.image_samples import save_array
@@ -56,6 +56,30 @@ def test_both_ways_give_the_same_images(folder, caplog):
         assert ours.equal(expected)
     some = stored.train_images.of_rows(torch.tensor([9, 2, 4])).of_rows(slice(1, 3))
     assert some[:].equal(memory.train_images[torch.tensor([2, 4])])
+
+
+def test_rows_in_place_are_the_images_of_these_rows(folder):
+    rows = torch.tensor([9, 2, 4, 9, 0])
+    memory = load_dataset(options_of(folder), 3).train_images
+    stored = load_dataset(options_of(folder, memory_limit=0), 3).train_images
+    expected = memory[rows]
+    for images in (rows_in_place(memory, rows), rows_in_place(stored, rows)):
+        assert len(images) == 5
+        assert images.shape == expected.shape
+        for index in (torch.tensor([3, 0, 0]), slice(1, 3), slice(None), torch.arange(5) % 2 == 0, 4, rows[:0]):
+            assert images[index].equal(expected[index])
+            assert images[index].stride() == expected[index].stride()
+        for ours, part in zip(images.split(2), expected.split(2), strict=True):
+            assert ours.equal(part)
+    assert rows_in_place(memory, rows).nbytes == expected.nbytes
+
+
+def test_a_client_copies_no_image_before_it_asks_for_it():
+    images = torch.arange(12, dtype=torch.uint8).reshape(12, 1, 1, 1)
+    chosen = rows_in_place(images, torch.tensor([7, 3]))
+    assert isinstance(chosen, ChosenImages)
+    images[7] = 99
+    assert chosen[0] == 99
 
 
 def test_holdout_and_limits_are_the_same(folder):

@@ -97,13 +97,14 @@ def test_two_processes_a_client_give_the_run_of_one(method, recipe_of, tmp_path)
             assert got[key] == pytest.approx(value, rel=1e-3, abs=1e-3), key
 
 
-def test_a_stopped_run_resumes_bit_identically(recipe_of, tmp_path):
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_stopped_run_resumes_bit_identically(precision, recipe_of, tmp_path):
     class StopsInTheSecondRound(Silent):
         def client(self, round_number: int, index: int, position: int, clients: int) -> None:
             if (round_number, index) == (2, 1):
                 raise KeyboardInterrupt
 
-    recipe = recipe_of("centralised", 2)
+    recipe = recipe_of("centralised", 2, training={"precision": precision})
     run(recipe, tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
         run(recipe, tmp_path / "stopped", StopsInTheSecondRound())

@@ -15,11 +15,14 @@ from collections.abc import Callable
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fedssl import storage
 from fedssl.engines.in_process import resume, run
+from fedssl.engines.progress import Silent
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from fedssl.reading import parse_recipe
@@ -47,6 +50,8 @@ METHODS = {
         "local_update": "replace",
     },
     "sampled": ALIGNED | SMALL | {"clients_per_round": 2},
+    "bfloat16": AVERAGED | SMALL | {"training": {"local_epochs": 1, "batch_size": 8, "precision": "bfloat16"}},
+    "joined views": AVERAGED | SMALL | {"training": {"local_epochs": 1, "batch_size": 8, "join_views": True}},
 }
 
 
@@ -156,7 +161,14 @@ def test_metrics_hold_evaluation_training_and_traffic(finished):
     with open(path / "spectrum.csv") as file:
         values = [float(row["value"]) for row in csv.DictReader(file) if row["client"] == "0"]
     assert values == sorted(values, reverse=True)
-    assert list((path / "tensorboard").iterdir())
+    assert events(path) == {(r, f"{m}/{who}"): np.float32(v) for r, who, m, v in RunDirectory.open(path).read_metrics()}
+
+
+def events(path: Path) -> dict[tuple[int, str], float]:
+    """The values in a run's TensorBoard events, by round and tag."""
+    read = EventAccumulator(str(path / "tensorboard"), {"scalars": 0})
+    read.Reload()
+    return {(event.step, tag): event.value for tag in read.Tags()["scalars"] for event in read.Scalars(tag)}
 
 
 def test_fine_tuning_is_measured_after_training_where_asked(tiny, tmp_path):
@@ -236,6 +248,27 @@ def test_killed_at_ten_moments_and_resumed_a_run_ends_bit_identical(tmp_path):
     assert contents(path) == contents(tmp_path / "undisturbed")
 
 
+class Stopped(BaseException):
+    pass
+
+
+class StopsInTheSecondRound(Silent):
+    """Stops a run when the last client of the second round is about to begin."""
+
+    def client(self, round_number: int, index: int, position: int, clients: int) -> None:
+        if round_number == 2 and position == clients - 1:
+            raise Stopped
+
+
+@pytest.mark.parametrize("kind", METHODS)
+def test_a_run_that_is_stopped_within_a_round_ends_bit_identical(kind, finished, tiny, tmp_path):
+    with pytest.raises(Stopped):
+        run(tiny(**METHODS[kind]), tmp_path / "stopped", StopsInTheSecondRound())
+    assert RunDirectory.open(tmp_path / "stopped").checkpoint.round == 1
+    resume(tmp_path / "stopped")
+    assert contents(tmp_path / "stopped") == contents(finished(kind))
+
+
 class Killed(BaseException):
     """Stands for SIGKILL: no handler of the code under test may catch it."""
 
@@ -272,6 +305,7 @@ def test_killed_during_any_file_operation_of_a_checkpoint(victim, undisturbed, t
     with monkeypatch.context() as patch:
         patch.setattr(storage.os, "fsync", dying(os.fsync))
         patch.setattr(storage.os, "replace", dying(os.replace))
+        patch.setattr(storage, "_AT_A_TIME", 1)  # so that it is always the same file
         # a killed process cleans nothing up
         patch.setattr("fedssl.run_folder.creation.shutil.rmtree", lambda *a, **k: None)
         with pytest.raises(Killed):

@@ -39,6 +39,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "fedu2": FEDU2 | {"client_states": "memory"},
     "lw_fedssl": LW_FEDSSL,
     "orchestra": ORCHESTRA,
+    "bfloat16": AVERAGED | {"training": {"local_epochs": 1, "batch_size": 8, "precision": "bfloat16"}},
 }
 #: three of four clients a round on two workers: a worker gets clients that it has not had before
 FEW: dict[str, Any] = {
@@ -143,19 +144,20 @@ class CountsWorkers(Silent):
         self.counts.add(len(multiprocessing.active_children()))
 
 
+@pytest.mark.parametrize("method", ["fedbyol", "bfloat16"])
 @pytest.mark.parametrize(("before", "after", "workers"), [(2, 1, {0}), (1, 2, {2}), (2, None, {2})])
-def test_a_run_resumes_with_other_clients_at_a_time(before, after, workers, one_after_another, noisy, tmp_path):
+def test_a_run_resumes_with_other_clients_at_a_time(before, after, workers, method, one_after_another, noisy, tmp_path):
     class StopsInTheSecondRound(Silent):
         def client(self, round_number: int, index: int, position: int, clients: int) -> None:
             if round_number == 2:
                 raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run(noisy(**FEW | METHODS["fedbyol"], clients_parallel=before), tmp_path / "a", StopsInTheSecondRound())
+        run(noisy(**FEW | METHODS[method], clients_parallel=before), tmp_path / "a", StopsInTheSecondRound())
     recipe, progress = (tmp_path / "a/recipe.yaml").read_bytes(), CountsWorkers()
     resume(tmp_path / "a", progress, clients_parallel=after)
     assert progress.counts == workers
-    assert results(tmp_path / "a") == results(one_after_another("fedbyol"))
+    assert results(tmp_path / "a") == results(one_after_another(method))
     assert (tmp_path / "a/recipe.yaml").read_bytes() == recipe
 
 
