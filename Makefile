@@ -13,6 +13,7 @@ endif
 end_to_end := $(addprefix tests/fedssl/engines/flower/test_,simulation.py deployment.py hostile_site.py deploy_page.py)
 python := "$(VENV)/bin/python"
 installed := $(VENV)/.installed
+printed := $(VENV)/end_to_end.txt
 
 version_of = $(shell "$(1)" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
 have = $(call version_of,$(VENV)/bin/python)
@@ -41,10 +42,12 @@ demo: $(installed)
 
 # One thread a process: the processes share the cores. A file's tests stay together, as they share what is compiled.
 # Files are started in the order of tests/conftest.py, the longest first, and not by their number of tests.
-# The end-to-end tests start processes of their own, Ray's and Flower's, and come afterwards, one after another.
+# The end-to-end tests start processes of their own, Ray's and Flower's, and wait for them most of the time: they run
+# beside the others, one after another. What they print comes last.
 test: lint
-	OMP_NUM_THREADS=1 $(python) -m pytest -m "not nightly" -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(end_to_end:%=--ignore=%)
-	OMP_NUM_THREADS=1 $(python) -m pytest $(end_to_end)
+	OMP_NUM_THREADS=1 $(python) -m pytest $(end_to_end) >"$(printed)" 2>&1 & trap "kill -INT $$!" INT TERM; \
+	OMP_NUM_THREADS=1 $(python) -m pytest -m "not nightly" -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(end_to_end:%=--ignore=%); \
+	failed=$$?; wait $$! || failed=1; cat "$(printed)"; exit $$failed
 
 test-nightly: $(installed)
 	OMP_NUM_THREADS=1 $(python) -m pytest -m nightly

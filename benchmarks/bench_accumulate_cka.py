@@ -5,13 +5,14 @@ float32. The representations are those of bench_linear_cka.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from benchmarks.bench_linear_cka import _compare, _two_inputs
-from benchmarks.case import Bar, Case, Implementation, Inputs, Outputs, in_float64
+from benchmarks.case import Bar, Case, Floor, Implementation, Inputs, Outputs, in_float64
 from fedkernels import CKAAccumulator
 
 EAGER = "eager, feature space"
@@ -45,6 +46,7 @@ def _batches(samples: int, width: int) -> Case:
             ),
         ),
         truth=lambda inputs: _accumulated(in_float64(inputs)),
+        floor=Floor("x'x and y'y at half, and y'x, of all samples at once", _products),
         bars=(Bar(faster_than=(TORCH_CKA,), times=1.0),),
     )
 
@@ -73,3 +75,15 @@ def _torch_cka_batches(inputs: Inputs) -> Outputs:
         for x, y in zip(inputs["x"].split(BATCH), inputs["y"].split(BATCH), strict=True)
     ]
     return {"unbiased estimate": torch.stack(estimates).mean(dim=0)}
+
+
+def _products(inputs: Inputs) -> Callable[[], None]:
+    x, y = inputs["x"], inputs["y"]
+    half, product = len(x) // 2, torch.empty(x.shape[1], y.shape[1])
+
+    def products() -> None:
+        torch.mm(y.T, x, out=product)
+        for z in (x[:half], y[:half]):
+            torch.mm(z.T, z)
+
+    return products

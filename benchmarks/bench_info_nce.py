@@ -20,6 +20,7 @@ CHUNKED = "F.linear_cross_entropy, chunked"
 WHOLE = "F.linear_cross_entropy, whole"
 COMPILED = "torch.compile"
 INF_CL = "Inf-CL, Triton"
+LIGER = "Liger, fused linear cross entropy"
 OURS = "fedkernels.info_nce"
 MEMORY_BAR = 16 / 4096  # MiB beyond the outputs per query: 16 MiB at B = 4096
 
@@ -57,7 +58,7 @@ CURVE = "queries and keys"
 
 def curve_cases(quick: bool) -> dict[int, Case]:
     """By the number of queries and keys."""
-    width, sizes = (16, (32, 64)) if quick else (256, (256, 1024, 4096, 8192))
+    width, sizes = (16, (32, 64)) if quick else (256, (256, 1024, 4096))
     return {rows: _case(rows, width, keys_learn=False, bars=()) for rows in sizes}
 
 
@@ -91,8 +92,9 @@ def gpu_cases(quick: bool) -> tuple[Case, ...]:
         for keys_learn in (False, True)
         for rows in ((96,) if quick else (4096, 16384, 65536))
     ]
+    recomputed = _recomputed(64 if quick else 65536, 2 * width)
     whole = _gpu_case(64 if quick else 8192, width, torch.float32, keys_learn=True, quick=quick)
-    return (*made, whole, _in_tf32(whole))
+    return (*made, recomputed, whole, _in_tf32(whole))
 
 
 def _gpu_case(rows: int, width: int, dtype: torch.dtype, *, keys_learn: bool, quick: bool) -> Case:
@@ -104,6 +106,8 @@ def _gpu_case(rows: int, width: int, dtype: torch.dtype, *, keys_learn: bool, qu
             peers.append(Implementation(COMPILED, partial(_naive, loss=compiled), note="of the same"))
         note = "cal_flash_loss; widens to float32, multiplies in tf32, always forms both gradients"
         peers.append(Implementation(INF_CL, _inf_cl, package="inf-cl", note=note))
+        peers.append(Implementation(CHUNKED, _chunked, note="options=LinearCrossEntropyOptions(): rounds to bfloat16"))
+        peers.append(Implementation(LIGER, _liger, package="liger-kernel", note="the keys are its weights"))
         bars = (Bar(faster_than=(NAIVE,), times=2.0 if keys_learn else 3.0), Bar(faster_than=(INF_CL,), times=1.2))
         if not keys_learn:
             bars += (Bar(share=0.5),) if quick else (Bar(faster_than=(COMPILED,), times=2.0), Bar(share=0.5))
@@ -121,6 +125,21 @@ def _gpu_case(rows: int, width: int, dtype: torch.dtype, *, keys_learn: bool, qu
             f"{products} products of B x N x d",
         ),
         bars=bars,
+    )
+
+
+def _recomputed(rows: int, width: int) -> Case:
+    """Our both gradients in the backward pass, beside those that are formed with the loss: a matter of memory."""
+    return Case(
+        size=f"bfloat16, B = N = {rows}, d = {width}, both gradients in the backward pass",
+        inputs=partial(_inputs, rows, width, True, dtype=torch.bfloat16),
+        implementations=(
+            Implementation(f"{OURS}, recompute=True", partial(_ours, recompute=True)),
+            Implementation(OURS, _ours, note="gradients formed with the loss"),
+        ),
+        truth=_truth,
+        work=Work(3 * 2.0 * rows * rows * width, "bf16", "three products of B x N x d"),
+        bars=(Bar(extra_mib=95.0),),
     )
 
 
@@ -145,6 +164,11 @@ def _inf_cl(inputs: Inputs) -> Outputs:
     return _gradients(loss.mean(), inputs)
 
 
+def _liger(inputs: Inputs) -> Outputs:
+    cross_entropy = importlib.import_module("liger_kernel.transformers.functional").liger_fused_linear_cross_entropy
+    return _gradients(cross_entropy(inputs["query"] / TEMPERATURE, inputs["key"], inputs["target"]), inputs)
+
+
 # The computations
 
 
@@ -162,8 +186,8 @@ def _gradients(loss: Tensor, inputs: Inputs) -> Outputs:
     return value_and_gradients(loss, {"query": inputs["query"], "key": inputs["key"]})
 
 
-def _ours(inputs: Inputs) -> Outputs:
-    return _gradients(info_nce(inputs["query"], inputs["key"], TEMPERATURE), inputs)
+def _ours(inputs: Inputs, *, recompute: bool = False) -> Outputs:
+    return _gradients(info_nce(inputs["query"], inputs["key"], TEMPERATURE, recompute=recompute), inputs)
 
 
 def _naive_loss(query: Tensor, key: Tensor, target: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ float32. The representations are those of bench_linear_cka.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.bench_linear_cka import _compare, _layers
-from benchmarks.case import Bar, Case, Implementation, Inputs, Outputs
+from benchmarks.case import Bar, Case, Floor, Implementation, Inputs, Outputs
 from fedkernels import MinibatchCKA
 
 TORCH_CKA = "torch_cka"
@@ -43,6 +44,7 @@ def _minibatches(widths: list[int], samples: int) -> Case:
             ),
         ),
         truth=lambda inputs: _minibatch({name: [z.double() for z in zs] for name, zs in inputs.items()}),
+        floor=Floor("the layers' Gram matrices at half, as products with half of the rows", _grams),
         bars=(Bar(faster_than=(TORCH_CKA,), times=10.0),),
     )
 
@@ -63,3 +65,14 @@ def _in_batches(inputs: Inputs) -> list[tuple[list[Tensor], list[Tensor]]]:
     samples = len(inputs["xs"][0])
     starts = range(0, samples - 3, BATCH)
     return [tuple([z[at : at + BATCH] for z in inputs[name]] for name in ("xs", "ys")) for at in starts]  # type: ignore[misc]
+
+
+def _grams(inputs: Inputs) -> Callable[[], None]:
+    batches = _in_batches(inputs)
+
+    def products() -> None:
+        for xs, ys in batches:
+            for z in (*xs, *ys):
+                torch.mm(z[: len(z) // 2], z.T)
+
+    return products

@@ -33,7 +33,7 @@ CURVE = "images, each with two views"
 
 def curve_cases(quick: bool) -> dict[int, Case]:
     """By the number of images."""
-    width, sizes = (16, (32, 64)) if quick else (256, (128, 512, 2048, 4096))
+    width, sizes = (16, (32, 64)) if quick else (256, (128, 1024, 4096))
     return {rows: _case(rows, width, ()) for rows in sizes}
 
 

@@ -19,21 +19,31 @@ OPEN_CLIP = "open_clip SigLipLoss"
 
 
 def cases(quick: bool) -> tuple[Case, ...]:
-    rows, width = (64, 16) if quick else (4096, 512)
-    return (
-        Case(
-            size=f"B = {rows}, d = {width}",
-            inputs=partial(pairs, rows, width),
-            tiny=partial(pairs, 32, 16),
-            implementations=(
-                Implementation("fedkernels.sigmoid_loss", _ours),
-                Implementation(NAIVE, _naive, note=NAIVE_NOTE),
-                Implementation(OPEN_CLIP, _open_clip, package="open_clip_torch"),
-            ),
-            truth=lambda inputs: _naive(in_float64(inputs)),
-            floor=Floor("3 x torch.mm of 2 B B d operations: the logits, both gradients", partial(products, 1)),
-            bars=(Bar(faster_than=(NAIVE,), times=1.0), Bar(extra_mib=40.0)),
+    return (_case(*((64, 16) if quick else (4096, 512))),)
+
+
+CURVE = "pairs of image and text"
+
+
+def curve_cases(quick: bool) -> dict[int, Case]:
+    """By the number of pairs."""
+    width, sizes = (16, (32, 64)) if quick else (512, (256, 1024, 4096))
+    return {rows: _case(rows, width) for rows in sizes}
+
+
+def _case(rows: int, width: int) -> Case:
+    return Case(
+        size=f"B = {rows}, d = {width}",
+        inputs=partial(pairs, rows, width),
+        tiny=partial(pairs, 32, 16),
+        implementations=(
+            Implementation("fedkernels.sigmoid_loss", _ours),
+            Implementation(NAIVE, _naive, note=NAIVE_NOTE),
+            Implementation(OPEN_CLIP, _open_clip, package="open_clip_torch"),
         ),
+        truth=lambda inputs: _naive(in_float64(inputs)),
+        floor=Floor("3 x torch.mm of 2 B B d operations: the logits, both gradients", partial(products, 1)),
+        bars=(Bar(faster_than=(NAIVE,), times=1.0), Bar(extra_mib=40.0)),
     )
 
 

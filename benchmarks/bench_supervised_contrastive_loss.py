@@ -29,6 +29,15 @@ def cases(quick: bool) -> tuple[Case, ...]:
     return tuple(_case(rows, width) for rows, width in sizes)
 
 
+CURVE = "rows"
+
+
+def curve_cases(quick: bool) -> dict[int, Case]:
+    """By the number of rows, which is even."""
+    width, sizes = (16, (32, 64)) if quick else (128, (256, 1024, 4096))
+    return {rows: _case(rows, width) for rows in sizes}
+
+
 def _case(rows: int, width: int) -> Case:
     even = rows % 2 == 0
     return Case(

@@ -19,7 +19,10 @@ from benchmarks import write
 from benchmarks.__main__ import positive
 from benchmarks.measure import ROOT, Settings, load_cases, measure_case
 
-OPERATORS = ("info_nce", "nt_xent", "linear_cka", "unbalanced_ot", "client_weights", "delta_gram", "two_views")
+OPERATORS = (
+    *("info_nce", "nt_xent", "clip_loss", "sigmoid_loss", "supervised_contrastive_loss", "linear_cka"),
+    *("unbalanced_ot", "client_weights", "delta_gram", "two_views"),
+)
 COLUMNS = (
     *("size", "implementation", "milliseconds", "interquartile_range_ms", "beyond_outputs_mib", "status"),
     *("same_result", "version", "case", "date", "processor", "threads", "repeats", "torch"),

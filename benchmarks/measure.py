@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -163,7 +164,9 @@ def _measure_in_this_process(case: Case, settings: Settings) -> tuple[list[Row],
 
 
 def _measure_in_processes(case: Case, request: dict[str, Any]) -> tuple[list[Row], list[float] | None]:
-    rows = [_memory_row(implementation, request) for implementation in case.implementations]
+    # Memory does not depend on what runs beside it. The sizes of a curve are moderate: two fit into it together.
+    with ThreadPoolExecutor(2 if request["curve"] else 1) as pool:
+        rows = list(pool.map(lambda one: _memory_row(one, request), case.implementations))
     if not case.timed:
         return rows, None
     names = [row["implementation"] for row in rows if row["status"] == "ok" and _fits(row, request["repeats"])]

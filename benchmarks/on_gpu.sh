@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Everything that needs an NVIDIA GPU, in one go and in under 9 minutes: build, tests, compute-sanitizer, benchmarks.
+# Everything that needs an NVIDIA GPU, in one go and in under 9 minutes: build, self-test, tests, compute-sanitizer,
+# benchmarks, and with what is left of the time two rows of FedU2's Table 1, which a later call continues.
 #
 #     benchmarks/on_gpu.sh
 #
@@ -7,9 +8,12 @@
 #     PYTHON            the Python that has this torch (default: python3)
 #     WHEELS            a folder of wheels of what this Python lacks; they are installed into a temporary folder
 #     OUT               write below this folder (default: benchmarks/results/gpu)
+#     CIFAR10           the folder with CIFAR-10 as torchvision has it, for the rows of Table 1
+#     STAGES            names of the stages to run, as in "wheels build table1" where a card is lent several times
+#                       (default: all)
 #
 # It writes CARD/on_gpu.json (each stage's outcome), CARD/results.json and results.md (the operators), CARD/simulation.json
-# and simulation.md (whole runs) and CARD/log.txt.
+# and simulation.md (whole runs), table1/ (the rows of Table 1) and CARD/log.txt.
 # Each stage has a time limit, and the others run where one fails. Exit code: 0 where no stage failed, 1 where one did, 2
 # where there is no GPU. The module is compiled in place, for this card alone.
 set -u
@@ -40,9 +44,11 @@ record() { # stage, outcome, exit code, seconds
   stages+=("{\"stage\": \"$1\", \"outcome\": \"$2\", \"exit_code\": $3, \"seconds\": $4}")
   echo "$1: $2, $4 s"
 }
+wanted() { [[ -z ${STAGES:-} || " $STAGES " == *" $1 "* ]]; }
 stage() { # name, limit in seconds, command
   local name=$1 limit=$2 start=$SECONDS code outcome=passed
   shift 2
+  wanted "$name" || return
   ((limit > ALL - SECONDS)) && limit=$((ALL - SECONDS))
   if ((limit < 5)); then
     record "$name" "failed: no time was left" 124 0
@@ -90,13 +96,13 @@ workers=()
 "$python" -c 'import pytest_timeout' 2>/dev/null && workers+=(--timeout 60)
 stage tests 150 "$python" -m pytest -q -p no:cacheprovider -m gpu --continue-on-collection-errors "${workers[@]}" \
   tests/fedkernels tests/fedssl/data/test_device_batches.py
-for tool in memcheck racecheck; do
+for tool in memcheck racecheck synccheck; do
   if command -v compute-sanitizer >/dev/null; then
     # Without torch's cache each tensor is an allocation of its own, and what lies beyond it is out of bounds.
     stage $tool 60 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $tool \
       --kernel-name kernel_substring=fedkernels --report-api-errors no --error-exitcode 9 \
       "$python" -m pytest -q -p no:cacheprovider tests/fedkernels/test_cuda.py -k small_case
-  else
+  elif wanted $tool; then
     record $tool "skipped: no compute-sanitizer" 0 0
   fi
 done
@@ -104,6 +110,28 @@ stage benchmarks $((ALL - SECONDS - SIMULATION)) "$python" -m benchmarks --devic
   --seconds $((ALL - SECONDS - SIMULATION - 15))
 stage simulation $ALL "$python" -m benchmarks.simulation --device cuda --output "$folder" \
   --seconds $((ALL - SECONDS - 25))
+# The same command goes on where it was stopped, and the time is expected to end first.
+if wanted table1; then
+  if [[ -z ${CIFAR10:-} ]]; then
+    record table1 "skipped: CIFAR10 names no folder" 0 0
+  elif ((ALL - SECONDS < 30)); then
+    record table1 "skipped: no time was left" 0 0
+  else
+    start=$SECONDS
+    printf '\n==== table1\n' >>"$log"
+    timeout -k 5 $((ALL - SECONDS)) "$python" -m fedssl run-table benchmarks/fedu2_table1_cell.yaml \
+      --output "$folder/table1" data.path="$CIFAR10" device=cuda >>"$log" 2>&1
+    code=$?
+    outcome=passed
+    if ((code == 124 || code == 137)); then
+      outcome="to be continued"
+    elif ((code)); then
+      outcome=failed failed=1
+      tail -n 15 "$log" | sed 's/^/    /'
+    fi
+    record table1 "$outcome" "$code" $((SECONDS - start))
+  fi
+fi
 
 driver=$(ask driver_version)
 toolkit=$(nvcc --version 2>/dev/null | sed -nE 's/.*release ([0-9.]+).*/\1/p')
@@ -115,8 +143,8 @@ read -r torch cuda python_version <<<"$versions"
   printf '"torch": "%s", "torch_cuda": "%s", "python": "%s", ' "${torch:-}" "${cuda:-}" "${python_version:-}"
   printf '"commit": "%s", "date": "%s", "seconds": %d, "stages": [\n' \
     "$(git rev-parse --short HEAD 2>/dev/null)" "$(date -u '+%Y-%m-%d %H:%M UTC')" "$SECONDS"
-  printf '  %s' "${stages[0]}"
-  printf ',\n  %s' "${stages[@]:1}"
+  printf '  %s' "${stages[0]:-}"
+  ((${#stages[@]} > 1)) && printf ',\n  %s' "${stages[@]:1}"
   printf '\n]}\n'
 } >"$folder/on_gpu.json"
 echo "written to $folder in $SECONDS s"

@@ -7,7 +7,7 @@ u_i is row i of a representation less its origin. Two representations have the s
 
 which is n (n - 3) times the unbiased HSIC, and its first term is the biased one.
 
-Sums are float64. The products of at most BLOCK_ROWS rows are formed in the samples' dtype and then added to them.
+Sums are float64; to them products of BLOCK_ROWS rows or fewer are added, which were formed in the samples' dtype.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from fedkernels._add_products import add_products
+
 BLOCK_ROWS = 1024  # long enough for the full speed of a product, short enough for float32
-SYMMETRIC_STRIP = 128  # rows of a symmetric product that are formed together, from their diagonal on
 
 
 @dataclass
@@ -52,27 +53,29 @@ class Side:
         """[N] -> [D]"""
         return values.repeat_interleave(torch.tensor(self.widths, device=values.device))
 
-    def add(self, block: Tensor) -> Tensor:
-        """Adds the products and squared norms of a block [L, D]. -> Its squared norms, float64 [N, L]."""
-        parts = block.split(self.widths, dim=1)
-        for product, part in zip(self.products, parts, strict=True):
-            for start in range(0, len(product), SYMMETRIC_STRIP):
-                strip = part[:, start : start + SYMMETRIC_STRIP]
-                product[start : start + SYMMETRIC_STRIP, start:] += strip.mT @ part[:, start:]
-        norms = torch.stack([part.square().sum(dim=1) for part in parts]).double()
+    def add_norms(self, norms: Tensor) -> None:
+        """Of a block of samples, [N, L]."""
         self.norms += norms.sum(dim=1)
         self.squared_norms += norms.square().sum(dim=1)
-        return norms
 
     def mirror(self) -> None:
-        """Fills the products below the diagonal, which `add` leaves out but for the strips' own squares."""
+        """Makes the products symmetric by what is above the diagonal."""
         for product in self.products:
-            for start in range(0, len(product), SYMMETRIC_STRIP):
-                end = start + SYMMETRIC_STRIP
-                product[end:, start:end] = product[start:end, end:].mT
+            upper = product.triu(1)
+            torch.add(product.triu_(), upper.mT, out=product)
 
-    def moved(self, origin: Tensor, count: float) -> Side:
+    def biased_hsic(self, count: int) -> Tensor:
+        """Of each representation with itself about the means of `count` samples, but for a factor: [N]."""
+        values = []
+        for product, entries in zip(self.products, self.entries.split(self.widths), strict=True):
+            about_means = _about_means(product, entries, entries, count)
+            diagonal, above = about_means.diagonal().clone(), about_means.triu_(1).flatten()
+            values.append(diagonal @ diagonal + 2 * (above @ above))
+        return torch.stack(values)
+
+    def moved(self, origin: Tensor, count: int) -> Side:
         """The sums of `count` samples about another origin."""
+        self.mirror()
         shift = origin - self.origin
         shifts, entries = shift.split(self.widths), self.entries.split(self.widths)
         length, along = self.per_layer(shift.square()), self.per_layer(shift * self.entries)
@@ -121,19 +124,15 @@ class Sums:
         return [*self.x.tensors(), *self.y.tensors(), *own]
 
     def add(self, block: Tensor) -> None:
-        """Adds a block [L, Dx + Dy] of at most BLOCK_ROWS samples less the origins. Call `mirror` after the last."""
+        """Adds a block [L, Dx + Dy] of at most BLOCK_ROWS samples less the origins."""
         columns = [len(side.origin) for side in (self.x, self.y)]
-        x, y = block.split(columns, dim=1)
+        widths, own = [*self.x.widths, *self.y.widths], [*self.x.products, *self.y.products]
+        norms, weighted = add_products(block, widths, len(self.x.widths), self.products, own)
+        x_norms, y_norms = norms.split([len(side.widths) for side in (self.x, self.y)])
         self.count += len(block)
-        self.products += x.mT @ y
-        x_norms, y_norms = self.x.add(x), self.y.add(y)
+        self.x.add_norms(x_norms)
+        self.y.add_norms(y_norms)
         self.norms += x_norms @ y_norms.mT
-        # In one product, the sums over rows of each norm times the columns, and of the columns. Norms are divided by
-        # the largest, since the cubes of entries may be out of float32's range where their squares are in it.
-        weights = torch.cat([x_norms, y_norms, x_norms.new_ones(1, len(block))])
-        largest = weights.amax(dim=1, keepdim=True)
-        weights = weights / torch.where(largest == 0, 1, largest)
-        weighted = (weights.to(block.dtype) @ block).double() * largest
         counts = [len(x_norms), len(y_norms), 1]
         (xx, yx, x_entries), (xy, yy, y_entries) = (part.split(counts) for part in weighted.split(columns, dim=1))
         self.x_norms_by_y += xy
@@ -142,11 +141,6 @@ class Sums:
             side.entries += entries[0]
             own = [part[n] for n, part in enumerate(by_norms.split(side.widths, dim=1))]
             side.norms_by_entries += torch.cat(own)
-
-    def mirror(self) -> None:
-        """Makes the symmetric products whole, of which `add` forms one half."""
-        self.x.mirror()
-        self.y.mirror()
 
     def moved(self, x_origin: Tensor, y_origin: Tensor) -> Sums:
         """The sums of the same samples about other origins."""
@@ -185,23 +179,27 @@ class Sums:
         result.count += other.count
         return result
 
-    def hsic(self, debiased: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """HSIC of sums about the means, but for a factor: of the pairs [N, M], of the xs [N] and of the ys [M] alone.
+    def biased_hsic(self) -> tuple[Tensor, Tensor, Tensor]:
+        """But for a factor: of the pairs [N, M], of the xs [N] and of the ys [M] with themselves."""
+        squares = _about_means(self.products, self.x.entries, self.y.entries, self.count).square_()
+        cross = self.x.per_layer(self.y.per_layer(squares).mT).mT
+        return cross, self.x.biased_hsic(self.count), self.y.biased_hsic(self.count)
 
-        The last two are the biased ones of the xs and of the ys, to whose size the products are rounded.
-        """
-        cross = self.y.per_layer(self.x.per_layer(self.products.square().mT).mT)
-        xx, yy = (torch.stack([product.square().sum() for product in side.products]) for side in (self.x, self.y))
-        if not debiased:
-            return cross, xx, yy, xx, yy
+    def unbiased_hsic(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The same of sums that are about the means, but for another factor."""
         n = self.count
         by_norms, by_traces = n / (n - 2), 1 / ((n - 1) * (n - 2))
+        cross, xx, yy = self.biased_hsic()
         of_xs, of_ys = (
             own - by_norms * side.squared_norms + by_traces * side.norms.square()
             for own, side in ((xx, self.x), (yy, self.y))
         )
         of_pairs = cross - by_norms * self.norms + by_traces * torch.outer(self.x.norms, self.y.norms)
-        return of_pairs, of_xs, of_ys, xx, yy
+        return of_pairs, of_xs, of_ys
+
+
+def _about_means(product: Tensor, x_entries: Tensor, y_entries: Tensor, count: int) -> Tensor:
+    return torch.addr(product, x_entries, y_entries, alpha=-1 / count)
 
 
 def _less_two_outer_products(product: Tensor, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> Tensor:

@@ -15,14 +15,17 @@ from torch import Tensor
 from fedkernels import _first_contact
 from fedkernels._autograd import is_transformed
 
-# The public functions that have a compiled operator of their name, csrc/ops/<name>.cpp, and similarity_logsumexp, which
-# clip_loss, supervised_contrastive_loss and options of info_nce share.
+# The public functions that have a compiled operator of their name, csrc/ops/<name>.cpp; similarity_logsumexp, which
+# clip_loss, supervised_contrastive_loss and options of info_nce share; add_products and hsic_pairwise, of which
+# CKAAccumulator and MinibatchCKA are made.
 COMPILED = (
+    "add_products",
     "apply_deltas",
     "client_weights",
     "debiased_cka",
     "debiased_cka_pairwise",
     "delta_gram",
+    "hsic_pairwise",
     "info_nce",
     "linear_cka",
     "linear_cka_pairwise",
@@ -34,7 +37,16 @@ COMPILED = (
     "unbalanced_ot",
 )
 # Of these, those that have no CUDA kernels: GPUs use their references.
-FOR_CPU_ALONE = frozenset({"debiased_cka", "debiased_cka_pairwise", "sigmoid_loss", "similarity_logsumexp"})
+FOR_CPU_ALONE = frozenset(
+    {
+        "add_products",
+        "debiased_cka",
+        "debiased_cka_pairwise",
+        "hsic_pairwise",
+        "sigmoid_loss",
+        "similarity_logsumexp",
+    }
+)
 # Operators for CUDA only, which fedkernels/_linear_cka_cuda.py calls before and after torch's products.
 PARTS = (
     "linear_cka_combine",

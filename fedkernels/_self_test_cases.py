@@ -364,7 +364,7 @@ _SHAPES = ((67, 61), (3,), (1, 2049))
 
 def _delta_gram() -> Iterator[Case]:
     for dtype in _FLOATING:
-        for clients, shapes in ((4, _SHAPES), (13, _SHAPES), (107, ((5, 7), (33,)))):
+        for clients, shapes in ((4, _SHAPES), (13, _SHAPES), (40, ((67, 61),)), (107, ((5, 7), (33,)))):
             yield _delta_gram_case(_name(dtype, f"{clients} clients"), _models(clients, *shapes), [dtype], len(shapes))
     yield _delta_gram_case(_name(_FP32, "clients of bfloat16"), _models(3, (67, 61)), [_FP32, _BF16, _BF16], 1)
     beyond_float32 = [1e25 * tensor for tensor in _models(5, (300,))]

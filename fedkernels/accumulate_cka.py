@@ -21,9 +21,10 @@ class CKAAccumulator:
 
     It holds sums in float64: ``d1 d2 + d1^2 + d2^2`` for two representations of these widths. For lists d1 and d2 are
     the widths of all together in the first term, and each representation has a ``d^2`` of its own. Use `MinibatchCKA`
-    where that is too much. Products are formed of 1024 rows at a time in the samples' dtype, whatever the sizes of the
-    batches, and added in float64, so it also holds up to 1024 rows that are not in the sums yet. The sums are taken
-    about the means of the first batch, so that large means cost no precision.
+    where that is too much. Sums are formed of 1024 rows at a time, whatever the sizes of the batches; of 128 of them
+    (1024 on a GPU, and without the compiled module) in the samples' dtype, and then in float64. So it also holds up to
+    1024 rows that are not in the sums yet. The sums are taken about the means of the first batch, so that large means
+    cost no precision.
 
     Source: ``linear_cka(x, y, centered=True)`` and ``debiased_cka(x, y)``. The unbiased HSIC needs the sums of
     ``|x_i|^2 |y_i|^2``, ``|x_i|^2 y_i`` and ``|y_i|^2 x_i`` beyond the products ``x'x``, ``y'y`` and ``x'y``.
@@ -93,11 +94,10 @@ class CKAAccumulator:
             self._block_rows = 0
 
     def _all_sums(self) -> Sums | None:
-        """The sums with the rows of the block, and with whole symmetric products. None: no samples."""
+        """The sums with the rows of the block. None: no samples."""
         if self._sums is not None:
             with torch.no_grad(), no_autocast(self._sums.products):
                 self._add_block(self._sums)
-                self._sums.mirror()
         return self._sums
 
     def compute(self, debiased: bool = False) -> Tensor:
@@ -120,11 +120,14 @@ class CKAAccumulator:
             raise ValueError("CKAAccumulator has no samples: call update() before compute()")
         if debiased and self.count < FEWEST_DEBIASED_ROWS:
             raise ValueError(f"debiased CKA needs at least {FEWEST_DEBIASED_ROWS} samples, got {self.count}")
-        cross, xx, yy, x_scale, y_scale = sums.about_means().hsic(debiased)
-        # The products of a block have the samples' dtype, the sums over blocks float64.
-        of_blocks = rounding_of_products(self._dtype, min(BLOCK_ROWS, self.count))
-        rounding = of_blocks + rounding_of_products(torch.float64, self.count) if debiased else 0.0
-        xx, yy = zero_up_to(rounding * x_scale, xx), zero_up_to(rounding * y_scale, yy)
+        cross, xx, yy = sums.biased_hsic()
+        if debiased:
+            # The products of a block have the samples' dtype, the sums over blocks float64.
+            of_blocks = rounding_of_products(self._dtype, min(BLOCK_ROWS, self.count))
+            rounding = of_blocks + rounding_of_products(torch.float64, self.count)
+            x_rounding, y_rounding = rounding * xx, rounding * yy
+            cross, xx, yy = sums.about_means().unbiased_hsic()
+            xx, yy = zero_up_to(x_rounding, xx), zero_up_to(y_rounding, yy)
         values = ratio(cross, xx[:, None], yy).to(self._dtype)
         return values if self._of_lists else values[0, 0]
 

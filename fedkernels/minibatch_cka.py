@@ -8,12 +8,10 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from fedkernels._hsic_pairwise import hsic_pairwise
 from fedkernels._similarity import FEWEST_DEBIASED_ROWS, check_batch
 from fedkernels.reference._precision import compute_dtype, no_autocast
-from fedkernels.reference.debiased_cka import rounding_of_products, zero_up_to
-from fedkernels.reference.linear_cka import center, ratio
-
-ENTRIES_AT_A_TIME = 2**13  # of each Gram matrix that are widened to float64, so that they stay in the cache
+from fedkernels.reference.linear_cka import ratio
 
 
 class MinibatchCKA:
@@ -21,7 +19,8 @@ class MinibatchCKA:
 
     It approaches debiased CKA as there are more batches, without bias of each HSIC whatever their size; one batch gives
     ``debiased_cka`` itself. It holds ``N M + N + M`` numbers. A batch of L samples needs ``L^2 (N + M)`` numbers in
-    its dtype for a moment. `CKAAccumulator` gives the exact value of all samples, in memory that grows with the widths.
+    its dtype for a moment, or blocks of these where the compiled operator serves. `CKAAccumulator` gives the exact
+    value of all samples, in memory that grows with the widths.
 
     Source: Nguyen et al. 2021, "Do Wide and Deep Networks Learn the Same Things?", Eq. 2 and 3. There all batches have
     the same size. Here a batch of L counts by ``L (L - 3)``, so that a small last one adds little noise.
@@ -53,7 +52,7 @@ class MinibatchCKA:
             raise ValueError(f"x and y must hold {wanted} representations as before, got {len(xs)} and {len(ys)}")
         with torch.no_grad(), no_autocast(xs[0]):
             dtype = compute_dtype(*xs, *ys) if self._hsic is None else self._dtype
-            batch = _hsic(*(_grams([center(z.to(dtype)) for z in zs]) for zs in (xs, ys)))
+            batch = hsic_pairwise([x.to(dtype) for x in xs], [y.to(dtype) for y in ys])
         if self._hsic is None:
             self._of_lists, self._dtype = not isinstance(x, Tensor), dtype
             self._hsic = batch
@@ -96,52 +95,6 @@ class MinibatchCKA:
             raise ValueError("MinibatchCKA has no samples: call update() in each process before all_reduce()")
         for tensor in self._hsic:
             dist.all_reduce(tensor, group=group)
-
-
-def _grams(centered: list[Tensor]) -> Tensor:
-    """N matrices [L, d_n] -> their Gram matrices [N, L, L] with diagonals of 0."""
-    rows = len(centered[0])
-    grams = centered[0].new_empty(len(centered), rows, rows)
-    for z, gram in zip(centered, grams, strict=True):
-        torch.mm(z, z.mT, out=gram)
-    grams.diagonal(dim1=1, dim2=2).zero_()
-    return grams
-
-
-def _hsic(of_x: Tensor, of_y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gram matrices [N, L, L] and [M, L, L] -> L (L - 3) times the unbiased HSIC: [N, M], [N] and [M], float64.
-
-    Source: Song et al. 2007, Eq. 5: ``<K, L> + sum K sum L / ((n - 1) (n - 2)) - 2 / (n - 2) <K 1, L 1>``. Its sums are
-    float64, as they cancel out where the representations are wide and the samples few.
-    """
-    n = of_x.shape[1]
-    cross, xx, yy = (
-        of_x.new_zeros(size, dtype=torch.float64) for size in ((len(of_x), len(of_y)), len(of_x), len(of_y))
-    )
-    x_sums, y_sums = [], []
-    rows = max(1, ENTRIES_AT_A_TIME // n)
-    for start in range(0, n, rows):
-        x, y = (grams[:, start : start + rows].double() for grams in (of_x, of_y))
-        x_sums.append(x.sum(dim=2))
-        y_sums.append(y.sum(dim=2))
-        x, y = x.flatten(1), y.flatten(1)
-        cross.addmm_(x, y.mT)
-        xx += torch.linalg.vecdot(x, x)
-        yy += torch.linalg.vecdot(y, y)
-    k, l = torch.cat(x_sums, dim=1), torch.cat(y_sums, dim=1)
-
-    def corrected(inner: Tensor, totals: Tensor, of_sums: Tensor) -> Tensor:
-        return inner + totals / ((n - 1) * (n - 2)) - 2 / (n - 2) * of_sums
-
-    def own(squares: Tensor, sums: Tensor) -> Tensor:
-        total = sums.sum(dim=1)  # less the sum of all squared norms, as the columns are centred
-        rounding = (rounding_of_products(of_x.dtype) * total).square() + rounding_of_products(
-            torch.float64, n
-        ) * squares
-        return zero_up_to(rounding, corrected(squares, total.square(), sums.square().sum(dim=1)))
-
-    totals = torch.outer(k.sum(dim=1), l.sum(dim=1))
-    return corrected(cross, totals, k @ l.mT), own(xx, k), own(yy, l)
 
 
 def _add(total: tuple[Tensor, ...], batch: tuple[Tensor, ...]) -> None:

@@ -27,9 +27,10 @@ class InfoNCE(nn.Module):
         negatives: Tensor | None = None,
         labels: tuple[Tensor, Tensor] | None = None,
         excluded: Tensor | None = None,
+        recompute: bool = False,
     ) -> Tensor:
         options = {"positives": positives, "negatives": negatives, "labels": labels, "excluded": excluded}
-        return info_nce(query, key, self.temperature, self.reduction, **options)  # type: ignore[arg-type]
+        return info_nce(query, key, self.temperature, self.reduction, recompute=recompute, **options)  # type: ignore[arg-type]
 
     def extra_repr(self) -> str:
         return f"temperature={self.temperature}, reduction={self.reduction!r}"

@@ -1,10 +1,11 @@
-"""What holds for all tests: signals, the self-test of GPUs, and which files are started first.
+"""What holds for all tests: signals, the self-test of GPUs, garbage, and which files are started first.
 
 A shell starts background processes with Ctrl-C ignored, and processes hand that down: the tests want it heard.
 
 On a GPU the tests are for the kernels, and no self-test replaces these by their references.
 """
 
+import gc
 import os
 import signal
 from pathlib import Path
@@ -19,18 +20,22 @@ os.environ["FEDKERNELS_SELF_TEST"] = "0"
 # The files that take longest, the longest first. They are started first: with two workers, a long file that is started
 # last leaves the other worker without work.
 LONGEST = (
-    "test_benchmarks_gpu.py",
     "fedssl/provision/test_start_scripts.py",
-    "cuda_on_cpu/test_bindings.py",
     "cuda_on_cpu/test_self_test.py",
-    "fedssl/tables/test_runner.py",
-    "fedkernels/distributed/test_losses.py",
+    "fedssl/engines/test_parallel_clients.py",
+    "fedssl/test_shipped_recipes.py",
+    "fedssl/test_guard.py",
+    "fedssl/engines/test_in_process.py",
     "fedssl/engines/flower/test_server.py",
     "fedssl/reports/test_cost.py",
-    "fedssl/tables/test_resources.py",
-    "fedssl/engines/test_parallel_clients.py",
-    "test_examples.py",
+    "fedkernels/test_contexts.py",
+    "fedssl/tables/test_runner.py",
+    "cuda_on_cpu/test_bindings.py",
     "cuda_on_cpu/test_contrastive.py",
+    "fedssl/engines/test_data_parallel_trainer.py",
+    "fedssl/tables/test_resources.py",
+    "test_examples.py",
+    "fedssl/test_own_images_page.py",
 )
 
 
@@ -40,3 +45,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return LONGEST.index(name) if name in LONGEST else len(LONGEST)
 
     items.sort(key=place)  # stable: the others keep their order
+
+
+def pytest_collection_finish() -> None:
+    """Garbage collections leave out what exists now: all modules and thousands of tests.
+
+    The benchmarks collect garbage before each timing, which takes 0.2 s in a process that has collected all tests.
+    """
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # libraries tell at the end of a process what they find still in use

@@ -164,7 +164,10 @@ def pretend(tmp_path: Path) -> Any:
         if sanitizer:
             script("compute-sanitizer", f'echo "sanitizer $*" >>{tmp_path}/calls.txt')
         python = script(
-            "python", f'echo "$FEDKERNELS_CUDA_ARCHITECTURES: $*" >>{tmp_path}/calls.txt; [[ "$*" != *"{fails}"* ]]'
+            "python",
+            f'echo "$FEDKERNELS_CUDA_ARCHITECTURES: $*" >>{tmp_path}/calls.txt\n'
+            '[[ $* == *run-table* ]] && exit "${CODE:-0}"\n'
+            f'[[ "$*" != *"{fails}"* ]]',
         )
         path = f"{bin_}:/usr/bin:/bin"
         environment = {"PATH": path, "OUT": str(tmp_path / "out"), "PYTHON": str(python), **more}
@@ -179,6 +182,7 @@ def pretend(tmp_path: Path) -> Any:
     return run
 
 
+NO_DATA = "skipped: CIFAR10 names no folder"
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="bash and timeout as Linux has them")
 
 
@@ -186,9 +190,11 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="bash and timeout as 
 def test_all_stages_pass(pretend: Any) -> None:
     done, report, calls = pretend()
     assert done.returncode == 0, done.stdout + done.stderr
-    names = ["packages", "build", "self-test", "tests", "memcheck", "racecheck", "benchmarks", "simulation"]
+    names = ["packages", "build", "self-test", "tests", "memcheck", "racecheck", "synccheck", "benchmarks"]
+    names += ["simulation", "table1"]
     assert [stage["stage"] for stage in report["stages"]] == names
-    assert {stage["outcome"] for stage in report["stages"]} == {"passed"}
+    assert [stage["outcome"] for stage in report["stages"][:-1]] == (len(names) - 1) * ["passed"]
+    assert report["stages"][-1]["outcome"] == NO_DATA
     assert report["compute_capability"] == "9.0"
     assert report["card"] == "Card (R) X1"
     assert "9.0: setup.py build_ext --inplace" in calls
@@ -211,7 +217,7 @@ def test_a_stage_that_fails_leaves_the_others_alone(pretend: Any, fails: str, st
     done, report, _ = pretend(fails=fails)
     assert done.returncode == 1
     outcomes = {one["stage"]: one["outcome"] for one in report["stages"]}
-    assert [name for name, outcome in outcomes.items() if outcome != "passed"] == [stage]
+    assert [name for name, outcome in outcomes.items() if outcome not in ("passed", NO_DATA)] == [stage]
     assert outcomes[stage] == "failed"
 
 
@@ -219,7 +225,22 @@ def test_a_stage_that_fails_leaves_the_others_alone(pretend: Any, fails: str, st
 def test_no_sanitizer_is_no_failure(pretend: Any) -> None:
     done, report, _ = pretend(sanitizer=False)
     assert done.returncode == 0
-    assert [one["outcome"] for one in report["stages"]].count("skipped: no compute-sanitizer") == 2
+    assert [one["outcome"] for one in report["stages"]].count("skipped: no compute-sanitizer") == 3
+
+
+@LINUX
+@pytest.mark.parametrize(
+    ("code", "outcome", "exit_code"), [(0, "passed", 0), (124, "to be continued", 0), (2, "failed", 1)]
+)
+def test_table_1_is_continued_by_a_call_of_its_own(
+    pretend: Any, code: int, outcome: str, exit_code: int, tmp_path: Path
+) -> None:
+    done, report, calls = pretend(STAGES="build table1", CIFAR10="/data", CODE=str(code))
+    assert done.returncode == exit_code, done.stdout
+    assert [(one["stage"], one["outcome"]) for one in report["stages"]] == [("build", "passed"), ("table1", outcome)]
+    options = r"--output \S+/card-r-x1/table1 data.path=/data device=cuda"
+    (table,) = re.findall(rf"-m fedssl run-table (\S+) {options}\n", calls)
+    assert (ROOT / table).is_file()
 
 
 @LINUX

@@ -244,6 +244,7 @@ def test_two_at_a_time_are_no_loop_for_one_thread(monkeypatch: pytest.MonkeyPatc
     assert list(simulation.measure_training(TINY_TRAINING, 1, [])["rows"]) == list(simulation_peers.LOOPS)
 
 
+@pytest.mark.nightly  # each of its processes imports everything
 def test_two_of_fedssls_loop_run_in_processes_of_their_own() -> None:
     before = set(multiprocessing.active_children())  # other tests of this process may have left some
     loop = two_at_a_time("fedssl", TINY_TRAINING, [])
@@ -256,6 +257,7 @@ def test_two_of_fedssls_loop_run_in_processes_of_their_own() -> None:
     assert set(multiprocessing.active_children()) <= before
 
 
+@pytest.mark.nightly  # as before
 def test_a_process_that_ends_while_it_is_set_up_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="two of fedssl's loop at a time: a process ended while it was set up"):
         two_at_a_time("fedssl", TINY_TRAINING, ["no_such_key=1"])

@@ -197,12 +197,10 @@ struct Solver {
         if (positive[i]) chosen[count++] = i;
       }
       if (!factorise(count)) return false;
-      for (int refine = 0; refine < 2; ++refine) {  // the second solve corrects the first one's rounding
-        complement();
-        for (int64_t k = 0; k < count; ++k) solution[k] = -w[chosen[k]];
-        substitute(count);
-        for (int64_t k = 0; k < count; ++k) x[chosen[k]] += solution[k];
-      }
+      // Once: with a unit diagonal no entry of |L| |L'| is above 1, so that the residual is rounding of sum(x) already.
+      for (int64_t k = 0; k < count; ++k) solution[k] = right[chosen[k]];
+      substitute(count);
+      for (int64_t k = 0; k < count; ++k) x[chosen[k]] = solution[k];
       complement();
 
       int64_t wrong = 0, highest = 0;

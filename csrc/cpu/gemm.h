@@ -98,13 +98,14 @@ static inline void pack_transposed(T* out, const T* rows, int64_t count, int64_t
   }
 }
 
-// Panels of WIDE columns: out[panel][k * WIDE + c] = rows[k * width + panel * WIDE + c] for k < count, `pitch` entries
-// from panel to panel; 0 where the column is beyond the width.
+// Panels of WIDE columns: out[panel][k * WIDE + c] = rows[k * row_pitch + panel * WIDE + c] for k < count, `pitch`
+// entries from panel to panel; 0 where the column is beyond the width.
 template <int64_t WIDE, class T>
-static inline void pack_columns(T* out, int64_t pitch, const T* rows, int64_t count, int64_t width) {
+static inline void pack_columns(T* out, int64_t pitch, const T* rows, int64_t count, int64_t width,
+                                int64_t row_pitch) {
   const int64_t whole = width / WIDE;
   for (int64_t k = 0; k < count; ++k) {
-    const T* row = rows + k * width;
+    const T* row = rows + k * row_pitch;
     for (int64_t panel = 0; panel < whole; ++panel) {
       __builtin_memcpy(out + panel * pitch + k * WIDE, row + panel * WIDE, WIDE * sizeof(T));
     }
@@ -114,6 +115,11 @@ static inline void pack_columns(T* out, int64_t pitch, const T* rows, int64_t co
       }
     }
   }
+}
+
+template <int64_t WIDE, class T>
+static inline void pack_columns(T* out, int64_t pitch, const T* rows, int64_t count, int64_t width) {
+  pack_columns<WIDE>(out, pitch, rows, count, width, width);
 }
 
 }  // namespace fedkernels::FEDKERNELS_ISA

@@ -182,9 +182,16 @@ int64_t solve(const CKAPairwiseProblem& problem, const Threads& threads, Memory 
       if (!matrices.rescale()) break;
     }
     const int64_t others = first == count ? 0 : first;
+    for (int64_t i = 0; problem.own && i < count; ++i) {
+      problem.own[i] = own_hsic(matrices, i, in_sample_space) / matrices.product_scale(i, i);
+    }
     for (int64_t i = 0; i < first; ++i) {
       for (int64_t j = others; j < count; ++j) {
         double& value = problem.values[i * (count - others) + j - others];
+        if (problem.own) {
+          value = hsic(matrices, i, j, in_sample_space) / matrices.product_scale(i, j);
+          continue;
+        }
         if (matrices.debiased) {
           value = debiased_ratio(matrices, i, j, in_sample_space).value;
           continue;

@@ -35,6 +35,7 @@ struct CKAPairwiseProblem {
   int64_t rows;
   bool centered, debiased, wide;
   double* values;  // [first, count - first], or [first, first]
+  double* own;     // [count] or null; else the values are n (n - 3) times the unbiased HSIC, and these of one with itself
 };
 
 }  // namespace fedkernels

@@ -38,22 +38,28 @@ double inner_of_norms(const Matrices<T>& matrices, int64_t i, int64_t j) {
   return inner(matrices.row_norms + i * matrices.rows, matrices.row_norms + j * matrices.rows, matrices.rows);
 }
 
-// Value and factors of debiased CKA. A self-HSIC that is not above the rounding of its products is that of a zero matrix.
+// n (n - 3) times the unbiased HSIC of two representations as they are scaled.
+template <class T>
+double hsic(const Matrices<T>& matrices, int64_t i, int64_t j, bool in_sample_space) {
+  const double n = (double)matrices.rows, biased = matrices.inner[least(i, j) * matrices.count + (i < j ? j : i)];
+  if (in_sample_space) return biased;  // it is not: U-centered already
+  return biased - n / (n - 2) * inner_of_norms(matrices, i, j) +
+         matrices.traces[i] / (n - 1) * matrices.traces[j] / (n - 2);
+}
+
+// The same of one with itself. What is not above the rounding of its products is that of a zero matrix.
+template <class T>
+double own_hsic(const Matrices<T>& matrices, int64_t i, bool in_sample_space) {
+  const double n = (double)matrices.rows, value = hsic(matrices, i, i, in_sample_space);
+  const double of_entries = 16 * ROUNDING<T> * matrices.traces[i], of_sums = (16 + n) * ROUNDING<T>;
+  return value <= (in_sample_space ? of_entries * of_entries : of_sums * matrices.norm(i)) ? 0.0 : value;
+}
+
+// Value and factors of debiased CKA.
 template <class T>
 Ratio debiased_ratio(const Matrices<T>& matrices, int64_t i, int64_t j, bool in_sample_space) {
-  const double n = (double)matrices.rows;
-  const auto hsic = [&](int64_t p, int64_t q) {
-    const double biased = matrices.inner[least(p, q) * matrices.count + (p < q ? q : p)];
-    if (in_sample_space) return biased;  // it is not: U-centered already
-    return biased - n / (n - 2) * inner_of_norms(matrices, p, q) +
-           matrices.traces[p] / (n - 1) * matrices.traces[q] / (n - 2);
-  };
-  const auto own = [&](int64_t p) {
-    const double of_entries = 16 * ROUNDING<T> * matrices.traces[p], of_sums = (16 + n) * ROUNDING<T>;
-    const double value = hsic(p, p);
-    return value <= (in_sample_space ? of_entries * of_entries : of_sums * matrices.norm(p)) ? 0.0 : value;
-  };
-  return Ratio(hsic(i, j), own(i), own(j));
+  return Ratio(hsic(matrices, i, j, in_sample_space), own_hsic(matrices, i, in_sample_space),
+               own_hsic(matrices, j, in_sample_space));
 }
 
 // What debiasing adds to a gradient of feature space: D x less its columns' means, with D_rr from the squared norms.

@@ -146,6 +146,10 @@ struct Matrices {
   // Is the product of i <= j wanted?
   bool meet(int64_t i, int64_t j) const { return i == j || first == count || (i < first && j >= first); }
   double norm(int64_t i) const { return inner[i * count + i]; }
+  // Of |z_j'z_i|^2.
+  double product_scale(int64_t i, int64_t j) const {
+    return matrix[i].scale * matrix[i].scale * matrix[j].scale * matrix[j].scale;
+  }
 
   void find_centers(const Threads& threads) const {
     for (int64_t i = 0; centered && i < count; ++i) find_center(matrix[i], threads);

@@ -231,7 +231,7 @@ struct Problem {
       x = 0;
       __syncthreads();
       if (!factorise(count)) return false;
-      for (int refine = 0; refine < 2; ++refine) correct(count, mine);  // the second corrects the first one's rounding
+      correct(count, mine);  // from x = 0
       complement();
 
       const double largest = greatest(x > 0 ? x : 0);

@@ -16,10 +16,11 @@ struct ContrastivePass {
   Array rows, columns;  // [row_count, width] and [column_count, width], both in one dtype
   int64_t row_count, column_count, width;
   double temperature;
-  // The positive of row r is column r + shift, counted on from column 0 after the last one where shift > 0; a row for
-  // which that is not below `positives` has none.
+  // The positive of row r is column r + shift; a row for which that is not below `positives` has none.
   int64_t shift, positives;
-  bool leave_out_self;  // column r does not count for row r
+  // Rows and columns are the same: column r does not count for row r, and columns of positives are counted on from 0
+  // after the last one.
+  bool leave_out_self;
 
   // What the loss of a row or a column counts is u v.
   // First pass. Sums over each row: largest logit, share = v_r / sum_c exp((s_rc - largest_r) / t) and the loss
@@ -33,8 +34,11 @@ struct ContrastivePass {
   const void *row_weight, *column_weight;      // v, [row_count] and [column_count]; null: each is 1
   const void* weight_unit;                     // u; null: 1
   void* losses;                                // [row_count]; first pass
-  void* gradient;                              // [row_count, width], or null
+  Array gradient;                              // [row_count, width], of any dtype, or without data
 };
+
+// Entries of a gradient that are summed in memory of their own at a time: 32 MB of float32.
+constexpr int64_t CONTRASTIVE_SUMS_AT_A_TIME = 1 << 23;
 
 }  // namespace fedkernels::cuda
 
@@ -57,9 +61,8 @@ extern "C" const char* cuda_contrastive_float16(const fedkernels::cuda::Contrast
 extern "C" const char* cuda_contrastive_tf32(const fedkernels::cuda::ContrastivePass* pass, void* memory,
                                              fedkernels::cuda::Stream stream);
 
-// The same for float32 and float64 (`wide`), of any width.
-extern "C" int64_t cuda_contrastive_wide_memory(int64_t row_count, int64_t column_count, int64_t width, bool gradient,
-                                                bool wide);
+// The same for float32 and float64, of any width.
+extern "C" int64_t cuda_contrastive_wide_memory(const fedkernels::cuda::ContrastivePass* pass);
 
 extern "C" const char* cuda_contrastive_wide(const fedkernels::cuda::ContrastivePass* pass, void* memory,
                                              fedkernels::cuda::Stream stream);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/contrastive.h"
+#include "cuda/dtype.h"
 #include "cuda/launch.h"
 
 namespace fedkernels::cuda {
@@ -43,8 +44,15 @@ struct Arguments {
 template <typename Entry, typename Number>
 __device__ inline int positive_of(const Arguments<Entry, Number>& pass, int row) {
   int column = row + pass.shift;
-  if (pass.shift > 0 && column >= pass.column_count) column -= pass.column_count;
+  if (pass.leave_out_self && column >= pass.column_count) column -= pass.column_count;
   return column < pass.positives ? column : -1;
+}
+
+// Is there a gradient that the parts cannot be summed in? They have memory then, of one part too.
+template <typename Number>
+bool has_gradients_of_parts(const ContrastivePass& given, int parts) {
+  const DType of_sums = sizeof(Number) == 8 ? DType::f64 : DType::f32;
+  return given.gradient.data && (parts > 1 || given.gradient.dtype != of_sums);
 }
 
 // The pass in blocks that take `of_tile` columns at a time, shared out into at most `parts`.
@@ -78,8 +86,8 @@ Arguments<Entry, Number> arguments_of(const ContrastivePass& given, int of_tile,
   pass.largest = at;
   pass.total = at + sums;
   pass.positive = at + 2 * sums;
-  Number* const result = static_cast<Number*>(given.gradient);
-  pass.gradient = !result ? nullptr : pass.parts == 1 ? result : at + 3 * sums;
+  const bool of_parts = has_gradients_of_parts<Number>(given, pass.parts);
+  pass.gradient = of_parts ? at + 3 * sums : static_cast<Number*>(given.gradient.data);
   const auto aligned = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };
   pass.vectors = given.width * sizeof(Entry) % 16 == 0 && aligned(pass.rows) && aligned(pass.columns);
   return pass;
@@ -105,8 +113,9 @@ inline int parts_of(int64_t row_blocks, int64_t column_tiles) {
 }
 
 // Numbers of memory that `parts` parts write.
-inline int64_t numbers_of_parts(int64_t parts, int64_t row_count, int64_t width, bool gradient) {
-  return parts * row_count * (3 + (gradient && parts > 1 ? width : 0));
+template <typename Number>
+int64_t numbers_of_parts(const ContrastivePass& given, int parts) {
+  return parts * given.row_count * (3 + (has_gradients_of_parts<Number>(given, parts) ? given.width : 0));
 }
 
 namespace {
@@ -115,7 +124,7 @@ namespace {
 template <typename Precision, typename Entry, typename Number>
 __global__ void __launch_bounds__(128)
     join_kernel(Arguments<Entry, Number> pass, Number* row_largest, Number* row_share, Number* losses,
-                Number* gradient) {
+                Array gradient) {
   const int row = blockIdx.x, positive = positive_of(pass, row);
   Number top = lowest<Number>(), share = 1 / pass.weight_scale, times = 0;
   Number by = pass.weight_unit ? *pass.weight_unit : Number(1);
@@ -144,7 +153,7 @@ __global__ void __launch_bounds__(128)
     if (pass.row_share) times += pass.row_weight ? pass.row_weight[row] : Number(1);
     if (pass.column_share && positive >= 0) times += pass.column_weight ? pass.column_weight[positive] : Number(1);
   }
-  if (!gradient) return;
+  if (!gradient.data) return;
   for (int column = threadIdx.x; column < pass.width; column += blockDim.x) {
     Number sum = 0;
     for (int part = 0; part < pass.parts; ++part) {
@@ -154,7 +163,7 @@ __global__ void __launch_bounds__(128)
     }
     const Number taken =
         positive < 0 ? 0 : times * Precision::wide(pass.columns[static_cast<int64_t>(positive) * pass.width + column]);
-    gradient[static_cast<int64_t>(row) * pass.width + column] = (sum * share - taken) / pass.temperature * by;
+    write_one(gradient, static_cast<int64_t>(row) * pass.width + column, (sum * share - taken) / pass.temperature * by);
   }
 }
 
@@ -164,7 +173,7 @@ template <typename Precision, typename Entry, typename Number>
 const char* join(const Arguments<Entry, Number>& pass, const ContrastivePass& given, Stream stream) {
   return launch({dim3(static_cast<unsigned>(pass.row_count)), dim3(128)}, stream, join_kernel<Precision, Entry, Number>,
                 pass, static_cast<Number*>(given.row_largest), static_cast<Number*>(given.row_share),
-                static_cast<Number*>(given.losses), static_cast<Number*>(given.gradient));
+                static_cast<Number*>(given.losses), given.gradient);
 }
 
 }  // namespace fedkernels::cuda

@@ -53,7 +53,7 @@ Layout layout_of(const ContrastivePass& pass) {
   const auto aligned = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };
   const bool rounded = sizeof(Entry) == 2;  // halves are multiplied as they are
   layout.padded = !(rounded && pass.width == T::WIDTH && aligned(pass.rows.data) && aligned(pass.columns.data));
-  const int64_t numbers = numbers_of_parts(layout.parts, pass.row_count, pass.width, pass.gradient);
+  const int64_t numbers = numbers_of_parts<float>(pass, layout.parts);
   layout.at_padded = layout.bytes = up(numbers * static_cast<int64_t>(sizeof(float)), 16);
   const int64_t rows = pass.row_count + (pass.rows.data == pass.columns.data ? 0 : pass.column_count);
   if (layout.padded) layout.bytes += rows * T::WIDTH * static_cast<int64_t>(sizeof(Entry));
@@ -69,7 +69,7 @@ const char* launch_pass(const Arguments<typename T::Entry, float>& pass, Stream 
 
 template <typename T>
 const char* launch_kind(const ContrastivePass& given, const Arguments<typename T::Entry, float>& pass, Stream stream) {
-  if (!given.given && !given.gradient) return launch_pass<T, PassKind::sums>(pass, stream);
+  if (!given.given && !given.gradient.data) return launch_pass<T, PassKind::sums>(pass, stream);
   if (!given.given) return launch_pass<T, PassKind::sums_and_gradient>(pass, stream);
   if (!given.row_share) return launch_pass<T, PassKind::given_columns>(pass, stream);
   return launch_pass<T, PassKind::given_both>(pass, stream);

@@ -261,19 +261,23 @@ int64_t width_blocks(int64_t width, bool gradient) {
 }
 
 template <typename T>
-int parts_for(int64_t row_count, int64_t column_count, int64_t width, bool gradient) {
+int parts_for(const ContrastivePass& given) {
   using S = Tiles<T>;
-  return parts_of(up(row_count, S::ROWS) / S::ROWS * width_blocks<T>(width, gradient),
-                  up(column_count, S::COLUMNS) / S::COLUMNS);
+  return parts_of(up(given.row_count, S::ROWS) / S::ROWS * width_blocks<T>(given.width, given.gradient.data),
+                  up(given.column_count, S::COLUMNS) / S::COLUMNS);
+}
+
+template <typename T>
+int64_t memory_for(const ContrastivePass& given) {
+  return static_cast<int64_t>(sizeof(T)) * numbers_of_parts<T>(given, parts_for<T>(given));
 }
 
 template <typename T>
 const char* run(const ContrastivePass& given, void* memory, Stream stream) {
   using S = Tiles<T>;
-  const int64_t across = width_blocks<T>(given.width, given.gradient);
+  const int64_t across = width_blocks<T>(given.width, given.gradient.data);
   if (across > 65535) return "the rows are too long";
-  const int parts = parts_for<T>(given.row_count, given.column_count, given.width, given.gradient);
-  const Arguments<T, T> pass = arguments_of<T, T>(given, S::COLUMNS, parts, memory);
+  const Arguments<T, T> pass = arguments_of<T, T>(given, S::COLUMNS, parts_for<T>(given), memory);
   const unsigned row_blocks = static_cast<unsigned>((pass.row_count + S::ROWS - 1) / S::ROWS);
   const Shape shape = {dim3(row_blocks, static_cast<unsigned>(pass.parts), static_cast<unsigned>(across)),
                        dim3(THREADS), S::BYTES};
@@ -285,13 +289,9 @@ const char* run(const ContrastivePass& given, void* memory, Stream stream) {
 
 }  // namespace fedkernels::cuda
 
-extern "C" int64_t cuda_contrastive_wide_memory(int64_t row_count, int64_t column_count, int64_t width, bool gradient,
-                                                bool wide) {
+extern "C" int64_t cuda_contrastive_wide_memory(const fedkernels::cuda::ContrastivePass* pass) {
   using namespace fedkernels::cuda;
-  const int parts = wide ? parts_for<double>(row_count, column_count, width, gradient)
-                         : parts_for<float>(row_count, column_count, width, gradient);
-  const int64_t bytes = static_cast<int64_t>(wide ? sizeof(double) : sizeof(float));
-  return bytes * numbers_of_parts(parts, row_count, width, gradient);
+  return pass->rows.dtype == fedkernels::DType::f64 ? memory_for<double>(*pass) : memory_for<float>(*pass);
 }
 
 extern "C" const char* cuda_contrastive_wide(const fedkernels::cuda::ContrastivePass* pass, void* memory,

@@ -1,6 +1,8 @@
 // A block goes through its share of the entries, some tens to hundreds at a time: it reads them once for all clients,
 // while it still works on those before, and lays the differences into shared memory. There each thread multiplies the
-// differences of eight clients with those of four others, so that twelve reads serve 32 products.
+// differences of eight clients with those of four others, so that twelve reads serve 32 products. From 32 clients on the
+// products of float32 are made on the tensor cores, 16 clients by 16 at a time, each difference as the sum of two parts
+// in tf32: what is left out of a product is below 2^-20 of it.
 //
 // float32 (and half) inputs are multiplied in float32: 16 products a sum, 16 sums another, and these are added in
 // float64. So at most 1e-6 is lost, were all roundings to go one way. Where a sum leaves the range of float32
@@ -23,8 +25,12 @@ constexpr int BLOCKS = 2;
 #endif
 constexpr int ROWS = 8, COLUMNS = 4;  // clients of a thread's tile
 constexpr int VALUES = ROWS * COLUMNS;
-constexpr int PANEL = 104;           // clients in a triangle: 182 tiles
-constexpr int RECTANGLE_ROWS = 40;   // beside PANEL columns: 130 tiles
+constexpr int WARPS = THREADS / 32, SIDE = 16;  // clients of a warp's tile on the tensor cores, each way
+constexpr int OF_SIDES = SIDE * SIDE / 32;      // values of it that a thread holds
+constexpr int LEAST_FOR_TENSOR_CORES = 32;      // clients: fewer are bound by memory
+constexpr int PANEL = 104;           // clients in a triangle: 182 tiles, 28 on the tensor cores
+constexpr int RECTANGLE_ROWS = 40;   // beside PANEL columns: 130 tiles, 21 on the tensor cores
+constexpr int MOST_VALUES = 28 * SIDE * SIDE;  // of a part: more than THREADS * VALUES
 constexpr int MOST_MEMBERS = 6;      // clients of which a thread reads entries
 constexpr int RUN = 16;              // products that are summed, and such sums that are summed, in float32
 constexpr int64_t CHUNK = 1536;      // a multiple of every depth
@@ -33,16 +39,24 @@ constexpr double SMALLEST = 1e-24, LARGEST = 1e37;  // of sums in float32
 // A part of the matrix: the triangle of some clients, or the rectangle of `rows` with other `columns`.
 struct Part {
   int row_start, rows, column_start, columns;
-  bool triangle;
-  int tiles;   // of ROWS x COLUMNS clients, one a thread
+  bool triangle, tensor_cores;
+  int tiles;   // of ROWS x COLUMNS clients, one a thread; on the tensor cores of SIDE x SIDE, some a warp
   int slices;  // threads that share a tile's entries
   int depth;   // entries that lie in shared memory at a time
 
-  __host__ __device__ int row_groups() const { return (rows + ROWS - 1) / ROWS; }
-  __host__ __device__ int column_groups() const { return (columns + COLUMNS - 1) / COLUMNS; }
+  __host__ __device__ int tile_rows() const { return tensor_cores ? SIDE : ROWS; }
+  __host__ __device__ int tile_columns() const { return tensor_cores ? SIDE : COLUMNS; }
+  __host__ __device__ int values() const { return tile_rows() * tile_columns(); }
+  __host__ __device__ int row_groups() const { return (rows + tile_rows() - 1) / tile_rows(); }
+  __host__ __device__ int column_groups() const { return (columns + tile_columns() - 1) / tile_columns(); }
   // Fours of clients in shared memory: the columns, of a triangle also as rows; then the rows of a rectangle.
   __host__ __device__ int column_fours() const { return triangle ? 2 * row_groups() : column_groups(); }
   __host__ __device__ int row_fours() const { return triangle ? 0 : 2 * row_groups(); }
+  // Places for the differences of a client: on the tensor cores whole tiles of columns, then of a rectangle's rows.
+  __host__ __device__ int slots() const {
+    if (tensor_cores) return SIDE * (column_groups() + (triangle ? 0 : row_groups()));
+    return 4 * (column_fours() + row_fours());
+  }
   __host__ __device__ int members() const { return triangle ? columns : columns + rows; }
   __host__ __device__ int pitch() const { return depth + 4; }
 
@@ -55,7 +69,10 @@ struct Part {
   __device__ int row_slot(int row) const {
     return triangle ? column_slot(row) : 4 * column_fours() + row % 4 * row_fours() + row / 4;
   }
-  __device__ int slot(int member) const { return member < columns ? column_slot(member) : row_slot(member - columns); }
+  __device__ int slot(int member) const {
+    if (tensor_cores) return member < columns ? member : SIDE * column_groups() + member - columns;
+    return member < columns ? column_slot(member) : row_slot(member - columns);
+  }
 
   // The first row and column of a tile. A triangle has those that reach above the diagonal.
   __device__ void tile(int index, int* row, int* column) const {
@@ -63,20 +80,22 @@ struct Part {
     while (index >= width - first) {
       index -= width - first;
       ++group;
-      if (triangle) first += ROWS / COLUMNS;
+      if (triangle) first += tile_rows() / tile_columns();
     }
-    *row = group * ROWS;
-    *column = (first + index) * COLUMNS;
+    *row = group * tile_rows();
+    *column = (first + index) * tile_columns();
   }
 };
 
-Part part_of(int64_t row_start, int64_t rows, int64_t column_start, int64_t columns, bool triangle) {
+Part part_of(int64_t row_start, int64_t rows, int64_t column_start, int64_t columns, bool triangle,
+             bool tensor_cores) {
   Part part = {static_cast<int>(row_start), static_cast<int>(rows), static_cast<int>(column_start),
-               static_cast<int>(columns),   triangle,               0,
-               1,                           0};
+               static_cast<int>(columns),   triangle,               tensor_cores,
+               0,                           1,                      2 * RUN};
   for (int group = 0; group < part.row_groups(); ++group) {
-    part.tiles += part.column_groups() - (triangle ? ROWS / COLUMNS * group : 0);
+    part.tiles += part.column_groups() - (triangle ? part.tile_rows() / part.tile_columns() * group : 0);
   }
+  if (tensor_cores) return part;
   // More slices make the tile of entries longer, and leave fewer threads to read a client beside it.
   for (int slices : {48, 24, 16, 8, 4, 2}) {
     const bool all_are_read = slices < 4 || MOST_MEMBERS * (THREADS / (2 * slices)) >= part.members();
@@ -112,18 +131,72 @@ struct Walk {
 __device__ inline float multiply_add(float x, float y, float z) { return __fmaf_rn(x, y, z); }
 __device__ inline double multiply_add(double x, double y, double z) { return __fma_rn(x, y, z); }
 
-// Partial sums of a part: partials[value * gridDim.x + block], VALUES for each tile. T is the type that it computes in;
-// where `wanted` is given nothing is done but where it holds 1.
-template <typename T>
+// Some float32 values as sums of two, of which the tensor cores read the first 10 bits of mantissa: to 2^-21 of each.
+template <int COUNT>
+struct Split {
+  uint32_t high[COUNT], low[COUNT];
+
+  __device__ void load(const float* row) {
+    load_matrices(high, row);
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+      const float value = __uint_as_float(high[i]);
+      high[i] = to_tf32(value);
+      low[i] = __float_as_uint(value - __uint_as_float(high[i]));
+    }
+  }
+};
+
+// sums[half] += 16 entries of 16 rows, left[step] holding 8 of each, times those of 16 columns, right[half] of 8 of them.
+__device__ inline void multiply_sides(float (&sums)[2][4], const Split<4> (&left)[2], const Split<4> (&right)[2]) {
+  const auto part = [](const uint32_t (&all)[4], int step, uint32_t (&some)[2]) {
+    some[0] = all[2 * step];
+    some[1] = all[2 * step + 1];
+  };
+  uint32_t some[2];
+  // The small products first: tensor cores cut off what a sum cannot hold.
+#pragma unroll
+  for (int step = 0; step < 2; ++step) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      part(right[half].high, step, some);
+      mma_tf32(sums[half], left[step].low, some);
+      part(right[half].low, step, some);
+      mma_tf32(sums[half], left[step].high, some);
+    }
+  }
+#pragma unroll
+  for (int step = 0; step < 2; ++step) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      part(right[half].high, step, some);
+      mma_tf32(sums[half], left[step].high, some);
+    }
+  }
+}
+
+// Partial sums of a part: partials[value * gridDim.x + block], part.values() for each tile. T is the type that it
+// computes in; where `wanted` is given nothing is done but where it holds 1. TILES: of a warp on the tensor cores, or 0.
+template <typename T, int TILES>
 __global__ void __launch_bounds__(THREADS, sizeof(T) == 4 ? BLOCKS : 1)
     delta_gram_kernel(const DeviceLists lists, const Part part, double* partials, const int* wanted) {
+  constexpr int OWN = TILES ? TILES * OF_SIDES : VALUES;  // sums of a thread
   if (wanted && *wanted == 0) return;
-  T* const deltas = reinterpret_cast<T*>(dynamic_shared<double>() + VALUES * THREADS);
+  T* const deltas = reinterpret_cast<T*>(dynamic_shared<double>() + OWN * THREADS);
   const int thread = threadIdx.x, pitch = part.pitch(), units = part.depth / 4, lanes = THREADS / units;
   const int unit = thread % units, first_member = thread / units, members = part.members();
-  for (int i = thread; i < 4 * (part.column_fours() + part.row_fours()) * pitch; i += THREADS) deltas[i] = 0;
+  for (int i = thread; i < part.slots() * pitch; i += THREADS) deltas[i] = 0;
 
-  // What this thread multiplies.
+  // What this thread multiplies; on the tensor cores what its warp does: where the rows and columns of its tiles begin.
+  const int lane = thread % 32, warp = thread / 32;
+  int side_rows[TILES + 1], side_columns[TILES + 1];
+#pragma unroll
+  for (int n = 0; n < TILES; ++n) {
+    if (warp * TILES + n >= part.tiles) continue;
+    part.tile(warp * TILES + n, &side_rows[n], &side_columns[n]);
+    side_rows[n] = (side_rows[n] + (part.triangle ? 0 : SIDE * part.column_groups())) * pitch;
+    side_columns[n] *= pitch;
+  }
   const int slice = thread / part.tiles;
   const bool active = slice < part.slices;
   int row = 0, column = 0;
@@ -132,24 +205,24 @@ __global__ void __launch_bounds__(THREADS, sizeof(T) == 4 ? BLOCKS : 1)
   const int row_step = (part.triangle ? part.column_fours() : part.row_fours()) * pitch;
   const int column_step = part.column_fours() * pitch;
 
-  T sums[ROWS][COLUMNS] = {}, of_runs[ROWS][COLUMNS] = {};  // the second where T is float
-  double* const all = dynamic_shared<double>() + thread;   // [VALUES, THREADS]
+  T sums[ROWS][COLUMNS] = {}, of_runs[OWN] = {};          // the second where T is float, the first on no tensor cores
+  double* const all = dynamic_shared<double>() + thread;  // [OWN, THREADS]
 #pragma unroll
-  for (int v = 0; v < VALUES; ++v) all[v * THREADS] = 0;
+  for (int v = 0; v < OWN; ++v) all[v * THREADS] = 0;
   int products = 0;  // since the last sum in float64
   const auto end_run = [&] {
 #pragma unroll
     for (int v = 0; v < VALUES; ++v) {
-      of_runs[v / COLUMNS][v % COLUMNS] += sums[v / COLUMNS][v % COLUMNS];
+      of_runs[v] += sums[v / COLUMNS][v % COLUMNS];
       sums[v / COLUMNS][v % COLUMNS] = 0;
     }
   };
   const auto end_runs = [&] {
     products = 0;
 #pragma unroll
-    for (int v = 0; v < VALUES; ++v) {
-      all[v * THREADS] += of_runs[v / COLUMNS][v % COLUMNS];
-      of_runs[v / COLUMNS][v % COLUMNS] = 0;
+    for (int v = 0; v < OWN; ++v) {
+      all[v * THREADS] += of_runs[v];
+      of_runs[v] = 0;
     }
   };
 
@@ -250,17 +323,59 @@ __global__ void __launch_bounds__(THREADS, sizeof(T) == 4 ? BLOCKS : 1)
       }
     }
   };
+  const auto multiply_on_tensor_cores = [&] {
+    if constexpr (TILES > 0) {
+#pragma unroll 1
+      for (int i = 0; i < part.depth; i += RUN) {
+        const float* const of_lane_left = deltas + lane % 16 * pitch + lane / 16 * 4 + i;
+        const float* const of_lane_right = deltas + lane % 8 * pitch + lane / 8 * 4 + i;
+        Split<4> left[2], right[2];
+#pragma unroll
+        for (int n = 0; n < TILES; ++n) {
+          if (warp * TILES + n >= part.tiles) break;
+          if (n == 0 || side_rows[n] != side_rows[n - 1]) {
+            left[0].load(of_lane_left + side_rows[n]);
+            left[1].load(of_lane_left + side_rows[n] + 8);
+          }
+          right[0].load(of_lane_right + side_columns[n]);
+          right[1].load(of_lane_right + side_columns[n] + 8 * pitch);
+          float of_run[2][4] = {};
+          multiply_sides(of_run, left, right);
+#pragma unroll
+          for (int v = 0; v < OF_SIDES; ++v) of_runs[n * OF_SIDES + v] += of_run[v / 4][v % 4];
+        }
+        if ((products += RUN) == RUN * RUN) end_runs();
+      }
+    }
+  };
 
   walk.enter(lists);
   for (bool there = false;; there = true) {
     const bool more = walk.chunk < lists.chunks;
     if (more) read();
-    if (there && active) multiply();
+    if (there) {
+      if constexpr (TILES > 0) {
+        multiply_on_tensor_cores();
+      } else {
+        if (active) multiply();
+      }
+    }
     if (!more) break;
     __syncthreads();  // the tile before has been multiplied
     lay_down();
     __syncthreads();
     walk.advance(lists, part.depth);
+  }
+  if constexpr (TILES > 0) {
+    end_runs();
+#pragma unroll
+    for (int v = 0; v < OWN; ++v) {
+      const int tile = warp * TILES + v / OF_SIDES, e = v % OF_SIDES;
+      const int of_row = lane / 4 + e / 2 % 2 * 8, of_column = e / 4 * 8 + lane % 4 * 2 + e % 2;
+      const int64_t index = tile * SIDE * SIDE + of_row * SIDE + of_column;
+      if (tile < part.tiles) partials[index * gridDim.x + blockIdx.x] = all[v * THREADS];
+    }
+    return;
   }
   end_run();
   end_runs();
@@ -282,17 +397,17 @@ __global__ void __launch_bounds__(256)
   if (wanted && *wanted == 0) return;
   const int index = static_cast<int>(blockIdx.x) * 8 + threadIdx.x / 32;
   double value = 0;
-  if (index < part.tiles * VALUES) {
+  if (index < part.tiles * part.values()) {
     for (int block = threadIdx.x % 32; block < blocks; block += 32) {
       value += partials[static_cast<int64_t>(index) * blocks + block];
     }
   }
   value = warp_reduce(value, Sum());
-  if (index >= part.tiles * VALUES || threadIdx.x % 32 != 0) return;
+  if (index >= part.tiles * part.values() || threadIdx.x % 32 != 0) return;
   int row, column;
-  part.tile(index / VALUES, &row, &column);
-  row += index % VALUES / COLUMNS;
-  column += index % COLUMNS;
+  part.tile(index / part.values(), &row, &column);
+  row += index % part.values() / part.tile_columns();
+  column += index % part.tile_columns();
   if (row >= part.rows || column >= part.columns || (part.triangle && column < row)) return;
   const int64_t i = part.row_start + row, j = part.column_start + column;
   gram[i * clients + j] = gram[j * clients + i] = value;
@@ -302,29 +417,43 @@ __global__ void __launch_bounds__(256)
 
 int most_blocks() { return 2 * multiprocessors(); }
 
+template <typename T, int TILES>
+const char* sum_part_by(const DeviceLists& lists, const Part& part, double* partials, double* gram, int* out_of_range,
+                     const int* wanted, Stream stream) {
+  const int blocks = lists.chunks < most_blocks() ? static_cast<int>(lists.chunks) : most_blocks();
+  const size_t sums = sizeof(double) * THREADS * (TILES ? TILES * OF_SIDES : VALUES);
+  const size_t deltas = sizeof(T) * part.slots() * part.pitch();
+  const Shape shape = {static_cast<unsigned>(blocks), THREADS, sums + deltas};
+  const char* error = launch(shape, stream, delta_gram_kernel<T, TILES>, lists, part, partials, wanted);
+  if (error) return error;
+  return launch({static_cast<unsigned>((part.tiles * part.values() + 7) / 8), 256}, stream, delta_gram_sums, part,
+                partials, blocks, static_cast<int>(lists.clients), gram, out_of_range, wanted);
+}
+
 template <typename T>
 const char* sum_part(const DeviceLists& lists, const Part& part, double* partials, double* gram, int* out_of_range,
                      const int* wanted, Stream stream) {
-  const int blocks = lists.chunks < most_blocks() ? static_cast<int>(lists.chunks) : most_blocks();
-  const size_t deltas = sizeof(T) * 4 * (part.column_fours() + part.row_fours()) * part.pitch();
-  const Shape shape = {static_cast<unsigned>(blocks), THREADS, sizeof(double) * THREADS * VALUES + deltas};
-  const char* error = launch(shape, stream, delta_gram_kernel<T>, lists, part, partials, wanted);
-  if (error) return error;
-  return launch({static_cast<unsigned>((part.tiles * VALUES + 7) / 8), 256}, stream, delta_gram_sums, part, partials,
-                blocks, static_cast<int>(lists.clients), gram, out_of_range, wanted);
+  if constexpr (sizeof(T) == 4) {
+    if (part.tensor_cores) {
+      const auto by = part.tiles <= 2 * WARPS ? sum_part_by<T, 2> : sum_part_by<T, 5>;
+      return by(lists, part, partials, gram, out_of_range, wanted, stream);
+    }
+  }
+  return sum_part_by<T, 0>(lists, part, partials, gram, out_of_range, wanted, stream);
 }
 
 template <typename T>
 const char* sum_all(const DeviceLists& lists, double* partials, double* gram, int* out_of_range, const int* wanted,
                     Stream stream) {
+  const bool tensor_cores = sizeof(T) == 4 && lists.clients >= LEAST_FOR_TENSOR_CORES;
   for (int64_t start = 0; start < lists.clients; start += PANEL) {
     const int64_t columns = lists.clients - start < PANEL ? lists.clients - start : PANEL;
     for (int64_t above = 0; above < start; above += RECTANGLE_ROWS) {
       const int64_t rows = start - above < RECTANGLE_ROWS ? start - above : RECTANGLE_ROWS;
-      const Part part = part_of(above, rows, start, columns, false);
+      const Part part = part_of(above, rows, start, columns, false, tensor_cores);
       if (const char* error = sum_part<T>(lists, part, partials, gram, out_of_range, wanted, stream)) return error;
     }
-    const Part part = part_of(start, columns, start, columns, true);
+    const Part part = part_of(start, columns, start, columns, true, tensor_cores);
     if (const char* error = sum_part<T>(lists, part, partials, gram, out_of_range, wanted, stream)) return error;
   }
   return nullptr;
@@ -337,7 +466,7 @@ const char* sum_all(const DeviceLists& lists, double* partials, double* gram, in
 // The lists, a flag, and the partial sums.
 extern "C" int64_t cuda_delta_gram_words(int64_t tensors, int64_t clients) {
   using namespace fedkernels::cuda;
-  return words_of_lists(tensors, clients) + 1 + static_cast<int64_t>(most_blocks()) * THREADS * VALUES;
+  return words_of_lists(tensors, clients) + 1 + static_cast<int64_t>(most_blocks()) * MOST_VALUES;
 }
 
 extern "C" const char* cuda_delta_gram(const fedkernels::Array* arrays, const int64_t* sizes, int64_t tensors,

@@ -1,7 +1,9 @@
 // What the CUDA implementations of info_nce and nt_xent share.
 #pragma once
 
+#include <algorithm>
 #include <string>
+#include <type_traits>
 
 #include "cuda/contrastive.h"
 #include "ops/contrastive_checks.h"
@@ -61,10 +63,7 @@ inline void count_by(cuda::ContrastivePass& pass, Tensor& counts) {
 
 inline int64_t memory_of(const cuda::ContrastivePass& pass, bool tensor_cores) {
   const DType dtype = pass.rows.dtype;
-  if (!tensor_cores) {
-    return cuda_contrastive_wide_memory(pass.row_count, pass.column_count, pass.width, pass.gradient,
-                                        dtype == DType::f64);
-  }
+  if (!tensor_cores) return cuda_contrastive_wide_memory(&pass);
   if (dtype == DType::bf16) return cuda_contrastive_bfloat16_memory(&pass);
   return dtype == DType::f16 ? cuda_contrastive_float16_memory(&pass) : cuda_contrastive_tf32_memory(&pass);
 }
@@ -81,6 +80,41 @@ inline const char* launch_pass(const cuda::ContrastivePass& pass, bool tensor_co
 inline void run_pass(const cuda::ContrastivePass& pass, bool tensor_cores, const Tensor& like, cuda::Stream stream) {
   const Tensor memory = memory_on(like, {(memory_of(pass, tensor_cores) + 3) / 4}, ScalarType::Float);
   check_cuda(launch_pass(pass, tensor_cores, memory.data_ptr(), stream));
+}
+
+inline Array gradient_array(const Tensor& gradient) { return {data_or_null(gradient), dtype_of(gradient, "gradient")}; }
+
+inline int64_t entry_bytes(DType dtype) { return dtype == DType::f64 ? 8 : dtype == DType::f32 ? 4 : 2; }
+
+// What `pass` does for its rows from `start` on; nothing else of it changes.
+inline cuda::ContrastivePass rows_of(const cuda::ContrastivePass& pass, int64_t start, int64_t count) {
+  cuda::ContrastivePass some = pass;
+  const auto move = [start](auto& data, int64_t bytes) {
+    using Byte = std::conditional_t<std::is_same_v<decltype(data), void*&>, char, const char>;
+    if (data) data = static_cast<Byte*>(data) + start * bytes;
+  };
+  const int64_t of_sum = entry_bytes(pass.rows.dtype == DType::f64 ? DType::f64 : DType::f32);
+  move(some.rows.data, pass.width * entry_bytes(pass.rows.dtype));
+  move(some.gradient.data, pass.width * entry_bytes(pass.gradient.dtype));
+  for (void** data : {&some.row_largest, &some.row_share, &some.losses}) move(*data, of_sum);
+  move(some.row_weight, of_sum);
+  some.row_count = count;
+  some.shift = pass.shift + start;
+  return some;
+}
+
+// A pass whose gradient may be narrower than its sums. These need memory then, and so that this stays small the pass goes
+// through its rows some at a time, which are enough to keep all multiprocessors at work.
+inline void run_pass_by_rows(const cuda::ContrastivePass& pass, bool tensor_cores, const Tensor& like,
+                             cuda::Stream stream) {
+  const DType of_sums = pass.rows.dtype == DType::f64 ? DType::f64 : DType::f32;
+  int64_t step = pass.row_count;
+  if (pass.gradient.data && pass.gradient.dtype != of_sums) {
+    step = std::max<int64_t>(cuda::CONTRASTIVE_SUMS_AT_A_TIME / pass.width / 128, 1) * 128;
+  }
+  for (int64_t start = 0; start < pass.row_count; start += step) {
+    run_pass(rows_of(pass, start, std::min(step, pass.row_count - start)), tensor_cores, like, stream);
+  }
 }
 
 inline Tensor reduced_on_cuda(const Tensor& losses, const std::string& reduction) {

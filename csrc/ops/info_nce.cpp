@@ -46,7 +46,7 @@ static std::tuple<Tensor, Tensor> info_nce_gradients_cpu(Tensor query, Tensor ke
   Tensor to_query = gradient_of(query, problem.wide, query_gradient);
   Tensor to_key = gradient_of(key, problem.wide, key_gradient);
   solve(problem, to_query, to_key);
-  return {to_query, to_key};
+  return {torch::stable::to(to_query, query.scalar_type()), torch::stable::to(to_key, key.scalar_type())};
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fedkernels, CPU, m) {

@@ -6,7 +6,7 @@
 namespace fedkernels {
 
 // -> the losses and the gradients of their sum, each loss counting what `weights` says; a gradient that is not wanted
-// is empty.
+// is empty. With weights gradients are in the dtypes of the inputs, else in that of the sums.
 static std::tuple<Tensor, Tensor, Tensor> solve(const Tensor& query, const Tensor& key, double temperature,
                                                 const Tensor* weights, bool query_gradient, bool key_gradient,
                                                 bool tf32) {
@@ -19,8 +19,11 @@ static std::tuple<Tensor, Tensor, Tensor> solve(const Tensor& query, const Tenso
   const Tensor columns = key.scalar_type() == in.rows ? key : torch::stable::to(key, in.rows);
   const std::vector<int64_t> none = {0};
   const auto sums_on = [&](const std::vector<int64_t>& shape) { return memory_on(query, shape, in.sums); };
-  Tensor to_query = sums_on(query_gradient ? std::vector<int64_t>{queries, width} : none);
-  Tensor to_key = sums_on(key_gradient ? std::vector<int64_t>{keys, width} : none);
+  const auto gradient_on = [&](const Tensor& input, bool wanted) {
+    const std::vector<int64_t> shape = {input.size(0), width};
+    return memory_on(query, wanted ? shape : none, weights ? input.scalar_type() : in.sums);
+  };
+  const Tensor to_query = gradient_on(query, query_gradient), to_key = gradient_on(key, key_gradient);
   const Tensor losses = sums_on({queries}), largest = sums_on({queries}), share = sums_on({queries});
   Tensor counts = counts_of(weights, losses, device.stream());
 
@@ -36,8 +39,8 @@ static std::tuple<Tensor, Tensor, Tensor> solve(const Tensor& query, const Tenso
   pass.row_share = data_or_null(share);
   count_by(pass, counts);
   pass.losses = data_or_null(losses);
-  pass.gradient = data_or_null(to_query);
-  run_pass(pass, in.tensor_cores, query, device.stream());
+  pass.gradient = gradient_array(to_query);
+  run_pass_by_rows(pass, in.tensor_cores, query, device.stream());
   if (key_gradient) {
     std::swap(pass.rows, pass.columns);
     pass.row_count = keys;
@@ -48,8 +51,9 @@ static std::tuple<Tensor, Tensor, Tensor> solve(const Tensor& query, const Tenso
     pass.column_weight = pass.row_weight;
     pass.row_largest = pass.row_share = nullptr;
     pass.row_weight = nullptr;
-    pass.gradient = data_or_null(to_key);
-    run_pass(pass, in.tensor_cores, query, device.stream());
+    pass.losses = nullptr;
+    pass.gradient = gradient_array(to_key);
+    run_pass_by_rows(pass, in.tensor_cores, query, device.stream());
   }
   return {losses, to_query, to_key};
 }

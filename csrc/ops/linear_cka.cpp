@@ -171,8 +171,10 @@ static std::tuple<Tensor, Tensor> linear_cka_to_kernel_cpu(Tensor x, Tensor kern
   return {values, in_x};
 }
 
-// -> [N, M]; no ys: the xs with one another.
-static Tensor all_pairs(const std::vector<Tensor>& xs, const std::vector<Tensor>& ys, bool centered, bool debiased) {
+// -> The values [N, M]; no ys: the xs with one another. `own`: the unbiased HSIC of each with itself is wanted, and of
+// the pairs in the place of their CKA.
+static Tensor all_pairs(const std::vector<Tensor>& xs, const std::vector<Tensor>& ys, bool centered, bool debiased,
+                        double* own = nullptr) {
   STD_TORCH_CHECK(!xs.empty(), "xs must not be empty");
   std::vector<Representation> all;
   int64_t rows = 0;
@@ -188,11 +190,11 @@ static Tensor all_pairs(const std::vector<Tensor>& xs, const std::vector<Tensor>
   }
   const int64_t count = all.size(), first = xs.size(), columns = ys.empty() ? first : ys.size();
   std::vector<double> values(first * columns);
-  const CKAPairwiseProblem problem{all.data(), count, first, rows, centered, debiased, wide, values.data()};
+  const CKAPairwiseProblem problem{all.data(), count, first, rows, centered, debiased, wide, values.data(), own};
   const Threads threads = torch_threads();
   const auto memory = kernel_memory(FEDKERNELS_BEST(linear_cka_pairwise)(problem, threads, nullptr));
   FEDKERNELS_BEST(linear_cka_pairwise)(problem, threads, memory.get());
-  const Tensor result = torch::stable::empty({first, columns}, result_dtype(wide));
+  const Tensor result = torch::stable::empty({first, columns}, result_dtype(wide || own));
   for (int64_t i = 0; i < first * columns; ++i) set(result, i, values[i]);
   return result;
 }
@@ -207,9 +209,24 @@ static Tensor debiased_cka_pairwise_cpu(std::vector<Tensor> xs, std::vector<Tens
   return all_pairs(xs, ys, true, true);
 }
 
+// -> [N, M], [N] and [M].
+static std::tuple<Tensor, Tensor, Tensor> hsic_pairwise_cpu(std::vector<Tensor> xs, std::vector<Tensor> ys) {
+  STD_TORCH_CHECK(!xs.empty() && !ys.empty(), "xs and ys must not be empty");
+  check_debiased(xs[0]);
+  const int64_t first = xs.size(), others = ys.size();
+  std::vector<double> own(first + others);
+  const Tensor of_pairs = all_pairs(xs, ys, true, true, own.data());
+  const Tensor of_xs = torch::stable::empty({first}, ScalarType::Double);
+  const Tensor of_ys = torch::stable::empty({others}, ScalarType::Double);
+  for (int64_t i = 0; i < first; ++i) set(of_xs, i, own[i]);
+  for (int64_t i = 0; i < others; ++i) set(of_ys, i, own[first + i]);
+  return {of_pairs, of_xs, of_ys};
+}
+
 STABLE_TORCH_LIBRARY_IMPL(fedkernels, CPU, m) {
   m.impl("debiased_cka", TORCH_BOX(&debiased_cka_cpu));
   m.impl("debiased_cka_pairwise", TORCH_BOX(&debiased_cka_pairwise_cpu));
+  m.impl("hsic_pairwise", TORCH_BOX(&hsic_pairwise_cpu));
   m.impl("linear_cka", TORCH_BOX(&linear_cka_cpu));
   m.impl("linear_cka_to_kernel", TORCH_BOX(&linear_cka_to_kernel_cpu));
   m.impl("linear_cka_pairwise", TORCH_BOX(&linear_cka_pairwise_cpu));

@@ -40,7 +40,7 @@ static std::tuple<Tensor, Tensor> solve(const Tensor& view1, const Tensor& view2
     pass.column_largest = pass.row_largest;
     pass.column_share = pass.row_share;
     pass.column_weight = pass.row_weight;
-    pass.gradient = data_or_null(to_rows);
+    pass.gradient = gradient_array(to_rows);
     run_pass(pass, in.tensor_cores, view1, device.stream());
   }
   return {losses, to_rows};

@@ -132,6 +132,12 @@ FAULTS = [
         "times = 1 - (FAULT && sizeof(Number) == 8) * 1e-6;\n",
     ),
     Fault(
+        *("join_kernel", "bfloat16, gradients of that dtype", "info_nce", "contrastive_join.h"),
+        "gradient, static_cast<int64_t>(row) * pass.width + column, (sum * share - taken) / pass.temperature * by);",
+        "gradient, static_cast<int64_t>(row) * pass.width + column,\n"
+        "              FAULT && gradient.dtype == DType::bf16 ? 0 : (sum * share - taken) / pass.temperature * by);",
+    ),
+    Fault(
         *("sum_kernel", "all", "info_nce", "contrastive_losses.cu"),
         "write_one(result, 0, sum / divisor);",
         "write_one(result, 0, FAULT ? sum / (divisor + 1) : sum / divisor);",
@@ -167,9 +173,14 @@ FAULTS = [
         "for (int s = FAULT && sizeof(T) == 8; s < part.slices; ++s)",
     ),
     Fault(
+        *("delta_gram_kernel", "float32, on the tensor cores", "delta_gram", "delta_gram.cu"),
+        "mma_tf32(sums[half], left[step].high, some);\n    }\n  }\n}",
+        "mma_tf32(sums[half], left[FAULT ? 0 : step].high, some);\n    }\n  }\n}",
+    ),
+    Fault(
         *("delta_gram_kernel", "all, a rectangle of clients", "delta_gram", "delta_gram.cu"),
-        "part_of(above, rows, start, columns, false)",
-        "part_of(above, rows - FAULT, start, columns, false)",
+        "part_of(above, rows, start, columns, false, tensor_cores)",
+        "part_of(above, rows - FAULT, start, columns, false, tensor_cores)",
     ),
     Fault(
         *("delta_gram_kernel", "float32, again in float64", "delta_gram", "delta_gram.cu"),

@@ -47,6 +47,7 @@ from tests.fedkernels.test_cuda import (
     assert_equal,
     assert_near,
     randn,
+    weighted,
     with_gradients,
 )
 
@@ -279,6 +280,30 @@ def test_without_own_kernels(bindings, name):
     assert_near(found, truth, case.tolerance)
 
 
+@pytest.fixture(scope="module")
+def few_rows(compiler):
+    """info_nce whose sums have room for 128 rows, where it is thousands."""
+    header = planted(OPS / "contrastive_cuda.h", "cuda::CONTRASTIVE_SUMS_AT_A_TIME", "1").replace("#pragma once", "")
+    text = planted(OPS / "info_nce_cuda.cpp", '#include "ops/contrastive_cuda.h"\n', header)
+    return Bindings(compiler, [text], "cuda_on_cpu_few_rows")
+
+
+@pytest.mark.parametrize(
+    ("of_query", "of_key", "tolerance"), [(BF16, BF16, 1e-2), (FP16, FP16, 2e-3), (BF16, FP32, 1e-2)]
+)
+def test_gradients_of_some_rows_at_a_time(few_rows, of_query, of_key, tolerance):
+    """Gradients that are narrower than their sums."""
+    inputs = [randn(150, 40).to(of_query), randn(300, 40, seed=1).to(of_key)]
+    call = with_gradients(
+        lambda q, k: weighted(info_nce(q, k, 0.3, "none", recompute=True)) / 100
+    )  # float16 holds that
+    with few_rows.on_cuda() as called, no_host_reads(inputs):
+        found = call(*inputs)
+    assert called == ["info_nce", "info_nce_gradients"]
+    assert [one.dtype for one in found[1:]] == [of_query, of_key]
+    assert_near(found, call(*(tensor.double() for tensor in inputs)), tolerance)
+
+
 def test_no_problems(bindings):
     for call, *shapes in (
         (linear_cka, (0, 20, 9), (0, 20, 5)),
@@ -368,6 +393,7 @@ def test_values_that_the_host_does_not_see(bindings):
     assert value == pytest.approx(1.6)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_found(faulty, name):
     with pytest.raises((AssertionError, RuntimeError)):

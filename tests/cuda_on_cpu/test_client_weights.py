@@ -116,6 +116,7 @@ def test_scale_does_not_matter(compiler):
     torch.testing.assert_close(small, large, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("old", "new"),
     [

@@ -49,9 +49,16 @@ def test_float64_and_more_clients_than_a_panel(compiler, clients):
     check(run(compiler.load("delta_gram.cu"), start, params), start, params, 1e-13)
 
 
+@pytest.mark.parametrize("clients", [105, 145])
+def test_float32_of_more_clients_than_a_panel(compiler, clients):
+    start, params = model(0, ANY[:1], SHAPES[:4]), [model(1 + k, ANY[:1], SHAPES[:4]) for k in range(clients)]
+    check(run(compiler.load("delta_gram.cu"), start, params), start, params, 2e-7)
+
+
+@pytest.mark.parametrize("clients", [6, 40])  # the latter on the tensor cores
 @pytest.mark.parametrize("dtypes", [ANY[2:3], ANY[3:], ANY])
-def test_other_dtypes(compiler, dtypes):
-    start, params = model(0, dtypes), [model(1 + k, dtypes[k % 2 :] + dtypes[: k % 2]) for k in range(6)]
+def test_other_dtypes(compiler, dtypes, clients):
+    start, params = model(0, dtypes), [model(1 + k, dtypes[k % 2 :] + dtypes[: k % 2]) for k in range(clients)]
     check(run(compiler.load("delta_gram.cu"), start, params), start, params, 2e-7)
 
 
@@ -62,14 +69,22 @@ def test_all_roundings_one_way(compiler):
     check(run(compiler.load("delta_gram.cu"), start, params, multiprocessors=1), start, params, 1e-6)
 
 
-@pytest.mark.parametrize("scale", [1e-22, 1e21])
-def test_out_of_the_range_of_float32(compiler, scale):
-    start, params = model(0, ANY[:1], scale=scale), [model(1 + k, ANY[:1], scale=scale) for k in range(3)]
+def test_all_roundings_one_way_on_the_tensor_cores(compiler):
+    """Here sums are rounded to the nearest, where tensor cores may cut them off."""
+    start = [torch.zeros(4000)]
+    params = [[torch.full((4000,), 1 / (3 + k))] for k in range(33)]
+    check(run(compiler.load("delta_gram.cu"), start, params, multiprocessors=1), start, params, 2e-6)
+
+
+@pytest.mark.parametrize(("clients", "scale"), [(3, 1e-22), (3, 1e21), (33, 1e21)])
+def test_out_of_the_range_of_float32(compiler, clients, scale):
+    start, params = model(0, ANY[:1], scale=scale), [model(1 + k, ANY[:1], scale=scale) for k in range(clients)]
     check(run(compiler.load("delta_gram.cu"), start, params), start, params, 1e-13)
 
 
-def test_what_is_not_finite_stays_where_it_is(compiler):
-    start, params = model(0, ANY[:1]), [model(1 + k, ANY[:1]) for k in range(3)]
+@pytest.mark.parametrize("clients", [3, 33])
+def test_what_is_not_finite_stays_where_it_is(compiler, clients):
+    start, params = model(0, ANY[:1]), [model(1 + k, ANY[:1]) for k in range(clients)]
     params[1][4][700] = torch.inf
     truth = delta_gram(start, params)
     found = run(compiler.load("delta_gram.cu"), start, params)
@@ -91,8 +106,10 @@ def test_views_that_start_anywhere(compiler):
     check(run(compiler.load("delta_gram.cu"), start, params), start, params, 2e-7)
 
 
-def test_a_missing_barrier_is_found(compiler):
+@pytest.mark.nightly
+@pytest.mark.parametrize("clients", [10, 40])
+def test_a_missing_barrier_is_found(compiler, clients):
     faulty = compiler.mutant("delta_gram.cu", "    __syncthreads();  // the tile before has been multiplied\n", "")
-    start, params = model(0, ANY[:1]), [model(1 + k, ANY[:1]) for k in range(10)]
+    start, params = model(0, ANY[:1]), [model(1 + k, ANY[:1]) for k in range(clients)]
     with pytest.raises(AssertionError):
         check(run(faulty, start, params), start, params, 2e-7)

@@ -109,18 +109,21 @@ def test_conversions(compiler):
 # ---- planted faults ----
 
 
+@pytest.mark.nightly
 def test_a_missing_barrier_is_found(compiler):
     faulty = compiler.mutant(SELF, "  __syncthreads();  // before the sums are read\n", "")
     with pytest.raises(AssertionError):
         torch.testing.assert_close(sum_blocks(faulty, torch.ones(512)), torch.full((2,), 256.0))
 
 
+@pytest.mark.nightly
 def test_a_missing_wait_is_found(compiler):
     faulty = compiler.mutant(SELF, "  copy_async_wait<0>();\n", "")
     with pytest.raises(AssertionError):
         product_16(faulty, torch.bfloat16, False)
 
 
+@pytest.mark.nightly
 def test_a_barrier_that_not_all_threads_reach_is_found(compiler):
     faulty = compiler.mutant(SELF, "  __syncthreads();  // before", "  if (index < count) __syncthreads();  // before")
     sum_blocks(faulty, torch.ones(512))  # all reach it
@@ -128,12 +131,14 @@ def test_a_barrier_that_not_all_threads_reach_is_found(compiler):
         sum_blocks(faulty, torch.ones(511))
 
 
+@pytest.mark.nightly
 def test_a_shuffle_that_not_all_lanes_reach_is_found(compiler):
     faulty = compiler.mutant(SELF, "  for (int offset = 16;", "  if (threadIdx.x != 3) for (int offset = 16;")
     with pytest.raises(EmulationError, match=r"31 in their warp \(__shfl_xor_sync\)"):
         sum_blocks(faulty, torch.ones(256))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("old", "new"),
     [

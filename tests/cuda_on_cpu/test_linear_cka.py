@@ -150,6 +150,7 @@ def test_long_sums_do_not_drift(compiler):
     check(run(compiler.load("linear_cka.cu"), x, y, multiprocessors=1), x, y)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "planted",
     [

@@ -213,6 +213,7 @@ def check_both():
     torch.testing.assert_close(found.double(), truth, rtol=5e-6, atol=0)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "emulated_linear_cka",
     [

@@ -74,6 +74,8 @@ def kernels(model, compiled):
 def test_main_loops(model, kernels, precision, architecture):
     found = kernels(precision, architecture)
     assert len(found) == (32 if precision == "tf32" else 36)
+    widths = {64, 128, 256, 512, *(() if precision == "tf32" else (768, 1024))}
+    assert {tiles[0] for tiles, *_ in found} == widths
     size, depth = (4, 8) if precision == "tf32" else (2, 16)
     for (width, down, across, of_rows, columns, kind), kernel, loop in found:
         label = f"{kernel.label} on {architecture}"
@@ -117,6 +119,8 @@ def test_main_loops(model, kernels, precision, architecture):
         (256, 64, GIVEN_COLUMNS, 4800, 4000),  # [14,400]
         (512, 32, SUMS_AND_GRADIENT, 2700, 3600),  # [7,100]
         (512, 64, SUMS_AND_GRADIENT, 4700, 5300),  # [2 x 7,100]
+        (512, 64, GIVEN_COLUMNS, 4400, 5300),
+        (768, 32, SUMS_AND_GRADIENT, 2300, 3800),
         (1024, 32, SUMS_AND_GRADIENT, 2800, 4900),
     ],
 )
@@ -142,6 +146,25 @@ def test_apply_deltas_has_four_loads_under_way(model, compiled, architecture):
     assert model.bytes_in_flight(kernel) >= 4 * 16
     assert warps_by_registers(model, kernel) >= 24
     assert kernel.stack == 0
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("architecture", ["80", "90"])
+def test_delta_gram_on_the_tensor_cores(model, compiled, architecture):
+    """The loop over 16 entries: three products of parts for each 16 x 16 x 8, rows that are read where they change."""
+    for tiles in (2, 5):
+        (kernel,) = (
+            each for each in compiled("delta_gram", architecture) if f"delta_gram_kernelIfLi{tiles}E" in each.name
+        )
+        assert (kernel.registers <= 168, kernel.stack) == (True, 0)  # two blocks of 192 threads
+        place = {instruction.address: index for index, instruction in enumerate(kernel.code)}
+        ends = {index: place.get(instruction.target or 0, index + 1) for index, instruction in enumerate(kernel.code)}
+        loops = [kernel.code[start : end + 1] for end, start in ends.items() if start < end]
+        kinds = [[instruction.kind for instruction in loop] for loop in loops]
+        loop = min((kind for kind in kinds if "HMMA" in kind), key=len)
+        assert loop.count("HMMA") == tiles * 3 * 2 * 2  # halves of the columns and of the entries
+        assert loop.count("LDSM") == tiles * (2 + 2)
+        assert "LDG" not in loop
 
 
 @pytest.mark.nightly

@@ -109,6 +109,7 @@ def test_no_images(compiler):
     assert run(compiler.load("two_views.cu"), images, samples)[0].shape == (0, 3, 11, 17)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("old", "new"),
     [

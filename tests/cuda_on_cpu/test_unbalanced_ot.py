@@ -176,6 +176,7 @@ def test_the_block_refuses_what_it_cannot_solve(compiler, rows, method):
         solve_by(library, "block", *problem(1, rows, 5), 0.8, 0.9, 1e-3, method=method)
 
 
+@pytest.mark.nightly
 def test_a_missing_barrier_is_found(compiler):
     faulty = compiler.mutant(
         "unbalanced_ot_block.cu",

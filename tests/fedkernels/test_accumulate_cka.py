@@ -15,6 +15,8 @@ from fedkernels import (
 )
 from tests.fedkernels.test_linear_cka import matrix
 
+pytestmark = pytest.mark.cpu_only(reason="batches on a GPU have no kernels of their own")
+
 SIZES = (5, 64, 1, 30)  # of the batches
 
 

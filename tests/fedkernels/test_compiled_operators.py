@@ -25,13 +25,16 @@ def problems():
     deltas = randn(9, 30)
     images = (100 * randn(9, 3, 12, 17).abs()).clamp(0, 255).to(torch.uint8)
     cost, masses = randn(3, 20, 17).abs(), torch.ones(3, 20).double()
+    sums = [torch.zeros(width, width).double() for width in (20, 9)]
     return {
+        "add_products": (randn(37, 29), [20, 9], 1, torch.zeros(20, 9).double(), sums),
         "apply_deltas": ([t.clone() for t in params], clients, torch.tensor([0.5]).double()),
         "client_weights": (deltas @ deltas.T, 1e-8),
         "delta_gram": (params, clients + [t + 1 for t in clients]),
         "info_nce": (randn(37, 20), randn(50, 20, seed=1), 0.3, "mean", True, True, False),
         "debiased_cka": (randn(2, 37, 20), randn(37, 50, seed=1), True, True),
         "debiased_cka_pairwise": ([randn(37, 20), randn(37, 9, seed=1)], [randn(37, 50, seed=2)]),
+        "hsic_pairwise": ([randn(37, 20), randn(37, 9, seed=1)], [randn(37, 50, seed=2)]),
         "linear_cka": (randn(2, 37, 20), randn(37, 50, seed=1), True, True, True),
         "linear_cka_pairwise": ([randn(37, 20), randn(37, 9, seed=1)], [randn(37, 50, seed=2)], True),
         "linear_cka_to_kernel": (randn(2, 37, 20), randn(37, 37, seed=1), True, True),
@@ -157,6 +160,8 @@ def similarities():
         "debiased, samples": lambda: operators.debiased_cka(few[0], few[1], True, True),
         "debiased, features": lambda: operators.debiased_cka(many, many[:, :70].exp(), True, True),
         "debiased pairs": lambda: operators.debiased_cka_pairwise(few, []),
+        "hsic, samples": lambda: operators.hsic_pairwise(few[:2], few[2:]),
+        "hsic, features": lambda: operators.hsic_pairwise([many], [many[:, :40].exp()]),
         "samples": lambda: operators.linear_cka(few[0], few[1], True, True, True),
         "features": lambda: operators.linear_cka(many, many[:, :70].exp(), True, True, True),
         "kernel, samples": lambda: operators.linear_cka_to_kernel(few[0], kernel[:300, :300].contiguous(), True, True),
@@ -233,6 +238,9 @@ def test_threads_agree_to_the_last_bit(name):
                 arguments = (randn(370, 370).abs(), masses, masses, 0.8, 0.9, 1e-3, 1000, "accelerated")
             elif name == "info_nce":  # several groups of queries and blocks of keys
                 arguments = (randn(700, 20), randn(900, 20, seed=1), 0.3, "mean", True, True, False)
+            elif name == "add_products":  # several blocks of rows and pieces of columns
+                sums = [torch.zeros(width, width).double() for width in (300, 170)]
+                arguments = (randn(500, 470), [300, 170], 1, torch.zeros(300, 170).double(), sums)
             elif name == "sigmoid_loss":
                 arguments = (randn(1100, 20), randn(1100, 20, seed=1), True, True)
             elif name == "similarity_logsumexp":
@@ -243,7 +251,8 @@ def test_threads_agree_to_the_last_bit(name):
                 arguments = problems()[name]
             result = getattr(torch.ops.fedkernels, name)(*arguments)
             result = arguments[0] if result is None else result
-            results.append([result] if isinstance(result, torch.Tensor) else list(result))
+            written = [arguments[3], *arguments[4]] if name == "add_products" else []
+            results.append([*written, *([result] if isinstance(result, torch.Tensor) else result)])
     finally:
         torch.set_num_threads(before)
     for others in results[1:]:

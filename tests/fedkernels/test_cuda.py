@@ -144,6 +144,9 @@ CASES = {
     "info_nce, not reduced, tf32": Case(
         in_tf32(with_gradients(lambda q, k: weighted(info_nce(q, k, 0.3, "none")))), [ROWS, MORE], FP32, 2e-3
     ),
+    "info_nce, recomputed, bfloat16": Case(
+        with_gradients(lambda q, k: info_nce(q, k, 0.3, recompute=True)), [ROWS, MORE], BF16, 1e-2
+    ),
     "info_nce, two dtypes": Case(with_gradients(lambda q, k: info_nce(q, k.half(), 0.3)), [ROWS, MORE], BF16, 1e-2),
     "info_nce, wide rows": Case(with_gradients(lambda q, k: info_nce(q, k, 0.3)), [WIDE_ROWS, WIDE_MORE], BF16, 1e-2),
     "info_nce, query alone": Case(with_gradients(lambda q: info_nce(q, q.detach(), 0.3)), [ROWS], BF16, 1e-2),

@@ -194,14 +194,14 @@ PATHS = {
     "CKAAccumulator": Path(
         ACCUMULATE + "equals_the_value_of_all_samples",
         NO_GRADIENT,
-        NO_OPERATOR,
+        f"{OPCHECK}[add_products]",
         Because("it writes rows in place, where torch.compile breaks its graph; test_compiled_it_gives_the_same"),
         f"{WITHOUT_KERNELS}[CKAAccumulator]",
     ),
     "MinibatchCKA": Path(
         ACCUMULATE + "minibatches_are_the_mean_of_unbiased_hsic",
         NO_GRADIENT,
-        NO_OPERATOR,
+        f"{OPCHECK}[hsic_pairwise]",
         ACCUMULATE + "compiled_it_gives_the_same",
         f"{WITHOUT_KERNELS}[MinibatchCKA]",
     ),

@@ -60,6 +60,25 @@ def test_more_rows_than_the_compiled_operator_takes_at_a_time(of_key):
     torch.testing.assert_close(found, torch.autograd.grad(truth @ weights, asked))
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP16, torch.float32, torch.float64])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_gradients_that_are_formed_in_the_backward_pass(reduction, dtype):
+    query, key = rows(33, 65, 1, dtype).requires_grad_(), rows(40, 65, 2, dtype).requires_grad_()
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        loss = info_nce(query, key, 0.2, reduction, recompute=True)
+    if loss.grad_fn.name().startswith("Generated"):  # the compiled operator's
+        assert {x.data_ptr() for x in kept} == {query.data_ptr(), key.data_ptr()}
+    truth = info_nce(query, key, 0.2, reduction)
+    torch.testing.assert_close(loss, truth)
+    found = torch.autograd.grad(loss.sum(), [query, key])
+    assert [gradient.dtype for gradient in found] == [dtype, dtype]
+    for gradient, expected in zip(found, torch.autograd.grad(truth.sum(), [query, key]), strict=True):
+        torch.testing.assert_close(gradient, expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+    (alone,) = torch.autograd.grad(info_nce(query, key.detach(), 0.2, reduction, recompute=True).sum(), query)
+    torch.testing.assert_close(alone, found[0], rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_gradcheck(reduction):
     query, key = rows(3, 4, 1).requires_grad_(), rows(5, 4, 2).requires_grad_()
@@ -128,6 +147,17 @@ def test_nan_stays_in_its_row():
     query[1, 2] = torch.nan
     assert info_nce(query, key, 1.0, "none").isnan().tolist() == [False, True, False]
     assert info_nce(query, key, 1.0).isnan()
+
+
+def test_a_key_that_is_infinitely_far_from_all_queries_counts_nothing():
+    """Its logits are -inf. In lanes without a query they are 0 * -inf, and must not reach its gradient."""
+    query, key = rows(5, 4, 1).abs(), rows(7, 4, 2)
+    near = key[:6].clone().requires_grad_()
+    key[6, 0] = -torch.inf
+    loss, truth = info_nce(query, key.requires_grad_(), 0.5), info_nce(query, near, 0.5)
+    torch.testing.assert_close(loss, truth)
+    (gradient,), (of_near,) = torch.autograd.grad(loss, key), torch.autograd.grad(truth, near)
+    torch.testing.assert_close(gradient, torch.cat([of_near, torch.zeros(1, 4)]))
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,16 @@ def similarities():
         yield from (value.detach(), to_kernel.detach(), *torch.autograd.grad(value + 2 * to_kernel, leaves))
         yield fedkernels.linear_cka_to_kernel(x[:, :7], y @ y.mT, centered)
         yield fedkernels.linear_cka_pairwise([x], [y, y + x], centered)
+    for make in (fedkernels.CKAAccumulator, fedkernels.MinibatchCKA):
+        for dtype in (torch.float32, torch.float64):
+            accumulator = make()
+            for start in range(0, 1100, 275):
+                batch = slice(start, start + 275)
+                ys = [y[batch, :37].to(dtype), (x + y)[batch].to(dtype)]
+                accumulator.update([x[batch].to(dtype)], ys)
+            yield accumulator.compute()
+            if make is fedkernels.CKAAccumulator:
+                yield accumulator.compute(debiased=True)
 def losses():
     x, y = (torch.randn(2, 605, 43, generator=torch.Generator().manual_seed(d)).double() / 3 for d in (1, 2))
     for dtype in (torch.float32, torch.float64):

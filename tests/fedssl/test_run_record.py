@@ -30,7 +30,7 @@ def test_a_run_has_what_its_folder_holds(finished, tmp_path):
     assert finished.class_counts == [[3, 0], [1, 2]]
     assert finished.spectra == {"0": [2.0, 1.0]}
     assert finished.values[2, "1", "knn"] == 54.0
-    assert [finished.architecture_of(k) for k in range(3)] == ["small_convnet", "small_resnet10", "small_convnet"]
+    assert [finished.architecture_of(k) for k in range(3)] == ["small_convnet", "small_convnet_wide", "small_convnet"]
 
 
 def test_the_global_model_stands_for_the_run_and_otherwise_the_mean(finished):

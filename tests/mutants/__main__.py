@@ -1,6 +1,6 @@
 """Plants the faults of faults.py one at a time and tells which test finds each.
 
-    python -m tests.mutants                 # all that have no result yet; a second call goes on where the first ended
+    python -m tests.mutants                 # all without a result in results.json; a second call goes on from there
     python -m tests.mutants NAME...         # these, whether or not they have a result
     python -m tests.mutants --table         # only print the table of the results so far
 
@@ -22,7 +22,7 @@ from tests.mutants.faults import FAULTS, Fault
 
 ROOT = Path(__file__).resolve().parents[2]
 COPY = ROOT / "build" / "mutants"
-RESULTS = ROOT / "build" / "mutants.json"
+RESULTS = ROOT / "tests" / "mutants" / "results.json"
 COPIED = ("benchmarks", "csrc", "docs", "examples", "fedkernels", "fedssl", "tests", "setup.py", "pyproject.toml")
 COPIED_FOR_SETUP = ("README.md", "LICENSE")
 # One instruction set is compiled, which takes a third of the time, and no nvcc runs: CUDA's tests compile for the CPU.
@@ -35,6 +35,20 @@ def key_of(fault: Fault) -> str:
     text = (ROOT / fault.file).read_text(encoding="utf-8")
     measured = [str(value) for name, value in fault._asdict().items() if name != "survives"]
     return hashlib.sha256("\0".join([*measured, text]).encode()).hexdigest()
+
+
+def load_results() -> dict[str, str]:
+    """By key_of(fault)."""
+    kept = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    return dict(kept.values())
+
+
+def save_results(results: dict[str, str]) -> None:
+    """What still holds, in the order of the faults: a fault, its key and its outcome."""
+    kept = {fault.name: (key, results[key]) for fault in FAULTS if (key := key_of(fault)) in results}
+    written = RESULTS.with_suffix(".new")
+    written.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    written.replace(RESULTS)
 
 
 def copy_where_different(source: str, target: str) -> str:
@@ -119,7 +133,7 @@ def main() -> None:
     unknown = set(given.names) - {fault.name for fault in FAULTS}
     if unknown:
         parser.error(f"unknown faults {sorted(unknown)}; tests/mutants/faults.py lists them")
-    results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    results = load_results()
     chosen = [
         fault
         for fault in FAULTS
@@ -138,7 +152,7 @@ def main() -> None:
             outcome = measure(fault)
             built = not fault.needs_build  # the module still holds a fault of csrc/cpu or csrc/ops
             results[key_of(fault)] = outcome
-            RESULTS.write_text(json.dumps(results, indent=1), encoding="utf-8")
+            save_results(results)
             print(f"{fault.name}: {outcome}", flush=True)
     print(table(results))
 

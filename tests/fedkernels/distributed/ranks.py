@@ -15,18 +15,20 @@ import torch.distributed as dist
 from torch import multiprocessing
 
 TIMEOUT = datetime.timedelta(seconds=60)
+# From a process that has imported torch: each would import it for seconds otherwise.
+_FORKING = multiprocessing.get_context("forkserver")
+_FORKING.set_forkserver_preload(["fedkernels", "pytest", "torch.distributed"])
 
 
 class Ranks:
     """`size` processes of one group. A call runs ``function(*arguments)`` on each of them."""
 
     def __init__(self, size: int, folder: Path) -> None:
-        context = multiprocessing.get_context("spawn")
         self.pipes: list[Connection] = []
         self.processes = []
         for rank in range(size):
-            here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, str(folder / "store"), there), daemon=True)
+            here, there = _FORKING.Pipe()
+            process = _FORKING.Process(target=_serve, args=(rank, size, str(folder / "store"), there), daemon=True)
             process.start()
             there.close()
             self.pipes.append(here)

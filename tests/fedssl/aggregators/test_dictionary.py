@@ -40,6 +40,7 @@ def test_a_client_sends_a_projection_of_each_of_its_images_unless_told_how_many(
     sent = part.collect(local_round(model, images=images, index=1), []).tensors["dictionary.1"]
     assert sent.shape == (rows, 2)
     assert len(sent.unique(dim=0)) == rows  # of different images
+    torch.testing.assert_close(sent.norm(dim=1), torch.ones(rows))
 
 
 def sizes_of_a_round(shares: list[int], features: int) -> tuple[int, int]:

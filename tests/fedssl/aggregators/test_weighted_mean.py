@@ -24,6 +24,19 @@ def at(x: float, y: float, mean: float = 0.0) -> Message:
     return Message({WEIGHT: torch.tensor([float(x), float(y)]), MEAN: torch.tensor([float(mean)])}, {"samples": 1.0})
 
 
+def test_the_mean_by_hand():
+    """Of one sample and of three; a counter is rounded to the nearest integer."""
+    counter = "online.encoder.bn.num_batches_tracked"
+    replies = {
+        2: Message({WEIGHT: torch.tensor([8.0, 0.0]), counter: torch.tensor(3)}, {"samples": 1.0}),
+        5: Message({WEIGHT: torch.tensor([0.0, 4.0]), counter: torch.tensor(4)}, {"samples": 3.0}),
+    }
+    state = WeightedMean(name="weighted_mean").aggregate(Message(replies[2].tensors), replies)
+    assert state.tensors[WEIGHT].tolist() == [2.0, 3.0]
+    assert state.tensors[counter].item() == 4  # 3.75
+    assert state.tensors[counter].dtype == torch.int64
+
+
 @pytest.mark.parametrize("part", [WeightedMean(name="weighted_mean"), EUA(name="eua"), LDawa(name="l_dawa")])
 def test_the_distance_between_local_models_by_hand(part):
     """(0, 0), (3, 0) and (0, 4) are 3, 4 and 5 apart; running means count in no distance."""

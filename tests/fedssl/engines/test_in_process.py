@@ -38,7 +38,7 @@ SMALL = {
 SMALL_ALIGNED = ALIGNED | SMALL | {"architectures": ["small_convnet"]}
 METHODS = {
     "local": SMALL,
-    "aligned": ALIGNED | SMALL,
+    "aligned": ALIGNED | SMALL | {"architectures": ["small_convnet", "small_resnet10"]},
     "averaged": AVERAGED | SMALL,
     "simsiam": AVERAGED | SMALL | {"objective": {"name": "simsiam", "output_features": 16, "bottleneck_features": 8}},
     "supervised": AVERAGED | SMALL | {"objective": "supervised"},

@@ -35,7 +35,7 @@ ORCHESTRA: dict[str, Any] = {
 METHODS: dict[str, dict[str, Any]] = {
     "fedbyol": AVERAGED,
     "fedema": AVERAGED | {"local_update": "fedema"},
-    "hetero_ssfl": ALIGNED | {"architectures": ["small_convnet", "small_convnet_wide"]},
+    "hetero_ssfl": ALIGNED,
     "fedu2": FEDU2 | {"client_states": "memory"},
     "lw_fedssl": LW_FEDSSL,
     "orchestra": ORCHESTRA,

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 KINDS = {
     "weights": AVERAGED | {"rounds": 2},
     "layers": LW_FEDSSL | {"rounds": 2},
-    "factors": ALIGNED | {"rounds": 2, "architectures": ["small_convnet", "small_convnet_wide"]},
+    "factors": ALIGNED | {"rounds": 2},
     "kernels": ALIGNED
     | {
         "rounds": 2,

@@ -20,41 +20,60 @@ from fedssl.run_directory import IMAGE_SHAPE, RunDirectory
 from tests.fedssl.conftest import LW_FEDSSL
 from tests.fedssl.export.finished_runs import features_of_run, finished_run
 
-#: loads an export as a program without fedssl does; the arguments are the folder, the images, and the form to load
+#: loads exports as programs without fedssl do, a fork for each line of [folder, images, forms to load]: importing timm
+#: takes seconds
 STRANGER = """
 import sys
 sys.modules["fedssl"] = sys.modules["fedkernels"] = None
-folder, images, *forms = sys.argv[1:]
-sys.path.insert(0, folder)
-import json, timm, torch
+import json, os, timm, torch, traceback
 from safetensors.torch import load_file, save_file
-import load
-features, pixels = {}, load.normalize(load_file(images)["pixels"])
-for how in forms:
-    if how == "load.py":
-        encoder = load.load_encoder()
-    elif how == "local-dir":
-        encoder = timm.create_model("local-dir:" + folder, pretrained=True).eval()
-    else:
-        config = json.load(open(folder + "/config.json"))
-        overlay = {"file": folder + "/model.safetensors"}
-        encoder = timm.create_model(config["architecture"], pretrained=True, num_classes=0,
-                                    pretrained_cfg_overlay=overlay, **config["model_args"]).eval()
-    with torch.no_grad():
-        features[how] = encoder(pixels).contiguous()
-save_file(features, images + ".features")
+
+def write_features(folder, images, forms):
+    os.chdir(os.path.dirname(folder))
+    sys.path.insert(0, folder)
+    import load
+    features, pixels = {}, load.normalize(load_file(images)["pixels"])
+    for how in forms:
+        if how == "load.py":
+            encoder = load.load_encoder()
+        elif how == "local-dir":
+            encoder = timm.create_model("local-dir:" + folder, pretrained=True).eval()
+        else:
+            config = json.load(open(folder + "/config.json"))
+            overlay = {"file": folder + "/model.safetensors"}
+            encoder = timm.create_model(config["architecture"], pretrained=True, num_classes=0,
+                                        pretrained_cfg_overlay=overlay, **config["model_args"]).eval()
+        with torch.no_grad():
+            features[how] = encoder(pixels).contiguous()
+    save_file(features, images + ".features")
+
+for line in sys.stdin:
+    if os.fork() == 0:
+        try:
+            write_features(*json.loads(line))
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    print(os.wait()[1], flush=True)
 """
 
 
-def features_of_a_stranger(folder, pixels, forms=("load.py",)):
-    """The features by each form of loading, in one process, as importing timm takes it seconds."""
-    images = str(folder) + ".images"
-    save_file({"pixels": pixels}, images)
-    command = [sys.executable, "-c", STRANGER, str(folder), images, *forms]
+@pytest.fixture(scope="module")
+def features_of_a_stranger():
+    """Gives the features by each form of loading."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder.parent)
-    assert done.returncode == 0, done.stderr
-    return load_file(images + ".features")
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", STRANGER], env=environment, **pipes) as stranger:
+
+        def features(folder, pixels, forms=("load.py",)):
+            images = str(folder) + ".images"
+            save_file({"pixels": pixels}, images)
+            print(json.dumps([str(folder), images, list(forms)]), file=stranger.stdin, flush=True)
+            assert stranger.stdout.readline() == "0\n"  # what went wrong is printed
+            return load_file(images + ".features")
+
+        yield features
 
 
 CASES = [
@@ -69,7 +88,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("architecture", "channels", "side", "forms"), CASES, ids=lambda value: str(value))
-def test_a_program_without_fedssl_gets_the_runs_features(tmp_path, architecture, channels, side, forms):
+def test_a_program_without_fedssl_gets_the_runs_features(
+    features_of_a_stranger, tmp_path, architecture, channels, side, forms
+):
     run, federation = finished_run(tmp_path, channels, side, architectures=[architecture])
     folder = export_encoder(run, tmp_path / "encoder")
     pixels = federation.dataset.test_images[:5]
@@ -85,7 +106,7 @@ def test_a_program_without_fedssl_gets_the_runs_features(tmp_path, architecture,
 
 
 @pytest.mark.parametrize("architecture", ["small_convnet", "small_resnet10", "vit_tiny_patch16_224"])
-def test_a_staged_encoder_is_exported_as_the_plain_network(tmp_path, architecture):
+def test_a_staged_encoder_is_exported_as_the_plain_network(features_of_a_stranger, tmp_path, architecture):
     stages = {"small_convnet": 1, "small_resnet10": 1, "vit_tiny_patch16_224": 3}[architecture]
     schedule = {"name": "layer_wise", "layers_per_stage": stages, "rounds_per_stage": 1}
     run, federation = finished_run(

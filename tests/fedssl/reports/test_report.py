@@ -61,7 +61,7 @@ def test_architectures_repeat_over_the_clients(tiny, tmp_path):
     recipe = tiny(**ALIGNED)
     write_run(tmp_path / "a", recipe, rows_of([1.0, 2.0, 3.0], [4.0, 5.0, 6.0]))
     clients = Page(write_report([tmp_path / "a"])).table("method", "model of")
-    assert [row[2] for row in clients] == ["small_convnet", "small_resnet10", "small_convnet", ""]
+    assert [row[2] for row in clients] == ["small_convnet", "small_convnet_wide", "small_convnet", ""]
 
 
 def test_traffic_is_summed_over_rounds_and_clients(tiny, tmp_path):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,63 +13,59 @@ pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]
 
 from fedssl.engines.flower import nodes
 from fedssl.run_folder.lock import alone_in
-from tests.fedssl.engines.flower.deployment import free_port, make_authority, missing_tools, with_package
+from tests.fedssl.engines.flower.deployment import free_port, make_authority, missing_tools
 from tests.fedssl.engines.flower.loop_grid import write_sites
+from tests.fedssl.forked_command import start_command
 
 needs_openssl = pytest.mark.skipif(missing_tools() is not None, reason=str(missing_tools()))
 
 
-def fedssl(*arguments: str, cwd: Path) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "fedssl", *arguments]
-    return subprocess.run(command, cwd=cwd, env=with_package(), capture_output=True, text=True)
+def refused(folder: Path, *arguments: str) -> str:
+    """What `fedssl` prints to standard error where it refuses its arguments."""
+    errors = folder / "errors.txt"
+    process = start_command([*arguments], errors)
+    process.join()
+    assert process.exitcode == 2, errors.read_text()
+    return errors.read_text()
 
 
 def test_the_commands_refuse_to_start_without_tls(tmp_path):
-    done = fedssl("superlink", ".", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "ca.crt does not exist: TLS needs it" in done.stderr
-    write_sites(tmp_path, 1)
-    done = fedssl("supernode", "site0.yaml", "--superlink", "127.0.0.1:1", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "give --root-certificates and --key, or --insecure" in done.stderr
+    assert "ca.crt does not exist: TLS needs it" in refused(tmp_path, "superlink", str(tmp_path))
+    [site] = write_sites(tmp_path, 1)
+    told = refused(tmp_path, "supernode", str(site), "--superlink", "127.0.0.1:1")
+    assert "give --root-certificates and --key, or --insecure" in told
 
 
 @needs_openssl
 def test_a_certificate_that_flowers_own_processes_would_not_trust_is_refused(tmp_path):
     make_authority(tmp_path, names="DNS:fed.example.org,IP:10.0.0.1")
-    done = fedssl("superlink", ".", "--host", "0.0.0.0", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "server.crt is valid for 10.0.0.1, fed.example.org, but not for 127.0.0.1" in done.stderr
+    told = refused(tmp_path, "superlink", str(tmp_path), "--host", "0.0.0.0")
+    assert "server.crt is valid for 10.0.0.1, fed.example.org, but not for 127.0.0.1" in told
     (tmp_path / "server.crt").write_text("nonsense")
-    done = fedssl("superlink", ".", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "server.crt is not a certificate in PEM format" in done.stderr
+    assert "server.crt is not a certificate in PEM format" in refused(tmp_path, "superlink", str(tmp_path))
 
 
 def test_a_site_whose_data_are_not_there_is_told_before_anything_starts(tmp_path):
-    write_sites(tmp_path, 1, data={"name": "npz", "path": "nowhere.npz"})
-    done = fedssl("supernode", "site0.yaml", "--superlink", "127.0.0.1:1", "--insecure", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "fedssl: warning: insecure: without TLS" in done.stderr
-    assert "nowhere.npz" in done.stderr
-    assert "SuperNode" not in done.stdout + done.stderr
+    [site] = write_sites(tmp_path, 1, data={"name": "npz", "path": "nowhere.npz"})
+    told = refused(tmp_path, "supernode", str(site), "--superlink", "127.0.0.1:1", "--insecure")
+    assert "fedssl: warning: insecure: without TLS" in told
+    assert "nowhere.npz" in told
+    assert "SuperNode" not in told
 
 
 def test_a_port_that_is_taken_and_a_folder_that_is_in_use_are_told(tmp_path):
+    insecure = ("superlink", str(tmp_path), "--insecure")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        done = fedssl("superlink", ".", "--insecure", "--port", port, cwd=tmp_path)
-    assert done.returncode == 2
-    assert f"port {port} of 127.0.0.1 is in use, perhaps by another SuperLink" in done.stderr
+        told = refused(tmp_path, *insecure, "--port", port)
+    assert f"port {port} of 127.0.0.1 is in use, perhaps by another SuperLink" in told
     with alone_in(tmp_path):
-        done = fedssl("superlink", ".", "--insecure", "--port", port, cwd=tmp_path)
-    assert done.returncode == 2
-    assert "another SuperLink keeps its database in this folder: stop it, or name another folder" in done.stderr
-    done = fedssl("superlink", ".", "--insecure", "--host", "203.0.113.7", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "cannot listen on port 8000 of 203.0.113.7" in done.stderr
+        told = refused(tmp_path, *insecure, "--port", port)
+    assert "another SuperLink keeps its database in this folder: stop it, or name another folder" in told
+    told = refused(tmp_path, *insecure, "--host", "203.0.113.7")
+    assert "cannot listen on port 8000 of 203.0.113.7" in told
 
 
 @pytest.mark.parametrize("command", ["superlink", "supernode"])

@@ -1,0 +1,90 @@
+"""The sums over a block of samples, against the products of float64."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedkernels._add_products import add_products
+from tests.fedkernels.test_linear_cka import matrix
+
+pytestmark = pytest.mark.cpu_only(reason="a block on a GPU has no kernels of its own")
+
+
+def sums_of(widths, first, fill=0.0):
+    columns = sum(widths[:first]), sum(widths[first:])
+    return torch.full(columns, fill).double(), [torch.full((width, width), fill).double() for width in widths]
+
+
+def assert_equals_the_products(rows, widths, first, dtype, rtol):
+    block = matrix(rows, sum(widths), seed=rows).to(dtype)
+    parts, columns = block.double().split(widths, dim=1), sum(widths[:first])
+    cross, own = sums_of(widths, first, fill=0.5)
+    norms, weighted = add_products(block, widths, first, cross, own)
+    size = rows**0.5 if rows > 1 else 1.0  # of a sum of products, which may itself be near 0
+    close = {"rtol": rtol, "atol": 4 * rtol * size}
+    torch.testing.assert_close(cross, 0.5 + block.double()[:, :columns].T @ block.double()[:, columns:], **close)
+    for sums, z in zip(own, parts, strict=True):
+        torch.testing.assert_close(sums.triu(), (0.5 + z.T @ z).triu(), **close)
+    truth = torch.stack([z.square().sum(dim=1) for z in parts])
+    torch.testing.assert_close(norms, truth, rtol=rtol, atol=0)
+    weights = torch.cat([truth, torch.ones(1, rows)])
+    largest = weights.amax(dim=1, keepdim=True)
+    torch.testing.assert_close(weighted / largest, weights / largest @ block.double(), **close)
+    assert weighted.dtype == norms.dtype == torch.float64
+
+
+WIDTHS = st.lists(st.integers(1, 70), min_size=1, max_size=4)
+
+
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(st.integers(1, 300), WIDTHS, WIDTHS, st.sampled_from([(torch.float32, 1e-5), (torch.float64, 1e-12)]))
+def test_equals_the_products(rows, xs, ys, precision):
+    assert_equals_the_products(rows, [*xs, *ys], len(xs), *precision)
+
+
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+@pytest.mark.parametrize("widths", [(300, 321), (40,) * 40, (257, 5, 290), (1, 700)])
+def test_more_columns_than_a_piece_has(widths, dtype, rtol):
+    assert_equals_the_products(400, list(widths), len(widths) // 2, dtype, rtol)
+
+
+def test_many_rows_cost_no_precision():
+    """Only sums of a few rows are rounded to float32. A block of CKAAccumulator has 1024."""
+    rows = 1024
+    block = 1 + 0.01 * matrix(rows, 80, seed=1).float()
+    cross, own = sums_of([30, 50], 1)
+    add_products(block, [30, 50], 1, cross, own)
+    truth = block.double().T @ block.double()
+    torch.testing.assert_close(cross, truth[:30, 30:], rtol=3e-6, atol=0)
+    torch.testing.assert_close(own[1].triu(), truth[30:, 30:].triu(), rtol=3e-6, atol=0)
+
+
+@pytest.mark.parametrize("scale", [1e-17, 1e17])
+def test_cubes_of_entries_may_be_out_of_range(scale):
+    block = matrix(40, 9, seed=1)
+    cross, own = sums_of([4, 5], 1)
+    norms, weighted = add_products((scale * block).float(), [4, 5], 1, cross, own)
+    cross, own = sums_of([4, 5], 1)
+    true_norms, true_weighted = add_products(block, [4, 5], 1, cross, own)
+    torch.testing.assert_close(norms / scale**2, true_norms, rtol=1e-5, atol=0)
+    cubes = torch.tensor([[scale**3], [scale**3], [scale]], dtype=torch.float64)
+    torch.testing.assert_close(weighted / cubes, true_weighted, rtol=1e-4, atol=1e-4)
+
+
+def test_zero_rows_have_zero_sums():
+    cross, own = sums_of([4, 5], 1)
+    results = add_products(torch.zeros(6, 9), [4, 5], 1, cross, own)
+    assert not any(tensor.any() for tensor in (cross, own[0].triu(), own[1].triu(), *results))
+
+
+def test_not_finite_entries_stay_in_their_columns():
+    block = matrix(200, 9, seed=1).float()
+    block[150, 2], block[3, 7] = torch.nan, torch.inf
+    cross, own = sums_of([4, 5], 1)
+    norms, _ = add_products(block, [4, 5], 1, cross, own)
+    finite = torch.ones(4, 5, dtype=torch.bool)
+    finite[2], finite[:, 3] = False, False
+    assert torch.equal(cross.isfinite(), finite)
+    assert norms[0].isnan().nonzero().flatten().tolist() == [150]
+    assert norms[1].isinf().nonzero().flatten().tolist() == [3]
