@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
+
+from .view_threads import Run, ViewThreads, view_threads
 
 Layer = Literal["encoder", "predictor"]
 #: the online module that a supervised objective trains on the labels; evaluation measures its accuracy
@@ -50,6 +53,8 @@ class Model(nn.Module):
         self.joins_views = False
         #: whether this process has a share of every batch and others the rest; training.processes
         self.shares_batches = False
+        #: by which two views pass through a network at a time, while the model trains
+        self.view_threads: ViewThreads | None = None
 
     @property
     def encoder(self) -> nn.Module:
@@ -88,23 +93,39 @@ class Model(nn.Module):
         Returns:
             [n, d] each, such as the representations, projections and predictions of three networks.
         """
-        batches, outputs = self._batches(views), []
-        for network in self.online.values():
-            batches = [network(batch) for batch in batches]
-            outputs.append(_by_view(batches, views))
-        return tuple(outputs)
+        batches = self._batches(views)
+        outputs = self._passes(self.online, batches, _outputs)
+        return tuple(_by_view(list(of_network), views) for of_network in zip(*outputs, strict=True))
 
     def target_project(self, images: Tensor) -> Tensor:
         """The target network's output for normalised images, without gradient: [n, d]."""
         with torch.no_grad():
-            out = images
-            for module in self.target.values():
-                out = module(out)
-        return out
+            return _outputs(self.target, images)[-1]
 
     def target_of_views(self, views: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """`target_project` of each view."""
-        return _by_view([self.target_project(batch) for batch in self._batches(views)], views)
+        with torch.no_grad():
+            outputs = self._passes(self.target, self._batches(views), _outputs)
+        return _by_view([of_batch[-1] for of_batch in outputs], views)
+
+    @contextmanager
+    def views_at_a_time(self) -> Iterator[ViewThreads | None]:
+        """Within it, two views pass through a network at a time where that is possible (view_threads.py)."""
+        if self.joins_views or self.shares_batches:
+            yield None
+            return
+        with view_threads(self.online, self.target) as self.view_threads:
+            try:
+                yield self.view_threads
+            finally:
+                self.view_threads = None
+
+    def _passes(self, chain: nn.ModuleDict, batches: list[Tensor], run: Run) -> list[tuple[Tensor, ...]]:
+        """`run(chain, batch)` of each batch."""
+        at_a_time = len(batches) == 2 and not any(batch.requires_grad for batch in batches)
+        if self.view_threads is not None and at_a_time:
+            return self.view_threads.passes(chain, batches, run)
+        return [run(chain, batch) for batch in batches]
 
     def _batches(self, views: tuple[Tensor, ...]) -> list[Tensor]:
         return [torch.cat(views)] if self.joins_views and len(views) > 1 else list(views)
@@ -130,6 +151,14 @@ class Model(nn.Module):
         if pairs:
             old, new = zip(*pairs, strict=True)
             torch._foreach_lerp_(old, new, 1.0 - momentum)
+
+
+def _outputs(chain: nn.ModuleDict, images: Tensor) -> tuple[Tensor, ...]:
+    """The output of each of several networks that are applied one after another."""
+    outputs = [images]
+    for network in chain.values():
+        outputs.append(network(outputs[-1]))
+    return tuple(outputs[1:])
 
 
 def _by_view(batches: list[Tensor], views: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

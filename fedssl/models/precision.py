@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import platform
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -77,12 +78,15 @@ def networks_compute_in(model: Model, precision: Precision) -> Iterator[None]:
             handle.remove()
 
 
-class _Hooks:
-    """What runs before and after a network's forward pass."""
+class _Hooks(threading.local):
+    """What runs before and after a network's forward pass; two threads may call it at a time."""
 
     def __init__(self, device_type: str, dtype: torch.dtype | None):
         self.device_type, self.dtype = device_type, dtype
-        self._entered: list[torch.autocast] = []  # a network may call another one
+        self._entered: list[torch.autocast] = []  # of this thread; a network may call another one
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Hooks:
+        return self  # serves any network
 
     def before(self, network: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         if self.dtype is not None:

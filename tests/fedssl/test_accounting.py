@@ -93,9 +93,9 @@ class Counters:
         monkeypatch.setattr(training, "StepCounter", self._new)
         training.STEP_COSTS.clear()
 
-    def _new(self, model):
+    def _new(self, *arguments):
         self.used += 1
-        return StepCounter(model)
+        return StepCounter(*arguments)
 
 
 def test_clients_with_equal_steps_are_counted_once(tiny, monkeypatch):

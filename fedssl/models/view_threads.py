@@ -1,0 +1,223 @@
+"""The two views of a batch pass through a network at a time, each in a thread of its own with half of the threads.
+
+A second thread within the operators of a small network gains little, as most of them are too short to be shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from .sharing import sharing_problem
+
+_AVERAGES = ("running_mean", "running_var")
+#: passes a view through networks that are applied one after another; gives the outputs of some or all of them
+Run = Callable[[nn.ModuleDict, Tensor], tuple[Tensor, ...]]
+
+
+@contextmanager
+def view_threads(*chains: nn.ModuleDict) -> Iterator[ViewThreads | None]:
+    """Within it, two views can pass at a time through chains of networks; None where they cannot.
+
+    They cannot on another device than the CPU, where torch has a single thread, where a layer draws random numbers, or
+    where one has running statistics other than BatchNorm's exponential averages.
+
+    Nothing depends on which thread is faster: two runs with the same number of threads are bit-identical.
+    """
+    threads = torch.get_num_threads()
+    on_cpu = all(parameter.device.type == "cpu" for chain in chains for parameter in chain.parameters())
+    if threads < 2 or not on_cpu or any(map(_keeps_an_order, chains)):
+        yield None
+        return
+    try:
+        with ThreadPoolExecutor(1, "second-view") as executor:
+            yield ViewThreads(executor, threads // 2, chains)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _keeps_an_order(chain: nn.Module) -> bool:
+    """Whether a view's pass depends on how many passes were before it."""
+    batch_norms = [module for module in chain.modules() if isinstance(module, _BatchNorm)]
+    return sharing_problem(chain) is not None or any(module.momentum is None for module in batch_norms)
+
+
+class ViewThreads:
+    """Runs the passes of two views, and their backward passes, at a time.
+
+    From its first pass on, this thread has only `threads` threads for its operators, and the second one has as many:
+    threads that wait for an operator's next share keep a processor busy, which the other view's pass needs.
+
+    Attributes:
+        at_a_time: False runs the second view after the first one, in this thread and with the same results: for hooks
+            and modes of torch, which belong to a thread.
+    """
+
+    def __init__(self, executor: ThreadPoolExecutor, threads: int, chains: Sequence[nn.ModuleDict]):
+        self.at_a_time = True
+        self._executor, self._threads = executor, threads
+        self._twins = {chain: _Twin(chain) for chain in chains}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None  # a model's copy has networks of its own
+
+    def passes(self, chain: nn.ModuleDict, views: Sequence[Tensor], run: Run) -> list[tuple[Tensor, ...]]:
+        """`run(chain, view)` for each of two views; BatchNorm's running statistics see the first view first.
+
+        Gradients reach the chain's parameters, not the views, and have no derivatives of their own.
+        """
+        torch.set_num_threads(self._threads)  # the second thread takes this over with its first operator
+        twin = self._twins[chain]
+        twin.start()
+        calls = (lambda: run(chain, views[0]), lambda: run(twin.chain, views[1]))
+        parameters = [parameter for parameter in chain.parameters() if parameter.requires_grad]
+        if torch.is_grad_enabled() and parameters:
+            flat: tuple[Tensor, ...] = _Passes.apply(self, calls, *parameters)
+            half = len(flat) // 2
+            outputs = [flat[:half], flat[half:]]
+        else:
+            outputs = self.both(calls)
+        twin.finish()
+        return outputs
+
+    def statistics(self) -> list[Tensor]:
+        """The running statistics that the second view's passes begin with."""
+        return [tensor for twin in self._twins.values() for tensor in twin.statistics()]
+
+    def both(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        """What two functions return; the second one runs in the other thread."""
+        first, second = (_in_own_thread(call, torch.is_grad_enabled()) for call in calls)
+        if not self.at_a_time:
+            return [first(), second()]
+        other: Future[Any] = self._executor.submit(second)
+        try:
+            result = first()
+        finally:
+            wait([other])
+        return [result, other.result()]
+
+
+def _in_own_thread(call: Callable[[], Any], gradients: bool) -> Callable[[], Any]:
+    """The call with this thread's setting of gradients; a cast weight's copy is not shared with another thread."""
+
+    def wrapped() -> Any:
+        with torch.set_grad_enabled(gradients), torch.autocast("cpu", enabled=False, cache_enabled=False):
+            return call()
+
+    return wrapped
+
+
+class _Passes(torch.autograd.Function):
+    """Two views' passes as one operation, so that their backward passes run at a time too."""
+
+    @staticmethod
+    def forward(ctx: Any, threads: ViewThreads, calls: Any, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        with torch.enable_grad():
+            ctx.outputs = threads.both(calls)
+        ctx.threads, ctx.parameters = threads, parameters
+        flat = [output for of_view in ctx.outputs for output in of_view]
+        detached = [output.detach() for output in flat]
+        frozen = [plain for plain, output in zip(detached, flat, strict=True) if not output.requires_grad]
+        ctx.mark_non_differentiable(*frozen)
+        return tuple(detached)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        half = len(gradients) // 2
+        views = zip(ctx.outputs, (gradients[:half], gradients[half:]), strict=True)
+        calls = [_Backward(outputs, of_view, ctx.parameters) for outputs, of_view in views]
+        return (None, None, *_sums(*ctx.threads.both(calls)))
+
+
+class _Backward:
+    """One view's backward pass: the gradients in the parameters, None where there is none."""
+
+    def __init__(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]):
+        pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None]
+        self._outputs, self._gradients = [o for o, _ in pairs], [g for _, g in pairs]
+        self._parameters = parameters
+
+    def __call__(self) -> Sequence[Tensor | None]:
+        if not self._outputs:
+            return [None] * len(self._parameters)
+        return torch.autograd.grad(self._outputs, self._parameters, self._gradients, allow_unused=True)
+
+
+def _sums(first: Sequence[Tensor | None], second: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Both gradients' sum; where one of them is None, the other."""
+    pairs = [(a, b) for a, b in zip(first, second, strict=True) if a is not None and b is not None]
+    added = iter(torch._foreach_add([a for a, _ in pairs], [b for _, b in pairs]) if pairs else ())
+    return [
+        next(added) if a is not None and b is not None else b if a is None else a
+        for a, b in zip(first, second, strict=True)
+    ]
+
+
+class _Twin:
+    """The same networks, with the same parameters and hooks, whose BatchNorm layers have statistics of their own.
+
+    These begin every pass at 0, so that what they end with is their share of an exponential average:
+    (1 - momentum) * before + momentum * batch.
+    """
+
+    def __init__(self, chain: nn.ModuleDict):
+        self._layers: list[tuple[_BatchNorm, _BatchNorm, dict[str, Tensor | None]]] = []  # original, twin, twin's own
+        self._moving: list[tuple[_BatchNorm, _BatchNorm]] = []
+        self.chain: nn.ModuleDict = self._twin(chain, {})
+
+    def _twin(self, module: nn.Module, twins: dict[nn.Module, Any]) -> Any:
+        if module in twins:
+            return twins[module]
+        twin = twins[module] = module.__new__(type(module))
+        twin.__dict__ = module.__dict__.copy()
+        children = module._modules.items()
+        twin._modules = {name: child if child is None else self._twin(child, twins) for name, child in children}
+        if isinstance(module, _BatchNorm) and module.running_mean is not None:
+            own = {name: torch.zeros_like(buffer) for name, buffer in module.named_buffers()}
+            self._layers.append((module, twin, own))  # type: ignore[arg-type]
+        return twin
+
+    def statistics(self) -> Iterator[Tensor]:
+        for _, _, own in self._layers:
+            yield from (tensor for tensor in own.values() if tensor is not None)
+
+    def start(self) -> None:
+        """Take over how the layers normalise now: the caller may have changed their mode."""
+        self._moving = []
+        for original, twin, own in self._layers:
+            twin.training, twin.track_running_stats = original.training, original.track_running_stats
+            moving = original.training and original.track_running_stats
+            twin._buffers = own if moving else original._buffers
+            if moving:
+                self._moving.append((original, twin))
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Add what the layers have seen to the originals' statistics."""
+        if not self._moving:
+            return
+        momenta = [original.momentum or 0.0 for original, _ in self._moving for _ in _AVERAGES]
+        averages = [_data(original, name) for original, _ in self._moving for name in _AVERAGES]
+        news = [_data(twin, name) for _, twin in self._moving for name in _AVERAGES]
+        torch._foreach_mul_(averages, [1.0 - momentum for momentum in momenta])
+        torch._foreach_add_(averages, news)
+        torch._foreach_zero_(news)
+        torch._foreach_add_([_data(original, "num_batches_tracked") for original, _ in self._moving], 1)
+
+
+def _data(batch_norm: _BatchNorm, name: str) -> Tensor:
+    """A buffer's memory: the backward pass has kept the buffer, and would refuse one that was changed meanwhile.
+
+    It does not read what a forward pass in training mode has kept.
+    """
+    buffer: Tensor = getattr(batch_norm, name)
+    return buffer.data

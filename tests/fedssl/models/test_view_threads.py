@@ -1,0 +1,224 @@
+"""Two views that pass at a time give what they give one after the other, whichever thread is faster."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedssl import training
+from fedssl.client import LocalRound
+from fedssl.federation import build_federation
+from fedssl.messages import Message
+from fedssl.models.batch_statistics import untouched_running_statistics
+from fedssl.models.model import Model
+from fedssl.models.view_threads import ViewThreads
+from fedssl.objectives.base import Objective, Step
+from fedssl.regularizers.base import Regularizer, StepLoss
+from fedssl.training import train_locally
+from tests.fedssl.conftest import AVERAGED
+
+HEADS = {"hidden_features": 16, "output_features": 8}
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "byol": HEADS,
+    "simsiam": {"output_features": 8, "bottleneck_features": 4},
+    "simclr": HEADS,
+    "moco_v3": HEADS,
+}
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    assert torch.get_num_threads() == 2  # as it was before each round
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def seen(monkeypatch) -> list[int]:
+    """The views' passes at a time: a 1 for each pair in two threads, a 0 for each pair in one."""
+    pairs: list[int] = []
+    passes = ViewThreads.passes
+
+    def counted(self: ViewThreads, *args: Any) -> Any:
+        pairs.append(int(self.at_a_time))
+        return passes(self, *args)
+
+    monkeypatch.setattr(ViewThreads, "passes", counted)
+    return pairs
+
+
+class Length(Regularizer):
+    """Reads the first view's representations and the second one's predictions or projections."""
+
+    def start_round(self, local: LocalRound) -> StepLoss:
+        return lambda step: (
+            step.representations[0].norm(dim=1).mean() + (step.predictions or step.projections)[1].mean()
+        )
+
+
+def in_float64(objective: Objective) -> Objective:
+    """The objective with views in float64, so that the order of a step's sums does not matter."""
+
+    class Double(type(objective)):  # type: ignore[misc]
+        def step(self, model: Model, views: tuple[Tensor, ...], labels: Tensor) -> Step:
+            return super().step(model, tuple(view.double() for view in views), labels)  # type: ignore[no-any-return]
+
+    return Double(**objective.model_dump())  # type: ignore[no-any-return]
+
+
+def trained(recipe: Any, double: bool = False, change: Any = None, terms: Any = ()) -> LocalRound:
+    """Client 0 after its first round."""
+    client = build_federation(recipe).client(0, Message())
+    if double:
+        client.model.double()
+    if change is not None:
+        change(client.model)
+    objective = in_float64(recipe.objective) if double else recipe.objective
+    local = LocalRound(client, Message(), 1, recipe.seed, objective, recipe.augmentation)
+    train_locally(local, recipe.training, terms, rounds=1)
+    return local
+
+
+def recipe_of(tiny: Any, name: str = "byol", architecture: str = "small_convnet", **options: Any) -> Any:
+    return tiny(
+        **AVERAGED,
+        architectures=[architecture],
+        objective={"name": name} | OBJECTIVES[name],
+        training={"local_epochs": 1, "batch_size": 8, **options},
+    )
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_a_round_in_float64_is_that_of_one_thread(name, frozen, tiny, two_threads, seen):
+    """Weights, target network, running statistics, losses; with terms, and with an encoder in evaluation mode."""
+    recipe, terms = recipe_of(tiny, name), [Length(name="length")]
+
+    def change(model: Model) -> None:
+        if frozen:
+            model.encoder.requires_grad_(False).eval()
+
+    threads = trained(recipe, True, change, terms)
+    networks = 2 if threads.client.model.target else 1
+    assert seen == [0] * networks + [1] * (len(seen) - networks)  # the first step is counted, in this thread
+    assert len(seen) >= 3 * networks
+    torch.set_num_threads(1)
+    before = len(seen)
+    alone = trained(recipe, True, change, terms)
+    torch.set_num_threads(2)
+    assert len(seen) == before
+    state, expected = threads.client.model.state_dict(), alone.client.model.state_dict()
+    for entry, tensor in state.items():
+        torch.testing.assert_close(tensor, expected[entry], rtol=1e-10, atol=1e-10, msg=entry)
+        assert tensor.stride() == expected[entry].stride()
+    assert threads.logged() == pytest.approx(alone.logged(), rel=1e-10)
+    counts = {int(n) for entry, n in state.items() if entry.endswith("num_batches_tracked")}
+    steps = len(threads.client.images) // 8
+    assert counts == ({0, 2 * steps} if frozen else {2 * steps})
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_two_rounds_are_bit_identical_whether_a_step_is_counted_or_not(precision, tiny, two_threads, seen):
+    """A counted step runs one view after the other in this thread."""
+    recipe = recipe_of(tiny, precision=precision)
+    training.STEP_COSTS.clear()
+    counted, other = trained(recipe), trained(recipe)
+    assert seen.count(0) == 2
+    expected = other.client.model.state_dict()
+    for entry, tensor in counted.client.model.state_dict().items():
+        assert torch.equal(tensor, expected[entry]), entry
+    assert counted.logged() == other.logged()
+
+
+def test_the_second_view_waits_for_nothing_of_the_first_and_their_order_stays(tiny, two_threads):
+    """The first view's pass ends only once the second one's has; running statistics still see the first one first."""
+    model = build_federation(recipe_of(tiny)).new_model(0).train()
+    views = (torch.randn(8, 1, 8, 8), 3 * torch.randn(8, 1, 8, 8) + 1)
+    expected = copy.deepcopy(model)
+    outputs = expected.outputs_of_views(views)
+    done, order = threading.Event(), []
+
+    def wait(network: nn.Module, inputs: Any, output: Tensor) -> None:
+        if threading.current_thread() is threading.main_thread():
+            assert done.wait(60)
+        else:
+            done.set()
+        order.append(threading.current_thread() is threading.main_thread())
+
+    model.online["predictor"].register_forward_hook(wait)
+    with model.views_at_a_time():
+        results = model.outputs_of_views(views)
+    assert order == [False, True]
+    torch.testing.assert_close(results, outputs)
+    for entry, tensor in model.state_dict().items():
+        torch.testing.assert_close(tensor, expected.state_dict()[entry], msg=entry)
+
+
+def test_passes_that_must_leave_the_running_statistics_do(tiny, two_threads, seen):
+    model = build_federation(recipe_of(tiny)).new_model(0).train()
+    before = copy.deepcopy(model.state_dict())
+    views = (torch.randn(8, 1, 8, 8), torch.randn(8, 1, 8, 8))
+    with model.views_at_a_time():
+        with untouched_running_statistics(model):
+            model.outputs_of_views(views)
+        model.eval()
+        in_evaluation = model.outputs_of_views(views)
+    assert seen == [1, 1]
+    assert all(torch.equal(tensor, before[entry]) for entry, tensor in model.state_dict().items())
+    torch.testing.assert_close(in_evaluation, model.outputs_of_views(views))
+
+
+def test_an_unused_output_and_a_frozen_network_have_no_gradient(tiny, two_threads):
+    model = build_federation(recipe_of(tiny)).new_model(0).train()
+    model.encoder.requires_grad_(False)
+    views = (torch.randn(8, 1, 8, 8), torch.randn(8, 1, 8, 8))
+    with model.views_at_a_time():
+        representations, projections, _ = model.outputs_of_views(views)
+        assert [outputs[0].requires_grad for outputs in (representations, projections)] == [False, True]
+        projections[1].square().sum().backward()
+    assert all(p.grad is None for part in ("encoder", "predictor") for p in model.online[part].parameters())
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.online["projector"].parameters())
+
+
+def test_an_error_of_the_second_view_is_raised_and_nothing_is_left_changed(tiny, two_threads):
+    model = build_federation(recipe_of(tiny)).new_model(0)
+    with pytest.raises(RuntimeError, match="5 channels"), model.views_at_a_time():
+        model.outputs_of_views((torch.randn(4, 1, 8, 8), torch.randn(4, 5, 8, 8)))
+    assert model.view_threads is None
+
+
+def _random(model: Model) -> None:
+    model.online["projector"].append(nn.Dropout(0.5))
+
+
+def _cumulative(model: Model) -> None:
+    model.online["projector"][1].momentum = None  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("options", "change", "symmetric"),
+    [({"join_views": True}, None, True), ({}, _random, True), ({}, _cumulative, True), ({}, None, False)],
+)
+def test_views_pass_one_after_the_other_where_the_result_would_depend_on_it(
+    options, change, symmetric, tiny, two_threads, seen
+):
+    recipe = recipe_of(tiny, **options)
+    objective = recipe.objective.model_copy(update={"symmetric": symmetric})
+    recipe = recipe.model_copy(update={"objective": objective})
+    assert trained(recipe, change=change).logged()["loss"] > 0
+    assert seen == []
+
+
+def test_a_copy_of_a_model_that_trains_has_no_threads(tiny, two_threads):
+    model = build_federation(recipe_of(tiny)).new_model(0)
+    with model.views_at_a_time() as threads:
+        assert threads is not None
+        assert copy.deepcopy(model).view_threads is None
