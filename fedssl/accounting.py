@@ -13,10 +13,19 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 #: passes that an active layer counts for: the backward pass counts as two forward passes (LW-FedSSL, appendix A.1)
 ACTIVE = 3
+
+
+def _cpu_attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
+
+
+#: the operations that are counted, and how: by an operator's name, a function of its arguments. Before version 2.15
+#: torch does not count attention on the CPU.
+COUNTED = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention, **flop_registry}
 
 
 @dataclass(frozen=True)
@@ -160,7 +169,7 @@ class _ForwardOperations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        count = flop_registry.get(func.overloadpacket)
+        count = COUNTED.get(func.overloadpacket)
         if count is not None:
             # The mode alone does not show it: a frozen stem runs with gradients enabled and needs none.
             differentiated = torch.is_grad_enabled() and any(
@@ -182,7 +191,7 @@ class ProductsLeftOut(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.overloadpacket not in flop_registry:
+        if func.overloadpacket not in COUNTED:
             return func(*args, **kwargs)
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         form = [(value.shape, value.stride(), value.dtype) if isinstance(value, Tensor) else value for value in args]

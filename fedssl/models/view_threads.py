@@ -165,6 +165,8 @@ def _sums(first: Sequence[Tensor | None], second: Sequence[Tensor | None]) -> li
 class _Twin:
     """The same networks, with the same parameters and hooks, whose BatchNorm layers have statistics of their own.
 
+    A network may register hooks during its pass, as StagedEncoder does: these do not run in the other view's pass.
+
     These begin every pass at 0, so that what they end with is their share of an exponential average:
     (1 - momentum) * before + momentum * batch.
     """
@@ -172,15 +174,16 @@ class _Twin:
     def __init__(self, chain: nn.ModuleDict):
         self._layers: list[tuple[_BatchNorm, _BatchNorm, dict[str, Tensor | None]]] = []  # original, twin, twin's own
         self._moving: list[tuple[_BatchNorm, _BatchNorm]] = []
-        self.chain: nn.ModuleDict = self._twin(chain, {})
+        self._twins: dict[nn.Module, Any] = {}
+        self.chain: nn.ModuleDict = self._twin(chain)
 
-    def _twin(self, module: nn.Module, twins: dict[nn.Module, Any]) -> Any:
-        if module in twins:
-            return twins[module]
-        twin = twins[module] = module.__new__(type(module))
+    def _twin(self, module: nn.Module) -> Any:
+        if module in self._twins:
+            return self._twins[module]
+        twin = self._twins[module] = module.__new__(type(module))
         twin.__dict__ = module.__dict__.copy()
         children = module._modules.items()
-        twin._modules = {name: child if child is None else self._twin(child, twins) for name, child in children}
+        twin._modules = {name: child if child is None else self._twin(child) for name, child in children}
         if isinstance(module, _BatchNorm) and module.running_mean is not None:
             own = {name: torch.zeros_like(buffer) for name, buffer in module.named_buffers()}
             self._layers.append((module, twin, own))  # type: ignore[arg-type]
@@ -191,7 +194,10 @@ class _Twin:
             yield from (tensor for tensor in own.values() if tensor is not None)
 
     def start(self) -> None:
-        """Take over how the layers normalise now: the caller may have changed their mode."""
+        """Take over the hooks and how the layers normalise now: the caller may have changed them."""
+        for module, copied in self._twins.items():
+            for hooks in ("_forward_pre_hooks", "_forward_hooks"):
+                copied.__dict__[hooks] = module.__dict__[hooks].copy()
         self._moving = []
         for original, twin, own in self._layers:
             twin.training, twin.track_running_stats = original.training, original.track_running_stats

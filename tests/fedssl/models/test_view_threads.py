@@ -17,6 +17,7 @@ from fedssl.federation import build_federation
 from fedssl.messages import Message
 from fedssl.models.batch_statistics import untouched_running_statistics
 from fedssl.models.model import Model
+from fedssl.models.stages import StagedEncoder
 from fedssl.models.view_threads import ViewThreads
 from fedssl.objectives.base import Objective, Step
 from fedssl.regularizers.base import Regularizer, StepLoss
@@ -160,6 +161,34 @@ def test_the_second_view_waits_for_nothing_of_the_first_and_their_order_stays(ti
     torch.testing.assert_close(results, outputs)
     for entry, tensor in model.state_dict().items():
         torch.testing.assert_close(tensor, expected.state_dict()[entry], msg=entry)
+
+
+def test_frozen_outputs_are_kept_for_their_own_view(tiny, two_threads):
+    """The first view is still in its first layer when the second one has passed; both then serve the target network."""
+    recipe = recipe_of(tiny)
+    encoder = StagedEncoder(build_federation(recipe).new_model(0).encoder)
+    model = recipe.objective.build(encoder, 10).train()
+    encoder.use(active=[2, 3], frozen=[0, 1])
+    model.target["encoder"].use(active=[2, 3], frozen=[0, 1])
+    model.target.requires_grad_(False)
+    views = (torch.randn(8, 1, 8, 8), torch.randn(8, 1, 8, 8))
+    expected = copy.deepcopy(model)
+    outputs = expected.outputs_of_views(views), expected.target_of_views(views)
+    encoder.share_frozen_outputs(model.target["encoder"])
+    done = threading.Event()
+
+    def wait(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        assert threading.current_thread() is not threading.main_thread() or done.wait(60)
+
+    def passed(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            done.set()
+
+    encoder.switches(0)[0].register_forward_hook(wait)
+    model.online["predictor"].register_forward_hook(passed)
+    with model.views_at_a_time():
+        results = model.outputs_of_views(views), model.target_of_views(views)
+    torch.testing.assert_close(results, outputs)
 
 
 def test_passes_that_must_leave_the_running_statistics_do(tiny, two_threads, seen):
