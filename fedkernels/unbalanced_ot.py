@@ -198,11 +198,11 @@ class _UnbalancedOT(torch.autograd.Function):
             solution = [_FirstOrderOnly.apply(tensor, link) for tensor in solution]
         plan, u, v = solution
         cost_dtype, a_dtype, b_dtype = ctx.dtypes
-        needs_cost, needs_a, needs_b, *_ = ctx.needs_input_grad
+        # Not by ctx.needs_input_grad: where torch 2.14 compiles torch.func.grad, it is False for all inputs.
         return (
-            (grad[..., None, None] * plan).to(cost_dtype) if needs_cost else None,
-            (grad[..., None] * u).to(a_dtype) if needs_a else None,
-            (grad[..., None] * v).to(b_dtype) if needs_b else None,
+            (grad[..., None, None] * plan).to(cost_dtype),
+            (grad[..., None] * u).to(a_dtype),
+            (grad[..., None] * v).to(b_dtype),
             *(None,) * 6,
         )
 

@@ -20,6 +20,7 @@ os.environ["FEDKERNELS_SELF_TEST"] = "0"
 # The files that take longest, the longest first. They are started first: with two workers, a long file that is started
 # last leaves the other worker without work.
 LONGEST = (
+    "test_benchmarks_gpu.py",
     "fedssl/provision/test_start_scripts.py",
     "cuda_on_cpu/test_self_test.py",
     "fedssl/engines/test_parallel_clients.py",

@@ -191,7 +191,7 @@ def test_a_module_with_other_schemas_is_not_used(monkeypatch, expected, differin
 @pytest.mark.skipif(_native.module is None, reason="not compiled")
 def test_a_module_of_sources_that_do_not_tell_their_schemas_is_not_used(monkeypatch):
     monkeypatch.setitem(sys.modules, "fedkernels._C", ModuleType("fedkernels._C"))
-    with pytest.warns(UserWarning, match="with other schemas of apply_deltas, .*unbalanced_ot"):
+    with pytest.warns(UserWarning, match="with other schemas of add_products, .*unbalanced_ot"):
         assert _native._load()[0] is None
 
 
