@@ -19,6 +19,7 @@ from .data.device_batches import device_batches
 from .data.one_ahead import OneAhead
 from .data_parallel.share import own_share
 from .errors import UserError
+from .freed_memory import keep_freed_memory
 from .messages import Message
 from .models.model import Model
 from .models.precision import Precision, networks_compute_in, with_channels_last
@@ -158,6 +159,8 @@ def train_locally(
     model, device, share = client.model, client.model.device, own_share()
     model.joins_views = options.join_views
     model.shares_batches = not share.whole
+    if device.type == "cpu":
+        keep_freed_memory()
     step_kind = _kind_of_step(local, options, regularizers)
     cost = STEP_COSTS.find(step_kind)
     optimizer = _new_optimizer(model, options, learning_rate(options, local.number, rounds))

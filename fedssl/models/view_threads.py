@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from .sharing import sharing_problem
 
 _AVERAGES = ("running_mean", "running_var")
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 #: passes a view through networks that are applied one after another; gives the outputs of some or all of them
 Run = Callable[[nn.ModuleDict, Tensor], tuple[Tensor, ...]]
 
@@ -179,13 +180,12 @@ class _Twin:
 
     A network may register hooks during its pass, as StagedEncoder does: these do not run in the other view's pass.
 
-    These begin every pass at 0, so that what they end with is their share of an exponential average:
-    (1 - momentum) * before + momentum * batch.
+    These have a momentum of 1, so that a pass leaves those of its batch in them.
     """
 
     def __init__(self, chain: nn.ModuleDict):
         self._layers: list[tuple[_BatchNorm, _BatchNorm, dict[str, Tensor | None]]] = []  # original, twin, twin's own
-        self._moving: list[tuple[_BatchNorm, _BatchNorm]] = []
+        self._moving: list[tuple[_BatchNorm, _BatchNorm]] = []  # that change their statistics in this pass
         self._twins: dict[nn.Module, Any] = {}
         self.chain: nn.ModuleDict = self._twin(chain)
 
@@ -194,6 +194,8 @@ class _Twin:
             return self._twins[module]
         twin = self._twins[module] = module.__new__(type(module))
         twin.__dict__ = module.__dict__.copy()
+        for hooks in _HOOKS:
+            twin.__dict__[hooks] = module.__dict__[hooks].copy()
         children = module._modules.items()
         twin._modules = {name: child if child is None else self._twin(child) for name, child in children}
         if isinstance(module, _BatchNorm) and module.running_mean is not None:
@@ -208,13 +210,18 @@ class _Twin:
     def start(self) -> None:
         """Take over the hooks and how the layers normalise now: the caller may have changed them."""
         for module, copied in self._twins.items():
-            for hooks in ("_forward_pre_hooks", "_forward_hooks"):
-                copied.__dict__[hooks] = module.__dict__[hooks].copy()
+            for hooks in _HOOKS:
+                if module.__dict__[hooks] or copied.__dict__[hooks]:
+                    copied.__dict__[hooks] = module.__dict__[hooks].copy()
         self._moving = []
         for original, twin, own in self._layers:
-            twin.training, twin.track_running_stats = original.training, original.track_running_stats
             moving = original.training and original.track_running_stats
-            twin._buffers = own if moving else original._buffers
+            twin.__dict__.update(  # `Module.__setattr__` takes ten times as long
+                training=original.training,
+                track_running_stats=original.track_running_stats,
+                momentum=1.0,
+                _buffers=own if moving else original._buffers,
+            )
             if moving:
                 self._moving.append((original, twin))
 
@@ -223,12 +230,13 @@ class _Twin:
         """Add what the layers have seen to the originals' statistics."""
         if not self._moving:
             return
-        momenta = [original.momentum or 0.0 for original, _ in self._moving for _ in _AVERAGES]
-        averages = [_data(original, name) for original, _ in self._moving for name in _AVERAGES]
-        news = [_data(twin, name) for _, twin in self._moving for name in _AVERAGES]
-        torch._foreach_mul_(averages, [1.0 - momentum for momentum in momenta])
-        torch._foreach_add_(averages, news)
-        torch._foreach_zero_(news)
+        by_momentum: dict[float, list[tuple[_BatchNorm, _BatchNorm]]] = {}
+        for layers in self._moving:
+            by_momentum.setdefault(layers[0].momentum or 0.0, []).append(layers)
+        for momentum, moving in by_momentum.items():
+            averages = [_data(original, name) for original, _ in moving for name in _AVERAGES]
+            of_batch = [_data(twin, name) for _, twin in moving for name in _AVERAGES]
+            torch._foreach_lerp_(averages, of_batch, momentum)
         torch._foreach_add_([_data(original, "num_batches_tracked") for original, _ in self._moving], 1)
 
 
@@ -237,5 +245,6 @@ def _data(batch_norm: _BatchNorm, name: str) -> Tensor:
 
     It does not read what a forward pass in training mode has kept.
     """
-    buffer: Tensor = getattr(batch_norm, name)
+    buffer = batch_norm._buffers[name]
+    assert buffer is not None
     return buffer.data
