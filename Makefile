@@ -14,13 +14,14 @@ end_to_end := $(addprefix tests/fedssl/engines/flower/test_,simulation.py deploy
 python := "$(VENV)/bin/python"
 installed := $(VENV)/.installed
 printed := $(VENV)/end_to_end.txt
+types := $(VENV)/mypy.txt
 
 version_of = $(shell "$(1)" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
 have = $(call version_of,$(VENV)/bin/python)
 want = $(call version_of,$(PYTHON))
 chosen = $(filter-out file,$(origin PYTHON))
 
-.PHONY: help demo test test-nightly mutants lint docs wheels sanitize clean check-python
+.PHONY: help demo test test-nightly mutants lint style docs wheels sanitize clean check-python
 
 help:
 	@echo 'make demo      run the comparison on the digits data and draw its picture (minutes)'
@@ -43,11 +44,13 @@ demo: $(installed)
 # One thread a process: the processes share the cores. A file's tests stay together, as they share what is compiled.
 # Files are started in the order of tests/conftest.py, the longest first, and not by their number of tests.
 # The end-to-end tests start processes of their own, Ray's and Flower's, and wait for them most of the time: they run
-# beside the others, one after another. What they print comes last.
-test: lint
-	OMP_NUM_THREADS=1 $(python) -m pytest $(end_to_end) >"$(printed)" 2>&1 & trap "kill -INT $$!" INT TERM; \
+# beside the others, one after another. So does mypy, which has one thread. What they print comes last.
+test: style
+	$(python) -m mypy >"$(types)" 2>&1 & mypy=$$!; \
+	OMP_NUM_THREADS=1 $(python) -m pytest $(end_to_end) >"$(printed)" 2>&1 & beside=$$!; \
+	trap "kill $$mypy; kill -INT $$beside" INT TERM; \
 	OMP_NUM_THREADS=1 $(python) -m pytest -m "not nightly" -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(end_to_end:%=--ignore=%); \
-	failed=$$?; wait $$! || failed=1; cat "$(printed)"; exit $$failed
+	failed=$$?; wait $$beside || failed=1; cat "$(printed)"; wait $$mypy || failed=1; cat "$(types)"; exit $$failed
 
 test-nightly: $(installed)
 	OMP_NUM_THREADS=1 $(python) -m pytest -m nightly
@@ -55,11 +58,13 @@ test-nightly: $(installed)
 mutants: $(installed)
 	$(python) -m tests.mutants
 
-lint: $(installed)
+lint: style
+	$(python) -m mypy
+
+style: $(installed)
 	$(python) -m ruff check .
 	$(python) -m ruff format --check .
 	"$(VENV)/bin/lint-imports" --no-cache
-	$(python) -m mypy
 
 # Strict: a broken link, a missing anchor, a missing docstring or a misspelt word ends it.
 docs: $(installed)

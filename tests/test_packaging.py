@@ -250,22 +250,23 @@ def test_make_test_installs_once_and_ends_with_pytest(tmp_path: Path) -> None:
     first = make(tmp_path, "test")
     assert first.returncode == 0, first.stderr
     assert "pip install" in first.stdout
-    *lint, parallel, alone = [line for line in first.stdout.splitlines() if line.startswith("ran ")]
-    assert lint == ["ran -m ruff check .", "ran -m ruff format --check .", "ran --no-cache", "ran -m mypy"]
+    *style, parallel, alone, types = [line for line in first.stdout.splitlines() if line.startswith("ran ")]
+    assert style == ["ran -m ruff check .", "ran -m ruff format --check .", "ran --no-cache"]
+    assert types == "ran -m mypy"
     options = "-m not nightly -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder"
     assert parallel.startswith(f"ran -m pytest {options} --ignore=")
     files = alone.removeprefix("ran -m pytest ").split()
     assert parallel.split()[-len(files) :] == [f"--ignore={file}" for file in files]
     assert all((ROOT / file).is_file() for file in files)
-    assert first.stdout.splitlines()[-1] == alone
+    assert first.stdout.splitlines()[-2:] == [alone, types]
     assert "pip" not in make(tmp_path, "test").stdout
 
 
-@pytest.mark.parametrize("fails", ["--dist loadfile", "pytest tests/fedssl/engines/flower/test_simulation.py"])
-def test_make_test_fails_where_one_of_its_two_parts_does_and_shows_both(tmp_path: Path, fails: str) -> None:
+@pytest.mark.parametrize("fails", ["--dist loadfile", "pytest tests/fedssl/engines/flower/test_simulation.py", "mypy"])
+def test_make_test_fails_where_one_of_its_three_parts_does_and_shows_all(tmp_path: Path, fails: str) -> None:
     done = make(tmp_path, "test", fails=fails)
     assert done.returncode != 0
-    assert sum(line.startswith("ran -m pytest") for line in done.stdout.splitlines()) == 2
+    assert sum(line.startswith(("ran -m pytest", "ran -m mypy")) for line in done.stdout.splitlines()) == 3
 
 
 def test_make_wheels_builds_both_distributions(tmp_path: Path) -> None:

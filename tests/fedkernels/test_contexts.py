@@ -200,7 +200,7 @@ def test_forked_workers():
 
 
 def compare_with_forked():
-    torch.set_num_threads(4)
+    torch.set_num_threads(2)
     here = [Everything()[index] for index in range(len(ALL))]
     there = list(
         torch.utils.data.DataLoader(
