@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -53,7 +54,9 @@ def places(recipe: Recipe) -> list[Place]:
     optimizer = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW"}[recipe.training.optimizer]
     directory = "fedssl.run_directory:RunDirectory"
     return [
+        # drawing the views, or waiting until another thread has drawn them
         Place("augment", "fedssl.client:LocalRound.views"),
+        Place("augment", "fedssl.data.one_ahead:OneAhead.__next__"),
         Place("forward", f"{_path(recipe.objective)}.step"),
         # a regularizer's pass over public images, and that for the kernel or the factor which a client sends
         Place("forward", "fedssl.models.model:Model.represent", interrupts=("regularizer", "send")),
@@ -123,6 +126,8 @@ class PhaseClock:
         @functools.wraps(function)  # also what torch has noted on an optimiser's step
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             self._calls[place.path] += 1
+            if threading.current_thread() is not threading.main_thread():
+                return function(*args, **kwargs)  # while the main thread does something else, which is timed
             with self.phase(place.phase, place.interrupts):
                 result = function(*args, **kwargs)
             return self.timed(Place(place.phase, f"{place.path}()"), result) if place.returns_function else result

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Literal
 
@@ -16,6 +16,7 @@ from .accounting import StepCost, StepCosts, StepCounter, structure
 from .client import LocalRound
 from .data.batches import batches_of_epoch, round_batches
 from .data.device_batches import device_batches
+from .data.one_ahead import OneAhead
 from .data_parallel.share import own_share
 from .errors import UserError
 from .messages import Message
@@ -171,12 +172,15 @@ def train_locally(
     steps_of_epoch = batches_of_epoch(len(client.images), options.batch_size)
     unchecked: list[Tensor] = []  # losses since the last check
     own_rows = map(share.rows, itertools.islice(batches, most_steps))
-    with networks_compute_in(model, options.precision), share.batch_statistics(), model.views_at_a_time() as threads:
+    with (
+        networks_compute_in(model, options.precision),
+        share.batch_statistics(),
+        model.same_parameters(),
+        model.views_at_a_time() as threads,
+    ):
         terms = [regularizer.start_round(local) for regularizer in regularizers]
-        for rows, images in device_batches(client.images, own_rows, device):
-            views = local.views(images, rows, "training", steps // steps_of_epoch, objective.views)
-            # here already, so that all networks get the same tensors (FrozenOutputs)
-            views = tuple(with_channels_last(view) for view in views)
+        batches_in_views = OneAhead(_views(local, device_batches(client.images, own_rows, device), steps_of_epoch))
+        for rows, views in batches_in_views:
             counter = None if cost else StepCounter(model, threads.statistics() if threads else ())
             if threads is not None:
                 threads.at_a_time = counter is None
@@ -191,8 +195,9 @@ def train_locally(
             except Exception:
                 _require_finite(unchecked, steps, local)  # what failed may have failed on a diverged model
                 raise
-            optimizer.zero_grad(set_to_none=True)
             scaler.scale(loss).backward()
+            if threads is not None and not local.augmentation.uses_global_generators:
+                batches_in_views.start(threads.idle_thread)
             if not share.whole:
                 gradients = [p.grad for p in model.parameters() if p.grad is not None]
                 share.average([*gradients, step.loss.detach(), loss.detach()])
@@ -200,6 +205,7 @@ def train_locally(
             scaler.update()
             if counter:
                 cost = STEP_COSTS.keep(step_kind, counter.finish(optimizer))
+            optimizer.zero_grad(set_to_none=True)
             objective.after_step(model)
             steps += 1
             local.log("loss", step.loss.detach())
@@ -223,6 +229,16 @@ def train_locally(
     if device.type == "cuda":
         local.log("cuda_memory", torch.cuda.max_memory_allocated(device))
     return cost
+
+
+def _views(
+    local: LocalRound, batches: Iterable[tuple[Tensor, Tensor]], steps_of_epoch: int
+) -> Iterator[tuple[Tensor, tuple[Tensor, ...]]]:
+    """Row numbers and views of each batch, given the row numbers and images."""
+    for step, (rows, images) in enumerate(batches):
+        views = local.views(images, rows, "training", step // steps_of_epoch, local.objective.views)
+        # here already, so that all networks get the same tensors (FrozenOutputs)
+        yield rows, tuple(with_channels_last(view) for view in views)
 
 
 def _new_optimizer(model: Model, options: TrainingOptions, rate: float) -> torch.optim.Optimizer:

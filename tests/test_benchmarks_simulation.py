@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import multiprocessing
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -64,6 +65,27 @@ def test_a_call_within_a_phase_belongs_to_it() -> None:
     inner()
     assert clock.take() == ({"regularizer": 7.0, "augment": 2.0}, {"x:outer": 1, "x:inner": 2})
     assert clock.take() == ({}, {})
+
+
+def test_a_call_in_another_thread_takes_no_time_of_a_round() -> None:
+    """What this thread waits for counts where it waits."""
+    now = Clock()
+    clock = PhaseClock(CPU, now)
+
+    def spend() -> None:
+        now.now += 2
+
+    drawn = clock.timed(Place("augment", "x:drawn"), spend)
+
+    def backward() -> None:
+        with ThreadPoolExecutor(1) as other:
+            other.submit(drawn).result()
+        now.now += 1
+
+    clock.timed(Place("backward", "x:backward"), backward)()
+    with ThreadPoolExecutor(1) as other:
+        other.submit(drawn).result()
+    assert clock.take() == ({"backward": 3.0}, {"x:backward": 1, "x:drawn": 2})
 
 
 def test_a_networks_pass_within_a_regularizer_is_forward() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from functools import cached_property
 from typing import Annotated, ClassVar
 
 import torch
@@ -62,13 +63,14 @@ class RandomViews(Augmentation):
     @model_validator(mode="after")
     def _check_ranges(self) -> RandomViews:
         """Raise a ValueError that names the option which `fedkernels.two_views` does not take."""
-        self.view_options()
+        _ = self.view_options
         return self
 
+    @cached_property
     def view_options(self) -> ViewOptions:
         """The options as `fedkernels.two_views` takes them."""
         return ViewOptions(**{field.name: getattr(self, field.name) for field in fields(ViewOptions)})
 
     def views(self, images: Tensor, samples: Tensor, key: ViewKey) -> tuple[Tensor, Tensor]:
         # the layout in which networks train (models/precision.py)
-        return two_views(images, samples, key, self.view_options(), memory_format=torch.channels_last)
+        return two_views(images, samples, key, self.view_options, memory_format=torch.channels_last)

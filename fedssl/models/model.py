@@ -55,6 +55,7 @@ class Model(nn.Module):
         self.shares_batches = False
         #: by which two views pass through a network at a time, while the model trains
         self.view_threads: ViewThreads | None = None
+        self._pairs: tuple[list[Tensor], list[Tensor]] | None = None  # within `same_parameters`
 
     @property
     def encoder(self) -> nn.Module:
@@ -120,6 +121,15 @@ class Model(nn.Module):
             finally:
                 self.view_threads = None
 
+    @contextmanager
+    def same_parameters(self) -> Iterator[None]:
+        """Within it, which parameters there are and which of them train does not change, and is looked up once."""
+        self._pairs = self._trained_pairs()
+        try:
+            yield
+        finally:
+            self._pairs = None
+
     def _passes(self, chain: nn.ModuleDict, batches: list[Tensor], run: Run) -> list[tuple[Tensor, ...]]:
         """`run(chain, batch)` of each batch."""
         at_a_time = len(batches) == 2 and not any(batch.requires_grad for batch in batches)
@@ -142,15 +152,19 @@ class Model(nn.Module):
         Buffers do not change, as the target's BatchNorm keeps the statistics of its own forward passes. Parameters
         whose online counterparts do not train do not change either.
         """
+        old, new = self._trained_pairs() if self._pairs is None else self._pairs
+        if old:
+            torch._foreach_lerp_(old, new, 1.0 - momentum)
+
+    def _trained_pairs(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The target network's parameters whose online counterparts train, and these."""
         pairs = [
             (old, new)
             for name, module in self.target.items()
             for old, new in zip(module.parameters(), self.online[name].parameters(), strict=True)
             if new.requires_grad
         ]
-        if pairs:
-            old, new = zip(*pairs, strict=True)
-            torch._foreach_lerp_(old, new, 1.0 - momentum)
+        return [old for old, _ in pairs], [new for _, new in pairs]
 
 
 def _outputs(chain: nn.ModuleDict, images: Tensor) -> tuple[Tensor, ...]:

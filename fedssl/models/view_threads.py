@@ -6,7 +6,7 @@ A second thread within the operators of a small network gains little, as most of
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any
 
@@ -62,8 +62,9 @@ class ViewThreads:
 
     def __init__(self, executor: ThreadPoolExecutor, threads: int, chains: Sequence[nn.ModuleDict]):
         self.at_a_time = True
+        self._used = False
         self._executor, self._threads = executor, threads
-        self._twins = {chain: _Twin(chain) for chain in chains}
+        self._chains, self._twins = chains, dict[nn.ModuleDict, _Twin]()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None  # a model's copy has networks of its own
@@ -74,7 +75,8 @@ class ViewThreads:
         Gradients reach the chain's parameters, not the views, and have no derivatives of their own.
         """
         torch.set_num_threads(self._threads)  # the second thread takes this over with its first operator
-        twin = self._twins[chain]
+        self._used = True
+        twin = self._twin(chain)
         twin.start()
         calls = (lambda: run(chain, views[0]), lambda: run(twin.chain, views[1]))
         parameters = [parameter for parameter in chain.parameters() if parameter.requires_grad]
@@ -89,7 +91,17 @@ class ViewThreads:
 
     def statistics(self) -> list[Tensor]:
         """The running statistics that the second view's passes begin with."""
-        return [tensor for twin in self._twins.values() for tensor in twin.statistics()]
+        return [tensor for chain in self._chains for tensor in self._twin(chain).statistics()]
+
+    @property
+    def idle_thread(self) -> Executor | None:
+        """The second thread, for other work between two steps; None where this thread still has all threads itself."""
+        return self._executor if self._used and self.at_a_time else None
+
+    def _twin(self, chain: nn.ModuleDict) -> _Twin:
+        if chain not in self._twins:
+            self._twins[chain] = _Twin(chain)
+        return self._twins[chain]
 
     def both(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
         """What two functions return; the second one runs in the other thread."""

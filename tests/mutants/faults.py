@@ -385,7 +385,7 @@ OF_CPU = [
         "edge",
         CPU + "add_products.cpp",
         "return least(TILE_DEPTH, problem.rows - block * TILE_DEPTH);",
-        "return TILE_DEPTH;",
+        "return least(TILE_DEPTH, problem.rows - block * TILE_DEPTH - 1);",
         _of("add_products"),
     ),
     Fault(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fedssl.client import LocalRound
 from fedssl.errors import UserError
@@ -33,7 +34,7 @@ def _single_thread(one_thread):
 
 
 def one_step(recipe: Recipe) -> tuple[LocalRound, dict[str, Tensor]]:
-    """Client 0's round of one step, and the gradients that it ended with."""
+    """Client 0's round of one step, and the gradients of the last step that an optimiser took."""
     federation = build_federation(recipe)
     method, client = federation.method, federation.client(0, Message())
     server = method.initial_state()
@@ -49,8 +50,14 @@ def one_step(recipe: Recipe) -> tuple[LocalRound, dict[str, Tensor]]:
     method.local_update.receive(local)
     client.model.reset_target()
     method.schedule.prepare(client.model, method.plan(client.model, 1))
+    gradients: dict[str, Tensor] = {}
+
+    def keep(*_: Any) -> None:
+        gradients.update({name: p.grad for name, p in client.model.named_parameters() if p.grad is not None})
+
+    handle = register_optimizer_step_pre_hook(keep)
     method._train_client(local, 1)
-    gradients = {name: p.grad for name, p in client.model.named_parameters() if p.grad is not None}
+    handle.remove()
     return local, gradients
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fedssl import training
+from fedssl.augmentations.random_views import RandomViews
 from fedssl.client import LocalRound
 from fedssl.federation import build_federation
 from fedssl.messages import Message
@@ -251,3 +252,27 @@ def test_a_copy_of_a_model_that_trains_has_no_threads(tiny, two_threads):
     with model.views_at_a_time() as threads:
         assert threads is not None
         assert copy.deepcopy(model).view_threads is None
+
+
+@pytest.mark.parametrize(("from_global_generators", "symmetric"), [(False, True), (True, True), (False, False)])
+def test_the_next_views_are_drawn_in_the_second_thread(
+    from_global_generators, symmetric, tiny, two_threads, monkeypatch
+):
+    """Unless they come from the global generators, which this thread may use, or this thread has all threads."""
+    in_main: list[bool] = []
+    views = RandomViews.views
+
+    def seen_views(self: RandomViews, *args: Any) -> Any:
+        in_main.append(threading.current_thread() is threading.main_thread())
+        return views(self, *args)
+
+    monkeypatch.setattr(RandomViews, "views", seen_views)
+    monkeypatch.setattr(RandomViews, "uses_global_generators", from_global_generators)
+    training.STEP_COSTS.clear()
+    recipe = recipe_of(tiny)
+    recipe = recipe.model_copy(update={"objective": recipe.objective.model_copy(update={"symmetric": symmetric})})
+    trained(recipe)
+    # after the first step, whose count belongs to this thread
+    expected = [True, True] + [from_global_generators or not symmetric] * (len(in_main) - 2)
+    assert len(in_main) >= 4
+    assert in_main == expected
