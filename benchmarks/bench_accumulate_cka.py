@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from benchmarks.bench_linear_cka import _compare, _two_inputs
 from benchmarks.case import Bar, Case, Floor, Implementation, Inputs, Outputs, in_float64
@@ -59,11 +58,15 @@ def _accumulated(inputs: Inputs) -> Outputs:
 
 
 def _eager_sums(inputs: Inputs) -> Outputs:
-    total: list[Tensor] = []
+    n, columns = inputs["x"].shape
+    xx, yy, yx = (inputs["x"].new_zeros(columns, columns, dtype=torch.float64) for _ in range(3))
+    x_sum, y_sum = (inputs["x"].new_zeros(columns, dtype=torch.float64) for _ in range(2))
     for x, y in zip(inputs["x"].split(BATCH), inputs["y"].split(BATCH), strict=True):
-        sums = [(v.T @ u).double() for u, v in ((x, x), (y, y), (x, y))] + [z.double().sum(dim=0) for z in (x, y)]
-        total = [own + added for own, added in zip(total, sums, strict=True)] if total else sums
-    n, (xx, yy, yx, x_sum, y_sum) = len(inputs["x"]), total
+        xx += x.T @ x
+        yy += y.T @ y
+        yx += y.T @ x
+        x_sum += x.sum(dim=0, dtype=torch.float64)
+        y_sum += y.sum(dim=0, dtype=torch.float64)
     pairs = (xx, x_sum, x_sum), (yy, y_sum, y_sum), (yx, x_sum, y_sum)
     own_x, own_y, cross = ((product - torch.outer(v, u) / n).norm() for product, u, v in pairs)
     return {"value": cross.square() / (own_x * own_y)}

@@ -34,6 +34,7 @@ def cases(quick: bool) -> tuple[Case, ...]:
     return (
         _two(samples, width, centered=False),
         _two(samples, width, centered=True),
+        _forward(samples, width),
         _many(pairs, pair_samples, pair_width),
         _pairwise(widths, layer_samples),
         _to_kernel(samples, width, rank),
@@ -94,6 +95,29 @@ def _two(samples: int, width: int, *, centered: bool) -> Case:
         floor=Floor("x'x and y'y at half, y'x, and four products of L x d x d for the gradients", _two_floor),
         bars=bars,
     )
+
+
+def _forward(samples: int, width: int) -> Case:
+    """Without gradients, as CKAAccumulator works (bench_accumulate_cka)."""
+    return Case(
+        size=f"L = {samples}, d = {width}, centred, forward",
+        inputs=lambda device: {name: z.detach() for name, z in _two_inputs(samples, width, device).items()},
+        tiny=lambda device: {name: z.detach() for name, z in _two_inputs(64, 32, device).items()},
+        implementations=(
+            Implementation(
+                "fedkernels.linear_cka",
+                lambda inputs: {"value": linear_cka(inputs["x"], inputs["y"], centered=True)},
+            ),
+            Implementation(EAGER, _eager_value, note="|y'x|^2 / (|x'x| |y'y|)"),
+        ),
+        truth=lambda inputs: _eager_value(in_float64(inputs)),
+        bars=(Bar(faster_than=(EAGER,), times=1.1),),
+    )
+
+
+def _eager_value(inputs: Inputs) -> Outputs:
+    x, y = (z - z.mean(dim=-2, keepdim=True) for z in (inputs["x"], inputs["y"]))
+    return {"value": _feature_space(x, y)}
 
 
 def _two_inputs(samples: int, width: int, device: torch.device) -> Inputs:

@@ -33,9 +33,13 @@ def check_pair(x: Tensor, y: Tensor) -> None:
     """Both are floating [..., L, d] of the same L, their leading dimensions broadcast."""
     check_representation("x", x)
     check_representation("y", y)
+    check_rows(x, y)
+    check_broadcast("y", y, x)
+
+
+def check_rows(x: Tensor, y: Tensor) -> None:
     if y.shape[-2] != x.shape[-2]:
         raise ValueError(f"y must have the L = {x.shape[-2]} rows of x, got {y.shape[-2]}")
-    check_broadcast("y", y, x)
 
 
 def check_lists(xs: Sequence[Tensor], ys: Sequence[Tensor], names: tuple[str, str] = ("xs", "ys")) -> None:
@@ -61,7 +65,8 @@ def check_batch(x: Tensor | Sequence[Tensor], y: Tensor | Sequence[Tensor]) -> t
         for name, z in (("x", x), ("y", y)):
             _checks.floating(name, z, ndim=2, layout="[L, d]")
             _checks.not_empty(name, z, (0, 1), "L or d")
-        check_pair(x, y)
+        check_rows(x, y)
+        _checks.same_device(x=x, y=y)
         return [x], [y]
     xs, ys = cast("tuple[Sequence[Tensor], Sequence[Tensor]]", (x, y))  # a tensor beside a list is refused there
     check_lists(xs, ys, ("x", "y"))

@@ -42,6 +42,7 @@ class CKAAccumulator:
         self._of_lists = False
         self._dtype = torch.float64
         self._block: Tensor | None = None  # [BLOCK_ROWS, all columns of x and y], samples less the origins
+        self._origins: list[Tensor] = []  # of each representation, in the block's dtype
         self._block_rows = 0  # how many of these rows hold samples that are not in the sums yet
 
     @property
@@ -63,7 +64,7 @@ class CKAAccumulator:
         """
         xs, ys = check_batch(x, y)
         widths = [z.shape[1] for z in xs], [z.shape[1] for z in ys]
-        with torch.no_grad(), no_autocast(xs[0]):
+        with torch.no_grad():
             if self._sums is None:
                 self._of_lists, self._dtype = not isinstance(x, Tensor), compute_dtype(*xs, *ys)
                 origins = (torch.cat([_mean(z.to(self._dtype)) for z in zs]).double() for zs in (xs, ys))
@@ -73,16 +74,18 @@ class CKAAccumulator:
 
     def _add_rows(self, sums: Sums, representations: list[Tensor]) -> None:
         """Copies the rows into the block, which is added to the sums whenever it is full."""
-        origins = [origin for side in (sums.x, sums.y) for origin in side.origin.to(self._dtype).split(side.widths)]
         if self._block is None:
-            self._block = origins[0].new_empty(BLOCK_ROWS, sum(map(len, origins)))
-        rows, start = len(representations[0]), 0
+            sides = sums.x, sums.y
+            self._origins = [origin for side in sides for origin in side.origin.to(self._dtype).split(side.widths)]
+            self._block = self._origins[0].new_empty(BLOCK_ROWS, sum(map(len, self._origins)))
+        rows, start = representations[0].shape[0], 0
         while start < rows:
             size = min(rows - start, BLOCK_ROWS - self._block_rows)
-            free = self._block[self._block_rows : self._block_rows + size]
-            parts = free.split([len(origin) for origin in origins], dim=1)
-            for samples, origin, part in zip(representations, origins, parts, strict=True):
-                torch.sub(samples[start : start + size], origin, out=part)
+            free, column = self._block[self._block_rows : self._block_rows + size], 0
+            for samples, origin in zip(representations, self._origins, strict=True):
+                width = samples.shape[1]
+                torch.sub(samples[start : start + size], origin, out=free.narrow(1, column, width))
+                column += width
             start += size
             self._block_rows += size
             if self._block_rows == BLOCK_ROWS:
@@ -90,13 +93,14 @@ class CKAAccumulator:
 
     def _add_block(self, sums: Sums) -> None:
         if self._block is not None and self._block_rows > 0:
-            sums.add(self._block[: self._block_rows])
+            with no_autocast(self._block):
+                sums.add(self._block[: self._block_rows])
             self._block_rows = 0
 
     def _all_sums(self) -> Sums | None:
         """The sums with the rows of the block. None: no samples."""
         if self._sums is not None:
-            with torch.no_grad(), no_autocast(self._sums.products):
+            with torch.no_grad():
                 self._add_block(self._sums)
         return self._sums
 
@@ -165,7 +169,7 @@ class CKAAccumulator:
         for tensor in (*sums.tensors(), count):
             dist.all_reduce(tensor, group=group)
         sums.count = int(count)
-        self._sums = sums
+        self._sums, self._block = sums, None  # the block and its origins are made anew
 
 
 def _mean(x: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
 // Products z_i'z_j over the rows of a block, in tiles of gemm.h, added to sums in double.
 //
 // Columns are packed into panels once for all products. A piece is some panels of z_i times some of z_j. It goes through
-// the rows, TILE_DEPTH at a time, while its sums stay in the second-level cache: they are read and written once for all
-// rows, and only products of TILE_DEPTH rows are summed in T. A product of z_i with itself is formed on and above the
+// the rows, TILE_DEPTH at a time, and only products of TILE_DEPTH rows are summed in T. Its sums lie side by side in the
+// second-level cache meanwhile: rows of the whole product would compete for the same places there where the width is a
+// power of two. A product of z_i with itself is formed on and above the
 // diagonal. Sums of weighted rows are products with one matrix more, whose columns are the weights. Norms are divided by
 // the largest there, since the cubes of entries may be out of float's range where their squares are in it.
 #include "cpu/add_products.h"
@@ -14,24 +15,16 @@ namespace fedkernels::FEDKERNELS_ISA {
 
 namespace {
 
-// sums += a tile of a product of panels, of which `rows` x `columns` entries are wanted.
+// sums (+)= a tile of a product of panels, of which `rows` rows are wanted.
 template <class T>
-__attribute__((noinline)) void add_tile(const T* left, const T* right, int64_t depth, double* sums, int64_t pitch,
-                                        int64_t rows, int64_t columns) {
+__attribute__((noinline)) void add_tile(bool add, const T* left, const T* right, int64_t depth, double* sums,
+                                        int64_t rows) {
   constexpr int64_t WIDE = TILE_COLUMNS<T>;
   T formed[TILE_ROWS * WIDE];
   tile<false>(left, 1, WIDE, right, depth, formed, WIDE);
-  if (rows >= TILE_ROWS && columns >= WIDE) {
-    for (int64_t r = 0; r < TILE_ROWS; ++r) {
-      for (int64_t c = 0; c < WIDE; c += LANES) {
-        double* const sum = sums + r * pitch + c;
-        store(sum, load(sum) + to_double(formed + r * WIDE + c));
-      }
-    }
-    return;
-  }
-  for (int64_t r = 0; r < least(TILE_ROWS, rows); ++r) {
-    for (int64_t c = 0; c < least(WIDE, columns); ++c) sums[r * pitch + c] += (double)formed[r * WIDE + c];
+  for (int64_t i = 0; i < least(TILE_ROWS, rows) * WIDE; i += LANES) {
+    const Vec added = to_double(formed + i);
+    store(sums + i, add ? load(sums + i) + added : added);
   }
 }
 
@@ -55,8 +48,9 @@ struct Products {
   Piece* piece;
   double* largest;  // norm of each representation
   T* packed;        // [blocks][panels][TILE_DEPTH][WIDE]
+  double* formed;   // [workers][ACROSS][DOWN][WIDE][WIDE], sums of a piece
 
-  Products(const ProductsProblem& problem, Memory& memory)
+  Products(const ProductsProblem& problem, int64_t workers, Memory& memory)
       : problem(problem), count(problem.count), blocks(up(problem.rows, TILE_DEPTH) / TILE_DEPTH) {
     given = memory.take<Given>(count + 1);
     largest = memory.take<double>(count + 1);
@@ -67,6 +61,7 @@ struct Products {
     list([&](const Piece&) { ++pieces; });
     piece = memory.take<Piece>(pieces);
     packed = memory.take<T>(blocks * panels * PANEL + TILE_ROWS);
+    formed = memory.take<double>(workers * ACROSS * DOWN * WIDE * WIDE);
     if (!memory.base) return;
     int64_t next = 0;
     list([&](const Piece& one) { piece[next++] = one; });
@@ -107,7 +102,10 @@ struct Products {
       for (int64_t c = 0; c < problem.columns; ++c) problem.weighted[i * problem.columns + c] = 0;
     }
     for_each(threads, blocks, [&](int64_t block, int64_t) { pack_weights(block); });
-    for_each(threads, pieces, [&](int64_t index, int64_t) { multiply(piece[index]); });
+    for_each(threads, blocks > 0 ? pieces : 0, [&](int64_t index, int64_t worker) {
+      double* const sums = formed + worker * ACROSS * DOWN * WIDE * WIDE;
+      for (int64_t block = 0; block < blocks; ++block) multiply(piece[index], block, sums);
+    });
     for (int64_t i = 0; i < count; ++i) {
       for (int64_t c = 0; c < problem.columns; ++c) problem.weighted[i * problem.columns + c] *= largest[i];
     }
@@ -139,20 +137,25 @@ struct Products {
     }
   }
 
-  void multiply(const Piece& at) const {
+  // The rows of a block, on and above the diagonal. The last block's tiles go on to the sums of the whole product.
+  void multiply(const Piece& at, int64_t block, double* sums) const {
     const Given &z = given[at.i], &y = given[at.j];
     const int64_t across_end = least(at.across + ACROSS, y.panels), down_end = least(at.down + DOWN, z.panels);
-    for (int64_t block = 0; block < blocks; ++block) {
-      for (int64_t p = at.across; p < across_end; ++p) {
-        const T* const right = packed_of(block, y.panel + p);
-        const int64_t end = at.i == at.j ? least(down_end, p + 1) : down_end;
-        for (int64_t q = at.down; q < end; ++q) {
-          const T* const left = packed_of(block, z.panel + q);
-          const int64_t rows = least(WIDE, z.width - q * WIDE);
-          for (int64_t r = 0; r < rows; r += TILE_ROWS) {
-            if (q + 1 < end) soon(left + PANEL + r * TILE_DEPTH, TILE_ROWS * TILE_DEPTH * (int64_t)sizeof(T));
-            add_tile(left + r, right, depth_of(block), at.sums + (q * WIDE + r) * at.pitch + p * WIDE, at.pitch,
-                     rows - r, y.width - p * WIDE);
+    for (int64_t p = at.across; p < across_end; ++p) {
+      const T* const right = packed_of(block, y.panel + p);
+      const int64_t end = at.i == at.j ? least(down_end, p + 1) : down_end, columns = least(WIDE, y.width - p * WIDE);
+      for (int64_t q = at.down; q < end; ++q) {
+        const T* const left = packed_of(block, z.panel + q);
+        const int64_t rows = least(WIDE, z.width - q * WIDE);
+        double* const of_panels = sums + ((p - at.across) * DOWN + q - at.down) * WIDE * WIDE;
+        for (int64_t r = 0; r < rows; r += TILE_ROWS) {
+          if (q + 1 < end) soon(left + PANEL + r * TILE_DEPTH, TILE_ROWS * TILE_DEPTH * (int64_t)sizeof(T));
+          double* const target = at.sums + (q * WIDE + r) * at.pitch + p * WIDE;
+          const int64_t last = block + 1 == blocks ? least(TILE_ROWS, rows - r) : 0;
+          for (int64_t i = 0; i < last; ++i) soon(target + i * at.pitch, columns * (int64_t)sizeof(double));
+          add_tile(block > 0, left + r, right, depth_of(block), of_panels + r * WIDE, rows - r);
+          for (int64_t i = 0; i < last; ++i) {
+            for (int64_t c = 0; c < columns; ++c) target[i * at.pitch + c] += of_panels[(r + i) * WIDE + c];
           }
         }
       }
@@ -162,7 +165,7 @@ struct Products {
 
 template <class T>
 int64_t add(const ProductsProblem& problem, const Threads& threads, Memory memory) {
-  const Products<T> products(problem, memory);
+  const Products<T> products(problem, threads.workers, memory);
   if (memory.base) products.run(threads);
   return memory.used;
 }

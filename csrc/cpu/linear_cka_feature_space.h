@@ -82,12 +82,14 @@ struct FeatureSpace {
         const int64_t depth = least(DEPTH, size - start);
         const T* from = matrices.matrix[i].block(first + start, depth, matrices.buffer(worker));
         pack_columns<WIDE>(packed + (block * panels + first_panel[i]) * PANEL, PANEL, from, depth, width(i));
+        if (matrices.debiased) matrices.find_row_norms(i, first + start, depth, from);
       });
       for_each(threads, pieces, [&](int64_t index, int64_t) {
         multiply_piece(piece[index], first, size);
         if (first + size == rows) squares[index] = finish(piece[index]);
       });
     }
+    if (matrices.debiased) matrices.find_traces();
     int64_t next = 0;
     for (int64_t index = 0; index < products; ++index) {
       double total = 0;

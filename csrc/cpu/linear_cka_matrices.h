@@ -91,11 +91,11 @@ struct Matrix {
     if (holds<T>(array) && scale == 1 && !high && first + up(count, TILE_ROWS) <= rows) {
       return (const T*)array.data + start + first * width;
     }
-    widen(buffer, array, start + first * width, count * width);
-    multiply_by(buffer, count * width, scale);
-    for (int64_t r = 0; high && r < count; ++r) {
+    for (int64_t r = 0; r < count; ++r) {  // a row stays in the first-level cache
       T* const row = buffer + r * width;
-      for (int64_t c = 0; c < width; ++c) row[c] = row[c] - high[c] - low[c];
+      widen(row, array, start + (first + r) * width, width);
+      multiply_by(row, width, scale);
+      for (int64_t c = 0; high && c < width; ++c) row[c] = row[c] - high[c] - low[c];
     }
     for (int64_t i = count * width; i < up(count, TILE_ROWS) * width; ++i) buffer[i] = 0;
     return buffer;
@@ -153,21 +153,22 @@ struct Matrices {
 
   void find_centers(const Threads& threads) const {
     for (int64_t i = 0; centered && i < count; ++i) find_center(matrix[i], threads);
-    for (int64_t i = 0; debiased && i < count; ++i) find_row_norms(i, threads);
   }
 
-  void find_row_norms(int64_t i, const Threads& threads) const {
-    const Matrix<T>& z = matrix[i];
-    double* const norms = row_norms + i * rows;
-    for_each(threads, up(rows, MOST_ROWS) / MOST_ROWS, [&](int64_t block, int64_t worker) {
-      const int64_t start = block * MOST_ROWS, size = least(MOST_ROWS, rows - start);
-      const T* const of_z = z.block(start, size, buffer(worker));
-      for (int64_t r = 0; r < size; ++r) {
-        norms[start + r] = fedkernels::FEDKERNELS_ISA::inner(of_z + r * z.width, of_z + r * z.width, z.width);
-      }
-    });
-    traces[i] = 0;
-    for (int64_t r = 0; r < rows; ++r) traces[i] += norms[r];
+  // Of `size` rows of representation i from row `start` on, as block() gives them.
+  void find_row_norms(int64_t i, int64_t start, int64_t size, const T* of_z) const {
+    const int64_t width = matrix[i].width;
+    for (int64_t r = 0; r < size; ++r) {
+      const T* const row = of_z + r * width;
+      row_norms[i * rows + start + r] = fedkernels::FEDKERNELS_ISA::inner(row, row, width);
+    }
+  }
+
+  void find_traces() const {
+    for (int64_t i = 0; i < count; ++i) {
+      traces[i] = 0;
+      for (int64_t r = 0; r < rows; ++r) traces[i] += row_norms[i * rows + r];
+    }
   }
 
   void find_center(const Matrix<T>& z, const Threads& threads) const {

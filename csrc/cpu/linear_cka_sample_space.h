@@ -42,6 +42,7 @@ struct SampleSpace {
   template <class Also>
   void run(const Threads& threads, const Also& also) const {
     const int64_t count = matrices.count;
+    if (matrices.debiased) find_row_norms(threads);  // which U-centring asks for
     for_each(threads, blocks, [&](int64_t index, int64_t worker) {
       column(blocks - 1 - index, worker, also);  // those with the most work first
     });
@@ -50,6 +51,15 @@ struct SampleSpace {
       for (int64_t j = 0; j < blocks; ++j) total += sums[j * count * count + p];
       matrices.inner[p] = total;
     }
+  }
+
+  void find_row_norms(const Threads& threads) const {
+    for_each(threads, blocks * matrices.count, [&](int64_t index, int64_t worker) {
+      const int64_t block = index / matrices.count, i = index % matrices.count, start = block * size;
+      const T* const of_z = matrices.matrix[i].block(start, rows_of(block), matrices.buffer(worker));
+      matrices.find_row_norms(i, start, rows_of(block), of_z);
+    });
+    matrices.find_traces();
   }
 
   template <class Also>

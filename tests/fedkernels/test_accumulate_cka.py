@@ -177,6 +177,8 @@ def work(rank, address, results):
         accumulator.update([x[rows] for x in xs], [y[rows] for y in ys])
         accumulator.all_reduce()
         results[rank, make.__name__] = accumulator.compute()
+        accumulator.update([x[rows][:20] for x in xs], [y[rows][:20] for y in ys])
+        results[rank, make.__name__, "goes on"] = accumulator.compute()
     alone = dist.new_group([1])  # without the first process of all
     if rank == 1:
         accumulator = accumulated([x[rows] for x in xs], [y[rows] for y in ys], sizes=(50,))
@@ -195,6 +197,10 @@ def test_all_reduce_over_two_processes(tmp_path):
         truth = accumulated(xs, ys, make, (50, 50)).compute()
         for rank in (0, 1):
             torch.testing.assert_close(results[rank, make.__name__], truth, rtol=1e-10, atol=1e-12)
+            own = slice(50 * rank, 50 * rank + 20)  # as many as the others would hide a shift by symmetry
+            longer = [[torch.cat([z, z[own]]) for z in zs] for zs in (xs, ys)]
+            truth_of_more = accumulated(*longer, make, (50, 50, 20)).compute()
+            torch.testing.assert_close(results[rank, make.__name__, "goes on"], truth_of_more, rtol=1e-10, atol=1e-12)
     truth = linear_cka_pairwise([x[50:] for x in xs], [y[50:] for y in ys], True)
     torch.testing.assert_close(results["alone"], truth, rtol=1e-10, atol=1e-12)
 
