@@ -10,9 +10,10 @@ ifneq ($(words $(VENV)),1)
 $(error VENV is "$(VENV)": give a path without spaces, for example VENV=.venv)
 endif
 
-end_to_end := $(addprefix tests/fedssl/engines/flower/test_,simulation.py deployment.py hostile_site.py deploy_page.py)
+end_to_end := $(addprefix tests/fedssl/engines/flower/test_,simulation.py deployment.py hostile_site.py)
 python := "$(VENV)/bin/python"
 installed := $(VENV)/.installed
+count := import os; print(min(4, (os.cpu_count() or 1) + 1))
 printed := $(VENV)/end_to_end.txt
 types := $(VENV)/mypy.txt
 
@@ -42,14 +43,15 @@ demo: $(installed)
 	"$(VENV)/bin/fedssl" run-table digits_demo --jobs $(JOBS)
 
 # One thread a process: the processes share the cores. A file's tests stay together, as they share what is compiled.
-# Files are started in the order of tests/conftest.py, the longest first, and not by their number of tests.
+# Files are started in the order of tests/conftest.py, the longest first, and not by their number of tests. There is one
+# process more than processors, up to four, as many tests wait for processes of their own.
 # The end-to-end tests start processes of their own, Ray's and Flower's, and wait for them most of the time: they run
 # beside the others, one after another. So does mypy, which has one thread. What they print comes last.
 test: style
 	$(python) -m mypy >"$(types)" 2>&1 & mypy=$$!; \
-	OMP_NUM_THREADS=1 $(python) -m pytest $(end_to_end) >"$(printed)" 2>&1 & beside=$$!; \
+	OMP_NUM_THREADS=1 $(python) -m pytest -m "not nightly" $(end_to_end) >"$(printed)" 2>&1 & beside=$$!; \
 	trap "kill $$mypy; kill -INT $$beside" INT TERM; \
-	OMP_NUM_THREADS=1 $(python) -m pytest -m "not nightly" -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(end_to_end:%=--ignore=%); \
+	OMP_NUM_THREADS=1 $(python) -m pytest -m "not nightly" -n $$($(python) -c "$(count)") --dist loadfile --no-loadscope-reorder $(end_to_end:%=--ignore=%); \
 	failed=$$?; wait $$beside || failed=1; cat "$(printed)"; wait $$mypy || failed=1; cat "$(types)"; exit $$failed
 
 test-nightly: $(installed)

@@ -160,7 +160,7 @@ def test_the_edges_of_the_blocks():
 
 @pytest.mark.cpu_only(reason="instruction sets of the CPU")
 @pytest.mark.usefixtures("native")
-@pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512"])
+@pytest.mark.parametrize("isa", [pytest.param("baseline", marks=pytest.mark.nightly), "avx2", "avx512"])
 def test_the_edges_on_every_instruction_set(isa):
     info = fedkernels.build_info()
     if isa not in info["cpu_compiled"].split():

@@ -97,7 +97,7 @@ def test_two_processes_a_client_give_the_run_of_one(method, recipe_of, tmp_path)
             assert got[key] == pytest.approx(value, rel=1e-3, abs=1e-3), key
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("precision", [pytest.param("float32", marks=pytest.mark.nightly), "bfloat16"])
 def test_a_stopped_run_resumes_bit_identically(precision, recipe_of, tmp_path):
     class StopsInTheSecondRound(Silent):
         def client(self, round_number: int, index: int, position: int, clients: int) -> None:
@@ -113,7 +113,7 @@ def test_a_stopped_run_resumes_bit_identically(precision, recipe_of, tmp_path):
     assert contents(tmp_path / "stopped") == contents(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.nightly), 1])
 def test_a_killed_process_is_told_with_its_client_and_the_run_resumes(rank, recipe_of, tmp_path):
     class KillsOne(Silent):
         def client(self, round_number: int, index: int, position: int, clients: int) -> None:
@@ -215,7 +215,7 @@ def test_a_diverging_client_gives_the_same_error(recipe_of, tmp_path):
     assert multiprocessing.active_children() == []
 
 
-@pytest.mark.parametrize("kind", ["SIGKILL", "SIGINT"])
+@pytest.mark.parametrize("kind", ["SIGKILL", pytest.param("SIGINT", marks=pytest.mark.nightly)])
 def test_a_stopped_command_leaves_no_process(kind, recipe_of, tmp_path):
     """Ctrl-C goes to all processes of a terminal, SIGKILL to the command alone."""
     (tmp_path / "recipe.yaml").write_text(recipe_of("fedbyol", 2, rounds=1000).to_yaml())

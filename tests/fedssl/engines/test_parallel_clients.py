@@ -256,7 +256,7 @@ def processes_of_session(session: int) -> list[int]:
     return alive
 
 
-@pytest.mark.parametrize("kind", ["SIGKILL", "SIGINT"])
+@pytest.mark.parametrize("kind", [pytest.param("SIGKILL", marks=pytest.mark.nightly), "SIGINT"])
 def test_a_stopped_command_leaves_no_process_and_resumes(kind, noisy, tmp_path):
     """Ctrl-C goes to all processes of a terminal, SIGKILL to the command alone."""
     recipe = noisy(**FEW | METHODS["fedbyol"] | {"rounds": 12})

@@ -101,6 +101,7 @@ class Shell:
         self.process.wait()
 
 
+@pytest.mark.nightly  # what the commands do is tested in test_deployment.py
 def test_every_command_of_the_page_works_as_written(tmp_path):
     port = 8000 if is_free(8000) else free_port()
     shell = Shell(tmp_path)
