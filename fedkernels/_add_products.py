@@ -14,7 +14,7 @@ def add_products(
 ) -> tuple[Tensor, Tensor]:
     """Adds the products of representations with one another to sums, in place and without gradients.
 
-    The products of a few rows, 128 in the compiled operator, are summed in the block's dtype and then in float64.
+    The products of a block are summed in its dtype, and added to the sums in float64.
 
     Args:
         block: [L, D], the representations side by side, float32 or float64, contiguous.

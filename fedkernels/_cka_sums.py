@@ -12,7 +12,7 @@ Sums are float64; to them products of BLOCK_ROWS rows or fewer are added, which 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -52,11 +52,6 @@ class Side:
     def per_column(self, values: Tensor) -> Tensor:
         """[N] -> [D]"""
         return values.repeat_interleave(torch.tensor(self.widths, device=values.device))
-
-    def add_norms(self, norms: Tensor) -> None:
-        """Of a block of samples, [N, L]."""
-        self.norms += norms.sum(dim=1)
-        self.squared_norms += norms.square().sum(dim=1)
 
     def mirror(self) -> None:
         """Makes the products symmetric by what is above the diagonal."""
@@ -111,6 +106,9 @@ class Sums:
     x_norms_by_y: Tensor  # [N, Dy], sums of |u|^2 v
     y_norms_by_x: Tensor  # [M, Dx], sums of |v|^2 u
     norms: Tensor  # [N, M], sums of |u|^2 |v|^2
+    # Of blocks since the last `settle`, for all N + M representations z together: sums of |z|^2 [N + M], of |z|^2 |z|^2'
+    # [N + M, N + M], and of all columns weighted by each |z|^2 and by 1 [N + M + 1, Dx + Dy].
+    unsettled: list[Tensor] = field(default_factory=list)
 
     @classmethod
     def empty(cls, x: Side, y: Side) -> Sums:
@@ -124,23 +122,34 @@ class Sums:
         return [*self.x.tensors(), *self.y.tensors(), *own]
 
     def add(self, block: Tensor) -> None:
-        """Adds a block [L, Dx + Dy] of at most BLOCK_ROWS samples less the origins."""
+        """Adds a block [L, Dx + Dy] of at most BLOCK_ROWS samples less the origins. `settle` before any other use."""
         columns = [len(side.origin) for side in (self.x, self.y)]
         widths, own = [*self.x.widths, *self.y.widths], [*self.x.products, *self.y.products]
         norms, weighted = add_products(block, widths, len(self.x.widths), self.products, own)
-        x_norms, y_norms = norms.split([len(side.widths) for side in (self.x, self.y)])
         self.count += len(block)
-        self.x.add_norms(x_norms)
-        self.y.add_norms(y_norms)
-        self.norms += x_norms @ y_norms.mT
-        counts = [len(x_norms), len(y_norms), 1]
-        (xx, yx, x_entries), (xy, yy, y_entries) = (part.split(counts) for part in weighted.split(columns, dim=1))
-        self.x_norms_by_y += xy
-        self.y_norms_by_x += yx
-        for side, by_norms, entries in ((self.x, xx, x_entries), (self.y, yy, y_entries)):
-            side.entries += entries[0]
-            own = [part[n] for n, part in enumerate(by_norms.split(side.widths, dim=1))]
-            side.norms_by_entries += torch.cat(own)
+        added = [norms.sum(dim=1), norms @ norms.mT, weighted]
+        if self.unsettled:
+            for total, of_block in zip(self.unsettled, added, strict=True):
+                total += of_block
+        else:
+            self.unsettled = added
+
+    def settle(self) -> None:
+        """Adds what `add` left in `unsettled` to the other sums: many small sums, which would cost each block time."""
+        if not self.unsettled:
+            return
+        (norms, pairs, weighted), self.unsettled = self.unsettled, []
+        xs, ys = slice(len(self.x.widths)), slice(len(self.x.widths), None)
+        x_weighted, y_weighted = weighted.split([len(side.origin) for side in (self.x, self.y)], dim=1)
+        self.norms += pairs[xs, ys]
+        self.x_norms_by_y += y_weighted[:-1][xs]
+        self.y_norms_by_x += x_weighted[:-1][ys]
+        for side, own, columns in ((self.x, xs, x_weighted), (self.y, ys, y_weighted)):
+            side.entries += columns[-1]
+            side.norms += norms[own]
+            side.squared_norms += pairs[own, own].diagonal()
+            by_own_norms = columns[:-1][own].split(side.widths, dim=1)
+            side.norms_by_entries += torch.cat([part[n] for n, part in enumerate(by_own_norms)])
 
     def moved(self, x_origin: Tensor, y_origin: Tensor) -> Sums:
         """The sums of the same samples about other origins."""

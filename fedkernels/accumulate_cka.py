@@ -21,10 +21,9 @@ class CKAAccumulator:
 
     It holds sums in float64: ``d1 d2 + d1^2 + d2^2`` for two representations of these widths. For lists d1 and d2 are
     the widths of all together in the first term, and each representation has a ``d^2`` of its own. Use `MinibatchCKA`
-    where that is too much. Sums are formed of 1024 rows at a time, whatever the sizes of the batches; of 128 of them
-    (1024 on a GPU, and without the compiled module) in the samples' dtype, and then in float64. So it also holds up to
-    1024 rows that are not in the sums yet. The sums are taken about the means of the first batch, so that large means
-    cost no precision.
+    where that is too much. Sums of 1024 rows at a time are formed in the samples' dtype, whatever the sizes of the
+    batches, and added up in float64. So it also holds up to 1024 rows that are not in the sums yet. The sums are taken
+    about the means of the first batch, so that large means cost no precision.
 
     Source: ``linear_cka(x, y, centered=True)`` and ``debiased_cka(x, y)``. The unbiased HSIC needs the sums of
     ``|x_i|^2 |y_i|^2``, ``|x_i|^2 y_i`` and ``|y_i|^2 x_i`` beyond the products ``x'x``, ``y'y`` and ``x'y``.
@@ -102,6 +101,7 @@ class CKAAccumulator:
         if self._sums is not None:
             with torch.no_grad():
                 self._add_block(self._sums)
+                self._sums.settle()
         return self._sums
 
     def compute(self, debiased: bool = False) -> Tensor:

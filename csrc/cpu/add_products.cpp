@@ -1,11 +1,11 @@
 // Products z_i'z_j over the rows of a block, in tiles of gemm.h, added to sums in double.
 //
 // Columns are packed into panels once for all products. A piece is some panels of z_i times some of z_j. It goes through
-// the rows, TILE_DEPTH at a time, and only products of TILE_DEPTH rows are summed in T. Its sums lie side by side in the
-// second-level cache meanwhile: rows of the whole product would compete for the same places there where the width is a
-// power of two. A product of z_i with itself is formed on and above the
-// diagonal. Sums of weighted rows are products with one matrix more, whose columns are the weights. Norms are divided by
-// the largest there, since the cubes of entries may be out of float's range where their squares are in it.
+// the rows, TILE_DEPTH at a time. The products of TILE_DEPTH rows are summed in T and added up in T, the sums of the whole
+// block in double. A piece's sums lie side by side in the second-level cache meanwhile: rows of the whole product would
+// compete for the same places there where the width is a power of two. A product of z_i with itself is formed on and above
+// the diagonal. Sums of weighted rows are products with one matrix more, whose columns are the weights. Norms are divided
+// by the largest there, since the cubes of entries may be out of float's range where their squares are in it.
 #include "cpu/add_products.h"
 
 #include "cpu/memory.h"
@@ -15,16 +15,14 @@ namespace fedkernels::FEDKERNELS_ISA {
 
 namespace {
 
-// sums (+)= a tile of a product of panels, of which `rows` rows are wanted.
+// sums (+)= a tile of a product of panels.
 template <class T>
-__attribute__((noinline)) void add_tile(bool add, const T* left, const T* right, int64_t depth, double* sums,
-                                        int64_t rows) {
+__attribute__((noinline)) void add_tile(bool add, const T* left, const T* right, int64_t depth, T* sums) {
   constexpr int64_t WIDE = TILE_COLUMNS<T>;
-  T formed[TILE_ROWS * WIDE];
-  tile<false>(left, 1, WIDE, right, depth, formed, WIDE);
-  for (int64_t i = 0; i < least(TILE_ROWS, rows) * WIDE; i += LANES) {
-    const Vec added = to_double(formed + i);
-    store(sums + i, add ? load(sums + i) + added : added);
+  if (add) {
+    tile<true>(left, 1, WIDE, right, depth, sums, WIDE);
+  } else {
+    tile<false>(left, 1, WIDE, right, depth, sums, WIDE);
   }
 }
 
@@ -48,7 +46,7 @@ struct Products {
   Piece* piece;
   double* largest;  // norm of each representation
   T* packed;        // [blocks][panels][TILE_DEPTH][WIDE]
-  double* formed;   // [workers][ACROSS][DOWN][WIDE][WIDE], sums of a piece
+  T* formed;        // [workers][ACROSS][DOWN][WIDE][WIDE], sums of a piece
 
   Products(const ProductsProblem& problem, int64_t workers, Memory& memory)
       : problem(problem), count(problem.count), blocks(up(problem.rows, TILE_DEPTH) / TILE_DEPTH) {
@@ -61,7 +59,7 @@ struct Products {
     list([&](const Piece&) { ++pieces; });
     piece = memory.take<Piece>(pieces);
     packed = memory.take<T>(blocks * panels * PANEL + TILE_ROWS);
-    formed = memory.take<double>(workers * ACROSS * DOWN * WIDE * WIDE);
+    formed = memory.take<T>(workers * ACROSS * DOWN * WIDE * WIDE);
     if (!memory.base) return;
     int64_t next = 0;
     list([&](const Piece& one) { piece[next++] = one; });
@@ -103,7 +101,7 @@ struct Products {
     }
     for_each(threads, blocks, [&](int64_t block, int64_t) { pack_weights(block); });
     for_each(threads, blocks > 0 ? pieces : 0, [&](int64_t index, int64_t worker) {
-      double* const sums = formed + worker * ACROSS * DOWN * WIDE * WIDE;
+      T* const sums = formed + worker * ACROSS * DOWN * WIDE * WIDE;
       for (int64_t block = 0; block < blocks; ++block) multiply(piece[index], block, sums);
     });
     for (int64_t i = 0; i < count; ++i) {
@@ -138,7 +136,7 @@ struct Products {
   }
 
   // The rows of a block, on and above the diagonal. The last block's tiles go on to the sums of the whole product.
-  void multiply(const Piece& at, int64_t block, double* sums) const {
+  void multiply(const Piece& at, int64_t block, T* sums) const {
     const Given &z = given[at.i], &y = given[at.j];
     const int64_t across_end = least(at.across + ACROSS, y.panels), down_end = least(at.down + DOWN, z.panels);
     for (int64_t p = at.across; p < across_end; ++p) {
@@ -147,13 +145,12 @@ struct Products {
       for (int64_t q = at.down; q < end; ++q) {
         const T* const left = packed_of(block, z.panel + q);
         const int64_t rows = least(WIDE, z.width - q * WIDE);
-        double* const of_panels = sums + ((p - at.across) * DOWN + q - at.down) * WIDE * WIDE;
+        T* const of_panels = sums + ((p - at.across) * DOWN + q - at.down) * WIDE * WIDE;
         for (int64_t r = 0; r < rows; r += TILE_ROWS) {
-          if (q + 1 < end) soon(left + PANEL + r * TILE_DEPTH, TILE_ROWS * TILE_DEPTH * (int64_t)sizeof(T));
           double* const target = at.sums + (q * WIDE + r) * at.pitch + p * WIDE;
           const int64_t last = block + 1 == blocks ? least(TILE_ROWS, rows - r) : 0;
           for (int64_t i = 0; i < last; ++i) soon(target + i * at.pitch, columns * (int64_t)sizeof(double));
-          add_tile(block > 0, left + r, right, depth_of(block), of_panels + r * WIDE, rows - r);
+          add_tile(block > 0, left + r, right, depth_of(block), of_panels + r * WIDE);
           for (int64_t i = 0; i < last; ++i) {
             for (int64_t c = 0; c < columns; ++c) target[i * at.pitch + c] += of_panels[(r + i) * WIDE + c];
           }

@@ -101,9 +101,9 @@ def test_a_value_in_between_changes_only_the_rounding():
     for start in range(0, 2500, 500):
         accumulator.update(x[start : start + 500], y[start : start + 500])
         exact = x[: start + 500].double(), y[: start + 500].double()
-        torch.testing.assert_close(
-            accumulator.compute(), linear_cka(*exact, centered=True), rtol=1e-6, atol=0, check_dtype=False
-        )
+        for debiased, truth in ((False, linear_cka(*exact, centered=True)), (True, debiased_cka(*exact))):
+            value = accumulator.compute(debiased)
+            torch.testing.assert_close(value, truth, rtol=1e-6, atol=0, check_dtype=False)
 
 
 def test_lists_of_representations():

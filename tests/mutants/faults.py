@@ -806,6 +806,22 @@ OF_PYTHON = [
         _of("accumulate_cka"),
     ),
     Fault(
+        "cka_sums: the second block's norms",
+        "logic",
+        "fedkernels/_cka_sums.py",
+        "                total += of_block",
+        "                total = of_block",
+        _of("accumulate_cka"),
+    ),
+    Fault(
+        "cka_sums: settled twice",
+        "logic",
+        "fedkernels/_cka_sums.py",
+        "(norms, pairs, weighted), self.unsettled = self.unsettled, []",
+        "norms, pairs, weighted = self.unsettled",
+        _of("accumulate_cka"),
+    ),
+    Fault(
         "reference hsic_pairwise: the last rows of a Gram matrix",
         "edge",
         "fedkernels/reference/hsic_pairwise.py",
