@@ -106,8 +106,8 @@ class Sums:
     x_norms_by_y: Tensor  # [N, Dy], sums of |u|^2 v
     y_norms_by_x: Tensor  # [M, Dx], sums of |v|^2 u
     norms: Tensor  # [N, M], sums of |u|^2 |v|^2
-    # Of blocks since the last `settle`, for all N + M representations z together: sums of |z|^2 [N + M], of |z|^2 |z|^2'
-    # [N + M, N + M], and of all columns weighted by each |z|^2 and by 1 [N + M + 1, Dx + Dy].
+    # Of blocks since the last `settle`, for all N + M representations z together: sums of |z|^2 [N + M], of their
+    # products with one another [N + M, N + M], and of all columns weighted by each and by 1 [N + M + 1, Dx + Dy].
     unsettled: list[Tensor] = field(default_factory=list)
 
     @classmethod
@@ -123,7 +123,6 @@ class Sums:
 
     def add(self, block: Tensor) -> None:
         """Adds a block [L, Dx + Dy] of at most BLOCK_ROWS samples less the origins. `settle` before any other use."""
-        columns = [len(side.origin) for side in (self.x, self.y)]
         widths, own = [*self.x.widths, *self.y.widths], [*self.x.products, *self.y.products]
         norms, weighted = add_products(block, widths, len(self.x.widths), self.products, own)
         self.count += len(block)

@@ -60,6 +60,7 @@ def test_simulated_the_run_is_the_same_bit_for_bit(kind, noisy, tmp_path):
     assert without_engine(tmp_path / "here") == without_engine(tmp_path / "simulated")
 
 
+@pytest.mark.nightly  # what is Ray's own here; deployment and runs in one process are tested always
 def test_simulated_on_images_without_labels_in_a_file_the_run_is_the_same_bit_for_bit(noisy, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = write_two_classes(tmp_path / "images")
@@ -73,6 +74,7 @@ def test_simulated_on_images_without_labels_in_a_file_the_run_is_the_same_bit_fo
     assert without_engine(tmp_path / "here") == without_engine(tmp_path / "simulated")
 
 
+@pytest.mark.nightly
 def test_simulated_with_secure_aggregation_the_mean_is_the_same(noisy, tmp_path):
     """A client's keys outlive its process."""
     in_process.run(noisy(**AVERAGED, rounds=1), tmp_path / "plain")
