@@ -1,11 +1,12 @@
 // Products z_i'z_j over the rows of a block, in tiles of gemm.h, added to sums in double.
 //
-// Columns are packed into panels once for all products. A piece is some panels of z_i times some of z_j. It goes through
-// the rows, TILE_DEPTH at a time. The products of TILE_DEPTH rows are summed in T and added up in T, the sums of the whole
-// block in double. A piece's sums lie side by side in the second-level cache meanwhile: rows of the whole product would
-// compete for the same places there where the width is a power of two. A product of z_i with itself is formed on and above
-// the diagonal. Sums of weighted rows are products with one matrix more, whose columns are the weights. Norms are divided
-// by the largest there, since the cubes of entries may be out of float's range where their squares are in it.
+// Columns are packed into panels once for all products. A piece is some panels of z_i times some of z_j. It goes
+// through the rows, TILE_DEPTH at a time. The products of TILE_DEPTH rows are summed in T and added up in T, the sums
+// of the whole block in double. A piece's sums lie side by side in the second-level cache meanwhile: rows of the whole
+// product would compete for the same places there where the width is a power of two. A product of z_i with itself is
+// formed on and above the diagonal. Sums of weighted rows are products with one matrix more, whose columns are the
+// weights. Norms are divided by the largest there, since the cubes of entries may be out of float's range where their
+// squares are in it.
 #include "cpu/add_products.h"
 
 #include "cpu/memory.h"
@@ -14,17 +15,6 @@
 namespace fedkernels::FEDKERNELS_ISA {
 
 namespace {
-
-// sums (+)= a tile of a product of panels.
-template <class T>
-__attribute__((noinline)) void add_tile(bool add, const T* left, const T* right, int64_t depth, T* sums) {
-  constexpr int64_t WIDE = TILE_COLUMNS<T>;
-  if (add) {
-    tile<true>(left, 1, WIDE, right, depth, sums, WIDE);
-  } else {
-    tile<false>(left, 1, WIDE, right, depth, sums, WIDE);
-  }
-}
 
 template <class T>
 struct Products {
@@ -150,7 +140,8 @@ struct Products {
           double* const target = at.sums + (q * WIDE + r) * at.pitch + p * WIDE;
           const int64_t last = block + 1 == blocks ? least(TILE_ROWS, rows - r) : 0;
           for (int64_t i = 0; i < last; ++i) soon(target + i * at.pitch, columns * (int64_t)sizeof(double));
-          add_tile(block > 0, left + r, right, depth_of(block), of_panels + r * WIDE);
+          T* const of_tile = of_panels + r * WIDE;
+          product_tile<true>(block > 0, left + r, 0, right, depth_of(block), of_tile, WIDE, WIDE - r, WIDE);
           for (int64_t i = 0; i < last; ++i) {
             for (int64_t c = 0; c < columns; ++c) target[i * at.pitch + c] += of_panels[(r + i) * WIDE + c];
           }
