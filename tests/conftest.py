@@ -57,11 +57,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=place)  # stable: the others keep their order
 
 
-def pytest_collection_finish() -> None:
-    """Garbage collections leave out what exists now: all modules and thousands of tests.
+@pytest.fixture
+def no_collections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The benchmarks collect garbage before each timing, which takes 0.2 s in a process that has run many tests."""
+    monkeypatch.setattr(gc, "collect", lambda: 0)
 
-    The benchmarks collect garbage before each timing, which takes 0.2 s in a process that has collected all tests.
-    """
+
+def pytest_collection_finish() -> None:
+    """Garbage collections leave out what exists now, all modules and thousands of tests: they would take 0.2 s each."""
     gc.freeze()
 
 

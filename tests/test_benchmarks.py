@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import math
 import os
@@ -21,14 +20,9 @@ from benchmarks import case, measure, resident_memory, timing, write
 from benchmarks.case import Bar, Case, Floor, Implementation
 from benchmarks.measure import Settings
 
+pytestmark = pytest.mark.usefixtures("no_collections")
 SPEED_PAGE = write.SPEED_PAGE
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def no_collections(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The benchmarks collect garbage before each timing, which takes 0.2 s in a process that has run many tests."""
-    monkeypatch.setattr(gc, "collect", lambda: 0)
 
 
 def row(name: str, times: list[float], **more: Any) -> dict[str, Any]:

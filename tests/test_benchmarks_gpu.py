@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import re
 import subprocess
@@ -20,6 +19,7 @@ from benchmarks import timing
 from benchmarks.case import Bar, Case, Implementation, Outputs, Work
 from benchmarks.measure import ROOT, Settings, finish, load_cases, measure_case, not_measured
 
+pytestmark = pytest.mark.usefixtures("no_collections")
 REHEARSAL = Settings("cuda", rehearse=True, quick=True, repeats=None, rates=dict.fromkeys(("bf16", "tf32"), 1e12))
 TINY = [
     (operator, index)
@@ -27,12 +27,6 @@ TINY = [
     if operator != "unbalanced_ot"  # its peer takes long
     for index in range(len(load_cases(operator, REHEARSAL)))
 ]
-
-
-@pytest.fixture(autouse=True)
-def no_collections(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The benchmarks collect garbage before each timing, which takes 0.2 s in a process that has run many tests."""
-    monkeypatch.setattr(gc, "collect", lambda: 0)
 
 
 @pytest.mark.parametrize(("operator", "index"), TINY)
