@@ -30,6 +30,7 @@ POINTS = [
     point(10, "peer", "3"),
     point(100, "ours", "20"),
     point(100, "peer", "", status="not installed", beyond_outputs_mib=""),
+    point(100, "of large sizes", "40"),
 ]
 
 
@@ -67,12 +68,18 @@ def test_a_page_shows_the_picture_and_the_table(monkeypatch: pytest.MonkeyPatch,
     (folder / "client_weights.csv").write_text(curves.as_csv(POINTS))
     (folder / "client_weights.svg").write_text(curves.drawing("client_weights", POINTS))
     page = measured.curves("client_weights")
-    assert "| 10 | 1.5 (1.5) | 3 (1.5) |" in page
-    assert "| 100 | 20 (1.5) | not installed |" in page
+    assert "| 10 | 1.5 (1.5) | 3 (1.5) | - |" in page
+    assert "| 100 | 20 (1.5) | not installed | 40 (1.5) |" in page
     assert "`python -m benchmarks.curves client_weights`" in page
     picture = re.search(r"<svg.*</svg>", page, re.DOTALL)
     assert picture
     assert "\n\n" not in picture[0]
+
+
+@pytest.mark.parametrize("operator", curves.OPERATORS)
+def test_a_page_shows_what_is_committed(operator: str) -> None:
+    written = list(measured.ROOT.glob(f"benchmarks/results/curves/*/{operator}.csv"))
+    assert measured.curves(operator).count("### Over sizes, on") == len(written)
 
 
 def test_an_unknown_operator_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -50,7 +50,7 @@ def _curve(path: Path, command: str) -> str:
     at = {(point["size"], point["implementation"]): point for point in points}
     lines = [["size", *names], ["---:"] * (1 + len(names))]
     for size in dict.fromkeys(point["size"] for point in points):
-        lines.append([size, *(_cell(at[size, name]) for name in names)])
+        lines.append([size, *(_cell(at[size, name]) if (size, name) in at else "-" for name in names)])
     about = points[0]
     svg = path.with_suffix(".svg").read_text(encoding="utf-8")
     # In the page itself, so that its text is the page's; a blank line would end the HTML block.
