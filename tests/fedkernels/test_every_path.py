@@ -6,6 +6,7 @@ nothing public is without a row.
 
 import ast
 import importlib
+import pathlib
 import re
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ import fedkernels
 from fedkernels import _native, distributed
 from tests.cuda_on_cpu.emulation import ROOT
 
-PACKAGE = ROOT / "fedkernels"
+PACKAGE = pathlib.Path(fedkernels.__file__).parent
 
 
 class Because(str):
