@@ -34,8 +34,8 @@ from fedssl.engines.in_process import LocalClients
 from fedssl.engines.progress import Silent
 from fedssl.engines.rounds import first_files, run_rounds
 from fedssl.federation import build_federation
-from fedssl.reading import load_recipe
-from fedssl.run_directory import RunDirectory
+from fedssl.recipe.reading import load_recipe
+from fedssl.run.directory import RunDirectory
 
 FOLDER = ROOT / "benchmarks" / "results" / "cross_device"
 CLIENTS = (100, 1000, 10000)

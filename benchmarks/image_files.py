@@ -38,7 +38,7 @@ from fedssl.data.datasets import load_dataset
 from fedssl.data.options import DataOptions
 from fedssl.data.stored_images import StoredImages
 from fedssl.engines import in_process
-from fedssl.reading import load_recipe
+from fedssl.recipe.reading import load_recipe
 
 FOLDER = ROOT / "benchmarks" / "results" / "image_files"
 BATCH = 128

@@ -29,7 +29,7 @@ from fedssl.client import Client, LocalRound
 from fedssl.data.datasets import Dataset
 from fedssl.federation import build_federation
 from fedssl.messages import Message
-from fedssl.reading import load_recipe
+from fedssl.recipe.reading import load_recipe
 from fedssl.training import train_locally
 
 STAGES = 12

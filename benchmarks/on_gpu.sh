@@ -86,7 +86,7 @@ if shutil.which("ninja") is None and importlib.util.find_spec("ninja") is None:
 sys.exit("missing: " + ", ".join(missing) + "; put their wheels into a folder and name it in WHEELS" if missing else 0)'
 
 stage build 150 bash -c '"$0" setup.py build_ext --inplace && "$0" -c "
-import fedkernels._native as native, sys
+import fedkernels.internal.native as native, sys
 print(native.build_info())
 sys.exit(0 if native.CUDA else \"the module holds no CUDA kernels\")"' "$python"
 stage self-test 60 "$python" -m fedkernels.self_test

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from fedssl.engines.progress import Silent
-from fedssl.recipe import Recipe
+from fedssl.recipe.recipe import Recipe
 
 OTHER = "other"
 PHASES = (
@@ -52,11 +52,11 @@ def places(recipe: Recipe) -> list[Place]:
     Whoever renames one in fedssl changes it here; until then `timed_places` or `require_calls` refuses to measure.
     """
     optimizer = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW"}[recipe.training.optimizer]
-    directory = "fedssl.run_directory:RunDirectory"
+    directory = "fedssl.run.directory:RunDirectory"
     return [
         # drawing the views, or waiting until another thread has drawn them
         Place("augment", "fedssl.client:LocalRound.views"),
-        Place("augment", "fedssl.data.one_ahead:OneAhead.__next__"),
+        Place("augment", "fedssl.data.batches:OneAhead.__next__"),
         Place("forward", f"{_path(recipe.objective)}.step"),
         # a regularizer's pass over public images, and that for the kernel or the factor which a client sends
         Place("forward", "fedssl.models.model:Model.represent", interrupts=("regularizer", "send")),
@@ -75,8 +75,8 @@ def places(recipe: Recipe) -> list[Place]:
         Place("send", "fedssl.federation:Federation.state_in_place"),
         Place("aggregate", "fedssl.method:Method.aggregate"),
         Place("evaluate", "fedssl.engines.rounds:_evaluate"),
-        Place("checkpoint", "fedssl.engines.client_states:ClientStates.load"),
-        Place("checkpoint", "fedssl.engines.client_states:ClientStates.store"),
+        Place("checkpoint", "fedssl.engines.workers:ClientStates.load"),
+        Place("checkpoint", "fedssl.engines.workers:ClientStates.store"),
         Place("checkpoint", f"{directory}.server_state"),
         Place("checkpoint", f"{directory}.append_metrics"),
         Place("checkpoint", f"{directory}.append_timing"),

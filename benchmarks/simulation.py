@@ -37,8 +37,8 @@ from benchmarks.simulation_tables import TWO_AT_A_TIME, tables
 from benchmarks.timing import problem
 from benchmarks.two_at_a_time import COPIES, two_at_a_time
 from fedssl.engines.in_process import run
-from fedssl.reading import load_recipe
-from fedssl.recipe import Recipe
+from fedssl.recipe.reading import load_recipe
+from fedssl.recipe.recipe import Recipe
 
 CLIENTS = 4
 CLASSES = 10

@@ -29,7 +29,7 @@ from fedssl.data.datasets import Dataset as Images
 from fedssl.federation import Federation, build_federation
 from fedssl.messages import Message
 from fedssl.models.encoders import build_encoder
-from fedssl.reading import load_recipe
+from fedssl.recipe.reading import load_recipe
 from fedssl.training import train_locally
 
 LOOPS = ("fedssl", "lightly", "kornia")

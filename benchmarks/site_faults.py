@@ -30,8 +30,8 @@ import torch
 
 from benchmarks.measure import ROOT
 from benchmarks.resident_memory import status
-from fedssl.reading import load_recipe
-from fedssl.recipe import Recipe
+from fedssl.recipe.reading import load_recipe
+from fedssl.recipe.recipe import Recipe
 from tests.fedssl.engines.flower.deployment import Deployment, marked, poll
 from tests.fedssl.engines.flower.flower_command import GONE_SECONDS
 from tests.fedssl.engines.flower.test_deployment import replay

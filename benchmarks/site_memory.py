@@ -31,8 +31,8 @@ from benchmarks.resident_memory import status
 from benchmarks.write import environment
 from fedssl.federation import Federation, build_federation
 from fedssl.messages import Message
-from fedssl.reading import load_recipe
-from fedssl.run_directory import SITES_RUN, RunDirectory
+from fedssl.recipe.reading import load_recipe
+from fedssl.run.directory import SITES_RUN, RunDirectory
 
 FOLDER = ROOT / "benchmarks" / "results" / "site_memory"
 SITES = (2, 5, 10, 20)
@@ -66,7 +66,7 @@ class Sites:
         from flwr.app import ConfigRecord, RecordDict
         from flwr.app import Message as FlowerMessage
 
-        from fedssl.engines.flower.data_form import DataForm
+        from fedssl.engines.flower.registration import DataForm
         from fedssl.engines.flower.wire import from_records, to_records
 
         k = message.metadata.dst_node_id - 1

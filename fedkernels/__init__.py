@@ -1,7 +1,6 @@
 """Operators of federated self-supervised learning, exact and differentiable: see README.md in this folder."""
 
 from fedkernels import nn
-from fedkernels._native import build_info
 from fedkernels.accumulate_cka import CKAAccumulator
 from fedkernels.apply_deltas import apply_deltas
 from fedkernels.client_weights import client_weights
@@ -10,6 +9,7 @@ from fedkernels.compare_networks import Comparison, compare
 from fedkernels.debiased_cka import debiased_cka, debiased_cka_pairwise
 from fedkernels.delta_gram import delta_gram
 from fedkernels.info_nce import info_nce
+from fedkernels.internal.native import build_info
 from fedkernels.linear_cka import linear_cka, linear_cka_pairwise, linear_cka_to_kernel
 from fedkernels.minibatch_cka import MinibatchCKA
 from fedkernels.nt_xent import nt_xent

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from fedkernels import _checks
-from fedkernels._cka_sums import BLOCK_ROWS, Side, Sums
-from fedkernels._similarity import FEWEST_DEBIASED_ROWS, check_batch
+from fedkernels.internal import checks
+from fedkernels.internal.cka_sums import BLOCK_ROWS, Side, Sums
+from fedkernels.internal.similarity import FEWEST_DEBIASED_ROWS, check_batch
 from fedkernels.reference._precision import compute_dtype, no_autocast
 from fedkernels.reference.debiased_cka import rounding_of_products, zero_up_to
 from fedkernels.reference.linear_cka import ratio
@@ -118,7 +118,7 @@ class CKAAccumulator:
             TypeError: debiased is not a bool.
             ValueError: there are no samples, or fewer than 4 for debiased CKA.
         """
-        _checks.boolean("debiased", debiased)
+        checks.boolean("debiased", debiased)
         sums = self._all_sums()
         if sums is None:
             raise ValueError("CKAAccumulator has no samples: call update() before compute()")

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fedkernels import _checks, _native
-from fedkernels._autograd import is_without_data
+from fedkernels.internal import checks, native
+from fedkernels.internal.autograd import is_without_data
 from fedkernels.reference.apply_deltas import apply_deltas as _reference
 
 
@@ -33,12 +33,12 @@ def apply_deltas(
         ValueError: an empty list; a tensor that differs from the global one in shape or device (its index is named);
             not K weights, or one that is not finite; a global tensor that shares memory with another or with itself.
     """
-    _checks.parameter_lists(global_params, client_params)
+    checks.parameter_lists(global_params, client_params)
     weights = _check_weights(weights, len(client_params), global_params[0])
     if not (torch.compiler.is_compiling() or any(is_without_data(tensor) for tensor in global_params)):
         _check_memory(global_params, client_params)  # a traced tensor has no address
     clients = [tensor for params in client_params for tensor in params]
-    operator = _native.operator("apply_deltas", *global_params)  # each client's tensor is on its global tensor's device
+    operator = native.operator("apply_deltas", *global_params)  # each client's tensor is on its global tensor's device
     if operator is None:
         _reference(global_params, client_params, weights)
         return
@@ -53,7 +53,7 @@ def apply_deltas(
         torch.autograd.graph.increment_version(list(global_params))
 
 
-if _native.module is not None:
+if native.module is not None:
 
     @torch.library.register_fake("fedkernels::apply_deltas")
     def _(global_params: list[Tensor], client_params: list[Tensor], weights: Tensor) -> None:
@@ -69,7 +69,7 @@ def _check_weights(weights: Tensor | Sequence[float], clients: int, model: Tenso
             weights = torch.tensor(weights, dtype=torch.float64)
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise TypeError(f"weights must be a tensor [K] or a list of K numbers, got a list: {error}") from None
-    _checks.floating("weights", weights, ndim=1, layout="[K]")
+    checks.floating("weights", weights, ndim=1, layout="[K]")
     if len(weights) != clients:
         raise ValueError(f"weights must hold one number for each of the {clients} clients, got {len(weights)}")
     # A copy, because the weights may be one of the tensors that are written.

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedkernels import _checks, _native
-from fedkernels._autograd import is_transformed, is_without_data
+from fedkernels.internal import checks, native
+from fedkernels.internal.autograd import is_transformed, is_without_data
 from fedkernels.reference._precision import compute_dtype
 from fedkernels.reference.client_weights import client_weights as _reference
 
@@ -50,11 +50,11 @@ def client_weights(gram: Tensor, *, lower_bounds: Tensor | float | None = None, 
             ``G_ij^2 > G_ii G_jj``; beyond rounding in each case), tol out of range; a lower bound that is negative or
             NaN, or lower bounds with a sum above 1.
     """
-    _checks.floating("gram", gram, at_least=2, layout="[..., K, K]")
-    _checks.not_empty("gram", gram, (-2, -1), "K")
+    checks.floating("gram", gram, at_least=2, layout="[..., K, K]")
+    checks.not_empty("gram", gram, (-2, -1), "K")
     if gram.shape[-1] != gram.shape[-2]:
         raise ValueError(f"gram must have shape [..., K, K], got {list(gram.shape)}")
-    tol = _checks.positive("tol", tol)
+    tol = checks.positive("tol", tol)
     if lower_bounds is not None:
         with torch.no_grad():
             return _bounded(gram, _bounds(lower_bounds, gram), tol)
@@ -84,8 +84,8 @@ def _bounds(lower_bounds: Tensor | float, gram: Tensor) -> Tensor:
         _check_bounds(float(lower_bounds), clients * float(lower_bounds))
         return gram.new_full(gram.shape[:-1], float(lower_bounds), dtype=torch.float64)
     elif isinstance(lower_bounds, Tensor):
-        _checks.floating("lower_bounds", lower_bounds)
-        _checks.same_device(gram=gram, lower_bounds=lower_bounds)
+        checks.floating("lower_bounds", lower_bounds)
+        checks.same_device(gram=gram, lower_bounds=lower_bounds)
         wanted = list(gram.shape[:-1])
         if lower_bounds.ndim == 0 or lower_bounds.shape[-1] != clients:
             raise ValueError(
@@ -126,7 +126,7 @@ _MOST_ON_CUDA = 128  # clients; WEIGHTS_LIMIT of csrc/cuda/client_weights.h
 
 
 def _solve(gram: Tensor, tol: float) -> Tensor:
-    operator = _native.operator("client_weights", gram)
+    operator = native.operator("client_weights", gram)
     if gram.is_cuda and (operator is None or gram.shape[-1] > _MOST_ON_CUDA):
         return _solve(gram.cpu(), tol).to(gram.device)
     if operator is None:
@@ -141,7 +141,7 @@ def _solve(gram: Tensor, tol: float) -> Tensor:
 
 
 # An operator of its own for torch.compile, fake tensors and vmap, which have no data for the checks and the loop.
-torch.library.define("fedkernels::client_weights_solve", _native.SCHEMAS["client_weights"])
+torch.library.define("fedkernels::client_weights_solve", native.SCHEMAS["client_weights"])
 torch.library.impl("fedkernels::client_weights_solve", ("cpu", "cuda"))(_solve)
 
 
@@ -150,7 +150,7 @@ def _shape(gram: Tensor, tol: float) -> Tensor:
 
 
 torch.library.register_fake("fedkernels::client_weights_solve")(_shape)
-if _native.module is not None:
+if native.module is not None:
     torch.library.register_fake("fedkernels::client_weights")(_shape)
 
 

@@ -5,11 +5,11 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from fedkernels import _checks, _native
-from fedkernels._autograd import has_tangent
-from fedkernels._contrastive import scaled_rows
-from fedkernels._similarity_logsumexp import similarity_logsumexp
 from fedkernels.info_nce import info_nce
+from fedkernels.internal import checks, native
+from fedkernels.internal.autograd import has_tangent
+from fedkernels.internal.contrastive import scaled_rows
+from fedkernels.internal.similarity_logsumexp import similarity_logsumexp
 from fedkernels.reference._precision import compute_dtype
 from fedkernels.reference.clip_loss import clip_loss as _reference
 
@@ -40,18 +40,18 @@ def clip_loss(image: Tensor, text: Tensor, logit_scale: float | Tensor) -> Tenso
         TypeError: image or text is not a floating tensor, or logit_scale neither a number nor a floating tensor.
         ValueError: B = 0, d = 0, unequal shapes or devices, a logit_scale of several entries or out of range.
     """
-    _checks.floating("image", image, ndim=2, layout="[B, d]")
-    _checks.floating("text", text, ndim=2, layout="[B, d]")
-    _checks.not_empty("image", image, (0, 1), "B or d")
+    checks.floating("image", image, ndim=2, layout="[B, d]")
+    checks.floating("text", text, ndim=2, layout="[B, d]")
+    checks.not_empty("image", image, (0, 1), "B or d")
     if text.shape != image.shape:
         raise ValueError(f"text must have the shape {list(image.shape)} of image, got {list(text.shape)}")
-    _checks.same_device(image=image, text=text)
-    logit_scale = _checks.positive_number_or_tensor("logit_scale", logit_scale, image.device)
+    checks.same_device(image=image, text=text)
+    logit_scale = checks.positive_number_or_tensor("logit_scale", logit_scale, image.device)
     dtype = compute_dtype(image, text)
     scaled = scaled_rows(image, logit_scale, dtype)
     if image.is_cuda:
         return (info_nce(scaled, text, 1.0) + info_nce(text, scaled, 1.0)) / 2
-    if has_tangent(scaled, text) or _native.operator("similarity_logsumexp", image, text) is None:
+    if has_tangent(scaled, text) or native.operator("similarity_logsumexp", image, text) is None:
         return _reference(scaled, text, 1.0)
     numbers = torch.arange(image.shape[0], device=image.device)
     sums = similarity_logsumexp(scaled, text, positives=numbers, columns=True)

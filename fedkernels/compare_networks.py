@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedkernels import _checks
 from fedkernels.accumulate_cka import CKAAccumulator
+from fedkernels.internal import checks
 from fedkernels.minibatch_cka import MinibatchCKA
 
 ESTIMATORS = ("minibatch", "exact", "exact_debiased")
@@ -90,7 +90,7 @@ def compare(
             tensor of one row for each sample; an empty loader; an unknown estimator; batches that the estimator
             refuses.
     """
-    _checks.one_of("estimator", estimator, ESTIMATORS)
+    checks.one_of("estimator", estimator, ESTIMATORS)
     names_a, names_b = _names_of_both(layers)
     modules_a = _modules("model_a", model_a, names_a)
     modules_b = _modules("model_b", model_b, names_b)
@@ -125,7 +125,7 @@ def _names_of_both(layers: Any) -> tuple[list[str], list[str]]:
     names = []
     for one in both:
         if isinstance(one, str) or not isinstance(one, Sequence) or not all(isinstance(name, str) for name in one):
-            raise TypeError(f"layers must be a list of names or a tuple of two such lists, got {_checks.short(layers)}")
+            raise TypeError(f"layers must be a list of names or a tuple of two such lists, got {checks.short(layers)}")
         if not one:
             raise ValueError("layers must name at least one layer, got an empty list")
         names.append(list(one))

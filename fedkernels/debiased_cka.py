@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedkernels import _native
-from fedkernels._autograd import has_tangent, needs_gradient, refuse_second_derivative
-from fedkernels._similarity import (
+from fedkernels.internal import native
+from fedkernels.internal.autograd import has_tangent, needs_gradient, refuse_second_derivative
+from fedkernels.internal.similarity import (
     FEWEST_DEBIASED_ROWS,
     check_lists,
     check_pair,
@@ -49,7 +49,7 @@ def debiased_cka(x: Tensor, y: Tensor) -> Tensor:
     """
     check_pair(x, y)
     _check_rows("x", x)
-    operator = None if has_tangent(x, y) else _native.operator("debiased_cka", x, y)
+    operator = None if has_tangent(x, y) else native.operator("debiased_cka", x, y)
     if operator is None:
         return _reference.debiased_cka(x, y)
     value: Tensor = operator(x.contiguous(), y.contiguous(), needs_gradient(x), needs_gradient(y))[0]
@@ -76,7 +76,7 @@ def debiased_cka_pairwise(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Tensor:
     check_lists(xs, ys)
     _check_rows("xs[0]", xs[0])
     everything = [*xs, *ys]
-    operator = _native.operator("debiased_cka_pairwise", *everything)
+    operator = native.operator("debiased_cka_pairwise", *everything)
     if operator is None or any(needs_gradient(z) for z in everything) or has_tangent(*everything):
         return _reference.debiased_cka_pairwise(xs, ys)
     same = len(xs) == len(ys) and all(x is y for x, y in zip(xs, ys, strict=True))
@@ -89,7 +89,7 @@ def _check_rows(name: str, x: Tensor) -> None:
         raise ValueError(f"{name} must have at least {FEWEST_DEBIASED_ROWS} rows for debiased CKA, got {x.shape[-2]}")
 
 
-if _native.module is not None:
+if native.module is not None:
 
     @torch.library.register_fake("fedkernels::debiased_cka")
     def _(x: Tensor, y: Tensor, x_gradient: bool, y_gradient: bool) -> tuple[Tensor, Tensor, Tensor]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fedkernels import _checks, _native
+from fedkernels.internal import checks, native
 from fedkernels.reference.delta_gram import delta_gram as _reference
 
 
@@ -28,16 +28,16 @@ def delta_gram(global_params: Sequence[Tensor], client_params: Sequence[Sequence
         TypeError: not lists of floating tensors (leave integer buffers, such as BatchNorm's counters, out).
         ValueError: an empty list; a tensor that differs from the global one in shape or device (its index is named).
     """
-    _checks.parameter_lists(global_params, client_params)
+    checks.parameter_lists(global_params, client_params)
     clients = [tensor for params in client_params for tensor in params]
-    operator = _native.operator("delta_gram", *global_params)  # each client's tensor is on its global tensor's device
+    operator = native.operator("delta_gram", *global_params)  # each client's tensor is on its global tensor's device
     if operator is None:
         return _reference(global_params, client_params)
     with torch.no_grad():
         return operator([tensor.contiguous() for tensor in global_params], [tensor.contiguous() for tensor in clients])
 
 
-if _native.module is not None:
+if native.module is not None:
 
     @torch.library.register_fake("fedkernels::delta_gram")
     def _(global_params: list[Tensor], client_params: list[Tensor]) -> Tensor:

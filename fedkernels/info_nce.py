@@ -5,9 +5,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fedkernels import _checks, _contrastive, _native
-from fedkernels._autograd import keep_missing_as_none, needs_gradient, refuse_second_derivative
-from fedkernels._similarity_logsumexp import similarity_logsumexp
+from fedkernels.internal import checks, contrastive, native
+from fedkernels.internal.autograd import keep_missing_as_none, needs_gradient, refuse_second_derivative
+from fedkernels.internal.similarity_logsumexp import similarity_logsumexp
 from fedkernels.reference._precision import compute_dtype, no_autocast
 from fedkernels.reference._reduce import reduce
 from fedkernels.reference.info_nce import info_nce as _reference
@@ -64,35 +64,35 @@ def info_nce(
         ValueError: B = 0, d = 0, N too small, shapes or devices that do not agree, a temperature, a reduction or (on
             the CPU, outside of torch.compile) a positive out of range.
     """
-    _checks.floating("query", query, ndim=2, layout="[B, d]")
-    _checks.floating("key", key, ndim=2, layout="[N, d]")
-    _checks.not_empty("query", query, (0, 1), "B or d")
+    checks.floating("query", query, ndim=2, layout="[B, d]")
+    checks.floating("key", key, ndim=2, layout="[N, d]")
+    checks.not_empty("query", query, (0, 1), "B or d")
     if key.shape[1] != query.shape[1]:
         raise ValueError(f"key must have the d = {query.shape[1]} columns of query, got {key.shape[1]}")
-    _checks.same_device(query=query, key=key)
-    temperature = _checks.positive_number_or_tensor("temperature", temperature, query.device)
-    _checks.one_of("reduction", reduction, _checks.REDUCTIONS)
+    checks.same_device(query=query, key=key)
+    temperature = checks.positive_number_or_tensor("temperature", temperature, query.device)
+    checks.one_of("reduction", reduction, checks.REDUCTIONS)
     _check_positives(positives, query, key)
     if negatives is not None:
-        _checks.floating("negatives", negatives, ndim=2, layout="[M, d]")
+        checks.floating("negatives", negatives, ndim=2, layout="[M, d]")
         if negatives.shape[1] != query.shape[1]:
             raise ValueError(f"negatives must have the d = {query.shape[1]} columns of query, got {negatives.shape[1]}")
-        _checks.same_device(query=query, negatives=negatives)
+        checks.same_device(query=query, negatives=negatives)
         with no_autocast(key):  # under autocast to bfloat16 torch.cat of float16 raises an error
             key = torch.cat([key, negatives])
     if labels is not None or excluded is not None or isinstance(positives, Tensor):
         _check_left_out(labels, excluded, query, key)
-        scaled = _contrastive.scaled_rows(query, 1 / temperature, compute_dtype(query, key))
+        scaled = contrastive.scaled_rows(query, 1 / temperature, compute_dtype(query, key))
         return _by_similarities(scaled, key, reduction, positives, labels, excluded)
     if positives > 0:
         key = key.roll(-positives, 0)  # so that key i is the positive of query i
     if isinstance(temperature, Tensor):
-        query, temperature = _contrastive.scaled_rows(query, 1 / temperature, compute_dtype(query, key)), 1.0
+        query, temperature = contrastive.scaled_rows(query, 1 / temperature, compute_dtype(query, key)), 1.0
     wanted = (False, False) if recompute else (needs_gradient(query), needs_gradient(key))
-    operator = _contrastive.operator("info_nce", query, key)
+    operator = contrastive.operator("info_nce", query, key)
     if operator is None:
         return _reference(query, key, temperature, reduction)
-    options = temperature, reduction, *wanted, _contrastive.allows_tf32()
+    options = temperature, reduction, *wanted, contrastive.allows_tf32()
     loss: Tensor = operator(query.contiguous(), key.contiguous(), *options)[0]
     return loss
 
@@ -118,20 +118,20 @@ def _check_positives(positives: object, query: Tensor, key: Tensor) -> None:
     """An offset or int64 [B], within the rows of key."""
     queries, keys = query.shape[0], key.shape[0]
     if isinstance(positives, Tensor):
-        _checks.integers("positives", positives, (queries,), "[B]")
-        _checks.same_device(query=query, positives=positives)
+        checks.integers("positives", positives, (queries,), "[B]")
+        checks.same_device(query=query, positives=positives)
         if keys == 0:
             raise ValueError(f"key must not be empty in N, got shape {list(key.shape)}")
-        if _checks.has_values(positives):
+        if checks.has_values(positives):
             lowest, highest = positives.aminmax()
             # Under a FakeTensorMode they are without values, even those of a tensor that has values.
-            if _checks.has_values(lowest) and not 0 <= int(lowest) <= int(highest) < keys:
+            if checks.has_values(lowest) and not 0 <= int(lowest) <= int(highest) < keys:
                 raise ValueError(f"positives must be from 0 to N - 1 = {keys - 1}, got {int(lowest)} to {int(highest)}")
         return
     if isinstance(positives, bool) or not isinstance(positives, int):
         raise TypeError(f"positives must be an integer or an int64 tensor [B], got {type(positives).__name__}")
     if positives < 0:
-        raise ValueError(f"positives must be an offset of at least 0, got {_checks.short(positives)}")
+        raise ValueError(f"positives must be an offset of at least 0, got {checks.short(positives)}")
     if keys < queries + positives:
         beyond = f" from row {positives} on" if positives else ""
         raise ValueError(f"key must have at least the B = {queries} rows of query{beyond}, got {keys}")
@@ -143,8 +143,8 @@ def _check_left_out(labels: object, excluded: Tensor | None, query: Tensor, key:
         if not isinstance(labels, (tuple, list)) or len(labels) != 2:
             raise TypeError("labels must be a pair of tensors: the queries' labels [B] and the keys' labels [N + M]")
         for name, tensor, rows, layout in (("[0]", labels[0], query, "[B]"), ("[1]", labels[1], key, "[N + M]")):
-            _checks.integers(f"labels{name}", tensor, (rows.shape[0],), layout)
-            _checks.same_device(**{"query": query, f"labels{name}": tensor})
+            checks.integers(f"labels{name}", tensor, (rows.shape[0],), layout)
+            checks.same_device(**{"query": query, f"labels{name}": tensor})
     if excluded is not None:
         if not isinstance(excluded, Tensor):
             raise TypeError(f"excluded must be a torch.Tensor, got {type(excluded).__name__}")
@@ -153,10 +153,10 @@ def _check_left_out(labels: object, excluded: Tensor | None, query: Tensor, key:
         if excluded.shape != (query.shape[0], key.shape[0]):
             expected = [query.shape[0], key.shape[0]]
             raise ValueError(f"excluded must have shape [B, N + M] = {expected}, got {list(excluded.shape)}")
-        _checks.same_device(query=query, excluded=excluded)
+        checks.same_device(query=query, excluded=excluded)
 
 
-if _native.module is not None:
+if native.module is not None:
 
     @torch.library.register_fake("fedkernels::info_nce")
     def _(
@@ -214,7 +214,7 @@ if _native.module is not None:
         if any(ctx.formed):
             factor = grad[:, None] if ctx.reduction == "none" else grad
             of_query, of_key = (
-                _contrastive.scaled(gradient, factor, dtype) if need else None
+                contrastive.scaled(gradient, factor, dtype) if need else None
                 for gradient, need, dtype in zip(ctx.saved_tensors, wanted, ctx.dtypes, strict=True)
             )
         else:

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedkernels import _checks, _linear_cka_cuda, _native
-from fedkernels._autograd import has_tangent, needs_gradient, refuse_second_derivative
-from fedkernels._similarity import (
+from fedkernels.internal import checks, linear_cka_cuda, native
+from fedkernels.internal.autograd import has_tangent, needs_gradient, refuse_second_derivative
+from fedkernels.internal.similarity import (
     check_broadcast,
     check_lists,
     check_pair,
@@ -46,9 +46,9 @@ def linear_cka(x: Tensor, y: Tensor, centered: bool = False) -> Tensor:
         ValueError: L = 0, d1 = 0, d2 = 0, unequal L, leading dimensions that do not broadcast, unequal devices.
     """
     check_pair(x, y)
-    _checks.boolean("centered", centered)
+    checks.boolean("centered", centered)
     large = x.is_cuda and not (_small(x) and _small(y))
-    operator = None if has_tangent(x, y) else _native.operator("linear_cka_large" if large else "linear_cka", x, y)
+    operator = None if has_tangent(x, y) else native.operator("linear_cka_large" if large else "linear_cka", x, y)
     if large and x.shape[:-2] != y.shape[:-2]:
         operator = None  # the reference computes the product of a broadcast matrix with itself only once
     if operator is not None and x.is_cuda:
@@ -84,13 +84,13 @@ def linear_cka_to_kernel(x: Tensor, kernel: Tensor, centered: bool = False) -> T
             devices.
     """
     check_representation("x", x)
-    _checks.floating("kernel", kernel, at_least=2, layout="[..., L, L]")
+    checks.floating("kernel", kernel, at_least=2, layout="[..., L, L]")
     rows = x.shape[-2]
     if kernel.shape[-2:] != (rows, rows):
         raise ValueError(f"kernel must be [..., {rows}, {rows}] for the {rows} rows of x, got {list(kernel.shape)}")
     check_broadcast("kernel", kernel, x)
-    _checks.boolean("centered", centered)
-    operator = None if has_tangent(x, kernel) else _native.operator("linear_cka_to_kernel", x, kernel)
+    checks.boolean("centered", centered)
+    operator = None if has_tangent(x, kernel) else native.operator("linear_cka_to_kernel", x, kernel)
     if x.is_cuda and x.shape[:-2] != kernel.shape[:-2]:
         operator = None
     if operator is None or needs_gradient(kernel):
@@ -118,9 +118,9 @@ def linear_cka_pairwise(xs: Sequence[Tensor], ys: Sequence[Tensor], centered: bo
         ValueError: an empty list, L = 0, d = 0, unequal L or devices.
     """
     check_lists(xs, ys)
-    _checks.boolean("centered", centered)
+    checks.boolean("centered", centered)
     everything = [*xs, *ys]
-    operator = _native.operator("linear_cka_pairwise", *everything)
+    operator = native.operator("linear_cka_pairwise", *everything)
     if operator is None or any(needs_gradient(z) for z in everything) or has_tangent(*everything):
         return _reference.linear_cka_pairwise(xs, ys, centered)
     same = len(xs) == len(ys) and all(x is y for x, y in zip(xs, ys, strict=True))
@@ -133,13 +133,13 @@ def _small(x: Tensor) -> bool:
     return x.dtype != torch.float64 and x.shape[-2] <= 512 and x.shape[-1] <= 128
 
 
-if _native.module is not None:
+if native.module is not None:
     # The same operator for large matrices on CUDA.
-    torch.library.define("fedkernels::linear_cka_large", _native.SCHEMAS["linear_cka"])
-    if "linear_cka_large" in _native.CUDA:
-        torch.library.impl("fedkernels::linear_cka_large", "cuda", _linear_cka_cuda.linear_cka)
-        torch.library.impl("fedkernels::linear_cka_to_kernel", "cuda", _linear_cka_cuda.linear_cka_to_kernel)
-        torch.library.impl("fedkernels::linear_cka_pairwise", "cuda", _linear_cka_cuda.linear_cka_pairwise)
+    torch.library.define("fedkernels::linear_cka_large", native.SCHEMAS["linear_cka"])
+    if "linear_cka_large" in native.CUDA:
+        torch.library.impl("fedkernels::linear_cka_large", "cuda", linear_cka_cuda.linear_cka)
+        torch.library.impl("fedkernels::linear_cka_to_kernel", "cuda", linear_cka_cuda.linear_cka_to_kernel)
+        torch.library.impl("fedkernels::linear_cka_pairwise", "cuda", linear_cka_cuda.linear_cka_pairwise)
 
     @torch.library.register_fake("fedkernels::linear_cka")
     @torch.library.register_fake("fedkernels::linear_cka_large")

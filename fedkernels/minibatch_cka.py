@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from fedkernels._hsic_pairwise import hsic_pairwise
-from fedkernels._similarity import FEWEST_DEBIASED_ROWS, check_batch
+from fedkernels.internal.hsic_pairwise import hsic_pairwise
+from fedkernels.internal.similarity import FEWEST_DEBIASED_ROWS, check_batch
 from fedkernels.reference._precision import compute_dtype, no_autocast
 from fedkernels.reference.linear_cka import ratio
 

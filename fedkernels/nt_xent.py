@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedkernels import _checks, _contrastive, _native
-from fedkernels._autograd import keep_missing_as_none, needs_gradient, refuse_second_derivative
+from fedkernels.internal import checks, contrastive, native
+from fedkernels.internal.autograd import keep_missing_as_none, needs_gradient, refuse_second_derivative
 from fedkernels.reference._precision import compute_dtype
 from fedkernels.reference.nt_xent import nt_xent as _reference
 
@@ -38,28 +38,28 @@ def nt_xent(view1: Tensor, view2: Tensor, temperature: float | Tensor, reduction
         ValueError: B = 0, d = 0, unequal shapes or devices, a temperature of several entries, a temperature or
             reduction out of range.
     """
-    _checks.floating("view1", view1, ndim=2, layout="[B, d]")
-    _checks.floating("view2", view2, ndim=2, layout="[B, d]")
-    _checks.not_empty("view1", view1, (0, 1), "B or d")
+    checks.floating("view1", view1, ndim=2, layout="[B, d]")
+    checks.floating("view2", view2, ndim=2, layout="[B, d]")
+    checks.not_empty("view1", view1, (0, 1), "B or d")
     if view2.shape != view1.shape:
         raise ValueError(f"view2 must have the shape {list(view1.shape)} of view1, got {list(view2.shape)}")
-    _checks.same_device(view1=view1, view2=view2)
-    temperature = _checks.positive_number_or_tensor("temperature", temperature, view1.device)
-    _checks.one_of("reduction", reduction, _checks.REDUCTIONS)
+    checks.same_device(view1=view1, view2=view2)
+    temperature = checks.positive_number_or_tensor("temperature", temperature, view1.device)
+    checks.one_of("reduction", reduction, checks.REDUCTIONS)
     if isinstance(temperature, Tensor):
         scale, dtype = temperature.rsqrt(), compute_dtype(view1, view2)
-        view1, view2 = (_contrastive.scaled_rows(view, scale, dtype) for view in (view1, view2))
+        view1, view2 = (contrastive.scaled_rows(view, scale, dtype) for view in (view1, view2))
         temperature = 1.0
     wanted = needs_gradient(view1) or needs_gradient(view2)
-    operator = _contrastive.operator("nt_xent", view1, view2)
+    operator = contrastive.operator("nt_xent", view1, view2)
     if operator is None:
         return _reference(view1, view2, temperature, reduction)
-    options = temperature, reduction, wanted, _contrastive.allows_tf32()
+    options = temperature, reduction, wanted, contrastive.allows_tf32()
     loss: Tensor = operator(view1.contiguous(), view2.contiguous(), *options)[0]
     return loss
 
 
-if _native.module is not None:
+if native.module is not None:
 
     @torch.library.register_fake("fedkernels::nt_xent")
     def _(
@@ -97,7 +97,7 @@ if _native.module is not None:
             gradient, factor = operator(*ctx.saved_tensors, ctx.temperature, weights, ctx.tf32), 1
         # Each view's product is its own, so that what takes them can free one before it comes to the other.
         of_views = (
-            _contrastive.scaled(part, factor, dtype) if need else None
+            contrastive.scaled(part, factor, dtype) if need else None
             for part, need, dtype in zip(gradient.chunk(2), ctx.needs_input_grad, ctx.dtypes, strict=False)
         )
         return *of_views, None, None, None, None

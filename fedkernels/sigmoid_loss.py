@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedkernels import _checks, _contrastive, _native
-from fedkernels._autograd import keep_missing_as_none, needs_gradient, refuse_second_derivative
+from fedkernels.internal import checks, contrastive, native
+from fedkernels.internal.autograd import keep_missing_as_none, needs_gradient, refuse_second_derivative
 from fedkernels.reference._precision import compute_dtype, no_autocast
 from fedkernels.reference.sigmoid_loss import sigmoid_loss as _reference
 
@@ -39,28 +39,28 @@ def sigmoid_loss(image: Tensor, text: Tensor, logit_scale: float | Tensor, logit
         ValueError: B = 0, d = 0, unequal shapes or devices, a logit_scale or logit_bias of several entries or out of
             range.
     """
-    _checks.floating("image", image, ndim=2, layout="[B, d]")
-    _checks.floating("text", text, ndim=2, layout="[B, d]")
-    _checks.not_empty("image", image, (0, 1), "B or d")
+    checks.floating("image", image, ndim=2, layout="[B, d]")
+    checks.floating("text", text, ndim=2, layout="[B, d]")
+    checks.not_empty("image", image, (0, 1), "B or d")
     if text.shape != image.shape:
         raise ValueError(f"text must have the shape {list(image.shape)} of image, got {list(text.shape)}")
-    _checks.same_device(image=image, text=text)
-    logit_scale = _checks.positive_number_or_tensor("logit_scale", logit_scale, image.device)
-    logit_bias = _checks.number_or_tensor("logit_bias", logit_bias, image.device)
-    scaled = _contrastive.scaled_rows(image, logit_scale, compute_dtype(image, text))
+    checks.same_device(image=image, text=text)
+    logit_scale = checks.positive_number_or_tensor("logit_scale", logit_scale, image.device)
+    logit_bias = checks.number_or_tensor("logit_bias", logit_bias, image.device)
+    scaled = contrastive.scaled_rows(image, logit_scale, compute_dtype(image, text))
     # One more column adds the bias to every logit, and autograd gives it its gradient. (torch.cat of float16 raises an
     # error under autocast to bfloat16.)
     with no_autocast(image):
         biases = scaled.new_ones(len(image), 1) * logit_bias
         scaled, text = torch.cat([scaled, biases], dim=1), torch.cat([text, text.new_ones(len(image), 1)], dim=1)
-    operator = None if image.is_cuda else _contrastive.operator("sigmoid_loss", scaled, text)
+    operator = None if image.is_cuda else contrastive.operator("sigmoid_loss", scaled, text)
     if operator is None:
         return _reference(scaled, text, 1.0, 0.0)
     total: Tensor = operator(scaled, text, needs_gradient(scaled), needs_gradient(text))[0]
     return (total / len(image)).to(scaled.dtype)
 
 
-if _native.module is not None:
+if native.module is not None:
 
     @torch.library.register_fake("fedkernels::sigmoid_loss")
     def _(query: Tensor, key: Tensor, query_gradient: bool, key_gradient: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -83,7 +83,7 @@ if _native.module is not None:
             return (None,) * 4
         wanted = ctx.needs_input_grad[:2]
         of_query, of_key = (
-            _contrastive.scaled(gradient, grad, dtype) if need else None
+            contrastive.scaled(gradient, grad, dtype) if need else None
             for gradient, need, dtype in zip(ctx.saved_tensors, wanted, ctx.dtypes, strict=True)
         )
         return of_query, of_key, None, None

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from fedkernels import _checks, _native
-from fedkernels._autograd import has_tangent
-from fedkernels._contrastive import scaled_rows
-from fedkernels._similarity_logsumexp import similarity_logsumexp
+from fedkernels.internal import checks, native
+from fedkernels.internal.autograd import has_tangent
+from fedkernels.internal.contrastive import scaled_rows
+from fedkernels.internal.similarity_logsumexp import similarity_logsumexp
 from fedkernels.nt_xent import nt_xent
 from fedkernels.reference._precision import compute_dtype
 from fedkernels.reference.supervised_contrastive_loss import supervised_contrastive_loss as _reference
@@ -44,15 +44,15 @@ def supervised_contrastive_loss(
         ValueError: B = 0, d = 0, labels of another shape or device, a temperature of several entries, a temperature or
             reduction out of range.
     """
-    _checks.floating("features", features, ndim=2, layout="[B, d]")
-    _checks.not_empty("features", features, (0, 1), "B or d")
-    _checks.integers("labels", labels, (features.shape[0],), "[B]")
-    _checks.same_device(features=features, labels=labels)
-    temperature = _checks.positive_number_or_tensor("temperature", temperature, features.device)
-    _checks.one_of("reduction", reduction, _checks.REDUCTIONS)
+    checks.floating("features", features, ndim=2, layout="[B, d]")
+    checks.not_empty("features", features, (0, 1), "B or d")
+    checks.integers("labels", labels, (features.shape[0],), "[B]")
+    checks.same_device(features=features, labels=labels)
+    temperature = checks.positive_number_or_tensor("temperature", temperature, features.device)
+    checks.one_of("reduction", reduction, checks.REDUCTIONS)
     rows, half = features.shape[0], features.shape[0] // 2
     name = "similarity_logsumexp" if rows % 2 else "nt_xent"
-    if rows == 1 or has_tangent(features) or _native.operator(name, features) is None:
+    if rows == 1 or has_tangent(features) or native.operator(name, features) is None:
         return _reference(features, labels, temperature, reduction)
     # Both sides of the products are divided by the square root.
     z = scaled_rows(features, temperature**-0.5, compute_dtype(features))

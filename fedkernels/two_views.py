@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from fedkernels import _checks, _native
+from fedkernels.internal import checks, native
 from fedkernels.reference import two_views as _reference
 from fedkernels.view_options import ViewKey, ViewOptions, ViewParameters
 
@@ -51,12 +51,12 @@ def two_views(
     """
     _check(images, samples, key, options)
     if dtype not in _DTYPES:
-        raise ValueError(f"dtype must be torch.float32 or torch.bfloat16, got {_checks.short(dtype)}")
+        raise ValueError(f"dtype must be torch.float32 or torch.bfloat16, got {checks.short(dtype)}")
     if memory_format not in _MEMORY_FORMATS:
         raise ValueError(
-            f"memory_format must be torch.contiguous_format or torch.channels_last, got {_checks.short(memory_format)}"
+            f"memory_format must be torch.contiguous_format or torch.channels_last, got {checks.short(memory_format)}"
         )
-    operator = _native.operator("two_views", images, samples)
+    operator = native.operator("two_views", images, samples)
     too_large = images.is_cuda and max(images.shape[2:]) > _LARGEST_SIDE_ON_CUDA
     if operator is None or too_large:
         height, width = images.shape[2:]
@@ -109,7 +109,7 @@ def _check(images: Tensor, samples: Tensor, key: ViewKey, options: ViewOptions) 
     _check_draws(samples, key, options)
     if len(samples) != len(images):
         raise ValueError(f"samples must have one number for each of the {len(images)} images, got {len(samples)}")
-    _checks.same_device(images=images, samples=samples)
+    checks.same_device(images=images, samples=samples)
 
 
 def _check_draws(samples: Tensor, key: ViewKey, options: ViewOptions) -> None:
@@ -129,12 +129,12 @@ def _check_draws(samples: Tensor, key: ViewKey, options: ViewOptions) -> None:
         if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
             raise TypeError(f"key.{name} must be an integer, got {type(value).__name__}")
         if not 0 <= value < 1 << bits:
-            raise ValueError(f"key.{name} must be between 0 and 2^{bits} - 1, got {_checks.short(value)}")
+            raise ValueError(f"key.{name} must be between 0 and 2^{bits} - 1, got {checks.short(value)}")
     if not isinstance(options, ViewOptions):
         raise TypeError(f"options must be a ViewOptions, got {type(options).__name__}")
 
 
-if _native.module is not None:
+if native.module is not None:
 
     @torch.library.register_fake("fedkernels::two_views")
     def _(

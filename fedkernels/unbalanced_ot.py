@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedkernels import _checks, _native
-from fedkernels._autograd import is_transformed, is_without_data, keep_missing_as_none
+from fedkernels.internal import checks, native
+from fedkernels.internal.autograd import is_transformed, is_without_data, keep_missing_as_none
 from fedkernels.reference import unbalanced_ot as _reference
 from fedkernels.reference._precision import compute_dtype
 from fedkernels.reference.unbalanced_ot import TransportInfo
@@ -110,7 +110,7 @@ def unbalanced_ot_plan(
 
 
 # An operator of its own for torch.compile: its loop ends depending on the data, which a compiled graph cannot express.
-torch.library.define("fedkernels::unbalanced_ot_reference", _native.SCHEMAS["unbalanced_ot"])
+torch.library.define("fedkernels::unbalanced_ot_reference", native.SCHEMAS["unbalanced_ot"])
 
 
 @torch.library.impl("fedkernels::unbalanced_ot_reference", ("cpu", "cuda"))
@@ -142,7 +142,7 @@ def _shapes(
 
 
 torch.library.register_fake("fedkernels::unbalanced_ot_reference")(_shapes)
-if _native.module is not None:
+if native.module is not None:
     torch.library.register_fake("fedkernels::unbalanced_ot")(_shapes)
 
 
@@ -157,7 +157,7 @@ def _operator(cost: Tensor, a: Tensor, b: Tensor, method: str) -> Any:
     reference = torch.ops.fedkernels.unbalanced_ot_reference
     if method == "interior_point" and cost.is_cuda:
         return reference
-    return _native.operator("unbalanced_ot", cost, a, b) or reference
+    return native.operator("unbalanced_ot", cost, a, b) or reference
 
 
 class _UnbalancedOT(torch.autograd.Function):
@@ -250,8 +250,8 @@ def _check(
     method: str,
 ) -> tuple[Tensor, Tensor, Tensor, tuple[float, float, float, int, str]]:
     """Returns cost, a and b as tensors of matching batch shape with the masks applied, and the checked options."""
-    _checks.floating("cost", cost, at_least=2, layout="[..., M, N]")
-    _checks.not_empty("cost", cost, (-2, -1), "M or N")
+    checks.floating("cost", cost, at_least=2, layout="[..., M, N]")
+    checks.not_empty("cost", cost, (-2, -1), "M or N")
     a = _masses("a", a, cost, -2)
     b = _masses("b", b, cost, -1)
     if row_mask is not None:
@@ -260,15 +260,15 @@ def _check(
     if column_mask is not None:
         padding = ~_mask("column_mask", column_mask, b, cost)
         cost, b = cost.masked_fill(padding[..., None, :], math.inf), b.masked_fill(padding, 0)
-    tau_a, tau_b = _checks.positive("tau_a", tau_a), _checks.positive("tau_b", tau_b)
-    tol = _checks.positive("tol", tol)
+    tau_a, tau_b = checks.positive("tau_a", tau_a), checks.positive("tau_b", tau_b)
+    tol = checks.positive("tol", tol)
     if max_iterations is None:
         max_iterations = _reference.DEFAULT_MAX_ITERATIONS
     elif isinstance(max_iterations, bool) or not isinstance(max_iterations, int) or max_iterations < 1:
         raise ValueError(f"max_iterations must be a positive integer or None, got {max_iterations!r}")
     else:
         max_iterations = min(max_iterations, 2**62)  # fits the operator's int64
-    _checks.one_of("method", method, METHODS)
+    checks.one_of("method", method, METHODS)
     return cost, a, b, (tau_a, tau_b, tol, max_iterations, method)
 
 
@@ -276,13 +276,13 @@ def _masses(name: str, masses: Tensor | float, cost: Tensor, dim: int) -> Tensor
     wanted = [*cost.shape[:-2], cost.shape[dim]]
     if isinstance(masses, (int, float)) and not isinstance(masses, bool):
         if not abs(masses) <= sys.float_info.max:
-            raise ValueError(f"{name} must be finite, got {_checks.short(masses)}")
+            raise ValueError(f"{name} must be finite, got {checks.short(masses)}")
         # Never in half precision, which is off by up to 0.4 %. The dtype of the result does not change.
         return cost.new_full(wanted, float(masses), dtype=torch.promote_types(cost.dtype, torch.float32))
     if not isinstance(masses, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor or a Python number, got {type(masses).__name__}")
-    _checks.floating(name, masses)
-    _checks.same_device(**{"cost": cost, name: masses})
+    checks.floating(name, masses)
+    checks.same_device(**{"cost": cost, name: masses})
     # A tensor with one mass instead of a row of masses is probably a mistake; a number is accepted.
     if masses.ndim == 0 or masses.shape[-1] != wanted[-1]:
         raise ValueError(
@@ -302,7 +302,7 @@ def _mask(name: str, mask: Tensor, masses: Tensor, cost: Tensor) -> Tensor:
         raise TypeError(f"{name} must be a bool tensor or None, got {type(mask).__name__}")
     if mask.dtype != torch.bool:
         raise TypeError(f"{name} must be a bool tensor or None, got dtype {mask.dtype}")
-    _checks.same_device(**{"cost": cost, name: mask})
+    checks.same_device(**{"cost": cost, name: mask})
     wanted = list(masses.shape)
     if mask.ndim == 0 or mask.shape[-1] != wanted[-1]:
         raise ValueError(

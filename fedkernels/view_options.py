@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fedkernels import _checks
-
 _PAIRS = ("crop_scale", "crop_ratio", "blur_sigma")
 _PROBABILITIES = ("flip", "jitter_probability", "grayscale", "blur", "solarize")
 _STRENGTHS = ("brightness", "contrast", "saturation", "hue")
@@ -57,10 +55,10 @@ class ViewOptions:
             most = _LARGEST.get(name, _LARGEST_OF_OTHERS)
             if name not in _PAIRS:
                 if not 0 <= _number(name, value) <= most:
-                    raise ValueError(f"{name} must be between 0 and {most:g}, got {_checks.short(value)}")
+                    raise ValueError(f"{name} must be between 0 and {most:g}, got {short(value)}")
                 continue
             if not isinstance(value, (tuple, list)) or len(value) != 2:
-                raise TypeError(f"{name} must be two numbers, got {_checks.short(value)}")
+                raise TypeError(f"{name} must be two numbers, got {short(value)}")
             low, high = (_number(name, one) for one in value)
             least = 1 / _LARGEST_OF_OTHERS
             if not least <= low <= high <= most:
@@ -117,3 +115,11 @@ def _number(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
     return float(value) if -_LARGEST_OF_OTHERS <= value <= _LARGEST_OF_OTHERS else math.nan
+
+
+def short(value: object) -> str:
+    """Return a value for a message, in about 80 characters. Python refuses to print integers of thousands of digits."""
+    if isinstance(value, int) and not -(10**40) < value < 10**40:
+        return f"an integer of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."

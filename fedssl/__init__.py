@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .errors import UserError
     from .library import evaluate, load_recipe, read_run, resume, run, write_report
-    from .recipe import Recipe
-    from .recipe_text import recipe_names
-    from .run_record import Run
+    from .recipe.overrides import recipe_names
+    from .recipe.recipe import Recipe
+    from .run.record import Run
 
 __all__ = [
     "Recipe",

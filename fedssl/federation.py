@@ -10,23 +10,21 @@ from torch import Tensor
 
 from .client import Client
 from .data.datasets import Dataset, load_dataset
-from .data.dealing import deal
-from .data.partition_table import class_counts
+from .data.partitions import class_counts, deal
 from .data.stored_images import rows_in_place
 from .errors import UserError
-from .evaluation.downstream import check_downstream, load_downstream
+from .evaluation.evaluate import check_downstream, load_downstream
 from .messages import Message
 from .method import Method
 from .models.encoders import build_encoder
 from .models.model import Model, copy_entries
-from .models.options import ModelOptions
 from .models.precision import check_precision
-from .models.weights import Weights, digest, load_weights, read_all_weights
+from .models.weights import ModelOptions, Weights, digest, load_weights, read_all_weights
 from .randomness import generator_for, seeded
-from .reading import load_stored_recipe
-from .recipe import Recipe
-from .rules import check_data, check_models, check_parts, check_shares
-from .run_directory import RunDirectory
+from .recipe.reading import load_stored_recipe
+from .recipe.recipe import Recipe
+from .recipe.rules import check_data, check_models, check_parts, check_shares
+from .run.directory import RunDirectory
 
 MODEL = "model/"
 MEMORY = "memory/"

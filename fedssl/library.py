@@ -7,14 +7,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from . import reading, run_record
 from .engines import engine_of
-from .evaluation.fine_tune import FineTuneOptions
+from .evaluation.fine_tuning import FineTuneOptions
 from .export.encoder_folder import is_encoder_folder
-from .recipe import Recipe
+from .recipe import reading
+from .recipe.recipe import Recipe
 from .reports import evaluation, report
-from .run_directory import RunDirectory
-from .run_record import Run
+from .run import record
+from .run.directory import RunDirectory
+from .run.record import Run
 
 AnyPath = str | Path
 
@@ -78,7 +79,7 @@ def read_run(path: AnyPath) -> Run:
     Raises:
         UserError: the folder holds no run, or a file in it cannot be read.
     """
-    return run_record.read_run(Path(path))
+    return record.read_run(Path(path))
 
 
 def evaluate(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from .untrusted import NAME_PATTERN, TEXT_PATTERN
 
 
 class Options(BaseModel):
@@ -41,3 +44,64 @@ def _types_in(annotation: Any) -> set[Any]:
     if inner:
         return set().union(*map(_types_in, inner))
     return {annotation} if isinstance(annotation, type) or annotation is Any else set()  # else a Literal's value
+
+
+_LONGEST_INPUT = 200  # characters of a wrong value that a message repeats
+
+
+#: what a message says of a pattern
+_PATTERNS = {
+    NAME_PATTERN: "expected 1 to 200 characters on one line, without control characters",
+    TEXT_PATTERN: "expected text without control characters",
+}
+
+
+def explain_errors(error: ValidationError, model: type[Options], prefix: str = "") -> list[str]:
+    """One clause for each problem that pydantic found: the key's path, what is allowed, what it got.
+
+    Args:
+        error: raised while `model` was validated.
+        model: the options that say which keys are allowed.
+        prefix: the path of the validated mapping in the user's file; empty for the whole file.
+    """
+    clauses = []
+    for item in error.errors():
+        location = [str(part) for part in item["loc"]]
+        path = ".".join(([prefix] if prefix else []) + location)
+        if item["type"] == "extra_forbidden":
+            allowed = _fields_at(model, location[:-1])
+            near = difflib.get_close_matches(location[-1], allowed, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            clauses.append(f"{path}: unknown key; {hint}allowed here are {', '.join(allowed)}")
+        elif item["type"] == "missing":
+            clauses.append(f"{path}: missing")
+        else:
+            message = item["msg"][0].lower() + item["msg"][1:]
+            if item["type"] == "string_pattern_mismatch":
+                message = _PATTERNS.get(item["ctx"]["pattern"], message)
+            clauses.append(f"{path}: {message}, got {shortened(item['input'])}")
+    return clauses
+
+
+def shortened(value: Any) -> str:
+    """A wrong value as a message repeats it."""
+    text = repr(value)
+    return text if len(text) <= _LONGEST_INPUT else f"{text[:_LONGEST_INPUT]}..."
+
+
+def _fields_at(model: type[Options], location: list[str]) -> list[str]:
+    current: list[type[Options]] = [model]  # more than one where the next key names one of several
+    for key in location:
+        if len(current) == 1:
+            field = current[0].model_fields.get(key)
+            current = _models_in(field.annotation) if field else []
+        else:
+            current = [c for c in current if key in get_args(c.model_fields["name"].annotation)]
+    return [name for name, field in current[0].model_fields.items() if not field.exclude] if len(current) == 1 else []
+
+
+def _models_in(annotation: Any) -> list[type[Options]]:
+    """The option models that a type admits: itself, or those of a union."""
+    if isinstance(annotation, type) and issubclass(annotation, Options):
+        return [annotation]
+    return [model for inner in get_args(annotation) for model in _models_in(inner)]

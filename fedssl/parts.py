@@ -21,7 +21,7 @@ from pydantic import Field
 from .errors import UserError
 from .models.model import Model
 from .options import Options
-from .untrusted.files import absolute_path
+from .untrusted import absolute_path
 
 
 class Part(Options):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -14,23 +15,41 @@ from torch import Tensor
 
 from .accounting import StepCost, StepCosts, StepCounter, structure
 from .client import LocalRound
-from .data.batches import batches_of_epoch, round_batches
-from .data.device_batches import device_batches
-from .data.one_ahead import OneAhead
-from .data_parallel.share import own_share
+from .data.batches import OneAhead, batches_of_epoch, device_batches, round_batches
 from .errors import UserError
-from .freed_memory import keep_freed_memory
 from .messages import Message
+from .models.data_parallel import own_share
 from .models.model import Model
 from .models.precision import Precision, networks_compute_in, with_channels_last
 from .options import Options
 from .regularizers.base import Regularizer
 
+#: bytes; the largest block that raises glibc's thresholds is 32 MiB with what malloc adds to it
+_LARGEST = 2**25 - 2**13
+
+
+@functools.cache
+def keep_freed_memory() -> None:
+    """Let this process keep up to 64 MiB of freed memory, where its malloc is glibc's.
+
+    A step's activations are freed at its end. By default glibc then returns their memory to the system, which clears
+    it page by page when the next step asks for it again. Its thresholds adapt to the largest block of up to 32 MiB that
+    was ever freed (mallopt(3), M_MMAP_THRESHOLD): whoever trains a large network has raised them already, and freeing
+    one block raises them for a small one. Nothing is written into the block, so it takes no memory. With thresholds of
+    your own (MALLOC_TRIM_THRESHOLD_, MALLOC_MMAP_THRESHOLD_), and with another malloc, nothing changes.
+    """
+    torch.empty(_LARGEST, dtype=torch.uint8)
+
+
 #: in a client's memory: an optimiser's momentum and moments, as optimizer/PARAMETER/ENTRY
 _OPTIMIZER = "optimizer/"
+
+
 #: by which float16's first loss of a round is multiplied. torch's own 2^16 is found too large in the first steps, which
 #: are then left out, and a client may have few steps a round.
 _FIRST_LOSS_SCALE = 2.0**10
+
+
 #: what this process has counted
 STEP_COSTS = StepCosts()
 

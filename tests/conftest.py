@@ -20,7 +20,7 @@ os.environ["FEDKERNELS_SELF_TEST"] = "0"
 # The files that take longest, the longest first. They are started first: with two workers, a long file that is started
 # last leaves the other worker without work.
 LONGEST = (
-    "fedssl/provision/test_start_scripts.py",
+    "fedssl/deploy/test_start_scripts.py",
     "test_examples.py",
     "fedssl/tables/test_runner.py",
     "fedssl/engines/test_data_parallel_trainer.py",
@@ -34,7 +34,7 @@ LONGEST = (
     "fedssl/engines/flower/test_server.py",
     "fedssl/engines/flower/test_stale_answers.py",
     "fedssl/reports/test_collapse.py",
-    "fedssl/test_stored_states.py",
+    "fedssl/run/test_stored_states.py",
     "fedssl/test_shipped_recipes.py",
     "fedssl/test_no_label_leak.py",
     "test_build.py",

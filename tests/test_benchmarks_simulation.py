@@ -23,8 +23,8 @@ from benchmarks.simulation_peers import LocalTraining, Loop
 from benchmarks.two_at_a_time import two_at_a_time
 from fedssl.objectives.byol import BYOL
 from fedssl.objectives.simclr import SimCLR
-from fedssl.reading import load_recipe
-from fedssl.recipe import Recipe
+from fedssl.recipe.reading import load_recipe
+from fedssl.recipe.recipe import Recipe
 
 CPU = torch.device("cpu")
 TINY = Simulation("fedbyol", ("small_convnet",), 4, 2)
@@ -210,9 +210,9 @@ def test_each_function_is_called_as_often_as_the_run_needs_it(tmp_path: Path, mo
     steps, clients = simulation.CLIENTS * TINY.steps, simulation.CLIENTS
     assert calls["torch:Tensor.backward"] == calls["torch.optim:SGD.step"] == steps
     assert calls["fedssl.objectives.byol:BYOL.step"] == calls["fedssl.objectives.byol:BYOL.after_step"] == steps
-    assert calls["fedssl.method:Method._reply"] == calls["fedssl.engines.client_states:ClientStates.store"] == clients
+    assert calls["fedssl.method:Method._reply"] == calls["fedssl.engines.workers:ClientStates.store"] == clients
     assert calls["fedssl.method:Method.aggregate"] == calls["fedssl.engines.rounds:_evaluate"] == 1
-    assert calls["fedssl.run_directory:RunDirectory.commit"] == 1
+    assert calls["fedssl.run.directory:RunDirectory.commit"] == 1
 
 
 # ---- the peers ----------------------------------------------------------------------------------------------

@@ -7,9 +7,9 @@ the mean FLOPs and traffic of a client's round, on scikit-learn's digits with th
 from __future__ import annotations
 
 from fedssl.federation import build_federation
-from fedssl.reading import load_recipe
+from fedssl.recipe.reading import load_recipe
 from fedssl.reports.cost import estimate, totals
-from fedssl.storage import csv_text, write_atomically
+from fedssl.run.storage import csv_text, write_atomically
 from website.methods import COSTS, PAGES
 from website.repository_files import ROOT
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
-from fedssl.catalogue.options_file import PUBLIC_IMAGES, options_schema
-from fedssl.recipe_text import PART_KEYS
+from fedssl.recipe.options_file import PUBLIC_IMAGES, options_schema
+from fedssl.untrusted import PART_KEYS
 from website import parts
 from website.repository_files import FOLDER, ROOT
 

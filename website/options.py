@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from fedssl.catalogue.options_file import describe_values, options_schema
-from fedssl.recipe_text import PART_KEYS
+from fedssl.recipe.options_file import describe_values, options_schema
+from fedssl.untrusted import PART_KEYS
 
 
 def page() -> str:

@@ -1,4 +1,4 @@
-// Linear CKA of large matrices: all but the products, which are left to torch's BLAS (fedkernels/_linear_cka_cuda.py).
+// Linear CKA of large matrices: all but the products, which are left to torch's BLAS (fedkernels/internal/linear_cka_cuda.py).
 #pragma once
 
 #include <stdint.h>

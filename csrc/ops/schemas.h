@@ -1,4 +1,4 @@
-// The schemas of the operators, from the file that fedkernels/_native.py reads too.
+// The schemas of the operators, from the file that fedkernels/internal/native.py reads too.
 #pragma once
 
 namespace fedkernels {

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fedkernels import _native
-from fedkernels._similarity_logsumexp import similarity_gradients, similarity_logsumexp
+from fedkernels.internal import native
+from fedkernels.internal.similarity_logsumexp import similarity_gradients, similarity_logsumexp
 
 _LOGITS_AT_A_TIME = 2**20  # 4 MiB in float32
 
@@ -26,7 +26,7 @@ def block_logsumexp(
         positives: [B] int64, p(i); None if this block holds no positives, and then the second result is None.
         exclude_diagonal: query i leaves out key i.
     """
-    if _native.operator("similarity_logsumexp", query, key) is not None:
+    if native.operator("similarity_logsumexp", query, key) is not None:
         labels = _left_out(query, key) if exclude_diagonal else None
         of_rows, _, of_positives = similarity_logsumexp(query, key, positives=positives, labels=labels)
         return of_rows, of_positives
@@ -60,7 +60,7 @@ def block_gradients(
         exclude_diagonal: query i leaves out key i.
         key_gradient: False gives None for the gradient in key.
     """
-    if _native.operator("similarity_logsumexp_gradients", query, key) is not None:
+    if native.operator("similarity_logsumexp_gradients", query, key) is not None:
         of_query, of_key = similarity_gradients(
             query,
             key,

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedkernels._autograd import keep_missing_as_none, needs_gradient
 from fedkernels.distributed import _gather, _ring
 from fedkernels.distributed._block import block_gradients, block_logsumexp
 from fedkernels.distributed._ranks import describe, exchange, named_group
+from fedkernels.internal.autograd import keep_missing_as_none, needs_gradient
 from fedkernels.reference._precision import compute_dtype, no_autocast
 
 _TRANSPORTS: dict[str, ModuleType] = {"gather": _gather, "ring": _ring}

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from fedkernels import _checks
+from fedkernels.internal import checks
 
 
 def scale_tensor(name: str, value: Tensor | float, like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -14,7 +14,7 @@ def scale_tensor(name: str, value: Tensor | float, like: Tensor, dtype: torch.dt
         ValueError: value is not positive and finite (a tensor's is looked at on the CPU alone), or is a tensor of
             several elements or on another device.
     """
-    value = _checks.positive_number_or_tensor(name, value, like.device)
+    value = checks.positive_number_or_tensor(name, value, like.device)
     if isinstance(value, Tensor):
         return value.reshape(())
     return like.new_full((), value, dtype=dtype)

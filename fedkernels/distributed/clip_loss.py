@@ -3,10 +3,10 @@
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fedkernels import _checks
 from fedkernels.distributed._operator import distributed_loss
 from fedkernels.distributed._ranks import METHODS, name_of_group
 from fedkernels.distributed._scale import scale_tensor
+from fedkernels.internal import checks
 from fedkernels.reference._precision import compute_dtype
 
 
@@ -50,15 +50,15 @@ def clip_loss(
             dtypes, methods or need of gradients differ, or if a rank has no pairs.
         RuntimeError: torch.distributed is not initialised; what the process group raises if a rank fails.
     """
-    _checks.floating("image", image, ndim=2, layout="[B, d]")
-    _checks.floating("text", text, ndim=2, layout="[B, d]")
-    _checks.not_empty("image", image, (1,), "d")
+    checks.floating("image", image, ndim=2, layout="[B, d]")
+    checks.floating("text", text, ndim=2, layout="[B, d]")
+    checks.not_empty("image", image, (1,), "d")
     if text.shape != image.shape:
         raise ValueError(f"text must have the shape {list(image.shape)} of image, got {list(text.shape)}")
-    _checks.same_device(image=image, text=text)
+    checks.same_device(image=image, text=text)
     scale = scale_tensor("logit_scale", logit_scale, image, compute_dtype(image, text))
-    _checks.one_of("reduction", reduction, _checks.REDUCTIONS)
-    _checks.one_of("method", method, METHODS)
+    checks.one_of("reduction", reduction, checks.REDUCTIONS)
+    checks.one_of("method", method, METHODS)
     name = name_of_group(group)
     of_images = distributed_loss(image, text, scale, False, method, name, reduction)
     of_texts = distributed_loss(text, image, scale, False, method, name, reduction)

@@ -3,10 +3,10 @@
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fedkernels import _checks
 from fedkernels.distributed._operator import distributed_loss
 from fedkernels.distributed._ranks import METHODS, name_of_group
 from fedkernels.distributed._scale import scale_tensor
+from fedkernels.internal import checks
 from fedkernels.reference._precision import compute_dtype
 
 
@@ -46,13 +46,13 @@ def info_nce(
             dtypes, methods or need of gradients differ, or if a rank has no queries or fewer keys than queries.
         RuntimeError: torch.distributed is not initialised; what the process group raises if a rank fails.
     """
-    _checks.floating("query", query, ndim=2, layout="[B, d]")
-    _checks.floating("key", key, ndim=2, layout="[N, d]")
-    _checks.not_empty("query", query, (1,), "d")
+    checks.floating("query", query, ndim=2, layout="[B, d]")
+    checks.floating("key", key, ndim=2, layout="[N, d]")
+    checks.not_empty("query", query, (1,), "d")
     if key.shape[1] != query.shape[1]:
         raise ValueError(f"key must have the d = {query.shape[1]} columns of query, got {key.shape[1]}")
-    _checks.same_device(query=query, key=key)
+    checks.same_device(query=query, key=key)
     temperature = scale_tensor("temperature", temperature, query, compute_dtype(query, key))
-    _checks.one_of("reduction", reduction, _checks.REDUCTIONS)
-    _checks.one_of("method", method, METHODS)
+    checks.one_of("reduction", reduction, checks.REDUCTIONS)
+    checks.one_of("method", method, METHODS)
     return distributed_loss(query, key, 1 / temperature, False, method, name_of_group(group), reduction)

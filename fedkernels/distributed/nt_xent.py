@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fedkernels import _checks
 from fedkernels.distributed._operator import distributed_loss
 from fedkernels.distributed._ranks import METHODS, name_of_group
 from fedkernels.distributed._scale import scale_tensor
+from fedkernels.internal import checks
 from fedkernels.reference._precision import compute_dtype
 
 
@@ -47,14 +47,14 @@ def nt_xent(
             dtypes, methods or need of gradients differ, or if a rank has no rows.
         RuntimeError: torch.distributed is not initialised; what the process group raises if a rank fails.
     """
-    _checks.floating("view1", view1, ndim=2, layout="[B, d]")
-    _checks.floating("view2", view2, ndim=2, layout="[B, d]")
-    _checks.not_empty("view1", view1, (1,), "d")
+    checks.floating("view1", view1, ndim=2, layout="[B, d]")
+    checks.floating("view2", view2, ndim=2, layout="[B, d]")
+    checks.not_empty("view1", view1, (1,), "d")
     if view2.shape != view1.shape:
         raise ValueError(f"view2 must have the shape {list(view1.shape)} of view1, got {list(view2.shape)}")
-    _checks.same_device(view1=view1, view2=view2)
+    checks.same_device(view1=view1, view2=view2)
     temperature = scale_tensor("temperature", temperature, view1, compute_dtype(view1, view2))
-    _checks.one_of("reduction", reduction, _checks.REDUCTIONS)
-    _checks.one_of("method", method, METHODS)
+    checks.one_of("reduction", reduction, checks.REDUCTIONS)
+    checks.one_of("method", method, METHODS)
     rows = torch.cat([view1, view2])
     return distributed_loss(rows, rows, 1 / temperature, True, method, name_of_group(group), reduction)

@@ -1,6 +1,7 @@
-"""Losses and solvers of other libraries under their own names and signatures, computed by fedkernels' operators.
+"""The former place of `fedkernels.compat`: imports from here go on."""
 
-One module for each library, which does not import that library: ``from fedkernels.drop_in.open_clip import ClipLoss``.
-Where a library's option has no operator here, a ValueError says so and names the original. The page "Use it in ..." of
-the documentation shows the lines to change and what differs.
-"""
+import sys
+from importlib import import_module
+
+for _name in ("lightly", "open_clip", "pytorch_metric_learning", "sentence_transformers", "torch_cka", "torchjd"):
+    sys.modules[f"{__name__}.{_name}"] = globals()[_name] = import_module(f"fedkernels.compat.{_name}")

@@ -11,8 +11,8 @@ from typing import IO, NamedTuple
 
 import torch
 
-from fedkernels import _first_contact, _native, _self_test_outcomes
-from fedkernels._self_test_outcomes import Card, Outcome
+from fedkernels.internal import first_contact, native, self_test_outcomes
+from fedkernels.internal.self_test_outcomes import Card, Outcome
 
 PASSED, FAILED, NOT_TESTED = "passed", "FAILED", "not tested"
 _START_LIMIT = 600.0  # seconds until a child process begins to test
@@ -56,7 +56,7 @@ def self_test(*, time_limit: float = 180.0) -> list[Result]:
 def table(results: Sequence[Result]) -> str:
     """The results as text, or why there are none."""
     if not results:
-        compiled, used = (_native.build_info().get(key, "none") for key in ("cuda_compiled", "cuda_used"))
+        compiled, used = (native.build_info().get(key, "none") for key in ("cuda_compiled", "cuda_used"))
         return f"No CUDA kernels to test: compiled for {compiled}; GPUs: {used}."
     lines = [
         (one.card, one.operator, one.outcome, f"{one.seconds:.1f} s", one.reason)
@@ -72,20 +72,20 @@ def table(results: Sequence[Result]) -> str:
 
 def _gpus() -> list[int]:
     """The first GPU of each kind of card that can run the kernels."""
-    if _native.module is None or not _native.CUDA or not torch.cuda.is_available():
+    if native.module is None or not native.CUDA or not torch.cuda.is_available():
         return []
     first: dict[Card, int] = {}
     for gpu in range(torch.cuda.device_count()):
-        if not _native.module.cuda_unusable(gpu):
-            first.setdefault(_self_test_outcomes.card_of(gpu), gpu)
+        if not native.module.cuda_unusable(gpu):
+            first.setdefault(self_test_outcomes.card_of(gpu), gpu)
     return list(first.values())
 
 
 def _test_on(gpu: int, time_limit: float) -> list[Result]:
-    card = _self_test_outcomes.card_of(gpu)
-    alike = [other for other in range(torch.cuda.device_count()) if _self_test_outcomes.card_of(other) == card]
+    card = self_test_outcomes.card_of(gpu)
+    alike = [other for other in range(torch.cuda.device_count()) if self_test_outcomes.card_of(other) == card]
     results: list[Result] = []
-    operators = sorted(_native.CUDA)
+    operators = sorted(native.CUDA)
     while operators:
         some = _test_in_child(card.name, gpu, operators, time_limit)
         operators = operators[len(some) :]
@@ -93,9 +93,9 @@ def _test_on(gpu: int, time_limit: float) -> list[Result]:
     for result in results:
         if result.outcome != NOT_TESTED:
             outcome = Outcome(result.operator, result.outcome == PASSED, result.reason)
-            _self_test_outcomes.save(card, outcome)
+            self_test_outcomes.save(card, outcome)
             for other in alike:
-                _first_contact.record(outcome, other, warn=False)
+                first_contact.record(outcome, other, warn=False)
     return results
 
 
@@ -147,7 +147,7 @@ def run_as_child(gpu: int, operators: Sequence[str]) -> None:
     print(f"{_MARK}[]", flush=True)
     for operator in operators:
         start = time.monotonic()
-        outcome, certain = _first_contact.run(operator, gpu)
+        outcome, certain = first_contact.run(operator, gpu)
         word = PASSED if outcome.passed else FAILED if certain else NOT_TESTED
         print(_MARK + json.dumps([operator, word, outcome.reason, time.monotonic() - start]), flush=True)
         if not outcome.passed:

@@ -11,10 +11,9 @@ from torch import Tensor
 from ..client import LocalRound
 from ..data.pixels import normalize
 from ..errors import UserError
-from ..evaluation.spectrum import effective_rank
+from ..evaluation.measures import effective_rank
 from ..messages import Message
-from ..models.batch_statistics import untouched_running_statistics
-from ..models.model import Layer
+from ..models.model import Layer, untouched_running_statistics
 from .base import PUBLIC_IMAGES, Aggregator, Shape
 
 FACTOR = "alignment.factor"

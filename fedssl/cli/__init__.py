@@ -17,17 +17,13 @@ import typer
 from rich.console import Console
 
 from ..errors import UserError, installed_distribution
-from ..untrusted.printable import printable
-from .across_machines import app as flower_app
-from .across_machines import superlink, supernode
-from .before_training import cost, partition, privacy
+from ..untrusted import printable
+from .across_machines import app as provision_app
+from .across_machines import flower_app, superlink, supernode
 from .console import console
 from .doctor import doctor
-from .encoders import embed, export
-from .provisioning import app as provision_app
-from .running import run, run_table
-from .shipped import presets, recipes, show, tables
-from .trained_runs import evaluate, report
+from .recipes import cost, partition, presets, privacy, recipes, show, tables
+from .runs import embed, evaluate, export, report, run, run_table
 
 app = typer.Typer(
     no_args_is_help=True,

@@ -1,4 +1,4 @@
-"""Commands of engine flower, which runs a recipe across machines."""
+"""Commands that make a consortium's keys, certificates and folders."""
 
 from __future__ import annotations
 
@@ -6,30 +6,156 @@ from pathlib import Path
 from types import ModuleType
 from typing import Annotated
 
+import click
 import typer
+from typer.core import TyperGroup
 
+from ..errors import UserError, install_command
 from .console import Overrides, RecipeName, print_text
+
+
+class _FoldersByDefault(TyperGroup):
+    """`fedssl provision FILE` is `fedssl provision folders FILE`."""
+
+    def parse_args(self, context: click.Context, arguments: list[str]) -> list[str]:
+        if arguments and arguments[0] not in self.commands and arguments[0] != "--help":
+            arguments = ["folders", *arguments]
+        return super().parse_args(context, arguments)
+
+
+app = typer.Typer(
+    cls=_FoldersByDefault,
+    no_args_is_help=True,
+    help="Make a consortium's keys, certificates and folders: fedssl provision consortium.yaml (docs/deploy.md).",
+)
+
+
+_Folder = Annotated[
+    Path, typer.Option(metavar="FOLDER", help="The coordinator's folder, which fedssl provision wrote.")
+]
+
+
+@app.command()
+def folders(
+    consortium: Annotated[
+        Path | None, typer.Argument(metavar="FILE", help="YAML file with the consortium's name, server and sites.")
+    ] = None,
+    output: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder to write to.")] = Path("consortium"),
+    keys_at_sites: Annotated[
+        bool, typer.Option("--keys-at-sites", help="Make no private keys here: each site and the server makes its own.")
+    ] = False,
+    example: Annotated[bool, typer.Option("--example", help="Print an example of the file.")] = False,
+) -> None:
+    """Write a folder for the authority, one for the server and one for each site, or add what is missing in them.
+
+    `folders` may be left out: fedssl provision FILE. Call it again after a change of the file, and to renew the
+    server's certificate. It overwrites no key.
+    """
+    _require_cryptography()
+    from ..deploy.consortium import EXAMPLE, load_consortium
+    from ..deploy.folders import provision
+
+    if example:
+        print_text(EXAMPLE.rstrip("\n"))
+        return
+    if consortium is None:
+        raise UserError("name the consortium's file; fedssl provision --example prints an example")
+    for line in provision(load_consortium(consortium), output, keys_at_sites):
+        print_text(line)
+    print_text(
+        f"Give each site its folder of {output}, and the server the folder server; each has a page STEPS.md. Keep "
+        f"{output / 'authority'} apart. Compare {output / 'fingerprints.md'} by telephone."
+    )
+
+
+@app.command()
+def request(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The site's or the server's folder.")],
+) -> None:
+    """At a site or the server: make its private key, and write a request with the public key for the coordinator."""
+    _require_cryptography()
+    from ..deploy.requests import write_request
+
+    path, fingerprint = write_request(folder)
+    print_text(f"Send {path} to the coordinator, and compare the key's fingerprint by telephone: {fingerprint}")
+
+
+@app.command()
+def answer(
+    consortium: Annotated[Path, typer.Argument(metavar="FILE", help="The consortium's YAML file.")],
+    requests: Annotated[list[Path], typer.Argument(metavar="REQUEST...", help="What sites or the server sent.")],
+    output: _Folder = Path("consortium"),
+) -> None:
+    """Accept requests: register a site's public key, or issue the server's certificate."""
+    _require_cryptography()
+    from ..deploy.consortium import load_consortium
+    from ..deploy.requests import answer_request
+
+    loaded = load_consortium(consortium)
+    for path in requests:
+        for line in answer_request(path, output, loaded):
+            print_text(line)
+
+
+@app.command()
+def revoke(
+    site: Annotated[str, typer.Argument(metavar="SITE", help="The site's name.")], output: _Folder = Path("consortium")
+) -> None:
+    """Remove a site's key from those that the server accepts."""
+    _require_cryptography()
+    from ..deploy.requests import revoke as revoke_key
+
+    for line in revoke_key(site, output):
+        print_text(line)
+
+
+@app.command()
+def register(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The server's folder.")],
+    superlink_process: Annotated[
+        int | None, typer.Option(metavar="PID", help="Wait until this process listens; its start script does so.")
+    ] = None,
+) -> None:
+    """At the running server: accept the keys in FOLDER/sites and no others, and write the operator's connection."""
+    from ..deploy.consortium import load_member
+    from ..deploy.folders import SITES
+    from ..engines import flower_module
+
+    keys = flower_module("deploy.registered_keys")
+    server = load_member(folder).server
+    address = f"127.0.0.1:{server.internal_port if server.wall else server.port}"
+    for line in keys.register_keys(folder / SITES, address, folder / "ca.crt", superlink_process):
+        print_text(line)
+    keys.write_connection(folder / "flower", address, folder / "ca.crt")
+
+
+def _require_cryptography() -> None:
+    from importlib.util import find_spec
+
+    if find_spec("cryptography") is None:
+        raise UserError(f"fedssl provision needs cryptography: {install_command('flower')}")
+
 
 Insecure = Annotated[
     bool, typer.Option("--insecure", help="Connect without TLS and without authentication; for tests only.")
 ]
 
 
-def app(
+def flower_app(
     recipe: RecipeName,
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder to write the app into.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder to write the flower_app into.")],
     overrides: Overrides = None,
     output: Annotated[
         str | None, typer.Option(help="Folder of the run on the SuperLink's machine; runs/NAME-seedN by default.")
     ] = None,
 ) -> None:
-    """Write a recipe's Flower app, which `flwr run` starts across machines."""
-    from ..reading import load_recipe
+    """Write a recipe's Flower flower_app, which `flwr run` starts across machines."""
+    from ..recipe.reading import load_recipe
 
     loaded = load_recipe(recipe, [*(overrides or ()), "engine=flower"])
-    _flower("folder").write_app(loaded, folder, output)
-    print_text(f"The app is in {folder}; start it with: flwr run {folder} NAME-OF-THE-SUPERLINK")
-    digest = _flower("approved_apps").digest_of_app(folder)
+    _flower("deploy.apps").write_app(loaded, folder, output)
+    print_text(f"The flower_app is in {folder}; start it with: flwr run {folder} NAME-OF-THE-SUPERLINK")
+    digest = _flower("deploy.apps").digest_of_app(folder)
     print_text(f"Sites that approve apps need its digest (fedssl supernode --allow): {digest}")
 
 
@@ -54,7 +180,7 @@ def superlink(
 
     It uses TLS and accepts only sites that authenticate themselves.
     """
-    raise typer.Exit(_flower("nodes").superlink(folder, host, port, insecure, wall))
+    raise typer.Exit(_flower("deploy.nodes").superlink(folder, host, port, insecure, wall))
 
 
 def supernode(
@@ -72,11 +198,12 @@ def supernode(
     allow: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="DIGEST", help="Run the app with this digest besides those in the site's file; may be repeated."
+            metavar="DIGEST",
+            help="Run the flower_app with this digest besides those in the site's file; may be repeated.",
         ),
     ] = None,
     ask: Annotated[
-        bool, typer.Option("--ask", help="Show an app that is not approved on the terminal, and ask.")
+        bool, typer.Option("--ask", help="Show an flower_app that is not approved on the terminal, and ask.")
     ] = False,
     insecure: Insecure = False,
 ) -> None:
@@ -84,7 +211,7 @@ def supernode(
 
     With --allow, --ask or approved_apps in the site's file, it runs approved apps alone.
     """
-    nodes = _flower("nodes")
+    nodes = _flower("deploy.nodes")
     raise typer.Exit(nodes.supernode(site, superlink, root_certificates, key, insecure, allow or (), ask))
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ..untrusted.printable import printable
+from ..untrusted import printable
 
 console = Console()
 

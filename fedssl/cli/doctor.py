@@ -60,8 +60,8 @@ def _check_site(folder: Path) -> None:
     """Print what a site needs for a run, each line ok or with what to do; exit code 1 where something is to do."""
     from ..engines import flower_module
 
-    flower_module("site")
-    from ..provision.site_check import check_site
+    flower_module("engines.flower.site")
+    from ..deploy.site_check import check_site
 
     checks = check_site(folder)
     for check in checks:

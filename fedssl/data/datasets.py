@@ -2,26 +2,140 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..errors import UserError
-from .digits import load_digits
-from .image_files import SMALLEST_SIDE
+from .decoding import Decoding, decode_images
+from .files import expanded, first_line, kind_of, listed, printable
+from .image_files import SMALLEST_SIDE, list_files, notify_of_left_out
 from .images import load_images
-from .npz import load_npz
+from .npz import NpzArchive, load_npz
 from .options import DataOptions
-from .paths import expanded
-from .pixels import resize
-from .public_images import load_public_images
+from .pixels import Window, channels_first, resize, to_uint8
 from .splits import LabelledImages, Splits, unlabelled
 from .stored_images import Images, images_of_rows
-from .torchvision_sets import DEFAULT_ROOT, load_torchvision_set
+
+
+def load_digits() -> Splits:
+    """1,797 gray digits of 8x8 pixels; a fixed, stratified fifth of them is the test set."""
+    from sklearn.datasets import load_digits as load_bundle
+    from sklearn.model_selection import train_test_split
+
+    bundle = load_bundle()
+    pixels = np.rint(bundle.images * (255 / 16)).astype(np.uint8)[:, None]
+    classes = bundle.target.astype(np.int64)
+    train, test = train_test_split(np.arange(len(classes)), test_size=0.2, stratify=classes, random_state=0)
+    # Rows are taken before torch sees the array: it would give the one channel a stride with which convolutions round
+    # differently, in the last digits of a float.
+    train_images, test_images = (
+        LabelledImages(torch.from_numpy(pixels[rows]), torch.from_numpy(classes[rows]))
+        for rows in (np.sort(train), np.sort(test))
+    )
+    return Splits(train_images, test_images, tuple(str(name) for name in bundle.target_names))
+
+
+DEFAULT_ROOT = Path("~/.cache/fedssl")
+
+
+def load_torchvision_set(name: str, root: Path, download: bool) -> Splits:
+    """Read `cifar10`, `cifar100` or `fashion_mnist` from `root`.
+
+    Raises:
+        UserError: the files are missing or corrupt, or the download failed.
+    """
+    from torchvision import datasets
+
+    kinds = {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100, "fashion_mnist": datasets.FashionMNIST}
+    try:
+        train, test = (kinds[name](root, train=is_train, download=download) for is_train in (True, False))
+    except (RuntimeError, OSError, ValueError, AssertionError) as error:
+        if download:
+            raise UserError(
+                f"{name} could not be downloaded to {root} ({first_line(error)}); "
+                "check the network and the disk, or set data.path to a folder that holds it"
+            ) from error
+        raise UserError(
+            f"{name} is not complete under {root}; "
+            "set data.download=true to fetch it, or data.path to the folder that holds it"
+        ) from error
+    return Splits(_to_images(train, name), _to_images(test, name), tuple(train.classes))
+
+
+def _to_images(split: Any, name: str) -> LabelledImages:
+    return LabelledImages(channels_first(np.asarray(split.data), name), torch.as_tensor(split.targets).long())
+
+
+_KEYS = ("x", "x_train", "train_images")
+
+
+def load_public_images(
+    path: Path, shape: torch.Size, window: Window | None = None, broken: Literal["refuse", "skip"] = "refuse"
+) -> Tensor:
+    """Read the images of an .npz file or a folder and bring them to the training images' `shape` (C, H, W).
+
+    Gray images become RGB where the training images are in colour.
+
+    Returns:
+        uint8 [n, C, H, W].
+
+    Raises:
+        UserError: nothing can be read there, or the images are in colour and the training images are gray.
+    """
+    channels, height, width = shape
+    kind = kind_of(path)
+    if kind == "missing":
+        raise UserError(
+            f"there is no file or folder {printable(path)}; set data.public_path to an .npz or an image folder, or use "
+            "data.public_holdout=NUMBER"
+        )
+    images = _read_folder(path, height, width, window, broken) if kind == "folder" else _read_npz(path, window)
+    if images.shape[1] == 3 and channels == 1:
+        raise UserError(
+            f"the public images of {printable(path)} are in colour but the training images are gray; "
+            "convert them to gray, or set data.public_holdout instead of data.public_path"
+        )
+    if images.shape[2:] != (height, width):
+        images = resize(images, height, width)
+    return images.expand(-1, channels, -1, -1).contiguous()
+
+
+def _read_folder(
+    path: Path, height: int, width: int, window: Window | None, broken: Literal["refuse", "skip"]
+) -> Tensor:
+    listing = list_files(path)
+    notify_of_left_out(listing.others, path)
+    if not listing.images:
+        raise UserError(
+            f"{printable(path)} holds no image; data.public_path must name a folder with images or an .npz file"
+        )
+    images = decode_images(sorted(listing.images), Decoding(height, width, window, broken)).images
+    assert isinstance(images, Tensor)
+    return images
+
+
+def _read_npz(path: Path, window: Window | None) -> Tensor:
+    with NpzArchive(path) as archive:
+        only_key = archive.names if len(archive.names) == 1 else []
+        keys = [key for key in _KEYS if key in archive.names] or only_key
+        if not keys:
+            raise UserError(
+                f"{printable(path)} has the arrays {listed(archive.names)}; expected one of {', '.join(_KEYS)}, or a "
+                "single array"
+            )
+        array = archive.read(keys[:1])[keys[0]]
+    name = f"{printable(keys[0])} in {printable(path)}"
+    return channels_first(to_uint8({name: array}, window)[name], name)
+
 
 # One random stream per purpose, so that (for instance) a public_limit does not change the training images.
 _MEASURED_TRAINING_IMAGES = 2000
+
+
 _HOLDOUT_STREAM, _TRAIN_STREAM, _TEST_STREAM, _PUBLIC_STREAM = range(1, 5)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import UserError, install_command
-from .error_text import printable
+from .files import printable
 
 DICOM_SUFFIXES = (".dcm", ".dicom")
 

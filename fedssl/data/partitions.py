@@ -1,5 +1,6 @@
 """How the training samples are divided amongst the clients."""
 
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from ..errors import UserError
 from ..options import Options
+from .datasets import Dataset
+from .files import listed, printable
 
 _MOST_DRAWS = 1000
 
@@ -216,3 +219,101 @@ def _class_prior_counts(
             left[group] -= 1
             counts[group, client] += 1
     return counts
+
+
+_DEALT_BY_CLASS = ("disjoint_classes", "dirichlet", "dirichlet_equal")
+
+
+def deal(dataset: Dataset, options: PartitionOptions, seed: int) -> list[Tensor]:
+    """Divide a dataset's training images, see `partition_indices`; `column` gives each client the rows of one value.
+
+    Returns:
+        One sorted int64 tensor of row numbers a client.
+
+    Raises:
+        UserError: the request cannot be met: it needs labels or a column that the images do not have, for instance.
+    """
+    if options.name == "column":
+        return _by_column(dataset, options)
+    if options.name in _DEALT_BY_CLASS and not dataset.labelled:
+        labels = "no labels" if dataset.train_targets is None else "several labels each"
+        raise UserError(
+            f"partition.name={options.name} divides the classes, and the images of data.name={dataset.name} have "
+            f"{labels}: set partition='{{name: iid, clients: {options.clients}}}', or quantity_skew or column in place "
+            "of iid"
+        )
+    return partition_indices(dataset.train_labels, options, seed)
+
+
+def _by_column(dataset: Dataset, options: PartitionOptions) -> list[Tensor]:
+    assert options.column is not None
+    values = dataset.columns.get(options.column)
+    if values is None:
+        which = f"its columns are {listed(list(dataset.columns))}" if dataset.columns else "there is no table"
+        raise UserError(
+            f"partition.column={printable(options.column)} is no column of the images' table: {which}; set "
+            "data.name=images and data.labels to a CSV file with that column"
+        )
+    names = sorted(set(values))
+    if len(names) != options.clients:
+        raise UserError(
+            f"the column {printable(options.column)} has {len(names)} values ({listed(names)}), but "
+            f"partition.clients is {options.clients}; set partition.clients={len(names)}, one client a value"
+        )
+    number_of = {name: number for number, name in enumerate(names)}
+    owners = torch.tensor([number_of[value] for value in values])
+    rows = [(owners == client).nonzero()[:, 0] for client in range(len(names))]
+    smallest = min(range(len(rows)), key=lambda client: len(rows[client]))
+    if len(rows[smallest]) < options.min_samples:
+        raise UserError(
+            f"client {smallest} ({options.column} {printable(names[smallest])}) has {len(rows[smallest])} images, "
+            f"fewer than partition.min_samples={options.min_samples}; lower it, or use more data"
+        )
+    return rows
+
+
+_MOST_CLASS_COLUMNS = 12
+
+
+def class_counts(labels: Tensor, indices: Sequence[Tensor], classes: int) -> Tensor:
+    """Samples of each class on each client: int64 [clients, classes]; `labels` [n] are below `classes`."""
+    return torch.stack([torch.bincount(labels[index], minlength=classes) for index in indices])
+
+
+def format_partition(counts: Tensor, class_names: Sequence[str]) -> str:
+    """A plain-text table of `counts` [clients, classes] with totals.
+
+    Up to 12 classes have a column each. With more classes, a row has the number of classes and the three largest.
+    """
+    _, classes = checked_shape(counts, class_names)
+    rows = [(str(client), row) for client, row in enumerate(counts)] + [("total", counts.sum(0))]
+    if classes <= _MOST_CLASS_COLUMNS:
+        cells = [["client", *class_names, "total"]]
+        cells += [[name, *map(str, row.tolist()), str(int(row.sum()))] for name, row in rows]
+        return _aligned(cells)
+    cells = [["client", "total", "classes", "largest classes"]]
+    for name, row in rows:
+        largest = [index for index in row.argsort(descending=True, stable=True)[:3].tolist() if row[index] > 0]
+        listed = ", ".join(f"{class_names[index]} ({int(row[index])})" for index in largest)
+        cells.append([name, str(int(row.sum())), str(int((row > 0).sum())), listed])
+    return _aligned(cells, left_column=3)
+
+
+def _aligned(cells: list[list[str]], left_column: int | None = None) -> str:
+    """Lines of columns that are aligned to the right, but for `left_column`."""
+    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
+    lines = []
+    for row in cells:
+        padded = [
+            cell.ljust(width) if column == left_column else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(padded).rstrip())
+    return "\n".join(lines)
+
+
+def checked_shape(counts: Tensor, class_names: Sequence[str]) -> tuple[int, int]:
+    """Clients and classes of `counts`; ValueError unless it is [clients, classes] with a name for each class."""
+    if counts.ndim != 2 or counts.shape[1] != len(class_names):
+        raise ValueError(f"counts must be [clients, classes] with {len(class_names)} classes, got {list(counts.shape)}")
+    return counts.shape[0], counts.shape[1]

@@ -6,7 +6,7 @@ import os
 from importlib import import_module
 from types import ModuleType
 
-from ..recipe import Recipe
+from ..recipe.recipe import Recipe
 
 # Flower and Ray report usage unless these are set when they are imported.
 for _name, _value in {
@@ -27,11 +27,11 @@ def engine_of(recipe: Recipe) -> ModuleType:
         from . import in_process
 
         return in_process
-    return flower_module("simulation")
+    return flower_module("engines.flower.simulation")
 
 
 def flower_module(name: str) -> ModuleType:
-    """A module of the Flower engine.
+    """A module that needs Flower, such as `engines.flower.site` or `deploy.nodes`.
 
     Raises:
         UserError: Flower is not installed.
@@ -42,4 +42,4 @@ def flower_module(name: str) -> ModuleType:
         import_module("flwr")
     except ModuleNotFoundError as error:
         raise UserError(f"engine flower needs Flower: {install_command('flower')}") from error
-    return import_module(f".flower.{name}", __package__)
+    return import_module(f"fedssl.{name}")

@@ -9,17 +9,13 @@ from torch import Tensor
 
 from ..federation import Federation, build_federation
 from ..messages import Message
-from ..reading import load_stored_recipe
-from ..recipe import Recipe
-from ..run_directory import RunDirectory
-from ..run_folder.creation import new_run, refuse_existing
-from ..run_folder.lock import alone_in
-from .client_states import ClientStates
-from .client_trainer import ClientTrainer
-from .data_parallel_trainer import DataParallelTrainer, check_devices
-from .parallel_clients import ParallelClients
+from ..recipe.reading import load_stored_recipe
+from ..recipe.recipe import Recipe
+from ..run.creation import alone_in, new_run, refuse_existing
+from ..run.directory import RunDirectory
 from .progress import Progress, Silent
 from .rounds import first_files, run_rounds
+from .workers import ClientStates, ClientTrainer, DataParallelTrainer, ParallelClients, check_devices
 
 
 def run(recipe: Recipe, path: Path, progress: Progress | None = None, overwrite: bool = False) -> RunDirectory:

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, Task, T
 from rich.progress import Progress as RichProgress
 from rich.text import Text
 
-from ..untrusted.printable import printable
+from ..untrusted import printable
 from .time_left import TimeLeft, format_duration
 
 

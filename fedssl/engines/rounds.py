@@ -16,16 +16,15 @@ from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
 from ..errors import UserError
-from ..evaluation.downstream import evaluate_downstream
-from ..evaluation.evaluate import evaluate_model
+from ..evaluation.evaluate import evaluate_downstream, evaluate_model
 from ..federation import Federation
 from ..guard import refused_in
 from ..messages import Message
 from ..models.model import Model
 from ..randomness import seed_for
-from ..recipe import Recipe
-from ..run_directory import IMAGE_SHAPE, MetricRow, RunDirectory
-from ..storage import cannot_write, csv_text
+from ..recipe.recipe import Recipe
+from ..run.directory import IMAGE_SHAPE, MetricRow, RunDirectory
+from ..run.storage import cannot_write, csv_text
 from ..training import steps_of_round
 from .progress import Progress
 from .time_left import past_seconds

@@ -7,8 +7,8 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from ..run_directory import RunDirectory
-from ..storage import read_csv
+from ..run.directory import RunDirectory
+from ..run.storage import read_csv
 
 #: the training of so many last rounds counts: a schedule's later stages may take longer than its first
 _LAST_ROUNDS = 5

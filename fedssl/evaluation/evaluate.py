@@ -2,30 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated
 
 import torch
+from pydantic import Field, field_validator
 from torch import Tensor
 
 from fedkernels import ViewKey
 
 from ..augmentations.base import Augmentation, draw_views
 from ..augmentations.random_views import RandomViews
-from ..data.datasets import Dataset
+from ..data.datasets import Dataset, load_dataset
+from ..data.options import DataOptions
+from ..data.stored_images import Images
 from ..errors import UserError
 from ..models.model import CLASSIFIER, Model
+from ..options import Options
 from ..randomness import seed_for
-from .alignment import alignment
 from .features import extract_features, extract_view_features
-from .fine_tune import FineTuneOptions, fine_tuned_scores
-from .knn import knn_accuracy
-from .linear import linear_accuracy, linear_auroc
-from .options import EvaluationOptions
-from .semi_supervised import semi_supervised_accuracy
-from .spectrum import effective_rank, singular_values
-from .uniformity import uniformity
+from .fine_tuning import (
+    FineTuneOptions,
+    SemiSupervisedOptions,
+    check_fine_tuning,
+    fine_tuned_scores,
+    semi_supervised_accuracy,
+)
+from .linear import LinearOptions, linear_accuracy, linear_auroc
+from .measures import alignment, effective_rank, knn_accuracy, singular_values, uniformity
+
+
+class EvaluationOptions(Options):
+    """What is measured, and when. kNN and linear evaluation use the labelled training images."""
+
+    every: int = Field(0, ge=0, description="rounds between kNN evaluations; 0 evaluates before and after training")
+    neighbors: int = Field(
+        20, ge=1, description="training images that vote in the kNN evaluation; 200 in FedU2's and EasyFL's code"
+    )
+    temperature: float = Field(
+        0.1, gt=0, description="of the kNN votes; a lower one gives the nearest images more weight"
+    )
+    linear: LinearOptions = Field(LinearOptions(), description="the linear evaluation after training")
+    semi_supervised: list[Annotated[float, Field(gt=0, le=1)]] = Field(
+        default_factory=list,
+        description="labelled fractions to fine-tune on after training; 0.01 and 0.1 in the papers",
+    )
+    semi_supervised_protocol: SemiSupervisedOptions = Field(
+        SemiSupervisedOptions(), description="how to fine-tune on these fractions"
+    )
+    fine_tune: FineTuneOptions | None = Field(
+        None, description="fine-tune on all labels after training, as LW-FedSSL does; {} for its options"
+    )
+    downstream: dict[str, DataOptions] | None = Field(
+        None,
+        description="other data to evaluate on before and after training, each with a label of letters and digits; the "
+        "measures are called downstream_LABEL_knn and so on",
+    )
+
+    @field_validator("downstream")
+    @classmethod
+    def _labels(cls, downstream: dict[str, DataOptions] | None) -> dict[str, DataOptions] | None:
+        for label in downstream or ():
+            if not re.fullmatch("[A-Za-z0-9]+", label):
+                raise ValueError(f"the label {label!r} must consist of letters and digits")
+        return downstream
+
 
 _COMPARED_IMAGES = 1000  # uniformity compares each pair of them
+
+
 _VIEWS_AT_A_TIME = 100  # bounds the memory of augmenting large images
 
 
@@ -153,3 +200,112 @@ def _linear_auroc(
         return None
     train = extract_features(model.encoder, dataset.train_images, device=model.device)
     return linear_auroc(train, dataset.train_targets, features, dataset.test_targets, options.linear, seed)
+
+
+#: how the names of measures on other data begin: downstream_LABEL_MEASURE
+PREFIX = "downstream_"
+
+
+_CONVERTED_AT_A_TIME = 1024
+
+
+def load_downstream(options: DataOptions, image_shape: Sequence[int], seed: int) -> Dataset:
+    """Labelled data in the form that an encoder takes.
+
+    Images are resized to the encoder's size, unless the options name a size of their own, which not every architecture
+    takes. Grey images are repeated for an encoder of colour images, and colour becomes its luma for one of grey images.
+
+    Args:
+        options: which data.
+        image_shape: channels, height and width of the images that the encoder was trained on.
+        seed: decides the parts of the data that limits draw.
+
+    Raises:
+        UserError: see `load_dataset`; or the data have no labels or no test images.
+    """
+    channels, _, width = image_shape
+    dataset = load_dataset(options.model_copy(update={"image_size": options.image_size or width}), seed)
+    has_labels = dataset.labelled or dataset.train_targets is not None
+    if not has_labels or not len(dataset.test_images):
+        what = "test images" if has_labels else "labels"
+        raise UserError(f"the data to evaluate on have no {what}: kNN, linear and fine-tuned accuracy need them")
+    validation = dataset.validation_images
+    return dataclasses.replace(
+        dataset,
+        train_images=_in_channels(dataset.train_images, channels),
+        test_images=_in_channels(dataset.test_images, channels),
+        validation_images=None if validation is None else _in_channels(validation, channels),
+    )
+
+
+def _in_channels(images: Images, channels: int) -> Images:
+    """`in_channels`; images that lie in a file are read into the memory only where they change."""
+    if images.shape[1] == channels:
+        return images
+    return torch.cat([in_channels(part, channels) for part in images.split(_CONVERTED_AT_A_TIME)])
+
+
+def in_channels(images: Tensor, channels: int) -> Tensor:
+    """uint8 images [n, 1 or 3, H, W] as grey (1) or colour (3): grey is repeated, colour becomes its luma."""
+    if images.shape[1] == channels:
+        return images
+    if channels == 3:
+        return images.expand(-1, 3, -1, -1).contiguous()
+    from torchvision.transforms.v2 import functional
+
+    grey: Tensor = functional.rgb_to_grayscale(images)
+    return grey
+
+
+def evaluate_downstream(
+    model: Model, datasets: Mapping[str, Dataset], options: EvaluationOptions, seed: int, *, after: bool
+) -> dict[str, float]:
+    """`evaluate_model` on each of other data sets, with the run's evaluation options.
+
+    Args:
+        model: its encoder is measured.
+        datasets: by label, see `load_downstream`.
+        options: of every evaluation; kNN, effective rank and linear accuracy are always measured.
+        seed: decides all that the evaluations draw.
+        after: whether training has ended, so that fine-tuning is measured too, if the options ask for it.
+
+    Returns:
+        The measures, named `downstream_LABEL_MEASURE`.
+    """
+    measures: dict[str, float] = {}
+    for label, dataset in datasets.items():
+        values, _ = evaluate_model(
+            model,
+            dataset,
+            options,
+            seed,
+            linear=True,
+            fractions=options.semi_supervised if after else (),
+            fine_tune=options.fine_tune if after else None,
+            own_classes=False,
+        )
+        measures |= {f"{PREFIX}{label}_{name}": value for name, value in values.items()}
+    return measures
+
+
+def check_downstream(model: Model, dataset: Dataset, options: EvaluationOptions) -> None:
+    """Check that an encoder takes the images of other data, and that they have the split that fine-tuning needs.
+
+    Raises:
+        UserError: they do not go together.
+    """
+    check_fine_tuning(options.fine_tune, dataset)
+    shape = tuple(dataset.train_images.shape[1:])
+    was_training = model.training
+    try:
+        with torch.no_grad():
+            model.eval().encoder(torch.zeros(1, *shape, device=model.device))
+    except Exception as error:  # each of timm's files raises its own for an image that does not fit
+        size = " x ".join(map(str, shape))
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"the encoder does not take images of {size} ({reason}): leave out image_size, so that images get the size "
+            "that it was trained on"
+        ) from error
+    finally:
+        model.train(was_training)

@@ -1,8 +1,11 @@
 """Linear evaluation: how well one linear layer on the frozen encoder separates the classes."""
 
+from __future__ import annotations
+
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import torch
 from pydantic import Field
@@ -11,7 +14,21 @@ from torch.nn import functional as F
 
 from ..errors import UserError
 from ..options import Options
-from .protocols import with_given_values
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    Protocol = TypeVar("Protocol", bound=DataclassInstance)
+
+
+def with_given_values(protocol: Protocol, options: Options) -> Protocol:
+    """A protocol (a frozen dataclass) in which each value that the options give replaces its own.
+
+    An option that is None is not given. Options that the protocol has no field for are left to their reader.
+    """
+    names = {field.name for field in dataclasses.fields(protocol)} & set(type(options).model_fields)
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    return dataclasses.replace(protocol, **given)
 
 
 @dataclass(frozen=True)

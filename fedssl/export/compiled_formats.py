@@ -15,20 +15,38 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import UserError, install_command
-from ..storage import write_atomically
-from .normalization import WithNormalization
+from ..run.storage import write_atomically
 from .trained_encoder import TrainedEncoder
 
+#: of pixels between 0 and 1, in every channel; the same as `data.pixels.normalize` on uint8
+MEAN, STD = 0.5, 0.25
+
+
+class WithNormalization(nn.Module):
+    """An encoder that takes pixels between 0 and 1, float32 [n, C, H, W], and normalises them itself."""
+
+    def __init__(self, encoder: nn.Module):
+        super().__init__()
+        self.encoder = encoder
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        out: Tensor = self.encoder((pixels - MEAN) / STD)
+        return out
+
+
 FormatName = Literal["onnx", "torchscript", "torch-export"]
+
 
 FILES: dict[FormatName, str] = {
     "onnx": "encoder.onnx",
     "torchscript": "encoder.torchscript.pt",
     "torch-export": "encoder.pt2",
 }
+
+
 #: the largest difference from the encoder that a written file may have, relative to the largest feature
 TOLERANCE = 1e-4
 

@@ -28,12 +28,11 @@ from fedkernels import __version__
 
 from ..errors import UserError
 from ..models.encoders import SmallConvNet, build_encoder, has_small_image_stem, timm_arguments
-from ..storage import cannot_write, make_folder, sync_folder, write_atomically
-from ..untrusted.files import read_regular_file
-from .compiled_formats import FormatName, write_format
+from ..run.storage import cannot_write, make_folder, sync_folder, write_atomically
+from ..untrusted import read_regular_file
+from .compiled_formats import MEAN, STD, FormatName, write_format
 from .load_script import load_script
 from .model_card import model_card
-from .normalization import MEAN, STD
 from .trained_encoder import MOST_JSON_BYTES, EncoderOfRun, TrainedEncoder, checked_image_shape, encoder_of_run
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"

@@ -8,10 +8,10 @@ from typing import Any
 
 import yaml
 
-from ..data.windows import Window
+from ..data.pixels import Window
 from ..guard import is_measure
-from ..recipe import Recipe
-from ..run_record import Run, read_run
+from ..recipe.recipe import Recipe
+from ..run.record import Run, read_run
 from .compiled_formats import FILES, FormatName
 from .trained_encoder import GLOBAL, EncoderOfRun
 

@@ -10,15 +10,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..data.windows import Window
+from ..data.pixels import Window
 from ..errors import UserError
 from ..federation import MODEL, build_federation
 from ..models.encoders import build_encoder
 from ..models.stages import StagedEncoder
-from ..reading import load_stored_recipe
-from ..recipe import Recipe
-from ..run_directory import IMAGE_SHAPE, RunDirectory
-from ..untrusted.files import read_regular_file
+from ..recipe.reading import load_stored_recipe
+from ..recipe.recipe import Recipe
+from ..run.directory import IMAGE_SHAPE, RunDirectory
+from ..untrusted import read_regular_file
 
 GLOBAL = "global"
 #: a larger file of one of the formats here is not read

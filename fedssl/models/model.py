@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from .view_threads import Run, ViewThreads, view_threads
 
 Layer = Literal["encoder", "predictor"]
+
+
 #: the online module that a supervised objective trains on the labels; evaluation measures its accuracy
 CLASSIFIER = "classifier"
 
@@ -178,3 +180,32 @@ def _outputs(chain: nn.ModuleDict, images: Tensor) -> tuple[Tensor, ...]:
 def _by_view(batches: list[Tensor], views: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """One output a view, where the views may have passed through a network as one batch."""
     return tuple(batches) if len(batches) == len(views) else batches[0].split([len(view) for view in views])
+
+
+@contextmanager
+def untouched_running_statistics(network: nn.Module) -> Iterator[None]:
+    """Within it, training mode normalises by the batch's statistics and changes no running ones.
+
+    The running statistics are those that evaluation uses. They shall tell of a client's own images alone, whatever else
+    passes through its network. Modules in evaluation mode are not affected.
+    """
+    changed = [m for m in network.modules() if m.training and getattr(m, "track_running_stats", False)]
+    for module in changed:
+        module.track_running_stats = False  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for module in changed:
+            module.track_running_stats = True  # type: ignore[assignment]
+
+
+@contextmanager
+def running_statistics(network: nn.Module) -> Iterator[None]:
+    """Within it, the network is in evaluation mode: it normalises by its running statistics and changes none."""
+    training = [module for module in network.modules() if module.training]
+    network.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

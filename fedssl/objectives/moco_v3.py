@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from ..data_parallel.losses import info_nce
+from ..models.data_parallel import info_nce
 from ..models.heads import mlp_head
 from ..models.model import Model
 from .base import Objective, Step

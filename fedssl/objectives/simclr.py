@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from ..data_parallel.losses import nt_xent
+from ..models.data_parallel import nt_xent
 from ..models.heads import mlp_head
 from ..models.model import Model
 from .base import Objective, Step

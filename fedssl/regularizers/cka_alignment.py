@@ -14,7 +14,7 @@ from ..aggregators.representation_mean import FACTOR, KERNEL, WHITENING
 from ..client import LocalRound
 from ..data.batches import endless_batches
 from ..data.pixels import normalize
-from ..models.batch_statistics import running_statistics, untouched_running_statistics
+from ..models.model import running_statistics, untouched_running_statistics
 from ..objectives.base import Step
 from .base import Regularizer, StepLoss
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..client import LocalRound
 from ..data.batches import batches_of_epoch, endless_batches
 from ..errors import UserError
-from ..models.batch_statistics import untouched_running_statistics
+from ..models.model import untouched_running_statistics
 from ..objectives.base import Objective, Step
 from .base import Regularizer, StepLoss
 

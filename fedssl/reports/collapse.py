@@ -12,22 +12,32 @@ from fedkernels import ViewKey
 
 from ..augmentations.base import draw_views
 from ..engines.rounds import models_to_evaluate
-from ..evaluation.alignment import alignment
 from ..evaluation.features import extract_features, extract_view_features, require_measured_images
-from ..evaluation.spectrum import effective_rank, log_covariance_singular_values
-from ..evaluation.sphere import sphere_coverage, sphere_points
-from ..evaluation.tsne import tsne_together
-from ..evaluation.uniformity import uniformity
+from ..evaluation.measures import (
+    alignment,
+    effective_rank,
+    log_covariance_singular_values,
+    sphere_coverage,
+    sphere_points,
+    uniformity,
+)
+from ..evaluation.projections import tsne_together
 from ..federation import Federation
 from ..models.model import Model
 from ..randomness import generator_for, seed_for
-from ..run_directory import RunDirectory
+from ..run.directory import RunDirectory
 
 GLOBAL = "global"
+
+
 #: the version of the fields below, as stored
 FORMAT = 1
+
+
 #: at most so many test images are represented, of which so many are in the t-SNE: enough for a picture
 _TEST_IMAGES, _TSNE_IMAGES = 1000, 300
+
+
 _LOCAL_MODELS = 5
 
 

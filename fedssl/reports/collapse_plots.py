@@ -2,20 +2,142 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from itertools import chain
+from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import torch
+from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from numpy.typing import NDArray
+from pydantic import TypeAdapter
 
-from ..evaluation.spectrum import log_covariance_singular_values
-from ..untrusted.printable import plot_text
-from .class_colours import class_colours, class_legend
-from .collapse import Collapse
-from .plots import MUTED, TEXT, method_styles, name_lines, tidy
+from ..errors import UserError
+from ..evaluation.measures import (
+    log_covariance_singular_values,
+)
+from ..evaluation.metrics import LARGEST_FIGURE
+from ..federation import federation_of_run
+from ..run.directory import RunDirectory
+from ..run.storage import make_folder, write_atomically
+from ..untrusted import plot_text, read_regular_file
+from .collapse import FORMAT, Collapse, Geometry, analyse_collapse
+from .page import PageFigure, PageTable, page_figure
+from .plots import MUTED, TEXT, method_styles, name_lines, png_bytes, tidy
+
+_FILE = "collapse.json"
+
+
+_LARGEST_DIMENSION = 2**16  # of a stored analysis
+
+
+def collapse_of_run(path: Path, trust: bool = False) -> Collapse | None:
+    """The collapse analysis of a run's last round. It is made where it is not stored already.
+
+    It is stored in the run's folder where that can be written.
+
+    Args:
+        path: the run's folder.
+        trust: run the code of parts of one's own that the run's recipe names.
+
+    Returns:
+        The analysis; None where no round is finished.
+
+    Raises:
+        UserError: the run's data are no longer there, a state cannot be read, representations are not finite, or
+            the recipe names code that is not trusted.
+    """
+    directory = RunDirectory.open(path)
+    checkpoint = directory.checkpoint
+    if checkpoint.round < 1 or not checkpoint.files:
+        return None
+    stored = _read(path / _FILE)
+    if stored is not None and stored.round == checkpoint.round:
+        return stored
+    analysis = analyse_collapse(federation_of_run(directory, trust), directory)
+    with suppress(UserError):  # a folder that cannot be written is read all the same
+        _write(analysis, path)
+    return analysis
+
+
+def _read(path: Path) -> Collapse | None:
+    """A stored analysis; None where there is none of this format, which somebody else may have written."""
+    try:
+        analysis = TypeAdapter(Collapse).validate_json(read_regular_file(path))
+    except (OSError, ValueError):
+        return None
+    return analysis if analysis.format == FORMAT and _can_be_drawn(analysis) else None
+
+
+def _can_be_drawn(analysis: Collapse) -> bool:
+    """Whether all lists have the lengths that the charts rely on, and all figures are finite."""
+    images, classes = len(analysis.labels), len(analysis.class_names)
+    models, tsne = analysis.models, list(analysis.tsne.values())
+    figures = [value for one in models.values() for value in (*chain(*one.sphere), *one.log_singular_values)]
+    figures += [value for points in tsne for value in chain(*points)]
+    figures += [value for one in models.values() for value in (one.alignment, one.uniformity, one.effective_rank)]
+    return (
+        images > 0
+        and all(0 <= label < classes for label in analysis.labels)
+        and len(models) > 0
+        and all(re.fullmatch(r"global|[0-9]{1,9}", who) for who in models)
+        and all(0 < one.dimension <= _LARGEST_DIMENSION and one.log_singular_values for one in models.values())
+        and all(len(one.sphere) == images and all(len(point) == 3 for point in one.sphere) for one in models.values())
+        and len(tsne) in (0, 2)
+        and all(len(points) == len(tsne[0]) <= images and all(len(p) == 2 for p in points) for points in tsne)
+        and all(math.isfinite(value) and abs(value) < LARGEST_FIGURE for value in figures)
+        and all(math.isfinite(one.coverage) for one in models.values())
+    )
+
+
+def _write(analysis: Collapse, path: Path) -> None:
+    folder = path / "figures"
+    make_folder(folder)
+    by_method = {path.name: analysis}
+    for name, figure in (
+        ("log_singular_values", draw_log_singular_values(by_method)),
+        ("sphere", draw_spheres(by_method)),
+        ("tsne", draw_tsne(by_method)),
+    ):
+        if figure is not None:
+            write_atomically(folder / f"{name}.png", png_bytes(figure))
+    # Written last: where collapse.json is there, so are the figures.
+    write_atomically(path / _FILE, json.dumps(asdict(analysis)).encode())
+
+
+#: more classes than these have no legend: their colours cannot be told apart
+MOST_NAMED_CLASSES = 20
+
+
+def class_colours(classes: int) -> NDArray[np.float64]:
+    """One colour a class, [classes, 4]."""
+    if classes <= 10:
+        return np.array([colormaps["tab10"](index) for index in range(classes)])
+    if classes <= MOST_NAMED_CLASSES:
+        return np.array([colormaps["tab20"](index) for index in range(classes)])
+    return np.array([colormaps["turbo"](index / (classes - 1)) for index in range(classes)])
+
+
+def class_legend(figure: Figure, class_names: Sequence[str], marks: Sequence[Line2D] = ()) -> None:
+    """Name marks and, where they are few, the classes' colours, at the upper right outside the axes."""
+    handles = list(marks)
+    if len(class_names) <= MOST_NAMED_CLASSES:
+        handles += [
+            Line2D([], [], marker="o", ls="", ms=6, color=colour, label=plot_text(name))
+            for colour, name in zip(class_colours(len(class_names)), class_names, strict=True)
+        ]
+    if handles:
+        figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=10)
+
 
 _PANEL = 3.3  # inches
 
@@ -171,3 +293,94 @@ def _graticule(circle: NDArray[np.float64]) -> list[NDArray[np.float64]]:
     tilt = np.deg2rad(22.0)
     turn = np.array([[np.cos(tilt), 0, -np.sin(tilt)], [0, 1, 0], [np.sin(tilt), 0, np.cos(tilt)]])
     return [line @ turn for line in lines]
+
+
+_HEADER = ("method", "model", "alignment", "uniformity", "effective rank", "sphere covered (%)")
+
+
+_SINGULAR_VALUES_CAPTION = (
+    "The 100 largest singular values of the covariance matrix, natural logarithm. A line that falls off early means "
+    "dimensional collapse; the dashed one is what uniform points on the sphere have."
+)
+
+
+_SPHERE_CAPTION = (
+    "Representations projected onto their three main directions and onto the sphere again, coloured by class; points "
+    "on the far side are pale. The more of the sphere is blank, the worse the collapse. An encoder that ends in a ReLU "
+    "has no negative outputs, so even without collapse its points keep to one side."
+)
+
+
+_TSNE_CAPTION = (
+    "t-SNE of the same test images as the global model (circles) and one local model (crosses) represent them. Where "
+    "both mix, the models share one representation space; distances between groups mean nothing."
+)
+
+
+@dataclass(frozen=True)
+class CollapseSection:
+    """What the section shows.
+
+    Attributes:
+        warnings: which methods have no analysis, and why.
+        images: the number of test images; several numbers where methods differ.
+        table: the measures of each method's models; None where no method has an analysis.
+        figures: the charts.
+    """
+
+    warnings: Sequence[str]
+    images: str
+    table: PageTable | None
+    figures: Sequence[PageFigure]
+
+
+def collapse_section(analyses: Mapping[str, Collapse | str]) -> CollapseSection | None:
+    """The section; None where there is no analysis.
+
+    Args:
+        analyses: by method, its analysis, or a text that says why there is none.
+    """
+    if not analyses:
+        return None
+    warnings = [
+        f"{name}: no collapse analysis: {problem}" for name, problem in analyses.items() if isinstance(problem, str)
+    ]
+    shown = {name: analysis for name, analysis in analyses.items() if not isinstance(analysis, str)}
+    if not shown:
+        return CollapseSection(warnings, "", None, ())
+    images = ", ".join(dict.fromkeys(str(len(analysis.labels)) for analysis in shown.values()))
+    return CollapseSection(warnings, images, PageTable(_HEADER, _rows(shown), text_columns=2), _figures(shown))
+
+
+def _rows(analyses: Mapping[str, Collapse]) -> list[tuple[str, ...]]:
+    rows = []
+    for name, analysis in analyses.items():
+        if analysis.shared:
+            rows.append((name, "global model", *_mean_measures([analysis.shared])))
+        count = len(analysis.local)
+        if count:
+            model = f"mean of {count} local models" if count > 1 else "a local model"
+            rows.append((name, model, *_mean_measures(analysis.local)))
+    return rows
+
+
+def _mean_measures(models: Sequence[Geometry]) -> list[str]:
+    """The means over the models, as the cells below `_HEADER`."""
+    return [
+        f"{fmean(model.alignment for model in models):.3f}",
+        f"{fmean(model.uniformity for model in models):.2f}",
+        f"{fmean(model.effective_rank for model in models):.1f}",
+        f"{fmean(100 * model.coverage for model in models):.0f}",
+    ]
+
+
+def _figures(analyses: Mapping[str, Collapse]) -> list[PageFigure]:
+    singular_values, spheres = draw_log_singular_values(analyses), draw_spheres(analyses)
+    figures = [
+        page_figure(singular_values, "Log singular values of the covariance", _SINGULAR_VALUES_CAPTION),
+        page_figure(spheres, "Representations on the sphere", _SPHERE_CAPTION, png=True),
+    ]
+    tsne = draw_tsne(analyses)
+    if tsne is not None:
+        figures.append(page_figure(tsne, "t-SNE of global and local representations", _TSNE_CAPTION, png=True))
+    return figures

@@ -24,19 +24,46 @@ from ..federation import Federation
 from ..messages import Message, from_transport
 from ..models.model import Model
 from ..regularizers.base import Regularizer
-from ..storage import csv_text
+from ..run.storage import csv_text
 from ..training import steps_of_round
-from .units import format_bytes, format_flops
+
+
+def format_bytes(count: float) -> str:
+    """Bytes in decimal units: `0`, `812 B`, `4.1 kB`, `20.5 MB`, `1.3 GB`."""
+    if count < 1000:
+        return f"{count:.0f} B" if count else "0"
+    for unit, size in (("kB", 1e3), ("MB", 1e6)):
+        if count < 999.95 * size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count / 1e9:,.1f} GB"
+
+
+def format_flops(count: float) -> str:
+    """Floating-point operations: `812.0 M`, `4.1 G`, `20.5 T`, `1.2 P`."""
+    for unit, size in (("M", 1e6), ("G", 1e9), ("T", 1e12)):
+        if count < 999.95 * size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count / 1e15:,.1f} P"
+
 
 #: Batch sizes of the steps that are counted on a CPU. What a step takes is a polynomial in the batch size: of degree
 #: one for layers, two where a term compares each image with each. So three sizes determine it at any other size.
 _BATCH_SIZES = (2, 3, 4)
+
+
 #: learning rate of the steps that are counted
 _LEARNING_RATE = 1e-9
+
+
 #: seconds that the timing of one kind of step should take; the batch is smaller than the recipe's where it must be
 _TIMED_SECONDS = 0.8
+
+
 _SMALLEST_BATCH = 2
+
+
 _TIMED_STEPS = 3
+
 
 Note = Callable[[str], None]
 

@@ -15,18 +15,23 @@ from ..data.datasets import Dataset
 from ..data.options import DataOptions
 from ..engines.rounds import models_to_evaluate
 from ..errors import UserError
-from ..evaluation.downstream import check_downstream, evaluate_downstream, load_downstream
-from ..evaluation.evaluate import check_labels, evaluate_model
-from ..evaluation.fine_tune import FineTuneOptions, check_fine_tuning
-from ..evaluation.options import EvaluationOptions
+from ..evaluation.evaluate import (
+    EvaluationOptions,
+    check_downstream,
+    check_labels,
+    evaluate_downstream,
+    evaluate_model,
+    load_downstream,
+)
+from ..evaluation.fine_tuning import FineTuneOptions, check_fine_tuning
 from ..export.encoder_folder import read_encoder
 from ..federation import device_named, federation_of_run
 from ..models.model import Model
+from ..options import explain_errors
 from ..randomness import seed_for
-from ..recipe_text import explain_errors
-from ..run_directory import RunDirectory
-from ..storage import csv_text, write_atomically
-from ..untrusted.strict_yaml import parse_yaml
+from ..run.directory import RunDirectory
+from ..run.storage import csv_text, write_atomically
+from ..untrusted import parse_yaml
 
 Note = Callable[[str], None]
 

@@ -14,14 +14,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..data.datasets import load_dataset
-from ..data.dealing import deal
+from ..data.partitions import deal
 from ..data.stored_images import Images, images_of_rows
-from ..reading import parse_recipe
+from ..recipe.reading import parse_recipe
 from ..reports.plots import Card, draw_table_picture
-from ..run_record import Run, read_run
-from .results import Results, reference_row
+from ..run.record import Run, read_run
+from .results import Results, reference_row, verdict
 from .table import Table, cell_path
-from .verdict import verdict
 
 _MOST_CLIENTS = 5
 _MOSAIC_ROWS, _MOSAIC_COLUMNS = 3, 4

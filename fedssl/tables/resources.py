@@ -22,12 +22,11 @@ import torch
 from ..data.datasets import Dataset
 from ..errors import UserError
 from ..federation import build_federation
-from ..recipe import Recipe
+from ..recipe.recipe import Recipe
 from ..reports.cost import estimate
-from ..storage import csv_text, make_folder, write_atomically
-from .files import write_description
+from ..run.storage import csv_text, make_folder, write_atomically
+from .files import markdown_table, plain_table, write_description
 from .table import RESOURCES, Metric, Table, TableRow, cell_recipe
-from .text_tables import markdown_table, plain_table
 
 _PAPER_GB = 1000 * 2**20
 _TITLES = {"memory": "memory (GB)", "flops": "GFLOPs", "traffic": "traffic (GB)"}

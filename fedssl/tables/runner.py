@@ -9,17 +9,287 @@ OUTPUT/picture.png                            the table as a picture; with scena
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import time
+import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import Any, cast
 
+import torch
+import yaml
+
+from ..engines import engine_of, in_process
+from ..engines.time_left import format_duration
+from ..engines.workers import end_with_parent, interrupts_ignored
 from ..errors import UserError
-from .cells import check_output, table_cells
+from ..recipe.overrides import flatten_keys, read_values
+from ..recipe.reading import load_stored_recipe, parse_recipe
+from ..recipe.recipe import Recipe
+from ..run.directory import RunDirectory
+from ..run.record import read_run
+from ..untrusted import own_parts
 from .files import format_table, write_description, write_results
-from .progress import Progress
-from .results import Results, read_results
-from .table import Table
-from .verdict import verdict
-from .workers import run_here, run_in_processes
+from .results import JUDGED, Results, read_results, verdict
+from .table import Table, cell_path, cell_recipe
+
+
+@dataclass(frozen=True, eq=False)
+class Cell:
+    """One run of a table.
+
+    Attributes:
+        label: the row's and, where there is one, the scenario's.
+        seed: the run's seed.
+        recipe: the recipe with all settings merged in.
+        path: the run's folder.
+    """
+
+    label: str
+    seed: int
+    recipe: Recipe
+    path: Path
+
+    def __str__(self) -> str:
+        return f"{self.label}, seed {self.seed}"
+
+    @property
+    def begun(self) -> bool:
+        """Whether the run's folder exists."""
+        return (self.path / "recipe.yaml").is_file()
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last round of the run is committed."""
+        return self.begun and RunDirectory.open(self.path).checkpoint.finished
+
+
+def table_cells(table: Table, output: Path, overrides: Sequence[str] = ()) -> list[Cell]:
+    """All cells in the order in which they run: seed by seed, so that a table that is stopped compares all rows.
+
+    Raises:
+        UserError: a recipe that is refused, see `cell_recipe`.
+    """
+    return [
+        Cell(
+            f"{row.label}, {scenario.label}" if scenario.label else row.label,
+            seed,
+            cell_recipe(table, row, seed, overrides, scenario),
+            cell_path(output, row.label, seed, scenario.label),
+        )
+        for seed in table.seeds
+        for scenario in table.all_scenarios
+        for row in table.rows
+    ]
+
+
+def check_output(output: Path, cells: Sequence[Cell]) -> None:
+    """Refuse an output folder that other things or other recipes have made.
+
+    Raises:
+        UserError: `output` is a file, or a folder with other things in it, or a cell's run has another recipe.
+    """
+    if output.exists() and not output.is_dir():
+        raise UserError(f"{output} is a file; name a folder as the table's output")
+    if output.is_dir() and any(output.iterdir()) and not (output / "table.yaml").is_file():
+        raise UserError(f"{output} is not empty and holds no table.yaml: name a new folder as the table's output")
+    for cell in cells:
+        if cell.begun:
+            _check_recipe(cell)
+
+
+def _check_recipe(cell: Cell) -> None:
+    """Refuse a stored run whose recipe differs from the cell's in more than what its results do not depend on.
+
+    An option that the stored recipe does not have was added since; it has its default, which is what the run did.
+    """
+    wanted = yaml.safe_load(cell.recipe.to_yaml())
+    directory = RunDirectory.open(cell.path)
+    known = set(own_parts(read_values(directory.path / "recipe.yaml"))) <= set(own_parts(wanted))
+    stored = flatten_keys(yaml.safe_load(load_stored_recipe(directory, trust=known, resuming=True).to_yaml()))
+    wanted = flatten_keys(wanted)
+    for key in dict.fromkeys([*wanted, *stored]):
+        if (
+            key not in ("description", "clients_parallel")
+            and not key.startswith("model.digests")
+            and wanted.get(key) != stored.get(key)
+        ):
+            raise UserError(
+                f"{cell.path} was made with {key}={stored.get(key)}, now it is {wanted.get(key)}: "
+                "name another output, or remove that folder"
+            )
+
+
+_SECONDS_BETWEEN_NOTES = 30.0
+
+
+class Progress:
+    """Tells a line when a cell ends, and one now and then while none does; keeps the failures.
+
+    Attributes:
+        failures: the error messages of the cells that failed.
+    """
+
+    def __init__(self, note: Callable[[str], None], cells: int, waiting: int):
+        """`note` is called with each line; `cells` is the table's number of cells, `waiting` how many are to be run."""
+        self.note, self.cells, self.waiting = note, cells, waiting
+        self.failures: dict[Cell, str] = {}
+        self.ended = 0
+        self.started = self.last_note = time.monotonic()
+
+    def round_done(self, cell: Cell, round_number: int) -> None:
+        """A round of a cell is committed."""
+        if time.monotonic() - self.last_note >= _SECONDS_BETWEEN_NOTES:
+            self._tell(f"{cell}: round {round_number} of {cell.recipe.rounds}")
+
+    def cell_ended(self, cell: Cell, failure: str | None = None) -> None:
+        """A cell is finished, or has failed with an error message."""
+        self.ended += 1
+        left = (self.waiting - self.ended) * (time.monotonic() - self.started) / self.ended
+        time_left = f"; {format_duration(left)} left" if self.ended < self.waiting else ""
+        if failure is None:
+            state = _accuracies(cell.path)
+        else:
+            self.failures[cell] = failure
+            state = f"failed: {failure}"
+        self._tell(f"{self.cells - self.waiting + self.ended}/{self.cells}  {cell}: {state}{time_left}")
+
+    def _tell(self, text: str) -> None:
+        self.last_note = time.monotonic()
+        self.note(text)
+
+
+def _accuracies(path: Path) -> str:
+    """A finished run's accuracies in a few words."""
+    run = read_run(path)
+    values = ((metric, run.evaluated(metric, "after")) for metric in JUDGED)
+    return ", ".join(f"{metric} {value:.1f}" for metric, value in values if value is not None)
+
+
+class _Rounds(in_process.Silent):
+    """Calls a function with the number of each committed round."""
+
+    def __init__(self, round_committed: Callable[[int], None]):
+        self.round_committed = round_committed
+
+    def round_done(self, round_number: int, metrics: dict[str, float]) -> None:
+        self.round_committed(round_number)
+
+
+def _run(recipe: Recipe, path: Path, round_committed: Callable[[int], None]) -> None:
+    """Run a cell, or continue it where it was stopped."""
+    if (path / "recipe.yaml").is_file():
+        engine_of(recipe).resume(path, _Rounds(round_committed))
+    else:
+        engine_of(recipe).run(recipe, path, _Rounds(round_committed))
+
+
+def run_here(cells: Sequence[Cell], progress: Progress) -> None:
+    """Run cells one after another in this process. A cell that fails is told to `progress`, and the others go on."""
+    for cell in cells:
+        try:
+            _run(cell.recipe, cell.path, partial(progress.round_done, cell))
+        except UserError as error:
+            progress.cell_ended(cell, str(error))
+        else:
+            progress.cell_ended(cell)
+
+
+def run_in_processes(cells: Sequence[Cell], jobs: int, progress: Progress) -> None:
+    """Run cells in worker processes, each of which takes one cell after another.
+
+    All worker processes have ended when this returns or raises. A cell that fails is told to `progress`, and the others
+    go on.
+
+    Args:
+        cells: what to run.
+        jobs: the number of worker processes; each gets its share of the processor cores as threads.
+        progress: is told each committed round and each cell that ended.
+
+    Raises:
+        RuntimeError: an error in a worker that is not a UserError, with its traceback.
+        KeyboardInterrupt: on Ctrl-C.
+    """
+    context = multiprocessing.get_context("spawn")  # a forked child may hang in torch's thread pool
+    threads = max(1, (os.cpu_count() or 1) // max(jobs, 1))
+    queue = list(reversed(cells))
+    busy: dict[Connection, Cell] = {}
+    workers: dict[Connection, Any] = {}
+
+    def start_worker() -> None:
+        ours, theirs = context.Pipe()
+        # not a daemon, which may not start the processes of clients_parallel
+        worker = context.Process(target=_work, args=(theirs, threads))
+        with interrupts_ignored():
+            worker.start()
+        theirs.close()
+        workers[ours] = worker
+        give(ours)
+
+    def give(connection: Connection) -> None:
+        if queue:
+            cell = busy[connection] = queue.pop()
+            # as text, because a part from the user's own file cannot be pickled
+            connection.send((cell.recipe.to_yaml(), cell.path))
+        else:
+            connection.send(None)
+
+    try:
+        for _ in range(jobs):
+            start_worker()
+        while busy:
+            for connection in cast(list[Connection], wait(list(busy))):
+                cell = busy[connection]
+                try:
+                    kind, content = connection.recv()
+                except (EOFError, OSError):
+                    del busy[connection]
+                    worker = workers.pop(connection)
+                    worker.join()
+                    message = f"its process ended with code {worker.exitcode}; was memory short? try a smaller --jobs"
+                    progress.cell_ended(cell, message)
+                    if queue:
+                        start_worker()
+                    continue
+                if kind == "round":
+                    progress.round_done(cell, content)
+                elif kind == "bug":
+                    raise RuntimeError(f"{cell}: {content}")
+                else:
+                    del busy[connection]
+                    progress.cell_ended(cell, content)
+                    give(connection)
+    finally:
+        for worker in workers.values():
+            worker.terminate()  # it is idle, or loses only the round that is not committed yet
+        for worker in workers.values():
+            worker.join()
+
+
+def _work(connection: Connection, threads: int) -> None:
+    """A worker process. It receives (recipe, folder) of a cell again and again, and ends when it receives None.
+
+    It sends `("round", number)` after each commit, `("end", error message or None)` after a cell, and
+    `("bug", traceback)` where something else than a UserError was raised.
+    """
+    end_with_parent()
+    torch.set_num_threads(min(threads, torch.get_num_threads()))  # OMP_NUM_THREADS can ask for fewer
+    while (task := connection.recv()) is not None:
+        text, path = task
+        try:
+            recipe = parse_recipe(yaml.safe_load(text))
+            _run(recipe, path, lambda number: connection.send(("round", number)))
+        except UserError as error:
+            connection.send(("end", str(error)))
+        except Exception:
+            connection.send(("bug", traceback.format_exc()))
+        else:
+            connection.send(("end", None))
+
 
 Note = Callable[[str], None]
 

@@ -11,13 +11,13 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from ..errors import UserError
-from ..evaluation.downstream import PREFIX
-from ..options import Options
-from ..reading import complete_recipe
-from ..recipe import Recipe
-from ..recipe_text import PART_KEYS, explain_errors, part_name, read_values, shipped_names
-from ..reports.metrics import OF_ARCHITECTURE
-from ..untrusted.printable import NAME_PATTERN, TEXT_PATTERN
+from ..evaluation.evaluate import PREFIX
+from ..evaluation.metrics import OF_ARCHITECTURE
+from ..options import Options, explain_errors
+from ..recipe.overrides import part_name, read_values, shipped_names
+from ..recipe.reading import complete_recipe
+from ..recipe.recipe import Recipe
+from ..untrusted import NAME_PATTERN, PART_KEYS, TEXT_PATTERN
 
 _METRICS = (
     "knn", "linear", "classifier", "semi_supervised_0.01", "semi_supervised_0.1",

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedkernels import _linear_cka_cuda, _native
+from fedkernels.internal import linear_cka_cuda, native
 from tests.cuda_on_cpu.emulated_linear_cka import COMBINE, PREPARE, EmulatedOperators
 from tests.cuda_on_cpu.emulation import Compiler, require_compiler
 
@@ -21,7 +21,7 @@ def emulated_linear_cka(compiler: Compiler, request: pytest.FixtureRequest) -> I
 
     The fixture's parameter, if any, is a fault to plant: the file, the text in it, and what replaces that text.
     """
-    if _native.module is None:
+    if native.module is None:
         pytest.skip("the operators are declared by fedkernels._C, which is not compiled")
     faulty, *fault = getattr(request, "param", [None])
     prepare, combine = (
@@ -29,7 +29,7 @@ def emulated_linear_cka(compiler: Compiler, request: pytest.FixtureRequest) -> I
     )
     operators = EmulatedOperators(prepare, combine)
     with torch.library._scoped_library("fedkernels", "IMPL") as registered:
-        for name in _native.PARTS:
+        for name in native.PARTS:
             registered.impl(name, getattr(operators, name), "CPU")
-        registered.impl("linear_cka_large", _linear_cka_cuda.linear_cka, "CPU")
+        registered.impl("linear_cka_large", linear_cka_cuda.linear_cka, "CPU")
         yield

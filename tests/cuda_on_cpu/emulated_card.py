@@ -13,12 +13,12 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch
 
-from fedkernels import _first_contact, _native, _self_test_outcomes
-from fedkernels._autograd import is_transformed
+from fedkernels.internal import first_contact, native, self_test_outcomes
+from fedkernels.internal.autograd import is_transformed
 from tests.cuda_on_cpu.test_bindings import SOURCES, Bindings
 
 LIBRARY = "cuda_on_cpu_self_test"
-CARD = _self_test_outcomes.Card("Emulated card", "9.0", "driver 1")
+CARD = self_test_outcomes.Card("Emulated card", "9.0", "driver 1")
 
 
 class Compiled:
@@ -48,7 +48,7 @@ class EmulatedCard:
         def operator(name, *tensors):
             if is_transformed() or any(hasattr(tensor, "on_host") for tensor in tensors):
                 return None
-            serves = name in _native.CUDA and _native._serves(name, 0, tensors)
+            serves = name in native.CUDA and native._serves(name, 0, tensors)
             return getattr(torch.ops.fedkernels, name).default if serves else None
 
         def to_host(tensor):
@@ -63,14 +63,14 @@ class EmulatedCard:
             )
             patch.setattr(torch.Tensor, "cpu", to_host)
             patch.setattr(torch.cuda, "init", lambda: None)
-            patch.setattr(_native, "operator", operator)
-            patch.setattr(_native, "runs_on", lambda gpu: True)
-            patch.setattr(_native, "module", Module())
-            patch.setattr(_self_test_outcomes, "card_of", lambda gpu: CARD)
-            patch.setattr(_first_contact, "_on", lambda gpu: nullcontext(torch.device("cpu")))
-            patch.setattr(_first_contact, "_is_captured", lambda gpu: self.captured)
+            patch.setattr(native, "operator", operator)
+            patch.setattr(native, "runs_on", lambda gpu: True)
+            patch.setattr(native, "module", Module())
+            patch.setattr(self_test_outcomes, "card_of", lambda gpu: CARD)
+            patch.setattr(first_contact, "_on", lambda gpu: nullcontext(torch.device("cpu")))
+            patch.setattr(first_contact, "_is_captured", lambda gpu: self.captured)
             for name, empty in (("verdicts", {}), ("_reasons", {}), ("_warned", set())):
-                patch.setattr(_first_contact, name, empty)
+                patch.setattr(first_contact, name, empty)
             yield called
 
 
@@ -78,7 +78,7 @@ class Module:
     """fedkernels._C of a machine with one GPU."""
 
     def __init__(self) -> None:
-        self.build_info = _native.module.build_info
+        self.build_info = native.module.build_info
 
     def cuda_unusable(self, gpu: int) -> str:
         return ""

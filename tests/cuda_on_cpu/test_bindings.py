@@ -16,9 +16,6 @@ from fedkernels import (
     CKAAccumulator,
     MinibatchCKA,
     ViewOptions,
-    _checks,
-    _linear_cka_cuda,
-    _native,
     apply_deltas,
     client_weights,
     clip_loss,
@@ -33,6 +30,7 @@ from fedkernels import (
     supervised_contrastive_loss,
     unbalanced_ot,
 )
+from fedkernels.internal import checks, linear_cka_cuda, native
 from tests.cuda_on_cpu.emulation import ORDERS, ROOT, SANITIZED, planted
 from tests.cuda_on_cpu.host_reads import HostReadError, no_host_reads
 from tests.fedkernels import test_cuda
@@ -55,9 +53,9 @@ OPS = ROOT / "csrc/ops"
 SOURCES = sorted(OPS.glob("*_cuda.cpp"))
 # What fedkernels/linear_cka.py registers for CUDA.
 IN_PYTHON = {
-    "linear_cka_large": _linear_cka_cuda.linear_cka,
-    "linear_cka_to_kernel": _linear_cka_cuda.linear_cka_to_kernel,
-    "linear_cka_pairwise": _linear_cka_cuda.linear_cka_pairwise,
+    "linear_cka_large": linear_cka_cuda.linear_cka,
+    "linear_cka_to_kernel": linear_cka_cuda.linear_cka_to_kernel,
+    "linear_cka_pairwise": linear_cka_cuda.linear_cka_pairwise,
 }
 
 pytestmark = [
@@ -67,7 +65,7 @@ pytestmark = [
 
 
 def without_those_for_the_cpu(operator: Callable[..., object]) -> Callable[..., object]:
-    alone = {*_native.FOR_CPU_ALONE, "similarity_logsumexp_gradients"}
+    alone = {*native.FOR_CPU_ALONE, "similarity_logsumexp_gradients"}
     return lambda name, *tensors: None if name in alone else operator(name, *tensors)
 
 
@@ -75,13 +73,13 @@ class Bindings:
     """The operators of some C++ as torch.ops.<library>'s."""
 
     def __init__(self, compiler, texts: Sequence[str], library: str) -> None:
-        if _native.module is None:
+        if native.module is None:
             pytest.skip("the operators are declared by fedkernels._C, which is not compiled")
         text = "\n".join(texts)  # of all files, for torch's headers are most of the work
         names = re.findall(r'm\.impl\("(\w+)"', text)
         self.declared = torch.library.Library(library, "FRAGMENT")
         for name in names:
-            self.declared.define(name + _native.SCHEMAS[name])
+            self.declared.define(name + native.SCHEMAS[name])
         self.handle = compiler.bindings(text, library)
         self.operators = {name: getattr(getattr(torch.ops, library), name).default for name in names}
 
@@ -105,9 +103,9 @@ class Bindings:
             for name, operator in {**self.operators, **IN_PYTHON}.items():
                 registered.impl(name, noting(name, operator), "CPU")
             patch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True), raising=False)
-            patch.setattr(_native, "CUDA", frozenset({*_native.COMPILED, "linear_cka_large"} - _native.FOR_CPU_ALONE))
-            patch.setattr(_checks, "has_values", lambda tensor: False)
-            patch.setattr(_native, "operator", without_those_for_the_cpu(_native.operator))
+            patch.setattr(native, "CUDA", frozenset({*native.COMPILED, "linear_cka_large"} - native.FOR_CPU_ALONE))
+            patch.setattr(checks, "has_values", lambda tensor: False)
+            patch.setattr(native, "operator", without_those_for_the_cpu(native.operator))
             yield called
 
 
@@ -260,7 +258,7 @@ def check(bindings, name):
 
 
 def test_every_operator_is_there(bindings):
-    assert {*_native.COMPILED, *_native.PARTS} - _native.FOR_CPU_ALONE <= {*bindings.operators, *IN_PYTHON}
+    assert {*native.COMPILED, *native.PARTS} - native.FOR_CPU_ALONE <= {*bindings.operators, *IN_PYTHON}
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,4 +1,4 @@
-"""fedkernels/_linear_cka_cuda.py on csrc/cuda/linear_cka_large_*.cu against the reference, with torch's products.
+"""fedkernels/internal/linear_cka_cuda.py on csrc/cuda/linear_cka_large_*.cu against the reference.
 
 Here: pairs of large matrices, and planted faults. Kernels and lists are in the files beside this one.
 """
@@ -6,7 +6,7 @@ Here: pairs of large matrices, and planted faults. Kernels and lists are in the 
 import pytest
 import torch
 
-from fedkernels import _linear_cka_cuda
+from fedkernels.internal import linear_cka_cuda
 from fedkernels.reference import linear_cka as reference
 from tests.cuda_on_cpu.emulated_linear_cka import BF16, COMBINE, FP16, FP32, FP64, PREPARE, matrix, near, pair
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("emulated_linear_cka")
 
 
 def check(x, y, centered=False, wanted=(True, True), tolerance=2e-6):
-    values, *gradients = _linear_cka_cuda.linear_cka(x, y, centered, *wanted)
+    values, *gradients = linear_cka_cuda.linear_cka(x, y, centered, *wanted)
     wide = [z.double().requires_grad_() for z in (x, y)]
     truth = reference.linear_cka(*wide, centered)
     assert values.dtype == (FP64 if FP64 in (x.dtype, y.dtype) else FP32)
@@ -66,7 +66,7 @@ def test_only_the_gradients_that_are_wanted(rows, wanted):
 
 
 def test_no_problems():
-    values, of_x, of_y = _linear_cka_cuda.linear_cka(torch.ones(0, 5, 3), torch.ones(0, 5, 2), True, True, False)
+    values, of_x, of_y = linear_cka_cuda.linear_cka(torch.ones(0, 5, 3), torch.ones(0, 5, 2), True, True, False)
     assert values.shape == (0,)
     assert of_x.shape == (0, 5, 3)
     assert of_y.shape == (0,)
@@ -77,7 +77,7 @@ def test_no_problems():
 @CENTERED
 def test_the_scale_does_not_matter(rows, scale, dtype, centered):
     x, y = (z / 8 for z in pair(rows, 5, 3, dtypes=(dtype, dtype)))
-    plain, scaled = (_linear_cka_cuda.linear_cka(z, y, centered, True, True) for z in (x, x * scale))
+    plain, scaled = (linear_cka_cuda.linear_cka(z, y, centered, True, True) for z in (x, x * scale))
     torch.testing.assert_close(scaled[0], plain[0], rtol=1e-5, atol=0)
     torch.testing.assert_close(scaled[1].double() * scale, plain[1].double(), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(scaled[2], plain[2], rtol=1e-4, atol=1e-5)
@@ -88,7 +88,7 @@ def test_constant_columns_have_cka_zero_and_gradient_zero(width):
     """Values like 0.1 leave rounding behind in a plain mean of 7."""
     _, y = pair(7, 5, 3, (2,))
     x = (0.1 * matrix(width, seed=3)).float().expand(2, 7, width).contiguous()
-    for found in _linear_cka_cuda.linear_cka(x, y, True, True, True):
+    for found in linear_cka_cuda.linear_cka(x, y, True, True, True):
         assert not found.any()
 
 
@@ -96,13 +96,13 @@ def test_one_zero_matrix_and_one_nan_leave_the_batch_alone():
     x, y = pair(19, 4, 5, (4,))
     x[1] = 0
     y[2, 3, 1] = torch.nan
-    values, *gradients = _linear_cka_cuda.linear_cka(x, y, False, True, True)
+    values, *gradients = linear_cka_cuda.linear_cka(x, y, False, True, True)
     assert values.isnan().tolist() == [False, False, True, False]
     assert values[1] == 0
     assert not any(one[1].any() for one in gradients)
     keep = torch.tensor([0, 3])
     check(x[keep], y[keep])
-    alone = _linear_cka_cuda.linear_cka(x[keep], y[keep], False, True, True)
+    alone = linear_cka_cuda.linear_cka(x[keep], y[keep], False, True, True)
     torch.testing.assert_close([values[keep], *(one[keep] for one in gradients)], list(alone), rtol=1e-5, atol=1e-7)
 
 
@@ -113,21 +113,21 @@ def test_not_finite_gives_nan(bad, rows, centered):
     x, y = pair(rows, 4, 3, (2,))
     x[1, 2, 3] = bad
     kernel = y @ y.mT
-    assert _linear_cka_cuda.linear_cka(x, y, centered, False, False)[0].isnan().tolist() == [False, True]
-    assert _linear_cka_cuda.linear_cka_to_kernel(x, kernel, centered, False)[0].isnan().tolist() == [False, True]
+    assert linear_cka_cuda.linear_cka(x, y, centered, False, False)[0].isnan().tolist() == [False, True]
+    assert linear_cka_cuda.linear_cka_to_kernel(x, kernel, centered, False)[0].isnan().tolist() == [False, True]
     kernel[0, 1, 1] = bad
-    assert _linear_cka_cuda.linear_cka_to_kernel(x[:1], kernel[:1], centered, False)[0].isnan().all()
+    assert linear_cka_cuda.linear_cka_to_kernel(x[:1], kernel[:1], centered, False)[0].isnan().all()
     zero, no_kernel = torch.zeros_like(y), torch.zeros_like(kernel)  # which do not hide it
-    assert _linear_cka_cuda.linear_cka(x, zero, centered, False, False)[0].isnan().tolist() == [False, True]
-    assert _linear_cka_cuda.linear_cka_to_kernel(x, no_kernel, centered, False)[0].isnan().tolist() == [False, True]
-    assert _linear_cka_cuda.linear_cka_to_kernel(zero[:1], kernel[:1], centered, False)[0].isnan().all()
+    assert linear_cka_cuda.linear_cka(x, zero, centered, False, False)[0].isnan().tolist() == [False, True]
+    assert linear_cka_cuda.linear_cka_to_kernel(x, no_kernel, centered, False)[0].isnan().tolist() == [False, True]
+    assert linear_cka_cuda.linear_cka_to_kernel(zero[:1], kernel[:1], centered, False)[0].isnan().all()
 
 
 def test_a_similarity_of_zero_is_not_negative():
     """In sample space it is a sum of products, which rounding may leave below 0."""
     x, y = torch.zeros(8, 16), torch.zeros(8, 16)
     x[:4], y[4:] = matrix(4, 16, dtype=FP32), matrix(4, 16, seed=1, dtype=FP32)
-    values, of_x, of_y = _linear_cka_cuda.linear_cka(x, y, False, True, True)
+    values, of_x, of_y = linear_cka_cuda.linear_cka(x, y, False, True, True)
     assert values == 0
     assert of_x.isfinite().all()
     assert of_y.isfinite().all()
@@ -190,8 +190,8 @@ def test_autocast_does_not_narrow():
     def everything():
         return [
             *torch.ops.fedkernels.linear_cka_large(x, y, True, True, True),
-            *_linear_cka_cuda.linear_cka_to_kernel(x, kernel, True, True),
-            _linear_cka_cuda.linear_cka_pairwise([x, y], [], True),
+            *linear_cka_cuda.linear_cka_to_kernel(x, kernel, True, True),
+            linear_cka_cuda.linear_cka_pairwise([x, y], [], True),
         ]
 
     plain = everything()
@@ -208,7 +208,7 @@ def check_both():
     kernel = y @ y.mT
     kernel[:, 3] += 2
     check(3 * x, 40 * y, True)
-    found = _linear_cka_cuda.linear_cka_to_kernel(x, kernel, True, False)[0]
+    found = linear_cka_cuda.linear_cka_to_kernel(x, kernel, True, False)[0]
     truth = reference.linear_cka_to_kernel(x.double(), kernel.double(), True)
     torch.testing.assert_close(found.double(), truth, rtol=5e-6, atol=0)
 

@@ -1,9 +1,9 @@
-"""linear_cka_to_kernel of fedkernels/_linear_cka_cuda.py on the emulated kernels against the reference."""
+"""linear_cka_to_kernel of fedkernels/internal/linear_cka_cuda.py on the emulated kernels against the reference."""
 
 import pytest
 import torch
 
-from fedkernels import _linear_cka_cuda
+from fedkernels.internal import linear_cka_cuda
 from fedkernels.reference import linear_cka as reference
 from tests.cuda_on_cpu.emulated_linear_cka import BF16, FP16, FP32, FP64, matrix, near, pair
 
@@ -13,12 +13,12 @@ pytestmark = pytest.mark.usefixtures("emulated_linear_cka")
 
 
 def check_to_kernel(x, kernel, centered=False, tolerance=2e-6):
-    value, found = _linear_cka_cuda.linear_cka_to_kernel(x, kernel, centered, True)
+    value, found = linear_cka_cuda.linear_cka_to_kernel(x, kernel, centered, True)
     wide = x.double().requires_grad_()
     truth = reference.linear_cka_to_kernel(wide, kernel.double(), centered)
     torch.testing.assert_close(value.double(), truth.detach(), rtol=tolerance, atol=tolerance / 10)
     near(found, torch.autograd.grad(truth.sum(), wide)[0], x, tolerance)
-    alone, nothing = _linear_cka_cuda.linear_cka_to_kernel(x, kernel, centered, False)
+    alone, nothing = linear_cka_cuda.linear_cka_to_kernel(x, kernel, centered, False)
     assert torch.equal(alone, value)
     assert nothing.shape == (0,)
 
@@ -50,7 +50,7 @@ def test_to_kernel_in_other_dtypes(dtypes, centered):
 def test_the_value_of_a_kernel_that_is_not_symmetric(centered):
     x, kernel = matrix(23, 5, dtype=FP32), matrix(23, 23, seed=1, dtype=FP32)
     kernel[:, 3] += 2
-    value = _linear_cka_cuda.linear_cka_to_kernel(x, kernel, centered, False)[0]
+    value = linear_cka_cuda.linear_cka_to_kernel(x, kernel, centered, False)[0]
     truth = reference.linear_cka_to_kernel(x.double(), kernel.double(), centered)
     torch.testing.assert_close(value.double(), truth, rtol=5e-6, atol=1e-7)
 
@@ -63,8 +63,8 @@ def test_the_value_of_a_kernel_that_is_not_symmetric(centered):
 def test_the_scales_of_kernel_and_x_do_not_matter(of_kernel, of_x, dtype, centered):
     x, y = pair(12, 5, 3, dtypes=(dtype, dtype))
     kernel = y @ y.mT / 64
-    plain = _linear_cka_cuda.linear_cka_to_kernel(x, kernel, centered, True)
-    scaled = _linear_cka_cuda.linear_cka_to_kernel(x * of_x, kernel * of_kernel, centered, True)
+    plain = linear_cka_cuda.linear_cka_to_kernel(x, kernel, centered, True)
+    scaled = linear_cka_cuda.linear_cka_to_kernel(x * of_x, kernel * of_kernel, centered, True)
     torch.testing.assert_close(scaled[0], plain[0], rtol=1e-5, atol=0)
     torch.testing.assert_close(scaled[1].double() * of_x, plain[1].double(), rtol=1e-4, atol=1e-5)
 
@@ -84,12 +84,12 @@ def test_zero_kernels_and_zero_matrices(centered):
     kernel = y @ y.mT
     kernel[1] = (constant[:, None] * constant).sum(-1) if centered else 0
     x[2] = row[:4]
-    value, gradient = _linear_cka_cuda.linear_cka_to_kernel(x, kernel, centered, True)
+    value, gradient = linear_cka_cuda.linear_cka_to_kernel(x, kernel, centered, True)
     assert (value == 0).tolist() == [False, True, True]
     assert [bool(one.any()) for one in gradient] == [True, False, False]
 
 
 def test_to_kernel_without_problems():
-    value, gradient = _linear_cka_cuda.linear_cka_to_kernel(torch.ones(0, 5, 3), torch.ones(0, 5, 5), True, True)
+    value, gradient = linear_cka_cuda.linear_cka_to_kernel(torch.ones(0, 5, 3), torch.ones(0, 5, 5), True, True)
     assert value.shape == (0,)
     assert gradient.shape == (0, 5, 3)

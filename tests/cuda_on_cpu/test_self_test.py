@@ -10,13 +10,14 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 import fedkernels
-from fedkernels import _first_contact, _native, _self_test_cases, _self_test_outcomes, reference
+from fedkernels import reference
+from fedkernels.internal import first_contact, native, self_test_cases, self_test_outcomes
 from fedkernels.self_test import FAILED, PASSED
 from tests.cuda_on_cpu.emulated_card import EmulatedCard
 from tests.cuda_on_cpu.emulation import ROOT, SANITIZED
 from tests.cuda_on_cpu.planted_faults import CRASH, FAULTS, HANG, LAUNCH, FaultyCompiler, number_of
 
-OPERATORS = sorted({*_native.COMPILED, "linear_cka_large"} - _native.FOR_CPU_ALONE)
+OPERATORS = sorted({*native.COMPILED, "linear_cka_large"} - native.FOR_CPU_ALONE)
 SELF_TEST = importlib.import_module("fedkernels.self_test")
 
 pytestmark = [
@@ -104,7 +105,7 @@ CALLS = {
 
 @pytest.fixture(scope="module")
 def card(tmp_path_factory):
-    if _native.module is None:
+    if native.module is None:
         pytest.skip("the operators are declared by fedkernels._C, which is not compiled")
     return EmulatedCard(FaultyCompiler(tmp_path_factory.mktemp("faulty")))
 
@@ -123,7 +124,7 @@ def test_kernels_without_a_fault_serve(card, operator):
     with card.in_use() as called, warnings.catch_warnings():
         warnings.simplefilter("error")
         first = call()
-        assert _first_contact.known(operator, 0).passed
+        assert first_contact.known(operator, 0).passed
         of_test = len(called)
         second = call()
         assert 0 < len(called) - of_test < of_test
@@ -135,8 +136,8 @@ def test_kernels_without_a_fault_serve(card, operator):
 def test_a_fault_is_found_and_the_reference_serves(card, fault, monkeypatch):
     """By the cases of its dtype alone, where it has one: the emulation is slow."""
     dtypes = re.findall(r"bfloat16|float16|float32|float64|tf32|steepest", fault.family)[:1]
-    cases = [case for case in _self_test_cases.cases_of(fault.operator) if {*dtypes} <= {*case.name.split(", ")}]
-    monkeypatch.setattr(_self_test_cases, "cases_of", lambda *_: iter(cases))
+    cases = [case for case in self_test_cases.cases_of(fault.operator) if {*dtypes} <= {*case.name.split(", ")}]
+    monkeypatch.setattr(self_test_cases, "cases_of", lambda *_: iter(cases))
     call, of_reference = CALLS[fault.operator]
     truth = of_reference()
     with card.in_use() as called:
@@ -181,9 +182,9 @@ def test_a_child_process_finds_what_no_process_survives(card, fault, reason, mon
     with card.in_use() as called:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-        monkeypatch.setattr(_native, "CUDA", frozenset({"apply_deltas", "client_weights", "delta_gram"}))
+        monkeypatch.setattr(native, "CUDA", frozenset({"apply_deltas", "client_weights", "delta_gram"}))
         results = {result.operator: result for result in fedkernels.self_test(time_limit=20 if fault is HANG else 600)}
-        assert set(results) == _native.CUDA
+        assert set(results) == native.CUDA
         for operator, result in results.items():
             assert result.card == "Emulated card"
             if operator == fault.operator:
@@ -193,7 +194,7 @@ def test_a_child_process_finds_what_no_process_survives(card, fault, reason, mon
                 assert (result.outcome, result.reason) == (PASSED, "")
         assert fault.operator in capsys.readouterr().out
         # The outcomes hold for this process, and are kept for others.
-        _first_contact.verdicts.clear()
+        first_contact.verdicts.clear()
         told = f"failed {fault.operator} "
         assert told in fedkernels.build_info()["cuda_self_test"]
         call, of_reference = CALLS[fault.operator]
@@ -228,7 +229,7 @@ def test_no_test_is_started_for_fake_tensors(card):
             with pytest.warns(UserWarning, match="traced or captured"):
                 assert fedkernels.linear_cka(x, y).shape == ()
         assert not called
-        assert not _first_contact.verdicts
+        assert not first_contact.verdicts
 
 
 def test_no_test_is_started_while_tracing(card):
@@ -258,7 +259,7 @@ def test_no_test_is_started_while_exporting(card):
         with pytest.warns(UserWarning, match="traced or captured"):
             exported = torch.export.export(Loss(), (x, y), strict=False)
         assert not called
-        assert not _first_contact.verdicts
+        assert not first_contact.verdicts
     torch.testing.assert_close(exported.module()(x, y), reference.info_nce.info_nce(x, y, 0.3))
 
 
@@ -267,7 +268,7 @@ def test_the_callers_settings_do_not_matter(card):
     with card.in_use(), torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
         torch.set_default_dtype(torch.float64)
         try:
-            assert _first_contact.test("linear_cka_to_kernel", 0)
+            assert first_contact.test("linear_cka_to_kernel", 0)
         finally:
             torch.set_default_dtype(torch.float32)
 
@@ -276,9 +277,9 @@ def test_an_error_of_the_reference_is_no_verdict(card, monkeypatch):
     def no_memory(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(_self_test_cases, "delta_gram", no_memory)
+    monkeypatch.setattr(self_test_cases, "delta_gram", no_memory)
     call, of_reference = CALLS["delta_gram"]
     with card.in_use():
         with pytest.warns(UserWarning, match="could not be tested .*: OutOfMemoryError"):
             assert torch.equal(call(), of_reference())
-        assert _self_test_outcomes.load(_self_test_outcomes.card_of(0), "delta_gram") is None
+        assert self_test_outcomes.load(self_test_outcomes.card_of(0), "delta_gram") is None

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fedssl.reading import parse_recipe
+from fedssl.recipe.reading import parse_recipe
 from fedssl.reports.report import write_report
 from fedssl.tables.files import write_results
 from fedssl.tables.results import read_results

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedkernels._add_products import add_products
+from fedkernels.internal.add_products import add_products
 from tests.fedkernels.test_linear_cka import matrix
 
 pytestmark = pytest.mark.cpu_only(reason="a block on a GPU has no kernels of its own")

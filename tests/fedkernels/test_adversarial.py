@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from fedkernels import (
-    _native,
     apply_deltas,
     client_weights,
     delta_gram,
@@ -19,6 +18,7 @@ from fedkernels import (
     unbalanced_ot,
     unbalanced_ot_plan,
 )
+from fedkernels.internal import native
 
 FP32, FP64 = torch.float32, torch.float64
 NAN, INF = math.nan, math.inf
@@ -33,7 +33,7 @@ def by_reference(function, monkeypatch):
 
     def run(*arguments, **options):
         with monkeypatch.context() as patch:
-            patch.setattr(_native, "module", None)
+            patch.setattr(native, "module", None)
             return function(*arguments, **options)
 
     return run

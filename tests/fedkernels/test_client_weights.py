@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedkernels import _native, client_weights
+from fedkernels import client_weights
+from fedkernels.internal import native
 from fedkernels.reference import client_weights as reference
 
 
@@ -251,7 +252,7 @@ def test_bad_input_is_named(call, error, message):
         call()
 
 
-@pytest.mark.skipif(_native.module is None, reason="the module is not compiled")
+@pytest.mark.skipif(native.module is None, reason="the module is not compiled")
 @pytest.mark.parametrize(("correlation", "spread"), [(0.0, 0.0), (1.0, 0.5)])  # all get weight, or some
 @pytest.mark.parametrize("clients", [2, 7, 33, 70, 130])
 def test_the_kernel_solves_ordinary_problems_itself(clients, correlation, spread):
@@ -263,7 +264,7 @@ def test_the_kernel_solves_ordinary_problems_itself(clients, correlation, spread
         assert (weights > 0).all()
 
 
-@pytest.mark.skipif(_native.module is None, reason="the module is not compiled")
+@pytest.mark.skipif(native.module is None, reason="the module is not compiled")
 def test_the_kernel_solves_the_smallest_and_the_largest_numbers_itself():
     gram = gram_of(10, 60, 0.3)
     weights = torch.ops.fedkernels.client_weights(gram, 1e-8)

@@ -5,7 +5,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fedkernels
-from fedkernels import _native, info_nce, nt_xent
+from fedkernels import info_nce, nt_xent
+from fedkernels.internal import native
 from fedkernels.reference.similarity_logsumexp import similarity_logsumexp as reference
 
 
@@ -47,11 +48,11 @@ def problems():
 
 
 def test_every_compiled_operator_is_tried_here():
-    assert set(problems()) == set(_native.COMPILED)
+    assert set(problems()) == set(native.COMPILED)
 
 
 @pytest.mark.usefixtures("native")
-@pytest.mark.parametrize("name", _native.COMPILED)
+@pytest.mark.parametrize("name", native.COMPILED)
 def test_opcheck(name):
     torch.library.opcheck(getattr(torch.ops.fedkernels, name).default, problems()[name])
 
@@ -222,7 +223,7 @@ def test_gradients_by_weights(name):
 
 
 @pytest.mark.usefixtures("native")
-@pytest.mark.parametrize("name", _native.COMPILED)
+@pytest.mark.parametrize("name", native.COMPILED)
 def test_threads_agree_to_the_last_bit(name):
     before, results = torch.get_num_threads(), []
     large = [randn(700, 90), randn(11)]

@@ -13,7 +13,6 @@ from torch import Tensor
 from fedkernels import (
     ViewKey,
     ViewOptions,
-    _native,
     apply_deltas,
     client_weights,
     delta_gram,
@@ -26,6 +25,7 @@ from fedkernels import (
     unbalanced_ot,
     unbalanced_ot_plan,
 )
+from fedkernels.internal import native
 
 pytestmark = pytest.mark.gpu
 
@@ -269,11 +269,11 @@ def test_tf32_is_used_where_torch_allows_it(name):
 
 
 def test_the_module_has_kernels_for_this_gpu():
-    assert {*_native.COMPILED, "linear_cka_large"} - _native.FOR_CPU_ALONE == _native.CUDA, _native.build_info()
+    assert {*native.COMPILED, "linear_cka_large"} - native.FOR_CPU_ALONE == native.CUDA, native.build_info()
     x = torch.ones(2, 3, device="cuda")
-    for name in _native.CUDA:
-        assert _native.operator(name, x) is not None
-        assert _native.operator(name, x, x.cpu()) is None
+    for name in native.CUDA:
+        assert native.operator(name, x) is not None
+        assert native.operator(name, x, x.cpu()) is None
 
 
 @EVERY

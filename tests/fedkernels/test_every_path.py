@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import fedkernels
-from fedkernels import _native, distributed
+from fedkernels import distributed
+from fedkernels.internal import native
 from tests.cuda_on_cpu.emulation import ROOT
 
 PACKAGE = pathlib.Path(fedkernels.__file__).parent
@@ -48,8 +49,8 @@ TRANSPORT = "fedkernels/test_unbalanced_ot.py::test_"
 STIFF = "fedkernels/test_unbalanced_ot_stiff.py::test_"
 CLIENT_WEIGHTS = "fedkernels/test_client_weights.py::test_"
 ACCUMULATE = "fedkernels/test_accumulate_cka.py::test_"
-ORIGINALS = "fedkernels/drop_in/test_originals.py::test_"
-DROP_IN = "fedkernels/drop_in/test_gradients.py::test_"
+ORIGINALS = "fedkernels/compat/test_originals.py::test_"
+DROP_IN = "fedkernels/compat/test_gradients.py::test_"
 DISTRIBUTED = "fedkernels/distributed/test_operator.py::test_"
 
 
@@ -318,66 +319,66 @@ PATHS |= {
     "torchjd.MinimumNormWeighting": PATHS["client_weights, lower bounds"]._replace(
         reference="fedkernels/test_torchjd.py::test_the_weighting_and_the_aggregator_are_torchjds_and_exact"
     ),
-    "drop_in.open_clip.ClipLoss": PATHS["clip_loss"]._replace(
+    "compat.open_clip.ClipLoss": PATHS["clip_loss"]._replace(
         reference=ORIGINALS + "open_clip_in_one_process",
         gradcheck=f"{DROP_IN}gradcheck[open_clip.ClipLoss]",
         compiles=f"{DROP_IN}compiles_without_a_graph_break[open_clip.ClipLoss]",
     ),
-    "drop_in.open_clip.ClipLoss, several ranks": PATHS["distributed.clip_loss"]._replace(
+    "compat.open_clip.ClipLoss, several ranks": PATHS["distributed.clip_loss"]._replace(
         reference=ORIGINALS + "open_clip_on_several_ranks",
         gradcheck=ORIGINALS + "open_clip_with_gathered_gradients_is_one_process",
     ),
-    "drop_in.lightly.NTXentLoss": PATHS["nt_xent"]._replace(
+    "compat.lightly.NTXentLoss": PATHS["nt_xent"]._replace(
         reference=ORIGINALS + "lightly_in_one_process",
         gradcheck=f"{DROP_IN}gradcheck[lightly.NTXentLoss]",
         compiles=f"{DROP_IN}compiles_without_a_graph_break[lightly.NTXentLoss]",
     ),
-    "drop_in.lightly.NTXentLoss, several ranks": PATHS["distributed.nt_xent"]._replace(
+    "compat.lightly.NTXentLoss, several ranks": PATHS["distributed.nt_xent"]._replace(
         reference=ORIGINALS + "lightly_on_several_ranks",
     ),
-    "drop_in.pytorch_metric_learning.NTXentLoss": PATHS["info_nce, labels"]._replace(
+    "compat.pytorch_metric_learning.NTXentLoss": PATHS["info_nce, labels"]._replace(
         reference=ORIGINALS + "pytorch_metric_learning",
         gradcheck=f"{DROP_IN}gradcheck[pytorch_metric_learning.NTXentLoss]",
         compiles=Because("it counts the classes, whose number depends on data; test_compiled_in_several_graphs"),
     ),
-    "drop_in.pytorch_metric_learning.SupConLoss": PATHS["supervised_contrastive_loss, an odd number of rows"]._replace(
+    "compat.pytorch_metric_learning.SupConLoss": PATHS["supervised_contrastive_loss, an odd number of rows"]._replace(
         reference=ORIGINALS + "pytorch_metric_learning",
         gradcheck=f"{DROP_IN}gradcheck[pytorch_metric_learning.SupConLoss]",
         compiles=Because("it counts the classes, whose number depends on data; test_compiled_in_several_graphs"),
     ),
-    "drop_in.sentence_transformers.MultipleNegativesRankingLoss": PATHS["info_nce"]._replace(
+    "compat.sentence_transformers.MultipleNegativesRankingLoss": PATHS["info_nce"]._replace(
         reference=ORIGINALS + "sentence_transformers",
         gradcheck=f"{DROP_IN}gradcheck[sentence_transformers.MultipleNegativesRankingLoss]",
         compiles=f"{DROP_IN}compiles_without_a_graph_break[sentence_transformers.MultipleNegativesRankingLoss]",
     ),
-    "drop_in.sentence_transformers.MultipleNegativesSymmetricRankingLoss": PATHS["clip_loss"]._replace(
+    "compat.sentence_transformers.MultipleNegativesSymmetricRankingLoss": PATHS["clip_loss"]._replace(
         reference=ORIGINALS + "sentence_transformers",
         gradcheck=f"{DROP_IN}gradcheck[sentence_transformers.MultipleNegativesSymmetricRankingLoss]",
         compiles=f"{DROP_IN}compiles_without_a_graph_break[sentence_transformers.MultipleNegativesSymmetricRankingLoss]",
     ),
-    "drop_in.sentence_transformers.CachedMultipleNegativesRankingLoss": PATHS["info_nce"]._replace(
+    "compat.sentence_transformers.CachedMultipleNegativesRankingLoss": PATHS["info_nce"]._replace(
         reference=ORIGINALS + "sentence_transformers_cached",
         gradcheck=DROP_IN + "the_cached_forms_gradient_is_that_of_the_plain_one",
         compiles=Because("its second pass is a hook that runs the model again with stored random states"),
     ),
-    "drop_in.torch_cka.CKA": Path(
-        "fedkernels/drop_in/test_torch_cka.py::test_values_are_the_originals",
+    "compat.torch_cka.CKA": Path(
+        "fedkernels/compat/test_torch_cka.py::test_values_are_the_originals",
         NO_GRADIENT,
         NO_OPERATOR,
         Because("it hooks two networks in a loop over their data"),
         LIKE_ANY_TENSOR,
     ),
-    "drop_in.torchjd.MGDAWeighting": PATHS["client_weights"]._replace(
+    "compat.torchjd.MGDAWeighting": PATHS["client_weights"]._replace(
         reference=ORIGINALS + "torchjd", compiles=DROP_IN + "mgda_compiles_without_a_graph_break"
     ),
 }
 PATHS |= {
     "pot.mm_unbalanced2": PATHS["pot.mm_unbalanced"],
     "torchjd.MinimumNorm": PATHS["torchjd.MinimumNormWeighting"],
-    "drop_in.sentence_transformers.CachedMultipleNegativesSymmetricRankingLoss": PATHS[
-        "drop_in.sentence_transformers.CachedMultipleNegativesRankingLoss"
+    "compat.sentence_transformers.CachedMultipleNegativesSymmetricRankingLoss": PATHS[
+        "compat.sentence_transformers.CachedMultipleNegativesRankingLoss"
     ],
-    "drop_in.torchjd.MGDA": PATHS["drop_in.torchjd.MGDAWeighting"],
+    "compat.torchjd.MGDA": PATHS["compat.torchjd.MGDAWeighting"],
 }
 
 # What is public and computes nothing.
@@ -394,7 +395,7 @@ RECORDS = {
 WITHIN_LARGE_CKA = Because("a part of linear_cka_large, which torch.compile takes as one operator")
 BY_WEIGHTS = "fedkernels/test_compiled_operators.py::test_gradients_by_weights"
 # The opcheck of every operator that is registered.
-OPERATORS = {name: f"{OPCHECK}[{name}]" for name in _native.COMPILED} | {
+OPERATORS = {name: f"{OPCHECK}[{name}]" for name in native.COMPILED} | {
     **{f"{name}_gradients": f"{BY_WEIGHTS}[{name}_gradients]" for name in ("info_nce", "nt_xent")},
     "similarity_logsumexp_gradients": f"{BY_WEIGHTS}[similarity_logsumexp_gradients]",
     "client_weights_solve": CLIENT_WEIGHTS + "the_operator_of_compiled_graphs_keeps_to_torchs_rules",
@@ -402,7 +403,7 @@ OPERATORS = {name: f"{OPCHECK}[{name}]" for name in _native.COMPILED} | {
     "distributed_losses": DISTRIBUTED + "opcheck",
     "distributed_gradients": DISTRIBUTED + "opcheck_of_the_gradients",
     "linear_cka_large": "cuda_on_cpu/test_linear_cka_large.py::test_opcheck",
-    **dict.fromkeys(_native.PARTS, WITHIN_LARGE_CKA),
+    **dict.fromkeys(native.PARTS, WITHIN_LARGE_CKA),
 }
 
 
@@ -429,7 +430,7 @@ def public_names() -> set[str]:
     names = set(fedkernels.__all__) - {"nn", "__version__"}
     names |= {f"distributed.{name}" for name in distributed.__all__}
     modules = [PACKAGE / f"{name}.py" for name in ("nn", "pot", "torchjd")]
-    modules += [path for path in (PACKAGE / "drop_in").glob("*.py") if not path.name.startswith("_")]
+    modules += [path for path in (PACKAGE / "compat").glob("*.py") if not path.name.startswith("_")]
     for path in modules:
         prefix = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
@@ -452,7 +453,7 @@ def test_each_reason_why_a_name_has_no_path_is_given():
     assert not any(map(problem, RECORDS.values()))
 
 
-@pytest.mark.skipif(_native.module is None, reason="the compiled operators are not registered")
+@pytest.mark.skipif(native.module is None, reason="the compiled operators are not registered")
 def test_each_registered_operator_is_checked():
     registered = {name.partition("::")[2] for name in torch._C._dispatch_get_all_op_names() if "fedkernels::" in name}
     assert {name.partition(".")[0] for name in registered} == set(OPERATORS)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedkernels._hsic_pairwise import hsic_pairwise
+from fedkernels.internal.hsic_pairwise import hsic_pairwise
 from tests.fedkernels.test_debiased_cka import song_hsic
 from tests.fedkernels.test_linear_cka import matrix
 

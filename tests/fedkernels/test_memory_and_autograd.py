@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from fedkernels import (
-    _native,
     client_weights,
     delta_gram,
     info_nce,
@@ -17,6 +16,7 @@ from fedkernels import (
     unbalanced_ot,
     unbalanced_ot_plan,
 )
+from fedkernels.internal import native
 
 FP32, FP64 = torch.float32, torch.float64
 NAN, INF = math.nan, math.inf
@@ -177,7 +177,7 @@ def test_second_derivatives_of_cka_are_refused():
 
 
 def test_the_reference_has_second_derivatives(monkeypatch):
-    monkeypatch.setattr(_native, "module", None)
+    monkeypatch.setattr(native, "module", None)
     tensors = randn(3, 2, seed=1).requires_grad_(), randn(3, 2, seed=2).requires_grad_()
     for function in (info_nce, nt_xent):
         assert torch.autograd.gradgradcheck(lambda p, q, f=function: f(p, q, 0.5), tensors)

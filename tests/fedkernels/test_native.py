@@ -13,7 +13,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 import fedkernels
-from fedkernels import _first_contact, _native
+from fedkernels.internal import first_contact, native
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = Path(fedkernels.__file__).parent
@@ -47,7 +47,7 @@ def test_an_unknown_instruction_set_is_told():
 
 AGAINST_REFERENCE = """
 import torch, fedkernels
-from fedkernels import _first_contact, _native
+from fedkernels.internal import first_contact, native
 generator = torch.Generator().manual_seed(0)
 params = [[torch.randn(s, generator=generator).to(d) for s in [(30, 31), (5,)]] for d in
           (torch.float32, torch.float64, torch.bfloat16, torch.float16)]
@@ -107,7 +107,7 @@ def results():
     return [*start, *others, *views, *losses(), *similarities()]
 native = results()
 print(fedkernels.build_info()["cpu_used"])
-_native.module = None
+native.module = None
 for one, other in zip(native, results(), strict=True):
     torch.testing.assert_close(one, other)
 """
@@ -167,10 +167,10 @@ def test_a_module_that_does_not_load_is_told_with_its_reason(tmp_path):
     assert out.count("it does not load") == 2
 
 
-SCHEMAS = _native.SCHEMAS
+SCHEMAS = native.SCHEMAS
 
 
-@pytest.mark.skipif(_native.module is None, reason="not compiled")
+@pytest.mark.skipif(native.module is None, reason="not compiled")
 @pytest.mark.parametrize(
     ("expected", "differing"),
     [
@@ -181,26 +181,26 @@ SCHEMAS = _native.SCHEMAS
     ],
 )
 def test_a_module_with_other_schemas_is_not_used(monkeypatch, expected, differing):
-    monkeypatch.setattr(_native, "SCHEMAS", expected)
+    monkeypatch.setattr(native, "SCHEMAS", expected)
     with pytest.warns(UserWarning, match=f"compiled from other sources, with other schemas of {differing}\\."):
-        module, reason = _native._load()
+        module, reason = native._load()
     assert module is None
     assert differing in reason
 
 
-@pytest.mark.skipif(_native.module is None, reason="not compiled")
+@pytest.mark.skipif(native.module is None, reason="not compiled")
 def test_a_module_of_sources_that_do_not_tell_their_schemas_is_not_used(monkeypatch):
     monkeypatch.setitem(sys.modules, "fedkernels._C", ModuleType("fedkernels._C"))
     with pytest.warns(UserWarning, match="with other schemas of add_products, .*unbalanced_ot"):
-        assert _native._load()[0] is None
+        assert native._load()[0] is None
 
 
-@pytest.mark.skipif(_native.module is None, reason="not compiled")
+@pytest.mark.skipif(native.module is None, reason="not compiled")
 def test_the_operators_are_registered_with_the_schemas_of_the_file():
     registered = {name: str(getattr(torch.ops.fedkernels, name).default._schema) for name in SCHEMAS}
     assert registered == {name: f"fedkernels::{name}{schema}" for name, schema in SCHEMAS.items()}
     gradients = {f"{name}_gradients" for name in ("info_nce", "nt_xent", "similarity_logsumexp")}
-    assert {*_native.COMPILED, *_native.PARTS} | gradients == set(SCHEMAS)
+    assert {*native.COMPILED, *native.PARTS} | gradients == set(SCHEMAS)
 
 
 class OfGPUs:
@@ -213,33 +213,33 @@ class OfGPUs:
         return {"cuda": "sm_90 compute_90"}
 
 
-@pytest.mark.skipif(_native.module is None, reason="not compiled")
+@pytest.mark.skipif(native.module is None, reason="not compiled")
 def test_a_gpu_that_cannot_run_the_kernels_gets_the_references(monkeypatch):
     """Told once; another GPU beside it is served."""
-    monkeypatch.setattr(_native, "module", OfGPUs())
-    monkeypatch.setattr(_native, "CUDA", frozenset({"info_nce"}))
-    monkeypatch.setattr(_native, "_unusable", {})
-    monkeypatch.setattr(_first_contact, "verdicts", {("info_nce", 0): True})
+    monkeypatch.setattr(native, "module", OfGPUs())
+    monkeypatch.setattr(native, "CUDA", frozenset({"info_nce"}))
+    monkeypatch.setattr(native, "_unusable", {})
+    monkeypatch.setattr(first_contact, "verdicts", {("info_nce", 0): True})
     with FakeTensorMode():
         good, bad = (torch.empty(2, 3, device=f"cuda:{gpu}") for gpu in (0, 1))
-        assert _native.operator("info_nce", good, good) is torch.ops.fedkernels.info_nce.default
+        assert native.operator("info_nce", good, good) is torch.ops.fedkernels.info_nce.default
         told = "references on cuda:1, .* compiled for sm_90 .*: no kernel image"
         with pytest.warns(UserWarning, match=told):
-            assert _native.operator("info_nce", bad, bad) is None
+            assert native.operator("info_nce", bad, bad) is None
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            assert _native.operator("info_nce", bad, bad) is None
-        assert _native.operator("info_nce", good, bad) is None
-        assert _native.operator("client_weights", good) is None
+            assert native.operator("info_nce", bad, bad) is None
+        assert native.operator("info_nce", good, bad) is None
+        assert native.operator("client_weights", good) is None
 
 
-@pytest.mark.skipif(_native.module is None, reason="not compiled")
+@pytest.mark.skipif(native.module is None, reason="not compiled")
 def test_a_module_without_cuda_says_so():
     if "none" not in fedkernels.build_info()["cuda_compiled"]:
         pytest.skip("compiled with CUDA")
-    assert _native.module.cuda_unusable(0) == "no CUDA kernels are compiled"
+    assert native.module.cuda_unusable(0) == "no CUDA kernels are compiled"
     with pytest.raises(TypeError):
-        _native.module.cuda_unusable("cuda:0")
+        native.module.cuda_unusable("cuda:0")
 
 
 def test_the_environment_forces_the_references():

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import fedkernels
-from fedkernels import _first_contact, _native, _self_test_cases, _self_test_outcomes
-from fedkernels._self_test_outcomes import Card, Outcome
+from fedkernels.internal import first_contact, native, self_test_cases, self_test_outcomes
+from fedkernels.internal.self_test_outcomes import Card, Outcome
 from fedkernels.self_test import FAILED, NOT_TESTED, PASSED, Result, table
 
 CARD = Card("Some card", "9.0", "driver 1")
@@ -34,18 +34,18 @@ def runs(monkeypatch, tmp_path):
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("FEDKERNELS_SELF_TEST", raising=False)
-    monkeypatch.setattr(_native, "runs_on", lambda gpu: True)
-    monkeypatch.setattr(_self_test_outcomes, "build", lambda: "digest")
-    monkeypatch.setattr(_self_test_outcomes, "card_of", lambda gpu: CARD)
-    monkeypatch.setattr(_first_contact, "_is_captured", lambda gpu: False)
-    monkeypatch.setattr(_first_contact, "run", run)
+    monkeypatch.setattr(native, "runs_on", lambda gpu: True)
+    monkeypatch.setattr(self_test_outcomes, "build", lambda: "digest")
+    monkeypatch.setattr(self_test_outcomes, "card_of", lambda gpu: CARD)
+    monkeypatch.setattr(first_contact, "_is_captured", lambda gpu: False)
+    monkeypatch.setattr(first_contact, "run", run)
     new_process(monkeypatch)
     return ran
 
 
 def new_process(monkeypatch):
     for name, empty in (("verdicts", {}), ("_reasons", {}), ("_warned", set())):
-        monkeypatch.setattr(_first_contact, name, empty)
+        monkeypatch.setattr(first_contact, name, empty)
 
 
 def files(folder):
@@ -53,26 +53,26 @@ def files(folder):
 
 
 def test_the_first_use_tests_and_the_outcome_is_kept(runs, monkeypatch, tmp_path):
-    assert _native._serves("info_nce", 0, ())
-    assert _native._serves("info_nce", 0, ())
+    assert native._serves("info_nce", 0, ())
+    assert native._serves("info_nce", 0, ())
     assert runs == ["info_nce"]
     assert [path.name for path in files(tmp_path)] == ["info_nce.json"]
     new_process(monkeypatch)
-    assert _native._serves("info_nce", 0, ())
-    assert _native._serves("info_nce", 1, ())  # a second card of the kind
+    assert native._serves("info_nce", 0, ())
+    assert native._serves("info_nce", 1, ())  # a second card of the kind
     assert runs == ["info_nce"]
 
 
 def test_a_failure_is_told_once_in_each_process(runs, monkeypatch):
     for _ in range(2):
         with pytest.warns(UserWarning, match="self-test") as told:
-            assert not _native._serves("nt_xent", 0, ())
+            assert not native._serves("nt_xent", 0, ())
         assert len(told) == 1
         for part in ("fedkernels.nt_xent", "cuda:0 (Some card)", BROKEN.reason, "Please report"):
             assert part in str(told[0].message)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            assert not _native._serves("nt_xent", 0, ())
+            assert not native._serves("nt_xent", 0, ())
         new_process(monkeypatch)
     assert runs == ["nt_xent"]
 
@@ -81,18 +81,18 @@ def test_a_failure_is_told_once_in_each_process(runs, monkeypatch):
     "other", [CARD._replace(name="Another"), CARD._replace(capability="8.0"), CARD._replace(driver="driver 2")]
 )
 def test_another_card_or_driver_is_tested_again(runs, monkeypatch, other):
-    _native._serves("info_nce", 0, ())
+    native._serves("info_nce", 0, ())
     new_process(monkeypatch)
-    monkeypatch.setattr(_self_test_outcomes, "card_of", lambda gpu: other)
-    _native._serves("info_nce", 0, ())
+    monkeypatch.setattr(self_test_outcomes, "card_of", lambda gpu: other)
+    native._serves("info_nce", 0, ())
     assert runs == ["info_nce"] * 2
 
 
 def test_another_build_is_tested_again(runs, monkeypatch):
-    _native._serves("info_nce", 0, ())
+    native._serves("info_nce", 0, ())
     new_process(monkeypatch)
-    monkeypatch.setattr(_self_test_outcomes, "build", lambda: "another")
-    _native._serves("info_nce", 0, ())
+    monkeypatch.setattr(self_test_outcomes, "build", lambda: "another")
+    native._serves("info_nce", 0, ())
     assert runs == ["info_nce"] * 2
 
 
@@ -101,28 +101,28 @@ def test_another_build_is_tested_again(runs, monkeypatch):
     [b"", b"{", b"[1]", b"\xff", b"{}", b'{"passed": true, "reason": ""}', b"[" * 100_000, b'{"passed": "yes"}'],
 )
 def test_a_broken_file_counts_as_not_tested_and_is_replaced(runs, monkeypatch, tmp_path, contents):
-    _native._serves("info_nce", 0, ())
+    native._serves("info_nce", 0, ())
     (file,) = files(tmp_path)
     whole = file.read_bytes()
     file.write_bytes(contents)
     new_process(monkeypatch)
-    assert _native._serves("info_nce", 0, ())
+    assert native._serves("info_nce", 0, ())
     assert runs == ["info_nce"] * 2
     assert file.read_bytes() == whole
 
 
 def test_a_file_of_another_card_counts_as_not_tested(runs, tmp_path):
-    _native._serves("info_nce", 0, ())
+    native._serves("info_nce", 0, ())
     (file,) = files(tmp_path)
     file.write_text(json.dumps({**json.loads(file.read_text()), "driver": "driver 3"}))
-    assert _self_test_outcomes.load(CARD, "info_nce") is None
+    assert self_test_outcomes.load(CARD, "info_nce") is None
 
 
 def test_where_nothing_can_be_kept_each_process_tests(runs, monkeypatch, tmp_path):
     (tmp_path / "fedkernels").write_text("a file and no folder")
     for _ in range(2):
-        assert _native._serves("info_nce", 0, ())
-        assert _native._serves("info_nce", 0, ())
+        assert native._serves("info_nce", 0, ())
+        assert native._serves("info_nce", 0, ())
         new_process(monkeypatch)
     assert runs == ["info_nce"] * 2
 
@@ -132,7 +132,7 @@ def test_a_write_that_fails_leaves_nothing(runs, monkeypatch, tmp_path):
         raise OSError("No space left on device")
 
     monkeypatch.setattr(os, "replace", no_room)
-    assert _native._serves("info_nce", 0, ())
+    assert native._serves("info_nce", 0, ())
     assert not files(tmp_path)
 
 
@@ -140,7 +140,7 @@ def test_a_relative_cache_is_not_used(runs, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
-    _native._serves("info_nce", 0, ())
+    native._serves("info_nce", 0, ())
     assert all(tmp_path / "home/.cache/fedkernels" in path.parents for path in files(tmp_path))
     assert files(tmp_path)
 
@@ -148,13 +148,13 @@ def test_a_relative_cache_is_not_used(runs, monkeypatch, tmp_path):
 def test_a_card_is_described(monkeypatch):
     properties = SimpleNamespace(name="NVIDIA H200", major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu: properties)
-    card = _self_test_outcomes.card_of(0)
+    card = self_test_outcomes.card_of(0)
     assert card[:2] == ("NVIDIA H200", "9.0")
     assert "CUDA " in card.driver
 
 
 def test_the_build_is_known():
-    assert (len(_self_test_outcomes.build()) == 64) == (_native.module is not None)
+    assert (len(self_test_outcomes.build()) == 64) == (native.module is not None)
 
 
 def test_a_test_may_wait_and_puts_the_device_back(monkeypatch):
@@ -169,7 +169,7 @@ def test_a_test_may_wait_and_puts_the_device_back(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
     monkeypatch.setattr(torch.cuda, "device", device)
-    with _first_contact._on(3) as there:
+    with first_contact._on(3) as there:
         assert there == torch.device("cuda", 3)
         assert modes[-1] == "default"
     assert modes[-1] == "error"
@@ -180,13 +180,13 @@ def test_a_capture_is_seen(monkeypatch):
     answers = iter([True, False, True, False, False])
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: next(answers))
     monkeypatch.setattr(torch.cuda, "device", lambda gpu: nullcontext())
-    assert _first_contact._is_captured(1)
-    assert _first_contact._is_captured(1)
-    assert not _first_contact._is_captured(1)
+    assert first_contact._is_captured(1)
+    assert first_contact._is_captured(1)
+    assert not first_contact._is_captured(1)
 
 
 def test_threads_test_an_operator_once(runs):
-    threads = [threading.Thread(target=_native._serves, args=("info_nce", 0, ())) for _ in range(4)]
+    threads = [threading.Thread(target=native._serves, args=("info_nce", 0, ())) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -195,10 +195,10 @@ def test_threads_test_an_operator_once(runs):
 
 
 def test_the_environment_turns_it_off(runs, monkeypatch):
-    _self_test_outcomes.save(CARD, BROKEN)
+    self_test_outcomes.save(CARD, BROKEN)
     monkeypatch.setenv("FEDKERNELS_SELF_TEST", "0")
-    assert _native._serves("info_nce", 0, ())
-    assert _native._serves("nt_xent", 0, ())
+    assert native._serves("info_nce", 0, ())
+    assert native._serves("nt_xent", 0, ())
     assert not runs
 
 
@@ -206,7 +206,7 @@ def test_tensors_on_the_cpu_never_come_here(monkeypatch):
     def no_test(*_):
         raise AssertionError
 
-    monkeypatch.setattr(_native, "_serves", no_test)
+    monkeypatch.setattr(native, "_serves", no_test)
     x, y = torch.rand(4, 3), torch.rand(4, 3)
     fedkernels.info_nce(x, y, 0.5)
     fedkernels.linear_cka(x, y)
@@ -215,18 +215,18 @@ def test_tensors_on_the_cpu_never_come_here(monkeypatch):
 
 
 def test_build_info_tells_what_is_tested(runs, monkeypatch):
-    monkeypatch.setattr(_native, "CUDA", frozenset({"info_nce", "nt_xent", "delta_gram"}))
-    _native._serves("info_nce", 0, ())
+    monkeypatch.setattr(native, "CUDA", frozenset({"info_nce", "nt_xent", "delta_gram"}))
+    native._serves("info_nce", 0, ())
     with pytest.warns(UserWarning, match="self-test"):
-        _native._serves("nt_xent", 0, ())
+        native._serves("nt_xent", 0, ())
     for _ in range(2):
-        assert _native._self_tests_of(0) == f"tested info_nce, failed nt_xent ({BROKEN.reason}), not yet delta_gram"
+        assert native._self_tests_of(0) == f"tested info_nce, failed nt_xent ({BROKEN.reason}), not yet delta_gram"
         new_process(monkeypatch)
 
 
 def test_every_operator_has_cases_of_every_dtype():
-    for operator in {*_native.COMPILED, "linear_cka_large"} - _native.FOR_CPU_ALONE:
-        cases = list(_self_test_cases.cases_of(operator))
+    for operator in {*native.COMPILED, "linear_cka_large"} - native.FOR_CPU_ALONE:
+        cases = list(self_test_cases.cases_of(operator))
         assert len({case.name for case in cases}) == len(cases)
         dtypes = {case.name.split(",")[0] for case in cases}
         if operator == "two_views":
@@ -237,9 +237,9 @@ def test_every_operator_has_cases_of_every_dtype():
 
 
 def test_a_difference_is_told():
-    case = _self_test_cases.Case("float32", [], lambda: [], lambda: [], 1e-5, 1e-2)
+    case = self_test_cases.Case("float32", [], lambda: [], lambda: [], 1e-5, 1e-2)
     truth = torch.tensor([1.0, -4.0]).double()
-    difference = _self_test_cases.difference
+    difference = self_test_cases.difference
     assert not difference(case, [truth.float(), truth * 1.009], [truth, truth])
     assert "result 1 of 2 is off by 9.0e-03" in difference(case, [truth * 1.009, truth], [truth, truth])
     assert "result 2 of 2 is off by 1.1e-02" in difference(case, [truth, truth * 1.011], [truth, truth])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fedkernels._similarity_logsumexp import similarity_gradients, similarity_logsumexp
+from fedkernels.internal.similarity_logsumexp import similarity_gradients, similarity_logsumexp
 
 NOTHING = -torch.inf
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch._subclasses import FakeTensor, FakeTensorMode
 
-from fedkernels import ViewKey, ViewOptions, _native, two_views, view_parameters
+from fedkernels import ViewKey, ViewOptions, two_views, view_parameters
+from fedkernels.internal import native
 
 BF16, FP32 = torch.bfloat16, torch.float32
 KEY = ViewKey(seed=2**62 + 7, client=3, round=2**32 - 1, epoch=5)
@@ -32,7 +33,7 @@ def only(**changes):
 
 def by_reference(*arguments, **options):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_native, "module", None)
+        patch.setattr(native, "module", None)
         return two_views(*arguments, **options)
 
 
@@ -219,7 +220,7 @@ def compiled_it_gives_the_same(dynamic: bool | None) -> None:
     images, samples = random_bytes(4, 3, 12, 14), numbers(4)
     torch.compiler.reset()
     compiled = torch.compile(two_views, fullgraph=True, dynamic=dynamic, backend="aot_eager")
-    for epoch in range(10 if _native.module is not None else 1):
+    for epoch in range(10 if native.module is not None else 1):
         key = KEY._replace(epoch=epoch)
         views, truth = compiled(images, samples, key), two_views(images, samples, key)
         assert_near(views, truth, 1e-5)
@@ -227,7 +228,7 @@ def compiled_it_gives_the_same(dynamic: bool | None) -> None:
 
 def test_compiles_without_a_graph_break():
     compiled_it_gives_the_same(dynamic=None)
-    if _native.module is not None:  # the reference takes half a minute
+    if native.module is not None:  # the reference takes half a minute
         compiled_it_gives_the_same(dynamic=True)
 
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from fedkernels import _native, unbalanced_ot, unbalanced_ot_plan
+from fedkernels import unbalanced_ot, unbalanced_ot_plan
+from fedkernels.internal import native
 from tests.fedkernels.test_unbalanced_ot import dual_active_set, objective, problem
 
 operator_module = sys.modules["fedkernels.unbalanced_ot"]  # the package's attribute of that name is the function
@@ -97,7 +98,7 @@ def test_gradcheck_of_a_stiff_problem():
 
 @pytest.mark.parametrize("method", ["interior_point", "steepest"])
 def test_the_operators_keep_to_torchs_rules_with_other_methods(method):
-    names = ["unbalanced_ot_reference"] + ["unbalanced_ot"] * (_native.module is not None)
+    names = ["unbalanced_ot_reference"] + ["unbalanced_ot"] * (native.module is not None)
     cost, a, b = spread(5, 7)
     for name in names:
         operator = getattr(torch.ops.fedkernels, name).default
@@ -127,7 +128,7 @@ def test_the_interior_point_is_certified_wherever_its_steps_end():
 
 @pytest.mark.cpu_only(reason="it looks at what a GPU would run")
 def test_on_cuda_the_interior_point_is_the_reference(monkeypatch):
-    monkeypatch.setattr(_native, "operator", lambda *_: "the kernel")
+    monkeypatch.setattr(native, "operator", lambda *_: "the kernel")
     reference = torch.ops.fedkernels.unbalanced_ot_reference
     with FakeTensorMode():
         x = torch.empty(2, 2, device="cuda")

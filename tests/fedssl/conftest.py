@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from fedssl.reading import parse_recipe
-from fedssl.recipe import Recipe
+from fedssl.recipe.reading import parse_recipe
+from fedssl.recipe.recipe import Recipe
 
 TINY: dict[str, Any] = {
     "name": "tiny",

@@ -16,7 +16,7 @@ from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from fedssl.messages import Message
 from fedssl.parts import part_names
-from fedssl.reading import parse_recipe
+from fedssl.recipe.reading import parse_recipe
 from fedssl.regularizers.base_alignment import BaseAlignment
 from fedssl.regularizers.representation_alignment import RepresentationAlignment
 from tests.fedssl.conftest import tiny_values

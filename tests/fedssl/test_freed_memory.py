@@ -11,7 +11,7 @@ import pytest
 STEPS = """
 import resource
 import torch
-from fedssl.freed_memory import keep_freed_memory
+from fedssl.training import keep_freed_memory
 
 def step():
     return [torch.ones(800, 1024, dtype=torch.uint8) for _ in range(70)]  # 57 MB in all

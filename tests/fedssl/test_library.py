@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import fedssl
-from fedssl.reading import parse_recipe
+from fedssl.recipe.reading import parse_recipe
 from tests.fedssl.conftest import tiny_values
 
 LIGHT = """

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedkernels import _native
+from fedkernels.internal import native
 from fedssl.engines import in_process
-from fedssl.run_directory import RunDirectory
+from fedssl.run.directory import RunDirectory
 from tests.fedssl.conftest import AVERAGED, METHODS
 
 USED = {
@@ -20,13 +20,13 @@ USED = {
 SENSITIVE = ("fedu2", "lw_fedssl", "simclr")
 SIMCLR = AVERAGED | {"objective": {"name": "simclr", "hidden_features": 32, "output_features": 16}}
 
-pytestmark = pytest.mark.skipif(_native.module is None, reason="fedkernels is not compiled here")
+pytestmark = pytest.mark.skipif(native.module is None, reason="fedkernels is not compiled here")
 
 
 @pytest.mark.parametrize("kind", USED)
 def test_the_results_are_those_of_the_references(kind, tiny, tmp_path, monkeypatch):
     used = set()
-    real = _native.operator
+    real = native.operator
     compiled_ones = {"two_views", *(name for names in USED.values() for name in names)}
 
     def operator(name, *tensors):
@@ -35,7 +35,7 @@ def test_the_results_are_those_of_the_references(kind, tiny, tmp_path, monkeypat
             used.add(name)
         return found
 
-    monkeypatch.setattr(_native, "operator", operator)
+    monkeypatch.setattr(native, "operator", operator)
     # SGD, for Adam's first steps go by a gradient's sign, also where it is nothing but rounding
     training = {"local_epochs": 1, "batch_size": 8, "optimizer": "sgd", "learning_rate": 0.001}
     recipe = tiny(**(METHODS | {"simclr": SIMCLR})[kind] | {"training": training})

@@ -16,7 +16,7 @@ from fedssl.engines.in_process import run
 from fedssl.federation import build_federation
 from fedssl.messages import Message
 from fedssl.parts import part_class, part_names
-from fedssl.reading import parse_recipe
+from fedssl.recipe.reading import parse_recipe
 from tests.fedssl.conftest import tiny_values
 from tests.fedssl.rounds_in_memory import Rounds, train_rounds
 from tests.fedssl.test_combinations import AGGREGATORS, OBJECTIVES, READS

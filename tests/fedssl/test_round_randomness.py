@@ -16,7 +16,7 @@ from fedssl.data.datasets import Dataset
 from fedssl.federation import Federation, build_federation
 from fedssl.messages import Message
 from fedssl.objectives.simsiam import SimSiam
-from fedssl.reading import parse_recipe
+from fedssl.recipe.reading import parse_recipe
 from fedssl.training import train_locally
 from tests.fedssl.conftest import tiny_values
 

@@ -15,10 +15,10 @@ from fedssl.engines.progress import Silent
 from fedssl.errors import UserError
 from fedssl.federation import Federation, build_federation
 from fedssl.messages import Message
-from fedssl.reading import load_recipe
-from fedssl.recipe import Recipe
-from fedssl.recipe_text import recipe_names
-from fedssl.run_directory import RunDirectory
+from fedssl.recipe.overrides import recipe_names
+from fedssl.recipe.reading import load_recipe
+from fedssl.recipe.recipe import Recipe
+from fedssl.run.directory import RunDirectory
 from fedssl.training import STEP_COSTS
 from tests.fedssl.reports.figures import foretold, logged
 

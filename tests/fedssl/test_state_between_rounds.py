@@ -10,12 +10,12 @@ import torch
 from fedssl.aggregators.representation_mean import RepresentationMean
 from fedssl.augmentations.random_views import RandomViews
 from fedssl.client import Client, LocalRound
-from fedssl.engines.client_states import ClientStates
+from fedssl.engines.workers import ClientStates
 from fedssl.federation import build_federation
 from fedssl.guard import Asked, refusals, refused_in
 from fedssl.local_updates.fedu import DIVERGENCE, FedU
 from fedssl.messages import Message
-from fedssl.run_directory import RunDirectory
+from fedssl.run.directory import RunDirectory
 from tests.fedssl.conftest import AVERAGED
 
 EUA: dict[str, Any] = {"aggregators": ["eua"], "local_update": "replace"}

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fedssl import training
 from fedssl.federation import build_federation
 from fedssl.messages import Message
-from fedssl.recipe import Recipe
+from fedssl.recipe.recipe import Recipe
 from tests.fedssl.conftest import ALIGNED, AVERAGED
 
 #: operations for which the host waits for a GPU

@@ -800,7 +800,7 @@ OF_PYTHON = [
     Fault(
         "cka_sums: the origins of another worker",
         "logic",
-        "fedkernels/_cka_sums.py",
+        "fedkernels/internal/cka_sums.py",
         "moved = other.moved(self.x.origin, self.y.origin)",
         "moved = other",
         _of("accumulate_cka"),
@@ -808,7 +808,7 @@ OF_PYTHON = [
     Fault(
         "cka_sums: the second block's norms",
         "logic",
-        "fedkernels/_cka_sums.py",
+        "fedkernels/internal/cka_sums.py",
         "                total += of_block",
         "                total = of_block",
         _of("accumulate_cka"),
@@ -816,7 +816,7 @@ OF_PYTHON = [
     Fault(
         "cka_sums: settled twice",
         "logic",
-        "fedkernels/_cka_sums.py",
+        "fedkernels/internal/cka_sums.py",
         "(norms, pairs, weighted), self.unsettled = self.unsettled, []",
         "norms, pairs, weighted = self.unsettled",
         _of("accumulate_cka"),

@@ -24,13 +24,11 @@ from fedkernels import __version__
 from ...errors import UserError
 from ...federation import Federation, build_federation
 from ...messages import Message
-from ...reading import load_recipe
+from ...recipe.reading import load_recipe
 from ..rounds import evaluate_after
-from .data_form import DataForm
-from .own_evaluation import add_evaluation
 from .privacy import private_answer
-from .site import load_site, site_federation
-from .site_states import SiteStates
+from .registration import DataForm
+from .site import SiteStates, add_evaluation, load_site, site_federation
 from .wire import from_records, to_records
 
 

@@ -5,21 +5,165 @@ A node's answer is data from outside: it may be missing, broken or far too large
 
 from __future__ import annotations
 
+import json
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from flwr.app import ConfigRecord, RecordDict
+from flwr.app import Array, ConfigRecord, RecordDict
 from flwr.app import Message as FlowerMessage
+from flwr.app.message.arraychunk import ArrayChunk
 from flwr.common.constant import ErrorCode
+from flwr.proto.message_pb2 import PullObjectRequest
 from flwr.serverapp import Grid
-from flwr.supercore.inflatable.inflatable_object import UnexpectedObjectContentError
+from flwr.supercore.inflatable.inflatable_object import (
+    UnexpectedObjectContentError,
+    get_object_body,
+    get_object_head_values_from_object_content,
+    iterate_object_tree,
+)
 from google.protobuf.message import DecodeError
 
-from .answer_size import TooLarge
-from .arriving_answer import ArrivingAnswer, NotWhole
+#: objects of any answer; and one more for each MiB, where Flower sends pieces of 5 MiB
+_FEW_OBJECTS = 1000
+
+
+#: bytes of an answer's records without the pieces of arrays; as Python's numbers they take thirty times as much
+_LARGEST_RECORDS = 2**22
+
+
+class TooLarge(Exception):
+    """An answer is larger than it may be; the text is the reason for the log."""
+
+
+class AnswerSize:
+    """The size of one answer, of which the objects arrive in any order."""
+
+    def __init__(self, largest: int):
+        """Count an answer that may have `largest` bytes."""
+        self._largest, self._most_objects = largest, _FEW_OBJECTS + largest // 2**20
+        self._objects = 0
+        self._received = 0  # bytes of pieces
+        self._record_bytes = 0
+        self._piece_bytes: dict[str, int] = {}
+        self._references: Counter[str] = Counter()  # by the piece's id
+        self._array_bytes = 0  # with each piece as often as arrays refer to it
+
+    def add(self, object_id: str, content: bytes) -> None:
+        """Count an object that has arrived.
+
+        Raises:
+            TooLarge: the answer is too large with it.
+            ValueError, TypeError, LookupError: it is no object of Flower's.
+        """
+        self._objects += 1
+        if self._objects > self._most_objects:
+            raise TooLarge(
+                f"its answer has more than {self._most_objects} pieces, the most that an answer may have here"
+            )
+        if object_id in self._piece_bytes:
+            return
+        kind, children, _ = get_object_head_values_from_object_content(content)
+        if kind == ArrayChunk.__qualname__:
+            self._piece_bytes[object_id] = len(content)
+            self._received += len(content)
+            self._array_bytes += self._references[object_id] * len(content)
+        else:
+            self._record_bytes += len(content)
+            if self._record_bytes > _LARGEST_RECORDS:
+                raise TooLarge(
+                    f"its answer's records are larger than {_LARGEST_RECORDS} bytes, the most that they may have here"
+                )
+            if kind == Array.__qualname__:
+                for index in json.loads(get_object_body(content, Array))["arraychunk_ids"]:
+                    self._references[children[index]] += 1
+                    self._array_bytes += self._piece_bytes.get(children[index], 0)
+        if self._record_bytes + max(self._received, self._array_bytes) > self._largest:
+            raise TooLarge(f"its answer is larger than {self._largest} bytes, the most that an answer may have here")
+
+
+class NotWhole(Exception):
+    """Some objects of an answer have not arrived at the SuperLink yet."""
+
+
+class ArrivingAnswer:
+    """The answer to one message, for which the grid may be asked several times."""
+
+    def __init__(self, largest: int):
+        """Wait for an answer that may have `largest` bytes."""
+        self._largest = largest
+        self._announced: Any = None  # Flower's response; the SuperLink gives it once
+        self._missing: PullObjectRequest | None = None
+        self._arrived: set[str] = set()
+
+    @contextmanager
+    def pulling(self, grid: Grid) -> Iterator[None]:
+        """Let the body call `grid.pull_messages` for this answer; it does not wait, and does not read too much.
+
+        Flower returns whole answers only. Its grid between machines gets each object of an answer by a call of its
+        client's PullObject: that is where they are counted, before the next ones are asked for. The simulation's grid
+        has no such client; its sites are this machine's own.
+
+        Raises:
+            NotWhole: from the body: ask again later.
+            TooLarge: from the body: the answer has more than the largest number of bytes.
+        """
+        client: Any = getattr(grid, "_runtime_client", None)
+        if client is None:
+            yield
+            return
+        pull_messages, pull_object = client.PullMessages, client.PullObject
+        lock, size = threading.Lock(), AnswerSize(self._largest)
+
+        def announced(request: Any) -> Any:
+            if self._announced is None:
+                response = pull_messages(request)
+                if not response.messages_list:
+                    return response
+                self._announced = response
+            self._look_for_missing(pull_object)
+            return self._announced
+
+        def counted(request: PullObjectRequest) -> Any:
+            response = pull_object(request)
+            if not response.object_content:
+                if response.object_found:
+                    self._missing = request
+                    raise NotWhole
+                return response  # the SuperLink has given up on it
+            with lock:  # Flower pulls several at a time
+                size.add(request.object_id, response.object_content)
+                self._arrived.add(request.object_id)
+            return response
+
+        client.PullMessages, client.PullObject = announced, counted
+        try:
+            yield
+        finally:
+            client.PullMessages, client.PullObject = pull_messages, pull_object
+
+    def _look_for_missing(self, pull_object: Any) -> None:
+        """Raise NotWhole where an object is still missing.
+
+        Only objects that have not been seen are asked for, one after another: so each is read twice at the most,
+        however often the grid is asked.
+        """
+        if self._missing is None:
+            return
+        trees = self._announced.message_object_trees
+        for name in dict.fromkeys(node.object_id for tree in trees for node in iterate_object_tree(tree)):
+            if name in self._arrived:
+                continue
+            request = PullObjectRequest(node=self._missing.node, run_id=self._missing.run_id, object_id=name)
+            response = pull_object(request)
+            if response.object_found and not response.object_content:
+                raise NotWhole
+            self._arrived.add(name)
+
 
 #: what the SuperLink answers in a node's place; a message expires at the round's deadline
 _SUPERLINK_REASONS = {
@@ -27,8 +171,12 @@ _SUPERLINK_REASONS = {
     ErrorCode.MESSAGE_UNAVAILABLE: "no answer in time",
     ErrorCode.REPLY_MESSAGE_UNAVAILABLE: "no answer in time",
 }
+
+
 #: the code of an error that `fedssl superlink` puts in the place of an answer that it does not take
 REFUSED_BY_SUPERLINK = 1000
+
+
 #: what Flower raises for an answer of a wrong form
 _UNREADABLE = (
     DecodeError,

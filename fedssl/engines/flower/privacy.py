@@ -6,15 +6,116 @@ Of a client's numbers and metrics only those stay that its images do not change,
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from flwr.app import Context, RecordDict
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, RecordDict
 from flwr.app import Message as FlowerMessage
+from flwr.clientapp.mod import LocalDpMod, fixedclipping_mod
+from flwr.supercore.differential_privacy import KEY_CLIPPING_NORM, add_gaussian_noise_inplace, compute_stdv
 
-from ...engine_options import FlowerOptions
-from .differential_privacy import clipped_reply
-from .secure_aggregation import masked_answer
-from .wire import from_records, to_records
+from ...aggregators.weighted_mean import DISTANCE
+from ...errors import UserError
+from ...federation import Federation
+from ...guard import refused_in
+from ...messages import Message
+from ...method import Method
+from ...recipe.recipe import FixedClipping, FlowerOptions, LocalDP
+from .secure_aggregation import masked_answer, numpy_seeded_by_system
+from .wire import flatten_weights, from_records, require_finite, to_records, unflatten_weights
+
+
+def clipped_reply(
+    privacy: LocalDP | FixedClipping, message: FlowerMessage, context: Context, reply: Message
+) -> Message:
+    """A client's reply after Flower's mod has clipped its update, and with `local_dp` added noise.
+
+    Args:
+        privacy: the site's own copy of the recipe's options.
+        message, context: as Flower gives them to a ClientApp; the message holds the weights before training.
+        reply: what would leave without; its integer entries are replaced by the received ones, as they tell how many
+            images the client has.
+
+    Returns:
+        The reply, which counts as one sample.
+
+    Raises:
+        UserError: the reply has a tensor that was not received, or weights that are not finite.
+    """
+    received = from_records(message.content).tensors
+    unknown = [name for name in reply.tensors if name not in received]
+    if unknown:
+        raise UserError(
+            f"flower.differential_privacy clips a tensor's change since it was received, but {unknown[0]} "
+            "was not received from the server"
+        )
+    before = {name: received[name] for name in reply.tensors}
+    old, new = flatten_weights(before), flatten_weights(reply.tensors)
+    require_finite(new)
+    if np.array_equal(old, new):
+        new[0] += 1e-12 * max(1.0, abs(new[0]))  # Flower divides by the update's length
+    if isinstance(privacy, LocalDP):
+        sensitivity = 2 * privacy.clipping_norm if privacy.sensitivity is None else privacy.sensitivity
+        mod: Any = LocalDpMod(privacy.clipping_norm, sensitivity, privacy.epsilon, privacy.delta)
+    else:
+        mod = fixedclipping_mod
+    config = ConfigRecord({KEY_CLIPPING_NORM: privacy.clipping_norm})
+
+    def call_next(inner: FlowerMessage, context: Context) -> FlowerMessage:
+        return FlowerMessage(RecordDict({"weights": ArrayRecord({"weights": Array(new)})}), reply_to=inner)
+
+    sent = RecordDict({"weights": ArrayRecord({"weights": Array(old)}), "config": config})
+    with numpy_seeded_by_system():
+        clipped = mod(FlowerMessage(sent, reply_to=message), context, call_next)
+    if clipped.has_error():
+        raise UserError(f"flower.differential_privacy failed: {clipped.error.reason}")
+    tensors = unflatten_weights(clipped.content["weights"]["weights"].numpy(), before)
+    return dataclasses.replace(reply, tensors=tensors, numbers=reply.numbers | {"samples": 1})
+
+
+@dataclass(frozen=True)
+class PrivateMethod(Method):
+    """A method whose server adds the noise of `fixed_clipping` to the clients' mean."""
+
+    privacy: LocalDP | FixedClipping | None = None
+
+    answers_are_noisy: ClassVar[bool] = True
+
+    def aggregate(
+        self,
+        server: Message,
+        replies: dict[int, Message],
+        round_number: int,
+        samples: Mapping[int, int] | None = None,
+        kept: Callable[[Message], Message] = lambda reply: reply,
+    ) -> Message:
+        state = super().aggregate(server, replies, round_number, samples, kept)
+        state.metrics.pop(DISTANCE, None)  # of clipped or noisy weights
+        accepted = [reply for k, reply in replies.items() if k not in refused_in(state)]
+        if not accepted:
+            return state
+        changed = {name: state.tensors[name] for name in accepted[0].tensors}
+        vector = flatten_weights(changed)
+        if isinstance(self.privacy, FixedClipping):
+            deviation = compute_stdv(self.privacy.noise_multiplier, self.privacy.clipping_norm, len(accepted))
+            with numpy_seeded_by_system():
+                add_gaussian_noise_inplace([vector], deviation)
+        state.tensors.update(unflatten_weights(vector, changed))
+        for name in changed:
+            if name.endswith(".running_var"):
+                state.tensors[name] = state.tensors[name].clamp(min=0)  # noise may have made a variance negative
+        return state
+
+
+def private_federation(federation: Federation) -> Federation:
+    """A federation whose method adds what differential privacy adds on the server."""
+    privacy = federation.recipe.flower.differential_privacy
+    if privacy is None:
+        return federation
+    return dataclasses.replace(federation, method=PrivateMethod(**vars(federation.method), privacy=privacy))
+
 
 _KEPT_METRICS = ("memory", "flops")  # of the first step, whatever its images are
 

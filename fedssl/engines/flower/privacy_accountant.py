@@ -20,14 +20,12 @@ from pathlib import Path
 import numpy as np
 from pydantic import Field, ValidationError
 
-from ...engine_options import FixedClipping, FlowerOptions, LocalDP
 from ...errors import UserError, install_command
-from ...options import Options
-from ...recipe import Recipe
-from ...recipe_text import explain_errors
-from ...run_directory import RunDirectory
-from ...storage import write_atomically
-from ...untrusted.files import read_regular_file
+from ...options import Options, explain_errors
+from ...recipe.recipe import FixedClipping, FlowerOptions, LocalDP, Recipe
+from ...run.directory import RunDirectory
+from ...run.storage import write_atomically
+from ...untrusted import read_regular_file
 
 #: the file in a run's folder that holds the count
 PRIVACY_FILE = "privacy_spent.json"

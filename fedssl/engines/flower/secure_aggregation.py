@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -30,13 +32,27 @@ from flwr.server.workflow.constant import MAIN_CONFIGS_RECORD, MAIN_PARAMS_RECOR
 from flwr.server.workflow.constant import Key as WorkflowKey
 from flwr.server.workflow.secure_aggregation.secaggplus_workflow import SecAggPlusWorkflow, WorkflowState
 
-from ...engine_options import FlowerOptions, SecAggPlus
 from ...errors import UserError
 from ...messages import Message
-from .flat_weights import Vector, flatten_weights, require_finite
+from ...recipe.recipe import FlowerOptions, SecAggPlus
 from .messenger import one_line
-from .system_randomness import numpy_seeded_by_system
-from .wire import from_records, to_records
+from .wire import Vector, flatten_weights, from_records, require_finite, to_records
+
+
+@contextmanager
+def numpy_seeded_by_system() -> Iterator[None]:
+    """Run the body with NumPy's global generator, which Flower draws from, seeded by the operating system.
+
+    The run's seed would not do, as everybody knows it. Nor would the generator as it stands: a node's process is a fork
+    of one that has imported NumPy (commands.py), so that every round would draw the same noise.
+    """
+    before = np.random.get_state()  # noqa: NPY002 - it is what Flower uses
+    np.random.seed(np.frombuffer(os.urandom(4 * 624), dtype=np.uint32))  # noqa: NPY002
+    try:
+        yield
+    finally:
+        np.random.set_state(before)  # noqa: NPY002
+
 
 _MASKED = "masked"
 

@@ -29,23 +29,20 @@ from ...aggregators.base import PROJECTION
 from ...errors import UserError
 from ...federation import Federation, build_federation
 from ...messages import Message
-from ...reading import load_recipe, load_stored_recipe
-from ...recipe import Recipe
-from ...recipe_text import flatten_keys
-from ...run_directory import SITES_RUN, RunDirectory
-from ...run_folder.creation import default_folder
-from ...run_folder.lock import alone_in
+from ...recipe.overrides import flatten_keys
+from ...recipe.reading import load_recipe, load_stored_recipe
+from ...recipe.recipe import Recipe
+from ...run.creation import alone_in, default_folder
+from ...run.directory import SITES_RUN, RunDirectory
 from ..progress import Progress, ProgressBars
 from ..rounds import evaluation_due, first_files, run_rounds
-from .answer_files import on_disk
-from .differential_privacy import private_federation
-from .flat_weights import flatten_weights, unflatten_weights
-from .greeting import ConnectedClients
 from .messenger import Messenger, config_of, one_line
-from .own_evaluation import OwnEvaluation, evaluation_fault, split_evaluation
+from .privacy import private_federation
 from .privacy_accountant import PrivacyAccountant
+from .registration import ConnectedClients
 from .secure_aggregation import secure_mean
-from .wire import from_records, to_shared_records
+from .site import OwnEvaluation, evaluation_fault, split_evaluation
+from .wire import flatten_weights, from_records, on_disk, to_shared_records, unflatten_weights
 
 #: bytes of the largest answer: so many of any, four times what was sent and the model's, so many a public image, and a
 #: projection of each of a client's images, which may become twice as many

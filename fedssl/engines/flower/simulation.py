@@ -17,17 +17,16 @@ from flwr.simulation import run_simulation
 
 from ...errors import UserError, install_command
 from ...federation import Federation, build_federation
-from ...reading import load_stored_recipe
-from ...recipe import Recipe
-from ...rules import WITHOUT_CLIENTS_PARALLEL
-from ...run_directory import RunDirectory
-from ...run_folder.creation import new_run, refuse_existing
-from ...run_folder.lock import alone_in
+from ...recipe.reading import load_stored_recipe
+from ...recipe.recipe import Recipe
+from ...recipe.rules import WITHOUT_CLIENTS_PARALLEL
+from ...run.creation import alone_in, new_run, refuse_existing
+from ...run.directory import RunDirectory
 from ..progress import Progress, Silent
 from ..rounds import first_files, run_rounds
 from .client import make_client_app
-from .differential_privacy import private_federation
 from .messenger import Stopped
+from .privacy import private_federation
 from .server import FlowerClients
 
 

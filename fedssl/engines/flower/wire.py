@@ -8,13 +8,17 @@ The record `layout` lists the tensors' names and where each lies in its array.
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ...errors import UserError
@@ -22,6 +26,7 @@ from ...messages import Message
 
 # Flower's own serialisation is NumPy's, which has no bfloat16 and adds a header of 128 bytes to every array.
 _SERIALISATION = "torch.raw"
+
 
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -38,6 +43,8 @@ _DTYPES = {
         torch.bool,
     )
 }
+
+
 _RECORDS = {
     "tensors": ArrayRecord,
     "layout": ConfigRecord,
@@ -173,3 +180,74 @@ def _dtype_name(dtype: torch.dtype) -> str:
 def _python_number(value: float) -> int | float:
     """The value without NumPy's types, which Flower refuses."""
     return int(value) if isinstance(value, int) else float(value)
+
+
+Vector = NDArray[np.float64]
+
+
+def flatten_weights(tensors: dict[str, Tensor]) -> Vector:
+    """All floating-point tensors one after another, in the order of their names, float64 [n]."""
+    names = sorted(name for name, tensor in tensors.items() if tensor.is_floating_point())
+    vector: Vector = torch.cat([tensors[name].detach().double().flatten() for name in names]).numpy()
+    return vector
+
+
+def unflatten_weights(vector: Vector, like: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`like` with its floating-point tensors taken from a vector of `flatten_weights`, in their own dtypes."""
+    sizes = {name: like[name].numel() for name in sorted(like) if like[name].is_floating_point()}
+    parts = dict(zip(sizes, torch.from_numpy(vector).split(list(sizes.values())), strict=True))
+    return {
+        name: parts[name].reshape(tensor.shape).to(tensor.dtype) if name in parts else tensor
+        for name, tensor in like.items()
+    }
+
+
+def require_finite(vector: Vector) -> None:
+    """Refuse a client's weights that hold NaN or an infinity (UserError).
+
+    Clipping would let the finite entries pass as they are, and masks would hide the others from the server's guard.
+    """
+    if not np.isfinite(vector).all():
+        raise UserError("its weights are not finite after training")
+
+
+#: bytes of an answer that stays in memory; a file for each would cost a round of small models more than it saves
+_SMALL_ANSWER = 2**20
+
+
+#: bytes; torch's own alignment, by which a product may round
+_ALIGNMENT = 64
+
+
+def on_disk(message: Message, folder: Path) -> Message:
+    """The message with its tensors mapped from a file without a name, which ends with them.
+
+    A small message stays in memory. So does one that cannot be written: on a full disk the round's commit says so.
+
+    Args:
+        message: a message whose tensors are on the CPU.
+        folder: on the disk that is to hold the file.
+    """
+    if message.num_bytes < _SMALL_ANSWER:
+        return message
+    with suppress(OSError), tempfile.TemporaryFile(dir=folder) as file:
+        starts = {}
+        for name, tensor in message.tensors.items():
+            starts[name] = file.seek(-(-file.tell() // _ALIGNMENT) * _ALIGNMENT)
+            file.write(_bytes_of(tensor).numpy().data)
+        size = file.tell()
+        file.flush()
+        path = f"/proc/self/fd/{file.fileno()}"  # the mapping outlives the open file
+        mapped = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+        tensors = {name: _tensor_at(mapped, starts[name], tensor) for name, tensor in message.tensors.items()}
+        return replace(message, tensors=tensors)
+    return message
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _tensor_at(mapped: Tensor, start: int, like: Tensor) -> Tensor:
+    size = like.numel() * like.element_size()
+    return mapped[start : start + size].view(like.dtype).view(like.shape)

@@ -63,7 +63,7 @@ def test_compile(loss):
 def test_blocks_of_logits_join(method, monkeypatch):
     """As on CUDA: without the compiled operator, and with fewer logits at a time than there are."""
     monkeypatch.setattr("fedkernels.distributed._block._LOGITS_AT_A_TIME", 20)
-    monkeypatch.setattr("fedkernels._native.module", None)
+    monkeypatch.setattr("fedkernels.internal.native.module", None)
     query, key = inputs((7, 3), (9, 3))
     for ours, expected in (
         (distributed.info_nce(query, key, 0.5, method=method), info_nce(query, key, 0.5)),

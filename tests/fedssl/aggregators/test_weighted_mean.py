@@ -10,10 +10,10 @@ import torch
 from fedssl.aggregators.eua import EUA
 from fedssl.aggregators.l_dawa import LDawa
 from fedssl.aggregators.weighted_mean import DISTANCE, WeightedMean
-from fedssl.engine_options import FlowerOptions
-from fedssl.engines.flower.differential_privacy import private_federation
+from fedssl.engines.flower.privacy import private_federation
 from fedssl.federation import build_federation
 from fedssl.messages import Message
+from fedssl.recipe.recipe import FlowerOptions
 from tests.fedssl.conftest import AVERAGED, LW_FEDSSL
 from tests.fedssl.rounds_in_memory import train_rounds
 

@@ -8,16 +8,16 @@ import torch
 from fedkernels import ViewKey
 from fedssl.augmentations.base import Augmentation, draw_views
 from fedssl.augmentations.random_views import RandomViews
-from fedssl.catalogue.resolved_recipe import resolve_recipe
 from fedssl.data.pixels import normalize
-from fedssl.engines.flower.folder import write_app
+from fedssl.deploy.apps import write_app
 from fedssl.engines.in_process import resume, run
 from fedssl.engines.progress import Silent
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
-from fedssl.reading import load_recipe, load_stored_recipe, parse_recipe
-from fedssl.recipe_text import own_parts
-from fedssl.run_directory import RunDirectory
+from fedssl.recipe.reading import load_recipe, load_stored_recipe, parse_recipe
+from fedssl.recipe.show import resolve_recipe
+from fedssl.run.directory import RunDirectory
+from fedssl.untrusted import own_parts
 from tests.fedssl.conftest import AVERAGED, tiny_values
 
 KEY, CPU = ViewKey(7, client=1, round=2, epoch=3), torch.device("cpu")

@@ -9,7 +9,8 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from fedkernels import ViewKey, ViewOptions, _native, two_views
+from fedkernels import ViewKey, ViewOptions, two_views
+from fedkernels.internal import native
 from fedssl.augmentations.base import draw_views
 from fedssl.augmentations.random_views import RandomViews
 from fedssl.client import Client, LocalRound
@@ -100,7 +101,7 @@ def test_every_seed_client_round_purpose_and_epoch_has_its_own_views():
 
 def test_views_without_the_compiled_module_are_the_same(monkeypatch):
     compiled = local_round().views(IMAGES, ROWS, "training")
-    monkeypatch.setattr(_native, "module", None)
+    monkeypatch.setattr(native, "module", None)
     for one, other in zip(compiled, local_round().views(IMAGES, ROWS, "training"), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=2e-5)
 

@@ -13,8 +13,8 @@ from fedssl.augmentations.random_views import RandomViews
 from fedssl.client import LocalRound
 from fedssl.data.datasets import Dataset
 from fedssl.evaluation import evaluate, fine_tuning
+from fedssl.evaluation.evaluate import EvaluationOptions
 from fedssl.evaluation.fine_tuning import FineTuning, fine_tuned_network
-from fedssl.evaluation.options import EvaluationOptions
 from fedssl.models.model import Model
 from fedssl.regularizers.public_objective import PublicObjective
 from fedssl.regularizers.relational_distillation import other_images

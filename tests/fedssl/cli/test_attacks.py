@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from fedssl.reading import parse_recipe
-from fedssl.run_directory import RunDirectory
-from fedssl.run_folder.lock import alone_in
+from fedssl.recipe.reading import parse_recipe
+from fedssl.run.creation import alone_in
+from fedssl.run.directory import RunDirectory
 from tests.fedssl.conftest import tiny_values
 from tests.fedssl.forked_command import start_command
 
@@ -41,7 +41,7 @@ def recipe_text(**changes) -> str:
 def finished(tmp_path_factory) -> Path:
     """A run whose recipe names a part file beside it, and a table that was run."""
     from fedssl.engines.in_process import run
-    from fedssl.reading import load_recipe
+    from fedssl.recipe.reading import load_recipe
 
     folder = tmp_path_factory.mktemp("finished")
     (folder / "evil.py").write_text(PART)

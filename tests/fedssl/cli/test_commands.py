@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from fedssl.reading import parse_recipe
+from fedssl.recipe.reading import parse_recipe
 from tests.fedssl.conftest import ALIGNED, tiny_values
 
 

@@ -10,8 +10,8 @@ import sys
 import pytest
 import yaml
 
-from fedssl.reading import load_recipe
-from fedssl.recipe_text import read_values, shipped_names
+from fedssl.recipe.overrides import read_values, shipped_names
+from fedssl.recipe.reading import load_recipe
 
 HEAVY = ("torch", "torchvision", "timm", "sklearn", "numpy", "matplotlib")
 WITHOUT_HEAVY_PACKAGES = f"""

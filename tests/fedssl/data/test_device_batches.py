@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from fedssl.data.device_batches import device_batches, read_ahead
+from fedssl.data.batches import device_batches, read_ahead
 
 IMAGES = torch.arange(40, dtype=torch.uint8).reshape(10, 1, 2, 2)
 BATCHES = [torch.tensor(rows) for rows in ([3, 1], [0, 9], [5, 5], [2, 4], [7, 6])]
@@ -68,6 +68,6 @@ def test_an_error_is_raised_at_its_batch():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("share", [0.0, 1.0])
 def test_on_a_gpu_batches_are_the_same_whether_all_images_fit_or_not(share, monkeypatch):
-    monkeypatch.setattr("fedssl.data.device_batches.RESIDENT_SHARE", share)
+    monkeypatch.setattr("fedssl.data.batches.RESIDENT_SHARE", share)
     got = list(device_batches(IMAGES, iter(BATCHES), torch.device("cuda")))
     assert all(images.is_cuda and torch.equal(images.cpu(), IMAGES[rows]) for rows, images in got)

@@ -8,9 +8,8 @@ import torch
 from pydantic import ValidationError
 
 from fedssl.data.datasets import Dataset, load_dataset
-from fedssl.data.dealing import deal
 from fedssl.data.options import DataOptions
-from fedssl.data.partitions import PartitionOptions
+from fedssl.data.partitions import PartitionOptions, deal
 from fedssl.errors import UserError
 from tests.fedssl.data.data_files import refused, write_image
 

@@ -93,7 +93,7 @@ def test_a_file_that_unpacks_to_gigabytes_is_not_read(tmp_path, monkeypatch):
     zeros = np.zeros((16, 2048, 2048), np.uint8)
     path = tmp_path / "bomb.npz"
     np.savez_compressed(path, **(good_arrays() | {"x_train": zeros, "y_train": np.zeros(16, int)}))
-    monkeypatch.setattr("fedssl.data.npz_archive.available_memory", lambda: 20_000_000)
+    monkeypatch.setattr("fedssl.data.npz.available_memory", lambda: 20_000_000)
     tracemalloc.start()
     refused(
         r"the arrays take 67\.1 MB of memory \(x_train alone 67\.1 MB\), but only 20\.0 MB are available; store fewer",
@@ -105,7 +105,7 @@ def test_a_file_that_unpacks_to_gigabytes_is_not_read(tmp_path, monkeypatch):
 
 
 def test_the_available_memory_heeds_the_address_space():
-    from fedssl.data.memory import available_memory
+    from fedssl.data.stored_images import available_memory
 
     assert available_memory() > 0
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)

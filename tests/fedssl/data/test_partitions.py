@@ -11,11 +11,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
 
-from fedssl.data.partition_chart import draw_partition
-from fedssl.data.partition_table import class_counts, format_partition
-from fedssl.data.partitions import PartitionOptions, partition_indices
+from fedssl.data.partitions import PartitionOptions, class_counts, format_partition, partition_indices
 from fedssl.errors import UserError
-from fedssl.reports.plots import write_figure
+from fedssl.reports.plots import draw_partition, write_figure
 
 
 def balanced_labels(classes: int, each: int) -> Tensor:

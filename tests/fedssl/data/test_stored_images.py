@@ -176,7 +176,7 @@ def test_gray_images_take_a_third(tmp_path, monkeypatch):
 def test_a_full_disk_leaves_nothing(folder, monkeypatch):
     options = options_of(folder, memory_limit=0)
     usage = type("usage", (), {"free": 1000})
-    monkeypatch.setattr("fedssl.data.decoded_cache.shutil.disk_usage", lambda path: usage)
+    monkeypatch.setattr("fedssl.data.decoding.shutil.disk_usage", lambda path: usage)
     refused(r"the decoded images need 0\.0 MB in .*, where 0\.0 MB are free; free some space", options)
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder.parent / "cache"))

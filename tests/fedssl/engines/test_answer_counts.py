@@ -12,7 +12,7 @@ import pytest
 from fedssl.engines.in_process import run
 from fedssl.federation import build_federation
 from fedssl.method import Method
-from fedssl.recipe import Recipe
+from fedssl.recipe.recipe import Recipe
 from tests.fedssl.conftest import ALIGNED, AVERAGED
 from tests.fedssl.engines.test_in_process import metric
 
@@ -111,13 +111,13 @@ def test_behind_flower_a_client_that_does_not_answer_is_not_counted(only_round, 
     pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
     from flwr.supercore.task_identity import TaskIdentity
 
-    from fedssl.engines.flower import greeting, messenger
+    from fedssl.engines.flower import messenger, registration
     from tests.fedssl.engines.flower.loop_grid import Clock, run_on, start
 
     TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1
     clock = Clock()
     monkeypatch.setattr(messenger, "time", clock)
-    monkeypatch.setattr(greeting, "time", clock)
+    monkeypatch.setattr(registration, "time", clock)
     the_round = only_round(**AVERAGED, engine="flower", flower={"round_seconds": 100, "connect_seconds": 10})
     refused, counted, silent = the_round.answering
     broken.add(refused)

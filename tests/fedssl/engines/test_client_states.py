@@ -11,13 +11,13 @@ import torch
 
 from fedssl import method
 from fedssl.engines import rounds
-from fedssl.engines.client_states import ClientStates
 from fedssl.engines.in_process import resume, run
 from fedssl.engines.progress import Silent
+from fedssl.engines.workers import ClientStates
 from fedssl.federation import build_federation
 from fedssl.messages import Message
 from fedssl.models.model import Model
-from fedssl.run_directory import RunDirectory
+from fedssl.run.directory import RunDirectory
 from tests.fedssl.conftest import ALIGNED, AVERAGED, METHODS
 
 DATA = {"name": "digits", "train_limit": 900, "test_limit": 60}

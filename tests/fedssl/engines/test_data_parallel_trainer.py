@@ -15,15 +15,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fedssl.data_parallel.share import visible_device
-from fedssl.engines import data_parallel_trainer
-from fedssl.engines.data_parallel_trainer import DataParallelTrainer, check_devices
+from fedssl.engines import workers
 from fedssl.engines.in_process import resume, run
 from fedssl.engines.progress import Silent
+from fedssl.engines.workers import DataParallelTrainer, check_devices
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from fedssl.messages import Message
-from fedssl.run_directory import RunDirectory
+from fedssl.models.data_parallel import visible_device
+from fedssl.run.directory import RunDirectory
 from tests.fedssl.conftest import AVERAGED, LW_FEDSSL
 from tests.fedssl.engines.test_in_process import contents
 from tests.fedssl.engines.test_parallel_clients import processes_of_session
@@ -132,7 +132,7 @@ def test_a_killed_process_is_told_with_its_client_and_the_run_resumes(rank, reci
 PART = """
 import os, signal
 from typing import ClassVar
-from fedssl.data_parallel.share import own_share
+from fedssl.models.data_parallel import own_share
 from fedssl.regularizers.base import Regularizer
 
 class Mine(Regularizer):
@@ -318,7 +318,7 @@ def test_fewer_gpus_than_processes_are_refused_before_anything_is_written(recipe
     check_devices(built)  # on the CPU
     with pytest.raises(UserError, match=r"training\.processes=4 needs as many CUDA devices, and this torch sees 3"):
         check_devices(on_cuda)
-    monkeypatch.setattr(data_parallel_trainer.dist, "is_available", lambda: False)
+    monkeypatch.setattr(workers.dist, "is_available", lambda: False)
     with pytest.raises(UserError, match="which this one lacks"):
         run(recipe_of("fedbyol", 4), tmp_path / "a")
     assert not (tmp_path / "a").exists()

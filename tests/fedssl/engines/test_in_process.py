@@ -20,13 +20,13 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from fedssl import storage
 from fedssl.engines.in_process import resume, run
 from fedssl.engines.progress import Silent
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
-from fedssl.reading import parse_recipe
-from fedssl.run_directory import RunDirectory
+from fedssl.recipe.reading import parse_recipe
+from fedssl.run import storage
+from fedssl.run.directory import RunDirectory
 from tests.fedssl.conftest import ALIGNED, AVERAGED, tiny_values
 from tests.fedssl.forked_command import start_command
 
@@ -307,7 +307,7 @@ def test_killed_during_any_file_operation_of_a_checkpoint(victim, undisturbed, t
         patch.setattr(storage.os, "replace", dying(os.replace))
         patch.setattr(storage, "_AT_A_TIME", 1)  # so that it is always the same file
         # a killed process cleans nothing up
-        patch.setattr("fedssl.run_folder.creation.shutil.rmtree", lambda *a, **k: None)
+        patch.setattr("fedssl.run.creation.shutil.rmtree", lambda *a, **k: None)
         with pytest.raises(Killed):
             run(recipe, tmp_path / "killed")
     if (tmp_path / "killed").exists():

@@ -18,12 +18,12 @@ import torch
 
 from fedssl.data.stored_images import open_stored_images
 from fedssl.engines.in_process import resume, run
-from fedssl.engines.packed_message import pack, unpack
 from fedssl.engines.progress import Silent
+from fedssl.engines.workers import pack, unpack
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from fedssl.messages import Message
-from fedssl.run_directory import RunDirectory
+from fedssl.run.directory import RunDirectory
 from tests.fedssl.conftest import ALIGNED, AVERAGED, FEDU2, LW_FEDSSL
 from tests.fedssl.engines.test_in_process import contents
 

@@ -9,7 +9,7 @@ from fedssl.engines.in_process import resume, run
 from fedssl.engines.progress import Silent
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
-from fedssl.run_directory import RunDirectory
+from fedssl.run.directory import RunDirectory
 from tests.fedssl.conftest import ALIGNED, AVERAGED
 from tests.fedssl.engines.test_in_process import contents, metric
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from fedssl.engines.in_process import resume, run
 from fedssl.engines.progress import ProgressBars, Silent
 from fedssl.engines.time_left import TimeLeft, format_duration, past_seconds
-from fedssl.run_directory import RunDirectory
+from fedssl.run.directory import RunDirectory
 from tests.fedssl.conftest import AVERAGED, FEDU2
 
 

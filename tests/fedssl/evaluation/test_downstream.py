@@ -11,14 +11,14 @@ import torch
 from fedssl.data.options import DataOptions
 from fedssl.engines import in_process
 from fedssl.errors import UserError
-from fedssl.evaluation.downstream import in_channels, load_downstream
-from fedssl.evaluation.fine_tune import FineTuneOptions
+from fedssl.evaluation.evaluate import in_channels, load_downstream
+from fedssl.evaluation.fine_tuning import FineTuneOptions
+from fedssl.evaluation.metrics import is_accuracy, metric_title
 from fedssl.export.encoder_folder import export_encoder
-from fedssl.reading import parse_recipe
+from fedssl.recipe.reading import parse_recipe
 from fedssl.reports.evaluation import evaluate_export, evaluate_run, parse_data
-from fedssl.reports.metrics import is_accuracy, metric_title
 from fedssl.reports.report import build_report
-from fedssl.run_record import read_run
+from fedssl.run.record import read_run
 from fedssl.tables.table import Table
 from tests.fedssl.conftest import AVERAGED, tiny_values
 

@@ -11,8 +11,8 @@ from fedssl.data.datasets import Dataset
 from fedssl.errors import UserError
 from fedssl.evaluation import evaluate
 from fedssl.evaluation import features as features_module
+from fedssl.evaluation.evaluate import EvaluationOptions
 from fedssl.evaluation.features import extract_features
-from fedssl.evaluation.options import EvaluationOptions
 from fedssl.models.model import Model
 from tests.fedssl.evaluation.bright_quarters import bright_quarters
 

@@ -12,13 +12,11 @@ from fedssl.augmentations.random_views import RandomViews
 from fedssl.data.datasets import load_dataset
 from fedssl.data.options import DataOptions
 from fedssl.engines.in_process import run
-from fedssl.evaluation.downstream import evaluate_downstream
-from fedssl.evaluation.evaluate import evaluate_model
-from fedssl.evaluation.options import EvaluationOptions
+from fedssl.evaluation.evaluate import EvaluationOptions, evaluate_downstream, evaluate_model
 from fedssl.federation import build_federation
 from fedssl.guard import is_measure
 from fedssl.reports.evaluation import evaluate_run
-from fedssl.run_directory import RunDirectory
+from fedssl.run.directory import RunDirectory
 from fedssl.tables.table import Table
 from tests.fedssl.conftest import AVERAGED
 

@@ -9,13 +9,13 @@ from torch import nn
 
 from fedssl.data.datasets import Dataset
 from fedssl.errors import UserError
-from fedssl.evaluation.evaluate import evaluate_model
-from fedssl.evaluation.fine_tune import FineTuneOptions
-from fedssl.evaluation.fine_tuning import FineTuning, fine_tuned_network
-from fedssl.evaluation.options import EvaluationOptions
-from fedssl.evaluation.semi_supervised import (
+from fedssl.evaluation.evaluate import EvaluationOptions, evaluate_model
+from fedssl.evaluation.fine_tuning import (
     PROTOCOLS,
+    FineTuneOptions,
+    FineTuning,
     SemiSupervisedOptions,
+    fine_tuned_network,
     labeled_subset,
     semi_supervised_accuracy,
 )

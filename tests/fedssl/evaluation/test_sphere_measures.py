@@ -8,11 +8,14 @@ import pytest
 import torch
 
 from fedssl.errors import UserError
-from fedssl.evaluation.alignment import alignment
-from fedssl.evaluation.spectrum import log_covariance_singular_values
-from fedssl.evaluation.sphere import sphere_coverage, sphere_points
-from fedssl.evaluation.tsne import tsne_together
-from fedssl.evaluation.uniformity import uniformity
+from fedssl.evaluation.measures import (
+    alignment,
+    log_covariance_singular_values,
+    sphere_coverage,
+    sphere_points,
+    uniformity,
+)
+from fedssl.evaluation.projections import tsne_together
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:

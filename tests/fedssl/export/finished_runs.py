@@ -12,8 +12,8 @@ from torch import Tensor
 from fedssl.engines.rounds import first_files
 from fedssl.evaluation.features import extract_features
 from fedssl.federation import Federation, build_federation
-from fedssl.reading import parse_recipe
-from fedssl.run_directory import RunDirectory
+from fedssl.recipe.reading import parse_recipe
+from fedssl.run.directory import RunDirectory
 from tests.fedssl.conftest import AVERAGED, tiny_values
 
 

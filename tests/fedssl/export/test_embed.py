@@ -8,9 +8,8 @@ import torch
 from PIL import Image
 
 from fedssl.errors import UserError
-from fedssl.export.embed import embed_images
+from fedssl.export.embed import embed_images, in_channels
 from fedssl.export.encoder_folder import export_encoder
-from fedssl.export.images import in_channels
 from tests.fedssl.export.finished_runs import features_of_run, finished_run
 
 

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from fedssl.data.pixels import normalize
 from fedssl.errors import UserError
 from fedssl.evaluation.features import extract_features
+from fedssl.export.compiled_formats import MEAN, STD
 from fedssl.export.encoder_folder import export_encoder, read_encoder
-from fedssl.export.normalization import MEAN, STD
-from fedssl.run_directory import IMAGE_SHAPE, RunDirectory
+from fedssl.run.directory import IMAGE_SHAPE, RunDirectory
 from tests.fedssl.conftest import LW_FEDSSL
 from tests.fedssl.export.finished_runs import features_of_run, finished_run
 

@@ -11,8 +11,8 @@ from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from fedssl.messages import Message
 from fedssl.models.precision import with_channels_last
-from fedssl.reading import load_recipe
-from fedssl.run_directory import RunDirectory
+from fedssl.recipe.reading import load_recipe
+from fedssl.run.directory import RunDirectory
 from tests.fedssl.conftest import AVERAGED
 from tests.fedssl.rounds_in_memory import train_rounds
 

@@ -18,8 +18,8 @@ from fedssl.messages import Message
 from fedssl.models import precision
 from fedssl.models.precision import check_precision, networks_compute_in
 from fedssl.objectives.base import Step
-from fedssl.recipe import Recipe
-from fedssl.recipe_text import recipe_names
+from fedssl.recipe.overrides import recipe_names
+from fedssl.recipe.recipe import Recipe
 from fedssl.regularizers.base import Regularizer, StepLoss
 from fedssl.training import train_locally
 from tests.fedssl.conftest import AVERAGED

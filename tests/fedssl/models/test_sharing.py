@@ -9,7 +9,7 @@ from timm.layers import DropPath
 from torch import nn
 
 from fedssl.models.encoders import build_encoder, encoder_names
-from fedssl.models.sharing import sharing_problem
+from fedssl.models.view_threads import sharing_problem
 
 
 @pytest.mark.parametrize("architecture", [*encoder_names(), "mobilenetv3_small_050", "vit_tiny_patch16_224"])

@@ -16,8 +16,7 @@ from fedssl.augmentations.random_views import RandomViews
 from fedssl.client import LocalRound
 from fedssl.federation import build_federation
 from fedssl.messages import Message
-from fedssl.models.batch_statistics import untouched_running_statistics
-from fedssl.models.model import Model
+from fedssl.models.model import Model, untouched_running_statistics
 from fedssl.models.stages import StagedEncoder
 from fedssl.models.view_threads import ViewThreads
 from fedssl.objectives.base import Objective, Step

@@ -16,12 +16,11 @@ from fedssl.evaluation.features import extract_features
 from fedssl.export.encoder_folder import export_encoder
 from fedssl.federation import build_federation
 from fedssl.models.encoders import build_encoder
-from fedssl.models.options import ModelOptions
-from fedssl.models.weights import digest, load_weights, read_all_weights
+from fedssl.models.weights import ModelOptions, digest, load_weights, read_all_weights
 from fedssl.randomness import seeded
-from fedssl.reading import load_recipe
+from fedssl.recipe.reading import load_recipe
 from fedssl.reports.evaluation import evaluate_run
-from fedssl.run_record import read_run
+from fedssl.run.record import read_run
 from tests.fedssl.conftest import AVERAGED, LW_FEDSSL, METHODS
 from tests.fedssl.export.finished_runs import randomise
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from fedssl.federation import build_federation
-from fedssl.recipe import Recipe
+from fedssl.recipe.recipe import Recipe
 from fedssl.reports.cost import estimate
-from fedssl.run_directory import RunDirectory
+from fedssl.run.directory import RunDirectory
 from fedssl.training import STEP_COSTS
 
 Figures = dict[tuple[int, str, str], float]

@@ -14,14 +14,13 @@ import torch
 from fedssl.engines.in_process import run
 from fedssl.errors import UserError
 from fedssl.evaluation.features import extract_features
-from fedssl.evaluation.spectrum import effective_rank
+from fedssl.evaluation.measures import effective_rank
 from fedssl.federation import build_federation
-from fedssl.reports import collapse_files
+from fedssl.reports import collapse
 from fedssl.reports.collapse import Collapse, Geometry
-from fedssl.reports.collapse_files import collapse_of_run
-from fedssl.reports.collapse_plots import draw_log_singular_values, draw_spheres, draw_tsne
+from fedssl.reports.collapse_plots import collapse_of_run, draw_log_singular_values, draw_spheres, draw_tsne
 from fedssl.reports.report import write_report
-from fedssl.run_directory import RunDirectory
+from fedssl.run.directory import RunDirectory
 from tests.fedssl.conftest import AVERAGED
 from tests.fedssl.reports.parsed_page import Page
 
@@ -75,7 +74,7 @@ def test_it_is_stored_and_read_again(averaged, analysed, monkeypatch):
     for name in names:
         assert (averaged / "figures" / name).read_bytes().startswith(b"\x89PNG")
     assert json.loads((averaged / "collapse.json").read_text())["round"] == 2
-    monkeypatch.setattr(collapse_files, "analyse_collapse", None)
+    monkeypatch.setattr(collapse, "analyse_collapse", None)
     assert collapse_of_run(averaged) == analysed
 
 

@@ -15,7 +15,7 @@ from fedssl.cli import main
 from fedssl.engines.in_process import run
 from fedssl.federation import build_federation
 from fedssl.messages import Message
-from fedssl.reading import parse_recipe
+from fedssl.recipe.reading import parse_recipe
 from fedssl.reports.cost import estimate, totals
 from tests.fedssl.conftest import ALIGNED, AVERAGED, tiny_values
 from tests.fedssl.reports.figures import foretold, logged

@@ -13,11 +13,9 @@ from PIL import Image
 
 from fedssl.engines import in_process
 from fedssl.errors import UserError
-from fedssl.evaluation.image_map import grid_cells
-from fedssl.evaluation.neighbours import nearest_images, spread_queries
-from fedssl.evaluation.tsne import tsne
-from fedssl.reports import image_pictures
-from fedssl.reports.image_pictures import ImagePictures, draw_map, draw_neighbours, image_pictures_of_run, thumbnails
+from fedssl.evaluation.projections import grid_cells, nearest_images, spread_queries, tsne
+from fedssl.reports import images
+from fedssl.reports.images import ImagePictures, draw_map, draw_neighbours, image_pictures_of_run, thumbnails
 from fedssl.reports.plots import png_bytes
 from fedssl.reports.report import write_report
 from tests.fedssl.conftest import AVERAGED
@@ -101,14 +99,14 @@ def test_a_run_is_drawn_once_and_again_after_more_rounds(noisy, tmp_path, monkey
     files = ImagePictures.files(tmp_path / "run")
     before = [file.read_bytes() for file in files]
     with monkeypatch.context() as patch:
-        patch.setattr(image_pictures, "federation_of_run", lambda *_: pytest.fail("the stored pictures are there"))
+        patch.setattr(images, "federation_of_run", lambda *_: pytest.fail("the stored pictures are there"))
         assert image_pictures_of_run(tmp_path / "run") == pictures
     files[0].unlink()
     assert image_pictures_of_run(tmp_path / "run") == pictures
     assert [file.read_bytes() for file in files] == before
-    stored = tmp_path / "run" / "image_pictures.json"
+    stored = tmp_path / "run" / "images.json"
     with monkeypatch.context() as patch:
-        patch.setattr(image_pictures, "_draw", lambda *_: None)  # drawing them takes seconds
+        patch.setattr(images, "_draw", lambda *_: None)  # drawing them takes seconds
         for changed in ({"round": 0}, {"same_class": "x"}, {"searched": None}, {"format": 99}):
             stored.write_text(json.dumps(dataclasses.asdict(pictures) | changed))
             assert image_pictures_of_run(tmp_path / "run") is None
@@ -140,4 +138,4 @@ def test_a_run_whose_data_are_gone_says_why_there_are_no_pictures(noisy, tmp_pat
     with pytest.raises(UserError, match="there is no file"):
         image_pictures_of_run(tmp_path / "run")
     assert "no pictures of images: there is no file" in write_report([tmp_path / "run"]).read_text()
-    assert not (tmp_path / "run" / "image_pictures.json").exists()
+    assert not (tmp_path / "run" / "images.json").exists()

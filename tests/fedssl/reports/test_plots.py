@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fedssl.reports.metrics import format_values
+from fedssl.evaluation.metrics import format_values
 from fedssl.reports.plots import Bar, Card, draw_bars, draw_curves, draw_spectrum, draw_table_picture, method_styles
 
 

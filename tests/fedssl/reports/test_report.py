@@ -11,10 +11,10 @@ from jinja2 import UndefinedError
 
 from fedssl.engines.in_process import run
 from fedssl.errors import UserError
+from fedssl.reports.cost import format_bytes
 from fedssl.reports.page import render_page
 from fedssl.reports.report import build_report, write_report
-from fedssl.reports.units import format_bytes
-from fedssl.run_record import read_run
+from fedssl.run.record import read_run
 from tests.fedssl.conftest import ALIGNED
 from tests.fedssl.reports.parsed_page import HOSTILE, Page
 from tests.fedssl.reports.synthetic_runs import evaluated, write_run

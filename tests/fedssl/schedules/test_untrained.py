@@ -8,10 +8,10 @@ import yaml
 from fedssl.engines.in_process import run
 from fedssl.federation import build_federation
 from fedssl.messages import Message
-from fedssl.reading import load_recipe
+from fedssl.recipe.reading import load_recipe
 from fedssl.reports.cost import estimate
 from fedssl.reports.report import write_report
-from fedssl.run_directory import RunDirectory
+from fedssl.run.directory import RunDirectory
 from fedssl.tables.runner import run_table
 from fedssl.tables.table import load_table
 from tests.fedssl.conftest import LW_FEDSSL

@@ -12,12 +12,10 @@ from fedssl.cli import main
 from fedssl.data.options import DataOptions
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
-from fedssl.reading import parse_recipe
+from fedssl.recipe.reading import parse_recipe
 from fedssl.reports.cost import estimate, totals
-from fedssl.tables.dry_run import dry_run
-from fedssl.tables.run_cost import StepCosts
+from fedssl.tables.dry_run import StepCosts, dry_run, training_data
 from fedssl.tables.table import ExpectedData, load_table
-from fedssl.tables.training_data import training_data
 from tests.fedssl.conftest import ALIGNED, AVERAGED, tiny_values
 
 STAGED = AVERAGED | {

@@ -12,7 +12,7 @@ import yaml
 from fedssl.cli import main
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
-from fedssl.reading import parse_recipe
+from fedssl.recipe.reading import parse_recipe
 from fedssl.tables.resources import run_resource_table
 from fedssl.tables.table import load_table
 from tests.fedssl.conftest import AVERAGED, tiny_values

@@ -8,9 +8,8 @@ import re
 import pytest
 
 from fedssl.tables.files import format_table, write_results
-from fedssl.tables.results import Results, read_results
+from fedssl.tables.results import Results, read_results, verdict
 from fedssl.tables.table import Table, cell_path
-from fedssl.tables.verdict import verdict
 from tests.fedssl.reports.parsed_page import HOSTILE, Page
 from tests.fedssl.reports.synthetic_runs import ROWS, evaluated, make_table, write_run
 

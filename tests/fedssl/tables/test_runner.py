@@ -18,8 +18,8 @@ import pytest
 import yaml
 
 from fedssl.errors import UserError
-from fedssl.run_directory import RunDirectory
-from fedssl.tables import workers
+from fedssl.run.directory import RunDirectory
+from fedssl.tables import runner
 from fedssl.tables.runner import run_table
 from fedssl.tables.table import Table, cell_path
 from tests.fedssl.conftest import ALIGNED, tiny_values
@@ -106,8 +106,8 @@ def test_a_table_is_run_and_not_run_again(tiny_table, tmp_path, monkeypatch):
     assert [line[:3] for line in lines[1:5]] == ["1/4", "2/4", "3/4", "4/4"]
 
     before = states(output)
-    monkeypatch.setattr(workers.in_process, "run", None)
-    monkeypatch.setattr(workers.in_process, "resume", None)
+    monkeypatch.setattr(runner.in_process, "run", None)
+    monkeypatch.setattr(runner.in_process, "resume", None)
     (output / "table.md").unlink()
     run_table(tiny_table, output, ["training.learning_rate=0.05"])
     assert states(output) == before
@@ -132,7 +132,7 @@ def test_every_row_is_run_in_every_scenario(tiny_table, tmp_path, monkeypatch):
     assert sorted(file.name for file in output.glob("*.*")) == [
         "picture-all.png", "picture-sampled.png", "summary.csv", "table.csv", "table.html", "table.md", "table.yaml",
     ]  # fmt: skip
-    monkeypatch.setattr(workers.in_process, "run", None)
+    monkeypatch.setattr(runner.in_process, "run", None)
     run_table(table, output)
 
 
@@ -155,7 +155,7 @@ def test_cells_from_before_an_option_existed_count_as_made_with_its_default(tiny
         assert recipe["training"].pop("processes") == 1
         path.write_text(yaml.safe_dump(recipe))
     before = states(output)
-    monkeypatch.setattr(workers.in_process, "run", None)
+    monkeypatch.setattr(runner.in_process, "run", None)
     run_table(one_seed, output)
     assert states(output) == before
     with pytest.raises(UserError, match=r"was made with training.processes=1, now it is 2"):
@@ -175,7 +175,7 @@ def test_a_folder_with_other_things_is_refused(tiny_table, tmp_path):
 def test_a_stopped_table_continues_where_it_was(tiny_table, tmp_path, monkeypatch):
     run_table(tiny_table, tmp_path / "undisturbed")
     rounds = 0
-    inner = workers._Rounds.round_done
+    inner = runner._Rounds.round_done
 
     def stop_in_the_second_cell(self, round_number, metrics):
         nonlocal rounds
@@ -185,7 +185,7 @@ def test_a_stopped_table_continues_where_it_was(tiny_table, tmp_path, monkeypatc
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(workers._Rounds, "round_done", stop_in_the_second_cell)
+        patch.setattr(runner._Rounds, "round_done", stop_in_the_second_cell)
         with pytest.raises(KeyboardInterrupt):
             run_table(tiny_table, tmp_path / "stopped")
     second = cell_path(tmp_path / "stopped", tiny_table.rows[1].label, tiny_table.seeds[0])
@@ -270,7 +270,7 @@ def stop_in_the_middle(
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(workers._Rounds, "round_done", interrupt)
+        patch.setattr(runner._Rounds, "round_done", interrupt)
         with pytest.raises(KeyboardInterrupt):
             run_table(table, output)
     assert told == [reached[0] + 1]

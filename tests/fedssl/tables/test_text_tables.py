@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedssl.tables.text_tables import markdown_table, plain_table
+from fedssl.tables.files import markdown_table, plain_table
 
 
 def test_markdown_escapes_bars_and_folds_white_space():

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from fedssl.errors import UserError
-from fedssl.untrusted.files import absolute_path, expand_home, read_regular_file
+from fedssl.untrusted import absolute_path, expand_home, read_regular_file
 
 
 def test_a_regular_file_is_read_also_through_a_link(tmp_path):

@@ -7,7 +7,7 @@ import re
 import pytest
 from matplotlib.figure import Figure
 
-from fedssl.untrusted.printable import NAME_PATTERN, plot_text, printable
+from fedssl.untrusted import NAME_PATTERN, plot_text, printable
 
 HOSTILE = ("\x1b[31m", "a\rb", "a\nb", "a\0b", "\x9b2J", "\u202egnp.exe", "a\u2028b", "\ud800")
 

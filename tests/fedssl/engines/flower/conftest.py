@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from fedssl.reading import parse_recipe
-from fedssl.recipe import Recipe
+from fedssl.recipe.reading import parse_recipe
+from fedssl.recipe.recipe import Recipe
 from tests.fedssl.conftest import tiny_values
 
 WAITS = {"round_seconds": 100, "connect_seconds": 10}
@@ -24,12 +24,12 @@ def flower_process() -> None:
 @pytest.fixture
 def no_waiting(monkeypatch) -> None:
     """The server's waits take no time."""
-    from fedssl.engines.flower import greeting, messenger
+    from fedssl.engines.flower import messenger, registration
     from tests.fedssl.engines.flower.loop_grid import Clock
 
     clock = Clock()
     monkeypatch.setattr(messenger, "time", clock)
-    monkeypatch.setattr(greeting, "time", clock)
+    monkeypatch.setattr(registration, "time", clock)
 
 
 @pytest.fixture

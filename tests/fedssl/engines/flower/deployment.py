@@ -24,8 +24,8 @@ from pathlib import Path
 import yaml
 
 import fedssl
-from fedssl.recipe import Recipe
-from fedssl.run_directory import RunDirectory
+from fedssl.recipe.recipe import Recipe
+from fedssl.run.directory import RunDirectory
 
 #: seconds until a wait is given up; what takes that long on a busy machine will not happen
 PATIENCE = 600.0
@@ -133,7 +133,7 @@ class Deployment:
 
     def start(self, name: str, arguments: list[str], before: tuple[str, ...] = ()) -> subprocess.Popen:
         """Start a command of flower_command.py; `before` is a program that starts it, with its arguments."""
-        from fedssl.engines.flower.commands import end_with_parent
+        from fedssl.deploy.flower_commands import end_with_parent
 
         home = self.folder / f"home-{name}"
         home.mkdir(exist_ok=True)
@@ -160,7 +160,7 @@ class Deployment:
 
     def _start_wall(self, port: int) -> None:
         """Nginx as one process, which ends with this one."""
-        from fedssl.engines.flower.commands import end_with_parent
+        from fedssl.deploy.flower_commands import end_with_parent
 
         configuration = self.folder / "superlink" / "nginx.conf"
         command = ["nginx", "-c", str(configuration), "-g", "daemon off; master_process off;"]
@@ -224,7 +224,7 @@ class Deployment:
             assert answer["success"], answer
 
     def submit(self, recipe: Recipe, output: Path) -> str:
-        from fedssl.engines.flower.folder import write_app
+        from fedssl.deploy.apps import write_app
 
         app = self.folder / f"app-{output.name}"
         write_app(recipe, app, str(output))

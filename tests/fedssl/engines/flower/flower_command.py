@@ -25,8 +25,8 @@ from flwr.supernode import fleet_http_connection, start_client_internal
 from flwr.supernode.fleet_http_client import FleetHttpClient
 
 from fedssl.cli import main
+from fedssl.deploy import nodes
 from fedssl.engines.flower import client as client_app
-from fedssl.engines.flower import nodes
 from fedssl.method import Method
 from tests.fedssl.engines.flower.hostile_answers import HOSTILE
 

@@ -18,12 +18,12 @@ from flwr.app.error import Error
 
 from fedssl.engines import in_process
 from fedssl.engines.flower.client import make_client_app
-from fedssl.engines.flower.differential_privacy import private_federation
+from fedssl.engines.flower.privacy import private_federation
 from fedssl.engines.flower.server import FlowerClients
 from fedssl.engines.rounds import first_files, run_rounds
 from fedssl.federation import build_federation
-from fedssl.recipe import Recipe
-from fedssl.run_directory import SITES_RUN, RunDirectory
+from fedssl.recipe.recipe import Recipe
+from fedssl.run.directory import SITES_RUN, RunDirectory
 from tests.fedssl.conftest import ALIGNED, AVERAGED, FEDU2, LW_FEDSSL
 
 KINDS: dict[str, dict[str, Any]] = {

@@ -12,9 +12,8 @@ import torch
 pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
 
 from fedssl.engines import in_process
-from fedssl.engines.flower import answer_files
-from fedssl.engines.flower.answer_files import on_disk
-from fedssl.engines.flower.wire import from_records, to_shared_records
+from fedssl.engines.flower import wire
+from fedssl.engines.flower.wire import from_records, on_disk, to_shared_records
 from fedssl.messages import Message
 from tests.fedssl.engines.flower.loop_grid import KINDS, run_on, start
 from tests.fedssl.engines.test_in_process import contents
@@ -23,7 +22,7 @@ from tests.fedssl.engines.test_in_process import contents
 @pytest.fixture
 def every_answer(monkeypatch) -> None:
     """Small answers go to the disk, too."""
-    monkeypatch.setattr(answer_files, "_SMALL_ANSWER", 0)
+    monkeypatch.setattr(wire, "_SMALL_ANSWER", 0)
 
 
 def mappings(folder: Path) -> list[str]:

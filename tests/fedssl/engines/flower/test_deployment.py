@@ -19,9 +19,9 @@ from fedssl.engines import in_process
 from fedssl.engines.in_process import LocalClients
 from fedssl.engines.rounds import run_rounds
 from fedssl.federation import build_federation
-from fedssl.recipe import Recipe
+from fedssl.recipe.recipe import Recipe
 from fedssl.reports.cost import estimate, totals
-from fedssl.run_directory import RunDirectory
+from fedssl.run.directory import RunDirectory
 from tests.fedssl.conftest import AVERAGED, METHODS
 from tests.fedssl.engines.flower.deployment import PATIENCE, Deployment, make_authority, missing_tools
 from tests.fedssl.engines.flower.flower_command import GONE_SECONDS

@@ -12,10 +12,10 @@ pytest.importorskip("dp_accounting", reason="dp-accounting is not installed: pip
 
 
 from fedssl.engines import in_process
-from fedssl.engines.flower.differential_privacy import private_federation
+from fedssl.engines.flower.privacy import private_federation
 from fedssl.federation import build_federation
 from fedssl.messages import Message
-from fedssl.run_directory import RunDirectory
+from fedssl.run.directory import RunDirectory
 from tests.fedssl.conftest import AVERAGED, FEDU2
 from tests.fedssl.engines.flower.loop_grid import run_on
 from tests.fedssl.engines.flower.secure_runs import EQUAL, FEDEMA, HUGE, LAYER_WISE, assert_close, start_stages, weights

@@ -26,8 +26,7 @@ from flwr.supercore.run import Run
 from flwr.superlink.grid.http_grid import HttpGrid
 from google.protobuf.message import DecodeError
 
-from fedssl.engines.flower.answer_size import AnswerSize, TooLarge
-from fedssl.engines.flower.messenger import Messenger
+from fedssl.engines.flower.messenger import AnswerSize, Messenger, TooLarge
 from fedssl.engines.flower.server import FlowerClients
 from fedssl.errors import UserError
 from fedssl.federation import build_federation

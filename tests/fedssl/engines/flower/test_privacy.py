@@ -11,11 +11,11 @@ pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]
 from flwr.app import ConfigRecord, Context, RecordDict
 from flwr.app import Message as FlowerMessage
 
-from fedssl.engine_options import FlowerOptions
 from fedssl.engines.flower.privacy import private_answer
 from fedssl.engines.flower.wire import from_records, to_records
 from fedssl.errors import UserError
 from fedssl.messages import Message
+from fedssl.recipe.recipe import FlowerOptions
 from tests.fedssl.engines.flower.secure_runs import HUGE
 
 pytestmark = pytest.mark.usefixtures("flower_process", "one_thread")

@@ -13,7 +13,6 @@ pytest.importorskip("dp_accounting", reason="dp-accounting is not installed: pip
 from dp_accounting import GaussianDpEvent
 from dp_accounting.pld import PLDAccountant
 
-from fedssl.engine_options import FixedClipping, FlowerOptions, LocalDP
 from fedssl.engines.flower.privacy_accountant import (
     PRIVACY_FILE,
     PrivacyAccountant,
@@ -22,9 +21,10 @@ from fedssl.engines.flower.privacy_accountant import (
     rounds_within,
 )
 from fedssl.errors import UserError
+from fedssl.recipe.recipe import FixedClipping, FlowerOptions, LocalDP
 from fedssl.reports.report import build_report
-from fedssl.run_directory import RunDirectory
-from fedssl.run_record import read_run
+from fedssl.run.directory import RunDirectory
+from fedssl.run.record import read_run
 from tests.fedssl.conftest import AVERAGED
 from tests.fedssl.engines.flower.loop_grid import run_on
 from tests.fedssl.engines.flower.secure_runs import EQUAL, start_stages

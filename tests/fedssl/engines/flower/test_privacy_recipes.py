@@ -10,7 +10,7 @@ pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]
 from fedssl.engines.flower.site import load_site, site_federation
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
-from fedssl.reading import load_recipe
+from fedssl.recipe.reading import load_recipe
 from tests.fedssl.conftest import AVERAGED
 from tests.fedssl.engines.flower.loop_grid import write_sites
 from tests.fedssl.engines.flower.secure_runs import SECURE

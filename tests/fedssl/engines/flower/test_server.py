@@ -16,10 +16,10 @@ from fedssl.engines.flower.server import make_server_app
 from fedssl.engines.flower.wire import from_records, to_records
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
-from fedssl.reading import load_recipe
-from fedssl.recipe import Recipe
-from fedssl.run_directory import RunDirectory
-from fedssl.run_folder.lock import alone_in
+from fedssl.recipe.reading import load_recipe
+from fedssl.recipe.recipe import Recipe
+from fedssl.run.creation import alone_in
+from fedssl.run.directory import RunDirectory
 from tests.fedssl.conftest import ALIGNED, AVERAGED, FEDU2
 from tests.fedssl.engines.flower.loop_grid import KINDS, run_on, start, write_sites
 from tests.fedssl.engines.test_in_process import contents, metric

@@ -15,7 +15,7 @@ from fedssl.engines.flower.wire import from_records, to_records
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from fedssl.messages import Message
-from fedssl.reading import load_recipe
+from fedssl.recipe.reading import load_recipe
 
 pytestmark = pytest.mark.usefixtures("flower_process")
 

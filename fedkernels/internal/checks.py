@@ -1,0 +1,146 @@
+"""Argument checks that the public functions share: one line names the argument, what was expected and what it got."""
+
+import sys
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+
+from fedkernels.internal.autograd import is_transformed
+from fedkernels.view_options import short as short  # here for all that check arguments
+
+_FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+REDUCTIONS = ("mean", "sum", "none")
+
+
+def floating(name: str, tensor: object, ndim: int | None = None, at_least: int = 0, layout: str = "") -> None:
+    """`tensor` is a dense floating tensor of `ndim` dimensions (or of at least `at_least`)."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.dtype not in _FLOATING:
+        raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {tensor.dtype}")
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}")
+    if (ndim is not None and tensor.ndim != ndim) or tensor.ndim < at_least:
+        raise ValueError(f"{name} must have shape {layout}, got {list(tensor.shape)}")
+
+
+def not_empty(name: str, tensor: Tensor, dims: Sequence[int], layout: str) -> None:
+    """`tensor` has no size 0 among its dimensions `dims`."""
+    if any(tensor.shape[dim] == 0 for dim in dims):
+        raise ValueError(f"{name} must not be empty in {layout}, got shape {list(tensor.shape)}")
+
+
+def same_device(**tensors: Tensor) -> None:
+    """All tensors are on one device."""
+    (first, reference), *others = tensors.items()
+    for name, tensor in others:
+        if tensor.device != reference.device:
+            raise ValueError(f"{name} must be on the device of {first} ({reference.device}), got {tensor.device}")
+
+
+def positive(name: str, value: object) -> float:
+    """`value` is a positive, finite Python number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a Python number, got {type(value).__name__}")
+    if not 0 < value <= sys.float_info.max:  # also refuses NaN, and integers beyond float's range
+        raise ValueError(f"{name} must be positive and finite, got {short(value)}")
+    return float(value)
+
+
+def number_or_tensor(name: str, value: object, device: torch.device) -> float | Tensor:
+    """`value` is a finite Python number, or a floating tensor of one entry on `device`.
+
+    Returns a tensor as a scalar of float32 or wider. A scalar may also be on the CPU, as torch's operators take it.
+    The entry of a tensor is not looked at.
+    """
+    if isinstance(value, Tensor):
+        floating(name, value)
+        if value.numel() != 1:
+            raise ValueError(f"{name} must be a number or a tensor of one entry, got shape {list(value.shape)}")
+        if value.device != device and (value.ndim > 0 or value.device.type != "cpu"):
+            raise ValueError(f"{name} must be on the device of the rows ({device}), got {value.device}")
+        return value.reshape(()).to(torch.promote_types(value.dtype, torch.float32))
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a Python number or a floating tensor, got {type(value).__name__}")
+    if not abs(value) <= sys.float_info.max:
+        raise ValueError(f"{name} must be finite, got {short(value)}")
+    return float(value)
+
+
+def positive_number_or_tensor(name: str, value: object, device: torch.device) -> float | Tensor:
+    """The same for a positive number. A tensor's entry is looked at where that costs nothing: on the CPU, eagerly."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return positive(name, value)
+    value = number_or_tensor(name, value, device)
+    if not isinstance(value, Tensor):
+        return value
+    if has_values(value) and not 0 < float(value.detach()) < float("inf"):
+        raise ValueError(f"{name} must be positive and finite, got {short(float(value.detach()))}")
+    return value
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Can the entries be looked at without a cost: on the CPU, eagerly, outside of torch.func's transforms?"""
+    if torch.compiler.is_compiling() or is_transformed() or isinstance(tensor, FakeTensor):
+        return False
+    return tensor.device.type == "cpu"
+
+
+def integers(name: str, tensor: object, shape: tuple[int, ...], layout: str) -> None:
+    """`tensor` is an int64 tensor of this shape."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.dtype != torch.int64:
+        raise TypeError(f"{name} must be int64, got {tensor.dtype}")
+    if tensor.shape != shape:
+        raise ValueError(f"{name} must have shape {layout} = {list(shape)}, got {list(tensor.shape)}")
+
+
+def boolean(name: str, value: object) -> None:
+    """`value` is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {type(value).__name__}")
+
+
+def one_of(name: str, value: object, allowed: Sequence[str]) -> None:
+    """`value` is one of the strings `allowed`."""
+    if not isinstance(value, str) or value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {short(value)}")
+
+
+def parameter_lists(global_params: Sequence[Tensor], client_params: Sequence[Sequence[Tensor]]) -> None:
+    """K >= 1 lists of floating tensors that match the global list in length, shape and device."""
+    if isinstance(global_params, Tensor) or not isinstance(global_params, Sequence):
+        raise TypeError(f"global_params must be a list of tensors, got {type(global_params).__name__}")
+    if isinstance(client_params, Tensor) or not isinstance(client_params, Sequence):
+        raise TypeError(
+            f"client_params must be a list with one list of tensors per client, got {type(client_params).__name__}"
+        )
+    if len(global_params) == 0:
+        raise ValueError("global_params must hold at least one tensor, got an empty list")
+    if len(client_params) == 0:
+        raise ValueError("client_params must hold at least one client, got an empty list")
+    for index, tensor in enumerate(global_params):
+        floating(f"global_params[{index}]", tensor)
+    wanted = [(tensor.shape, tensor.device) for tensor in global_params]
+    for client, params in enumerate(client_params):
+        if isinstance(params, Tensor) or not isinstance(params, Sequence):
+            raise TypeError(f"client_params[{client}] must be a list of tensors, got {type(params).__name__}")
+        if len(params) != len(global_params):
+            raise ValueError(
+                f"client_params[{client}] must hold {len(global_params)} tensors as global_params does, "
+                f"got {len(params)}"
+            )
+        for index, (tensor, (shape, device)) in enumerate(zip(params, wanted, strict=True)):
+            # There are thousands of tensors and their names take longer than the checks: only a bad one gets its name.
+            good = isinstance(tensor, Tensor) and tensor.dtype in _FLOATING and tensor.layout == torch.strided
+            if good and tensor.shape == shape and tensor.device == device:
+                continue
+            name = f"client_params[{client}][{index}]"
+            floating(name, tensor)
+            of_global = f"of global_params[{index}]"
+            if tensor.shape != shape:
+                raise ValueError(f"{name} must have the shape {list(shape)} {of_global}, got {list(tensor.shape)}")
+            raise ValueError(f"{name} must be on the device {of_global} ({device}), got {tensor.device}")

@@ -1,0 +1,47 @@
+"""Which compiled operator serves a contrastive loss, and in which precision."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedkernels.internal import native
+from fedkernels.internal.autograd import has_tangent
+
+
+def operator(name: str, first: Tensor, second: Tensor) -> Any:
+    """The compiled operator `name`, or None if the reference is to be used."""
+    return None if has_tangent(first, second) else native.operator(name, first, second)
+
+
+def scaled_rows(rows: Tensor, scale: Tensor | float, dtype: torch.dtype) -> Tensor:
+    """``rows * scale`` in `dtype`: what a loss of unscaled inner products takes in place of a temperature."""
+    return rows.to(dtype) * scale
+
+
+def allows_tf32() -> bool:
+    """Does torch allow tf32 for products of float32 matrices on CUDA? The newer setting follows the older ones."""
+    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
+
+
+# torch.compile treats the result as a constant and compiles again when the setting changes. The attribute is the one
+# that torch.compiler.assume_constant_result sets; calling that would import the compiler, which takes seconds.
+allows_tf32._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def scaled(gradient: Tensor, factor: Tensor | float, dtype: torch.dtype) -> Tensor:
+    """``gradient * factor`` in `dtype`, for a backward pass.
+
+    Where possible the product is written in `dtype` directly, without a copy in the gradient's own dtype.
+    """
+    if gradient.dtype == dtype or torch.is_grad_enabled() or _is_batched(gradient) or _is_batched(factor):
+        return (gradient * factor).to(dtype)
+    return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
+
+
+def _is_batched(value: Tensor | float) -> bool:
+    """Is this a batch of gradients, as torch.autograd.grad's is_grads_batched makes? It does not support `out`."""
+    if torch.compiler.is_compiling() or not isinstance(value, Tensor):
+        return False
+    functorch = torch._C._functorch
+    return functorch.is_batchedtensor(value) or functorch.is_legacy_batchedtensor(value)

@@ -1,0 +1,447 @@
+"""What the CUDA kernels must compute before they serve: small fixed inputs, and the references' results for them.
+
+A case calls a compiled operator with tensors of one dtype and the reference with the same tensors in float64, on one
+device. The sizes are ragged, and chosen so that each kernel, each precision and each layout of csrc/cuda/README.md that
+small inputs can reach has a case: several tiles, blocks, problems and parts, the last of each not full.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedkernels.reference.apply_deltas import apply_deltas
+from fedkernels.reference.client_weights import client_weights
+from fedkernels.reference.delta_gram import delta_gram
+from fedkernels.reference.info_nce import info_nce
+from fedkernels.reference.linear_cka import linear_cka, linear_cka_pairwise, linear_cka_to_kernel
+from fedkernels.reference.nt_xent import nt_xent
+from fedkernels.reference.two_views import two_views, view_parameters
+from fedkernels.reference.unbalanced_ot import objective, solve
+from fedkernels.view_options import ViewKey, ViewOptions
+
+_BF16, _FP16, _FP32, _FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+_FLOATING = (_BF16, _FP16, _FP32, _FP64)
+# The precision of sums whose inputs are exact, relative to the largest entry of a result.
+_OF_SUMS = {_BF16: 1e-5, _FP16: 1e-5, _FP32: 1e-5, _FP64: 1e-12}
+_ops = torch.ops.fedkernels
+
+Function = Callable[..., Sequence[Tensor]]
+
+
+class Case(NamedTuple):
+    """Inputs of an operator, and what it must give for them."""
+
+    name: str  # begins with the dtype of the inputs
+    inputs: list[Tensor]  # on the CPU
+    kernel: Function  # takes the inputs on the GPU
+    reference: Function  # takes the same in float64; integers stay what they are
+    tolerance: float  # of the first result, relative to its largest entry
+    tolerance_of_others: float | None = None  # of the other results, usually gradients; None: the same
+
+
+def cases_of(operator: str, allow_tf32: bool = False) -> Iterator[Case]:
+    """The cases of an operator of `fedkernels.internal.native.CUDA`.
+
+    Args:
+        operator: its name.
+        allow_tf32: may torch multiply float32 matrices in tf32? Those of a large linear CKA are torch's products.
+    """
+    products = 5e-3 if allow_tf32 else 1e-5
+    cases: Iterator[Case] = {
+        "apply_deltas": _apply_deltas,
+        "client_weights": _client_weights,
+        "delta_gram": _delta_gram,
+        "info_nce": _info_nce,
+        "linear_cka": _linear_cka,
+        "linear_cka_large": lambda: _linear_cka_large(products),
+        "linear_cka_pairwise": lambda: _linear_cka_pairwise(products),
+        "linear_cka_to_kernel": lambda: _linear_cka_to_kernel(products),
+        "nt_xent": _nt_xent,
+        "two_views": _two_views,
+        "unbalanced_ot": _unbalanced_ot,
+    }[operator]()
+    return cases
+
+
+def difference(case: Case, results: Sequence[Tensor], truths: Sequence[Tensor]) -> str:
+    """What is wrong with the results, or ""."""
+    for index, (result, truth) in enumerate(zip(results, truths, strict=True)):
+        result, truth = result.cpu(), truth.cpu().to(_FP64)
+        where = f"result {index + 1} of {len(truths)}"
+        if result.shape != truth.shape:
+            return f"{where} has shape {list(result.shape)}, expected {list(truth.shape)}"
+        of_others = case.tolerance if case.tolerance_of_others is None else case.tolerance_of_others
+        tolerance = of_others if index else case.tolerance
+        tolerance += torch.finfo(result.dtype).eps / 2  # it is rounded to its dtype
+        largest = float(truth.abs().max())
+        error = float((result.to(_FP64) - truth).abs().max())
+        if not error <= tolerance * largest:  # NaN is wrong, too
+            return (
+                f"{where} is off by {error / largest if largest else error:.1e} of its largest entry, "
+                f"expected at most {tolerance:.1e}"
+            )
+    return ""
+
+
+def _randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=_FP64)
+
+
+def _name(dtype: torch.dtype, *details: str) -> str:
+    return ", ".join([str(dtype).removeprefix("torch."), *details])
+
+
+def _with_gradients(function: Callable[..., Tensor], wanted: int | None = None) -> Function:
+    """The function's value and its gradients in all tensors, or in the first `wanted`."""
+
+    def call(*tensors: Tensor) -> list[Tensor]:
+        leaves = [tensor.detach().requires_grad_() for tensor in tensors[:wanted]]
+        value = function(*leaves, *tensors[len(leaves) :])
+        # Each entry counts differently, so that an exchange of two is seen.
+        weights = torch.linspace(0.5, 1.5, value.numel(), dtype=value.dtype, device=value.device).view(value.shape)
+        return [value.detach(), *torch.autograd.grad((value * weights).sum(), leaves)]
+
+    return call
+
+
+# The contrastive losses
+
+
+def _contrastive_inputs(rows: int, more: int, width: int) -> tuple[Tensor, Tensor]:
+    """Queries and keys whose logits grow with the key's number, so that sums are scaled again on the way."""
+    queries, keys = _randn(rows, width, seed=1), _randn(more, width, seed=2)
+    keys[:rows] += queries[:more]
+    return queries / width**0.5, keys * torch.linspace(0.3, 1.2, more, dtype=_FP64)[:, None] / width**0.5
+
+
+# dtype, tf32, what the gradients may be off by: their weights are rounded to the inputs' precision on tensor cores.
+_CONTRASTIVE = (
+    (_BF16, False, 6e-3),
+    (_FP16, False, 2e-3),
+    (_FP32, True, 2e-3),
+    (_FP32, False, 1e-5),
+    (_FP64, False, 1e-12),
+)
+_TEMPERATURE = 0.2
+
+
+def _info_nce() -> Iterator[Case]:
+    for dtype, tf32, of_gradients in _CONTRASTIVE:
+        of_losses = 1e-3 if tf32 else _OF_SUMS[dtype]
+        # 300 keys: parts that are joined. 300 columns: two blocks of the gradient, or tiles of fewer rows. The widths
+        # are of each kernel for tensor cores.
+        wide = ((9, 20, 700, "mean", 2), (9, 20, 1000, "mean", 2)) if dtype in (_BF16, _FP16) else ()
+        for rows, keys, width, reduction, gradients in (
+            (37, 300, 40, "mean", 2),
+            (19, 70, 40, "none", 2),
+            (19, 70, 43, "sum", 1),
+            (9, 20, 300, "none", 2),
+            (130, 140, 200, "mean", 2),
+            (9, 20, 100, "mean", 2),
+            *wide,
+        ):
+            yield Case(
+                _name(dtype, *["tf32"] * tf32, f"{rows} x {keys} x {width}, {reduction}, {gradients} gradients"),
+                [tensor.to(dtype) for tensor in _contrastive_inputs(rows, keys, width)],
+                _with_gradients(_info_nce_kernel(reduction, gradients == 2, tf32), gradients),
+                _with_gradients(_of_reference(info_nce, reduction), gradients),
+                of_losses,
+                of_gradients,
+            )
+    query, key = _contrastive_inputs(9, 20, 40)
+    yield Case(
+        _name(_BF16, "keys of float16"),
+        [query.to(_BF16), key.to(_FP16)],
+        _with_gradients(_info_nce_kernel("mean", True, False)),
+        _with_gradients(_of_reference(info_nce, "mean")),
+        1e-5,
+    )
+
+
+def _info_nce_kernel(reduction: str, key_gradient: bool, tf32: bool) -> Callable[..., Tensor]:
+    def loss(query: Tensor, key: Tensor) -> Tensor:
+        value: Tensor = _ops.info_nce(query, key, _TEMPERATURE, reduction, True, key_gradient, tf32)[0]
+        return value
+
+    return loss
+
+
+def _nt_xent() -> Iterator[Case]:
+    for dtype, tf32, of_gradients in _CONTRASTIVE:
+        of_losses = 1e-3 if tf32 else _OF_SUMS[dtype]
+        widths = (100, 200, 700, 1000) if dtype in (_BF16, _FP16) else (100, 200)
+        for rows, width, reduction in (
+            *((150, 40, "mean"), (37, 43, "none"), (9, 300, "sum")),
+            *((9, width, "mean") for width in widths),
+        ):
+            yield Case(
+                _name(dtype, *["tf32"] * tf32, f"2 x {rows} x {width}, {reduction}"),
+                [tensor.to(dtype) for tensor in _contrastive_inputs(rows, rows, width)],
+                _with_gradients(_nt_xent_kernel(reduction, tf32)),
+                _with_gradients(_of_reference(nt_xent, reduction)),
+                of_losses,
+                of_gradients,
+            )
+
+
+def _nt_xent_kernel(reduction: str, tf32: bool) -> Callable[..., Tensor]:
+    def loss(view1: Tensor, view2: Tensor) -> Tensor:
+        value: Tensor = _ops.nt_xent(view1, view2, _TEMPERATURE, reduction, True, tf32)[0]
+        return value
+
+    return loss
+
+
+def _of_reference(loss: Callable[..., Tensor], reduction: str) -> Callable[..., Tensor]:
+    return lambda first, second: loss(first, second, _TEMPERATURE, reduction)
+
+
+# Linear CKA
+
+
+def _representations(rows: int, *widths: int, batch: int = 2) -> list[Tensor]:
+    """Of the same samples, not centred."""
+    common = _randn(batch, rows, max(widths), seed=rows)
+    return [common[..., :width] + _randn(batch, rows, width, seed=width) + 0.3 for width in widths]
+
+
+def _first(operator: Any, *options: bool) -> Callable[..., Tensor]:
+    def value(*tensors: Tensor) -> Tensor:
+        first: Tensor = operator(*tensors, *options)[0]
+        return first
+
+    return value
+
+
+def _linear_cka_case(operator: Any, dtype: torch.dtype, sizes: tuple[int, int, int], *options: Any) -> Case:
+    centered, gradients, tolerance = options
+    rows, *widths = sizes
+    details = f"2 x {rows} x {widths}, {'' if centered else 'not '}centred, {gradients} gradients"
+    return Case(
+        _name(dtype, details),
+        [tensor.to(dtype) for tensor in _representations(rows, *widths)],
+        _with_gradients(_first(operator, centered, gradients > 0, gradients > 1), gradients),
+        _with_gradients(lambda x, y: linear_cka(x, y, centered), gradients),
+        tolerance,
+        10 * tolerance,  # two terms of a gradient nearly cancel
+    )
+
+
+def _linear_cka() -> Iterator[Case]:
+    for dtype in (_BF16, _FP16, _FP32):
+        for sizes, *options in (
+            ((70, 9, 50), False, 2, 1e-5),
+            ((70, 40, 33), True, 2, 1e-5),
+            ((40, 100, 70), True, 2, 1e-5),
+            ((37, 12, 70), False, 1, 1e-5),
+        ):
+            yield _linear_cka_case(_ops.linear_cka, dtype, sizes, *options)
+    yield _of_large_entries(_linear_cka_case(_ops.linear_cka, _FP32, (40, 33, 12), True, 2, 1e-5))
+
+
+def _of_large_entries(case: Case) -> Case:
+    """Their products leave the range of float32 unless they are scaled."""
+    return case._replace(name=f"{case.name}, large entries", inputs=[1e25 * tensor for tensor in case.inputs])
+
+
+def _linear_cka_large(tolerance: float) -> Iterator[Case]:
+    for dtype in _FLOATING:
+        precision = 1e-12 if dtype == _FP64 else tolerance
+        for sizes, *options in (
+            ((300, 60, 70), True, 2),
+            ((300, 60, 140), False, 1),
+            ((45, 150, 140), False, 2),
+            ((45, 40, 30), True, 2),
+        ):
+            yield _linear_cka_case(_ops.linear_cka_large, dtype, sizes, *options, precision)
+    yield _of_large_entries(_linear_cka_case(_ops.linear_cka_large, _FP32, (140, 33, 12), True, 2, tolerance))
+
+
+def _linear_cka_to_kernel(tolerance: float) -> Iterator[Case]:
+    for dtype in _FLOATING:
+        precision = 1e-12 if dtype == _FP64 else tolerance
+        for rows, width, centered in ((70, 9, False), (140, 9, True), (30, 140, True), (30, 40, False)):
+            x, y = _representations(rows, width, 20)
+            options = centered, True
+            yield Case(
+                _name(dtype, f"2 x {rows} x {width}, {'' if centered else 'not '}centred"),
+                [x.to(dtype), (y @ y.mT).to(dtype)],
+                _with_gradients(_first(_ops.linear_cka_to_kernel, *options), 1),
+                _with_gradients(lambda x, kernel, centered=centered: linear_cka_to_kernel(x, kernel, centered), 1),
+                precision,
+                20 * precision,
+            )
+
+
+def _linear_cka_pairwise(tolerance: float) -> Iterator[Case]:
+    some = [tensor[0] for tensor in _representations(150, 9, 140, 33, batch=1)]
+    many = [_randn(9, 1 + n % 3, seed=n) + 0.3 for n in range(19)]  # more than one launch takes
+    for dtype in _FLOATING:
+        for details, matrices, others, centered in (
+            ("3 with 2, centred", some, 2, True),
+            ("3 with themselves", some, 0, False),
+            ("19 with themselves, centred", many, 0, True),
+        ):
+            yield Case(
+                _name(dtype, details),
+                [matrix.to(dtype) for matrix in matrices],
+                lambda *xs, n=others, c=centered: [_ops.linear_cka_pairwise(xs, xs[:n], c)],
+                lambda *xs, n=others, c=centered: [linear_cka_pairwise(xs, xs[: n or None], c)],
+                1e-12 if dtype == _FP64 else tolerance,
+            )
+
+
+# Transport, and the server's side
+
+
+def _unbalanced_ot() -> Iterator[Case]:
+    # Up to 128 x 128 a block solves a problem, above and for "steepest" a team of blocks.
+    for dtype in _FLOATING:
+        yield _transport_case(dtype, (3, 30, 20), "accelerated", 1e-7)
+        if dtype in (_FP32, _FP64):  # the halves are widened before
+            yield _transport_case(dtype, (1, 12, 100), "accelerated", 1e-7)
+            yield _transport_case(dtype, (2, 11, 130), "accelerated", 1e-6 if dtype == _FP32 else 1e-4)
+    yield _transport_case(_FP32, (2, 12, 9), "steepest", 1e-2)
+
+
+def _transport_case(dtype: torch.dtype, shape: tuple[int, int, int], method: str, tol: float) -> Case:
+    cost = (2 * _randn(*shape, seed=3)).sigmoid()
+    masses = [1 + 0.3 * _randn(shape[0], size, seed=size).tanh() for size in shape[1:]]
+    options = 0.8, 0.9, tol, 800, method  # about twice the iterations that are needed
+    return Case(
+        _name(dtype, f"{list(shape)}, {method}"),
+        [tensor.to(dtype) for tensor in (cost, *masses)],
+        lambda cost, a, b: _transport_by_kernel(cost, a, b, options),
+        _transport_by_reference,
+        10 * tol,  # of the value
+        6 * tol**0.5,  # of the plan's sums, which follow the root of the gap
+    )
+
+
+def _transport_by_kernel(cost: Tensor, a: Tensor, b: Tensor, options: tuple[Any, ...]) -> list[Tensor]:
+    plan, u, v, value, mass, _, _ = _ops.unbalanced_ot(cost, a, b, *options)
+    return [value, mass, u, v, plan.sum(-1), plan.sum(-2), (plan * cost).sum((-2, -1))]
+
+
+def _transport_by_reference(cost: Tensor, a: Tensor, b: Tensor) -> list[Tensor]:
+    plan, _, _ = solve(cost, a, b, 0.8, 0.9, 1e-9, 20_000, "accelerated")
+    rows, columns = plan.sum(-1), plan.sum(-2)
+    value = objective(cost, a, b, 0.8, 0.9, plan)
+    of_cost = (plan * cost).sum((-2, -1))
+    return [value, rows.sum(-1), 0.8 * (a - rows), 0.9 * (b - columns), rows, columns, of_cost]
+
+
+def _client_weights() -> Iterator[Case]:
+    for dtype in _FLOATING:
+        for clients, problems in ((9, 2), (40, 1), (100, 1))[: 3 if dtype in (_FP32, _FP64) else 1]:
+            updates = _randn(problems, clients, 4 * clients, seed=clients)
+            updates *= torch.linspace(0.5, 2, clients, dtype=_FP64)[:, None]
+            updates += _randn(problems, 1, 4 * clients)
+            if clients == 9:
+                updates[1, 3] = updates[1, 5]  # equal clients share
+            yield Case(
+                _name(dtype, f"{problems} x {clients} clients"),
+                [(updates @ updates.mT / clients).to(dtype)],
+                lambda gram: [_ops.client_weights(gram, 1e-8)],
+                lambda gram: [client_weights(gram, tol=1e-8)],
+                1e-9 if dtype == _FP64 and clients > 9 else 1e-6,
+            )
+
+
+def _models(clients: int, *shapes: tuple[int, ...]) -> list[Tensor]:
+    """The tensors of the global model, then those of each client."""
+    start = [_randn(*shape, seed=len(shapes)) for shape in shapes]
+    of_clients = [
+        tensor + 0.1 * (_randn(*tensor.shape, seed=100 + k) + 0.5) for k in range(clients) for tensor in start
+    ]
+    return [*start, *of_clients]
+
+
+_SHAPES = ((67, 61), (3,), (1, 2049))
+
+
+def _delta_gram() -> Iterator[Case]:
+    for dtype in _FLOATING:
+        for clients, shapes in ((4, _SHAPES), (13, _SHAPES), (40, ((67, 61),)), (107, ((5, 7), (33,)))):
+            yield _delta_gram_case(_name(dtype, f"{clients} clients"), _models(clients, *shapes), [dtype], len(shapes))
+    yield _delta_gram_case(_name(_FP32, "clients of bfloat16"), _models(3, (67, 61)), [_FP32, _BF16, _BF16], 1)
+    beyond_float32 = [1e25 * tensor for tensor in _models(5, (300,))]
+    yield _delta_gram_case(_name(_FP32, "sums beyond its range"), beyond_float32, [_FP32], 1)
+
+
+def _delta_gram_case(name: str, tensors: list[Tensor], dtypes: list[torch.dtype], count: int) -> Case:
+    return Case(
+        name,
+        [tensor.to(dtypes[index % len(dtypes)]) for index, tensor in enumerate(tensors)],
+        lambda *all: [_ops.delta_gram(all[:count], all[count:])],
+        lambda *all: [delta_gram(all[:count], _by_client(all[count:], count))],
+        1e-12 if dtypes == [_FP64] else 1e-6,
+    )
+
+
+def _by_client(tensors: Sequence[Tensor], count: int) -> list[Sequence[Tensor]]:
+    return [tensors[start : start + count] for start in range(0, len(tensors), count)]
+
+
+def _apply_deltas() -> Iterator[Case]:
+    for name, dtypes in (
+        *((_name(dtype, "13 clients"), [dtype]) for dtype in _FLOATING),
+        (_name(_BF16, "clients of all dtypes"), [_BF16, _FP32, _FP16, _FP64, _BF16]),
+    ):
+        tensors = _models(13, *_SHAPES, (41,))
+        yield Case(
+            name,
+            [tensor.to(dtypes[index % len(dtypes)]) for index, tensor in enumerate(tensors)],
+            _stepped_by_kernel,
+            _stepped_by_reference,
+            1e-15,  # beside the rounding to the dtype: sums are float64
+        )
+
+
+def _stepped_by_kernel(*tensors: Tensor) -> list[Tensor]:
+    count = len(_SHAPES) + 1
+    start = [tensor.clone() for tensor in tensors[:count]]
+    # The last tensor does not begin at a multiple of 16 bytes.
+    memory = torch.empty(start[-1].numel() + 1, dtype=start[-1].dtype, device=start[-1].device)
+    start[-1] = memory[1:].copy_(start[-1])
+    _ops.apply_deltas(start, tensors[count:], torch.linspace(-0.2, 0.7, 13, dtype=_FP64))
+    return start
+
+
+def _stepped_by_reference(*tensors: Tensor) -> list[Tensor]:
+    count = len(_SHAPES) + 1
+    start = [tensor.clone() for tensor in tensors[:count]]
+    apply_deltas(start, _by_client(tensors[count:], count), torch.linspace(-0.2, 0.7, 13, dtype=_FP64))
+    return start
+
+
+# Views
+
+
+_VIEW_KEY = ViewKey(seed=5, client=3, round=7, epoch=1)
+_VIEW_OPTIONS = ViewOptions(solarize=0.3, hue=0.5, blur=0.6)
+
+
+def _two_views() -> Iterator[Case]:
+    for dtype, tolerance in ((_FP32, 2e-5), (_BF16, 5e-3)):
+        # The last image does not fit into shared memory.
+        for shape in ((12, 3, 20, 35), (7, 1, 28, 28), (2, 3, 96, 128)):
+            channels_last = dtype == _BF16
+            generator = torch.Generator().manual_seed(0)
+            yield Case(
+                _name(dtype, f"{list(shape)}{', channels last' * channels_last}"),
+                [torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8), torch.arange(9, 9 + shape[0])],
+                lambda images, samples, dtype=dtype, last=channels_last: list(
+                    _ops.two_views(images, samples, *_VIEW_KEY, _VIEW_OPTIONS.numbers(), dtype == _BF16, last)
+                ),
+                _views_by_reference,
+                tolerance,
+            )
+
+
+def _views_by_reference(images: Tensor, samples: Tensor) -> list[Tensor]:
+    height, width = images.shape[2:]
+    drawn = view_parameters(samples, _VIEW_KEY, height, width, _VIEW_OPTIONS)
+    return list(two_views(images, drawn, _VIEW_OPTIONS))

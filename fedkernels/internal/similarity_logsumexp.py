@@ -1,0 +1,142 @@
+"""Log-sum-exps of the inner products of queries and keys: what most contrastive losses consist of.
+
+The temperature is applied to the rows before: q_i . k_j / t is (q_i / t) . k_j, at O(B d) operations, and autograd
+gives the temperature its gradient.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedkernels.internal import native
+from fedkernels.internal.autograd import has_tangent, keep_missing_as_none, refuse_second_derivative
+from fedkernels.reference import similarity_logsumexp as _reference
+from fedkernels.reference._precision import compute_dtype
+
+Labels = tuple[Tensor, Tensor]
+
+
+def similarity_logsumexp(
+    query: Tensor,
+    key: Tensor,
+    *,
+    positives: Tensor | None = None,
+    labels: Labels | None = None,
+    excluded: Tensor | None = None,
+    columns: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Log-sum-exps of q_i . k_j over the keys, over the queries, and the positives' q_i . k_p(i).
+
+    The compiled operator forms all of them from one pass over the B x N products, which it never holds; what it saves
+    for the backward pass is its inputs and results. Elsewhere the reference holds the B x N products.
+
+    Args:
+        query: [B, d], floating.
+        key: [N, d].
+        positives: [B], int64: p(i), from 0 to N - 1.
+        labels: [B] and [N], int64: pairs whose labels are equal are left out, unless they are positives.
+        excluded: [B, N], bool: pairs that are left out, unless they are positives.
+        columns: are the sums over the queries wanted?
+
+    Returns:
+        [B], [N] or None without `columns`, [B] or None without `positives`; all float64, so that a small difference
+        of two of them is not rounded to their size. -inf where all pairs are left out. Differentiable in query and key.
+    """
+    operator = None if has_tangent(query, key) else native.operator("similarity_logsumexp", query, key)
+    if operator is None:
+        of_rows, of_columns, of_positives = _reference.similarity_logsumexp(query, key, positives, labels, excluded)
+        return of_rows, of_columns if columns else None, of_positives
+    options = (*_as_tensors(query, positives, labels, excluded), columns)
+    of_rows, of_columns, of_positives = operator(query.contiguous(), key.contiguous(), *options)
+    return of_rows, of_columns if columns else None, None if positives is None else of_positives
+
+
+def similarity_gradients(
+    query: Tensor,
+    key: Tensor,
+    *,
+    rows: Tensor | None = None,
+    row_weights: Tensor | None = None,
+    columns: Tensor | None = None,
+    column_weights: Tensor | None = None,
+    positives: Tensor | None = None,
+    positive_weights: Tensor | None = None,
+    labels: Labels | None = None,
+    excluded: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The gradients in query and key of the results of `similarity_logsumexp`, each times its weight.
+
+    `rows` [B] and `columns` [N] are log-sum-exps, of these keys and queries or of more: where the keys lie in several
+    blocks, join the blocks' results by ``torch.logaddexp`` and give the joined ones here, block by block; the queries'
+    gradients of the blocks add up. This function is not differentiable.
+
+    Returns:
+        [B, d] and [N, d], float64 where an input is float64, else float32.
+    """
+    with torch.no_grad():
+        operator = native.operator("similarity_logsumexp_gradients", query, key)
+        if operator is None:
+            return _reference.similarity_gradients(
+                query, key, rows, row_weights, columns, column_weights, positives, positive_weights, labels, excluded
+            )
+        results = (rows, columns, row_weights, column_weights, positive_weights)
+        given = (query.new_empty(0) if one is None else one.double().contiguous() for one in results)
+        tensors = _as_tensors(query, positives, labels, excluded)
+        gradients: tuple[Tensor, Tensor] = operator(query.contiguous(), key.contiguous(), *tensors, *given, True, True)
+        return gradients
+
+
+def _as_tensors(
+    query: Tensor, positives: Tensor | None, labels: Labels | None, excluded: Tensor | None
+) -> tuple[Tensor, ...]:
+    """The options as the operators take them: a missing one is empty."""
+    given = (positives, *(labels or (None, None)), excluded)
+    return tuple(query.new_empty(0) if one is None else one.contiguous() for one in given)
+
+
+if native.module is not None:
+
+    @torch.library.register_fake("fedkernels::similarity_logsumexp")
+    def _(
+        query: Tensor,
+        key: Tensor,
+        positives: Tensor,
+        query_labels: Tensor,
+        key_labels: Tensor,
+        excluded: Tensor,
+        columns: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        sizes = query.shape[0], key.shape[0] if columns else 0, positives.shape[0]
+        return tuple(query.new_empty(size, dtype=torch.float64) for size in sizes)  # type: ignore[return-value]
+
+    @torch.library.register_fake("fedkernels::similarity_logsumexp_gradients")
+    def _(query: Tensor, key: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+        dtype, (query_gradient, key_gradient) = compute_dtype(query, key), options[-2:]
+        return (
+            query.new_empty(query.shape if query_gradient else 0, dtype=dtype),
+            key.new_empty(key.shape if key_gradient else 0, dtype=dtype),
+        )
+
+    def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        keep_missing_as_none(ctx)
+        ctx.save_for_backward(*inputs[:6], *output[:2])
+
+    def _backward(ctx: Any, *weights: Tensor | None) -> tuple[Tensor | None, ...]:
+        wanted = ctx.needs_input_grad[:2]
+        query, key, *options = ctx.saved_tensors
+        given = (query.new_empty(0) if weight is None else weight.double().contiguous() for weight in weights)
+        operator = torch.ops.fedkernels.similarity_logsumexp_gradients
+        gradients = operator(query, key, *options, *given, *wanted)
+        of_query, of_key = (
+            gradient.to(one.dtype) if need else None
+            for gradient, one, need in zip(gradients, (query, key), wanted, strict=True)
+        )
+        return of_query, of_key, *(None,) * 5
+
+    def _refuse_second_derivative(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
+        refuse_second_derivative("similarity_logsumexp", *grads)
+        return (None,) * 13
+
+    torch.library.register_autograd("fedkernels::similarity_logsumexp", _backward, setup_context=_setup_context)
+    torch.library.register_autograd("fedkernels::similarity_logsumexp_gradients", _refuse_second_derivative)

@@ -1,0 +1,197 @@
+"""Commands that tell what ships with fedssl, without importing torch: they answer within a second."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+import yaml
+from rich.text import Text
+
+from ..errors import UserError
+from .console import Overrides, RecipeName, console, print_text
+
+
+def recipes() -> None:
+    """List the shipped recipes by paper; `fedssl show RECIPE` tells more of one."""
+    _print_shipped("recipe")
+
+
+def tables() -> None:
+    """List the shipped tables of runs by paper."""
+    _print_shipped("table")
+
+
+def presets() -> None:
+    """List the presets: settings for a kind of data or of a paper, which a recipe takes where it leaves them open.
+
+    Without preset=NAME, a recipe takes the preset for its data.
+    """
+    from ..recipe.presets import preset_names, read_preset
+
+    for position, name in enumerate(preset_names()):
+        preset = read_preset(name)
+        if position:
+            console.print()
+        console.print(Text(name, style="bold"))
+        _print_wrapped(f"    For {preset.description}." if ":" not in name else f"    {preset.description}.", "")
+        _print_wrapped(f"    {' '.join(preset.source.split())}", "dim")
+
+
+def show(
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    as_yaml: Annotated[
+        bool, typer.Option("--yaml", help="Print a recipe file that `fedssl run` takes, with every default filled in.")
+    ] = False,
+) -> None:
+    """Show every setting of a recipe: its value, where the value comes from, and what it means.
+
+    A value comes from the recipe, from an override (KEY=VALUE), from the preset for the data, or is the default. Each
+    key and value is checked by itself; whether they go together is checked by `fedssl run`.
+    """
+    from ..recipe.show import resolve_recipe
+
+    resolved = resolve_recipe(recipe, overrides or ())
+    if as_yaml:
+        print_text(resolved.text.rstrip("\n"))
+        return
+    if resolved.preset:
+        _print_wrapped(f"Preset {' '.join(resolved.preset)}", "bold")
+    section = ""
+    for setting in resolved.settings:
+        if setting.section != section:
+            section = setting.section
+            console.print()
+        key = f"{section}.{setting.key}" if section else setting.key
+        style = "bold" if setting.origin == "override" else ""
+        _print_wrapped(f"{key} = {_as_yaml(setting.value)}  ({setting.origin})", style)
+        _print_wrapped(f"    {setting.description} [{setting.allowed}]", "dim")
+
+
+def _print_wrapped(text: str, style: str) -> None:
+    for line in textwrap.wrap(
+        text, console.width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+    ):
+        console.print(Text(line, style), soft_wrap=True)
+
+
+def _as_yaml(value: Any) -> str:
+    """A value as one writes it after `KEY=`."""
+    text = yaml.safe_dump([value], default_flow_style=True, allow_unicode=True, width=10**6)
+    return text.strip()[1:-1]
+
+
+def _print_shipped(kind: Literal["recipe", "table"]) -> None:
+    """Print one line for each shipped recipe or table, under the paper that it comes from."""
+    from ..recipe.overrides import read_values, shipped_names
+
+    papers: dict[str, list[tuple[str, str]]] = {}
+    for name in shipped_names(kind):
+        paper, summary = summary_of(read_values(name, kind)["description"])
+        papers.setdefault(paper, []).append((name, summary))
+    width = max(len(name) for names in papers.values() for name, _ in names)
+    for position, paper in enumerate(sorted(papers, key=str.casefold)):
+        if position:
+            console.print()
+        console.print(Text(paper, style="bold"))
+        for name, summary in papers[paper]:
+            print_text(f"  {name:<{width}}  {summary}")
+
+
+def summary_of(description: str) -> tuple[str, str]:
+    """The paper and the summary in the first sentence of a shipped description, `Paper (Authors Year): summary.`"""
+    paper, _, rest = " ".join(description.split()).partition(": ")
+    return paper, rest.partition(". ")[0].rstrip(".")
+
+
+def partition(
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    chart: Annotated[Path | None, typer.Option(help="Also draw the table into this image file.")] = None,
+) -> None:
+    """Show how many images of each class every client holds, without training."""
+    from ..data.datasets import load_dataset
+    from ..data.partitions import class_counts, deal, format_partition
+    from ..recipe.reading import load_recipe
+
+    loaded = load_recipe(recipe, overrides or ())
+    dataset = load_dataset(loaded.data, loaded.seed)
+    rows = deal(dataset, loaded.partition, loaded.seed)
+    counts = class_counts(dataset.train_labels, rows, len(dataset.counted_as))
+    print_text(format_partition(counts, dataset.counted_as))
+    if chart is not None:
+        from ..reports.plots import draw_partition, write_figure
+
+        write_figure(chart, draw_partition(counts, dataset.counted_as))
+        print_text(f"The chart is in {chart}")
+
+
+def cost(
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    newcomers: Annotated[
+        bool,
+        typer.Option(
+            "--newcomers",
+            help="Count every client as taking part for the first time in every round, which gives the most traffic.",
+        ),
+    ] = False,
+    rounds: Annotated[
+        Path | None, typer.Option(help="Also write the figures of every client in every round into this CSV file.")
+    ] = None,
+) -> None:
+    """Show what a client will need in memory, operations and traffic, without training."""
+    from ..federation import build_federation
+    from ..recipe.reading import load_recipe
+    from ..reports.cost import costs_as_csv, estimate, format_costs
+    from ..run.storage import write_atomically
+
+    costs = estimate(build_federation(load_recipe(recipe, overrides or ())), newcomers)
+    console.print(format_costs(costs), highlight=False)
+    print_text(
+        "Memory is that of the largest client's step: parameters, gradients, optimiser state and what the forward pass "
+        "keeps. A multiply-add is two FLOPs; frozen layers and target networks have a forward pass only. The traffic "
+        "of a stage is the mean over its clients' rounds."
+    )
+    if rounds is not None:
+        write_atomically(rounds, costs_as_csv(costs).encode())
+        print_text(f"The figures of every round are in {rounds}")
+
+
+def privacy(recipe: RecipeName, overrides: Overrides = None) -> None:
+    """Show how much privacy a recipe with differential privacy will spend of each client, without training."""
+    from rich.table import Table as TextTable
+
+    from ..engines.flower.privacy_accountant import epsilon_after, foretold_rounds, noise_multiplier, rounds_within
+    from ..federation import build_federation
+    from ..recipe.reading import load_recipe
+
+    loaded = load_recipe(recipe, overrides or ())
+    options = loaded.flower.differential_privacy
+    if options is None:
+        raise UserError(
+            "the recipe has no differential privacy, so there is nothing to count: set flower.differential_privacy, "
+            "for instance engine=flower flower.differential_privacy='{name: fixed_clipping, clipping_norm: 1, "
+            "noise_multiplier: 2}' (docs/deploy.md)"
+        )
+    federation = build_federation(loaded)
+    parts = [federation.answering_clients(r, federation.sampled_clients(r)) for r in range(1, loaded.rounds + 1)]
+    rounds = foretold_rounds(loaded, parts)
+    table = TextTable("rounds of", "clients", f"epsilon at delta {options.delta:g}")
+    for count in sorted(set(rounds.values())):
+        clients = ", ".join(str(k) for k in rounds if rounds[k] == count)
+        table.add_row(str(count), clients, f"{epsilon_after(options, count):.6g}")
+    console.print(table, highlight=False)
+    print_text(
+        f"{options.name}: an update is clipped to the L2 norm {options.clipping_norm:g}. The noise's deviation is "
+        f"{noise_multiplier(options):.4g} times the distance of two clipped updates, which is twice that norm. The "
+        "count is for a run in which every client answers each time that it is asked."
+    )
+    budget = loaded.flower.epsilon_budget
+    if budget is not None:
+        allowed, needed = rounds_within(options, budget, loaded.rounds), max(rounds.values())
+        enough = "enough" if allowed >= needed else f"too little: a client is asked in {needed} rounds"
+        print_text(f"flower.epsilon_budget {budget:g} allows {allowed} rounds of a client, which is {enough}.")

@@ -1,0 +1,269 @@
+"""Commands that train: one run, or a table of runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.table import Table as TextTable
+
+from ..errors import UserError
+from .console import Overrides, Trust, console, print_text
+
+
+def run(
+    recipe: Annotated[
+        str | None, typer.Argument(metavar="RECIPE", help="Name of a shipped recipe, or path of a .yaml file.")
+    ] = None,
+    overrides: Overrides = None,
+    output: Annotated[Path | None, typer.Option(help="Folder of the run; runs/NAME-seedN by default.")] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(help="Continue the run in this folder; of its keys, only clients_parallel=N may be given anew."),
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the run in the folder if there is one.")
+    ] = False,
+    trust: Trust = False,
+) -> None:
+    """Run a recipe, or continue an interrupted run (fedssl run --resume RUN)."""
+    from ..engines import engine_of
+    from ..engines.progress import ProgressBars
+    from ..recipe.reading import load_recipe, load_stored_recipe
+    from ..run.creation import default_folder
+    from ..run.directory import RunDirectory
+
+    if resume is not None:
+        if output or overwrite:
+            raise UserError("--resume takes neither --output nor --overwrite: the run continues in its own folder")
+        path, at_a_time = resume, _clients_parallel([*([recipe] if recipe else []), *(overrides or ())])
+        loaded = load_stored_recipe(RunDirectory.open(path), trust, resuming=True)
+    else:
+        if recipe is None:
+            raise UserError("name a recipe (fedssl recipes lists them) or give --resume RUN")
+        loaded = load_recipe(recipe, overrides or ())
+        path = output or default_folder(loaded.name, loaded.seed)
+        if loaded.preset != "none":
+            print_text(
+                f"Preset {loaded.preset} fills in what the recipe leaves open; `fedssl show` tells what and why."
+            )
+    try:
+        with ProgressBars(console) as bars:
+            if resume is not None:
+                directory = engine_of(loaded).resume(path, bars, trust, at_a_time)
+            else:
+                directory = engine_of(loaded).run(loaded, path, bars, overwrite)
+    except KeyboardInterrupt:
+        if (path / "recipe.yaml").is_file():
+            print_text(f"\nStopped. The last complete round is kept; continue with: fedssl run --resume {path}")
+        else:
+            print_text("\nStopped before the run began; nothing was written.")
+        raise typer.Exit(130) from None
+    _print_final_evaluation(directory.read_metrics())
+    print_text(f"The run is in {path}; write its report with: fedssl report {path}")
+
+
+def _clients_parallel(arguments: list[str]) -> int | None:
+    """What `fedssl run --resume RUN clients_parallel=N` asks for; no other key may change during a run."""
+    number = None
+    for argument in arguments:
+        key, _, value = argument.partition("=")
+        if key != "clients_parallel":
+            raise UserError(
+                f"--resume takes only the run's folder and clients_parallel=N, got {argument!r}: the recipe is stored "
+                "in the folder, and the run continues as it began"
+            )
+        if not value.isdecimal() or int(value) < 1:
+            raise UserError(f"clients_parallel must be a whole number of at least 1, got {value!r}")
+        number = int(value)
+    return number
+
+
+def run_table(
+    table: Annotated[str, typer.Argument(metavar="TABLE", help="Name of a shipped table, or path of a .yaml file.")],
+    overrides: Overrides = None,
+    output: Annotated[Path | None, typer.Option(help="Folder of the table; runs/TABLE by default.")] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="How many cells run at a time, each in its own process.")] = 1,
+    dry: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Only list the runs, their cost in FLOPs and in hours on this machine, and the paper's figures.",
+        ),
+    ] = False,
+) -> None:
+    """Run every recipe of a table with every seed, and write the table.
+
+    The same command continues an interrupted table; finished cells are kept. A table of kind `resources` trains
+    nothing and counts what each row needs.
+    """
+    from ..tables import runner as table_runner
+    from ..tables.table import load_table
+
+    loaded = load_table(table)
+    if dry:
+        from ..tables.dry_run import dry_run
+
+        dry_run(loaded, overrides or (), note=print_text)
+        return
+    path = output or Path("runs") / loaded.name
+    if loaded.kind == "resources":
+        from ..tables.resources import run_resource_table
+
+        run_resource_table(loaded, path, overrides or (), note=print_text)
+        return
+    try:
+        table_runner.run_table(loaded, path, overrides or (), jobs=jobs, note=print_text)
+    except KeyboardInterrupt:
+        console.print("\nStopped. Finished cells and rounds are kept; the same command continues.")
+        raise typer.Exit(130) from None
+
+
+def _print_final_evaluation(rows: list[tuple[int, str, str, float]]) -> None:
+    """Print the evaluation after the last round, one line for each client."""
+    if not rows:
+        return
+    last_round = max(row[0] for row in rows)
+    titles = {"knn": "kNN %", "linear": "linear %", "effective_rank": "effective rank"}
+    without_labels = {"alignment": "alignment", "uniformity": "uniformity"}
+    values = {(who, metric): value for number, who, metric, value in rows if number == last_round}
+    if any(metric in without_labels for _, metric in values):
+        titles = {"linear_auroc": "linear AUROC %", "effective_rank": "effective rank"} | without_labels
+        titles = {metric: title for metric, title in titles.items() if any(metric == name for _, name in values)}
+    clients = dict.fromkeys(who for who, metric in values if metric in titles)
+    table = TextTable("client", *titles.values(), box=None, pad_edge=False)
+    for who in clients:
+        cells = [f"{values[who, m]:.{2 if m in without_labels else 1}f}" if (who, m) in values else "-" for m in titles]
+        table.add_row(who, *cells)
+    console.print(table)
+
+
+def evaluate(
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="Folder of a run, or one that `fedssl export` has written.")
+    ],
+    data: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY=VALUE,...",
+            help="Evaluate on other data: keys of a recipe's data, such as name=npz,path=mine.npz.",
+        ),
+    ] = None,
+    fractions: Annotated[
+        list[float] | None,
+        typer.Option(
+            "--semi-supervised", help="Also fine-tune on this fraction of the labels, above 0 and up to 1; repeatable."
+        ),
+    ] = None,
+    fine_tune: Annotated[
+        Literal["train", "validation"] | None,
+        typer.Option(help="Also fine-tune on all labels of these images, for macro precision, recall and F1."),
+    ] = None,
+    trust: Trust = False,
+) -> None:
+    """Evaluate a run's last checkpoint or an exported encoder: kNN and linear accuracy, and fine-tuning on request."""
+    from ..evaluation.fine_tuning import FineTuneOptions
+    from ..export.encoder_folder import is_encoder_folder
+    from ..reports.evaluation import evaluate_export, evaluate_run, parse_data
+
+    options = FineTuneOptions(images=fine_tune) if fine_tune else None
+    other = None if data is None else parse_data(data)
+    if is_encoder_folder(folder):
+        path = evaluate_export(folder, other, fractions or [], options)
+    else:
+        path = evaluate_run(folder, fractions or [], note=print_text, fine_tune=options, data=other, trust=trust)
+    print_text(path.read_text(encoding="utf-8").rstrip())
+    print_text(f"The table is in {path}")
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of one or more runs.")],
+    output: Annotated[
+        Path | None,
+        typer.Option(help="File to write; RUN/report.html by default, or report.html for several runs."),
+    ] = None,
+    collapse: Annotated[
+        bool,
+        typer.Option(help="Also check whether representations have collapsed; this loads the run's images."),
+    ] = True,
+    images: Annotated[
+        bool,
+        typer.Option(help="Also show images of the data as the encoder sees them; the page then holds these images."),
+    ] = True,
+    trust: Trust = False,
+) -> None:
+    """Write an HTML page with curves, tables, the partition and pictures of the representations."""
+    from ..reports.report import write_report
+
+    print_text(f"The report is in {write_report(runs, output, collapse, trust, images)}")
+
+
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a finished run.")],
+    output: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder to make; it must not exist or be empty.")],
+    client: Annotated[
+        int | None, typer.Option(help="Export this client's own model, right after its last training.")
+    ] = None,
+    shared: Annotated[
+        bool, typer.Option("--global", help="Export the global model; the default where the run has one.")
+    ] = False,
+    onnx: Annotated[bool, typer.Option("--onnx", help="Also write encoder.onnx.")] = False,
+    torchscript: Annotated[
+        bool, typer.Option("--torchscript", help="Also write encoder.torchscript.pt, traced.")
+    ] = False,
+    torch_export: Annotated[bool, typer.Option("--export", help="Also write encoder.pt2, by torch.export.")] = False,
+    trust: Trust = False,
+) -> None:
+    """Export a run's encoder as a folder that timm, or a load.py with torch and timm alone, loads."""
+    from ..export.compiled_formats import FILES
+    from ..export.encoder_folder import export_encoder
+
+    wanted = {"onnx": onnx, "torchscript": torchscript, "torch-export": torch_export}
+    path = export_encoder(run, output, client, shared, [name for name in FILES if wanted[name]], trust)
+    print_text(f"The encoder is in {path}; README.md there says how to load it. Try it: python {path / 'load.py'}")
+
+
+def embed(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder that `fedssl export` has written.")],
+    images: Annotated[
+        Path, typer.Argument(metavar="IMAGES", help="Folder of images, nested or flat, or an .npz file.")
+    ],
+    output: Annotated[Path, typer.Option(help="File to write: the arrays `features` and `files`.")] = Path(
+        "features.npz"
+    ),
+    batch_size: Annotated[int, typer.Option(min=1, help="Images that are read and embedded at a time.")] = 256,
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], typer.Option(help="Where to compute; auto is CUDA where there is a device.")
+    ] = "auto",
+    window: Annotated[
+        str | None,
+        typer.Option(
+            help="LOW,HIGH, full or per_image: how pixels of more than 8 bits become 8 bits; as in the run by default."
+        ),
+    ] = None,
+    skip_broken: Annotated[
+        bool, typer.Option("--skip-broken", help="Leave out files that cannot be read, and name them.")
+    ] = False,
+) -> None:
+    """Write the representations of images, with the images' names, by an exported encoder."""
+    from rich.progress import Progress
+
+    from ..data.pixels import parse_window
+    from ..export.embed import embed_images
+
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("images", total=None)
+        left_out = embed_images(
+            folder,
+            images,
+            output,
+            batch_size=batch_size,
+            device=device,
+            window=None if window is None else parse_window(window),
+            skip_broken=skip_broken,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    if left_out:
+        print_text(f"Left out: {left_out}")
+    print_text(f"The features are in {output}, as the arrays features and files")

@@ -1,0 +1,199 @@
+"""What a site can check before a run: `fedssl doctor --consortium FOLDER`."""
+
+from __future__ import annotations
+
+import http.client
+import shutil
+import socket
+import ssl
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+
+from ..engines.flower.site import SiteOptions, load_site
+from ..errors import UserError
+from .authority import RENEWAL_DAYS, certificate_fingerprint, key_fingerprint, read_certificate, site_key
+from .certificates import require_authority, require_site_key
+from .consortium import Member, load_member
+
+_CONNECT_SECONDS = 10.0
+
+
+#: Flower refuses a request whose time differs by more than 5 s into the future, or by 300 s into the past
+_LARGEST_CLOCK_DIFFERENCE = 5.0
+
+
+_LEAST_DISK = 2 * 2**30  # bytes: a few states of a large model
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was checked.
+
+    Attributes:
+        what: a few words.
+        finding: what is there.
+        advice: what to do; None where all is well.
+    """
+
+    what: str
+    finding: str
+    advice: str | None = None
+
+
+def check_site(folder: Path) -> list[Check]:
+    """Check everything that a site needs for a run.
+
+    Args:
+        folder: the site's, as `provision` wrote it.
+
+    Returns:
+        The checks in the order in which they should be mended.
+
+    Raises:
+        UserError: the folder is not one that `provision` wrote, or is the server's.
+    """
+    member = load_member(folder)
+    if member.name == "server":
+        raise UserError(f"{folder} is the server's folder: fedssl doctor --consortium checks a site's folder")
+    checks = [
+        _guarded("authority", "ask the coordinator for ca.crt again", lambda: _authority(folder)),
+        _guarded("site's key", "see STEPS.md; a key is made with fedssl provision request", lambda: _key(folder)),
+    ]
+    checks += _server(member, folder)
+    try:
+        site = load_site(folder / "site.yaml")
+    except UserError as error:
+        return [*checks, Check("site.yaml", str(error), "correct site.yaml")]
+    return [
+        *checks,
+        _guarded("device", "change device in site.yaml", lambda: _device(site)),
+        _guarded("data", "change data in site.yaml", lambda: _data(site, folder)),
+        _guarded("disk", "choose another state folder in site.yaml", lambda: _disk(site, folder)),
+        _approved(site),
+    ]
+
+
+def _guarded(what: str, advice: str, check: Callable[[], Check]) -> Check:
+    try:
+        return check()
+    except (UserError, OSError) as error:
+        return Check(what, str(error), advice)
+
+
+def _authority(folder: Path) -> Check:
+    path = folder / "ca.crt"
+    require_authority(path)
+    certificate = read_certificate(path)
+    days = (certificate.not_valid_after_utc - datetime.now(timezone.utc)).days
+    finding = f"valid for {days} days; fingerprint {certificate_fingerprint(certificate)}"
+    return Check("authority", finding, "tell the coordinator" if days < RENEWAL_DAYS else None)
+
+
+def _key(folder: Path) -> Check:
+    path = folder / "site.key"
+    if not path.exists():
+        return Check("site's key", f"{path} is missing", f"make it: fedssl provision request {folder}")
+    require_site_key(path)
+    if path.stat().st_mode & 0o077:
+        return Check("site's key", f"{path} can be read by other users", f"chmod 600 {path}")
+    return Check("site's key", f"fingerprint {key_fingerprint(site_key(path).public_key())}")
+
+
+def _server(member: Member, folder: Path) -> Iterator[Check]:
+    """The server's port, its clock, and its certificate."""
+    address, port = member.server.address, member.server.port
+    where = f"{address}:{port}"
+    try:
+        with socket.create_connection((address, port), _CONNECT_SECONDS):
+            pass
+    except OSError as error:
+        advice = "check that the server runs, its name and port in member.yaml, and the firewalls in between"
+        yield Check("server", f"{where} is not reached: {error.strerror or error}", advice)
+        return
+    yield Check("server", f"{where} is reached")
+    yield _clock(address, port)
+    try:
+        context = ssl.create_default_context(cafile=str(folder / "ca.crt"))
+        with (
+            socket.create_connection((address, port), _CONNECT_SECONDS) as plain,
+            context.wrap_socket(plain, server_hostname=address) as secured,
+        ):
+            certificate = secured.getpeercert() or {}
+    except ssl.SSLCertVerificationError as error:
+        advice = "tell the coordinator, and start nothing: this may not be your server"
+        yield Check("server's certificate", f"is refused: {error.verify_message}", advice)
+    except OSError as error:
+        yield Check("server's certificate", f"cannot be read: {error.strerror or error}", "ask the server's operator")
+    else:
+        end = datetime.fromtimestamp(ssl.cert_time_to_seconds(str(certificate["notAfter"])), timezone.utc)
+        days = (end - datetime.now(timezone.utc)).days
+        advice_or_none = "ask the coordinator to renew it" if days < RENEWAL_DAYS else None
+        yield Check("server's certificate", f"issued by your authority; valid for {days} days", advice_or_none)
+
+
+def _clock(address: str, port: int) -> Check:
+    """Compare the clock with the date in the server's answer. The certificate is not checked: a clock may be why."""
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    connection = http.client.HTTPSConnection(address, port, timeout=_CONNECT_SECONDS, context=context)
+    try:
+        connection.request("GET", "/")
+        date = connection.getresponse().getheader("Date")
+        server = parsedate_to_datetime(date or "")
+    except (OSError, http.client.HTTPException, ValueError, TypeError) as error:
+        return Check("clock", f"the server does not tell its time: {error}", "ask the server's operator")
+    finally:
+        connection.close()
+    difference = (datetime.now(timezone.utc) - server).total_seconds() - 0.5  # the date has whole seconds
+    finding = f"{abs(difference):.0f} s {'ahead of' if difference > 0 else 'behind'} the server's"
+    if abs(difference) > _LARGEST_CLOCK_DIFFERENCE:
+        return Check("clock", finding, "set it with a time service (NTP) at both: the server refuses wrong times")
+    return Check("clock", finding)
+
+
+def _device(site: SiteOptions) -> Check:
+    import torch
+
+    wanted = site.device or "the recipe's"
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    names = ", ".join(torch.cuda.get_device_name(i) for i in range(count)) or "no GPU"
+    number = int(wanted.partition(":")[2] or 0)
+    advice = None
+    if wanted.startswith("cuda") and number >= count:
+        advice = "install the GPU's driver and a PyTorch with CUDA, or change device in site.yaml"
+    return Check("device", f"{wanted}; this machine has {names}", advice)
+
+
+def _data(site: SiteOptions, folder: Path) -> Check:
+    if site.data is None:
+        return Check("data", "no own images: the site takes its share of the recipe's data, which is meant for trials")
+    import os
+
+    from ..data.datasets import load_dataset
+
+    before = Path.cwd()
+    os.chdir(folder)  # where the start script runs, from which relative paths count
+    try:
+        images = load_dataset(site.data, 0)
+    finally:
+        os.chdir(before)
+    count = len(images.train_images)
+    return Check("data", f"{count:,} training images", None if count else "name a folder with images")
+
+
+def _disk(site: SiteOptions, folder: Path) -> Check:
+    state = folder / site.state.expanduser()
+    existing = next(path for path in (state, *state.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    advice = "free some space, or choose another state folder" if free < _LEAST_DISK else None
+    return Check("disk", f"{free / 2**30:.1f} GiB free for {state}", advice)
+
+
+def _approved(site: SiteOptions) -> Check:
+    if site.approved_apps is None:
+        advice = "add approved_apps to site.yaml, so that a server that was taken over cannot send other code"
+        return Check("approved apps", "every app that the server sends runs here", advice)
+    return Check("approved apps", f"{len(site.approved_apps)} in site.yaml; others need --allow or --ask")

@@ -1,0 +1,237 @@
+"""One client's training divided among several processes, each with a share of every batch (`training.processes`)."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
+
+import fedkernels
+
+
+class StatisticsOfWholeBatch(TorchFunctionMode):
+    """Within it, `torch.nn.functional.batch_norm` in training mode takes its statistics over all processes.
+
+    The processes must have shares of equal size, and run the same layers in the same order, forward and backward.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is F.batch_norm:
+            func = batch_norm
+        return func(*args, **(kwargs or {}))
+
+
+def batch_norm(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """`torch.nn.functional.batch_norm` of the whole batch, of which each process passes an equal share.
+
+    The gradients are those of the sum of all processes' losses, as in `fedkernels.distributed`: averaged over the
+    processes, the parameters' gradients are those of one process with the whole batch.
+
+    Args:
+        x: this process's share, [n, C, ...].
+        running_mean, running_var: [C], moved towards the whole batch's statistics, or None.
+        weight, bias: [C], or None.
+        training: False normalises by the running statistics, without any exchange.
+        momentum: share of the whole batch's statistics in the running ones.
+        eps: is added to the variance.
+
+    Returns:
+        In the shape and dtype of x. Statistics have at least float32.
+    """
+    if not training:
+        return F.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
+    with torch.no_grad():
+        mean, var = _statistics(x)
+        if running_mean is not None and running_var is not None:
+            count = x.numel() // x.shape[1] * dist.get_world_size()
+            running_mean.lerp_(mean.to(running_mean), momentum)
+            running_var.lerp_((var * (count / (count - 1))).to(running_var), momentum)
+        inverse_deviation = (var + eps).rsqrt()
+    out: Tensor = _Normalize.apply(x, weight, bias, mean, inverse_deviation)
+    return out
+
+
+def _statistics(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance of each channel over the whole batch, [C] each, from those of the shares."""
+    var, mean = torch.var_mean(_wide(x), _all_but_channels(x), correction=0)
+    of_share = torch.stack([mean, var])
+    of_shares = of_share.new_empty(dist.get_world_size(), *of_share.shape)
+    dist.all_gather_into_tensor(of_shares.flatten(0, 1), of_share)
+    means, variances = of_shares.unbind(dim=1)
+    mean = means.mean(dim=0)
+    return mean, (variances + (means - mean).square()).mean(dim=0)
+
+
+class _Normalize(torch.autograd.Function):
+    """(x - mean) * inverse_deviation * weight + bias; the backward pass knows that mean and variance follow from x."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, inverse_deviation: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, mean, inverse_deviation)
+        ctx.has_bias = bias is not None
+        scale = inverse_deviation if weight is None else inverse_deviation * weight
+        out = (_wide(x) - _by_channel(mean, x)) * _by_channel(scale, x)
+        return (out if bias is None else out + _by_channel(bias, x)).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, inverse_deviation = ctx.saved_tensors
+        grad = _wide(grad)
+        normalized = (_wide(x) - _by_channel(mean, x)) * _by_channel(inverse_deviation, x)
+        sums = torch.stack([grad.sum(_all_but_channels(x)), (grad * normalized).sum(_all_but_channels(x))])
+        of_bias, of_weight = sums.clone()  # of this share
+        dist.all_reduce(sums)
+        by_mean, by_deviation = sums / (x.numel() // x.shape[1] * dist.get_world_size())
+        scale = inverse_deviation if weight is None else inverse_deviation * weight
+        of_x = (grad - _by_channel(by_mean, x) - normalized * _by_channel(by_deviation, x)) * _by_channel(scale, x)
+        return of_x.to(x.dtype), None if weight is None else of_weight, of_bias if ctx.has_bias else None, None, None
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _all_but_channels(x: Tensor) -> list[int]:
+    return [dim for dim in range(x.dim()) if dim != 1]
+
+
+def _by_channel(values: Tensor, x: Tensor) -> Tensor:
+    """[C] in a shape that broadcasts with x, [n, C, ...]."""
+    return values.view(-1, *[1] * (x.dim() - 2))
+
+
+@dataclass(frozen=True)
+class Share:
+    """An equal share of every batch; the whole batch where one process trains alone.
+
+    Attributes:
+        rank: this process's number, from 0.
+        processes: how many processes train together.
+    """
+
+    rank: int = 0
+    processes: int = 1
+
+    @property
+    def whole(self) -> bool:
+        return self.processes == 1
+
+    def rows(self, batch: Tensor) -> Tensor:
+        """This process's rows of a batch's, int64 [n / processes] of [n]; `processes` must divide n."""
+        return batch if self.whole else batch.reshape(self.processes, -1)[self.rank]
+
+    def average(self, tensors: Sequence[Tensor]) -> None:
+        """Replace each tensor by its mean over the processes, which must all pass the same shapes in the same order.
+
+        The processes get bit-identical means. There is one all-reduce for each dtype.
+        """
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+            same = [tensor for tensor in tensors if tensor.dtype == dtype]
+            flat = torch.cat([tensor.flatten() for tensor in same])
+            dist.all_reduce(flat)
+            means = (flat / self.processes).split([tensor.numel() for tensor in same])
+            torch._foreach_copy_(same, [mean.view_as(tensor) for mean, tensor in zip(means, same, strict=True)])
+
+    def batch_statistics(self) -> AbstractContextManager[object]:
+        """Within it, BatchNorm in training mode normalises over the whole batch."""
+        return nullcontext() if self.whole else StatisticsOfWholeBatch()
+
+
+_share = Share()
+
+
+def own_share() -> Share:
+    """This process's share: whole batches, unless it has joined others."""
+    return _share
+
+
+def join(share: Share, meeting_point: Path, device_type: str) -> None:
+    """Make this process one of several that train together: NCCL on CUDA, gloo on the CPU.
+
+    On CUDA it sees only the GPU of its rank from now on, so CUDA must not have been used in this process. An exchange
+    ends with an error if another process does not take part within torch's default time: half an hour for gloo, ten
+    minutes for NCCL.
+
+    Args:
+        share: this process's.
+        meeting_point: a file that does not exist yet, the same one for all processes.
+        device_type: `cpu` or `cuda`.
+    """
+    global _share
+    if device_type == "cuda":
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible_device(share.rank, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    # All processes are on this machine: nobody else shall reach gloo's sockets.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    dist.init_process_group(
+        "nccl" if device_type == "cuda" else "gloo",
+        init_method=meeting_point.as_uri(),
+        rank=share.rank,
+        world_size=share.processes,
+    )
+    _share = share
+
+
+def visible_device(rank: int, visible: str | None) -> str:
+    """The name of a rank's GPU among those that CUDA_VISIBLE_DEVICES holds; without it, all GPUs by their numbers."""
+    return str(rank) if visible is None else visible.split(",")[rank].strip()
+
+
+def info_nce(query: Tensor, key: Tensor, temperature: float, shared: bool) -> Tensor:
+    """`fedkernels.info_nce`; where the batch is shared, that of this process's queries against all processes' keys.
+
+    Args:
+        query, key: [n, d], this process's.
+        temperature: divides the products.
+        shared: whether other processes have the rest of the batch (`Model.shares_batches`).
+
+    Returns:
+        A scalar, whose mean over the processes is the loss of the whole batch.
+    """
+    if not shared:
+        return fedkernels.info_nce(query, key, temperature)
+    from fedkernels import distributed  # here, as some builds of torch lack torch.distributed
+
+    return distributed.info_nce(query, key, temperature)
+
+
+def nt_xent(view1: Tensor, view2: Tensor, temperature: float, shared: bool) -> Tensor:
+    """`fedkernels.nt_xent`; where the batch is shared, that of this process's views against all processes' views.
+
+    Args:
+        view1, view2: [n, d], this process's.
+        temperature: divides the products.
+        shared: whether other processes have the rest of the batch (`Model.shares_batches`).
+
+    Returns:
+        A scalar, whose mean over the processes is the loss of the whole batch.
+    """
+    if not shared:
+        return fedkernels.nt_xent(view1, view2, temperature)
+    from fedkernels import distributed
+
+    return distributed.nt_xent(view1, view2, temperature)

@@ -1,0 +1,172 @@
+"""A run read back from its folder, for reports, tables and notebooks.
+
+from fedssl.run.record import read_run
+
+run = read_run("runs/fedu-seed0")
+run.evaluated("knn", "after")        # kNN accuracy in percent after the last round
+run.overall("loss")                  # {1: 3.1, 2: 2.7, ...}
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ..errors import UserError
+from ..untrusted import MOST_BYTES, NAME_PATTERN, parse_yaml, printable, read_regular_file
+from .directory import RunDirectory
+from .storage import read_csv
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run's folder holds, up to the last committed round.
+
+    Attributes:
+        path: the folder, as it was given.
+        recipe: the resolved recipe as plain values. It can be read even where a part from the user's own file is gone.
+        values: metric values by (round, who, metric). Round 0 is before training. `who` is a client's number as text
+            (`"0"`), `global` for the global model, or `mean` for the mean over the clients.
+        class_names: the classes' names; empty where the folder holds no partition.
+        class_counts: training images per client and class, [clients, classes]; empty where the folder holds none.
+        spectra: singular values of the final test representations by client, or by `global`, in descending order;
+            empty before the last round.
+    """
+
+    path: Path
+    recipe: Mapping[str, Any]
+    values: Mapping[tuple[int, str, str], float]
+    class_names: Sequence[str]
+    class_counts: Sequence[Sequence[int]]
+    spectra: Mapping[str, Sequence[float]]
+
+    @property
+    def name(self) -> str:
+        """The recipe's name; runs that differ in their seed alone share it."""
+        return str(self.recipe["name"])
+
+    @property
+    def seed(self) -> int:
+        """The seed of the run's random numbers."""
+        return int(self.recipe.get("seed", 0))
+
+    @property
+    def rounds(self) -> int:
+        """How many rounds the recipe asks for."""
+        return int(self.recipe["rounds"])
+
+    @property
+    def last_round(self) -> int:
+        """The last committed round; -1 where there is none."""
+        return max((number for number, _, _ in self.values), default=-1)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last round of the recipe is committed."""
+        return self.last_round >= self.rounds
+
+    def architecture_of(self, client: int) -> str:
+        """The name of a client's encoder: the recipe's architectures repeat over the clients."""
+        names = self.recipe.get("architectures") or [""]
+        return str(names[client % len(names)])
+
+    def overall(self, metric: str) -> dict[int, float]:
+        """A metric's values by round: the global model's where there is one, otherwise the mean over the clients.
+
+        Args:
+            metric: such as `knn`, `linear`, `effective_rank`, `loss`. Empty where the run has no such metric.
+        """
+        by_round: dict[int, float] = {}
+        for wanted in ("mean", "global"):  # the global model's value replaces the mean
+            by_round |= {
+                number: value for (number, who, name), value in self.values.items() if (who, name) == (wanted, metric)
+            }
+        return by_round
+
+    def evaluated(self, metric: str, when: Literal["before", "after"], who: str | None = None) -> float | None:
+        """A metric's value before training (round 0), or after the last round of a finished run.
+
+        Args:
+            metric: such as `knn`, `linear`, `effective_rank`.
+            when: `before` or `after`.
+            who: a client's number as text; by default the global model or the mean over the clients, see `overall`.
+
+        Returns:
+            The value; None where it was not measured, and for `after` where the run is not finished.
+
+        Raises:
+            ValueError: `when` is neither `before` nor `after`.
+        """
+        if when not in ("before", "after"):
+            raise ValueError(f"when must be 'before' or 'after', got {when!r}")
+        if when == "after" and not self.finished:
+            return None
+        number = 0 if when == "before" else self.rounds
+        if who is None:
+            return self.overall(metric).get(number)
+        return self.values.get((number, who, metric))
+
+    def total(self, metric: str) -> float:
+        """The sum of a metric, such as `bytes_down` or `flops`, over all rounds and clients."""
+        return sum(value for (_, who, name), value in self.values.items() if name == metric and who.isdigit())
+
+
+def read_run(path: str | Path) -> Run:
+    """Read a run's folder, finished or not.
+
+    Args:
+        path: the folder that `fedssl run` has written, such as `runs/fedu-seed0`.
+
+    Raises:
+        UserError: `path` is not a run's folder, or a file in it cannot be read.
+    """
+    path = Path(path)
+    directory = RunDirectory.open(path)
+    try:
+        recipe = parse_yaml(read_regular_file(path / "recipe.yaml", MOST_BYTES).decode(), str(path / "recipe.yaml"))
+        _check_recipe(recipe)
+        values = {(number, who, metric): value for number, who, metric, value in directory.read_metrics()}
+        partition = read_csv(path / "partition.csv")
+        class_names = [name for name in partition[0] if name != "client"] if partition else []
+        class_counts = [[_count(row[name]) for name in class_names] for row in partition]
+        spectra: dict[str, list[float]] = {}
+        for row in read_csv(path / "spectrum.csv"):
+            spectra.setdefault(row["client"], []).append(_singular_value(row["value"]))
+    except UserError:
+        raise
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        problem = printable(" ".join(str(error).split()))
+        raise UserError(f"{path} cannot be read as a run's folder: {problem}") from error
+    return Run(path, recipe, values, class_names, class_counts, spectra)
+
+
+def _check_recipe(recipe: Any) -> None:
+    """Refuse what is no resolved recipe, whoever wrote it. The parts are not looked at: they may be gone."""
+    if not isinstance(recipe, dict) or not {"name", "rounds"} <= recipe.keys():
+        raise ValueError("recipe.yaml is not a resolved recipe: `name` or `rounds` is missing")
+    if not isinstance(recipe["name"], str) or not re.match(NAME_PATTERN, recipe["name"]):
+        raise ValueError("recipe.yaml: `name` must be 1 to 200 characters on one line, without control characters")
+    for key, least in (("rounds", 1), ("seed", 0)):
+        value = recipe.get(key, least)
+        if type(value) is not int or value < least:
+            raise ValueError(f"recipe.yaml: `{key}` must be a whole number from {least}, got {str(value)[:40]!r}")
+    if not isinstance(recipe.get("architectures") or [], list):
+        raise ValueError("recipe.yaml: `architectures` must be a list")
+
+
+def _count(text: str) -> int:
+    count = int(text)
+    if not 0 <= count < 2**40:
+        raise ValueError(f"partition.csv: {text[:40]!r} is no number of images")
+    return count
+
+
+def _singular_value(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise ValueError(f"spectrum.csv: {text[:40]!r} is no singular value")
+    return value

@@ -1,1 +1,0 @@
-"""What a run's folder is made of: how it is made and locked, and its manifest."""

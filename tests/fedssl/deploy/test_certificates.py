@@ -1,0 +1,167 @@
+"""Certificates and keys with which nobody could reach the SuperLink are refused before it starts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from datetime import datetime, timedelta, timezone
+from ipaddress import ip_address
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
+
+from fedssl.deploy import nodes
+from fedssl.deploy.certificates import require_authority, require_server, require_site_key
+from fedssl.errors import UserError
+from tests.fedssl.engines.flower.deployment import make_authority, make_key, missing_tools
+
+needs_openssl = pytest.mark.skipif(missing_tools() is not None, reason=str(missing_tools()))
+NOW = datetime.now(timezone.utc)
+DAY = timedelta(days=1)
+
+
+class Owner:
+    """A name with its key and certificate."""
+
+    def __init__(self, name: str, issuer: Owner | None = None, first: datetime = NOW - DAY, last: datetime = NOW + DAY):
+        self.name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+        self.key = ec.generate_private_key(ec.SECP256R1())
+        issuer = issuer or self
+        names = x509.SubjectAlternativeName([x509.DNSName("localhost"), x509.IPAddress(ip_address("127.0.0.1"))])
+        self.certificate = (
+            x509.CertificateBuilder()
+            .subject_name(self.name)
+            .issuer_name(issuer.name)
+            .public_key(self.key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(first)
+            .not_valid_after(last)
+            .add_extension(names, critical=False)
+            .sign(issuer.key, hashes.SHA256())
+        )
+
+    @property
+    def pem(self) -> bytes:
+        return self.certificate.public_bytes(Encoding.PEM)
+
+    @property
+    def key_pem(self) -> bytes:
+        return self.key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+
+
+@pytest.fixture
+def check(tmp_path):
+    """Writes the SuperLink's three files and checks them."""
+
+    def run(authority: bytes, certificate: bytes, key: bytes) -> None:
+        names = {"ca.crt": authority, "server.crt": certificate, "server.key": key}
+        for name, data in names.items():
+            (tmp_path / name).write_bytes(data)
+        require_server(tmp_path / "server.crt", tmp_path / "server.key", tmp_path / "ca.crt", "127.0.0.1")
+
+    return run
+
+
+AUTHORITY = Owner("authority")
+SERVER = Owner("server", AUTHORITY)
+
+
+def test_what_fits_is_taken(check):
+    check(AUTHORITY.pem, SERVER.pem, SERVER.key_pem)
+    check(SERVER.pem, SERVER.pem, SERVER.key_pem)
+    between = Owner("between", AUTHORITY)
+    server = Owner("server", between)
+    check(AUTHORITY.pem, server.pem + between.pem, server.key_pem)
+    check(Owner("former", last=NOW - DAY / 2).pem + AUTHORITY.pem, SERVER.pem, SERVER.key_pem)
+
+
+@needs_openssl
+def test_what_the_page_makes_is_taken(tmp_path):
+    make_authority(tmp_path)
+    require_server(tmp_path / "server.crt", tmp_path / "server.key", tmp_path / "ca.crt", "0.0.0.0")
+
+
+@pytest.mark.parametrize(
+    ("authority", "server", "key", "expected"),
+    [
+        (
+            AUTHORITY,
+            Owner("server", AUTHORITY, last=NOW - DAY / 2),
+            None,
+            r"server.crt has expired: CN=server was valid",
+        ),
+        (
+            AUTHORITY,
+            Owner("server", AUTHORITY, NOW + DAY / 2),
+            None,
+            r"server.crt is not valid yet: CN=server is valid ",
+        ),
+        (Owner("authority", last=NOW - DAY / 2), SERVER, None, r"ca.crt has expired: CN=authority was valid until 20"),
+        (Owner("authority", None, NOW + DAY / 2), SERVER, None, "ca.crt is not valid yet: CN=authority is valid from"),
+        (AUTHORITY, SERVER, AUTHORITY, r"server.key is not the private key of .*server.crt: use the key that"),
+        (Owner("another"), SERVER, None, r"server.crt was not issued by .*ca.crt: sign it with that"),
+        (Owner("authority"), SERVER, None, r"server.crt was not issued by .*ca.crt"),  # of the same name
+    ],
+)
+def test_what_does_not_fit_is_refused(authority, server, key, expected, check):
+    with pytest.raises(UserError, match=expected):
+        check(authority.pem, server.pem, (key or server).key_pem)
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ((b"none", SERVER.pem, SERVER.key_pem), "ca.crt is not a certificate in PEM format"),
+        ((AUTHORITY.pem, SERVER.pem, b"none"), "server.key is not a private key in PEM format"),
+        ((AUTHORITY.pem, SERVER.pem, SERVER.pem), "server.key is not a private key in PEM format"),
+        (
+            (AUTHORITY.pem, SERVER.pem + Owner("x").pem, SERVER.key_pem),
+            "server.crt is a broken chain: CN=x has not issued CN=server",
+        ),
+    ],
+)
+def test_files_that_are_something_else_are_refused(files, expected, check):
+    with pytest.raises(UserError, match=expected):
+        check(*files)
+
+
+def test_a_site_refuses_an_authority_that_has_expired(tmp_path):
+    (tmp_path / "ca.crt").write_bytes(Owner("authority", last=NOW - DAY / 2).pem)
+    with pytest.raises(UserError, match=r"ca.crt has expired: CN=authority"):
+        require_authority(tmp_path / "ca.crt")
+    (tmp_path / "site.key").touch()
+    (tmp_path / "site.yaml").write_text("client: 0\nstate: x\n")
+    before = os.umask(0o022)
+    try:
+        with pytest.raises(UserError, match=r"ca.crt has expired"):
+            nodes.supernode(
+                tmp_path / "site.yaml", "127.0.0.1:1", tmp_path / "ca.crt", tmp_path / "site.key", insecure=False
+            )
+    finally:
+        os.umask(before)
+
+
+@needs_openssl
+def test_a_sites_key_is_a_private_one_as_flower_takes_it(tmp_path):
+    key: Path = tmp_path / "site.key"
+    make_key(key)
+    require_site_key(key)
+    with pytest.raises(UserError, match=r"site.key.pub is not a private key without a password"):
+        require_site_key(tmp_path / "site.key.pub")
+    subprocess.run(["ssh-keygen", "-q", "-p", "-N", "secret", "-f", str(key)], check=True, capture_output=True)
+    with pytest.raises(UserError, match=r"site.key is not a private key without a password"):
+        require_site_key(key)
+    other = tmp_path / "other.key"
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(other)], check=True, capture_output=True)
+    with pytest.raises(
+        UserError, match=r"other.key must be a key on an elliptic curve, got .*: make one with ssh-keygen -t ecdsa"
+    ):
+        require_site_key(other)

@@ -1,0 +1,99 @@
+"""What the SuperLink takes of an answer, without a SuperLink."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
+
+from fastapi import HTTPException
+from flwr.app import ConfigRecord, Metadata, RecordDict
+from flwr.app.message import Message, make_message
+from flwr.common.serde import message_to_proto
+from flwr.proto.fleet_pb2 import PushMessagesRequest, PushMessagesResponse
+from flwr.proto.node_pb2 import Node
+from flwr.supercore import sql_mixin
+from flwr.supercore.inflatable.inflatable_object import get_object_tree
+from flwr.superlink import extensions
+from flwr.superlink.servicer.fleet import fleet_handlers
+
+from fedssl.deploy import limits
+from fedssl.deploy.limits import MOST_OBJECTS, RequestLimits, limit_superlink, push_messages
+from fedssl.engines.flower.messenger import REFUSED_BY_SUPERLINK
+
+OTHERS = 2  # the message itself and its records
+
+
+def announcement(records: int, node: int = 7) -> PushMessagesRequest:
+    """What node 7 announces of an answer with so many records, and node 7's or another's name on it."""
+    content = RecordDict({f"r{i}": ConfigRecord({"i": i}) for i in range(records)})
+    answer = make_message(Metadata(1, "", node, 1, "asked", "", time.time(), 60.0, "train"), content=content)
+    answer.metadata.__dict__["_message_id"] = answer.object_id
+    tree = get_object_tree(answer)
+    bare = make_message(answer.metadata, content=RecordDict())
+    return PushMessagesRequest(
+        node=Node(node_id=7), messages_list=[message_to_proto(bare)], message_object_trees=[tree]
+    )
+
+
+@pytest.fixture
+def taken(monkeypatch) -> list[PushMessagesRequest]:
+    """The announcements that reach Flower's own handler."""
+    requests: list[PushMessagesRequest] = []
+
+    def handler(request, state):
+        requests.append(request)
+        return PushMessagesResponse(objects_to_push=["some"], session_id="session")
+
+    monkeypatch.setattr(limits, "_push_messages", handler)
+    return requests
+
+
+def test_an_answer_of_the_most_objects_is_taken_as_it_is(taken):
+    request = announcement(MOST_OBJECTS - OTHERS)
+    assert list(push_messages(request, None).objects_to_push) == ["some"]
+    assert taken == [request]
+
+
+def test_in_the_place_of_an_answer_with_more_stands_an_error(taken):
+    stored = []
+    state = SimpleNamespace(store_object=lambda *arguments: stored.append(arguments))
+    request = announcement(MOST_OBJECTS - OTHERS + 1)
+    answer = push_messages(request, state)
+    assert not answer.objects_to_push
+    assert list(answer.results) == [request.messages_list[0].metadata.message_id]
+    [[run, session, name, content]] = stored
+    refusal = Message.inflate(content)
+    assert (refusal.error.code, run, session) == (REFUSED_BY_SUPERLINK, 1, "session")
+    assert refusal.error.reason == "its answer has 1001 pieces, more than 1000, the most that the SuperLink takes"
+    [passed] = taken
+    assert passed.messages_list[0].metadata.reply_to_message_id == "asked"
+    assert passed.messages_list[0].metadata.message_id == passed.message_object_trees[0].object_id == name
+
+
+def test_an_answer_in_another_sites_name_or_with_other_objects_is_refused(taken):
+    with pytest.raises(HTTPException, match="a site may answer in its own name only"):
+        push_messages(announcement(3, node=8), None)
+    swapped = announcement(3)
+    swapped.message_object_trees[0].CopyFrom(announcement(4).message_object_trees[0])
+    with pytest.raises(HTTPException, match="the objects are not those of the message"):
+        push_messages(swapped, None)
+    with pytest.raises(HTTPException, match="expected one message and its objects"):
+        push_messages(PushMessagesRequest(node=Node(node_id=7)), None)
+    assert not taken
+
+
+def test_the_limits_are_where_flower_looks_for_them(monkeypatch):
+    """Flower's modules as they are named here: another version may have others."""
+    monkeypatch.setattr(extensions, "get_middleware", extensions.get_middleware)
+    monkeypatch.setattr(fleet_handlers, "push_messages", fleet_handlers.push_messages)
+    monkeypatch.setattr(sql_mixin, "SQLITE_PRAGMAS", sql_mixin.SQLITE_PRAGMAS)
+    limit_superlink()
+    from flwr.superlink import main
+
+    assert main._get_middleware()[0].cls is RequestLimits
+    assert fleet_handlers.push_messages is push_messages
+    assert dict(sql_mixin.SQLITE_PRAGMAS)["busy_timeout"] == "120000"

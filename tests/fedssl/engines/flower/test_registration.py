@@ -1,0 +1,228 @@
+"""Which nodes take part: connected clients, their numbers and whether their data fit together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
+
+from flwr.app import ConfigRecord
+
+from fedssl.engines.flower.registration import DataForm
+from fedssl.errors import UserError
+from fedssl.federation import build_federation
+from tests.fedssl.conftest import ALIGNED, AVERAGED
+from tests.fedssl.engines.flower.loop_grid import KINDS, run_on, start, write_sites
+from tests.fedssl.engines.test_in_process import metric
+
+pytestmark = pytest.mark.usefixtures("flower_process")
+
+
+def test_a_client_that_is_not_connected_is_told_and_the_run_begins(quick, tmp_path):
+    recipe = quick(**AVERAGED)
+    directory, grid = start(recipe, tmp_path / "b", write_sites(tmp_path)[:2])
+    warnings = run_on(recipe, directory, grid)
+    assert warnings[0] == "client 2 is not connected: the run begins without it"
+    assert warnings[1] == "round 1: client 2 is left out: it is not connected"
+
+
+def test_a_node_that_comes_back_is_asked_at_once(quick, tmp_path):
+    """Killed, still taken to be there when it is asked, then known to be gone, then started again."""
+    recipe = quick(**AVERAGED)
+    directory, grid = start(recipe, tmp_path / "b", write_sites(tmp_path))
+    site, grid.contexts[12].node_config = grid.contexts[12].node_config, {}  # so it fails to answer
+    looks = iter([[11, 12, 13], [11, 13], [11, 13]])
+
+    def look():
+        nodes = next(looks, None)
+        if nodes is None:
+            grid.contexts[12].node_config = site
+        return nodes or [11, 12, 13]
+
+    grid.get_node_ids = look
+    [warning] = run_on(recipe, directory, grid)
+    assert warning.startswith("node 12 is left out: ")
+    assert metric(tmp_path / "b", "missing", 1) == {}
+
+
+def test_a_round_waits_for_a_node_that_connects_as_another_leaves(quick, tmp_path):
+    """A site that is started again has a new node, whose answer takes a moment."""
+    recipe = quick(**AVERAGED)
+    sites = write_sites(tmp_path)
+    directory, grid = start(recipe, tmp_path / "b", [*sites, sites[2]])
+    grid.get_node_ids = lambda: [11, 12, 13 if directory.checkpoint.round < 1 else 14]
+    pull, delayed = grid.pull_messages, []
+
+    def pull_messages(names):
+        if not delayed and any(grid.replies[name].metadata.src_node_id == 14 for name in names if name in grid.replies):
+            delayed.extend(names)
+            return []
+        return pull(names)
+
+    grid.pull_messages = pull_messages
+    assert run_on(recipe, directory, grid) == []
+    assert delayed
+    assert metric(tmp_path / "b", "missing", 2) == {}
+
+
+def test_too_few_clients_are_connected(quick, tmp_path):
+    recipe = quick(**AVERAGED, guard={"minimum_answers": 3})
+    directory, grid = start(recipe, tmp_path / "b", write_sites(tmp_path)[:2])
+    with pytest.raises(UserError, match=r"2 of 3 clients are connected after 10 s .* is 3; not connected: 2; start"):
+        run_on(recipe, directory, grid)
+
+
+def test_two_nodes_with_the_same_client_number(quick, tmp_path):
+    recipe = quick(**AVERAGED)
+    sites = write_sites(tmp_path)
+    directory, grid = start(recipe, tmp_path / "b", [*sites, sites[0]])
+    warnings = run_on(recipe, directory, grid)
+    assert warnings == [
+        "node 14 is left out: its site file names client 0, but node 11 is already client 0: "
+        "give each site a client number of its own"
+    ]
+
+
+def test_a_site_with_other_public_images_is_left_out(quick, tmp_path):
+    recipe = quick(**ALIGNED)
+    sites = write_sites(tmp_path)
+    other = {"client": 1, "state": str(tmp_path / "x"), "data": {"name": "digits", "public_holdout": 31}}
+    sites[1].write_text(yaml.safe_dump(other))
+    directory, grid = start(recipe, tmp_path / "b", sites)
+    warnings = run_on(recipe, directory, grid)
+    assert warnings[0].startswith("node 12 is left out: its public images differ from the server's")
+
+
+# Data that do not fit together
+
+
+SUPERVISED = AVERAGED | {"objective": {"name": "supervised"}}
+
+
+RENAMED = (*"012345678", "x")
+
+
+def write_images(path: Path, size: int = 8, classes: tuple[str, ...] = tuple("0123456789")) -> dict:
+    """A site's file of images of noise, and the data key that names it."""
+    random = np.random.default_rng(0)
+    images = {f"x_{part}": random.integers(0, 256, (40, size, size), np.uint8) for part in ("train", "test")}
+    labels = {f"y_{part}": np.arange(40) % len(classes) for part in ("train", "test")}
+    np.savez(path, **images, **labels, class_names=np.array(classes))
+    return {"name": "npz", "path": str(path)}
+
+
+def with_data(sites: list[Path], client: int, data: dict) -> None:
+    sites[client].write_text(yaml.safe_dump(yaml.safe_load(sites[client].read_text()) | {"data": data}))
+
+
+def test_images_of_another_size_are_refused_before_the_run_begins(quick, tmp_path):
+    recipe = quick(**AVERAGED)
+    sites = write_sites(tmp_path)
+    with_data(sites, 1, write_images(tmp_path / "a.npz", size=12))
+    with_data(sites, 2, write_images(tmp_path / "b.npz", size=16))
+    directory, grid = start(recipe, tmp_path / "b", sites)
+    expected = (
+        r"the sites' data do not fit together: client 1: its images are 1 x 12 x 12 \(channels x height x width\), "
+        r"but the server's are 1 x 8 x 8; client 2: its images are 1 x 16 x 16 .*; change these sites' data"
+    )
+    with pytest.raises(UserError, match=expected):
+        run_on(recipe, directory, grid)
+    assert directory.checkpoint.round == -1
+
+
+@pytest.mark.parametrize(
+    ("classes", "expected"),
+    [
+        (RENAMED, "client 1: its classes differ from those .* trains on: it has 'x' and lacks '9'"),
+        (tuple("0123465789"), "client 1: .* it has the same classes in another order"),
+        (("0",), "client 1: .* it lacks '1', '2', '3' and 6 more"),
+    ],
+)
+def test_other_classes_are_refused_where_the_objective_trains_on_them(classes, expected, quick, tmp_path):
+    recipe = quick(**SUPERVISED)
+    sites = write_sites(tmp_path)
+    with_data(sites, 1, write_images(tmp_path / "a.npz", classes=classes))
+    directory, grid = start(recipe, tmp_path / "b", sites)
+    with pytest.raises(UserError, match=expected):
+        run_on(recipe, directory, grid)
+
+
+@pytest.mark.parametrize(
+    ("kind", "classes", "warned"),
+    [("local", RENAMED, True), ("local", ("0",), False), ("weighted_mean", RENAMED, False)],
+)
+def test_other_classes_give_a_warning_only_where_sites_are_evaluated_on_them(kind, classes, warned, quick, tmp_path):
+    """A site with one class has no labels to speak of."""
+    recipe = quick(**KINDS[kind], rounds=1)
+    sites = write_sites(tmp_path)
+    with_data(sites, 1, write_images(tmp_path / "a.npz", classes=classes))
+    directory, grid = start(recipe, tmp_path / "b", sites)
+    expected = "client 1: its classes differ from those of client 0: it has 'x' and lacks '9'; each client is evaluated"
+    assert [warning[: len(expected)] for warning in run_on(recipe, directory, grid)] == [expected] * warned
+
+
+def test_a_site_that_comes_later_with_other_images_is_left_out(quick, tmp_path):
+    recipe = quick(**AVERAGED)
+    sites = write_sites(tmp_path)
+    with_data(sites, 2, write_images(tmp_path / "a.npz", size=12))
+    directory, grid = start(recipe, tmp_path / "b", sites)
+    grid.get_node_ids = lambda: [11, 12] if directory.checkpoint.round < 1 else [11, 12, 13]
+    warnings = run_on(recipe, directory, grid)
+    assert warnings[0] == "client 2 is not connected: the run begins without it"
+    assert any(warning.startswith("node 13 is left out: its images are 1 x 12 x 12") for warning in warnings)
+    assert metric(tmp_path / "b", "missing", 2) == {"2": 1.0}
+
+
+@pytest.mark.parametrize(("kind", "sent"), [("weighted_mean", []), ("local", list("0123456789"))])
+def test_a_site_describes_no_more_of_its_data_than_is_needed(kind, sent, quick, tmp_path):
+    recipe = quick(**KINDS[kind])
+    directory, grid = start(recipe, tmp_path / "b", write_sites(tmp_path))
+    run_on(recipe, directory, grid)
+    described = [dict(reply.content["data"]) for reply in grid.sent if "data" in reply.content]
+    images = [len(rows) for rows in build_federation(recipe).client_rows]
+    form = {"shape": [1, 8, 8], "classes": sent, "public": ""}
+    assert described == [form | {"images": count} for count in images]
+
+
+@pytest.mark.parametrize(
+    "privacy",
+    [
+        {"dp": {"name": "local_dp", "clipping_norm": 1, "epsilon": 0.5, "delta": 1e-5}},
+        {"secure": {"name": "secagg_plus"}},
+    ],
+)
+def test_under_privacy_a_site_does_not_tell_how_many_images_it_has(privacy, private, tmp_path):
+    recipe = private(**AVERAGED, partition={"name": "iid", "clients": 3}, **privacy)
+    form = DataForm.of(build_federation(recipe), 1)
+    assert form.images == 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"classes": [3]},
+        {"classes": ["x"] * 200_000},
+        {"shape": [1, 8]},
+        {"shape": [1.0, 8.0, 8.0]},
+        {"images": -1},
+        {"images": 10**12},
+        {"images": 40.0},
+    ],
+)
+def test_a_site_that_does_not_describe_its_images_is_left_out(change, quick, tmp_path):
+    recipe = quick(**AVERAGED, rounds=1)
+    directory, grid = start(recipe, tmp_path / "b", write_sites(tmp_path))
+
+    def tamper(node, reply):
+        if node == 12 and "data" in reply.content:
+            reply.content["data"] = ConfigRecord(dict(reply.content["data"]) | change)
+
+    grid.tamper = tamper
+    assert (
+        run_on(recipe, directory, grid)[0]
+        == "node 12 is left out: it does not describe its images: expected valid shape, classes, public and images"
+    )

@@ -1,0 +1,226 @@
+"""A recipe names a method; presets fill in what belongs to the data, and say so."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+
+from fedssl.data.datasets import load_dataset
+from fedssl.data.partitions import partition_indices
+from fedssl.data.summary import DataOutline, outline
+from fedssl.errors import UserError
+from fedssl.parts import part_class
+from fedssl.recipe.options_file import part_model
+from fedssl.recipe.overrides import flatten_keys, read_values, recipe_names
+from fedssl.recipe.presets import apply_preset, preset_names, read_preset
+from fedssl.recipe.reading import load_recipe, parse_recipe
+from fedssl.recipe.recipe import Recipe
+from fedssl.untrusted import PART_KEYS
+
+#: what belongs to the data or to the length of a run, and so to presets
+OF_THE_DATA = {"rounds", "data", "augmentation", "training", "evaluation"}
+
+
+def images(path, count, shape, labelled=True, **more):
+    """An .npz file of random training and test images."""
+    arrays = {"x_train": np.random.default_rng(0).integers(0, 256, (count, *shape), np.uint8)}
+    arrays["x_test"] = arrays["x_train"][:20]
+    if labelled:
+        arrays |= {"y_train": np.arange(count) % 5, "y_test": np.arange(20) % 5}
+    np.savez(path, **arrays, **more)
+    return [f"data={{name: npz, path: {path}}}"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "preset"),
+    [
+        ((28, 28), "small_grey"),
+        ((64, 64, 1), "small_grey"),
+        ((1, 8, 8), "small_grey"),
+        ((32, 32, 3), "small_colour"),
+        ((3, 64, 64), "small_colour"),
+        ((65, 80, 3), "natural"),
+        ((96, 96), "grey_medical"),
+    ],
+)
+def test_the_preset_is_chosen_by_size_and_channels(tmp_path, shape, preset):
+    recipe = load_recipe("fedbyol", images(tmp_path / "own.npz", 40, shape))
+    assert recipe.preset == preset
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_recipes_hold_nothing_that_belongs_to_the_data(name):
+    values = read_values(name)
+    assert OF_THE_DATA & set(values) == ({"rounds"} if name == "scratch" else set())
+    assert values.get("architectures", "several") == "several"
+    assert name.startswith(("centralised_", "scratch")) or "partition" not in values
+
+
+def test_all_images_of_ones_own_are_dealt_where_no_part_uses_public_images(tmp_path):
+    recipe = load_recipe("fedbyol", images(tmp_path / "own.npz", 700, (32, 32, 3)))
+    dataset = load_dataset(recipe.data, recipe.seed)
+    assert dataset.public_images is None
+    assert sum(map(len, partition_indices(dataset.train_labels, recipe.partition, recipe.seed))) == 700
+    assert (recipe.augmentation.flip, recipe.augmentation.crop_scale) == (0.5, (0.2, 1.0))
+
+
+def test_a_quarter_at_most_becomes_public_where_a_part_needs_it(tmp_path):
+    few = load_recipe("hetero_ssfl", images(tmp_path / "few.npz", 700, (28, 28)))
+    assert few.data.public_holdout == 175
+    given = load_recipe("hetero_ssfl", [*images(tmp_path / "few.npz", 700, (28, 28)), "data.public_holdout=9"])
+    assert given.data.public_holdout == 9
+    elsewhere = load_recipe("hetero_ssfl", [*images(tmp_path / "few.npz", 700, (28, 28)), "data.public_path=p.npz"])
+    assert elsewhere.data.public_holdout == 0
+
+
+def test_batches_fit_the_smallest_data(tmp_path):
+    own = images(tmp_path / "own.npz", 100, (28, 28))
+    recipe = load_recipe("fedbyol", own)
+    assert (recipe.training.batch_size, recipe.partition.min_samples) == (8, 8)
+    assert load_recipe("fedbyol", [*own, "training.batch_size=16"]).training.batch_size == 16
+    many = load_recipe("fedbyol", images(tmp_path / "many.npz", 3000, (28, 28)))
+    assert many.training.batch_size == 64
+
+
+def test_images_without_labels_are_dealt_in_equal_shares(tmp_path):
+    own = images(tmp_path / "own.npz", 100, (28, 28), labelled=False)
+    assert load_recipe("fedbyol", own).partition.name == "iid"
+    assert load_recipe("fedbyol", images(tmp_path / "own.npz", 100, (28, 28))).partition.name == "dirichlet"
+
+
+def test_what_the_recipe_or_an_override_says_goes_first(tmp_path):
+    text = {"name": "own", "objective": {"name": "byol", "hidden_features": 33}, "schedule": "end_to_end"}
+    text |= {"local_update": "keep_own", "augmentation": {"flip": 0.25}, "partition": {"name": "iid"}}
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump(text))
+    recipe = load_recipe(tmp_path / "own.yaml", ["augmentation.blur=0.125", "preset=natural", "rounds=3"])
+    assert (recipe.objective.hidden_features, recipe.objective.output_features) == (33, 256)
+    assert (recipe.augmentation.flip, recipe.augmentation.blur, recipe.augmentation.saturation) == (0.25, 0.125, 0.4)
+    assert (recipe.partition.name, recipe.partition.clients, recipe.rounds) == ("iid", 5, 3)
+
+
+def test_a_resolved_recipe_is_read_back_without_its_data(tmp_path):
+    recipe = load_recipe("hetero_ssfl", images(tmp_path / "own.npz", 700, (28, 28)))
+    (tmp_path / "stored.yaml").write_text(recipe.to_yaml())
+    (tmp_path / "own.npz").unlink()
+    assert load_recipe(tmp_path / "stored.yaml") == recipe
+
+
+def test_none_takes_the_defaults_and_an_unknown_preset_is_refused():
+    plain = load_recipe("fedbyol", ["preset=none", "rounds=1", "architectures=[small_convnet]"])
+    assert plain.training == Recipe.model_fields["training"].default
+    with pytest.raises(UserError, match="preset: 'natura' is unknown; did you mean natural"):
+        load_recipe("fedbyol", ["preset=natura"])
+    with pytest.raises(UserError, match=r"no file or folder .*name one with preset=NAME"):
+        load_recipe("fedbyol", ["data={name: npz, path: /nowhere.npz}"])
+    elsewhere = ["data={name: npz, path: /nowhere.npz}", "preset=natural"]
+    assert load_recipe("fedbyol", elsewhere).training.batch_size == 64
+
+
+@pytest.mark.parametrize("preset", preset_names())
+@pytest.mark.parametrize("recipe", recipe_names())
+def test_every_preset_completes_every_recipe(recipe, preset):
+    resolved = load_recipe(recipe, [f"preset={preset}"])
+    assert parse_recipe(resolved.model_dump(mode="json")) == resolved
+
+
+@pytest.mark.parametrize("preset", preset_names())
+def test_a_preset_states_its_source_and_names_parts_that_exist(preset):
+    read = read_preset(preset)
+    assert len(read.source.split()) > 10
+    folders = [folder for folder, _ in PART_KEYS.values()]
+    for name, own in read.parts.items():
+        models = [model for model in (known(folder, name) for folder in folders) if model is not None]
+        assert len(models) == 1
+        assert set(own.options) <= set(models[0].model_fields)
+
+
+def known(folder, name):
+    try:
+        return part_class(folder, name)
+    except UserError:
+        return None
+
+
+def test_the_list_of_options_tells_as_much_as_the_parts(tmp_path):
+    own = images(tmp_path / "own.npz", 700, (28, 28))
+    for name in recipe_names():
+        values = read_values(name)
+        assert apply_preset(values, own, part_model) == apply_preset(values, own, part_class)
+
+
+def test_the_papers_settings_are_one_word():
+    hetero = flatten_keys(load_recipe("hetero_ssfl", ["preset=paper:hetero_ssfl"]).model_dump(mode="json"))
+    expected = {
+        "rounds": 200,
+        "training.local_epochs": 5,
+        "training.batch_size": 200,
+        "training.learning_rate": 0.032,
+        "training.momentum": 0.9,
+        "data.public_holdout": 5000,
+        "architectures.0": "resnet34",
+        "architectures.1": "resnet18",
+        "evaluation.neighbors": 200,
+        "evaluation.linear.name": "hetero_ssfl",
+        "evaluation.semi_supervised_protocol.name": "hetero_ssfl",
+    }
+    assert {key: hetero[key] for key in expected} == expected
+    layers = flatten_keys(load_recipe("lw_fedssl", ["preset=paper:lw_fedssl"]).model_dump(mode="json"))
+    expected = {"rounds": 180, "schedule.rounds_per_stage": 15, "training.batch_size": 512, "data.image_size": 32}
+    assert {key: layers[key] for key in expected} == expected
+    own = "evaluation.semi_supervised_protocol.epochs=30"
+    for method, probe in (("fedu2", "fedu2"), ("lw_fedssl", "hetero_ssfl")):
+        evaluation = load_recipe(method, [f"preset=paper:{method}", own]).evaluation
+        assert (evaluation.neighbors, evaluation.temperature, evaluation.linear.name) == (200, 0.1, probe)
+        assert (evaluation.semi_supervised_protocol.name, evaluation.semi_supervised_protocol.epochs) == (method, 30)
+
+
+def picture(path, size, mode="RGB"):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new(mode, size).save(path)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "mode", "side"),
+    [
+        ([(28, 28)] * 4, "L", 28),
+        ([(100, 60), (90, 70), (60, 90)], "RGB", 32),
+        ([(640, 480), (100, 100), (480, 640)], "RGB", 128),
+        ([(512, 512)] * 3, "I;16", 128),
+        ([(20, 30)], "L", 32),
+    ],
+)
+def test_image_files_are_brought_to_one_size_by_their_headers(tmp_path, sizes, mode, side):
+    for i, size in enumerate(sizes):
+        picture(tmp_path / "train" / "a" / f"{i}.png", size, mode)
+    picture(tmp_path / "test" / "a" / "0.png", (8, 8))
+    seen = outline({"name": "folder", "path": str(tmp_path)})
+    assert seen == DataOutline(len(sizes), 3 if mode == "RGB" else 1, side, True, True)
+    recipe = load_recipe("fedbyol", [f"data={{name: folder, path: {tmp_path}}}"])
+    assert recipe.data.image_size == side
+
+
+def test_a_flat_folder_without_labels_is_dealt_in_equal_shares(tmp_path):
+    for i in range(60):
+        picture(tmp_path / f"{i}.png", (48, 48))
+    (tmp_path / "notes.txt").write_text("no image")
+    recipe = load_recipe("fedbyol", [f"data={{name: images, path: {tmp_path}}}"])
+    assert outline({"name": "images", "path": str(tmp_path)}) == DataOutline(60, 3, 48, False, True)
+    assert (recipe.preset, recipe.data.image_size, recipe.partition.name) == ("small_colour", 48, "iid")
+    assert recipe.training.batch_size == 4
+    labelled = outline({"name": "images", "path": str(tmp_path), "labels": "folders"})
+    assert labelled == DataOutline(48, 3, 48, True, True)
+
+
+@pytest.mark.parametrize("content", [b"", b"no archive", b"PK\x03\x04 cut off"])
+def test_what_cannot_be_looked_at_is_refused_in_one_line(tmp_path, content):
+    (tmp_path / "broken.npz").write_bytes(content)
+    with pytest.raises(UserError, match=r"broken\.npz cannot be read as an \.npz file") as caught:
+        load_recipe("fedbyol", [f"data={{name: npz, path: {tmp_path / 'broken.npz'}}}"])
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_without_images_is_refused(tmp_path):
+    with pytest.raises(UserError, match="holds no image"):
+        load_recipe("fedbyol", [f"data={{name: folder, path: {tmp_path}}}"])

@@ -1,0 +1,143 @@
+"""A new run's folder: what may be replaced, by whom, and that nothing else is ever deleted."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from fedssl.engines import in_process
+from fedssl.errors import UserError
+from fedssl.run.creation import alone_in, default_folder, new_run, refuse_existing
+from fedssl.run.directory import RunDirectory
+
+FILES = {"recipe.yaml": "name: a\n"}
+
+
+def everything(folder: Path) -> dict[str, bytes]:
+    return {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*") if f.is_file()}
+
+
+@pytest.fixture
+def thesis(tmp_path):
+    """A folder of the user's that is no run's, with a folder inside it."""
+    folder = tmp_path / "thesis"
+    (folder / "chapters").mkdir(parents=True)
+    (folder / "chapters" / "one.tex").write_text("years of work")
+    return folder
+
+
+@pytest.mark.parametrize("output", ["thesis", "thesis/chapters", "thesis/../thesis", ".", "..", "file", "link", "pipe"])
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_what_is_no_run_is_neither_replaced_nor_deleted(output, overwrite, tiny, thesis, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("precious")
+    (tmp_path / "link").symlink_to("thesis")
+    os.mkfifo(tmp_path / "pipe")
+    monkeypatch.chdir(thesis if output in (".", "..") else tmp_path)
+    before = everything(tmp_path)
+    with pytest.raises(UserError, match=r"exists and is not the folder of a run.*name another --output") as caught:
+        in_process.run(tiny(), Path(output), overwrite=overwrite)
+    assert "\n" not in str(caught.value)
+    assert everything(tmp_path) == before
+
+
+@pytest.mark.parametrize("kept", ["recipe.yaml", "checkpoints/manifest.json"])
+def test_half_of_a_run_is_not_replaced(kept, tmp_path):
+    (tmp_path / "a" / kept).parent.mkdir(parents=True)
+    (tmp_path / "a" / kept).write_text("{}")
+    with pytest.raises(UserError, match="is not the folder of a run"):
+        refuse_existing(tmp_path / "a", overwrite=True)
+
+
+def test_a_run_whose_checkpoints_are_a_link_is_not_replaced(thesis, tmp_path):
+    RunDirectory.create(tmp_path / "a", FILES)
+    os.rename(tmp_path / "a" / "checkpoints", tmp_path / "elsewhere")
+    (tmp_path / "a" / "checkpoints").symlink_to("../elsewhere")
+    with pytest.raises(UserError, match="is not the folder of a run"):
+        refuse_existing(tmp_path / "a", overwrite=True)
+
+
+def test_a_run_is_replaced_only_where_asked(tmp_path):
+    RunDirectory.create(tmp_path / "a", FILES)
+    (tmp_path / "a" / "report.html").write_text("")
+    with pytest.raises(UserError, match="exists: continue it with fedssl run --resume"):
+        RunDirectory.create(tmp_path / "a", {"recipe.yaml": "name: b\n"})
+    RunDirectory.create(tmp_path / "a", {"recipe.yaml": "name: b\n"}, overwrite=True)
+    assert (tmp_path / "a" / "recipe.yaml").read_text() == "name: b\n"
+    assert {path.name for path in (tmp_path / "a").iterdir()} == {"recipe.yaml", "checkpoints"}
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_folders_with_similar_names_stay(tmp_path):
+    for name in ("a.preparing", ".a.preparing", "a.replaced"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text("precious")
+    before = everything(tmp_path)
+    RunDirectory.create(tmp_path / "a", FILES)
+    RunDirectory.create(tmp_path / "a", FILES, overwrite=True)
+    assert everything(tmp_path).items() >= before.items()
+
+
+def test_the_working_folder_is_not_replaced(tmp_path, monkeypatch):
+    RunDirectory.create(tmp_path / "a", FILES)
+    for inside in (tmp_path / "a", tmp_path / "a" / "checkpoints"):
+        monkeypatch.chdir(inside)
+        with pytest.raises(UserError, match="is the working folder or one above it"):
+            refuse_existing(tmp_path / "a", overwrite=True)
+
+
+def test_a_run_in_progress_is_not_replaced(tiny, tmp_path):
+    """It is refused before the data are loaded, and again when the new folder would take its place."""
+    with new_run(tmp_path / "a", FILES):
+        before = everything(tmp_path)
+        with pytest.raises(UserError, match="another process is at work on this run"):
+            in_process.run(tiny(), tmp_path / "a", overwrite=True)
+        assert everything(tmp_path) == before
+    in_process.run(tiny(rounds=1), tmp_path / "a", overwrite=True)
+
+
+def test_a_run_that_begins_while_another_is_prepared_is_not_replaced(tmp_path, monkeypatch):
+    import fedssl.run.creation as creation
+
+    RunDirectory.create(tmp_path / "a", FILES)
+    real, begun = creation.write_manifest, alone_in(tmp_path / "a")
+    monkeypatch.setattr(creation, "write_manifest", lambda *arguments: (begun.__enter__(), real(*arguments)))
+    with pytest.raises(UserError, match="another process is at work on this run"):
+        RunDirectory.create(tmp_path / "a", {"recipe.yaml": "name: b\n"}, overwrite=True)
+    begun.__exit__(None, None, None)
+    assert (tmp_path / "a" / "recipe.yaml").read_text() == "name: a\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_lock_holds_for_the_folder_that_has_the_name(tmp_path):
+    """Who waited while the folder was replaced would otherwise work on the one that is gone."""
+    (tmp_path / "a").mkdir()
+    real = os.open
+
+    def replaced_meanwhile(path, *arguments):
+        handle = real(path, *arguments)
+        os.rename(tmp_path / "a", tmp_path / "old")
+        (tmp_path / "a").mkdir()
+        return handle
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fedssl.run.creation.os.open", replaced_meanwhile)
+        with pytest.raises(UserError, match="another process"), alone_in(tmp_path / "a"):
+            pass
+
+
+def test_a_folder_that_cannot_be_made_is_one_line_and_leaves_nothing(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file" / "a", tmp_path / ("a" * 300)):
+        with pytest.raises(UserError, match=r"cannot be written: (Not a directory|File name too long)"):
+            RunDirectory.create(path, FILES)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_recipes_name_never_leaves_the_folder_of_runs():
+    assert default_folder("Hetero-SSFL (0.1)", 3) == Path("runs/Hetero-SSFL (0.1)-seed3")
+    assert default_folder("..", 0) == Path("runs/..-seed0")
+    for name in ("../../thesis", "/etc", "a/b"):
+        with pytest.raises(UserError, match="holds a slash, so it cannot be a folder's name"):
+            default_folder(name, 0)
