@@ -32,7 +32,7 @@ __all__ = [
     "write_report",
 ]
 
-_MODULES = {"Recipe": "recipe", "Run": "run_record", "UserError": "errors", "recipe_names": "recipe_text"}
+_MODULES = {"Recipe": "recipe.recipe", "Run": "run.record", "UserError": "errors", "recipe_names": "recipe.overrides"}
 
 
 def __getattr__(name: str) -> Any:

@@ -48,7 +48,7 @@ class StepCost:
 
     @property
     def memory(self) -> int:
-        """Peak memory in bytes; at the end of the forward pass all four exist together."""
+        """Return the peak memory in bytes; at the end of the forward pass all four exist together."""
         return self.parameters + self.gradients + self.optimizer + self.activations
 
 
@@ -74,7 +74,7 @@ class StepCosts:
 
 
 def structure(model: nn.Module) -> Hashable:
-    """What a step's cost depends on in a model: modules with their settings and modes, tensors' shapes, what trains."""
+    """Return what a step's cost depends on in a model: modules, settings, modes, shapes, and what trains."""
     modules = tuple((name, type(m), m.extra_repr(), m.training) for name, m in model.named_modules())
     tensors = (*model.named_parameters(), *model.named_buffers())
     return modules, tuple((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors)
@@ -114,11 +114,11 @@ class StepCounter:
 
     @property
     def flops(self) -> int:
-        """Operations of the last counted forward pass."""
+        """Return the operations of the last counted forward pass."""
         return self._flops
 
     def finish(self, optimizer: torch.optim.Optimizer) -> StepCost:
-        """The cost of the step; call it after the backward pass and the update."""
+        """Return the cost of the step; call it after the backward pass and the update."""
         parameters = list(self._model.parameters())
         state = [t for entry in optimizer.state.values() for t in entry.values() if isinstance(t, Tensor)]
         return StepCost(
@@ -212,6 +212,6 @@ def _address(tensor: Tensor) -> int:
 
 
 def _total(tensors: list[Tensor]) -> int:
-    """Bytes of the tensors' storages; a shared storage counts once."""
+    """Return the bytes of the tensors' storages; a shared storage counts once."""
     storages = {_address(t): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())

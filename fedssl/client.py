@@ -64,13 +64,13 @@ class LocalRound:
     _logged: dict[str, list[float | Tensor]] = field(default_factory=lambda: defaultdict(list))
 
     def generator(self, purpose: str) -> torch.Generator:
-        """A generator of this client's, this round's and this purpose's own."""
+        """Return a random generator for this client, this round and this purpose."""
         return generator_for(self.seed, "client", self.client.index, "round", self.number, purpose)
 
     def views(
         self, images: Tensor, samples: Tensor, purpose: str, epoch: int = 0, count: int = 2
     ) -> tuple[Tensor, ...]:
-        """Random views of a batch, of this client's, this round's and this purpose's own.
+        """Draw random views of a batch for this client, this round and this purpose.
 
         Args:
             images: uint8 [n, C, H, W].
@@ -94,14 +94,14 @@ class LocalRound:
         self._logged[name].append(value)
 
     def logged_tensors(self) -> list[Tensor]:
-        """The scalars that were logged as tensors, in an order that follows from what was logged."""
+        """Return the scalars that were logged as tensors, in an order that follows from what was logged."""
         return [value for values in self._logged.values() for value in values if isinstance(value, Tensor)]
 
     def logged(self) -> dict[str, float]:
         return {name: sum(numbers) / len(numbers) for name, numbers in self._numbers().items()}
 
     def _numbers(self) -> dict[str, list[float]]:
-        """What was logged as numbers; tensors of a kind are read together."""
+        """Return all logged values as numbers; tensors of one device and dtype are read together."""
         kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
         for value in (value for values in self._logged.values() for value in values):
             if isinstance(value, Tensor):

@@ -54,18 +54,18 @@ class Federation:
 
     @property
     def class_counts(self) -> Tensor:
-        """Images per client and class, int64 [clients, classes]; without labels [clients, 1]."""
+        """Return the images per client and class, int64 [clients, classes]; without labels [clients, 1]."""
         return class_counts(self.dataset.train_labels, self.client_rows, len(self.dataset.counted_as))
 
     def new_model(self, client: int | None) -> Model:
-        """The model of a client, or the global one (None), as it is before any training."""
+        """Return the model of a client, or the global one (None), as it is before any training."""
         owner = "server" if client is None else client
         with seeded(self.recipe.seed, "model", owner):
             architecture = self.recipe.architecture_of(client or 0)
             return _build_model(self.recipe, self.dataset, architecture, self.weights).to(self.device)
 
     def client(self, index: int, state: Message, reused: Model | None = None) -> Client:
-        """A client with its stored state; an empty state gives the client that has not yet taken part.
+        """Return a client with its stored state; an empty state gives a client that has not taken part yet.
 
         Args:
             index: the client's number.
@@ -113,14 +113,14 @@ class Federation:
         copy_entries(own, stored)
 
     def client_state(self, client: Client, round_number: int) -> Message:
-        """What must be stored of a client after a round: what its next one needs of its model, and its parts' memory.
+        """Return what must be stored of a client after a round: what its next round needs.
 
         After the last round its whole model is stored, for reports and exports of local models.
         """
         return self.state_in_place(client, round_number).copy()
 
     def state_in_place(self, client: Client, round_number: int) -> Message:
-        """`client_state` without a copy of its tensors: they change as soon as the client's model does."""
+        """Return `client_state` without copying its tensors: they change as soon as the client's model does."""
         entries = client.model.state_dict()
         kept = entries if round_number == self.recipe.rounds else self.method.kept_entries(client.model)
         tensors = {MODEL + name: entries[name] for name in kept}
@@ -128,14 +128,14 @@ class Federation:
         return Message(tensors, client.memory.numbers, client.memory.config)
 
     def sampled_clients(self, round_number: int) -> list[int]:
-        """Who takes part in a round, in ascending order; drawn without replacement."""
+        """Draw who takes part in a round, without replacement; in ascending order."""
         clients = len(self.client_rows)
         wanted = self.recipe.clients_per_round or clients
         order = torch.randperm(clients, generator=generator_for(self.recipe.seed, "sampling", round_number))
         return sorted(order[:wanted].tolist())
 
     def answering_clients(self, round_number: int, sampled: list[int]) -> list[int]:
-        """Who of the sampled clients answers; each drops out with probability `client_dropout`, by its own draw."""
+        """Return who of the sampled clients answers; each drops out with probability `client_dropout`."""
         probability = self.recipe.client_dropout
         if not probability:
             return sampled
@@ -202,7 +202,7 @@ def build_federation(recipe: Recipe, dataset: Dataset | None = None, owner: int 
 
 
 def federation_of_run(directory: RunDirectory, trust: bool = False, downstream: bool = False) -> Federation:
-    """The federation of a run that is evaluated: the weights that it started from are read only if they are needed.
+    """Return the federation of a run that is evaluated; its starting weights are read only if they are needed.
 
     They are where a client that keeps a model of its own has not taken part yet.
 
@@ -224,7 +224,7 @@ def federation_of_run(directory: RunDirectory, trust: bool = False, downstream: 
 
 
 def _deal(recipe: Recipe, dataset: Dataset, owner: int | None) -> list[Tensor]:
-    """Which training images each client holds."""
+    """Return which training images each client holds."""
     if owner is None:
         return deal(dataset, recipe.partition, recipe.seed)
     client_rows = [torch.empty(0, dtype=torch.int64) for _ in range(recipe.partition.clients)]
@@ -241,7 +241,7 @@ def _build_model(recipe: Recipe, dataset: Dataset, architecture: str, weights: M
 
 
 def device_named(name: str) -> torch.device:
-    """The device `cpu`, `cuda` or `cuda:N`; `auto` is CUDA where there is a device, and the CPU elsewhere."""
+    """Return the device `cpu`, `cuda` or `cuda:N`; `auto` is CUDA if there is a device, else the CPU."""
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise UserError(f"device is {name}, but this torch sees no CUDA device; use device=cpu or auto")
     if name == "auto":

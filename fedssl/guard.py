@@ -23,10 +23,8 @@ from .options import Options
 
 #: why a client's answer was left out of the last round: `refused/3` in the config of the server's state
 REFUSED = "refused/"
-
 #: metrics that an engine writes itself for every client; a client must not send one of these names
 ENGINE_METRICS = ("bytes_down", "bytes_up", "missing", "refused", "dropped", "answers", "epsilon")
-
 _MEASURES = ("knn", "classifier", "linear", "linear_auroc", "effective_rank", "alignment", "uniformity")
 _OTHER_MEASURES = ("semi_supervised_", "fine_tune_", "downstream_")
 _MOST_NUMBERS = 1000  # each is a line of metrics.csv in every round

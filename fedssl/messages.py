@@ -38,18 +38,18 @@ class Message:
 
     @property
     def num_bytes(self) -> int:
-        """Payload in bytes: the tensors' data and eight bytes a number or metric. Names and framing are not counted."""
+        """Return the payload in bytes: tensors' data and eight bytes a number or metric, without names and framing."""
         tensors = sum(t.numel() * t.element_size() for t in self.tensors.values())
         return tensors + 8 * (len(self.numbers) + len(self.metrics))
 
     def copy(self) -> Message:
-        """A message that shares no memory with this one, on the CPU and without gradients."""
+        """Return a message that shares no memory with this one, on the CPU and without gradients."""
         tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.tensors.items()}
         return Message(tensors, dict(self.numbers), dict(self.config), dict(self.metrics))
 
 
 def to_transport(messages: Mapping[int, Message], transport: Transport) -> dict[int, Message]:
-    """Messages in the form in which they travel, by client; `from_transport` reads them.
+    """Return messages in the form in which they travel, by client; `from_transport` reads them.
 
     With `bfloat16` every float32 tensor is rounded to it, half to even: weights and running statistics, and as well
     representations, kernels, factors, dictionaries and centroids. With `int8` every float32 tensor of two and more
@@ -82,7 +82,7 @@ def to_transport(messages: Mapping[int, Message], transport: Transport) -> dict[
 
 
 def _to_int8(tensor: Tensor) -> tuple[Tensor, float]:
-    """Whole numbers from -127 to 127, and what to multiply them by."""
+    """Return whole numbers from -127 to 127, and the factor that restores the tensor."""
     largest = float(tensor.abs().amax())
     if not math.isfinite(largest):
         return torch.zeros_like(tensor, dtype=torch.int8), math.nan
@@ -90,7 +90,7 @@ def _to_int8(tensor: Tensor) -> tuple[Tensor, float]:
 
 
 def from_transport(message: Message, transport: Transport) -> Message:
-    """A message of `to_transport` with float32 tensors again; every computation works on these."""
+    """Return a message of `to_transport` with float32 tensors again; every computation works on these."""
     if transport == "float32":
         return message
     scales = {name: value for name, value in message.numbers.items() if name.startswith(_SCALE)}

@@ -65,7 +65,7 @@ class Method:
     # The server's side
 
     def initial_state(self) -> Message:
-        """The server's state before any round."""
+        """Return the server's state before any round."""
         states = [a.initial_state(self.global_model) for a in self.aggregators]
         with seeded(self.seed, "server", "public images"):
             trained = [
@@ -77,7 +77,7 @@ class Method:
         train_before_rounds(local, self.training, epochs)
 
     def _server_round(self) -> LocalRound:
-        """The server as if it were a client, numbered -1, that holds the public images and the first global model."""
+        """Return the server as a client numbered -1 that holds the public images and the first global model."""
         assert self.global_model is not None
         assert self.public_images is not None
         no_labels = torch.zeros(len(self.public_images), dtype=torch.int64)
@@ -86,16 +86,16 @@ class Method:
 
     @property
     def opening_round(self) -> bool:
-        """Whether the server asks every client once before the first round (`client_round` 0)."""
+        """Return whether the server asks every client once before the first round (`client_round` 0)."""
         return any(a.opening_round for a in self.aggregators)
 
     def broadcast_opening(self, server: Message, clients: list[int]) -> dict[int, Message]:
-        """What each of the clients receives in the opening round; nothing in most methods."""
+        """Return what each client receives in the opening round; nothing in most methods."""
         sent = [a.open(server, clients, self._travelling(0)) for a in self.aggregators if a.opening_round]
         return to_transport({k: merge(messages[k] for messages in sent) for k in clients}, self.transport)
 
     def broadcast(self, server: Message, clients: list[int], round_number: int) -> dict[int, Message]:
-        """What each of the clients receives in a round."""
+        """Return what each client receives in a round."""
         travelling = self._travelling(round_number)
         sent = [a.broadcast(server, clients, travelling) for a in self.aggregators]
         whole = {
@@ -104,7 +104,7 @@ class Method:
         return to_transport(whole, self.transport)
 
     def _lacking(self, server: Message, client: int, round_number: int) -> Message:
-        """The final layers that a client does not have yet, if the schedule has final layers."""
+        """Return the final layers that a client does not have yet, if the schedule has final layers."""
         if not (self.schedule.cuts and self.global_model):
             return Message()
         plan = self.plan(self.global_model, round_number)
@@ -120,7 +120,7 @@ class Method:
         samples: Mapping[int, int] | None = None,
         kept: Callable[[Message], Message] = lambda reply: reply,
     ) -> Message:
-        """The server's next state from the replies by client; 0 is the opening round.
+        """Return the server's next state from the replies by client; round 0 is the opening round.
 
         Without any reply, for instance if all sampled clients dropped out, nothing changes. Broken replies are left out
         (guard.py). The state's metrics are what the aggregators log of the round, and its config's `refused/CLIENT`
@@ -155,7 +155,7 @@ class Method:
         return state
 
     def note_answers(self, answered: Iterable[int], round_number: int) -> dict[str, float]:
-        """The server's numbers that tell, after a round, which final layers those hold who answered."""
+        """Return the numbers of the server's state that say which final layers the answering clients hold."""
         if not (self.schedule.cuts and self.global_model and round_number):
             return {}
         done = self.plan(self.global_model, round_number).done
@@ -181,7 +181,7 @@ class Method:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The sizes that an aggregator's `expected` shapes may give by name, as far as the server knows them."""
+        """Return the named sizes of aggregators' `expected` shapes, as far as the server knows them."""
         images = {} if self.public_images is None else {PUBLIC_IMAGES: len(self.public_images)}
         features = getattr(self.objective, "output_features", None)
         return images if features is None else images | {PROJECTION: features}
@@ -191,7 +191,7 @@ class Method:
         return self.schedule.travelling(model, self.plan(model, round_number)) if model else []
 
     def plan(self, model: Model, round_number: int) -> Plan:
-        """What a round does with the layers of a model; the opening round is planned as the first."""
+        """Return what a round does with the layers of a model; the opening round is planned as the first."""
         layers = model.encoder.layers if isinstance(model.encoder, StagedEncoder) else 1
         return self.schedule.plan(layers, max(round_number, 1), self.seed)
 
@@ -214,7 +214,7 @@ class Method:
     def counted_round(
         self, client: Client, received: Message, round_number: int, most_steps: int | None = None
     ) -> tuple[Message, StepCost]:
-        """`client_round` from round 1 on, and what its first step took; training ends after `most_steps`."""
+        """Run `client_round` from round 1 on; return also the first step's cost. Stop after `most_steps`."""
         local = self._local_round(client, received, round_number)
         with seeded(self.seed, "client", client.index, "round", round_number):
             if any(r.needs_previous_model for r in self.regularizers):
@@ -236,26 +236,26 @@ class Method:
             return self._reply_with_global_copy(local, cost, *global_copy)
 
     def _train_global_copy(self, local: LocalRound, most_steps: int | None) -> tuple[LocalRound, StepCost] | None:
-        """Train a copy of the received global model without regularizers; None where the local update has none."""
+        """Train a copy of the received global model without regularizers, if the local update wants one."""
         if not (self.local_update.trains_global_copy and self.schedule.trains):
             return None
         client = replace(local.client, model=copy.deepcopy(local.client.model))
-        of_copy = self._local_round(client, local.received, local.number)
-        Replace().receive(of_copy)
+        copied_round = self._local_round(client, local.received, local.number)
+        Replace().receive(copied_round)
         client.model.reset_target()
         self.schedule.prepare(client.model, self.plan(client.model, local.number))
-        return of_copy, train_locally(of_copy, self.training, [], self.rounds, most_steps)
+        return copied_round, train_locally(copied_round, self.training, [], self.rounds, most_steps)
 
     def _reply_with_global_copy(
-        self, own: LocalRound, own_cost: StepCost, of_copy: LocalRound, copy_cost: StepCost
+        self, own: LocalRound, own_cost: StepCost, copied_round: LocalRound, copy_cost: StepCost
     ) -> tuple[Message, StepCost]:
-        """The answer holds the trained copy, the metrics of the own model, and what both take: both are in memory."""
+        """Return the trained copy as the answer, with the own model's metrics and the cost of both in memory."""
         cost = replace(
             own_cost,
             parameters=own_cost.parameters + copy_cost.parameters,
             flops=own_cost.flops + copy_cost.flops,
         )
-        reply, copied, metrics = self._reply(of_copy, self.aggregators), of_copy.logged(), own.logged()
+        reply, copied, metrics = self._reply(copied_round, self.aggregators), copied_round.logged(), own.logged()
         both = {"memory": float(cost.memory), "flops": metrics["flops"] + copied["flops"]}
         reply.metrics = metrics | both | {"global_loss": copied["loss"]}
         return reply, cost
@@ -285,7 +285,7 @@ class Method:
 
     @property
     def starts_from_server(self) -> bool:
-        """Whether a client's next round replaces all its online weights before anything reads them."""
+        """Return whether a client's next round replaces all its online weights before anything reads them."""
         return (
             self.local_update.replaces_weights
             and any(a.exchanges_weights for a in self.aggregators)
@@ -294,7 +294,7 @@ class Method:
         )
 
     def kept_entries(self, model: Model) -> list[str]:
-        """State-dict names of a client's model that its next round needs.
+        """Return the state-dict names of a client's model that its next round needs.
 
         Online weights that the server sends anew, and a target network that starts every round as a copy of the online
         one, are not among them.
@@ -310,11 +310,11 @@ class Method:
 
     @property
     def personal(self) -> bool:
-        """Whether each client ends with a model of its own; otherwise the global model is evaluated."""
+        """Return whether each client ends with its own model; otherwise the global model is evaluated."""
         return self.local_update.personal
 
     def load_global(self, server: Message, build: Callable[[], Model]) -> Model:
-        """The global model with the server's weights."""
+        """Return the global model with the server's weights."""
         model = build()
         model.load_state_dict(server.tensors, strict=False)
         if ROUND in server.numbers:

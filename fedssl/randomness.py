@@ -15,13 +15,13 @@ import torch
 
 
 def seed_for(seed: int, *path: str | int) -> int:
-    """A 63-bit seed from the run's seed and a path of names; stable across Python versions and machines."""
+    """Return a 63-bit seed from the run's seed and a path of names, the same on every machine."""
     text = "/".join([str(seed), *map(str, path)])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
 def generator_for(seed: int, *path: str | int) -> torch.Generator:
-    """A CPU generator seeded by `seed_for`."""
+    """Return a CPU generator seeded by `seed_for`."""
     return torch.Generator().manual_seed(seed_for(seed, *path))
 
 

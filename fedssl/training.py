@@ -24,32 +24,11 @@ from .models.precision import Precision, networks_compute_in, with_channels_last
 from .options import Options
 from .regularizers.base import Regularizer
 
-#: bytes; the largest block that raises glibc's thresholds is 32 MiB with what malloc adds to it
-_LARGEST = 2**25 - 2**13
-
-
-@functools.cache
-def keep_freed_memory() -> None:
-    """Let this process keep up to 64 MiB of freed memory, where its malloc is glibc's.
-
-    A step's activations are freed at its end. By default glibc then returns their memory to the system, which clears
-    it page by page when the next step asks for it again. Its thresholds adapt to the largest block of up to 32 MiB that
-    was ever freed (mallopt(3), M_MMAP_THRESHOLD): whoever trains a large network has raised them already, and freeing
-    one block raises them for a small one. Nothing is written into the block, so it takes no memory. With thresholds of
-    your own (MALLOC_TRIM_THRESHOLD_, MALLOC_MMAP_THRESHOLD_), and with another malloc, nothing changes.
-    """
-    torch.empty(_LARGEST, dtype=torch.uint8)
-
-
 #: in a client's memory: an optimiser's momentum and moments, as optimizer/PARAMETER/ENTRY
 _OPTIMIZER = "optimizer/"
-
-
 #: by which float16's first loss of a round is multiplied. torch's own 2^16 is found too large in the first steps, which
 #: are then left out, and a client may have few steps a round.
 _FIRST_LOSS_SCALE = 2.0**10
-
-
 #: what this process has counted
 STEP_COSTS = StepCosts()
 
@@ -104,14 +83,14 @@ class TrainingOptions(Options):
 
 
 def learning_rate(options: TrainingOptions, round_number: int, rounds: int) -> float:
-    """The rate of a round, from 1 to `rounds`; `cosine` starts at the full rate and would reach 0 after the last."""
+    """Return the rate of a round, from 1 to `rounds`; `cosine` would reach 0 after the last."""
     if options.learning_rate_schedule == "constant":
         return options.learning_rate
     return options.learning_rate * 0.5 * (1.0 + math.cos(math.pi * (round_number - 1) / rounds))
 
 
 def steps_of_round(options: TrainingOptions, images: int) -> int:
-    """Optimiser steps of a client with so many images in one round; 0 where they do not fill a batch."""
+    """Return a client's optimiser steps in one round; 0 if its images do not fill a batch."""
     batches = images // options.batch_size
     if options.local_steps is not None:
         return options.local_steps if batches else 0
@@ -253,10 +232,23 @@ def train_locally(
     return cost
 
 
+@functools.cache
+def keep_freed_memory() -> None:
+    """Let this process keep up to 64 MiB of freed memory, where its malloc is glibc's.
+
+    A step's activations are freed at its end. By default glibc then returns their memory to the system, which clears
+    it page by page when the next step asks for it again. Its thresholds adapt to the largest block of up to 32 MiB that
+    was ever freed (mallopt(3), M_MMAP_THRESHOLD): whoever trains a large network has raised them already, and freeing
+    one block raises them for a small one. Nothing is written into the block, so it takes no memory. With thresholds of
+    your own (MALLOC_TRIM_THRESHOLD_, MALLOC_MMAP_THRESHOLD_), and with another malloc, nothing changes.
+    """
+    torch.empty(2**25 - 2**13, dtype=torch.uint8)  # 32 MiB with what malloc adds to it
+
+
 def _views(
     local: LocalRound, batches: Iterable[tuple[Tensor, Tensor]], steps_of_epoch: int
 ) -> Iterator[tuple[Tensor, tuple[Tensor, ...]]]:
-    """Row numbers and views of each batch, given the row numbers and images."""
+    """Yield row numbers and views of each batch, given row numbers and images."""
     for step, (rows, images) in enumerate(batches):
         views = local.views(images, rows, "training", step // steps_of_epoch, local.objective.views)
         # here already, so that all networks get the same tensors (FrozenOutputs)
@@ -264,7 +256,7 @@ def _views(
 
 
 def _new_optimizer(model: Model, options: TrainingOptions, rate: float) -> torch.optim.Optimizer:
-    """An optimiser of the parameters that train."""
+    """Return an optimiser of the parameters that train."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     decay = options.weight_decay
     if options.optimizer == "sgd":
@@ -276,14 +268,13 @@ def _new_optimizer(model: Model, options: TrainingOptions, rate: float) -> torch
 
 
 def _kind_of_step(local: LocalRound, options: TrainingOptions, regularizers: Sequence[Regularizer]) -> Hashable:
-    """All that the memory and operations of a client's step in this round depend on.
+    """Return a cache key: steps with equal keys cost the same memory and FLOPs.
 
-    Without regularizers that is the model with its objective and one batch. A regularizer may also read the client's
-    images, what the client has received and what it remembers. Of numbers it may read the values, of tensors only the
-    shapes count.
+    A regularizer may read the client's images and what it has received and remembers: of numbers the values count, of
+    tensors the shapes.
     """
     client = local.client
-    of_step = (
+    step = (
         structure(client.model),
         type(local.objective),
         repr(local.objective),
@@ -292,21 +283,21 @@ def _kind_of_step(local: LocalRound, options: TrainingOptions, regularizers: Seq
         str(client.model.device),
     )
     if not regularizers:
-        return of_step
-    of_terms = (
+        return step
+    terms = (
         tuple((type(regularizer), repr(regularizer)) for regularizer in regularizers),
         local.number,
         len(client.images),
         None if client.public_images is None else tuple(client.public_images.shape),
-        _outline(local.received),
-        _outline(client.memory),
+        _message_form(local.received),
+        _message_form(client.memory),
         local.previous is None,
     )
-    return of_step + of_terms
+    return step + terms
 
 
-def _outline(message: Message) -> Hashable:
-    """A message's numbers and config, and the shapes and types of its tensors."""
+def _message_form(message: Message) -> Hashable:
+    """Return a message's numbers and config, and the shapes and types of its tensors."""
     tensors = tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in message.tensors.items())
     return tensors, tuple(message.numbers.items()), repr(message.config)
 

@@ -18,8 +18,7 @@ struct ContrastivePass {
   double temperature;
   // The positive of row r is column r + shift; a row for which that is not below `positives` has none.
   int64_t shift, positives;
-  // Rows and columns are the same: column r does not count for row r, and columns of positives are counted on from 0
-  // after the last one.
+  // SimCLR's mode: rows equal columns, the diagonal is masked, and the index of a positive wraps around.
   bool leave_out_self;
 
   // What the loss of a row or a column counts is u v.

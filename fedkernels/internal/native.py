@@ -15,9 +15,8 @@ from torch import Tensor
 from fedkernels.internal import first_contact
 from fedkernels.internal.autograd import is_transformed
 
-# The public functions that have a compiled operator of their name, csrc/ops/<name>.cpp; similarity_logsumexp, which
-# clip_loss, supervised_contrastive_loss and options of info_nce share; add_products and hsic_pairwise, of which
-# CKAAccumulator and MinibatchCKA are made.
+# Operators with a CPU kernel in csrc/ops/NAME.cpp. Three are internal: similarity_logsumexp (of clip_loss,
+# supervised_contrastive_loss and options of info_nce), add_products hsic_pairwise (of CKAAccumulator, MinibatchCKA).
 COMPILED = (
     "add_products",
     "apply_deltas",
@@ -36,8 +35,8 @@ COMPILED = (
     "two_views",
     "unbalanced_ot",
 )
-# Of these, those that have no CUDA kernels: GPUs use their references.
-FOR_CPU_ALONE = frozenset(
+# Of these, the ones without CUDA kernels: on GPUs their references run.
+CPU_ONLY = frozenset(
     {
         "add_products",
         "debiased_cka",

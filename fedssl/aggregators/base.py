@@ -11,9 +11,9 @@ from ..messages import Message
 from ..models.model import Model
 from ..parts import Part
 
-#: one entry for each dimension: a size, a range of sizes, None for any size, or a name for one that all clients share
+#: a tensor's shape: for each dimension a size, a range of sizes, None for any, or a symbol for a size that all share
 Shape = tuple[int | range | str | None, ...]
-#: names of such sizes that the server knows (see `Method.sizes`); of another name it is the one that most answers have
+#: symbolic sizes; an unknown one is resolved by majority over the answers (`Method.sizes` gives the known ones)
 PUBLIC_IMAGES = "public images"
 PROJECTION = "features of a projection"
 #: name of a size that each client has for itself: from 1 up to its number of images
@@ -44,11 +44,11 @@ class Aggregator(Part):
         """Raise a UserError for options that do not fit the number of clients; called before anything runs."""
 
     def initial_state(self, model: Model | None) -> Message:
-        """The server's state before any round; `model` is the first global model, None if no weights are exchanged."""
+        """Return the server's state before any round; `model` is the first global model, if weights are exchanged."""
         return Message()
 
     def train_on_public_images(self, local: LocalRound, train: Train) -> Message:
-        """Entries for the server's first state.
+        """Return entries for the server's first state.
 
         Args:
             local: the server as if it were a client with the public images.
@@ -57,16 +57,16 @@ class Aggregator(Part):
         return Message()
 
     def open(self, server: Message, clients: list[int], travelling: list[str]) -> dict[int, Message]:
-        """What each of the clients receives in the opening round, if the part has one."""
+        """Return what each client receives in the opening round, if the part has one."""
         return {k: Message() for k in clients}
 
     @abstractmethod
     def broadcast(self, server: Message, clients: list[int], travelling: list[str]) -> dict[int, Message]:
-        """What each of the clients receives; `travelling` are the model's entries that travel in this round."""
+        """Return what each client receives; `travelling` are the model's entries that travel in this round."""
 
     @abstractmethod
     def collect(self, local: LocalRound, travelling: list[str]) -> Message:
-        """What a client sends after its round."""
+        """Return what a client sends after its round."""
 
     def expected(self, server: Message, client: int, travelling: list[str]) -> dict[str, Shape] | None:
         """Names and shapes of the tensors that a client's `collect` sends; the guard refuses an answer without them.
@@ -77,7 +77,7 @@ class Aggregator(Part):
 
     @abstractmethod
     def aggregate(self, server: Message, replies: dict[int, Message]) -> Message:
-        """The entries of the server's state that change.
+        """Return the entries of the server's state that change.
 
         Args:
             server: the server's state.

@@ -21,7 +21,7 @@ RELATIVE_DEVIATION_TOLERANCE = 1e-6
 
 
 def moved_clients(gram: Tensor) -> Tensor:
-    """Which clients have left the global model, bool [K], from <delta_i, delta_j>, float64 [K, K]."""
+    """Return which clients have left the global model, bool [K], from <delta_i, delta_j>, float64 [K, K]."""
     deviation = gram.diagonal()
     return deviation > RELATIVE_DEVIATION_TOLERANCE**2 * deviation.max()
 
@@ -29,7 +29,7 @@ def moved_clients(gram: Tensor) -> Tensor:
 def least_norm_step(
     gram: Tensor, divide_by: UpdateDivisor, samples: list[float], length: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """p on the simplex with the least |sum_k p_k g_k|, and the step along that point.
+    """Return p on the simplex with the least |sum_k p_k g_k|, and the step along that point.
 
     Args:
         gram: <delta_i, delta_j>, float64 [K, K].
@@ -60,7 +60,7 @@ def least_norm_step(
 
 
 def deviation_change_rates(gram: Tensor, step: Tensor) -> Tensor:
-    """Eq. 7 without its approximation, (u_k(old) - u_k(new)) / u_k(old), after the step sum_k step_k delta_k.
+    """Compute Eq. 7 without its approximation, (u_k(old) - u_k(new)) / u_k(old), after sum_k step_k delta_k.
 
     u_k = |theta_g - theta_k|^2. `gram` is <delta_i, delta_j> [K, K], `step` is [K], and the result is float64, one rate
     for each client that moved.
@@ -73,7 +73,7 @@ def deviation_change_rates(gram: Tensor, step: Tensor) -> Tensor:
 def take_least_norm_step(
     server: Message, replies: dict[int, Message], divide_by: UpdateDivisor, length: float | None, label: str
 ) -> Message:
-    """The model after `least_norm_step` on its weights; integers and running statistics are averaged by samples.
+    """Return the model after `least_norm_step`; integers and running statistics are averaged by samples.
 
     Args:
         server, replies: see `Aggregator.aggregate`.

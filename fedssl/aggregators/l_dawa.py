@@ -13,14 +13,14 @@ ROUNDS = "l_dawa.rounds"
 
 
 def cosine(a: Tensor, b: Tensor) -> float:
-    """Cosine of the angle between two tensors of one shape, computed in float64; 1 where either is zero."""
+    """Return the cosine of the angle between two tensors, computed in float64; 1 if either is zero."""
     a, b = a.to(torch.float64).flatten(), b.to(torch.float64).flatten()
     norms = float(torch.linalg.vector_norm(a) * torch.linalg.vector_norm(b))
     return min(1.0, max(-1.0, float(a @ b) / norms)) if norms > 0 else 1.0
 
 
 def scaled_mean(tensors: list[Tensor], factors: list[float]) -> Tensor:
-    """(1/K) sum_k f_k t_k over K tensors, computed in float64 and returned in their dtype."""
+    """Return (1/K) sum_k f_k t_k over K tensors, computed in float64, in their dtype."""
     mean = torch.zeros_like(tensors[0], dtype=torch.float64)
     for tensor, factor in zip(tensors, factors, strict=True):
         mean.add_(tensor.to(torch.float64), alpha=factor / len(tensors))

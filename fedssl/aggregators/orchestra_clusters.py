@@ -110,7 +110,7 @@ class OrchestraClusters(Aggregator):
         return state
 
     def _next_target(self, server: Message, replies: dict[int, Message]) -> dict[str, Tensor]:
-        """The mean of the clients' target networks; after the opening round a copy of the online network."""
+        """Return the mean of the clients' target networks; after the opening round a copy of the online one."""
         order = sorted(replies)
         names = target_of(server)
         if not names:
@@ -121,7 +121,7 @@ class OrchestraClusters(Aggregator):
 
 
 def target_of(message: Message) -> dict[str, Tensor]:
-    """The entries of the target network by state-dict name; there are none before the opening round is over."""
+    """Return the target network's entries by state-dict name; there are none before the first round."""
     return {name: tensor for name, tensor in message.tensors.items() if name.startswith(TARGET)}
 
 
@@ -138,7 +138,7 @@ def fill_memory(local: LocalRound, model: OrchestraModel) -> None:
 
 @torch.no_grad()
 def equal_assignment(scores: Tensor, iterations: int, sharpness: float = 25.0) -> Tensor:
-    """Sinkhorn-Knopp: soft assignments [n, c] whose rows sum to 1 and whose columns each sum to about n / c.
+    """Assign softly by Sinkhorn-Knopp: [n, c] whose rows sum to 1 and whose columns each sum to about n / c.
 
     They are softmax(sharpness * scores), scores [n, c], with columns and rows scaled in turn. The scaling stops when
     every row sum was within 1 % of 1, and at the latest after `iterations`.
@@ -156,7 +156,7 @@ def equal_assignment(scores: Tensor, iterations: int, sharpness: float = 25.0) -
 
 @torch.no_grad()
 def cluster_locally(points: Tensor, clusters: int, generator: torch.Generator) -> Tensor:
-    """Centroids [clusters, d], unit rows, of points [n, d] with unit rows: five rounds of equal-size k-means.
+    """Return centroids [clusters, d], unit rows, of unit points [n, d]: five rounds of equal-size k-means.
 
     The first centroids are random points. The centroid of an empty cluster becomes a random point again.
     """
@@ -173,7 +173,7 @@ def cluster_locally(points: Tensor, clusters: int, generator: torch.Generator) -
 
 
 def cluster_globally(points: Tensor, centroids: Tensor, temperature: float, steps: int) -> Tensor:
-    """New global centroids [c, d], unit rows, of the clients' centroids `points` [n, d], starting from `centroids`.
+    """Return new global centroids [c, d], unit rows, of the clients' centroids `points` [n, d].
 
     Each SGD step increases the cosine between the assignment softmax(points C' / temperature) and the equal-size
     assignment of the same scores, and then normalises the centroids.

@@ -27,7 +27,7 @@ RELATIVE_FACTOR_TOLERANCE = 1e-7
 
 
 def whitening_matrix(representation: Tensor) -> Tensor:
-    """(A'A)^(-1/4) as a pseudo-inverse, [d, d] from A [L, d].
+    """Return (A'A)^(-1/4) as a pseudo-inverse, [d, d] from A [L, d].
 
     A W has the kernel A (A'A)^(-1/2) A' = (A A')^(1/2). Each direction counts by its singular value and not by its
     square, so that a few large directions of a representation do not dominate the others.
@@ -40,12 +40,12 @@ def whitening_matrix(representation: Tensor) -> Tensor:
 
 
 def join_factors(factors: list[Tensor], weights: list[float]) -> Tensor:
-    """F [L, sum d_j] with F F' = sum_j w_j A_j A_j', from A_j [L, d_j]."""
+    """Return F [L, sum d_j] with F F' = sum_j w_j A_j A_j', from A_j [L, d_j]."""
     return torch.cat([factor * weight**0.5 for factor, weight in zip(factors, weights, strict=True)], dim=1)
 
 
 def canonical_factor(factor: Tensor) -> Tensor:
-    """G [L, D] with G G' = F F' from F [L, D], such that G tells nothing of F beyond F F'.
+    """Return G [L, D] with G G' = F F' from F [L, D], such that G reveals nothing of F beyond F F'.
 
     F itself would: its blocks are the clients' own representations. QR with column pivoting gives F'P = Q R, and so
     G = P R' has G G' = F F'. R' is the Cholesky factor of P'(F F')P with a positive diagonal, which is unique, and each

@@ -22,7 +22,7 @@ _ROUNDING = 1e-6
 
 
 def weighted_mean(tensors: list[Tensor], weights: list[float]) -> Tensor:
-    """sum_k w_k t_k / sum_k w_k, computed in float64 and returned in the tensors' dtype; integers are rounded.
+    """Return sum_k w_k t_k / sum_k w_k, computed in float64, in the tensors' dtype; integers are rounded.
 
     A float mean of an integer buffer (BatchNorm's num_batches_tracked) could not be loaded.
     """
@@ -36,12 +36,12 @@ def weighted_mean(tensors: list[Tensor], weights: list[float]) -> Tensor:
 
 
 def is_statistic(name: str, tensor: Tensor) -> bool:
-    """Whether a model's entry is no weight but a running statistic of BatchNorm, or an integer such as its counter."""
+    """Return whether a model's entry is a running statistic of BatchNorm or an integer, and so no weight."""
     return not tensor.is_floating_point() or name.rpartition(".")[2] in ("running_mean", "running_var")
 
 
 def travelling_weights(server: Message, replies: dict[int, Message]) -> list[str]:
-    """Names of the model's weights in the answers, without running statistics and integers."""
+    """Return the names of the model's weights in the answers, without running statistics and integers."""
     return [
         name
         for name in replies[min(replies)].tensors
@@ -50,7 +50,7 @@ def travelling_weights(server: Message, replies: dict[int, Message]) -> list[str
 
 
 def distance_metric(gram: Tensor) -> dict[str, float]:
-    """The metric `local_model_distance`: the mean over all pairs i < j of |theta_i - theta_j|_2.
+    """Return the metric `local_model_distance`: the mean over all pairs i < j of |theta_i - theta_j|_2.
 
     `gram` is <delta_i, delta_j>, float64 [K, K]. There is no metric of a single client, nor where all models are the
     same: secure aggregation gives the server nothing but their mean.
@@ -64,7 +64,7 @@ def distance_metric(gram: Tensor) -> dict[str, float]:
 
 
 def measure_distance(server: Message, replies: dict[int, Message]) -> dict[str, float]:
-    """`distance_metric` of the clients' answers."""
+    """Return `distance_metric` of the clients' answers."""
     names, order = travelling_weights(server, replies), sorted(replies)
     if not names:
         return {}

@@ -28,7 +28,7 @@ class Augmentation(Part):
 
     @abstractmethod
     def views(self, images: Tensor, samples: Tensor, key: ViewKey) -> tuple[Tensor, Tensor]:
-        """Two random views of each image.
+        """Draw two random views of each image.
 
         Args:
             images: uint8 [n, C, H, W], on the device where the network is.
@@ -48,7 +48,7 @@ def draw_views(
     device: torch.device,
     count: int = 2,
 ) -> tuple[Tensor, ...]:
-    """Random views of each image of a batch.
+    """Draw random views of each image of a batch.
 
     The images are moved to `device` before, as bytes, so that a GPU makes the views. Views are drawn in pairs: an odd
     number of them takes as long as the next even one.

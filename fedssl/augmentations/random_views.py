@@ -68,7 +68,7 @@ class RandomViews(Augmentation):
 
     @cached_property
     def view_options(self) -> ViewOptions:
-        """The options as `fedkernels.two_views` takes them."""
+        """Return the options as `fedkernels.two_views` takes them."""
         return ViewOptions(**{field.name: getattr(self, field.name) for field in fields(ViewOptions)})
 
     def views(self, images: Tensor, samples: Tensor, key: ViewKey) -> tuple[Tensor, Tensor]:

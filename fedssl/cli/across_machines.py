@@ -143,18 +143,18 @@ Insecure = Annotated[
 
 def flower_app(
     recipe: RecipeName,
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder to write the flower_app into.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder to write the app into.")],
     overrides: Overrides = None,
     output: Annotated[
         str | None, typer.Option(help="Folder of the run on the SuperLink's machine; runs/NAME-seedN by default.")
     ] = None,
 ) -> None:
-    """Write a recipe's Flower flower_app, which `flwr run` starts across machines."""
+    """Write a recipe's Flower app, which `flwr run` starts across machines."""
     from ..recipe.reading import load_recipe
 
     loaded = load_recipe(recipe, [*(overrides or ()), "engine=flower"])
     _flower("deploy.apps").write_app(loaded, folder, output)
-    print_text(f"The flower_app is in {folder}; start it with: flwr run {folder} NAME-OF-THE-SUPERLINK")
+    print_text(f"The app is in {folder}; start it with: flwr run {folder} NAME-OF-THE-SUPERLINK")
     digest = _flower("deploy.apps").digest_of_app(folder)
     print_text(f"Sites that approve apps need its digest (fedssl supernode --allow): {digest}")
 
@@ -199,11 +199,11 @@ def supernode(
         list[str] | None,
         typer.Option(
             metavar="DIGEST",
-            help="Run the flower_app with this digest besides those in the site's file; may be repeated.",
+            help="Run the app with this digest besides those in the site's file; may be repeated.",
         ),
     ] = None,
     ask: Annotated[
-        bool, typer.Option("--ask", help="Show an flower_app that is not approved on the terminal, and ask.")
+        bool, typer.Option("--ask", help="Show an app that is not approved on the terminal, and ask.")
     ] = False,
     insecure: Insecure = False,
 ) -> None:

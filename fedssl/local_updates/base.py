@@ -26,7 +26,7 @@ class LocalUpdate(Part):
 
     @property
     def keeps_optimizer(self) -> bool:
-        """Whether a client's optimiser goes on from round to round; only where the client's weights do too."""
+        """Return whether a client's optimiser goes on from round to round; only if the client's weights do too."""
         return False
 
     @abstractmethod

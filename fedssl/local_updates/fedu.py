@@ -18,12 +18,12 @@ DIVERGENCE = "fedu.divergence"
 
 
 def encoder_weights(model: Model) -> dict[str, Tensor]:
-    """Copies of the encoder's weights with two or more dimensions: in a convolutional network, its convolutions."""
+    """Return copies of the encoder's weights with two or more dimensions: in a ResNet, its convolutions."""
     return {name: p.detach().clone() for name, p in model.encoder.named_parameters() if p.dim() > 1}
 
 
 def divergence(before: dict[str, Tensor], after: dict[str, Tensor]) -> float:
-    """Mean over the tensors of |after - before|_2."""
+    """Return the mean over the tensors of |after - before|_2."""
     distances = [float(torch.linalg.vector_norm(after[name] - tensor)) for name, tensor in before.items()]
     return sum(distances) / len(distances)
 

@@ -21,7 +21,7 @@ import fedkernels
 
 
 class StatisticsOfWholeBatch(TorchFunctionMode):
-    """Within it, `torch.nn.functional.batch_norm` in training mode takes its statistics over all processes.
+    """Takes the statistics of `torch.nn.functional.batch_norm` in training mode over all processes, in its body.
 
     The processes must have shares of equal size, and run the same layers in the same order, forward and backward.
     """
@@ -44,7 +44,7 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """`torch.nn.functional.batch_norm` of the whole batch, of which each process passes an equal share.
+    """Normalise a batch like `torch.nn.functional.batch_norm`, given each process's equal share of it.
 
     The gradients are those of the sum of all processes' losses, as in `fedkernels.distributed`: averaged over the
     processes, the parameters' gradients are those of one process with the whole batch.
@@ -74,12 +74,12 @@ def batch_norm(
 
 
 def _statistics(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance of each channel over the whole batch, [C] each, from those of the shares."""
+    """Return mean and biased variance of each channel over the whole batch, [C] each."""
     var, mean = torch.var_mean(_wide(x), _all_but_channels(x), correction=0)
-    of_share = torch.stack([mean, var])
-    of_shares = of_share.new_empty(dist.get_world_size(), *of_share.shape)
-    dist.all_gather_into_tensor(of_shares.flatten(0, 1), of_share)
-    means, variances = of_shares.unbind(dim=1)
+    own = torch.stack([mean, var])
+    shares = own.new_empty(dist.get_world_size(), *own.shape)
+    dist.all_gather_into_tensor(shares.flatten(0, 1), own)
+    means, variances = shares.unbind(dim=1)
     mean = means.mean(dim=0)
     return mean, (variances + (means - mean).square()).mean(dim=0)
 
@@ -104,12 +104,14 @@ class _Normalize(torch.autograd.Function):
         grad = _wide(grad)
         normalized = (_wide(x) - _by_channel(mean, x)) * _by_channel(inverse_deviation, x)
         sums = torch.stack([grad.sum(_all_but_channels(x)), (grad * normalized).sum(_all_but_channels(x))])
-        of_bias, of_weight = sums.clone()  # of this share
+        bias_gradient, weight_gradient = sums.clone()  # of this share
         dist.all_reduce(sums)
-        by_mean, by_deviation = sums / (x.numel() // x.shape[1] * dist.get_world_size())
+        mean_term, deviation_term = sums / (x.numel() // x.shape[1] * dist.get_world_size())
         scale = inverse_deviation if weight is None else inverse_deviation * weight
-        of_x = (grad - _by_channel(by_mean, x) - normalized * _by_channel(by_deviation, x)) * _by_channel(scale, x)
-        return of_x.to(x.dtype), None if weight is None else of_weight, of_bias if ctx.has_bias else None, None, None
+        centred = grad - _by_channel(mean_term, x) - normalized * _by_channel(deviation_term, x)
+        x_gradient = (centred * _by_channel(scale, x)).to(x.dtype)
+        weight_gradient = None if weight is None else weight_gradient
+        return x_gradient, weight_gradient, bias_gradient if ctx.has_bias else None, None, None
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -121,7 +123,7 @@ def _all_but_channels(x: Tensor) -> list[int]:
 
 
 def _by_channel(values: Tensor, x: Tensor) -> Tensor:
-    """[C] in a shape that broadcasts with x, [n, C, ...]."""
+    """Reshape [C] so that it broadcasts with x, [n, C, ...]."""
     return values.view(-1, *[1] * (x.dim() - 2))
 
 
@@ -142,7 +144,7 @@ class Share:
         return self.processes == 1
 
     def rows(self, batch: Tensor) -> Tensor:
-        """This process's rows of a batch's, int64 [n / processes] of [n]; `processes` must divide n."""
+        """Return this process's rows, int64 [n / processes] of [n]; `processes` must divide n."""
         return batch if self.whole else batch.reshape(self.processes, -1)[self.rank]
 
     def average(self, tensors: Sequence[Tensor]) -> None:
@@ -158,7 +160,7 @@ class Share:
             torch._foreach_copy_(same, [mean.view_as(tensor) for mean, tensor in zip(means, same, strict=True)])
 
     def batch_statistics(self) -> AbstractContextManager[object]:
-        """Within it, BatchNorm in training mode normalises over the whole batch."""
+        """Return a context in which BatchNorm in training mode normalises over the whole batch."""
         return nullcontext() if self.whole else StatisticsOfWholeBatch()
 
 
@@ -166,7 +168,7 @@ _share = Share()
 
 
 def own_share() -> Share:
-    """This process's share: whole batches, unless it has joined others."""
+    """Return this process's share: whole batches, unless it has joined others."""
     return _share
 
 
@@ -197,12 +199,12 @@ def join(share: Share, meeting_point: Path, device_type: str) -> None:
 
 
 def visible_device(rank: int, visible: str | None) -> str:
-    """The name of a rank's GPU among those that CUDA_VISIBLE_DEVICES holds; without it, all GPUs by their numbers."""
+    """Return the name of a rank's GPU among those in CUDA_VISIBLE_DEVICES, or the rank if that is not set."""
     return str(rank) if visible is None else visible.split(",")[rank].strip()
 
 
 def info_nce(query: Tensor, key: Tensor, temperature: float, shared: bool) -> Tensor:
-    """`fedkernels.info_nce`; where the batch is shared, that of this process's queries against all processes' keys.
+    """Compute `fedkernels.info_nce`; in a shared batch, of this process's queries against all processes' keys.
 
     Args:
         query, key: [n, d], this process's.
@@ -220,7 +222,7 @@ def info_nce(query: Tensor, key: Tensor, temperature: float, shared: bool) -> Te
 
 
 def nt_xent(view1: Tensor, view2: Tensor, temperature: float, shared: bool) -> Tensor:
-    """`fedkernels.nt_xent`; where the batch is shared, that of this process's views against all processes' views.
+    """Compute `fedkernels.nt_xent`; in a shared batch, of this process's views against all processes' views.
 
     Args:
         view1, view2: [n, d], this process's.

@@ -28,7 +28,6 @@ from ..errors import UserError
 # Up to this image side the ImageNet stem (7x7 stride 2, then a stride-2 max-pool) would discard most of the
 # picture before the first block: on small images that costs about 10 points of accuracy.
 SMALL_IMAGE = 64
-
 # name -> (widths of the four blocks)
 _CONVNETS = {
     "small_convnet": (32, 64, 128, 128),
@@ -89,7 +88,7 @@ class SmallConvNet(Encoder):
 
 
 def encoder_names() -> list[str]:
-    """The names of the small encoders defined here, sorted. timm's are listed by `timm.list_models()`."""
+    """Return the sorted names of the small encoders defined here. `timm.list_models()` lists timm's."""
     return sorted([*_CONVNETS, *_RESNETS, *_SMALL_VISION_TRANSFORMERS])
 
 
@@ -125,7 +124,7 @@ def build_encoder(architecture: str, in_channels: int, image_size: int) -> Encod
 
 
 def timm_arguments(architecture: str, in_channels: int, image_size: int) -> tuple[str, dict[str, Any]]:
-    """How timm builds an encoder: `timm.create_model(name, num_classes=0, **arguments)`.
+    """Return the arguments with which timm builds an encoder: `timm.create_model(name, num_classes=0, **arguments)`.
 
     That is the whole encoder, apart from the stem of ResNets for small images (`has_small_image_stem`). The arguments
     are those of `build_encoder`; every encoder except the small convolutional networks is one of timm's.
@@ -176,7 +175,7 @@ def timm_arguments(architecture: str, in_channels: int, image_size: int) -> tupl
 
 
 def has_small_image_stem(network: nn.Module) -> bool:
-    """Whether an encoder is a ResNet of timm's whose stem has been replaced by that for small images."""
+    """Return whether an encoder is a ResNet of timm's with the stem for small images."""
     from timm.models.resnet import ResNet
 
     return isinstance(network, ResNet) and isinstance(network.maxpool, nn.Identity)
@@ -225,5 +224,5 @@ def _use_small_image_stem(model: Any, in_channels: int) -> None:
 
 
 def _patch_size(image_size: int) -> int:
-    """The largest patch side of 8, 4 or 2 pixels with at least 7 patches along the image's side, else 2."""
+    """Return the largest patch side of 8, 4 or 2 pixels with at least 7 patches along the image's side, else 2."""
     return next((patch for patch in (8, 4) if image_size // patch >= 7), 2)

@@ -13,7 +13,7 @@ def mlp_head(
     batch_norm: bool = True,
     last_batch_norm: bool = False,
 ) -> nn.Sequential:
-    """Linear - BatchNorm - ReLU, `layers - 1` times, then a linear layer.
+    """Build Linear - BatchNorm - ReLU, `layers - 1` times, and then a linear layer.
 
     A linear layer before a BatchNorm has no bias, as the normalisation would remove it. With two
     layers this is BYOL's projector and predictor and SimSiam's predictor; with three and `last_batch_norm` it

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from .view_threads import Run, ViewThreads, view_threads
 
 Layer = Literal["encoder", "predictor"]
-
-
 #: the online module that a supervised objective trains on the labels; evaluation measures its accuracy
 CLASSIFIER = "classifier"
 
@@ -30,7 +28,7 @@ def copy_entries(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None
 
 
 def frozen_copy(model: Model, state: dict[str, Tensor]) -> nn.Sequential:
-    """A model's encoder and projector with the entries of `state` loaded, without gradients and in evaluation mode."""
+    """Return encoder and projector with the entries of `state`, without gradients, in evaluation mode."""
     other = copy.deepcopy(model)
     other.load_state_dict(state, strict=False)
     return nn.Sequential(other.encoder, other.online["projector"]).requires_grad_(False).eval()
@@ -64,7 +62,7 @@ class Model(nn.Module):
         return self.online["encoder"]
 
     def online_state(self) -> dict[str, Tensor]:
-        """A copy of the online network's entries, by their names in the whole model's state."""
+        """Return a copy of the online network's entries, by their names in the whole model's state."""
         return {name: tensor.clone() for name, tensor in self.state_dict().items() if name.startswith("online.")}
 
     @property
@@ -72,7 +70,7 @@ class Model(nn.Module):
         return next(self.parameters()).device
 
     def represent(self, images: Tensor, layer: Layer = "predictor") -> Tensor:
-        """The online network's output at a layer: `encoder`, or `predictor` for the whole online network.
+        """Return the online network's output at a layer: `encoder`, or `predictor` for the whole online network.
 
         Args:
             images: normalised float32 [n, C, H, W].
@@ -88,7 +86,7 @@ class Model(nn.Module):
         return out
 
     def outputs_of_views(self, views: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], ...]:
-        """The outputs of each online network, in the order in which they are applied; each tuple has one a view.
+        """Return each online network's outputs, in the order of application; each tuple has one per view.
 
         Args:
             views: normalised float32 [n, C, H, W] each.
@@ -98,22 +96,22 @@ class Model(nn.Module):
         """
         batches = self._batches(views)
         outputs = self._passes(self.online, batches, _outputs)
-        return tuple(_by_view(list(of_network), views) for of_network in zip(*outputs, strict=True))
+        return tuple(_by_view(list(network_outputs), views) for network_outputs in zip(*outputs, strict=True))
 
     def target_project(self, images: Tensor) -> Tensor:
-        """The target network's output for normalised images, without gradient: [n, d]."""
+        """Return the target network's output for normalised images, without gradient: [n, d]."""
         with torch.no_grad():
             return _outputs(self.target, images)[-1]
 
     def target_of_views(self, views: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """`target_project` of each view."""
+        """Return `target_project` of each view."""
         with torch.no_grad():
             outputs = self._passes(self.target, self._batches(views), _outputs)
-        return _by_view([of_batch[-1] for of_batch in outputs], views)
+        return _by_view([output[-1] for output in outputs], views)
 
     @contextmanager
     def views_at_a_time(self) -> Iterator[ViewThreads | None]:
-        """Within it, two views pass through a network at a time where that is possible (view_threads.py)."""
+        """Let two views pass through a network at the same time in the body if possible (view_threads.py)."""
         if self.joins_views or self.shares_batches:
             yield None
             return
@@ -125,7 +123,7 @@ class Model(nn.Module):
 
     @contextmanager
     def same_parameters(self) -> Iterator[None]:
-        """Within it, which parameters there are and which of them train does not change, and is looked up once."""
+        """Look up once which parameters train; they must not change in the body."""
         self._pairs = self._trained_pairs()
         try:
             yield
@@ -133,7 +131,7 @@ class Model(nn.Module):
             self._pairs = None
 
     def _passes(self, chain: nn.ModuleDict, batches: list[Tensor], run: Run) -> list[tuple[Tensor, ...]]:
-        """`run(chain, batch)` of each batch."""
+        """Return `run(chain, batch)` of each batch."""
         at_a_time = len(batches) == 2 and not any(batch.requires_grad for batch in batches)
         if self.view_threads is not None and at_a_time:
             return self.view_threads.passes(chain, batches, run)
@@ -149,7 +147,7 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def update_target(self, momentum: float) -> None:
-        """target = momentum * target + (1 - momentum) * online, on parameters.
+        """Set target = momentum * target + (1 - momentum) * online, on parameters.
 
         Buffers do not change, as the target's BatchNorm keeps the statistics of its own forward passes. Parameters
         whose online counterparts do not train do not change either.
@@ -159,7 +157,7 @@ class Model(nn.Module):
             torch._foreach_lerp_(old, new, 1.0 - momentum)
 
     def _trained_pairs(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The target network's parameters whose online counterparts train, and these."""
+        """Return the target network's parameters whose online counterparts train, and these counterparts."""
         pairs = [
             (old, new)
             for name, module in self.target.items()
@@ -170,7 +168,7 @@ class Model(nn.Module):
 
 
 def _outputs(chain: nn.ModuleDict, images: Tensor) -> tuple[Tensor, ...]:
-    """The output of each of several networks that are applied one after another."""
+    """Return the output of each of several networks that are applied one after another."""
     outputs = [images]
     for network in chain.values():
         outputs.append(network(outputs[-1]))
@@ -178,13 +176,13 @@ def _outputs(chain: nn.ModuleDict, images: Tensor) -> tuple[Tensor, ...]:
 
 
 def _by_view(batches: list[Tensor], views: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """One output a view, where the views may have passed through a network as one batch."""
+    """Return one output a view, also if the views passed through a network as one batch."""
     return tuple(batches) if len(batches) == len(views) else batches[0].split([len(view) for view in views])
 
 
 @contextmanager
 def untouched_running_statistics(network: nn.Module) -> Iterator[None]:
-    """Within it, training mode normalises by the batch's statistics and changes no running ones.
+    """Normalise by the batch's statistics in training mode and change no running ones, in the body.
 
     The running statistics are those that evaluation uses. They shall tell of a client's own images alone, whatever else
     passes through its network. Modules in evaluation mode are not affected.
@@ -201,7 +199,7 @@ def untouched_running_statistics(network: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def running_statistics(network: nn.Module) -> Iterator[None]:
-    """Within it, the network is in evaluation mode: it normalises by its running statistics and changes none."""
+    """Put the network into evaluation mode in the body: it uses its running statistics and changes none."""
     training = [module for module in network.modules() if module.training]
     network.eval()
     try:

@@ -35,7 +35,7 @@ def check_precision(precision: Precision, device: torch.device) -> None:
 
 
 def _cpu_multiplies_bfloat16() -> bool:
-    """Whether an x86 processor has instructions for products of bfloat16; torch tells this of x86 alone."""
+    """Return whether an x86 processor multiplies bfloat16; torch reports this of x86 alone."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return True
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
@@ -52,7 +52,7 @@ def _warn_of_slow_bfloat16() -> None:
 
 @contextmanager
 def networks_compute_in(model: Model, precision: Precision) -> Iterator[None]:
-    """Within it, each network of a model, and each copy that is made of one, computes in the given precision.
+    """Make each network of a model, and each copy made in the body, compute in the given precision.
 
     Images [n, C, H, W] are laid out in memory with the channels last before they enter a network. Its convolutions keep
     that layout, in which they are faster (docs/speed.md) and which rounds differently.
@@ -103,7 +103,7 @@ class _Hooks(threading.local):
 
 
 def with_channels_last(value: Any) -> Any:
-    """Images [n, C, H, W] with the channels last in memory, the same tensor if they are; anything else as it is."""
+    """Return images [n, C, H, W] with the channels last in memory; return anything else as it is."""
     if not isinstance(value, Tensor) or value.dim() != 4:
         return value
     if value.stride(1) == 1 and value.is_contiguous(memory_format=torch.channels_last):

@@ -26,7 +26,6 @@ from ..errors import UserError
 from .encoders import Encoder, SmallConvNet
 
 Role = Literal["absent", "frozen", "active"]
-
 # Modules after the last layer of timm's networks, and before the first layer of its vision transformers.
 _TOP = ("norm", "fc_norm", "attn_pool", "global_pool", "head", "head_dist", "head_drop", "fc")
 _BOTTOM = ("patch_embed", "pos_drop", "patch_drop", "norm_pre", "rope", "rel_pos_bias")
@@ -119,7 +118,7 @@ class StagedEncoder(Encoder):
         return len(self._paths)
 
     def switches(self, layer: int) -> list[Switch]:
-        """The switches of a layer (from 0); there are several where a layer consists of several modules."""
+        """Return the switches of a layer (from 0); there are several if a layer consists of several modules."""
         return [self.network.get_submodule(path) for path in self._paths[layer]]  # type: ignore[misc]
 
     def use(self, active: Collection[int], frozen: Collection[int] = ()) -> None:
@@ -156,7 +155,7 @@ class StagedEncoder(Encoder):
         return any(path.split(".")[0] == child for paths in self._paths for path in paths)
 
     def plain_network(self) -> nn.Module:
-        """The network without its switches, as it was before it was cut; this encoder cannot be used afterwards."""
+        """Return the network as it was before it was cut; this encoder cannot be used afterwards."""
         for paths in self._paths:
             for path in paths:
                 parent, _, name = path.rpartition(".")
@@ -165,7 +164,7 @@ class StagedEncoder(Encoder):
         return self.network
 
     def names(self, layers: Collection[int], top: int | None = None) -> list[str]:
-        """State-dict names of some layers (from 0); `top` adds the modules after the last layer at that depth."""
+        """Return state-dict names of layers (from 0); `top` adds the modules after the last layer at that depth."""
         names = []
         for name in self.state_dict():
             group, _, rest = name.partition(".")
@@ -180,7 +179,7 @@ class StagedEncoder(Encoder):
         return names
 
     def _layer_of(self, name: str) -> int:
-        """The layer that an entry of the network belongs to; entries before the first layer belong to it."""
+        """Return the layer that an entry of the network belongs to; entries before the first layer belong to it."""
         for layer, paths in enumerate(self._paths):
             if any(name.startswith(path + ".") for path in paths):
                 return layer
@@ -202,7 +201,7 @@ class StagedEncoder(Encoder):
 
     @contextmanager
     def _frozen_part(self, images: Tensor) -> Any:
-        """While the network runs, take the frozen layers' output from `frozen_outputs`, or store it there."""
+        """Take the frozen layers' output from `frozen_outputs` while the network runs, or store it there."""
         if self.frozen_outputs is None or not self._frozen:
             yield
             return
@@ -234,7 +233,7 @@ def _wrap(network: nn.Module, path: str) -> None:
 
 
 def _layers(network: nn.Module) -> tuple[list[tuple[str, ...]], list[int]]:
-    """The module paths of each layer, and the width of the pooled output after each layer."""
+    """Return the module paths of each layer, and the width of the pooled output after each layer."""
     from timm.models.resnet import ResNet  # here, as importing timm takes seconds
 
     if isinstance(network, SmallConvNet):

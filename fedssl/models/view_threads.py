@@ -18,7 +18,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 
 def sharing_problem(model: nn.Module) -> str | None:
-    """The first layer whose output would not be that of the whole batch, and why; None where there is none.
+    """Return the first layer whose output would not be that of the whole batch, and why, or None.
 
     BatchNorm's statistics are taken over all processes (`data_parallel.batch_norm`). What draws random numbers draws
     them for the images of a batch together, and other layers with running statistics have statistics of their own.
@@ -34,18 +34,14 @@ def sharing_problem(model: nn.Module) -> str | None:
 
 
 _AVERAGES = ("running_mean", "running_var")
-
-
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-
-
 #: passes a view through networks that are applied one after another; gives the outputs of some or all of them
 Run = Callable[[nn.ModuleDict, Tensor], tuple[Tensor, ...]]
 
 
 @contextmanager
 def view_threads(*chains: nn.ModuleDict) -> Iterator[ViewThreads | None]:
-    """Within it, two views can pass at a time through chains of networks; None where they cannot.
+    """Let two views pass through chains of networks at the same time in the body; yield None if they cannot.
 
     They cannot on another device than the CPU, where torch has a single thread, where a layer draws random numbers, or
     where one has running statistics other than BatchNorm's exponential averages.
@@ -65,13 +61,13 @@ def view_threads(*chains: nn.ModuleDict) -> Iterator[ViewThreads | None]:
 
 
 def _keeps_an_order(chain: nn.Module) -> bool:
-    """Whether a view's pass depends on how many passes were before it."""
+    """Return whether a view's pass depends on how many passes were before it."""
     batch_norms = [module for module in chain.modules() if isinstance(module, _BatchNorm)]
     return sharing_problem(chain) is not None or any(module.momentum is None for module in batch_norms)
 
 
 class ViewThreads:
-    """Runs the passes of two views, and their backward passes, at a time.
+    """Runs the passes of two views, and their backward passes, at the same time.
 
     From its first pass on, this thread has only `threads` threads for its operators, and the second one has as many:
     threads that wait for an operator's next share keep a processor busy, which the other view's pass needs.
@@ -91,7 +87,7 @@ class ViewThreads:
         return None  # a model's copy has networks of its own
 
     def passes(self, chain: nn.ModuleDict, views: Sequence[Tensor], run: Run) -> list[tuple[Tensor, ...]]:
-        """`run(chain, view)` for each of two views; BatchNorm's running statistics see the first view first.
+        """Return `run(chain, view)` for each of two views; running statistics see the first view first.
 
         Gradients reach the chain's parameters, not the views, and have no derivatives of their own.
         """
@@ -111,12 +107,12 @@ class ViewThreads:
         return outputs
 
     def statistics(self) -> list[Tensor]:
-        """The running statistics that the second view's passes begin with."""
+        """Return the running statistics that the second view's passes begin with."""
         return [tensor for chain in self._chains for tensor in self._twin(chain).statistics()]
 
     @property
     def idle_thread(self) -> Executor | None:
-        """The second thread, for other work between two steps; None where this thread still has all threads itself."""
+        """Return the second thread, for work between two steps, or None if this thread still has all threads."""
         return self._executor if self._used and self.at_a_time else None
 
     def _twin(self, chain: nn.ModuleDict) -> _Twin:
@@ -125,7 +121,7 @@ class ViewThreads:
         return self._twins[chain]
 
     def both(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
-        """What two functions return; the second one runs in the other thread."""
+        """Return the results of two functions; the second one runs in the other thread."""
         first, second = (_in_own_thread(call, torch.is_grad_enabled()) for call in calls)
         if not self.at_a_time:
             return [first(), second()]
@@ -138,7 +134,7 @@ class ViewThreads:
 
 
 def _in_own_thread(call: Callable[[], Any], gradients: bool) -> Callable[[], Any]:
-    """The call with this thread's setting of gradients; a cast weight's copy is not shared with another thread."""
+    """Wrap a call so that another thread keeps this thread's setting of gradients and shares no cast weights."""
 
     def wrapped() -> Any:
         with torch.set_grad_enabled(gradients), torch.autocast("cpu", enabled=False, cache_enabled=False):
@@ -156,7 +152,7 @@ class _Passes(torch.autograd.Function):
         with torch.enable_grad():
             ctx.outputs = threads.both(calls)
         ctx.threads, ctx.parameters = threads, parameters
-        flat = [output for of_view in ctx.outputs for output in of_view]
+        flat = [output for outputs in ctx.outputs for output in outputs]
         detached = [output.detach() for output in flat]
         frozen = [plain for plain, output in zip(detached, flat, strict=True) if not output.requires_grad]
         ctx.mark_non_differentiable(*frozen)
@@ -167,12 +163,12 @@ class _Passes(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         half = len(gradients) // 2
         views = zip(ctx.outputs, (gradients[:half], gradients[half:]), strict=True)
-        calls = [_Backward(outputs, of_view, ctx.parameters) for outputs, of_view in views]
+        calls = [_Backward(outputs, arrived, ctx.parameters) for outputs, arrived in views]
         return (None, None, *_sums(*ctx.threads.both(calls)))
 
 
 class _Backward:
-    """One view's backward pass: the gradients in the parameters, None where there is none."""
+    """The backward pass of one view: returns each parameter's gradient, or None."""
 
     def __init__(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]):
         pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None]
@@ -186,7 +182,7 @@ class _Backward:
 
 
 def _sums(first: Sequence[Tensor | None], second: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Both gradients' sum; where one of them is None, the other."""
+    """Add two lists of gradients; where one entry is None, return the other."""
     pairs = [(a, b) for a, b in zip(first, second, strict=True) if a is not None and b is not None]
     added = iter(torch._foreach_add([a for a, _ in pairs], [b for _, b in pairs]) if pairs else ())
     return [
@@ -196,11 +192,10 @@ def _sums(first: Sequence[Tensor | None], second: Sequence[Tensor | None]) -> li
 
 
 class _Twin:
-    """The same networks, with the same parameters and hooks, whose BatchNorm layers have statistics of their own.
+    """A copy of a chain that shares parameters and hooks but has its own BatchNorm statistics.
 
-    A network may register hooks during its pass, as StagedEncoder does: these do not run in the other view's pass.
-
-    These have a momentum of 1, so that a pass leaves those of its batch in them.
+    Twin BatchNorms use momentum 1: after a pass their running statistics equal the batch's. A network may register
+    hooks during its pass, as StagedEncoder does: these do not run in the other view's pass.
     """
 
     def __init__(self, chain: nn.ModuleDict):
@@ -247,7 +242,7 @@ class _Twin:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Add what the layers have seen to the originals' statistics."""
+        """Add what the twins have seen to the original layers' statistics."""
         if not self._moving:
             return
         by_momentum: dict[float, list[tuple[_BatchNorm, _BatchNorm]]] = {}
@@ -255,15 +250,15 @@ class _Twin:
             by_momentum.setdefault(layers[0].momentum or 0.0, []).append(layers)
         for momentum, moving in by_momentum.items():
             averages = [_data(original, name) for original, _ in moving for name in _AVERAGES]
-            of_batch = [_data(twin, name) for _, twin in moving for name in _AVERAGES]
-            torch._foreach_lerp_(averages, of_batch, momentum)
+            batch_statistics = [_data(twin, name) for _, twin in moving for name in _AVERAGES]
+            torch._foreach_lerp_(averages, batch_statistics, momentum)
         torch._foreach_add_([_data(original, "num_batches_tracked") for original, _ in self._moving], 1)
 
 
 def _data(batch_norm: _BatchNorm, name: str) -> Tensor:
-    """A buffer's memory: the backward pass has kept the buffer, and would refuse one that was changed meanwhile.
+    """Return a buffer's `.data`, to bypass autograd's version check.
 
-    It does not read what a forward pass in training mode has kept.
+    This is safe because the backward pass never reads running statistics in training mode.
     """
     buffer = batch_norm._buffers[name]
     assert buffer is not None

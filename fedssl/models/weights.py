@@ -36,24 +36,18 @@ class ModelOptions(Options):
     )
 
     def source_of(self, architecture: str) -> str | None:
-        """Where an architecture's weights come from; None where it starts at random."""
+        """Return the source of an architecture's weights, or None if it starts at random."""
         return self.weights.get(architecture) if isinstance(self.weights, dict) else self.weights
 
 
 Weights = dict[str, Tensor]
-
-
 _TIMM = "timm:"
-
-
 _MOST_NAMED = 5
-
-
 _MOST_CONFIG_BYTES = 1_000_000
 
 
 def read_all_weights(options: ModelOptions, architectures: Sequence[str]) -> dict[str, Weights]:
-    """The weights of each architecture that starts from some, by state-dict names.
+    """Read the weights of each architecture that starts from some, by state-dict names.
 
     Raises:
         UserError: weights that cannot be read or are of another architecture; several architectures and one file of
@@ -96,12 +90,12 @@ def read_all_weights(options: ModelOptions, architectures: Sequence[str]) -> dic
 
 
 def digest(weights: Weights) -> str:
-    """SHA-256 of weights: of their names, types, shapes and values, and not of the file that holds them."""
+    """Return the SHA-256 of weights: of their names, types, shapes and values, not of the file that holds them."""
     return hashlib.sha256(save_tensors({name: weights[name] for name in sorted(weights)})).hexdigest()
 
 
 def load_weights(encoder: nn.Module, weights: Weights, architecture: str, source: str) -> None:
-    """Load weights into an encoder from `build_encoder`; what is left out or adapted is told in a warning.
+    """Load weights into an encoder from `build_encoder`; a warning names what is left out or adapted.
 
     A classifier on top is left out. The stem of a ResNet for small images keeps its random weights where the weights
     have another stem (a 7x7 convolution, or several): the layers above it are loaded. The first convolution of an
@@ -144,7 +138,7 @@ def _another_stem(own: Weights, given: Weights) -> bool:
 
 
 def _misfits(own: Weights, given: Weights) -> list[str]:
-    """What keeps weights from being loaded, as clauses; empty where they fit."""
+    """Return what keeps weights from being loaded, as clauses; empty if they fit."""
     problems = [
         f"{name} has the shape {list(given[name].shape)}, expected {list(own[name].shape)}"
         for name in own
@@ -166,7 +160,7 @@ def _first(names: list[str]) -> list[str]:
 
 
 def _classifier_names(architecture: str, own: Weights) -> set[str]:
-    """The names of the classifier's weights in timm's files; the encoder has none."""
+    """Return the names of the classifier's weights in timm's files; the encoder has none."""
     import timm
 
     known = timm.get_pretrained_cfg(architecture.split(".")[0]) if timm.is_model(architecture.split(".")[0]) else None
@@ -179,7 +173,7 @@ def _classifier_names(architecture: str, own: Weights) -> set[str]:
 
 
 def _architecture_of(source: str) -> str | None:
-    """The architecture that a source of weights is of; None where it does not tell."""
+    """Return the architecture that a source of weights is of, or None if it does not say."""
     if source.startswith(_TIMM):
         return source.removeprefix(_TIMM).split(".")[0]
     config = Path(source) / "config.json"

@@ -53,12 +53,12 @@ class Objective(Part):
 
     @property
     def fresh_target(self) -> bool:
-        """Whether the target network starts every round, and not only a client's first, as a copy of the online one."""
+        """Return whether the target network starts every round as a copy of the online one, not only the first."""
         return False
 
     @property
     def views(self) -> int:
-        """Augmented views of each image that a step needs."""
+        """Return how many augmented views of each image a step needs."""
         return 2
 
     @property
@@ -67,7 +67,7 @@ class Objective(Part):
         return self.views
 
     def training_augmentation(self, augmentation: Augmentation) -> Augmentation:
-        """The augmentation that clients train with, from the recipe's, which is made for self-supervised methods."""
+        """Return the augmentation for training, given the recipe's, which is made for self-supervised methods."""
         return augmentation
 
     @abstractmethod

@@ -14,7 +14,7 @@ from .base import Objective, Step
 
 
 def regression_loss(prediction: Tensor, target: Tensor) -> Tensor:
-    """Mean over the batch of |p/|p| - z/|z||^2 = 2 - 2 cos(p, z), a scalar; prediction p and target z are [n, d]."""
+    """Return the mean of |p/|p| - z/|z||^2 = 2 - 2 cos(p, z), a scalar; prediction p and target z are [n, d]."""
     return 2.0 - 2.0 * F.cosine_similarity(prediction, target, dim=-1).mean()
 
 

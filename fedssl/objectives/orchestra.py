@@ -37,7 +37,7 @@ class OrchestraModel(Model):
 
 
 def cluster_loss(online: Tensor, target: Tensor, centroids: Tensor, temperature: float) -> Tensor:
-    """Mean over the images of -sum_c p_c log q_c; p and q are softmax(z C' / temperature) with z of target and online.
+    """Return the mean of -sum_c p_c log q_c; p and q are softmax(z C' / temperature), z of target and online.
 
     online, target: unit rows [n, d]; centroids: unit rows [c, d]. Result a scalar.
     """

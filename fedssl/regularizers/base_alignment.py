@@ -16,7 +16,7 @@ from .base import Regularizer, StepLoss
 
 
 def squared_distance(representation: Tensor, base: Tensor) -> Tensor:
-    """Mean over the images of |representation - base|_2^2, both [n, d]; a scalar."""
+    """Return the mean over the images of |representation - base|_2^2, both [n, d]; a scalar."""
     return (representation - base).square().sum(dim=1).mean()
 
 

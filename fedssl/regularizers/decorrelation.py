@@ -11,7 +11,7 @@ from .base import Regularizer, StepLoss
 
 
 def decorrelation_loss(representation: Tensor, epsilon: float = 1e-8) -> Tensor:
-    """Mean over i != j of (z'z)_ij^2, divided by n, where z is [n, d] with columns standardised over the batch.
+    """Return the mean over i != j of (z'z)_ij^2, divided by n; z is [n, d] with columns standardised over the batch.
 
     This is (n - 1)^2 / n times the mean of r_ij^2, where r_ij are the batch's correlations. The result is a scalar, 0
     for d = 1.

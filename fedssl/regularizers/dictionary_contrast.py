@@ -19,7 +19,7 @@ from .base import Regularizer, StepLoss, require_two_views
 
 
 def added_negatives(first: Tensor, second: Tensor, dictionary: Tensor, temperature: float) -> Tensor:
-    """By how much NT-Xent of the views grows when the dictionary's rows become negatives of every row; a scalar >= 0.
+    """Return by how much NT-Xent grows when the dictionary's rows become negatives of every row; a scalar >= 0.
 
     It is the mean over the rows of log(s_i + t_i) - log(s_i), where s_i sums exp(similarity / temperature) over the
     2B - 1 other rows and t_i over the dictionary's rows. first, second [B, d] and dictionary [m, d] have unit rows.

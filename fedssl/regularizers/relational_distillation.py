@@ -19,7 +19,7 @@ from .base import Regularizer, StepLoss, require_two_views
 
 
 def relational_loss(first: Tensor, second: Tensor, others: Tensor, temperature: float) -> Tensor:
-    """Jensen-Shannon divergence of the two views' similarity distributions over `others`, mean over the images.
+    """Return the Jensen-Shannon divergence of two views' similarity distributions over `others`, mean over images.
 
     The divergence is (KL(r1 | m) + KL(r2 | m)) / 2, between 0 and ln 2, with m = (r1 + r2) / 2 and
     r1 = softmax_j(cos(first_i, others_j) / temperature); r2 is the same for `second`. first and second are [n, d],
@@ -33,7 +33,7 @@ def relational_loss(first: Tensor, second: Tensor, others: Tensor, temperature: 
 
 
 def other_images(local: LocalRound, batch_size: int, purpose: str) -> Iterator[Tensor]:
-    """Endless batches of the client's own images, one view of each on its device, with random numbers of their own."""
+    """Yield endless batches of the client's own images, one view of each on its device."""
     images = local.client.images
     batches_per_epoch = batches_of_epoch(len(images), batch_size)
     for number, rows in enumerate(endless_batches(len(images), batch_size, local.generator(f"{purpose} order"))):

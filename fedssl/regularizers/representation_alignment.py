@@ -20,7 +20,7 @@ STAGE = "representation_alignment.stage"
 
 
 def model_contrast(now: Tensor, towards: Tensor, away: Tensor, temperature: float) -> Tensor:
-    """-log(exp(cos(z, g) / t) / (exp(cos(z, g) / t) + exp(cos(z, p) / t))), the mean over rows; inputs [n, d]."""
+    """Return -log(exp(cos(z, g) / t) / (exp(cos(z, g) / t) + exp(cos(z, p) / t))), mean over rows; inputs [n, d]."""
     difference = F.cosine_similarity(now, away, dim=-1) - F.cosine_similarity(now, towards, dim=-1)
     return F.softplus(difference / temperature).mean()
 

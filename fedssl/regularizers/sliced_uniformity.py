@@ -21,7 +21,7 @@ RELEASED_DIVISOR = 6
 
 
 def tangent_coordinates(points: Tensor, base: Tensor, direction: Tensor) -> Tensor:
-    """<Log_base(z), direction> for unit vectors z: the coordinate of a point of the sphere along a direction.
+    """Return <Log_base(z), direction> for unit vectors z: a point's coordinate along a direction.
 
     Log_base(z) = angle * (z - cos(angle) base) / sin(angle) with cos(angle) = <z, base>, in radians. It lies in the
     tangent space at the base, so the part of a direction along the base does not count.
@@ -43,7 +43,7 @@ def tangent_coordinates(points: Tensor, base: Tensor, direction: Tensor) -> Tens
 
 
 def sliced_distance(points: Tensor, samples: Tensor, base: Tensor, direction: Tensor) -> Tensor:
-    """For each tangent space, the squared 2-Wasserstein distance between the coordinates of two sets of n points.
+    """Return, per tangent space, the squared 2-Wasserstein distance of the coordinates of two sets of n points.
 
     In one dimension the optimal plan matches the sorted values, so the distance along a direction is the mean squared
     difference of these. The result is its mean over the directions of the tangent space.
@@ -112,8 +112,8 @@ class SlicedUniformity(Regularizer):
                 along_base = (direction * base.unsqueeze(1)).sum(-1, keepdim=True)
                 direction = F.normalize(direction - along_base * base.unsqueeze(1), dim=-1)
             distances = sliced_distance(z, samples, *(t.to(z.device, non_blocking=True) for t in (base, direction)))
-            of_views = distances.mean(-1) if self.scale == "mean" else distances.sum(-1) / RELEASED_DIVISOR
-            local.log("sliced_distance", of_views.detach().mean())
-            return self.weight * of_views.sum()
+            view_coordinates = distances.mean(-1) if self.scale == "mean" else distances.sum(-1) / RELEASED_DIVISOR
+            local.log("sliced_distance", view_coordinates.detach().mean())
+            return self.weight * view_coordinates.sum()
 
         return term

@@ -19,7 +19,7 @@ from .base import Regularizer, StepLoss
 
 
 def sphere_samples(rows: int, features: int, generator: torch.Generator) -> Tensor:
-    """Uniform samples of the unit sphere, float32 [rows, features] on the CPU."""
+    """Draw uniform samples of the unit sphere, float32 [rows, features] on the CPU."""
     return F.normalize(torch.randn(rows, features, generator=generator), dim=1)
 
 

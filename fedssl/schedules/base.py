@@ -45,7 +45,7 @@ class Schedule(Part):
 
     @abstractmethod
     def plan(self, layers: int, round_number: int, seed: int) -> Plan:
-        """The plan of a round.
+        """Return the plan of a round.
 
         Args:
             layers: number of the encoder's layers; 1 where it is not cut.
@@ -57,7 +57,7 @@ class Schedule(Part):
         """Raise a UserError for options that do not fit the encoder or the number of rounds."""
 
     def adapt(self, encoder: nn.Module) -> nn.Module:
-        """The encoder that the model is built around, cut into layers if the schedule needs that."""
+        """Return the encoder that the model is built around, cut into layers if the schedule needs that."""
         return StagedEncoder(encoder) if self.cuts else encoder
 
     def prepare(self, model: Model, plan: Plan) -> None:
@@ -86,7 +86,7 @@ class Schedule(Part):
         model.target.requires_grad_(False)
 
     def travelling(self, model: Model, plan: Plan) -> list[str]:
-        """State-dict names of what a weight-exchanging aggregator sends up and down in a round."""
+        """Return state-dict names of what a weight-exchanging aggregator sends up and down in a round."""
         if not isinstance(model.encoder, StagedEncoder):
             return [name for name in model.state_dict() if name.startswith("online.")]
         encoder_names = {"online.encoder." + name for name in model.encoder.names(plan.active, top=plan.depth)}
@@ -97,7 +97,7 @@ class Schedule(Part):
         ]
 
     def lacking(self, model: Model, plan: Plan, held: int) -> list[str]:
-        """State-dict names of the final layers that a client lacks if it holds only the first `held` layers."""
+        """Return state-dict names of the final layers that a client lacks if it holds the first `held` layers."""
         if not isinstance(model.encoder, StagedEncoder):
             return []
         return ["online.encoder." + name for name in model.encoder.names(range(held, plan.done))]

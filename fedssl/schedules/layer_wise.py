@@ -69,13 +69,13 @@ class LayerWise(Schedule):
         return Plan(stage, len(earlier) + len(newest), tuple(newest), frozen, done=len(earlier))
 
     def _stage(self, layers: int, round_number: int) -> tuple[int, range, range]:
-        """The stage, the layers of earlier stages, and those that it adds."""
+        """Return the stage, the layers of earlier stages, and those that it adds."""
         stage = 1 + (round_number - 1) // self.rounds_per_stage
         first = (stage - 1) * self.layers_per_stage
         return stage, range(first), range(first, first + self.layers_per_stage)
 
     def _kept(self, earlier: int, round_number: int, seed: int) -> tuple[int, ...]:
-        """The earlier layers that a round uses."""
+        """Return the earlier layers that a round uses."""
         if self.kept_layers is None or earlier <= self.kept_layers:
             return tuple(range(earlier))
         generator = generator_for(seed, "depth_dropout", round_number)

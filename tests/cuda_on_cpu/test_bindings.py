@@ -65,7 +65,7 @@ pytestmark = [
 
 
 def without_those_for_the_cpu(operator: Callable[..., object]) -> Callable[..., object]:
-    alone = {*native.FOR_CPU_ALONE, "similarity_logsumexp_gradients"}
+    alone = {*native.CPU_ONLY, "similarity_logsumexp_gradients"}
     return lambda name, *tensors: None if name in alone else operator(name, *tensors)
 
 
@@ -103,7 +103,7 @@ class Bindings:
             for name, operator in {**self.operators, **IN_PYTHON}.items():
                 registered.impl(name, noting(name, operator), "CPU")
             patch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True), raising=False)
-            patch.setattr(native, "CUDA", frozenset({*native.COMPILED, "linear_cka_large"} - native.FOR_CPU_ALONE))
+            patch.setattr(native, "CUDA", frozenset({*native.COMPILED, "linear_cka_large"} - native.CPU_ONLY))
             patch.setattr(checks, "has_values", lambda tensor: False)
             patch.setattr(native, "operator", without_those_for_the_cpu(native.operator))
             yield called
@@ -258,7 +258,7 @@ def check(bindings, name):
 
 
 def test_every_operator_is_there(bindings):
-    assert {*native.COMPILED, *native.PARTS} - native.FOR_CPU_ALONE <= {*bindings.operators, *IN_PYTHON}
+    assert {*native.COMPILED, *native.PARTS} - native.CPU_ONLY <= {*bindings.operators, *IN_PYTHON}
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -17,7 +17,7 @@ from tests.cuda_on_cpu.emulated_card import EmulatedCard
 from tests.cuda_on_cpu.emulation import ROOT, SANITIZED
 from tests.cuda_on_cpu.planted_faults import CRASH, FAULTS, HANG, LAUNCH, FaultyCompiler, number_of
 
-OPERATORS = sorted({*native.COMPILED, "linear_cka_large"} - native.FOR_CPU_ALONE)
+OPERATORS = sorted({*native.COMPILED, "linear_cka_large"} - native.CPU_ONLY)
 SELF_TEST = importlib.import_module("fedkernels.self_test")
 
 pytestmark = [
