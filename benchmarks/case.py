@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,6 +13,13 @@ from torch import Tensor
 Inputs = dict[str, Any]  # whatever the calls of a case take
 Outputs = dict[str, Tensor]  # "value", and "gradient in NAME" for each gradient
 Errors = dict[str, float]  # of "value" and of "gradient"
+Timer = Callable[[], float]  # calls once more -> seconds
+
+
+class Clock(Protocol):
+    def timer(self, run: Callable[[], object], before: Callable[[], None] | None) -> Timer:
+        """Return a timer of run(); before() is called first and is not timed."""
+        ...
 
 
 @dataclass(frozen=True)

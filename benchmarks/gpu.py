@@ -11,14 +11,11 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from benchmarks.case import Case, Implementation, Inputs
-
-if TYPE_CHECKING:  # timing.py imports this module
-    from benchmarks.timing import Clock
+from benchmarks.case import Case, Clock, Implementation, Inputs
 
 WALL_CALLS = 5
 SLEEP_CLOCK = 2_000_000_000  # cycles a second of the device's sleep, approximately

@@ -25,10 +25,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.case import Bar, Case, Implementation
+from benchmarks.case import Bar, Case, Clock, Implementation
 from benchmarks.gpu import EventClock
 from benchmarks.resident_memory import measure_memory
-from benchmarks.timing import Clock, HostClock, Row, time_case
+from benchmarks.timing import HostClock, Row, time_case
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT = 600.0  # seconds, for one call of one implementation with all that surrounds it, and for one's repeats

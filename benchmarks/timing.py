@@ -9,13 +9,13 @@ import gc
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.case import Case, Implementation, Inputs, Outputs, largest_errors
+from benchmarks.case import Case, Clock, Implementation, Inputs, Outputs, Timer, largest_errors
 from benchmarks.gpu import wall_and_memory
 
 SHORTEST = 0.02  # seconds: the host's clock repeats a shorter call
@@ -23,13 +23,6 @@ LONGEST = 0.4  # seconds of an implementation's repeats, where their number is n
 LEAST, MOST = 5, 50  # repeats, where their number is not given
 
 Row = dict[str, Any]
-Timer = Callable[[], float]  # calls once more -> seconds
-
-
-class Clock(Protocol):
-    def timer(self, run: Callable[[], object], before: Callable[[], None] | None) -> Timer:
-        """Times run(); before() is called first and is not timed."""
-        ...
 
 
 class HostClock:
