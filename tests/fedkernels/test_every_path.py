@@ -309,15 +309,15 @@ PATHS |= {
     "nn.CKALoss": PATHS["linear_cka"]._replace(
         reference="fedkernels/test_contexts.py::test_module_of_cka", compiles=f"{MODULES}[CKALoss]"
     ),
-    "pot.mm_unbalanced": Path(
-        "fedkernels/test_pot.py::test_equals_pot",
+    "compat.pot.mm_unbalanced": Path(
+        "fedkernels/compat/test_pot.py::test_equals_pot",
         ORIGINALS + "pot_gives_the_gradient_of_the_total_cost",
         STIFF + "the_operators_keep_to_torchs_rules_with_other_methods[interior_point]",
         Because("as POT's it takes lists and arrays, which no graph holds; unbalanced_ot_plan compiles"),
         f"{WITHOUT_KERNELS}[unbalanced_ot, interior point]",
     ),
-    "torchjd.MinimumNormWeighting": PATHS["client_weights, lower bounds"]._replace(
-        reference="fedkernels/test_torchjd.py::test_the_weighting_and_the_aggregator_are_torchjds_and_exact"
+    "compat.torchjd_aggregators.MinimumNormWeighting": PATHS["client_weights, lower bounds"]._replace(
+        reference="fedkernels/compat/test_torchjd_aggregators.py::test_the_weighting_and_the_aggregator_are_torchjds_and_exact"
     ),
     "compat.open_clip.ClipLoss": PATHS["clip_loss"]._replace(
         reference=ORIGINALS + "open_clip_in_one_process",
@@ -373,8 +373,8 @@ PATHS |= {
     ),
 }
 PATHS |= {
-    "pot.mm_unbalanced2": PATHS["pot.mm_unbalanced"],
-    "torchjd.MinimumNorm": PATHS["torchjd.MinimumNormWeighting"],
+    "compat.pot.mm_unbalanced2": PATHS["compat.pot.mm_unbalanced"],
+    "compat.torchjd_aggregators.MinimumNorm": PATHS["compat.torchjd_aggregators.MinimumNormWeighting"],
     "compat.sentence_transformers.CachedMultipleNegativesSymmetricRankingLoss": PATHS[
         "compat.sentence_transformers.CachedMultipleNegativesRankingLoss"
     ],
@@ -429,8 +429,8 @@ def problem(cell: str) -> str:
 def public_names() -> set[str]:
     names = set(fedkernels.__all__) - {"nn", "__version__"}
     names |= {f"distributed.{name}" for name in distributed.__all__}
-    modules = [PACKAGE / f"{name}.py" for name in ("nn", "pot", "torchjd")]
-    modules += [path for path in (PACKAGE / "compat").glob("*.py") if not path.name.startswith("_")]
+    modules = [PACKAGE / "nn.py"]
+    modules += [path for path in (PACKAGE / "compat").glob("[!_]*.py") if path.stem != "only_default"]
     for path in modules:
         prefix = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
         for node in ast.parse(path.read_text(encoding="utf-8")).body:

@@ -55,3 +55,13 @@ def test_import_is_alone():
     code = "import sys, fedkernels; fedkernels.info_nce; print(*sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"fedssl", "torch._inductor"} & set(result.stdout.split())
+
+
+def test_the_former_import_paths_give_the_same_objects():
+    from fedkernels.drop_in.lightly import NTXentLoss
+
+    from fedkernels.compat import lightly, pot
+    from fedkernels.pot import mm_unbalanced
+
+    assert NTXentLoss is lightly.NTXentLoss
+    assert mm_unbalanced is pot.mm_unbalanced
