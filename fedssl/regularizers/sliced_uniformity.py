@@ -112,8 +112,8 @@ class SlicedUniformity(Regularizer):
                 along_base = (direction * base.unsqueeze(1)).sum(-1, keepdim=True)
                 direction = F.normalize(direction - along_base * base.unsqueeze(1), dim=-1)
             distances = sliced_distance(z, samples, *(t.to(z.device, non_blocking=True) for t in (base, direction)))
-            view_coordinates = distances.mean(-1) if self.scale == "mean" else distances.sum(-1) / RELEASED_DIVISOR
-            local.log("sliced_distance", view_coordinates.detach().mean())
-            return self.weight * view_coordinates.sum()
+            view_distances = distances.mean(-1) if self.scale == "mean" else distances.sum(-1) / RELEASED_DIVISOR
+            local.log("sliced_distance", view_distances.detach().mean())
+            return self.weight * view_distances.sum()
 
         return term
