@@ -7,7 +7,9 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -203,37 +205,12 @@ def visible_device(rank: int, visible: str | None) -> str:
     return str(rank) if visible is None else visible.split(",")[rank].strip()
 
 
-def info_nce(query: Tensor, key: Tensor, temperature: float, shared: bool) -> Tensor:
-    """Compute `fedkernels.info_nce`; in a shared batch, of this process's queries against all processes' keys.
+def losses(shared: bool) -> ModuleType:
+    """Return the module whose `info_nce` and `nt_xent` see the whole batch: `fedkernels`, or `fedkernels.distributed`.
+
+    With the latter the mean of the losses over the processes is the loss of the whole batch.
 
     Args:
-        query, key: [n, d], this process's.
-        temperature: divides the products.
         shared: whether other processes have the rest of the batch (`Model.shares_batches`).
-
-    Returns:
-        A scalar, whose mean over the processes is the loss of the whole batch.
     """
-    if not shared:
-        return fedkernels.info_nce(query, key, temperature)
-    from fedkernels import distributed  # here, as some builds of torch lack torch.distributed
-
-    return distributed.info_nce(query, key, temperature)
-
-
-def nt_xent(view1: Tensor, view2: Tensor, temperature: float, shared: bool) -> Tensor:
-    """Compute `fedkernels.nt_xent`; in a shared batch, of this process's views against all processes' views.
-
-    Args:
-        view1, view2: [n, d], this process's.
-        temperature: divides the products.
-        shared: whether other processes have the rest of the batch (`Model.shares_batches`).
-
-    Returns:
-        A scalar, whose mean over the processes is the loss of the whole batch.
-    """
-    if not shared:
-        return fedkernels.nt_xent(view1, view2, temperature)
-    from fedkernels import distributed
-
-    return distributed.nt_xent(view1, view2, temperature)
+    return import_module("fedkernels.distributed") if shared else fedkernels  # some builds lack torch.distributed

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from ..models.data_parallel import info_nce
+from ..models.data_parallel import losses
 from ..models.heads import mlp_head
 from ..models.model import Model
 from .base import Objective, Step
@@ -62,8 +62,8 @@ class MoCoV3(Objective):
         representations, projections, predictions = model.outputs_of_views(views)
         first, second = (F.normalize(p, dim=1) for p in predictions)
         first_key, second_key = (F.normalize(key, dim=1) for key in model.target_of_views(views))
-        loss = info_nce(first, second_key, self.temperature, model.shares_batches)
-        loss = loss + info_nce(second, first_key, self.temperature, model.shares_batches)
+        info_nce = losses(model.shares_batches).info_nce
+        loss = info_nce(first, second_key, self.temperature) + info_nce(second, first_key, self.temperature)
         return Step(loss, representations, projections, predictions)
 
     def after_step(self, model: Model) -> None:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from ..models.data_parallel import nt_xent
+from ..models.data_parallel import losses
 from ..models.heads import mlp_head
 from ..models.model import Model
 from .base import Objective, Step
@@ -40,5 +40,5 @@ class SimCLR(Objective):
     def step(self, model: Model, views: tuple[Tensor, ...], labels: Tensor) -> Step:
         representations, projections = model.outputs_of_views(views)
         first, second = (F.normalize(projection, dim=1) for projection in projections)
-        loss = nt_xent(first, second, self.temperature, model.shares_batches)
+        loss = losses(model.shares_batches).nt_xent(first, second, self.temperature)
         return Step(loss, representations, projections)
