@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from ..errors import UserError
+from ..untrusted import printable
 from .decoding import Decoding, decode_images, report_broken
-from .files import expanded, first_line, kind_of, listed, notify, printable
-from .image_files import list_files, notify_of_left_out, subfolders
+from .files import expanded, first_line, kind_of, list_files, listed, notify, notify_of_left_out, subfolders
 from .options import DataOptions
 from .splits import LabelledImages, Splits
 from .stored_images import images_of_rows
@@ -117,7 +117,7 @@ def load_images(options: DataOptions) -> Splits:
     size = options.image_size or DEFAULT_IMAGE_SIZE
     if options.name == "images" and options.image_size is None:
         notify(f"images are resized to {size} x {size} pixels; set data.image_size for another size")
-    decoded = decode_images([file.path for file in files], Decoding.of(options, size, size))
+    decoded = decode_images([file.path for file in files], Decoding.of(options, size))
     kept = [files[index] for index in decoded.kept]
     of_train = sum(index < len(train) for index in decoded.kept)
     if of_train == 0 or (test and of_train == len(kept)):

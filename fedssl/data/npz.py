@@ -14,7 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import UserError
-from .files import first_line, kind_of, listed, printable
+from ..untrusted import printable
+from .files import expanded, first_line, kind_of, listed
+from .options import DataOptions
 from .pixels import Window, channels_first, to_uint8
 from .splits import LabelledImages, Splits, unlabelled
 from .stored_images import available_memory, readable_bytes
@@ -176,7 +178,7 @@ _VALIDATION_KEYS = (("x_val", "y_val"), ("val_images", "val_labels"))
 _MOST_CLASSES = 65536
 
 
-def load_npz(path: Path, window: Window | None = None) -> Splits:
+def load_npz(options: DataOptions) -> Splits:
     """Read the training, test and, if there is one, validation split of an .npz file.
 
     A file without any labels is a dataset without labels; then the test images may be missing. Labels [n, labels] of 0
@@ -185,6 +187,8 @@ def load_npz(path: Path, window: Window | None = None) -> Splits:
     Raises:
         UserError: the file is missing or unreadable, or its arrays do not fit together.
     """
+    assert options.path is not None
+    path, window = expanded(options.path, "data.path"), options.window
     with NpzArchive(path) as archive:
         unlabelled_keys = _unlabelled_keys(archive.names)
         if unlabelled_keys:

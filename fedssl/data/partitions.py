@@ -11,8 +11,9 @@ from torch import Tensor
 
 from ..errors import UserError
 from ..options import Options
+from ..untrusted import printable
 from .datasets import Dataset
-from .files import listed, printable
+from .files import listed
 
 _MOST_DRAWS = 1000
 

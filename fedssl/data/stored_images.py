@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
-from .files import printable
+from ..untrusted import printable
 
 
 class StoredImages:

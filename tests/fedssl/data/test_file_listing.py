@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fedssl.data.datasets import load_dataset
-from fedssl.data.image_files import list_files
+from fedssl.data.files import list_files
 from fedssl.data.options import DataOptions
 from tests.fedssl.data.data_files import refused, write_image
 
