@@ -1,4 +1,4 @@
-"""Datasets of image files in folders: with labels from the folders' names or from a table, or without labels."""
+"""Datasets of image files in folders, with labels from the folders' names or from a table, or without labels."""
 
 import csv
 import os
@@ -16,71 +16,6 @@ from .files import expanded, first_line, kind_of, list_files, listed, notify, no
 from .options import DataOptions
 from .splits import LabelledImages, Splits
 from .stored_images import images_of_rows
-
-
-@dataclass(frozen=True)
-class ImageTable:
-    """A table's content.
-
-    Attributes:
-        path: the file it was read from.
-        line_of: the number of a file's line (from 0) by the file's name as it stands in the table.
-        columns: the values of every line by the column's name, as text.
-    """
-
-    path: Path
-    line_of: dict[str, int]
-    columns: dict[str, list[str]]
-
-
-def read_table(path: Path, file_column: str, label_column: str | None) -> ImageTable:
-    """Read a CSV file with a header line (separated by tabs where its name ends with .tsv).
-
-    Args:
-        path: the table.
-        file_column: the column that holds the files' names.
-        label_column: the column that holds the labels; it must be there and have no empty value.
-
-    Raises:
-        UserError: the file cannot be read, lacks a column, or names a file twice.
-    """
-    shown = printable(path)
-    if kind_of(path) != "file":
-        raise UserError(f"there is no table {shown}; set data.labels to a CSV file, or to folders")
-    try:
-        with open(path, newline="", encoding="utf-8-sig") as file:
-            delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
-            header, *lines = [line for line in csv.reader(file, delimiter=delimiter, strict=True) if line] or [[]]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"{shown} cannot be read as a table ({first_line(error)}); save it as CSV in UTF-8") from error
-    for option, name in (("file_column", file_column), ("label_column", label_column)):
-        if name is not None and name not in header:
-            what = "" if option == "file_column" else ", or to null where the table has no labels"
-            raise UserError(
-                f"{shown} has the columns {listed(header)}, but not {printable(name)}; set data.{option}{what}"
-            )
-    twice = sorted({name for name in header if header.count(name) > 1})
-    if twice:
-        raise UserError(f"{shown} has several columns named {listed(twice)}; rename them")
-    wrong = next((number for number, line in enumerate(lines, 2) if len(line) != len(header)), None)
-    if wrong is not None:
-        raise UserError(
-            f"{shown}: line {wrong} has {len(lines[wrong - 2])} values, but the header has {len(header)}; "
-            "correct that line"
-        )
-    columns = {name: [line[position] for line in lines] for position, name in enumerate(header)}
-    if label_column is not None and "" in columns[label_column]:
-        number = columns[label_column].index("") + 2
-        raise UserError(f"{shown}: line {number} has no {printable(label_column)}; fill it in, or remove the line")
-    files = [Path(name).as_posix() for name in columns[file_column]]
-    line_of = {name: number for number, name in enumerate(files)}
-    if len(line_of) < len(files):
-        again = sorted({name for name in files if files.count(name) > 1}) if len(files) < 10_000 else []
-        which = f": {listed(again)}" if again else ""
-        count = len(files) - len(line_of)
-        raise UserError(f"{shown} has {count} files on more than one line{which}; keep one line each")
-    return ImageTable(path, line_of, columns)
-
 
 DEFAULT_IMAGE_SIZE = 32
 
@@ -119,61 +54,118 @@ def load_images(options: DataOptions) -> Splits:
         notify(f"images are resized to {size} x {size} pixels; set data.image_size for another size")
     decoded = decode_images([file.path for file in files], Decoding.of(options, size))
     kept = [files[index] for index in decoded.kept]
-    of_train = sum(index < len(train) for index in decoded.kept)
-    if of_train == 0 or (test and of_train == len(kept)):
-        name = "training" if of_train == 0 else "test"
+    train_count = sum(index < len(train) for index in decoded.kept)
+    if train_count == 0 or (test and train_count == len(kept)):
+        name = "training" if train_count == 0 else "test"
         raise UserError(f"none of the {name} images in {printable(root)} can be read; repair or replace them")
     number_of = {name: number for number, name in enumerate(class_names)}
-    labels = torch.tensor([number_of[file.label] if file.label is not None else 0 for file in kept])
-    names = list(kept[0].columns)
+    labels = torch.tensor([0 if file.label is None else number_of[file.label] for file in kept])
     train_split, test_split = (
         LabelledImages(
             images_of_rows(decoded.images, part),
             labels[part],
-            columns={name: tuple(file.columns[name] for file in kept[part]) for name in names},
+            columns={name: tuple(file.columns[name] for file in kept[part]) for name in kept[0].columns},
         )
-        for part in (slice(0, of_train), slice(of_train, None))
+        for part in (slice(0, train_count), slice(train_count, None))
     )
     return Splits(train_split, test_split, tuple(map(printable, class_names)))
 
 
 def _listed_splits(root: Path, options: DataOptions) -> tuple[list[_ImageFile], list[_ImageFile]]:
-    """The training and test files; what is left out is named to the user."""
-    table = None
+    """List the training and test files; what is left out is named to the user."""
+    table, table_path = None, None
     if isinstance(options.labels, Path):
-        table = read_table(expanded(options.labels, "data.labels"), options.file_column, options.label_column)
+        table_path = expanded(options.labels, "data.labels")
+        table = _read_table(table_path, options.file_column, options.label_column)
     by_folder = options.name == "folder" or options.labels == "folders"
-    split_folders = _split_folders(root, options)
+    folders = _split_folders(root, options)
     listing = list_files(root)
-    left_out = [file for file in listing.others if table is None or not _same_file(file, table.path)]
-    splits: list[list[_ImageFile]] = [[] for _ in split_folders]
+    left_out = [file for file in listing.others if table_path is None or not _same_file(file, table_path)]
+    splits: list[list[_ImageFile]] = [[] for _ in folders]
     for path in listing.images:
-        position = next((n for n, folder in enumerate(split_folders) if path.is_relative_to(folder)), None)
-        file = None
-        if position is not None:
-            file = _described(path, root, split_folders[position], by_folder, table, options)
-        if position is None or file is None:
+        split = next((n for n, folder in enumerate(folders) if path.is_relative_to(folder)), None)
+        file = None if split is None else _described(path, root, folders[split], by_folder, table, options.label_column)
+        if split is None or file is None:
             left_out.append(path)
         else:
-            splits[position].append(file)
-    expected = "in train/ or test/" if len(splits) > 1 else ""
-    expected = "in the folder of its class" if by_folder else "on a line of the table" if table else expected
+            splits[split].append(file)
+    if by_folder:
+        expected = "in the folder of its class"
+    elif table is not None:
+        expected = "on a line of the table"
+    else:
+        expected = "in train/ or test/" if len(splits) > 1 else ""
     notify_of_left_out(left_out, root, expected)
     if by_folder:
-        for folder, files in zip(split_folders, splits, strict=True):
+        for folder, files in zip(folders, splits, strict=True):
             files.sort(key=lambda file: file.label or "")  # a stable sort: a class's files keep their order
             _require_no_empty_class(folder, {file.label for file in files})
     if table is not None:
-        _report_missing(table, root, splits, options)
+        present = {file.path.relative_to(root).as_posix() for files in splits for file in files}
+        missing = {
+            number: "not a file whose name ends as an image's" if (root / name).exists() else "there is no such file"
+            for number, name in enumerate(table)
+            if name not in present
+        }
+        report_broken([root / name for name in table], missing, options.broken)
     if not splits[0]:
-        raise UserError(
-            f"{printable(split_folders[0])} holds no image that can be used; set data.path to a folder of images"
-        )
+        raise UserError(f"{printable(folders[0])} holds no image that can be used; set data.path to a folder of images")
     return splits[0], splits[1] if len(splits) > 1 else []
 
 
+def _read_table(path: Path, file_column: str, label_column: str | None) -> dict[str, dict[str, str]]:
+    """Read a CSV file with a header line (separated by tabs where its name ends with .tsv).
+
+    Args:
+        path: the table.
+        file_column: the column that holds the files' names.
+        label_column: the column that holds the labels; it must be there and have no empty value.
+
+    Returns:
+        The values of each line by column, by the file's name as it stands in the table.
+
+    Raises:
+        UserError: the file cannot be read, lacks a column, or names a file twice.
+    """
+    shown = printable(path)
+    if kind_of(path) != "file":
+        raise UserError(f"there is no table {shown}; set data.labels to a CSV file, or to folders")
+    try:
+        with open(path, newline="", encoding="utf-8-sig") as file:
+            delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
+            header, *lines = [line for line in csv.reader(file, delimiter=delimiter, strict=True) if line] or [[]]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"{shown} cannot be read as a table ({first_line(error)}); save it as CSV in UTF-8") from error
+    for option, name in (("file_column", file_column), ("label_column", label_column)):
+        if name is not None and name not in header:
+            what = "" if option == "file_column" else ", or to null where the table has no labels"
+            raise UserError(
+                f"{shown} has the columns {listed(header)}, but not {printable(name)}; set data.{option}{what}"
+            )
+    twice = sorted({name for name in header if header.count(name) > 1})
+    if twice:
+        raise UserError(f"{shown} has several columns named {listed(twice)}; rename them")
+    for number, line in enumerate(lines, 2):
+        if len(line) != len(header):
+            raise UserError(
+                f"{shown}: line {number} has {len(line)} values, but the header has {len(header)}; correct that line"
+            )
+    rows = [dict(zip(header, line, strict=True)) for line in lines]
+    for number, row in enumerate(rows, 2):
+        if label_column is not None and row[label_column] == "":
+            raise UserError(f"{shown}: line {number} has no {printable(label_column)}; fill it in, or remove the line")
+    files = [Path(row[file_column]).as_posix() for row in rows]
+    table = dict(zip(files, rows, strict=True))
+    if len(table) < len(files):
+        again = sorted({name for name in files if files.count(name) > 1}) if len(files) < 10_000 else []
+        which = f": {listed(again)}" if again else ""
+        count = len(files) - len(table)
+        raise UserError(f"{shown} has {count} files on more than one line{which}; keep one line each")
+    return table
+
+
 def _split_folders(root: Path, options: DataOptions) -> list[Path]:
-    """The folders train/ and test/ where both are there, and else the folder itself."""
+    """Return the folders train/ and test/ where both are there, and else the folder itself."""
     folders = [root / "train", root / "test"]
     missing = [folder for folder in folders if kind_of(folder) != "folder"]
     if missing and options.name == "folder":
@@ -185,19 +177,23 @@ def _split_folders(root: Path, options: DataOptions) -> list[Path]:
 
 
 def _described(
-    path: Path, root: Path, split: Path, by_folder: bool, table: ImageTable | None, options: DataOptions
+    path: Path,
+    root: Path,
+    split_folder: Path,
+    by_folder: bool,
+    table: dict[str, dict[str, str]] | None,
+    label_column: str | None,
 ) -> _ImageFile | None:
-    """A file with its label; None where it lies in no class folder, or the table does not name it."""
+    """Return a file with its label; None where it lies in no class folder, or the table does not name it."""
     if by_folder:
-        parts = path.relative_to(split).parts
-        return _ImageFile(path, parts[0]) if len(parts) > 1 else None
+        inner = path.relative_to(split_folder).parts
+        return _ImageFile(path, inner[0]) if len(inner) > 1 else None
     if table is None:
         return _ImageFile(path)
-    line = table.line_of.get(path.relative_to(root).as_posix())
-    if line is None:
+    columns = table.get(path.relative_to(root).as_posix())
+    if columns is None:
         return None
-    columns = {name: values[line] for name, values in table.columns.items()}
-    return _ImageFile(path, None if options.label_column is None else columns[options.label_column], columns)
+    return _ImageFile(path, None if label_column is None else columns[label_column], columns)
 
 
 def _require_no_empty_class(folder: Path, labels: set[str | None]) -> None:
@@ -207,22 +203,8 @@ def _require_no_empty_class(folder: Path, labels: set[str | None]) -> None:
         raise UserError(f"{printable(folder)} needs one folder of images a class, none of them empty{what}")
 
 
-def _report_missing(
-    table: ImageTable, root: Path, splits: Sequence[Sequence[_ImageFile]], options: DataOptions
-) -> None:
-    """Treat files that the table names and that do not exist as broken ones."""
-    present = {file.path.relative_to(root).as_posix() for files in splits for file in files}
-    names = list(table.line_of)
-    missing = {
-        number: "not a file whose name ends as an image's" if (root / name).exists() else "there is no such file"
-        for number, name in enumerate(names)
-        if name not in present
-    }
-    report_broken([root / name for name in names], missing, options.broken)
-
-
 def _class_names(train: Sequence[_ImageFile], test: Sequence[_ImageFile], by_number: bool) -> list[str]:
-    """The classes in alphabetical order, or by their value where all are numbers; none without labels."""
+    """Return the classes in alphabetical order, or by their value where all are numbers; none without labels."""
     labels = {file.label for file in train if file.label is not None}
     unknown = {file.label for file in test if file.label is not None} - labels
     if unknown:
@@ -233,7 +215,9 @@ def _class_names(train: Sequence[_ImageFile], test: Sequence[_ImageFile], by_num
 
 
 def _split_off_test(files: list[_ImageFile], fraction: float) -> tuple[list[_ImageFile], list[_ImageFile]]:
-    """Training and test files: of each class the same fraction, the same for every seed, and at least one for training.
+    """Divide files into training and test files: the same fraction of each class, but at least one for training.
+
+    The division is the same for every seed.
 
     Raises:
         UserError: no class has enough images for a test image.
