@@ -102,11 +102,11 @@ def load_dataset(options: DataOptions, seed: int) -> Dataset:
         public_images, train = _hold_out(train, options.public_holdout, seed)
 
     if options.train_limit is not None:
-        train = _balanced_subset(train, options.train_limit, _generator(seed, _TRAIN_STREAM))
+        train = _balanced_subset(train, options.train_limit, np.random.default_rng([seed, _TRAIN_STREAM]))
     if options.test_limit is not None:
-        test = _balanced_subset(test, options.test_limit, _generator(0, _TEST_STREAM))
+        test = _balanced_subset(test, options.test_limit, np.random.default_rng([0, _TEST_STREAM]))
     if options.public_limit is not None and public_images is not None:
-        order = torch.from_numpy(_generator(seed, _PUBLIC_STREAM).permutation(len(public_images)))
+        order = torch.from_numpy(np.random.default_rng([seed, _PUBLIC_STREAM]).permutation(len(public_images)))
         public_images = public_images[order[: options.public_limit].sort().values]
 
     return Dataset(
@@ -158,15 +158,13 @@ def load_torchvision_set(options: DataOptions) -> Splits:
     try:
         train, test = (read(root, **split, download=options.download) for split in source.split_arguments)
     except (RuntimeError, OSError, ValueError, AssertionError) as error:
+        problem = f"is not complete under {root}; set data.download=true to fetch it, or data.path to the folder that"
         if options.download:
-            raise UserError(
-                f"{name} could not be downloaded to {root} ({first_line(error)}); "
-                "check the network and the disk, or set data.path to a folder that holds it"
-            ) from error
-        raise UserError(
-            f"{name} is not complete under {root}; "
-            "set data.download=true to fetch it, or data.path to the folder that holds it"
-        ) from error
+            problem = (
+                f"could not be downloaded to {root} ({first_line(error)}); check the network and the disk, or set "
+                "data.path to a folder that"
+            )
+        raise UserError(f"{name} {problem} holds it") from error
 
     def to_images(split: Any) -> LabelledImages:
         labels = split.targets if hasattr(split, "targets") else split.labels
@@ -207,12 +205,9 @@ def _require_usable_shapes(train: LabelledImages, **others: LabelledImages | Non
 
 
 def _load_public_images(options: DataOptions, shape: torch.Size) -> Tensor:
-    """Read the .npz file or folder `public_path` as uint8 [n, *shape], where `shape` is the training images' [C, H, W].
+    """Read an .npz file or a folder as uint8 [n, *shape], where `shape` is the training images' [C, H, W].
 
     Gray images become RGB where the training images are in colour.
-
-    Raises:
-        UserError: nothing can be read there, or the images are in colour and the training images are gray.
     """
     assert options.public_path is not None
     path = expanded(options.public_path, "data.public_path")
@@ -224,14 +219,14 @@ def _load_public_images(options: DataOptions, shape: torch.Size) -> Tensor:
             "data.public_holdout=NUMBER"
         )
     if kind == "folder":
-        listing = list_files(path)
-        notify_of_left_out(listing.others, path)
-        if not listing.images:
+        files, others = list_files(path)
+        notify_of_left_out(others, path)
+        if not files:
             raise UserError(
                 f"{printable(path)} holds no image; data.public_path must name a folder with images or an .npz file"
             )
-        decoding = Decoding(height, width, options.window, options.broken)
-        images = decode_images(sorted(listing.images), decoding).images[:]
+        decoded, _ = decode_images(sorted(files), Decoding(height, width, options.window, options.broken))
+        images = decoded[:]
     else:
         images = _public_array(path, options)
     if images.shape[1] == 3 and channels == 1:
@@ -265,7 +260,7 @@ def _hold_out(train: LabelledImages, count: int, seed: int) -> tuple[Tensor, Lab
         raise UserError(
             f"data.public_holdout={count} leaves no training image of {total}; lower it to at most {total - 1}"
         )
-    order = torch.from_numpy(_generator(seed, _HOLDOUT_STREAM).permutation(total))
+    order = torch.from_numpy(np.random.default_rng([seed, _HOLDOUT_STREAM]).permutation(total))
     held_out, kept = order[:count].sort().values, order[count:].sort().values
     return train.images[held_out], train.rows(kept)
 
@@ -280,7 +275,3 @@ def _balanced_subset(split: LabelledImages, limit: int, generator: np.random.Gen
         rank_in_class[members] = np.arange(len(members))
     chosen = order[np.argsort(rank_in_class, kind="stable")[:limit]]
     return split.rows(torch.from_numpy(np.sort(chosen)))
-
-
-def _generator(seed: int, stream: int) -> np.random.Generator:
-    return np.random.default_rng([seed, stream])

@@ -9,12 +9,13 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 import numpy as np
 import torch
@@ -34,6 +35,8 @@ _SHARE_OF_MEMORY = 0.25  # a holdout and the deal to the clients each copy the i
 _FILES_FOR_RANGE = 20
 _MOST_NAMED = 5
 _SECONDS_BETWEEN_LINES = 10.0
+
+_Store = Callable[[NDArray[np.uint8]], Any]
 
 
 @dataclass(frozen=True)
@@ -61,21 +64,12 @@ class Decoding:
         return cls(size, size, options.window, options.broken, int(limit))
 
 
-@dataclass(frozen=True)
-class DecodedImages:
-    """Images of files.
-
-    Attributes:
-        images: uint8 [n, C, H, W]; C is 1 where every file is gray, and 3 otherwise.
-        kept: which of the files they are, ascending; all of them unless broken ones are skipped.
-    """
-
-    images: Images
-    kept: list[int]
-
-
-def decode_images(files: Sequence[Path], decoding: Decoding) -> DecodedImages:
+def decode_images(files: Sequence[Path], decoding: Decoding) -> tuple[Images, list[int]]:
     """Read image files, at least one, at one size, see `read_pixels`.
+
+    Returns:
+        uint8 [n, C, H, W], where C is 1 if every file is gray and else 3; and which of the files they are, ascending:
+        all of them unless broken ones are skipped.
 
     Raises:
         UserError: files are broken, none is left, or the window does not suit them; or the disk has no room for what
@@ -89,66 +83,33 @@ def decode_images(files: Sequence[Path], decoding: Decoding) -> DecodedImages:
             cache = _cache_path(files, decoding)
             cached = _read_cache(cache)
             if cached is not None:
-                report_broken(files, cached[1], decoding.broken)
-                return cached[0]
+                images, kept, faults = cached
+                report_broken(files, faults, decoding.broken)
+                return images, kept
         kinds, faults = _read_headers(files, decoding.window)
+        readable = {index: files[index] for index in kinds}
         shape = 1 if all(kind.gray for kind in kinds.values()) else 3, decoding.height, decoding.width
-        if cache is None or len(kinds) * math.prod(shape) <= limit:  # gray images take a third
-            in_memory = torch.empty((len(kinds), *shape), dtype=torch.uint8)
+        needed = len(readable) * math.prod(shape)
+        if cache is None or needed <= limit:  # gray images take a third
+            in_memory = torch.empty((len(readable), *shape), dtype=torch.uint8)
             rows = iter(in_memory.numpy())
-            kept = _decode(files, kinds, faults, shape, decoding.window, lambda pixels: np.copyto(next(rows), pixels))
+            kept = _decode(readable, shape, decoding.window, faults, lambda pixels: np.copyto(next(rows), pixels))
             report_broken(files, faults, decoding.broken)
-            return DecodedImages(in_memory[: len(kept)], kept)
-        return _decode_into_file(cache, files, kinds, faults, shape, decoding)
-
-
-def _decode_into_file(
-    cache: Path,
-    files: Sequence[Path],
-    kinds: dict[int, ImageKind],
-    faults: dict[int, str],
-    shape: tuple[int, int, int],
-    decoding: Decoding,
-) -> DecodedImages:
-    """Decode into a temporary file, which becomes the cache where no file is broken or broken ones may be skipped."""
-    needed = len(kinds) * math.prod(shape)
-    notify(f"decoding {len(kinds):,} images once, into {printable(cache)} ({readable_bytes(needed)})")
-    make_folder(cache.parent)
-    free = shutil.disk_usage(cache.parent).free
-    if needed > free:
-        raise UserError(
-            f"the decoded images need {readable_bytes(needed)} in {printable(cache.parent)}, where "
-            f"{readable_bytes(free)} are free; free some space, let XDG_CACHE_HOME name a folder on another disk, "
-            "or raise data.memory_limit"
-        )
-    temporary: Path | None = None
-    try:
-        with tempfile.NamedTemporaryFile(dir=cache.parent, suffix=".partial", delete=False) as file:
-            temporary = Path(file.name)
-
-            def write(pixels: NDArray[np.uint8]) -> None:
-                file.write(np.ascontiguousarray(pixels).data)
-
-            kept = _decode(files, kinds, faults, shape, decoding.window, write)
-            file.flush()
-            os.fsync(file.fileno())
-        report_broken(files, faults, decoding.broken)
-        os.replace(temporary, cache)
-    except OSError as error:
-        raise cannot_write(cache, error) from error
-    finally:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
-    described = {"shape": shape, "kept": kept, "faults": faults}
-    write_atomically(cache.with_suffix(".json"), json.dumps(described).encode())
-    return DecodedImages(open_stored_images(cache, shape, len(kept)), kept)
+            return in_memory[: len(kept)], kept
+        notify(f"decoding {len(readable):,} images once, into {printable(cache)} ({readable_bytes(needed)})")
+        with _new_file(cache, needed) as file:
+            kept = _decode(readable, shape, decoding.window, faults, lambda pixels: file.write(pixels.tobytes()))
+            report_broken(files, faults, decoding.broken)
+        described = {"shape": shape, "kept": kept, "faults": faults}
+        write_atomically(cache.with_suffix(".json"), json.dumps(described).encode())
+        return open_stored_images(cache, shape, len(kept)), kept
 
 
 def _cache_path(files: Sequence[Path], decoding: Decoding) -> Path:
-    """Return the cache of certain files at a certain size: a file of pixels and nothing else.
+    """Return the path of the cache, a file of pixels and nothing else. NAME.json, written last, makes it valid.
 
     Its name is a digest of the files' names, sizes and times of change, and of all that decides how they are decoded;
-    so a file that is changed, or another image size, leads to another cache. NAME.json, written last, makes it valid.
+    so a file that is changed, or another image size, leads to another cache.
     """
     from PIL import __version__ as pillow_version
 
@@ -165,8 +126,8 @@ def _cache_path(files: Sequence[Path], decoding: Decoding) -> Path:
     return folder / f"{digest.hexdigest()[:32]}.images"
 
 
-def _read_cache(cache: Path) -> tuple[DecodedImages, dict[int, str]] | None:
-    """Return what an earlier run has decoded, with the reasons of the files that cannot be read; or None."""
+def _read_cache(cache: Path) -> tuple[Images, list[int], dict[int, str]] | None:
+    """Return the images that an earlier run decoded, which files they are, and why others cannot be read; or None."""
     try:
         stored = json.loads(cache.with_suffix(".json").read_text(encoding="utf-8"))
         channels, height, width = stored["shape"]
@@ -176,7 +137,33 @@ def _read_cache(cache: Path) -> tuple[DecodedImages, dict[int, str]] | None:
         return None
     if not complete:
         return None
-    return DecodedImages(open_stored_images(cache, (channels, height, width), len(kept)), kept), faults
+    return open_stored_images(cache, (channels, height, width), len(kept)), kept, faults
+
+
+@contextmanager
+def _new_file(path: Path, size: int) -> Iterator[IO[bytes]]:
+    """Open a temporary file of at most `size` bytes, which becomes `path` if nothing fails and else is removed."""
+    make_folder(path.parent)
+    free = shutil.disk_usage(path.parent).free
+    if size > free:
+        raise UserError(
+            f"the decoded images need {readable_bytes(size)} in {printable(path.parent)}, where "
+            f"{readable_bytes(free)} are free; free some space, let XDG_CACHE_HOME name a folder on another disk, "
+            "or raise data.memory_limit"
+        )
+    temporary: Path | None = None
+    try:
+        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".partial", delete=False) as file:
+            temporary = Path(file.name)
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise cannot_write(path, error) from error
+    finally:
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
 
 
 def report_broken(files: Sequence[Path], faults: dict[int, str], broken: Literal["refuse", "skip"]) -> None:
@@ -197,11 +184,7 @@ def report_broken(files: Sequence[Path], faults: dict[int, str], broken: Literal
 
 
 def _read_headers(files: Sequence[Path], window: Window | None) -> tuple[dict[int, ImageKind], dict[int, str]]:
-    """Return the kinds of the files by index, and the reasons of those that cannot be read.
-
-    Raises:
-        UserError: the window does not suit the files.
-    """
+    """Return the kinds of the files by index, and the reasons of those that cannot be read."""
     kinds: dict[int, ImageKind] = {}
     faults: dict[int, str] = {}
     for index, file in enumerate(files):
@@ -218,7 +201,7 @@ def _read_headers(files: Sequence[Path], window: Window | None) -> tuple[dict[in
 
 
 def _check_window(files: Sequence[Path], kinds: dict[int, ImageKind], window: Window | None) -> None:
-    """Raise a UserError where files have more than 8 bits a channel, and the window does not say what to do."""
+    """Raise a UserError if files have more than 8 bits a channel, and the window does not say what to do."""
     colour = [index for index, kind in kinds.items() if kind.deep == "colour"]
     if colour and window != "full":
         raise UserError(
@@ -263,25 +246,18 @@ def _range_of_values(files: Sequence[Path]) -> tuple[Path, float, float]:
 
 
 def _decode(
-    files: Sequence[Path],
-    kinds: dict[int, ImageKind],
-    faults: dict[int, str],
-    shape: tuple[int, int, int],
-    window: Window | None,
-    store: Callable[[NDArray[np.uint8]], Any],
+    readable: dict[int, Path], shape: tuple[int, int, int], window: Window | None, faults: dict[int, str], store: _Store
 ) -> list[int]:
-    """Give the pixels of each file to `store`, in order, and add why files cannot be read to `faults`.
+    """Give the pixels of the files to `store` in order, and return the indices of those that can be read.
 
-    Pillow decodes outside Python's lock, so threads do it. Every ten seconds a line on stderr says how far they are.
-
-    Returns:
-        Which of the files can be read.
+    Reasons of the others are added to `faults`. Pillow decodes outside Python's lock, so threads do it. Every ten
+    seconds a line on stderr says how far they are.
     """
     channels, height, width = shape
 
     def read(index: int) -> NDArray[np.uint8] | str:
         try:
-            return read_pixels(files[index], height, width, channels, window)
+            return read_pixels(readable[index], height, width, channels, window)
         except BrokenImageError as error:
             return str(error)
 
@@ -289,7 +265,7 @@ def _decode(
     kept: list[int] = []
     last_line = time.monotonic()
     with ThreadPoolExecutor(workers) as pool:
-        remaining, done = iter(kinds), 0
+        remaining, done = iter(readable), 0
         for chunk in iter(lambda: list(islice(remaining, 16 * workers)), []):  # bounds what waits for its turn
             for index, pixels in zip(chunk, pool.map(read, chunk), strict=True):
                 if isinstance(pixels, str):
@@ -300,5 +276,5 @@ def _decode(
             done += len(chunk)
             if time.monotonic() - last_line >= _SECONDS_BETWEEN_LINES:
                 last_line = time.monotonic()
-                print(f"fedssl: decoding images: {done:,} of {len(kinds):,}", file=sys.stderr, flush=True)
+                print(f"fedssl: decoding images: {done:,} of {len(readable):,}", file=sys.stderr, flush=True)
     return kept

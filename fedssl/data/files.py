@@ -4,7 +4,6 @@ import logging
 import os
 import stat
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -75,23 +74,13 @@ def kind_of(path: Path) -> Literal["file", "folder", "missing", "special"]:
     return "file" if stat.S_ISREG(mode) else "special"
 
 
-@dataclass(frozen=True)
-class FileListing:
-    """The files under a folder, in a fixed order.
-
-    Attributes:
-        images: those whose names end as an image's.
-        others: the files left out that the user may have meant; hidden files and those of programs are not here.
-    """
-
-    images: list[Path]
-    others: list[Path]
-
-
-def list_files(folder: Path) -> FileListing:
+def list_files(folder: Path) -> tuple[list[Path], list[Path]]:
     """List the files in a folder and the folders in it, without hidden ones; links are followed, also to folders.
 
     Only regular files count: opening a pipe would wait for ever. A folder that links lead to twice is listed once.
+
+    Returns:
+        The files whose names end as an image's, and the others that the user may have meant, in a fixed order.
 
     Raises:
         UserError: a folder cannot be read.
@@ -110,12 +99,13 @@ def list_files(folder: Path) -> FileListing:
         visited.add(real)
         folders[:] = sorted(name for name in folders if not _is_ignored(name))
         files += [(inner, name) for name in names if not _is_ignored(name)]
-    listing = FileListing([], [])
+    images: list[Path] = []
+    others: list[Path] = []
     for inner, name in sorted(files):
         file = Path(inner, name)
         is_image = name.lower().endswith(IMAGE_SUFFIXES) and file.is_file()
-        (listing.images if is_image else listing.others).append(file)
-    return listing
+        (images if is_image else others).append(file)
+    return images, others
 
 
 def subfolders(folder: Path) -> list[Path]:

@@ -70,7 +70,7 @@ def image_kind(file: Path) -> ImageKind:
         with _opened(file) as image:
             return _kind(image)
     with _named_as_broken(file):
-        kind = _dicom_kind(_pydicom(file).dcmread(file, stop_before_pixels=True))
+        kind = _dicom_kind(_read_stored(file, stop_before_pixels=True))
         _require_size(*kind.size)
         return kind
 
@@ -205,14 +205,14 @@ def _finite_pixels(image: "Image") -> NDArray[Any]:
     return pixels
 
 
-def _pydicom(file: Path) -> Any:
+def _read_stored(file: Path, **options: Any) -> Any:
     try:
-        import pydicom
+        from pydicom import dcmread
     except ImportError as error:
         raise UserError(
             f"{printable(file)} is a DICOM file, which needs pydicom: {install_command('dicom')}"
         ) from error
-    return pydicom
+    return dcmread(file, **options)
 
 
 def _dicom_kind(stored: Any) -> ImageKind:
@@ -258,7 +258,7 @@ def _own_window(stored: Any) -> tuple[float, float] | None:
 
 def _dicom_pixels(file: Path) -> tuple[ImageKind, NDArray[Any]]:
     """Read the first image: gray values with their unit, float64 [H, W], or 8 bits, uint8 [H, W] or [H, W, 3]."""
-    stored = _pydicom(file).dcmread(file)
+    stored = _read_stored(file)
     kind = _dicom_kind(stored)
     pixels = np.asarray(stored.pixel_array)
     if kind.frames > 1:

@@ -52,9 +52,9 @@ def load_images(options: DataOptions) -> Splits:
     size = options.image_size or DEFAULT_IMAGE_SIZE
     if options.name == "images" and options.image_size is None:
         notify(f"images are resized to {size} x {size} pixels; set data.image_size for another size")
-    decoded = decode_images([file.path for file in files], Decoding.of(options, size))
-    kept = [files[index] for index in decoded.kept]
-    train_count = sum(index < len(train) for index in decoded.kept)
+    images, indices = decode_images([file.path for file in files], Decoding.of(options, size))
+    kept = [files[index] for index in indices]
+    train_count = sum(index < len(train) for index in indices)
     if train_count == 0 or (test and train_count == len(kept)):
         name = "training" if train_count == 0 else "test"
         raise UserError(f"none of the {name} images in {printable(root)} can be read; repair or replace them")
@@ -62,7 +62,7 @@ def load_images(options: DataOptions) -> Splits:
     labels = torch.tensor([0 if file.label is None else number_of[file.label] for file in kept])
     train_split, test_split = (
         LabelledImages(
-            images_of_rows(decoded.images, part),
+            images_of_rows(images, part),
             labels[part],
             columns={name: tuple(file.columns[name] for file in kept[part]) for name in kept[0].columns},
         )
@@ -79,10 +79,11 @@ def _listed_splits(root: Path, options: DataOptions) -> tuple[list[_ImageFile], 
         table = _read_table(table_path, options.file_column, options.label_column)
     by_folder = options.name == "folder" or options.labels == "folders"
     folders = _split_folders(root, options)
-    listing = list_files(root)
-    left_out = [file for file in listing.others if table_path is None or not _same_file(file, table_path)]
+    images, left_out = list_files(root)
+    if table_path is not None:
+        left_out = [file for file in left_out if not (os.path.exists(file) and os.path.samefile(file, table_path))]
     splits: list[list[_ImageFile]] = [[] for _ in folders]
-    for path in listing.images:
+    for path in images:
         split = next((n for n, folder in enumerate(folders) if path.is_relative_to(folder)), None)
         file = None if split is None else _described(path, root, folders[split], by_folder, table, options.label_column)
         if split is None or file is None:
@@ -116,16 +117,8 @@ def _listed_splits(root: Path, options: DataOptions) -> tuple[list[_ImageFile], 
 def _read_table(path: Path, file_column: str, label_column: str | None) -> dict[str, dict[str, str]]:
     """Read a CSV file with a header line (separated by tabs where its name ends with .tsv).
 
-    Args:
-        path: the table.
-        file_column: the column that holds the files' names.
-        label_column: the column that holds the labels; it must be there and have no empty value.
-
     Returns:
         The values of each line by column, by the file's name as it stands in the table.
-
-    Raises:
-        UserError: the file cannot be read, lacks a column, or names a file twice.
     """
     shown = printable(path)
     if kind_of(path) != "file":
@@ -165,7 +158,7 @@ def _read_table(path: Path, file_column: str, label_column: str | None) -> dict[
 
 
 def _split_folders(root: Path, options: DataOptions) -> list[Path]:
-    """Return the folders train/ and test/ where both are there, and else the folder itself."""
+    """Return the folders train/ and test/ if both exist, and else the folder itself."""
     folders = [root / "train", root / "test"]
     missing = [folder for folder in folders if kind_of(folder) != "folder"]
     if missing and options.name == "folder":
@@ -184,7 +177,7 @@ def _described(
     table: dict[str, dict[str, str]] | None,
     label_column: str | None,
 ) -> _ImageFile | None:
-    """Return a file with its label; None where it lies in no class folder, or the table does not name it."""
+    """Return a file with its label; None if it is in no class folder, or not in the table."""
     if by_folder:
         inner = path.relative_to(split_folder).parts
         return _ImageFile(path, inner[0]) if len(inner) > 1 else None
@@ -215,13 +208,7 @@ def _class_names(train: Sequence[_ImageFile], test: Sequence[_ImageFile], by_num
 
 
 def _split_off_test(files: list[_ImageFile], fraction: float) -> tuple[list[_ImageFile], list[_ImageFile]]:
-    """Divide files into training and test files: the same fraction of each class, but at least one for training.
-
-    The division is the same for every seed.
-
-    Raises:
-        UserError: no class has enough images for a test image.
-    """
+    """Divide each class into training images, at least one, and the fraction that is for testing at every seed."""
     labels = np.array([file.label for file in files])
     is_test = np.zeros(len(files), bool)
     generator = np.random.default_rng(0)
@@ -236,10 +223,3 @@ def _split_off_test(files: list[_ImageFile], fraction: float) -> tuple[list[_Ima
         [file for file, chosen in zip(files, is_test, strict=True) if not chosen],
         [file for file, chosen in zip(files, is_test, strict=True) if chosen],
     )
-
-
-def _same_file(one: Path, other: Path) -> bool:
-    try:
-        return os.path.samefile(one, other)
-    except OSError:
-        return False

@@ -166,23 +166,21 @@ class NpzArchive:
         Raises:
             UserError: there is no such file, it cannot be read, or it is no .npz file.
         """
-        self._path = path
+        self._shown = shown = printable(path)
         kind = kind_of(path)
         if kind == "missing":
-            raise UserError(f"there is no file {printable(path)}; set data.path=FILE.npz to one that exists")
+            raise UserError(f"there is no file {shown}; set data.path=FILE.npz to one that exists")
         if kind == "folder":
-            raise UserError(
-                f"{printable(path)} is a folder, not an .npz file; set data.path to a file, or data.name=folder"
-            )
+            raise UserError(f"{shown} is a folder, not an .npz file; set data.path to a file, or data.name=folder")
         if kind == "special":
-            raise UserError(f"{printable(path)} is a pipe or a device, not an .npz file; copy the data into a file")
+            raise UserError(f"{shown} is a pipe or a device, not an .npz file; copy the data into a file")
         try:
             self._zip = zipfile.ZipFile(path)
         except PermissionError as error:
-            raise UserError(f"{printable(path)} cannot be read ({error.strerror}); check its permissions") from error
+            raise UserError(f"{shown} cannot be read ({error.strerror}); check its permissions") from error
         except Exception as error:  # a damaged file makes zipfile raise errors of many types
             what = "is a single array, not" if _begins_as_npy(path) else "cannot be read as"
-            raise UserError(f"{printable(path)} {what} an .npz file; write it with numpy.savez_compressed") from error
+            raise UserError(f"{shown} {what} an .npz file; write it with numpy.savez_compressed") from error
         self.names = [name.removesuffix(".npy") for name in self._zip.namelist()]
 
     def __enter__(self) -> "NpzArchive":
@@ -210,7 +208,7 @@ class NpzArchive:
         if total > _SHARE_OF_MEMORY * available:
             largest = max(sizes, key=lambda name: sizes[name])
             raise UserError(
-                f"{printable(self._path)}: the arrays take {readable_bytes(total)} of memory ({printable(largest)} "
+                f"{self._shown}: the arrays take {readable_bytes(total)} of memory ({printable(largest)} "
                 f"alone {readable_bytes(sizes[largest])}), but only {readable_bytes(available)} are available; store "
                 "fewer or smaller images, or each image as a file of its own"
             )
@@ -221,14 +219,14 @@ class NpzArchive:
         shape, dtype, content = self._header(name)
         if dtype.hasobject:
             raise UserError(
-                f"{printable(self._path)}: {printable(name)} is an object array, which is never read; save it as "
-                "numbers (or strings)"
+                f"{self._shown}: {printable(name)} is an object array, which is never read; save it as numbers (or "
+                "strings)"
             )
         size = math.prod(shape) * dtype.itemsize
         if size != content:
             shown = f"{size:,}" if size < 10**18 else f"10^{len(str(size)) - 1}"
             raise UserError(
-                f"{printable(self._path)}: {printable(name)} is corrupt: its header announces {shown} bytes, but the "
+                f"{self._shown}: {printable(name)} is corrupt: its header announces {shown} bytes, but the "
                 f"file holds {content:,}; copy or write the file again"
             )
         return size
@@ -258,8 +256,7 @@ class NpzArchive:
                 return npy_format.read_array(file, allow_pickle=False)
         except MemoryError as error:
             raise UserError(
-                f"{printable(self._path)}: {printable(name)} does not fit into the memory; store fewer or smaller "
-                "images"
+                f"{self._shown}: {printable(name)} does not fit into the memory; store fewer or smaller images"
             ) from error
         except Exception as error:
             raise self._corrupt(name, error) from error
@@ -269,7 +266,7 @@ class NpzArchive:
 
     def _corrupt(self, name: str, error: Exception) -> UserError:
         reason = f"{printable(name)} is corrupt ({first_line(error)})"
-        return UserError(f"{printable(self._path)}: {reason}; copy or write the file again")
+        return UserError(f"{self._shown}: {reason}; copy or write the file again")
 
 
 def _begins_as_npy(path: Path) -> bool:

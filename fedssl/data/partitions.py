@@ -18,6 +18,8 @@ from .files import listed
 _MOST_DRAWS = 1000
 _MOST_CLASS_COLUMNS = 12
 
+_Counts = NDArray[np.int64]
+
 
 class PartitionOptions(Options):
     """How to divide the samples.
@@ -196,7 +198,7 @@ def _deal_classes(classes: int, options: PartitionOptions, generator: np.random.
     return holds
 
 
-def _equal_shares(sizes: NDArray[np.int64], holds: NDArray[np.bool_]) -> NDArray[np.int64]:
+def _equal_shares(sizes: _Counts, holds: NDArray[np.bool_]) -> _Counts:
     """Return counts [groups, clients]: each group divided equally (within one) amongst the clients that hold it."""
     counts = np.zeros(holds.shape, np.int64)
     for group, size in enumerate(sizes):
@@ -207,9 +209,7 @@ def _equal_shares(sizes: NDArray[np.int64], holds: NDArray[np.bool_]) -> NDArray
     return counts
 
 
-def _dirichlet_counts(
-    sizes: NDArray[np.int64], options: PartitionOptions, generator: np.random.Generator
-) -> NDArray[np.int64]:
+def _dirichlet_counts(sizes: _Counts, options: PartitionOptions, generator: np.random.Generator) -> _Counts:
     """Return counts [groups, clients]: each group divided by its own draw, repeated until no client is too small."""
     largest_minimum = 0
     for _ in range(_MOST_DRAWS):
@@ -228,9 +228,7 @@ def _dirichlet_counts(
     )
 
 
-def _class_prior_counts(
-    sizes: NDArray[np.int64], options: PartitionOptions, generator: np.random.Generator
-) -> NDArray[np.int64]:
+def _class_prior_counts(sizes: _Counts, options: PartitionOptions, generator: np.random.Generator) -> _Counts:
     """Return counts [groups, clients] for clients of equal size (within one), after Hsu et al. 2019, section 3.
 
     Each client draws its class prior from Dirichlet(alpha * C * p) with p [C] the classes' frequencies; the factor C

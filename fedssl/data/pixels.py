@@ -34,32 +34,26 @@ def apply_window(
     Raises:
         ValueError: the window is `full`, there is no `type_range`, and the pixels are floats.
     """
-    if type_range is None and images.dtype.kind in "iu":
-        type_range = float(np.iinfo(images.dtype).min), float(np.iinfo(images.dtype).max)
+    low: Any
+    high: Any
+    if window == "file":
+        raise ValueError("these pixels have no window of their own; set data.window=[LOW,HIGH]")
+    if window == "full":
+        if type_range is None and images.dtype.kind not in "iu":
+            raise ValueError("these pixels have no full range, as they are floats; set data.window=[LOW,HIGH]")
+        window = type_range or (float(np.iinfo(images.dtype).min), float(np.iinfo(images.dtype).max))
     scaled = np.empty(images.shape, np.uint8)
     step = max(1, _VALUES_AT_A_TIME // max(1, images[:1].size))  # in parts, as float64 takes eight times the memory
     for start in range(0, len(images), step):
         part = images[start : start + step].astype(np.float64)
-        low, high = _limits(part, window, type_range)
+        if window == "per_image":
+            within = tuple(range(1, part.ndim))
+            low, high = part.min(within, keepdims=True), part.max(within, keepdims=True)
+        else:
+            low, high = window
         width = np.maximum(high - low, np.finfo(np.float64).tiny)
         scaled[start : start + step] = np.rint(np.clip((part - low) / width, 0.0, 1.0) * 255.0)
     return scaled
-
-
-def _limits(
-    images: NDArray[np.float64], window: Window, type_range: tuple[float, float] | None
-) -> tuple[float | NDArray[np.float64], float | NDArray[np.float64]]:
-    """Return the values that become 0 and 255: numbers, or arrays that broadcast against `images` [n, ...]."""
-    if window == "per_image":
-        within = tuple(range(1, images.ndim))
-        return images.min(within, keepdims=True), images.max(within, keepdims=True)
-    if window == "full":
-        if type_range is None:
-            raise ValueError("these pixels have no full range, as they are floats; set data.window=[LOW,HIGH]")
-        return type_range
-    if window == "file":
-        raise ValueError("these pixels have no window of their own; set data.window=[LOW,HIGH]")
-    return window
 
 
 def parse_window(text: str) -> Window:
@@ -96,8 +90,8 @@ def normalize(images: Tensor) -> Tensor:
 def to_uint8(arrays: dict[str, NDArray[Any]], window: Window | None = None) -> dict[str, NDArray[np.uint8]]:
     """Convert pixels [n, ...] to 0..255; `arrays` are by the name that error messages use.
 
-    Pixels of 8 bits stay as they are. Others are scaled by `window`. Without one, floats are in [0, 1] or
-    in [0, 255] and integers in 0..255. All float arrays share one scale, so that a dark test set is not brightened.
+    Pixels of 8 bits stay as they are. Others are scaled by `window`. Without one, floats are in [0, 1] or in
+    [0, 255] and integers in 0..255. All float arrays share one scale, so that a dark test set is not brightened.
 
     Raises:
         UserError: an array is empty, has another type, or has pixels outside the range.

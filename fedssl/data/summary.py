@@ -10,7 +10,7 @@ from typing import Any
 from ..errors import UserError
 from ..untrusted import printable
 from .files import IMAGE_SUFFIXES, expanded, kind_of, list_files
-from .options import SOURCES
+from .options import SOURCES, DataOptions
 
 _SAMPLED = 32  # image files whose headers are read
 _IMAGE_KEYS = ("x_train", "train_images", "x")
@@ -18,7 +18,6 @@ _LABEL_KEYS = ("y_train", "train_labels", "y")
 
 # Of files of several sizes, the images are brought to the largest of these that is not above their median side.
 _SIZES = (32, 64, 96, 128)
-_TEST_FRACTION = 0.2  # the default of data.test_fraction
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,10 @@ def summarise(data: Mapping[str, Any]) -> DataSummary | None:
     """
     name, path = data.get("name", "digits"), data.get("path")
     if name == "none":
-        return _of_shape(data.get("image_shape"))
+        shape = data.get("image_shape")  # of the sites' images, whose number nobody else knows
+        if isinstance(shape, list) and len(shape) == 3 and all(isinstance(size, int) for size in shape):
+            return DataSummary(0, shape[0], min(shape[1:]), False)
+        return None
     if name not in SOURCES:
         return None
     source = SOURCES[name]
@@ -71,13 +73,6 @@ def summarise(data: Mapping[str, Any]) -> DataSummary | None:
     side = size if isinstance(size, int) and size > 0 else known.side
     images = min(known.images, limit) if isinstance(limit, int) and limit > 0 else known.images
     return replace(known, images=images, side=side)
-
-
-def _of_shape(shape: Any) -> DataSummary | None:
-    """Summarise the sites' images, whose number nobody else knows."""
-    if not isinstance(shape, list) or len(shape) != 3 or not all(isinstance(size, int) for size in shape):
-        return None
-    return DataSummary(0, shape[0], min(shape[1:]), False)
 
 
 def _of_npz(path: Path) -> DataSummary:
@@ -105,7 +100,7 @@ def _of_files(path: Path, data: Mapping[str, Any]) -> DataSummary:
     """Read the headers of some image files, evenly spread over the folder."""
     from .image_files import BrokenImageError, image_kind
 
-    files = list_files(path / "train" if (path / "train").is_dir() else path).images
+    files, _ = list_files(path / "train" if (path / "train").is_dir() else path)
     if not files:
         raise UserError(f"data.path: {path} holds no image; images end with {', '.join(IMAGE_SUFFIXES)}")
     sizes, channels = [], 1
@@ -124,5 +119,5 @@ def _of_files(path: Path, data: Mapping[str, Any]) -> DataSummary:
     labelled = data["name"] == "folder" or has_labels
     count = len(files)
     if labelled and not (path / "test").is_dir():
-        count -= round(count * _TEST_FRACTION)  # those become the test set
+        count -= round(count * DataOptions.model_fields["test_fraction"].default)  # those become the test set
     return DataSummary(count, channels, side, labelled, from_files=True)

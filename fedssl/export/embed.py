@@ -67,9 +67,9 @@ def image_batches(
     if kind == "missing":
         raise UserError(f"there is no folder or file {printable(source)}: expected a folder of images or an .npz file")
     if kind == "folder":
-        listing = list_files(source)
-        notify_of_left_out(listing.others, source)
-        files = sorted(listing.images)
+        files, others = list_files(source)
+        notify_of_left_out(others, source)
+        files.sort()
         if not files:
             raise UserError(
                 f"{printable(source)} holds no image; expected files that end in {', '.join(IMAGE_SUFFIXES)}"

@@ -51,9 +51,9 @@ def test_links_are_followed_once(tmp_path):
     (folder / "linked").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "elsewhere" / "circle").symlink_to(folder)
     (folder / "gone.png").symlink_to(tmp_path / "nothing")
-    listing = list_files(folder)
-    assert listing.images == [folder / "linked" / "1.png"]
-    assert listing.others == [folder / "gone.png"]
+    images, others = list_files(folder)
+    assert images == [folder / "linked" / "1.png"]
+    assert others == [folder / "gone.png"]
 
 
 def test_a_pipe_is_never_opened(tmp_path):
