@@ -115,10 +115,9 @@ def read_ahead(
 
 
 class Prefetch(Iterator[Item], Generic[Item]):
-    """The items in order, of which the next one may be made in another thread; an error is raised at its item.
+    """The items in order, made one at a time, of which the next one may be made in another thread; none is None.
 
-    Args:
-        items: none of them is None. They are made one at a time, but not all in the same thread.
+    An error is raised at its item.
     """
 
     def __init__(self, items: Iterable[Item]):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import UserError
 from ..untrusted import printable
-from .decoding import Decoding, decode_images
+from .decoding import decode_images
 from .files import expanded, first_line, kind_of, list_files, listed, notify_of_left_out
 from .image_files import SMALLEST_SIDE
 from .npz import NpzArchive
@@ -225,7 +225,7 @@ def _load_public_images(options: DataOptions, shape: torch.Size) -> Tensor:
             raise UserError(
                 f"{printable(path)} holds no image; data.public_path must name a folder with images or an .npz file"
             )
-        decoded, _ = decode_images(sorted(files), Decoding(height, width, options.window, options.broken))
+        decoded, _ = decode_images(sorted(files), options, height, width, in_memory=True)
         images = decoded[:]
     else:
         images = _public_array(path, options)

@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -39,33 +38,15 @@ _SECONDS_BETWEEN_LINES = 10.0
 _Store = Callable[[NDArray[np.uint8]], Any]
 
 
-@dataclass(frozen=True)
-class Decoding:
-    """How files are decoded.
-
-    Attributes:
-        height, width: of the result, in pixels.
-        window: how pixels of more than 8 bits become 8 bits; None refuses such files.
-        broken: what to do where files cannot be read: name them and raise, or name them and go on without them.
-        memory_limit: bytes of decoded images that are held in memory; more are decoded into a file, once. None: hold
-            all in memory.
-    """
-
-    height: int
-    width: int
-    window: Window | None
-    broken: Literal["refuse", "skip"]
-    memory_limit: int | None = None
-
-    @classmethod
-    def of(cls, options: DataOptions, size: int) -> "Decoding":
-        """Return the decoding of a dataset's images to `size` pixels a side."""
-        limit = _SHARE_OF_MEMORY * available_memory() if options.memory_limit is None else options.memory_limit * 1e9
-        return cls(size, size, options.window, options.broken, int(limit))
-
-
-def decode_images(files: Sequence[Path], decoding: Decoding) -> tuple[Images, list[int]]:
+def decode_images(
+    files: Sequence[Path], options: DataOptions, height: int, width: int, in_memory: bool = False
+) -> tuple[Images, list[int]]:
     """Read image files, at least one, at one size, see `read_pixels`.
+
+    Args:
+        options: their `window` and `broken`, and the `memory_limit` from which on images are decoded into a file, once.
+        height, width: of the result, in pixels.
+        in_memory: True ignores the limit.
 
     Returns:
         uint8 [n, C, H, W], where C is 1 if every file is gray and else 3; and which of the files they are, ascending:
@@ -77,35 +58,35 @@ def decode_images(files: Sequence[Path], decoding: Decoding) -> tuple[Images, li
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow's, of files that are read all the same or named as broken
-        limit = math.inf if decoding.memory_limit is None else decoding.memory_limit
+        limit = _SHARE_OF_MEMORY * available_memory() if options.memory_limit is None else options.memory_limit * 1e9
         cache = None
-        if len(files) * 3 * decoding.height * decoding.width > limit:
-            cache = _cache_path(files, decoding)
+        if not in_memory and len(files) * 3 * height * width > limit:
+            cache = _cache_path(files, f"{height} {width} {options.window}")
             cached = _read_cache(cache)
             if cached is not None:
-                images, kept, faults = cached
-                report_broken(files, faults, decoding.broken)
-                return images, kept
-        kinds, faults = _read_headers(files, decoding.window)
+                stored, kept, faults = cached
+                report_broken(files, faults, options.broken)
+                return stored, kept
+        kinds, faults = _read_headers(files, options.window)
         readable = {index: files[index] for index in kinds}
-        shape = 1 if all(kind.gray for kind in kinds.values()) else 3, decoding.height, decoding.width
+        shape = 1 if all(kind.gray for kind in kinds.values()) else 3, height, width
         needed = len(readable) * math.prod(shape)
         if cache is None or needed <= limit:  # gray images take a third
-            in_memory = torch.empty((len(readable), *shape), dtype=torch.uint8)
-            rows = iter(in_memory.numpy())
-            kept = _decode(readable, shape, decoding.window, faults, lambda pixels: np.copyto(next(rows), pixels))
-            report_broken(files, faults, decoding.broken)
-            return in_memory[: len(kept)], kept
+            images = torch.empty((len(readable), *shape), dtype=torch.uint8)
+            rows = iter(images.numpy())
+            kept = _decode(readable, shape, options.window, faults, lambda pixels: np.copyto(next(rows), pixels))
+            report_broken(files, faults, options.broken)
+            return images[: len(kept)], kept
         notify(f"decoding {len(readable):,} images once, into {printable(cache)} ({readable_bytes(needed)})")
         with _new_file(cache, needed) as file:
-            kept = _decode(readable, shape, decoding.window, faults, lambda pixels: file.write(pixels.tobytes()))
-            report_broken(files, faults, decoding.broken)
+            kept = _decode(readable, shape, options.window, faults, lambda pixels: file.write(pixels.tobytes()))
+            report_broken(files, faults, options.broken)
         described = {"shape": shape, "kept": kept, "faults": faults}
         write_atomically(cache.with_suffix(".json"), json.dumps(described).encode())
         return open_stored_images(cache, shape, len(kept)), kept
 
 
-def _cache_path(files: Sequence[Path], decoding: Decoding) -> Path:
+def _cache_path(files: Sequence[Path], decoded_as: str) -> Path:
     """Return the path of the cache, a file of pixels and nothing else. NAME.json, written last, makes it valid.
 
     Its name is a digest of the files' names, sizes and times of change, and of all that decides how they are decoded;
@@ -113,7 +94,6 @@ def _cache_path(files: Sequence[Path], decoding: Decoding) -> Path:
     """
     from PIL import __version__ as pillow_version
 
-    decoded_as = f"{decoding.height} {decoding.width} {decoding.window}"
     digest = hashlib.sha256(f"{_CACHE_VERSION} {pillow_version} {decoded_as}".encode())
     for file in files:
         try:
@@ -171,9 +151,8 @@ def report_broken(files: Sequence[Path], faults: dict[int, str], broken: Literal
     if not faults:
         return
     reasons = [(printable(files[index]), reason) for index, reason in sorted(faults.items())]
-    if len(reasons) == 1:
-        which = f"{reasons[0][0]} cannot be read as an image ({reasons[0][1]})"
-    else:
+    which = f"{reasons[0][0]} cannot be read as an image ({reasons[0][1]})"
+    if len(reasons) > 1:
         named = listed([f"{file} ({reason})" for file, reason in reasons], _MOST_NAMED)
         which = f"{len(faults)} of {len(files)} files cannot be read as images: {named}"
     if broken == "refuse":

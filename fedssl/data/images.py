@@ -11,13 +11,11 @@ import torch
 
 from ..errors import UserError
 from ..untrusted import printable
-from .decoding import Decoding, decode_images, report_broken
+from .decoding import decode_images, report_broken
 from .files import expanded, first_line, kind_of, list_files, listed, notify, notify_of_left_out, subfolders
 from .options import DataOptions
 from .splits import LabelledImages, Splits
 from .stored_images import images_of_rows
-
-DEFAULT_IMAGE_SIZE = 32
 
 
 @dataclass(frozen=True)
@@ -49,10 +47,10 @@ def load_images(options: DataOptions) -> Splits:
     if options.name == "images" and class_names and not test:
         train, test = _split_off_test(train, options.test_fraction)
     files = [*train, *test]
-    size = options.image_size or DEFAULT_IMAGE_SIZE
+    size = options.image_size or 32
     if options.name == "images" and options.image_size is None:
         notify(f"images are resized to {size} x {size} pixels; set data.image_size for another size")
-    images, indices = decode_images([file.path for file in files], Decoding.of(options, size))
+    images, indices = decode_images([file.path for file in files], options, size, size)
     kept = [files[index] for index in indices]
     train_count = sum(index < len(train) for index in indices)
     if train_count == 0 or (test and train_count == len(kept)):
@@ -83,9 +81,21 @@ def _listed_splits(root: Path, options: DataOptions) -> tuple[list[_ImageFile], 
     if table_path is not None:
         left_out = [file for file in left_out if not (os.path.exists(file) and os.path.samefile(file, table_path))]
     splits: list[list[_ImageFile]] = [[] for _ in folders]
+
+    def described(path: Path, folder: Path) -> _ImageFile | None:
+        if by_folder:
+            inner = path.relative_to(folder).parts
+            return _ImageFile(path, inner[0]) if len(inner) > 1 else None
+        if table is None:
+            return _ImageFile(path)
+        columns = table.get(path.relative_to(root).as_posix())
+        if columns is None:
+            return None
+        return _ImageFile(path, None if options.label_column is None else columns[options.label_column], columns)
+
     for path in images:
         split = next((n for n, folder in enumerate(folders) if path.is_relative_to(folder)), None)
-        file = None if split is None else _described(path, root, folders[split], by_folder, table, options.label_column)
+        file = None if split is None else described(path, folders[split])
         if split is None or file is None:
             left_out.append(path)
         else:
@@ -167,26 +177,6 @@ def _split_folders(root: Path, options: DataOptions) -> list[Path]:
             "data.name=images for any other folder of images"
         )
     return [root] if missing else folders
-
-
-def _described(
-    path: Path,
-    root: Path,
-    split_folder: Path,
-    by_folder: bool,
-    table: dict[str, dict[str, str]] | None,
-    label_column: str | None,
-) -> _ImageFile | None:
-    """Return a file with its label; None if it is in no class folder, or not in the table."""
-    if by_folder:
-        inner = path.relative_to(split_folder).parts
-        return _ImageFile(path, inner[0]) if len(inner) > 1 else None
-    if table is None:
-        return _ImageFile(path)
-    columns = table.get(path.relative_to(root).as_posix())
-    if columns is None:
-        return None
-    return _ImageFile(path, None if label_column is None else columns[label_column], columns)
 
 
 def _require_no_empty_class(folder: Path, labels: set[str | None]) -> None:

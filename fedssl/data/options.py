@@ -1,4 +1,4 @@
-"""Which images a run loads: the table of data sources, and the options. Nothing here imports torch."""
+"""The data sources by name, and the options of a run's data; nothing here imports torch."""
 
 from dataclasses import dataclass
 from pathlib import Path

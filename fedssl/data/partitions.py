@@ -16,7 +16,6 @@ from .datasets import Dataset
 from .files import listed
 
 _MOST_DRAWS = 1000
-_MOST_CLASS_COLUMNS = 12
 
 _Counts = NDArray[np.int64]
 
@@ -63,12 +62,10 @@ class PartitionOptions(Options):
     def _consistent(self) -> "PartitionOptions":
         if self.classes_per_client is not None and self.name != "disjoint_classes":
             raise ValueError(f"classes_per_client is for name=disjoint_classes, not for name={self.name}; leave it out")
-        if (self.column is not None) != (self.name == "column"):
-            raise ValueError(
-                "name=column needs column=NAME, a column of the images' table"
-                if self.column is None
-                else f"column is for name=column, not for name={self.name}; leave it out"
-            )
+        if self.name == "column" and self.column is None:
+            raise ValueError("name=column needs column=NAME, a column of the images' table")
+        if self.name != "column" and self.column is not None:
+            raise ValueError(f"column is for name=column, not for name={self.name}; leave it out")
         return self
 
 
@@ -266,12 +263,11 @@ def format_partition(counts: Tensor, class_names: Sequence[str]) -> str:
     """
     _, classes = checked_shape(counts, class_names)
     rows = [(str(client), row) for client, row in enumerate(counts)] + [("total", counts.sum(0))]
-    left_column = None
-    if classes <= _MOST_CLASS_COLUMNS:
-        cells = [["client", *class_names, "total"]]
+    if classes <= 12:
+        cells, sides = [["client", *class_names, "total"]], ">" * (classes + 2)
         cells += [[name, *map(str, row.tolist()), str(int(row.sum()))] for name, row in rows]
     else:
-        cells, left_column = [["client", "total", "classes", "largest classes"]], 3
+        cells, sides = [["client", "total", "classes", "largest classes"]], ">>><"
         for name, row in rows:
             largest = [index for index in row.argsort(descending=True, stable=True)[:3].tolist() if row[index] > 0]
             largest_classes = ", ".join(f"{class_names[index]} ({int(row[index])})" for index in largest)
@@ -279,10 +275,7 @@ def format_partition(counts: Tensor, class_names: Sequence[str]) -> str:
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = []
     for texts in cells:
-        padded = [
-            text.ljust(width) if column == left_column else text.rjust(width)
-            for column, (text, width) in enumerate(zip(texts, widths, strict=True))
-        ]
+        padded = (f"{text:{side}{width}}" for text, side, width in zip(texts, sides, widths, strict=True))
         lines.append("  ".join(padded).rstrip())
     return "\n".join(lines)
 

@@ -34,8 +34,6 @@ def apply_window(
     Raises:
         ValueError: the window is `full`, there is no `type_range`, and the pixels are floats.
     """
-    low: Any
-    high: Any
     if window == "file":
         raise ValueError("these pixels have no window of their own; set data.window=[LOW,HIGH]")
     if window == "full":
@@ -46,11 +44,11 @@ def apply_window(
     step = max(1, _VALUES_AT_A_TIME // max(1, images[:1].size))  # in parts, as float64 takes eight times the memory
     for start in range(0, len(images), step):
         part = images[start : start + step].astype(np.float64)
-        if window == "per_image":
-            within = tuple(range(1, part.ndim))
-            low, high = part.min(within, keepdims=True), part.max(within, keepdims=True)
-        else:
-            low, high = window
+        axes = tuple(range(1, part.ndim))
+        limits: Any = (
+            (part.min(axes, keepdims=True), part.max(axes, keepdims=True)) if window == "per_image" else window
+        )
+        low, high = limits
         width = np.maximum(high - low, np.finfo(np.float64).tiny)
         scaled[start : start + step] = np.rint(np.clip((part - low) / width, 0.0, 1.0) * 255.0)
     return scaled

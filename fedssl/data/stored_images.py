@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Iterator
+from contextlib import suppress
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -153,41 +154,24 @@ def readable_bytes(count: int) -> str:
 
 
 def available_memory() -> int:
-    """Return the bytes that can still be allocated: the least of what machine, control group and `ulimit -v` leave.
-
-    psutil knows neither of the last two.
-    """
-    limits = [_of_machine(), *_of_control_group()]
+    """Return the bytes that can still be allocated: the least of what machine, control group and `ulimit -v` leave."""
+    # Not by psutil, which knows neither of the last two.
+    page = os.sysconf("SC_PAGE_SIZE")
+    limits = [os.sysconf("SC_PHYS_PAGES") * page]
+    with suppress(OSError, KeyError):  # no Linux: what is installed
+        fields = dict(line.split(":", 1) for line in _text("/proc/meminfo").splitlines())
+        limits.append(int(fields["MemAvailable"].split()[0]) * 1024)
     soft_limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if soft_limit != resource.RLIM_INFINITY:
-        limits.append(soft_limit - _address_space_in_use())
+        limits.append(soft_limit)
+        with suppress(OSError):
+            limits.append(soft_limit - int(_text("/proc/self/statm").split()[0]) * page)
+    with suppress(OSError, ValueError, KeyError):  # no control group, or `max` for no limit
+        limit, used = (int(_text(f"/sys/fs/cgroup/memory.{name}")) for name in ("max", "current"))
+        statistics = dict(line.split() for line in _text("/sys/fs/cgroup/memory.stat").splitlines())
+        limits.append(limit - used + int(statistics["inactive_file"]))  # cached files can be dropped
     return max(0, min(limits))
 
 
-def _of_machine() -> int:
-    try:
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass  # no Linux: what is installed
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _address_space_in_use() -> int:
-    try:
-        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0
-
-
-def _of_control_group() -> list[int]:
-    """Return what a container's limit leaves, or an empty list. Cached files can be dropped: they count as free."""
-    folder = Path("/sys/fs/cgroup")
-    try:
-        limit = int((folder / "memory.max").read_text(encoding="ascii"))
-        used = int((folder / "memory.current").read_text(encoding="ascii"))
-        statistics = dict(line.split() for line in (folder / "memory.stat").read_text(encoding="ascii").splitlines())
-        return [limit - used + int(statistics["inactive_file"])]
-    except (OSError, ValueError, KeyError):  # no such file, or `max` for no limit
-        return []
+def _text(path: str) -> str:
+    return Path(path).read_text(encoding="ascii")
