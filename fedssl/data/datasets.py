@@ -205,10 +205,7 @@ def _require_usable_shapes(train: LabelledImages, **others: LabelledImages | Non
 
 
 def _load_public_images(options: DataOptions, shape: torch.Size) -> Tensor:
-    """Read an .npz file or a folder as uint8 [n, *shape], where `shape` is the training images' [C, H, W].
-
-    Gray images become RGB where the training images are in colour.
-    """
+    """Read `public_path` as uint8 [n, *shape]; gray images become RGB where the training images are in colour."""
     assert options.public_path is not None
     path = expanded(options.public_path, "data.public_path")
     channels, height, width = shape

@@ -33,7 +33,7 @@ _CACHE_VERSION = 1
 _SHARE_OF_MEMORY = 0.25  # a holdout and the deal to the clients each copy the images
 _FILES_FOR_RANGE = 20
 _MOST_NAMED = 5
-_SECONDS_BETWEEN_LINES = 10.0
+_SECONDS_BETWEEN_LINES = 10.0  # of progress, on stderr
 
 _Store = Callable[[NDArray[np.uint8]], Any]
 
@@ -89,8 +89,7 @@ def decode_images(
 def _cache_path(files: Sequence[Path], decoded_as: str) -> Path:
     """Return the path of the cache, a file of pixels and nothing else. NAME.json, written last, makes it valid.
 
-    Its name is a digest of the files' names, sizes and times of change, and of all that decides how they are decoded;
-    so a file that is changed, or another image size, leads to another cache.
+    Its name is a digest of what decides the pixels: the files' names, sizes and times of change, and the decoding.
     """
     from PIL import __version__ as pillow_version
 
@@ -229,8 +228,7 @@ def _decode(
 ) -> list[int]:
     """Give the pixels of the files to `store` in order, and return the indices of those that can be read.
 
-    Reasons of the others are added to `faults`. Pillow decodes outside Python's lock, so threads do it. Every ten
-    seconds a line on stderr says how far they are.
+    Add the reasons of the others to `faults`. Pillow decodes outside Python's lock, so threads do it.
     """
     channels, height, width = shape
 

@@ -1,4 +1,4 @@
-"""One image file: what its header says, and its pixels at a given size.
+"""One image file: its header, and its pixels at a given size.
 
 Pillow reads all formats but DICOM, the format of medical imaging, which pydicom reads. Nothing of a DICOM file but its
 pixels is kept.
@@ -37,7 +37,7 @@ class BrokenImageError(Exception):
 
 @dataclass(frozen=True)
 class ImageKind:
-    """What a file's header says.
+    """The header of an image file.
 
     Attributes:
         size: width and height as they are stored, in pixels.
@@ -78,7 +78,7 @@ def image_kind(file: Path) -> ImageKind:
 def read_pixels(file: Path, height: int, width: int, channels: int, window: Window | None) -> NDArray[np.uint8]:
     """Read an image, turned upright by its EXIF entry, its centre cropped to the target's shape and resized.
 
-    Transparency is left out: the colours are used as they are stored. `image_kind` tells whether a window is needed.
+    Transparency is left out: the colours are used as they are stored. `image_kind` says if a window is needed.
 
     Returns:
         uint8 [channels, height, width].

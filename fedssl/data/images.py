@@ -31,9 +31,7 @@ def load_images(options: DataOptions) -> Splits:
     """Read a folder of images at `image_size` pixels a side.
 
     Where the folder holds train/ and test/, they are the splits. Otherwise all images are training images, but for a
-    fixed, stratified `test_fraction` of them where there are labels.
-
-    The images are gray where every file is gray, and RGB otherwise.
+    fixed, stratified `test_fraction` of them where there are labels. They are gray if every file is gray, and else RGB.
 
     Raises:
         UserError: a folder is missing or empty, files cannot be read, or the labels do not fit the files.
@@ -209,7 +207,5 @@ def _split_off_test(files: list[_ImageFile], fraction: float) -> tuple[list[_Ima
         raise UserError(
             f"data.test_fraction={fraction:g} leaves no test image of {len(files)} images; raise it, or add images"
         )
-    return (
-        [file for file, chosen in zip(files, is_test, strict=True) if not chosen],
-        [file for file, chosen in zip(files, is_test, strict=True) if chosen],
-    )
+    train = [file for file, chosen in zip(files, is_test, strict=True) if not chosen]
+    return train, [file for file, chosen in zip(files, is_test, strict=True) if chosen]

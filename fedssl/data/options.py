@@ -134,7 +134,7 @@ class DataOptions(Options):
         if self.name == "none" and (self.path is not None or self.public_holdout > 0):
             raise ValueError("name=none has no images: leave path and public_holdout out")
         if self.name != "none" and (self.image_shape is not None or self.class_names):
-            raise ValueError(f"image_shape and class_names are for name=none; name={self.name} tells them itself")
+            raise ValueError(f"image_shape and class_names are for name=none; name={self.name} has its own")
         source = SOURCES[self.name]
         if source.path is not None and self.path is None:
             raise ValueError(f"name={self.name} needs path={source.path}")

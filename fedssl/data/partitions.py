@@ -21,7 +21,7 @@ _Counts = NDArray[np.int64]
 
 
 class PartitionOptions(Options):
-    """How to divide the samples.
+    """Options of the division of the samples.
 
     The partitions by name:
 

@@ -53,8 +53,7 @@ class StoredImages(_Rows):
     """Images of a file, see `open_stored_images`.
 
     Rows are read, not mapped: a limit on the address space holds, and a batch takes no more memory than itself. The
-    file stays open, so that a run goes on where somebody deletes it. Reading raises a UserError if the file cannot be
-    read.
+    file stays open, so that a run goes on if it is deleted. Reading raises a UserError if the file cannot be read.
     """
 
     def __init__(self, file: _OpenFile, image_shape: tuple[int, ...], rows: Tensor):
