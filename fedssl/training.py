@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .accounting import StepCost, StepCosts, StepCounter, structure
 from .client import LocalRound
-from .data.batches import OneAhead, batches_of_epoch, device_batches, round_batches
+from .data.batches import Prefetch, batches_of_epoch, device_batches, round_batches
 from .errors import UserError
 from .messages import Message
 from .models.data_parallel import own_share
@@ -180,7 +180,7 @@ def train_locally(
         model.views_at_a_time() as threads,
     ):
         terms = [regularizer.start_round(local) for regularizer in regularizers]
-        batches_in_views = OneAhead(_views(local, device_batches(client.images, own_rows, device), steps_of_epoch))
+        batches_in_views = Prefetch(_views(local, device_batches(client.images, own_rows, device), steps_of_epoch))
         for rows, views in batches_in_views:
             counter = None if cost else StepCounter(model, threads.statistics() if threads else ())
             if threads is not None:

@@ -94,11 +94,11 @@ TEXT_PATTERN = r"^[^\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
-def printable(text: str, keep: str = "") -> str:
+def printable(text: str | Path, keep: str = "") -> str:
     r"""The text with control characters and undecodable bytes as escapes: a newline as `\n`, ESC as `\x1b`.
 
     Args:
-        text: any text.
+        text: any text, or a path.
         keep: characters that stay as they are, such as `"\n"` where several lines are printed.
     """
 
@@ -106,7 +106,7 @@ def printable(text: str, keep: str = "") -> str:
         character = match[0]
         return character if character in keep else character.encode("unicode_escape").decode("ascii")
 
-    return _CONTROLS.sub(escape, text)
+    return _CONTROLS.sub(escape, str(text))
 
 
 def plot_text(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Mini-batches in a seeded random order."""
+"""Mini-batches in a seeded random order, on the network's device, and read ahead of their use."""
 
 from __future__ import annotations
 
@@ -13,9 +13,17 @@ from torch import Tensor
 
 from .stored_images import Images, StoredImages
 
+#: of the GPU memory that is free before training, how much a client's images may take; the network needs the rest
+RESIDENT_SHARE = 0.25
+
+#: batches that are read while the network trains on another one
+READ_AHEAD = 2
+
+Item = TypeVar("Item")
+
 
 def epoch_batches(samples: int, batch_size: int, generator: torch.Generator) -> list[Tensor]:
-    """Row numbers of one epoch's full batches, int64 [batch_size] each; no batch if there are fewer samples.
+    """Return row numbers of one epoch's full batches, int64 [batch_size] each; no batch if there are fewer samples.
 
     The rest of the order is left out: a smaller batch would give BatchNorm and contrastive losses other statistics.
     """
@@ -27,7 +35,7 @@ def epoch_batches(samples: int, batch_size: int, generator: torch.Generator) -> 
 def round_batches(
     samples: int, batch_size: int, epochs: int, steps: int | None, generator: torch.Generator
 ) -> Iterator[Tensor]:
-    """Row numbers of a round's full batches, int64 [batch_size] each; no batch if there are fewer samples.
+    """Yield row numbers of a round's full batches, int64 [batch_size] each; no batch if there are fewer samples.
 
     Args:
         samples, batch_size, generator: see `epoch_batches`.
@@ -42,27 +50,19 @@ def round_batches(
 
 
 def batches_of_epoch(samples: int, batch_size: int) -> int:
-    """How many batches one pass over the samples has, in `round_batches` and in `endless_batches`; at least 1."""
+    """Return the number of batches of a pass over the samples in `round_batches` and `endless_batches`; at least 1."""
     return max(1, samples // batch_size)
 
 
 def endless_batches(samples: int, batch_size: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """Row numbers of full batches without end, a new order for each pass; all rows where there are fewer."""
+    """Yield row numbers of full batches without end, a new order for each pass; all rows where there are fewer."""
     size = min(batch_size, samples)
     while True:
         yield from epoch_batches(samples, size, generator)
 
 
-#: of the GPU memory that is free before training, how much a client's images may take; the network needs the rest
-RESIDENT_SHARE = 0.25
-
-
-#: batches that are read while the network trains on another one
-READ_AHEAD = 2
-
-
 def device_batches(images: Images, batches: Iterable[Tensor], device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    """Row numbers and images of each batch, in order; nothing waits for the device.
+    """Yield the row numbers and images of each batch, in order; nothing waits for the device.
 
     On the CPU a batch is read when it is asked for. On a GPU all images are copied there first if they fit into
     `RESIDENT_SHARE` of its free memory. Otherwise a thread reads `READ_AHEAD` batches ahead into page-locked memory, so
@@ -94,9 +94,9 @@ def device_batches(images: Images, batches: Iterable[Tensor], device: torch.devi
 def read_ahead(
     read: Callable[[Tensor], Tensor], batches: Iterable[Tensor], ahead: int = READ_AHEAD
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each batch's row numbers and what `read` gives for them, in order; a thread reads up to `ahead` batches ahead.
+    """Yield each batch's row numbers and what `read` returns for them; a thread reads up to `ahead` batches ahead.
 
-    An error of `read` is raised where its batch would be given. The thread has ended when the iterator is closed.
+    An error of `read` is raised in place of its batch. The thread has ended when the iterator is closed.
     """
     with ThreadPoolExecutor(1, "read-ahead") as thread:
         pending: deque[tuple[Tensor, Future[Tensor]]] = deque()
@@ -114,14 +114,10 @@ def read_ahead(
                 result.cancel()
 
 
-Item = TypeVar("Item")
+class Prefetch(Iterator[Item], Generic[Item]):
+    """The items in order, made one at a time, of which the next one may be made in another thread; none is None.
 
-
-class OneAhead(Iterator[Item], Generic[Item]):
-    """Gives the items in order. An error of the iterator is raised where its item would be given.
-
-    Args:
-        items: none of them is None. They are made one at a time, but not all in the same thread.
+    An error is raised at its item.
     """
 
     def __init__(self, items: Iterable[Item]):
@@ -129,7 +125,7 @@ class OneAhead(Iterator[Item], Generic[Item]):
         self._upcoming: Future[Item | None] | None = None
 
     def start(self, executor: Executor | None) -> None:
-        """Begin with the next item, unless `executor` is None or this has begun already."""
+        """Begin to make the next item, unless `executor` is None or it has begun already."""
         if executor is not None and self._upcoming is None:
             self._upcoming = executor.submit(next, self._items, None)
 

@@ -1,141 +1,30 @@
-"""Datasets: uint8 images [n, C, H, W], int64 labels [n], and the public images of the alignment."""
+"""A run's images: training and test images with their labels, and the public images of the alignment."""
 
-from collections.abc import Mapping
+import pkgutil
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..errors import UserError
-from .decoding import Decoding, decode_images
-from .files import expanded, first_line, kind_of, listed, printable
-from .image_files import SMALLEST_SIDE, list_files, notify_of_left_out
-from .images import load_images
-from .npz import NpzArchive, load_npz
-from .options import DataOptions
-from .pixels import Window, channels_first, resize, to_uint8
+from ..untrusted import printable
+from .decoding import decode_images
+from .files import expanded, first_line, kind_of, list_files, listed, notify_of_left_out
+from .image_files import SMALLEST_SIDE
+from .npz import NpzArchive
+from .options import SOURCES, DataOptions
+from .pixels import channels_first, resize, to_uint8
 from .splits import LabelledImages, Splits, unlabelled
 from .stored_images import Images, images_of_rows
 
-
-def load_digits() -> Splits:
-    """1,797 gray digits of 8x8 pixels; a fixed, stratified fifth of them is the test set."""
-    from sklearn.datasets import load_digits as load_bundle
-    from sklearn.model_selection import train_test_split
-
-    bundle = load_bundle()
-    pixels = np.rint(bundle.images * (255 / 16)).astype(np.uint8)[:, None]
-    classes = bundle.target.astype(np.int64)
-    train, test = train_test_split(np.arange(len(classes)), test_size=0.2, stratify=classes, random_state=0)
-    # Rows are taken before torch sees the array: it would give the one channel a stride with which convolutions round
-    # differently, in the last digits of a float.
-    train_images, test_images = (
-        LabelledImages(torch.from_numpy(pixels[rows]), torch.from_numpy(classes[rows]))
-        for rows in (np.sort(train), np.sort(test))
-    )
-    return Splits(train_images, test_images, tuple(str(name) for name in bundle.target_names))
-
-
-DEFAULT_ROOT = Path("~/.cache/fedssl")
-
-
-def load_torchvision_set(name: str, root: Path, download: bool) -> Splits:
-    """Read `cifar10`, `cifar100` or `fashion_mnist` from `root`.
-
-    Raises:
-        UserError: the files are missing or corrupt, or the download failed.
-    """
-    from torchvision import datasets
-
-    kinds = {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100, "fashion_mnist": datasets.FashionMNIST}
-    try:
-        train, test = (kinds[name](root, train=is_train, download=download) for is_train in (True, False))
-    except (RuntimeError, OSError, ValueError, AssertionError) as error:
-        if download:
-            raise UserError(
-                f"{name} could not be downloaded to {root} ({first_line(error)}); "
-                "check the network and the disk, or set data.path to a folder that holds it"
-            ) from error
-        raise UserError(
-            f"{name} is not complete under {root}; "
-            "set data.download=true to fetch it, or data.path to the folder that holds it"
-        ) from error
-    return Splits(_to_images(train, name), _to_images(test, name), tuple(train.classes))
-
-
-def _to_images(split: Any, name: str) -> LabelledImages:
-    return LabelledImages(channels_first(np.asarray(split.data), name), torch.as_tensor(split.targets).long())
-
-
-_KEYS = ("x", "x_train", "train_images")
-
-
-def load_public_images(
-    path: Path, shape: torch.Size, window: Window | None = None, broken: Literal["refuse", "skip"] = "refuse"
-) -> Tensor:
-    """Read the images of an .npz file or a folder and bring them to the training images' `shape` (C, H, W).
-
-    Gray images become RGB where the training images are in colour.
-
-    Returns:
-        uint8 [n, C, H, W].
-
-    Raises:
-        UserError: nothing can be read there, or the images are in colour and the training images are gray.
-    """
-    channels, height, width = shape
-    kind = kind_of(path)
-    if kind == "missing":
-        raise UserError(
-            f"there is no file or folder {printable(path)}; set data.public_path to an .npz or an image folder, or use "
-            "data.public_holdout=NUMBER"
-        )
-    images = _read_folder(path, height, width, window, broken) if kind == "folder" else _read_npz(path, window)
-    if images.shape[1] == 3 and channels == 1:
-        raise UserError(
-            f"the public images of {printable(path)} are in colour but the training images are gray; "
-            "convert them to gray, or set data.public_holdout instead of data.public_path"
-        )
-    if images.shape[2:] != (height, width):
-        images = resize(images, height, width)
-    return images.expand(-1, channels, -1, -1).contiguous()
-
-
-def _read_folder(
-    path: Path, height: int, width: int, window: Window | None, broken: Literal["refuse", "skip"]
-) -> Tensor:
-    listing = list_files(path)
-    notify_of_left_out(listing.others, path)
-    if not listing.images:
-        raise UserError(
-            f"{printable(path)} holds no image; data.public_path must name a folder with images or an .npz file"
-        )
-    images = decode_images(sorted(listing.images), Decoding(height, width, window, broken)).images
-    assert isinstance(images, Tensor)
-    return images
-
-
-def _read_npz(path: Path, window: Window | None) -> Tensor:
-    with NpzArchive(path) as archive:
-        only_key = archive.names if len(archive.names) == 1 else []
-        keys = [key for key in _KEYS if key in archive.names] or only_key
-        if not keys:
-            raise UserError(
-                f"{printable(path)} has the arrays {listed(archive.names)}; expected one of {', '.join(_KEYS)}, or a "
-                "single array"
-            )
-        array = archive.read(keys[:1])[keys[0]]
-    name = f"{printable(keys[0])} in {printable(path)}"
-    return channels_first(to_uint8({name: array}, window)[name], name)
-
+_MEASURED_TRAINING_IMAGES = 2000
+_PUBLIC_KEYS = ("x", "x_train", "train_images")
 
 # One random stream per purpose, so that (for instance) a public_limit does not change the training images.
-_MEASURED_TRAINING_IMAGES = 2000
-
-
 _HOLDOUT_STREAM, _TRAIN_STREAM, _TEST_STREAM, _PUBLIC_STREAM = range(1, 5)
 
 
@@ -171,17 +60,17 @@ class Dataset:
 
     @property
     def labelled(self) -> bool:
-        """Whether each image has a class. Without them nothing is measured or dealt by class."""
+        """Return True if each image has a class. Without classes nothing is measured or dealt by class."""
         return bool(self.class_names)
 
     @property
     def counted_as(self) -> tuple[str, ...]:
-        """What a partition counts on each client: the images of each class, or all images where there are no labels."""
+        """Return the names of a partition's counts: the classes, or `images` alone where there are no labels."""
         return self.class_names or ("images",)
 
     @property
     def measured_images(self) -> Images:
-        """What representations are measured on: the test images, or some training images where there are none.
+        """Return the images to measure representations on: the test images, or some training images without those.
 
         A server without data (`data.name=none`) has neither. The choice depends on nothing but the images' number, so
         that figures of different seeds compare.
@@ -200,23 +89,24 @@ def load_dataset(options: DataOptions, seed: int) -> Dataset:
     Raises:
         UserError: a missing, unreadable or unsuitable file; the message says what to do.
     """
-    splits = _load_splits(options)
-    _require_usable_shape(splits)
-    train, test, validation = splits.train, splits.test, splits.validation
+    load: Callable[[DataOptions], Splits] = pkgutil.resolve_name(f"{__package__}.{SOURCES[options.name].loader}")
+    splits = load(options)
+    train, test = (_resized(split, options.image_size) for split in (splits.train, splits.test))
+    validation = None if splits.validation is None else _resized(splits.validation, options.image_size)
+    _require_usable_shapes(train, test=test, validation=validation)
 
     public_images = None
     if options.public_path is not None:
-        public_path = expanded(options.public_path, "data.public_path")
-        public_images = load_public_images(public_path, train.images.shape[1:], options.window, options.broken)
+        public_images = _load_public_images(options, train.images.shape[1:])
     elif options.public_holdout > 0:
         public_images, train = _hold_out(train, options.public_holdout, seed)
 
     if options.train_limit is not None:
-        train = _balanced_subset(train, options.train_limit, _generator(seed, _TRAIN_STREAM))
+        train = _balanced_subset(train, options.train_limit, np.random.default_rng([seed, _TRAIN_STREAM]))
     if options.test_limit is not None:
-        test = _balanced_subset(test, options.test_limit, _generator(0, _TEST_STREAM))
+        test = _balanced_subset(test, options.test_limit, np.random.default_rng([0, _TEST_STREAM]))
     if options.public_limit is not None and public_images is not None:
-        order = torch.from_numpy(_generator(seed, _PUBLIC_STREAM).permutation(len(public_images)))
+        order = torch.from_numpy(np.random.default_rng([seed, _PUBLIC_STREAM]).permutation(len(public_images)))
         public_images = public_images[order[: options.public_limit].sort().values]
 
     return Dataset(
@@ -235,46 +125,77 @@ def load_dataset(options: DataOptions, seed: int) -> Dataset:
     )
 
 
-def _load_splits(options: DataOptions) -> Splits:
-    if options.name == "none":
-        return _no_images(options)
-    path = None if options.path is None else expanded(options.path, "data.path")
-    if options.name in ("folder", "images"):
-        return load_images(options)
-    if options.name == "npz":
-        assert path is not None
-        splits = load_npz(path, options.window)
-    elif options.name == "digits":
-        splits = load_digits()
-    else:
-        splits = load_torchvision_set(options.name, path or DEFAULT_ROOT.expanduser(), options.download)
-    size = options.image_size
-    if size is None:
-        return splits
-    validation = None if splits.validation is None else _resized(splits.validation, size)
-    return Splits(_resized(splits.train, size), _resized(splits.test, size), splits.class_names, validation)
+def load_digits(options: DataOptions) -> Splits:
+    """Return 1,797 gray digits of 8x8 pixels; a fixed, stratified fifth of them is the test set."""
+    from sklearn.datasets import load_digits as load_bundle
+    from sklearn.model_selection import train_test_split
+
+    bundle = load_bundle()
+    pixels = np.rint(bundle.images * (255 / 16)).astype(np.uint8)[:, None]
+    classes = bundle.target.astype(np.int64)
+    train, test = train_test_split(np.arange(len(classes)), test_size=0.2, stratify=classes, random_state=0)
+    # Rows are taken before torch sees the array: it would give the one channel a stride with which convolutions round
+    # differently, in the last digits of a float.
+    train_images, test_images = (
+        LabelledImages(torch.from_numpy(pixels[rows]), torch.from_numpy(classes[rows]))
+        for rows in (np.sort(train), np.sort(test))
+    )
+    return Splits(train_images, test_images, tuple(str(name) for name in bundle.target_names))
 
 
-def _no_images(options: DataOptions) -> Splits:
-    """Splits without images, of the shape and the classes that the sites' images have."""
+def load_torchvision_set(options: DataOptions) -> Splits:
+    """Read a set of torchvision from `options.path`, by default ~/.cache/fedssl.
+
+    Raises:
+        UserError: the files are missing or corrupt, or the download failed.
+    """
+    from torchvision import datasets
+
+    name, source = options.name, SOURCES[options.name]
+    root = expanded(options.path or Path("~/.cache/fedssl"), "data.path")
+    assert source.torchvision is not None
+    read = getattr(datasets, source.torchvision)
+    try:
+        train, test = (read(root, **split, download=options.download) for split in source.split_arguments)
+    except (RuntimeError, OSError, ValueError, AssertionError) as error:
+        problem = f"is not complete under {root}; set data.download=true to fetch it, or data.path to the folder that"
+        if options.download:
+            problem = (
+                f"could not be downloaded to {root} ({first_line(error)}); check the network and the disk, or set "
+                "data.path to a folder that"
+            )
+        raise UserError(f"{name} {problem} holds it") from error
+
+    def to_images(split: Any) -> LabelledImages:
+        labels = split.targets if hasattr(split, "targets") else split.labels
+        return LabelledImages(channels_first(np.asarray(split.data), name), torch.as_tensor(labels).long())
+
+    class_names = getattr(train, "classes", None) or map(str, range(source.classes))
+    return Splits(to_images(train), to_images(test), tuple(class_names))
+
+
+def no_images(options: DataOptions) -> Splits:
+    """Return splits without images, of the shape and the classes that the sites' images have."""
     assert options.image_shape is not None
     nothing = unlabelled(torch.empty((0, *options.image_shape), dtype=torch.uint8))
     return Splits(nothing, nothing, tuple(options.class_names))
 
 
-def _resized(split: LabelledImages, size: int) -> LabelledImages:
+def _resized(split: LabelledImages, size: int | None) -> LabelledImages:
+    if size is None or not len(split.labels) or split.images.shape[2:] == (size, size):
+        return split
     assert isinstance(split.images, Tensor)  # only folders are larger than the memory, and are read at their size
-    return replace(split, images=resize(split.images, size, size)) if len(split.labels) else split
+    return replace(split, images=resize(split.images, size, size))
 
 
-def _require_usable_shape(splits: Splits) -> None:
-    shape = splits.train.images.shape[1:]
+def _require_usable_shapes(train: LabelledImages, **others: LabelledImages | None) -> None:
+    shape = train.images.shape[1:]
     if min(shape[1:]) < SMALLEST_SIDE:
         raise UserError(
             f"the training images are {shape[1]}x{shape[2]} pixels; expected at least {SMALLEST_SIDE} a side: use "
             "larger images, or set data.image_size"
         )
-    for name, split in (("test", splits.test), ("validation", splits.validation)):
+    for name, split in others.items():
         if split is not None and len(split.images) and split.images.shape[1:] != shape:
             shapes = ["x".join(map(str, sides)) for sides in (shape, split.images.shape[1:])]
             raise UserError(
@@ -283,20 +204,66 @@ def _require_usable_shape(splits: Splits) -> None:
             )
 
 
+def _load_public_images(options: DataOptions, shape: torch.Size) -> Tensor:
+    """Read `public_path` as uint8 [n, *shape]; gray images become RGB where the training images are in colour."""
+    assert options.public_path is not None
+    path = expanded(options.public_path, "data.public_path")
+    channels, height, width = shape
+    kind = kind_of(path)
+    if kind == "missing":
+        raise UserError(
+            f"there is no file or folder {printable(path)}; set data.public_path to an .npz or an image folder, or use "
+            "data.public_holdout=NUMBER"
+        )
+    if kind == "folder":
+        files, others = list_files(path)
+        notify_of_left_out(others, path)
+        if not files:
+            raise UserError(
+                f"{printable(path)} holds no image; data.public_path must name a folder with images or an .npz file"
+            )
+        decoded, _ = decode_images(sorted(files), options, height, width, in_memory=True)
+        images = decoded[:]
+    else:
+        images = _public_array(path, options)
+    if images.shape[1] == 3 and channels == 1:
+        raise UserError(
+            f"the public images of {printable(path)} are in colour but the training images are gray; "
+            "convert them to gray, or set data.public_holdout instead of data.public_path"
+        )
+    if images.shape[2:] != (height, width):
+        images = resize(images, height, width)
+    return images.expand(-1, channels, -1, -1).contiguous()
+
+
+def _public_array(path: Path, options: DataOptions) -> Tensor:
+    with NpzArchive(path) as archive:
+        only_key = archive.names if len(archive.names) == 1 else []
+        keys = [key for key in _PUBLIC_KEYS if key in archive.names] or only_key
+        if not keys:
+            raise UserError(
+                f"{printable(path)} has the arrays {listed(archive.names)}; expected one of {', '.join(_PUBLIC_KEYS)}, "
+                "or a single array"
+            )
+        array = archive.read(keys[:1])[keys[0]]
+    name = f"{printable(keys[0])} in {printable(path)}"
+    return channels_first(to_uint8({name: array}, options.window)[name], name)
+
+
 def _hold_out(train: LabelledImages, count: int, seed: int) -> tuple[Tensor, LabelledImages]:
-    """The public images, drawn from the training images without their labels, and the training images that are left."""
+    """Return public images, drawn from the training images without their labels, and the training images left."""
     total = len(train.labels)
     if count >= total:
         raise UserError(
             f"data.public_holdout={count} leaves no training image of {total}; lower it to at most {total - 1}"
         )
-    order = torch.from_numpy(_generator(seed, _HOLDOUT_STREAM).permutation(total))
+    order = torch.from_numpy(np.random.default_rng([seed, _HOLDOUT_STREAM]).permutation(total))
     held_out, kept = order[:count].sort().values, order[count:].sort().values
     return train.images[held_out], train.rows(kept)
 
 
 def _balanced_subset(split: LabelledImages, limit: int, generator: np.random.Generator) -> LabelledImages:
-    """At most `limit` samples in their order, with class sizes that are as equal as the data allow (within one)."""
+    """Return at most `limit` samples in their order, with classes as equal in size as the data allow (within one)."""
     order = generator.permutation(len(split.labels))
     shuffled = split.labels.numpy()[order]
     rank_in_class = np.empty(len(order), np.int64)
@@ -305,7 +272,3 @@ def _balanced_subset(split: LabelledImages, limit: int, generator: np.random.Gen
         rank_in_class[members] = np.arange(len(members))
     chosen = order[np.argsort(rank_in_class, kind="stable")[:limit]]
     return split.rows(torch.from_numpy(np.sort(chosen)))
-
-
-def _generator(seed: int, stream: int) -> np.random.Generator:
-    return np.random.default_rng([seed, stream])

@@ -1,45 +1,48 @@
-"""What a path that the user gave leads to, without a traceback for any path."""
+"""The paths that the user gives: what is there, which files are images, and how messages name them."""
 
 import logging
 import os
 import stat
-import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 from ..errors import UserError
+from ..untrusted import printable
 
-_MOST_NAMES = 10
+DICOM_SUFFIXES = (".dcm", ".dicom")
+
+#: the names that a file of images may end with, in small letters
+IMAGE_SUFFIXES = (
+    *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".tif", ".tiff", ".bmp", ".gif"),
+    *(".ppm", ".pgm", ".pbm", ".pnm", *DICOM_SUFFIXES),
+)
+
+# What programs put beside images: macOS's archives, Synology's thumbnails, Windows's.
+_NAMES_OF_PROGRAMS = ("__MACOSX", "@eaDir", "Thumbs.db", "desktop.ini")
+
+_LOGGER = logging.getLogger("fedssl.data")
 
 
-_MOST_CHARACTERS = 160
+def notify(text: str) -> None:
+    """Show the user one line of text."""
+    _LOGGER.warning("fedssl: %s", text)
 
 
-def listed(names: Sequence[str], most: int = _MOST_NAMES) -> str:
-    """The first names, separated by commas, and how many more there are."""
+def listed(names: Sequence[str], most: int = 10) -> str:
+    """Return the first names, separated by commas, and how many more there are."""
     shown = ", ".join(map(printable, names[:most])) if names else "(none)"
     return f"{shown}, and {len(names) - most} more" if len(names) > most else shown
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, at most 160 characters; the error's type where the message is empty."""
+    """Return the first line of an error's message, at most 160 characters; its type where the message is empty."""
     lines = str(error).splitlines()
-    return printable(lines[0][:_MOST_CHARACTERS]) if lines else type(error).__name__
-
-
-def printable(text: str | Path) -> str:
-    r"""A name that fits on one line and can be stored as UTF-8.
-
-    Control characters are escaped, and so are the bytes of a file name that are not UTF-8: `caf\xe9` becomes
-    `caf\udce9`, as Python stands for such a byte by a lone surrogate.
-    """
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in str(text))
+    return printable(lines[0][:160]) if lines else type(error).__name__
 
 
 def expanded(path: Path, option: str) -> Path:
-    """The path with `~` replaced by the home folder; `option` is the name that an error message begins with.
+    """Return the path with `~` replaced by the home folder; `option` is the name that an error message begins with.
 
     Raises:
         UserError: there is no such user, or the path cannot be one (a NUL byte).
@@ -55,7 +58,7 @@ def expanded(path: Path, option: str) -> Path:
 
 
 def kind_of(path: Path) -> Literal["file", "folder", "missing", "special"]:
-    """What is there; `special` is a pipe, a device or a socket, and opening it could wait for ever.
+    """Return what is there; `special` is a pipe, a device or a socket, and opening it could wait for ever.
 
     Raises:
         UserError: the path may not be looked at, or is too long.
@@ -71,27 +74,67 @@ def kind_of(path: Path) -> Literal["file", "folder", "missing", "special"]:
     return "file" if stat.S_ISREG(mode) else "special"
 
 
-_LOGGER = logging.getLogger("fedssl.data")
+def list_files(folder: Path) -> tuple[list[Path], list[Path]]:
+    """List the files in a folder and the folders in it, without hidden ones; links are followed, also to folders.
+
+    Only regular files count: opening a pipe would wait for ever. A folder that links lead to twice is listed once.
+
+    Returns:
+        The files whose names end as an image's, and the others that the user may have meant, in a fixed order.
+
+    Raises:
+        UserError: a folder cannot be read.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise UserError(f"{printable(error.filename)} cannot be read: {error.strerror or error}") from error
+
+    files: list[tuple[str, str]] = []
+    visited: set[str] = set()
+    for inner, folders, names in os.walk(folder, followlinks=True, onerror=refuse):
+        real = os.path.realpath(inner)
+        if real in visited:
+            folders.clear()
+            continue
+        visited.add(real)
+        folders[:] = sorted(name for name in folders if not _is_ignored(name))
+        files += [(inner, name) for name in names if not _is_ignored(name)]
+    images: list[Path] = []
+    others: list[Path] = []
+    for inner, name in sorted(files):
+        file = Path(inner, name)
+        is_image = name.lower().endswith(IMAGE_SUFFIXES) and file.is_file()
+        (images if is_image else others).append(file)
+    return images, others
 
 
-_SECONDS_BETWEEN_LINES = 10.0
+def subfolders(folder: Path) -> list[Path]:
+    """Return the folders in a folder, sorted by name, without hidden ones and those of programs.
+
+    Raises:
+        UserError: the folder cannot be read.
+    """
+    try:
+        return sorted(entry for entry in folder.iterdir() if not _is_ignored(entry.name) and entry.is_dir())
+    except OSError as error:
+        raise UserError(f"{printable(folder)} cannot be read: {error.strerror or error}") from error
 
 
-def notify(text: str) -> None:
-    """Tell the user; the text is one line."""
-    _LOGGER.warning("fedssl: %s", text)
+def notify_of_left_out(others: list[Path], root: Path, expected: str = "") -> None:
+    """Name the first of the files that are left out, and say how many there are.
+
+    Args:
+        others: the files.
+        root: the folder that the user named; the files' names are shown as they are in it.
+        expected: where an image must be so that it counts, to follow "must be".
+    """
+    if others:
+        names = [os.path.relpath(file, root) for file in others]
+        kinds = ", ".join(suffix.removeprefix(".") for suffix in IMAGE_SUFFIXES)
+        what = "1 file is" if len(others) == 1 else f"{len(others):,} files are"
+        where = f", and each must be {expected}" if expected else ""
+        notify(f"{what} left out of {printable(root)}: {listed(names, most=5)}; images end with {kinds}{where}")
 
 
-class ProgressLines:
-    """How far a long task is: a line on stderr every ten seconds, and none for a short task."""
-
-    def __init__(self, task: str, total: int):
-        self._task, self._total = task, total
-        self._last = time.monotonic()
-
-    def done(self, count: int) -> None:
-        """So many of the task's items are done."""
-        now = time.monotonic()
-        if now - self._last >= _SECONDS_BETWEEN_LINES:
-            self._last = now
-            print(f"fedssl: {self._task}: {count:,} of {self._total:,}", file=sys.stderr, flush=True)
+def _is_ignored(name: str) -> bool:
+    return name.startswith(".") or name in _NAMES_OF_PROGRAMS

@@ -1,6 +1,9 @@
-"""One image file: what its header says, and its pixels at a given size."""
+"""One image file: its header, and its pixels at a given size.
 
-import os
+Pillow reads all formats but DICOM, the format of medical imaging, which pydicom reads. Nothing of a DICOM file but its
+pixels is kept.
+"""
+
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,36 +13,21 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import UserError
-from .dicom_files import DICOM_SUFFIXES, UnsupportedDicomError, is_dicom, read_dicom_header, read_dicom_pixels
-from .files import first_line, listed, notify, printable
+from ..errors import UserError, install_command
+from ..untrusted import printable
+from .files import DICOM_SUFFIXES, first_line
 from .pixels import Window, apply_window
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-
-#: the names that a file of images may end with, in small letters
-IMAGE_SUFFIXES = (
-    *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".tif", ".tiff", ".bmp", ".gif"),
-    *(".ppm", ".pgm", ".pbm", ".pnm", *DICOM_SUFFIXES),
-)
-
-
 #: what a crop needs
 SMALLEST_SIDE = 2
 
-
 # What Pillow may take a file for, whatever its name ends with. Its other formats include some that start programs.
 _FORMATS = ("JPEG", "PNG", "WEBP", "TIFF", "BMP", "GIF", "PPM")
-
-
 _MOST_PIXELS = 89_000_000  # Pillow warns from here on, as a small file may unpack to more than the memory
-
-
 _TIFF_BITS, _TIFF_SAMPLE_FORMAT = 258, 339
-
-
 _16_BITS = (0.0, 65535.0)
 
 
@@ -49,16 +37,17 @@ class BrokenImageError(Exception):
 
 @dataclass(frozen=True)
 class ImageKind:
-    """What a file's header says.
+    """The header of an image file.
 
     Attributes:
         size: width and height as they are stored, in pixels.
         gray: whether it has one channel, apart from transparency.
-        deep: whether pixels have more than 8 bits a channel, and whether those are gray or in colour. Pillow reads the
-            upper 8 bits of deep colours and never the others.
-        type_range: of a deep image, the smallest and largest value of its type; None for floats.
+        deep: "gray" where pixels need a window, as they have more than 8 bits or, in DICOM files, a unit (Hounsfield);
+            "colour" where colours have more than 8 bits a channel, of which Pillow never reads but the upper 8.
+        type_range: of a deep image, the smallest and largest value of its type, with its unit; None for floats.
         frames: how many images the file holds; the first one is used.
-        own_window: the window that a DICOM file names.
+        own_window: the range that a DICOM file's author chose to be shown; None where the file names none.
+        inverted: whether small values are bright, as in a DICOM file that is MONOCHROME1.
     """
 
     size: tuple[int, int]
@@ -67,6 +56,7 @@ class ImageKind:
     type_range: tuple[float, float] | None
     frames: int
     own_window: tuple[float, float] | None = None
+    inverted: bool = False
 
 
 def image_kind(file: Path) -> ImageKind:
@@ -76,26 +66,19 @@ def image_kind(file: Path) -> ImageKind:
         BrokenImageError: it is no image, or one that is too large or too small.
         UserError: it is a DICOM file, and pydicom is not installed.
     """
-    if is_dicom(file):
-        with _named_as_broken(file):
-            header = read_dicom_header(file)
-            _require_size(header.width, header.height)
-            return ImageKind(
-                (header.width, header.height),
-                header.gray,
-                "gray" if header.deep else "no",
-                header.type_range,
-                header.frames,
-                header.own_window,
-            )
-    with _opened(file) as image:
-        return _kind(image)
+    if not _is_dicom(file):
+        with _opened(file) as image:
+            return _kind(image)
+    with _named_as_broken(file):
+        kind = _dicom_kind(_read_stored(file, stop_before_pixels=True))
+        _require_size(*kind.size)
+        return kind
 
 
 def read_pixels(file: Path, height: int, width: int, channels: int, window: Window | None) -> NDArray[np.uint8]:
     """Read an image, turned upright by its EXIF entry, its centre cropped to the target's shape and resized.
 
-    Transparency is left out: the colours are used as they are stored. `image_kind` tells whether a window is needed.
+    Transparency is left out: the colours are used as they are stored. `image_kind` says if a window is needed.
 
     Returns:
         uint8 [channels, height, width].
@@ -107,62 +90,46 @@ def read_pixels(file: Path, height: int, width: int, channels: int, window: Wind
     from PIL.Image import Resampling
 
     with _named_as_broken(file):
-        upright = _read_dicom(file, window) if is_dicom(file) else _read_upright(file, window)
+        upright = _read_dicom(file, window) if _is_dicom(file) else _read_upright(file, window)
         converted = upright.convert("L" if channels == 1 else "RGB")
         pixels = np.asarray(ImageOps.fit(converted, (width, height), Resampling.BILINEAR))
     return pixels[None] if channels == 1 else pixels.transpose(2, 0, 1)
 
 
-def _read_upright(file: Path, window: Window | None) -> "Image":
-    from PIL import ImageOps
-    from PIL.Image import fromarray
-
-    with _opened(file) as image:
-        kind = _kind(image)
-        if kind.deep != "gray":
-            image.load()
-            return ImageOps.exif_transpose(image)
-        assert window is not None
-        orientation = image.getexif()
-        shallow = fromarray(apply_window(_finite_pixels(image)[None], window, kind.type_range)[0])
-        shallow.getexif().update(orientation)
-        return ImageOps.exif_transpose(shallow)
-
-
-def _read_dicom(file: Path, window: Window | None) -> "Image":
-    from PIL.Image import fromarray
-
-    header, pixels = read_dicom_pixels(file)
-    if header.deep:
-        chosen = header.own_window if window == "file" else window
-        assert chosen is not None
-        pixels = apply_window(pixels[None], chosen, header.type_range)[0]
-    return fromarray(255 - pixels if header.inverted else pixels)
-
-
 def value_range(file: Path) -> tuple[float, float]:
-    """The smallest and largest pixel value of a deep gray image.
+    """Return the smallest and largest pixel value of a deep gray image.
 
     Raises:
         BrokenImageError: the file is no image, or is damaged.
     """
-    if is_dicom(file):
+    if _is_dicom(file):
         with _named_as_broken(file):
-            _, pixels = read_dicom_pixels(file)
+            _, pixels = _dicom_pixels(file)
     else:
         with _opened(file) as image:
             pixels = _finite_pixels(image)
     return float(pixels.min()), float(pixels.max())
 
 
+def _is_dicom(file: Path) -> bool:
+    return file.name.lower().endswith(DICOM_SUFFIXES)
+
+
 @contextmanager
-def _opened(file: Path) -> Iterator["Image"]:
-    """A file as Pillow's image."""
+def _named_as_broken(file: Path) -> Iterator[None]:
+    """Raise whatever fails in this context as BrokenImageError: Pillow and pydicom raise errors of any type."""
     from PIL import Image
 
-    with _named_as_broken(file), Image.open(file, formats=_FORMATS) as image:
-        _require_size(*image.size)
-        yield image
+    try:
+        if file.stat().st_size == 0:
+            raise BrokenImageError("the file is empty")
+        yield
+    except (BrokenImageError, UserError):
+        raise
+    except Image.UnidentifiedImageError as error:
+        raise BrokenImageError("not an image of a known format") from error
+    except Exception as error:
+        raise BrokenImageError(first_line(error)) from error
 
 
 def _require_size(width: int, height: int) -> None:
@@ -173,22 +140,12 @@ def _require_size(width: int, height: int) -> None:
 
 
 @contextmanager
-def _named_as_broken(file: Path) -> Iterator[None]:
-    """Whatever fails in this context is a broken file: Pillow's and pydicom's readers raise errors of any type."""
+def _opened(file: Path) -> Iterator["Image"]:
     from PIL import Image
 
-    try:
-        if file.stat().st_size == 0:
-            raise BrokenImageError("the file is empty")
-        yield
-    except (BrokenImageError, UserError):
-        raise
-    except UnsupportedDicomError as error:
-        raise BrokenImageError(str(error)) from error
-    except Image.UnidentifiedImageError as error:
-        raise BrokenImageError("not an image of a known format") from error
-    except Exception as error:
-        raise BrokenImageError(first_line(error)) from error
+    with _named_as_broken(file), Image.open(file, formats=_FORMATS) as image:
+        _require_size(*image.size)
+        yield image
 
 
 def _kind(image: "Image") -> ImageKind:
@@ -214,7 +171,7 @@ def _integer_range(image: "Image") -> tuple[float, float]:
 
 
 def _has_deep_colours(image: "Image") -> bool:
-    """Whether an image that Pillow gives 8 bits a channel is stored with more."""
+    """Return True if an image that Pillow gives 8 bits a channel is stored with more."""
     tiles: list[Any] = getattr(image, "tile", [])
     for tile in tiles:
         arguments = tile.args if isinstance(tile.args, tuple) else (tile.args,)
@@ -225,6 +182,22 @@ def _has_deep_colours(image: "Image") -> bool:
     return False
 
 
+def _read_upright(file: Path, window: Window | None) -> "Image":
+    from PIL import ImageOps
+    from PIL.Image import fromarray
+
+    with _opened(file) as image:
+        kind = _kind(image)
+        if kind.deep != "gray":
+            image.load()
+            return ImageOps.exif_transpose(image)
+        assert window is not None
+        orientation = image.getexif()
+        shallow = fromarray(apply_window(_finite_pixels(image)[None], window, kind.type_range)[0])
+        shallow.getexif().update(orientation)
+        return ImageOps.exif_transpose(shallow)
+
+
 def _finite_pixels(image: "Image") -> NDArray[Any]:
     pixels = np.asarray(image)
     if pixels.dtype.kind == "f" and not np.isfinite(pixels).all():
@@ -232,96 +205,76 @@ def _finite_pixels(image: "Image") -> NDArray[Any]:
     return pixels
 
 
-# What programs put beside images: macOS's archives, Synology's thumbnails, Windows's.
-_FOLDERS_OF_PROGRAMS = ("__MACOSX", "@eaDir")
-
-
-_FILES_OF_PROGRAMS = ("Thumbs.db", "desktop.ini")
-
-
-_MOST_NAMED = 5
-
-
-@dataclass(frozen=True)
-class FileListing:
-    """The files under a folder, in a fixed order.
-
-    Attributes:
-        images: those whose names end as an image's.
-        others: those that are left out and that the user may have meant; programs' own and hidden files are not here.
-    """
-
-    images: list[Path]
-    others: list[Path]
-
-
-def list_files(folder: Path, suffixes: tuple[str, ...] = IMAGE_SUFFIXES) -> FileListing:
-    """List a folder and the folders in it; links are followed, also to folders, and hidden names are left out.
-
-    Only regular files count: opening a pipe would wait for ever.
-
-    Raises:
-        UserError: a folder cannot be read.
-    """
-    images: list[Path] = []
-    others: list[Path] = []
-    for inner, names in sorted(_walk(folder)):
-        for name in sorted(names):
-            file = Path(inner, name)
-            is_image = name.lower().endswith(suffixes) and file.is_file()
-            (images if is_image else others).append(file)
-    return FileListing(images, others)
-
-
-def subfolders(folder: Path) -> list[Path]:
-    """The folders in a folder, sorted by name, without hidden ones and those of programs.
-
-    Raises:
-        UserError: the folder cannot be read.
-    """
+def _read_stored(file: Path, **options: Any) -> Any:
     try:
-        return sorted(
-            (entry for entry in folder.iterdir() if not _is_of_a_program(entry.name) and entry.is_dir()),
-            key=lambda entry: entry.name,
-        )
-    except OSError as error:
-        raise UserError(f"{printable(folder)} cannot be read: {error.strerror or error}") from error
+        from pydicom import dcmread
+    except ImportError as error:
+        raise UserError(
+            f"{printable(file)} is a DICOM file, which needs pydicom: {install_command('dicom')}"
+        ) from error
+    return dcmread(file, **options)
 
 
-def notify_of_left_out(others: list[Path], root: Path, expected: str = "") -> None:
-    """Name the first of the files that are left out, and say how many there are.
-
-    Args:
-        others: the files.
-        root: the folder that the user named; the files' names are shown as they are in it.
-        expected: where an image must be so that it counts, to follow "must be".
-    """
-    if others:
-        names = [os.path.relpath(file, root) for file in others]
-        kinds = ", ".join(suffix.removeprefix(".") for suffix in IMAGE_SUFFIXES)
-        what = "1 file is" if len(others) == 1 else f"{len(others):,} files are"
-        where = f", and each must be {expected}" if expected else ""
-        notify(f"{what} left out of {printable(root)}: {listed(names, _MOST_NAMED)}; images end with {kinds}{where}")
-
-
-def _walk(folder: Path) -> list[tuple[str, list[str]]]:
-    """Each folder with the names of its files; a folder that links lead to twice is listed once."""
-
-    def refuse(error: OSError) -> None:
-        raise UserError(f"{printable(error.filename)} cannot be read: {error.strerror or error}") from error
-
-    listing: list[tuple[str, list[str]]] = []
-    visited: set[str] = set()
-    for inner, folders, names in os.walk(folder, followlinks=True, onerror=refuse):
-        real = os.path.realpath(inner)
-        if real in visited:
-            folders.clear()
-            continue
-        visited.add(real)
-        folders[:] = sorted(name for name in folders if not _is_of_a_program(name))
-        listing.append((inner, [name for name in names if not _is_of_a_program(name)]))
-    return listing
+def _dicom_kind(stored: Any) -> ImageKind:
+    interpretation = str(stored.PhotometricInterpretation)
+    if interpretation == "PALETTE COLOR":
+        raise BrokenImageError("colours by a palette, which are not read")
+    bits, signed = int(stored.BitsStored), bool(stored.PixelRepresentation)
+    gray = int(stored.SamplesPerPixel) == 1
+    if not gray and bits > 8:
+        raise BrokenImageError(f"colours of {bits} bits, which are not read")
+    slope, intercept = _rescale(stored)
+    smallest, largest = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if signed else (0, 2**bits - 1)
+    low, high = sorted((smallest * slope + intercept, largest * slope + intercept))
+    return ImageKind(
+        (int(stored.Columns), int(stored.Rows)),
+        gray,
+        "gray" if gray and (bits > 8 or signed or (slope, intercept) != (1.0, 0.0)) else "no",
+        (low, high),
+        int(stored.get("NumberOfFrames") or 1),
+        _own_window(stored),
+        interpretation == "MONOCHROME1",
+    )
 
 
-def _is_of_a_program(name: str) -> bool:
-    return name.startswith(".") or name in _FOLDERS_OF_PROGRAMS or name in _FILES_OF_PROGRAMS
+def _rescale(stored: Any) -> tuple[float, float]:
+    slope, intercept = stored.get("RescaleSlope"), stored.get("RescaleIntercept")
+    return 1.0 if slope is None else float(slope), 0.0 if intercept is None else float(intercept)
+
+
+def _own_window(stored: Any) -> tuple[float, float] | None:
+    """Return the values that the file's first window shows darkest and brightest, by DICOM PS3.3, C.11.2.1.2."""
+    centres, widths = stored.get("WindowCenter"), stored.get("WindowWidth")
+    if centres is None or widths is None:
+        return None
+    centre, width = (float(np.atleast_1d(np.asarray(values, dtype=float))[0]) for values in (centres, widths))
+    function = str(stored.get("VOILUTFunction") or "LINEAR")
+    if function == "SIGMOID":
+        raise BrokenImageError("a sigmoid window, which is not read")
+    if function == "LINEAR":
+        centre, width = centre - 0.5, width - 1.0
+    return (centre - width / 2, centre + width / 2) if width > 0 else None
+
+
+def _dicom_pixels(file: Path) -> tuple[ImageKind, NDArray[Any]]:
+    """Read the first image: gray values with their unit, float64 [H, W], or 8 bits, uint8 [H, W] or [H, W, 3]."""
+    stored = _read_stored(file)
+    kind = _dicom_kind(stored)
+    pixels = np.asarray(stored.pixel_array)
+    if kind.frames > 1:
+        pixels = pixels[0]
+    if kind.deep == "gray":
+        slope, intercept = _rescale(stored)
+        pixels = pixels.astype(np.float64) * slope + intercept
+    return kind, pixels
+
+
+def _read_dicom(file: Path, window: Window | None) -> "Image":
+    from PIL.Image import fromarray
+
+    kind, pixels = _dicom_pixels(file)
+    if kind.deep == "gray":
+        chosen = kind.own_window if window == "file" else window
+        assert chosen is not None
+        pixels = apply_window(pixels[None], chosen, kind.type_range)[0]
+    return fromarray(255 - pixels if kind.inverted else pixels)

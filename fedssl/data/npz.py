@@ -1,10 +1,9 @@
-"""Datasets in .npz files."""
+"""Datasets in .npz files, whose arrays are checked before they are read."""
 
 import math
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -14,170 +13,25 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import UserError
-from .files import first_line, kind_of, listed, printable
+from ..untrusted import printable
+from .files import expanded, first_line, kind_of, listed
+from .options import DataOptions
 from .pixels import Window, channels_first, to_uint8
 from .splits import LabelledImages, Splits, unlabelled
 from .stored_images import available_memory, readable_bytes
 
-_SUFFIX = ".npy"
-
-
 _SHARE_OF_MEMORY = 0.5  # the clients' shares are copies
-
-
 _LONGEST_HEADER = 10_000  # bytes, as numpy limits it
-
-
-class NpzArchive:
-    """An .npz file as a context manager; nothing in it is ever unpickled, since that can run code.
-
-    Attributes:
-        names: the arrays' names.
-    """
-
-    def __init__(self, path: Path):
-        """Open the file.
-
-        Raises:
-            UserError: there is no such file, it cannot be read, or it is no .npz file.
-        """
-        self._path = path
-        kind = kind_of(path)
-        if kind == "missing":
-            raise UserError(f"there is no file {printable(path)}; set data.path=FILE.npz to one that exists")
-        if kind == "folder":
-            raise UserError(
-                f"{printable(path)} is a folder, not an .npz file; set data.path to a file, or data.name=folder"
-            )
-        if kind == "special":
-            raise UserError(f"{printable(path)} is a pipe or a device, not an .npz file; copy the data into a file")
-        try:
-            self._zip = zipfile.ZipFile(path)
-        except PermissionError as error:
-            raise UserError(f"{printable(path)} cannot be read ({error.strerror}); check its permissions") from error
-        except Exception as error:  # a damaged file makes zipfile raise errors of many types
-            what = "is a single array, not" if _begins_as_npy(path) else "cannot be read as"
-            raise UserError(f"{printable(path)} {what} an .npz file; write it with numpy.savez_compressed") from error
-        self.names = [name.removesuffix(_SUFFIX) for name in self._zip.namelist()]
-
-    def __enter__(self) -> "NpzArchive":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._zip.close()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of an array, from its header alone.
-
-        Raises:
-            UserError: there is no such array, or it is corrupt.
-        """
-        try:
-            with self._zip.open(self._member(name)) as file:
-                return _read_header(file)[0]
-        except Exception as error:
-            raise self._corrupt(name, error) from error
-
-    def read(self, names: Sequence[str]) -> dict[str, NDArray[Any]]:
-        """Read arrays by name.
-
-        Raises:
-            UserError: an array is corrupt or holds Python objects, or the arrays do not fit into the memory.
-        """
-        sizes = {name: self._checked_size(name) for name in names}
-        total, available = sum(sizes.values()), available_memory()
-        if total > _SHARE_OF_MEMORY * available:
-            largest = max(sizes, key=lambda name: sizes[name])
-            raise UserError(
-                f"{printable(self._path)}: the arrays take {readable_bytes(total)} of memory ({printable(largest)} "
-                f"alone {readable_bytes(sizes[largest])}), but only {readable_bytes(available)} are available; store "
-                "fewer or smaller images, or each image as a file of its own"
-            )
-        return {name: self._read_one(name) for name in names}
-
-    def _checked_size(self, name: str) -> int:
-        """The bytes of an array, from its header; they must be what the archive's directory says."""
-        try:
-            member = self._member(name)
-            with self._zip.open(member) as file:
-                shape, dtype = _read_header(file)
-                header = file.tell()
-        except Exception as error:  # a damaged file makes zipfile, its decompressors and numpy raise many types
-            raise self._corrupt(name, error) from error
-        if dtype.hasobject:
-            raise UserError(
-                f"{printable(self._path)}: {printable(name)} is an object array, which is never read; save it as "
-                "numbers (or strings)"
-            )
-        size = math.prod(shape) * dtype.itemsize
-        if header + size != member.file_size:
-            shown = f"{size:,}" if size < 10**18 else f"10^{len(str(size)) - 1}"
-            raise UserError(
-                f"{printable(self._path)}: {printable(name)} is corrupt: its header announces {shown} bytes, but the "
-                f"file holds {member.file_size - header:,}; copy or write the file again"
-            )
-        return size
-
-    def _read_one(self, name: str) -> NDArray[Any]:
-        try:
-            with self._zip.open(self._member(name)) as file:
-                return npy_format.read_array(file, allow_pickle=False)
-        except MemoryError as error:
-            raise UserError(
-                f"{printable(self._path)}: {printable(name)} does not fit into the memory; store fewer or smaller "
-                "images"
-            ) from error
-        except Exception as error:
-            raise self._corrupt(name, error) from error
-
-    def _member(self, name: str) -> zipfile.ZipInfo:
-        listed = self._zip.namelist()
-        return self._zip.getinfo(name + _SUFFIX if name + _SUFFIX in listed else name)
-
-    def _corrupt(self, name: str, error: Exception) -> UserError:
-        reason = f"{printable(name)} is corrupt ({first_line(error)})"
-        return UserError(f"{printable(self._path)}: {reason}; copy or write the file again")
-
-
-def _read_header(file: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Shape and type of a .npy file that is open at its beginning; ValueError where they are invalid."""
-    version = npy_format.read_magic(file)
-    if version == (1, 0):
-        shape, _, dtype = npy_format.read_array_header_1_0(file, _LONGEST_HEADER)
-    elif version in ((2, 0), (3, 0)):
-        # Version 3 differs in the names of the fields of structured types, which no image has.
-        shape, _, dtype = npy_format.read_array_header_2_0(file, _LONGEST_HEADER)
-    else:
-        raise ValueError(f"unknown version {version} of the .npy format")
-    if any(size < 0 for size in shape):
-        raise ValueError(f"invalid shape {shape}")
-    return shape, dtype
-
-
-def _begins_as_npy(path: Path) -> bool:
-    try:
-        with open(path, "rb") as file:
-            return file.read(len(npy_format.MAGIC_PREFIX)) == npy_format.MAGIC_PREFIX
-    except OSError:
-        return False
-
-
+_MOST_CLASSES = 65536
 _TRAIN_AND_TEST_KEYS = (
     ("x_train", "y_train", "x_test", "y_test"),
     ("train_images", "train_labels", "test_images", "test_labels"),
 )
-
-
 _VALIDATION_KEYS = (("x_val", "y_val"), ("val_images", "val_labels"))
 
 
-_MOST_CLASSES = 65536
-
-
-def load_npz(path: Path, window: Window | None = None) -> Splits:
-    """Read the training, test and, if there is one, validation split of an .npz file.
+def load_npz(options: DataOptions) -> Splits:
+    """Read the training, test and, if there is one, validation split of the .npz file `options.path`.
 
     A file without any labels is a dataset without labels; then the test images may be missing. Labels [n, labels] of 0
     and 1 are several labels an image: they are used in evaluation alone.
@@ -185,17 +39,19 @@ def load_npz(path: Path, window: Window | None = None) -> Splits:
     Raises:
         UserError: the file is missing or unreadable, or its arrays do not fit together.
     """
+    assert options.path is not None
+    path, window = expanded(options.path, "data.path"), options.window
     with NpzArchive(path) as archive:
         unlabelled_keys = _unlabelled_keys(archive.names)
         if unlabelled_keys:
-            return _without_labels(archive.read(unlabelled_keys), path, window)
+            train, *rest = map(unlabelled, _images(archive.read(unlabelled_keys), path, window))
+            return Splits(train, rest[0] if rest else unlabelled(train.images[:0]), ())
         keys = _split_keys(archive.names, path)
-        wanted = [key for pair in keys for key in pair]
-        names = "class_names" if "class_names" in archive.names else None
-        arrays = archive.read([*wanted, *([names] if names else [])])
+        names = ["class_names"] if "class_names" in archive.names else []
+        arrays = archive.read([*(key for pair in keys for key in pair), *names])
 
     if all(_is_multi_label(arrays[label_key]) for _, label_key in keys):
-        return _with_several_labels(keys, arrays, path, window)
+        return _with_several_labels(keys[:2], arrays, path, window)
     labels = []
     for image_key, label_key in keys:
         images, label_array = arrays[image_key], arrays[label_key]
@@ -205,16 +61,20 @@ def load_npz(path: Path, window: Window | None = None) -> Splits:
                 f"{printable(path)}: {image_key} has {len(images)} images but {label_key} has {len(label_array)} "
                 "labels; they must match"
             )
-    pixels = to_uint8({f"{key} in {printable(path)}": arrays[key] for key, _ in keys}, window)
-    tensors = [channels_first(array, name) for name, array in pixels.items()]
-    splits = [LabelledImages(*pair) for pair in zip(tensors, labels, strict=True)]
-    classes = 1 + int(max(split.labels.max() for split in splits))
+    tensors = _images({key: arrays[key] for key, _ in keys}, path, window)
+    train, test, *validation = (LabelledImages(*pair) for pair in zip(tensors, labels, strict=True))
+    classes = 1 + int(max(label.max() for label in labels))
     class_names = _class_names(arrays.get("class_names"), classes, path)
-    return Splits(splits[0], splits[1], class_names, splits[2] if len(splits) > 2 else None)
+    return Splits(train, test, class_names, validation[0] if validation else None)
+
+
+def _images(arrays: dict[str, NDArray[Any]], path: Path, window: Window | None) -> list[Tensor]:
+    pixels = to_uint8({f"{printable(key)} in {printable(path)}": array for key, array in arrays.items()}, window)
+    return [channels_first(array, name) for name, array in pixels.items()]
 
 
 def _unlabelled_keys(names: list[str]) -> list[str]:
-    """The names of the training and, if there are any, the test images in a file without labels; else none."""
+    """Return the names of the training and, if there are any, the test images in a file without labels; else none."""
     present = set(names)
     if present & {key for keys in _TRAIN_AND_TEST_KEYS for key in keys[1::2]}:
         return []
@@ -224,40 +84,8 @@ def _unlabelled_keys(names: list[str]) -> list[str]:
     return ["x"] if "x" in present else []
 
 
-def _without_labels(arrays: dict[str, NDArray[Any]], path: Path, window: Window | None) -> Splits:
-    pixels = to_uint8({f"{printable(key)} in {printable(path)}": array for key, array in arrays.items()}, window)
-    train, *rest = (unlabelled(channels_first(array, name)) for name, array in pixels.items())
-    test = rest[0] if rest else unlabelled(train.images[:0])
-    return Splits(train, test, ())
-
-
-def _is_multi_label(array: NDArray[Any]) -> bool:
-    """Whether labels are 0 or 1 in more than one column: [n, labels]."""
-    if array.ndim != 2 or array.shape[1] < 2 or array.dtype.kind not in "iub" or array.size == 0:
-        return False
-    return bool(array.min() >= 0 and array.max() <= 1)
-
-
-def _with_several_labels(
-    keys: list[tuple[str, str]], arrays: dict[str, NDArray[Any]], path: Path, window: Window | None
-) -> Splits:
-    """Images with several yes-or-no labels each, as ChestMNIST has them. Their validation split is not used."""
-    keys = keys[:2]
-    shapes = [arrays[label_key].shape for _, label_key in keys]
-    for (image_key, label_key), shape in zip(keys, shapes, strict=True):
-        if len(np.atleast_1d(arrays[image_key])) != shape[0] or shape[1] != shapes[0][1]:
-            raise UserError(
-                f"{printable(path)}: {label_key} has shape {list(shape)}; expected a line for each image of "
-                f"{image_key} and {shapes[0][1]} labels, as {keys[0][1]} has"
-            )
-    pixels = to_uint8({f"{key} in {printable(path)}": arrays[key] for key, _ in keys}, window)
-    images = [channels_first(array, name) for name, array in pixels.items()]
-    targets = [torch.from_numpy(arrays[label_key].astype(np.uint8)) for _, label_key in keys]
-    return Splits(unlabelled(images[0], targets[0]), unlabelled(images[1], targets[1]), ())
-
-
 def _split_keys(names: list[str], path: Path) -> list[tuple[str, str]]:
-    """The names of images and labels in a file: training, test and, if there is one, validation."""
+    """Return the names of images and labels in a file: training, test and, if there is one, validation."""
     present = set(names)
     keys = next((keys for keys in _TRAIN_AND_TEST_KEYS if present.issuperset(keys)), None)
     if keys is None:
@@ -268,6 +96,32 @@ def _split_keys(names: list[str], path: Path) -> list[tuple[str, str]]:
         )
     validation = [pair for pair in _VALIDATION_KEYS if present.issuperset(pair)][:1]
     return [(keys[0], keys[1]), (keys[2], keys[3]), *validation]
+
+
+def _is_multi_label(array: NDArray[Any]) -> bool:
+    """Return True if labels are 0 or 1 in more than one column: [n, labels]."""
+    if array.ndim != 2 or array.shape[1] < 2 or array.dtype.kind not in "iub" or array.size == 0:
+        return False
+    return bool(array.min() >= 0 and array.max() <= 1)
+
+
+def _with_several_labels(
+    keys: list[tuple[str, str]], arrays: dict[str, NDArray[Any]], path: Path, window: Window | None
+) -> Splits:
+    """Return images with several yes-or-no labels each, as ChestMNIST has them, without their validation split."""
+    shapes = [arrays[label_key].shape for _, label_key in keys]
+    for (image_key, label_key), shape in zip(keys, shapes, strict=True):
+        if len(np.atleast_1d(arrays[image_key])) != shape[0] or shape[1] != shapes[0][1]:
+            raise UserError(
+                f"{printable(path)}: {label_key} has shape {list(shape)}; expected a line for each image of "
+                f"{image_key} and {shapes[0][1]} labels, as {keys[0][1]} has"
+            )
+    images = _images({key: arrays[key] for key, _ in keys}, path, window)
+    train, test = (
+        unlabelled(part, torch.from_numpy(arrays[label_key].astype(np.uint8)))
+        for part, (_, label_key) in zip(images, keys, strict=True)
+    )
+    return Splits(train, test, ())
 
 
 def _to_labels(array: NDArray[Any], name: str) -> Tensor:
@@ -297,3 +151,127 @@ def _class_names(names: NDArray[Any] | None, classes: int, path: Path) -> tuple[
         )
     texts = (name.decode(errors="replace") if isinstance(name, bytes) else str(name) for name in names.tolist())
     return tuple(map(printable, texts))
+
+
+class NpzArchive:
+    """An .npz file as a context manager; nothing in it is ever unpickled, since that can run code.
+
+    Attributes:
+        names: the arrays' names.
+    """
+
+    def __init__(self, path: Path):
+        """Open the file.
+
+        Raises:
+            UserError: there is no such file, it cannot be read, or it is no .npz file.
+        """
+        self._shown = shown = printable(path)
+        kind = kind_of(path)
+        if kind == "missing":
+            raise UserError(f"there is no file {shown}; set data.path=FILE.npz to one that exists")
+        if kind == "folder":
+            raise UserError(f"{shown} is a folder, not an .npz file; set data.path to a file, or data.name=folder")
+        if kind == "special":
+            raise UserError(f"{shown} is a pipe or a device, not an .npz file; copy the data into a file")
+        try:
+            self._zip = zipfile.ZipFile(path)
+        except PermissionError as error:
+            raise UserError(f"{shown} cannot be read ({error.strerror}); check its permissions") from error
+        except Exception as error:  # a damaged file makes zipfile raise errors of many types
+            what = "is a single array, not" if _begins_as_npy(path) else "cannot be read as"
+            raise UserError(f"{shown} {what} an .npz file; write it with numpy.savez_compressed") from error
+        self.names = [name.removesuffix(".npy") for name in self._zip.namelist()]
+
+    def __enter__(self) -> "NpzArchive":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._zip.close()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of an array, from its header alone.
+
+        Raises:
+            UserError: there is no such array, or it is corrupt.
+        """
+        return self._header(name)[0]
+
+    def read(self, names: Sequence[str]) -> dict[str, NDArray[Any]]:
+        """Read arrays by name.
+
+        Raises:
+            UserError: an array is corrupt or holds Python objects, or the arrays do not fit into the memory.
+        """
+        sizes = {name: self._checked_size(name) for name in names}
+        total, available = sum(sizes.values()), available_memory()
+        if total > _SHARE_OF_MEMORY * available:
+            largest = max(sizes, key=lambda name: sizes[name])
+            raise UserError(
+                f"{self._shown}: the arrays take {readable_bytes(total)} of memory ({printable(largest)} "
+                f"alone {readable_bytes(sizes[largest])}), but only {readable_bytes(available)} are available; store "
+                "fewer or smaller images, or each image as a file of its own"
+            )
+        return {name: self._read_one(name) for name in names}
+
+    def _checked_size(self, name: str) -> int:
+        """Return the bytes of an array, from its header; they must be what the archive's directory says."""
+        shape, dtype, content = self._header(name)
+        if dtype.hasobject:
+            raise UserError(
+                f"{self._shown}: {printable(name)} is an object array, which is never read; save it as numbers (or "
+                "strings)"
+            )
+        size = math.prod(shape) * dtype.itemsize
+        if size != content:
+            shown = f"{size:,}" if size < 10**18 else f"10^{len(str(size)) - 1}"
+            raise UserError(
+                f"{self._shown}: {printable(name)} is corrupt: its header announces {shown} bytes, but the "
+                f"file holds {content:,}; copy or write the file again"
+            )
+        return size
+
+    def _header(self, name: str) -> tuple[tuple[int, ...], np.dtype[Any], int]:
+        """Read an array's shape and type, and the number of bytes after its header."""
+        try:
+            member = self._member(name)
+            with self._zip.open(member) as file:
+                version = npy_format.read_magic(file)
+                if version == (1, 0):
+                    shape, _, dtype = npy_format.read_array_header_1_0(file, _LONGEST_HEADER)
+                elif version in ((2, 0), (3, 0)):
+                    # Version 3 differs in the names of the fields of structured types, which no image has.
+                    shape, _, dtype = npy_format.read_array_header_2_0(file, _LONGEST_HEADER)
+                else:
+                    raise ValueError(f"unknown version {version} of the .npy format")
+                if any(size < 0 for size in shape):
+                    raise ValueError(f"invalid shape {shape}")
+                return shape, dtype, member.file_size - file.tell()
+        except Exception as error:  # a damaged file makes zipfile, its decompressors and numpy raise many types
+            raise self._corrupt(name, error) from error
+
+    def _read_one(self, name: str) -> NDArray[Any]:
+        try:
+            with self._zip.open(self._member(name)) as file:
+                return npy_format.read_array(file, allow_pickle=False)
+        except MemoryError as error:
+            raise UserError(
+                f"{self._shown}: {printable(name)} does not fit into the memory; store fewer or smaller images"
+            ) from error
+        except Exception as error:
+            raise self._corrupt(name, error) from error
+
+    def _member(self, name: str) -> zipfile.ZipInfo:
+        return self._zip.getinfo(f"{name}.npy" if f"{name}.npy" in self._zip.namelist() else name)
+
+    def _corrupt(self, name: str, error: Exception) -> UserError:
+        reason = f"{printable(name)} is corrupt ({first_line(error)})"
+        return UserError(f"{self._shown}: {reason}; copy or write the file again")
+
+
+def _begins_as_npy(path: Path) -> bool:
+    try:
+        with open(path, "rb") as file:
+            return file.read(len(npy_format.MAGIC_PREFIX)) == npy_format.MAGIC_PREFIX
+    except OSError:
+        return False

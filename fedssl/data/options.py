@@ -1,17 +1,61 @@
-"""Which images a run loads."""
+"""The data sources by name, and the options of a run's data; nothing here imports torch."""
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
 from ..options import Options
 
 
+@dataclass(frozen=True)
+class DataSource:
+    """One value of `data.name`.
+
+    Attributes:
+        loader: a module of this folder and its function that reads `DataOptions` into `Splits`.
+        images, classes, shape: number of training images, number of classes, and [C, H, W], where they are known
+            without reading; else 0, 0 and None.
+        torchvision: the class in torchvision.datasets, for a set that torchvision reads and may download.
+        split_arguments: keyword arguments of that class for the training images, and for the test images.
+        path: what `data.path` must name; None where it is not needed.
+        image_files: whether `data.path` is a folder of image files, which are brought to one size as they are read.
+    """
+
+    loader: str
+    images: int = 0
+    classes: int = 0
+    shape: tuple[int, int, int] | None = None
+    torchvision: str | None = None
+    split_arguments: tuple[dict[str, Any], dict[str, Any]] = ({"train": True}, {"train": False})
+    path: str | None = None
+    image_files: bool = False
+
+
+#: the values of `data.name`; another set of torchvision takes one more entry, with split_arguments such as
+#: ({"split": "train"}, {"split": "test"}) where its class has no argument `train`
+SOURCES = {
+    "digits": DataSource("datasets:load_digits", 1437, 10, (1, 8, 8)),
+    "cifar10": DataSource("datasets:load_torchvision_set", 50_000, 10, (3, 32, 32), "CIFAR10"),
+    "cifar100": DataSource("datasets:load_torchvision_set", 50_000, 100, (3, 32, 32), "CIFAR100"),
+    "fashion_mnist": DataSource("datasets:load_torchvision_set", 60_000, 10, (1, 28, 28), "FashionMNIST"),
+    "npz": DataSource("npz:load_npz", path="an .npz file"),
+    "images": DataSource("images:load_images", path="a folder of images", image_files=True),
+    "folder": DataSource("images:load_images", path="a folder with train/ and test/", image_files=True),
+    "none": DataSource("datasets:no_images"),
+}
+
+if TYPE_CHECKING:
+    DataName = str
+else:
+    DataName = Literal[tuple(SOURCES)]
+
+
 class DataOptions(Options):
     """The dataset, how much of it is used, and where the public images come from."""
 
-    name: Literal["digits", "cifar10", "cifar100", "fashion_mnist", "npz", "images", "folder", "none"] = Field(
+    name: DataName = Field(
         "digits",
         description="the dataset: a built-in or torchvision one, or your own: npz (a file of arrays), images (any "
         "folder of images, with or without labels), or folder (train/CLASS/ and test/CLASS/); or none, for a server "
@@ -43,7 +87,6 @@ class DataOptions(Options):
         description="side in pixels to which images are resized after the longer side is cropped to a square "
         "(default: no resizing; 32 for images and folder)",
     )
-
     image_shape: tuple[PositiveInt, PositiveInt, PositiveInt] | None = Field(
         None, description="channels, height and width of the sites' images, for name=none"
     )
@@ -91,13 +134,13 @@ class DataOptions(Options):
         if self.name == "none" and (self.path is not None or self.public_holdout > 0):
             raise ValueError("name=none has no images: leave path and public_holdout out")
         if self.name != "none" and (self.image_shape is not None or self.class_names):
-            raise ValueError(f"image_shape and class_names are for name=none; name={self.name} tells them itself")
-        expected = {"npz": "an .npz file", "images": "a folder of images", "folder": "a folder with train/ and test/"}
-        if self.name in expected and self.path is None:
-            raise ValueError(f"name={self.name} needs path={expected[self.name]}")
-        if self.name == "digits" and self.path is not None:
+            raise ValueError(f"image_shape and class_names are for name=none; name={self.name} has its own")
+        source = SOURCES[self.name]
+        if source.path is not None and self.path is None:
+            raise ValueError(f"name={self.name} needs path={source.path}")
+        if self.path is not None and source.path is None and source.torchvision is None:
             raise ValueError(
-                "path is given but name=digits is built in; set name to npz, images, folder or a torchvision set"
+                f"path is given but name={self.name} is built in; set name to npz, images, folder or a torchvision set"
             )
         if self.public_path is not None and self.public_holdout > 0:
             raise ValueError("public_path and public_holdout are two sources of public images; give only one")

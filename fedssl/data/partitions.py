@@ -1,4 +1,4 @@
-"""How the training samples are divided amongst the clients."""
+"""Partitions: the division of the training samples amongst the clients, and tables of it."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -11,14 +11,17 @@ from torch import Tensor
 
 from ..errors import UserError
 from ..options import Options
+from ..untrusted import printable
 from .datasets import Dataset
-from .files import listed, printable
+from .files import listed
 
 _MOST_DRAWS = 1000
 
+_Counts = NDArray[np.int64]
+
 
 class PartitionOptions(Options):
-    """How to divide the samples.
+    """Options of the division of the samples.
 
     The partitions by name:
 
@@ -29,7 +32,7 @@ class PartitionOptions(Options):
     - dirichlet_equal: equal sizes; each client draws its shares of the classes from Dirichlet(alpha) (Hsu et al. 2019).
     - quantity_skew: the clients' sizes are drawn from Dirichlet(alpha), and the classes are mixed (Li et al. 2022).
     - column: each client gets the images of one value of a column of their table, such as each hospital its own
-      (dealing.py). The values are in alphabetical order: client 0 has the first one.
+      The values are in alphabetical order: client 0 has the first one.
     - sites: nothing is divided, as every site of engine flower brings its own images.
     """
 
@@ -59,169 +62,11 @@ class PartitionOptions(Options):
     def _consistent(self) -> "PartitionOptions":
         if self.classes_per_client is not None and self.name != "disjoint_classes":
             raise ValueError(f"classes_per_client is for name=disjoint_classes, not for name={self.name}; leave it out")
-        if (self.column is not None) != (self.name == "column"):
-            raise ValueError(
-                "name=column needs column=NAME, a column of the images' table"
-                if self.column is None
-                else f"column is for name=column, not for name={self.name}; leave it out"
-            )
+        if self.name == "column" and self.column is None:
+            raise ValueError("name=column needs column=NAME, a column of the images' table")
+        if self.name != "column" and self.column is not None:
+            raise ValueError(f"column is for name=column, not for name={self.name}; leave it out")
         return self
-
-
-def partition_indices(labels: Tensor, options: PartitionOptions, seed: int) -> list[Tensor]:
-    """Divide samples with integer `labels` [n] amongst `options.clients` clients.
-
-    The same labels, options and seed >= 0 always give the same result.
-
-    Returns:
-        One sorted int64 tensor of row numbers a client. Every sample is on exactly one client; with `sites` it is on
-        none.
-
-    Raises:
-        UserError: the request cannot be met (too few samples or classes, classes left over, a small client).
-    """
-    if labels.ndim != 1 or labels.is_floating_point():
-        raise TypeError(f"labels must be integers [n], got {labels.dtype} {list(labels.shape)}")
-    if options.name == "sites":
-        return [torch.empty(0, dtype=torch.int64) for _ in range(options.clients)]
-    if len(labels) < options.clients * options.min_samples:
-        raise UserError(
-            f"{len(labels)} samples cannot give {options.clients} clients at least {options.min_samples} each; "
-            "lower partition.clients or partition.min_samples, or use more data"
-        )
-    generator = np.random.default_rng(seed)
-    groups = _groups(labels, options)
-    counts = _draw_counts(np.array([len(group) for group in groups]), options, generator)
-    client_sizes = counts.sum(0)
-    if client_sizes.min() < options.min_samples:
-        raise UserError(
-            f"client {int(client_sizes.argmin())} would have {int(client_sizes.min())} samples, fewer than "
-            f"partition.min_samples={options.min_samples}; use fewer clients or more data"
-        )
-    return _deal(groups, counts, generator)
-
-
-def _groups(labels: Tensor, options: PartitionOptions) -> list[NDArray[np.int64]]:
-    """The row numbers of the groups that are divided: the classes, or all samples as one group."""
-    if options.name in ("iid", "quantity_skew"):
-        return [np.arange(len(labels))]
-    array = labels.cpu().numpy()
-    return [np.flatnonzero(array == label) for label in np.unique(array)]
-
-
-def _draw_counts(
-    sizes: NDArray[np.int64], options: PartitionOptions, generator: np.random.Generator
-) -> NDArray[np.int64]:
-    """How many samples of each group each client gets, [groups, clients], from the groups' sizes."""
-    if options.name == "iid":
-        return _equal_shares(sizes, np.ones((1, options.clients), bool))
-    if options.name == "disjoint_classes":
-        return _equal_shares(sizes, _deal_classes(len(sizes), options, generator))
-    if options.name == "dirichlet_equal":
-        return _class_prior_counts(sizes, options, generator)
-    return _dirichlet_counts(sizes, options, generator)
-
-
-def _deal(groups: list[NDArray[np.int64]], counts: NDArray[np.int64], generator: np.random.Generator) -> list[Tensor]:
-    """Each client's sorted row numbers, drawn at random: `counts` [groups, clients] of each group."""
-    clients: list[list[NDArray[np.int64]]] = [[] for _ in range(counts.shape[1])]
-    for group, group_counts in zip(groups, counts, strict=True):
-        pieces = np.split(generator.permutation(group), np.cumsum(group_counts)[:-1])
-        for client, piece in zip(clients, pieces, strict=True):
-            client.append(piece)
-    return [torch.from_numpy(np.sort(np.concatenate(pieces)).astype(np.int64)) for pieces in clients]
-
-
-def _deal_classes(classes: int, options: PartitionOptions, generator: np.random.Generator) -> NDArray[np.bool_]:
-    """Which client holds which class, [classes, clients], as in Hetero-SSFL, section 5.1.
-
-    Each client in turn takes the classes that the fewest clients hold so far; ties are broken at random. So no
-    client gets a class twice, all classes are held by equally many clients (within one), and no class is shared
-    unless there are more places than classes.
-    """
-    clients = options.clients
-    per_client = options.classes_per_client or classes // clients
-    if per_client == 0:
-        raise UserError(
-            f"{clients} clients cannot have disjoint classes: the data have only {classes}; "
-            f"lower partition.clients to {classes}, or set partition.classes_per_client=1 to share classes"
-        )
-    if per_client > classes:
-        raise UserError(f"partition.classes_per_client={per_client} but the data have only {classes} classes; lower it")
-    if clients * per_client < classes:
-        raise UserError(
-            f"{clients} clients x {per_client} classes are {clients * per_client} of {classes} classes and "
-            f"leave samples over; set partition.classes_per_client={-(-classes // clients)}, or raise "
-            "partition.clients"
-        )
-    holds = np.zeros((classes, clients), bool)
-    for client in range(clients):
-        least_held_first = np.lexsort((generator.random(classes), holds.sum(1)))
-        holds[least_held_first[:per_client], client] = True
-    return holds
-
-
-def _equal_shares(sizes: NDArray[np.int64], holds: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Counts [groups, clients]: each group divided equally (within one) amongst the clients that hold it."""
-    counts = np.zeros(holds.shape, np.int64)
-    for group, size in enumerate(sizes):
-        holders = np.flatnonzero(holds[group])
-        share, rest = divmod(int(size), len(holders))
-        counts[group, holders] = share
-        counts[group, holders[:rest]] += 1
-    return counts
-
-
-def _dirichlet_counts(
-    sizes: NDArray[np.int64], options: PartitionOptions, generator: np.random.Generator
-) -> NDArray[np.int64]:
-    """Counts [groups, clients]: each group divided by its own draw, repeated until no client is too small."""
-    largest_minimum = 0
-    for _ in range(_MOST_DRAWS):
-        shares = generator.dirichlet(np.full(options.clients, options.alpha), size=len(sizes))
-        edges = np.rint(np.cumsum(shares, axis=1) * sizes[:, None]).astype(np.int64)
-        edges[:, -1] = sizes
-        counts = np.diff(edges, axis=1, prepend=0)
-        smallest = int(counts.sum(0).min())
-        if smallest >= options.min_samples:
-            return counts
-        largest_minimum = max(largest_minimum, smallest)
-    raise UserError(
-        f"{options.name} with alpha={options.alpha:g}: in {_MOST_DRAWS} draws the smallest of {options.clients} "
-        f"clients never had more than {largest_minimum} samples, and partition.min_samples={options.min_samples}; "
-        "raise partition.alpha, or lower partition.clients or partition.min_samples"
-    )
-
-
-def _class_prior_counts(
-    sizes: NDArray[np.int64], options: PartitionOptions, generator: np.random.Generator
-) -> NDArray[np.int64]:
-    """Counts [groups, clients] whose column sums are equal within one: Hsu et al. 2019, section 3, dealt to the end.
-
-    Each client draws its class prior from Dirichlet(alpha * C * p) with p [C] the classes' frequencies; the factor C
-    makes it Dirichlet(alpha, ..., alpha) for balanced classes. The clients take turns. In each turn a client takes one
-    sample from a class drawn by its prior amongst the classes that have samples left. Where its prior gives none of
-    these any weight, the class is drawn by the numbers of samples left. (Hsu et al. deal no more than their clients
-    need; here every sample is dealt, so the last ones fit the priors less.)
-    """
-    total, classes = int(sizes.sum()), len(sizes)
-    priors = generator.dirichlet(options.alpha * classes * sizes / total, size=options.clients)
-    left = sizes.copy()
-    counts = np.zeros((classes, options.clients), np.int64)
-    wanted = np.full(options.clients, total // options.clients)
-    wanted[generator.permutation(options.clients)[: total % options.clients]] += 1
-    for turn in range(int(wanted.max())):
-        for client in generator.permutation(np.flatnonzero(wanted > turn)):
-            edges = np.cumsum(priors[client] * (left > 0))
-            if edges[-1] <= 0:
-                edges = np.cumsum(left)
-            group = int(np.searchsorted(edges, generator.random() * edges[-1], side="right"))
-            left[group] -= 1
-            counts[group, client] += 1
-    return counts
-
-
-_DEALT_BY_CLASS = ("disjoint_classes", "dirichlet", "dirichlet_equal")
 
 
 def deal(dataset: Dataset, options: PartitionOptions, seed: int) -> list[Tensor]:
@@ -235,7 +80,7 @@ def deal(dataset: Dataset, options: PartitionOptions, seed: int) -> list[Tensor]
     """
     if options.name == "column":
         return _by_column(dataset, options)
-    if options.name in _DEALT_BY_CLASS and not dataset.labelled:
+    if options.name in ("disjoint_classes", "dirichlet", "dirichlet_equal") and not dataset.labelled:
         labels = "no labels" if dataset.train_targets is None else "several labels each"
         raise UserError(
             f"partition.name={options.name} divides the classes, and the images of data.name={dataset.name} have "
@@ -272,48 +117,171 @@ def _by_column(dataset: Dataset, options: PartitionOptions) -> list[Tensor]:
     return rows
 
 
-_MOST_CLASS_COLUMNS = 12
+def partition_indices(labels: Tensor, options: PartitionOptions, seed: int) -> list[Tensor]:
+    """Divide samples with integer `labels` [n] amongst `options.clients` clients.
+
+    The same labels, options and seed >= 0 always give the same result.
+
+    Returns:
+        One sorted int64 tensor of row numbers a client. Every sample is on exactly one client; with `sites` it is on
+        none.
+
+    Raises:
+        UserError: the request cannot be met (too few samples or classes, classes left over, a small client).
+    """
+    if labels.ndim != 1 or labels.is_floating_point():
+        raise TypeError(f"labels must be integers [n], got {labels.dtype} {list(labels.shape)}")
+    if options.name == "sites":
+        return [torch.empty(0, dtype=torch.int64) for _ in range(options.clients)]
+    if len(labels) < options.clients * options.min_samples:
+        raise UserError(
+            f"{len(labels)} samples cannot give {options.clients} clients at least {options.min_samples} each; "
+            "lower partition.clients or partition.min_samples, or use more data"
+        )
+    generator = np.random.default_rng(seed)
+    if options.name in ("iid", "quantity_skew"):
+        groups = [np.arange(len(labels))]
+    else:
+        classes = labels.cpu().numpy()
+        groups = [np.flatnonzero(classes == label) for label in np.unique(classes)]
+    sizes = np.array([len(group) for group in groups])
+    if options.name == "iid":
+        counts = _equal_shares(sizes, np.ones((1, options.clients), bool))
+    elif options.name == "disjoint_classes":
+        counts = _equal_shares(sizes, _deal_classes(len(sizes), options, generator))
+    elif options.name == "dirichlet_equal":
+        counts = _class_prior_counts(sizes, options, generator)
+    else:
+        counts = _dirichlet_counts(sizes, options, generator)
+    client_sizes = counts.sum(0)
+    if client_sizes.min() < options.min_samples:
+        raise UserError(
+            f"client {int(client_sizes.argmin())} would have {int(client_sizes.min())} samples, fewer than "
+            f"partition.min_samples={options.min_samples}; use fewer clients or more data"
+        )
+    pieces = [
+        np.split(generator.permutation(group), np.cumsum(group_counts)[:-1])
+        for group, group_counts in zip(groups, counts, strict=True)
+    ]
+    return [torch.from_numpy(np.sort(np.concatenate(client))) for client in zip(*pieces, strict=True)]
+
+
+def _deal_classes(classes: int, options: PartitionOptions, generator: np.random.Generator) -> NDArray[np.bool_]:
+    """Deal the classes: return [classes, clients], True where a client holds a class, as in Hetero-SSFL, section 5.1.
+
+    Each client in turn takes the classes that the fewest clients hold so far; ties are broken at random. So no
+    client gets a class twice, all classes are held by equally many clients (within one), and no class is shared
+    unless there are more places than classes.
+    """
+    clients = options.clients
+    per_client = options.classes_per_client or classes // clients
+    if per_client == 0:
+        raise UserError(
+            f"{clients} clients cannot have disjoint classes: the data have only {classes}; "
+            f"lower partition.clients to {classes}, or set partition.classes_per_client=1 to share classes"
+        )
+    if per_client > classes:
+        raise UserError(f"partition.classes_per_client={per_client} but the data have only {classes} classes; lower it")
+    if clients * per_client < classes:
+        raise UserError(
+            f"{clients} clients x {per_client} classes are {clients * per_client} of {classes} classes and "
+            f"leave samples over; set partition.classes_per_client={-(-classes // clients)}, or raise "
+            "partition.clients"
+        )
+    holds = np.zeros((classes, clients), bool)
+    for client in range(clients):
+        least_held_first = np.lexsort((generator.random(classes), holds.sum(1)))
+        holds[least_held_first[:per_client], client] = True
+    return holds
+
+
+def _equal_shares(sizes: _Counts, holds: NDArray[np.bool_]) -> _Counts:
+    """Return counts [groups, clients]: each group divided equally (within one) amongst the clients that hold it."""
+    counts = np.zeros(holds.shape, np.int64)
+    for group, size in enumerate(sizes):
+        holders = np.flatnonzero(holds[group])
+        share, rest = divmod(int(size), len(holders))
+        counts[group, holders] = share
+        counts[group, holders[:rest]] += 1
+    return counts
+
+
+def _dirichlet_counts(sizes: _Counts, options: PartitionOptions, generator: np.random.Generator) -> _Counts:
+    """Return counts [groups, clients]: each group divided by its own draw, repeated until no client is too small."""
+    largest_minimum = 0
+    for _ in range(_MOST_DRAWS):
+        shares = generator.dirichlet(np.full(options.clients, options.alpha), size=len(sizes))
+        edges = np.rint(np.cumsum(shares, axis=1) * sizes[:, None]).astype(np.int64)
+        edges[:, -1] = sizes
+        counts = np.diff(edges, axis=1, prepend=0)
+        smallest = int(counts.sum(0).min())
+        if smallest >= options.min_samples:
+            return counts
+        largest_minimum = max(largest_minimum, smallest)
+    raise UserError(
+        f"{options.name} with alpha={options.alpha:g}: in {_MOST_DRAWS} draws the smallest of {options.clients} "
+        f"clients never had more than {largest_minimum} samples, and partition.min_samples={options.min_samples}; "
+        "raise partition.alpha, or lower partition.clients or partition.min_samples"
+    )
+
+
+def _class_prior_counts(sizes: _Counts, options: PartitionOptions, generator: np.random.Generator) -> _Counts:
+    """Return counts [groups, clients] for clients of equal size (within one), after Hsu et al. 2019, section 3.
+
+    Each client draws its class prior from Dirichlet(alpha * C * p) with p [C] the classes' frequencies; the factor C
+    makes it Dirichlet(alpha, ..., alpha) for balanced classes. The clients take turns. In each turn a client takes one
+    sample from a class drawn by its prior amongst the classes that have samples left. Where its prior gives none of
+    these any weight, the class is drawn by the numbers of samples left. (Hsu et al. deal no more than their clients
+    need; here every sample is dealt, so the last ones fit the priors less.)
+    """
+    total, classes = int(sizes.sum()), len(sizes)
+    priors = generator.dirichlet(options.alpha * classes * sizes / total, size=options.clients)
+    left = sizes.copy()
+    counts = np.zeros((classes, options.clients), np.int64)
+    wanted = np.full(options.clients, total // options.clients)
+    wanted[generator.permutation(options.clients)[: total % options.clients]] += 1
+    for turn in range(int(wanted.max())):
+        for client in generator.permutation(np.flatnonzero(wanted > turn)):
+            edges = np.cumsum(priors[client] * (left > 0))
+            if edges[-1] <= 0:
+                edges = np.cumsum(left)
+            group = int(np.searchsorted(edges, generator.random() * edges[-1], side="right"))
+            left[group] -= 1
+            counts[group, client] += 1
+    return counts
 
 
 def class_counts(labels: Tensor, indices: Sequence[Tensor], classes: int) -> Tensor:
-    """Samples of each class on each client: int64 [clients, classes]; `labels` [n] are below `classes`."""
+    """Return the samples of each class on each client, int64 [clients, classes]; `labels` [n] are below `classes`."""
     return torch.stack([torch.bincount(labels[index], minlength=classes) for index in indices])
 
 
 def format_partition(counts: Tensor, class_names: Sequence[str]) -> str:
-    """A plain-text table of `counts` [clients, classes] with totals.
+    """Format `counts` [clients, classes] as a plain-text table with totals.
 
     Up to 12 classes have a column each. With more classes, a row has the number of classes and the three largest.
     """
     _, classes = checked_shape(counts, class_names)
     rows = [(str(client), row) for client, row in enumerate(counts)] + [("total", counts.sum(0))]
-    if classes <= _MOST_CLASS_COLUMNS:
-        cells = [["client", *class_names, "total"]]
+    if classes <= 12:
+        cells, sides = [["client", *class_names, "total"]], ">" * (classes + 2)
         cells += [[name, *map(str, row.tolist()), str(int(row.sum()))] for name, row in rows]
-        return _aligned(cells)
-    cells = [["client", "total", "classes", "largest classes"]]
-    for name, row in rows:
-        largest = [index for index in row.argsort(descending=True, stable=True)[:3].tolist() if row[index] > 0]
-        listed = ", ".join(f"{class_names[index]} ({int(row[index])})" for index in largest)
-        cells.append([name, str(int(row.sum())), str(int((row > 0).sum())), listed])
-    return _aligned(cells, left_column=3)
-
-
-def _aligned(cells: list[list[str]], left_column: int | None = None) -> str:
-    """Lines of columns that are aligned to the right, but for `left_column`."""
-    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
+    else:
+        cells, sides = [["client", "total", "classes", "largest classes"]], ">>><"
+        for name, row in rows:
+            largest = [index for index in row.argsort(descending=True, stable=True)[:3].tolist() if row[index] > 0]
+            largest_classes = ", ".join(f"{class_names[index]} ({int(row[index])})" for index in largest)
+            cells.append([name, str(int(row.sum())), str(int((row > 0).sum())), largest_classes])
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = []
-    for row in cells:
-        padded = [
-            cell.ljust(width) if column == left_column else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
+    for texts in cells:
+        padded = (f"{text:{side}{width}}" for text, side, width in zip(texts, sides, widths, strict=True))
         lines.append("  ".join(padded).rstrip())
     return "\n".join(lines)
 
 
 def checked_shape(counts: Tensor, class_names: Sequence[str]) -> tuple[int, int]:
-    """Clients and classes of `counts`; ValueError unless it is [clients, classes] with a name for each class."""
+    """Return the clients and classes of `counts`; raise ValueError unless it has a column for each class name."""
     if counts.ndim != 2 or counts.shape[1] != len(class_names):
         raise ValueError(f"counts must be [clients, classes] with {len(class_names)} classes, got {list(counts.shape)}")
     return counts.shape[0], counts.shape[1]

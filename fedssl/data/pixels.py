@@ -1,4 +1,4 @@
-"""From arrays of pixels to image tensors, uint8 [n, C, H, W], to another size, and to what networks take."""
+"""Conversions of pixels: to 8 bits, to image tensors uint8 [n, C, H, W], to another size, and to a network's input."""
 
 import math
 from typing import Any, Literal
@@ -14,8 +14,8 @@ from ..errors import UserError
 #: each image's own smallest and largest value; `file` is the window that a DICOM file names itself
 Window = tuple[float, float] | Literal["full", "per_image", "file"]
 
-
 _VALUES_AT_A_TIME = 2**22
+_RESIZED_AT_A_TIME = 1024
 
 
 def apply_window(
@@ -26,42 +26,36 @@ def apply_window(
     Args:
         images: [n, ...], finite.
         window: which values become 0 and 255. An image of one value becomes 0 with `per_image`.
-        type_range: the smallest and largest value of the stored type, for `full`; None where it has no such range.
+        type_range: for `full`, the smallest and largest value of the stored type, by default of the array's.
 
     Returns:
         An array of the same shape.
 
     Raises:
-        ValueError: the window is `full` and there is no `type_range`.
+        ValueError: the window is `full`, there is no `type_range`, and the pixels are floats.
     """
+    if window == "file":
+        raise ValueError("these pixels have no window of their own; set data.window=[LOW,HIGH]")
+    if window == "full":
+        if type_range is None and images.dtype.kind not in "iu":
+            raise ValueError("these pixels have no full range, as they are floats; set data.window=[LOW,HIGH]")
+        window = type_range or (float(np.iinfo(images.dtype).min), float(np.iinfo(images.dtype).max))
     scaled = np.empty(images.shape, np.uint8)
     step = max(1, _VALUES_AT_A_TIME // max(1, images[:1].size))  # in parts, as float64 takes eight times the memory
     for start in range(0, len(images), step):
         part = images[start : start + step].astype(np.float64)
-        low, high = _limits(part, window, type_range)
+        axes = tuple(range(1, part.ndim))
+        limits: Any = (
+            (part.min(axes, keepdims=True), part.max(axes, keepdims=True)) if window == "per_image" else window
+        )
+        low, high = limits
         width = np.maximum(high - low, np.finfo(np.float64).tiny)
         scaled[start : start + step] = np.rint(np.clip((part - low) / width, 0.0, 1.0) * 255.0)
     return scaled
 
 
-def _limits(
-    images: NDArray[np.float64], window: Window, type_range: tuple[float, float] | None
-) -> tuple[float | NDArray[np.float64], float | NDArray[np.float64]]:
-    """The values that become 0 and 255: numbers, or arrays that broadcast against `images` [n, ...]."""
-    if window == "per_image":
-        within = tuple(range(1, images.ndim))
-        return images.min(within, keepdims=True), images.max(within, keepdims=True)
-    if window == "full":
-        if type_range is None:
-            raise ValueError("these pixels have no full range, as they are floats; set data.window=[LOW,HIGH]")
-        return type_range
-    if window == "file":
-        raise ValueError("these pixels have no window of their own; set data.window=[LOW,HIGH]")
-    return window
-
-
 def parse_window(text: str) -> Window:
-    """A window as one writes it on the command line: `0,4095`, `full` or `per_image`.
+    """Read a window as it is written on the command line: `0,4095`, `full` or `per_image`.
 
     Raises:
         UserError: it is none of these.
@@ -81,19 +75,8 @@ def parse_window(text: str) -> Window:
     return low, high
 
 
-def range_of_type(dtype: np.dtype[Any]) -> tuple[float, float] | None:
-    """The smallest and largest value of an integer type; None for others."""
-    if dtype.kind not in "iu":
-        return None
-    limits = np.iinfo(dtype)
-    return float(limits.min), float(limits.max)
-
-
-_RESIZED_AT_A_TIME = 1024
-
-
 def normalize(images: Tensor) -> Tensor:
-    """uint8 [..., C, H, W] to float32 (x / 255 - 0.5) / 0.25, which lies in [-2, 2].
+    """Convert uint8 [..., C, H, W] to float32 (x / 255 - 0.5) / 0.25, which lies in [-2, 2].
 
     The constants are fixed instead of measured, so that no client's pixel statistics leave it.
     """
@@ -105,8 +88,8 @@ def normalize(images: Tensor) -> Tensor:
 def to_uint8(arrays: dict[str, NDArray[Any]], window: Window | None = None) -> dict[str, NDArray[np.uint8]]:
     """Convert pixels [n, ...] to 0..255; `arrays` are by the name that error messages use.
 
-    Pixels of 8 bits stay as they are. Others are scaled by `window` (windows.py). Without one, floats are in [0, 1] or
-    in [0, 255] and integers in 0..255. All float arrays share one scale, so that a dark test set is not brightened.
+    Pixels of 8 bits stay as they are. Others are scaled by `window`. Without one, floats are in [0, 1] or in
+    [0, 255] and integers in 0..255. All float arrays share one scale, so that a dark test set is not brightened.
 
     Raises:
         UserError: an array is empty, has another type, or has pixels outside the range.
@@ -120,7 +103,7 @@ def to_uint8(arrays: dict[str, NDArray[Any]], window: Window | None = None) -> d
         if array.dtype == np.uint8:
             converted[name] = array
         elif window is not None and _is_deep(array):
-            converted[name] = apply_window(array, window, range_of_type(array.dtype))
+            converted[name] = apply_window(array, window)
         elif array.dtype.kind == "f":
             converted[name] = np.rint(array.astype(np.float32) * float_scale).astype(np.uint8)
         else:

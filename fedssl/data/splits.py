@@ -1,4 +1,4 @@
-"""What each kind of data is read into: training, test and validation images."""
+"""Splits: the training, test and validation images that every kind of data is read into."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ class LabelledImages:
     columns: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def rows(self, index: Tensor) -> "LabelledImages":
-        """The images and labels with the given row numbers, int64 [m]."""
+        """Return the images and labels with the given row numbers, int64 [m]."""
         numbers = index.tolist()
         columns = {name: tuple(values[number] for number in numbers) for name, values in self.columns.items()}
         targets = None if self.targets is None else self.targets[index]
@@ -50,5 +50,5 @@ class Splits:
 
 
 def unlabelled(images: Images, targets: Tensor | None = None) -> LabelledImages:
-    """A split whose images have no class each."""
+    """Return a split of images without classes."""
     return LabelledImages(images, torch.zeros(len(images), dtype=torch.int64), targets)

@@ -1,33 +1,27 @@
-"""What a data set holds, told from names and headers alone: no image is decoded, and torch is not imported."""
+"""A summary of a data set, from names and headers alone: no image is decoded, and torch is not imported."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
-from .files import expanded, kind_of, printable
+from ..untrusted import printable
+from .files import IMAGE_SUFFIXES, expanded, kind_of, list_files
+from .options import SOURCES, DataOptions
 
 _SAMPLED = 32  # image files whose headers are read
-
-
 _IMAGE_KEYS = ("x_train", "train_images", "x")
-
-
 _LABEL_KEYS = ("y_train", "train_labels", "y")
-
 
 # Of files of several sizes, the images are brought to the largest of these that is not above their median side.
 _SIZES = (32, 64, 96, 128)
 
 
-_TEST_FRACTION = 0.2  # the default of data.test_fraction
-
-
 @dataclass(frozen=True)
-class DataOutline:
+class DataSummary:
     """A data set's training images.
 
     Attributes:
@@ -45,59 +39,44 @@ class DataOutline:
     from_files: bool = False
 
 
-_BUILT_IN = {
-    "digits": DataOutline(1437, 1, 8, True),
-    "cifar10": DataOutline(50_000, 3, 32, True),
-    "cifar100": DataOutline(50_000, 3, 32, True),
-    "fashion_mnist": DataOutline(60_000, 1, 28, True),
-}
-
-
-def outline(data: Mapping[str, Any]) -> DataOutline | None:
-    """What the data set holds that a recipe's `data` names, before the recipe is checked.
+def summarise(data: Mapping[str, Any]) -> DataSummary | None:
+    """Summarise the data set that a recipe's `data` names, before the recipe is checked.
 
     Returns:
         None where `data` is not of a form that a recipe may have; the recipe's checks say why.
 
     Raises:
-        UserError: the file or folder is missing, or nothing can be told from it.
+        UserError: the file or folder is missing, or its headers cannot be read.
     """
     name, path = data.get("name", "digits"), data.get("path")
     if name == "none":
-        return _of_shape(data.get("image_shape"))
-    if name in _BUILT_IN:
-        return _with_size(_BUILT_IN[name], data)
-    if name not in ("npz", "folder", "images") or not isinstance(path, (str, Path)):
+        shape = data.get("image_shape")  # of the sites' images, whose number nobody else knows
+        if isinstance(shape, list) and len(shape) == 3 and all(isinstance(size, int) for size in shape):
+            return DataSummary(0, shape[0], min(shape[1:]), False)
         return None
-    place = expanded(Path(path), "data.path")
-    kind = kind_of(place)
-    if kind == "missing":
-        raise UserError(f"data.path: there is no file or folder {printable(place)}")
-    if name == "npz":
-        return _with_size(_of_npz(place), data) if kind == "file" else None
-    if kind != "folder":
+    if name not in SOURCES:
         return None
-    labelled = name == "folder" or (data.get("labels") is not None and data.get("label_column", "label") is not None)
-    return _with_size(_of_files(place, labelled), data)
-
-
-def _with_size(known: DataOutline, data: Mapping[str, Any]) -> DataOutline:
-    """With the images' side and number as `data` limits them."""
+    source = SOURCES[name]
+    if source.shape is not None:
+        known = DataSummary(source.images, source.shape[0], min(source.shape[1:]), True)
+    else:
+        if not isinstance(path, (str, Path)):
+            return None
+        path = expanded(Path(path), "data.path")
+        kind = kind_of(path)
+        if kind == "missing":
+            raise UserError(f"data.path: there is no file or folder {printable(path)}")
+        if kind != ("folder" if source.image_files else "file"):
+            return None
+        known = _of_files(path, data) if source.image_files else _of_npz(path)
     size, limit = data.get("image_size"), data.get("train_limit")
     side = size if isinstance(size, int) and size > 0 else known.side
     images = min(known.images, limit) if isinstance(limit, int) and limit > 0 else known.images
-    return DataOutline(images, known.channels, side, known.labelled, known.from_files)
+    return replace(known, images=images, side=side)
 
 
-def _of_shape(shape: Any) -> DataOutline | None:
-    """Of the sites' images, whose number nobody else knows."""
-    if not isinstance(shape, list) or len(shape) != 3 or not all(isinstance(size, int) for size in shape):
-        return None
-    return DataOutline(0, shape[0], min(shape[1:]), False)
-
-
-def _of_npz(path: Path) -> DataOutline:
-    """Reads the header of the array with the training images."""
+def _of_npz(path: Path) -> DataSummary:
+    """Read the header of the array with the training images."""
     from .npz import NpzArchive
 
     with NpzArchive(path) as archive:
@@ -108,17 +87,20 @@ def _of_npz(path: Path) -> DataOutline:
         shape = archive.shape(chosen)
     if len(shape) not in (3, 4):
         raise UserError(f"data.path: {chosen} in {path} has shape {list(shape)}; expected [n, H, W] or [n, H, W, C]")
-    last = len(shape) == 4 and shape[3] in (1, 3)
-    height, width = shape[1:3] if last or len(shape) == 3 else shape[2:4]
-    channels = 1 if len(shape) == 3 else shape[3] if last else shape[1]
-    return DataOutline(shape[0], channels, min(height, width), any(name in names for name in _LABEL_KEYS))
+    if len(shape) == 3:
+        channels, height, width = 1, shape[1], shape[2]
+    elif shape[3] in (1, 3):
+        height, width, channels = shape[1:]
+    else:
+        channels, height, width = shape[1:]
+    return DataSummary(shape[0], channels, min(height, width), any(name in names for name in _LABEL_KEYS))
 
 
-def _of_files(path: Path, labelled: bool) -> DataOutline:
-    """Reads the headers of some image files, evenly spread over the folder."""
-    from .image_files import IMAGE_SUFFIXES, BrokenImageError, image_kind, list_files
+def _of_files(path: Path, data: Mapping[str, Any]) -> DataSummary:
+    """Read the headers of some image files, evenly spread over the folder."""
+    from .image_files import BrokenImageError, image_kind
 
-    files = list_files(path / "train" if (path / "train").is_dir() else path).images
+    files, _ = list_files(path / "train" if (path / "train").is_dir() else path)
     if not files:
         raise UserError(f"data.path: {path} holds no image; images end with {', '.join(IMAGE_SUFFIXES)}")
     sizes, channels = [], 1
@@ -133,7 +115,9 @@ def _of_files(path: Path, labelled: bool) -> DataOutline:
     shorter = sorted(min(size) for size in sizes) or [_SIZES[-1]]
     median = shorter[len(shorter) // 2]
     side = median if one_square else max((size for size in _SIZES if size <= median), default=_SIZES[0])
+    has_labels = data.get("labels") is not None and data.get("label_column", "label") is not None
+    labelled = data["name"] == "folder" or has_labels
     count = len(files)
     if labelled and not (path / "test").is_dir():
-        count -= round(count * _TEST_FRACTION)  # those become the test set
-    return DataOutline(count, channels, side, labelled, from_files=True)
+        count -= round(count * DataOptions.model_fields["test_fraction"].default)  # those become the test set
+    return DataSummary(count, channels, side, labelled, from_files=True)

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..data.files import kind_of, listed, printable
-from ..data.image_files import IMAGE_SUFFIXES, BrokenImageError, image_kind, list_files, notify_of_left_out, read_pixels
+from ..data.files import IMAGE_SUFFIXES, kind_of, list_files, listed, notify_of_left_out
+from ..data.image_files import BrokenImageError, image_kind, read_pixels
 from ..data.npz import NpzArchive
 from ..data.pixels import Window, channels_first, resize, to_uint8
 from ..errors import UserError
@@ -21,6 +21,7 @@ from ..evaluation.features import extract_outputs
 from ..federation import device_named
 from ..run.directory import RunDirectory
 from ..run.storage import make_folder, write_atomically
+from ..untrusted import printable
 from .encoder_folder import is_encoder_folder, read_encoder
 
 #: the arrays of images that an .npz file may have, in the order in which they are read
@@ -66,9 +67,9 @@ def image_batches(
     if kind == "missing":
         raise UserError(f"there is no folder or file {printable(source)}: expected a folder of images or an .npz file")
     if kind == "folder":
-        listing = list_files(source)
-        notify_of_left_out(listing.others, source)
-        files = sorted(listing.images)
+        files, others = list_files(source)
+        notify_of_left_out(others, source)
+        files.sort()
         if not files:
             raise UserError(
                 f"{printable(source)} holds no image; expected files that end in {', '.join(IMAGE_SUFFIXES)}"

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 from pydantic import Field
 
-from ..data.summary import DataOutline, outline
+from ..data.summary import DataSummary, summarise
 from ..errors import UserError
 from ..options import Options
 from ..untrusted import PART_KEYS
@@ -135,10 +135,10 @@ def _filled_in(values: dict[str, Any], part: PartModel) -> AppliedPreset:
     name = values.get("preset", AUTO)
     if name == NONE:
         return AppliedPreset(values, values, NONE, ())
-    seen: DataOutline | None = None
+    seen: DataSummary | None = None
     if name == AUTO:
         try:
-            seen = _outline_of(values)
+            seen = _summary_of(values)
         except UserError as error:
             raise UserError(
                 f"{error}; the preset is chosen from the data: correct data.path, or where the data lie on another "
@@ -159,7 +159,7 @@ def _filled_in(values: dict[str, Any], part: PartModel) -> AppliedPreset:
     _fill_in(values, _settings_for(preset, values))
     if seen is None:
         with contextlib.suppress(UserError):  # the data may lie on another machine
-            seen = _outline_of(values)
+            seen = _summary_of(values)
     if values.get("architectures") == SEVERAL:
         values["architectures"] = list(preset.several)
     for _, part_values in _parts_in(values):
@@ -174,13 +174,13 @@ def _filled_in(values: dict[str, Any], part: PartModel) -> AppliedPreset:
     return AppliedPreset(given, values, name, tuple(reasons))
 
 
-def _outline_of(values: dict[str, Any]) -> DataOutline | None:
+def _summary_of(values: dict[str, Any]) -> DataSummary | None:
     """The recipe's data; None where `data` is invalid, which the recipe's checks say."""
     data = values.get("data", {})
-    return outline(data) if isinstance(data, dict) else None
+    return summarise(data) if isinstance(data, dict) else None
 
 
-def _preset_for(seen: DataOutline | None, data: Any) -> tuple[str, str]:
+def _preset_for(seen: DataSummary | None, data: Any) -> tuple[str, str]:
     """The name of the preset for a kind of data, and why."""
     if seen is None or data in (None, "digits"):
         return "digits", "the data are scikit-learn's digits"
@@ -241,7 +241,7 @@ def _get(values: dict[str, Any], section: str, key: str) -> Any:
 # Adapting to the data
 
 
-def _adapt_partition(values: dict[str, Any], given: dict[str, Any], seen: DataOutline | None) -> list[str]:
+def _adapt_partition(values: dict[str, Any], given: dict[str, Any], seen: DataSummary | None) -> list[str]:
     """Equal random shares where the data have no labels to deal by."""
     if seen is None or seen.labelled or "name" in (given.get("partition") or {}):
         return []
@@ -250,7 +250,7 @@ def _adapt_partition(values: dict[str, Any], given: dict[str, Any], seen: DataOu
     return ["partition.name is iid, as the images have no labels."]
 
 
-def _one_size(values: dict[str, Any], seen: DataOutline | None) -> list[str]:
+def _one_size(values: dict[str, Any], seen: DataSummary | None) -> list[str]:
     """The size to which image files are brought."""
     data = values.get("data")
     if seen is None or not seen.from_files or not isinstance(data, dict) or "image_size" in data:
@@ -259,7 +259,7 @@ def _one_size(values: dict[str, Any], seen: DataOutline | None) -> list[str]:
     return [f"data.image_size is {seen.side}, by the files' sizes; larger images cost more time."]
 
 
-def _take_public_images(values: dict[str, Any], preset: Preset, part: PartModel, seen: DataOutline | None) -> list[str]:
+def _take_public_images(values: dict[str, Any], preset: Preset, part: PartModel, seen: DataSummary | None) -> list[str]:
     """Public images from the training images, where a part needs them and the recipe does not say where they are."""
     data = values.setdefault("data", {})
     if not isinstance(data, dict) or "public_holdout" in data or data.get("public_path") is not None:
@@ -282,7 +282,7 @@ def _needs_public_images(part: PartModel, folder: str, values: dict[str, Any]) -
     return bool(getattr(model, "needs_public_images", False))
 
 
-def _adapt_batch(values: dict[str, Any], given: dict[str, Any], preset: Preset, seen: DataOutline | None) -> list[str]:
+def _adapt_batch(values: dict[str, Any], given: dict[str, Any], preset: Preset, seen: DataSummary | None) -> list[str]:
     """Smaller batches where the preset's would hold more than half of a client's images."""
     partition, training = values.get("partition"), values.get("training")
     if seen is None or not seen.images or not isinstance(partition, dict) or not isinstance(training, dict):

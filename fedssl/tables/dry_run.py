@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from ..data.datasets import Dataset, load_dataset
-from ..data.files import expanded, kind_of
-from ..data.image_files import subfolders
-from ..data.options import DataOptions
+from ..data.files import expanded, kind_of, subfolders
+from ..data.options import SOURCES, DataOptions
 from ..data.partitions import PartitionOptions, deal
-from ..data.summary import outline
+from ..data.summary import summarise
 from ..errors import UserError
 from ..evaluation.evaluate import EvaluationOptions
 from ..evaluation.metrics import metric_title
@@ -30,13 +29,6 @@ from ..reports.cost import RoundCost, estimate, format_flops
 from ..training import steps_of_round
 from .files import plain_table
 from .table import RESOURCES, ExpectedData, Table, TableRow, TableScenario, cell_recipe
-
-#: the published sizes of the data sets that torchvision downloads: training images, classes, shape
-_PUBLISHED = {
-    "cifar10": ExpectedData(images=50_000, classes=10, shape=(3, 32, 32)),
-    "cifar100": ExpectedData(images=50_000, classes=100, shape=(3, 32, 32)),
-    "fashion_mnist": ExpectedData(images=60_000, classes=10, shape=(1, 28, 28)),
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,12 +76,14 @@ def training_data(options: DataOptions, seed: int, expected: ExpectedData | None
     Raises:
         UserError: data that is there and cannot be read.
     """
-    known = _PUBLISHED.get(options.name)
-    if known is None and is_missing(options.path, "data.path"):
+    source, known = SOURCES[options.name], None
+    if source.torchvision is not None and source.shape is not None:  # its published size
+        known = ExpectedData(images=source.images, classes=source.classes, shape=source.shape)
+    elif is_missing(options.path, "data.path"):
         known = expected
         if known is None:
             return None
-    if known is None and options.name in ("digits", "npz"):
+    if known is None and not source.image_files:
         images = load_dataset(options.model_copy(update={"public_path": None}), seed)
         channels, height, width = images.train_images.shape[1:]
         return TrainingData(images.train_labels, max(1, len(images.class_names)), (channels, height, width))
@@ -108,7 +102,7 @@ def is_missing(path: Path | None, option: str) -> bool:
 
 def _counted_files(options: DataOptions) -> ExpectedData:
     assert options.path is not None
-    seen = outline(options.model_dump(mode="json"))
+    seen = summarise(options.model_dump(mode="json"))
     assert seen is not None
     folder = expanded(options.path, "data.path")
     by_folder = options.name == "folder" or options.labels == "folders"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fedssl.data.datasets import load_dataset
-from fedssl.data.image_files import list_files
+from fedssl.data.files import list_files
 from fedssl.data.options import DataOptions
 from tests.fedssl.data.data_files import refused, write_image
 
@@ -51,9 +51,9 @@ def test_links_are_followed_once(tmp_path):
     (folder / "linked").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "elsewhere" / "circle").symlink_to(folder)
     (folder / "gone.png").symlink_to(tmp_path / "nothing")
-    listing = list_files(folder)
-    assert listing.images == [folder / "linked" / "1.png"]
-    assert listing.others == [folder / "gone.png"]
+    images, others = list_files(folder)
+    assert images == [folder / "linked" / "1.png"]
+    assert others == [folder / "gone.png"]
 
 
 def test_a_pipe_is_never_opened(tmp_path):

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from fedssl.data.batches import OneAhead
+from fedssl.data.batches import Prefetch
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def in_thread(items: range, fails_at: int | None = None) -> Iterator[tuple[int, 
 
 
 def test_items_that_were_started_are_made_in_the_other_thread(executor):
-    ahead = OneAhead(in_thread(range(5)))
+    ahead = Prefetch(in_thread(range(5)))
     got = []
     for item in ahead:
         got.append(item)
@@ -35,21 +35,21 @@ def test_items_that_were_started_are_made_in_the_other_thread(executor):
 
 
 def test_starting_twice_leaves_nothing_out(executor):
-    ahead = OneAhead(in_thread(range(3)))
+    ahead = Prefetch(in_thread(range(3)))
     ahead.start(executor)
     ahead.start(executor)
     assert list(ahead) == [(0, True), (1, False), (2, False)]
 
 
 def test_it_ends_where_nothing_is_left_to_start(executor):
-    ahead = OneAhead(in_thread(range(1)))
+    ahead = Prefetch(in_thread(range(1)))
     assert next(ahead) == (0, False)
     ahead.start(executor)
     assert list(ahead) == []
 
 
 def test_an_error_is_raised_at_its_item(executor):
-    ahead = OneAhead(in_thread(range(3), fails_at=1))
+    ahead = Prefetch(in_thread(range(3), fails_at=1))
     assert next(ahead) == (0, False)
     ahead.start(executor)
     with pytest.raises(OSError, match="unreadable"):

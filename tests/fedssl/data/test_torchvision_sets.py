@@ -8,10 +8,11 @@ from urllib.error import URLError
 
 import numpy as np
 import pytest
+import scipy.io
 from torchvision import datasets as torchvision_datasets
 
 from fedssl.data.datasets import load_dataset
-from fedssl.data.options import DataOptions
+from fedssl.data.options import SOURCES, DataOptions, DataSource
 from tests.fedssl.data.data_files import random_pixels, refused
 
 
@@ -56,6 +57,23 @@ def test_cifar10_from_its_files(tmp_path, monkeypatch):
     assert np.array_equal(cifar.train_images.numpy(), images.reshape(4, 3, 32, 32))
     assert cifar.train_labels.tolist() == [3, 1, 2, 9]
     assert cifar.class_names == tuple(names)
+
+
+def test_another_set_is_one_entry_of_the_table(tmp_path, monkeypatch):
+    images = random_pixels(32, 32, 3, 4)
+    files = {}
+    for split in ("train", "test"):
+        path = tmp_path / f"{split}_32x32.mat"
+        scipy.io.savemat(path, {"X": images, "y": np.array([[1], [10], [3], [9]], np.uint8)})
+        files[split] = ["", path.name, hashlib.md5(path.read_bytes()).hexdigest()]
+    monkeypatch.setattr(torchvision_datasets.SVHN, "split_list", files)
+    splits = ({"split": "train"}, {"split": "test"})
+    entry = DataSource("datasets:load_torchvision_set", 73_257, 10, (3, 32, 32), "SVHN", splits)
+    monkeypatch.setitem(SOURCES, "svhn", entry)
+    svhn = load_dataset(DataOptions(name="cifar10", path=tmp_path).model_copy(update={"name": "svhn"}), 0)
+    assert np.array_equal(svhn.train_images.numpy(), images.transpose(3, 2, 0, 1))
+    assert svhn.train_labels.tolist() == svhn.test_labels.tolist() == [1, 0, 3, 9]
+    assert svhn.class_names == tuple("0123456789")
 
 
 @pytest.mark.parametrize("name", ["cifar10", "cifar100", "fashion_mnist"])

@@ -9,7 +9,7 @@ from PIL import Image
 
 from fedssl.data.datasets import load_dataset
 from fedssl.data.partitions import partition_indices
-from fedssl.data.summary import DataOutline, outline
+from fedssl.data.summary import DataSummary, summarise
 from fedssl.errors import UserError
 from fedssl.parts import part_class
 from fedssl.recipe.options_file import part_model
@@ -195,8 +195,8 @@ def test_image_files_are_brought_to_one_size_by_their_headers(tmp_path, sizes, m
     for i, size in enumerate(sizes):
         picture(tmp_path / "train" / "a" / f"{i}.png", size, mode)
     picture(tmp_path / "test" / "a" / "0.png", (8, 8))
-    seen = outline({"name": "folder", "path": str(tmp_path)})
-    assert seen == DataOutline(len(sizes), 3 if mode == "RGB" else 1, side, True, True)
+    seen = summarise({"name": "folder", "path": str(tmp_path)})
+    assert seen == DataSummary(len(sizes), 3 if mode == "RGB" else 1, side, True, True)
     recipe = load_recipe("fedbyol", [f"data={{name: folder, path: {tmp_path}}}"])
     assert recipe.data.image_size == side
 
@@ -206,11 +206,11 @@ def test_a_flat_folder_without_labels_is_dealt_in_equal_shares(tmp_path):
         picture(tmp_path / f"{i}.png", (48, 48))
     (tmp_path / "notes.txt").write_text("no image")
     recipe = load_recipe("fedbyol", [f"data={{name: images, path: {tmp_path}}}"])
-    assert outline({"name": "images", "path": str(tmp_path)}) == DataOutline(60, 3, 48, False, True)
+    assert summarise({"name": "images", "path": str(tmp_path)}) == DataSummary(60, 3, 48, False, True)
     assert (recipe.preset, recipe.data.image_size, recipe.partition.name) == ("small_colour", 48, "iid")
     assert recipe.training.batch_size == 4
-    labelled = outline({"name": "images", "path": str(tmp_path), "labels": "folders"})
-    assert labelled == DataOutline(48, 3, 48, True, True)
+    labelled = summarise({"name": "images", "path": str(tmp_path), "labels": "folders"})
+    assert labelled == DataSummary(48, 3, 48, True, True)
 
 
 @pytest.mark.parametrize("content", [b"", b"no archive", b"PK\x03\x04 cut off"])
