@@ -14,9 +14,9 @@ from pathlib import Path
 
 from ..engines.flower.site import SiteOptions, load_site
 from ..errors import UserError
-from .authority import RENEWAL_DAYS, certificate_fingerprint, key_fingerprint, read_certificate, site_key
-from .certificates import require_authority, require_site_key
+from .certificates import RENEWAL_DAYS, certificate_fingerprint, read_certificate, require_authority
 from .consortium import Member, load_member
+from .keys import key_fingerprint, read_site_key
 
 _CONNECT_SECONDS = 10.0
 
@@ -96,10 +96,10 @@ def _key(folder: Path) -> Check:
     path = folder / "site.key"
     if not path.exists():
         return Check("site's key", f"{path} is missing", f"make it: fedssl provision request {folder}")
-    require_site_key(path)
+    key = read_site_key(path)
     if path.stat().st_mode & 0o077:
         return Check("site's key", f"{path} can be read by other users", f"chmod 600 {path}")
-    return Check("site's key", f"fingerprint {key_fingerprint(site_key(path).public_key())}")
+    return Check("site's key", f"fingerprint {key_fingerprint(key.public_key())}")
 
 
 def _server(member: Member, folder: Path) -> Iterator[Check]:
