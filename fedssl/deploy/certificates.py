@@ -49,9 +49,8 @@ class Authority:
         self.key = server_key(key_path)
         if not certificate_path.exists():
             now, name = datetime.now(timezone.utc), common_name(consortium)
-            builder = _builder(self.key.public_key(), name, name, now, now + timedelta(days=_AUTHORITY_DAYS))
-            builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-            builder = builder.add_extension(_key_usage(signs_certificates=True), critical=True)
+            end = now + timedelta(days=_AUTHORITY_DAYS)
+            builder = _builder(self.key.public_key(), name, name, now, end, is_authority=True)
             write_atomically(certificate_path, builder.sign(self.key, hashes.SHA256()).public_bytes(Encoding.PEM))
         self.certificate = read_certificate(certificate_path)
         if self.certificate.public_key() != self.key.public_key():
@@ -70,10 +69,8 @@ class Authority:
         end = min(now + timedelta(days=days), self.certificate.not_valid_after_utc)
         identifier = self.certificate.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
         builder = (
-            _builder(key, common_name(address[:64]), self.certificate.subject, now, end)
+            _builder(key, common_name(address[:64]), self.certificate.subject, now, end, is_authority=False)
             .add_extension(x509.SubjectAlternativeName(_server_names(address)), critical=False)
-            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-            .add_extension(_key_usage(signs_certificates=False), critical=True)
             .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
             .add_extension(x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(identifier), critical=False)
         )
@@ -87,18 +84,6 @@ def read_certificate(path: Path) -> x509.Certificate:
         UserError: the file cannot be read, or holds no certificate.
     """
     return _read_certificates(path)[0]
-
-
-def certified_key(path: Path) -> PublicKey:
-    """Return the public key that the first certificate in a PEM file is for.
-
-    Raises:
-        UserError: the file cannot be read or holds no certificate; the key is not on an elliptic curve.
-    """
-    key = read_certificate(path).public_key()
-    if not isinstance(key, PublicKey):
-        raise UserError(f"{path} must be for a key on an elliptic curve, got {type(key).__name__}")
-    return key
 
 
 def needs_renewal(path: Path, address: str) -> str | None:
@@ -157,7 +142,17 @@ def require_server(certificate: Path, key: Path, authority: Path, host: str) -> 
             raise UserError(f"{certificate} is a broken chain: {_name(issuer)} has not issued {_name(one)}")
     if not any(chain[-1] == trusted or _has_issued(trusted, chain[-1]) for trusted in _read_certificates(authority)):
         raise UserError(f"{certificate} was not issued by {authority}: sign it with that authority's key")
-    _require_own_address(certificate, chain[0], host)
+    reached = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # by Flower's own processes, which use TLS too
+    try:
+        names = chain[0].extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except (ValueError, x509.ExtensionNotFound) as error:
+        raise UserError(f"{certificate} has no valid subjectAltName: {error}") from error
+    valid_for = [*map(str, names.get_values_for_type(x509.IPAddress)), *names.get_values_for_type(x509.DNSName)]
+    if reached not in valid_for and not any(name.startswith("*.") for name in valid_for):
+        raise UserError(
+            f"{certificate} is valid for {', '.join(valid_for) or 'no address'}, but not for {reached}, where Flower's "
+            "own processes reach the SuperLink: add that address to the subjectAltName (docs/deploy.md)"
+        )
 
 
 def require_authority(path: Path) -> None:
@@ -169,21 +164,6 @@ def require_authority(path: Path) -> None:
     problems = [_not_valid_now(certificate) for certificate in _read_certificates(path)]
     if None not in problems:
         raise UserError(f"{path} {problems[0]}")
-
-
-def _require_own_address(path: Path, certificate: x509.Certificate, host: str) -> None:
-    """Refuse a certificate that Flower's own processes would not trust: they reach the SuperLink with TLS too."""
-    reached = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    try:
-        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    except (ValueError, x509.ExtensionNotFound) as error:
-        raise UserError(f"{path} has no valid subjectAltName: {error}") from error
-    valid_for = [*map(str, names.get_values_for_type(x509.IPAddress)), *names.get_values_for_type(x509.DNSName)]
-    if reached not in valid_for and not any(name.startswith("*.") for name in valid_for):
-        raise UserError(
-            f"{path} is valid for {', '.join(valid_for) or 'no address'}, but not for {reached}, where Flower's own "
-            "processes reach the SuperLink: add that address to the subjectAltName (docs/deploy.md)"
-        )
 
 
 def _read_certificates(path: Path) -> list[x509.Certificate]:
@@ -219,8 +199,15 @@ def _name(certificate: x509.Certificate) -> str:
 
 
 def _builder(
-    key: PublicKey, subject: x509.Name, issuer: x509.Name, now: datetime, end: datetime
+    key: PublicKey, subject: x509.Name, issuer: x509.Name, now: datetime, end: datetime, is_authority: bool
 ) -> x509.CertificateBuilder:
+    unused = ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement")
+    usage = x509.KeyUsage(
+        digital_signature=not is_authority,
+        key_cert_sign=is_authority,
+        crl_sign=is_authority,
+        **dict.fromkeys((*unused, "encipher_only", "decipher_only"), False),
+    )
     return (
         x509.CertificateBuilder()
         .public_key(key)
@@ -230,6 +217,8 @@ def _builder(
         .subject_name(subject)
         .issuer_name(issuer)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+        .add_extension(x509.BasicConstraints(ca=is_authority, path_length=0 if is_authority else None), critical=True)
+        .add_extension(usage, critical=True)
     )
 
 
@@ -240,17 +229,3 @@ def _server_names(address: str) -> list[x509.GeneralName]:
         name = x509.DNSName(address)
     local: list[x509.GeneralName] = [x509.DNSName("localhost"), x509.IPAddress(ip_address("127.0.0.1"))]
     return [name, *(one for one in local if one != name)]
-
-
-def _key_usage(signs_certificates: bool) -> x509.KeyUsage:
-    return x509.KeyUsage(
-        digital_signature=not signs_certificates,
-        key_cert_sign=signs_certificates,
-        crl_sign=signs_certificates,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        encipher_only=False,
-        decipher_only=False,
-    )

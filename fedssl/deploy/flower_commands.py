@@ -125,11 +125,6 @@ def fork(work: Callable[[], int]) -> int:
         os._exit(code)
 
 
-def wait(child: int) -> int:
-    """Wait for a copy's end; return its exit code."""
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
 def end_with_parent() -> None:
     """Have this process, a child that has just been started, killed when its parent ends. Linux only.
 

@@ -18,27 +18,10 @@ from cryptography.x509.oid import NameOID
 from ..errors import UserError
 from ..run.storage import cannot_write, write_atomically
 from ..untrusted import read_regular_file
-from . import pages
-from .certificates import (
-    Authority,
-    certificate_fingerprint,
-    certified_key,
-    common_name,
-    needs_renewal,
-    read_certificate,
-)
+from . import certificates, keys, pages
+from .certificates import Authority
 from .consortium import MEMBER_FILE, Consortium, Member, load_member
-from .keys import (
-    SERVER_CURVE,
-    SITE_CURVE,
-    PublicKey,
-    key_fingerprint,
-    public_text,
-    read_file,
-    read_public,
-    server_key,
-    site_key,
-)
+from .keys import PublicKey, key_fingerprint
 
 #: in the server's folder, the public keys of the sites that may take part, and those that may no longer
 SITES, REVOKED = "sites", "revoked"
@@ -98,8 +81,10 @@ def write_request(folder: Path) -> tuple[Path, str]:
         UserError: the folder is not one that `provision` wrote; a file cannot be written.
     """
     name = load_member(folder).name
-    key = server_key(folder / "server.key") if name == "server" else site_key(folder / "site.key")
-    request = x509.CertificateSigningRequestBuilder().subject_name(common_name(name)).sign(key, hashes.SHA256())
+    key = keys.server_key(folder / "server.key") if name == "server" else keys.site_key(folder / "site.key")
+    request = (
+        x509.CertificateSigningRequestBuilder().subject_name(certificates.common_name(name)).sign(key, hashes.SHA256())
+    )
     path = folder / f"{name}.request"
     _write_text(path, request.public_bytes(Encoding.PEM).decode())
     return path, key_fingerprint(key.public_key())
@@ -138,19 +123,19 @@ def answer_request(request: Path, folder: Path, consortium: Consortium) -> list[
             "add the site to the consortium's file and call fedssl provision first"
         )
     public = server / SITES / f"{name}.pub"
-    if public.exists() and read_public(public) != key:
+    if public.exists() and keys.read_public(public) != key:
         raise UserError(
-            f"{name} already has the key {key_fingerprint(read_public(public))}, but {request} holds "
+            f"{name} already has the key {key_fingerprint(keys.read_public(public))}, but {request} holds "
             f"{key_fingerprint(key)}: if the site has made a new key, call fedssl provision revoke {name} first"
         )
     for revoked in server.glob(f"{REVOKED}/*.pub"):
-        if read_public(revoked) == key:
+        if keys.read_public(revoked) == key:
             raise UserError(
                 f"the key in {request} was revoked ({revoked}): the site must move its site.key away and "
                 "call fedssl provision request again, which makes a new one"
             )
     _make_private_folder(public.parent)
-    _write_text(public, public_text(key))
+    _write_text(public, keys.public_text(key))
     _write_fingerprints(folder)
     return [
         f"{name}: its key is {key_fingerprint(key)}; compare this with the site by telephone",
@@ -189,12 +174,16 @@ def _prepare_server(consortium: Consortium, folder: Path, authority: Authority, 
     _write_authority_certificate(folder / "ca.crt", authority)
     public: PublicKey | None = None
     if (is_new and not keys_at_sites) or (folder / "server.key").exists():
-        public = server_key(folder / "server.key").public_key()
+        public = keys.server_key(folder / "server.key").public_key()
     elif (folder / "server.crt").exists():  # the server has its key
-        public = certified_key(folder / "server.crt")
+        certified = certificates.read_certificate(folder / "server.crt").public_key()
+        if not isinstance(certified, PublicKey):
+            kind = type(certified).__name__
+            raise UserError(f"{folder / 'server.crt'} must be for a key on an elliptic curve, got {kind}")
+        public = certified
     if public is None:
         done.append("server: its key is made at the server: fedssl provision request SERVER-FOLDER, then answer")
-    elif reason := needs_renewal(folder / "server.crt", consortium.server.address):
+    elif reason := certificates.needs_renewal(folder / "server.crt", consortium.server.address):
         issued = _issue_certificate(folder, authority, public, consortium)
         done.append(
             f"server: wrote server.crt, valid until {issued.not_valid_after_utc:%Y-%m-%d} ({reason}); "
@@ -224,9 +213,9 @@ def _prepare_site(
     _write_text(site / "STEPS.md", pages.site_page(consortium.name, name, unit, has_key or public.exists()))
     done = []
     if has_key:
-        key = site_key(site / "site.key").public_key()
+        key = keys.site_key(site / "site.key").public_key()
         if not public.exists():
-            _write_text(public, public_text(key))
+            _write_text(public, keys.public_text(key))
         done.append(f"{name}: client {client}, key {key_fingerprint(key)}")
     elif not public.exists():
         done.append(f"{name}: client {client}; its key is made at the site: fedssl provision request, then answer")
@@ -259,10 +248,14 @@ def _write_authority_certificate(path: Path, authority: Authority) -> None:
 
 
 def _write_fingerprints(folder: Path) -> None:
-    certificate = read_certificate(folder / "authority" / "ca.crt")
-    keys = {p.stem: key_fingerprint(read_public(p)) for p in sorted((folder / "server" / SITES).glob("*.pub"))}
+    certificate = certificates.read_certificate(folder / "authority" / "ca.crt")
+    paths = sorted((folder / "server" / SITES).glob("*.pub"))
+    fingerprints = {path.stem: key_fingerprint(keys.read_public(path)) for path in paths}
     name = certificate.subject.rfc4514_string().removeprefix("CN=")
-    _write_text(folder / "fingerprints.md", pages.fingerprints_page(name, certificate_fingerprint(certificate), keys))
+    _write_text(
+        folder / "fingerprints.md",
+        pages.fingerprints_page(name, certificates.certificate_fingerprint(certificate), fingerprints),
+    )
 
 
 def _known_sites(folder: Path) -> list[str]:
@@ -278,7 +271,7 @@ def _known_sites(folder: Path) -> list[str]:
 
 def _read_request(path: Path) -> tuple[str, PublicKey]:
     """Return the name and the public key of a request. Its signature shows that the sender has the private key."""
-    data = read_file(path, "the request")
+    data = keys.read_file(path, "the request")
     try:
         request = x509.load_pem_x509_csr(data)
         names = request.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
@@ -291,7 +284,7 @@ def _read_request(path: Path) -> tuple[str, PublicKey]:
             f"{path} is damaged or forged: its signature is not of the key that it holds; ask for a new one"
         )
     name = str(names[0].value)
-    curve = SERVER_CURVE if name == "server" else SITE_CURVE
+    curve = keys.SERVER_CURVE if name == "server" else keys.SITE_CURVE
     if not isinstance(key, PublicKey) or not isinstance(key.curve, curve):
         raise UserError(f"{path} must hold a key on the curve {curve.name}: make it with fedssl provision request")
     return name, key

@@ -13,16 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import (
-    Encoding,
-    NoEncryption,
-    PrivateFormat,
-    PublicFormat,
-    load_pem_private_key,
-    load_ssh_private_key,
-    load_ssh_public_key,
-)
 
 from ..errors import UserError
 from ..run.storage import cannot_write, sync_folder
@@ -39,9 +31,10 @@ def server_key(path: Path) -> PrivateKey:
     Raises:
         UserError: the file holds something else, or cannot be written.
     """
-    if not path.exists():
-        _write_new_key(path, SERVER_CURVE(), PrivateFormat.PKCS8)
-    return _read_private(path, load_pem_private_key, "in PEM format", "openssl ecparam -name prime256v1 -genkey")
+    _make_if_missing(path, SERVER_CURVE(), serialization.PrivateFormat.PKCS8)
+    return _read_private(
+        path, serialization.load_pem_private_key, "in PEM format", "openssl ecparam -name prime256v1 -genkey"
+    )
 
 
 def site_key(path: Path) -> PrivateKey:
@@ -50,8 +43,7 @@ def site_key(path: Path) -> PrivateKey:
     Raises:
         UserError: the file holds something else, or cannot be written.
     """
-    if not path.exists():
-        _write_new_key(path, SITE_CURVE(), PrivateFormat.OpenSSH)
+    _make_if_missing(path, SITE_CURVE(), serialization.PrivateFormat.OpenSSH)
     return read_site_key(path)
 
 
@@ -61,11 +53,14 @@ def read_site_key(path: Path) -> PrivateKey:
     Raises:
         UserError: the file cannot be read, or holds no private key on an elliptic curve without a password.
     """
-    return _read_private(path, load_ssh_private_key, "as ssh-keygen writes it", "ssh-keygen -t ecdsa")
+    return _read_private(path, serialization.load_ssh_private_key, "as ssh-keygen writes it", "ssh-keygen -t ecdsa")
 
 
-def _write_new_key(path: Path, curve: ec.EllipticCurve, key_format: PrivateFormat) -> None:
-    write_private(path, ec.generate_private_key(curve).private_bytes(Encoding.PEM, key_format, NoEncryption()))
+def _make_if_missing(path: Path, curve: ec.EllipticCurve, key_format: serialization.PrivateFormat) -> None:
+    if not path.exists():
+        key = ec.generate_private_key(curve)
+        data = key.private_bytes(serialization.Encoding.PEM, key_format, serialization.NoEncryption())
+        write_private(path, data)
 
 
 def _read_private(path: Path, load, format_name: str, command: str) -> PrivateKey:  # type: ignore[no-untyped-def]
@@ -106,7 +101,7 @@ def write_private(path: Path, data: bytes) -> None:
 
 def public_text(key: PublicKey) -> str:
     """Return a public key as the line that ssh-keygen writes into a `.pub` file."""
-    return key.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode() + "\n"
+    return key.public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH).decode() + "\n"
 
 
 def read_public(path: Path) -> PublicKey:
@@ -117,7 +112,7 @@ def read_public(path: Path) -> PublicKey:
     """
     data = read_file(path, "the public key")
     try:
-        key = load_ssh_public_key(data)
+        key = serialization.load_ssh_public_key(data)
     except (ValueError, UnsupportedAlgorithm) as error:
         raise UserError(f"{path} is not a public key as ssh-keygen writes it: {error}") from error
     if not isinstance(key, PublicKey):

@@ -64,7 +64,7 @@ class RequestLimits:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request; see the ASGI specification."""
         is_for_sites = "path" in scope and scope["path"].startswith("/v1/fleet/")
-        if scope["type"] == "lifespan" or (is_from_this_machine(scope) and not is_for_sites):
+        if scope["type"] == "lifespan" or (_is_from_this_machine(scope) and not is_for_sites):
             await self._app(scope, receive, send)
         elif scope["type"] != "http" or not is_for_sites:
             await _refuse(403, "only the SuperLink's own machine may use this interface", scope, receive, send)
@@ -95,11 +95,8 @@ class RequestLimits:
         await self._app(scope, replay, send)
 
 
-def is_from_this_machine(scope: Scope) -> bool:
-    """Return whether a request's connection begins on the machine on which it ends.
-
-    Behind a proxy on this machine the client is the one that the proxy names in X-Forwarded-For.
-    """
+def _is_from_this_machine(scope: Scope) -> bool:
+    # behind a proxy on this machine the client is the one that the proxy names in X-Forwarded-For
     client, server = scope.get("client"), scope.get("server")
     if client is None:
         return False

@@ -20,7 +20,7 @@ from ..errors import UserError
 from ..run.creation import alone_in
 from ..untrusted import expand_home
 from .certificates import require_authority, require_server
-from .flower_commands import fork, run, wait
+from .flower_commands import fork, run
 from .keys import read_site_key
 from .limits import limit_superlink
 from .reverse_proxy import write_reverse_proxy
@@ -28,6 +28,7 @@ from .reverse_proxy import write_reverse_proxy
 #: modules that a ServerApp or ClientApp needs; importing them starts no threads and looks for no CUDA device
 _APP_MODULES = ("fedssl.engines.flower.server", "fedssl.engines.flower.client", "sklearn.datasets")
 _LATE_MODULES = ("torch._dynamo", "timm")  # the first is imported by the first optimizer that is made
+_INSECURE = "warning: insecure: without TLS all messages can be read and changed on their way"
 _PRIVATE_UMASK = 0o077  # the files of these processes, and of those that they start, are for their user alone
 
 
@@ -51,7 +52,7 @@ def superlink(folder: Path, host: str, port: int, insecure: bool, reverse_proxy:
     if insecure:
         if reverse_proxy is not None:
             raise UserError("--reverse-proxy needs TLS: leave out --insecure or --reverse-proxy")
-        _warn("without TLS all messages can be read and changed on their way, and anyone can take part")
+        _print_error(f"{_INSECURE}, and anyone can take part")
         command += ["--insecure"]
     else:
         files = {"--ssl-ca-certfile": "ca.crt", "--ssl-certfile": "server.crt", "--ssl-keyfile": "server.key"}
@@ -96,7 +97,7 @@ def supernode(
     command = ["flower-supernode", "--superlink", address, "--port", str(_free_port())]
     command += ["--node-config", f"site={json.dumps(str(site_file.absolute()))}"]
     if insecure:
-        _warn("without TLS all messages can be read and changed on their way, and any server can pretend to be yours")
+        _print_error(f"{_INSECURE}, and any server can pretend to be yours")
         command += ["--insecure"]
     else:
         if certificate is None or key is None:
@@ -108,16 +109,14 @@ def supernode(
     for module in _APP_MODULES:
         import_module(module)
     # in a copy, because this process is forked later: it must not have used torch's threads or CUDA until then
-    if wait(fork(lambda: _check_data(site_file))):
+    if os.waitpid(fork(lambda: _check_data(site_file)), 0)[1]:
         return 2
     # Flower looks for a new message's task every second; a round has several such steps one after another
     environment = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.3"} | _environment()
     if load_site(site_file).approved_apps is None and not allowed_apps and not ask:
-        print(
-            "fedssl: every app that the server sends runs at this site; approve single apps with --allow, --ask or "
-            "approved_apps in the site's file",
-            file=sys.stderr,
-            flush=True,
+        _print_error(
+            "every app that the server sends runs at this site; approve single apps with --allow, --ask or "
+            "approved_apps in the site's file"
         )
         return _explain_end(run(command, environment, _LATE_MODULES))
     from .apps import ApprovedApps, refuse_other_apps
@@ -138,11 +137,10 @@ def _explain_end(code: int) -> int:
     if code:
         return code
     now = datetime.now(timezone.utc)
-    print(
-        f"fedssl: the server does not accept this site: its key is not registered or was revoked, or this machine's "
-        f"clock ({now:%Y-%m-%d %H:%M:%S} UTC) differs from the server's by more than a few seconds; `fedssl doctor "
-        "--consortium FOLDER` compares the clocks, and the server's operator knows which keys are registered",
-        file=sys.stderr,
+    _print_error(
+        f"the server does not accept this site: its key is not registered or was revoked, or this machine's clock "
+        f"({now:%Y-%m-%d %H:%M:%S} UTC) differs from the server's by more than a few seconds; `fedssl doctor "
+        "--consortium FOLDER` compares the clocks, and the server's operator knows which keys are registered"
     )
     return 1
 
@@ -155,7 +153,7 @@ def _check_data(site_file: Path) -> int:
             load_dataset(site.data, 0)
         expand_home(site.state).mkdir(parents=True, exist_ok=True)
     except (UserError, OSError) as error:
-        print(f"fedssl: {error}", file=sys.stderr)
+        _print_error(str(error))
         return 2
     return 0
 
@@ -172,13 +170,12 @@ def _require_free_port(host: str, port: int) -> None:
         try:
             probe.bind((host, port))
         except OSError as error:
+            problem = f"cannot listen on port {port} of {host}: {error.strerror or error}; check --host and --port"
             if error.errno == errno.EADDRINUSE:
-                raise UserError(
+                problem = (
                     f"port {port} of {host} is in use, perhaps by another SuperLink: stop it, or give another --port"
-                ) from error
-            raise UserError(
-                f"cannot listen on port {port} of {host}: {error.strerror or error}; check --host and --port"
-            ) from error
+                )
+            raise UserError(problem) from error
 
 
 def _existing(path: Path, purpose: str) -> Path:
@@ -194,5 +191,5 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _warn(text: str) -> None:
-    print(f"fedssl: warning: insecure: {text}", file=sys.stderr)
+def _print_error(text: str) -> None:
+    print(f"fedssl: {text}", file=sys.stderr, flush=True)

@@ -167,26 +167,21 @@ Compare them by telephone with each site, and the authority's with the server, b
 
 Authority (SHA-256 of `ca.crt`): {authority}
 
-"""
+{lines}"""
 
 
 def server_start(consortium: Consortium) -> str:
     """Return the server's start script."""
     server = consortium.server
-    if not server.wall:
-        return _SERVER_START.format(
-            consortium=consortium.name,
-            with_proxy="",
-            require_proxy="",
-            options=f"--host 0.0.0.0 --port {server.port}",
-            keep_proxy="",
-        )
+    options = f"--host 0.0.0.0 --port {server.port}"
+    if server.wall:
+        options = f"--port {server.internal_port} --wall {server.port}"
     return _SERVER_START.format(
         consortium=consortium.name,
-        with_proxy=" and the reverse proxy in front of it",
-        require_proxy=_REQUIRE_PROXY,
-        options=f"--port {server.internal_port} --wall {server.port}",
-        keep_proxy=_KEEP_PROXY,
+        with_proxy=" and the reverse proxy in front of it" if server.wall else "",
+        require_proxy=_REQUIRE_PROXY if server.wall else "",
+        options=options,
+        keep_proxy=_KEEP_PROXY if server.wall else "",
     )
 
 
@@ -210,6 +205,5 @@ def site_page(consortium: str, site: str, unit: str, has_key: bool) -> str:
 
 def fingerprints_page(consortium: str, authority: str, keys: dict[str, str]) -> str:
     """Return what the coordinator compares with the sites by telephone; `keys` has a fingerprint for each site."""
-    return _FINGERPRINTS.format(consortium=consortium, authority=authority) + "".join(
-        f"- {site}: {fingerprint}\n" for site, fingerprint in keys.items()
-    )
+    lines = "".join(f"- {site}: {fingerprint}\n" for site, fingerprint in keys.items())
+    return _FINGERPRINTS.format(consortium=consortium, authority=authority, lines=lines)

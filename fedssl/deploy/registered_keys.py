@@ -96,10 +96,9 @@ def _list_nodes(client: ControlHttpClient, superlink: int | None):  # type: igno
 def _runs(process: int) -> bool:
     try:
         os.kill(process, 0)
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:  # no /proc
+        return True
     except OSError:
         return False
-    try:
-        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:  # no /proc
-        return True
     return state != "Z"  # a zombie has ended, and its shell has not asked for its exit code yet
