@@ -22,7 +22,6 @@ from .keys import PublicKey, read_file, server_key
 
 #: a certificate that ends within this many days is renewed
 RENEWAL_DAYS = 30
-_AUTHORITY_DAYS = 3650
 _CLOCK_TOLERANCE = timedelta(hours=1)  # clocks that are behind still accept a new certificate
 
 
@@ -49,7 +48,7 @@ class Authority:
         self.key = server_key(key_path)
         if not certificate_path.exists():
             now, name = datetime.now(timezone.utc), common_name(consortium)
-            end = now + timedelta(days=_AUTHORITY_DAYS)
+            end = now + timedelta(days=3650)
             builder = _builder(self.key.public_key(), name, name, now, end, is_authority=True)
             write_atomically(certificate_path, builder.sign(self.key, hashes.SHA256()).public_bytes(Encoding.PEM))
         self.certificate = read_certificate(certificate_path)

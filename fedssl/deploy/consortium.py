@@ -34,7 +34,7 @@ _Model = TypeVar("_Model", bound=Options)
 
 
 class ServerOptions(Options):
-    """Where the sites reach the server."""
+    """The address and the ports of the server, with or without a reverse proxy."""
 
     address: str = Field(
         ...,

@@ -41,7 +41,6 @@ LARGEST_BODY = 2**23
 LARGEST_BODY_WITHOUT_KEY = 2**16
 #: objects of an answer: records, arrays and the arrays' pieces of 5 MiB; also limits the database's work
 MOST_OBJECTS = 1000
-_DATABASE_WAIT = 120_000  # milliseconds that a request waits for the database while another one writes
 
 _push_messages = fleet_handlers.push_messages
 
@@ -50,7 +49,8 @@ def limit_superlink() -> None:
     """Change Flower's modules in this process, which then runs `flower-superlink`."""
     extensions.get_middleware = lambda: (Middleware(RequestLimits),)
     fleet_handlers.push_messages = push_messages
-    pragmas = dict(sql_mixin.SQLITE_PRAGMAS) | {"busy_timeout": str(_DATABASE_WAIT)}
+    # milliseconds that a request waits for the database while another one writes
+    pragmas = dict(sql_mixin.SQLITE_PRAGMAS) | {"busy_timeout": "120000"}
     sql_mixin.SQLITE_PRAGMAS = tuple(pragmas.items())  # type: ignore[assignment]
 
 
