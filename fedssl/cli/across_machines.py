@@ -1,7 +1,9 @@
-"""Commands that make a consortium's keys, certificates and folders."""
+"""Commands for runs across machines: `provision` with its own commands, `app`, `superlink` and `supernode`."""
 
 from __future__ import annotations
 
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated
@@ -15,8 +17,6 @@ from .console import Overrides, RecipeName, print_text
 
 
 class _FoldersByDefault(TyperGroup):
-    """`fedssl provision FILE` is `fedssl provision folders FILE`."""
-
     def parse_args(self, context: click.Context, arguments: list[str]) -> list[str]:
         if arguments and arguments[0] not in self.commands and arguments[0] != "--help":
             arguments = ["folders", *arguments]
@@ -29,9 +29,11 @@ app = typer.Typer(
     help="Make a consortium's keys, certificates and folders: fedssl provision consortium.yaml (docs/deploy.md).",
 )
 
-
 _Folder = Annotated[
     Path, typer.Option(metavar="FOLDER", help="The coordinator's folder, which fedssl provision wrote.")
+]
+_Insecure = Annotated[
+    bool, typer.Option("--insecure", help="Connect without TLS and without authentication; for tests only.")
 ]
 
 
@@ -51,9 +53,8 @@ def folders(
     `folders` may be left out: fedssl provision FILE. Call it again after a change of the file, and to renew the
     server's certificate. It overwrites no key.
     """
-    _require_cryptography()
+    provision = _deploy_folders().provision
     from ..deploy.consortium import EXAMPLE, load_consortium
-    from ..deploy.folders import provision
 
     if example:
         print_text(EXAMPLE.rstrip("\n"))
@@ -73,10 +74,7 @@ def request(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The site's or the server's folder.")],
 ) -> None:
     """At a site or the server: make its private key, and write a request with the public key for the coordinator."""
-    _require_cryptography()
-    from ..deploy.requests import write_request
-
-    path, fingerprint = write_request(folder)
+    path, fingerprint = _deploy_folders().write_request(folder)
     print_text(f"Send {path} to the coordinator, and compare the key's fingerprint by telephone: {fingerprint}")
 
 
@@ -87,13 +85,11 @@ def answer(
     output: _Folder = Path("consortium"),
 ) -> None:
     """Accept requests: register a site's public key, or issue the server's certificate."""
-    _require_cryptography()
     from ..deploy.consortium import load_consortium
-    from ..deploy.requests import answer_request
 
     loaded = load_consortium(consortium)
     for path in requests:
-        for line in answer_request(path, output, loaded):
+        for line in _deploy_folders().answer_request(path, output, loaded):
             print_text(line)
 
 
@@ -102,10 +98,7 @@ def revoke(
     site: Annotated[str, typer.Argument(metavar="SITE", help="The site's name.")], output: _Folder = Path("consortium")
 ) -> None:
     """Remove a site's key from those that the server accepts."""
-    _require_cryptography()
-    from ..deploy.requests import revoke as revoke_key
-
-    for line in revoke_key(site, output):
+    for line in _deploy_folders().revoke(site, output):
         print_text(line)
 
 
@@ -119,26 +112,13 @@ def register(
     """At the running server: accept the keys in FOLDER/sites and no others, and write the operator's connection."""
     from ..deploy.consortium import load_member
     from ..deploy.folders import SITES
-    from ..engines import flower_module
 
-    keys = flower_module("deploy.registered_keys")
+    keys = _flower("deploy.registered_keys")
     server = load_member(folder).server
     address = f"127.0.0.1:{server.internal_port if server.wall else server.port}"
     for line in keys.register_keys(folder / SITES, address, folder / "ca.crt", superlink_process):
         print_text(line)
     keys.write_connection(folder / "flower", address, folder / "ca.crt")
-
-
-def _require_cryptography() -> None:
-    from importlib.util import find_spec
-
-    if find_spec("cryptography") is None:
-        raise UserError(f"fedssl provision needs cryptography: {install_command('flower')}")
-
-
-Insecure = Annotated[
-    bool, typer.Option("--insecure", help="Connect without TLS and without authentication; for tests only.")
-]
 
 
 def flower_app(
@@ -153,10 +133,10 @@ def flower_app(
     from ..recipe.reading import load_recipe
 
     loaded = load_recipe(recipe, [*(overrides or ()), "engine=flower"])
-    _flower("deploy.apps").write_app(loaded, folder, output)
+    apps = _flower("deploy.apps")
+    apps.write_app(loaded, folder, output)
     print_text(f"The app is in {folder}; start it with: flwr run {folder} NAME-OF-THE-SUPERLINK")
-    digest = _flower("deploy.apps").digest_of_app(folder)
-    print_text(f"Sites that approve apps need its digest (fedssl supernode --allow): {digest}")
+    print_text(f"Sites that approve apps need its digest (fedssl supernode --allow): {apps.digest_of_app(folder)}")
 
 
 def superlink(
@@ -168,19 +148,23 @@ def superlink(
     ],
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
-    wall: Annotated[
+    reverse_proxy: Annotated[
         int | None,
         typer.Option(
-            min=1, max=65535, help="Port of an nginx in front of the SuperLink: its nginx.conf is written into FOLDER."
+            "--reverse-proxy",
+            "--wall",
+            min=1,
+            max=65535,
+            help="Port of an nginx in front of the SuperLink: its nginx.conf is written into FOLDER.",
         ),
     ] = None,
-    insecure: Insecure = False,
+    insecure: _Insecure = False,
 ) -> None:
     """Start Flower's SuperLink, the server that the sites connect to.
 
     It uses TLS and accepts only sites that authenticate themselves.
     """
-    raise typer.Exit(_flower("deploy.nodes").superlink(folder, host, port, insecure, wall))
+    raise typer.Exit(_flower("deploy.nodes").superlink(folder, host, port, insecure, reverse_proxy))
 
 
 def supernode(
@@ -198,21 +182,26 @@ def supernode(
     allow: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="DIGEST",
-            help="Run the app with this digest besides those in the site's file; may be repeated.",
+            metavar="DIGEST", help="Run the app with this digest besides those in the site's file; may be repeated."
         ),
     ] = None,
     ask: Annotated[
         bool, typer.Option("--ask", help="Show an app that is not approved on the terminal, and ask.")
     ] = False,
-    insecure: Insecure = False,
+    insecure: _Insecure = False,
 ) -> None:
     """Start Flower's SuperNode for this site. It takes part in runs until it is stopped.
 
     With --allow, --ask or approved_apps in the site's file, it runs approved apps alone.
     """
-    nodes = _flower("deploy.nodes")
-    raise typer.Exit(nodes.supernode(site, superlink, root_certificates, key, insecure, allow or (), ask))
+    code = _flower("deploy.nodes").supernode(site, superlink, root_certificates, key, insecure, allow or (), ask)
+    raise typer.Exit(code)
+
+
+def _deploy_folders() -> ModuleType:
+    if find_spec("cryptography") is None:
+        raise UserError(f"fedssl provision needs cryptography: {install_command('flower')}")
+    return import_module("fedssl.deploy.folders")
 
 
 def _flower(module: str) -> ModuleType:

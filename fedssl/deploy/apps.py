@@ -1,8 +1,8 @@
-"""A site runs only the apps that its owner has approved by their digest, whatever the server sends.
+"""The Flower app of a recipe, and the site's check that only apps approved by its owner run there.
 
-An app is the code that a site executes for a run. Flower's SuperNode takes it from the SuperLink, and believes what the
-SuperLink says of it: its digest, name and version, by which the code is found again on the site's disk. Here the site
-computes all of these from the app itself.
+An app is the code that a site executes for a run. Flower's SuperNode gets it from the SuperLink and trusts the digest,
+name and version that the SuperLink states, by which it finds the code again on the site's disk. Here the site computes
+all of these from the app itself.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import re
 import sys
 import zipfile
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,201 +32,8 @@ from ..engines.flower.site import load_site
 from ..errors import UserError, installed_distribution
 from ..recipe.recipe import Recipe
 from ..run.creation import default_folder
-from ..run.storage import cannot_write, write_atomically
+from ..run.storage import make_folder, write_atomically
 from ..untrusted import own_parts, printable
-
-_DIGEST = re.compile(r"[0-9a-f]{64}")
-
-
-_MOST_SHOWN = 20_000  # characters of an app that the site's owner is asked about
-
-
-_MOST_NAMED = 2  # approved digests that a refusal names; its text may have 500 characters
-
-
-_pull_and_store_message = start_client_internal._pull_and_store_message
-
-
-_insert_message = start_client_internal._insert_message
-
-
-class AppRefused(Exception):
-    """The site does not run an app; the text says why, and is sent to the server."""
-
-
-class ApprovedApps:
-    """Which apps may run at a site."""
-
-    def __init__(self, site_file: Path, allowed: Iterable[str], ask: bool):
-        """Approve what the site's file lists whenever it is looked at, what `allowed` lists, and what is answered.
-
-        Args:
-            site_file: the site's YAML file, whose `approved_apps` may be changed while the site runs.
-            allowed: further digests.
-            ask: show an app that is not approved on the terminal, and ask.
-
-        Raises:
-            UserError: a digest is not 64 hexadecimal digits; there is no terminal to ask on.
-        """
-        self._site_file, self._allowed, self._ask = site_file, {require_digest(one) for one in allowed}, ask
-        if ask and not sys.stdin.isatty():
-            raise UserError("--ask needs a terminal to ask on: approve digests with --allow or in the site's file")
-
-    def require(self, digest: str, content: bytes) -> None:
-        """Refuse an app that is not approved.
-
-        Args:
-            digest: the SHA-256 of the app, computed here.
-            content: the app, a zip file.
-
-        Raises:
-            AppRefused: the app is not approved; the text names its digest and the approved ones.
-        """
-        try:
-            approved = self._allowed | set(load_site(self._site_file).approved_apps or ())
-        except UserError as error:
-            raise AppRefused(f"this site's file cannot be read any more: {error}") from error
-        if digest in approved:
-            return
-        if self._ask and _is_approved_on_terminal(digest, content):
-            self._allowed.add(digest)
-            return
-        raise AppRefused(
-            f"this site runs only apps that its owner has approved: the app has the digest {digest}, and "
-            f"{_names(approved)}"
-        )
-
-
-def require_digest(text: str) -> str:
-    """A digest as it was typed, in lower case.
-
-    Raises:
-        UserError: the text is not 64 hexadecimal digits.
-    """
-    digest = text.strip().lower()
-    if not _DIGEST.fullmatch(digest):
-        raise UserError(
-            f"an app's digest must have 64 hexadecimal digits, got {printable(text)[:80]!r}: fedssl app prints it"
-        )
-    return digest
-
-
-def digest_of_app(folder: Path) -> str:
-    """The SHA-256 of an app's folder as `flwr run` sends it: 64 hexadecimal digits."""
-    return hashlib.sha256(build_fab_from_disk(folder)).hexdigest()
-
-
-def refuse_other_apps(approved: ApprovedApps) -> None:
-    """Change Flower's modules in this process, which then runs `flower-supernode`."""
-
-    def pull_and_store_message(**arguments: Any) -> int | None:
-        return pull_approved(approved, **arguments)
-
-    start_client_internal._pull_and_store_message = pull_and_store_message  # type: ignore[assignment]
-
-
-def pull_approved(
-    approved: ApprovedApps,
-    *,
-    receive: Callable[[], Any],
-    get_run: Callable[[int], Run],
-    get_fab: Callable[[str, int], Fab],
-    **others: Any,
-) -> int | None:
-    """Flower's function that takes the next message and, for a new run, its app; an app that may not run is refused.
-
-    The server gets an error with the reason as the answer to the message.
-
-    Args:
-        approved: the apps that may run.
-        receive, get_run, get_fab: ask the SuperLink for a message, for what it knows of a run, and for a run's app.
-        others: what Flower's function takes besides.
-
-    Returns:
-        The run's number; None where there is no message.
-    """
-    received: list[Any] = []
-    runs: list[Run] = []
-
-    def remember_message() -> Any:
-        received.append(receive())
-        return received[-1]
-
-    def remember_run(number: int) -> Run:
-        runs.append(get_run(number))
-        return runs[-1]
-
-    def get_approved_fab(digest: str, number: int) -> Fab:
-        fab = get_fab(digest, number)
-        _require_approved(approved, fab, runs[-1])
-        return fab
-
-    try:
-        return _pull_and_store_message(
-            receive=remember_message, get_run=remember_run, get_fab=get_approved_fab, **others
-        )
-    except AppRefused as refusal:
-        message, _ = received[-1]
-        print(f"fedssl: run {message.metadata.run_id} is refused: {refusal}", file=sys.stderr, flush=True)
-        reply = Message(Error(ErrorCode.INVALID_FAB, str(refusal)), reply_to=message)
-        _insert_message(reply, others["state"], others["object_store"])
-        run: int = message.metadata.run_id
-        return run
-
-
-def _require_approved(approved: ApprovedApps, fab: Fab, run: Run) -> None:
-    """Refuse an app that is not approved, and one that the SuperLink describes as another than it is.
-
-    Flower looks for an installed app by what the SuperLink says of it, so that could name another app.
-    """
-    digest = hashlib.sha256(fab.content).hexdigest()
-    approved.require(digest, fab.content)
-    described = {fab.hash_str, run.fab_hash}
-    if described != {digest}:
-        raise AppRefused(f"the server calls the app {' and '.join(sorted(described))}, but its digest is {digest}")
-    name, version = get_metadata_from_config(get_fab_config(fab.content))
-    if (run.fab_id, run.fab_version) != (name, version):
-        raise AppRefused(f"the server calls the app {run.fab_id} {run.fab_version}, but it is {name} {version}")
-    if run.primary_task_type == TaskType.AGENT_APP:
-        raise AppRefused("the server asks for an agent, which no app of fedssl is")
-
-
-def _names(approved: set[str]) -> str:
-    if not approved:
-        return "no app is approved"
-    named = sorted(approved)[:_MOST_NAMED]
-    more = f" and {len(approved) - len(named)} more" if len(approved) > len(named) else ""
-    return f"the approved {'digest is' if len(approved) == 1 else 'digests are'} {', '.join(named)}{more}"
-
-
-def _is_approved_on_terminal(digest: str, content: bytes) -> bool:
-    print(f"\nThe server sends an app that is not approved. Its digest is {digest}. Its files:\n{_shown(content)}")
-    try:
-        answer = input("Run this app at this site, until the site is stopped? Type yes or no: ")
-    except EOFError:
-        return False
-    return answer.strip().lower() in ("y", "yes")
-
-
-def _shown(content: bytes) -> str:
-    """An app's files as text that is safe to print; too long or broken ones are said to be so."""
-    parts, left = [], _MOST_SHOWN
-    try:
-        with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            for entry in archive.infolist():
-                with archive.open(entry) as file:
-                    text = file.read(left + 1).decode(errors="replace")
-                parts.append(f"--- {printable(entry.filename)}\n{printable(text[:left], keep=chr(10))}")
-                left -= min(len(text), left)
-                if len(text) > left and not left:
-                    parts.append(
-                        "--- The app is longer than this: get its folder from the operator before you approve it."
-                    )
-                    break
-    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
-        parts.append(f"--- The app cannot be read: {printable(str(error))}")
-    return "\n".join(parts)
-
 
 _PROJECT = """\
 [project]
@@ -251,7 +59,6 @@ clientapp = "fedssl_app.client_app:app"
 output = {output} # the run's folder, where the SuperLink runs; the same one continues an interrupted run
 """
 
-
 _MODULE = '''\
 """The {what} app of the recipe beside this file."""
 
@@ -262,25 +69,32 @@ from fedssl.engines.flower.{what} import make_{what}_app
 app = make_{what}_app(Path(__file__).with_name("recipe.yaml"))
 '''
 
+_MOST_SHOWN = 20_000  # characters of an app that the site's owner is asked about
+_MOST_NAMED = 2  # approved digests that a refusal names; its text may have 500 characters
+
+_pull_and_store_message = start_client_internal._pull_and_store_message
+_insert_message = start_client_internal._insert_message
+
 
 def write_app(recipe: Recipe, folder: Path, output: str | None = None) -> None:
     """Write the app of a recipe.
 
     Args:
         recipe: with engine flower.
-        folder: new, or an app's that is then replaced.
-        output: the run's folder on the SuperLink's machine; runs/NAME-seedN where not given.
+        folder: new, or an app's folder, which is then replaced.
+        output: the run's folder on the SuperLink's machine; runs/NAME-seedN by default.
 
     Raises:
-        UserError: the recipe's engine is another; the folder holds something else, or cannot be written.
+        UserError: the recipe's engine is another; the recipe names a part file; the folder holds something else, or
+            cannot be written.
     """
     if recipe.engine != "flower":
         raise UserError(f"a Flower app needs a recipe with engine=flower, got engine={recipe.engine}")
-    own = [name for name in own_parts(recipe.model_dump()) if name.endswith(".py")]
-    if own:
+    part_files = [name for name in own_parts(recipe.model_dump()) if name.endswith(".py")]
+    if part_files:
         raise UserError(
-            f"the recipe names the part file {own[0]}, which an app does not carry to the sites: put it into the "
-            "package's folder at the server and at every site, and name it in the recipe as shipped parts are named"
+            f"the recipe names the part file {part_files[0]}, which an app does not carry to the sites: put it into "
+            "the package's folder at the server and at every site, and name it in the recipe as shipped parts are named"
         )
     if folder.exists() and any(folder.iterdir()) and not (folder / "fedssl_app" / "recipe.yaml").is_file():
         raise UserError(f"{folder} is not empty and not the folder of a Flower app: name a new folder")
@@ -299,14 +113,184 @@ def write_app(recipe: Recipe, folder: Path, output: str | None = None) -> None:
         "fedssl_app/client_app.py": _MODULE.format(what="client"),
         "fedssl_app/recipe.yaml": recipe.to_yaml(),
     }
-    try:
-        (folder / "fedssl_app").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise cannot_write(folder, error) from error
+    make_folder(folder / "fedssl_app")
     for file, text in files.items():
         write_atomically(folder / file, text.encode())
 
 
 def _toml(text: str) -> str:
-    """A string in TOML. JSON's escapes are TOML's too, but for those of characters beyond 16 bits."""
+    """Return a string in TOML, in which JSON's escapes are valid except those of characters beyond 16 bits."""
     return json.dumps(text, ensure_ascii=False)
+
+
+def digest_of_app(folder: Path) -> str:
+    """Return the SHA-256 of an app's folder as `flwr run` sends it: 64 hexadecimal digits."""
+    return hashlib.sha256(build_fab_from_disk(folder)).hexdigest()
+
+
+def require_digest(text: str) -> str:
+    """Return a digest as it was typed, in lower case.
+
+    Raises:
+        UserError: the text is not 64 hexadecimal digits.
+    """
+    digest = text.strip().lower()
+    if not re.fullmatch(r"[0-9a-f]{64}", digest):
+        raise UserError(
+            f"an app's digest must have 64 hexadecimal digits, got {printable(text)[:80]!r}: fedssl app prints it"
+        )
+    return digest
+
+
+class AppRefused(Exception):
+    """The site does not run an app; the text gives the reason and is sent to the server."""
+
+
+class ApprovedApps:
+    """The apps that may run at a site: those of its file, of `--allow` and those approved on the terminal."""
+
+    def __init__(self, site_file: Path, allowed: Iterable[str], ask: bool):
+        """Keep the approvals; the site's file is read again for each app.
+
+        Args:
+            site_file: the site's YAML file, whose `approved_apps` may be changed while the site runs.
+            allowed: further digests.
+            ask: show an app that is not approved on the terminal, and ask.
+
+        Raises:
+            UserError: a digest is not 64 hexadecimal digits; there is no terminal to ask on.
+        """
+        self._site_file, self._ask = site_file, ask
+        self._allowed = {require_digest(digest) for digest in allowed}
+        if ask and not sys.stdin.isatty():
+            raise UserError("--ask needs a terminal to ask on: approve digests with --allow or in the site's file")
+
+    def require(self, digest: str, content: bytes) -> None:
+        """Refuse an app that is not approved.
+
+        Args:
+            digest: the SHA-256 of the app, computed here.
+            content: the app, a zip file.
+
+        Raises:
+            AppRefused: the app is not approved; the text names its digest and the approved ones.
+        """
+        try:
+            approved = self._allowed | set(load_site(self._site_file).approved_apps or ())
+        except UserError as error:
+            raise AppRefused(f"this site's file cannot be read any more: {error}") from error
+        if digest in approved:
+            return
+        if self._ask and _is_approved_on_terminal(digest, content):
+            self._allowed.add(digest)
+            return
+        names = "no app is approved"
+        if approved:
+            names = f"the approved {'digest is' if len(approved) == 1 else 'digests are'} "
+            names += ", ".join(sorted(approved)[:_MOST_NAMED])
+        if len(approved) > _MOST_NAMED:
+            names += f" and {len(approved) - _MOST_NAMED} more"
+        raise AppRefused(
+            f"this site runs only apps that its owner has approved: the app has the digest {digest}, and {names}"
+        )
+
+
+def refuse_other_apps(approved: ApprovedApps) -> None:
+    """Change Flower's modules in this process, which then runs `flower-supernode`."""
+    start_client_internal._pull_and_store_message = partial(pull_approved, approved)
+
+
+def pull_approved(
+    approved: ApprovedApps,
+    *,
+    receive: Callable[[], Any],
+    get_run: Callable[[int], Run],
+    get_fab: Callable[[str, int], Fab],
+    **others: Any,
+) -> int | None:
+    """Take the next message and, for a new run, its app, as Flower's function does; refuse an app that is not approved.
+
+    The server gets an error with the reason as the answer to the message.
+
+    Args:
+        approved: the apps that may run.
+        receive, get_run, get_fab: ask the SuperLink for a message, for its description of a run, and for a run's app.
+        others: the other arguments of Flower's function.
+
+    Returns:
+        The run's number; None if there is no message.
+    """
+    received: list[Any] = []
+    runs: list[Run] = []
+
+    def remember_message() -> Any:
+        received.append(receive())
+        return received[-1]
+
+    def remember_run(number: int) -> Run:
+        runs.append(get_run(number))
+        return runs[-1]
+
+    def get_approved_fab(digest: str, number: int) -> Fab:
+        fab = get_fab(digest, number)
+        _require_approved(approved, fab, runs[-1])
+        return fab
+
+    try:
+        return _pull_and_store_message(
+            receive=remember_message, get_run=remember_run, get_fab=get_approved_fab, **others
+        )
+    except AppRefused as refusal:
+        message, _ = received[-1]
+        run: int = message.metadata.run_id
+        print(f"fedssl: run {run} is refused: {refusal}", file=sys.stderr, flush=True)
+        reply = Message(Error(ErrorCode.INVALID_FAB, str(refusal)), reply_to=message)
+        _insert_message(reply, others["state"], others["object_store"])
+        return run
+
+
+def _require_approved(approved: ApprovedApps, fab: Fab, run: Run) -> None:
+    """Refuse an app that is not approved, and one that the SuperLink describes as another than it is.
+
+    Flower finds an installed app by the SuperLink's description, which could name another app.
+    """
+    digest = hashlib.sha256(fab.content).hexdigest()
+    approved.require(digest, fab.content)
+    described = {fab.hash_str, run.fab_hash}
+    if described != {digest}:
+        raise AppRefused(f"the server calls the app {' and '.join(sorted(described))}, but its digest is {digest}")
+    name, version = get_metadata_from_config(get_fab_config(fab.content))
+    if (run.fab_id, run.fab_version) != (name, version):
+        raise AppRefused(f"the server calls the app {run.fab_id} {run.fab_version}, but it is {name} {version}")
+    if run.primary_task_type == TaskType.AGENT_APP:
+        raise AppRefused("the server asks for an agent, which no app of fedssl is")
+
+
+def _is_approved_on_terminal(digest: str, content: bytes) -> bool:
+    files = _files_as_text(content)
+    print(f"\nThe server sends an app that is not approved. Its digest is {digest}. Its files:\n{files}")
+    try:
+        answer = input("Run this app at this site, until the site is stopped? Type yes or no: ")
+    except EOFError:
+        return False
+    return answer.strip().lower() in ("y", "yes")
+
+
+def _files_as_text(content: bytes) -> str:
+    """Return an app's files as text that is safe to print, with a note if the app is too long or broken."""
+    parts, left = [], _MOST_SHOWN
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            for entry in archive.infolist():
+                with archive.open(entry) as file:
+                    text = file.read(left + 1).decode(errors="replace")
+                parts.append(f"--- {printable(entry.filename)}\n{printable(text[:left], keep=chr(10))}")
+                left -= min(len(text), left)
+                if len(text) > left and not left:
+                    parts.append(
+                        "--- The app is longer than this: get its folder from the operator before you approve it."
+                    )
+                    break
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
+        parts.append(f"--- The app cannot be read: {printable(str(error))}")
+    return "\n".join(parts)

@@ -1,23 +1,113 @@
-"""Certificates and keys are checked before anything starts: with wrong ones Flower's processes would try for ever."""
+"""Certificates of a consortium: issued by its authority, read, renewed, and checked before anything starts.
+
+With a wrong certificate Flower's processes would try to connect for ever, so it is refused beforehand.
+"""
 
 from __future__ import annotations
 
 import itertools
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
+from ipaddress import ip_address
 from pathlib import Path
-from typing import Any
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import (
-    Encoding,
-    PublicFormat,
-    load_pem_private_key,
-    load_ssh_private_key,
-)
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from ..errors import UserError
+from ..run.storage import write_atomically
+from .keys import PublicKey, read_file, server_key
+
+#: a certificate that ends within this many days is renewed
+RENEWAL_DAYS = 30
+_CLOCK_TOLERANCE = timedelta(hours=1)  # clocks that are behind still accept a new certificate
+
+
+class Authority:
+    """The consortium's authority: its private key and its certificate.
+
+    Attributes:
+        key: the private key; whoever has it can pretend to be the server.
+        certificate: the sites trust certificates that it has issued.
+    """
+
+    def __init__(self, folder: Path, consortium: str):
+        """Read ca.key and ca.crt of a folder; make them if both are missing.
+
+        Raises:
+            UserError: one of the two is missing or cannot be read, or they do not belong together.
+        """
+        key_path, certificate_path = folder / "ca.key", folder / "ca.crt"
+        if certificate_path.exists() and not key_path.exists():
+            raise UserError(
+                f"{key_path} is missing: bring the authority's key back from where it is kept, as certificates are "
+                "issued with it"
+            )
+        self.key = server_key(key_path)
+        if not certificate_path.exists():
+            now, name = datetime.now(timezone.utc), common_name(consortium)
+            end = now + timedelta(days=3650)
+            builder = _builder(self.key.public_key(), name, name, now, end, is_authority=True)
+            write_atomically(certificate_path, builder.sign(self.key, hashes.SHA256()).public_bytes(Encoding.PEM))
+        self.certificate = read_certificate(certificate_path)
+        if self.certificate.public_key() != self.key.public_key():
+            raise UserError(f"{key_path} is not the private key of {certificate_path}: bring back the right one")
+
+    def issue(self, key: PublicKey, address: str, days: int) -> x509.Certificate:
+        """Return a new certificate of the server.
+
+        Args:
+            key: the server's public key.
+            address: host name or IP address by which the sites reach the server. The certificate also names localhost
+                and 127.0.0.1, where Flower's own processes reach the SuperLink.
+            days: how long it is valid; not longer than the authority's own certificate.
+        """
+        now = datetime.now(timezone.utc)
+        end = min(now + timedelta(days=days), self.certificate.not_valid_after_utc)
+        identifier = self.certificate.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
+        builder = (
+            _builder(key, common_name(address[:64]), self.certificate.subject, now, end, is_authority=False)
+            .add_extension(x509.SubjectAlternativeName(_server_names(address)), critical=False)
+            .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(identifier), critical=False)
+        )
+        return builder.sign(self.key, hashes.SHA256())
+
+
+def read_certificate(path: Path) -> x509.Certificate:
+    """Return the first certificate in a PEM file.
+
+    Raises:
+        UserError: the file cannot be read, or holds no certificate.
+    """
+    return _read_certificates(path)[0]
+
+
+def needs_renewal(path: Path, address: str) -> str | None:
+    """Return the reason to issue the server's certificate; None if the one in a PEM file is still good.
+
+    Raises:
+        UserError: the file exists but cannot be read, or holds no certificate.
+    """
+    if not path.exists():
+        return "there was none"
+    certificate = read_certificate(path)
+    if certificate.not_valid_after_utc - datetime.now(timezone.utc) < timedelta(days=RENEWAL_DAYS):
+        return f"the old one ends on {certificate.not_valid_after_utc:%Y-%m-%d}"
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    return None if list(names) == _server_names(address) else f"the old one is not for {address}"
+
+
+def certificate_fingerprint(certificate: x509.Certificate) -> str:
+    """Return the SHA-256 of a certificate as `openssl x509 -fingerprint -sha256` prints it."""
+    return certificate.fingerprint(hashes.SHA256()).hex(":").upper()
+
+
+def common_name(name: str) -> x509.Name:
+    """Return the subject that has this common name and nothing else."""
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
 
 
 def require_server(certificate: Path, key: Path, authority: Path, host: str) -> None:
@@ -30,25 +120,38 @@ def require_server(certificate: Path, key: Path, authority: Path, host: str) -> 
         host: where the SuperLink listens.
 
     Raises:
-        UserError: a file cannot be read; a certificate has expired or is not valid yet; the key is another's; the
-            authority has not issued the certificate; it does not name the address of the SuperLink's own processes.
+        UserError: a file cannot be read; a certificate has expired or is not valid yet; the key belongs to another
+            certificate; the authority has not issued the certificate; it does not name the address at which the
+            SuperLink's own processes reach it.
     """
     require_authority(authority)
-    chain = _certificates(certificate)
+    chain = _read_certificates(certificate)
     for one in chain:
-        _require_valid_now(certificate, one)
+        if problem := _not_valid_now(one):
+            raise UserError(f"{certificate} {problem}")
+    key_data = read_file(key, "the private key")
     try:
-        private = load_pem_private_key(_read(key), password=None)
+        private = load_pem_private_key(key_data, password=None)
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:  # TypeError: it has a password
         raise UserError(f"{key} is not a private key in PEM format without a password: {error}") from error
-    if _public_bytes(private.public_key()) != _public_bytes(chain[0].public_key()):
+    if private.public_key() != chain[0].public_key():
         raise UserError(f"{key} is not the private key of {certificate}: use the key that it was made with")
     for one, issuer in itertools.pairwise(chain):
-        if not _issued(one, issuer):
+        if not _has_issued(issuer, one):
             raise UserError(f"{certificate} is a broken chain: {_name(issuer)} has not issued {_name(one)}")
-    if not any(chain[-1] == trusted or _issued(chain[-1], trusted) for trusted in _certificates(authority)):
+    if not any(chain[-1] == trusted or _has_issued(trusted, chain[-1]) for trusted in _read_certificates(authority)):
         raise UserError(f"{certificate} was not issued by {authority}: sign it with that authority's key")
-    _require_own_address(certificate, chain[0], host)
+    reached = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # by Flower's own processes, which use TLS too
+    try:
+        names = chain[0].extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except (ValueError, x509.ExtensionNotFound) as error:
+        raise UserError(f"{certificate} has no valid subjectAltName: {error}") from error
+    valid_for = [*map(str, names.get_values_for_type(x509.IPAddress)), *names.get_values_for_type(x509.DNSName)]
+    if reached not in valid_for and not any(name.startswith("*.") for name in valid_for):
+        raise UserError(
+            f"{certificate} is valid for {', '.join(valid_for) or 'no address'}, but not for {reached}, where Flower's "
+            "own processes reach the SuperLink: add that address to the subjectAltName (docs/deploy.md)"
+        )
 
 
 def require_authority(path: Path) -> None:
@@ -57,32 +160,17 @@ def require_authority(path: Path) -> None:
     Raises:
         UserError: the file cannot be read, or all its certificates have expired or are not valid yet.
     """
-    problems = [_not_valid_now(certificate) for certificate in _certificates(path)]
+    problems = [_not_valid_now(certificate) for certificate in _read_certificates(path)]
     if None not in problems:
         raise UserError(f"{path} {problems[0]}")
 
 
-def require_site_key(path: Path) -> None:
-    """Refuse a site's key that Flower cannot use.
-
-    Raises:
-        UserError: it cannot be read, or is not a private key on an elliptic curve as ssh-keygen writes it.
-    """
+def _read_certificates(path: Path) -> list[x509.Certificate]:
+    data = read_file(path, "the certificate")
     try:
-        key = load_ssh_private_key(_read(path), password=None)
-    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-        raise UserError(
-            f"{path} is not a private key without a password as ssh-keygen writes it: {' '.join(str(error).split())}"
-        ) from error
-    if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise UserError(
-            f"{path} must be a key on an elliptic curve, got {type(key).__name__}: make one with ssh-keygen -t ecdsa"
-        )
-
-
-def _require_valid_now(path: Path, certificate: x509.Certificate) -> None:
-    if problem := _not_valid_now(certificate):
-        raise UserError(f"{path} {problem}")
+        return x509.load_pem_x509_certificates(data)
+    except ValueError as error:
+        raise UserError(f"{path} is not a certificate in PEM format: {error}") from error
 
 
 def _not_valid_now(certificate: x509.Certificate) -> str | None:
@@ -97,47 +185,46 @@ def _not_valid_now(certificate: x509.Certificate) -> str | None:
     return None
 
 
-def _require_own_address(path: Path, certificate: x509.Certificate, host: str) -> None:
-    """Refuse a certificate that Flower's own processes would not trust: they reach the SuperLink with TLS too."""
-    reached = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    try:
-        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    except (ValueError, x509.ExtensionNotFound) as error:
-        raise UserError(f"{path} has no valid subjectAltName: {error}") from error
-    valid_for = [*map(str, names.get_values_for_type(x509.IPAddress)), *names.get_values_for_type(x509.DNSName)]
-    if reached not in valid_for and not any(name.startswith("*.") for name in valid_for):
-        raise UserError(
-            f"{path} is valid for {', '.join(valid_for) or 'no address'}, but not for {reached}, where Flower's own "
-            "processes reach the SuperLink: add that address to the subjectAltName (docs/deploy.md)"
-        )
-
-
-def _certificates(path: Path) -> list[x509.Certificate]:
-    try:
-        return x509.load_pem_x509_certificates(_read(path))
-    except ValueError as error:
-        raise UserError(f"{path} is not a certificate in PEM format: {error}") from error
-
-
-def _issued(certificate: x509.Certificate, issuer: x509.Certificate) -> bool:
+def _has_issued(issuer: x509.Certificate, certificate: x509.Certificate) -> bool:
     try:
         certificate.verify_directly_issued_by(issuer)
-    except (ValueError, TypeError, InvalidSignature):  # of another name; of a kind that signs nothing; by another key
+    except (ValueError, TypeError, InvalidSignature):  # another name; a key that cannot sign; another key
         return False
     return True
-
-
-def _public_bytes(key: Any) -> bytes:
-    data: bytes = key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
-    return data
 
 
 def _name(certificate: x509.Certificate) -> str:
     return certificate.subject.rfc4514_string() or "a certificate without a name"
 
 
-def _read(path: Path) -> bytes:
+def _builder(
+    key: PublicKey, subject: x509.Name, issuer: x509.Name, now: datetime, end: datetime, is_authority: bool
+) -> x509.CertificateBuilder:
+    unused = ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement")
+    usage = x509.KeyUsage(
+        digital_signature=not is_authority,
+        key_cert_sign=is_authority,
+        crl_sign=is_authority,
+        **dict.fromkeys((*unused, "encipher_only", "decipher_only"), False),
+    )
+    return (
+        x509.CertificateBuilder()
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _CLOCK_TOLERANCE)
+        .not_valid_after(end)
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+        .add_extension(x509.BasicConstraints(ca=is_authority, path_length=0 if is_authority else None), critical=True)
+        .add_extension(usage, critical=True)
+    )
+
+
+def _server_names(address: str) -> list[x509.GeneralName]:
     try:
-        return path.read_bytes()
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+        name: x509.GeneralName = x509.IPAddress(ip_address(address))
+    except ValueError:
+        name = x509.DNSName(address)
+    local: list[x509.GeneralName] = [x509.DNSName("localhost"), x509.IPAddress(ip_address("127.0.0.1"))]
+    return [name, *(one for one in local if one != name)]

@@ -1,4 +1,4 @@
-"""The file that describes a consortium: its server and its sites."""
+"""The files that describe a consortium: `consortium.yaml`, and `member.yaml` in the server's and each site's folder."""
 
 from __future__ import annotations
 
@@ -17,57 +17,48 @@ EXAMPLE = """\
 name: our-consortium
 server:
   address: localhost   # the name or the IP address by which the sites reach the server
-  port: 8000           # where the wall (nginx) listens for them
-  internal_port: 8001  # where the SuperLink listens behind the wall, on the server's machine alone
+  port: 8000           # where the reverse proxy (nginx) listens for them
+  internal_port: 8001  # where the SuperLink listens behind it, on the server's machine alone
 sites:                 # in the order of the clients' numbers, from 0; add new sites at the end
   - hospital-a
   - hospital-b
 valid_days: 365        # how long the server's certificate is valid; a later call renews it
 """
 
+MEMBER_FILE = "member.yaml"
 
 #: letters, digits and hyphens: names become folders, systemd units and certificates' subjects
 _NAME = r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$"
 
-
-#: a host name or an IPv4 address
-_ADDRESS = r"^[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?$"
-
-
-#: folders of the output that are not a site's
-RESERVED_NAMES = ("authority", "server")
-
-
-#: in the server's and in each site's folder
-MEMBER_FILE = "member.yaml"
-
-
-Model = TypeVar("Model", bound=Options)
+_Model = TypeVar("_Model", bound=Options)
 
 
 class ServerOptions(Options):
-    """Where the sites reach the server."""
+    """The address and the ports of the server, with or without a reverse proxy."""
 
     address: str = Field(
-        ..., pattern=_ADDRESS, description="host name or IPv4 address by which the sites reach the server"
+        ...,
+        pattern=r"^[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?$",
+        description="host name or IPv4 address by which the sites reach the server",
     )
     port: int = Field(8000, ge=1, le=65535, description="port at which the sites reach the server")
     internal_port: int = Field(
-        8001, ge=1, le=65535, description="port of the SuperLink behind the wall, on the server's machine alone"
+        8001, ge=1, le=65535, description="the SuperLink's port behind the reverse proxy, on its own machine alone"
     )
     wall: bool = Field(
-        True, description="put nginx in front of the SuperLink; without it the SuperLink itself listens at port"
+        True,
+        description="put a reverse proxy (nginx) in front of the SuperLink, which otherwise listens at port itself",
     )
 
     @model_validator(mode="after")
     def _require_two_ports(self) -> ServerOptions:
         if self.wall and self.port == self.internal_port:
-            raise ValueError("port and internal_port must differ: the wall and the SuperLink each need a port")
+            raise ValueError("port and internal_port must differ: the reverse proxy and the SuperLink each need a port")
         return self
 
 
 class Member(Options):
-    """What a site's or the server's own folder says of its place in the consortium, in `member.yaml`."""
+    """A site's or the server's place in the consortium, as `member.yaml` in its folder describes it."""
 
     consortium: str = Field(..., pattern=_NAME, description="the consortium's name")
     name: str = Field(..., pattern=_NAME, description="the site's name, or server")
@@ -90,26 +81,19 @@ class Consortium(Options):
     @classmethod
     def _require_site_names(cls, sites: list[str]) -> list[str]:
         for site in sites:
-            require_site_name(site)
+            if not re.fullmatch(_NAME, site):
+                raise ValueError(
+                    f"the site's name {site!r} is invalid: expected 1 to 40 lower-case letters, digits and hyphens, "
+                    "without a hyphen at either end"
+                )
+            if site in ("authority", "server"):
+                raise ValueError(
+                    f"a site cannot be named {site}: that is the name of another folder; choose another name"
+                )
         repeated = sorted({site for site in sites if sites.count(site) > 1})
         if repeated:
             raise ValueError(f"each site needs a name of its own, but {repeated[0]} occurs more than once")
         return sites
-
-
-def require_site_name(name: str) -> None:
-    """Refuse a site's name that could not be the name of a folder and of a systemd unit.
-
-    Raises:
-        ValueError: the name has other characters than it may have, or names another folder of the output.
-    """
-    if not re.fullmatch(_NAME, name):
-        raise ValueError(
-            f"the site's name {name!r} is invalid: expected 1 to 40 lower-case letters, digits and hyphens, without a "
-            "hyphen at either end"
-        )
-    if name in RESERVED_NAMES:
-        raise ValueError(f"a site cannot be named {name}: that is the name of another folder; choose another name")
 
 
 def load_consortium(path: str | Path) -> Consortium:
@@ -130,7 +114,7 @@ def load_member(folder: Path) -> Member:
     return _load(folder / MEMBER_FILE, Member, "the file", f"name a folder that fedssl provision wrote, not {folder}")
 
 
-def _load(path: Path, model: type[Model], kind: str, hint: str) -> Model:
+def _load(path: Path, model: type[_Model], kind: str, hint: str) -> _Model:
     try:
         text = read_regular_file(path, MOST_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:

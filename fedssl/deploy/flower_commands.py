@@ -1,10 +1,10 @@
-"""Flower's commands as forked copies of one process that has imported what they need.
+"""Flower's commands as forked copies of one process that has imported the modules they need.
 
 A SuperLink starts a `flwr-serverapp` for every run and a SuperNode a `flwr-clientapp` for every message, both through a
 `flower-superexec`. Importing torch, timm and fedssl takes each of them longer than many rounds last, so `run` imports
-them once. It puts commands of these names first in the path. Such a command asks `run` for a copy of its process, and
-the copy does what Flower's own command would have done, with the asking command's arguments, environment, folder and
-output. The command ends with the copy's exit code.
+them once. It puts commands of these names first in the path. Such a command asks `run` for a copy of its process. The
+copy does the work of Flower's own command, with the asking command's arguments, environment, folder and output. The
+command ends with the copy's exit code.
 """
 
 from __future__ import annotations
@@ -20,24 +20,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib import import_module, metadata
 from pathlib import Path
-
-_STOP_SECONDS = 20.0
-
-
-_REQUEST_SECONDS = 10.0  # a command sends its request as soon as it is connected
-
+from typing import NamedTuple
 
 _COPIED_COMMANDS = ("flower-superexec", "flwr-clientapp", "flwr-serverapp")  # by Flower's processes
-
-
-_RESTARTED_COMMAND = "flower-superexec"  # Flower starts it once; it ends where a request of its own fails
-
-
+_RESTARTED_COMMAND = "flower-superexec"  # Flower starts it once; it ends if a request of its own fails
 _RESTART_SECONDS = 1.0
-
 
 _REQUEST = """\
 #!{python} -IS
@@ -52,6 +41,14 @@ sys.exit(code[0] if code else 1)
 """
 
 
+class _Copy(NamedTuple):
+    """A copy of this process that runs a command."""
+
+    command: str
+    connection: socket.socket  # to the process that has asked for the copy and waits for its exit code
+    start: Callable[[], int]  # the copy's work, in its own process
+
+
 def run(
     command: list[str],
     environment: dict[str, str],
@@ -63,15 +60,15 @@ def run(
     Args:
         command: `flower-superlink` or `flower-supernode`, and its arguments.
         environment: the command's.
-        modules: what the copies need besides Flower. They are imported while the command starts, and must not start
-            threads or look for a CUDA device when they are imported: a fork has neither.
+        modules: those that the copies need besides Flower. They are imported while the command starts, and must not
+            start threads or look for a CUDA device when they are imported: a fork has neither.
         prepare: called in the command's process before it starts.
 
     Returns:
-        The command's exit code; 130 where this process was interrupted.
+        The command's exit code; 130 if this process was interrupted.
     """
     entry_points = {name: _entry_point(name) for name in (command[0], *_COPIED_COMMANDS)}
-    signal.signal(signal.SIGTERM, _raise_interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # which raises KeyboardInterrupt
     with tempfile.TemporaryDirectory(prefix="fedssl-") as folder, socket.socket(socket.AF_UNIX) as listener:
         address = str(Path(folder) / "copies")
         listener.bind(address)
@@ -89,13 +86,13 @@ def run(
             return _run_entry_point(entry_points[command[0]], command, environment)
 
         main = fork(start)
-        copies: dict[int, Copy] = {}  # by process id
+        copies: dict[int, _Copy] = {}  # by process id
         code: int | None = None
         try:
             for module in modules:
                 import_module(module)
             while (code := _exit_code(main)) is None:
-                _attend_ended(copies)
+                _handle_ended(copies)
                 if select.select([listener], [], [], 0.2)[0]:
                     copies |= _start_copy(listener, entry_points)
             return code
@@ -108,7 +105,7 @@ def run(
 
 
 def fork(work: Callable[[], int]) -> int:
-    """Call a function in a copy of this process, which then ends; returns the copy's process id."""
+    """Call a function in a copy of this process, which then ends; return the copy's process id."""
     sys.stdout.flush()
     sys.stderr.flush()
     child = os.fork()
@@ -128,15 +125,10 @@ def fork(work: Callable[[], int]) -> int:
         os._exit(code)
 
 
-def wait(child: int) -> int:
-    """Wait for a copy's end; returns its exit code."""
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
 def end_with_parent() -> None:
     """Have this process, a child that has just been started, killed when its parent ends. Linux only.
 
-    It is killed because Flower's processes sign off from each other, and try for ever where the other has ended.
+    SIGTERM is not enough: Flower's processes sign off from each other, and try for ever if the other has ended.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
@@ -148,29 +140,14 @@ def _entry_point(command: str) -> Callable[[], None]:
     return function
 
 
-@dataclass(frozen=True)
-class Copy:
-    """A copy that runs a command.
-
-    Attributes:
-        command: the command's name.
-        connection: to the process that has asked for it and waits for its exit code.
-        start: what the copy does, in its own process.
-    """
-
-    command: str
-    connection: socket.socket
-    start: Callable[[], int]
-
-
-def _start_copy(listener: socket.socket, entry_points: dict[str, Callable[[], None]]) -> dict[int, Copy]:
+def _start_copy(listener: socket.socket, entry_points: dict[str, Callable[[], None]]) -> dict[int, _Copy]:
     """Make the copy that a command asks for.
 
     Returns:
-        The copy by its process id; empty where the command ended before it had sent its request.
+        The copy by its process id; empty if the command ended before it had sent its request.
     """
     connection, _ = listener.accept()
-    connection.settimeout(_REQUEST_SECONDS)
+    connection.settimeout(10.0)  # a command sends its request as soon as it is connected
     files: list[int] = []
     try:
         _, files, _, _ = socket.recv_fds(connection, 1, 3)
@@ -185,7 +162,7 @@ def _start_copy(listener: socket.socket, entry_points: dict[str, Callable[[], No
     def start() -> int:
         listener.close()
         end_with_parent()
-        os.setsid()  # Ctrl-C in the terminal is for Flower's command, which ends what it started
+        os.setsid()  # Ctrl-C in the terminal is for Flower's command, which ends the processes that it started
         for number, file in enumerate(files):
             os.dup2(file, number)
         os.chdir(request["folder"])
@@ -196,17 +173,18 @@ def _start_copy(listener: socket.socket, entry_points: dict[str, Callable[[], No
     if request["command"] != _RESTARTED_COMMAND:  # which needs them again
         for file in files:
             os.close(file)
-    return {copy: Copy(request["command"], connection, start)}
+    return {copy: _Copy(request["command"], connection, start)}
 
 
-def _attend_ended(copies: dict[int, Copy]) -> None:
-    """Send the exit codes of copies that have ended; start the one again without which no later run would begin."""
+def _handle_ended(copies: dict[int, _Copy]) -> None:
+    """Send the exit codes of copies that have ended; restart `flower-superexec`, without which no run would begin."""
     for process in list(copies):
         code = _exit_code(process)
         if code is None:
             continue
         copy = copies.pop(process)
-        if code and copy.command == _RESTARTED_COMMAND and not _is_closed(copy.connection):
+        is_waited_for = not select.select([copy.connection], [], [], 0)[0]  # a closed connection can be read
+        if code and copy.command == _RESTARTED_COMMAND and is_waited_for:
             print(f"fedssl: {copy.command} has ended with code {code} and is started again", file=sys.stderr)
             time.sleep(_RESTART_SECONDS)
             copies[fork(copy.start)] = copy
@@ -215,17 +193,12 @@ def _attend_ended(copies: dict[int, Copy]) -> None:
             connection.sendall(bytes([code % 256]))
 
 
-def _is_closed(connection: socket.socket) -> bool:
-    """Whether the other end has closed a connection on which it sends nothing more."""
-    return bool(select.select([connection], [], [], 0)[0])
-
-
 def _terminate(children: Iterable[int]) -> None:
     """Send children SIGTERM, and SIGKILL to those that do not end."""
     left = set(children)
     for child in left:
         os.kill(child, signal.SIGTERM)
-    deadline = time.monotonic() + _STOP_SECONDS
+    deadline = time.monotonic() + 20.0
     while left and time.monotonic() < deadline:
         left = {child for child in left if _exit_code(child) is None}
         time.sleep(0.05)
@@ -243,10 +216,6 @@ def _run_entry_point(entry: Callable[[], None], command: list[str], environment:
 
 
 def _exit_code(child: int) -> int | None:
-    """A child's exit code; None while it runs."""
+    """Return a child's exit code; None while it runs."""
     ended, status = os.waitpid(child, os.WNOHANG)
     return os.waitstatus_to_exitcode(status) if ended else None
-
-
-def _raise_interrupt(number: int, frame: object) -> None:
-    raise KeyboardInterrupt

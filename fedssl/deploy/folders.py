@@ -1,6 +1,7 @@
 """The folders of a consortium: one for the authority, one for the server, one for each site.
 
-Everything can be written again at any time: what is missing is added, and what is there stays.
+Everything can be written again at any time: what is missing is added, and what is there stays. A site or the server
+may make its private key itself: it then sends a request with the public key, which the coordinator answers.
 """
 
 from __future__ import annotations
@@ -8,26 +9,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import yaml
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.serialization import Encoding
+from cryptography.x509.oid import NameOID
 
 from ..errors import UserError
 from ..run.storage import cannot_write, write_atomically
 from ..untrusted import read_regular_file
-from . import pages
-from .authority import (
-    Authority,
-    PublicKey,
-    certificate_fingerprint,
-    certified_key,
-    key_fingerprint,
-    needs_renewal,
-    public_text,
-    read_certificate,
-    read_public,
-    server_key,
-    site_key,
-)
-from .consortium import MEMBER_FILE, Consortium, Member
+from . import certificates, keys, pages
+from .certificates import Authority
+from .consortium import MEMBER_FILE, Consortium, Member, load_member
+from .keys import PublicKey, key_fingerprint
 
 #: in the server's folder, the public keys of the sites that may take part, and those that may no longer
 SITES, REVOKED = "sites", "revoked"
@@ -38,8 +32,8 @@ def provision(consortium: Consortium, folder: Path, keys_at_sites: bool) -> list
 
     Args:
         consortium: as its file describes it, perhaps with more sites or another address than before.
-        folder: the folder of the folders; it is made where it is missing.
-        keys_at_sites: leave the private keys of new folders to the sites and the server (requests.py).
+        folder: the folder of the folders; it is made if it is missing.
+        keys_at_sites: leave the private keys of new folders to the sites and the server (`write_request`).
 
     Returns:
         One line for each thing that was done.
@@ -47,32 +41,225 @@ def provision(consortium: Consortium, folder: Path, keys_at_sites: bool) -> list
     Raises:
         UserError: the sites' order has changed; the authority is missing or damaged; a file cannot be written.
     """
-    done: list[str] = []
-    _require_known_order(consortium, folder)
+    known_sites = _known_sites(folder)
+    if consortium.sites[: len(known_sites)] != known_sites:  # a site would get another client number than it has
+        raise UserError(
+            f"sites: the list must begin with the sites of {folder} in their order ({', '.join(known_sites)}), because "
+            "the order gives the client numbers; add new sites at the end, leave a site that left in the list and call "
+            "fedssl provision revoke"
+        )
     authority_folder, server = folder / "authority", folder / "server"
     if (server / "ca.crt").exists() and not (authority_folder / "ca.crt").exists():
         raise UserError(
             f"{authority_folder} is missing: bring the authority's folder back from where it is kept; a new authority "
             "would lock out the sites, which trust the old one"
         )
-    for one in (folder, authority_folder, server, server / SITES):
-        make_private_folder(one)
+    for path in (folder, authority_folder, server, server / SITES):
+        _make_private_folder(path)
     authority = Authority(authority_folder, consortium.name)
-    write_text(authority_folder / "README.md", pages.authority_page(consortium.name))
-    _prepare_server(consortium, server, authority, keys_at_sites, done)
+    _write_text(authority_folder / "README.md", pages.AUTHORITY_PAGE.format(consortium=consortium.name))
+    done = _prepare_server(consortium, server, authority, keys_at_sites)
     for client in range(len(consortium.sites)):
-        _prepare_site(consortium, client, folder, authority, keys_at_sites, done)
-    write_text(authority_folder / "sites.txt", "".join(f"{site}\n" for site in consortium.sites))
-    write_fingerprints(folder)
+        done += _prepare_site(consortium, client, folder, authority, keys_at_sites)
+    _write_text(authority_folder / "sites.txt", "".join(f"{site}\n" for site in consortium.sites))
+    _write_fingerprints(folder)
     return done
 
 
-def known_sites(folder: Path) -> list[str]:
-    """The sites of a provisioned folder in the order of their client numbers; none where there is no such folder.
+def write_request(folder: Path) -> tuple[Path, str]:
+    """Make the private key of a site's or the server's folder, and write a request with its public key.
+
+    If the folder has a key already, the key stays as it is and the request is written again.
+
+    Args:
+        folder: as `provision` wrote it; of a site or of the server.
+
+    Returns:
+        The request's path and the key's fingerprint.
 
     Raises:
-        UserError: the file cannot be read.
+        UserError: the folder is not one that `provision` wrote; a file cannot be written.
     """
+    name = load_member(folder).name
+    key = keys.server_key(folder / "server.key") if name == "server" else keys.site_key(folder / "site.key")
+    request = (
+        x509.CertificateSigningRequestBuilder().subject_name(certificates.common_name(name)).sign(key, hashes.SHA256())
+    )
+    path = folder / f"{name}.request"
+    _write_text(path, request.public_bytes(Encoding.PEM).decode())
+    return path, key_fingerprint(key.public_key())
+
+
+def answer_request(request: Path, folder: Path, consortium: Consortium) -> list[str]:
+    """Accept a request: register a site's public key, or issue the server's certificate.
+
+    Args:
+        request: the file that `write_request` wrote. Only the name and the key are taken from it.
+        folder: the coordinator's, as `provision` wrote it.
+        consortium: gives the address and the days of the server's certificate.
+
+    Returns:
+        One line for each thing that was done, with the fingerprint that must be compared.
+
+    Raises:
+        UserError: the request is damaged or not of this consortium; the site has another key, or this one was revoked.
+    """
+    name, key = _read_request(request)
+    server = folder / "server"
+    if name == "server":
+        if not (folder / "authority" / "ca.crt").exists():
+            raise UserError(
+                f"{folder / 'authority'} is missing: bring the authority's folder back from where it is kept"
+            )
+        _issue_certificate(server, Authority(folder / "authority", consortium.name), key, consortium)
+        return [
+            f"server: wrote {server / 'server.crt'} for the key {key_fingerprint(key)}; send it to the server, and "
+            "compare the fingerprint by telephone"
+        ]
+    sites = _known_sites(folder)
+    if name not in sites:
+        raise UserError(
+            f"{request} is a request of {name}, which is no site of {folder} ({', '.join(sites) or 'it has none'}): "
+            "add the site to the consortium's file and call fedssl provision first"
+        )
+    public = server / SITES / f"{name}.pub"
+    if public.exists() and keys.read_public(public) != key:
+        raise UserError(
+            f"{name} already has the key {key_fingerprint(keys.read_public(public))}, but {request} holds "
+            f"{key_fingerprint(key)}: if the site has made a new key, call fedssl provision revoke {name} first"
+        )
+    for revoked in server.glob(f"{REVOKED}/*.pub"):
+        if keys.read_public(revoked) == key:
+            raise UserError(
+                f"the key in {request} was revoked ({revoked}): the site must move its site.key away and "
+                "call fedssl provision request again, which makes a new one"
+            )
+    _make_private_folder(public.parent)
+    _write_text(public, keys.public_text(key))
+    _write_fingerprints(folder)
+    return [
+        f"{name}: its key is {key_fingerprint(key)}; compare this with the site by telephone",
+        f"copy {server / SITES} to the server, and call fedssl provision register SERVER-FOLDER there if it runs",
+    ]
+
+
+def revoke(name: str, folder: Path) -> list[str]:
+    """Remove a site's key from those that the server accepts.
+
+    Returns:
+        Lines that name what was done, and how to apply it to the running server.
+
+    Raises:
+        UserError: no site of this name has a key.
+    """
+    server = folder / "server"
+    public = server / SITES / f"{name}.pub"
+    if name not in _known_sites(folder) or not public.exists():
+        registered = ", ".join(sorted(path.stem for path in (server / SITES).glob("*.pub")))
+        raise UserError(f"no site {name!r} has a key in {folder}: sites with a key are {registered or 'none'}")
+    _make_private_folder(server / REVOKED)
+    number = len(list((server / REVOKED).glob(f"{name}-*.pub"))) + 1
+    public.rename(server / REVOKED / f"{name}-{number}.pub")
+    _write_fingerprints(folder)
+    return [
+        f"{name}: its key is no longer in {server / SITES}",
+        f"copy {server / SITES} to the server (remove {name}.pub there), and call fedssl provision register "
+        "SERVER-FOLDER there: it applies this to the running server at once; a server that starts does so by itself",
+    ]
+
+
+def _prepare_server(consortium: Consortium, folder: Path, authority: Authority, keys_at_sites: bool) -> list[str]:
+    done = []
+    is_new = not (folder / "start.sh").exists()
+    _write_authority_certificate(folder / "ca.crt", authority)
+    public: PublicKey | None = None
+    if (is_new and not keys_at_sites) or (folder / "server.key").exists():
+        public = keys.server_key(folder / "server.key").public_key()
+    elif (folder / "server.crt").exists():  # the server has its key
+        certified = certificates.read_certificate(folder / "server.crt").public_key()
+        if not isinstance(certified, PublicKey):
+            kind = type(certified).__name__
+            raise UserError(f"{folder / 'server.crt'} must be for a key on an elliptic curve, got {kind}")
+        public = certified
+    if public is None:
+        done.append("server: its key is made at the server: fedssl provision request SERVER-FOLDER, then answer")
+    elif reason := certificates.needs_renewal(folder / "server.crt", consortium.server.address):
+        issued = _issue_certificate(folder, authority, public, consortium)
+        done.append(
+            f"server: wrote server.crt, valid until {issued.not_valid_after_utc:%Y-%m-%d} ({reason}); "
+            "copy it to the server and restart the server"
+        )
+    unit = _write_member_files(folder, consortium, "server", f"Server of {consortium.name} (fedssl)")
+    _write_text(folder / "STEPS.md", pages.server_page(consortium, unit, has_key=public is not None))
+    _write_text(folder / "start.sh", pages.server_start(consortium), executable=True)
+    return done
+
+
+def _prepare_site(
+    consortium: Consortium, client: int, folder: Path, authority: Authority, keys_at_sites: bool
+) -> list[str]:
+    name = consortium.sites[client]
+    site, public = folder / name, folder / "server" / SITES / f"{name}.pub"
+    if list((folder / "server").glob(f"{REVOKED}/{name}-*.pub")) and not public.exists():
+        return [f"{name}: its key is revoked; for a new one: fedssl provision request, then answer"]
+    if public.exists() and not site.exists():
+        return []  # the site has its folder, which was deleted here
+    has_key = (not site.exists() and not keys_at_sites) or (site / "site.key").exists()
+    _make_private_folder(site)
+    _write_authority_certificate(site / "ca.crt", authority)
+    if not (site / "site.yaml").exists():  # the site may have changed it
+        _write_text(site / "site.yaml", pages.SITE_YAML.format(site=name, client=client))
+    unit = _write_member_files(site, consortium, name, f"{name} in {consortium.name} (fedssl)")
+    _write_text(site / "STEPS.md", pages.site_page(consortium.name, name, unit, has_key or public.exists()))
+    done = []
+    if has_key:
+        key = keys.site_key(site / "site.key").public_key()
+        if not public.exists():
+            _write_text(public, keys.public_text(key))
+        done.append(f"{name}: client {client}, key {key_fingerprint(key)}")
+    elif not public.exists():
+        done.append(f"{name}: client {client}; its key is made at the site: fedssl provision request, then answer")
+    server = consortium.server
+    script = pages.SITE_START.format(consortium=consortium.name, site=name, address=server.address, port=server.port)
+    _write_text(site / "start.sh", script, executable=True)
+    return done
+
+
+def _write_member_files(folder: Path, consortium: Consortium, name: str, description: str) -> str:
+    """Write `member.yaml` and the systemd unit of a site or the server; return the unit's name."""
+    member = Member(consortium=consortium.name, name=name, server=consortium.server)
+    _write_text(folder / MEMBER_FILE, yaml.safe_dump(member.model_dump(), sort_keys=False))
+    unit = f"fedssl-{consortium.name}-{name}.service"
+    _write_text(folder / unit, pages.SYSTEMD_UNIT.format(description=description, folder=name))
+    return unit
+
+
+def _issue_certificate(server: Path, authority: Authority, key: PublicKey, consortium: Consortium) -> x509.Certificate:
+    issued = authority.issue(key, consortium.server.address, consortium.valid_days)
+    write_atomically(server / "server.crt", issued.public_bytes(Encoding.PEM))
+    return issued
+
+
+def _write_authority_certificate(path: Path, authority: Authority) -> None:
+    data = authority.certificate.public_bytes(Encoding.PEM)
+    if path.exists() and path.read_bytes() != data:
+        raise UserError(f"{path} is the certificate of another authority: provision into another folder")
+    _write_text(path, data.decode())
+
+
+def _write_fingerprints(folder: Path) -> None:
+    certificate = certificates.read_certificate(folder / "authority" / "ca.crt")
+    paths = sorted((folder / "server" / SITES).glob("*.pub"))
+    fingerprints = {path.stem: key_fingerprint(keys.read_public(path)) for path in paths}
+    name = certificate.subject.rfc4514_string().removeprefix("CN=")
+    _write_text(
+        folder / "fingerprints.md",
+        pages.fingerprints_page(name, certificates.certificate_fingerprint(certificate), fingerprints),
+    )
+
+
+def _known_sites(folder: Path) -> list[str]:
+    """Return the sites of a provisioned folder in the order of their client numbers; none if there is no folder."""
     path = folder / "authority" / "sites.txt"
     try:
         return read_regular_file(path, 2**20).decode().split()
@@ -82,15 +269,28 @@ def known_sites(folder: Path) -> list[str]:
         raise UserError(f"{path} cannot be read: {error}") from error
 
 
-def write_fingerprints(folder: Path) -> None:
-    """Write the fingerprints of the authority and of all registered keys into `fingerprints.md`."""
-    certificate = read_certificate(folder / "authority" / "ca.crt")
-    keys = {p.stem: key_fingerprint(read_public(p)) for p in sorted((folder / "server" / SITES).glob("*.pub"))}
-    name = certificate.subject.rfc4514_string().removeprefix("CN=")
-    write_text(folder / "fingerprints.md", pages.fingerprints_page(name, certificate_fingerprint(certificate), keys))
+def _read_request(path: Path) -> tuple[str, PublicKey]:
+    """Return the name and the public key of a request. Its signature shows that the sender has the private key."""
+    data = keys.read_file(path, "the request")
+    try:
+        request = x509.load_pem_x509_csr(data)
+        names = request.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+        key = request.public_key()
+        valid = request.is_signature_valid
+    except (ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm) as error:
+        raise UserError(f"{path} is not a request of fedssl provision request: {error}") from error
+    if not valid or len(names) != 1:
+        raise UserError(
+            f"{path} is damaged or forged: its signature is not of the key that it holds; ask for a new one"
+        )
+    name = str(names[0].value)
+    curve = keys.SERVER_CURVE if name == "server" else keys.SITE_CURVE
+    if not isinstance(key, PublicKey) or not isinstance(key.curve, curve):
+        raise UserError(f"{path} must hold a key on the curve {curve.name}: make it with fedssl provision request")
+    return name, key
 
 
-def write_text(path: Path, text: str, executable: bool = False) -> None:
+def _write_text(path: Path, text: str, executable: bool = False) -> None:
     """Write a text file that only its user can read; a start script can also be executed."""
     try:
         if path.exists() and path.read_text(encoding="utf-8") == text:
@@ -101,104 +301,10 @@ def write_text(path: Path, text: str, executable: bool = False) -> None:
         raise cannot_write(path, error) from error
 
 
-def make_private_folder(path: Path) -> None:
-    """Make a folder that only its user can enter, with those above it.
-
-    Raises:
-        UserError: the folder cannot be made.
-    """
+def _make_private_folder(path: Path) -> None:
+    """Make a folder that only its user can enter, with those above it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
         raise cannot_write(path, error) from error
-
-
-def _require_known_order(consortium: Consortium, folder: Path) -> None:
-    """Refuse a list of sites in which a site would get another client number than it has."""
-    before = known_sites(folder)
-    if consortium.sites[: len(before)] != before:
-        raise UserError(
-            f"sites: the list must begin with the sites of {folder} in their order ({', '.join(before)}), because the "
-            "order gives the client numbers; add new sites at the end, leave a site that left in the list and call "
-            "fedssl provision revoke"
-        )
-
-
-def _prepare_server(
-    consortium: Consortium, folder: Path, authority: Authority, keys_at_sites: bool, done: list[str]
-) -> None:
-    is_new = not (folder / "start.sh").exists()
-    address, days = consortium.server.address, consortium.valid_days
-    _write_certificate(folder / "ca.crt", authority)
-    if (is_new and not keys_at_sites) or (folder / "server.key").exists():
-        public: PublicKey | None = server_key(folder / "server.key").public_key()
-    elif (folder / "server.crt").exists():  # whose key is at the server
-        public = certified_key(folder / "server.crt")
-    else:
-        public = None
-    if public is None:
-        done.append("server: its key is made at the server: fedssl provision request SERVER-FOLDER, then answer")
-    elif reason := _reason_to_issue(folder / "server.crt", address):
-        issued = authority.issue(public, address, days)
-        write_atomically(folder / "server.crt", issued.public_bytes(Encoding.PEM))
-        done.append(
-            f"server: wrote server.crt, valid until {issued.not_valid_after_utc:%Y-%m-%d} ({reason}); "
-            "copy it to the server and restart the server"
-        )
-    unit = f"fedssl-{consortium.name}-server.service"
-    _write_member(folder, consortium, "server")
-    write_text(folder / "STEPS.md", pages.server_page(consortium, unit, public is not None))
-    write_text(folder / unit, pages.systemd_unit(f"Server of {consortium.name} (fedssl)", "server"))
-    write_text(folder / "start.sh", pages.server_start(consortium), executable=True)
-
-
-def _reason_to_issue(certificate: Path, address: str) -> str | None:
-    return needs_renewal(read_certificate(certificate), address) if certificate.exists() else "there was none"
-
-
-def _prepare_site(
-    consortium: Consortium,
-    client: int,
-    folder: Path,
-    authority: Authority,
-    keys_at_sites: bool,
-    done: list[str],
-) -> None:
-    name = consortium.sites[client]
-    site, public = folder / name, folder / "server" / SITES / f"{name}.pub"
-    if list((folder / "server").glob(f"{REVOKED}/{name}-*.pub")) and not public.exists():
-        done.append(f"{name}: its key is revoked; for a new one: fedssl provision request, then answer")
-        return
-    is_new = not site.exists() and not public.exists()
-    if not is_new and not site.exists():
-        return  # it was given to the site and deleted here
-    make_private_folder(site)
-    has_key = (is_new and not keys_at_sites) or (site / "site.key").exists()
-    _write_certificate(site / "ca.crt", authority)
-    if not (site / "site.yaml").exists():  # the site may have changed it
-        write_text(site / "site.yaml", pages.site_file(name, client))
-    unit = f"fedssl-{consortium.name}-{name}.service"
-    _write_member(site, consortium, name)
-    write_text(site / "STEPS.md", pages.site_page(consortium.name, name, unit, has_key or public.exists()))
-    write_text(site / unit, pages.systemd_unit(f"{name} in {consortium.name} (fedssl)", name))
-    if has_key:
-        key = site_key(site / "site.key").public_key()
-        if not public.exists():
-            write_text(public, public_text(key))
-        done.append(f"{name}: client {client}, key {key_fingerprint(key)}")
-    elif not public.exists():
-        done.append(f"{name}: client {client}; its key is made at the site: fedssl provision request, then answer")
-    write_text(site / "start.sh", pages.site_start(consortium.name, name, consortium.server), executable=True)
-
-
-def _write_member(folder: Path, consortium: Consortium, name: str) -> None:
-    member = Member(consortium=consortium.name, name=name, server=consortium.server)
-    write_text(folder / MEMBER_FILE, yaml.safe_dump(member.model_dump(), sort_keys=False))
-
-
-def _write_certificate(path: Path, authority: Authority) -> None:
-    data = authority.certificate.public_bytes(Encoding.PEM)
-    if path.exists() and path.read_bytes() != data:
-        raise UserError(f"{path} is the certificate of another authority: provision into another folder")
-    write_text(path, data.decode())

@@ -1,8 +1,9 @@
-"""What the SuperLink lets in at its port, before anything of a request is read: a middleware around its application.
+"""Limits of the requests and answers that the SuperLink accepts.
 
 The SuperLink serves three interfaces on one port. Sites use `/v1/fleet/` and show their keys there. The other two ask
 for no key: `/v1/control/` starts runs and registers keys, `/v1/runtime/` belongs to a run's own process. Flower reads a
-request's whole body into memory before it looks at a key, and has no limit for it.
+request's whole body into memory before it checks a key, and has no limit for it. So a middleware around its application
+refuses requests before their bodies are read, and a site's answer may have a limited number of pieces.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from flwr.app.message import make_message
 from flwr.common.constant import SYSTEM_TIME_TOLERANCE, TIMESTAMP_HEADER, TIMESTAMP_TOLERANCE
 from flwr.common.serde import message_from_proto, message_to_proto
 from flwr.proto.fleet_pb2 import PushMessagesRequest, PushMessagesResponse
-from flwr.proto.message_pb2 import ObjectTree
 from flwr.supercore import sql_mixin
 from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER
 from flwr.supercore.date import now
@@ -35,16 +35,27 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..engines.flower.messenger import REFUSED_BY_SUPERLINK
 
-#: of a request of a site; Flower sends arrays in pieces of 5 MiB
+#: bytes of a site's request; Flower sends arrays in pieces of 5 MiB
 LARGEST_BODY = 2**23
-
-
-#: of a request without a registered key, such as that of a node that introduces itself
+#: bytes of a request without a registered key, such as that of a node that introduces itself
 LARGEST_BODY_WITHOUT_KEY = 2**16
+#: objects of an answer: records, arrays and the arrays' pieces of 5 MiB; also limits the database's work
+MOST_OBJECTS = 1000
+
+_push_messages = fleet_handlers.push_messages
+
+
+def limit_superlink() -> None:
+    """Change Flower's modules in this process, which then runs `flower-superlink`."""
+    extensions.get_middleware = lambda: (Middleware(RequestLimits),)
+    fleet_handlers.push_messages = push_messages
+    # milliseconds that a request waits for the database while another one writes
+    pragmas = dict(sql_mixin.SQLITE_PRAGMAS) | {"busy_timeout": "120000"}
+    sql_mixin.SQLITE_PRAGMAS = tuple(pragmas.items())  # type: ignore[assignment]
 
 
 class RequestLimits:
-    """Refuses requests for all but `/v1/fleet/` that come from another machine (403), and large bodies (413)."""
+    """A middleware that refuses requests from other machines except for `/v1/fleet/` (403), and large bodies (413)."""
 
     def __init__(self, app: ASGIApp):
         """Wrap the SuperLink's application."""
@@ -52,9 +63,10 @@ class RequestLimits:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request; see the ASGI specification."""
-        if scope["type"] == "lifespan" or (is_from_this_machine(scope) and not _is_for_sites(scope)):
+        is_for_sites = "path" in scope and scope["path"].startswith("/v1/fleet/")
+        if scope["type"] == "lifespan" or (_is_from_this_machine(scope) and not is_for_sites):
             await self._app(scope, receive, send)
-        elif scope["type"] != "http" or not _is_for_sites(scope):
+        elif scope["type"] != "http" or not is_for_sites:
             await _refuse(403, "only the SuperLink's own machine may use this interface", scope, receive, send)
         else:
             await self._call_limited(scope, receive, send)
@@ -63,14 +75,13 @@ class RequestLimits:
         headers = Headers(scope=scope)
         most = LARGEST_BODY_WITHOUT_KEY
         announced = headers.get("content-length", "")
-        size, messages, more = int(announced) if announced.isdecimal() else 0, [], True
-        received = 0
+        size = int(announced) if announced.isdecimal() else 0
+        received, messages, more = 0, [], True
         while more:
-            if max(size, received) > most < LARGEST_BODY and await run_in_threadpool(
-                _has_registered_key, scope, headers
-            ):
+            size = max(size, received)
+            if size > most < LARGEST_BODY and await run_in_threadpool(_has_registered_key, scope, headers):
                 most = LARGEST_BODY
-            if max(size, received) > most:
+            if size > most:
                 await _refuse(413, f"the request is larger than {most} bytes", scope, receive, send)
                 return
             message = await receive()
@@ -84,11 +95,8 @@ class RequestLimits:
         await self._app(scope, replay, send)
 
 
-def is_from_this_machine(scope: Scope) -> bool:
-    """Whether a request's connection begins on the machine on which it ends.
-
-    Behind a proxy on this machine the client is the one that the proxy names in X-Forwarded-For.
-    """
+def _is_from_this_machine(scope: Scope) -> bool:
+    # behind a proxy on this machine the client is the one that the proxy names in X-Forwarded-For
     client, server = scope.get("client"), scope.get("server")
     if client is None:
         return False
@@ -98,13 +106,8 @@ def is_from_this_machine(scope: Scope) -> bool:
         return False
 
 
-def _is_for_sites(scope: Scope) -> bool:
-    path: str = scope["path"]
-    return path.startswith("/v1/fleet/")
-
-
 def _has_registered_key(scope: Scope, headers: Headers) -> bool:
-    """Whether a request is signed with the key of a site that the SuperLink knows; as Flower checks it later."""
+    """Return whether a request is signed with the key of a site that the SuperLink knows, as Flower checks it later."""
     try:
         public_key = b64decode(headers[FLEET_HTTP_PUBLIC_KEY_HEADER], validate=True)
         signature = b64decode(headers[FLEET_HTTP_SIGNATURE_HEADER], validate=True)
@@ -127,27 +130,8 @@ async def _refuse(status: int, reason: str, scope: Scope, receive: Receive, send
     await JSONResponse({"detail": reason}, status, {"connection": "close"})(scope, receive, send)
 
 
-#: of an answer: records, arrays and the arrays' pieces of 5 MiB; also a bound of the database's work
-MOST_OBJECTS = 1000
-
-
-#: milliseconds that a request waits for the database while another one writes
-_DATABASE_WAIT = 120_000
-
-
-_push_messages = fleet_handlers.push_messages
-
-
-def limit_superlink() -> None:
-    """Change Flower's modules in this process, which then runs `flower-superlink`."""
-    extensions.get_middleware = lambda: (Middleware(RequestLimits),)
-    fleet_handlers.push_messages = push_messages
-    pragmas = dict(sql_mixin.SQLITE_PRAGMAS) | {"busy_timeout": str(_DATABASE_WAIT)}
-    sql_mixin.SQLITE_PRAGMAS = tuple(pragmas.items())  # type: ignore[assignment]
-
-
 def push_messages(request: PushMessagesRequest, state: Any) -> PushMessagesResponse:
-    """Flower's handler for a site that announces an answer, with limits.
+    """Handle a site's announcement of an answer as Flower does, with limits.
 
     An answer of too many objects is replaced by an error with the reason, so that the run does not wait for it.
 
@@ -161,10 +145,12 @@ def push_messages(request: PushMessagesRequest, state: Any) -> PushMessagesRespo
         raise HTTPException(403, "a site may answer in its own name only")
     if message.metadata.message_id != tree.object_id:
         raise HTTPException(400, "the objects are not those of the message")
-    objects = _count(tree)
-    if objects <= MOST_OBJECTS:
+    objects = [tree]
+    for node in objects:  # the list grows by every node's children; recursion would be limited
+        objects.extend(node.children)
+    if len(objects) <= MOST_OBJECTS:
         return _push_messages(request, state)
-    reason = f"its answer has {objects} pieces, more than {MOST_OBJECTS}, the most that the SuperLink takes"
+    reason = f"its answer has {len(objects)} pieces, more than {MOST_OBJECTS}, the most that the SuperLink takes"
     refusal = make_message(message_from_proto(message).metadata, error=Error(REFUSED_BY_SUPERLINK, reason))
     refusal.metadata.__dict__["_message_id"] = refusal.object_id
     answer = PushMessagesRequest(
@@ -175,12 +161,3 @@ def push_messages(request: PushMessagesRequest, state: Any) -> PushMessagesRespo
     response = _push_messages(answer, state)
     state.store_object(message.metadata.run_id, response.session_id, refusal.object_id, refusal.deflate())
     return PushMessagesResponse(results={message.metadata.message_id: 0}, session_id=response.session_id)
-
-
-def _count(tree: ObjectTree) -> int:
-    objects, left = 0, [tree]
-    while left:
-        node = left.pop()
-        objects += 1
-        left.extend(node.children)
-    return objects

@@ -19,42 +19,40 @@ from ..engines.flower.site import load_site
 from ..errors import UserError
 from ..run.creation import alone_in
 from ..untrusted import expand_home
-from .certificates import require_authority, require_server, require_site_key
-from .flower_commands import fork, run, wait
+from .certificates import require_authority, require_server
+from .flower_commands import fork, run
+from .keys import read_site_key
 from .limits import limit_superlink
-from .reverse_proxy import write_wall
+from .reverse_proxy import write_reverse_proxy
 
-#: what a ServerApp or ClientApp needs; importing it starts no threads and looks for no CUDA device
+#: modules that a ServerApp or ClientApp needs; importing them starts no threads and looks for no CUDA device
 _APP_MODULES = ("fedssl.engines.flower.server", "fedssl.engines.flower.client", "sklearn.datasets")
-
-
 _LATE_MODULES = ("torch._dynamo", "timm")  # the first is imported by the first optimizer that is made
+_INSECURE = "warning: insecure: without TLS all messages can be read and changed on their way"
+_PRIVATE_UMASK = 0o077  # the files of these processes, and of those that they start, are for their user alone
 
 
-_PRIVATE_UMASK = 0o077  # what these processes write, and those that they start, is for their user alone
-
-
-def superlink(folder: Path, host: str, port: int, insecure: bool, wall: int | None = None) -> int:
-    """Run Flower's SuperLink until it ends or this process is terminated; returns its exit code.
+def superlink(folder: Path, host: str, port: int, insecure: bool, reverse_proxy: int | None = None) -> int:
+    """Run Flower's SuperLink until it ends or this process is terminated; return its exit code.
 
     Args:
-        folder: holds ca.crt, server.crt and server.key, and keeps the SuperLink's database: what it knows survives it.
+        folder: holds ca.crt, server.crt and server.key, and keeps the SuperLink's database.
         host, port: where sites and operators reach it.
         insecure: without TLS and without authentication of the sites.
-        wall: the port of an nginx in front of the SuperLink, whose configuration is written (wall.py); None for none.
+        reverse_proxy: the port of an nginx in front of the SuperLink, whose configuration is written; None for none.
 
     Raises:
-        UserError: a file is missing; the sites or the SuperLink's own processes would not trust the certificate
-            (certificates.py); the port is in use; another SuperLink keeps its database in the folder; see `write_wall`.
+        UserError: a file is missing; the sites or the SuperLink's own processes would not trust the certificate; the
+            port is in use; another SuperLink keeps its database in the folder; see `write_reverse_proxy`.
     """
     os.umask(_PRIVATE_UMASK)
     command = ["flower-superlink", "--host", host, "--port", str(port)]
     command += ["--database", str(_existing(folder, "make the SuperLink's folder first") / "superlink.db")]
     command += ["--disable-runtime-dependency-installation"]  # it would call uv, which needs the network
     if insecure:
-        if wall is not None:
-            raise UserError("--wall needs TLS: leave out --insecure or --wall")
-        _warn("without TLS all messages can be read and changed on their way, and anyone can take part")
+        if reverse_proxy is not None:
+            raise UserError("--reverse-proxy needs TLS: leave out --insecure or --reverse-proxy")
+        _print_error(f"{_INSECURE}, and anyone can take part")
         command += ["--insecure"]
     else:
         files = {"--ssl-ca-certfile": "ca.crt", "--ssl-certfile": "server.crt", "--ssl-keyfile": "server.key"}
@@ -64,9 +62,9 @@ def superlink(folder: Path, host: str, port: int, insecure: bool, wall: int | No
         command += ["--enable-supernode-auth"]
     with alone_in(folder, "another SuperLink keeps its database in this folder: stop it, or name another folder"):
         _require_free_port(host, port)
-        if wall is not None:
-            path = write_wall(folder.absolute(), wall, host, port)
-            print(f"fedssl: the wall's configuration is written; start the wall with: nginx -c {path}", flush=True)
+        if reverse_proxy is not None:
+            path = write_reverse_proxy(folder.absolute(), reverse_proxy, host, port)
+            print(f"fedssl: the reverse proxy's configuration is written; start it with: nginx -c {path}", flush=True)
         return run(command, _environment(), [*_APP_MODULES, *_LATE_MODULES], limit_superlink)
 
 
@@ -79,16 +77,16 @@ def supernode(
     allowed_apps: Sequence[str] = (),
     ask: bool = False,
 ) -> int:
-    """Run Flower's SuperNode for a site until it ends or this process is terminated; returns its exit code.
+    """Run Flower's SuperNode for a site until it ends or this process is terminated; return its exit code.
 
     Args:
-        site_file: the site's YAML file (site.py); it is checked and its data are loaded before anything is started.
+        site_file: the site's YAML file; it is checked and its data are loaded before anything is started.
         address: of the SuperLink, as host:port.
         certificate: of the authority that has signed the SuperLink's certificate.
         key: the site's private key, whose public part the SuperLink knows.
         insecure: without TLS and without the site's authentication.
         allowed_apps: digests of apps that may run here besides those that the site's file approves. Any app may run
-            where neither the file nor this approves one and `ask` is False.
+            if neither the file nor this approves one and `ask` is False.
         ask: show an app that is not approved on the terminal, and ask.
 
     Raises:
@@ -99,75 +97,69 @@ def supernode(
     command = ["flower-supernode", "--superlink", address, "--port", str(_free_port())]
     command += ["--node-config", f"site={json.dumps(str(site_file.absolute()))}"]
     if insecure:
-        _warn("without TLS all messages can be read and changed on their way, and any server can pretend to be yours")
+        _print_error(f"{_INSECURE}, and any server can pretend to be yours")
         command += ["--insecure"]
     else:
         if certificate is None or key is None:
             raise UserError("give --root-certificates and --key, or --insecure for a test on one machine")
-        command += [
-            "--root-certificates",
-            str(_existing(certificate, "name the authority's certificate")),
-        ]
+        command += ["--root-certificates", str(_existing(certificate, "name the authority's certificate"))]
         command += ["--auth-supernode-private-key", str(_existing(key, "name the site's private key"))]
         require_authority(certificate)
-        require_site_key(key)
+        read_site_key(key)
     for module in _APP_MODULES:
         import_module(module)
     # in a copy, because this process is forked later: it must not have used torch's threads or CUDA until then
-    if wait(fork(lambda: _check_site(site_file))):
+    if os.waitpid(fork(lambda: _check_data(site_file)), 0)[1]:
         return 2
     # Flower looks for a new message's task every second; a round has several such steps one after another
     environment = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.3"} | _environment()
     if load_site(site_file).approved_apps is None and not allowed_apps and not ask:
-        print(
-            "fedssl: every app that the server sends runs at this site; approve single apps with --allow, --ask or "
-            "approved_apps in the site's file",
-            file=sys.stderr,
-            flush=True,
+        _print_error(
+            "every app that the server sends runs at this site; approve single apps with --allow, --ask or "
+            "approved_apps in the site's file"
         )
-        return _explained(run(command, environment, _LATE_MODULES))
+        return _explain_end(run(command, environment, _LATE_MODULES))
     from .apps import ApprovedApps, refuse_other_apps
 
     approved = ApprovedApps(site_file.absolute(), allowed_apps, ask)
-    # Flower installs an app into a folder whose name has 8 digits of the digest, and takes a folder that is there as
-    # the app: so nothing may be there but what this process has approved.
+    # Flower installs an app into a folder whose name has 8 digits of the digest, and trusts a folder that is there
+    # already: so only apps that this process has approved may be there.
     with tempfile.TemporaryDirectory(prefix="fedssl-apps-") as home:
         environment |= {"FLWR_HOME": home}
-        return _explained(run(command, environment, _LATE_MODULES, lambda: refuse_other_apps(approved)))
+        return _explain_end(run(command, environment, _LATE_MODULES, lambda: refuse_other_apps(approved)))
 
 
-def _explained(code: int) -> int:
-    """A SuperNode's exit code; 1 and a message for one that has ended by itself without an error.
+def _explain_end(code: int) -> int:
+    """Return a SuperNode's exit code; print a message and return 1 for one that has ended by itself without an error.
 
-    Flower's SuperNode ends so, and says nothing, where the SuperLink no longer accepts its signed requests.
+    Flower's SuperNode ends so, without a message, if the SuperLink no longer accepts its signed requests.
     """
     if code:
         return code
     now = datetime.now(timezone.utc)
-    print(
-        f"fedssl: the server does not accept this site: its key is not registered or was revoked, or this machine's "
-        f"clock ({now:%Y-%m-%d %H:%M:%S} UTC) differs from the server's by more than a few seconds; `fedssl doctor "
-        "--consortium FOLDER` compares the clocks, and the server's operator knows which keys are registered",
-        file=sys.stderr,
+    _print_error(
+        f"the server does not accept this site: its key is not registered or was revoked, or this machine's clock "
+        f"({now:%Y-%m-%d %H:%M:%S} UTC) differs from the server's by more than a few seconds; `fedssl doctor "
+        "--consortium FOLDER` compares the clocks, and the server's operator knows which keys are registered"
     )
     return 1
 
 
-def _check_site(site_file: Path) -> int:
-    """Try what the site's apps will need; returns an exit code."""
+def _check_data(site_file: Path) -> int:
+    """Load the site's data and make its state folder, as its apps will; return an exit code."""
     try:
         site = load_site(site_file)
         if site.data is not None:
             load_dataset(site.data, 0)
         expand_home(site.state).mkdir(parents=True, exist_ok=True)
     except (UserError, OSError) as error:
-        print(f"fedssl: {error}", file=sys.stderr)
+        _print_error(str(error))
         return 2
     return 0
 
 
 def _environment() -> dict[str, str]:
-    """This process's environment, with Flower's commands of the same installation first in the path."""
+    """Return this process's environment, with Flower's commands of the same installation first in the path."""
     path = f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     return os.environ | {"PATH": path}
 
@@ -178,13 +170,12 @@ def _require_free_port(host: str, port: int) -> None:
         try:
             probe.bind((host, port))
         except OSError as error:
+            problem = f"cannot listen on port {port} of {host}: {error.strerror or error}; check --host and --port"
             if error.errno == errno.EADDRINUSE:
-                raise UserError(
+                problem = (
                     f"port {port} of {host} is in use, perhaps by another SuperLink: stop it, or give another --port"
-                ) from error
-            raise UserError(
-                f"cannot listen on port {port} of {host}: {error.strerror or error}; check --host and --port"
-            ) from error
+                )
+            raise UserError(problem) from error
 
 
 def _existing(path: Path, purpose: str) -> Path:
@@ -194,12 +185,11 @@ def _existing(path: Path, purpose: str) -> Path:
 
 
 def _free_port() -> int:
-    """A port for the SuperNode's own processes, on this machine alone; several nodes may share a machine."""
+    """Return a port for the SuperNode's own processes, on this machine alone; several nodes may share a machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+        return int(probe.getsockname()[1])
 
 
-def _warn(text: str) -> None:
-    print(f"fedssl: warning: insecure: {text}", file=sys.stderr)
+def _print_error(text: str) -> None:
+    print(f"fedssl: {text}", file=sys.stderr, flush=True)

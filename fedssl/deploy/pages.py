@@ -1,21 +1,17 @@
-"""The texts in a server's and a site's folder: start script, systemd unit, page of steps."""
+"""The texts in a consortium's folders: start scripts, systemd units, site files and pages of steps."""
 
 from __future__ import annotations
 
-from .consortium import Consortium, ServerOptions
-
-#: how often a server's start script starts nginx again before it gives up
-_MOST_RESTARTS = 5
-
+from .consortium import Consortium
 
 _SERVER_START = """\
 #!/bin/sh
-# Starts the server of {consortium}: the SuperLink{with_wall}. It registers the keys in sites/.
+# Starts the server of {consortium}: the SuperLink{with_proxy}. It registers the keys in sites/.
 # Ctrl-C or kill ends all of it.
 set -eu
 umask 077
 cd "$(dirname "$0")"
-{require_wall}superlink=
+{require_proxy}superlink=
 wall=
 stop() {{
     trap - EXIT
@@ -28,37 +24,35 @@ trap 'exit 143' INT TERM
 fedssl superlink . {options} &
 superlink=$!
 fedssl provision register . --superlink-process $superlink
-{keep_wall}wait $superlink
+{keep_proxy}wait $superlink
 """
 
-
-_REQUIRE_WALL = """\
+_REQUIRE_PROXY = """\
 PATH=$PATH:/usr/sbin
 if ! command -v nginx >/dev/null; then
-    echo "nginx, the wall in front of the SuperLink, is not installed: apt-get install nginx-light" >&2
+    echo "nginx, the reverse proxy in front of the SuperLink, is not installed: apt-get install nginx-light" >&2
     exit 2
 fi
 """
 
-
-_KEEP_WALL = """\
-start_wall() {{
+_KEEP_PROXY = """\
+start_wall() {
     setsid nginx -c "$PWD/nginx.conf" -g "daemon off;" &
     wall=$!
-}}
+}
 start_wall
-# The SuperLink listens on this machine alone: without the wall no site reaches it, and no other machine does.
+# The SuperLink listens on this machine alone: without the reverse proxy no site reaches it, and no other machine does.
 restarts=0
 while kill -0 $superlink 2>/dev/null; do
     if ! kill -0 "$wall" 2>/dev/null; then
         kill -s KILL -- "-$wall" 2>/dev/null || true # workers that have lost their master keep the port
         restarts=$((restarts + 1))
-        if [ $restarts -gt {most_restarts} ]; then
-            echo "start.sh: the wall (nginx) has ended {most_restarts} times and is not started again: see nginx.log;" \
+        if [ $restarts -gt 5 ]; then
+            echo "start.sh: the reverse proxy (nginx) has ended 5 times and is not started again: see nginx.log;" \
                 "the server ends too" >&2
             exit 1
         fi
-        echo "start.sh: the wall (nginx) has ended and is started again" >&2
+        echo "start.sh: the reverse proxy (nginx) has ended and is started again" >&2
         start_wall
     fi
     sleep 1 &
@@ -66,8 +60,7 @@ while kill -0 $superlink 2>/dev/null; do
 done
 """
 
-
-_SITE_START = """\
+SITE_START = """\
 #!/bin/sh
 # Starts the SuperNode of {site} in {consortium}. Options are passed on to fedssl supernode, such as --allow DIGEST.
 set -eu
@@ -76,8 +69,7 @@ cd "$(dirname "$0")"
 exec fedssl supernode site.yaml --superlink {address}:{port} --root-certificates ca.crt --key site.key "$@"
 """
 
-
-_UNIT = """\
+SYSTEMD_UNIT = """\
 # Copy this file to /etc/systemd/system/ and adapt three things before: User, the folder (/opt/fedssl/{folder}), and
 # the folder of the fedssl command in PATH.
 [Unit]
@@ -99,8 +91,7 @@ NoNewPrivileges=yes
 WantedBy=multi-user.target
 """
 
-
-_SITE_YAML = """\
+SITE_YAML = """\
 client: {client}   # the site's number; {site} has this number alone
 state: ./state     # keeps the client's model between rounds
 # The site's own images; without them the site takes its share of the recipe's data, which is meant for trials:
@@ -110,8 +101,7 @@ state: ./state     # keeps the client's model between rounds
 approved_apps: []
 """
 
-
-_AUTHORITY_PAGE = """\
+AUTHORITY_PAGE = """\
 # The authority of {consortium}
 
 `ca.key` is the authority's private key. Whoever has it can pretend to be the server. The server does not need it.
@@ -123,13 +113,12 @@ _AUTHORITY_PAGE = """\
 `ca.crt` is public. `sites.txt` holds the sites in the order of their client numbers.
 """
 
-
 _SERVER_PAGE = """\
 # The server of {consortium}
 
 This folder belongs on the server's machine, under a user of its own. {keys}
 
-1. Install `fedssl` with Flower{wall_package}.
+1. Install `fedssl` with Flower{proxy_package}.
 2. Start: `./start.sh`. For a service, adapt `{unit}` and copy it to `/etc/systemd/system/`.
 3. Write an app, give its digest to the sites, and start a run when they have approved it:
 
@@ -143,6 +132,10 @@ Sites reach {address}, port {port}. Open this port alone. A site's public key is
 which applies the change to the running server.
 """
 
+_SERVER_KEY_REQUEST = """\
+Before step 2 call
+`fedssl provision request FOLDER` here: it makes the server's private key, which never leaves this machine. Send the
+request to the coordinator, and put the `server.crt` that you get back into this folder."""
 
 _SITE_PAGE = """\
 # {site} in {consortium}
@@ -160,84 +153,57 @@ This folder belongs on the machine of {site}, under a user of its own.{keys}
 6. Start: `./start.sh`. For a service, adapt `{unit}` and copy it to `/etc/systemd/system/`.
 """
 
-
-_KEY_REQUEST = """
+_SITE_KEY_REQUEST = """
 
 Before step 3, make this site's private key, which never leaves this machine, and send the written request file to the
 coordinator:
 
-    fedssl provision request FOLDER
-"""
+    fedssl provision request FOLDER"""
+
+_FINGERPRINTS = """\
+# Fingerprints of {consortium}
+
+Compare them by telephone with each site, and the authority's with the server, before the first run.
+
+Authority (SHA-256 of `ca.crt`): {authority}
+
+{lines}"""
 
 
 def server_start(consortium: Consortium) -> str:
-    """The server's start script."""
+    """Return the server's start script."""
     server = consortium.server
-    options = (
-        f"--port {server.internal_port} --wall {server.port}" if server.wall else f"--host 0.0.0.0 --port {server.port}"
-    )
+    options = f"--host 0.0.0.0 --port {server.port}"
+    if server.wall:
+        options = f"--port {server.internal_port} --wall {server.port}"
     return _SERVER_START.format(
         consortium=consortium.name,
-        with_wall=" and the wall in front of it" if server.wall else "",
-        require_wall=_REQUIRE_WALL if server.wall else "",
+        with_proxy=" and the reverse proxy in front of it" if server.wall else "",
+        require_proxy=_REQUIRE_PROXY if server.wall else "",
         options=options,
-        keep_wall=_KEEP_WALL.format(most_restarts=_MOST_RESTARTS) if server.wall else "",
+        keep_proxy=_KEEP_PROXY if server.wall else "",
     )
 
 
 def server_page(consortium: Consortium, unit: str, has_key: bool) -> str:
-    """The server's page of steps."""
-    request = (
-        "Before step 2 call\n`fedssl provision request FOLDER` here: it makes the server's private key, which never "
-        "leaves this machine. Send the\nrequest to the coordinator, and put the `server.crt` that you get back into "
-        "this folder."
-    )
-    keys = "`server.key` is secret." if has_key else request
+    """Return the server's page of steps."""
     return _SERVER_PAGE.format(
         consortium=consortium.name,
-        keys=keys,
-        wall_package=" and nginx (`apt-get install nginx-light`)" if consortium.server.wall else "",
+        keys="`server.key` is secret." if has_key else _SERVER_KEY_REQUEST,
+        proxy_package=" and nginx (`apt-get install nginx-light`)" if consortium.server.wall else "",
         unit=unit,
         address=consortium.server.address,
         port=consortium.server.port,
     )
 
 
-def site_start(consortium: str, site: str, server: ServerOptions) -> str:
-    """A site's start script."""
-    return _SITE_START.format(consortium=consortium, site=site, address=server.address, port=server.port)
-
-
 def site_page(consortium: str, site: str, unit: str, has_key: bool) -> str:
-    """A site's page of steps."""
-    keys = " `site.key` is secret: the coordinator deletes\nhis copy of it." if has_key else _KEY_REQUEST.rstrip("\n")
+    """Return a site's page of steps."""
+    keys = " `site.key` is secret: the coordinator deletes\nhis copy of it." if has_key else _SITE_KEY_REQUEST
     return _SITE_PAGE.format(consortium=consortium, site=site, unit=unit, keys=keys)
 
 
-def site_file(site: str, client: int) -> str:
-    """A site's own YAML file."""
-    return _SITE_YAML.format(site=site, client=client)
-
-
-def systemd_unit(description: str, folder: str) -> str:
-    """A systemd unit that runs a folder's start script."""
-    return _UNIT.format(description=description, folder=folder)
-
-
-def authority_page(consortium: str) -> str:
-    """What to do with the authority's folder."""
-    return _AUTHORITY_PAGE.format(consortium=consortium)
-
-
 def fingerprints_page(consortium: str, authority: str, keys: dict[str, str]) -> str:
-    """What the coordinator compares with the sites by telephone; `keys` has a fingerprint for each site."""
-    lines = [
-        f"# Fingerprints of {consortium}",
-        "",
-        "Compare them by telephone with each site, and the authority's with the server, before the first run.",
-        "",
-        f"Authority (SHA-256 of `ca.crt`): {authority}",
-        "",
-        *(f"- {site}: {fingerprint}" for site, fingerprint in keys.items()),
-    ]
-    return "\n".join(lines) + "\n"
+    """Return what the coordinator compares with the sites by telephone; `keys` has a fingerprint for each site."""
+    lines = "".join(f"- {site}: {fingerprint}\n" for site, fingerprint in keys.items())
+    return _FINGERPRINTS.format(consortium=consortium, authority=authority, lines=lines)

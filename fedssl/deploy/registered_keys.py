@@ -1,4 +1,4 @@
-"""The sites' keys that a running SuperLink accepts, brought in line with a folder of public keys."""
+"""The sites' keys that a running SuperLink accepts, and the operator's connection to it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import httpx
-from cryptography.hazmat.primitives.serialization import load_pem_public_key, load_ssh_public_key
+from cryptography.hazmat.primitives.serialization import load_pem_public_key
 from flwr.proto.control_pb2 import ListNodesRequest, RegisterNodeRequest, UnregisterNodeRequest
 from flwr.supercore.control import ControlHttpClient
 from flwr.supercore.interceptors.http.runtime_version import RuntimeVersionHttpInterceptor
@@ -16,8 +16,7 @@ from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
 from ..errors import UserError
 from ..run.storage import make_folder, write_atomically
-
-_WAIT_SECONDS = 180.0
+from .keys import read_public
 
 
 def register_keys(keys: Path, address: str, certificate: Path, superlink: int | None = None) -> list[str]:
@@ -27,7 +26,7 @@ def register_keys(keys: Path, address: str, certificate: Path, superlink: int | 
         keys: a folder with a file NAME.pub for each site.
         address: of the SuperLink, as host:port, reached from its own machine.
         certificate: of the SuperLink's authority.
-        superlink: the SuperLink's process; it is waited for until it listens, as long as the process runs.
+        superlink: the SuperLink's process id; wait up to 180 s until it listens, as long as the process runs.
 
     Returns:
         A line for each key that was registered or unregistered.
@@ -35,15 +34,18 @@ def register_keys(keys: Path, address: str, certificate: Path, superlink: int | 
     Raises:
         UserError: the SuperLink is not reached, refuses the request, or has ended; a file is not a public key.
     """
-    wanted = {_public_key(path): path.stem for path in sorted(keys.glob("*.pub"))}
+    wanted = {public_key_to_bytes(read_public(path)): path.stem for path in sorted(keys.glob("*.pub"))}
     interceptors = [RuntimeVersionHttpInterceptor(component_name="flwr CLI")]
     done = []
     try:
         with ControlHttpClient.from_server_address(
             address, False, str(certificate.absolute()), interceptors=interceptors
         ) as client:
-            nodes = _list_nodes(client, address, superlink)
-            present = {_same_form(node.public_key): node.node_id for node in nodes if node.status != "unregistered"}
+            present = {
+                public_key_to_bytes(load_pem_public_key(node.public_key)): node.node_id  # type: ignore[arg-type]
+                for node in _list_nodes(client, superlink)
+                if node.status != "unregistered"
+            }
             for key, node in present.items():
                 if key not in wanted:
                     client.UnregisterNode(UnregisterNodeRequest(node_id=node))
@@ -53,9 +55,12 @@ def register_keys(keys: Path, address: str, certificate: Path, superlink: int | 
                     client.RegisterNode(RegisterNodeRequest(public_key=key, name=name))
                     done.append(f"registered the key of {name}")
     except (httpx.HTTPError, OSError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        if isinstance(error, httpx.HTTPStatusError):
+            reason = f"HTTP {error.response.status_code}: {' '.join(error.response.text.split())[:300]}"
         raise UserError(
-            f"the SuperLink at {address} refuses the keys of {keys} or is not reached: {_reason(error)}; call this on "
-            "the SuperLink's machine while it runs"
+            f"the SuperLink at {address} refuses the keys of {keys} or is not reached: {reason}; call this on the "
+            "SuperLink's machine while it runs"
         ) from error
     return done
 
@@ -67,19 +72,16 @@ def write_connection(folder: Path, address: str, certificate: Path) -> None:
         UserError: the file cannot be written.
     """
     make_folder(folder)
-    lines = [
-        "[superlink]",
-        'default = "consortium"',
-        "",
-        "[superlink.consortium]",
-        f"address = {json.dumps(address)}",
-        f"root-certificates = {json.dumps(str(certificate.absolute()), ensure_ascii=False)}",
-    ]
-    write_atomically(folder / "config.toml", ("\n".join(lines) + "\n").encode())
+    text = (
+        '[superlink]\ndefault = "consortium"\n\n[superlink.consortium]\n'
+        f"address = {json.dumps(address)}\n"
+        f"root-certificates = {json.dumps(str(certificate.absolute()), ensure_ascii=False)}\n"
+    )
+    write_atomically(folder / "config.toml", text.encode())
 
 
-def _list_nodes(client: ControlHttpClient, address: str, superlink: int | None):  # type: ignore[no-untyped-def]
-    deadline = time.monotonic() + _WAIT_SECONDS
+def _list_nodes(client: ControlHttpClient, superlink: int | None):  # type: ignore[no-untyped-def]
+    deadline = time.monotonic() + 180.0
     while True:
         try:
             return client.ListNodes(ListNodesRequest()).nodes_info
@@ -94,27 +96,9 @@ def _list_nodes(client: ControlHttpClient, address: str, superlink: int | None):
 def _runs(process: int) -> bool:
     try:
         os.kill(process, 0)
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:  # no /proc
+        return True
     except OSError:
         return False
-    try:
-        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:  # no /proc
-        return True
     return state != "Z"  # a zombie has ended, and its shell has not asked for its exit code yet
-
-
-def _public_key(path: Path) -> bytes:
-    try:
-        return public_key_to_bytes(load_ssh_public_key(path.read_bytes()))  # type: ignore[arg-type]
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} is not a public key as ssh-keygen writes it: {error}") from error
-
-
-def _same_form(key: bytes) -> bytes:
-    return public_key_to_bytes(load_pem_public_key(key))  # type: ignore[arg-type]
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, httpx.HTTPStatusError):
-        return f"HTTP {error.response.status_code}: {' '.join(error.response.text.split())[:300]}"
-    return " ".join(str(error).split()) or type(error).__name__

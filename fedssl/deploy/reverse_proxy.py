@@ -1,4 +1,4 @@
-"""The wall: an nginx in front of the SuperLink, which lets sites reach their interface alone."""
+"""The reverse proxy's configuration: an nginx in front of the SuperLink that passes the sites' interface alone."""
 
 from __future__ import annotations
 
@@ -9,11 +9,8 @@ from ..errors import UserError
 from ..run.storage import write_atomically
 from .limits import LARGEST_BODY
 
-FILE = "nginx.conf"
-
-
 _TEXT = """\
-# Written by fedssl superlink --wall. Start: nginx -c {folder}/{file}   Stop: nginx -c {folder}/{file} -s quit
+# Written by fedssl superlink --reverse-proxy. Start: nginx -c {path}   Stop: nginx -c {path} -s quit
 pid "{folder}/nginx.pid";
 error_log "{folder}/nginx.log" warn;
 
@@ -74,11 +71,11 @@ http {{
 """
 
 
-def write_wall(folder: Path, port: int, superlink_host: str, superlink_port: int) -> Path:
+def write_reverse_proxy(folder: Path, port: int, superlink_host: str, superlink_port: int) -> Path:
     """Write the configuration of an nginx that listens on `port` in front of a SuperLink on this machine.
 
     Args:
-        folder: holds server.crt and server.key; the configuration and what nginx writes lie there too.
+        folder: holds server.crt and server.key; the configuration and nginx's own files are written here too.
         port: where the sites reach the SuperLink.
         superlink_host, superlink_port: where the SuperLink itself listens.
 
@@ -89,26 +86,23 @@ def write_wall(folder: Path, port: int, superlink_host: str, superlink_port: int
         UserError: other machines would reach the SuperLink itself; both ports are the same; nginx could not read the
             folder's name; the file cannot be written.
     """
-    if superlink_host != "localhost" and not _is_loopback(superlink_host):
+    try:
+        is_loopback = superlink_host == "localhost" or ip_address(superlink_host).is_loopback
+    except ValueError:
+        is_loopback = False
+    if not is_loopback:
         raise UserError(
-            f"behind a wall the SuperLink must listen on this machine alone, but --host is {superlink_host}: leave "
-            "--host out, or give --host 127.0.0.1"
+            f"behind a reverse proxy the SuperLink must listen on this machine alone, but --host is {superlink_host}: "
+            "leave --host out, or give --host 127.0.0.1"
         )
     if port == superlink_port:
-        raise UserError(f"--wall and --port are both {port}: give the wall a port of its own")
+        raise UserError(f"--reverse-proxy and --port are both {port}: give the reverse proxy a port of its own")
     if set(str(folder)) & set('"\\$\n'):
         raise UserError(f"nginx cannot read the folder's name {str(folder)!r}: use one without quotes, \\ and $")
     host = f"[{superlink_host}]" if ":" in superlink_host else superlink_host
+    path = folder / "nginx.conf"
     text = _TEXT.format(
-        folder=folder, file=FILE, port=port, superlink=f"{host}:{superlink_port}", megabytes=LARGEST_BODY // 2**20
+        folder=folder, path=path, port=port, superlink=f"{host}:{superlink_port}", megabytes=LARGEST_BODY // 2**20
     )
-    path = folder / FILE
     write_atomically(path, text.encode())
     return path
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -1,41 +1,37 @@
-"""What a site can check before a run: `fedssl doctor --consortium FOLDER`."""
+"""The checks that a site makes before a run: `fedssl doctor --consortium FOLDER`."""
 
 from __future__ import annotations
 
 import http.client
+import os
 import shutil
 import socket
 import ssl
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
 from pathlib import Path
+from typing import NamedTuple
 
 from ..engines.flower.site import SiteOptions, load_site
 from ..errors import UserError
-from .authority import RENEWAL_DAYS, certificate_fingerprint, key_fingerprint, read_certificate, site_key
-from .certificates import require_authority, require_site_key
+from .certificates import RENEWAL_DAYS, certificate_fingerprint, read_certificate, require_authority
 from .consortium import Member, load_member
+from .keys import key_fingerprint, read_site_key
 
 _CONNECT_SECONDS = 10.0
-
-
-#: Flower refuses a request whose time differs by more than 5 s into the future, or by 300 s into the past
-_LARGEST_CLOCK_DIFFERENCE = 5.0
-
-
+_LARGEST_CLOCK_DIFFERENCE = 5.0  # Flower refuses a request whose time is more than 5 s ahead, or 300 s behind
 _LEAST_DISK = 2 * 2**30  # bytes: a few states of a large model
 
 
-@dataclass(frozen=True)
-class Check:
+class Check(NamedTuple):
     """One thing that was checked.
 
     Attributes:
-        what: a few words.
-        finding: what is there.
-        advice: what to do; None where all is well.
+        what: its name, in a few words.
+        finding: the result.
+        advice: what to do; None if all is well.
     """
 
     what: str
@@ -50,7 +46,7 @@ def check_site(folder: Path) -> list[Check]:
         folder: the site's, as `provision` wrote it.
 
     Returns:
-        The checks in the order in which they should be mended.
+        The checks in the order in which problems should be corrected.
 
     Raises:
         UserError: the folder is not one that `provision` wrote, or is the server's.
@@ -61,60 +57,62 @@ def check_site(folder: Path) -> list[Check]:
     checks = [
         _guarded("authority", "ask the coordinator for ca.crt again", lambda: _authority(folder)),
         _guarded("site's key", "see STEPS.md; a key is made with fedssl provision request", lambda: _key(folder)),
+        *_server(member, folder),
     ]
-    checks += _server(member, folder)
     try:
         site = load_site(folder / "site.yaml")
     except UserError as error:
         return [*checks, Check("site.yaml", str(error), "correct site.yaml")]
-    return [
-        *checks,
+    checks += [
         _guarded("device", "change device in site.yaml", lambda: _device(site)),
         _guarded("data", "change data in site.yaml", lambda: _data(site, folder)),
         _guarded("disk", "choose another state folder in site.yaml", lambda: _disk(site, folder)),
-        _approved(site),
     ]
+    if site.approved_apps is None:
+        advice = "add approved_apps to site.yaml, so that a server that was taken over cannot send other code"
+        return [*checks, Check("approved apps", "every app that the server sends runs here", advice)]
+    finding = f"{len(site.approved_apps)} in site.yaml; others need --allow or --ask"
+    return [*checks, Check("approved apps", finding)]
 
 
-def _guarded(what: str, advice: str, check: Callable[[], Check]) -> Check:
+def _guarded(what: str, advice: str, check: Callable[[], tuple[str, str | None]]) -> Check:
+    """Return what a check finds and advises; its error and `advice` if it fails."""
     try:
-        return check()
+        return Check(what, *check())
     except (UserError, OSError) as error:
         return Check(what, str(error), advice)
 
 
-def _authority(folder: Path) -> Check:
+def _authority(folder: Path) -> tuple[str, str | None]:
     path = folder / "ca.crt"
     require_authority(path)
     certificate = read_certificate(path)
     days = (certificate.not_valid_after_utc - datetime.now(timezone.utc)).days
     finding = f"valid for {days} days; fingerprint {certificate_fingerprint(certificate)}"
-    return Check("authority", finding, "tell the coordinator" if days < RENEWAL_DAYS else None)
+    return finding, "tell the coordinator" if days < RENEWAL_DAYS else None
 
 
-def _key(folder: Path) -> Check:
+def _key(folder: Path) -> tuple[str, str | None]:
     path = folder / "site.key"
     if not path.exists():
-        return Check("site's key", f"{path} is missing", f"make it: fedssl provision request {folder}")
-    require_site_key(path)
+        return f"{path} is missing", f"make it: fedssl provision request {folder}"
+    key = read_site_key(path)
     if path.stat().st_mode & 0o077:
-        return Check("site's key", f"{path} can be read by other users", f"chmod 600 {path}")
-    return Check("site's key", f"fingerprint {key_fingerprint(site_key(path).public_key())}")
+        return f"{path} can be read by other users", f"chmod 600 {path}"
+    return f"fingerprint {key_fingerprint(key.public_key())}", None
 
 
 def _server(member: Member, folder: Path) -> Iterator[Check]:
-    """The server's port, its clock, and its certificate."""
+    """Check the server's port, its clock and its certificate."""
     address, port = member.server.address, member.server.port
-    where = f"{address}:{port}"
     try:
-        with socket.create_connection((address, port), _CONNECT_SECONDS):
-            pass
+        socket.create_connection((address, port), _CONNECT_SECONDS).close()
     except OSError as error:
         advice = "check that the server runs, its name and port in member.yaml, and the firewalls in between"
-        yield Check("server", f"{where} is not reached: {error.strerror or error}", advice)
+        yield Check("server", f"{address}:{port} is not reached: {error.strerror or error}", advice)
         return
-    yield Check("server", f"{where} is reached")
-    yield _clock(address, port)
+    yield Check("server", f"{address}:{port} is reached")
+    yield Check("clock", *_clock(address, port))
     try:
         context = ssl.create_default_context(cafile=str(folder / "ca.crt"))
         with (
@@ -128,72 +126,58 @@ def _server(member: Member, folder: Path) -> Iterator[Check]:
     except OSError as error:
         yield Check("server's certificate", f"cannot be read: {error.strerror or error}", "ask the server's operator")
     else:
-        end = datetime.fromtimestamp(ssl.cert_time_to_seconds(str(certificate["notAfter"])), timezone.utc)
-        days = (end - datetime.now(timezone.utc)).days
+        end = ssl.cert_time_to_seconds(str(certificate["notAfter"]))
+        days = int((end - time.time()) // 86400)
         advice_or_none = "ask the coordinator to renew it" if days < RENEWAL_DAYS else None
         yield Check("server's certificate", f"issued by your authority; valid for {days} days", advice_or_none)
 
 
-def _clock(address: str, port: int) -> Check:
-    """Compare the clock with the date in the server's answer. The certificate is not checked: a clock may be why."""
+def _clock(address: str, port: int) -> tuple[str, str | None]:
+    """Compare the clock with the server's. Its certificate is not checked, as a wrong clock may make it invalid."""
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     connection = http.client.HTTPSConnection(address, port, timeout=_CONNECT_SECONDS, context=context)
     try:
         connection.request("GET", "/")
-        date = connection.getresponse().getheader("Date")
-        server = parsedate_to_datetime(date or "")
+        server = parsedate_to_datetime(connection.getresponse().getheader("Date") or "")
     except (OSError, http.client.HTTPException, ValueError, TypeError) as error:
-        return Check("clock", f"the server does not tell its time: {error}", "ask the server's operator")
+        return f"the server does not tell its time: {error}", "ask the server's operator"
     finally:
         connection.close()
     difference = (datetime.now(timezone.utc) - server).total_seconds() - 0.5  # the date has whole seconds
+    advice = "set it with a time service (NTP) at both: the server refuses wrong times"
     finding = f"{abs(difference):.0f} s {'ahead of' if difference > 0 else 'behind'} the server's"
-    if abs(difference) > _LARGEST_CLOCK_DIFFERENCE:
-        return Check("clock", finding, "set it with a time service (NTP) at both: the server refuses wrong times")
-    return Check("clock", finding)
+    return finding, advice if abs(difference) > _LARGEST_CLOCK_DIFFERENCE else None
 
 
-def _device(site: SiteOptions) -> Check:
+def _device(site: SiteOptions) -> tuple[str, str | None]:
     import torch
 
     wanted = site.device or "the recipe's"
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     names = ", ".join(torch.cuda.get_device_name(i) for i in range(count)) or "no GPU"
-    number = int(wanted.partition(":")[2] or 0)
-    advice = None
-    if wanted.startswith("cuda") and number >= count:
-        advice = "install the GPU's driver and a PyTorch with CUDA, or change device in site.yaml"
-    return Check("device", f"{wanted}; this machine has {names}", advice)
+    is_missing = wanted.startswith("cuda") and int(wanted.partition(":")[2] or 0) >= count
+    advice = "install the GPU's driver and a PyTorch with CUDA, or change device in site.yaml"
+    return f"{wanted}; this machine has {names}", advice if is_missing else None
 
 
-def _data(site: SiteOptions, folder: Path) -> Check:
+def _data(site: SiteOptions, folder: Path) -> tuple[str, str | None]:
     if site.data is None:
-        return Check("data", "no own images: the site takes its share of the recipe's data, which is meant for trials")
-    import os
-
+        return "no own images: the site takes its share of the recipe's data, which is meant for trials", None
     from ..data.datasets import load_dataset
 
     before = Path.cwd()
     os.chdir(folder)  # where the start script runs, from which relative paths count
     try:
-        images = load_dataset(site.data, 0)
+        count = len(load_dataset(site.data, 0).train_images)
     finally:
         os.chdir(before)
-    count = len(images.train_images)
-    return Check("data", f"{count:,} training images", None if count else "name a folder with images")
+    return f"{count:,} training images", None if count else "name a folder with images"
 
 
-def _disk(site: SiteOptions, folder: Path) -> Check:
+def _disk(site: SiteOptions, folder: Path) -> tuple[str, str | None]:
     state = folder / site.state.expanduser()
     existing = next(path for path in (state, *state.absolute().parents) if path.exists())
     free = shutil.disk_usage(existing).free
     advice = "free some space, or choose another state folder" if free < _LEAST_DISK else None
-    return Check("disk", f"{free / 2**30:.1f} GiB free for {state}", advice)
-
-
-def _approved(site: SiteOptions) -> Check:
-    if site.approved_apps is None:
-        advice = "add approved_apps to site.yaml, so that a server that was taken over cannot send other code"
-        return Check("approved apps", "every app that the server sends runs here", advice)
-    return Check("approved apps", f"{len(site.approved_apps)} in site.yaml; others need --allow or --ask")
+    return f"{free / 2**30:.1f} GiB free for {state}", advice

@@ -16,7 +16,7 @@ SOURCE = re.compile(
 )
 BY_HAND = "by hand"
 #: its seconds are settings
-SETTINGS = ("deploy.md", "A wall in front of the SuperLink")
+SETTINGS = ("deploy.md", "A reverse proxy in front of the SuperLink")
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 
 

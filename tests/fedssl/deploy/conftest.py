@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.fedssl.engines.flower.conftest import flower_process, no_waiting, quick  # noqa: F401 - fixtures
+
 EXAMPLE = {
     "name": "our-consortium",
     "server": {"address": "localhost", "port": 8000, "internal_port": 8001},

@@ -19,7 +19,8 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import NameOID
 
 from fedssl.deploy import nodes
-from fedssl.deploy.certificates import require_authority, require_server, require_site_key
+from fedssl.deploy.certificates import require_authority, require_server
+from fedssl.deploy.keys import read_site_key
 from fedssl.errors import UserError
 from tests.fedssl.engines.flower.deployment import make_authority, make_key, missing_tools
 
@@ -153,15 +154,15 @@ def test_a_site_refuses_an_authority_that_has_expired(tmp_path):
 def test_a_sites_key_is_a_private_one_as_flower_takes_it(tmp_path):
     key: Path = tmp_path / "site.key"
     make_key(key)
-    require_site_key(key)
+    read_site_key(key)
     with pytest.raises(UserError, match=r"site.key.pub is not a private key without a password"):
-        require_site_key(tmp_path / "site.key.pub")
+        read_site_key(tmp_path / "site.key.pub")
     subprocess.run(["ssh-keygen", "-q", "-p", "-N", "secret", "-f", str(key)], check=True, capture_output=True)
     with pytest.raises(UserError, match=r"site.key is not a private key without a password"):
-        require_site_key(key)
+        read_site_key(key)
     other = tmp_path / "other.key"
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(other)], check=True, capture_output=True)
     with pytest.raises(
         UserError, match=r"other.key must be a key on an elliptic curve, got .*: make one with ssh-keygen -t ecdsa"
     ):
-        require_site_key(other)
+        read_site_key(other)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="th
 #: `main` asks for an app; both do what the arguments say
 PROGRAM = """
 import json, os, socket, subprocess, sys, time
-from fedssl.engines.flower import commands
+from fedssl.deploy import flower_commands as commands
 
 def main():
     if "unasked" in sys.argv:  # a command that is ended before it has asked
@@ -62,7 +62,7 @@ def test_a_command_that_is_ended_before_it_has_asked_disturbs_no_other():
 
 AGAIN = """
 import os, pathlib, subprocess, sys
-from fedssl.engines.flower import commands
+from fedssl.deploy import flower_commands as commands
 
 def main():
     sys.exit(subprocess.run(["flower-superexec", *sys.argv[1:]]).returncode)

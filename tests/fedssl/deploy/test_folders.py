@@ -15,16 +15,9 @@ pytest.importorskip("cryptography", reason="cryptography is not installed: pip i
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from fedssl.deploy.authority import (
-    Authority,
-    key_fingerprint,
-    read_certificate,
-    read_public,
-    server_key,
-    site_key,
-    write_private,
-)
+from fedssl.deploy.certificates import Authority, read_certificate
 from fedssl.deploy.folders import provision
+from fedssl.deploy.keys import key_fingerprint, read_public, server_key, site_key, write_private
 from fedssl.errors import UserError
 
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")

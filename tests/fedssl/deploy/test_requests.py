@@ -11,9 +11,10 @@ pytest.importorskip("cryptography", reason="cryptography is not installed: pip i
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from fedssl.deploy.authority import key_fingerprint, read_certificate, read_public, server_key, site_key
+from fedssl.deploy.certificates import read_certificate
 from fedssl.deploy.consortium import Consortium, load_consortium
-from fedssl.deploy.requests import answer_request, revoke, write_request
+from fedssl.deploy.folders import answer_request, revoke, write_request
+from fedssl.deploy.keys import key_fingerprint, read_public, server_key, site_key
 from fedssl.errors import UserError
 from tests.fedssl.cli.conftest import fedssl  # noqa: F401 - a fixture
 

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
 
 from fedssl.deploy.nodes import superlink
-from fedssl.deploy.reverse_proxy import write_wall
+from fedssl.deploy.reverse_proxy import write_reverse_proxy
 from fedssl.errors import UserError
 from tests.fedssl.engines.flower.deployment import free_port, make_authority, missing_tools
 
@@ -22,7 +22,7 @@ from tests.fedssl.engines.flower.deployment import free_port, make_authority, mi
 def test_nginx_accepts_the_configuration(host, tmp_path):
     folder = tmp_path / "a folder {with} #signs;"
     make_authority(folder)
-    path = write_wall(folder, free_port(), host, 8001)
+    path = write_reverse_proxy(folder, free_port(), host, 8001)
     done = subprocess.run(["nginx", "-t", "-c", str(path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "warn" not in done.stderr
@@ -38,18 +38,18 @@ def test_nginx_accepts_the_configuration(host, tmp_path):
             "fed.example.org",
             "the SuperLink must listen on this machine alone, but --host is fed.example.org",
         ),
-        ("a", 8001, "127.0.0.1", "--wall and --port are both 8001: give the wall a port of its own"),
+        ("a", 8001, "127.0.0.1", "--reverse-proxy and --port are both 8001: give the reverse proxy a port of its own"),
         ("$a", 8000, "127.0.0.1", r"nginx cannot read the folder's name '.*\$a': use one without quotes"),
     ],
 )
-def test_a_wall_that_would_not_hold_is_refused(folder, port, host, message, tmp_path):
+def test_a_reverse_proxy_that_would_not_protect_is_refused(folder, port, host, message, tmp_path):
     (tmp_path / folder).mkdir()
     with pytest.raises(UserError, match=message):
-        write_wall(tmp_path / folder, port, host, 8001)
+        write_reverse_proxy(tmp_path / folder, port, host, 8001)
     assert not list((tmp_path / folder).iterdir())
 
 
-def test_a_wall_needs_tls(tmp_path, monkeypatch):
+def test_a_reverse_proxy_needs_tls(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "umask", lambda mask: 0)
-    with pytest.raises(UserError, match="--wall needs TLS: leave out --insecure or --wall"):
-        superlink(tmp_path, "127.0.0.1", 8000, insecure=True, wall=8001)
+    with pytest.raises(UserError, match="--reverse-proxy needs TLS: leave out --insecure or --reverse-proxy"):
+        superlink(tmp_path, "127.0.0.1", 8000, insecure=True, reverse_proxy=8001)

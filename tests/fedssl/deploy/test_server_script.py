@@ -1,4 +1,4 @@
-"""What the server's start script does when the wall or the SuperLink ends, with a stand-in for each command."""
+"""The server's start script when the reverse proxy or the SuperLink ends, with a stand-in for each command."""
 
 from __future__ import annotations
 
@@ -70,21 +70,21 @@ def runs(pid: int) -> bool:
         return False
 
 
-def test_a_wall_that_is_killed_is_started_again_without_its_old_workers(start, provisioned):
+def test_a_reverse_proxy_that_is_killed_is_started_again_without_its_old_workers(start, provisioned):
     server = provisioned() / "server"
     script = start(NGINX)
-    poll(lambda: len(processes(server, "master")) == 1, "the wall starts")
+    poll(lambda: len(processes(server, "master")) == 1, "the reverse proxy starts")
     [master], [worker] = processes(server, "master"), processes(server, "worker")
     os.kill(master, signal.SIGKILL)
-    poll(lambda: len(processes(server, "master")) == 2, "the wall starts again")
+    poll(lambda: len(processes(server, "master")) == 2, "the reverse proxy starts again")
     poll(lambda: not runs(worker), "its old worker has ended")
-    assert "the wall (nginx) has ended and is started again" in (server / "log").read_text()
+    assert "the reverse proxy (nginx) has ended and is started again" in (server / "log").read_text()
     script.terminate()
     assert script.wait() == 143
     poll(lambda: not any(map(runs, processes(server))), "all have ended")
 
 
-def test_a_wall_that_cannot_start_ends_the_server(start, provisioned):
+def test_a_reverse_proxy_that_cannot_start_ends_the_server(start, provisioned):
     server = provisioned() / "server"
     assert start(BROKEN_NGINX).wait() == 1
     assert (server / "started").read_text().split() == ["broken"] * 6
@@ -94,10 +94,10 @@ def test_a_wall_that_cannot_start_ends_the_server(start, provisioned):
     assert not any(map(runs, processes(server)))
 
 
-def test_when_the_superlink_ends_the_wall_ends_too(start, provisioned):
+def test_when_the_superlink_ends_the_reverse_proxy_ends_too(start, provisioned):
     server = provisioned() / "server"
     script = start(NGINX)
-    poll(lambda: len(processes(server, "master")) == 1, "the wall starts")
+    poll(lambda: len(processes(server, "master")) == 1, "the reverse proxy starts")
     [superlink] = [int(line) for line in (server / "superlink.pid").read_text().split()]
     os.kill(superlink, signal.SIGTERM)
     assert script.wait() != 0

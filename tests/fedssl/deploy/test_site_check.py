@@ -19,7 +19,8 @@ pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from fedssl.deploy import site_check
-from fedssl.deploy.authority import Authority, server_key
+from fedssl.deploy.certificates import Authority
+from fedssl.deploy.keys import server_key
 from fedssl.deploy.site_check import Check, check_site
 from fedssl.errors import UserError
 from tests.fedssl.cli.conftest import fedssl  # noqa: F401 - a fixture

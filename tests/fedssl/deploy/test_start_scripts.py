@@ -1,7 +1,7 @@
 """A consortium of two sites from an empty folder to a finished run, with the start scripts that `provision` writes.
 
-As docs/deploy.md says: the wall in front of the SuperLink; TLS and registered keys; sites that run approved apps alone;
-and a site that is revoked while the server runs.
+As docs/deploy.md says: the reverse proxy in front of the SuperLink; TLS and registered keys; sites that run approved
+apps alone; and a site that is revoked while the server runs.
 """
 
 from __future__ import annotations
@@ -158,8 +158,8 @@ def members(tmp_path) -> Iterator[Members]:
     made.close()
 
 
-def require_the_wall(members: Members, run: str) -> None:
-    """A site's key opens none of the operator's interfaces, not even when the wall has been killed and starts again.
+def require_reverse_proxy(members: Members, run: str) -> None:
+    """A site's key opens none of the operator's interfaces, not even when nginx has been killed and starts again.
 
     The same requests are answered at the SuperLink's own port, which listens on this machine alone.
     """
@@ -179,8 +179,8 @@ def require_the_wall(members: Members, run: str) -> None:
 
     require_refusals()
     os.kill(int((consortium / "server" / "nginx.pid").read_text()), signal.SIGKILL)
-    members.wait_for("server", "the wall (nginx) has ended and is started again")
-    poll(lambda: is_listening(members.port), "the wall listens again")
+    members.wait_for("server", "the reverse proxy (nginx) has ended and is started again")
+    poll(lambda: is_listening(members.port), "the reverse proxy listens again")
     require_refusals()
     assert listening_addresses(members.internal_port) == {"127.0.0.1"}
     behind = SiteAttempts(f"localhost:{members.internal_port}", *files)
@@ -218,7 +218,7 @@ def test_from_an_empty_folder_to_a_finished_run_of_two_sites(members):
     # the sites: one approves the app, the other one has approved another app
     members.approve("hospital-a", digest)
     members.approve("hospital-b", "0" * 64)
-    poll(lambda: is_listening(members.port), "the wall listens")
+    poll(lambda: is_listening(members.port), "the reverse proxy listens")
     printed = members.fedssl("doctor", "--consortium", "consortium/hospital-a")
     assert all(line.startswith("ok ") for line in printed.splitlines()), printed
     members.start("hospital-a")
@@ -232,7 +232,7 @@ def test_from_an_empty_folder_to_a_finished_run_of_two_sites(members):
     assert not (members.consortium / "hospital-b" / "state").exists() or not any(
         (members.consortium / "hospital-b" / "state").iterdir()
     )
-    require_the_wall(members, run)
+    require_reverse_proxy(members, run)
     members.approve("hospital-b", digest)  # while it runs
     poll(lambda: members.status(run).startswith("finished"), "the run ends", pause=0.5)
     assert members.status(run) == "finished:completed", members.logs()

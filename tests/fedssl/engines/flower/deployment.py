@@ -109,15 +109,15 @@ def with_package() -> dict[str, str]:
 class Deployment:
     """Everything below one folder; `close` ends every process that was started.
 
-    The sites reach the SuperLink through a proxy that counts the bytes, and with `wall` through an nginx behind it.
+    Sites reach the SuperLink through a proxy that counts the bytes, and with `reverse_proxy` through nginx behind it.
     """
 
-    def __init__(self, folder: Path, wall: bool = False, patience: float = PATIENCE):
+    def __init__(self, folder: Path, reverse_proxy: bool = False, patience: float = PATIENCE):
         self.folder = folder
         self.patience = patience  # seconds until a wait is given up
         self.port = free_port()
-        self.wall = free_port() if wall else None
-        self.proxy = CountingProxy(self.wall or self.port)
+        self.reverse_proxy = free_port() if reverse_proxy else None
+        self.proxy = CountingProxy(self.reverse_proxy or self.port)
         self.processes: dict[str, subprocess.Popen] = {}
         self.faults = folder / "faults"
         self.faults.mkdir()
@@ -151,22 +151,22 @@ class Deployment:
         return process
 
     def start_superlink(self) -> None:
-        options = ["--wall", str(self.wall)] if self.wall else []
+        options = ["--reverse-proxy", str(self.reverse_proxy)] if self.reverse_proxy else []
         self.start("superlink", ["superlink", "superlink", "--port", str(self.port), *options])
         self.wait_for(self.listening, "the SuperLink listens")
-        if self.wall:
-            self._start_wall(self.wall)
+        if self.reverse_proxy:
+            self._start_reverse_proxy(self.reverse_proxy)
         self.proxy.open()
 
-    def _start_wall(self, port: int) -> None:
+    def _start_reverse_proxy(self, port: int) -> None:
         """Nginx as one process, which ends with this one."""
         from fedssl.deploy.flower_commands import end_with_parent
 
         configuration = self.folder / "superlink" / "nginx.conf"
         command = ["nginx", "-c", str(configuration), "-g", "daemon off; master_process off;"]
-        with open(self.log("wall"), "ab") as log:
-            self.processes["wall"] = subprocess.Popen(command, stdout=log, stderr=log, preexec_fn=end_with_parent)
-        self.wait_for(lambda: is_listening(port), "the wall listens")
+        with open(self.log("nginx"), "ab") as log:
+            self.processes["nginx"] = subprocess.Popen(command, stdout=log, stderr=log, preexec_fn=end_with_parent)
+        self.wait_for(lambda: is_listening(port), "the reverse proxy listens")
 
     def start_node(
         self, client: int, name: str | None = None, authority: Path | None = None, before: tuple[str, ...] = ()
@@ -199,8 +199,8 @@ class Deployment:
 
     def close(self) -> None:
         kill_marked(f"{self.folder}/")
-        if "wall" in self.processes:  # which writes its name over the mark
-            self.processes["wall"].kill()
+        if "nginx" in self.processes:  # which writes its name over the mark
+            self.processes["nginx"].kill()
         for process in self.processes.values():
             process.wait()
         self.proxy.close()
@@ -279,7 +279,7 @@ class Deployment:
         """Wait for a condition; fails at once where a SuperLink or a site of the run has ended by itself."""
 
         def holds() -> bool:
-            ended = [name for name in ("superlink", "wall", "site0", "site1", "site2") if self.has_ended(name)]
+            ended = [name for name in ("superlink", "nginx", "site0", "site1", "site2") if self.has_ended(name)]
             assert not ended, f"{ended} ended before {what}\n{self.logs()}"
             return condition()
 

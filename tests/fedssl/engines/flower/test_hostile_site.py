@@ -1,4 +1,4 @@
-"""A SuperLink behind its wall, two honest sites and a hostile one: the honest sites' run ends with their result."""
+"""A SuperLink behind its reverse proxy, two honest sites and a hostile one: the honest sites' run has their result."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ REASONS = {
 
 @pytest.fixture(scope="module")
 def deployment(tmp_path_factory) -> Iterator[Deployment]:
-    """A SuperLink and three sites; where nginx is installed, a wall between them."""
-    started = Deployment(tmp_path_factory.mktemp("hostile"), wall=shutil.which("nginx") is not None)
+    """A SuperLink and three sites; where nginx is installed, a reverse proxy between them."""
+    started = Deployment(tmp_path_factory.mktemp("hostile"), reverse_proxy=shutil.which("nginx") is not None)
     try:
         started.start_superlink()
         started.register("site0", "site1", "site2")
@@ -92,12 +92,12 @@ def post(port: int, path: str, size: int) -> int:
         return 0  # closed before the answer could be read
 
 
-@pytest.mark.parametrize("place", ["wall", "port"])
+@pytest.mark.parametrize("place", ["reverse proxy", "port"])
 def test_who_has_no_key_fills_no_memory(place, deployment):
-    """64 MiB to the sites' interface: refused by the wall, and by the SuperLink itself where there is no wall."""
-    if place == "wall" and deployment.wall is None:
+    """64 MiB to the sites' interface: refused by the reverse proxy, and by the SuperLink itself where there is none."""
+    if place == "reverse proxy" and deployment.reverse_proxy is None:
         pytest.skip("nginx is not installed")
-    port = deployment.wall if place == "wall" else deployment.port
+    port = deployment.reverse_proxy if place == "reverse proxy" else deployment.port
     before = deployment.memory("superlink")
     statuses = [post(port, "/v1/fleet/push-object", 2**26) for _ in range(5)]
     assert set(statuses) <= {413, 0}, statuses
@@ -107,9 +107,9 @@ def test_who_has_no_key_fills_no_memory(place, deployment):
 @pytest.mark.parametrize(
     "path", ["/v1/control/list-runs", "/v1/runtime/acquire-task", "/docs", "/v1/fleet/../control/x"]
 )
-def test_the_wall_lets_sites_reach_their_interface_alone(path, deployment):
-    if deployment.wall is None:
+def test_the_reverse_proxy_lets_sites_reach_their_interface_alone(path, deployment):
+    if deployment.reverse_proxy is None:
         pytest.skip("nginx is not installed")
-    assert post(deployment.wall, path, 0) == 403
-    assert post(deployment.wall, "/v1/fleet/get-run", 0) == 401  # who has no key
+    assert post(deployment.reverse_proxy, path, 0) == 403
+    assert post(deployment.reverse_proxy, "/v1/fleet/get-run", 0) == 401  # who has no key
     assert post(deployment.port, "/docs", 0) != 403  # on the SuperLink's own machine

@@ -1,0 +1,142 @@
+"""The private and public keys of a consortium's members: made, written, read and compared.
+
+The server's key and the authority's are PEM files on the curve P-256, a site's is one of ssh-keygen's on P-384.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+import secrets
+from contextlib import suppress
+from pathlib import Path
+
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from ..errors import UserError
+from ..run.storage import cannot_write, sync_folder
+from ..untrusted import read_regular_file
+
+PrivateKey = ec.EllipticCurvePrivateKey
+PublicKey = ec.EllipticCurvePublicKey
+SERVER_CURVE, SITE_CURVE = ec.SECP256R1, ec.SECP384R1
+
+
+def server_key(path: Path) -> PrivateKey:
+    """Return the private key in a PEM file; make one on the curve P-256 if the file is missing.
+
+    Raises:
+        UserError: the file holds something else, or cannot be written.
+    """
+    _make_if_missing(path, SERVER_CURVE(), serialization.PrivateFormat.PKCS8)
+    return _read_private(
+        path, serialization.load_pem_private_key, "in PEM format", "openssl ecparam -name prime256v1 -genkey"
+    )
+
+
+def site_key(path: Path) -> PrivateKey:
+    """Return the private key in a file of ssh-keygen's format; make one on the curve P-384 if the file is missing.
+
+    Raises:
+        UserError: the file holds something else, or cannot be written.
+    """
+    _make_if_missing(path, SITE_CURVE(), serialization.PrivateFormat.OpenSSH)
+    return read_site_key(path)
+
+
+def read_site_key(path: Path) -> PrivateKey:
+    """Return the private key in a file of ssh-keygen's format, which is how Flower reads a site's key.
+
+    Raises:
+        UserError: the file cannot be read, or holds no private key on an elliptic curve without a password.
+    """
+    return _read_private(path, serialization.load_ssh_private_key, "as ssh-keygen writes it", "ssh-keygen -t ecdsa")
+
+
+def _make_if_missing(path: Path, curve: ec.EllipticCurve, key_format: serialization.PrivateFormat) -> None:
+    if not path.exists():
+        key = ec.generate_private_key(curve)
+        data = key.private_bytes(serialization.Encoding.PEM, key_format, serialization.NoEncryption())
+        write_private(path, data)
+
+
+def _read_private(path: Path, load, format_name: str, command: str) -> PrivateKey:  # type: ignore[no-untyped-def]
+    data = read_file(path, "the private key")
+    try:
+        key = load(data, password=None)
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:  # TypeError: it has a password
+        reason = " ".join(str(error).split())
+        raise UserError(f"{path} is not a private key without a password {format_name}: {reason}") from error
+    if not isinstance(key, PrivateKey):
+        raise UserError(f"{path} must be a key on an elliptic curve, got {type(key).__name__}: make one with {command}")
+    return key
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Write a new file that only its user can read. An existing file is never replaced.
+
+    Raises:
+        UserError: the file exists, or cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.link(temporary, path)  # fails if the file exists, which a rename would replace
+        sync_folder(path.parent)
+    except FileExistsError:
+        raise UserError(f"{path} exists already, and a key is never overwritten: move it away first") from None
+    except OSError as error:
+        raise cannot_write(path, error) from error
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def public_text(key: PublicKey) -> str:
+    """Return a public key as the line that ssh-keygen writes into a `.pub` file."""
+    return key.public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH).decode() + "\n"
+
+
+def read_public(path: Path) -> PublicKey:
+    """Return the public key in a file of ssh-keygen's format.
+
+    Raises:
+        UserError: the file cannot be read, or is no public key on an elliptic curve.
+    """
+    data = read_file(path, "the public key")
+    try:
+        key = serialization.load_ssh_public_key(data)
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise UserError(f"{path} is not a public key as ssh-keygen writes it: {error}") from error
+    if not isinstance(key, PublicKey):
+        raise UserError(f"{path} must be a public key on an elliptic curve, got {type(key).__name__}")
+    return key
+
+
+def key_fingerprint(key: PublicKey) -> str:
+    """Return a public key's fingerprint as `ssh-keygen -l` prints it: SHA256 and the digest in base64."""
+    blob = base64.b64decode(public_text(key).split()[1])
+    return "SHA256:" + base64.b64encode(hashlib.sha256(blob).digest()).decode().rstrip("=")
+
+
+def read_file(path: Path, name: str) -> bytes:
+    """Return the content of a key, a certificate or a request, of at most 1 MiB.
+
+    Args:
+        path: the file.
+        name: the file's kind in the error's text, such as "the private key".
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    try:
+        return read_regular_file(path, 2**20)
+    except OSError as error:
+        raise UserError(f"{name} {path} cannot be read: {error.strerror}") from error
