@@ -27,7 +27,7 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from ..errors import UserError
-from ..run.storage import cannot_write, sync_folder, write_atomically
+from ..run.storage import cannot_write, sync_path, write_atomically
 from ..untrusted import read_regular_file
 
 PrivateKey = ec.EllipticCurvePrivateKey
@@ -85,7 +85,7 @@ def write_private(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.link(temporary, path)  # fails where the file exists, which a rename would replace
-        sync_folder(path.parent)
+        sync_path(path.parent)
     except FileExistsError:
         raise UserError(f"{path} exists already, and a key is never overwritten: move it away first") from None
     except OSError as error:
