@@ -1,4 +1,4 @@
-"""A table as one picture."""
+"""Draw a table as one picture."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from ..data.datasets import load_dataset
 from ..data.partitions import deal
 from ..data.stored_images import Images, images_of_rows
 from ..recipe.reading import parse_recipe
+from ..recipe.rules import public_image_users
 from ..reports.plots import Card, draw_table_picture
 from ..run.record import Run, read_run
 from .results import Results, reference_row, verdict
@@ -40,23 +41,14 @@ def draw_picture(table: Table, results: Results, output: Path) -> Figure:
     reference = reference_row(table)
     label = reference if reference in results.finished else next(iter(results.finished))
     run = read_run(cell_path(output, label, results.finished[label][0], results.label))
-    panels: dict[str, list[tuple[str, str, list[float], list[float]]]] = {
-        metric: [
-            (
-                row.label,
-                table.role(row.label),
-                results.values(row.label, metric, "before"),
-                results.values(row.label, metric),
-            )
-            for row in table.rows
-        ]
-        for metric in table.metrics
-    }
-    untrained: dict[str, list[float]] = {
-        metric: results.values(reference, metric, "before") for metric in table.metrics
-    }
+    panels: dict[str, list[tuple[str, str, list[float], list[float]]]] = {metric: [] for metric in table.metrics}
+    for metric, bars in panels.items():
+        for row in table.rows:
+            before, after = results.values(row.label, metric, "before"), results.values(row.label, metric)
+            bars.append((row.label, table.role(row.label), before, after))
+    untrained: dict[str, list[float]] = {m: results.values(reference, m, "before") for m in table.metrics}
     seeds = f"{len(table.seeds)} seeds" if len(table.seeds) > 1 else f"seed {table.seeds[0]}"
-    cards, clients = _cards(run), int(run.recipe["partition"]["clients"])
+    clients = int(run.recipe["partition"]["clients"])
     shown = f", {_MOST_CLIENTS} of them shown" if clients > _MOST_CLIENTS else ""
     data = run.recipe["data"]
     name = Path(data["path"]).stem if data["name"] in ("npz", "images", "folder") else data["name"]
@@ -64,40 +56,35 @@ def draw_picture(table: Table, results: Results, output: Path) -> Figure:
     subtitle += f"{name}, {clients} client{'s' * (clients > 1)}{shown}, {run.rounds} rounds, {seeds}"
     # the description's first sentence; "et al. 2024" does not end it
     title = re.split(r"\.\s(?=[A-Z])", " ".join(table.description.split()))[0] or table.name
-    return draw_table_picture(title, subtitle, cards, panels, untrained, verdict(table, results))
+    return draw_table_picture(title, subtitle, _cards(run), panels, untrained, verdict(table, results))
 
 
 def _cards(run: Run) -> list[Card]:
-    """A card for each of the first clients of a run, and one for the public images where the method uses them."""
+    """Return a card for each of the first clients of a run, and one for the public images if the method uses them."""
     recipe = parse_recipe(dict(run.recipe))
     dataset = load_dataset(recipe.data, recipe.seed)
     rows = deal(dataset, recipe.partition, recipe.seed)
-    uses_public = any(r.needs_public_images for r in recipe.regularizers) or any(
-        a.needs_public_images for a in recipe.aggregators
-    )
     cards = []
     for k, client_rows in enumerate(rows[:_MOST_CLIENTS]):
         labels = dataset.train_labels[client_rows]
-        present = sorted(set(labels.tolist()))
-        names = [dataset.counted_as[label] for label in present]
+        names = [dataset.counted_as[label] for label in sorted(set(labels.tolist()))]
         held = f"only {' and '.join(names)}" if len(names) <= 2 else f"{len(names)} classes"
         if not dataset.labelled:
             held = "no labels"
         elif len(names) == len(dataset.class_names):
             held = f"all {len(names)} classes"
         lines = (textwrap.shorten(held, 26, placeholder=" ..."), run.architecture_of(k), f"{len(client_rows)} images")
-        cards.append(
-            Card(f"client {k}", "\n".join(lines), _mosaic(images_of_rows(dataset.train_images, client_rows), labels))
-        )
-    if uses_public and dataset.public_images is not None:
-        public = dataset.public_images
+        mosaic = _mosaic(images_of_rows(dataset.train_images, client_rows), labels)
+        cards.append(Card(f"client {k}", "\n".join(lines), mosaic))
+    public = dataset.public_images
+    if public_image_users(recipe) and public is not None:
         mosaic = _mosaic(public, torch.zeros(len(public), dtype=torch.int64))
         cards.append(Card("public images", f"without labels,\nfor all clients\n{len(public)} images", mosaic))
     return cards
 
 
 def _mosaic(images: Images, labels: Tensor) -> NDArray[np.uint8]:
-    """Some images in a grid, spread evenly over the images in the order of their classes.
+    """Draw some images in a grid, spread evenly over the images in the order of their classes.
 
     Args:
         images: uint8 [n, channels, height, width].
@@ -106,13 +93,9 @@ def _mosaic(images: Images, labels: Tensor) -> NDArray[np.uint8]:
     Returns:
         uint8 [h, w] for one channel, otherwise [h, w, channels].
     """
-    count = _MOSAIC_ROWS * _MOSAIC_COLUMNS
     order = labels.argsort(stable=True)
-    chosen = images[order[torch.linspace(0, len(order) - 1, count).long()]]
-    _, channels, height, width = chosen.shape
+    chosen = images[order[torch.linspace(0, len(order) - 1, _MOSAIC_ROWS * _MOSAIC_COLUMNS).long()]]
     framed = F.pad(chosen, (0, 1, 0, 1), value=255)
-    grid = framed.reshape(_MOSAIC_ROWS, _MOSAIC_COLUMNS, channels, height + 1, width + 1).permute(0, 3, 1, 4, 2)
-    array: NDArray[np.uint8] = grid.reshape(
-        _MOSAIC_ROWS * (height + 1), _MOSAIC_COLUMNS * (width + 1), channels
-    ).numpy()
-    return array[:-1, :-1, 0] if channels == 1 else array[:-1, :-1]
+    grid = framed.unflatten(0, (_MOSAIC_ROWS, _MOSAIC_COLUMNS)).permute(0, 3, 1, 4, 2)
+    array: NDArray[np.uint8] = grid.flatten(2, 3).flatten(0, 1).numpy()[:-1, :-1]
+    return array[..., 0] if array.shape[-1] == 1 else array
