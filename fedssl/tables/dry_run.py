@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from ..data.datasets import Dataset, load_dataset
 from ..data.files import expanded, kind_of
@@ -97,9 +96,7 @@ def _list_resources(table: Table, overrides: Sequence[str], note: Note) -> None:
         "Nothing is run or written."
     )
     printed = [metric for metric in RESOURCES if metric in table.metrics]
-    lines = [
-        [row.label, *(table.paper.get(row.label, {}).get(metric, "-") for metric in printed)] for row in table.rows
-    ]
+    lines = [[row.label, *(table.paper.get(row.label, {}).get(m, "-") for m in printed)] for row in table.rows]
     note("\n" + plain_table(["row", *(f"paper: {metric}" for metric in printed)], lines))
 
 
@@ -154,10 +151,8 @@ def _note_total(table: Table, all_costs: Sequence[RunCost | None], note: Note) -
         flops, seconds = seeds * sum(cost.flops for cost in costs), seeds * sum(cost.seconds for cost in costs)
         threads = torch.get_num_threads()
         device = "its GPU" if torch.cuda.is_available() else f"{threads} thread{'s' if threads > 1 else ''}"
-        note(
-            f"\nIn all{left_out}: {format_flops(flops)} FLOPs, {_hours(seconds)} hours on this machine with {device}, "
-            "one run at a time."
-        )
+        cost = f"{format_flops(flops)} FLOPs, {_hours(seconds)} hours on this machine with {device}"
+        note(f"\nIn all{left_out}: {cost}, one run at a time.")
         note(
             "Estimated from steps on images of noise: each kind of step is counted (a multiply-add is two FLOPs) and "
             "timed, at a smaller batch where a whole one takes long, and multiplied by the steps. The evaluation, "
@@ -172,63 +167,33 @@ def _hours(seconds: float) -> str:
     return f"{hours:,.0f}" if hours >= 100 else f"{hours:.1f}" if hours >= 1 else f"{hours:.2f}"
 
 
-@dataclass(frozen=True, eq=False)
-class TrainingData:
-    """The training images of a run, without their pixels.
-
-    Attributes:
-        labels: int64 [n], as the runs have them; for data that is not read, classes of equal size.
-        classes: number of classes; 1 without labels.
-        shape: channels, height and width.
-    """
-
-    labels: Tensor
-    classes: int
-    shape: tuple[int, int, int]
-
-    def client_sizes(self, recipe: Recipe) -> list[int]:
-        """Return each client's number of images.
-
-        Raises:
-            UserError: the images cannot be divided as the recipe asks, or a client has fewer than a batch.
-        """
-        no_pixels = torch.zeros((), dtype=torch.uint8).expand(len(self.labels), *self.shape)
-        names = tuple(map(str, range(self.classes))) if self.classes > 1 else ()
-        images = Dataset(recipe.data.name, no_pixels, self.labels, no_pixels[:0], self.labels[:0], names, None)
-        client_rows = deal(images, recipe.partition, recipe.seed)
-        check_shares(recipe, client_rows, None)
-        return [len(rows) for rows in client_rows]
-
-
-def training_data(options: DataOptions, seed: int, expected: ExpectedData | None) -> TrainingData | None:
+def training_data(options: DataOptions, seed: int, expected: ExpectedData | None) -> Dataset | None:
     """Return the training images that `options` name; None if the data is missing and `expected` is None.
 
-    Digits and .npz files are read. The sizes of torchvision's data sets are known. Image files are counted and not
-    opened, so all of them are taken to be usable and their classes to be equally large.
-
-    Args:
-        options: a recipe's; the public images may be missing.
-        seed: the run's.
-        expected: what missing data will hold.
+    Digits and .npz files are read; all other images have no pixels. The sizes of torchvision's data sets are known.
+    Image files are counted and not opened, so all are taken to be usable and their classes to be equally large. Public
+    images may be missing.
 
     Raises:
         UserError: the data cannot be read.
     """
-    size = _PUBLISHED.get(options.name)
-    if size is None and _is_missing(options.path, "data.path"):
-        size = expected
-        if size is None:
+    if options.name in _PUBLISHED:
+        size = _PUBLISHED[options.name]
+    elif _is_missing(options.path, "data.path"):
+        if expected is None:
             return None
-    if size is None and options.name in ("digits", "npz"):
-        images = load_dataset(options.model_copy(update={"public_path": None}), seed)
-        channels, height, width = images.train_images.shape[1:]
-        return TrainingData(images.train_labels, max(1, len(images.class_names)), (channels, height, width))
-    if size is None:
+        size = expected
+    elif options.name in ("digits", "npz"):
+        return load_dataset(options.model_copy(update={"public_path": None}), seed)
+    else:
         size = _counted_files(options)
     shape = size.shape if options.image_size is None else (size.shape[0], options.image_size, options.image_size)
     count = size.images - options.public_holdout
     count = count if options.train_limit is None else min(count, options.train_limit)
-    return TrainingData(torch.arange(max(0, count)) % size.classes, size.classes, shape)
+    labels = torch.arange(max(0, count)) % size.classes
+    no_pixels = torch.zeros((), dtype=torch.uint8).expand(len(labels), *shape)
+    names = tuple(map(str, range(size.classes))) if size.classes > 1 else ()
+    return Dataset(options.name, no_pixels, labels, no_pixels[:0], labels[:0], names, None)
 
 
 def _counted_files(options: DataOptions) -> ExpectedData:
@@ -238,9 +203,8 @@ def _counted_files(options: DataOptions) -> ExpectedData:
     folder = expanded(options.path, "data.path")
     by_folder = options.name == "folder" or options.labels == "folders"
     classes = len(subfolders(folder / "train" if (folder / "train").is_dir() else folder)) if by_folder else 1
-    return ExpectedData(
-        images=max(1, seen.images), classes=max(1, classes), shape=(seen.channels, seen.side, seen.side)
-    )
+    shape = (seen.channels, seen.side, seen.side)
+    return ExpectedData(images=max(1, seen.images), classes=max(1, classes), shape=shape)
 
 
 @dataclass(frozen=True)
@@ -262,17 +226,19 @@ class RunCost:
 KnownSteps = dict[str, list[tuple[float, float]]]
 
 
-def run_cost(recipe: Recipe, data: TrainingData, known_steps: KnownSteps) -> RunCost:
+def run_cost(recipe: Recipe, data: Dataset, known_steps: KnownSteps) -> RunCost:
     """Return what a run takes. Kinds of steps that `known_steps` lacks are counted, timed and added to it.
 
     Raises:
-        UserError: the recipe does not fit the data, or a step fails.
+        UserError: the recipe does not fit the data, a client has fewer images than a batch, or a step fails.
     """
     if not recipe.schedule.trains:
         return RunCost(0.0, 0.0, 0.0)
+    client_rows = deal(data, recipe.partition, recipe.seed)
+    check_shares(recipe, client_rows, None)
     steps_by_architecture: Counter[str] = Counter()
-    for client, size in enumerate(data.client_sizes(recipe)):
-        steps_by_architecture[recipe.architecture_of(client)] += steps_of_round(recipe.training, size)
+    for client, rows in enumerate(client_rows):
+        steps_by_architecture[recipe.architecture_of(client)] += steps_of_round(recipe.training, len(rows))
     sampled = (recipe.clients_per_round or recipe.partition.clients) / recipe.partition.clients
     answering = sampled * (1 - recipe.client_dropout)
     flops = seconds = 0.0
@@ -307,19 +273,19 @@ def _with_one_client(recipe: Recipe, architecture: str) -> Recipe:
     return recipe.model_copy(update=changes)
 
 
-def _step_costs(recipe: Recipe, data: TrainingData, known_steps: KnownSteps) -> list[tuple[float, float]]:
+def _step_costs(recipe: Recipe, data: Dataset, known_steps: KnownSteps) -> list[tuple[float, float]]:
     """Return operations and seconds of a step of the recipe's only client in each round."""
     values = recipe.model_dump(mode="json", exclude={"data", "preset", "local_update", "guard", "flower"})
     if all(aggregator.exchanges_weights for aggregator in recipe.aggregators):
         del values["aggregators"]  # the client loads the averaged weights alike, however they are averaged
-    classes = data.classes if recipe.objective.needs_labels else 0
-    kind = json.dumps([values, data.shape, classes], sort_keys=True)
+    channels, height, width = data.train_images.shape[1:]
+    shape, classes = (channels, height, width), max(1, len(data.class_names))
+    kind = json.dumps([values, shape, classes if recipe.objective.needs_labels else 0], sort_keys=True)
     if kind not in known_steps:
         batches = [getattr(regularizer, "batch_size", 0) for regularizer in recipe.regularizers]
         public = max(_FEWEST_PUBLIC_IMAGES, *batches) if public_image_users(recipe) else 0
-        federation = build_federation(
-            recipe, noise_images(recipe.training.batch_size, data.shape, data.classes, public)
-        )
+        images = noise_images(recipe.training.batch_size, shape, classes, public)
+        federation = build_federation(recipe, images)
         ends = _ends_of_stages(recipe)
         # a client's first round in a stage may lack what its later ones have, such as a previous model
         counted = {number for end in ends for number in (end - 1, end)}

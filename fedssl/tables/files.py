@@ -36,12 +36,9 @@ def write_description(table: Table, output: Path, overrides: Sequence[str]) -> N
 
 
 def write_results(table: Table, results: Sequence[Results], output: Path) -> None:
-    """Write table.md, table.csv, summary.csv, table.html and a picture a scenario into `output`.
+    """Write table.md, table.csv, summary.csv, table.html and a picture a scenario into the table's folder `output`.
 
-    Args:
-        table: the table.
-        results: one for each scenario, in the table's order; at least one run must be finished.
-        output: the table's folder.
+    `results` has one entry for each scenario, in the table's order. At least one run must be finished.
 
     Raises:
         UserError: a file cannot be written, or the data for the pictures is missing.
@@ -69,10 +66,7 @@ def format_table(table: Table, results: Results) -> str:
 def plain_table(header: Sequence[str], rows: Sequence[Sequence[str]], label_width: int | None = None) -> str:
     """Return a table in columns, the first aligned to the left and the others to the right, with a ruled header.
 
-    Args:
-        header: the columns' titles.
-        rows: the cells; each row is as long as the header.
-        label_width: the first cells are wrapped to so many characters; not at all by default.
+    The first cell of each row is wrapped to `label_width` characters; by default it is not wrapped.
     """
     lines = [list(header)]
     for label, *cells in rows:
@@ -89,10 +83,7 @@ def plain_table(header: Sequence[str], rows: Sequence[Sequence[str]], label_widt
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int = 1) -> str:
     """Return a Markdown table. A bar in a cell is escaped, and white space is folded.
 
-    Args:
-        header: the columns' titles.
-        rows: the cells; each row is as long as the header.
-        text_columns: how many columns, from the left, hold text; the others are aligned to the right.
+    The first `text_columns` columns are aligned to the left, the others to the right.
     """
     rule = "|" + "---|" * text_columns + "---:|" * (len(header) - text_columns)
     return "\n".join([_markdown_line(header), rule, *map(_markdown_line, rows)])
@@ -206,10 +197,9 @@ def _markdown(table: Table, results: Sequence[Results]) -> str:
     if table.scenarios:  # a Markdown table has one line of header
         titles = [f"{scenario.label}: {title}" for scenario in results for title in _titles(table, scenario)]
         header = header[:text_columns] + titles
-    parts = [f"# {table.name}", _folded_description(table), markdown_table(header, rows, text_columns)]
-    parts.append(_how_to_read(table, results))
-    verdicts = _verdicts(table, results)
-    if verdicts:
+    figures = markdown_table(header, rows, text_columns)
+    parts = [f"# {table.name}", _folded_description(table), figures, _how_to_read(table, results)]
+    if verdicts := _verdicts(table, results):
         parts += ["\n".join(f"- {line}" for line in verdicts), RULES[table.verdict]]
     return "\n\n".join(parts) + "\n"
 

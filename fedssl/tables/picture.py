@@ -30,13 +30,11 @@ _MOSAIC_ROWS, _MOSAIC_COLUMNS = 3, 4
 def draw_picture(table: Table, results: Results, output: Path) -> Figure:
     """Draw the picture of one scenario: some clients with their images, every row's bars, and the verdict.
 
-    Args:
-        table: the table.
-        results: what its finished runs reached in the scenario; at least one run must be finished.
-        output: the table's folder. The clients are those of the reference row's first finished run, or of any other.
+    The clients are those of the reference row's first finished run in the table's folder `output`, or of the first row
+    with one. At least one run must be finished.
 
     Raises:
-        UserError: the run's data are not there, or its folder cannot be read.
+        UserError: the run's data is missing, or its folder cannot be read.
     """
     reference = reference_row(table)
     label = reference if reference in results.finished else next(iter(results.finished))

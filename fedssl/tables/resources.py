@@ -107,13 +107,9 @@ def _count(table: Table, row: TableRow, recipe: Recipe) -> dict[Metric, float]:
 
 
 def noise_images(count: int, shape: tuple[int, int, int], classes: int = 2, public: int = 0) -> Dataset:
-    """Return a data set of noise, because what a step takes does not depend on what the images show.
+    """Return `count` training and `public` public images of noise, because the cost of a step is that of real ones.
 
-    Args:
-        count: training images, whose classes alternate.
-        shape: channels, height and width.
-        classes: number of classes.
-        public: public images; 0 for none.
+    `shape` is channels, height and width of an image, `classes` the number of classes.
     """
     generator = torch.Generator().manual_seed(0)
     images, public_images = (

@@ -53,7 +53,7 @@ class TableRow(Options):
 
     label: str = Field(..., pattern=NAME_PATTERN, description="the row's name")
     recipe: str = Field(..., description="a shipped recipe's name, or a path from the table's folder")
-    settings: dict[str, Any] = Field(default_factory=dict, description="recipe values that this row changes")
+    settings: dict[str, Any] = Field({}, description="recipe values that this row changes")
     relative_to: str | None = Field(
         None, description="in a table of resources: the row whose figures count as 1; by default this one"
     )
@@ -62,7 +62,7 @@ class TableRow(Options):
     )
     newcomers: bool = Field(
         False,
-        description="in a table of resources: count as if every client took part for the first time in every round",
+        description="in a table of resources: count every client in every round as if it were its first",
     )
 
 
@@ -77,18 +77,11 @@ class ExpectedData(Options):
 class TableScenario(Options):
     """Settings under which every row is run, such as cross-silo or cross-device. A scenario is a group of columns."""
 
-    label: str = Field(
-        "", pattern=f"^$|{NAME_PATTERN}", description="the group's name; empty in a table without scenarios"
-    )
-    settings: dict[str, Any] = Field(
-        default_factory=dict, description="recipe values; they replace the table's, and the row's replace them"
-    )
-    expected_data: ExpectedData | None = Field(
-        None, description="what this scenario's data holds, in place of the table's `expected_data`"
-    )
+    label: str = Field("", pattern=f"^$|{NAME_PATTERN}", description="the group's name; empty without scenarios")
+    settings: dict[str, Any] = Field({}, description="recipe values; they replace the table's, the row's replace them")
+    expected_data: ExpectedData | None = Field(None, description="replaces the table's `expected_data`")
     paper: dict[str, dict[Metric, str]] = Field(
-        default_factory=dict,
-        description="the paper's figures to show beside ours, by row label and metric, as printed there",
+        {}, description="the paper's figures to show beside ours, by row label and metric, as printed there"
     )
 
 
@@ -100,41 +93,33 @@ class Table(Options):
     )
     description: str = Field("", pattern=TEXT_PATTERN, description="what the table compares")
     kind: Literal["runs", "resources"] = Field(
-        "runs", description="runs trains every row; resources tells what each would take, without training"
+        "runs", description="runs trains every row; resources counts what each would take, without training"
     )
     image: tuple[int, int, int] = Field(
         (3, 32, 32), description="in a table of resources: channels, height and width of the made-up images"
     )
     expected_data: ExpectedData | None = Field(
-        None, description="what the data holds that the user brings; --dry-run counts with it where the data is missing"
+        None, description="the size of data that the user brings; --dry-run counts with it while the data is missing"
     )
     seeds: list[int] = Field(..., min_length=1, description="every row is run once with each of them")
     metrics: list[Metric] = Field(["knn", "linear", "effective_rank"], min_length=1, description="the columns")
-    method: str | None = Field(
-        None, description="the label of the row that the verdict is about; without it there is no verdict"
-    )
+    method: str | None = Field(None, description="the label of the row that the verdict is about; None: no verdict")
     verdict: Literal["collaboration", "comparison"] = Field(
         "collaboration",
-        description="collaboration tells whether there is a collaboration gain and needs baselines and controls; "
-        "comparison only tells which of them the method beats",
+        description="collaboration judges whether there is a collaboration gain and needs baselines and controls; "
+        "comparison only names which of them the method beats",
     )
-    baselines: list[str] = Field(
-        default_factory=list,
-        description="labels of rows that the method must beat; a row that is in neither list is not judged",
-    )
+    baselines: list[str] = Field([], description="labels of rows that the method must beat")
     controls: list[str] = Field(
-        default_factory=list,
-        description="labels of rows that learn nothing from peers, which the method must beat, too",
+        [], description="labels of rows that learn nothing from peers, which the method must beat, too"
     )
-    settings: dict[str, Any] = Field(default_factory=dict, description="recipe values for all rows")
-    rows: list[TableRow] = Field(..., min_length=1, description="the rows")
+    settings: dict[str, Any] = Field({}, description="recipe values for all rows")
+    rows: list[TableRow] = Field(..., min_length=1, description="the rows; those in neither list above are not judged")
     scenarios: list[TableScenario] = Field(
-        default_factory=list, description="if given, every row is run in each, and each has the columns `metrics`"
+        [], description="if given, every row is run in each, and each has the columns `metrics`"
     )
     paper: dict[str, dict[Metric, str]] = Field(
-        default_factory=dict,
-        description="the paper's figures to show beside ours, by label and metric, as printed there; in a table with "
-        "scenarios each scenario has its own",
+        {}, description="as in a scenario; in a table with scenarios each has its own"
     )
 
     @model_validator(mode="after")
@@ -157,10 +142,9 @@ class Table(Options):
             "paper": [label for scenario in self.all_scenarios for label in scenario.paper],
             "relative_to": [row.relative_to for row in self.rows if row.relative_to is not None],
         }
-        for key, values in named.items():
-            for value in values:
-                if value not in labels:
-                    raise ValueError(f"{key} names {value!r}, but the rows' labels are {', '.join(labels)}")
+        for key, value in ((key, value) for key, values in named.items() for value in values):
+            if value not in labels:
+                raise ValueError(f"{key} names {value!r}, but the rows' labels are {', '.join(labels)}")
         if (self.kind == "resources") != bool(set(RESOURCES) & set(self.metrics)):
             raise ValueError(f"metrics {', '.join(RESOURCES)} need kind: resources, and all others kind: runs")
         if self.kind == "resources":
@@ -189,6 +173,15 @@ class Table(Options):
         if label == self.method:
             return "method"
         return "baseline" if label in self.baselines else "control" if label in self.controls else "other"
+
+
+def _check_labels(kind: str, labels: list[str]) -> None:
+    label_by_slug: dict[str, str] = {}
+    for label in labels:
+        other = label_by_slug.get(slug(label))
+        if other is not None:
+            raise ValueError(f"{kind} {other!r} and {label!r} need labels that differ in letters or digits")
+        label_by_slug[slug(label)] = label
 
 
 def load_table(name_or_path: str | Path) -> Table:
@@ -244,15 +237,6 @@ def cell_path(output: Path, label: str, seed: int, scenario: str = "") -> Path:
     """Return the run's folder of one cell, in the table's folder `output`."""
     row = output / slug(label)
     return (row / slug(scenario) if scenario else row) / f"seed-{seed}"
-
-
-def _check_labels(kind: str, labels: list[str]) -> None:
-    label_by_slug: dict[str, str] = {}
-    for label in labels:
-        other = label_by_slug.get(slug(label))
-        if other is not None:
-            raise ValueError(f"{kind} {other!r} and {label!r} need labels that differ in letters or digits")
-        label_by_slug[slug(label)] = label
 
 
 def slug(label: str) -> str:

@@ -113,8 +113,9 @@ def test_missing_data_is_named_and_counted_where_the_table_expects_it(table):
 
 def test_the_published_sizes_are_known_without_the_data(tmp_path):
     data = training_data(DataOptions(name="cifar100", path=tmp_path, public_holdout=5000), 0, None)
-    assert (len(data.labels), data.classes, data.shape) == (45_000, 100, (3, 32, 32))
-    assert torch.bincount(data.labels).tolist() == [450] * 100
+    assert (len(data.train_labels), len(data.class_names)) == (45_000, 100)
+    assert data.train_images.shape == (45_000, 3, 32, 32)
+    assert torch.bincount(data.train_labels).tolist() == [450] * 100
 
 
 def test_image_files_are_counted_by_their_folders(tmp_path):
@@ -125,7 +126,8 @@ def test_image_files_are_counted_by_their_folders(tmp_path):
         for number in range(3):
             Image.new("L", (12, 12)).save(tmp_path / name / f"{number}.png")
     data = training_data(DataOptions(name="folder", path=tmp_path, image_size=16), 0, None)
-    assert (len(data.labels), data.classes, data.shape) == (6, 2, (1, 16, 16))
+    assert (len(data.train_labels), len(data.class_names)) == (6, 2)
+    assert data.train_images.shape == (6, 1, 16, 16)
 
 
 def test_a_recipe_that_is_refused_ends_the_dry_run(table):
