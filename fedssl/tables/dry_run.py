@@ -164,7 +164,9 @@ def _note_total(table: Table, all_costs: Sequence[RunCost | None], note: Note) -
 
 def _hours(seconds: float) -> str:
     hours = seconds / 3600
-    return f"{hours:,.0f}" if hours >= 100 else f"{hours:.1f}" if hours >= 1 else f"{hours:.2f}"
+    if hours >= 100:
+        return f"{hours:,.0f}"
+    return f"{hours:.1f}" if hours >= 1 else f"{hours:.2f}"
 
 
 def training_data(options: DataOptions, seed: int, expected: ExpectedData | None) -> Dataset | None:
@@ -243,9 +245,9 @@ def run_cost(recipe: Recipe, data: Dataset, known_steps: KnownSteps) -> RunCost:
     answering = sampled * (1 - recipe.client_dropout)
     flops = seconds = 0.0
     for name, steps in steps_by_architecture.items():
-        by_round = _step_costs(_with_one_client(recipe, name), data, known_steps)
+        costs = _step_costs(_with_one_client(recipe, name), data, known_steps)
         for number in range(recipe.rounds):
-            step_flops, step_seconds = by_round[min(number, len(by_round) - 1)]
+            step_flops, step_seconds = costs[min(number, len(costs) - 1)]
             flops += answering * steps * step_flops
             seconds += answering * steps * step_seconds
     return RunCost(recipe.rounds * answering * steps_by_architecture.total(), flops, seconds)
@@ -290,7 +292,7 @@ def _step_costs(recipe: Recipe, data: Dataset, known_steps: KnownSteps) -> list[
         # a client's first round in a stage may lack what its later ones have, such as a previous model
         counted = {number for end in ends for number in (end - 1, end)}
         costs = estimate(federation, timed_rounds=(ends[0], ends[-1]), without_products=True, only_rounds=counted)
-        known_steps[kind] = _by_round(recipe.rounds, [cost for cost in costs if cost.number in ends])
+        known_steps[kind] = _interpolate(recipe.rounds, [cost for cost in costs if cost.number in ends])
     return known_steps[kind]
 
 
@@ -307,19 +309,19 @@ def _ends_of_stages(recipe: Recipe) -> list[int]:
     return [stage * length for stage in sorted(chosen)]
 
 
-def _by_round(rounds: int, counted: list[RoundCost]) -> list[tuple[float, float]]:
+def _interpolate(rounds: int, counted: list[RoundCost]) -> list[tuple[float, float]]:
     """Return (operations, seconds) of a step in each round, interpolated between the stages that were counted."""
     length = counted[0].number
     stages = [cost.number // length for cost in counted]
     flops = [cost.step[0].flops for cost in counted]
     fewest, most = flops[0], flops[-1]
     shortest, longest = counted[0].step_seconds[0], counted[-1].step_seconds[0]
-    by_round = []
+    costs = []
     for number in range(1, rounds + 1):
         step_flops = float(np.interp(-(-number // length), stages, flops))
         if most > fewest and longest > shortest:
             seconds = float(np.interp(step_flops, [fewest, most], [shortest, longest]))  # never beyond what was timed
         else:
             seconds = longest * step_flops / most
-        by_round.append((step_flops, seconds))
-    return by_round
+        costs.append((step_flops, seconds))
+    return costs

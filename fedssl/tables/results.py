@@ -62,14 +62,14 @@ def read_results(table: Table, output: Path, scenario: TableScenario | None = No
                 continue
             results.finished.setdefault(row.label, []).append(seed)
             for metric in table.metrics:
-                by_round = _by_round(run, metric)
+                reached = _values_by_round(run, metric)
                 for values, number in ((results.before, 0), (results.after, run.rounds)):
-                    if number in by_round:
-                        values.setdefault((row.label, metric), {})[seed] = by_round[number]
+                    if number in reached:
+                        values.setdefault((row.label, metric), {})[seed] = reached[number]
     return results
 
 
-def _by_round(run: Run, metric: str) -> dict[int, float]:
+def _values_by_round(run: Run, metric: str) -> dict[int, float]:
     """Return a metric's value by round; `METRIC@ARCHITECTURE` is the mean over the clients with this architecture."""
     measure, _, architecture = metric.partition(OF_ARCHITECTURE)
     if not architecture:

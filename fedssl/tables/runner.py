@@ -36,14 +36,7 @@ from .table import Table, cell_path, cell_recipe
 
 @dataclass(frozen=True, eq=False)
 class Cell:
-    """One run of a table.
-
-    Attributes:
-        label: the row's and, where there is one, the scenario's.
-        seed: the run's seed.
-        recipe: the recipe with all settings merged in.
-        path: the run's folder.
-    """
+    """One run of a table, with the labels of the row and the scenario in `label` and the run's folder in `path`."""
 
     label: str
     seed: int
@@ -287,7 +280,7 @@ def _work(connection: Connection, threads: int) -> None:
 def run_table(
     table: Table, output: Path, overrides: Sequence[str] = (), jobs: int = 1, note: Note = lambda text: None
 ) -> Path:
-    """Run the cells of a table that are not finished yet, then write its results into `output`.
+    """Run the cells of a table that are not finished yet, write its results into `output`, and return this folder.
 
     All recipes are checked before anything runs. The table can be stopped at any moment; the same call continues it.
     Ctrl-C raises KeyboardInterrupt after the worker processes have ended. A cell that fails with a UserError does not
@@ -299,9 +292,6 @@ def run_table(
         overrides: `key=value`, for all rows.
         jobs: cells at a time, each in a process of its own with its share of the processor cores as threads.
         note: is called with each line of progress, and finally with the table and its verdict.
-
-    Returns:
-        `output`.
 
     Raises:
         UserError: a recipe is refused, another recipe has made a cell in `output`, a file cannot be written, or cells
@@ -323,8 +313,7 @@ def run_table(
     if any(scenario.finished for scenario in results):
         write_results(table, results, output)
         _note_results(table, [scenario for scenario in results if scenario.finished], output, note)
-    failures = progress.failures
-    if failures:
+    if failures := progress.failures:
         listed = "; ".join(f"{cell}: {failures[cell]}" for cell in cells if cell in failures)
         raise UserError(f"{len(failures)} of {len(cells)} runs failed: {listed}")
     return output

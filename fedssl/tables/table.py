@@ -170,9 +170,8 @@ class Table(Options):
         """Return a row's role: `method`, `baseline`, `control` or `other`; `row` in a table without a verdict."""
         if self.method is None:
             return "row"
-        if label == self.method:
-            return "method"
-        return "baseline" if label in self.baselines else "control" if label in self.controls else "other"
+        roles = dict.fromkeys(self.controls, "control") | dict.fromkeys(self.baselines, "baseline")
+        return (roles | {self.method: "method"}).get(label, "other")
 
 
 def _check_labels(kind: str, labels: list[str]) -> None:
