@@ -92,6 +92,8 @@ def shortened(value: Any) -> str:
 def _fields_at(model: type[Options], location: list[str]) -> list[str]:
     current: list[type[Options]] = [model]  # more than one where the next key names one of several
     for key in location:
+        if key.isdigit():  # an entry of a list
+            continue
         if len(current) == 1:
             field = current[0].model_fields.get(key)
             current = _models_in(field.annotation) if field else []

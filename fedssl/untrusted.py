@@ -1,4 +1,4 @@
-"""Files, YAML, names and code that somebody else may have written, read and shown without harm."""
+"""Read and show files, YAML, names and code that somebody else may have written, without harm."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 import yaml
 from yaml.constructor import ConstructorError
-from yaml.events import AliasEvent
+from yaml.events import AliasEvent, CollectionStartEvent
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from .errors import UserError
@@ -22,10 +22,9 @@ from .errors import UserError
 
 @contextmanager
 def open_regular_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a regular file to read it. A named pipe or a device is refused at once; reading it could wait for ever.
+    """Open a regular file, or a link to one, for reading.
 
-    Args:
-        path: the file, or a link to it.
+    A named pipe or a device is refused at once, because reading it could wait for ever.
 
     Raises:
         OSError: the file cannot be opened, or is not a regular file.
@@ -41,11 +40,11 @@ def open_regular_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def read_regular_file(path: Path, most_bytes: int | None = None) -> bytes:
-    """The content of a regular file; see `open_regular_file`.
+    """Return the content of a regular file, see `open_regular_file`.
 
     Args:
         path: the file, or a link to it.
-        most_bytes: the largest size that is read; by default any.
+        most_bytes: the largest size that is read; any size by default.
 
     Raises:
         OSError: the file cannot be opened, is not a regular file, or is too large.
@@ -59,7 +58,7 @@ def read_regular_file(path: Path, most_bytes: int | None = None) -> bytes:
 
 
 def expand_home(path: str | Path) -> Path:
-    """A path with `~` or `~user` replaced by that home folder.
+    """Return a path with `~` or `~user` replaced by that home folder.
 
     Raises:
         UserError: there is no such user.
@@ -71,7 +70,7 @@ def expand_home(path: str | Path) -> Path:
 
 
 def absolute_path(folder: Path, path: str | Path) -> Path:
-    """A path as seen from a folder, absolute and without links; `~` is the home folder.
+    """Return a path relative to a folder as an absolute one without links; `~` is the home folder.
 
     Raises:
         UserError: there is no such user, or the links in the path form a circle.
@@ -82,24 +81,20 @@ def absolute_path(folder: Path, path: str | Path) -> Path:
         raise UserError(f"{str(path)!r} cannot be resolved to a file: {error}") from error
 
 
-#: names of recipes, rows and scenarios: one line of 1 to 200 characters; a control character could move a cursor, end
-#: a line of a file or hide text. The C1 controls, line separators and marks that reverse the direction of text count.
+#: a name of a recipe, row or scenario: one line of 1 to 200 characters without control characters, which could move a
+#: cursor, end a line of a file or hide text. C1 controls, line separators and marks that reverse text count as such.
 NAME_PATTERN = r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]{1,200}$"
-
-
-#: descriptions: the same characters, and line breaks and tabs
+#: a description: the same characters, line breaks and tabs, of any length
 TEXT_PATTERN = r"^[^\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]*$"
-
-
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def printable(text: str | Path, keep: str = "") -> str:
-    r"""The text with control characters and undecodable bytes as escapes: a newline as `\n`, ESC as `\x1b`.
+    r"""Return a text with control characters and undecodable bytes escaped: a newline as `\n`, ESC as `\x1b`.
 
     Args:
         text: any text, or a path.
-        keep: characters that stay as they are, such as `"\n"` where several lines are printed.
+        keep: characters that are not escaped, such as `"\n"` where several lines are printed.
     """
 
     def escape(match: re.Match[str]) -> str:
@@ -110,57 +105,38 @@ def printable(text: str | Path, keep: str = "") -> str:
 
 
 def plot_text(text: str) -> str:
-    """A text as matplotlib draws it literally: a dollar sign begins no formula. Line breaks stay."""
+    """Return a text that matplotlib draws literally: dollar signs begin no formula. Line breaks stay."""
     return printable(text, keep="\n").replace("$", r"\$")
 
 
 #: bytes of the largest YAML file; shipped ones have a few thousand
 MOST_BYTES = 2**20
-
-
 _DEEPEST = 50  # mappings and lists inside each other
-
-
 _MOST_VALUES = 100_000  # with every alias written out
-
-
-_LARGEST_INTEGER = 2**63
-
-
 _TAG = "tag:yaml.org,2002:"
-
-
 _KINDS = ("str", "int", "float", "bool", "null", "timestamp", "map", "seq", "merge", "value")
 
 
 def parse_yaml(text: str, source: str) -> Any:
-    """The value that a YAML text holds.
-
-    Aliases are allowed as long as the written-out text stays small.
+    """Return the value of a YAML text. Aliases are allowed as long as the text with all of them written out is small.
 
     Args:
-        text: the text of one document.
-        source: what an error message calls the text.
+        text: one document.
+        source: the text's name in error messages.
 
     Raises:
-        UserError: the text is not YAML; a key occurs twice or is not text; a value does not have the form that its tag
-            or its looks promise, such as the date 2020-13-45; an integer does not fit into 64 bits; a text holds
-            control characters; or the nesting or the repetition by aliases is out of bounds. The message names the
-            line.
+        UserError: the text is not YAML; a key occurs twice or is not text; a value is not what its tag or form
+            promises, such as the date 2020-13-45; an integer does not fit into 64 bits; a text holds control
+            characters; the nesting is too deep, or aliases repeat too much. The message names the line.
     """
     if len(text) > MOST_BYTES:
         raise UserError(f"{source} has {len(text):,} characters; expected YAML of at most {MOST_BYTES:,}")
-    loader = None
     try:
-        loader = _StrictLoader(text)
-        return loader.get_single_data()
+        return yaml.load(text, _StrictLoader)
     except yaml.YAMLError as error:
         raise UserError(f"{source} is not YAML: {printable(' '.join(str(error).split()))}") from error
     except _Refused as error:
         raise UserError(f"{source}, line {error.line}: {error}") from error
-    finally:
-        if loader is not None:
-            loader.dispose()
 
 
 class _Refused(Exception):
@@ -180,6 +156,8 @@ class _StrictLoader(yaml.SafeLoader):
     def compose_node(self, parent: Node | None, index: Any) -> Node | None:
         repeated = self.check_event(AliasEvent)
         self._depth += 1
+        if self._depth > _DEEPEST and self.check_event(CollectionStartEvent):  # deeper calls end in a RecursionError
+            raise _Refused(self._next_node(), f"mappings and lists are nested more than {_DEEPEST} deep")
         node = super().compose_node(parent, index)
         self._depth -= 1
         assert node is not None
@@ -189,24 +167,11 @@ class _StrictLoader(yaml.SafeLoader):
             raise _Refused(self._next_node(), "an alias stands inside the value that it repeats")
         return node
 
-    def compose_sequence_node(self, anchor: Any) -> SequenceNode:
-        self._check_depth()
-        return super().compose_sequence_node(anchor)
-
-    def compose_mapping_node(self, anchor: Any) -> MappingNode:
-        self._check_depth()
-        return super().compose_mapping_node(anchor)
-
-    def _check_depth(self) -> None:
-        """Before the composer calls itself for what is inside, which would end in a RecursionError."""
-        if self._depth > _DEEPEST:
-            raise _Refused(self._next_node(), f"mappings and lists are nested more than {_DEEPEST} deep")
-
     def _next_node(self) -> Node:
         return ScalarNode("", "", self.peek_event().start_mark)
 
     def _check(self, node: Node) -> None:
-        """Check a node that is complete; those inside it have been checked before."""
+        """Check a complete node; the nodes inside it have been checked before."""
         inner: list[Node] = []
         if node.tag not in [_TAG + kind for kind in _KINDS]:
             raise _Refused(node, f"the tag {printable(node.tag)[:80]!r} is not supported; remove it")
@@ -234,7 +199,7 @@ class _StrictLoader(yaml.SafeLoader):
             shown = printable(str(node.value))[:40] if isinstance(node, ScalarNode) else "this"
             kind = node.tag.rpartition(":")[2]
             raise _Refused(node, f"{shown!r} is not a valid {kind}; write it in quotes if it is a text") from error
-        if isinstance(value, int) and abs(value) >= _LARGEST_INTEGER:
+        if isinstance(value, int) and abs(value) >= 2**63:
             raise _Refused(node, f"the integer {str(node.value)[:20]}... has more than 64 bits")
         return value
 
@@ -257,7 +222,7 @@ def _refuse_controls(node: ScalarNode) -> None:
         raise _Refused(node, f'the text "{shown[:80]}" holds control characters; remove them')
 
 
-#: recipe keys that hold parts: the folder in which each is looked up, and whether the key holds a list of parts
+#: recipe keys that hold parts, each with the folder in which a part is looked up and whether the key holds a list
 PART_KEYS: dict[str, tuple[str, bool]] = {
     "objective": ("objectives", False),
     "augmentation": ("augmentations", False),
@@ -269,18 +234,17 @@ PART_KEYS: dict[str, tuple[str, bool]] = {
 
 
 def own_parts(values: dict[str, Any]) -> list[str]:
-    """The parts of a recipe's mapping that do not ship with fedssl: names of Python files and of modules.
+    """Return the names of the custom parts in a recipe's mapping: Python files, or modules outside fedssl.
 
-    To read the recipe as a `Recipe` is to run their code.
+    Reading the mapping as a `Recipe` runs their code.
     """
-    given = [values.get(key) for key in PART_KEYS]
-    parts = [part for one in given for part in (one if isinstance(one, list) else [one])]
-    names = [part.get("name") if isinstance(part, dict) else part for part in parts]
+    part_lists = [value if isinstance(value, list) else [value] for value in map(values.get, PART_KEYS)]
+    names = [part.get("name") if isinstance(part, dict) else part for parts in part_lists for part in parts]
     return list(dict.fromkeys(name for name in names if isinstance(name, str) and "." in name))
 
 
 def own_part_file(name: str) -> Path | None:
-    """The file with the code of a part of one's own, found without running any code; None where there is none.
+    """Return the file with a custom part's code, found without running any code; None if there is none.
 
     Args:
         name: an absolute path of a .py file, or a dotted module.

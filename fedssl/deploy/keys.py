@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from ..errors import UserError
-from ..run.storage import cannot_write, sync_folder
+from ..run.storage import cannot_write, sync_path
 from ..untrusted import read_regular_file
 
 PrivateKey = ec.EllipticCurvePrivateKey
@@ -89,7 +89,7 @@ def write_private(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.link(temporary, path)  # fails if the file exists, which a rename would replace
-        sync_folder(path.parent)
+        sync_path(path.parent)
     except FileExistsError:
         raise UserError(f"{path} exists already, and a key is never overwritten: move it away first") from None
     except OSError as error:

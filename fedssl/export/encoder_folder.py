@@ -28,7 +28,7 @@ from fedkernels import __version__
 
 from ..errors import UserError
 from ..models.encoders import SmallConvNet, build_encoder, has_small_image_stem, timm_arguments
-from ..run.storage import cannot_write, make_folder, sync_folder, write_atomically
+from ..run.storage import cannot_write, make_folder, sync_path, write_atomically
 from ..untrusted import read_regular_file
 from .compiled_formats import MEAN, STD, FormatName, write_format
 from .load_script import load_script
@@ -77,7 +77,7 @@ def export_encoder(
         for name in formats:
             write_format(name, chosen.encoder, preparing)
         os.rename(preparing, output)
-        sync_folder(output.absolute().parent)
+        sync_path(output.absolute().parent)
     except OSError as error:
         raise cannot_write(output, error) from error
     finally:

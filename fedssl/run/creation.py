@@ -1,4 +1,4 @@
-"""What a run's folder is made of: how it is made and locked, and its manifest."""
+"""Make, replace and lock a run's folder, and read and write its manifest."""
 
 from __future__ import annotations
 
@@ -18,77 +18,38 @@ from pydantic import Field, ValidationError
 from ..errors import UserError
 from ..options import Options, explain_errors
 from ..untrusted import absolute_path, own_part_file, own_parts, parse_yaml, read_regular_file
-from .storage import cannot_write, digest_of, sync_folder, write_atomically
-
-
-@contextmanager
-def alone_in(path: Path, busy: str = "another process is at work on this run") -> Iterator[None]:
-    """Keep other processes from working on the run in a folder as long as this process does.
-
-    Args:
-        path: the folder.
-        busy: the error's text where another process is working on the run.
-
-    Raises:
-        UserError: another process is working on the run.
-    """
-    try:
-        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError as error:
-        raise UserError(f"{path} cannot be opened as a folder: {error.strerror}") from error
-    try:
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{path}: {busy}") from None
-        except OSError:  # a file system without locks
-            pass
-        if not os.path.exists(path) or not os.path.samestat(os.fstat(folder), os.stat(path)):
-            raise UserError(f"{path}: {busy}")  # which has put another folder in this one's place
-        yield
-    finally:
-        os.close(folder)
-
+from .storage import cannot_write, digest_of, sync_path, write_atomically
 
 STATE_FILE = r"(server|client-[0-9]{4,})\.round-[0-9]{5,}\.safetensors"
-
-
-_Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+_StateFile = Annotated[str, Field(pattern=f"^{STATE_FILE}$")]
+_Log = Annotated[str, Field(pattern=r"^[a-z]+\.csv$")]
+_Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]  # a SHA-256
 
 
 class Checkpoint(Options):
-    """The last committed round, as the manifest holds it."""
+    """The last committed round, as stored in the manifest."""
 
-    round: int = Field(-1, ge=-1, description="its number; -1 before the first commit")
-    files: dict[str, Annotated[str, Field(pattern=f"^{STATE_FILE}$")]] = Field({}, description="state files by owner")
-    lengths: dict[Annotated[str, Field(pattern=r"^[a-z]+\.csv$")], Annotated[int, Field(ge=0)]] = Field(
-        {}, description="the committed length of the logs in bytes"
-    )
-    finished: bool = Field(False, description="whether it is the recipe's last round")
-    digests: dict[str, _Digest] = Field(
-        {}, description="SHA-256 by file name of what a resume relies on; empty in folders of earlier versions"
-    )
-    parts: dict[str, _Digest] = Field(
-        {}, description="SHA-256 of the code of the parts of one's own when the run began, by their name in the recipe"
-    )
-
-
-def first_checkpoint(files: dict[str, str]) -> Checkpoint:
-    digests = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in files.items()}
-    recipe = parse_yaml(files["recipe.yaml"], "recipe.yaml")
-    sources = {name: own_part_file(name) for name in own_parts(recipe)} if isinstance(recipe, dict) else {}
-    parts = {name: digest_of(file) for name, file in sources.items() if file is not None}
-    return Checkpoint(digests=digests, parts=parts)
+    round: int = Field(-1, ge=-1)  # -1 before the first commit
+    files: dict[str, _StateFile] = Field({})  # by owner
+    lengths: dict[_Log, Annotated[int, Field(ge=0)]] = Field({})  # committed bytes
+    finished: bool = False  # whether the round is the recipe's last
+    digests: dict[str, _Digest] = Field({})  # of what a resume relies on; empty in folders of earlier versions
+    parts: dict[str, _Digest] = Field({})  # of the custom parts' code when the run began, by name in the recipe
 
 
 def write_manifest(path: Path, checkpoint: Checkpoint) -> None:
+    """Write the manifest of a run's folder, which commits the checkpoint."""
     values = checkpoint.model_dump()
     text = json.dumps(values | {"digest": _digest_of_values(values)}, indent=1)
     write_atomically(path / "checkpoints" / "manifest.json", text.encode())
 
 
 def read_manifest(path: Path) -> Checkpoint:
-    """The manifest of a run's folder; that of a run before its first commit where there is none."""
+    """Read the manifest of a run's folder; without one, return the checkpoint of a run before its first commit.
+
+    Raises:
+        UserError: the manifest cannot be read, or was changed.
+    """
     file = path / "checkpoints" / "manifest.json"
     try:
         values = json.loads(read_regular_file(file))
@@ -109,38 +70,57 @@ def _digest_of_values(values: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
-def default_folder(name: str, seed: int) -> Path:
-    """The folder of a run whose user names none.
+@contextmanager
+def alone_in(path: Path, busy: str = "another process is at work on this run") -> Iterator[None]:
+    """Keep other processes from working on the run in a folder until the block ends, or the process is killed.
+
+    The folder itself is locked. The library `filelock` would put a lock file in it, which a read-only folder refuses.
 
     Raises:
-        UserError: the recipe's name cannot be that of a folder.
+        UserError: another process is working on the run (`busy` is the error's text), or there is no such folder.
+    """
+    try:
+        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise UserError(f"{path} cannot be opened as a folder: {error.strerror}") from error
+    try:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{path}: {busy}") from None
+        except OSError:  # a file system without locks
+            pass
+        if not os.path.exists(path) or not os.path.samestat(os.fstat(folder), os.stat(path)):
+            raise UserError(f"{path}: {busy}")  # it has replaced the folder
+        yield
+    finally:
+        os.close(folder)
+
+
+def default_folder(name: str, seed: int) -> Path:
+    """Return the folder of a run for which the user names none.
+
+    Raises:
+        UserError: the recipe's name cannot be a folder's name.
     """
     if "/" in name:
-        raise UserError(
-            f"the recipe's name {name!r} holds a slash, so it cannot be a folder's name: change it, or name the run's "
-            "folder with --output"
-        )
+        advice = "change it, or name the run's folder with --output"
+        raise UserError(f"the recipe's name {name!r} holds a slash, so it cannot be a folder's name: {advice}")
     return Path("runs") / f"{name}-seed{seed}"
 
 
 def is_run_folder(path: Path) -> bool:
-    """Whether a folder is one that a run has made; nothing else may be replaced."""
-    checkpoints = path / "checkpoints"
-    return (
-        (path / "recipe.yaml").is_file() and (checkpoints / "manifest.json").is_file() and not checkpoints.is_symlink()
-    )
+    """Return whether a run has made this folder; nothing else may be replaced."""
+    folder = path / "checkpoints"
+    return (path / "recipe.yaml").is_file() and (folder / "manifest.json").is_file() and not folder.is_symlink()
 
 
 def refuse_existing(path: Path, overwrite: bool) -> None:
-    """Refuse a folder where no new run can be made, before anything is loaded.
-
-    Args:
-        path: the folder of the new run.
-        overwrite: whether a run that is there may be replaced.
+    """Check that a new run can be made in a folder, before anything is loaded.
 
     Raises:
-        UserError: the folder exists and may not be replaced: without `overwrite`, where another process works on it, or
-            where it is something else than a run's folder.
+        UserError: the folder exists and may not be replaced: `overwrite` is False, another process is working on it,
+            or it is not a run's folder.
     """
     if not os.path.lexists(path):
         return
@@ -150,9 +130,8 @@ def refuse_existing(path: Path, overwrite: bool) -> None:
             "only a run is replaced: name another --output"
         )
     if not overwrite:
-        raise UserError(
-            f"{path} exists: continue it with fedssl run --resume {path}, or give --overwrite, or another --output"
-        )
+        advice = f"continue it with fedssl run --resume {path}, or give --overwrite, or another --output"
+        raise UserError(f"{path} exists: {advice}")
     target = absolute_path(Path(), path)
     if Path.cwd().is_relative_to(target):
         raise UserError(f"{path} is the working folder or one above it, so it is not replaced: name another --output")
@@ -164,12 +143,7 @@ def refuse_existing(path: Path, overwrite: bool) -> None:
 def new_run(path: Path, files: dict[str, str], overwrite: bool = False) -> Iterator[None]:
     """Make a new run's folder, and keep other processes from working on it; see `alone_in`.
 
-    The folder gets its name only when it is complete.
-
-    Args:
-        path: the folder.
-        files: texts to put in it, by file name; `recipe.yaml` is one of them.
-        overwrite: replace the run in the folder where there is one.
+    The folder holds `files`, texts by file name with `recipe.yaml` among them, and gets its name when it is complete.
 
     Raises:
         UserError: see `refuse_existing`; the folder cannot be written.
@@ -182,7 +156,7 @@ def new_run(path: Path, files: dict[str, str], overwrite: bool = False) -> Itera
             (preparing / "checkpoints").mkdir(parents=True)
             for name, text in files.items():
                 write_atomically(preparing / name, text.encode())
-            write_manifest(preparing, first_checkpoint(files))
+            write_manifest(preparing, _first_checkpoint(files))
             stack.enter_context(alone_in(preparing))
             _put_in_place(preparing, target, overwrite)
         except OSError as error:
@@ -192,15 +166,24 @@ def new_run(path: Path, files: dict[str, str], overwrite: bool = False) -> Itera
         yield
 
 
+def _first_checkpoint(files: dict[str, str]) -> Checkpoint:
+    recipe = parse_yaml(files["recipe.yaml"], "recipe.yaml")
+    part_files = {name: own_part_file(name) for name in own_parts(recipe)} if isinstance(recipe, dict) else {}
+    return Checkpoint(
+        digests={name: hashlib.sha256(text.encode()).hexdigest() for name, text in files.items()},
+        parts={name: digest_of(file) for name, file in part_files.items() if file is not None},
+    )
+
+
 def _beside(target: Path, what: str) -> Path:
-    """A new name in the same folder; nobody's folder has it already."""
+    """Return an unused name in the same folder."""
     return target.with_name(f".{target.name[:80]}.{what}-{secrets.token_hex(4)}")
 
 
 def _put_in_place(preparing: Path, target: Path, overwrite: bool) -> None:
     if not os.path.lexists(target):
         os.rename(preparing, target)
-        sync_folder(target.parent)
+        sync_path(target.parent)
         return
     with alone_in(target):
         if not overwrite or not is_run_folder(target):
@@ -208,5 +191,5 @@ def _put_in_place(preparing: Path, target: Path, overwrite: bool) -> None:
         replaced = _beside(target, "replaced")
         os.rename(target, replaced)
         os.rename(preparing, target)
-        sync_folder(target.parent)
+        sync_path(target.parent)
         shutil.rmtree(replaced)

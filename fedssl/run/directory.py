@@ -1,22 +1,22 @@
-"""A run's folder: the resolved recipe, metrics, and a checkpoint that is complete at every moment.
+"""Read and write a run's folder: the resolved recipe, metrics, and a checkpoint that is complete at any moment.
 
     recipe.yaml                     every option with its value
     partition.csv                   images per client and class
     image_shape.json                channels, height and width of the images, so that an export needs no data
     metrics.csv                     round,client,metric,value; client is a number, `global`, or `mean`
-    timings.csv                     round,seconds (apart, so that metrics.csv is the same on every machine)
-    refused.csv                     round,client,reason: answers that were left out; only where there were any
-    spectrum.csv                    client,index,value: singular values of the test representations at the end
+    timings.csv                     round,seconds (not in metrics.csv, which is the same on every machine)
+    refused.csv                     round,client,reason: answers that were left out, if any
+    spectrum.csv                    client,index,value: singular values of the final test representations
     tensorboard/                    the same metrics as TensorBoard events
     checkpoints/manifest.json       the last complete round and the files that belong to it
     checkpoints/*.safetensors       the server's state and each client's
     privacy_spent.json              with differential privacy: the rounds that count for each client
     sites_run.txt                   engine flower: the run's name at the sites, which keep the clients' states
 
-A round is committed by the rename of manifest.json. State files carry the round in their name and are never
-changed, so a manifest always points at whole files. metrics.csv only grows, and the manifest holds its length, so
-on resume the lines that a killed run wrote after its last commit are cut off. The manifest also holds the SHA-256 of
-every file that a resume relies on, and of the code of parts of one's own: a run whose files were changed is refused.
+Renaming manifest.json commits a round. State files have the round in their name and never change, so a manifest
+always points at whole files. metrics.csv only grows, and the manifest holds its length, so a resume cuts off the lines
+that a killed run wrote after its last commit. The manifest also holds the SHA-256 of every file that a resume relies
+on, and of the custom parts' code: a run whose files were changed is refused.
 """
 
 from __future__ import annotations
@@ -47,29 +47,21 @@ from .storage import (
 )
 
 MetricRow = tuple[int, str, str, float]
-
-
 METRICS_HEADER = ("round", "client", "metric", "value")
-
-
 #: the file with the shape of the run's images
 IMAGE_SHAPE = "image_shape.json"
-
-
-#: the file with the name by which the sites know the run; only where the sites keep the clients' states
+#: the file with the run's name at the sites, if they keep the clients' states
 SITES_RUN = "sites_run.txt"
-
-
 LOGS = ("metrics.csv", "timings.csv", "refused.csv")
 
 
 def client_file(index: int, round_number: int) -> str:
-    """The name of the file with a client's state after a round."""
+    """Return the name of the file with a client's state after a round."""
     return _state_file(_client_owner(index), round_number)
 
 
 def _client_owner(index: int) -> str:
-    """How a client is called in the manifest and in its files' names."""
+    """Return a client's name in the manifest and in file names."""
     return f"client-{index:04d}"
 
 
@@ -78,24 +70,23 @@ def _state_file(owner: str, round_number: int) -> str:
 
 
 def _round_of_file(name: str) -> int:
-    """The round of a state from the name of its file."""
     return int(name.split(".round-")[1].split(".")[0])
 
 
 class RunDirectory:
-    """Reads and writes one run's folder."""
+    """One run's folder, and the states of the round that is not committed yet."""
 
     def __init__(self, path: Path):
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.checkpoint = read_manifest(path)
-        self._written: dict[str, str] = {}  # states of the round that is not yet committed, by owner
-        self._digests: dict[str, str] = {}  # of those states that this process wrote, by file
-        self._hashed: dict[str, tuple[Any, int]] = {}  # how far each log is hashed, and the hash up to there
+        self._written: dict[str, str] = {}  # file of each state of the round that is not committed yet, by owner
+        self._digests: dict[str, str] = {}  # SHA-256 of the states among them that this process wrote, by file
+        self._hashed: dict[str, tuple[Any, int]] = {}  # the hash of each log up to a length in bytes
 
     @classmethod
     def create(cls, path: Path, files: dict[str, str], overwrite: bool = False) -> RunDirectory:
-        """Make a new run's folder that other processes may work on at once; see `new_run`."""
+        """Make a new run's folder without keeping it locked; see `new_run`."""
         with new_run(path, files, overwrite):
             return cls(path)
 
@@ -112,10 +103,8 @@ class RunDirectory:
 
     @property
     def clients_elsewhere(self) -> bool:
-        """Whether the sites keep the clients' states (engine flower), so that they are not in this folder."""
+        """Return whether the sites keep the clients' states (engine flower), so this folder does not hold them."""
         return (self.path / SITES_RUN).is_file()
-
-    # Logs that only grow
 
     def append_metrics(self, rows: Iterable[MetricRow]) -> None:
         """Append values in full precision to metrics.csv."""
@@ -127,7 +116,7 @@ class RunDirectory:
         self._append("timings.csv", ("round", "seconds"), [(round_number, f"{seconds:.3f}")])
 
     def append_refused(self, round_number: int, reasons: dict[int, str]) -> None:
-        """Append the answers that a round left out to refused.csv, a reason by client."""
+        """Append the answers that a round left out to refused.csv; `reasons` is by client."""
         if reasons:
             rows = [(round_number, k, reason) for k, reason in reasons.items()]
             self._append("refused.csv", ("round", "client", "reason"), rows)
@@ -144,9 +133,9 @@ class RunDirectory:
             raise cannot_write(path, error) from error
 
     def read_metrics(self) -> list[MetricRow]:
-        """The metrics up to the last committed round, in the order in which they were written.
+        """Return the metrics up to the last committed round, in the order in which they were written.
 
-        Where there is no manifest, as in a copy without checkpoints, all complete lines are read.
+        Without a manifest, as in a copy without checkpoints, all complete lines are read.
 
         Raises:
             UserError: metrics.csv is damaged, or was changed since it was committed.
@@ -154,32 +143,28 @@ class RunDirectory:
         path = self.path / "metrics.csv"
         self._refuse_change("metrics.csv")
         try:
-            rows = read_csv(path, self.checkpoint.lengths.get("metrics.csv"))
-            return [_metric_row(row) for row in rows]
+            return [_metric_row(row) for row in read_csv(path, self.checkpoint.lengths.get("metrics.csv"))]
         except (OSError, ValueError, TypeError, KeyError) as error:
             expected = f"expected the columns {', '.join(METRICS_HEADER)}"
-            raise UserError(
-                f"{path} cannot be read: {expected}; {type(error).__name__}: {printable(str(error))}"
-            ) from error
+            problem = f"{type(error).__name__}: {printable(str(error))}"
+            raise UserError(f"{path} cannot be read: {expected}; {problem}") from error
 
     def write_spectra(self, spectra: dict[str, Tensor]) -> None:
-        """Write singular values of the final representations, float [dimension] by client."""
+        """Write the singular values of the final representations, float [dimension] by client."""
         rows = [(who, i, repr(value)) for who, values in spectra.items() for i, value in enumerate(values.tolist())]
         write_atomically(self.path / "spectrum.csv", csv_text([("client", "index", "value"), *rows]).encode())
 
-    # Checkpoints
-
     def write_client(self, index: int, round_number: int, state: Message) -> None:
-        """Write a client's state of a round; it counts from the round's `commit` on."""
+        """Write a client's state of a round, which the round's `commit` makes valid."""
         self._write_state(_client_owner(index), round_number, state)
 
     def adopt_client(self, index: int, round_number: int) -> None:
-        """Take note of a client's state that the client itself has written (engine flower); see `write_client`."""
+        """Register a client's state that the client itself has written (engine flower); see `write_client`."""
         self._written[_client_owner(index)] = client_file(index, round_number)
 
     @property
     def client_rounds(self) -> dict[int, int]:
-        """The round of each client's last committed state; clients that have not taken part yet are left out."""
+        """Return the round of each client's last committed state; clients without one are left out."""
         return {
             int(owner.removeprefix("client-")): _round_of_file(file)
             for owner, file in self.checkpoint.files.items()
@@ -187,12 +172,12 @@ class RunDirectory:
         }
 
     def client_round(self, index: int) -> int | None:
-        """The round of a client's last committed state; None where it has not taken part yet."""
+        """Return the round of a client's last committed state; None if it has not taken part yet."""
         name = self.checkpoint.files.get(_client_owner(index))
         return _round_of_file(name) if name else None
 
     def discard_client(self, index: int) -> None:
-        """Take back what `write_client` wrote in the round that is not yet committed."""
+        """Discard a client's state of the round that is not committed yet."""
         self._written.pop(_client_owner(index), None)
 
     def _write_state(self, owner: str, round_number: int, state: Message) -> None:
@@ -201,10 +186,10 @@ class RunDirectory:
         self._written[owner] = name
 
     def commit(self, round_number: int, server: Message, finished: bool) -> None:
-        """Store a finished round with the clients' states written in it; the other clients keep their file."""
+        """Commit a round with the clients' states written in it; the other clients keep their files."""
         self._write_state("server", round_number, server)
         flush_files(self.checkpoints, self._digests)
-        # sorted: clients that train at a time are ready in any order
+        # sorted, because clients that train at the same time end in any order
         files = dict(sorted((self.checkpoint.files | self._written).items()))
         logs = {name: self._hash_log(name) for name in LOGS if (self.path / name).exists()}
         states = {name: digest for name in files.values() if (digest := self._digest_of_state(name))}
@@ -224,14 +209,14 @@ class RunDirectory:
         self._remove_unused()
 
     def _digest_of_state(self, name: str) -> str | None:
-        """None for a state that a site keeps, or that an earlier version committed."""
+        """Return a state's SHA-256; None if a site keeps it, or an earlier version without digests committed it."""
         known = self._digests.get(name) or self.checkpoint.digests.get(name)
         if known or name in self.checkpoint.files.values() or self.clients_elsewhere:
             return known
         return digest_of(self.checkpoints / name)  # a simulated client wrote it
 
     def _hash_log(self, name: str) -> tuple[str, int]:
-        """The SHA-256 and the length of a log; what was hashed at an earlier commit is not read again."""
+        """Return the SHA-256 and length of a log; reads only what earlier calls have not hashed."""
         digest, length = self._hashed.get(name, (hashlib.sha256(), 0))
         with open(self.path / name, "rb") as file:
             file.seek(length)
@@ -241,7 +226,7 @@ class RunDirectory:
         return digest.hexdigest(), length + len(added)
 
     def store_recipe(self, text: str) -> None:
-        """Replace recipe.yaml, and let the run continue with it."""
+        """Replace recipe.yaml; the run continues with the new one."""
         write_atomically(self.path / "recipe.yaml", text.encode())
         digest = hashlib.sha256(text.encode()).hexdigest()
         if self.checkpoint.digests.get("recipe.yaml", digest) != digest:
@@ -250,12 +235,9 @@ class RunDirectory:
             write_manifest(self.path, self.checkpoint)
 
     def require_unchanged(self, but: Collection[str] = ()) -> None:
-        """Refuse to continue a run whose files are not as the run wrote them; the logs may be longer.
+        """Check that the files, except those named in `but`, are as the run wrote them; the logs may be longer.
 
-        Folders of earlier versions hold no digests: there only the logs' lengths are checked.
-
-        Args:
-            but: names of files that are not checked.
+        In folders of earlier versions, which hold no digests, only the logs' lengths are checked.
 
         Raises:
             UserError: a file is missing or was changed; the message names it and says what to do.
@@ -272,9 +254,8 @@ class RunDirectory:
             path = self.path / name
             size = path.stat().st_size if path.is_file() else 0
             if size < length:
-                raise UserError(
-                    f"{path} has {size} bytes, but {length} were committed: put back the file as the run wrote it"
-                )
+                problem = f"has {size} bytes, but {length} were committed: put back the file as the run wrote it"
+                raise UserError(f"{path} {problem}")
 
     def _refuse_change(self, name: str) -> None:
         expected = self.checkpoint.digests.get(name)
@@ -282,23 +263,20 @@ class RunDirectory:
         try:
             same = expected is None or expected == digest_of(path, self.checkpoint.lengths.get(name))
         except OSError as error:
-            raise UserError(
-                f"{path} cannot be read: {error.strerror}; put back the file as the run wrote it, or start a new run"
-            ) from error
+            advice = "put back the file as the run wrote it, or start a new run"
+            raise UserError(f"{path} cannot be read: {error.strerror}; {advice}") from error
         if not same:
-            raise UserError(
-                f"{path} was changed since the run wrote it, or is damaged: put back the file as it was (also its line "
-                "ends), or start a new run"
-            )
+            advice = "put back the file as it was (also its line ends), or start a new run"
+            raise UserError(f"{path} was changed since the run wrote it, or is damaged: {advice}")
 
     def part_unchanged(self, name: str) -> bool | None:
-        """Whether the code of a part of one's own is what it was when the run began; None where that is not known.
+        """Return whether a custom part's code is the same as when the run began; None if that is unknown.
 
-        Code in the run's folder itself is never known: whoever made the folder put it there.
+        It is always unknown for code in the run's folder, which whoever made the folder put there.
         """
         expected, file = self.checkpoint.parts.get(name), own_part_file(name)
-        here = absolute_path(Path(), self.path)
-        if expected is None or file is None or absolute_path(Path(), file).is_relative_to(here):
+        folder = absolute_path(Path(), self.path)
+        if expected is None or file is None or absolute_path(Path(), file).is_relative_to(folder):
             return None
         try:
             return digest_of(file) == expected
@@ -306,11 +284,11 @@ class RunDirectory:
             return False
 
     def server_state(self) -> Message:
-        """The server's last committed state."""
+        """Return the server's last committed state."""
         return read_message(self.checkpoints / self.checkpoint.files["server"])
 
     def client_state(self, index: int) -> Message:
-        """A client's last written state; empty where it has not taken part yet.
+        """Return a client's last written state; an empty message if it has not taken part yet.
 
         Raises:
             UserError: the state is kept at the client's own site, or its file cannot be read.
@@ -322,7 +300,7 @@ class RunDirectory:
         return read_message(self.checkpoints / name) if name else Message()
 
     def roll_back(self) -> None:
-        """Remove what an interrupted run wrote after its last commit."""
+        """Remove everything that an interrupted run wrote after its last commit."""
         for name in LOGS:
             path, length = self.path / name, self.checkpoint.lengths.get(name, 0)
             try:
@@ -335,18 +313,18 @@ class RunDirectory:
         self._remove_unused()
 
     def _remove_unused(self) -> None:
-        """Remove states that no longer count, and nothing else that may lie there."""
+        """Remove unused states, and no other files."""
         used = set(self.checkpoint.files.values())
         try:
-            left = [name for name in os.listdir(self.checkpoints) if name not in used]
+            unused = [name for name in os.listdir(self.checkpoints) if name not in used]
             ours = re.compile(rf"{STATE_FILE}(\.partial)?|manifest\.json\.partial")
-            remove_files(self.checkpoints, [name for name in left if ours.fullmatch(name)])
+            remove_files(self.checkpoints, [name for name in unused if ours.fullmatch(name)])
         except OSError as error:
             raise cannot_write(self.checkpoints, error) from error
 
 
 def _metric_row(row: dict[str, str]) -> MetricRow:
-    """A line of metrics.csv; ValueError where it is not one that a run writes."""
+    """Parse a row of metrics.csv. Raise ValueError if no run writes such a row."""
     who = row["client"]
     if not re.fullmatch(r"global|mean|[0-9]{1,9}", who):
         raise ValueError(f"the client {who[:40]!r} is not a number, `global` or `mean`")

@@ -1,4 +1,4 @@
-"""A run read back from its folder, for reports, tables and notebooks.
+"""Read a run back from its folder, for reports, tables and notebooks.
 
 from fedssl.run.record import read_run
 
@@ -24,17 +24,17 @@ from .storage import read_csv
 
 @dataclass(frozen=True)
 class Run:
-    """What a run's folder holds, up to the last committed round.
+    """The content of a run's folder, up to the last committed round.
 
     Attributes:
-        path: the folder, as it was given.
-        recipe: the resolved recipe as plain values. It can be read even where a part from the user's own file is gone.
+        path: the folder, as given.
+        recipe: the resolved recipe as plain values, which need no file of a custom part.
         values: metric values by (round, who, metric). Round 0 is before training. `who` is a client's number as text
             (`"0"`), `global` for the global model, or `mean` for the mean over the clients.
-        class_names: the classes' names; empty where the folder holds no partition.
-        class_counts: training images per client and class, [clients, classes]; empty where the folder holds none.
-        spectra: singular values of the final test representations by client, or by `global`, in descending order;
-            empty before the last round.
+        class_names: the classes' names; empty if the folder holds no partition.
+        class_counts: training images per client and class, [clients, classes]; empty without a partition.
+        spectra: singular values of the final test representations in descending order, by client or `global`; empty
+            before the last round.
     """
 
     path: Path
@@ -46,57 +46,50 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The recipe's name; runs that differ in their seed alone share it."""
+        """Return the recipe's name, which runs that differ only in their seed share."""
         return str(self.recipe["name"])
 
     @property
     def seed(self) -> int:
-        """The seed of the run's random numbers."""
+        """Return the seed of the run's random numbers."""
         return int(self.recipe.get("seed", 0))
 
     @property
     def rounds(self) -> int:
-        """How many rounds the recipe asks for."""
+        """Return the recipe's number of rounds."""
         return int(self.recipe["rounds"])
 
     @property
     def last_round(self) -> int:
-        """The last committed round; -1 where there is none."""
+        """Return the last committed round; -1 if there is none."""
         return max((number for number, _, _ in self.values), default=-1)
 
     @property
     def finished(self) -> bool:
-        """Whether the last round of the recipe is committed."""
+        """Return whether the last round of the recipe is committed."""
         return self.last_round >= self.rounds
 
     def architecture_of(self, client: int) -> str:
-        """The name of a client's encoder: the recipe's architectures repeat over the clients."""
+        """Return the name of a client's encoder: the recipe's architectures repeat over the clients."""
         names = self.recipe.get("architectures") or [""]
         return str(names[client % len(names)])
 
     def overall(self, metric: str) -> dict[int, float]:
-        """A metric's values by round: the global model's where there is one, otherwise the mean over the clients.
+        """Return a metric's values by round: the global model's if there is one, otherwise the mean over the clients.
 
-        Args:
-            metric: such as `knn`, `linear`, `effective_rank`, `loss`. Empty where the run has no such metric.
+        Empty if the run has no such metric. Metrics are for instance `knn`, `linear`, `effective_rank`, `loss`.
         """
-        by_round: dict[int, float] = {}
-        for wanted in ("mean", "global"):  # the global model's value replaces the mean
-            by_round |= {
-                number: value for (number, who, name), value in self.values.items() if (who, name) == (wanted, metric)
-            }
-        return by_round
+        means, global_values = (
+            {number: value for (number, who, name), value in self.values.items() if (who, name) == (owner, metric)}
+            for owner in ("mean", "global")
+        )
+        return means | global_values
 
     def evaluated(self, metric: str, when: Literal["before", "after"], who: str | None = None) -> float | None:
-        """A metric's value before training (round 0), or after the last round of a finished run.
+        """Return a metric's value before training (round 0), or after the last round of a finished run.
 
-        Args:
-            metric: such as `knn`, `linear`, `effective_rank`.
-            when: `before` or `after`.
-            who: a client's number as text; by default the global model or the mean over the clients, see `overall`.
-
-        Returns:
-            The value; None where it was not measured, and for `after` where the run is not finished.
+        It is client `who`'s, a number as text; by default the global model's or the mean over the clients, see
+        `overall`. None if it was not measured, or for `after` if the run is not finished.
 
         Raises:
             ValueError: `when` is neither `before` nor `after`.
@@ -106,20 +99,15 @@ class Run:
         if when == "after" and not self.finished:
             return None
         number = 0 if when == "before" else self.rounds
-        if who is None:
-            return self.overall(metric).get(number)
-        return self.values.get((number, who, metric))
+        return self.overall(metric).get(number) if who is None else self.values.get((number, who, metric))
 
     def total(self, metric: str) -> float:
-        """The sum of a metric, such as `bytes_down` or `flops`, over all rounds and clients."""
+        """Return the sum of a metric, such as `bytes_down` or `flops`, over all rounds and clients."""
         return sum(value for (_, who, name), value in self.values.items() if name == metric and who.isdigit())
 
 
 def read_run(path: str | Path) -> Run:
-    """Read a run's folder, finished or not.
-
-    Args:
-        path: the folder that `fedssl run` has written, such as `runs/fedu-seed0`.
+    """Read a folder that `fedssl run` has written, such as `runs/fedu-seed0`, finished or not.
 
     Raises:
         UserError: `path` is not a run's folder, or a file in it cannot be read.
@@ -145,7 +133,7 @@ def read_run(path: str | Path) -> Run:
 
 
 def _check_recipe(recipe: Any) -> None:
-    """Refuse what is no resolved recipe, whoever wrote it. The parts are not looked at: they may be gone."""
+    """Raise ValueError if this is not a resolved recipe. The parts are not checked, because their files may be gone."""
     if not isinstance(recipe, dict) or not {"name", "rounds"} <= recipe.keys():
         raise ValueError("recipe.yaml is not a resolved recipe: `name` or `rounds` is missing")
     if not isinstance(recipe["name"], str) or not re.match(NAME_PATTERN, recipe["name"]):

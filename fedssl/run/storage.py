@@ -1,4 +1,4 @@
-"""Reading and writing files. A written file is whole or absent: it is written aside, flushed to the disk, renamed."""
+"""Read and write files. A written file is whole or absent: it is written aside, flushed to the disk, and renamed."""
 
 from __future__ import annotations
 
@@ -23,12 +23,10 @@ from ..errors import UserError
 from ..messages import Message
 from ..untrusted import open_regular_file, printable, read_regular_file
 
-#: files that are flushed or removed at a time. The disk joins what it is asked for at the same time: flushing a hundred
-#: files took three quarters of the time that it took one by one, and less than half where others wrote to the disk too.
+#: files flushed or removed at the same time. Flushing a hundred files took three quarters of the time that it took one
+#: after another, and less than half while others wrote to the disk, because the disk joins concurrent requests.
 _AT_A_TIME = 8
-
-
-#: what the safetensors format calls the dtypes
+#: the safetensors names of the dtypes
 _DTYPES = {
     **{torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.int32: "I32"},
     **{torch.int64: "I64", torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64", torch.complex64: "C64"},
@@ -37,12 +35,9 @@ _DTYPES = {
 
 
 def write_atomically(path: Path, *data: bytes | memoryview, flush: bool = True) -> None:
-    """Write a file so that a crash at any moment leaves either the old content or the new one.
+    """Write a file, in parts, so that a crash at any moment leaves either the old content or the new one.
 
-    Args:
-        path: the file.
-        data: its content, in one or more parts.
-        flush: False leaves it to the caller to call `flush_files` before anything relies on the file.
+    With `flush=False` the caller must call `flush_files` before anything relies on the file.
 
     Raises:
         UserError: the disk is full, or the file may not be written. The temporary file is removed.
@@ -58,11 +53,20 @@ def write_atomically(path: Path, *data: bytes | memoryview, flush: bool = True) 
                 os.fsync(file.fileno())
         os.replace(temporary, path)
         if flush:
-            sync_folder(path.parent)
+            sync_path(path.parent)
     except OSError as error:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise cannot_write(path, error) from error
+
+
+def sync_path(path: Path) -> None:
+    """Flush a file's content, or a folder's entries so that a rename in it survives a power cut."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def flush_files(folder: Path, names: Iterable[str]) -> None:
@@ -74,21 +78,17 @@ def flush_files(folder: Path, names: Iterable[str]) -> None:
 
     def flush(name: str) -> None:
         try:
-            handle = os.open(folder / name, os.O_RDONLY)
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)
+            sync_path(folder / name)
         except OSError as error:
             raise cannot_write(folder / name, error) from error
 
     with ThreadPoolExecutor(_AT_A_TIME) as threads:
         list(threads.map(flush, names))
-    sync_folder(folder)
+    sync_path(folder)
 
 
 def remove_files(folder: Path, names: Iterable[str]) -> None:
-    """Remove files of a folder, where they are still there.
+    """Remove files of a folder; missing ones are ignored.
 
     Raises:
         OSError: a file cannot be removed.
@@ -98,7 +98,7 @@ def remove_files(folder: Path, names: Iterable[str]) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and those above it, where they do not exist yet.
+    """Make a folder and those above it if they do not exist.
 
     Raises:
         UserError: the folder cannot be made.
@@ -110,17 +110,15 @@ def make_folder(path: Path) -> None:
 
 
 def cannot_write(path: Path, error: OSError) -> UserError:
-    """The one-line error for a failed write."""
+    """Return the one-line error for a failed write."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return UserError(
-            f"no space left to write {path}: free some space and repeat the command; a run continues with "
-            "fedssl run --resume"
-        )
+        advice = "free some space and repeat the command; a run continues with fedssl run --resume"
+        return UserError(f"no space left to write {path}: {advice}")
     return UserError(f"{path} cannot be written: {error.strerror or error}")
 
 
 def digest_of(path: Path, length: int | None = None) -> str:
-    """The SHA-256 of a file's first `length` bytes, by default of all, as 64 hexadecimal digits.
+    """Return the SHA-256 of a file's first `length` bytes, by default of all, as 64 hexadecimal digits.
 
     Raises:
         OSError: the file is missing, not a regular file, or cannot be read.
@@ -134,19 +132,10 @@ def digest_of(path: Path, length: int | None = None) -> str:
     return digest.hexdigest()
 
 
-def sync_folder(folder: Path) -> None:
-    """Flush a folder's entries, so that a rename in it survives a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def csv_text(rows: Iterable[Sequence[object]]) -> str:
-    """Rows as the text of a CSV file; the first one is usually the header.
+    """Return rows as the text of a CSV file; the first one is usually the header.
 
-    Control characters in a text become escapes, see `printable`: each row is one line that every reader takes alike.
+    Control characters in a text are escaped, see `printable`, so each row is one line for every reader.
     """
     text = io.StringIO()
     cells = ([printable(cell) if isinstance(cell, str) else cell for cell in row] for row in rows)
@@ -155,16 +144,13 @@ def csv_text(rows: Iterable[Sequence[object]]) -> str:
 
 
 def read_csv(path: Path, length: int | None = None) -> list[dict[str, str]]:
-    """A CSV file's rows by column name; no rows where there is no such file.
+    """Return the rows in the first `length` bytes of a CSV file, by default all, by column name.
 
-    Args:
-        path: the file.
-        length: how many bytes of it to read; by default all. A last line without a line end is not complete and is
-            left out.
+    A missing file has no rows. A last line without a line end is incomplete and left out.
 
     Raises:
         OSError: the file cannot be read, or is not a regular file.
-        ValueError: it is not CSV in UTF-8, or a row has not as many cells as the header.
+        ValueError: it is not CSV in UTF-8, or a row has more or fewer cells than the header.
     """
     try:
         data = read_regular_file(path)[:length]
@@ -181,15 +167,9 @@ def read_csv(path: Path, length: int | None = None) -> list[dict[str, str]]:
 
 
 def write_message(path: Path, message: Message, flush: bool = True) -> str:
-    """Store a message as one safetensors file; its numbers, config and metrics are JSON in the file's header.
+    """Store a message as a safetensors file, with its numbers, config and metrics as JSON in the header.
 
-    Args:
-        path: the file.
-        message: what to store.
-        flush: see `write_atomically`.
-
-    Returns:
-        The file's SHA-256, see `digest_of`.
+    Returns the file's SHA-256, see `digest_of`. For `flush` see `write_atomically`.
 
     Raises:
         UserError: the file cannot be written.
@@ -204,10 +184,10 @@ def write_message(path: Path, message: Message, flush: bool = True) -> str:
 
 
 def _safetensors_parts(tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> list[bytes | memoryview]:
-    """The content of a safetensors file: its header, and each tensor's bytes where they lie.
+    """Return the content of a safetensors file: its header, and each tensor's bytes without a copy.
 
-    The library's `save` copies all of them twice, which took most of the time of a client's state. Equal tensors and
-    metadata give equal files. Larger dtypes come first, so that each tensor lies aligned.
+    The library's `save` copies them twice, which took most of the time of writing a client's state. Equal tensors and
+    metadata give equal files. Larger dtypes come first, so each tensor is aligned.
     """
     stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     order = sorted(stored, key=lambda name: (-stored[name].element_size(), name))
@@ -236,15 +216,14 @@ def read_message(path: Path) -> Message:
         # differently on memory that is aligned differently.
         tensors = {name: tensor.clone() for name, tensor in load_tensors(data).items()}
         length = int.from_bytes(data[:8], "little")
-        header = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["message"])
-        return Message(tensors, *_fields(header))
+        fields = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["message"])
+        numbers: dict[str, float] = {}
+        metrics: dict[str, float] = {}
+        for name, value in fields["numbers"].items():
+            if name.startswith("metric/"):  # states of earlier versions hold metrics as numbers
+                metrics[name.removeprefix("metric/")] = value
+            else:
+                numbers[name] = value
+        return Message(tensors, numbers, fields["config"], metrics | fields.get("metrics", {}))
     except (OSError, SafetensorError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{path} cannot be read as a checkpoint: {printable(str(error))}") from error
-
-
-def _fields(header: dict[str, Any]) -> tuple[dict[str, float], dict[str, Any], dict[str, float]]:
-    """Numbers, config and metrics. Earlier states hold metrics as numbers whose names begin with `metric/`."""
-    prefix = "metric/"
-    numbers = {name: value for name, value in header["numbers"].items() if not name.startswith(prefix)}
-    earlier = {name.removeprefix(prefix): v for name, v in header["numbers"].items() if name.startswith(prefix)}
-    return numbers, header["config"], earlier | header.get("metrics", {})

@@ -1,17 +1,16 @@
-"""What running a table would take: its runs, their cost, and the paper's figures. Nothing is trained or written."""
+"""List a table's runs, what they would take, and the paper's figures, without training or writing anything."""
 
 from __future__ import annotations
 
 import json
-import textwrap
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from ..data.datasets import Dataset, load_dataset
 from ..data.files import expanded, kind_of, subfolders
@@ -27,77 +26,170 @@ from ..recipe.recipe import Recipe
 from ..recipe.rules import check_shares, public_image_users
 from ..reports.cost import RoundCost, estimate, format_flops
 from ..training import steps_of_round
-from .files import plain_table
+from .files import Note, plain_table
+from .resources import noise_images
 from .table import RESOURCES, ExpectedData, Table, TableRow, TableScenario, cell_recipe
 
-
-@dataclass(frozen=True, eq=False)
-class TrainingData:
-    """The training images of a run, without their pixels.
-
-    Attributes:
-        labels: int64 [n], as the runs have them; for data that is not read, classes of equal size.
-        classes: number of classes; 1 without labels.
-        shape: channels, height and width.
-    """
-
-    labels: Tensor
-    classes: int
-    shape: tuple[int, int, int]
-
-    def client_sizes(self, recipe: Recipe) -> list[int]:
-        """How many images each client gets.
-
-        Raises:
-            UserError: the images cannot be divided as the recipe asks, or a client has fewer than a batch.
-        """
-        no_pixels = torch.zeros((), dtype=torch.uint8).expand(len(self.labels), *self.shape)
-        names = tuple(map(str, range(self.classes))) if self.classes > 1 else ()
-        images = Dataset(recipe.data.name, no_pixels, self.labels, no_pixels[:0], self.labels[:0], names, None)
-        client_rows = deal(images, recipe.partition, recipe.seed)
-        check_shares(recipe, client_rows, None)
-        return [len(rows) for rows in client_rows]
+_PLACEHOLDER = "data.path=the-path-that-is-not-given"
+#: a schedule with more stages is counted at three of them if these are alike
+_MOST_COUNTED_STAGES = 6
+#: public images of the made-up data if no regularizer has a larger batch of them
+_FEWEST_PUBLIC_IMAGES = 8
 
 
-def training_data(options: DataOptions, seed: int, expected: ExpectedData | None) -> TrainingData | None:
-    """The training images that `options` name.
+def dry_run(table: Table, overrides: Sequence[str] = (), note: Note = lambda text: None) -> None:
+    """List what `run_table` would run: rows, scenarios and seeds, operations, hours on this machine, paper's figures.
 
-    Digits and .npz files are read. The sizes of torchvision's data sets are known, and image files are counted and not
-    opened, so that all their images are taken to be usable and their classes equally large.
+    The data may be missing: see `training_data`. Each kind of step is counted as by `fedssl cost`, and timed at the
+    recipe's batch size or, if that takes long, at a smaller one. The evaluation and the server's work are left out.
 
     Args:
-        options: a recipe's; the public images need not be there.
-        seed: the run's.
-        expected: what missing data will hold.
-
-    Returns:
-        None where the data is missing and nothing is expected of it.
+        table: see `load_table`.
+        overrides: `key=value`, for all rows.
+        note: is called with each part of the text.
 
     Raises:
-        UserError: data that is there and cannot be read.
+        UserError: a recipe is refused, the data cannot be read, or a step fails.
     """
-    source, known = SOURCES[options.name], None
-    if source.torchvision is not None and source.shape is not None:  # its published size
-        known = ExpectedData(images=source.images, classes=source.classes, shape=source.shape)
-    elif is_missing(options.path, "data.path"):
-        known = expected
-        if known is None:
-            return None
-    if known is None and not source.image_files:
-        images = load_dataset(options.model_copy(update={"public_path": None}), seed)
-        channels, height, width = images.train_images.shape[1:]
-        return TrainingData(images.train_labels, max(1, len(images.class_names)), (channels, height, width))
-    if known is None:
-        known = _counted_files(options)
-    shape = known.shape if options.image_size is None else (known.shape[0], options.image_size, options.image_size)
-    count = known.images - options.public_holdout
-    count = count if options.train_limit is None else min(count, options.train_limit)
-    return TrainingData(torch.arange(max(0, count)) % known.classes, known.classes, shape)
+    if table.kind == "resources":
+        _list_resources(table, overrides, note)
+        return
+    runs = len(table.rows) * len(table.all_scenarios) * len(table.seeds)
+    seeds = ", ".join(map(str, table.seeds))
+    note(
+        f"{table.name}: {runs} runs: {len(table.rows)} rows x {len(table.all_scenarios)} scenarios x "
+        f"{len(table.seeds)} seeds ({seeds}). Nothing is run or written."
+    )
+    known_steps: KnownSteps = {}
+    all_costs: list[RunCost | None] = []
+    missing: dict[str, None] = {}
+    for scenario in table.all_scenarios:
+        costs: list[RunCost | None] = []
+        for row in table.rows:
+            recipe, missing_data = _recipe_and_missing_data(table, row, scenario, overrides)
+            missing |= dict.fromkeys(missing_data)
+            data = training_data(recipe.data, recipe.seed, scenario.expected_data or table.expected_data)
+            try:
+                costs.append(None if data is None else run_cost(recipe, data, known_steps))
+            except UserError as error:
+                raise UserError(f"row {row.label!r}: {error}") from error
+        note("\n" + "\n".join([scenario.label, _scenario_table(table, scenario, costs)]).lstrip("\n"))
+        all_costs += costs
+    if missing:
+        note("\nMissing for a run: " + "; ".join(missing) + ".")
+    _note_total(table, all_costs, note)
 
 
-def is_missing(path: Path | None, option: str) -> bool:
-    """Whether an option names a file or folder that does not exist."""
+def _list_resources(table: Table, overrides: Sequence[str], note: Note) -> None:
+    for row in table.rows:
+        cell_recipe(table, row, table.seeds[0], overrides)
+    note(
+        f"{table.name}: {len(table.rows)} rows, which are counted and not trained: it takes some seconds a row. "
+        "Nothing is run or written."
+    )
+    printed = [metric for metric in RESOURCES if metric in table.metrics]
+    lines = [[row.label, *(table.paper.get(row.label, {}).get(m, "-") for m in printed)] for row in table.rows]
+    note("\n" + plain_table(["row", *(f"paper: {metric}" for metric in printed)], lines))
+
+
+def _recipe_and_missing_data(
+    table: Table, row: TableRow, scenario: TableScenario, overrides: Sequence[str]
+) -> tuple[Recipe, list[str]]:
+    """Return the recipe of a row's first seed, and a sentence for each thing that the user still has to bring."""
+    given: dict[str, Any] = {}
+    for values in (read_values(row.recipe), table.settings, scenario.settings, row.settings):
+        given |= values.get("data") or {}
+    given |= {key.removeprefix("data."): value for key, _, value in (text.partition("=") for text in overrides)}
+    name = str(given.get("name"))
+    missing = []
+    needed = SOURCES[name].path if name in SOURCES else None
+    no_path = needed is not None and not given.get("path")
+    if no_path:
+        missing.append(f"give data.path=PATH, {needed}")
+    recipe = cell_recipe(table, row, table.seeds[0], [*overrides, *([_PLACEHOLDER] if no_path else [])], scenario)
+    if not no_path and _is_missing(recipe.data.path, "data.path"):
+        missing.append(f"there is no {recipe.data.path}; put the data there or give data.path=PATH")
+    if public_image_users(recipe) and recipe.data.public_path is None and not recipe.data.public_holdout:
+        missing.append("give data.public_path=PATH, an .npz file or a folder of public images")
+    if _is_missing(recipe.data.public_path, "data.public_path"):
+        missing.append(f"there is no {recipe.data.public_path}, the public images; put them there")
+    for label, options in (recipe.evaluation.downstream or {}).items():
+        if _is_missing(options.path, f"evaluation.downstream.{label}.path"):
+            missing.append(f"there is no {options.path}, the data of evaluation.downstream.{label}; put it there")
+    return recipe, missing
+
+
+def _is_missing(path: Path | None, option: str) -> bool:
     return path is not None and kind_of(expanded(path, option)) == "missing"
+
+
+def _scenario_table(table: Table, scenario: TableScenario, costs: Sequence[RunCost | None]) -> str:
+    printed = [metric for metric in table.metrics if any(metric in figures for figures in scenario.paper.values())]
+    titles = [metric_title(metric).replace(" accuracy", "").replace(" (%)", " %") for metric in printed]
+    header = ["row", "seeds", "steps a run", "FLOPs a run", "hours a run", *(f"paper: {title}" for title in titles)]
+    lines = []
+    for row, cost in zip(table.rows, costs, strict=True):
+        cells = ["-"] * 3 if cost is None else [f"{cost.steps:,.0f}", format_flops(cost.flops), _hours(cost.seconds)]
+        paper = [scenario.paper.get(row.label, {}).get(metric, "-") for metric in printed]
+        lines.append([row.label, str(len(table.seeds)), *cells, *paper])
+    return plain_table(header, lines, label_width=40)
+
+
+def _note_total(table: Table, all_costs: Sequence[RunCost | None], note: Note) -> None:
+    seeds = len(table.seeds)
+    costs = [cost for cost in all_costs if cost is not None]
+    uncounted = len(all_costs) - len(costs)
+    left_out = f", without {uncounted * seeds} runs whose data is missing" if uncounted else ""
+    if costs:
+        flops, seconds = seeds * sum(cost.flops for cost in costs), seeds * sum(cost.seconds for cost in costs)
+        threads = torch.get_num_threads()
+        device = "its GPU" if torch.cuda.is_available() else f"{threads} thread{'s' if threads > 1 else ''}"
+        cost = f"{format_flops(flops)} FLOPs, {_hours(seconds)} hours on this machine with {device}"
+        note(f"\nIn all{left_out}: {cost}, one run at a time.")
+        note(
+            "Estimated from steps on images of noise: each kind of step is counted (a multiply-add is two FLOPs) and "
+            "timed, at a smaller batch where a whole one takes long, and multiplied by the steps. The evaluation, "
+            "fine-tuning included, and the server's work are not in it; other programs make the hours longer."
+        )
+    if not any(scenario.paper for scenario in table.all_scenarios):
+        note("The paper prints no figures for this table, or the table holds none.")
+
+
+def _hours(seconds: float) -> str:
+    hours = seconds / 3600
+    if hours >= 100:
+        return f"{hours:,.0f}"
+    return f"{hours:.1f}" if hours >= 1 else f"{hours:.2f}"
+
+
+def training_data(options: DataOptions, seed: int, expected: ExpectedData | None) -> Dataset | None:
+    """Return the training images that `options` name; None if the data is missing and `expected` is None.
+
+    Digits and .npz files are read; all other images have no pixels. The sizes of torchvision's data sets are known.
+    Image files are counted and not opened, so all are taken to be usable and their classes to be equally large. Public
+    images may be missing.
+
+    Raises:
+        UserError: the data cannot be read.
+    """
+    source = SOURCES[options.name]
+    if source.torchvision is not None and source.shape is not None:  # its published size
+        size = ExpectedData(images=source.images, classes=source.classes, shape=source.shape)
+    elif _is_missing(options.path, "data.path"):
+        if expected is None:
+            return None
+        size = expected
+    elif not source.image_files:
+        return load_dataset(options.model_copy(update={"public_path": None}), seed)
+    else:
+        size = _counted_files(options)
+    shape = size.shape if options.image_size is None else (size.shape[0], options.image_size, options.image_size)
+    count = size.images - options.public_holdout
+    count = count if options.train_limit is None else min(count, options.train_limit)
+    labels = torch.arange(max(0, count)) % size.classes
+    no_pixels = torch.zeros((), dtype=torch.uint8).expand(len(labels), *shape)
+    names = tuple(map(str, range(size.classes))) if size.classes > 1 else ()
+    return Dataset(options.name, no_pixels, labels, no_pixels[:0], labels[:0], names, None)
 
 
 def _counted_files(options: DataOptions) -> ExpectedData:
@@ -106,24 +198,14 @@ def _counted_files(options: DataOptions) -> ExpectedData:
     assert seen is not None
     folder = expanded(options.path, "data.path")
     by_folder = options.name == "folder" or options.labels == "folders"
-    inner = folder / "train" if (folder / "train").is_dir() else folder
-    classes = len(subfolders(inner)) if by_folder else 1
-    return ExpectedData(
-        images=max(1, seen.images), classes=max(1, classes), shape=(seen.channels, seen.side, seen.side)
-    )
-
-
-#: so many stages of a schedule are all counted
-_MOST_COUNTED_STAGES = 6
-
-
-#: public images of the made-up data, where a regularizer does not name more in its batch
-_FEWEST_PUBLIC_IMAGES = 8
+    classes = len(subfolders(folder / "train" if (folder / "train").is_dir() else folder)) if by_folder else 1
+    shape = (seen.channels, seen.side, seen.side)
+    return ExpectedData(images=max(1, seen.images), classes=max(1, classes), shape=shape)
 
 
 @dataclass(frozen=True)
 class RunCost:
-    """What the local training of one run takes; where clients are sampled or drop out, on average over the draws.
+    """What the local training of one run takes, on average over the draws of clients that are sampled or drop out.
 
     Attributes:
         steps: of all clients in all rounds.
@@ -136,52 +218,37 @@ class RunCost:
     seconds: float
 
 
-@dataclass
-class StepCosts:
-    """Counts and times steps, each kind once: rows that train alike share what was measured of the first of them."""
+#: operations and seconds of a step in each round, by kind of step; later rounds equal the last one
+KnownSteps = dict[str, list[tuple[float, float]]]
 
-    _by_kind: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
 
-    def of_run(self, recipe: Recipe, data: TrainingData) -> RunCost:
-        """What a run of the recipe on this data will take.
+def run_cost(recipe: Recipe, data: Dataset, known_steps: KnownSteps) -> RunCost:
+    """Return what a run takes. Kinds of steps that `known_steps` lacks are counted, timed and added to it.
 
-        Raises:
-            UserError: the recipe does not fit the data, or a step fails.
-        """
-        if not recipe.schedule.trains:
-            return RunCost(0.0, 0.0, 0.0)
-        steps_by_architecture: dict[str, int] = {}
-        for client, size in enumerate(data.client_sizes(recipe)):
-            name = recipe.architecture_of(client)
-            steps = steps_of_round(recipe.training, size)
-            steps_by_architecture[name] = steps_by_architecture.get(name, 0) + steps
-        sampled = (recipe.clients_per_round or recipe.partition.clients) / recipe.partition.clients
-        answering = sampled * (1 - recipe.client_dropout)
-        flops = seconds = 0.0
-        for name, steps in steps_by_architecture.items():
-            by_round = self._of_steps(recipe, name, data)
-            for number in range(recipe.rounds):
-                flops_of_step, seconds_of_step = by_round[min(number, len(by_round) - 1)]
-                flops += answering * steps * flops_of_step
-                seconds += answering * steps * seconds_of_step
-        return RunCost(recipe.rounds * answering * sum(steps_by_architecture.values()), flops, seconds)
-
-    def _of_steps(self, recipe: Recipe, architecture: str, data: TrainingData) -> list[tuple[float, float]]:
-        """Operations and seconds of a client's step by round; rounds that are left out equal the last one."""
-        reduced = _with_one_client(recipe, architecture)
-        key = _kind_of_step(reduced, data)
-        if key not in self._by_kind:
-            federation = build_federation(reduced, _made_up_data(reduced, data))
-            ends = _ends_of_stages(reduced)
-            # a client's first round in a stage may lack what its later ones have, such as a previous model
-            counted = {number for end in ends for number in (end - 1, end)}
-            costs = estimate(federation, timed_rounds=(ends[0], ends[-1]), without_products=True, only_rounds=counted)
-            self._by_kind[key] = _by_round(reduced.rounds, [cost for cost in costs if cost.number in ends])
-        return self._by_kind[key]
+    Raises:
+        UserError: the recipe does not fit the data, a client has fewer images than a batch, or a step fails.
+    """
+    if not recipe.schedule.trains:
+        return RunCost(0.0, 0.0, 0.0)
+    client_rows = deal(data, recipe.partition, recipe.seed)
+    check_shares(recipe, client_rows, None)
+    steps_by_architecture: Counter[str] = Counter()
+    for client, rows in enumerate(client_rows):
+        steps_by_architecture[recipe.architecture_of(client)] += steps_of_round(recipe.training, len(rows))
+    sampled = (recipe.clients_per_round or recipe.partition.clients) / recipe.partition.clients
+    answering = sampled * (1 - recipe.client_dropout)
+    flops = seconds = 0.0
+    for name, steps in steps_by_architecture.items():
+        costs = _step_costs(_with_one_client(recipe, name), data, known_steps)
+        for number in range(recipe.rounds):
+            step_flops, step_seconds = costs[min(number, len(costs) - 1)]
+            flops += answering * steps * step_flops
+            seconds += answering * steps * step_seconds
+    return RunCost(recipe.rounds * answering * steps_by_architecture.total(), flops, seconds)
 
 
 def _with_one_client(recipe: Recipe, architecture: str) -> Recipe:
-    """The recipe with one client of an architecture, and as few rounds as have all kinds of steps."""
+    """Return the recipe with one client of an architecture, and the fewest rounds that have all kinds of steps."""
     one_epoch = {"local_epochs": 1, "local_steps": None, "learning_rate_schedule": "constant"}
     changes = {
         "name": "made up",
@@ -196,41 +263,38 @@ def _with_one_client(recipe: Recipe, architecture: str) -> Recipe:
         "partition": PartitionOptions(name="iid", clients=1),
         "evaluation": EvaluationOptions(),
         "training": recipe.training.model_copy(update=one_epoch),
-        # layers come and go in rounds; without that, all rounds but the first take the same
+        # without stages, all rounds but the first take the same
         "rounds": recipe.rounds if recipe.schedule.cuts else min(2, recipe.rounds),
     }
     return recipe.model_copy(update=changes)
 
 
-def _kind_of_step(recipe: Recipe, data: TrainingData) -> str:
-    """A key that recipes share whose steps take the same."""
+def _step_costs(recipe: Recipe, data: Dataset, known_steps: KnownSteps) -> list[tuple[float, float]]:
+    """Return operations and seconds of a step of the recipe's only client in each round."""
     values = recipe.model_dump(mode="json", exclude={"data", "preset", "local_update", "guard", "flower"})
     if all(aggregator.exchanges_weights for aggregator in recipe.aggregators):
-        del values["aggregators"]  # weights are only put into place, whoever has averaged them
-    classes = data.classes if recipe.objective.needs_labels else 0
-    return json.dumps([values, data.shape, classes], sort_keys=True)
-
-
-def _made_up_data(recipe: Recipe, data: TrainingData) -> Dataset:
-    """Images of noise: what a step takes does not depend on what they show."""
-    generator = torch.Generator().manual_seed(0)
-
-    def noise(count: int) -> torch.Tensor:
-        return torch.randint(0, 256, (count, *data.shape), generator=generator, dtype=torch.uint8)
-
-    samples = recipe.training.batch_size
-    batches = [getattr(regularizer, "batch_size", 0) for regularizer in recipe.regularizers]
-    public = noise(max(_FEWEST_PUBLIC_IMAGES, *batches)) if public_image_users(recipe) else None
-    images, labels = noise(samples), torch.arange(samples) % data.classes
-    names = tuple(map(str, range(data.classes)))
-    return Dataset("made up", images, labels, images[:2], labels[:2], names, public)
+        del values["aggregators"]  # the client loads the averaged weights alike, however they are averaged
+    channels, height, width = data.train_images.shape[1:]
+    shape, classes = (channels, height, width), max(1, len(data.class_names))
+    kind = json.dumps([values, shape, classes if recipe.objective.needs_labels else 0], sort_keys=True)
+    if kind not in known_steps:
+        batches = [getattr(regularizer, "batch_size", 0) for regularizer in recipe.regularizers]
+        public = max(_FEWEST_PUBLIC_IMAGES, *batches) if public_image_users(recipe) else 0
+        images = noise_images(recipe.training.batch_size, shape, classes, public)
+        federation = build_federation(recipe, images)
+        ends = _ends_of_stages(recipe)
+        # a client's first round in a stage may lack what its later ones have, such as a previous model
+        counted = {number for end in ends for number in (end - 1, end)}
+        costs = estimate(federation, timed_rounds=(ends[0], ends[-1]), without_products=True, only_rounds=counted)
+        known_steps[kind] = _interpolate(recipe.rounds, [cost for cost in costs if cost.number in ends])
+    return known_steps[kind]
 
 
 def _ends_of_stages(recipe: Recipe) -> list[int]:
-    """The last rounds of some stages, in order; what a step takes lies on straight lines between them.
+    """Return the last rounds of some stages, in order; a step's cost is linear between them.
 
-    The first stage trains the patch embedding, too; the many stages after it, a transformer's, differ by their number
-    of blocks. All are counted where they are few, as a ResNet's, which differ, or where depth dropout bends the line.
+    The first stage also trains the patch embedding. A transformer's many stages after it differ only in their number
+    of blocks. All stages are counted if they are few, as a ResNet's, which differ, or if depth dropout bends the line.
     """
     length = getattr(recipe.schedule, "rounds_per_stage", recipe.rounds) if recipe.schedule.cuts else recipe.rounds
     stages = recipe.rounds // length
@@ -239,167 +303,19 @@ def _ends_of_stages(recipe: Recipe) -> list[int]:
     return [stage * length for stage in sorted(chosen)]
 
 
-def _by_round(rounds: int, counted: list[RoundCost]) -> list[tuple[float, float]]:
-    """(operations, seconds) of a step in each round, on straight lines between the stages that were counted."""
-    ends = [cost.number for cost in counted]
-    length = ends[0]
-    stages = [end // length for end in ends]
+def _interpolate(rounds: int, counted: list[RoundCost]) -> list[tuple[float, float]]:
+    """Return (operations, seconds) of a step in each round, interpolated between the stages that were counted."""
+    length = counted[0].number
+    stages = [cost.number // length for cost in counted]
     flops = [cost.step[0].flops for cost in counted]
-    (fewest, shortest), (most, longest) = (
-        (cost.step[0].flops, cost.step_seconds[0]) for cost in (counted[0], counted[-1])
-    )
-    by_round = []
+    fewest, most = flops[0], flops[-1]
+    shortest, longest = counted[0].step_seconds[0], counted[-1].step_seconds[0]
+    costs = []
     for number in range(1, rounds + 1):
-        of_step = float(np.interp(-(-number // length), stages, flops))
+        step_flops = float(np.interp(-(-number // length), stages, flops))
         if most > fewest and longest > shortest:
-            seconds = float(np.interp(of_step, [fewest, most], [shortest, longest]))  # never beyond what was timed
+            seconds = float(np.interp(step_flops, [fewest, most], [shortest, longest]))  # never beyond what was timed
         else:
-            seconds = longest * of_step / most
-        by_round.append((of_step, seconds))
-    return by_round
-
-
-_NEEDS_A_PATH = {"npz": "an .npz file", "images": "a folder of images", "folder": "a folder with train/ and test/"}
-
-
-_PLACEHOLDER = "data.path=the-path-that-is-not-given"
-
-
-_LABEL_WIDTH = 40
-
-
-Note = Callable[[str], None]
-
-
-def dry_run(table: Table, overrides: Sequence[str] = (), note: Note = lambda text: None) -> None:
-    """Tell what `run_table` would run: rows, scenarios and seeds, operations, hours on this machine, paper's figures.
-
-    The data need not be there: see `training_data`. Each kind of step is counted as by `fedssl cost`, and timed at the
-    recipe's batch size or, where that takes long, at a smaller one. What the evaluation and the server take is left
-    out.
-
-    Args:
-        table: see `load_table`.
-        overrides: `key=value`, for all rows.
-        note: is called with each part of the text.
-
-    Raises:
-        UserError: a recipe is refused, data that is there cannot be read, or a step fails.
-    """
-    if table.kind == "resources":
-        _tell_resources(table, overrides, note)
-        return
-    runs = len(table.rows) * len(table.all_scenarios) * len(table.seeds)
-    seeds = ", ".join(map(str, table.seeds))
-    note(
-        f"{table.name}: {runs} runs: {len(table.rows)} rows x {len(table.all_scenarios)} scenarios x "
-        f"{len(table.seeds)} seeds ({seeds}). Nothing is run or written."
-    )
-    steps = StepCosts()
-    total: list[RunCost] = []
-    uncounted = 0
-    needed: dict[str, None] = {}
-    for scenario in table.all_scenarios:
-        costs: list[RunCost | None] = []
-        for row in table.rows:
-            recipe, missing = _recipe_and_missing_data(table, row, scenario, overrides)
-            needed |= dict.fromkeys(missing)
-            data = training_data(recipe.data, recipe.seed, scenario.expected_data or table.expected_data)
-            costs.append(None if data is None else _cost(steps, recipe, data, row))
-        note("\n" + "\n".join([scenario.label, _scenario_table(table, scenario, costs)]).lstrip("\n"))
-        total += [cost for cost in costs if cost is not None]
-        uncounted += sum(cost is None for cost in costs)
-    if needed:
-        note("\nMissing for a run: " + "; ".join(needed) + ".")
-    _tell_total(table, total, uncounted, note)
-
-
-def _cost(steps: StepCosts, recipe: Recipe, data: TrainingData, row: TableRow) -> RunCost:
-    try:
-        return steps.of_run(recipe, data)
-    except UserError as error:
-        raise UserError(f"row {row.label!r}: {error}") from error
-
-
-def _recipe_and_missing_data(
-    table: Table, row: TableRow, scenario: TableScenario, overrides: Sequence[str]
-) -> tuple[Recipe, list[str]]:
-    """The recipe of a row's first seed, and a sentence for each thing that the user still has to bring."""
-    given: dict[str, Any] = {}
-    for values in (read_values(row.recipe), table.settings, scenario.settings, row.settings):
-        given |= values.get("data") or {}
-    given |= {key.removeprefix("data."): value for key, _, value in (text.partition("=") for text in overrides)}
-    name = str(given.get("name"))
-    missing = []
-    no_path = name in _NEEDS_A_PATH and not given.get("path")
-    if no_path:
-        missing.append(f"give data.path=PATH, {_NEEDS_A_PATH[name]}")
-    recipe = cell_recipe(table, row, table.seeds[0], [*overrides, *([_PLACEHOLDER] if no_path else [])], scenario)
-    if not no_path and is_missing(recipe.data.path, "data.path"):
-        missing.append(f"there is no {recipe.data.path}; put the data there or give data.path=PATH")
-    if public_image_users(recipe) and recipe.data.public_path is None and not recipe.data.public_holdout:
-        missing.append("give data.public_path=PATH, an .npz file or a folder of public images")
-    if is_missing(recipe.data.public_path, "data.public_path"):
-        missing.append(f"there is no {recipe.data.public_path}, the public images; put them there")
-    for label, options in (recipe.evaluation.downstream or {}).items():
-        if is_missing(options.path, f"evaluation.downstream.{label}.path"):
-            missing.append(f"there is no {options.path}, the data of evaluation.downstream.{label}; put it there")
-    return recipe, missing
-
-
-def _scenario_table(table: Table, scenario: TableScenario, costs: Sequence[RunCost | None]) -> str:
-    """A line a row with what one run takes and the paper's figures."""
-    printed = [metric for metric in table.metrics if any(metric in figures for figures in scenario.paper.values())]
-    header = ["row", "seeds", "steps a run", "FLOPs a run", "hours a run"]
-    header += [f"paper: {_short_title(metric)}" for metric in printed]
-    lines = []
-    for row, cost in zip(table.rows, costs, strict=True):
-        taken = ["-"] * 3 if cost is None else [f"{cost.steps:,.0f}", format_flops(cost.flops), _hours(cost.seconds)]
-        paper = [scenario.paper.get(row.label, {}).get(metric, "-") for metric in printed]
-        first, *more = textwrap.wrap(row.label, _LABEL_WIDTH)
-        lines.append([first, str(len(table.seeds)), *taken, *paper])
-        lines += [["  " + text, *[""] * (len(header) - 1)] for text in more]
-    return plain_table(header, lines)
-
-
-def _tell_total(table: Table, costs: Sequence[RunCost], uncounted: int, note: Note) -> None:
-    seeds = len(table.seeds)
-    flops, seconds = (seeds * sum(getattr(cost, name) for cost in costs) for name in ("flops", "seconds"))
-    left_out = f", without {uncounted * seeds} runs whose data is missing" if uncounted else ""
-    if costs:
-        threads = torch.get_num_threads()
-        device = "its GPU" if torch.cuda.is_available() else f"{threads} thread{'s' if threads > 1 else ''}"
-        note(
-            f"\nIn all{left_out}: {format_flops(flops)} FLOPs, {_hours(seconds)} hours on this machine with {device}, "
-            "one run at a time."
-        )
-        note(
-            "Estimated from steps on images of noise: each kind of step is counted (a multiply-add is two FLOPs) and "
-            "timed, at a smaller batch where a whole one takes long, and multiplied by the steps. The evaluation, "
-            "fine-tuning included, and the server's work are not in it; other programs make the hours longer."
-        )
-    if not any(scenario.paper for scenario in table.all_scenarios):
-        note("The paper prints no figures for this table, or the table holds none.")
-
-
-def _tell_resources(table: Table, overrides: Sequence[str], note: Note) -> None:
-    for row in table.rows:
-        cell_recipe(table, row, table.seeds[0], overrides)
-    note(
-        f"{table.name}: {len(table.rows)} rows, which are counted and not trained: it takes some seconds a row. "
-        "Nothing is run or written."
-    )
-    printed = [metric for metric in RESOURCES if metric in table.metrics]
-    lines = [
-        [row.label, *(table.paper.get(row.label, {}).get(metric, "-") for metric in printed)] for row in table.rows
-    ]
-    note("\n" + plain_table(["row", *(f"paper: {metric}" for metric in printed)], lines))
-
-
-def _short_title(metric: str) -> str:
-    return metric_title(metric).replace(" accuracy", "").replace(" (%)", " %")
-
-
-def _hours(seconds: float) -> str:
-    hours = seconds / 3600
-    return f"{hours:,.0f}" if hours >= 100 else f"{hours:.1f}" if hours >= 1 else f"{hours:.2f}"
+            seconds = longest * step_flops / most
+        costs.append((step_flops, seconds))
+    return costs

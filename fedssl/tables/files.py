@@ -1,59 +1,45 @@
-"""What a table's folder holds beside its runs: the table as text, data, page and pictures."""
+"""Write a table's files: the table as text, data, page and pictures, beside its runs."""
 
 from __future__ import annotations
 
+import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+import numpy as np
+import torch
 import yaml
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
 
+from ..data.datasets import load_dataset
+from ..data.partitions import deal
+from ..data.stored_images import Images, images_of_rows
 from ..evaluation.metrics import format_values, mean_and_spread, metric_title
 from ..recipe.overrides import flatten_keys
+from ..recipe.reading import parse_recipe
+from ..recipe.rules import public_image_users
 from ..reports.page import PageFigure, PageTable, page_figure, render_page
-from ..reports.plots import png_bytes
+from ..reports.plots import Card, draw_table_picture, png_bytes
+from ..run.record import Run, read_run
 from ..run.storage import csv_text, make_folder, write_atomically
-from .picture import draw_picture
 from .results import RULES, Results, listed, reference_row, verdict
-from .table import UNTRAINED, Table
+from .table import UNTRAINED, Table, cell_path
 
-
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int = 1) -> str:
-    """A Markdown table. A bar in a cell is escaped, and white space is folded.
-
-    Args:
-        header: the columns' titles.
-        rows: the cells; each row is as long as the header.
-        text_columns: how many columns, from the left, hold text; the others are aligned to the right.
-    """
-    rule = "|" + "---|" * text_columns + "---:|" * (len(header) - text_columns)
-    return "\n".join([_markdown_line(header), rule, *map(_markdown_line, rows)])
-
-
-def _markdown_line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |"
-
-
-def plain_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table in columns: the first one is aligned to the left, the others to the right; a rule below the header."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    lines = []
-    for cells in (header, *rows):
-        padded = [cell.rjust(width) for cell, width in zip(cells, widths, strict=True)]
-        padded[0] = cells[0].ljust(widths[0])
-        lines.append("  ".join(padded).rstrip())
-    return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
-
-
+#: receives a text for the user
+Note = Callable[[str], None]
 _SHORT_TITLES = {"kNN accuracy (%)": "kNN %", "linear accuracy (%)": "linear %"}
-
-
-_LABEL_WIDTH = 34
+#: clients in a picture, each with so many rows and columns of images
+_MOST_CLIENTS = 5
+_MOSAIC_ROWS, _MOSAIC_COLUMNS = 3, 4
 
 
 def write_description(table: Table, output: Path, overrides: Sequence[str]) -> None:
-    """Write OUTPUT/table.yaml: the table that is run, below the overrides as comments. OUTPUT is made where missing.
+    """Write OUTPUT/table.yaml: the table, below the overrides as comments. OUTPUT is made if missing.
 
     Raises:
         UserError: the folder or the file cannot be written.
@@ -65,87 +51,106 @@ def write_description(table: Table, output: Path, overrides: Sequence[str]) -> N
 
 
 def write_results(table: Table, results: Sequence[Results], output: Path) -> None:
-    """Write table.md, table.csv, summary.csv, table.html and a picture a scenario into `output`.
+    """Write table.md, table.csv, summary.csv, table.html and a picture a scenario into the table's folder `output`.
 
-    Args:
-        table: the table.
-        results: one for each scenario, in the table's order; at least one run must be finished.
-        output: the table's folder.
+    `results` has one entry for each scenario, in the table's order. At least one run must be finished.
 
     Raises:
-        UserError: a file that cannot be written, or the data for the pictures are missing.
+        UserError: a file cannot be written, or the data for the pictures is missing.
     """
     write_atomically(output / "table.md", _markdown(table, results).encode())
-    write_atomically(output / "table.csv", _values_as_csv(table, results).encode())
-    write_atomically(output / "summary.csv", _summary_as_csv(table, results).encode())
+    values, summary = _values_and_summary(table, results)
+    write_atomically(output / "table.csv", values.encode())
+    write_atomically(output / "summary.csv", summary.encode())
     description = f"{_folded_description(table)} {' '.join(_verdicts(table, results))}"
     pictures = []
     for scenario in results:
         if scenario.finished:
-            figure = draw_picture(table, scenario, output)
+            figure = _draw_picture(table, scenario, output)
             pictures.append(page_figure(figure, description, png=True))
             write_atomically(output / scenario.picture, png_bytes(figure))
     write_atomically(output / "table.html", _html(table, results, pictures).encode())
 
 
 def format_table(table: Table, results: Results) -> str:
-    """One scenario of the table as plain text, narrow enough for a terminal: long labels take several lines."""
-    header = ["", *(_SHORT_TITLES.get(title, title) for title in _header(table, results))]
-    lines = []
-    for label, _, cells in _rows(table, results):
-        first, *more = textwrap.wrap(label, _LABEL_WIDTH)
+    """Return one scenario of the table as plain text, narrow enough for a terminal: long labels take several lines."""
+    header = ["", *(_SHORT_TITLES.get(title, title) for title in _titles(table, results))]
+    return plain_table(header, [[label, *cells] for label, _, cells in _rows(table, results)], label_width=34)
+
+
+def plain_table(header: Sequence[str], rows: Sequence[Sequence[str]], label_width: int | None = None) -> str:
+    """Return a table in columns, the first aligned to the left and the others to the right, with a ruled header.
+
+    The first cell of each row is wrapped to `label_width` characters; by default it is not wrapped.
+    """
+    lines = [list(header)]
+    for label, *cells in rows:
+        first, *more = textwrap.wrap(label, label_width) if label_width else [label]
         lines += [[first, *cells], *(["  " + text, *[""] * len(cells)] for text in more)]
-    return plain_table(header, lines)
+    first_width, *widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    texts = []
+    for label, *cells in lines:
+        padded = [cell.rjust(width) for cell, width in zip(cells, widths, strict=True)]
+        texts.append("  ".join([label.ljust(first_width), *padded]).rstrip())
+    return "\n".join([texts[0], "-" * max(map(len, texts)), *texts[1:]])
 
 
-# Cells as text
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int = 1) -> str:
+    """Return a Markdown table. A bar in a cell is escaped, and white space is folded.
+
+    The first `text_columns` columns are aligned to the left, the others to the right.
+    """
+    rule = "|" + "---|" * text_columns + "---:|" * (len(header) - text_columns)
+    return "\n".join([_markdown_line(header), rule, *map(_markdown_line, rows)])
+
+
+def _markdown_line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |"
+
+
+def _figures(table: Table, results: Results) -> Iterator[tuple[str, str, str, dict[int, float], str]]:
+    """Yield (label, role, metric, values by seed, the paper's figure) for each row, the untrained encoders first."""
+    no_paper: Mapping[Any, str] = {}
+    rows = [(UNTRAINED, "", reference_row(table), results.before, no_paper)]
+    for row in table.rows:
+        rows.append((row.label, table.role(row.label), row.label, results.after, results.paper.get(row.label, {})))
+    for label, role, measured, values, paper in rows:
+        for metric in table.metrics:
+            yield label, role, metric, values.get((measured, metric), {}), paper.get(metric, "")
 
 
 def _rows(table: Table, results: Results) -> list[tuple[str, str, list[str]]]:
-    """(label, role, formatted cells) a row, the untrained encoders' first; a metric's paper column follows it."""
-
-    def cells(label: str, when: Literal["before", "after"], paper: Mapping[Any, str]) -> list[str]:
-        formatted = []
-        for metric in table.metrics:
-            formatted.append(format_values(metric, results.values(label, metric, when)))
-            if results.has_paper(metric):
-                formatted.append(paper.get(metric, ""))
-        return formatted
-
-    rows = [(UNTRAINED, "", cells(reference_row(table), "before", {}))]
-    return rows + [
-        (row.label, table.role(row.label), cells(row.label, "after", results.paper.get(row.label, {})))
-        for row in table.rows
-    ]
-
-
-def _header(table: Table, results: Results) -> list[str]:
-    header = []
-    for metric in table.metrics:
-        header.append(metric_title(metric))
+    """Return (label, role, cells) of each row; a metric's column is followed by the paper's, if it has one."""
+    rows: dict[str, tuple[str, str, list[str]]] = {}
+    for label, role, metric, values, paper in _figures(table, results):
+        cells = rows.setdefault(label, (label, role, []))[2]
+        cells.append(format_values(metric, list(values.values())))
         if results.has_paper(metric):
-            header.append("in the paper")
-    return header
+            cells.append(paper)
+    return list(rows.values())
 
 
-def _whole_table(table: Table, results: Sequence[Results]) -> tuple[list[tuple[str, int]], list[str], list[list[str]]]:
-    """All scenarios side by side: (scenario, columns) for each, the header, and the rows.
+def _titles(table: Table, results: Results) -> list[str]:
+    titles = []
+    for metric in table.metrics:
+        titles.append(metric_title(metric))
+        if results.has_paper(metric):
+            titles.append("in the paper")
+    return titles
 
-    The first columns are the row's label and, in a table with a verdict, its role.
+
+def _whole_table(table: Table, results: Sequence[Results]) -> tuple[int, list[str], list[list[str]]]:
+    """Return the number of columns of text, the header, and the rows, with all scenarios side by side.
+
+    The columns of text are the row's label and, in a table with a verdict, its role.
     """
-    judged = table.method is not None
-    groups = [(scenario.label, len(_header(table, scenario))) for scenario in results]
-    header = [
-        "row",
-        *(["role"] if judged else []),
-        *(title for scenario in results for title in _header(table, scenario)),
-    ]
-    sides = [_rows(table, scenario) for scenario in results]
+    text_columns = 2 if table.method is not None else 1
+    titles = [title for scenario in results for title in _titles(table, scenario)]
     rows = [
-        [line[0][0], *([line[0][1]] if judged else []), *(cell for _, _, cells in line for cell in cells)]
-        for line in zip(*sides, strict=True)
+        [*scenarios[0][:text_columns], *(cell for _, _, cells in scenarios for cell in cells)]
+        for scenarios in zip(*(_rows(table, scenario) for scenario in results), strict=True)
     ]
-    return groups, header, rows
+    return text_columns, [*("row", "role")[:text_columns], *titles], rows
 
 
 def _folded_description(table: Table) -> str:
@@ -153,7 +158,7 @@ def _folded_description(table: Table) -> str:
 
 
 def _verdicts(table: Table, results: Sequence[Results]) -> list[str]:
-    """The verdict's lines, each with its scenario."""
+    """Return the verdict's lines, each with its scenario."""
     return [
         f"{scenario.label}: {line}" if scenario.label else line
         for scenario in results
@@ -162,7 +167,7 @@ def _verdicts(table: Table, results: Sequence[Results]) -> list[str]:
 
 
 def _how_to_read(table: Table, results: Sequence[Results]) -> str:
-    """What the figures are, and which runs are missing."""
+    """Return a sentence on what the figures are, and one on missing runs."""
     seeds = ", ".join(map(str, table.seeds))
     spread = f"Mean ± sample standard deviation over the seeds {seeds}" if len(table.seeds) > 1 else f"Seed {seeds}"
     missing = [
@@ -178,21 +183,17 @@ def _how_to_read(table: Table, results: Sequence[Results]) -> str:
     )
 
 
-# The files
-
-
 def _html(table: Table, results: Sequence[Results], pictures: Sequence[PageFigure]) -> str:
-    groups, header, rows = _whole_table(table, results)
-    first = len(header) - sum(columns for _, columns in groups)
+    text_columns, header, rows = _whole_table(table, results)
     classes = {i: "method" for i, row in enumerate(rows) if row[0] == table.method}
-    above = [("", first), *groups] if table.scenarios else []
+    groups = [("", text_columns), *((scenario.label, len(_titles(table, scenario))) for scenario in results)]
     settings = [(row.label, row.recipe, _settings_line(row.settings)) for row in table.rows]
     scenarios = [(scenario.label, _settings_line(scenario.settings)) for scenario in table.scenarios]
     return render_page(
         "table.html",
         title=table.name,
         pictures=pictures,
-        figures=PageTable(header, rows, first, classes, above),
+        figures=PageTable(header, rows, text_columns, classes, groups if table.scenarios else []),
         reading=_how_to_read(table, results),
         verdicts=_verdicts(table, results),
         rule=RULES[table.verdict],
@@ -207,54 +208,99 @@ def _settings_line(settings: Mapping[str, Any]) -> str:
 
 
 def _markdown(table: Table, results: Sequence[Results]) -> str:
-    groups, header, rows = _whole_table(table, results)
-    first = len(header) - sum(columns for _, columns in groups)
+    text_columns, header, rows = _whole_table(table, results)
     if table.scenarios:  # a Markdown table has one line of header
-        labels = [label for label, columns in groups for _ in range(columns)]
-        header = header[:first] + [f"{label}: {title}" for label, title in zip(labels, header[first:], strict=True)]
-    parts = [f"# {table.name}", _folded_description(table), markdown_table(header, rows, first)]
-    parts.append(_how_to_read(table, results))
-    verdicts = _verdicts(table, results)
-    if verdicts:
+        titles = [f"{scenario.label}: {title}" for scenario in results for title in _titles(table, scenario)]
+        header = header[:text_columns] + titles
+    figures = markdown_table(header, rows, text_columns)
+    parts = [f"# {table.name}", _folded_description(table), figures, _how_to_read(table, results)]
+    if verdicts := _verdicts(table, results):
         parts += ["\n".join(f"- {line}" for line in verdicts), RULES[table.verdict]]
     return "\n\n".join(parts) + "\n"
 
 
-def _values_as_csv(table: Table, results: Sequence[Results]) -> str:
-    """One line a row, seed and metric (and scenario, where there are any); values in full."""
-    title = ["scenario"] if table.scenarios else []
-    lines: list[list[object]] = [["row", "role", *title, "seed", "metric", "value"]]
-    for scenario in results:
-        label_cell = [scenario.label] if table.scenarios else []
-        for name, role, label, by_row in _rows_of_values(table, scenario):
-            for metric in table.metrics:
-                by_seed = by_row.get((label, metric), {})
-                lines += [[name, role, *label_cell, seed, metric, repr(value)] for seed, value in by_seed.items()]
-    return csv_text(lines)
+def _values_and_summary(table: Table, results: Sequence[Results]) -> tuple[str, str]:
+    """Return table.csv, with a line for each row, seed and metric, and summary.csv, with one for each row and metric.
 
-
-def _summary_as_csv(table: Table, results: Sequence[Results]) -> str:
-    """One line a row and metric (and scenario): mean, sample standard deviation, seeds, and the paper's figure."""
-    title = ["scenario"] if table.scenarios else []
-    lines: list[list[object]] = [["row", "role", *title, "metric", "mean", "spread", "seeds", "paper"]]
-    for scenario in results:
-        label_cell = [scenario.label] if table.scenarios else []
-        for name, role, label, by_row in _rows_of_values(table, scenario):
-            for metric in table.metrics:
-                values = list(by_row.get((label, metric), {}).values())
-                mean, spread = mean_and_spread(values) if values else (None, None)
-                paper = "" if name == UNTRAINED else scenario.paper.get(name, {}).get(metric, "")
-                figures = ["" if figure is None else repr(figure) for figure in (mean, spread)]
-                lines.append([name, role, *label_cell, metric, *figures, len(values), paper])
-    return csv_text(lines)
-
-
-def _rows_of_values(
-    table: Table, results: Results
-) -> list[tuple[str, str, str, dict[tuple[str, str], dict[int, float]]]]:
-    """(row, role, label, values by label and metric) of each row, the untrained encoders' first.
-
-    `label` is the row whose values they are: the untrained encoders' are the reference row's before training.
+    Lines begin with the scenario if there are any. The summary has mean, sample standard deviation, number of seeds
+    and the paper's figure. Values are in full precision.
     """
-    rows = [(UNTRAINED, "", reference_row(table), results.before)]
-    return rows + [(row.label, table.role(row.label), row.label, results.after) for row in table.rows]
+    first_columns = ["row", "role", *(["scenario"] if table.scenarios else [])]
+    values: list[list[object]] = [[*first_columns, "seed", "metric", "value"]]
+    summary: list[list[object]] = [[*first_columns, "metric", "mean", "spread", "seeds", "paper"]]
+    for scenario in results:
+        for label, role, metric, by_seed, paper in _figures(table, scenario):
+            first_cells = [label, role, *([scenario.label] if table.scenarios else [])]
+            values += [[*first_cells, seed, metric, repr(value)] for seed, value in by_seed.items()]
+            mean_spread = mean_and_spread(list(by_seed.values())) if by_seed else (None, None)
+            figures = ["" if figure is None else repr(figure) for figure in mean_spread]
+            summary.append([*first_cells, metric, *figures, len(by_seed), paper])
+    return csv_text(values), csv_text(summary)
+
+
+def _draw_picture(table: Table, results: Results, output: Path) -> Figure:
+    """Draw the picture of one scenario: some clients with their images, every row's bars, and the verdict.
+
+    The clients are those of the reference row's first finished run, or of the first row with one.
+    """
+    reference = reference_row(table)
+    label = reference if reference in results.finished else next(iter(results.finished))
+    run = read_run(cell_path(output, label, results.finished[label][0], results.label))
+    panels: dict[str, list[tuple[str, str, list[float], list[float]]]] = {metric: [] for metric in table.metrics}
+    for metric, bars in panels.items():
+        for row in table.rows:
+            before, after = results.values(row.label, metric, "before"), results.values(row.label, metric)
+            bars.append((row.label, table.role(row.label), before, after))
+    untrained: dict[str, list[float]] = {m: results.values(reference, m, "before") for m in table.metrics}
+    seeds = f"{len(table.seeds)} seeds" if len(table.seeds) > 1 else f"seed {table.seeds[0]}"
+    clients = int(run.recipe["partition"]["clients"])
+    shown = f", {_MOST_CLIENTS} of them shown" if clients > _MOST_CLIENTS else ""
+    data = run.recipe["data"]
+    name = Path(data["path"]).stem if data["name"] in ("npz", "images", "folder") else data["name"]
+    subtitle = f"{results.label}: " if results.label else ""
+    subtitle += f"{name}, {clients} client{'s' * (clients > 1)}{shown}, {run.rounds} rounds, {seeds}"
+    # the description's first sentence; "et al. 2024" does not end it
+    title = re.split(r"\.\s(?=[A-Z])", _folded_description(table))[0] or table.name
+    return draw_table_picture(title, subtitle, _cards(run), panels, untrained, verdict(table, results))
+
+
+def _cards(run: Run) -> list[Card]:
+    """Return a card for each of the first clients of a run, and one for the public images if the method uses them."""
+    recipe = parse_recipe(dict(run.recipe))
+    dataset = load_dataset(recipe.data, recipe.seed)
+    rows = deal(dataset, recipe.partition, recipe.seed)
+    cards = []
+    for k, client_rows in enumerate(rows[:_MOST_CLIENTS]):
+        labels = dataset.train_labels[client_rows]
+        names = [dataset.counted_as[label] for label in sorted(set(labels.tolist()))]
+        held = f"only {' and '.join(names)}" if len(names) <= 2 else f"{len(names)} classes"
+        if not dataset.labelled:
+            held = "no labels"
+        elif len(names) == len(dataset.class_names):
+            held = f"all {len(names)} classes"
+        lines = (textwrap.shorten(held, 26, placeholder=" ..."), run.architecture_of(k), f"{len(client_rows)} images")
+        mosaic = _mosaic(images_of_rows(dataset.train_images, client_rows), labels)
+        cards.append(Card(f"client {k}", "\n".join(lines), mosaic))
+    public = dataset.public_images
+    if public_image_users(recipe) and public is not None:
+        mosaic = _mosaic(public, torch.zeros(len(public), dtype=torch.int64))
+        cards.append(Card("public images", f"without labels,\nfor all clients\n{len(public)} images", mosaic))
+    return cards
+
+
+def _mosaic(images: Images, labels: Tensor) -> NDArray[np.uint8]:
+    """Draw some images in a grid, spread evenly over the images in the order of their classes.
+
+    Args:
+        images: uint8 [n, channels, height, width].
+        labels: int64 [n].
+
+    Returns:
+        uint8 [h, w] for one channel, otherwise [h, w, channels].
+    """
+    order = labels.argsort(stable=True)
+    chosen = images[order[torch.linspace(0, len(order) - 1, _MOSAIC_ROWS * _MOSAIC_COLUMNS).long()]]
+    framed = F.pad(chosen, (0, 1, 0, 1), value=255)
+    grid = framed.unflatten(0, (_MOSAIC_ROWS, _MOSAIC_COLUMNS)).permute(0, 3, 1, 4, 2)
+    array: NDArray[np.uint8] = grid.flatten(2, 3).flatten(0, 1).numpy()[:-1, :-1]
+    return array[..., 0] if array.shape[-1] == 1 else array

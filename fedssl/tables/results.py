@@ -1,4 +1,4 @@
-"""What the finished runs of a table reached."""
+"""Read the values that a table's finished runs reached, and judge them by a fixed rule."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .table import Table, TableScenario, cell_path, slug
 
 @dataclass(frozen=True)
 class Results:
-    """What the finished runs of a table reached in one of its scenarios.
+    """The values that a table's finished runs reached in one scenario.
 
     Attributes:
-        label: the scenario's; empty where the table has no scenarios.
+        label: the scenario's; empty if the table has no scenarios.
         paper: the paper's figures by row label and metric.
         finished: the seeds of finished runs by row label, in the table's order; a label without any is left out.
         before: values of the untrained encoders by (row label, metric) and seed.
@@ -32,27 +32,22 @@ class Results:
     after: dict[tuple[str, str], dict[int, float]] = field(default_factory=dict)
 
     def values(self, label: str, metric: str, when: Literal["before", "after"] = "after") -> list[float]:
-        """A row's values of a metric, one for each finished seed."""
-        by_row = self.after if when == "after" else self.before
-        return list(by_row.get((label, metric), {}).values())
+        """Return a row's values of a metric, one for each finished seed."""
+        values = self.after if when == "after" else self.before
+        return list(values.get((label, metric), {}).values())
 
     def has_paper(self, metric: str) -> bool:
-        """Whether the paper has a figure of this metric for any row."""
+        """Return whether the paper has a figure of this metric for any row."""
         return any(metric in figures for figures in self.paper.values())
 
     @property
     def picture(self) -> str:
-        """The picture's file name."""
+        """Return the picture's file name."""
         return f"picture-{slug(self.label)}.png" if self.label else "picture.png"
 
 
 def read_results(table: Table, output: Path, scenario: TableScenario | None = None) -> Results:
-    """Read what the finished cells in a table's folder reached; unfinished cells are left out.
-
-    Args:
-        table: the table.
-        output: its folder.
-        scenario: one of the table's; by default its first.
+    """Read the values of a scenario, by default the first, from a table's folder; unfinished cells are left out.
 
     Raises:
         UserError: a run's folder that cannot be read.
@@ -62,22 +57,20 @@ def read_results(table: Table, output: Path, scenario: TableScenario | None = No
     for row in table.rows:
         for seed in table.seeds:
             path = cell_path(output, row.label, seed, scenario.label)
-            if not (path / "recipe.yaml").is_file():
-                continue
-            run = read_run(path)
-            if not run.finished:
+            run = read_run(path) if (path / "recipe.yaml").is_file() else None
+            if run is None or not run.finished:
                 continue
             results.finished.setdefault(row.label, []).append(seed)
             for metric in table.metrics:
-                by_round = _by_round(run, metric)
-                for by_row, number in ((results.before, 0), (results.after, run.rounds)):
-                    if number in by_round:
-                        by_row.setdefault((row.label, metric), {})[seed] = by_round[number]
+                reached = _values_by_round(run, metric)
+                for values, number in ((results.before, 0), (results.after, run.rounds)):
+                    if number in reached:
+                        values.setdefault((row.label, metric), {})[seed] = reached[number]
     return results
 
 
-def _by_round(run: Run, metric: str) -> dict[int, float]:
-    """A metric's value by round; of `METRIC@ARCHITECTURE` the mean over the clients with this architecture."""
+def _values_by_round(run: Run, metric: str) -> dict[int, float]:
+    """Return a metric's value by round; `METRIC@ARCHITECTURE` is the mean over the clients with this architecture."""
     measure, _, architecture = metric.partition(OF_ARCHITECTURE)
     if not architecture:
         return run.overall(metric)
@@ -85,18 +78,16 @@ def _by_round(run: Run, metric: str) -> dict[int, float]:
     for (number, who, name), value in run.values.items():
         if name == measure and who.isdigit() and run.architecture_of(int(who)) == architecture:
             values.setdefault(number, []).append(value)
-    return {number: fmean(of_clients) for number, of_clients in values.items()}
+    return {number: fmean(client_values) for number, client_values in values.items()}
 
 
 def reference_row(table: Table) -> str:
-    """The label of the row whose runs tell what untrained encoders reach."""
+    """Return the label of the row whose runs also give the values of the untrained encoders."""
     return table.method or table.rows[0].label
 
 
-#: the metrics that the verdict judges, and what its sentences call them
+#: the metrics that the verdict judges, and their names in its sentences
 JUDGED = {"knn": "kNN accuracy", "linear": "Linear accuracy"}
-
-
 #: the rule in a sentence, by the table's `verdict`
 RULES = {
     "collaboration": "The rule: a collaboration gain is claimed only where the method's mean exceeds the mean of every "
@@ -107,19 +98,12 @@ RULES = {
 
 
 def verdict(table: Table, results: Results) -> str:
-    """What the figures say, by a rule that is fixed beforehand: a line for kNN and one for linear accuracy.
+    """Return the verdict on one scenario: a line for kNN and one for linear accuracy; empty without a method.
 
     To beat a row is to exceed its mean by more than the sum of the two sample standard deviations. A table with
-    `verdict: collaboration` claims a collaboration gain where the method beats every baseline and every control;
-    otherwise the rows that it does not beat are named, with the differences. This needs two seeds, a baseline and a
-    control. A table with `verdict: comparison` only tells which baselines and controls the method beats.
-
-    Args:
-        table: the table.
-        results: what its finished runs reached in one scenario.
-
-    Returns:
-        The lines; empty where the table has no method.
+    `verdict: collaboration` claims a collaboration gain if the method beats every baseline and every control;
+    otherwise it names the rows that the method does not beat, with the differences. This needs two seeds, a baseline
+    and a control. A table with `verdict: comparison` only names the baselines and controls that the method beats.
     """
     if table.method is None:
         return ""
@@ -151,20 +135,18 @@ def _judge(table: Table, method: str, results: Results, metric: str) -> str:
             unbeaten.append(f"{label} ({_points(lead)} {side}, within the spread of {_points(noise)})")
         else:
             unbeaten.append(f"{label} ({_points(lead)} below)")
-    what = f"{method} with {format_values(metric, reached)}"
+    method_with_value = f"{method} with {format_values(metric, reached)}"
     if not collaboration:
         sentences = [f"beats {listed(beaten)}."] if beaten else []
         sentences += [f"does not beat {listed(unbeaten)}."] if unbeaten else []
-        text = f"{name}: {what} " + " It ".join(sentences)
+        text = f"{name}: {method_with_value} " + " It ".join(sentences)
     elif unbeaten:
-        text = f"{name}: no collaboration gain. {what} does not beat {listed(unbeaten)}."
+        text = f"{name}: no collaboration gain. {method_with_value} does not beat {listed(unbeaten)}."
         if beaten:
             text += f" It beats {listed(beaten)}."
     else:
-        text = (
-            f"{name}: a collaboration gain. {what} beats every baseline and every control by more than the spread: "
-            f"{listed(beaten)}."
-        )
+        beats = "beats every baseline and every control by more than the spread"
+        text = f"{name}: a collaboration gain. {method_with_value} {beats}: {listed(beaten)}."
     untrained = results.values(method, metric, "before")
     if untrained:
         lead, noise = _lead(reached, untrained)
@@ -174,7 +156,7 @@ def _judge(table: Table, method: str, results: Results, metric: str) -> str:
 
 
 def _lead(values: Sequence[float], others: Sequence[float]) -> tuple[float, float]:
-    """The difference of the two means, and the sum of the two spreads, which the difference must exceed."""
+    """Return the difference of the means, and the sum of the spreads, which the difference must exceed."""
     (mean, spread), (other_mean, other_spread) = mean_and_spread(values), mean_and_spread(others)
     return mean - other_mean, (spread or 0.0) + (other_spread or 0.0)
 
@@ -184,5 +166,5 @@ def _points(difference: float) -> str:
 
 
 def listed(items: Sequence[str]) -> str:
-    """`a`, `a and b`, `a, b and c`."""
+    """Join items as `a`, `a and b`, `a, b and c`."""
     return " and ".join(filter(None, (", ".join(items[:-1]), items[-1])))

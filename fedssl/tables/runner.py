@@ -1,10 +1,6 @@
-"""Running a table: cell by cell, here or in worker processes, and continued where it was stopped.
+"""Run a table cell by cell, here or in worker processes, and continue it where it was stopped.
 
-OUTPUT/table.yaml                             the table that was run
-OUTPUT/<row's label>/[<scenario>/]seed-<n>/   one run's folder a cell
-OUTPUT/table.md, table.html                   the table, with mean, spread and the paper's figures
-OUTPUT/summary.csv, table.csv                 the same as data, and every seed's value
-OUTPUT/picture.png                            the table as a picture; with scenarios picture-<scenario>.png
+Each cell is a run in OUTPUT/ROW/[SCENARIO/]seed-N/. The README lists the files that are written beside them.
 """
 
 from __future__ import annotations
@@ -33,21 +29,14 @@ from ..recipe.recipe import Recipe
 from ..run.directory import RunDirectory
 from ..run.record import read_run
 from ..untrusted import own_parts
-from .files import format_table, write_description, write_results
+from .files import Note, format_table, write_description, write_results
 from .results import JUDGED, Results, read_results, verdict
 from .table import Table, cell_path, cell_recipe
 
 
 @dataclass(frozen=True, eq=False)
 class Cell:
-    """One run of a table.
-
-    Attributes:
-        label: the row's and, where there is one, the scenario's.
-        seed: the run's seed.
-        recipe: the recipe with all settings merged in.
-        path: the run's folder.
-    """
+    """One run of a table, with the labels of the row and the scenario in `label` and the run's folder in `path`."""
 
     label: str
     seed: int
@@ -59,20 +48,20 @@ class Cell:
 
     @property
     def begun(self) -> bool:
-        """Whether the run's folder exists."""
+        """Return whether the run's folder exists."""
         return (self.path / "recipe.yaml").is_file()
 
     @property
     def finished(self) -> bool:
-        """Whether the last round of the run is committed."""
+        """Return whether the last round of the run is committed."""
         return self.begun and RunDirectory.open(self.path).checkpoint.finished
 
 
 def table_cells(table: Table, output: Path, overrides: Sequence[str] = ()) -> list[Cell]:
-    """All cells in the order in which they run: seed by seed, so that a table that is stopped compares all rows.
+    """Return all cells in the order in which they run: seed by seed, so that a stopped table compares all rows.
 
     Raises:
-        UserError: a recipe that is refused, see `cell_recipe`.
+        UserError: a recipe is refused, see `cell_recipe`.
     """
     return [
         Cell(
@@ -88,10 +77,10 @@ def table_cells(table: Table, output: Path, overrides: Sequence[str] = ()) -> li
 
 
 def check_output(output: Path, cells: Sequence[Cell]) -> None:
-    """Refuse an output folder that other things or other recipes have made.
+    """Check that an output folder is new, empty, or the same table's.
 
     Raises:
-        UserError: `output` is a file, or a folder with other things in it, or a cell's run has another recipe.
+        UserError: `output` is a file, a folder without a table.yaml, or has a cell that another recipe made.
     """
     if output.exists() and not output.is_dir():
         raise UserError(f"{output} is a file; name a folder as the table's output")
@@ -103,9 +92,9 @@ def check_output(output: Path, cells: Sequence[Cell]) -> None:
 
 
 def _check_recipe(cell: Cell) -> None:
-    """Refuse a stored run whose recipe differs from the cell's in more than what its results do not depend on.
+    """Raise if a key that affects results differs from the stored run's.
 
-    An option that the stored recipe does not have was added since; it has its default, which is what the run did.
+    An option that is missing in the stored recipe was added later; the run used its default.
     """
     wanted = yaml.safe_load(cell.recipe.to_yaml())
     directory = RunDirectory.open(cell.path)
@@ -113,11 +102,8 @@ def _check_recipe(cell: Cell) -> None:
     stored = flatten_keys(yaml.safe_load(load_stored_recipe(directory, trust=known, resuming=True).to_yaml()))
     wanted = flatten_keys(wanted)
     for key in dict.fromkeys([*wanted, *stored]):
-        if (
-            key not in ("description", "clients_parallel")
-            and not key.startswith("model.digests")
-            and wanted.get(key) != stored.get(key)
-        ):
+        affects_results = key not in ("description", "clients_parallel") and not key.startswith("model.digests")
+        if affects_results and wanted.get(key) != stored.get(key):
             raise UserError(
                 f"{cell.path} was made with {key}={stored.get(key)}, now it is {wanted.get(key)}: "
                 "name another output, or remove that folder"
@@ -291,17 +277,10 @@ def _work(connection: Connection, threads: int) -> None:
             connection.send(("end", None))
 
 
-Note = Callable[[str], None]
-
-
 def run_table(
-    table: Table,
-    output: Path,
-    overrides: Sequence[str] = (),
-    jobs: int = 1,
-    note: Note = lambda text: None,
+    table: Table, output: Path, overrides: Sequence[str] = (), jobs: int = 1, note: Note = lambda text: None
 ) -> Path:
-    """Run the cells of a table that are not finished yet, then write its results into `output`.
+    """Run the cells of a table that are not finished yet, write its results into `output`, and return this folder.
 
     All recipes are checked before anything runs. The table can be stopped at any moment; the same call continues it.
     Ctrl-C raises KeyboardInterrupt after the worker processes have ended. A cell that fails with a UserError does not
@@ -312,10 +291,7 @@ def run_table(
         output: the folder; it is new, empty, or the same table's.
         overrides: `key=value`, for all rows.
         jobs: cells at a time, each in a process of its own with its share of the processor cores as threads.
-        note: is called with each line of progress, and in the end with the table and its verdict.
-
-    Returns:
-        `output`.
+        note: is called with each line of progress, and finally with the table and its verdict.
 
     Raises:
         UserError: a recipe is refused, another recipe has made a cell in `output`, a file cannot be written, or cells
@@ -333,22 +309,19 @@ def run_table(
         run_here(waiting, progress)
     else:
         run_in_processes(waiting, min(jobs, len(waiting)), progress)
-    _write_and_tell(table, [read_results(table, output, scenario) for scenario in table.all_scenarios], output, note)
-    failures = progress.failures
-    if failures:
+    results = [read_results(table, output, scenario) for scenario in table.all_scenarios]
+    if any(scenario.finished for scenario in results):
+        write_results(table, results, output)
+        _note_results(table, [scenario for scenario in results if scenario.finished], output, note)
+    if failures := progress.failures:
         listed = "; ".join(f"{cell}: {failures[cell]}" for cell in cells if cell in failures)
         raise UserError(f"{len(failures)} of {len(cells)} runs failed: {listed}")
     return output
 
 
-def _write_and_tell(table: Table, results: Sequence[Results], output: Path, note: Note) -> None:
-    """Write what the finished runs reached, and tell it; nothing where no run is finished."""
-    with_runs = [scenario for scenario in results if scenario.finished]
-    if not with_runs:
-        return
-    write_results(table, results, output)
-    for scenario in with_runs:
+def _note_results(table: Table, results: Sequence[Results], output: Path, note: Note) -> None:
+    for scenario in results:
         parts = (scenario.label, format_table(table, scenario), verdict(table, scenario))
         note("\n" + "\n\n".join(part for part in parts if part))
-    pictures = ", ".join(str(output / scenario.picture) for scenario in with_runs)
+    pictures = ", ".join(str(output / scenario.picture) for scenario in results)
     note(f"\npicture: {pictures}\npage:    {output / 'table.html'}")

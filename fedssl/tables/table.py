@@ -1,4 +1,4 @@
-"""Tables: YAML files that name a grid of recipes and seeds, and how its figures are judged."""
+"""Read tables: YAML files that name a grid of recipes, scenarios and seeds, and how its figures are judged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..errors import UserError
 from ..evaluation.evaluate import PREFIX
 from ..evaluation.metrics import OF_ARCHITECTURE
 from ..options import Options, explain_errors
-from ..recipe.overrides import part_name, read_values, shipped_names
+from ..recipe.overrides import part_name, read_values
 from ..recipe.reading import complete_recipe
 from ..recipe.recipe import Recipe
 from ..untrusted import NAME_PATTERN, PART_KEYS, TEXT_PATTERN
@@ -42,7 +42,7 @@ def _check_metric(metric: str) -> str:
 
 
 Metric = Annotated[str, AfterValidator(_check_metric)]
-#: what a table of kind `resources` shows
+#: the metrics of a table of kind `resources`
 RESOURCES: tuple[Metric, ...] = ("memory", "flops", "traffic")
 #: the label of the row of the encoders before training
 UNTRAINED = "untrained"
@@ -51,9 +51,9 @@ UNTRAINED = "untrained"
 class TableRow(Options):
     """A recipe with changed settings, under a label."""
 
-    label: str = Field(..., pattern=NAME_PATTERN, description="what the row is called")
+    label: str = Field(..., pattern=NAME_PATTERN, description="the row's name")
     recipe: str = Field(..., description="a shipped recipe's name, or a path from the table's folder")
-    settings: dict[str, Any] = Field(default_factory=dict, description="recipe values that this row changes")
+    settings: dict[str, Any] = Field({}, description="recipe values that this row changes")
     relative_to: str | None = Field(
         None, description="in a table of resources: the row whose figures count as 1; by default this one"
     )
@@ -62,12 +62,12 @@ class TableRow(Options):
     )
     newcomers: bool = Field(
         False,
-        description="in a table of resources: count as if every client took part for the first time in every round",
+        description="in a table of resources: count every client in every round as if it were its first",
     )
 
 
 class ExpectedData(Options):
-    """What the data holds that the user brings. With it `--dry-run` tells the cost before the data is there."""
+    """The size of data that the user brings, with which `--dry-run` counts the cost while the data is missing."""
 
     images: int = Field(..., ge=1, description="training images, before any are held out as public images")
     classes: int = Field(1, ge=1, description="classes, equally large; 1 for images without labels")
@@ -77,70 +77,49 @@ class ExpectedData(Options):
 class TableScenario(Options):
     """Settings under which every row is run, such as cross-silo or cross-device. A scenario is a group of columns."""
 
-    label: str = Field(
-        "",
-        pattern=f"^$|{NAME_PATTERN}",
-        description="what the group is called; empty in a table without scenarios",
-    )
-    settings: dict[str, Any] = Field(
-        default_factory=dict,
-        description="recipe values; they replace the table's, and the row's replace them",
-    )
-    expected_data: ExpectedData | None = Field(
-        None, description="what this scenario's data holds, in place of the table's `expected_data`"
-    )
+    label: str = Field("", pattern=f"^$|{NAME_PATTERN}", description="the group's name; empty without scenarios")
+    settings: dict[str, Any] = Field({}, description="recipe values; they replace the table's, the row's replace them")
+    expected_data: ExpectedData | None = Field(None, description="replaces the table's `expected_data`")
     paper: dict[str, dict[Metric, str]] = Field(
-        default_factory=dict,
-        description="the paper's figures to show beside ours, by row label and metric, as printed there",
+        {}, description="the paper's figures to show beside ours, by row label and metric, as printed there"
     )
 
 
 class Table(Options):
-    """What to run and how to judge it."""
+    """A grid of runs and how to judge it."""
 
     name: str = Field(
-        ...,
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$",
-        description="what the table is called; the default output folder has this name",
+        ..., pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", description="the table's name, and the default output folder's"
     )
     description: str = Field("", pattern=TEXT_PATTERN, description="what the table compares")
     kind: Literal["runs", "resources"] = Field(
-        "runs", description="runs trains every row; resources tells what each would take, without training"
+        "runs", description="runs trains every row; resources counts what each would take, without training"
     )
     image: tuple[int, int, int] = Field(
-        (3, 32, 32), description="channels, height and width of the made-up images of a table of resources"
+        (3, 32, 32), description="in a table of resources: channels, height and width of the made-up images"
     )
     expected_data: ExpectedData | None = Field(
-        None, description="what the data holds that the user brings; --dry-run counts with it where the data is missing"
+        None, description="the size of data that the user brings; --dry-run counts with it while the data is missing"
     )
     seeds: list[int] = Field(..., min_length=1, description="every row is run once with each of them")
     metrics: list[Metric] = Field(["knn", "linear", "effective_rank"], min_length=1, description="the columns")
-    method: str | None = Field(
-        None, description="the label of the row that the verdict is about; without it there is no verdict"
-    )
+    method: str | None = Field(None, description="the label of the row that the verdict is about; None: no verdict")
     verdict: Literal["collaboration", "comparison"] = Field(
         "collaboration",
-        description="collaboration tells whether there is a collaboration gain and needs baselines and controls; "
-        "comparison only tells which of them the method beats",
+        description="collaboration judges whether there is a collaboration gain and needs baselines and controls; "
+        "comparison only names which of them the method beats",
     )
-    baselines: list[str] = Field(
-        default_factory=list,
-        description="labels of rows that the method must beat; a row that is in neither list is not judged",
-    )
+    baselines: list[str] = Field([], description="labels of rows that the method must beat")
     controls: list[str] = Field(
-        default_factory=list,
-        description="labels of rows that learn nothing from peers, which the method must beat, too",
+        [], description="labels of rows that learn nothing from peers, which the method must beat, too"
     )
-    settings: dict[str, Any] = Field(default_factory=dict, description="recipe values for all rows")
-    rows: list[TableRow] = Field(..., min_length=1, description="the rows")
+    settings: dict[str, Any] = Field({}, description="recipe values for all rows")
+    rows: list[TableRow] = Field(..., min_length=1, description="the rows; those in neither list above are not judged")
     scenarios: list[TableScenario] = Field(
-        default_factory=list,
-        description="if given, every row is run in each of them, and each has the columns `metrics`",
+        [], description="if given, every row is run in each, and each has the columns `metrics`"
     )
     paper: dict[str, dict[Metric, str]] = Field(
-        default_factory=dict,
-        description="the paper's figures to show beside ours, by label and metric, as printed there; in a table with "
-        "scenarios each scenario has its own",
+        {}, description="as in a scenario; in a table with scenarios each has its own"
     )
 
     @model_validator(mode="after")
@@ -163,20 +142,19 @@ class Table(Options):
             "paper": [label for scenario in self.all_scenarios for label in scenario.paper],
             "relative_to": [row.relative_to for row in self.rows if row.relative_to is not None],
         }
-        for key, values in named.items():
-            for value in values:
-                if value not in labels:
-                    raise ValueError(f"{key} names {value!r}, but the rows' labels are {', '.join(labels)}")
+        for key, value in ((key, value) for key, values in named.items() for value in values):
+            if value not in labels:
+                raise ValueError(f"{key} names {value!r}, but the rows' labels are {', '.join(labels)}")
         if (self.kind == "resources") != bool(set(RESOURCES) & set(self.metrics)):
             raise ValueError(f"metrics {', '.join(RESOURCES)} need kind: resources, and all others kind: runs")
-        if not set(self.metrics) <= set(RESOURCES) and self.kind == "resources":
-            raise ValueError(f"a table of kind resources can only have the metrics {', '.join(RESOURCES)}")
-        for figures in self.paper.values() if self.kind == "resources" else ():
-            for figure in figures.values():
+        if self.kind == "resources":
+            if not set(self.metrics) <= set(RESOURCES):
+                raise ValueError(f"a table of kind resources can only have the metrics {', '.join(RESOURCES)}")
+            for figure in (figure for figures in self.paper.values() for figure in figures.values()):
                 if not re.fullmatch(r"\d+(\.\d+)?", figure):
                     raise ValueError(f"paper: expected a number such as 2.05, got {figure!r}")
-        if self.kind == "resources" and (self.scenarios or self.method is not None):
-            raise ValueError("a table of kind resources cannot have scenarios or a method")
+            if self.scenarios or self.method is not None:
+                raise ValueError("a table of kind resources cannot have scenarios or a method")
         judged = [*named["method"], *self.baselines, *self.controls]
         for label in judged:
             if judged.count(label) > 1:
@@ -185,52 +163,43 @@ class Table(Options):
 
     @property
     def all_scenarios(self) -> list[TableScenario]:
-        """The scenarios; in a table without scenarios a single one with an empty label."""
+        """Return the scenarios; in a table without any, a single one with an empty label."""
         return self.scenarios or [TableScenario(paper=self.paper)]
 
     def role(self, label: str) -> str:
-        """`method`, `baseline`, `control` or `other`; `row` in a table without a verdict."""
+        """Return a row's role: `method`, `baseline`, `control` or `other`; `row` in a table without a verdict."""
         if self.method is None:
             return "row"
-        if label == self.method:
-            return "method"
-        return "baseline" if label in self.baselines else "control" if label in self.controls else "other"
+        roles = dict.fromkeys(self.controls, "control") | dict.fromkeys(self.baselines, "baseline")
+        return (roles | {self.method: "method"}).get(label, "other")
 
 
-def table_names() -> list[str]:
-    """The tables that ship with fedssl."""
-    return shipped_names("table")
+def _check_labels(kind: str, labels: list[str]) -> None:
+    label_by_slug: dict[str, str] = {}
+    for label in labels:
+        other = label_by_slug.get(slug(label))
+        if other is not None:
+            raise ValueError(f"{kind} {other!r} and {label!r} need labels that differ in letters or digits")
+        label_by_slug[slug(label)] = label
 
 
 def load_table(name_or_path: str | Path) -> Table:
     """Read a shipped table by name, or a file by path.
 
     Raises:
-        UserError: no such table; not YAML; a key or value that is not allowed, with its path and what is.
+        UserError: there is no such table; it is not YAML; or a key or value is invalid. The message names the key's
+            path and what is allowed.
     """
-    values = read_values(name_or_path, "table")
-    problems: list[str] = []
-    kinds: dict[str, type[Options]] = {"rows": TableRow, "scenarios": TableScenario}
-    for key, kind in kinds.items():
-        entries = values.get(key)
-        if isinstance(entries, list):  # each on its own, so that the message names the allowed keys
-            for i, entry in enumerate(entries):
-                try:
-                    kind.model_validate(entry)
-                except ValidationError as error:
-                    problems += explain_errors(error, kind, f"{key}.{i}")
-    if not problems:
-        try:
-            return Table.model_validate(values)
-        except ValidationError as error:
-            problems = explain_errors(error, Table)
-    raise UserError(f"{name_or_path}: {'; '.join(problems)}")
+    try:
+        return Table.model_validate(read_values(name_or_path, "table"))
+    except ValidationError as error:
+        raise UserError(f"{name_or_path}: {'; '.join(explain_errors(error, Table))}") from error
 
 
 def cell_recipe(
     table: Table, row: TableRow, seed: int, overrides: Sequence[str] = (), scenario: TableScenario | None = None
 ) -> Recipe:
-    """The recipe of one cell: the row's recipe, then the settings of table, scenario and row, then the overrides.
+    """Return the recipe of one cell: the row's recipe, changed by the settings of table, scenario, row and overrides.
 
     Mappings are merged key by key; lists are replaced; a part with another name replaces the part.
 
@@ -264,20 +233,11 @@ def _merge(values: dict[str, Any], changes: dict[str, Any], top: bool = True) ->
 
 
 def cell_path(output: Path, label: str, seed: int, scenario: str = "") -> Path:
-    """The run's folder of one cell, in the table's folder `output`."""
+    """Return the run's folder of one cell, in the table's folder `output`."""
     row = output / slug(label)
     return (row / slug(scenario) if scenario else row) / f"seed-{seed}"
 
 
-def _check_labels(kind: str, labels: list[str]) -> None:
-    label_by_slug: dict[str, str] = {}
-    for label in labels:
-        other = label_by_slug.get(slug(label))
-        if other is not None:
-            raise ValueError(f"{kind} {other!r} and {label!r} need labels that differ in letters or digits")
-        label_by_slug[slug(label)] = label
-
-
 def slug(label: str) -> str:
-    """A label as a file name: lower case, and `-` for everything but letters and digits."""
+    """Return a label as a file name: lower case, and `-` for everything but letters and digits."""
     return re.sub(r"[^a-z0-9]+", "-", label.lower()).strip("-") or "row"

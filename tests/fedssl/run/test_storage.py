@@ -1,4 +1,4 @@
-"""Reading and writing files: a CSV file there and back, and what is told where a file cannot be written."""
+"""Reading and writing files: a CSV file there and back, and the error if a file cannot be written."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from fedssl.recipe.reading import parse_recipe
 from fedssl.reports.cost import estimate, totals
-from fedssl.tables.dry_run import StepCosts, dry_run, training_data
+from fedssl.tables.dry_run import dry_run, run_cost, training_data
 from fedssl.tables.table import ExpectedData, load_table
 from tests.fedssl.conftest import ALIGNED, AVERAGED, tiny_values
 
@@ -27,7 +27,7 @@ STAGED = AVERAGED | {
 }
 
 
-def told(table, *overrides):
+def listed(table, *overrides):
     lines = []
     dry_run(table, overrides, lines.append)
     return "\n".join(lines)
@@ -78,7 +78,7 @@ def test_runs_and_the_papers_figures_are_listed_and_nothing_is_written(table, tm
 def test_operations_are_those_of_fedssl_cost(values):
     recipe = parse_recipe(tiny_values(**values))
     data = training_data(recipe.data, recipe.seed, None)
-    cost = StepCosts().of_run(recipe, data)
+    cost = run_cost(recipe, data, {})
     assert cost.flops == totals(estimate(build_federation(recipe)))["flops"]
     assert cost.seconds > 0
 
@@ -91,30 +91,31 @@ def test_leaving_the_products_out_changes_no_count():
 
 def test_sampled_clients_and_dropout_count_on_average():
     recipe = parse_recipe(tiny_values(**AVERAGED))
-    data, steps = training_data(recipe.data, 0, None), StepCosts()
-    whole = steps.of_run(recipe, data)
-    half = steps.of_run(recipe.model_copy(update={"client_dropout": 0.5}), data)
+    data, known_steps = training_data(recipe.data, 0, None), {}
+    whole = run_cost(recipe, data, known_steps)
+    half = run_cost(recipe.model_copy(update={"client_dropout": 0.5}), data, known_steps)
     assert half.steps == whole.steps / 2
-    one = steps.of_run(recipe.model_copy(update={"clients_per_round": 1}), data)
+    one = run_cost(recipe.model_copy(update={"clients_per_round": 1}), data, known_steps)
     assert one.flops == pytest.approx(whole.flops / recipe.partition.clients)
 
 
 def test_missing_data_is_named_and_counted_where_the_table_expects_it(table):
     npz = load_table(table).model_copy(update={"settings": {"preset": "digits", "data": {"name": "npz"}}})
-    text = told(npz)
+    text = listed(npz)
     assert "Missing for a run: give data.path=PATH, an .npz file" in text
     assert "In all" not in text
     expected = ExpectedData(images=200, classes=10, shape=(1, 8, 8))
-    text = told(npz.model_copy(update={"expected_data": expected}))
+    text = listed(npz.model_copy(update={"expected_data": expected}))
     assert "Missing for a run: give data.path=PATH, an .npz file" in text
     assert "In all: " in text
-    assert "Missing for a run: there is no nowhere.npz" in told(npz, "data.path=nowhere.npz")
+    assert "Missing for a run: there is no nowhere.npz" in listed(npz, "data.path=nowhere.npz")
 
 
 def test_the_published_sizes_are_known_without_the_data(tmp_path):
     data = training_data(DataOptions(name="cifar100", path=tmp_path, public_holdout=5000), 0, None)
-    assert (len(data.labels), data.classes, data.shape) == (45_000, 100, (3, 32, 32))
-    assert torch.bincount(data.labels).tolist() == [450] * 100
+    assert (len(data.train_labels), len(data.class_names)) == (45_000, 100)
+    assert data.train_images.shape == (45_000, 3, 32, 32)
+    assert torch.bincount(data.train_labels).tolist() == [450] * 100
 
 
 def test_image_files_are_counted_by_their_folders(tmp_path):
@@ -125,9 +126,10 @@ def test_image_files_are_counted_by_their_folders(tmp_path):
         for number in range(3):
             Image.new("L", (12, 12)).save(tmp_path / name / f"{number}.png")
     data = training_data(DataOptions(name="folder", path=tmp_path, image_size=16), 0, None)
-    assert (len(data.labels), data.classes, data.shape) == (6, 2, (1, 16, 16))
+    assert (len(data.train_labels), len(data.class_names)) == (6, 2)
+    assert data.train_images.shape == (6, 1, 16, 16)
 
 
 def test_a_recipe_that_is_refused_ends_the_dry_run(table):
     with pytest.raises(UserError, match=r"row 'one epoch': client 0 has .* fewer than training\.batch_size"):
-        told(load_table(table), "training.batch_size=2000")
+        listed(load_table(table), "training.batch_size=2000")

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fedssl.tables.table import load_table, table_names
+from fedssl.recipe.overrides import shipped_names
+from fedssl.tables.table import load_table
 
 ON = "downstream_{}_fine_tune_accuracy"
 CALTECH = "downstream_caltech101_fine_tune_per_class_accuracy"
@@ -80,4 +81,4 @@ def test_every_row_of_a_papers_table_has_a_figure_in_every_scenario(table):
 def test_the_page_of_what_reproduces_what_names_every_table_that_ships():
     page = (Path(__file__).parents[3] / "docs" / "what_reproduces_what.md").read_text(encoding="utf-8")
     named = {name for code in re.findall("`([^`]+)`", page) for name in code.split()}
-    assert set(table_names()) <= named
+    assert set(shipped_names("table")) <= named

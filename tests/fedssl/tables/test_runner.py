@@ -263,17 +263,17 @@ def stop_in_the_middle(
     reached = [RunDirectory.open(cell).checkpoint.round for cell in cells]
     assert min(reached) >= 0
     assert max(reached) < MANY
-    told: list[int] = []
+    reported: list[int] = []
 
     def interrupt(self, round_number, metrics):
-        told.append(round_number)
+        reported.append(round_number)
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner._Rounds, "round_done", interrupt)
         with pytest.raises(KeyboardInterrupt):
             run_table(table, output)
-    assert told == [reached[0] + 1]
+    assert reported == [reached[0] + 1]
     return process.returncode, printed, errors
 
 

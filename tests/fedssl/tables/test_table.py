@@ -6,12 +6,13 @@ import pytest
 import yaml
 
 from fedssl.errors import UserError
-from fedssl.tables.table import Table, TableRow, TableScenario, cell_path, cell_recipe, load_table, table_names
+from fedssl.recipe.overrides import shipped_names
+from fedssl.tables.table import Table, TableRow, TableScenario, cell_path, cell_recipe, load_table
 from tests.fedssl.conftest import ALIGNED, tiny_values
 from tests.fedssl.reports.synthetic_runs import ROWS, make_table, table_values
 
 
-@pytest.mark.parametrize("name", table_names())
+@pytest.mark.parametrize("name", shipped_names("table"))
 def test_every_cell_of_the_shipped_tables_is_a_valid_recipe(name):
     table = load_table(name)
     data = table.settings.get("data", {})

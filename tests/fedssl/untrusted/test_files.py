@@ -1,4 +1,4 @@
-"""Files and paths from somebody else: a pipe does not hang, an unknown home is told."""
+"""Files and paths from somebody else: a pipe does not hang, an unknown home is an error."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_a_pipe_a_device_and_a_folder_are_refused_at_once(tmp_path):
             read_regular_file(path)
 
 
-def test_paths_that_lead_nowhere_are_told(tmp_path):
+def test_paths_that_lead_nowhere_are_errors(tmp_path):
     (tmp_path / "loop").symlink_to("loop")
     for call in (lambda: expand_home("~nosuchuser/a"), lambda: absolute_path(tmp_path, "~nosuchuser/a")):
         with pytest.raises(UserError, match="'~nosuchuser/a' begins with an unknown user's home folder"):

@@ -53,10 +53,10 @@ CHAIN = "a0: &a0 [1]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1,
 def test_bad_yaml_is_one_line(text, message):
     with pytest.raises(UserError, match=message) as caught:
         parse_yaml(text, "mine.yaml")
-    told = str(caught.value)
-    assert told.startswith("mine.yaml")
-    assert told.isprintable()
-    assert len(told) < 500
+    shown = str(caught.value)
+    assert shown.startswith("mine.yaml")
+    assert shown.isprintable()
+    assert len(shown) < 500
 
 
 @pytest.mark.parametrize(
