@@ -18,17 +18,13 @@ from torch import Tensor
 
 from .aggregators.base import OWN_IMAGES, Shape
 from .errors import UserError
+from .evaluation.metrics import is_reserved
 from .messages import Message
 from .options import Options
 
 #: why a client's answer was left out of the last round: `refused/3` in the config of the server's state
 REFUSED = "refused/"
 
-#: metrics that an engine writes itself for every client; a client must not send one of these names
-ENGINE_METRICS = ("bytes_down", "bytes_up", "missing", "refused", "dropped", "answers", "epsilon")
-
-_MEASURES = ("knn", "classifier", "linear", "linear_auroc", "effective_rank", "alignment", "uniformity")
-_OTHER_MEASURES = ("semi_supervised_", "fine_tune_", "downstream_")
 _MOST_NUMBERS = 1000  # each is a line of metrics.csv in every round
 _LONGEST_NAME = 200  # characters in the name of a number or metric
 _LONGEST_REASON = 500  # characters; it may contain a name that the client chose
@@ -40,11 +36,6 @@ _NEVER_NEGATIVE = (".running_var", ".num_batches_tracked")  # a square root is t
 _MOST_TIMES_THE_MEDIAN = 1000.0
 _ALWAYS_ALLOWED = 1000.0
 _MOST_GROWTH = 2  # of a client's number of images during a run: a site may collect more, and counts by them
-
-
-def is_measure(name: str) -> bool:
-    """Whether a metric is one that `evaluate_model` gives."""
-    return name in _MEASURES or name.startswith(_OTHER_MEASURES)
 
 
 class GuardOptions(Options):
@@ -241,7 +232,7 @@ def _fault_of_numbers(reply: Message) -> str | None:
     if len(reply.numbers) + len(reply.metrics) > _MOST_NUMBERS:
         return f"it has {len(reply.numbers) + len(reply.metrics)} numbers and metrics, more than {_MOST_NUMBERS}"
     for name in reply.metrics:
-        if name in ENGINE_METRICS or is_measure(name):
+        if is_reserved(name):
             return f"the metric {name} has a name that only the server may use"
     # A metric may be as large as the operations of a round.
     for kind, values, largest_number in (

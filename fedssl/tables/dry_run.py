@@ -21,7 +21,7 @@ from ..data.partitions import PartitionOptions, deal
 from ..data.summary import outline
 from ..errors import UserError
 from ..evaluation.evaluate import EvaluationOptions
-from ..evaluation.metrics import metric_title
+from ..evaluation.metrics import short_title
 from ..federation import build_federation
 from ..recipe.overrides import read_values
 from ..recipe.recipe import Recipe
@@ -357,7 +357,7 @@ def _scenario_table(table: Table, scenario: TableScenario, costs: Sequence[RunCo
     """A line a row with what one run takes and the paper's figures."""
     printed = [metric for metric in table.metrics if any(metric in figures for figures in scenario.paper.values())]
     header = ["row", "seeds", "steps a run", "FLOPs a run", "hours a run"]
-    header += [f"paper: {_short_title(metric)}" for metric in printed]
+    header += [f"paper: {short_title(metric)}" for metric in printed]
     lines = []
     for row, cost in zip(table.rows, costs, strict=True):
         taken = ["-"] * 3 if cost is None else [f"{cost.steps:,.0f}", format_flops(cost.flops), _hours(cost.seconds)]
@@ -400,10 +400,6 @@ def _tell_resources(table: Table, overrides: Sequence[str], note: Note) -> None:
         [row.label, *(table.paper.get(row.label, {}).get(metric, "-") for metric in printed)] for row in table.rows
     ]
     note("\n" + plain_table(["row", *(f"paper: {metric}" for metric in printed)], lines))
-
-
-def _short_title(metric: str) -> str:
-    return metric_title(metric).replace(" accuracy", "").replace(" (%)", " %")
 
 
 def _hours(seconds: float) -> str:
