@@ -75,10 +75,10 @@ class EvaluationOptions(Options):
         return downstream
 
 
-def check_labels(dataset: Dataset, fractions: Sequence[float], fine_tune: FineTuneOptions | None) -> None:
+def check_labels(dataset: Dataset, options: EvaluationOptions) -> None:
     """Raise a UserError where fine-tuning is asked for and the images have no labels."""
-    if not dataset.labelled and (fractions or fine_tune is not None):
-        what = "semi-supervised evaluation" if fractions else "fine-tuning"
+    if not dataset.labelled and (options.semi_supervised or options.fine_tune is not None):
+        what = "semi-supervised evaluation" if options.semi_supervised else "fine-tuning"
         raise UserError(
             f"{what} needs labels, and the images of data.name={dataset.name} have none: leave it out, or give labels "
             "(data.labels for images, y_train and y_test in an .npz file)"
@@ -92,8 +92,7 @@ def evaluate_model(
     seed: int,
     *,
     linear: bool,
-    fractions: Sequence[float] = (),
-    fine_tune: FineTuneOptions | None = None,
+    fine_tune: bool = False,
     augmentation: Augmentation = RandomViews(),  # noqa: B008 (frozen)
     own_classes: bool = True,
 ) -> tuple[dict[str, float], Tensor]:
@@ -105,54 +104,53 @@ def evaluate_model(
     Args:
         model: its encoder is measured, on the model's device.
         dataset: training and test images.
-        options: of kNN, of the linear evaluation, and how to fine-tune on `fractions`.
+        options: of kNN, the linear evaluation and fine-tuning.
         seed: decides all that the evaluations draw.
         linear: whether to train the linear evaluation.
-        fractions: labelled fractions to fine-tune on.
-        fine_tune: how to fine-tune on all labels; None leaves that out.
+        fine_tune: whether to fine-tune as the options say, which may be not at all.
         augmentation: makes the two views that `alignment` compares; only for images without labels.
         own_classes: whether the labels are those that the model was trained on. Its own classifier, if it has one, is
             measured on no others.
 
     Returns:
         The metrics by name, and the singular values of the test images' representations, float64, descending. The
-        names and units are those of `METRICS`, and `semi_supervised_FRACTION` for each of `fractions`. Without labels
-        `Dataset.measured_images` take the place of the test images, and images with several labels each get
-        `linear_auroc`, if `linear`.
+        names and units are those of `METRICS`, and `semi_supervised_FRACTION` for any other fraction. Without labels
+        `Dataset.measured_images` take the place of the test images.
 
     Raises:
         UserError: a representation is not finite, or an evaluation's own training diverged; or fine-tuning is asked for
             and there are no labels.
     """
-    check_labels(dataset, fractions, fine_tune)
-    encoder, device = model.encoder, model.device
+    if fine_tune:
+        check_labels(dataset, options)
+    encoder = model.encoder
     if not dataset.labelled:
-        features = extract_features(encoder, dataset.measured_images, device)
+        features = extract_features(encoder, dataset.measured_images)
         views = _view_features(model, dataset.measured_images, augmentation, seed)
         metrics = measured_values(MeasuredImages(features, views=views))
         if linear and dataset.train_targets is not None and dataset.test_targets is not None:
-            train = extract_features(encoder, dataset.train_images, device)
+            train = extract_features(encoder, dataset.train_images)
             auroc = linear_auroc(train, dataset.train_targets, features, dataset.test_targets, options.linear, seed)
             if auroc is not None:
                 metrics["linear_auroc"] = auroc
         return metrics, singular_values(features)
-    train = extract_features(encoder, dataset.train_images, device)
-    test = extract_features(encoder, dataset.test_images, device)
+    train = extract_features(encoder, dataset.train_images)
+    test = extract_features(encoder, dataset.test_images)
     labelled = (train, dataset.train_labels, test, dataset.test_labels)
     metrics = {"knn": knn_accuracy(*labelled, neighbors=options.neighbors, temperature=options.temperature)}
     metrics |= measured_values(MeasuredImages(test, dataset.test_labels))
     if own_classes and CLASSIFIER in model.online:
         with torch.no_grad():
-            predicted = model.online[CLASSIFIER](test.to(device)).argmax(dim=1).cpu()
+            predicted = model.online[CLASSIFIER](test.to(model.device)).argmax(dim=1).cpu()
         metrics["classifier"] = 100.0 * int((predicted == dataset.test_labels.cpu()).sum()) / len(test)
     if linear:
         metrics["linear"] = linear_accuracy(*labelled, len(dataset.class_names), options.linear, seed)
-    for fraction in fractions:
+    for fraction in options.semi_supervised if fine_tune else ():
         metrics[f"semi_supervised_{fraction:g}"] = semi_supervised_accuracy(
-            encoder, dataset, fraction, options.semi_supervised_protocol, seed, device
+            encoder, dataset, fraction, options.semi_supervised_protocol, seed
         )
-    if fine_tune is not None:
-        scores = fine_tuned_scores(encoder, dataset, fine_tune, seed, device)
+    if fine_tune and options.fine_tune is not None:
+        scores = fine_tuned_scores(encoder, dataset, options.fine_tune, seed)
         metrics |= {f"fine_tune_{name}": value for name, value in scores.items()}
     return metrics, singular_values(test)
 
@@ -163,7 +161,7 @@ def _view_features(model: Model, images: Images, augmentation: Augmentation, see
     pairs = []
     for rows in torch.arange(min(len(images), _VIEWED_IMAGES)).split(_VIEWS_AT_A_TIME):
         views = draw_views(augmentation, images[rows], rows, key, model.device)
-        pairs.append([extract_view_features(model.encoder, view, model.device) for view in views])
+        pairs.append([extract_view_features(model.encoder, view) for view in views])
     return [torch.cat(parts) for parts in zip(*pairs, strict=True)]
 
 
@@ -227,16 +225,7 @@ def evaluate_downstream(
     """
     metrics: dict[str, float] = {}
     for label, dataset in datasets.items():
-        values, _ = evaluate_model(
-            model,
-            dataset,
-            options,
-            seed,
-            linear=True,
-            fractions=options.semi_supervised if after else (),
-            fine_tune=options.fine_tune if after else None,
-            own_classes=False,
-        )
+        values, _ = evaluate_model(model, dataset, options, seed, linear=True, fine_tune=after, own_classes=False)
         metrics |= {f"{DOWNSTREAM}{label}_{name}": value for name, value in values.items()}
     return metrics
 

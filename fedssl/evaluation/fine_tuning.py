@@ -59,29 +59,14 @@ class FineTuning(NamedTuple):
 
 #: by name; see `semi_supervised_accuracy` for the sources
 PROTOCOLS = {
-    "hetero_ssfl": FineTuning(epochs=100, batch_size=512, optimizer="nesterov", learning_rate=0.05),
-    "fedu2": FineTuning(
-        epochs=200,
-        batch_size=128,
-        optimizer="sgd",
-        learning_rate=1e-3,
-        classifier_learning_rate=0.3,
-        augmentation="crop_and_flip",
-    ),
-    "lw_fedssl": FineTuning(
-        epochs=40,
-        batch_size=256,
-        optimizer="adamw",
-        learning_rate=1e-3,
-        weight_decay=1e-5,
-        warmup_epochs=10,
-        augmentation="rand_augment",
-    ),
+    "hetero_ssfl": FineTuning(100, 512, "nesterov", 0.05),
+    "fedu2": FineTuning(200, 128, "sgd", 1e-3, classifier_learning_rate=0.3, augmentation="crop_and_flip"),
+    "lw_fedssl": FineTuning(40, 256, "adamw", 1e-3, weight_decay=1e-5, warmup_epochs=10, augmentation="rand_augment"),
 }
 
 
 class SemiSupervisedOptions(Options):
-    """How encoder and linear layer are fine-tuned on a part of the labels: a protocol, and what replaces its values."""
+    """A protocol of fine-tuning on a part of the labels, and the values that replace its own."""
 
     name: Literal["hetero_ssfl", "fedu2", "lw_fedssl"] = Field(
         "hetero_ssfl", description="the paper whose protocol is followed; it gives each value that is not set"
@@ -130,7 +115,7 @@ class SemiSupervisedOptions(Options):
 
 
 class FineTuneOptions(Options):
-    """How the encoder is fine-tuned; the defaults are those of the LW-FedSSL paper, section 4.1.
+    """Options of fine-tuning on all labels; the defaults are those of the LW-FedSSL paper, section 4.1.
 
     For MedMNIST the paper fine-tunes on the validation split (section 4.8).
     """
@@ -151,15 +136,9 @@ class FineTuneOptions(Options):
 
     def tuning(self) -> FineTuning:
         """Return the same values for `fine_tuned_network`."""
-        return FineTuning(
-            epochs=self.epochs,
-            batch_size=self.batch_size,
-            optimizer="adamw",
-            learning_rate=self.learning_rate,
-            weight_decay=self.weight_decay,
-            warmup_epochs=self.warmup_epochs,
-            augmentation="rand_augment" if self.rand_augment else "none",
-        )
+        augmentation: Augmentation = "rand_augment" if self.rand_augment else "none"
+        values = self.model_dump(exclude={"images", "rand_augment"})
+        return FineTuning(**values, optimizer="adamw", augmentation=augmentation)
 
 
 def check_fine_tuning(options: FineTuneOptions | None, dataset: Dataset) -> None:
@@ -171,27 +150,20 @@ def check_fine_tuning(options: FineTuneOptions | None, dataset: Dataset) -> None
         )
 
 
-def fine_tuned_scores(
-    encoder: nn.Module,
-    dataset: Dataset,
-    options: FineTuneOptions,
-    seed: int,
-    device: torch.device | str | None = None,
-) -> dict[str, float]:
+def fine_tuned_scores(encoder: nn.Module, dataset: Dataset, options: FineTuneOptions, seed: int) -> dict[str, float]:
     """Return the test scores of a copy of the encoder fine-tuned on all labels of the training or validation images.
 
     The protocol is that of the LW-FedSSL paper, section 4.1: a linear head on the encoder, both trained for 40 epochs
     by AdamW (learning rate 1e-3, weight decay 1e-5, batches of 256) with 10 epochs of warm-up and a cosine decay after
-    it, under torchvision's RandAugment with its own defaults. The paper leaves open the following: here the loss is
-    cross-entropy, the warm-up is linear, and the rate changes with every step. Images keep their size.
+    it, under torchvision's RandAugment with its own defaults. The paper does not say more. Here the loss is
+    cross-entropy, the warm-up is linear, the rate changes with every step, and images keep their size.
 
     Args:
         encoder: see `fine_tuned_network`.
         dataset: has the test images and the labelled ones that `options.images` names.
-        options: see `FineTuneOptions`.
+        options: the values that may differ from the paper's.
         seed: decides the linear layer, the order of the batches, the augmentation and any dropout. The same seed gives
             the same result; torch's global random generators are left as they were.
-        device: where to compute (default: where the encoder is).
 
     Returns:
         Percentages, see `classification_scores`.
@@ -206,7 +178,7 @@ def fine_tuned_scores(
         assert dataset.validation_labels is not None
         images, labels = dataset.validation_images, dataset.validation_labels
     generator = torch.Generator().manual_seed(seed)
-    predicted = _fine_tune_and_predict(encoder, dataset, images, labels, options.tuning(), seed, generator, device)
+    predicted = _fine_tune_and_predict(encoder, dataset, images, labels, options.tuning(), seed, generator)
     return classification_scores(predicted, dataset.test_labels)
 
 
@@ -216,7 +188,6 @@ def semi_supervised_accuracy(
     fraction: float,
     options: SemiSupervisedOptions,
     seed: int,
-    device: torch.device | str | None = None,
 ) -> float:
     """Return the test accuracy, in percent, of a copy of the encoder fine-tuned on few labels of the training images.
 
@@ -242,7 +213,6 @@ def semi_supervised_accuracy(
         fraction: share of each class whose labels are used, above 0 and at most 1.
         options: the protocol, and what replaces its values.
         seed: decides the labelled part, and what it decides in `fine_tuned_scores`.
-        device: where to compute (default: where the encoder is).
 
     Raises:
         UserError: the fraction is out of range, or fine-tuning diverged.
@@ -254,7 +224,7 @@ def semi_supervised_accuracy(
     images = dataset.train_images[labeled.to(dataset.train_images.device)]
     labels = dataset.train_labels.to(images.device, torch.int64)[labeled.to(images.device)]
     tuning = options.tuning(fraction)
-    predicted = _fine_tune_and_predict(encoder, dataset, images, labels, tuning, seed, generator, device)
+    predicted = _fine_tune_and_predict(encoder, dataset, images, labels, tuning, seed, generator)
     return 100.0 * int((predicted == dataset.test_labels.cpu()).sum()) / len(predicted)
 
 
@@ -289,13 +259,11 @@ def _fine_tune_and_predict(
     tuning: FineTuning,
     seed: int,
     generator: torch.Generator,
-    device: torch.device | str | None,
 ) -> Tensor:
     """Return the predicted classes of the test images, int64 [m], after fine-tuning on `images` and `labels`."""
-    device = device_of(encoder) if device is None else torch.device(device)
     classes = len(dataset.class_names)
-    network = fine_tuned_network(encoder, images, labels, classes, tuning, seed, generator, device)
-    logits = extract_outputs(network, dataset.test_images, device)
+    network = fine_tuned_network(encoder, images, labels, classes, tuning, seed, generator)
+    logits = extract_outputs(network, dataset.test_images)
     if not torch.isfinite(logits).all():
         largest_rate = max(tuning.learning_rate, tuning.classifier_learning_rate or 0.0)
         raise UserError(f"learning_rate: fine-tuning diverged at {largest_rate}; choose a lower one")
@@ -310,13 +278,11 @@ def fine_tuned_network(
     tuning: FineTuning,
     seed: int,
     generator: torch.Generator,
-    device: torch.device,
 ) -> nn.Module:
-    """Return a trained copy of the encoder with a linear layer on top.
+    """Return a trained copy of the encoder with a linear layer on top, on the encoder's device.
 
     Args:
-        encoder: maps normalised images, float32 [b, C, H, W], to representations [b, d]. It is copied, and not
-            changed itself.
+        encoder: maps normalised images, float32 [b, C, H, W], to representations [b, d]. It is not changed itself.
         images: uint8 [n, C, H, W].
         labels: int64 [n], 0 to classes - 1.
         classes: number of outputs of the linear layer.
@@ -324,13 +290,12 @@ def fine_tuned_network(
         seed: decides the linear layer, what is drawn for the images, and any dropout; torch's global random generators
             are left as they were.
         generator: on the CPU; decides the order of the batches.
-        device: where to compute.
     """
+    device = device_of(encoder)
     prepare = _preparation(tuning.augmentation, seed, device)
     tuned = copy.deepcopy(encoder).requires_grad_(True)
     with seeded_on(device, seed), torch.enable_grad():
-        width = extract_features(tuned, images[:1], device=device).shape[1]
-        classifier = nn.Linear(width, classes)
+        classifier = nn.Linear(extract_features(tuned, images[:1]).shape[1], classes)
         network = nn.Sequential(tuned, classifier).to(device)
         optimizer = _optimizer(tuned, classifier, tuning)
         steps = math.ceil(len(images) / tuning.batch_size)
@@ -398,8 +363,7 @@ def classification_scores(predicted: Tensor, labels: Tensor) -> dict[str, float]
     """Return the accuracy, and per-class scores averaged over the classes (macro), by scikit-learn; all in percent.
 
     Args:
-        predicted: integer [m].
-        labels: integer [m], m at least 1.
+        predicted, labels: integer [m], m at least 1.
 
     Returns:
         Five percentages by name. `accuracy` is that of correct predictions. `per_class_accuracy` is the mean of the
@@ -411,13 +375,10 @@ def classification_scores(predicted: Tensor, labels: Tensor) -> dict[str, float]
     from sklearn.metrics import precision_recall_fscore_support  # here, as importing it takes a second
 
     true_classes, predicted_classes = labels.cpu().numpy(), predicted.cpu().numpy()
+    classes = labels.unique().tolist()
     precision, recall, f1, _ = precision_recall_fscore_support(
-        true_classes,
-        predicted_classes,
-        labels=sorted(set(true_classes.tolist())),
-        average="macro",
-        zero_division=0.0,
+        true_classes, predicted_classes, labels=classes, average="macro", zero_division=0.0
     )
-    accuracy = float((true_classes == predicted_classes).mean())
+    accuracy = (true_classes == predicted_classes).mean()
     scores = {"accuracy": accuracy, "per_class_accuracy": recall, "precision": precision, "recall": recall, "f1": f1}
     return {name: 100.0 * float(value) for name, value in scores.items()}

@@ -15,7 +15,7 @@ from ..options import Options
 
 
 class LinearProtocol(NamedTuple):
-    """How the linear layer is trained, by Adam: passes over the training images, representations a step, its rate."""
+    """The training of the linear layer by Adam: passes over the training images, representations a step, and rate."""
 
     epochs: int
     batch_size: int
@@ -31,7 +31,7 @@ PROTOCOLS = {
 
 
 class LinearOptions(Options):
-    """How the linear layer is trained: a protocol, and what replaces its values."""
+    """A protocol of training the linear layer, and the values that replace its own."""
 
     name: Literal["hetero_ssfl", "fedu2", "easyfl"] = Field(
         "hetero_ssfl", description="whose protocol is followed; it gives each value that is not set"
@@ -83,10 +83,8 @@ def linear_accuracy(
     `classes` are ever a label, or as a hidden layer; here the one layer has `classes` outputs.
 
     Args:
-        train_features: floating point [n, d], finite.
-        train_labels: integer [n], 0 to classes - 1.
-        test_features: floating point [m, d], finite.
-        test_labels: integer [m], 0 to classes - 1.
+        train_features, test_features: floating point [n, d] and [m, d], finite.
+        train_labels, test_labels: integer [n] and [m], 0 to classes - 1.
         classes: number of outputs.
         options: the protocol, what replaces its values, and whether features are standardised.
         generator_seed: decides the initial weights and the order of the batches. The same seed gives the same
@@ -114,10 +112,8 @@ def linear_auroc(
     is the measure of ChestMNIST (Yang et al. 2023, MedMNIST v2, section "Benchmark").
 
     Args:
-        train_features: floating point [n, d], finite.
-        train_targets: 0 or 1, [n, labels].
-        test_features: floating point [m, d], finite.
-        test_targets: 0 or 1, [m, labels].
+        train_features, test_features: floating point [n, d] and [m, d], finite.
+        train_targets, test_targets: 0 or 1, [n, labels] and [m, labels].
         options, generator_seed: see `linear_accuracy`.
 
     Returns:

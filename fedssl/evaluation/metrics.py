@@ -22,9 +22,6 @@ from .features import require_finite
 #: begins the names of metrics on other data: downstream_LABEL_METRIC
 DOWNSTREAM = "downstream_"
 
-#: begin names that a run may have many of; `METRICS` holds the usual ones
-FAMILIES = ("semi_supervised_", "fine_tune_")
-
 #: between a metric and an architecture: `linear@resnet18` is the mean over the clients with this architecture
 OF_ARCHITECTURE = "@"
 
@@ -32,7 +29,6 @@ OF_ARCHITECTURE = "@"
 LARGEST_FIGURE = 1e150
 
 _SIMILARITIES_AT_A_TIME = 16 * 2**20  # of kNN: 64 MiB in float32, whatever the size of the test set
-_COMPARED_IMAGES = 1000  # uniformity compares each pair of them
 
 
 class MeasuredImages(NamedTuple):
@@ -41,7 +37,7 @@ class MeasuredImages(NamedTuple):
     Attributes:
         features: their representations, float32 [m, d].
         labels: their classes, int64 [m]; None without labels.
-        views: without labels the representations of two views of each of the first v images, float32 [v, d].
+        views: without labels the representations of two views of each of the first images, float32 [v, d] each.
     """
 
     features: Tensor
@@ -60,8 +56,8 @@ class Metric:
         decimals: digits after the point in tables.
         written_by: a model's evaluation, a client's training, an aggregator, or the engine. Clients must not send
             metrics of the evaluation or of the engine.
-        measure: returns the value for images, or None where it is not defined; None if `evaluate_model` has its own
-            code for the metric, as for all that have options or train a network.
+        measure: returns the value, or None where it is not defined; None where `evaluate_model` has code of its own for
+            the metric, as for all that have options or train a network.
         images: the images that the metric is measured on: with a class each, without, or both.
         bounds: the smallest and the largest value that a site may report, rounding included; None: from 0 to the number
             of singular values.
@@ -94,25 +90,19 @@ def knn_accuracy(
     neighbors: int = 20,
     temperature: float = 0.1,
 ) -> float:
-    """Accuracy of the weighted nearest-neighbour classifier of Wu et al. 2018 (section 3.4), in percent.
+    """Return the accuracy, in percent, of the weighted nearest-neighbour classifier of Wu et al. 2018 (section 3.4).
 
-    Each of the `neighbors` training samples of highest cosine similarity s to a test sample votes for its
-    class with weight exp(s / temperature). The class with the highest sum wins, and of equal ones that with the
-    lowest index. With fewer training samples than `neighbors`, all of them vote. A zero vector has similarity 0 to
-    everything.
+    Each of the `neighbors` training samples of highest cosine similarity s to a test sample votes for its class with
+    weight exp(s / temperature). The class with the highest sum wins, and of equal ones that with the lowest index. With
+    fewer training samples than `neighbors`, all of them vote. A zero vector has similarity 0 to everything.
 
     Wu et al. use 200 neighbours and temperature 0.07 on ImageNet; the defaults here suit small training sets.
 
     Args:
-        train_features: floating point [n, d], finite.
-        train_labels: integer [n], at least 0.
-        test_features: floating point [m, d], finite.
-        test_labels: integer [m], at least 0.
+        train_features, test_features: floating point [n, d] and [m, d], finite.
+        train_labels, test_labels: integer [n] and [m], at least 0.
         neighbors: number of voters, at least 1.
         temperature: above 0; a lower one gives the nearest samples more weight.
-
-    Returns:
-        Percentage of the m test samples that are classified correctly, 0 to 100.
 
     Raises:
         UserError: a feature is not finite, or an option is out of range.
@@ -145,10 +135,10 @@ def knn_accuracy(
 
 
 def singular_values(features: Tensor) -> Tensor:
-    """Singular values of the column-centred representation matrix divided by sqrt(n).
+    """Return the singular values of the column-centred representation matrix divided by sqrt(n).
 
-    They are the standard deviations of the representation along its principal axes, so they do not grow with
-    the number of samples: their squares are the eigenvalues of the covariance matrix (with divisor n).
+    They are the standard deviations of the representation along its principal axes, so they do not grow with the number
+    of samples: their squares are the eigenvalues of the covariance matrix (with divisor n).
 
     Args:
         features: floating point [n, d], finite, one representation a row.
@@ -165,15 +155,15 @@ def singular_values(features: Tensor) -> Tensor:
 
 
 def effective_rank(features: Tensor) -> float:
-    """Effective rank of Roy & Vetterli 2007: exp of the entropy of the singular values normalised to sum one.
+    """Return the effective rank of Roy & Vetterli 2007: exp of the entropy of the normalised singular values.
 
-    effective rank = exp(-sum_i p_i log p_i) with p_i = s_i / sum_j s_j, s = `singular_values(features)`. It
-    lies between 1 (all variation along one axis) and min(n - 1, d) (all axes vary alike), and does not change
-    when the representation is scaled, shifted or rotated.
+    effective rank = exp(-sum_i p_i log p_i) with p_i = s_i / sum_j s_j, s = `singular_values(features)`. It lies
+    between 1 (all variation along one axis) and min(n - 1, d) (all axes vary alike), and does not change when the
+    representation is scaled, shifted or rotated.
 
-    Roy & Vetterli leave it undefined where nothing varies. Here it is then 1.0, the lowest value, as the
-    representation has fully collapsed. That includes one sample, and representations that differ by no more
-    than the rounding of their dtype, whose directions would be noise.
+    Roy & Vetterli leave it undefined where nothing varies. Here it is then 1.0, the lowest value, as the representation
+    has fully collapsed. That includes one sample, and representations that differ by no more than the rounding of their
+    dtype, whose directions would be noise.
 
     Args:
         features: floating point [n, d], finite, one representation a row.
@@ -191,22 +181,20 @@ def effective_rank(features: Tensor) -> float:
 
 
 def alignment(first: Tensor, second: Tensor) -> float:
-    """Mean over images of |z - z'|^2, z and z' the l2-normalised representations of two views of an image.
+    """Return the mean over images of |z - z'|^2, z and z' the l2-normalised representations of two views of an image.
 
-    Wang & Isola 2020, section 4.1.1, with alpha = 2. The value is between 0 (both
-    views have the same representation) and 4. A collapsed representation is perfectly aligned, so read it beside
-    `uniformity`. A zero vector stays zero.
+    Wang & Isola 2020, section 4.1.1, with alpha = 2. The value is between 0 (both views have the same representation)
+    and 4. A collapsed representation is perfectly aligned, so read it beside `uniformity`. A zero vector stays zero.
 
     Args:
-        first: floating point [n, d], finite; one view of each image.
-        second: floating point [n, d], finite; another view of the same images in the same order.
+        first, second: floating point [n, d], finite; two views of each image, in the same order.
     """
     difference = F.normalize(first.detach().double(), dim=1) - F.normalize(second.detach().double(), dim=1)
     return float(difference.square().sum(dim=1).mean())
 
 
 def uniformity(features: Tensor) -> float:
-    """log of the mean over pairs i < j of exp(-2 |z_i - z_j|^2), z the l2-normalised representations.
+    """Return log of the mean over pairs i < j of exp(-2 |z_i - z_j|^2), z the l2-normalised representations.
 
     Wang & Isola 2020, section 4.1.2, with t = 2. The lower, the more uniform: 0 where all representations are one
     point, about -4 for uniform ones in many dimensions, where squared distances are near 2. A zero vector stays zero.
@@ -224,7 +212,7 @@ def uniformity(features: Tensor) -> float:
 
 
 def _uniformity_of(images: MeasuredImages) -> float | None:
-    features = images.features[:_COMPARED_IMAGES]
+    features = images.features[:1000]  # each pair is compared
     return uniformity(features) if len(features) > 1 else None
 
 
@@ -303,7 +291,7 @@ def is_evaluated(metric: str) -> bool:
 
 def is_measure(metric: str) -> bool:
     """Check whether a model's evaluation writes a metric of this name."""
-    return metric in EVALUATED or metric.startswith((*FAMILIES, DOWNSTREAM))
+    return metric in EVALUATED or metric.startswith(("semi_supervised_", "fine_tune_", DOWNSTREAM))
 
 
 def is_reserved(metric: str) -> bool:

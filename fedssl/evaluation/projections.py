@@ -1,4 +1,4 @@
-"""Places for thumbnails on a map: near their points in the plane, and never one over another."""
+"""Measures of representations for the pictures of a report: neighbours, maps, t-SNE, the sphere and the spectrum."""
 
 import math
 
@@ -10,7 +10,7 @@ from .metrics import singular_values
 
 
 def grid_cells(points: Tensor, columns: int) -> Tensor:
-    """A cell of a square grid for each point, no two in one: the free cell nearest to the point, in the points' order.
+    """Choose a cell of a square grid for each point in turn: the nearest one that no other point has.
 
     Args:
         points: floating point [n, 2], finite.
@@ -35,7 +35,7 @@ def grid_cells(points: Tensor, columns: int) -> Tensor:
 
 
 def nearest_images(features: Tensor, queries: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The nearest images to some of them, by the cosine of their representations; an image is not its own neighbour.
+    """Return the images nearest to some of them, by the cosine of their representations, without the image itself.
 
     Args:
         features: floating point [n, d], finite; a zero vector has similarity 0 to everything.
@@ -53,7 +53,7 @@ def nearest_images(features: Tensor, queries: Tensor, count: int) -> tuple[Tenso
 
 
 def spread_queries(features: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Images that are unlike each other: each next one is that whose nearest chosen image is farthest.
+    """Choose images that are unlike each other: each next one is that whose nearest chosen image is farthest.
 
     Farthest-point sampling on the l2-normalised representations (Gonzalez 1985) among a random tenth of the images, so
     that not only outliers are chosen; the first is drawn.
@@ -78,7 +78,7 @@ def spread_queries(features: Tensor, count: int, generator: torch.Generator) -> 
 
 
 def tsne(features: Tensor, seed: int) -> Tensor:
-    """The l2-normalised representations, embedded in the plane.
+    """Embed the l2-normalised representations in the plane.
 
     van der Maaten & Hinton 2008, by scikit-learn: perplexity 30 (a third of the points where they are few), started
     from the first two principal components. Points that are near each other were near before. The distances between
@@ -102,11 +102,10 @@ def tsne(features: Tensor, seed: int) -> Tensor:
 
 
 def tsne_together(first: Tensor, second: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-    """Both models' representations, embedded in the plane by one t-SNE, for FedU2's Figure 5.
+    """Embed two models' representations in the plane by one `tsne`, for FedU2's Figure 5.
 
     Args:
-        first: floating point [n, d], finite.
-        second: floating point [m, d], finite, of the same space.
+        first, second: floating point [n, d] and [m, d], finite, of one space.
         seed: see `tsne`.
 
     Returns:
@@ -117,7 +116,7 @@ def tsne_together(first: Tensor, second: Tensor, seed: int) -> tuple[Tensor, Ten
 
 
 def log_covariance_singular_values(features: Tensor, top: int = 100) -> Tensor:
-    """Natural logarithms of the largest singular values of the covariance matrix, for FedU2's Figure 3.
+    """Return the logarithms of the largest singular values of the covariance matrix, for FedU2's Figure 3.
 
     The covariance (divisor n) is that of the l2-normalised representations, which the paper works with. Its singular
     values sum to at most 1, so models of different scales compare. Values below 1e-12, which float32 cannot resolve,
@@ -138,7 +137,7 @@ def log_covariance_singular_values(features: Tensor, top: int = 100) -> Tensor:
 
 
 def sphere_points(features: Tensor) -> Tensor:
-    """The l2-normalised representations, projected onto their three main directions and normalised again.
+    """Project the l2-normalised representations onto their three main directions, and normalise them again.
 
     This is for FedU2's Figure 4, whose text does not say how 512 dimensions become three. Here they are the first right
     singular vectors of the normalised representations, without centring, as the sphere has its centre at 0. A
@@ -159,7 +158,7 @@ def sphere_points(features: Tensor) -> Tensor:
 
 
 def sphere_coverage(points: Tensor, cells: int = 200) -> float:
-    """Share of the sphere's cells that hold a point, 0 to 1; a low share means that much of the sphere is blank.
+    """Return the share of the sphere's cells that hold a point, 0 to 1; a low one means much of the sphere is blank.
 
     Each cell has the positions nearest to one point of a Fibonacci lattice; the cells' areas are equal to a few
     percent. n points drawn uniformly reach about 1 - (1 - 1/cells)^n, so compare only figures with the same n.

@@ -111,8 +111,8 @@ def analyse_collapse(federation: Federation, directory: RunDirectory) -> Collaps
     features: dict[str, Tensor] = {}
     models: dict[str, Geometry] = {}
     for who, model in _models(federation, directory):
-        features[who] = extract_features(model.encoder, images, device=model.device)
-        first, second = (extract_view_features(model.encoder, view, device=model.device) for view in views)
+        features[who] = extract_features(model.encoder, images)
+        first, second = (extract_view_features(model.encoder, view) for view in views)
         models[who] = _geometry(features[who], first, second)
     return Collapse(
         FORMAT,

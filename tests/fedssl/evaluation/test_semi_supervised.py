@@ -172,7 +172,7 @@ def test_it_equals_plain_sgd_on_the_whole_network(monkeypatch, name, rates, nest
     monkeypatch.setattr(nn.Linear, "__init__", remember)
     tuning = PROTOCOLS[name]._replace(epochs=4, augmentation="none")
     generator = torch.Generator().manual_seed(5)
-    got = fine_tuned_network(encoder, images, labels, 4, tuning, 5, generator, torch.device("cpu"))
+    got = fine_tuned_network(encoder, images, labels, 4, tuning, 5, generator)
     monkeypatch.undo()
     assert len(layers) == 1
 
@@ -242,8 +242,8 @@ def test_a_models_evaluation_follows_the_named_protocol(encoder):
     (train, labels), (test, truth) = bright_quarters(200, seed=1), bright_quarters(200, seed=2)
     dataset = Dataset("quarters", train, labels, test, truth, tuple("abcd"), None)
     protocol = SemiSupervisedOptions(name="fedu2", epochs=2)
-    options = EvaluationOptions(semi_supervised_protocol=protocol)
-    metrics, _ = evaluate_model(Model({"encoder": encoder}), dataset, options, 3, linear=False, fractions=[0.5])
+    options = EvaluationOptions(semi_supervised=[0.5], semi_supervised_protocol=protocol)
+    metrics, _ = evaluate_model(Model({"encoder": encoder}), dataset, options, 3, linear=False, fine_tune=True)
     given = (encoder, dataset, 0.5)
     assert metrics["semi_supervised_0.5"] == semi_supervised_accuracy(*given, protocol, 3)
     assert metrics["semi_supervised_0.5"] != semi_supervised_accuracy(*given, SemiSupervisedOptions(epochs=2), 3)
