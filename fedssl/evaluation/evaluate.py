@@ -40,7 +40,7 @@ _VIEWS_AT_A_TIME = 100  # bounds the memory of augmenting large images
 
 
 class EvaluationOptions(Options):
-    """What is measured, and when. kNN and linear evaluation use the labelled training images."""
+    """The evaluation of models. kNN and linear evaluation use the labelled training images."""
 
     every: int = Field(0, ge=0, description="rounds between kNN evaluations; 0 evaluates before and after training")
     neighbors: int = Field(
@@ -105,7 +105,7 @@ def evaluate_model(
         model: its encoder is measured, on the model's device.
         dataset: training and test images.
         options: of kNN, the linear evaluation and fine-tuning.
-        seed: decides all that the evaluations draw.
+        seed: decides every random draw.
         linear: whether to train the linear evaluation.
         fine_tune: whether to fine-tune as the options say, which may be not at all.
         augmentation: makes the two views that `alignment` compares; only for images without labels.
@@ -214,10 +214,8 @@ def evaluate_downstream(
     """Measure a model's encoder on each of other data sets by `evaluate_model`, with the run's evaluation options.
 
     Args:
-        model: its encoder is measured.
+        model, options, seed: see `evaluate_model`.
         datasets: by label, see `load_downstream`.
-        options: of every evaluation; kNN, effective rank and linear accuracy are always measured.
-        seed: decides all that the evaluations draw.
         after: whether training has ended, so that fine-tuning is measured too, if the options ask for it.
 
     Returns:
@@ -231,11 +229,7 @@ def evaluate_downstream(
 
 
 def check_downstream(model: Model, dataset: Dataset, options: EvaluationOptions) -> None:
-    """Check that an encoder takes the images of other data, and that they have the split that fine-tuning needs.
-
-    Raises:
-        UserError: they do not go together.
-    """
+    """Raise a UserError if an encoder does not take the images of other data, or fine-tuning lacks its split."""
     check_fine_tuning(options.fine_tune, dataset)
     shape = tuple(dataset.train_images.shape[1:])
     was_training = model.training

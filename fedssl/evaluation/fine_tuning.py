@@ -33,7 +33,7 @@ _CROP_AND_FLIP = RandomViews(
 
 
 class FineTuning(NamedTuple):
-    """How an encoder and a linear layer are trained together; the loss is cross-entropy.
+    """The training of an encoder together with a linear layer; the loss is cross-entropy.
 
     Attributes:
         epochs: passes over the labelled images.
@@ -57,10 +57,15 @@ class FineTuning(NamedTuple):
     augmentation: Augmentation = "none"
 
 
-#: by name; see `semi_supervised_accuracy` for the sources
 PROTOCOLS = {
+    # Hetero-SSFL, appendix B; batches of 256 up to 1 % of the labels. The paper names no loss, augmentation, weight
+    # decay or learning-rate decay; there is none of the last three.
     "hetero_ssfl": FineTuning(100, 512, "nesterov", 0.05),
+    # FedU2's released code, semi_eval.py; the paper gives no values. Deviations: the code scores the test images after
+    # 100 and 200 epochs and prints the higher score, which chooses by the test images; here the score after the last
+    # epoch counts. The code does not normalise images; here they are normalised as in training.
     "fedu2": FineTuning(200, 128, "sgd", 1e-3, classifier_learning_rate=0.3, augmentation="crop_and_flip"),
+    # LW-FedSSL, section 4.1, for all labels, as in `fine_tuned_scores`; for a part of them this is our own use
     "lw_fedssl": FineTuning(40, 256, "adamw", 1e-3, weight_decay=1e-5, warmup_epochs=10, augmentation="rand_augment"),
 }
 
@@ -136,9 +141,8 @@ class FineTuneOptions(Options):
 
     def tuning(self) -> FineTuning:
         """Return the same values for `fine_tuned_network`."""
-        augmentation: Augmentation = "rand_augment" if self.rand_augment else "none"
         values = self.model_dump(exclude={"images", "rand_augment"})
-        return FineTuning(**values, optimizer="adamw", augmentation=augmentation)
+        return FineTuning(**values, optimizer="adamw", augmentation="rand_augment" if self.rand_augment else "none")
 
 
 def check_fine_tuning(options: FineTuneOptions | None, dataset: Dataset) -> None:
@@ -153,9 +157,8 @@ def check_fine_tuning(options: FineTuneOptions | None, dataset: Dataset) -> None
 def fine_tuned_scores(encoder: nn.Module, dataset: Dataset, options: FineTuneOptions, seed: int) -> dict[str, float]:
     """Return the test scores of a copy of the encoder fine-tuned on all labels of the training or validation images.
 
-    The protocol is that of the LW-FedSSL paper, section 4.1: a linear head on the encoder, both trained for 40 epochs
-    by AdamW (learning rate 1e-3, weight decay 1e-5, batches of 256) with 10 epochs of warm-up and a cosine decay after
-    it, under torchvision's RandAugment with its own defaults. The paper does not say more. Here the loss is
+    The protocol is that of the LW-FedSSL paper, section 4.1: a linear layer on the encoder, both trained by AdamW with
+    a warm-up and a cosine decay after it, under RandAugment. The paper leaves the following open: here the loss is
     cross-entropy, the warm-up is linear, the rate changes with every step, and images keep their size.
 
     Args:
@@ -183,35 +186,15 @@ def fine_tuned_scores(encoder: nn.Module, dataset: Dataset, options: FineTuneOpt
 
 
 def semi_supervised_accuracy(
-    encoder: nn.Module,
-    dataset: Dataset,
-    fraction: float,
-    options: SemiSupervisedOptions,
-    seed: int,
+    encoder: nn.Module, dataset: Dataset, fraction: float, options: SemiSupervisedOptions, seed: int
 ) -> float:
     """Return the test accuracy, in percent, of a copy of the encoder fine-tuned on few labels of the training images.
-
-    The loss is cross-entropy. In a batch of one image, BatchNorm uses its running statistics. The protocols:
-
-    `hetero_ssfl` (Hetero-SSFL, appendix B): 100 epochs of SGD with Nesterov momentum 0.9, learning rate 0.05, batches
-    of 256 for 1 % of the labels and of 512 for 10 %. The paper names no loss, augmentation, weight decay or
-    learning-rate decay; there is none of the last three.
-
-    `fedu2` (FedU2's released code, semi_eval.py; the paper gives no values): 200 epochs of SGD with momentum 0.9,
-    learning rate 0.001 for the encoder and 0.3 for the linear layer, batches of 128, a square crop of 0.64 to 1 of the
-    area, and a mirror image in half of the cases. Deviations: the code scores the test images after 100 and 200 epochs
-    and prints the higher score, which chooses by the test images; here the score after the last epoch counts. The code
-    does not normalise images; here they are normalised as in training.
-
-    `lw_fedssl` (LW-FedSSL, section 4.1): 40 epochs of AdamW with learning rate 0.001 and weight decay 1e-5, batches of
-    256, 10 epochs of linear warm-up and then a cosine decay, RandAugment. The paper uses all labels, as
-    `fine_tuned_scores` does; on a part of them this is our use of its values.
 
     Args:
         encoder: see `fine_tuned_network`.
         dataset: has the test images, and the training images of which `labeled_subset` draws the labelled part.
         fraction: share of each class whose labels are used, above 0 and at most 1.
-        options: the protocol, and what replaces its values.
+        options: the protocol, see `PROTOCOLS`, and the values that replace its own.
         seed: decides the labelled part, and what it decides in `fine_tuned_scores`.
 
     Raises:
@@ -221,8 +204,7 @@ def semi_supervised_accuracy(
         raise UserError(f"fraction: expected above 0 and at most 1, got {fraction}")
     generator = torch.Generator().manual_seed(seed)
     labeled = labeled_subset(dataset.train_labels, fraction, generator)
-    images = dataset.train_images[labeled.to(dataset.train_images.device)]
-    labels = dataset.train_labels.to(images.device, torch.int64)[labeled.to(images.device)]
+    images, labels = dataset.train_images[labeled], dataset.train_labels[labeled]
     tuning = options.tuning(fraction)
     predicted = _fine_tune_and_predict(encoder, dataset, images, labels, tuning, seed, generator)
     return 100.0 * int((predicted == dataset.test_labels.cpu()).sum()) / len(predicted)
@@ -261,8 +243,7 @@ def _fine_tune_and_predict(
     generator: torch.Generator,
 ) -> Tensor:
     """Return the predicted classes of the test images, int64 [m], after fine-tuning on `images` and `labels`."""
-    classes = len(dataset.class_names)
-    network = fine_tuned_network(encoder, images, labels, classes, tuning, seed, generator)
+    network = fine_tuned_network(encoder, images, labels, len(dataset.class_names), tuning, seed, generator)
     logits = extract_outputs(network, dataset.test_images)
     if not torch.isfinite(logits).all():
         largest_rate = max(tuning.learning_rate, tuning.classifier_learning_rate or 0.0)

@@ -22,10 +22,13 @@ class LinearProtocol(NamedTuple):
     learning_rate: float
 
 
-#: by name; see `linear_accuracy` for the sources
 PROTOCOLS = {
+    # Hetero-SSFL, section 5.1; the paper does not name the loss
     "hetero_ssfl": LinearProtocol(epochs=100, batch_size=512, learning_rate=3e-3),
+    # FedU2's released code, linear_eval.py
     "fedu2": LinearProtocol(epochs=200, batch_size=512, learning_rate=3e-3),
+    # EasyFL, applications/fedssl/linear_evaluation.py, the code of FedU and FedEMA. Deviation: that code takes the
+    # images in the data set's order; here each epoch draws an order.
     "easyfl": LinearProtocol(epochs=200, batch_size=2048, learning_rate=3e-3),
 }
 
@@ -64,16 +67,9 @@ def linear_accuracy(
 ) -> float:
     """Return the test accuracy of one linear layer trained on frozen representations, in percent.
 
-    The layer is trained by Adam with learning rate 0.003; the loss is cross-entropy. The protocols differ in length:
-
-    `hetero_ssfl` (Hetero-SSFL, section 5.1): 100 epochs in batches of 512. The paper does not name the loss.
-    `fedu2` (FedU2's released code, linear_eval.py): 200 epochs in batches of 512.
-    `easyfl` (EasyFL, applications/fedssl/linear_evaluation.py, the code of FedU and FedEMA): 200 epochs in batches of
-    2048. Deviation: that code takes the images in the data set's order; here each epoch draws an order.
-
-    This is the offline variant, as in all three: the representations are extracted once, so the classifier sees no
-    augmentation. Figures of online variants (a classifier trained along with the encoder, or on augmented images)
-    differ.
+    The layer is trained by Adam; the loss is cross-entropy. This is the offline variant, as in all of `PROTOCOLS`: the
+    representations are extracted once, so the classifier sees no augmentation. Figures of online variants (a classifier
+    trained along with the encoder, or on augmented images) differ.
 
     None of them standardises or normalises, so neither is the default. How far the layer gets in so many steps then
     depends on the scale of the representations: small ones score lower than they could. With `standardize` the scale
@@ -86,7 +82,7 @@ def linear_accuracy(
         train_features, test_features: floating point [n, d] and [m, d], finite.
         train_labels, test_labels: integer [n] and [m], 0 to classes - 1.
         classes: number of outputs.
-        options: the protocol, what replaces its values, and whether features are standardised.
+        options: the protocol, the values that replace its own, and whether features are standardised.
         generator_seed: decides the initial weights and the order of the batches. The same seed gives the same
             result; torch's global random generator is neither read nor moved.
 
