@@ -129,13 +129,10 @@ def _print_final_evaluation(rows: list[tuple[int, str, str, float]]) -> None:
     last_round = max(row[0] for row in rows)
     values = {(who, metric): value for number, who, metric, value in rows if number == last_round}
     measured = {name for _, name in values}
-    shown = [metric for metric in METRICS.values() if metric.printed and metric.images != "unlabelled"]
-    if measured & {"alignment", "uniformity"}:
-        shown = [
-            metric
-            for metric in METRICS.values()
-            if metric.printed and metric.images != "labelled" and metric.name in measured
-        ]
+    hidden = "labelled" if measured & {"alignment", "uniformity"} else "unlabelled"
+    shown = [metric for metric in METRICS.values() if metric.printed and metric.images != hidden]
+    if hidden == "labelled":
+        shown = [metric for metric in shown if metric.name in measured]
     clients = dict.fromkeys(who for who, name in values if any(name == metric.name for metric in shown))
     table = TextTable("client", *(short_title(metric.name) for metric in shown), box=None, pad_edge=False)
     for who in clients:

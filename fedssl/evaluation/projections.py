@@ -19,7 +19,7 @@ def grid_cells(points: Tensor, columns: int) -> Tensor:
     Returns:
         int64 [n, 2], column and row of each point's cell, from the lower left.
     """
-    low, high = points.min(dim=0).values, points.max(dim=0).values
+    low, high = points.aminmax(dim=0)
     placed = (points - low) / (high - low).clamp(min=1e-9) * (columns - 1)
     across, up = torch.meshgrid(torch.arange(columns), torch.arange(columns), indexing="xy")
     cells = torch.stack([across.flatten(), up.flatten()], dim=1)
@@ -80,9 +80,8 @@ def spread_queries(features: Tensor, count: int, generator: torch.Generator) -> 
 def tsne(features: Tensor, seed: int) -> Tensor:
     """Embed the l2-normalised representations in the plane.
 
-    van der Maaten & Hinton 2008, by scikit-learn: perplexity 30 (a third of the points where they are few), started
-    from the first two principal components. Points that are near each other were near before. The distances between
-    groups and the groups' sizes mean nothing.
+    van der Maaten & Hinton 2008, by scikit-learn: perplexity 30 (a third of the points if they are few), started from
+    the first two principal components. The distances between groups and the groups' sizes mean nothing.
 
     Args:
         features: floating point [n, d], finite, n above 3.
@@ -118,9 +117,8 @@ def tsne_together(first: Tensor, second: Tensor, seed: int) -> tuple[Tensor, Ten
 def log_covariance_singular_values(features: Tensor, top: int = 100) -> Tensor:
     """Return the logarithms of the largest singular values of the covariance matrix, for FedU2's Figure 3.
 
-    The covariance (divisor n) is that of the l2-normalised representations, which the paper works with. Its singular
-    values sum to at most 1, so models of different scales compare. Values below 1e-12, which float32 cannot resolve,
-    are set to that.
+    The covariance (divisor n) is that of the l2-normalised representations, as in the paper. Its singular values sum to
+    at most 1, so models of different scales compare. Those below 1e-12, which float32 cannot resolve, are set to that.
 
     Args:
         features: floating point [n, d], finite, one representation a row.
@@ -139,10 +137,9 @@ def log_covariance_singular_values(features: Tensor, top: int = 100) -> Tensor:
 def sphere_points(features: Tensor) -> Tensor:
     """Project the l2-normalised representations onto their three main directions, and normalise them again.
 
-    This is for FedU2's Figure 4, whose text does not say how 512 dimensions become three. Here they are the first right
-    singular vectors of the normalised representations, without centring, as the sphere has its centre at 0. A
-    representation that collapses to a point stays a point, and one that varies along one direction becomes an arc. The
-    sign of each direction is that of the mean, so the first axis points at the middle of the cloud.
+    FedU2's Figure 4 does not say how 512 dimensions become three. Here they are the first right singular vectors of the
+    normalised representations, without centring, as the sphere has its centre at 0. A collapse to a point stays a
+    point, and one to a direction becomes an arc. The first axis points at the middle of the cloud.
 
     Args:
         features: floating point [n, d], finite.
