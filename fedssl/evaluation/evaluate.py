@@ -98,8 +98,7 @@ def evaluate_model(
 ) -> tuple[dict[str, float], Tensor]:
     """Measure a model's encoder.
 
-    The labels of the whole training set are used here, and nowhere in self-supervised training. Without labels no
-    accuracy is measured.
+    The labels of the whole training set are used here, and nowhere in self-supervised training.
 
     Args:
         model: its encoder is measured, on the model's device.
@@ -115,7 +114,8 @@ def evaluate_model(
     Returns:
         The metrics by name, and the singular values of the test images' representations, float64, descending. The
         names and units are those of `METRICS`, and `semi_supervised_FRACTION` for any other fraction. Without labels
-        `Dataset.measured_images` take the place of the test images.
+        no accuracy is measured, `linear_auroc` only with several labels an image, and `Dataset.measured_images` take
+        the place of the test images.
 
     Raises:
         UserError: a representation is not finite, or an evaluation's own training diverged; or fine-tuning is asked for

@@ -71,12 +71,11 @@ def linear_accuracy(
     representations are extracted once, so the classifier sees no augmentation. Figures of online variants (a classifier
     trained along with the encoder, or on augmented images) differ.
 
-    None of them standardises or normalises, so neither is the default. How far the layer gets in so many steps then
-    depends on the scale of the representations: small ones score lower than they could. With `standardize` the scale
-    does not matter; use it to compare encoders whose representations differ in scale.
+    No protocol standardises or normalises, and small representations then score lower than they could in so many steps.
+    Use `standardize` to compare encoders whose representations differ in scale.
 
-    Hetero-SSFL's "linear fully connected layer with 1000 neurons" can be read as 1000 outputs of which only
-    `classes` are ever a label, or as a hidden layer; here the one layer has `classes` outputs.
+    Hetero-SSFL's "linear fully connected layer with 1000 neurons" can be read as 1000 outputs of which only `classes`
+    are ever a label, or as a hidden layer; here the one layer has `classes` outputs.
 
     Args:
         train_features, test_features: floating point [n, d] and [m, d], finite.
