@@ -1,7 +1,7 @@
 """The server's guard: an answer that cannot be right is refused, named, and left out of its round.
 
 It runs in `Method.aggregate`, before every aggregator and under every engine. It finds broken answers, not malicious
-ones: a client that sends plausible but wrong numbers passes. Where it is in doubt it accepts, because leaving out an
+ones: a client that sends plausible but wrong numbers passes. In doubt it accepts an answer, because leaving out an
 honest client is the greater harm.
 """
 
@@ -12,37 +12,23 @@ import sys
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from statistics import median_low
 
 from pydantic import Field
 from torch import Tensor
 
 from .aggregators.base import OWN_IMAGES, Shape
 from .errors import UserError
+from .evaluation.metrics import is_reserved
 from .messages import Message
 from .options import Options
 
 #: why a client's answer was left out of the last round: `refused/3` in the config of the server's state
 REFUSED = "refused/"
-#: metrics that an engine writes itself for every client; a client must not send one of these names
-ENGINE_METRICS = ("bytes_down", "bytes_up", "missing", "refused", "dropped", "answers", "epsilon")
-_MEASURES = ("knn", "classifier", "linear", "linear_auroc", "effective_rank", "alignment", "uniformity")
-_OTHER_MEASURES = ("semi_supervised_", "fine_tune_", "downstream_")
 _MOST_NUMBERS = 1000  # each is a line of metrics.csv in every round
 _LONGEST_NAME = 200  # characters in the name of a number or metric
-_LONGEST_REASON = 500  # characters; it may contain a name that the client chose
-_LARGEST_NUMBER = 1e12  # of samples and the like
-_LARGEST_INTEGER = 2**53  # what a mean in float64 holds exactly
 _NEVER_NEGATIVE = (".running_var", ".num_batches_tracked")  # a square root is taken of the first; the second counts
-#: A tensor may be so many times as large as the round's median, and so large in any case. Far more than honest clients
-#: differ by, and little enough that a mean with it leaves a model that still trains.
-_MOST_TIMES_THE_MEDIAN = 1000.0
-_ALWAYS_ALLOWED = 1000.0
 _MOST_GROWTH = 2  # of a client's number of images during a run: a site may collect more, and counts by them
-
-
-def is_measure(name: str) -> bool:
-    """Whether a metric is one that `evaluate_model` gives."""
-    return name in _MEASURES or name.startswith(_OTHER_MEASURES)
 
 
 class GuardOptions(Options):
@@ -56,15 +42,15 @@ class GuardOptions(Options):
 
 @dataclass(frozen=True)
 class Asked:
-    """What a round's answers must be like.
+    """The answers that a round expects.
 
     Attributes:
         expected: by client the tensors that it must send (see `Aggregator.expected`).
         complete: whether any other tensor is refused.
-        sizes: the sizes that shapes give by name. A size that is not among them is the one that most answers have;
-            among equally frequent sizes, that of the lowest client number.
-        samples: how many images each client has; it may say up to twice as many. A client that is not among them may
-            say any positive number.
+        sizes: the sizes that shapes give by name. Any other size is the one that most answers have; among equally
+            frequent sizes, that of the lowest client number.
+        samples: the images of each client; it may report up to twice as many. A client that is not among them may
+            report any positive number.
         noisy: whether a variance or a counter may be negative, because noise was added to it.
     """
 
@@ -76,19 +62,18 @@ class Asked:
 
 
 def refusals(server: Message, replies: dict[int, Message], asked: Asked, largest: float) -> dict[int, str]:
-    """Why each broken answer is refused, by client; empty if all answers are valid.
+    """Return why each broken answer is refused, by client; empty if all answers are valid.
 
     An answer is refused if a tensor is missing, was not asked for, has a wrong shape or dtype, or contains NaN, an
     infinity or a magnitude above `largest`; if a variance or a counter is negative; or if a floating-point tensor's
-    magnitude is above 1000 and also above 1000 times both the server's and the median of the answers' (of an even
-    number the lower of the two in the middle). It is also refused if `samples` is missing, not positive or more
-    than twice the client's number of images, if a number or metric is not finite, or if a metric has a name that an
-    engine or the evaluation uses. The reason names the first fault.
+    magnitude is above 1000 and also above 1000 times both the server's and the median of the answers'. It is also
+    refused if `samples` is missing, not positive or more than twice the client's number of images, if a number or
+    metric is not finite, or if a metric has a name that only the server may use. The reason names the first fault.
 
     Args:
         server: the server's state; an answer's tensor has the dtype of its entry of the same name.
         replies: the answers by client.
-        asked: what the answers must be like.
+        asked: the answers that are expected.
         largest: `GuardOptions.largest_value`.
     """
     extremes = {k: {name: _extremes(tensor) for name, tensor in reply.tensors.items()} for k, reply in replies.items()}
@@ -96,61 +81,61 @@ def refusals(server: Message, replies: dict[int, Message], asked: Asked, largest
     limits = _limits(server, extremes, largest)
     reasons = {}
     for k in sorted(replies):
+        images = asked.samples.get(k)
+        own_images = None if images is None else range(1, _MOST_GROWTH * images + 1)
         reason = (
-            _fault_of_shapes(replies[k], asked.expected[k], sizes | {OWN_IMAGES: _most_images(asked.samples.get(k))})
+            _fault_of_shapes(replies[k], asked.expected[k], sizes | {OWN_IMAGES: own_images})
             or _fault_of_tensors(server, k, replies[k], extremes[k], asked, largest, limits)
-            or _fault_of_samples(replies[k], asked.samples.get(k))
-            or _fault_of_numbers(replies[k])
+            or _fault_of_numbers(replies[k], images)
         )
         if reason:
-            reasons[k] = reason[:_LONGEST_REASON]
+            reasons[k] = reason[:500]  # it may contain a name that the client chose
     return reasons
 
 
 def refused_in(server: Message) -> dict[int, str]:
-    """Why answers were left out of the round that made this state of the server, by client."""
-    reasons = {name: str(value) for name, value in server.config.items() if name.startswith(REFUSED)}
-    return {int(name.removeprefix(REFUSED)): reason for name, reason in reasons.items()}
+    """Return why answers were left out of the round that made this state of the server, by client."""
+    return {
+        int(name.removeprefix(REFUSED)): str(why) for name, why in server.config.items() if name.startswith(REFUSED)
+    }
 
 
 def require_answers(refused: dict[int, str], answers: int, round_number: int, options: GuardOptions) -> None:
-    """Raise UserError if too few of a round's answers are left; it says why each of the others was refused."""
+    """Raise UserError if too few of a round's answers are left, with the reason of each that was refused."""
     left = answers - len(refused)
-    if left >= options.minimum_answers:
-        return
-    reasons = "".join(f"; client {k}: {reason}" for k, reason in refused.items())
-    raise UserError(
-        f"round {round_number}: {left} of {answers} answers are valid, but guard.minimum_answers is "
-        f"{options.minimum_answers}{reasons}"
-    )
+    if left < options.minimum_answers:
+        what = f"round {round_number}: {left} of {answers} answers are valid, but guard.minimum_answers is"
+        reasons = "".join(f"; client {k}: {reason}" for k, reason in refused.items())
+        raise UserError(f"{what} {options.minimum_answers}{reasons}")
 
 
 def _shared_sizes(replies: dict[int, Message], expected: dict[int, dict[str, Shape]]) -> dict[str, int]:
+    """Return the size that most answers have for each name of a size in a shape."""
     seen: dict[str, Counter[int]] = {}
     for k in sorted(replies):
         for name, shape in expected[k].items():
             tensor = replies[k].tensors.get(name)
-            if not isinstance(tensor, Tensor) or tensor.dim() != len(shape):
-                continue
-            for wanted, size in zip(shape, tensor.shape, strict=True):
-                if isinstance(wanted, str) and wanted != OWN_IMAGES:
-                    seen.setdefault(wanted, Counter())[size] += 1
-    return {label: sizes.most_common(1)[0][0] for label, sizes in seen.items()}
+            if isinstance(tensor, Tensor) and tensor.dim() == len(shape):
+                for wanted, size in zip(shape, tensor.shape, strict=True):
+                    if isinstance(wanted, str) and wanted != OWN_IMAGES:
+                        seen.setdefault(wanted, Counter())[size] += 1
+    return {name: sizes.most_common(1)[0][0] for name, sizes in seen.items()}
 
 
 def _extremes(tensor: Tensor) -> tuple[float, float]:
-    """The smallest and the largest entry, both NaN where any is; zeros for an empty tensor or complex numbers."""
+    """Return the smallest and the largest entry, both NaN if any is; zeros for an empty or complex tensor."""
     if tensor.numel() == 0 or tensor.is_complex():
         return 0.0, 0.0
-    low, high = (float(value) for value in tensor.detach().aminmax())
-    return low, high
+    low, high = tensor.detach().aminmax()
+    return float(low), float(high)
 
 
 def _limits(server: Message, extremes: dict[int, dict[str, tuple[float, float]]], largest: float) -> dict[str, float]:
-    """The largest magnitude that each floating-point tensor of this round's answers may have, by name.
+    """Return the largest magnitude that each floating-point tensor of this round's answers may have, by name.
 
-    A tensor that one client alone sends has no median to be compared with. Such are representations, which may differ
-    by much between architectures.
+    It is 1000, or 1000 times the round's median (of two in the middle the lower one): far more than honest clients
+    differ by, and little enough that a mean with it leaves a model that still trains. A tensor that one client alone
+    sends, such as representations, has no median to be compared with.
     """
     by_name: dict[str, list[float]] = {}
     for tensors in extremes.values():
@@ -159,17 +144,12 @@ def _limits(server: Message, extremes: dict[int, dict[str, tuple[float, float]]]
                 by_name.setdefault(name, []).append(max(-low, high))
     limits = {}
     for name, values in by_name.items():
-        usual = sorted(values)[(len(values) - 1) // 2]
+        usual = median_low(values)
         if name in server.tensors:
             low, high = _extremes(server.tensors[name])
             usual = max(usual, -low, high)
-        limits[name] = min(largest, max(_ALWAYS_ALLOWED, _MOST_TIMES_THE_MEDIAN * usual))
+        limits[name] = min(largest, max(1000.0, 1000.0 * usual))
     return limits
-
-
-def _most_images(images: int | None) -> range | None:
-    """How many images a client may have; None, any number, where it is not known how many it began with."""
-    return None if images is None else range(1, _MOST_GROWTH * images + 1)
 
 
 def _fault_of_shapes(reply: Message, expected: dict[str, Shape], sizes: Mapping[str, int | range | None]) -> str | None:
@@ -188,9 +168,9 @@ def _fits(size: int, wanted: int | range | None) -> bool:
 
 
 def _size_text(wanted: int | range | None) -> str:
-    if wanted is None:
-        return "any"
-    return f"{wanted.start} to {wanted.stop - 1}" if isinstance(wanted, range) else str(wanted)
+    if isinstance(wanted, range):
+        return f"{wanted.start} to {wanted.stop - 1}"
+    return "any" if wanted is None else str(wanted)
 
 
 def _fault_of_tensors(
@@ -215,40 +195,32 @@ def _fault_of_tensors(
         if math.isinf(low) or math.isinf(high):
             return f"{name} holds an infinite value"
         magnitude, floating = max(-low, high), tensor.is_floating_point()
-        if magnitude > (most := largest if floating else _LARGEST_INTEGER):
+        if magnitude > (most := largest if floating else 2**53):  # a mean in float64 holds larger integers inexactly
             return f"{name} holds {magnitude:.3g} in magnitude, more than {most:.3g}"
         if floating and magnitude > (most := limits[name]):
-            return (
-                f"{name} holds {magnitude:.3g} in magnitude, far above the round's median: expected at most {most:.3g}"
-            )
+            problem = f"{magnitude:.3g} in magnitude, far above the round's median"
+            return f"{name} holds {problem}: expected at most {most:.3g}"
         if low < 0 and name.endswith(_NEVER_NEGATIVE) and not asked.noisy:
             return f"{name} holds {low:.3g}, expected no negative value"
     return None
 
 
-def _fault_of_samples(reply: Message, images: int | None) -> str | None:
+def _fault_of_numbers(reply: Message, images: int | None) -> str | None:
     samples = reply.numbers.get("samples", 0)
     if not samples > 0:
         return f"samples is {reply.numbers.get('samples', 'missing')}, expected a positive number"
     if images is not None and samples > _MOST_GROWTH * images:
         return f"samples is {samples:g}, more than twice {images}, the client's number of images when the run began"
-    return None
-
-
-def _fault_of_numbers(reply: Message) -> str | None:
-    if len(reply.numbers) + len(reply.metrics) > _MOST_NUMBERS:
-        return f"it has {len(reply.numbers) + len(reply.metrics)} numbers and metrics, more than {_MOST_NUMBERS}"
+    if (count := len(reply.numbers) + len(reply.metrics)) > _MOST_NUMBERS:
+        return f"it has {count} numbers and metrics, more than {_MOST_NUMBERS}"
     for name in reply.metrics:
-        if name in ENGINE_METRICS or is_measure(name):
+        if is_reserved(name):
             return f"the metric {name} has a name that only the server may use"
     # A metric may be as large as the operations of a round.
-    for kind, values, largest_number in (
-        ("number", reply.numbers, _LARGEST_NUMBER),
-        ("metric", reply.metrics, sys.float_info.max),
-    ):
+    for kind, values, most in (("number", reply.numbers, 1e12), ("metric", reply.metrics, sys.float_info.max)):
         for name, value in values.items():
             if len(name) > _LONGEST_NAME:
                 return f"the name of a {kind} has {len(name)} characters, more than {_LONGEST_NAME}"
-            if not abs(value) <= largest_number:  # NaN compares false
+            if not abs(value) <= most:  # NaN compares false
                 return f"the {kind} {name} is {value}"
     return None

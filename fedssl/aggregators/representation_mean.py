@@ -11,7 +11,7 @@ from torch import Tensor
 from ..client import LocalRound
 from ..data.pixels import normalize
 from ..errors import UserError
-from ..evaluation.measures import effective_rank
+from ..evaluation.metrics import effective_rank
 from ..messages import Message
 from ..models.model import Layer, untouched_running_statistics
 from .base import PUBLIC_IMAGES, Aggregator, Shape

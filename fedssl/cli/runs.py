@@ -122,19 +122,21 @@ def run_table(
 
 def _print_final_evaluation(rows: list[tuple[int, str, str, float]]) -> None:
     """Print the evaluation after the last round, one line for each client."""
+    from ..evaluation.metrics import METRICS, short_title
+
     if not rows:
         return
     last_round = max(row[0] for row in rows)
-    titles = {"knn": "kNN %", "linear": "linear %", "effective_rank": "effective rank"}
-    without_labels = {"alignment": "alignment", "uniformity": "uniformity"}
     values = {(who, metric): value for number, who, metric, value in rows if number == last_round}
-    if any(metric in without_labels for _, metric in values):
-        titles = {"linear_auroc": "linear AUROC %", "effective_rank": "effective rank"} | without_labels
-        titles = {metric: title for metric, title in titles.items() if any(metric == name for _, name in values)}
-    clients = dict.fromkeys(who for who, metric in values if metric in titles)
-    table = TextTable("client", *titles.values(), box=None, pad_edge=False)
+    measured = {name for _, name in values}
+    hidden = "labelled" if measured & {"alignment", "uniformity"} else "unlabelled"
+    shown = [metric for metric in METRICS.values() if metric.printed and metric.images != hidden]
+    if hidden == "labelled":
+        shown = [metric for metric in shown if metric.name in measured]
+    clients = dict.fromkeys(who for who, name in values if any(name == metric.name for metric in shown))
+    table = TextTable("client", *(short_title(metric.name) for metric in shown), box=None, pad_edge=False)
     for who in clients:
-        cells = [f"{values[who, m]:.{2 if m in without_labels else 1}f}" if (who, m) in values else "-" for m in titles]
+        cells = [f"{values[who, m.name]:.{m.decimals}f}" if (who, m.name) in values else "-" for m in shown]
         table.add_row(who, *cells)
     console.print(table)
 

@@ -113,7 +113,6 @@ def evaluate_after(federation: Federation, model: Model, number: int) -> tuple[d
     seed = seed_for(recipe.seed, "evaluation")
     measures: dict[str, float] = {}
     spectrum = torch.empty(0, dtype=torch.float64)
-    fine_tuned = number == recipe.rounds and federation.dataset.labelled
     if len(federation.dataset.measured_images):
         measures, spectrum = evaluate_model(
             model,
@@ -121,8 +120,7 @@ def evaluate_after(federation: Federation, model: Model, number: int) -> tuple[d
             recipe.evaluation,
             seed,
             linear=number in (0, recipe.rounds),
-            fractions=recipe.evaluation.semi_supervised if fine_tuned else (),
-            fine_tune=recipe.evaluation.fine_tune if fine_tuned else None,
+            fine_tune=number == recipe.rounds and federation.dataset.labelled,
             augmentation=recipe.augmentation,
         )
     if number in (0, recipe.rounds):

@@ -1,11 +1,11 @@
-"""All measures of one model on one data set."""
+"""The evaluation of a model: all metrics on the run's own data, and on other data."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import torch
 from pydantic import Field, field_validator
@@ -31,11 +31,16 @@ from .fine_tuning import (
     semi_supervised_accuracy,
 )
 from .linear import LinearOptions, linear_accuracy, linear_auroc
-from .measures import alignment, effective_rank, knn_accuracy, singular_values, uniformity
+from .metrics import DOWNSTREAM, MeasuredImages, knn_accuracy, measured_values, singular_values
+
+AnyImages = TypeVar("AnyImages", bound=Images)
+
+_VIEWED_IMAGES = 1000  # alignment compares two views of so many images
+_VIEWS_AT_A_TIME = 100  # bounds the memory of augmenting large images
 
 
 class EvaluationOptions(Options):
-    """What is measured, and when. kNN and linear evaluation use the labelled training images."""
+    """The evaluation of models. kNN and linear evaluation use the labelled training images."""
 
     every: int = Field(0, ge=0, description="rounds between kNN evaluations; 0 evaluates before and after training")
     neighbors: int = Field(
@@ -70,10 +75,14 @@ class EvaluationOptions(Options):
         return downstream
 
 
-_COMPARED_IMAGES = 1000  # uniformity compares each pair of them
-
-
-_VIEWS_AT_A_TIME = 100  # bounds the memory of augmenting large images
+def check_labels(dataset: Dataset, options: EvaluationOptions) -> None:
+    """Raise a UserError where fine-tuning is asked for and the images have no labels."""
+    if not dataset.labelled and (options.semi_supervised or options.fine_tune is not None):
+        what = "semi-supervised evaluation" if options.semi_supervised else "fine-tuning"
+        raise UserError(
+            f"{what} needs labels, and the images of data.name={dataset.name} have none: leave it out, or give labels "
+            "(data.labels for images, y_train and y_test in an .npz file)"
+        )
 
 
 def evaluate_model(
@@ -83,137 +92,84 @@ def evaluate_model(
     seed: int,
     *,
     linear: bool,
-    fractions: Sequence[float] = (),
-    fine_tune: FineTuneOptions | None = None,
+    fine_tune: bool = False,
     augmentation: Augmentation = RandomViews(),  # noqa: B008 (frozen)
     own_classes: bool = True,
 ) -> tuple[dict[str, float], Tensor]:
     """Measure a model's encoder.
 
-    The labels of the whole training set are used here, and nowhere in self-supervised training. Without labels no
-    accuracy is measured.
+    The labels of the whole training set are used here, and nowhere in self-supervised training.
 
     Args:
         model: its encoder is measured, on the model's device.
         dataset: training and test images.
-        options: of kNN, of the linear evaluation, and how to fine-tune on `fractions`.
-        seed: decides all that the evaluations draw.
+        options: of kNN, the linear evaluation and fine-tuning.
+        seed: decides every random draw.
         linear: whether to train the linear evaluation.
-        fractions: labelled fractions to fine-tune on.
-        fine_tune: how to fine-tune on all labels; None leaves that out.
+        fine_tune: whether to fine-tune as the options say, which may be not at all.
         augmentation: makes the two views that `alignment` compares; only for images without labels.
         own_classes: whether the labels are those that the model was trained on. Its own classifier, if it has one, is
             measured on no others.
 
     Returns:
-        The metrics by name, and the singular values of the test images' representations, float64, descending.
-        Accuracies on the test images are in percent: `knn`, `linear`, and `semi_supervised_FRACTION` for each of
-        `fractions`; for a supervised model also `classifier`, the accuracy of its own classifier. `effective_rank` is
-        that of the test images' representations. The scores after fine-tuning on all labels are `fine_tune_accuracy`
-        and the macro averages `fine_tune_per_class_accuracy`, `fine_tune_precision`, `fine_tune_recall` and
-        `fine_tune_f1`. Without labels the measures are `effective_rank`, `alignment` and `uniformity`, of
-        `Dataset.measured_images`; with several labels an image also `linear_auroc`, if `linear`.
+        The metrics by name, and the singular values of the test images' representations, float64, descending. The
+        names and units are those of `METRICS`, and `semi_supervised_FRACTION` for any other fraction. Without labels
+        no accuracy is measured, `linear_auroc` only with several labels an image, and `Dataset.measured_images` take
+        the place of the test images.
 
     Raises:
         UserError: a representation is not finite, or an evaluation's own training diverged; or fine-tuning is asked for
             and there are no labels.
     """
-    check_labels(dataset, fractions, fine_tune)
+    if fine_tune:
+        check_labels(dataset, options)
+    encoder = model.encoder
     if not dataset.labelled:
-        features = extract_features(model.encoder, dataset.measured_images, device=model.device)
-        metrics, spectrum = _measures_without_classes(model, dataset, features, augmentation, seed)
-        if linear and (auroc := _linear_auroc(model, dataset, features, options, seed)) is not None:
-            metrics["linear_auroc"] = auroc
-        return metrics, spectrum
-    train = extract_features(model.encoder, dataset.train_images, device=model.device)
-    test = extract_features(model.encoder, dataset.test_images, device=model.device)
+        features = extract_features(encoder, dataset.measured_images)
+        views = _view_features(model, dataset.measured_images, augmentation, seed)
+        metrics = measured_values(MeasuredImages(features, views=views))
+        if linear and dataset.train_targets is not None and dataset.test_targets is not None:
+            train = extract_features(encoder, dataset.train_images)
+            auroc = linear_auroc(train, dataset.train_targets, features, dataset.test_targets, options.linear, seed)
+            if auroc is not None:
+                metrics["linear_auroc"] = auroc
+        return metrics, singular_values(features)
+    train = extract_features(encoder, dataset.train_images)
+    test = extract_features(encoder, dataset.test_images)
     labelled = (train, dataset.train_labels, test, dataset.test_labels)
-    metrics = {
-        "knn": knn_accuracy(*labelled, neighbors=options.neighbors, temperature=options.temperature),
-        "effective_rank": effective_rank(test),
-    }
+    metrics = {"knn": knn_accuracy(*labelled, neighbors=options.neighbors, temperature=options.temperature)}
+    metrics |= measured_values(MeasuredImages(test, dataset.test_labels))
     if own_classes and CLASSIFIER in model.online:
-        metrics["classifier"] = _classifier_accuracy(model, test, dataset.test_labels)
+        with torch.no_grad():
+            predicted = model.online[CLASSIFIER](test.to(model.device)).argmax(dim=1).cpu()
+        metrics["classifier"] = 100.0 * int((predicted == dataset.test_labels.cpu()).sum()) / len(test)
     if linear:
         metrics["linear"] = linear_accuracy(*labelled, len(dataset.class_names), options.linear, seed)
-    for fraction in fractions:
+    for fraction in options.semi_supervised if fine_tune else ():
         metrics[f"semi_supervised_{fraction:g}"] = semi_supervised_accuracy(
-            model.encoder,
-            dataset.train_images,
-            dataset.train_labels,
-            dataset.test_images,
-            dataset.test_labels,
-            len(dataset.class_names),
-            fraction,
-            options.semi_supervised_protocol,
-            seed,
-            model.device,
+            encoder, dataset, fraction, options.semi_supervised_protocol, seed
         )
-    if fine_tune is not None:
-        scores = fine_tuned_scores(model.encoder, dataset, fine_tune, seed, model.device)
+    if fine_tune and options.fine_tune is not None:
+        scores = fine_tuned_scores(encoder, dataset, options.fine_tune, seed)
         metrics |= {f"fine_tune_{name}": value for name, value in scores.items()}
     return metrics, singular_values(test)
 
 
-@torch.no_grad()
-def _classifier_accuracy(model: Model, features: Tensor, labels: Tensor) -> float:
-    """Accuracy in percent of the model's own classifier on representations [m, d] with int64 `labels` [m]."""
-    predicted = model.online[CLASSIFIER](features.to(model.device)).argmax(dim=1).cpu()
-    return 100.0 * int((predicted == labels.cpu()).sum()) / len(features)
-
-
-def check_labels(dataset: Dataset, fractions: Sequence[float], fine_tune: FineTuneOptions | None) -> None:
-    """Raise a UserError where fine-tuning is asked for and the images have no labels."""
-    if not dataset.labelled and (fractions or fine_tune is not None):
-        what = "semi-supervised evaluation" if fractions else "fine-tuning"
-        raise UserError(
-            f"{what} needs labels, and the images of data.name={dataset.name} have none: leave it out, or give labels "
-            "(data.labels for images, y_train and y_test in an .npz file)"
-        )
-
-
-def _measures_without_classes(
-    model: Model, dataset: Dataset, features: Tensor, augmentation: Augmentation, seed: int
-) -> tuple[dict[str, float], Tensor]:
-    """Measures that need no labels, of the measured images, whose representations are `features` [m, d]."""
-    images = dataset.measured_images
+def _view_features(model: Model, images: Images, augmentation: Augmentation, seed: int) -> list[Tensor]:
+    """Return the representations of two views of each of the first images, [v, d] each."""
     key = ViewKey(seed_for(seed, "alignment"))
     pairs = []
-    for rows in torch.arange(min(len(images), _COMPARED_IMAGES)).split(_VIEWS_AT_A_TIME):
+    for rows in torch.arange(min(len(images), _VIEWED_IMAGES)).split(_VIEWS_AT_A_TIME):
         views = draw_views(augmentation, images[rows], rows, key, model.device)
-        pairs.append([extract_view_features(model.encoder, view, device=model.device) for view in views])
-    first, second = (torch.cat(parts) for parts in zip(*pairs, strict=True))
-    metrics = {"effective_rank": effective_rank(features), "alignment": alignment(first, second)}
-    if len(features) > 1:
-        metrics["uniformity"] = uniformity(features[:_COMPARED_IMAGES])
-    return metrics, singular_values(features)
-
-
-def _linear_auroc(
-    model: Model, dataset: Dataset, features: Tensor, options: EvaluationOptions, seed: int
-) -> float | None:
-    """See `linear_auroc`, with the test images' representations `features` [m, d].
-
-    None where the images do not have several labels each.
-    """
-    if dataset.train_targets is None or dataset.test_targets is None:
-        return None
-    train = extract_features(model.encoder, dataset.train_images, device=model.device)
-    return linear_auroc(train, dataset.train_targets, features, dataset.test_targets, options.linear, seed)
-
-
-#: how the names of measures on other data begin: downstream_LABEL_MEASURE
-PREFIX = "downstream_"
-
-
-_CONVERTED_AT_A_TIME = 1024
+        pairs.append([extract_view_features(model.encoder, view) for view in views])
+    return [torch.cat(parts) for parts in zip(*pairs, strict=True)]
 
 
 def load_downstream(options: DataOptions, image_shape: Sequence[int], seed: int) -> Dataset:
-    """Labelled data in the form that an encoder takes.
+    """Read labelled data in the form that an encoder takes.
 
     Images are resized to the encoder's size, unless the options name a size of their own, which not every architecture
-    takes. Grey images are repeated for an encoder of colour images, and colour becomes its luma for one of grey images.
+    takes. The number of channels becomes the encoder's, see `in_channels`.
 
     Args:
         options: which data.
@@ -232,68 +188,48 @@ def load_downstream(options: DataOptions, image_shape: Sequence[int], seed: int)
     validation = dataset.validation_images
     return dataclasses.replace(
         dataset,
-        train_images=_in_channels(dataset.train_images, channels),
-        test_images=_in_channels(dataset.test_images, channels),
-        validation_images=None if validation is None else _in_channels(validation, channels),
+        train_images=in_channels(dataset.train_images, channels),
+        test_images=in_channels(dataset.test_images, channels),
+        validation_images=None if validation is None else in_channels(validation, channels),
     )
 
 
-def _in_channels(images: Images, channels: int) -> Images:
-    """`in_channels`; images that lie in a file are read into the memory only where they change."""
-    if images.shape[1] == channels:
-        return images
-    return torch.cat([in_channels(part, channels) for part in images.split(_CONVERTED_AT_A_TIME)])
+def in_channels(images: AnyImages, channels: int) -> AnyImages | Tensor:
+    """Return uint8 images [n, 1 or 3, H, W] as grey (1) or colour (3): grey is repeated, colour becomes its luma.
 
-
-def in_channels(images: Tensor, channels: int) -> Tensor:
-    """uint8 images [n, 1 or 3, H, W] as grey (1) or colour (3): grey is repeated, colour becomes its luma."""
+    Images that lie in a file are read into the memory only if they change.
+    """
     if images.shape[1] == channels:
         return images
     if channels == 3:
-        return images.expand(-1, 3, -1, -1).contiguous()
+        return torch.cat([part.expand(-1, 3, -1, -1) for part in images.split(1024)])
     from torchvision.transforms.v2 import functional
 
-    grey: Tensor = functional.rgb_to_grayscale(images)
-    return grey
+    return torch.cat([functional.rgb_to_grayscale(part) for part in images.split(1024)])
 
 
 def evaluate_downstream(
     model: Model, datasets: Mapping[str, Dataset], options: EvaluationOptions, seed: int, *, after: bool
 ) -> dict[str, float]:
-    """`evaluate_model` on each of other data sets, with the run's evaluation options.
+    """Measure a model's encoder on each of other data sets by `evaluate_model`, with the run's evaluation options.
 
     Args:
-        model: its encoder is measured.
+        model, options, seed: see `evaluate_model`.
         datasets: by label, see `load_downstream`.
-        options: of every evaluation; kNN, effective rank and linear accuracy are always measured.
-        seed: decides all that the evaluations draw.
         after: whether training has ended, so that fine-tuning is measured too, if the options ask for it.
 
     Returns:
-        The measures, named `downstream_LABEL_MEASURE`.
+        The metrics, named `downstream_LABEL_METRIC`.
     """
-    measures: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for label, dataset in datasets.items():
-        values, _ = evaluate_model(
-            model,
-            dataset,
-            options,
-            seed,
-            linear=True,
-            fractions=options.semi_supervised if after else (),
-            fine_tune=options.fine_tune if after else None,
-            own_classes=False,
-        )
-        measures |= {f"{PREFIX}{label}_{name}": value for name, value in values.items()}
-    return measures
+        values, _ = evaluate_model(model, dataset, options, seed, linear=True, fine_tune=after, own_classes=False)
+        metrics |= {f"{DOWNSTREAM}{label}_{name}": value for name, value in values.items()}
+    return metrics
 
 
 def check_downstream(model: Model, dataset: Dataset, options: EvaluationOptions) -> None:
-    """Check that an encoder takes the images of other data, and that they have the split that fine-tuning needs.
-
-    Raises:
-        UserError: they do not go together.
-    """
+    """Raise a UserError if an encoder does not take the images of other data, or fine-tuning lacks its split."""
     check_fine_tuning(options.fine_tune, dataset)
     shape = tuple(dataset.train_images.shape[1:])
     was_training = model.training

@@ -1,6 +1,7 @@
-"""Representations of a set of images from a frozen encoder: the input of every offline evaluation."""
+"""The representations of images by a frozen encoder, the input of every offline evaluation."""
 
 from collections.abc import Callable
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -23,15 +24,14 @@ def require_measured_images(dataset: Dataset) -> None:
         )
 
 
-def extract_features(encoder: nn.Module, images: Images, device: torch.device | str | None = None) -> Tensor:
-    """The encoder's representations of `images`, without augmentation and without gradients.
+def extract_features(encoder: nn.Module, images: Images) -> Tensor:
+    """Return the encoder's representations of `images`, without augmentation and without gradients.
 
     Every submodule runs in evaluation mode (BatchNorm with its running statistics) and gets its own mode back.
 
     Args:
         encoder: maps normalised images, float32 [b, C, H, W], to representations [b, d].
         images: uint8 [n, C, H, W], n at least 1.
-        device: where to compute; the encoder is moved there and back (default: where the encoder is).
 
     Returns:
         float32 [n, d] on the CPU, finite.
@@ -39,38 +39,30 @@ def extract_features(encoder: nn.Module, images: Images, device: torch.device | 
     Raises:
         UserError: a representation is not finite.
     """
-    features = extract_outputs(encoder, images, device)
+    features = extract_outputs(encoder, images)
     require_finite("representations", features)
     return features
 
 
-def extract_view_features(encoder: nn.Module, views: Tensor, device: torch.device | str | None = None) -> Tensor:
-    """`extract_features` of augmented views, normalised float32 [n, C, H, W] as `augment` returns them."""
-    features = _run(encoder, views, lambda batch: batch, device)
+def extract_view_features(encoder: nn.Module, views: Tensor) -> Tensor:
+    """Return `extract_features` of augmented views, normalised float32 [n, C, H, W] as `draw_views` returns them."""
+    features = extract_outputs(encoder, views, prepare=lambda batch: batch)
     require_finite("representations", features)
     return features
 
 
-def extract_outputs(network: nn.Module, images: Images, device: torch.device | str | None = None) -> Tensor:
-    """`extract_features` for any network and without the check that the outputs are finite."""
-    return _run(network, images, normalize, device)
-
-
-def _run(
-    network: nn.Module, images: Images, prepare: Callable[[Tensor], Tensor], device: torch.device | str | None
-) -> Tensor:
-    home = device_of(network)
-    device = home if device is None else torch.device(device)
+def extract_outputs(network: nn.Module, images: Images, prepare: Callable[[Tensor], Tensor] = normalize) -> Tensor:
+    """Return `extract_features` for any network and preparation, without the check that the outputs are finite."""
+    device = device_of(network)
     modes = {module: module.training for module in network.modules()}
+    pixels = images.shape[-2] * images.shape[-1]
     outputs = []
     try:
-        network.to(device).eval()
+        network.eval()
         with torch.no_grad():
-            pixels = images.shape[-2] * images.shape[-1]
             for batch in images.split(min(_IMAGES_AT_A_TIME, max(1, _PIXELS_AT_A_TIME // pixels))):
                 outputs.append(network(prepare(batch.to(device))).to("cpu", torch.float32))
     finally:
-        network.to(home)
         # One by one: train() on a parent would overwrite the mode of a submodule that is meant to differ.
         for module, mode in modes.items():
             module.training = mode
@@ -86,7 +78,6 @@ def require_finite(name: str, features: Tensor) -> None:
 
 
 def device_of(network: nn.Module) -> torch.device:
-    """The device of the network's first parameter or buffer; the CPU where it has none."""
-    for tensor in (*network.parameters(), *network.buffers()):
-        return tensor.device
-    return torch.device("cpu")
+    """Return the device of the network's first parameter or buffer; the CPU for a network without any."""
+    first = next(chain(network.parameters(), network.buffers()), None)
+    return torch.device("cpu") if first is None else first.device

@@ -1,13 +1,11 @@
-"""Training a copy of an encoder together with a linear layer on labelled images, the loop of every fine-tuning."""
+"""Fine-tuning: a copy of an encoder is trained together with a linear layer on labelled images, and then tested."""
 
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from pydantic import Field, model_validator
@@ -25,14 +23,8 @@ from ..errors import UserError
 from ..options import Options
 from ..randomness import seed_for, seeded_on
 from .features import device_of, extract_features, extract_outputs
-from .linear import with_given_values
-from .measures import classification_scores
 
 Augmentation = Literal["none", "crop_and_flip", "rand_augment"]
-
-
-_MOMENTUM = 0.9
-
 
 #: FedU2's released code (semi_eval.py): a square of 0.64 to 1 of the area, and a mirror image in half of the cases
 _CROP_AND_FLIP = RandomViews(
@@ -40,9 +32,8 @@ _CROP_AND_FLIP = RandomViews(
 )
 
 
-@dataclass(frozen=True)
-class FineTuning:
-    """How an encoder and a linear layer are trained together; the loss is cross-entropy.
+class FineTuning(NamedTuple):
+    """The training of an encoder together with a linear layer; the loss is cross-entropy.
 
     Attributes:
         epochs: passes over the labelled images.
@@ -66,227 +57,21 @@ class FineTuning:
     augmentation: Augmentation = "none"
 
 
-def fine_tuned_network(
-    encoder: nn.Module,
-    images: Images,
-    labels: Tensor,
-    classes: int,
-    tuning: FineTuning,
-    seed: int,
-    generator: torch.Generator,
-    device: torch.device,
-) -> nn.Module:
-    """A trained copy of the encoder with a linear layer on top.
-
-    Args:
-        encoder: maps normalised images, float32 [b, C, H, W], to representations [b, d]. It is copied, and not
-            changed itself.
-        images: uint8 [n, C, H, W].
-        labels: int64 [n], 0 to classes - 1.
-        classes: number of outputs of the linear layer.
-        tuning: see `FineTuning`.
-        seed: decides the linear layer, what is drawn for the images, and any dropout; torch's global random generators
-            are left as they were.
-        generator: on the CPU; decides the order of the batches.
-        device: where to compute.
-    """
-    prepare = _preparation(tuning.augmentation, seed, device)
-    tuned = copy.deepcopy(encoder).requires_grad_(True)
-    with seeded_on(device, seed), torch.enable_grad():
-        width = extract_features(tuned, images[:1], device=device).shape[1]
-        classifier = nn.Linear(width, classes)
-        network = nn.Sequential(tuned, classifier).to(device)
-        optimizer = _optimizer(tuned, classifier, tuning)
-        steps = -(-len(images) // tuning.batch_size)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate_factor(step, steps, tuning))
-        for epoch in range(tuning.epochs):
-            for batch in torch.randperm(len(images), generator=generator).split(tuning.batch_size):
-                # BatchNorm refuses the statistics of one image, which mean nothing: use the running ones.
-                network.train(len(batch) > 1)
-                prepared = prepare(images[batch], batch, epoch).to(device)
-                loss = F.cross_entropy(network(prepared), labels[batch].to(device))
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                scheduler.step()
-    return network
-
-
-def learning_rate_factor(step: int, steps_per_epoch: int, epochs: int, warmup_epochs: int) -> float:
-    """The factor of the learning rate at a step (from 0): it rises linearly to 1, then falls to 0 by half a cosine.
-
-    It is 1 at the last step of the warm-up and at the next one, and would be 0 one step after the last.
-    """
-    warmup, total = warmup_epochs * steps_per_epoch, epochs * steps_per_epoch
-    if step < warmup:
-        return (step + 1) / warmup
-    return 0.5 * (1.0 + math.cos(math.pi * (step - warmup) / (total - warmup)))
-
-
-def predict_classes(network: nn.Module, images: Images, learning_rate: float, device: torch.device) -> Tensor:
-    """The classes, int64 [n], that a fine-tuned network gives uint8 `images` [n, C, H, W].
-
-    Raises:
-        UserError: the outputs are not finite, so fine-tuning with `learning_rate` diverged.
-    """
-    logits = extract_outputs(network, images, device)
-    if not torch.isfinite(logits).all():
-        raise UserError(f"learning_rate: fine-tuning diverged at {learning_rate}; choose a lower one")
-    return logits.argmax(dim=1)
-
-
-def _rate_factor(step: int, steps_per_epoch: int, tuning: FineTuning) -> float:
-    if tuning.warmup_epochs is None:
-        return 1.0
-    return learning_rate_factor(step, steps_per_epoch, tuning.epochs, tuning.warmup_epochs)
-
-
-def _optimizer(encoder: nn.Module, classifier: nn.Module, tuning: FineTuning) -> torch.optim.Optimizer:
-    rate = tuning.learning_rate
-    groups = [
-        {"params": list(encoder.parameters()), "lr": rate},
-        {"params": list(classifier.parameters()), "lr": tuning.classifier_learning_rate or rate},
-    ]
-    if tuning.optimizer == "adamw":
-        return torch.optim.AdamW(groups, lr=rate, weight_decay=tuning.weight_decay)
-    nesterov = tuning.optimizer == "nesterov"
-    return torch.optim.SGD(groups, lr=rate, momentum=_MOMENTUM, nesterov=nesterov, weight_decay=tuning.weight_decay)
-
-
-def _preparation(
-    augmentation: Augmentation, seed: int, device: torch.device
-) -> Callable[[Tensor, Tensor, int], Tensor]:
-    """From uint8 images [n, C, H, W], their row numbers [n] and the epoch to normalised float32 [n, C, H, W]."""
-    if augmentation == "crop_and_flip":
-        key = ViewKey(seed_for(seed, "fine-tuning", "views"))
-
-        def crop_and_flip(images: Tensor, rows: Tensor, epoch: int) -> Tensor:
-            return draw_views(_CROP_AND_FLIP, images, rows, key._replace(epoch=epoch), device, count=1)[0]
-
-        return crop_and_flip
-    if augmentation == "rand_augment":
-        from torchvision.transforms import RandAugment
-
-        rand_augment = RandAugment()
-        # One by one, as a call draws one set of operations.
-        return lambda images, rows, epoch: normalize(torch.stack([rand_augment(image) for image in images]))
-    return lambda images, rows, epoch: normalize(images)
-
-
-class FineTuneOptions(Options):
-    """How the encoder is fine-tuned; the defaults are those of the LW-FedSSL paper, section 4.1.
-
-    For MedMNIST the paper fine-tunes on the validation split (section 4.8).
-    """
-
-    images: Literal["train", "validation"] = Field("train", description="split whose labelled images are trained on")
-    epochs: int = Field(40, ge=1, description="passes over these images")
-    warmup_epochs: int = Field(10, ge=0, description="epochs in which the learning rate rises; below epochs")
-    batch_size: int = Field(256, ge=1, description="images a step")
-    learning_rate: float = Field(1e-3, gt=0, description="of AdamW, after the warm-up")
-    weight_decay: float = Field(1e-5, ge=0, description="of AdamW")
-    rand_augment: bool = Field(True, description="whether images are augmented by torchvision's RandAugment")
-
-    @model_validator(mode="after")
-    def _consistent(self) -> FineTuneOptions:
-        if self.warmup_epochs >= self.epochs:
-            raise ValueError(f"warmup_epochs must be below epochs, {self.epochs}, got {self.warmup_epochs}")
-        return self
-
-    def tuning(self) -> FineTuning:
-        """The same for the loop that every fine-tuning shares."""
-        return FineTuning(
-            epochs=self.epochs,
-            batch_size=self.batch_size,
-            optimizer="adamw",
-            learning_rate=self.learning_rate,
-            weight_decay=self.weight_decay,
-            warmup_epochs=self.warmup_epochs,
-            augmentation="rand_augment" if self.rand_augment else "none",
-        )
-
-
-def check_fine_tuning(options: FineTuneOptions | None, dataset: Dataset) -> None:
-    """Raise a UserError where the fine-tuning needs a validation split that the data do not have."""
-    if options is not None and options.images == "validation" and dataset.validation_images is None:
-        raise UserError(
-            "evaluation.fine_tune.images is validation, but the data have no validation split: use train, or an .npz "
-            "file with x_val and y_val (in MedMNIST val_images and val_labels)"
-        )
-
-
-def fine_tuned_scores(
-    encoder: nn.Module,
-    dataset: Dataset,
-    options: FineTuneOptions,
-    seed: int,
-    device: torch.device | str | None = None,
-) -> dict[str, float]:
-    """Test scores, in percent, of a copy of the encoder fine-tuned with a linear layer on top.
-
-    The protocol is that of the LW-FedSSL paper, section 4.1: a linear head on the encoder, both trained for 40 epochs
-    by AdamW (learning rate 1e-3, weight decay 1e-5, batches of 256) with 10 epochs of warm-up and a cosine decay after
-    it, under torchvision's RandAugment with its own defaults. The paper leaves open the following: here the loss is
-    cross-entropy, the warm-up is linear, and the rate changes with every step. Images keep their size.
-
-    Args:
-        encoder: maps normalised images, float32 [b, C, H, W], to representations [b, d]. It is copied, and not
-            changed itself.
-        dataset: has the test images and the labelled ones that `options.images` names.
-        options: see `FineTuneOptions`.
-        seed: decides the linear layer, the order of the batches, the augmentation and any dropout. The same seed gives
-            the same result; torch's global random generators are left as they were.
-        device: where to compute (default: where the encoder is).
-
-    Returns:
-        See `classification_scores`.
-
-    Raises:
-        UserError: the data lack the validation split that `options.images` names, or fine-tuning diverged.
-    """
-    check_fine_tuning(options, dataset)
-    images, labels = dataset.train_images, dataset.train_labels
-    if options.images == "validation":
-        assert dataset.validation_images is not None
-        assert dataset.validation_labels is not None
-        images, labels = dataset.validation_images, dataset.validation_labels
-    device = device_of(encoder) if device is None else torch.device(device)
-    generator = torch.Generator().manual_seed(seed)
-    classes = len(dataset.class_names)
-    network = fine_tuned_network(encoder, images, labels, classes, options.tuning(), seed, generator, device)
-    predicted = predict_classes(network, dataset.test_images, options.learning_rate, device)
-    return classification_scores(predicted, dataset.test_labels)
-
-
-#: by name; see `semi_supervised_accuracy` for the sources
 PROTOCOLS = {
-    "hetero_ssfl": FineTuning(epochs=100, batch_size=512, optimizer="nesterov", learning_rate=0.05),
-    "fedu2": FineTuning(
-        epochs=200,
-        batch_size=128,
-        optimizer="sgd",
-        learning_rate=1e-3,
-        classifier_learning_rate=0.3,
-        augmentation="crop_and_flip",
-    ),
-    "lw_fedssl": FineTuning(
-        epochs=40,
-        batch_size=256,
-        optimizer="adamw",
-        learning_rate=1e-3,
-        weight_decay=1e-5,
-        warmup_epochs=10,
-        augmentation="rand_augment",
-    ),
+    # Hetero-SSFL, appendix B; batches of 256 up to 1 % of the labels. The paper names no loss, augmentation, weight
+    # decay or learning-rate decay; there is none of the last three.
+    "hetero_ssfl": FineTuning(100, 512, "nesterov", 0.05),
+    # FedU2's released code, semi_eval.py; the paper gives no values. Deviations: the code scores the test images after
+    # 100 and 200 epochs and prints the higher score, which chooses by the test images; here the score after the last
+    # epoch counts. The code does not normalise images; here they are normalised as in training.
+    "fedu2": FineTuning(200, 128, "sgd", 1e-3, classifier_learning_rate=0.3, augmentation="crop_and_flip"),
+    # LW-FedSSL, section 4.1, for all labels, as in `fine_tuned_scores`; for a part of them this is our own use
+    "lw_fedssl": FineTuning(40, 256, "adamw", 1e-3, weight_decay=1e-5, warmup_epochs=10, augmentation="rand_augment"),
 }
 
 
-#: Hetero-SSFL's batch where at most so large a share of the labels is used
-_FEW_LABELS, _BATCH_OF_FEW_LABELS = 0.01, 256
-
-
 class SemiSupervisedOptions(Options):
-    """How encoder and linear layer are fine-tuned on a part of the labels: a protocol, and what replaces its values."""
+    """A protocol of fine-tuning on a part of the labels, and the values that replace its own."""
 
     name: Literal["hetero_ssfl", "fedu2", "lw_fedssl"] = Field(
         "hetero_ssfl", description="the paper whose protocol is followed; it gives each value that is not set"
@@ -327,75 +112,102 @@ class SemiSupervisedOptions(Options):
         return self
 
     def tuning(self, fraction: float) -> FineTuning:
-        """The named protocol for a labelled fraction, with the values that are set."""
+        """Return the named protocol for a labelled fraction, with the values that are set in its place."""
         protocol = PROTOCOLS[self.name]
-        if self.name == "hetero_ssfl" and fraction <= _FEW_LABELS:
-            protocol = dataclasses.replace(protocol, batch_size=_BATCH_OF_FEW_LABELS)
-        return with_given_values(protocol, self)
+        if self.name == "hetero_ssfl" and fraction <= 0.01:
+            protocol = protocol._replace(batch_size=256)
+        return protocol._replace(**self.model_dump(include=set(protocol._fields), exclude_none=True))
+
+
+class FineTuneOptions(Options):
+    """Options of fine-tuning on all labels; the defaults are those of the LW-FedSSL paper, section 4.1.
+
+    For MedMNIST the paper fine-tunes on the validation split (section 4.8).
+    """
+
+    images: Literal["train", "validation"] = Field("train", description="split whose labelled images are trained on")
+    epochs: int = Field(40, ge=1, description="passes over these images")
+    warmup_epochs: int = Field(10, ge=0, description="epochs in which the learning rate rises; below epochs")
+    batch_size: int = Field(256, ge=1, description="images a step")
+    learning_rate: float = Field(1e-3, gt=0, description="of AdamW, after the warm-up")
+    weight_decay: float = Field(1e-5, ge=0, description="of AdamW")
+    rand_augment: bool = Field(True, description="whether images are augmented by torchvision's RandAugment")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> FineTuneOptions:
+        if self.warmup_epochs >= self.epochs:
+            raise ValueError(f"warmup_epochs must be below epochs, {self.epochs}, got {self.warmup_epochs}")
+        return self
+
+    def tuning(self) -> FineTuning:
+        """Return the same values for `fine_tuned_network`."""
+        values = self.model_dump(exclude={"images", "rand_augment"})
+        return FineTuning(**values, optimizer="adamw", augmentation="rand_augment" if self.rand_augment else "none")
+
+
+def check_fine_tuning(options: FineTuneOptions | None, dataset: Dataset) -> None:
+    """Raise a UserError where the fine-tuning needs a validation split that the data do not have."""
+    if options is not None and options.images == "validation" and dataset.validation_images is None:
+        raise UserError(
+            "evaluation.fine_tune.images is validation, but the data have no validation split: use train, or an .npz "
+            "file with x_val and y_val (in MedMNIST val_images and val_labels)"
+        )
+
+
+def fine_tuned_scores(encoder: nn.Module, dataset: Dataset, options: FineTuneOptions, seed: int) -> dict[str, float]:
+    """Return the test scores of a copy of the encoder fine-tuned on all labels of the training or validation images.
+
+    The protocol is that of the LW-FedSSL paper, section 4.1: a linear layer on the encoder, both trained by AdamW with
+    a warm-up and a cosine decay after it, under RandAugment. The paper leaves the following open: here the loss is
+    cross-entropy, the warm-up is linear, the rate changes with every step, and images keep their size.
+
+    Args:
+        encoder: see `fine_tuned_network`.
+        dataset: has the test images and the labelled ones that `options.images` names.
+        options: the values that may differ from the paper's.
+        seed: decides the linear layer, the order of the batches, the augmentation and any dropout. The same seed gives
+            the same result; torch's global random generators are left as they were.
+
+    Returns:
+        Percentages, see `classification_scores`.
+
+    Raises:
+        UserError: the data lack the validation split that `options.images` names, or fine-tuning diverged.
+    """
+    check_fine_tuning(options, dataset)
+    images, labels = dataset.train_images, dataset.train_labels
+    if options.images == "validation":
+        assert dataset.validation_images is not None
+        assert dataset.validation_labels is not None
+        images, labels = dataset.validation_images, dataset.validation_labels
+    generator = torch.Generator().manual_seed(seed)
+    predicted = _fine_tune_and_predict(encoder, dataset, images, labels, options.tuning(), seed, generator)
+    return classification_scores(predicted, dataset.test_labels)
 
 
 def semi_supervised_accuracy(
-    encoder: nn.Module,
-    train_images: Images,
-    train_labels: Tensor,
-    test_images: Images,
-    test_labels: Tensor,
-    classes: int,
-    fraction: float,
-    options: SemiSupervisedOptions,
-    seed: int,
-    device: torch.device | str | None = None,
+    encoder: nn.Module, dataset: Dataset, fraction: float, options: SemiSupervisedOptions, seed: int
 ) -> float:
-    """Test accuracy, in percent, of a copy of the encoder fine-tuned with a linear layer on few labels.
-
-    The loss is cross-entropy. In a batch of one image, BatchNorm uses its running statistics. The protocols:
-
-    `hetero_ssfl` (Hetero-SSFL, appendix B): 100 epochs of SGD with Nesterov momentum 0.9, learning rate 0.05, batches
-    of 256 for 1 % of the labels and of 512 for 10 %. The paper names no loss, augmentation, weight decay or
-    learning-rate decay; there is none of the last three.
-
-    `fedu2` (FedU2's released code, semi_eval.py; the paper gives no values): 200 epochs of SGD with momentum 0.9,
-    learning rate 0.001 for the encoder and 0.3 for the linear layer, batches of 128, a square crop of 0.64 to 1 of the
-    area, and a mirror image in half of the cases. Deviations: the code scores the test images after 100 and 200 epochs
-    and prints the higher score, which chooses by the test images; here the score after the last epoch counts. The code
-    does not normalise images; here they are normalised as in training.
-
-    `lw_fedssl` (LW-FedSSL, section 4.1): 40 epochs of AdamW with learning rate 0.001 and weight decay 1e-5, batches of
-    256, 10 epochs of linear warm-up and then a cosine decay, RandAugment. The paper uses all labels, as
-    `fine_tuned_scores` does; on a part of them this is our use of its values.
+    """Return the test accuracy, in percent, of a copy of the encoder fine-tuned on few labels of the training images.
 
     Args:
-        encoder: maps normalised images, float32 [b, C, H, W], to representations [b, d]. It is copied, and
-            not changed itself.
-        train_images: uint8 [n, C, H, W]; the labelled part is drawn from them by `labeled_subset`.
-        train_labels: integer [n], 0 to classes - 1.
-        test_images: uint8 [m, C, H, W].
-        test_labels: integer [m], 0 to classes - 1.
-        classes: number of outputs of the linear layer.
+        encoder: see `fine_tuned_network`.
+        dataset: has the test images, and the training images of which `labeled_subset` draws the labelled part.
         fraction: share of each class whose labels are used, above 0 and at most 1.
-        options: the protocol, and what replaces its values.
-        seed: decides the labelled part, the linear layer, the order of the batches, the augmentation and any dropout.
-            The same seed gives the same result; torch's global random generators are left as they were.
-        device: where to compute (default: where the encoder is).
-
-    Returns:
-        Percentage of the m test images that are classified correctly, 0 to 100.
+        options: the protocol, see `PROTOCOLS`, and the values that replace its own.
+        seed: decides the labelled part, and what it decides in `fine_tuned_scores`.
 
     Raises:
         UserError: the fraction is out of range, or fine-tuning diverged.
     """
     if not 0 < fraction <= 1:
         raise UserError(f"fraction: expected above 0 and at most 1, got {fraction}")
-    device = device_of(encoder) if device is None else torch.device(device)
     generator = torch.Generator().manual_seed(seed)
-    labeled = labeled_subset(train_labels, fraction, generator)
-    images = train_images[labeled.to(train_images.device)]
-    labels = train_labels.to(images.device, torch.int64)[labeled.to(images.device)]
+    labeled = labeled_subset(dataset.train_labels, fraction, generator)
+    images, labels = dataset.train_images[labeled], dataset.train_labels[labeled]
     tuning = options.tuning(fraction)
-    network = fine_tuned_network(encoder, images, labels, classes, tuning, seed, generator, device)
-    largest_rate = max(tuning.learning_rate, tuning.classifier_learning_rate or 0.0)
-    predicted = predict_classes(network, test_images, largest_rate, device)
-    return 100.0 * int((predicted == test_labels.cpu()).sum()) / len(test_images)
+    predicted = _fine_tune_and_predict(encoder, dataset, images, labels, tuning, seed, generator)
+    return 100.0 * int((predicted == dataset.test_labels.cpu()).sum()) / len(predicted)
 
 
 def labeled_subset(labels: Tensor, fraction: float, generator: torch.Generator) -> Tensor:
@@ -419,3 +231,135 @@ def labeled_subset(labels: Tensor, fraction: float, generator: torch.Generator) 
         count = max(1, int(fraction * len(members) + 0.5))
         chosen.append(members[torch.randperm(len(members), generator=generator)[:count]])
     return torch.cat(chosen).sort().values
+
+
+def _fine_tune_and_predict(
+    encoder: nn.Module,
+    dataset: Dataset,
+    images: Images,
+    labels: Tensor,
+    tuning: FineTuning,
+    seed: int,
+    generator: torch.Generator,
+) -> Tensor:
+    """Return the predicted classes of the test images, int64 [m], after fine-tuning on `images` and `labels`."""
+    network = fine_tuned_network(encoder, images, labels, len(dataset.class_names), tuning, seed, generator)
+    logits = extract_outputs(network, dataset.test_images)
+    if not torch.isfinite(logits).all():
+        largest_rate = max(tuning.learning_rate, tuning.classifier_learning_rate or 0.0)
+        raise UserError(f"learning_rate: fine-tuning diverged at {largest_rate}; choose a lower one")
+    return logits.argmax(dim=1)
+
+
+def fine_tuned_network(
+    encoder: nn.Module,
+    images: Images,
+    labels: Tensor,
+    classes: int,
+    tuning: FineTuning,
+    seed: int,
+    generator: torch.Generator,
+) -> nn.Module:
+    """Return a trained copy of the encoder with a linear layer on top, on the encoder's device.
+
+    Args:
+        encoder: maps normalised images, float32 [b, C, H, W], to representations [b, d]. It is not changed itself.
+        images: uint8 [n, C, H, W].
+        labels: int64 [n], 0 to classes - 1.
+        classes: number of outputs of the linear layer.
+        tuning: see `FineTuning`.
+        seed: decides the linear layer, what is drawn for the images, and any dropout; torch's global random generators
+            are left as they were.
+        generator: on the CPU; decides the order of the batches.
+    """
+    device = device_of(encoder)
+    prepare = _preparation(tuning.augmentation, seed, device)
+    tuned = copy.deepcopy(encoder).requires_grad_(True)
+    with seeded_on(device, seed), torch.enable_grad():
+        classifier = nn.Linear(extract_features(tuned, images[:1]).shape[1], classes)
+        network = nn.Sequential(tuned, classifier).to(device)
+        optimizer = _optimizer(tuned, classifier, tuning)
+        steps = math.ceil(len(images) / tuning.batch_size)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: learning_rate_factor(step, steps, tuning.epochs, tuning.warmup_epochs)
+        )
+        for epoch in range(tuning.epochs):
+            for batch in torch.randperm(len(images), generator=generator).split(tuning.batch_size):
+                # BatchNorm refuses the statistics of one image, which mean nothing: use the running ones.
+                network.train(len(batch) > 1)
+                prepared = prepare(images[batch], batch, epoch).to(device)
+                loss = F.cross_entropy(network(prepared), labels[batch].to(device))
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                scheduler.step()
+    return network
+
+
+def _preparation(
+    augmentation: Augmentation, seed: int, device: torch.device
+) -> Callable[[Tensor, Tensor, int], Tensor]:
+    """From uint8 images [n, C, H, W], their row numbers [n] and the epoch to normalised float32 [n, C, H, W]."""
+    if augmentation == "crop_and_flip":
+        key = ViewKey(seed_for(seed, "fine-tuning", "views"))
+        return lambda images, rows, epoch: draw_views(
+            _CROP_AND_FLIP, images, rows, key._replace(epoch=epoch), device, count=1
+        )[0]
+    if augmentation == "rand_augment":
+        from torchvision.transforms import RandAugment
+
+        rand_augment = RandAugment()
+        # One by one, as a call draws one set of operations.
+        return lambda images, rows, epoch: normalize(torch.stack([rand_augment(image) for image in images]))
+    return lambda images, rows, epoch: normalize(images)
+
+
+def _optimizer(encoder: nn.Module, classifier: nn.Module, tuning: FineTuning) -> torch.optim.Optimizer:
+    rate = tuning.learning_rate
+    groups = [
+        {"params": list(encoder.parameters()), "lr": rate},
+        {"params": list(classifier.parameters()), "lr": tuning.classifier_learning_rate or rate},
+    ]
+    if tuning.optimizer == "adamw":
+        return torch.optim.AdamW(groups, lr=rate, weight_decay=tuning.weight_decay)
+    nesterov = tuning.optimizer == "nesterov"
+    return torch.optim.SGD(groups, lr=rate, momentum=0.9, nesterov=nesterov, weight_decay=tuning.weight_decay)
+
+
+def learning_rate_factor(step: int, steps_per_epoch: int, epochs: int, warmup_epochs: int | None) -> float:
+    """Return the factor of the learning rate at a step (from 0): 1 without a warm-up.
+
+    With a warm-up it rises linearly to 1, then falls to 0 by half a cosine. It is 1 at the last step of the warm-up and
+    at the next one, and would be 0 one step after the last.
+    """
+    if warmup_epochs is None:
+        return 1.0
+    warmup, total = warmup_epochs * steps_per_epoch, epochs * steps_per_epoch
+    if step < warmup:
+        return (step + 1) / warmup
+    return 0.5 * (1.0 + math.cos(math.pi * (step - warmup) / (total - warmup)))
+
+
+def classification_scores(predicted: Tensor, labels: Tensor) -> dict[str, float]:
+    """Return the accuracy, and per-class scores averaged over the classes (macro), by scikit-learn; all in percent.
+
+    Args:
+        predicted, labels: integer [m], m at least 1.
+
+    Returns:
+        Five percentages by name. `accuracy` is that of correct predictions. `per_class_accuracy` is the mean of the
+        classes' own accuracies, the LW-FedSSL paper's figure for Caltech-101 and MedMNIST. `precision`, `recall` and
+        `f1` are the means of the classes' own values. By definition mean per-class accuracy and macro recall are the
+        same number; both names are in use. Means are over the classes that have test images. A class that is never
+        predicted has precision 0.
+    """
+    from sklearn.metrics import precision_recall_fscore_support  # here, as importing it takes a second
+
+    true_classes, predicted_classes = labels.cpu().numpy(), predicted.cpu().numpy()
+    classes = labels.unique().tolist()
+    precision, recall, f1, _ = precision_recall_fscore_support(
+        true_classes, predicted_classes, labels=classes, average="macro", zero_division=0.0
+    )
+    accuracy = (true_classes == predicted_classes).mean()
+    scores = {"accuracy": accuracy, "per_class_accuracy": recall, "precision": precision, "recall": recall, "f1": f1}
+    return {name: 100.0 * float(value) for name, value in scores.items()}

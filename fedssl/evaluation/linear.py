@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import Literal, NamedTuple
 
 import torch
 from pydantic import Field
@@ -15,41 +13,28 @@ from torch.nn import functional as F
 from ..errors import UserError
 from ..options import Options
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
-    Protocol = TypeVar("Protocol", bound=DataclassInstance)
-
-
-def with_given_values(protocol: Protocol, options: Options) -> Protocol:
-    """A protocol (a frozen dataclass) in which each value that the options give replaces its own.
-
-    An option that is None is not given. Options that the protocol has no field for are left to their reader.
-    """
-    names = {field.name for field in dataclasses.fields(protocol)} & set(type(options).model_fields)
-    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    return dataclasses.replace(protocol, **given)
-
-
-@dataclass(frozen=True)
-class LinearProtocol:
-    """How the linear layer is trained, by Adam: passes over the training images, representations a step, its rate."""
+class LinearProtocol(NamedTuple):
+    """The training of the linear layer by Adam: passes over the training images, representations a step, and rate."""
 
     epochs: int
     batch_size: int
     learning_rate: float
 
 
-#: by name; see `linear_accuracy` for the sources
 PROTOCOLS = {
+    # Hetero-SSFL, section 5.1; the paper does not name the loss
     "hetero_ssfl": LinearProtocol(epochs=100, batch_size=512, learning_rate=3e-3),
+    # FedU2's released code, linear_eval.py
     "fedu2": LinearProtocol(epochs=200, batch_size=512, learning_rate=3e-3),
+    # EasyFL, applications/fedssl/linear_evaluation.py, the code of FedU and FedEMA. Deviation: that code takes the
+    # images in the data set's order; here each epoch draws an order.
     "easyfl": LinearProtocol(epochs=200, batch_size=2048, learning_rate=3e-3),
 }
 
 
 class LinearOptions(Options):
-    """How the linear layer is trained: a protocol, and what replaces its values."""
+    """A protocol of training the linear layer, and the values that replace its own."""
 
     name: Literal["hetero_ssfl", "fedu2", "easyfl"] = Field(
         "hetero_ssfl", description="whose protocol is followed; it gives each value that is not set"
@@ -66,8 +51,9 @@ class LinearOptions(Options):
     )
 
     def protocol(self) -> LinearProtocol:
-        """The named protocol with the values that are set."""
-        return with_given_values(PROTOCOLS[self.name], self)
+        """Return the named protocol with the values that are set in its place."""
+        given = self.model_dump(include=set(LinearProtocol._fields), exclude_none=True)
+        return PROTOCOLS[self.name]._replace(**given)
 
 
 def linear_accuracy(
@@ -79,38 +65,25 @@ def linear_accuracy(
     options: LinearOptions,
     generator_seed: int,
 ) -> float:
-    """Test accuracy of one linear layer trained on frozen representations, in percent.
+    """Return the test accuracy of one linear layer trained on frozen representations, in percent.
 
-    The layer is trained by Adam with learning rate 0.003; the loss is cross-entropy. The protocols differ in length:
+    The layer is trained by Adam; the loss is cross-entropy. This is the offline variant, as in all of `PROTOCOLS`: the
+    representations are extracted once, so the classifier sees no augmentation. Figures of online variants (a classifier
+    trained along with the encoder, or on augmented images) differ.
 
-    `hetero_ssfl` (Hetero-SSFL, section 5.1): 100 epochs in batches of 512. The paper does not name the loss.
-    `fedu2` (FedU2's released code, linear_eval.py): 200 epochs in batches of 512.
-    `easyfl` (EasyFL, applications/fedssl/linear_evaluation.py, the code of FedU and FedEMA): 200 epochs in batches of
-    2048. Deviation: that code takes the images in the data set's order; here each epoch draws an order.
+    No protocol standardises or normalises, and small representations then score lower than they could in so many steps.
+    Use `standardize` to compare encoders whose representations differ in scale.
 
-    This is the offline variant, as in all three: the representations are extracted once, so the classifier sees no
-    augmentation. Figures of online variants (a classifier trained along with the encoder, or on augmented images)
-    differ.
-
-    None of them standardises or normalises, so there is none by default. How far the layer gets in
-    so many steps then depends on the scale of the representations: small ones score lower than they could. With
-    `standardize` the scale does not matter; use it to compare encoders whose representations differ in scale.
-
-    Hetero-SSFL's "linear fully connected layer with 1000 neurons" can be read as 1000 outputs of which only
-    `classes` are ever a label, or as a hidden layer; here the one layer has `classes` outputs.
+    Hetero-SSFL's "linear fully connected layer with 1000 neurons" can be read as 1000 outputs of which only `classes`
+    are ever a label, or as a hidden layer; here the one layer has `classes` outputs.
 
     Args:
-        train_features: floating point [n, d], finite.
-        train_labels: integer [n], 0 to classes - 1.
-        test_features: floating point [m, d], finite.
-        test_labels: integer [m], 0 to classes - 1.
+        train_features, test_features: floating point [n, d] and [m, d], finite.
+        train_labels, test_labels: integer [n] and [m], 0 to classes - 1.
         classes: number of outputs.
-        options: the protocol, what replaces its values, and whether features are standardised.
+        options: the protocol, the values that replace its own, and whether features are standardised.
         generator_seed: decides the initial weights and the order of the batches. The same seed gives the same
             result; torch's global random generator is neither read nor moved.
-
-    Returns:
-        Percentage of the m test samples that are classified correctly, 0 to 100.
 
     Raises:
         UserError: training diverged.
@@ -128,18 +101,15 @@ def linear_auroc(
     options: LinearOptions,
     generator_seed: int,
 ) -> float | None:
-    """Mean area under the ROC curve over several yes-or-no labels, of a linear layer on frozen representations.
+    """Return the mean area under the ROC curve over several yes-or-no labels, of a linear layer trained as above.
 
     The protocol is that of `linear_accuracy` with one output a label and binary cross-entropy. The mean over the labels
     is the measure of ChestMNIST (Yang et al. 2023, MedMNIST v2, section "Benchmark").
 
     Args:
-        train_features: floating point [n, d], finite.
-        train_targets: 0 or 1, [n, labels].
-        test_features: floating point [m, d], finite.
-        test_targets: 0 or 1, [m, labels].
-        options: see `linear_accuracy`.
-        generator_seed: see `linear_accuracy`.
+        train_features, test_features: floating point [n, d] and [m, d], finite.
+        train_targets, test_targets: 0 or 1, [n, labels] and [m, labels].
+        options, generator_seed: see `linear_accuracy`.
 
     Returns:
         Percentage, 50 for chance and 100 for a perfect order. A label that all test images have, or none, does not
@@ -171,14 +141,14 @@ def _test_logits(
     options: LinearOptions,
     generator_seed: int,
 ) -> Tensor:
-    """The outputs for the test images, [m, outputs], of a linear layer trained on the training images."""
+    """Return the outputs for the test images, [m, outputs], of a linear layer trained on the training images."""
     device, protocol = train_features.device, options.protocol()
     inputs, test_inputs = train_features.detach().float(), test_features.detach().to(device).float()
     if options.standardize:
         inputs, test_inputs = _standardized(inputs, test_inputs)
-    count, width = inputs.shape
 
     generator = torch.Generator().manual_seed(generator_seed)
+    width = inputs.shape[1]
     bound = width**-0.5  # the initialisation of torch.nn.Linear, which would draw from the global generator
     weight = torch.empty(outputs, width).uniform_(-bound, bound, generator=generator).to(device)
     bias = torch.empty(outputs).uniform_(-bound, bound, generator=generator).to(device)
@@ -187,13 +157,13 @@ def _test_logits(
 
     with torch.enable_grad():
         for _ in range(protocol.epochs):
-            order = torch.randperm(count, generator=generator).to(device)
+            order = torch.randperm(len(inputs), generator=generator).to(device)
             for batch in order.split(protocol.batch_size):
                 loss = loss_of(F.linear(inputs[batch], weight, bias), targets[batch])
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
-    if not all(bool(torch.isfinite(parameter).all()) for parameter in parameters):
+    if not all(parameter.isfinite().all() for parameter in parameters):
         raise UserError(
             f"learning_rate: the linear evaluation diverged at {protocol.learning_rate}; choose a lower one"
         )
@@ -202,7 +172,7 @@ def _test_logits(
 
 
 def _standardized(train: Tensor, test: Tensor) -> tuple[Tensor, Tensor]:
-    """Both standardised by the mean and standard deviation of each feature in `train`, float32 [n, d] and [m, d]."""
+    """Standardise both by the mean and standard deviation of each feature in `train`; float32 [n, d] and [m, d]."""
     wide = train.double()
     mean, deviation = wide.mean(dim=0), wide.std(dim=0, correction=0)
     # The variation that rounding leaves of a constant feature must not become a feature.

@@ -1,97 +1,340 @@
-"""What metrics are called in charts and tables, and how their values are written."""
+"""The metrics of a run: the functions that measure representations, the table of all metrics, and how they are shown.
+
+Tables, reports, the command line, model cards, the guard and the sites read `METRICS`. A metric of representations is
+its function and its entry, both in this file.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from statistics import fmean, stdev
+from typing import Literal, NamedTuple
 
-from .evaluate import PREFIX
+import torch
+from torch import Tensor
+from torch.nn import functional as F
 
-METRIC_TITLES = {
-    "knn": "kNN accuracy (%)",
-    "linear": "linear accuracy (%)",
-    "classifier": "own classifier's accuracy (%)",
-    "semi_supervised_0.01": "fine-tuned on 1 % (%)",
-    "semi_supervised_0.1": "fine-tuned on 10 % (%)",
-    "fine_tune_accuracy": "fine-tuned accuracy (%)",
-    "fine_tune_per_class_accuracy": "fine-tuned per-class accuracy (%)",
-    "fine_tune_precision": "fine-tuned precision (%)",
-    "fine_tune_recall": "fine-tuned recall (%)",
-    "fine_tune_f1": "fine-tuned F1 (%)",
-    "effective_rank": "effective rank",
-    "linear_auroc": "linear AUROC (%)",
-    "alignment": "alignment",
-    "uniformity": "uniformity",
-    "loss": "objective's loss",
-    "total_loss": "loss with regularisers",
-    "cka": "CKA with the target kernel",
-    "memory": "memory of a training step (bytes)",
-    "cuda_memory": "peak of allocated GPU memory (bytes)",
-    "flops": "operations of a client's round (FLOPs)",
-    "bytes_down": "sent to a client in a round (bytes)",
-    "bytes_up": "sent by a client in a round (bytes)",
-    "epsilon": "privacy loss epsilon, largest of any client",
-}
+from ..errors import UserError
+from .features import require_finite
 
-
-FINE_TUNED = tuple(f"fine_tune_{score}" for score in ("accuracy", "per_class_accuracy", "precision", "recall", "f1"))
-
-
-#: in percent
-ACCURACIES = (
-    "knn", "linear", "classifier", "linear_auroc", "semi_supervised_0.01", "semi_supervised_0.1", *FINE_TUNED
-)  # fmt: skip
-
-
-#: measured before and after training, and possibly in between; the fine-tuned scores after it alone
-EVALUATED = (*ACCURACIES, "effective_rank", "alignment", "uniformity")
-
-
-#: larger ones are neither drawn nor averaged: they would overflow
-LARGEST_FIGURE = 1e150
-
+#: begins the names of metrics on other data: downstream_LABEL_METRIC
+DOWNSTREAM = "downstream_"
 
 #: between a metric and an architecture: `linear@resnet18` is the mean over the clients with this architecture
 OF_ARCHITECTURE = "@"
 
+#: values as large as this are neither drawn nor averaged: they would overflow
+LARGEST_FIGURE = 1e150
 
-_DECIMALS = {"alignment": 2, "uniformity": 2}
+_SIMILARITIES_AT_A_TIME = 16 * 2**20  # of kNN: 64 MiB in float32, whatever the size of the test set
+
+
+class MeasuredImages(NamedTuple):
+    """The images that a model is measured on, as its encoder represents them.
+
+    Attributes:
+        features: their representations, float32 [m, d].
+        labels: their classes, int64 [m]; None without labels.
+        views: without labels the representations of two views of each of the first images, float32 [v, d] each.
+    """
+
+    features: Tensor
+    labels: Tensor | None = None
+    views: Sequence[Tensor] = ()
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric that a run may write, and how it is shown.
+
+    Attributes:
+        name: the metric's name in metrics.csv.
+        title: its name in charts and tables, without the unit.
+        unit: `%`, `bytes` or `FLOPs`; empty for a number without a unit.
+        decimals: digits after the point in tables.
+        written_by: a model's evaluation, a client's training, an aggregator, or the engine. Clients must not send
+            metrics of the evaluation or of the engine.
+        measure: returns the value, or None where it is not defined; None where `evaluate_model` has code of its own for
+            the metric, as for all that have options or train a network.
+        images: the images that the metric is measured on: with a class each, without, or both.
+        bounds: the smallest and the largest value that a site may report, rounding included; None: from 0 to the number
+            of singular values.
+        on_other_data: whether it is also measured on other data, as `downstream_LABEL_NAME`.
+        in_tables: whether a table of runs may have it as a column.
+        in_bars: whether reports draw its bars; those of every fine-tuned score would be too many.
+        printed: whether `fedssl run` prints it after the last round.
+    """
+
+    name: str
+    title: str
+    unit: str = ""
+    decimals: int = 1
+    written_by: Literal["evaluation", "training", "aggregator", "engine"] = "evaluation"
+    measure: Callable[[MeasuredImages], float | None] | None = None
+    images: Literal["labelled", "unlabelled", "all"] = "labelled"
+    bounds: tuple[float, float] | None = (0.0, 100.0)
+    on_other_data: bool = True
+    in_tables: bool = True
+    in_bars: bool = True
+    printed: bool = False
+
+
+def knn_accuracy(
+    train_features: Tensor,
+    train_labels: Tensor,
+    test_features: Tensor,
+    test_labels: Tensor,
+    *,
+    neighbors: int = 20,
+    temperature: float = 0.1,
+) -> float:
+    """Return the accuracy, in percent, of the weighted nearest-neighbour classifier of Wu et al. 2018 (section 3.4).
+
+    Each of the `neighbors` training samples of highest cosine similarity s to a test sample votes for its class with
+    weight exp(s / temperature). The class with the highest sum wins, and of equal ones that with the lowest index. With
+    fewer training samples than `neighbors`, all of them vote. A zero vector has similarity 0 to everything.
+
+    Wu et al. use 200 neighbours and temperature 0.07 on ImageNet; the defaults here suit small training sets.
+
+    Args:
+        train_features, test_features: floating point [n, d] and [m, d], finite.
+        train_labels, test_labels: integer [n] and [m], at least 0.
+        neighbors: number of voters, at least 1.
+        temperature: above 0; a lower one gives the nearest samples more weight.
+
+    Raises:
+        UserError: a feature is not finite, or an option is out of range.
+    """
+    require_finite("train_features", train_features)
+    require_finite("test_features", test_features)
+    if neighbors < 1:
+        raise UserError(f"neighbors: expected at least 1, got {neighbors}")
+    if not temperature > 0:
+        raise UserError(f"temperature: expected above 0, got {temperature}")
+
+    dtype = torch.promote_types(torch.promote_types(train_features.dtype, test_features.dtype), torch.float32)
+    device = train_features.device
+    keys = F.normalize(train_features.to(dtype), dim=1)
+    queries = F.normalize(test_features.to(device, dtype), dim=1)
+    key_labels = train_labels.to(device, torch.int64)
+    classes = int(key_labels.max()) + 1
+    voters = min(neighbors, len(keys))
+    chunk = max(1, _SIMILARITIES_AT_A_TIME // len(keys))
+
+    correct = 0
+    for query, label in zip(queries.split(chunk), test_labels.to(device).split(chunk), strict=True):
+        similarity, index = (query @ keys.T).topk(voters, dim=1)
+        # The first is the highest; relative to it the weights cannot overflow, and the winner is the same.
+        weight = ((similarity - similarity[:, :1]) / temperature).exp()
+        votes = torch.zeros(len(query), classes, dtype=dtype, device=device)
+        votes.scatter_add_(1, key_labels[index], weight)
+        correct += int((votes.argmax(dim=1) == label).sum())
+    return 100.0 * correct / len(queries)
+
+
+def singular_values(features: Tensor) -> Tensor:
+    """Return the singular values of the column-centred representation matrix divided by sqrt(n).
+
+    They are the standard deviations of the representation along its principal axes, so they do not grow with the number
+    of samples: their squares are the eigenvalues of the covariance matrix (with divisor n).
+
+    Args:
+        features: floating point [n, d], finite, one representation a row.
+
+    Returns:
+        float64 [min(n, d)], descending, on the device of `features`.
+
+    Raises:
+        UserError: a feature is not finite.
+    """
+    require_finite("features", features)
+    matrix = features.detach().to(torch.float64)
+    return torch.linalg.svdvals((matrix - matrix.mean(dim=0)) / len(matrix) ** 0.5)
+
+
+def effective_rank(features: Tensor) -> float:
+    """Return the effective rank of Roy & Vetterli 2007: exp of the entropy of the normalised singular values.
+
+    effective rank = exp(-sum_i p_i log p_i) with p_i = s_i / sum_j s_j, s = `singular_values(features)`. It lies
+    between 1 (all variation along one axis) and min(n - 1, d) (all axes vary alike), and does not change when the
+    representation is scaled, shifted or rotated.
+
+    Roy & Vetterli leave it undefined where nothing varies. Here it is then 1.0, the lowest value, as the representation
+    has fully collapsed. That includes one sample, and representations that differ by no more than the rounding of their
+    dtype, whose directions would be noise.
+
+    Args:
+        features: floating point [n, d], finite, one representation a row.
+
+    Raises:
+        UserError: a feature is not finite.
+    """
+    values = singular_values(features)
+    root_mean_square_norm = features.detach().to(torch.float64).norm() / len(features) ** 0.5
+    rounding = 16 * torch.finfo(features.dtype).eps * root_mean_square_norm
+    if values.norm() <= rounding:  # the norm of the spectrum is the root mean square distance from the mean
+        return 1.0
+    share = values / values.sum()
+    return float(torch.special.entr(share).sum().exp())
+
+
+def alignment(first: Tensor, second: Tensor) -> float:
+    """Return the mean over images of |z - z'|^2, z and z' the l2-normalised representations of two views of an image.
+
+    Wang & Isola 2020, section 4.1.1, with alpha = 2. The value is between 0 (both views have the same representation)
+    and 4. A collapsed representation is perfectly aligned, so read it beside `uniformity`. A zero vector stays zero.
+
+    Args:
+        first, second: floating point [n, d], finite; two views of each image, in the same order.
+    """
+    difference = F.normalize(first.detach().double(), dim=1) - F.normalize(second.detach().double(), dim=1)
+    return float(difference.square().sum(dim=1).mean())
+
+
+def uniformity(features: Tensor) -> float:
+    """Return log of the mean over pairs i < j of exp(-2 |z_i - z_j|^2), z the l2-normalised representations.
+
+    Wang & Isola 2020, section 4.1.2, with t = 2. The lower, the more uniform: 0 where all representations are one
+    point, about -4 for uniform ones in many dimensions, where squared distances are near 2. A zero vector stays zero.
+
+    Args:
+        features: floating point [n, d], finite, n at least 2.
+
+    Raises:
+        UserError: fewer than two representations.
+    """
+    if len(features) < 2:
+        raise UserError(f"features: expected at least two representations, got {len(features)}; raise data.test_limit")
+    distances = torch.pdist(F.normalize(features.detach().double(), dim=1))
+    return float((-2 * distances.square()).logsumexp(dim=0)) - math.log(len(distances))
+
+
+def _uniformity_of(images: MeasuredImages) -> float | None:
+    features = images.features[:1000]  # each pair is compared
+    return uniformity(features) if len(features) > 1 else None
+
+
+_ENTRIES = (
+    Metric("knn", "kNN accuracy", "%", printed=True),
+    Metric("linear", "linear accuracy", "%", printed=True),
+    Metric("classifier", "own classifier's accuracy", "%", on_other_data=False),
+    Metric("linear_auroc", "linear AUROC", "%", images="unlabelled", printed=True),
+    Metric("semi_supervised_0.01", "fine-tuned on 1 %", "%"),
+    Metric("semi_supervised_0.1", "fine-tuned on 10 %", "%"),
+    Metric("fine_tune_accuracy", "fine-tuned accuracy", "%", in_bars=False),
+    Metric("fine_tune_per_class_accuracy", "fine-tuned per-class accuracy", "%", in_bars=False),
+    Metric("fine_tune_precision", "fine-tuned precision", "%", in_bars=False),
+    Metric("fine_tune_recall", "fine-tuned recall", "%", in_bars=False),
+    Metric("fine_tune_f1", "fine-tuned F1", "%"),
+    Metric(
+        "effective_rank",
+        "effective rank",
+        measure=lambda images: effective_rank(images.features),
+        images="all",
+        bounds=None,
+        printed=True,
+    ),
+    Metric(
+        "alignment",
+        "alignment",
+        decimals=2,
+        measure=lambda images: alignment(*images.views),
+        images="unlabelled",
+        bounds=(0.0, 4.01),
+        printed=True,
+    ),
+    Metric(
+        "uniformity",
+        "uniformity",
+        decimals=2,
+        measure=_uniformity_of,
+        images="unlabelled",
+        bounds=(-8.01, 0.01),
+        printed=True,
+    ),
+    Metric("loss", "objective's loss", "", 3, "training"),
+    Metric("total_loss", "loss with regularisers", "", 3, "training", in_tables=False),
+    Metric("cka", "CKA with the target kernel", "", 3, "training"),
+    Metric("local_model_distance", "local model distance", "", 3, "aggregator"),
+    Metric("memory", "memory of a training step", "bytes", 3, "training", in_tables=False),
+    Metric("cuda_memory", "peak of allocated GPU memory", "bytes", 3, "training", in_tables=False),
+    Metric("flops", "operations of a client's round", "FLOPs", 3, "training", in_tables=False),
+    Metric("bytes_down", "sent to a client in a round", "bytes", 3, "engine", in_tables=False),
+    Metric("bytes_up", "sent by a client in a round", "bytes", 3, "engine", in_tables=False),
+    Metric("epsilon", "privacy loss epsilon, largest of any client", "", 3, "engine", in_tables=False),
+    *(Metric(name, name, "", 3, "engine", in_tables=False) for name in ("missing", "refused", "dropped", "answers")),
+)
+
+#: by name, in the order in which tables and reports show them; a part may log others, which are shown by their names
+METRICS = {metric.name: metric for metric in _ENTRIES}
+
+#: metrics of a model's evaluation, before and after training and possibly in between; fine-tuned scores after it alone
+EVALUATED = tuple(metric.name for metric in _ENTRIES if metric.written_by == "evaluation")
+
+
+def measured_values(images: MeasuredImages) -> dict[str, float]:
+    """Return the values of the metrics that have a function and are defined for these images, by name."""
+    kinds = ("all", "unlabelled" if images.labels is None else "labelled")
+    values: dict[str, float] = {}
+    for metric in METRICS.values():
+        if metric.measure is not None and metric.images in kinds and (value := metric.measure(images)) is not None:
+            values[metric.name] = value
+    return values
 
 
 def is_evaluated(metric: str) -> bool:
-    """Whether a metric is measured before or after training, on the run's data or on other data."""
-    return metric.partition(OF_ARCHITECTURE)[0] in EVALUATED or metric.startswith(PREFIX)
+    """Check whether a metric is measured before or after training, on the run's data or on other data."""
+    return metric.partition(OF_ARCHITECTURE)[0] in EVALUATED or metric.startswith(DOWNSTREAM)
+
+
+def is_measure(metric: str) -> bool:
+    """Check whether a model's evaluation writes a metric of this name."""
+    return metric in EVALUATED or metric.startswith(("semi_supervised_", "fine_tune_", DOWNSTREAM))
+
+
+def is_reserved(metric: str) -> bool:
+    """Check whether the evaluation or an engine writes this metric, so that clients must not send one of its name."""
+    return is_measure(metric) or (metric in METRICS and METRICS[metric].written_by == "engine")
 
 
 def is_accuracy(metric: str) -> bool:
-    """Whether a metric is in percent."""
-    _, measure = _data_and_measure(metric)
-    return measure in ACCURACIES or measure.startswith("semi_supervised_")
+    """Check whether a metric is in percent."""
+    _, name = split_metric(metric)
+    return name.startswith("semi_supervised_") or (name in METRICS and METRICS[name].unit == "%")
 
 
-def _data_and_measure(metric: str) -> tuple[str, str]:
-    """The label of other data, empty for the run's own, and the measure: `downstream_cifar10_knn` is on cifar10."""
+def split_metric(metric: str) -> tuple[str, str]:
+    """Return the label of other data, empty for the run's own, and the name: `downstream_cifar10_knn` is on cifar10."""
     metric = metric.partition(OF_ARCHITECTURE)[0]
-    if not metric.startswith(PREFIX):
+    if not metric.startswith(DOWNSTREAM):
         return "", metric
-    label, _, measure = metric.removeprefix(PREFIX).partition("_")
-    return label, measure
+    label, _, name = metric.removeprefix(DOWNSTREAM).partition("_")
+    return label, name
 
 
 def metric_title(metric: str) -> str:
-    """What a metric is called; one without a title keeps its name, with spaces for underscores."""
+    """Return a metric's title with its unit; a metric that is not in `METRICS` keeps its name, with spaces."""
     metric, _, architecture = metric.partition(OF_ARCHITECTURE)
     if architecture:
         return f"{metric_title(metric)}, {architecture}"
-    label, measure = _data_and_measure(metric)
+    label, name = split_metric(metric)
     if label:
-        return f"on {label}: {metric_title(measure)}"
-    return METRIC_TITLES.get(metric, metric.replace("_", " "))
+        return f"on {label}: {metric_title(name)}"
+    if metric not in METRICS:
+        return metric.replace("_", " ")
+    entry = METRICS[metric]
+    return f"{entry.title} ({entry.unit})" if entry.unit else entry.title
+
+
+def short_title(metric: str) -> str:
+    """Return a title for the narrow columns of a terminal, such as `kNN %`."""
+    return metric_title(metric).replace(" accuracy", "").replace(" (%)", " %")
 
 
 def mean_and_spread(values: Sequence[float]) -> tuple[float, float | None]:
-    """The mean of one or more values and their sample standard deviation; None where there is only one value.
+    """Return the mean of one or more values and their sample standard deviation, None for a single value.
 
     Both are NaN where a value is not finite, or so large that its square would not be.
     """
@@ -101,9 +344,10 @@ def mean_and_spread(values: Sequence[float]) -> tuple[float, float | None]:
 
 
 def format_values(metric: str, values: Sequence[float]) -> str:
-    """`91.3 ± 0.4` for several seeds, `91.3` for one, a dash for none."""
+    """Return `91.3 ± 0.4` for several seeds, `91.3` for one, a dash for none."""
     if not values:
         return "-"
-    decimals = _DECIMALS.get(_data_and_measure(metric)[1], 1 if is_evaluated(metric) else 3)
+    _, name = split_metric(metric)
+    decimals = METRICS[name].decimals if name in METRICS else 1 if is_evaluated(metric) else 3
     mean, spread = mean_and_spread(values)
     return f"{mean:.{decimals}f}" + ("" if spread is None else f" ± {spread:.{decimals}f}")

@@ -1,12 +1,16 @@
-"""Places for thumbnails on a map: near their points in the plane, and never one over another."""
+"""Measures of representations for the pictures of a report: neighbours, maps, t-SNE, the sphere and the spectrum."""
+
+import math
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .metrics import singular_values
+
 
 def grid_cells(points: Tensor, columns: int) -> Tensor:
-    """A cell of a square grid for each point, no two in one: the free cell nearest to the point, in the points' order.
+    """Choose a cell of a square grid for each point in turn: the nearest one that no other point has.
 
     Args:
         points: floating point [n, 2], finite.
@@ -15,7 +19,7 @@ def grid_cells(points: Tensor, columns: int) -> Tensor:
     Returns:
         int64 [n, 2], column and row of each point's cell, from the lower left.
     """
-    low, high = points.min(dim=0).values, points.max(dim=0).values
+    low, high = points.aminmax(dim=0)
     placed = (points - low) / (high - low).clamp(min=1e-9) * (columns - 1)
     across, up = torch.meshgrid(torch.arange(columns), torch.arange(columns), indexing="xy")
     cells = torch.stack([across.flatten(), up.flatten()], dim=1)
@@ -31,7 +35,7 @@ def grid_cells(points: Tensor, columns: int) -> Tensor:
 
 
 def nearest_images(features: Tensor, queries: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The nearest images to some of them, by the cosine of their representations; an image is not its own neighbour.
+    """Return the images nearest to some of them, by the cosine of their representations, without the image itself.
 
     Args:
         features: floating point [n, d], finite; a zero vector has similarity 0 to everything.
@@ -49,7 +53,7 @@ def nearest_images(features: Tensor, queries: Tensor, count: int) -> tuple[Tenso
 
 
 def spread_queries(features: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Images that are unlike each other: each next one is that whose nearest chosen image is farthest.
+    """Choose images that are unlike each other: each next one is that whose nearest chosen image is farthest.
 
     Farthest-point sampling on the l2-normalised representations (Gonzalez 1985) among a random tenth of the images, so
     that not only outliers are chosen; the first is drawn.
@@ -74,11 +78,10 @@ def spread_queries(features: Tensor, count: int, generator: torch.Generator) -> 
 
 
 def tsne(features: Tensor, seed: int) -> Tensor:
-    """The l2-normalised representations, embedded in the plane.
+    """Embed the l2-normalised representations in the plane.
 
-    van der Maaten & Hinton 2008, by scikit-learn: perplexity 30 (a third of the points where they are few), started
-    from the first two principal components. Points that are near each other were near before. The distances between
-    groups and the groups' sizes mean nothing.
+    van der Maaten & Hinton 2008, by scikit-learn: perplexity 30 (a third of the points if they are few), started from
+    the first two principal components. The distances between groups and the groups' sizes mean nothing.
 
     Args:
         features: floating point [n, d], finite, n above 3.
@@ -98,11 +101,10 @@ def tsne(features: Tensor, seed: int) -> Tensor:
 
 
 def tsne_together(first: Tensor, second: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-    """Both models' representations, embedded in the plane by one t-SNE, for FedU2's Figure 5.
+    """Embed two models' representations in the plane by one `tsne`, for FedU2's Figure 5.
 
     Args:
-        first: floating point [n, d], finite.
-        second: floating point [m, d], finite, of the same space.
+        first, second: floating point [n, d] and [m, d], finite, of one space.
         seed: see `tsne`.
 
     Returns:
@@ -110,3 +112,62 @@ def tsne_together(first: Tensor, second: Tensor, seed: int) -> tuple[Tensor, Ten
     """
     joined = tsne(torch.cat([first, second]), seed)
     return joined[: len(first)], joined[len(first) :]
+
+
+def log_covariance_singular_values(features: Tensor, top: int = 100) -> Tensor:
+    """Return the logarithms of the largest singular values of the covariance matrix, for FedU2's Figure 3.
+
+    The covariance (divisor n) is that of the l2-normalised representations, as in the paper. Its singular values sum to
+    at most 1, so models of different scales compare. Those below 1e-12, which float32 cannot resolve, are set to that.
+
+    Args:
+        features: floating point [n, d], finite, one representation a row.
+        top: the most values to return.
+
+    Returns:
+        float64 [min(n, d, top)], descending, between log(1e-12) = -27.6 and 0.
+
+    Raises:
+        UserError: a feature is not finite.
+    """
+    values = singular_values(F.normalize(features.detach().to(torch.float64), dim=1))[:top]
+    return values.square().log().clamp(min=math.log(1e-12))
+
+
+def sphere_points(features: Tensor) -> Tensor:
+    """Project the l2-normalised representations onto their three main directions, and normalise them again.
+
+    FedU2's Figure 4 does not say how 512 dimensions become three. Here they are the first right singular vectors of the
+    normalised representations, without centring, as the sphere has its centre at 0. A collapse to a point stays a
+    point, and one to a direction becomes an arc. The first axis points at the middle of the cloud.
+
+    Args:
+        features: floating point [n, d], finite.
+
+    Returns:
+        float64 [n, 3] of norm 1. Where d < 3 the last coordinates are 0. A row orthogonal to the three directions is 0.
+    """
+    rows = F.normalize(features.detach().double(), dim=1)
+    directions = torch.linalg.svd(rows, full_matrices=False).Vh[:3]
+    points = rows @ directions.T
+    points = points * torch.where(points.mean(dim=0) < 0, -1.0, 1.0)
+    return F.normalize(F.pad(points, (0, 3 - points.shape[1])), dim=1)
+
+
+def sphere_coverage(points: Tensor, cells: int = 200) -> float:
+    """Return the share of the sphere's cells that hold a point, 0 to 1; a low one means much of the sphere is blank.
+
+    Each cell has the positions nearest to one point of a Fibonacci lattice; the cells' areas are equal to a few
+    percent. n points drawn uniformly reach about 1 - (1 - 1/cells)^n, so compare only figures with the same n.
+
+    Args:
+        points: floating point [n, 3], of norm 1.
+        cells: number of cells.
+    """
+    index = torch.arange(cells, dtype=torch.float64)
+    height = 1 - (2 * index + 1) / cells
+    angle = index * math.pi * (3 - math.sqrt(5))
+    radius = (1 - height.square()).sqrt()
+    lattice = torch.stack([radius * angle.cos(), radius * angle.sin(), height], dim=1)
+    nearest = (points.detach().cpu().double() @ lattice.T).argmax(dim=1)
+    return len(nearest.unique()) / cells

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from ..data.pixels import Window
-from ..guard import is_measure
+from ..evaluation.metrics import METRICS, is_measure
 from ..recipe.recipe import Recipe
 from ..run.record import Run, read_run
 from .compiled_formats import FILES, FormatName
@@ -122,7 +122,7 @@ def _figures(chosen: EncoderOfRun, run: Run) -> str:
         if is_measure(name):
             before = run.values.get((0, who, name))
             after = run.values[run.rounds, who, name]
-            decimals = 2 if name in ("alignment", "uniformity") else 1
+            decimals = METRICS[name].decimals if name in METRICS else 1
             rows.append(f"| {name} | {'' if before is None else f'{before:.{decimals}f}'} | {after:.{decimals}f} |")
     if not rows:
         return ""

@@ -37,7 +37,7 @@ def check_data(recipe: Recipe, dataset: Dataset) -> None:
     """Check that the data set has what the recipe's parts and its evaluation need (UserError)."""
     check_fine_tuning(recipe.evaluation.fine_tune, dataset)
     if recipe.evaluation.downstream is None:  # else fine-tuning on that data is enough
-        check_labels(dataset, recipe.evaluation.semi_supervised, recipe.evaluation.fine_tune)
+        check_labels(dataset, recipe.evaluation)
     if recipe.objective.needs_labels and not dataset.labelled:
         raise UserError(
             f"objective {recipe.objective.name} trains on labels, and the images of data.name={dataset.name} have "

@@ -13,15 +13,8 @@ from fedkernels import ViewKey
 from ..augmentations.base import draw_views
 from ..engines.rounds import models_to_evaluate
 from ..evaluation.features import extract_features, extract_view_features, require_measured_images
-from ..evaluation.measures import (
-    alignment,
-    effective_rank,
-    log_covariance_singular_values,
-    sphere_coverage,
-    sphere_points,
-    uniformity,
-)
-from ..evaluation.projections import tsne_together
+from ..evaluation.metrics import alignment, effective_rank, uniformity
+from ..evaluation.projections import log_covariance_singular_values, sphere_coverage, sphere_points, tsne_together
 from ..federation import Federation
 from ..models.model import Model
 from ..randomness import generator_for, seed_for
@@ -118,8 +111,8 @@ def analyse_collapse(federation: Federation, directory: RunDirectory) -> Collaps
     features: dict[str, Tensor] = {}
     models: dict[str, Geometry] = {}
     for who, model in _models(federation, directory):
-        features[who] = extract_features(model.encoder, images, device=model.device)
-        first, second = (extract_view_features(model.encoder, view, device=model.device) for view in views)
+        features[who] = extract_features(model.encoder, images)
+        first, second = (extract_view_features(model.encoder, view) for view in views)
         models[who] = _geometry(features[who], first, second)
     return Collapse(
         FORMAT,

@@ -22,10 +22,8 @@ from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
 from ..errors import UserError
-from ..evaluation.measures import (
-    log_covariance_singular_values,
-)
 from ..evaluation.metrics import LARGEST_FIGURE
+from ..evaluation.projections import log_covariance_singular_values
 from ..federation import federation_of_run
 from ..run.directory import RunDirectory
 from ..run.storage import make_folder, write_atomically

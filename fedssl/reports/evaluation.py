@@ -74,7 +74,7 @@ def evaluate_run(
     elif not len(dataset.measured_images) and not federation.downstream:
         raise UserError(f"the recipe of {path} names no images to evaluate on (data.name=none): give --data")
     check_fine_tuning(options.fine_tune, dataset)
-    check_labels(dataset, options.semi_supervised, options.fine_tune)
+    check_labels(dataset, options)
     seed = seed_for(recipe.seed, "evaluation")
     results: dict[str, dict[str, float]] = {}
     for who, model in models_to_evaluate(federation, directory.server_state(), directory.client_state):
@@ -147,8 +147,7 @@ def _measure(
         options,
         seed,
         linear=True,
-        fractions=options.semi_supervised,
-        fine_tune=options.fine_tune,
+        fine_tune=True,
         augmentation=augmentation,
         own_classes=own_classes,
     )

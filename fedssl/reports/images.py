@@ -134,7 +134,7 @@ def _draw(federation: Federation, directory: RunDirectory) -> ImagePictures | No
         return None
     labels = dataset.test_labels[order] if of_test and dataset.labelled else None
     who, model = next(models_to_evaluate(federation, directory.server_state(), directory.client_state))
-    features = extract_features(model.encoder, images, device=model.device)
+    features = extract_features(model.encoder, images)
     queries = spread_queries(features, _QUERIES, generator_for(seed, "pictures", "queries"))
     nearest, similarity = nearest_images(features, queries, _NEIGHBOURS)
     points = tsne(features[:_ON_THE_MAP], seed_for(seed, "pictures", "map"))

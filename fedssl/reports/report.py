@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from ..errors import UserError
-from ..evaluation.metrics import EVALUATED, FINE_TUNED, format_values, is_evaluated, metric_title
+from ..evaluation.metrics import EVALUATED, METRICS, format_values, is_evaluated, metric_title
 from ..recipe.overrides import flatten_keys
 from ..run.record import Run, read_run
 from ..run.storage import write_atomically
@@ -213,7 +213,7 @@ def results_chart(methods: Mapping[str, list[Run]]) -> PageFigure | None:
             for name, runs in methods.items()
         ]
         for metric in metrics
-        if metric not in FINE_TUNED or metric == "fine_tune_f1"  # panels for all five scores would be unreadable
+        if metric not in METRICS or METRICS[metric].in_bars
     }
     return page_figure(draw_bars(panels), "Accuracy and effective rank per method, before and after training")
 

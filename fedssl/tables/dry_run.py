@@ -19,7 +19,7 @@ from ..data.partitions import PartitionOptions, deal
 from ..data.summary import summarise
 from ..errors import UserError
 from ..evaluation.evaluate import EvaluationOptions
-from ..evaluation.metrics import metric_title
+from ..evaluation.metrics import short_title
 from ..federation import build_federation
 from ..recipe.overrides import read_values
 from ..recipe.recipe import Recipe
@@ -125,8 +125,14 @@ def _is_missing(path: Path | None, option: str) -> bool:
 
 def _scenario_table(table: Table, scenario: TableScenario, costs: Sequence[RunCost | None]) -> str:
     printed = [metric for metric in table.metrics if any(metric in figures for figures in scenario.paper.values())]
-    titles = [metric_title(metric).replace(" accuracy", "").replace(" (%)", " %") for metric in printed]
-    header = ["row", "seeds", "steps a run", "FLOPs a run", "hours a run", *(f"paper: {title}" for title in titles)]
+    header = [
+        "row",
+        "seeds",
+        "steps a run",
+        "FLOPs a run",
+        "hours a run",
+        *(f"paper: {short_title(m)}" for m in printed),
+    ]
     lines = []
     for row, cost in zip(table.rows, costs, strict=True):
         cells = ["-"] * 3 if cost is None else [f"{cost.steps:,.0f}", format_flops(cost.flops), _hours(cost.seconds)]

@@ -11,23 +11,16 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from ..errors import UserError
-from ..evaluation.evaluate import PREFIX
-from ..evaluation.metrics import OF_ARCHITECTURE
+from ..evaluation.metrics import DOWNSTREAM, EVALUATED, METRICS, OF_ARCHITECTURE
 from ..options import Options, explain_errors
 from ..recipe.overrides import part_name, read_values
 from ..recipe.reading import complete_recipe
 from ..recipe.recipe import Recipe
 from ..untrusted import NAME_PATTERN, PART_KEYS, TEXT_PATTERN
 
-_METRICS = (
-    "knn", "linear", "classifier", "semi_supervised_0.01", "semi_supervised_0.1",
-    "fine_tune_accuracy", "fine_tune_per_class_accuracy", "fine_tune_precision", "fine_tune_recall", "fine_tune_f1",
-    "effective_rank", "alignment", "uniformity", "linear_auroc", "loss", "cka", "local_model_distance",
-    "memory", "flops", "traffic",
-)  # fmt: skip
-_ON_OTHER_DATA = re.compile(
-    rf"{PREFIX}[A-Za-z0-9]+_(knn|linear|linear_auroc|effective_rank|alignment|uniformity|semi_supervised_[\d.]+|fine_tune_\w+)"
-)
+_METRICS = (*(metric.name for metric in METRICS.values() if metric.in_tables), "memory", "flops", "traffic")
+_MEASURES = "|".join(re.escape(name) for name in EVALUATED if METRICS[name].on_other_data)
+_ON_OTHER_DATA = re.compile(rf"{DOWNSTREAM}[A-Za-z0-9]+_({_MEASURES}|semi_supervised_[\d.]+|fine_tune_\w+)")
 
 
 def _check_metric(metric: str) -> str:
@@ -35,8 +28,8 @@ def _check_metric(metric: str) -> str:
     known = measure in _METRICS or _ON_OTHER_DATA.fullmatch(measure)
     if not known or (separator and (measure in RESOURCES or not re.fullmatch(r"[\w.]+", architecture))):
         raise ValueError(
-            f"unknown metric; expected one of {', '.join(_METRICS)}, or {PREFIX}LABEL_METRIC; METRIC@ARCHITECTURE is "
-            "the mean over the clients with this architecture"
+            f"unknown metric; expected one of {', '.join(_METRICS)}, or {DOWNSTREAM}LABEL_METRIC; METRIC@ARCHITECTURE "
+            "is the mean over the clients with this architecture"
         )
     return metric
 

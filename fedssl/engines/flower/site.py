@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ...data.options import DataOptions
 from ...errors import UserError
+from ...evaluation.metrics import METRICS, is_measure, split_metric
 from ...federation import Federation, build_federation
-from ...guard import is_measure
 from ...messages import Message
 from ...models.weights import ModelOptions
 from ...options import Options, explain_errors
@@ -216,10 +216,7 @@ def evaluation_fault(evaluation: OwnEvaluation) -> str | None:
 
 def _bounds(measure: str, spectrum: int) -> tuple[float, float]:
     """The smallest and largest value of a measure; a little more than what rounding may add."""
-    if measure.endswith("effective_rank"):
-        return 0.0, (spectrum if measure == "effective_rank" else _LONGEST_SPECTRUM) + 1.0
-    if measure == "alignment":  # a squared distance of unit vectors
-        return 0.0, 4.01
-    if measure == "uniformity":  # the logarithm of a mean of exp(-2 squared distance)
-        return -8.01, 0.01
-    return 0.0, 100.0
+    label, name = split_metric(measure)
+    bounds = METRICS[name].bounds if name in METRICS else (0.0, 100.0)
+    # the singular values on other data are not sent
+    return bounds or (0.0, (_LONGEST_SPECTRUM if label else spectrum) + 1.0)

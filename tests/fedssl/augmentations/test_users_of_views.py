@@ -107,7 +107,7 @@ def test_fine_tuning_draws_other_crops_in_every_epoch(monkeypatch):
     tuning = FineTuning(3, 8, "sgd", 0.01, augmentation="crop_and_flip")
     for seed in (0, 1):
         generator = torch.Generator().manual_seed(seed)
-        fine_tuned_network(TinyEncoder(), images, labels, 4, tuning, seed, generator, torch.device("cpu"))
+        fine_tuned_network(TinyEncoder(), images, labels, 4, tuning, seed, generator)
     assert [key.epoch for key, _ in drawn] == [0, 0, 0, 1, 1, 1, 2, 2, 2] * 2
     assert sorted(drawn[0][1] + drawn[1][1] + drawn[2][1]) == list(range(20))
     assert drawn[0][0].seed != drawn[9][0].seed

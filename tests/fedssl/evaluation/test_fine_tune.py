@@ -14,8 +14,12 @@ from fedssl.data.datasets import Dataset, load_dataset
 from fedssl.data.options import DataOptions
 from fedssl.engines.in_process import run
 from fedssl.errors import UserError
-from fedssl.evaluation.fine_tuning import FineTuneOptions, fine_tuned_scores, learning_rate_factor
-from fedssl.evaluation.measures import classification_scores
+from fedssl.evaluation.fine_tuning import (
+    FineTuneOptions,
+    classification_scores,
+    fine_tuned_scores,
+    learning_rate_factor,
+)
 from fedssl.reports.evaluation import evaluate_run
 from tests.fedssl.conftest import AVERAGED
 from tests.fedssl.evaluation.test_semi_supervised import TinyEncoder, bright_quarters

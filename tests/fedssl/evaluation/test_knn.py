@@ -7,8 +7,8 @@ import torch
 from sklearn.neighbors import KNeighborsClassifier
 
 from fedssl.errors import UserError
-from fedssl.evaluation import measures
-from fedssl.evaluation.measures import knn_accuracy
+from fedssl.evaluation import metrics
+from fedssl.evaluation.metrics import knn_accuracy
 
 
 def blobs(train=90, test=60, dimension=5, classes=4, noise=1.0, seed=0):
@@ -80,7 +80,7 @@ def test_chunks_do_not_matter(monkeypatch):
     data = blobs()
     expected = knn_accuracy(*data)
     for size in (1, 7 * 90, 90 * 60):  # one test sample a time, seven, all
-        monkeypatch.setattr(measures, "_SIMILARITIES_AT_A_TIME", size)
+        monkeypatch.setattr(metrics, "_SIMILARITIES_AT_A_TIME", size)
         assert knn_accuracy(*data) == expected
 
 

@@ -13,8 +13,8 @@ from fedssl.data.datasets import load_dataset
 from fedssl.data.options import DataOptions
 from fedssl.engines.in_process import run
 from fedssl.evaluation.evaluate import EvaluationOptions, evaluate_downstream, evaluate_model
+from fedssl.evaluation.metrics import is_measure
 from fedssl.federation import build_federation
-from fedssl.guard import is_measure
 from fedssl.reports.evaluation import evaluate_run
 from fedssl.run.directory import RunDirectory
 from fedssl.tables.table import Table

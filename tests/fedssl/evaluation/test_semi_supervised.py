@@ -1,7 +1,6 @@
 """Fine-tuning on few labels."""
 
 import copy
-import dataclasses
 
 import pytest
 import torch
@@ -27,17 +26,8 @@ from tests.fedssl.evaluation.bright_quarters import TinyEncoder, bright_quarters
 def accuracy(encoder, seed=0, train=400, fraction=0.1, **options):
     train_images, train_labels = bright_quarters(train, seed=1)
     test_images, test_labels = bright_quarters(200, seed=2)
-    return semi_supervised_accuracy(
-        encoder,
-        train_images,
-        train_labels,
-        test_images,
-        test_labels,
-        4,
-        fraction,
-        SemiSupervisedOptions(**options),
-        seed,
-    )
+    dataset = Dataset("quarters", train_images, train_labels, test_images, test_labels, tuple("abcd"), None)
+    return semi_supervised_accuracy(encoder, dataset, fraction, SemiSupervisedOptions(**options), seed)
 
 
 # --- labeled_subset
@@ -89,7 +79,7 @@ def test_a_name_gives_all_values_and_single_ones_can_be_set():
         augmentation="crop_and_flip",
     )
     shorter = SemiSupervisedOptions(name="fedu2", epochs=7, augmentation="none")
-    assert shorter.tuning(0.1) == dataclasses.replace(fedu2.tuning(0.1), epochs=7, augmentation="none")
+    assert shorter.tuning(0.1) == fedu2.tuning(0.1)._replace(epochs=7, augmentation="none")
     assert SemiSupervisedOptions(batch_size=31).tuning(0.01).batch_size == 31
     # LW-FedSSL's is the same as fine-tuning on all labels by its protocol
     assert SemiSupervisedOptions(name="lw_fedssl").tuning(0.1) == FineTuneOptions().tuning()
@@ -120,7 +110,8 @@ def seen_in_training(augmentation):
     torch.manual_seed(0)
     images, labels = bright_quarters(40)
     options = SemiSupervisedOptions(epochs=1, augmentation=augmentation, name="fedu2", batch_size=40)
-    semi_supervised_accuracy(Recorder(), images, labels, images, labels, 4, 1.0, options, 0)
+    dataset = Dataset("quarters", images, labels, images, labels, tuple("abcd"), None)
+    semi_supervised_accuracy(Recorder(), dataset, 1.0, options, 0)
     return torch.cat(seen), (images.float() / 255 - 0.5) / 0.25
 
 
@@ -153,7 +144,8 @@ def test_default_batch_sizes_are_the_papers(fraction, size):
     images = torch.zeros(len(labels), 1, 4, 4, dtype=torch.uint8)
     options = SemiSupervisedOptions(epochs=1)
     # 600 labelled images
-    semi_supervised_accuracy(Recorder(), images, labels, images[:2], labels[:2], 1, fraction, options, 0)
+    dataset = Dataset("one class", images, labels, images[:2], labels[:2], ("a",), None)
+    semi_supervised_accuracy(Recorder(), dataset, fraction, options, 0)
     assert max(sizes) == size
     assert sum(sizes) == 600
 
@@ -178,9 +170,9 @@ def test_it_equals_plain_sgd_on_the_whole_network(monkeypatch, name, rates, nest
         layers.append(copy.deepcopy(layer))
 
     monkeypatch.setattr(nn.Linear, "__init__", remember)
-    tuning = dataclasses.replace(PROTOCOLS[name], epochs=4, augmentation="none")
+    tuning = PROTOCOLS[name]._replace(epochs=4, augmentation="none")
     generator = torch.Generator().manual_seed(5)
-    got = fine_tuned_network(encoder, images, labels, 4, tuning, 5, generator, torch.device("cpu"))
+    got = fine_tuned_network(encoder, images, labels, 4, tuning, 5, generator)
     monkeypatch.undo()
     assert len(layers) == 1
 
@@ -237,7 +229,8 @@ def test_one_labelled_image_of_a_resnet_does_not_crash():
     images, labels = torch.zeros(5, 1, 8, 8, dtype=torch.uint8), torch.zeros(5, dtype=torch.int64)
     options = SemiSupervisedOptions(epochs=2)
     small = build_encoder("small_resnet10", 1, 8)
-    assert semi_supervised_accuracy(small, images, labels, images, labels, 2, 0.01, options, 0) == 100.0
+    dataset = Dataset("one class", images, labels, images, labels, tuple("ab"), None)
+    assert semi_supervised_accuracy(small, dataset, 0.01, options, 0) == 100.0
 
 
 def test_divergence_is_an_error(encoder):
@@ -249,8 +242,8 @@ def test_a_models_evaluation_follows_the_named_protocol(encoder):
     (train, labels), (test, truth) = bright_quarters(200, seed=1), bright_quarters(200, seed=2)
     dataset = Dataset("quarters", train, labels, test, truth, tuple("abcd"), None)
     protocol = SemiSupervisedOptions(name="fedu2", epochs=2)
-    options = EvaluationOptions(semi_supervised_protocol=protocol)
-    metrics, _ = evaluate_model(Model({"encoder": encoder}), dataset, options, 3, linear=False, fractions=[0.5])
-    given = (encoder, train, labels, test, truth, 4, 0.5)
+    options = EvaluationOptions(semi_supervised=[0.5], semi_supervised_protocol=protocol)
+    metrics, _ = evaluate_model(Model({"encoder": encoder}), dataset, options, 3, linear=False, fine_tune=True)
+    given = (encoder, dataset, 0.5)
     assert metrics["semi_supervised_0.5"] == semi_supervised_accuracy(*given, protocol, 3)
     assert metrics["semi_supervised_0.5"] != semi_supervised_accuracy(*given, SemiSupervisedOptions(epochs=2), 3)

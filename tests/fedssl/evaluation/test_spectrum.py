@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fedssl.errors import UserError
-from fedssl.evaluation.measures import effective_rank, singular_values
+from fedssl.evaluation.metrics import effective_rank, singular_values
 
 
 def features_with_spectrum(values, samples=40, dimension=7, seed=0):

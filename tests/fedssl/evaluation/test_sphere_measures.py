@@ -8,14 +8,8 @@ import pytest
 import torch
 
 from fedssl.errors import UserError
-from fedssl.evaluation.measures import (
-    alignment,
-    log_covariance_singular_values,
-    sphere_coverage,
-    sphere_points,
-    uniformity,
-)
-from fedssl.evaluation.projections import tsne_together
+from fedssl.evaluation.metrics import alignment, uniformity
+from fedssl.evaluation.projections import log_covariance_singular_values, sphere_coverage, sphere_points, tsne_together
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from fedkernels import unbalanced_ot, unbalanced_ot_plan
 from fedssl.errors import UserError
-from fedssl.evaluation.measures import effective_rank
+from fedssl.evaluation.metrics import effective_rank
 from fedssl.federation import build_federation
 from fedssl.objectives.base import Step
 from fedssl.regularizers import uniformity

@@ -14,7 +14,7 @@ import torch
 from fedssl.engines.in_process import run
 from fedssl.errors import UserError
 from fedssl.evaluation.features import extract_features
-from fedssl.evaluation.measures import effective_rank
+from fedssl.evaluation.metrics import effective_rank
 from fedssl.federation import build_federation
 from fedssl.reports import collapse
 from fedssl.reports.collapse import Collapse, Geometry
