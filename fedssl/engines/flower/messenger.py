@@ -1,6 +1,7 @@
-"""Messages to Flower's nodes and their answers, over Flower's grid: when to look for an answer, and when to give up.
+"""Send messages to Flower's nodes over its grid and collect their answers.
 
-A node's answer is data from outside: it may be missing, broken or far too large.
+A node's answer is data from outside: it may be missing, broken or far too large. Its objects are counted while they
+arrive, and one answer that is not whole does not keep the others waiting.
 """
 
 from __future__ import annotations
@@ -28,23 +29,47 @@ from flwr.supercore.inflatable.inflatable_object import (
 )
 from google.protobuf.message import DecodeError
 
-#: objects of any answer; and one more for each MiB, where Flower sends pieces of 5 MiB
+#: the code of an error that `fedssl superlink` puts in the place of an answer that it does not take
+REFUSED_BY_SUPERLINK = 1000
+#: other errors that the SuperLink answers in a node's place; a message expires at the round's deadline
+_SUPERLINK_REASONS = {
+    ErrorCode.NODE_UNAVAILABLE: "its node is no longer connected",
+    ErrorCode.MESSAGE_UNAVAILABLE: "no answer in time",
+    ErrorCode.REPLY_MESSAGE_UNAVAILABLE: "no answer in time",
+}
+#: errors that Flower raises for an answer of a wrong form
+_UNREADABLE = (
+    DecodeError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+    UnexpectedObjectContentError,
+)
+#: objects of any answer, and one more for each MiB; Flower sends pieces of 5 MiB
 _FEW_OBJECTS = 1000
-
-
 #: bytes of an answer's records without the pieces of arrays; as Python's numbers they take thirty times as much
 _LARGEST_RECORDS = 2**22
 
 
 class TooLarge(Exception):
-    """An answer is larger than it may be; the text is the reason for the log."""
+    """An answer is larger than allowed; the text is the reason for the log."""
+
+
+class NotWhole(Exception):
+    """Some objects of an answer have not arrived at the SuperLink yet."""
+
+
+class Stopped(BaseException):
+    """The simulation was interrupted (Ctrl-C)."""
 
 
 class AnswerSize:
-    """The size of one answer, of which the objects arrive in any order."""
+    """The size of one answer, which may have `largest` bytes and whose objects arrive in any order."""
 
     def __init__(self, largest: int):
-        """Count an answer that may have `largest` bytes."""
         self._largest, self._most_objects = largest, _FEW_OBJECTS + largest // 2**20
         self._objects = 0
         self._received = 0  # bytes of pieces
@@ -58,7 +83,7 @@ class AnswerSize:
 
         Raises:
             TooLarge: the answer is too large with it.
-            ValueError, TypeError, LookupError: it is no object of Flower's.
+            ValueError, TypeError, LookupError: it is not an object of Flower's.
         """
         self._objects += 1
         if self._objects > self._most_objects:
@@ -86,15 +111,10 @@ class AnswerSize:
             raise TooLarge(f"its answer is larger than {self._largest} bytes, the most that an answer may have here")
 
 
-class NotWhole(Exception):
-    """Some objects of an answer have not arrived at the SuperLink yet."""
-
-
 class ArrivingAnswer:
-    """The answer to one message, for which the grid may be asked several times."""
+    """The answer to one message, of at most `largest` bytes; the grid may be asked for it several times."""
 
     def __init__(self, largest: int):
-        """Wait for an answer that may have `largest` bytes."""
         self._largest = largest
         self._announced: Any = None  # Flower's response; the SuperLink gives it once
         self._missing: PullObjectRequest | None = None
@@ -102,15 +122,15 @@ class ArrivingAnswer:
 
     @contextmanager
     def pulling(self, grid: Grid) -> Iterator[None]:
-        """Let the body call `grid.pull_messages` for this answer; it does not wait, and does not read too much.
+        """Let the body call `grid.pull_messages` for this answer without waiting and without reading too much.
 
         Flower returns whole answers only. Its grid between machines gets each object of an answer by a call of its
-        client's PullObject: that is where they are counted, before the next ones are asked for. The simulation's grid
-        has no such client; its sites are this machine's own.
+        client's PullObject. The objects are counted there, before the next ones are asked for. The simulation's grid
+        has no such client; its sites are on this machine.
 
         Raises:
-            NotWhole: from the body: ask again later.
-            TooLarge: from the body: the answer has more than the largest number of bytes.
+            NotWhole: in the body: ask again later.
+            TooLarge: in the body: the answer has more than the largest number of bytes.
         """
         client: Any = getattr(grid, "_runtime_client", None)
         if client is None:
@@ -149,8 +169,7 @@ class ArrivingAnswer:
     def _look_for_missing(self, pull_object: Any) -> None:
         """Raise NotWhole where an object is still missing.
 
-        Only objects that have not been seen are asked for, one after another: so each is read twice at the most,
-        however often the grid is asked.
+        Only objects that have not been seen are asked for, so each is read at most twice.
         """
         if self._missing is None:
             return
@@ -165,44 +184,9 @@ class ArrivingAnswer:
             self._arrived.add(name)
 
 
-#: what the SuperLink answers in a node's place; a message expires at the round's deadline
-_SUPERLINK_REASONS = {
-    ErrorCode.NODE_UNAVAILABLE: "its node is no longer connected",
-    ErrorCode.MESSAGE_UNAVAILABLE: "no answer in time",
-    ErrorCode.REPLY_MESSAGE_UNAVAILABLE: "no answer in time",
-}
-
-
-#: the code of an error that `fedssl superlink` puts in the place of an answer that it does not take
-REFUSED_BY_SUPERLINK = 1000
-
-
-#: what Flower raises for an answer of a wrong form
-_UNREADABLE = (
-    DecodeError,
-    ValueError,
-    TypeError,
-    LookupError,
-    AttributeError,
-    ArithmeticError,
-    RecursionError,
-    UnexpectedObjectContentError,
-)
-
-
-class Stopped(BaseException):
-    """The simulation was interrupted (Ctrl-C)."""
-
-
 @dataclass(frozen=True)
 class NodeAnswer:
-    """What one node answered.
-
-    Attributes:
-        node: the node's id.
-        content: the answer's records; None where the node failed or its answer cannot be used.
-        failure: one line that says why there is no content.
-    """
+    """One node's answer: its records, or one line that says why there are none."""
 
     node: int
     content: RecordDict | None = None
@@ -210,15 +194,14 @@ class NodeAnswer:
 
 
 class Messenger:
-    """Sends messages to nodes and collects their answers."""
+    """Sends messages to nodes and collects their answers; once `stop` is set, `collect` raises `Stopped`."""
 
     def __init__(self, grid: Grid, stop: threading.Event):
-        """Use a grid until `stop` is set; then `collect` raises `Stopped`."""
         self._grid, self._stop = grid, stop
         self._arriving: dict[str, ArrivingAnswer] = {}  # by message id
 
     def connected_nodes(self) -> set[int]:
-        """The ids of the nodes that the SuperLink has heard of lately."""
+        """Return the ids of the nodes that the SuperLink has heard of lately."""
         return set(self._grid.get_node_ids())
 
     def send(self, kind: str, contents: dict[int, RecordDict], round_number: int, seconds: float) -> dict[str, int]:
@@ -231,7 +214,7 @@ class Messenger:
             seconds: how long the SuperLink keeps the messages and their answers.
 
         Returns:
-            The nodes by message id, as `collect` takes them; a node whose message could not be sent is missing.
+            The nodes by message id; a node whose message could not be sent is missing.
         """
         messages = [
             FlowerMessage(content, dst_node_id=node, message_type=kind, group_id=str(round_number), ttl=seconds)
@@ -244,12 +227,12 @@ class Messenger:
         """Yield answers as they arrive, until all are there or the time is over.
 
         Args:
-            waiting: nodes by message id. Those that have answered are removed.
+            waiting: nodes by message id, of `send`. Those that have answered are removed.
             seconds: how long to wait; with 0 every answer is looked for once.
             largest: bytes that an answer may have.
 
         Raises:
-            Stopped: see the class.
+            Stopped: the simulation was interrupted.
         """
         deadline, pauses = time.monotonic() + seconds, growing_pauses()
         while waiting:
@@ -266,9 +249,9 @@ class Messenger:
             time.sleep(next(pauses))
 
     def _pull(self, message_id: str, node: int, largest: int) -> NodeAnswer | None:
-        """The answer to one message; None while there is none, or not all of it.
+        """Return the answer to one message; None while it is missing or not whole.
 
-        One message at a time: where one answer cannot be read, Flower returns none of those that it was asked for.
+        Messages are pulled one at a time: where one answer cannot be read, Flower returns none of those asked for.
         """
         arriving = self._arriving.setdefault(message_id, ArrivingAnswer(largest))
         try:
@@ -294,7 +277,7 @@ class Messenger:
 
 
 def growing_pauses() -> Iterator[float]:
-    """Seconds between two looks for answers, from 0.1 to 2: each look is a request to the SuperLink."""
+    """Yield seconds to wait between two looks for answers, from 0.1 to 2: each look is a request to the SuperLink."""
     pause = 0.1
     while True:
         yield pause
@@ -302,11 +285,11 @@ def growing_pauses() -> Iterator[float]:
 
 
 def config_of(content: RecordDict, name: str) -> dict[str, Any]:
-    """A config record as a plain mapping; empty where there is no such record."""
+    """Return a config record as a plain mapping; empty where there is no such record."""
     record = content.get(name)
     return dict(record) if isinstance(record, ConfigRecord) else {}
 
 
 def one_line(text: str) -> str:
-    """A text from outside as one line of at most 500 characters."""
+    """Return a text from outside as one line of at most 500 characters."""
     return " ".join(text.split())[:500]

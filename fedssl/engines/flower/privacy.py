@@ -1,6 +1,6 @@
-"""What leaves a client where Flower's differential privacy or SecAgg+ is switched on.
+"""Protect a client's answer by Flower's differential privacy or SecAgg+, and add the server's noise.
 
-Of a client's numbers and metrics only those stay that its images do not change, so not its losses.
+Under either, a client drops every number and metric that depends on its images, such as its losses.
 """
 
 from __future__ import annotations
@@ -24,33 +24,30 @@ from ...messages import Message
 from ...method import Method
 from ...recipe.recipe import FixedClipping, FlowerOptions, LocalDP
 from .secure_aggregation import masked_answer, numpy_seeded_by_system
-from .wire import flatten_weights, from_records, require_finite, to_records, unflatten_weights
+from .wire import flatten_weights, from_records, require_finite, to_records, unflatten_mean, unflatten_weights
 
 
 def clipped_reply(
     privacy: LocalDP | FixedClipping, message: FlowerMessage, context: Context, reply: Message
 ) -> Message:
-    """A client's reply after Flower's mod has clipped its update, and with `local_dp` added noise.
+    """Return a client's reply, clipped by Flower's mod and with `local_dp` noised; it counts as one sample.
 
     Args:
         privacy: the site's own copy of the recipe's options.
         message, context: as Flower gives them to a ClientApp; the message holds the weights before training.
-        reply: what would leave without; its integer entries are replaced by the received ones, as they tell how many
-            images the client has.
-
-    Returns:
-        The reply, which counts as one sample.
+        reply: the reply without protection. Its integer entries, which depend on how many images the client has, are
+            replaced by the received ones.
 
     Raises:
         UserError: the reply has a tensor that was not received, or weights that are not finite.
     """
     received = from_records(message.content).tensors
-    unknown = [name for name in reply.tensors if name not in received]
-    if unknown:
-        raise UserError(
-            f"flower.differential_privacy clips a tensor's change since it was received, but {unknown[0]} "
-            "was not received from the server"
-        )
+    for name in reply.tensors:
+        if name not in received:
+            raise UserError(
+                f"flower.differential_privacy clips a tensor's change since it was received, but {name} "
+                "was not received from the server"
+            )
     before = {name: received[name] for name in reply.tensors}
     old, new = flatten_weights(before), flatten_weights(reply.tensors)
     require_finite(new)
@@ -102,37 +99,30 @@ class PrivateMethod(Method):
             deviation = compute_stdv(self.privacy.noise_multiplier, self.privacy.clipping_norm, len(accepted))
             with numpy_seeded_by_system():
                 add_gaussian_noise_inplace([vector], deviation)
-        state.tensors.update(unflatten_weights(vector, changed))
-        for name in changed:
-            if name.endswith(".running_var"):
-                state.tensors[name] = state.tensors[name].clamp(min=0)  # noise may have made a variance negative
+        state.tensors.update(unflatten_mean(vector, changed))
         return state
 
 
 def private_federation(federation: Federation) -> Federation:
-    """A federation whose method adds what differential privacy adds on the server."""
+    """Return the federation with the server's part of differential privacy, if its recipe switches that on."""
     privacy = federation.recipe.flower.differential_privacy
     if privacy is None:
         return federation
     return dataclasses.replace(federation, method=PrivateMethod(**vars(federation.method), privacy=privacy))
 
 
-_KEPT_METRICS = ("memory", "flops")  # of the first step, whatever its images are
-
-
 def private_answer(
     options: FlowerOptions, message: FlowerMessage, context: Context, train: Callable[[], RecordDict]
 ) -> RecordDict:
-    """A client's answer to a round's message, with what `options` switch on.
+    """Return a client's answer to a round's message, protected as `options` say.
 
     Args:
-        options: the site's own copy of the recipe's; what the server asks for changes nothing.
+        options: the site's own copy of the recipe's; nothing that the server asks for changes them.
         message, context: as Flower gives them to a ClientApp.
-        train: makes the answer that would leave without; with secure aggregation only called in the stage that it is
-            needed in.
+        train: returns the answer without protection; with secure aggregation called only in the stage that needs it.
 
     Raises:
-        UserError: of `train`; weights that are not finite or, with secure aggregation, beyond its clipping_range.
+        UserError: raised by `train`; weights are not finite or, with secure aggregation, beyond its clipping_range.
     """
     if options.secure_aggregation is None and options.differential_privacy is None:
         return train()
@@ -142,7 +132,8 @@ def private_answer(
         reply = from_records(records)
         if options.differential_privacy is not None:
             reply = clipped_reply(options.differential_privacy, message, context, reply)
-        metrics = {name: value for name, value in reply.metrics.items() if name in _KEPT_METRICS}
+        # memory and flops are those of the first step, which do not depend on its images
+        metrics = {name: value for name, value in reply.metrics.items() if name in ("memory", "flops")}
         kept = dataclasses.replace(reply, numbers={"samples": reply.numbers["samples"]}, metrics=metrics)
         return RecordDict({**to_records(kept), "answer": records["answer"]})
 
