@@ -104,7 +104,7 @@ def _register(site: Site, task: Mapping[str, Any], content: RecordDict) -> Recor
             "everywhere"
         )
     answer = ConfigRecord({"client": site.client, "round": 0})
-    return RecordDict({"answer": answer, "data": DataForm.of(site.federation, site.client).to_record()})
+    return RecordDict({"answer": answer, "data": ConfigRecord(DataForm.of(site.federation, site.client).model_dump())})
 
 
 def _train(site: Site, task: Mapping[str, Any], content: RecordDict) -> RecordDict:
@@ -139,14 +139,12 @@ def _round_of(site: Site, task: Mapping[str, Any]) -> tuple[int, int | None]:
 
 
 def _to_answer(reply: Message, site: Site, number: int) -> RecordDict:
-    records = to_records(reply)
-    records["answer"] = ConfigRecord({"client": site.client, "round": number})
-    return records
+    return RecordDict({**to_records(reply), "answer": ConfigRecord({"client": site.client, "round": number})})
 
 
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Stop work that the server no longer waits for: a node does one thing at a time and would stay busy with it."""
+    """Stop work that the server no longer waits for: a node does one thing at a time and would stay busy."""
     if not seconds or threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,7 +1,7 @@
 """Send messages to Flower's nodes over its grid and collect their answers.
 
-A node's answer is data from outside: it may be missing, broken or far too large. Its objects are counted while they
-arrive, and one answer that is not whole does not keep the others waiting.
+An answer is data from outside: it may be missing, broken or far too large. It is counted while its objects arrive, and
+an answer that is not whole does not keep the others waiting.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,22 +119,19 @@ class ArrivingAnswer:
         self._missing: PullObjectRequest | None = None
         self._arrived: set[str] = set()
 
-    @contextmanager
-    def pulling(self, grid: Grid) -> Iterator[None]:
-        """Let the body call `grid.pull_messages` for this answer without waiting and without reading too much.
+    def pull(self, grid: Grid, message_id: str) -> list[FlowerMessage]:
+        """Return the answer, or nothing while it is missing or not whole; do not wait, and do not read too much.
 
         Flower returns whole answers only. Its grid between machines gets each object of an answer by a call of its
         client's PullObject. The objects are counted there, before the next ones are asked for. The simulation's grid
         has no such client; its sites are on this machine.
 
         Raises:
-            NotWhole: in the body: ask again later.
-            TooLarge: in the body: the answer has more than the largest number of bytes.
+            TooLarge: the answer is too large.
         """
         client: Any = getattr(grid, "_runtime_client", None)
         if client is None:
-            yield
-            return
+            return list(grid.pull_messages([message_id]))
         pull_messages, pull_object = client.PullMessages, client.PullObject
         lock, size = threading.Lock(), AnswerSize(self._largest)
 
@@ -162,7 +158,9 @@ class ArrivingAnswer:
 
         client.PullMessages, client.PullObject = announced, counted
         try:
-            yield
+            return list(grid.pull_messages([message_id]))
+        except NotWhole:
+            return []
         finally:
             client.PullMessages, client.PullObject = pull_messages, pull_object
 
@@ -175,13 +173,12 @@ class ArrivingAnswer:
             return
         trees = self._announced.message_object_trees
         for name in dict.fromkeys(node.object_id for tree in trees for node in iterate_object_tree(tree)):
-            if name in self._arrived:
-                continue
-            request = PullObjectRequest(node=self._missing.node, run_id=self._missing.run_id, object_id=name)
-            response = pull_object(request)
-            if response.object_found and not response.object_content:
-                raise NotWhole
-            self._arrived.add(name)
+            if name not in self._arrived:
+                request = PullObjectRequest(node=self._missing.node, run_id=self._missing.run_id, object_id=name)
+                response = pull_object(request)
+                if response.object_found and not response.object_content:
+                    raise NotWhole
+                self._arrived.add(name)
 
 
 @dataclass(frozen=True)
@@ -205,16 +202,13 @@ class Messenger:
         return set(self._grid.get_node_ids())
 
     def send(self, kind: str, contents: dict[int, RecordDict], round_number: int, seconds: float) -> dict[str, int]:
-        """Send a message to each node.
+        """Send a message to each node; return the nodes by message id, without those that could not be sent to.
 
         Args:
             kind: Flower's message type: query, train or evaluate.
             contents: the records for each node.
             round_number: Flower groups messages by it.
             seconds: how long the SuperLink keeps the messages and their answers.
-
-        Returns:
-            The nodes by message id; a node whose message could not be sent is missing.
         """
         messages = [
             FlowerMessage(content, dst_node_id=node, message_type=kind, group_id=str(round_number), ttl=seconds)
@@ -239,10 +233,8 @@ class Messenger:
             if self._stop.is_set():
                 raise Stopped
             for message_id, node in list(waiting.items()):
-                answer = self._pull(message_id, node, largest)
-                if answer is not None:
-                    del waiting[message_id]
-                    self._arriving.pop(message_id, None)
+                if (answer := self._pull(message_id, node, largest)) is not None:
+                    del waiting[message_id], self._arriving[message_id]
                     yield answer
             if not waiting or time.monotonic() >= deadline:
                 return
@@ -255,10 +247,7 @@ class Messenger:
         """
         arriving = self._arriving.setdefault(message_id, ArrivingAnswer(largest))
         try:
-            with arriving.pulling(self._grid):
-                replies = list(self._grid.pull_messages([message_id]))
-        except NotWhole:
-            return None
+            replies = arriving.pull(self._grid, message_id)
         except TooLarge as error:
             return NodeAnswer(node, failure=str(error))
         except _UNREADABLE as error:

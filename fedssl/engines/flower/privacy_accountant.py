@@ -121,8 +121,9 @@ class PrivacyAccountant:
         else:
             earlier = {k: spent.of(k) for k in sorted({*spent.earlier, *spent.asked})}
         after = SpentRounds(round=number, asked=sorted(clients), earlier=earlier)
-        for k in after.asked:
-            self._require_budget(number, k, after.of(k))
+        if self._budget is not None:
+            for k in after.asked:
+                self._require_budget(self._budget, number, k, after.of(k))
         self._store(after)
 
     def keep_only(self, number: int, clients: Collection[int]) -> None:
@@ -139,17 +140,14 @@ class PrivacyAccountant:
         """Return the epsilon that a client has spent so far."""
         return epsilon_after(self._privacy, self._spent.of(client))
 
-    def _require_budget(self, number: int, client: int, rounds: int) -> None:
-        if self._budget is None:
-            return
+    def _require_budget(self, budget: float, number: int, client: int, rounds: int) -> None:
         after, before = epsilon_after(self._privacy, rounds), epsilon_after(self._privacy, rounds - 1)
-        if after > self._budget:
+        if after > budget:
             raise UserError(
                 f"round {number} is not begun, because it would raise the privacy loss of client {client} to epsilon "
-                f"{after:.6g} at delta {self._privacy.delta:g}, above flower.epsilon_budget {self._budget:g}; the "
-                f"client has spent {before:.6g} in {rounds - 1} rounds, so {max(self._budget - before, 0):.6g} is "
-                "left, less than a round takes. Earlier rounds are kept. fedssl privacy RECIPE tells how many rounds a "
-                "budget allows"
+                f"{after:.6g} at delta {self._privacy.delta:g}, above flower.epsilon_budget {budget:g}; the client "
+                f"has spent {before:.6g} in {rounds - 1} rounds, so {max(budget - before, 0):.6g} is left, less than a "
+                "round takes. Earlier rounds are kept. fedssl privacy RECIPE tells how many rounds a budget allows"
             )
 
     def _store(self, spent: SpentRounds) -> None:

@@ -8,10 +8,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import time
-from dataclasses import dataclass
-from typing import Any
 
 from flwr.app import ConfigRecord, RecordDict
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedkernels import __version__
 
@@ -21,32 +20,24 @@ from ...recipe.rules import public_image_users
 from ..progress import Progress
 from .messenger import Messenger, NodeAnswer, config_of, growing_pauses
 
-_MOST_CLASSES = 100_000
-_MOST_IMAGES = 10**9  # of one site; its weights count by them
 _LARGEST_REGISTRATION = 2**22  # bytes of a node's answer
 _REGISTRATION_SECONDS = 5.0  # that a round waits for a node that has just connected, where it lacks a client
 _ASK_AGAIN_SECONDS = 30.0
 
 
-@dataclass(frozen=True)
-class DataForm:
-    """The form of a site's images, as it registers them.
+class DataForm(BaseModel):
+    """The form of a site's images, as it registers them; it holds nothing that the run does not need."""
 
-    Attributes:
-        shape: channels, height and width.
-        classes: the names of the classes in their order; empty where the run uses no labels of the sites.
-        public_digest: equal at two sites only if their public images are; empty where the run uses none.
-        images: how many training images the client has; 0 where the site does not say.
-    """
+    model_config = ConfigDict(strict=True)
 
-    shape: tuple[int, ...]
-    classes: tuple[str, ...]
-    public_digest: str
-    images: int = 0
+    shape: list[int] = Field(min_length=3, max_length=3, description="channels, height and width")
+    classes: list[str] = Field(max_length=100_000, description="in their order; empty where the run uses no labels")
+    images: int = Field(ge=0, le=10**9, description="training images; 0 where the site does not say how many")
+    public: str = Field(description="equal at two sites only if their public images are; empty where the run uses none")
 
     @classmethod
     def of(cls, federation: Federation, client: int | None = None) -> DataForm:
-        """Return the form of a federation's images and of a client's, without anything that the run does not need.
+        """Return the form of a federation's images, with the number of a client's.
 
         Under differential privacy or secure aggregation a client does not say how many images it has.
         """
@@ -59,34 +50,11 @@ class DataForm:
             digest.update(str(list(public.shape)).encode())
             digest.update(public.contiguous().numpy().tobytes())
         return cls(
-            tuple(dataset.train_images.shape[1:]),
-            dataset.class_names if labels_used else (),
-            "" if public is None else digest.hexdigest()[:32],
-            0 if client is None or private else len(federation.client_rows[client]),
+            shape=list(dataset.train_images.shape[1:]),
+            classes=list(dataset.class_names) if labels_used else [],
+            images=0 if client is None or private else len(federation.client_rows[client]),
+            public="" if public is None else digest.hexdigest()[:32],
         )
-
-    def to_record(self) -> ConfigRecord:
-        """Return the form as a record of a Flower message."""
-        values: dict[str, Any] = {"shape": list(self.shape), "classes": list(self.classes), "images": self.images}
-        return ConfigRecord(values | {"public": self.public_digest})
-
-    @classmethod
-    def from_record(cls, record: dict[str, Any]) -> DataForm | None:
-        """Return the form in a record of `to_record`; None where the record is invalid."""
-        values: list[Any] = [record.get(name) for name in ("shape", "classes", "public", "images")]
-        shape, classes, public_digest, images = values
-        valid = (
-            isinstance(shape, list)
-            and len(shape) == 3
-            and all(type(size) is int for size in shape)
-            and isinstance(classes, list)
-            and len(classes) <= _MOST_CLASSES
-            and all(isinstance(name, str) for name in classes)
-            and isinstance(public_digest, str)
-            and type(images) is int
-            and 0 <= images <= _MOST_IMAGES
-        )
-        return cls(tuple(shape), tuple(classes), public_digest, images) if valid else None
 
     def class_difference(self, other: DataForm) -> str | None:
         """Return how the classes differ from another form's, to follow "it"; None where they do not."""
@@ -202,10 +170,11 @@ class ConnectedClients:
 
         Before the run has begun, images or classes that do not fit are noted instead, and stop it from beginning.
         """
-        form = DataForm.from_record(config_of(content, "data"))
-        if form is None:
+        try:
+            form = DataForm.model_validate(config_of(content, "data"))
+        except ValidationError:
             return "it does not describe its images: expected valid shape, classes, public and images"
-        if form.shape == self._server_form.shape and form.public_digest != self._server_form.public_digest:
+        if form.shape == self._server_form.shape and form.public != self._server_form.public:
             return "its public images differ from the server's: give all sites the same file as data.public_path"
         fault = self._difference(client, form)
         self.images.pop(client, None)

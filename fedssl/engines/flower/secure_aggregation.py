@@ -65,9 +65,7 @@ def numpy_seeded_by_system() -> Iterator[None]:
 def masked_answer(
     options: SecAggPlus, message: FlowerMessage, context: Context, answer: Callable[[], RecordDict]
 ) -> RecordDict:
-    """Return a client's records of one of the protocol's stages.
-
-    Masked weights are one int32 tensor [1 + n], the number of samples first.
+    """Return a client's records of a stage; masked weights are an int32 tensor [1 + n], the number of samples first.
 
     Args:
         options: the site's own copy of the recipe's.
@@ -158,14 +156,7 @@ def quantization_range(clients: int) -> int:
 
 
 class _Protocol:
-    """Flower's SecAggPlusWorkflow for one group of clients, and the grid and the strategy that it calls.
-
-    Attributes:
-        mean: float64 [n]; None until the clients' sum is unmasked.
-        metrics: each client's, by client.
-        missing: why clients gave no answer in a stage, by client.
-        failure: why there is no mean, where no client is to blame.
-    """
+    """Flower's SecAggPlusWorkflow for a group of clients, with the grid and the strategy that it calls."""
 
     def __init__(
         self,
@@ -195,8 +186,8 @@ class _Protocol:
         self._caller, self._context = caller, LegacyContext(Context(0, 0, {}, records, {}), strategy=caller)
         self._contents, self._nodes, self._size, self._exchange = contents, nodes, size, exchange
         self.mean: Vector | None = None
-        self.metrics: dict[int, dict[str, float]] = {}
-        self.missing: dict[int, str] = {}
+        self.metrics: dict[int, dict[str, float]] = {}  # by client
+        self.missing: dict[int, str] = {}  # why clients gave no answer in a stage
         self.failure = "too few clients are left for secure aggregation"
 
     def run(self, stage: str) -> bool:
@@ -209,12 +200,10 @@ class _Protocol:
         return done and not (self.missing and stage in ("setup_stage", "share_keys_stage"))
 
     def configure_fit(self, server_round: int, parameters: Parameters, client_manager: Any) -> list[tuple[Any, FitIns]]:
-        """Return the nodes that the workflow asks."""
         nodes = [self._nodes[k] for k in self._contents]
         return [(SimpleNamespace(node_id=node), FitIns(Parameters([], ""), {})) for node in nodes]
 
     def aggregate_fit(self, server_round: int, results: Any, failures: Any) -> tuple[None, dict[str, Any]]:
-        """Keep the mean that the workflow computed."""
         [self.mean] = parameters_to_ndarrays(results[0][1].parameters)
         return None, {}
 

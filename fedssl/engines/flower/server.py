@@ -18,7 +18,7 @@ import secrets
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from flwr.app import ConfigRecord, Context, RecordDict
 from flwr.serverapp import Grid, ServerApp
@@ -148,11 +148,8 @@ class FlowerClients:
         evaluations = {k: evaluation for k, evaluation in self._evaluations.items() if evaluation.spectrum is not None}
         self._evaluations = {}
         everyone = range(len(self._federation.client_rows))
-        contents = {
-            k: RecordDict({"task": self._task(k, number, evaluate=True)})
-            for k in everyone
-            if k not in evaluations and k in self._connected.nodes
-        }
+        unknown = [k for k in everyone if k not in evaluations and k in self._connected.nodes]
+        contents = {k: RecordDict({"task": self._task(k, number, evaluate=True)}) for k in unknown}
 
         def read(records: RecordDict) -> SiteEvaluation:
             return split_evaluation(from_records(records))[1]
@@ -170,16 +167,9 @@ class FlowerClients:
 
     def _task(self, client: int, number: int, evaluate: bool) -> ConfigRecord:
         start = self._directory.client_round(client)
-        return ConfigRecord(
-            {
-                "run": self._run,
-                "client": client,
-                "round": number,
-                "start": -1 if start is None else start,
-                "evaluate": evaluate,
-                "seconds": self._options.round_seconds,
-            }
-        )
+        task: dict[str, Any] = {"run": self._run, "client": client, "round": number}
+        task |= {"start": -1 if start is None else start, "evaluate": evaluate, "seconds": self._options.round_seconds}
+        return ConfigRecord(task)
 
     def _exchange(
         self,
@@ -195,38 +185,34 @@ class FlowerClients:
             kind: of the messages, train or evaluate.
             contents: the messages by client.
             number: the round.
-            read: reads an answer's records as they arrive; its UserError says why the answer does not count.
-            largest: bytes that an answer may have; by default those of a round's answer.
+            read: converts an answer's records on arrival; its UserError says why the answer does not count.
+            largest: bytes that an answer may have; by default `_largest_answer`.
         """
         if not contents:
             return {}, {}
         seconds = self._options.round_seconds
-        if largest is None:
-            largest = self._largest_answer(contents)
         client_of = {self._connected.nodes[k]: k for k in contents}
         node_contents = {node: contents[k] for node, k in client_of.items()}
         waiting = self._messenger.send(kind, node_contents, number, seconds)
         received: dict[int, Content] = {}
         reached = {client_of[node] for node in waiting.values()}
         missing = {k: "the round's message could not be sent to it" for k in contents if k not in reached}
-        for answer in self._messenger.collect(waiting, seconds, largest):
+        for answer in self._messenger.collect(waiting, seconds, largest or self._largest_answer(contents)):
             k = client_of[answer.node]
-            if answer.content is None:
-                missing[k] = answer.failure or "its answer is empty"
-            elif fault := _address_fault(answer.content, k, number):
-                missing[k] = fault
-            else:
-                try:
-                    received[k] = read(answer.content)
-                except UserError as error:
-                    missing[k] = one_line(str(error))
-                    continue
-                self._progress.client(number, k, len(received), len(contents))
+            try:
+                if answer.content is None:
+                    raise UserError(answer.failure or "its answer is empty")
+                _require_address(answer.content, k, number)
+                received[k] = read(answer.content)
+            except UserError as error:
+                missing[k] = one_line(str(error))
+                continue
+            self._progress.client(number, k, len(received), len(contents))
         missing |= {client_of[node]: f"no answer within {seconds:g} s" for node in waiting.values()}
         return received, missing
 
     def _largest_answer(self, contents: dict[int, RecordDict]) -> int:
-        """Return the most bytes of an answer: far more than any recipe's, far less than a memory.
+        """Return the most bytes of an answer: more than any recipe needs, and less than the memory holds.
 
         limit = 256 MiB + 4 x sent + 4 x model + 64 KiB a public image + projections
         """
@@ -241,13 +227,13 @@ class FlowerClients:
         return 2**28 + 4 * sent + 4 * weights + public + projections
 
 
-def _address_fault(content: RecordDict, client: int, number: int) -> str | None:
-    """Return why an answer is not that of this client to this round; None where it is."""
+def _require_address(content: RecordDict, client: int, number: int) -> None:
     address = config_of(content, "answer")
-    if address == {"client": client, "round": number}:
-        return None
-    got = ", ".join(f"{name} {str(address.get(name))[:20]}" for name in ("client", "round"))
-    return f"its answer belongs to another round or client: expected client {client}, round {number}, got {got}"
+    if address != {"client": client, "round": number}:
+        got = ", ".join(f"{name} {str(address.get(name))[:20]}" for name in ("client", "round"))
+        raise UserError(
+            f"its answer belongs to another round or client: expected client {client}, round {number}, got {got}"
+        )
 
 
 def make_server_app(recipe_file: Path) -> ServerApp:

@@ -98,7 +98,7 @@ def _simulate(federation: Federation, directory: RunDirectory, progress: Progres
         ray["object_store_memory"] = options.object_store_megabytes * 2**20
     resources = {"num_cpus": options.client_cpus, "num_gpus": options.client_gpus}
     backend: Any = {"init_args": ray, "client_resources": resources}
-    with _interrupt_sets(stop), _errors_only():
+    with _quiet_until(stop):
         run_simulation(server_app, client_app, len(federation.client_rows), backend_config=backend)
     if not outcome:
         raise RuntimeError("the simulation ended before its server app")
@@ -110,25 +110,16 @@ def _simulate(federation: Federation, directory: RunDirectory, progress: Progres
 
 
 @contextmanager
-def _interrupt_sets(stop: threading.Event) -> Iterator[None]:
-    """Set `stop` on Ctrl-C, which ends the server app; raised in Flower's own wait, the interrupt would hang there."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, lambda number, frame: stop.set())
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-@contextmanager
-def _errors_only() -> Iterator[None]:
-    """Let Flower log nothing below errors in the body."""
-    logger = logging.getLogger("flwr")
-    before = logger.level
+def _quiet_until(stop: threading.Event) -> Iterator[None]:
+    """Let Flower log errors alone, and set `stop` on Ctrl-C: raised in Flower's own wait, an interrupt would hang."""
+    logger, interruptible = logging.getLogger("flwr"), threading.current_thread() is threading.main_thread()
+    level = logger.level
     logger.setLevel(logging.ERROR)
+    if interruptible:
+        handler = signal.signal(signal.SIGINT, lambda number, frame: stop.set())
     try:
         yield
     finally:
-        logger.setLevel(before)
+        logger.setLevel(level)
+        if interruptible:
+            signal.signal(signal.SIGINT, handler)

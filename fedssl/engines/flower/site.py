@@ -1,15 +1,11 @@
-"""A site of a federation across machines: one client with its own data, architecture and device.
-
-It has a file of options and sees the federation with its own images alone. It keeps its client's states on its own disk
-and sends evaluations of its client's model, which the server checks.
-"""
+"""A site of a federation across machines: one client with its own options, data, states and evaluations."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field, StringConstraints, ValidationError
 from torch import Tensor
@@ -96,13 +92,10 @@ def site_federation(recipe: Recipe, site: SiteOptions) -> Federation:
     data, shape = site.data, recipe.data.image_shape
     if data is not None and data.image_size is None and shape is not None and shape[1] == shape[2]:
         data = data.model_copy(update={"image_size": shape[1]})  # the size that a recipe without data gives
-    changed = {
-        "architectures": architectures,
-        "data": data or recipe.data,
-        "device": site.device or recipe.device,
-    }
+    changed: dict[str, Any] = {"architectures": architectures, "data": data or recipe.data}
+    changed["device"] = site.device or recipe.device
     if not recipe.local_update.personal:
-        # The weights to start from come with the server's first message, and the server evaluates the global model.
+        # the weights to start from come with the server's first message, and the server evaluates the global model
         changed["model"] = ModelOptions()
         changed["evaluation"] = recipe.evaluation.model_copy(update={"downstream": None})
     return build_federation(recipe.model_copy(update=changed), owner=None if site.data is None else site.client)
@@ -153,12 +146,7 @@ class SiteStates:
 
 @dataclasses.dataclass
 class SiteEvaluation:
-    """A client's evaluation of its own model, as it arrived.
-
-    Attributes:
-        measures: by name, such as knn.
-        spectrum: the singular values of the test representations [n]; None where the answer holds none.
-    """
+    """A client's measures of its own model by name, and the singular values [n] of its test representations if any."""
 
     measures: dict[str, float]
     spectrum: Tensor | None
