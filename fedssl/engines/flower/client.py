@@ -41,10 +41,6 @@ class Site:
     states: Callable[[str], SiteStates]
 
 
-#: takes the site, a message's task and its records, and returns the answer's records
-Work = Callable[[Site, Mapping[str, Any], RecordDict], RecordDict]
-
-
 def make_client_app(recipe_file: Path, simulated: bool = False) -> ClientApp:
     """Return the ClientApp. A node's config names the site's file as `site`; Flower numbers simulated nodes.
 
@@ -55,7 +51,7 @@ def make_client_app(recipe_file: Path, simulated: bool = False) -> ClientApp:
     app = ClientApp()
     make_site = _simulated_site if simulated else _site_from_file
 
-    def answer(work: Work, message: FlowerMessage, context: Context) -> FlowerMessage:
+    def answer(work: Callable[..., RecordDict], message: FlowerMessage, context: Context) -> FlowerMessage:
         task: Any = message.content["task"]
 
         def do_work() -> RecordDict:
@@ -114,21 +110,12 @@ def _train(site: Site, task: Mapping[str, Any], content: RecordDict) -> RecordDi
     reply = site.federation.method.client_round(client, received, number)
     state = site.federation.client_state(client, number)
     states.store(number, state, start)
-    if task["evaluate"]:
-        _evaluate_into(reply, site, state, number)
-    return _to_answer(reply, site, number)
+    return _to_answer(reply, site, number, state if task["evaluate"] else None)
 
 
 def _evaluate(site: Site, task: Mapping[str, Any], content: RecordDict) -> RecordDict:
     number, start = _round_of(site, task)
-    reply = Message()
-    _evaluate_into(reply, site, site.states(task["run"]).load(start), number)
-    return _to_answer(reply, site, number)
-
-
-def _evaluate_into(reply: Message, site: Site, state: Message, number: int) -> None:
-    model = site.federation.client(site.client, state).model
-    add_evaluation(reply, *evaluate_after(site.federation, model, number))
+    return _to_answer(Message(), site, number, site.states(task["run"]).load(start))
 
 
 def _round_of(site: Site, task: Mapping[str, Any]) -> tuple[int, int | None]:
@@ -138,7 +125,11 @@ def _round_of(site: Site, task: Mapping[str, Any]) -> tuple[int, int | None]:
     return int(task["round"]), int(task["start"]) if task["start"] >= 0 else None
 
 
-def _to_answer(reply: Message, site: Site, number: int) -> RecordDict:
+def _to_answer(reply: Message, site: Site, number: int, evaluated: Message | None) -> RecordDict:
+    """Return the records of a reply, with an evaluation of the client's model in the state `evaluated` if given."""
+    if evaluated is not None:
+        model = site.federation.client(site.client, evaluated).model
+        add_evaluation(reply, *evaluate_after(site.federation, model, number))
     return RecordDict({**to_records(reply), "answer": ConfigRecord({"client": site.client, "round": number})})
 
 

@@ -20,12 +20,7 @@ from flwr.app.message.arraychunk import ArrayChunk
 from flwr.common.constant import ErrorCode
 from flwr.proto.message_pb2 import PullObjectRequest
 from flwr.serverapp import Grid
-from flwr.supercore.inflatable.inflatable_object import (
-    UnexpectedObjectContentError,
-    get_object_body,
-    get_object_head_values_from_object_content,
-    iterate_object_tree,
-)
+from flwr.supercore.inflatable import inflatable_object as objects
 from google.protobuf.message import DecodeError
 
 #: the code of an error that `fedssl superlink` puts in the place of an answer that it does not take
@@ -45,10 +40,10 @@ _UNREADABLE = (
     AttributeError,
     ArithmeticError,
     RecursionError,
-    UnexpectedObjectContentError,
+    objects.UnexpectedObjectContentError,
 )
-#: objects of any answer, and one more for each MiB; Flower sends pieces of 5 MiB
-_FEW_OBJECTS = 1000
+#: bytes of a registration or of an answer that holds an evaluation alone
+LARGEST_WITHOUT_WEIGHTS = 2**22
 #: bytes of an answer's records without the pieces of arrays; as Python's numbers they take thirty times as much
 _LARGEST_RECORDS = 2**22
 
@@ -69,7 +64,7 @@ class AnswerSize:
     """The size of one answer, which may have `largest` bytes and whose objects arrive in any order."""
 
     def __init__(self, largest: int):
-        self._largest, self._most_objects = largest, _FEW_OBJECTS + largest // 2**20
+        self._largest = largest
         self._objects = 0
         self._received = 0  # bytes of pieces
         self._record_bytes = 0
@@ -85,13 +80,12 @@ class AnswerSize:
             ValueError, TypeError, LookupError: it is not an object of Flower's.
         """
         self._objects += 1
-        if self._objects > self._most_objects:
-            raise TooLarge(
-                f"its answer has more than {self._most_objects} pieces, the most that an answer may have here"
-            )
+        most = 1000 + self._largest // 2**20  # one for each MiB, where Flower sends pieces of 5 MiB
+        if self._objects > most:
+            raise TooLarge(f"its answer has more than {most} pieces, the most that an answer may have here")
         if object_id in self._piece_bytes:
             return
-        kind, children, _ = get_object_head_values_from_object_content(content)
+        kind, children, _ = objects.get_object_head_values_from_object_content(content)
         if kind == ArrayChunk.__qualname__:
             self._piece_bytes[object_id] = len(content)
             self._received += len(content)
@@ -103,7 +97,7 @@ class AnswerSize:
                     f"its answer's records are larger than {_LARGEST_RECORDS} bytes, the most that they may have here"
                 )
             if kind == Array.__qualname__:
-                for index in json.loads(get_object_body(content, Array))["arraychunk_ids"]:
+                for index in json.loads(objects.get_object_body(content, Array))["arraychunk_ids"]:
                     self._references[children[index]] += 1
                     self._array_bytes += self._piece_bytes.get(children[index], 0)
         if self._record_bytes + max(self._received, self._array_bytes) > self._largest:
@@ -120,14 +114,11 @@ class ArrivingAnswer:
         self._arrived: set[str] = set()
 
     def pull(self, grid: Grid, message_id: str) -> list[FlowerMessage]:
-        """Return the answer, or nothing while it is missing or not whole; do not wait, and do not read too much.
+        """Return the answer, or nothing while it is missing or not whole; raise TooLarge if it is too large.
 
         Flower returns whole answers only. Its grid between machines gets each object of an answer by a call of its
         client's PullObject. The objects are counted there, before the next ones are asked for. The simulation's grid
         has no such client; its sites are on this machine.
-
-        Raises:
-            TooLarge: the answer is too large.
         """
         client: Any = getattr(grid, "_runtime_client", None)
         if client is None:
@@ -165,14 +156,11 @@ class ArrivingAnswer:
             client.PullMessages, client.PullObject = pull_messages, pull_object
 
     def _look_for_missing(self, pull_object: Any) -> None:
-        """Raise NotWhole where an object is still missing.
-
-        Only objects that have not been seen are asked for, so each is read at most twice.
-        """
+        """Raise NotWhole if an object is still missing; ask only for objects that have not been seen."""
         if self._missing is None:
             return
         trees = self._announced.message_object_trees
-        for name in dict.fromkeys(node.object_id for tree in trees for node in iterate_object_tree(tree)):
+        for name in dict.fromkeys(node.object_id for tree in trees for node in objects.iterate_object_tree(tree)):
             if name not in self._arrived:
                 request = PullObjectRequest(node=self._missing.node, run_id=self._missing.run_id, object_id=name)
                 response = pull_object(request)
@@ -194,39 +182,26 @@ class Messenger:
     """Sends messages to nodes and collects their answers; once `stop` is set, `collect` raises `Stopped`."""
 
     def __init__(self, grid: Grid, stop: threading.Event):
-        self._grid, self._stop = grid, stop
+        self.grid, self._stop = grid, stop
         self._arriving: dict[str, ArrivingAnswer] = {}  # by message id
-
-    def connected_nodes(self) -> set[int]:
-        """Return the ids of the nodes that the SuperLink has heard of lately."""
-        return set(self._grid.get_node_ids())
 
     def send(self, kind: str, contents: dict[int, RecordDict], round_number: int, seconds: float) -> dict[str, int]:
         """Send a message to each node; return the nodes by message id, without those that could not be sent to.
 
-        Args:
-            kind: Flower's message type: query, train or evaluate.
-            contents: the records for each node.
-            round_number: Flower groups messages by it.
-            seconds: how long the SuperLink keeps the messages and their answers.
+        `kind` is Flower's message type: query, train or evaluate. Flower groups messages by `round_number`, and the
+        SuperLink keeps them and their answers for `seconds`.
         """
         messages = [
             FlowerMessage(content, dst_node_id=node, message_type=kind, group_id=str(round_number), ttl=seconds)
             for node, content in contents.items()
         ]
-        ids = list(self._grid.push_messages(messages))
+        ids = list(self.grid.push_messages(messages))
         return {message_id: node for message_id, node in zip(ids, contents, strict=False) if message_id}
 
     def collect(self, waiting: dict[str, int], seconds: float, largest: int) -> Iterator[NodeAnswer]:
-        """Yield answers as they arrive, until all are there or the time is over.
+        """Yield answers of at most `largest` bytes as they arrive, until all are there or the time is over.
 
-        Args:
-            waiting: nodes by message id, of `send`. Those that have answered are removed.
-            seconds: how long to wait; with 0 every answer is looked for once.
-            largest: bytes that an answer may have.
-
-        Raises:
-            Stopped: the simulation was interrupted.
+        Nodes that have answered are removed from `waiting`. With 0 seconds every answer is looked for once.
         """
         deadline, pauses = time.monotonic() + seconds, growing_pauses()
         while waiting:
@@ -247,7 +222,7 @@ class Messenger:
         """
         arriving = self._arriving.setdefault(message_id, ArrivingAnswer(largest))
         try:
-            replies = arriving.pull(self._grid, message_id)
+            replies = arriving.pull(self.grid, message_id)
         except TooLarge as error:
             return NodeAnswer(node, failure=str(error))
         except _UNREADABLE as error:

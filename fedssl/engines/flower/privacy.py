@@ -6,7 +6,7 @@ Under either, a client drops every number and metric that depends on its images,
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -27,19 +27,44 @@ from .secure_aggregation import masked_answer, numpy_seeded_by_system
 from .wire import flatten_weights, from_records, require_finite, to_records, unflatten_mean, unflatten_weights
 
 
-def clipped_reply(
+def private_answer(
+    options: FlowerOptions, message: FlowerMessage, context: Context, train: Callable[[], RecordDict]
+) -> RecordDict:
+    """Return a client's answer to a round's message, protected as `options` say.
+
+    Args:
+        options: the site's own copy of the recipe's; nothing that the server asks for changes them.
+        message, context: as Flower gives them to a ClientApp.
+        train: returns the answer without protection; with secure aggregation called only in the stage that needs it.
+
+    Raises:
+        UserError: raised by `train`; weights are not finite or, with secure aggregation, beyond its clipping_range;
+            with differential privacy, the answer has a tensor that was not received.
+    """
+    if options.secure_aggregation is None and options.differential_privacy is None:
+        return train()
+
+    def answer() -> RecordDict:
+        records = train()
+        reply = from_records(records)
+        if options.differential_privacy is not None:
+            reply = _clipped_reply(options.differential_privacy, message, context, reply)
+        # memory and flops are those of the first step, which do not depend on its images
+        metrics = {name: value for name, value in reply.metrics.items() if name in ("memory", "flops")}
+        kept = dataclasses.replace(reply, numbers={"samples": reply.numbers["samples"]}, metrics=metrics)
+        return RecordDict({**to_records(kept), "answer": records["answer"]})
+
+    if options.secure_aggregation is None:
+        return answer()
+    return masked_answer(options.secure_aggregation, message, context, answer)
+
+
+def _clipped_reply(
     privacy: LocalDP | FixedClipping, message: FlowerMessage, context: Context, reply: Message
 ) -> Message:
     """Return a client's reply, clipped by Flower's mod and with `local_dp` noised; it counts as one sample.
 
-    Args:
-        privacy: the site's own copy of the recipe's options.
-        message, context: as Flower gives them to a ClientApp; the message holds the weights before training.
-        reply: the reply without protection. Its integer entries, which depend on how many images the client has, are
-            replaced by the received ones.
-
-    Raises:
-        UserError: the reply has a tensor that was not received, or weights that are not finite.
+    Its integer entries, which depend on how many images the client has, are those that `message` brought.
     """
     received = from_records(message.content).tensors
     for name in reply.tensors:
@@ -80,15 +105,8 @@ class PrivateMethod(Method):
 
     answers_are_noisy: ClassVar[bool] = True
 
-    def aggregate(
-        self,
-        server: Message,
-        replies: dict[int, Message],
-        round_number: int,
-        samples: Mapping[int, int] | None = None,
-        kept: Callable[[Message], Message] = lambda reply: reply,
-    ) -> Message:
-        state = super().aggregate(server, replies, round_number, samples, kept)
+    def aggregate(self, server: Message, replies: dict[int, Message], *others: Any, **named: Any) -> Message:
+        state = super().aggregate(server, replies, *others, **named)
         state.metrics.pop(DISTANCE, None)  # of clipped or noisy weights
         accepted = [reply for k, reply in replies.items() if k not in refused_in(state)]
         if not accepted:
@@ -109,34 +127,3 @@ def private_federation(federation: Federation) -> Federation:
     if privacy is None:
         return federation
     return dataclasses.replace(federation, method=PrivateMethod(**vars(federation.method), privacy=privacy))
-
-
-def private_answer(
-    options: FlowerOptions, message: FlowerMessage, context: Context, train: Callable[[], RecordDict]
-) -> RecordDict:
-    """Return a client's answer to a round's message, protected as `options` say.
-
-    Args:
-        options: the site's own copy of the recipe's; nothing that the server asks for changes them.
-        message, context: as Flower gives them to a ClientApp.
-        train: returns the answer without protection; with secure aggregation called only in the stage that needs it.
-
-    Raises:
-        UserError: raised by `train`; weights are not finite or, with secure aggregation, beyond its clipping_range.
-    """
-    if options.secure_aggregation is None and options.differential_privacy is None:
-        return train()
-
-    def answer() -> RecordDict:
-        records = train()
-        reply = from_records(records)
-        if options.differential_privacy is not None:
-            reply = clipped_reply(options.differential_privacy, message, context, reply)
-        # memory and flops are those of the first step, which do not depend on its images
-        metrics = {name: value for name, value in reply.metrics.items() if name in ("memory", "flops")}
-        kept = dataclasses.replace(reply, numbers={"samples": reply.numbers["samples"]}, metrics=metrics)
-        return RecordDict({**to_records(kept), "answer": records["answer"]})
-
-    if options.secure_aggregation is None:
-        return answer()
-    return masked_answer(options.secure_aggregation, message, context, answer)

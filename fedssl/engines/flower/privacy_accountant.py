@@ -112,8 +112,7 @@ class PrivacyAccountant:
     def begin(self, number: int, clients: Collection[int]) -> None:
         """Count a round for the clients that are about to be asked.
 
-        Raises:
-            UserError: the round would raise a client's epsilon above the budget. Nothing is counted then.
+        Raise UserError and count nothing if the round would raise a client's epsilon above the budget.
         """
         spent = self._spent
         if spent.round >= number and isinstance(self._privacy, FixedClipping):
@@ -121,9 +120,18 @@ class PrivacyAccountant:
         else:
             earlier = {k: spent.of(k) for k in sorted({*spent.earlier, *spent.asked})}
         after = SpentRounds(round=number, asked=sorted(clients), earlier=earlier)
-        if self._budget is not None:
-            for k in after.asked:
-                self._require_budget(self._budget, number, k, after.of(k))
+        budget = self._budget
+        for k in after.asked:
+            rounds = after.of(k)
+            if budget is not None and (epsilon := epsilon_after(self._privacy, rounds)) > budget:
+                before = epsilon_after(self._privacy, rounds - 1)
+                raise UserError(
+                    f"round {number} is not begun, because it would raise the privacy loss of client {k} to epsilon "
+                    f"{epsilon:.6g} at delta {self._privacy.delta:g}, above flower.epsilon_budget {budget:g}; the "
+                    f"client has spent {before:.6g} in {rounds - 1} rounds, so {max(budget - before, 0):.6g} is left, "
+                    "less than a round takes. Earlier rounds are kept. fedssl privacy RECIPE tells how many rounds a "
+                    "budget allows"
+                )
         self._store(after)
 
     def keep_only(self, number: int, clients: Collection[int]) -> None:
@@ -139,16 +147,6 @@ class PrivacyAccountant:
     def epsilon(self, client: int) -> float:
         """Return the epsilon that a client has spent so far."""
         return epsilon_after(self._privacy, self._spent.of(client))
-
-    def _require_budget(self, budget: float, number: int, client: int, rounds: int) -> None:
-        after, before = epsilon_after(self._privacy, rounds), epsilon_after(self._privacy, rounds - 1)
-        if after > budget:
-            raise UserError(
-                f"round {number} is not begun, because it would raise the privacy loss of client {client} to epsilon "
-                f"{after:.6g} at delta {self._privacy.delta:g}, above flower.epsilon_budget {budget:g}; the client "
-                f"has spent {before:.6g} in {rounds - 1} rounds, so {max(budget - before, 0):.6g} is left, less than a "
-                "round takes. Earlier rounds are kept. fedssl privacy RECIPE tells how many rounds a budget allows"
-            )
 
     def _store(self, spent: SpentRounds) -> None:
         write_atomically(self._path, (spent.model_dump_json(indent=1) + "\n").encode())

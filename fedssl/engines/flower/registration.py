@@ -5,7 +5,6 @@ A node is a connection of Flower's with an id of its own; a site that is started
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import time
 
@@ -18,9 +17,8 @@ from ...errors import UserError
 from ...federation import Federation
 from ...recipe.rules import public_image_users
 from ..progress import Progress
-from .messenger import Messenger, NodeAnswer, config_of, growing_pauses
+from .messenger import LARGEST_WITHOUT_WEIGHTS, Messenger, NodeAnswer, config_of, growing_pauses
 
-_LARGEST_REGISTRATION = 2**22  # bytes of a node's answer
 _REGISTRATION_SECONDS = 5.0  # that a round waits for a node that has just connected, where it lacks a client
 _ASK_AGAIN_SECONDS = 30.0
 
@@ -86,6 +84,7 @@ class ConnectedClients:
         self._options = federation.recipe.flower
         self._waiting: dict[str, int] = {}  # nodes that have not answered yet, by the message that asks them
         self._ask_at: dict[int, float] = {}  # when to ask a node; again only where its answer was refused
+        self._server_form = DataForm.of(federation)
         self._forms: dict[int, DataForm] = {}  # of clients whose classes were compared
         self._misfits: dict[int, str] | None = {}  # clients whose data do not fit; None once the run has begun
 
@@ -124,7 +123,7 @@ class ConnectedClients:
         while True:
             if self._ask_new_nodes():
                 deadline = max(deadline, time.monotonic() + _REGISTRATION_SECONDS)
-            for answer in self._messenger.collect(self._waiting, 0.0, _LARGEST_REGISTRATION):
+            for answer in self._messenger.collect(self._waiting, 0.0, LARGEST_WITHOUT_WEIGHTS):
                 self._register(answer)
             if clients <= self.nodes.keys() or time.monotonic() >= deadline:
                 return
@@ -132,7 +131,7 @@ class ConnectedClients:
 
     def _ask_new_nodes(self) -> bool:
         """Ask nodes which client they are; return whether any is asked for the first time."""
-        connected = self._messenger.connected_nodes()
+        connected = set(self._messenger.grid.get_node_ids())  # those that the SuperLink has heard of lately
         self.nodes = {k: node for k, node in self.nodes.items() if node in connected}
         self._ask_at = {node: at for node, at in self._ask_at.items() if node in connected}
         due = [node for node in connected if time.monotonic() >= self._ask_at.get(node, 0.0)]
@@ -205,7 +204,3 @@ class ConnectedClients:
                     "is evaluated on its own classes, so their figures cannot be compared"
                 )
         return None
-
-    @functools.cached_property
-    def _server_form(self) -> DataForm:
-        return DataForm.of(self._federation)

@@ -17,18 +17,9 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, RecordDict
 from flwr.app import Message as FlowerMessage
 from flwr.client.mod import secaggplus_mod
-from flwr.common import (
-    Code,
-    FitIns,
-    FitRes,
-    Parameters,
-    Status,
-    bytes_to_ndarray,
-    ndarray_to_bytes,
-    ndarrays_to_parameters,
-    parameters_to_ndarrays,
-)
+from flwr.common import bytes_to_ndarray, ndarray_to_bytes, ndarrays_to_parameters, parameters_to_ndarrays
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key, Stage
+from flwr.common.typing import Code, FitIns, FitRes, Parameters, Status
 from flwr.compat.common.recorddict_compat import fitres_to_recorddict
 from flwr.server.compat.legacy_context import LegacyContext
 from flwr.server.workflow.constant import MAIN_CONFIGS_RECORD, MAIN_PARAMS_RECORD
@@ -41,10 +32,10 @@ from ...recipe.recipe import FlowerOptions, SecAggPlus
 from .messenger import one_line
 from .wire import Vector, flatten_weights, from_records, require_finite, to_records
 
-#: the name of a client's masked weights in its answer
-_MASKED = "masked"
+_MASKED = "masked"  # the name of a client's masked weights in its answer
+Contents = dict[int, RecordDict]  # by client
 #: sends each client's records; returns the answers by client, and why the other clients gave none
-Exchange = Callable[[dict[int, RecordDict]], tuple[dict[int, RecordDict], dict[int, str]]]
+Exchange = Callable[[Contents], tuple[Contents, dict[int, str]]]
 
 
 @contextmanager
@@ -88,9 +79,8 @@ def masked_answer(
                     f"{name} holds a value beyond flower.secure_aggregation.clipping_range "
                     f"({options.clipping_range:g}): raise that option"
                 )
-        samples = int(reply.numbers["samples"])
         metrics.update(reply.metrics)
-        result = FitRes(Status(Code.OK, ""), ndarrays_to_parameters([vector]), samples, {})
+        result = FitRes(Status(Code.OK, ""), ndarrays_to_parameters([vector]), int(reply.numbers["samples"]), {})
         return FlowerMessage(fitres_to_recorddict(result, True), reply_to=inner)
 
     with numpy_seeded_by_system():
@@ -108,12 +98,7 @@ def masked_answer(
 
 
 def secure_mean(
-    options: FlowerOptions,
-    contents: dict[int, RecordDict],
-    nodes: dict[int, int],
-    size: int,
-    number: int,
-    exchange: Exchange,
+    options: FlowerOptions, contents: Contents, nodes: dict[int, int], size: int, exchange: Exchange
 ) -> tuple[Vector | None, dict[int, dict[str, float]], dict[int, str]]:
     """Return the mean of the clients' weights, by the stages of Flower's SecAggPlusWorkflow.
 
@@ -122,8 +107,7 @@ def secure_mean(
         contents: the round's message to each client.
         nodes: each client's node.
         size: how many weights a client sends.
-        number: the round.
-        exchange: see `Exchange`.
+        exchange: sends the messages of a stage.
 
     Returns:
         The mean, float64 [size], weighted by the clients' numbers of samples, or None where the protocol failed; the
@@ -132,7 +116,7 @@ def secure_mean(
     missing: dict[int, str] = {}
     left = set(contents)
     while True:
-        protocol = _Protocol(options, {k: contents[k] for k in left}, nodes, size, number, exchange)
+        protocol = _Protocol(options, {k: contents[k] for k in left}, nodes, size, exchange)
         agreed = protocol.run("setup_stage") and protocol.run("share_keys_stage")
         missing |= protocol.missing
         if not protocol.missing:
@@ -159,13 +143,7 @@ class _Protocol:
     """Flower's SecAggPlusWorkflow for a group of clients, with the grid and the strategy that it calls."""
 
     def __init__(
-        self,
-        options: FlowerOptions,
-        contents: dict[int, RecordDict],
-        nodes: dict[int, int],
-        size: int,
-        number: int,
-        exchange: Exchange,
+        self, options: FlowerOptions, contents: Contents, nodes: dict[int, int], size: int, exchange: Exchange
     ):
         secure = options.secure_aggregation
         assert secure is not None
@@ -180,11 +158,13 @@ class _Protocol:
             quantization_range=quantization_range(len(contents)),
         )
         self._state = WorkflowState()
-        records = RecordDict({MAIN_CONFIGS_RECORD: ConfigRecord({WorkflowKey.CURRENT_ROUND: number})})
+        # the round's number and the weights travel in `contents`, not in the workflow's messages
+        records = RecordDict({MAIN_CONFIGS_RECORD: ConfigRecord({WorkflowKey.CURRENT_ROUND: 0})})
         records[MAIN_PARAMS_RECORD] = ArrayRecord()
         caller: Any = self  # has what the workflow calls of a grid and of a strategy
         self._caller, self._context = caller, LegacyContext(Context(0, 0, {}, records, {}), strategy=caller)
         self._contents, self._nodes, self._size, self._exchange = contents, nodes, size, exchange
+        self._client_of = {nodes[k]: k for k in contents}
         self.mean: Vector | None = None
         self.metrics: dict[int, dict[str, float]] = {}  # by client
         self.missing: dict[int, str] = {}  # why clients gave no answer in a stage
@@ -200,8 +180,7 @@ class _Protocol:
         return done and not (self.missing and stage in ("setup_stage", "share_keys_stage"))
 
     def configure_fit(self, server_round: int, parameters: Parameters, client_manager: Any) -> list[tuple[Any, FitIns]]:
-        nodes = [self._nodes[k] for k in self._contents]
-        return [(SimpleNamespace(node_id=node), FitIns(Parameters([], ""), {})) for node in nodes]
+        return [(SimpleNamespace(node_id=node), FitIns(Parameters([], ""), {})) for node in self._client_of]
 
     def aggregate_fit(self, server_round: int, results: Any, failures: Any) -> tuple[None, dict[str, Any]]:
         [self.mean] = parameters_to_ndarrays(results[0][1].parameters)
@@ -209,10 +188,9 @@ class _Protocol:
 
     def send_and_receive(self, messages: list[FlowerMessage], *, timeout: float | None = None) -> list[Any]:
         """Return the clients' answers in a stage; put the round's message around the one stage that needs it."""
-        client_of = {self._nodes[k]: k for k in self._contents}
         sent, collects = {}, False
         for message in messages:
-            k = client_of[message.metadata.dst_node_id]
+            k = self._client_of[message.metadata.dst_node_id]
             configs: Any = message.content[RECORD_KEY_CONFIGS]
             collects = configs[Key.STAGE] == Stage.COLLECT_MASKED_VECTORS
             whole = self._contents[k] if collects else {"task": self._contents[k]["task"]}

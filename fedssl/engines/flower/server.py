@@ -36,16 +36,14 @@ from ...run.creation import alone_in, default_folder
 from ...run.directory import SITES_RUN, RunDirectory
 from ..progress import Progress, ProgressBars
 from ..rounds import evaluation_due, first_files, run_rounds
-from .messenger import Messenger, config_of, one_line
+from .messenger import LARGEST_WITHOUT_WEIGHTS, Messenger, config_of, one_line
 from .privacy import private_federation
 from .privacy_accountant import PrivacyAccountant
 from .registration import ConnectedClients
-from .secure_aggregation import secure_mean
+from .secure_aggregation import Contents, secure_mean
 from .site import SiteEvaluation, evaluation_fault, split_evaluation
 from .wire import flatten_weights, from_records, on_disk, to_shared_records, unflatten_mean
 
-#: bytes of the largest answer that holds an evaluation alone
-_LARGEST_EVALUATION = 2**22
 #: options that may change when a run continues, as no earlier round depends on them
 _CHANGEABLE = ("flower.round_seconds", "flower.connect_seconds", "flower.epsilon_budget", "guard.minimum_answers")
 
@@ -85,7 +83,6 @@ class FlowerClients:
         contents = to_shared_records({k: message for k, message in sent.items() if k in self._connected.nodes})
         for k, content in contents.items():
             content["task"] = self._task(k, number, evaluate=evaluate)
-        unreached = {k: "it is not connected" for k in sent if k not in contents}
         if self._accountant is not None:
             self._accountant.begin(number, contents)
         if self._options.secure_aggregation is None:
@@ -98,7 +95,8 @@ class FlowerClients:
             self._accountant.keep_only(number, replies)
         for k in replies:
             self._directory.adopt_client(k, number)
-        return replies, dict(sorted((missing | unreached).items()))
+        missing |= {k: "it is not connected" for k in sent if k not in contents}
+        return replies, dict(sorted(missing.items()))
 
     def _read_answer(self, records: RecordDict) -> tuple[Message, SiteEvaluation]:
         reply, evaluation = split_evaluation(from_records(records))
@@ -114,14 +112,12 @@ class FlowerClients:
         assert model is not None
         names = self._federation.method.schedule.travelling(model, self._federation.method.plan(model, number))
         before = {name: sent[min(contents)].tensors[name] for name in names}
-        mean, metrics, missing = secure_mean(
-            self._options,
-            contents,
-            self._connected.nodes,
-            flatten_weights(before).size,
-            number,
-            lambda stage_contents: self._exchange("train", stage_contents, number, lambda records: records),
-        )
+
+        def exchange(stage_contents: Contents) -> tuple[Contents, dict[int, str]]:
+            return self._exchange("train", stage_contents, number, lambda records: records)
+
+        size = flatten_weights(before).size
+        mean, metrics, missing = secure_mean(self._options, contents, self._connected.nodes, size, exchange)
         if mean is None:
             return {}, missing
         tensors = unflatten_mean(mean, before)
@@ -154,7 +150,7 @@ class FlowerClients:
         def read(records: RecordDict) -> SiteEvaluation:
             return split_evaluation(from_records(records))[1]
 
-        received, missing = self._exchange("evaluate", contents, number, read, _LARGEST_EVALUATION)
+        received, missing = self._exchange("evaluate", contents, number, read, LARGEST_WITHOUT_WEIGHTS)
         evaluations |= received
         for k in everyone:
             fault = evaluation_fault(evaluations[k]) if k in evaluations else missing.get(k, "it is not connected")
@@ -179,14 +175,9 @@ class FlowerClients:
         read: Callable[[RecordDict], Content],
         largest: int | None = None,
     ) -> tuple[dict[int, Content], dict[int, str]]:
-        """Send messages to clients; return each answer as `read` returns it, and why the other clients do not count.
+        """Send messages to clients; return their answers, and why other clients' answers do not count.
 
-        Args:
-            kind: of the messages, train or evaluate.
-            contents: the messages by client.
-            number: the round.
-            read: converts an answer's records on arrival; its UserError says why the answer does not count.
-            largest: bytes that an answer may have; by default `_largest_answer`.
+        `read` converts an answer's records on arrival; with UserError it refuses them.
         """
         if not contents:
             return {}, {}

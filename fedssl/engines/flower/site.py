@@ -22,9 +22,8 @@ from ...run.directory import client_file
 from ...run.storage import read_message, write_message
 from ...untrusted import MOST_BYTES, expand_home, parse_yaml, read_regular_file
 
-# names of an evaluation's entries in an answer
-_MEASURE = "evaluation/"
-_SPECTRUM = "evaluation.spectrum"
+_MEASURE = "evaluation/"  # before the name of a measure in an answer
+_SPECTRUM = "evaluation.spectrum"  # the name of the spectrum in an answer
 _LONGEST_SPECTRUM = 2**16  # singular values: at most one for each feature of an encoder
 _MOST_MEASURES = 100  # each is a line of metrics.csv
 _LONGEST_NAME = 100  # characters in the name of a measure
@@ -102,18 +101,14 @@ def site_federation(recipe: Recipe, site: SiteOptions) -> Federation:
 
 
 class SiteStates:
-    """A client's states in a folder, by round; with `prune` those that are no longer needed are removed."""
+    """A client's states in a folder, by round; with `prune`, states that are no longer needed are removed."""
 
     def __init__(self, folder: Path, client: int, prune: bool):
         self._folder, self._client, self._prune = folder, client, prune
 
     @classmethod
     def of_run(cls, site: SiteOptions, run: str) -> SiteStates:
-        """Return the states of one run, in a folder below `site.state` that has the run's name.
-
-        Raises:
-            UserError: the name, which the server gave, is invalid for a folder.
-        """
+        """Return the states of one run, in a folder below `site.state`; raise UserError if its name is invalid."""
         if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", run):
             raise UserError(
                 f"the server's name of the run is invalid: expected 1 to 64 letters, digits, - or _, got {run[:100]!r}"
@@ -123,15 +118,11 @@ class SiteStates:
         return cls(folder, site.client, prune=True)
 
     def load(self, round_number: int | None) -> Message:
-        """Return the state after a round; empty for None: the client has not taken part yet.
-
-        Raises:
-            UserError: the state is missing or damaged.
-        """
+        """Return the state after a round, empty for None; raise UserError if it is missing or damaged."""
         return Message() if round_number is None else read_message(self._path(round_number))
 
     def store(self, round_number: int, state: Message, kept: int | None) -> None:
-        """Store a state; prune all but it and that of the round `kept`, which may have to be trained from again."""
+        """Store a state. The state of the round `kept` stays, as the client may have to train from it again."""
         path = self._path(round_number)
         write_message(path, state)
         if self._prune:

@@ -28,7 +28,7 @@ from ...messages import Message
 _SERIALISATION = "torch.raw"
 _DTYPE_NAMES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPE_NAMES}
-_RECORDS = {
+_RECORDS: dict[str, Any] = {
     "tensors": ArrayRecord,
     "layout": ConfigRecord,
     "numbers": MetricRecord,
@@ -37,8 +37,7 @@ _RECORDS = {
 }
 #: messages of fewer bytes stay in memory; a file for each would cost a round of small models more than it saves
 _SMALL_ANSWER = 2**20
-#: bytes; torch's own alignment, by which a product may round
-_ALIGNMENT = 64
+_ALIGNMENT = 64  # bytes; torch's own, by which a product may round
 
 Vector = NDArray[np.float64]
 
@@ -59,30 +58,23 @@ def to_records(message: Message) -> RecordDict:
     for dtype, pieces in parts.items():
         data = b"".join(pieces)
         arrays[dtype] = Array(dtype, (len(data) // _DTYPES[dtype].itemsize,), _SERIALISATION, data)
-    layout: dict[str, Any] = {
+    layout = {
         "names": list(message.tensors),
         "dtypes": dtypes,
         "dimensions": [tensor.dim() for tensor in message.tensors.values()],
         "sizes": [size for tensor in message.tensors.values() for size in tensor.shape],
     }
-    return RecordDict(
-        {
-            "tensors": ArrayRecord(arrays),
-            "layout": ConfigRecord(layout),
-            "numbers": _metric_record(message.numbers),
-            "config": ConfigRecord(dict(message.config)),
-            "metrics": _metric_record(message.metrics),
-        }
-    )
+    contents = (arrays, layout, _plain_numbers(message.numbers), dict(message.config), _plain_numbers(message.metrics))
+    return RecordDict({name: kind(values) for (name, kind), values in zip(_RECORDS.items(), contents, strict=True)})
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _metric_record(values: Mapping[str, float]) -> MetricRecord:
+def _plain_numbers(values: Mapping[str, float]) -> dict[str, int | float]:
     """Return the values without NumPy's types, which Flower refuses."""
-    return MetricRecord({name: int(v) if isinstance(v, int) else float(v) for name, v in values.items()})
+    return {name: int(value) if isinstance(value, int) else float(value) for name, value in values.items()}
 
 
 def to_shared_records(messages: Mapping[int, Message]) -> dict[int, RecordDict]:
@@ -91,10 +83,9 @@ def to_shared_records(messages: Mapping[int, Message]) -> dict[int, RecordDict]:
     shared = {}
     for k, message in messages.items():
         key = tuple((name, id(tensor)) for name, tensor in message.tensors.items())
-        if key not in arrays:
-            arrays[key] = to_records(message)
-        rest = to_records(replace(message, tensors={}))
-        shared[k] = RecordDict(dict(rest) | {name: arrays[key][name] for name in ("tensors", "layout")})
+        records = to_records(replace(message, tensors={}) if key in arrays else message)
+        first = arrays.setdefault(key, records)
+        shared[k] = RecordDict({**records, "tensors": first["tensors"], "layout": first["layout"]})
     return shared
 
 
@@ -196,13 +187,10 @@ def require_finite(vector: Vector) -> None:
 
 
 def on_disk(message: Message, folder: Path) -> Message:
-    """Return the message with its tensors mapped from a file without a name, which ends with them.
+    """Return the message, whose tensors are on the CPU, with its tensors mapped from a file in the folder.
 
-    A small message stays in memory. So does one that cannot be written: on a full disk the round's commit says so.
-
-    Args:
-        message: a message whose tensors are on the CPU.
-        folder: on the disk that is to hold the file.
+    The file has no name and ends with the tensors. A small message stays in memory. So does one that cannot be written:
+    on a full disk the round's commit fails with the reason.
     """
     if message.num_bytes < _SMALL_ANSWER:
         return message
