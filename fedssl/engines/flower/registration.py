@@ -35,9 +35,9 @@ class DataForm(BaseModel):
 
     @classmethod
     def of(cls, federation: Federation, client: int | None = None) -> DataForm:
-        """Return the form of a federation's images, with the number of a client's.
+        """Return the form of a federation's images, and how many a client has, if given.
 
-        Under differential privacy or secure aggregation a client does not say how many images it has.
+        Under differential privacy or secure aggregation a client does not say how many it has.
         """
         recipe, dataset = federation.recipe, federation.dataset
         private = recipe.flower.differential_privacy is not None or recipe.flower.secure_aggregation is not None
@@ -47,7 +47,7 @@ class DataForm(BaseModel):
         if public is not None:
             digest.update(str(list(public.shape)).encode())
             digest.update(public.contiguous().numpy().tobytes())
-        return cls(
+        return cls.model_construct(  # the server validates it
             shape=list(dataset.train_images.shape[1:]),
             classes=list(dataset.class_names) if labels_used else [],
             images=0 if client is None or private else len(federation.client_rows[client]),
@@ -73,7 +73,7 @@ class ConnectedClients:
 
     Attributes:
         nodes: each connected client's node.
-        images: how many training images each client has that has been connected and says so.
+        images: the number of training images of each client that has been connected and registered it.
     """
 
     def __init__(self, messenger: Messenger, federation: Federation, progress: Progress, run: str):

@@ -179,7 +179,7 @@ def evaluation_fault(evaluation: SiteEvaluation) -> str | None:
 
 
 def _bounds(measure: str, spectrum: int) -> tuple[float, float]:
-    """Return the smallest and largest value of a measure, with a little more than what rounding may add."""
+    """The smallest and largest value of a measure; a little more than what rounding may add."""
     if measure.endswith("effective_rank"):
         return 0.0, (spectrum if measure == "effective_rank" else _LONGEST_SPECTRUM) + 1.0
     if measure == "alignment":  # a squared distance of unit vectors
