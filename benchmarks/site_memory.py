@@ -71,8 +71,11 @@ class Sites:
 
         k = message.metadata.dst_node_id - 1
         if message.metadata.message_type == "query":
-            form = DataForm(DataForm.of(self._federation).shape, (), "", IMAGES_OF_A_SITE).to_record()
-            return FlowerMessage(RecordDict({"answer": _address(k, 0), "data": form}), reply_to=message)
+            form = DataForm.of(self._federation).model_copy(
+                update={"classes": [], "images": IMAGES_OF_A_SITE, "public": ""}
+            )
+            data = ConfigRecord(form.model_dump())
+            return FlowerMessage(RecordDict({"answer": _address(k, 0), "data": data}), reply_to=message)
         received = from_records(message.content)
         generator = torch.Generator().manual_seed(k)
         for tensor in received.tensors.values():

@@ -165,7 +165,7 @@ def privacy(recipe: RecipeName, overrides: Overrides = None) -> None:
     """Show how much privacy a recipe with differential privacy will spend of each client, without training."""
     from rich.table import Table as TextTable
 
-    from ..engines.flower.privacy_accountant import epsilon_after, foretold_rounds, noise_multiplier, rounds_within
+    from ..engines.flower.privacy_accountant import epsilon_after, noise_multiplier, predicted_rounds, rounds_within
     from ..federation import build_federation
     from ..recipe.reading import load_recipe
 
@@ -179,7 +179,7 @@ def privacy(recipe: RecipeName, overrides: Overrides = None) -> None:
         )
     federation = build_federation(loaded)
     parts = [federation.answering_clients(r, federation.sampled_clients(r)) for r in range(1, loaded.rounds + 1)]
-    rounds = foretold_rounds(loaded, parts)
+    rounds = predicted_rounds(loaded, parts)
     table = TextTable("rounds of", "clients", f"epsilon at delta {options.delta:g}")
     for count in sorted(set(rounds.values())):
         clients = ", ".join(str(k) for k in rounds if rounds[k] == count)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    """The two names that an app folder of an earlier version imports from here, so that it still runs."""
+    """Return `make_server_app` or `make_client_app`, which app folders of earlier versions import from here."""
     # imported on use: the commands beside it need neither torch nor Flower's apps, which take seconds
-    if name == "make_server_app":
-        from .server import make_server_app
-
-        return make_server_app
-    if name == "make_client_app":
-        from .client import make_client_app
-
-        return make_client_app
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = {"make_server_app": ".server", "make_client_app": ".client"}.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(module, __name__), name)

@@ -1,6 +1,6 @@
 """The client's side of the Flower engine: the ClientApp, which trains and evaluates one client at its site.
 
-The messages are those of server.py.
+server.py describes the messages.
 """
 
 from __future__ import annotations
@@ -34,34 +34,24 @@ from .wire import from_records, to_records
 
 @dataclass(frozen=True)
 class Site:
-    """A client at its site, while its process lives.
-
-    Attributes:
-        federation: as the site sees it.
-        client: the site's number.
-        states: the client's states in a run, by the run's name.
-    """
+    """A client at its site: the federation as the site sees it, the site's number, and its states by the run's name."""
 
     federation: Federation
     client: int
     states: Callable[[str], SiteStates]
 
 
-#: does what a message asks for: takes the site, the message's task and its records, and returns the answer's records
-Work = Callable[[Site, Mapping[str, Any], RecordDict], RecordDict]
-
-
 def make_client_app(recipe_file: Path, simulated: bool = False) -> ClientApp:
-    """The ClientApp. A node's config names the site's file as `site`; a simulated node is given its number by Flower.
+    """Return the ClientApp. A node's config names the site's file as `site`; Flower numbers simulated nodes.
 
     Args:
-        recipe_file: the recipe; simulated, it lies in the run's folder, which also keeps the clients' states.
-        simulated: whether the clients are those of a simulation on this machine.
+        recipe_file: the recipe; in a simulation that of the run's folder, which also keeps the clients' states.
+        simulated: whether the clients are simulated on this machine.
     """
     app = ClientApp()
     make_site = _simulated_site if simulated else _site_from_file
 
-    def answer(work: Work, message: FlowerMessage, context: Context) -> FlowerMessage:
+    def answer(work: Callable[..., RecordDict], message: FlowerMessage, context: Context) -> FlowerMessage:
         task: Any = message.content["task"]
 
         def do_work() -> RecordDict:
@@ -78,7 +68,7 @@ def make_client_app(recipe_file: Path, simulated: bool = False) -> ClientApp:
             content = RecordDict({"failure": ConfigRecord({"reason": str(error)})})
         return FlowerMessage(content, reply_to=message)
 
-    app.query()(functools.partial(answer, _greet))
+    app.query()(functools.partial(answer, _register))
     app.train()(functools.partial(answer, _train))
     app.evaluate()(functools.partial(answer, _evaluate))
     return app
@@ -103,57 +93,49 @@ def _site_from_file(recipe_file: str, node_config: tuple[tuple[str, Any], ...]) 
     return Site(federation, options.client, functools.partial(SiteStates.of_run, options))
 
 
-def _greet(site: Site, task: Mapping[str, Any], content: RecordDict) -> RecordDict:
+def _register(site: Site, task: Mapping[str, Any], content: RecordDict) -> RecordDict:
     if task["version"] != __version__:
         raise UserError(
             f"it runs fedssl {__version__}, but the server runs fedssl {task['version']}: install the same version "
             "everywhere"
         )
     answer = ConfigRecord({"client": site.client, "round": 0})
-    return RecordDict({"answer": answer, "data": DataForm.of(site.federation, site.client).to_record()})
+    return RecordDict({"answer": answer, "data": ConfigRecord(DataForm.of(site.federation, site.client).model_dump())})
 
 
 def _train(site: Site, task: Mapping[str, Any], content: RecordDict) -> RecordDict:
     number, start = _round_of(site, task)
-    method, states = site.federation.method, site.states(task["run"])
-    received = from_records(content)
+    states, received = site.states(task["run"]), from_records(content)
     client = site.federation.client(site.client, states.load(start))
-    reply = method.client_round(client, received, number)
+    reply = site.federation.method.client_round(client, received, number)
     state = site.federation.client_state(client, number)
     states.store(number, state, start)
-    if task["evaluate"]:
-        _evaluate_into(reply, site, state, number)
-    return _to_answer(reply, site, number)
+    return _to_answer(reply, site, number, state if task["evaluate"] else None)
 
 
 def _evaluate(site: Site, task: Mapping[str, Any], content: RecordDict) -> RecordDict:
     number, start = _round_of(site, task)
-    reply = Message()
-    _evaluate_into(reply, site, site.states(task["run"]).load(start), number)
-    return _to_answer(reply, site, number)
-
-
-def _evaluate_into(reply: Message, site: Site, state: Message, number: int) -> None:
-    model = site.federation.client(site.client, state).model
-    add_evaluation(reply, *evaluate_after(site.federation, model, number))
+    return _to_answer(Message(), site, number, site.states(task["run"]).load(start))
 
 
 def _round_of(site: Site, task: Mapping[str, Any]) -> tuple[int, int | None]:
-    """The task's round, and the round whose state it starts from; None where the client has not taken part yet."""
+    """Return the task's round and the one whose state it starts from; None where the client has not taken part yet."""
     if task["client"] != site.client:
         raise UserError(f"it is client {site.client}, but it got a message for client {task['client']}")
     return int(task["round"]), int(task["start"]) if task["start"] >= 0 else None
 
 
-def _to_answer(reply: Message, site: Site, number: int) -> RecordDict:
-    records = to_records(reply)
-    records["answer"] = ConfigRecord({"client": site.client, "round": number})
-    return records
+def _to_answer(reply: Message, site: Site, number: int, evaluated: Message | None) -> RecordDict:
+    """Return the records of a reply, with an evaluation of the client's model in the state `evaluated` if given."""
+    if evaluated is not None:
+        model = site.federation.client(site.client, evaluated).model
+        add_evaluation(reply, *evaluate_after(site.federation, model, number))
+    return RecordDict({**to_records(reply), "answer": ConfigRecord({"client": site.client, "round": number})})
 
 
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """End work that the server no longer waits for: a node does one thing at a time and would stay busy with it."""
+    """Stop work that the server no longer waits for: a node does one thing at a time and would stay busy."""
     if not seconds or threading.current_thread() is not threading.main_thread():
         yield
         return

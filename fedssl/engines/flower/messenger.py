@@ -1,6 +1,7 @@
-"""Messages to Flower's nodes and their answers, over Flower's grid: when to look for an answer, and when to give up.
+"""Send messages to Flower's nodes over its grid and collect their answers.
 
-A node's answer is data from outside: it may be missing, broken or far too large.
+An answer is data from outside: it may be missing, broken or far too large. It is counted while its objects arrive, and
+an answer that is not whole does not keep the others waiting.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,32 +20,51 @@ from flwr.app.message.arraychunk import ArrayChunk
 from flwr.common.constant import ErrorCode
 from flwr.proto.message_pb2 import PullObjectRequest
 from flwr.serverapp import Grid
-from flwr.supercore.inflatable.inflatable_object import (
-    UnexpectedObjectContentError,
-    get_object_body,
-    get_object_head_values_from_object_content,
-    iterate_object_tree,
-)
+from flwr.supercore.inflatable import inflatable_object as objects
 from google.protobuf.message import DecodeError
 
-#: objects of any answer; and one more for each MiB, where Flower sends pieces of 5 MiB
-_FEW_OBJECTS = 1000
-
-
+#: the code of an error that `fedssl superlink` puts in the place of an answer that it does not take
+REFUSED_BY_SUPERLINK = 1000
+#: other errors that the SuperLink answers in a node's place; a message expires at the round's deadline
+_SUPERLINK_REASONS = {
+    ErrorCode.NODE_UNAVAILABLE: "its node is no longer connected",
+    ErrorCode.MESSAGE_UNAVAILABLE: "no answer in time",
+    ErrorCode.REPLY_MESSAGE_UNAVAILABLE: "no answer in time",
+}
+#: errors that Flower raises for an answer of a wrong form
+_UNREADABLE = (
+    DecodeError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+    objects.UnexpectedObjectContentError,
+)
+#: bytes of a registration or of an answer that holds an evaluation alone
+LARGEST_WITHOUT_WEIGHTS = 2**22
 #: bytes of an answer's records without the pieces of arrays; as Python's numbers they take thirty times as much
 _LARGEST_RECORDS = 2**22
 
 
 class TooLarge(Exception):
-    """An answer is larger than it may be; the text is the reason for the log."""
+    """An answer is larger than allowed; the text is the reason for the log."""
+
+
+class NotWhole(Exception):
+    """Some objects of an answer have not arrived at the SuperLink yet."""
+
+
+class Stopped(BaseException):
+    """The simulation was interrupted (Ctrl-C)."""
 
 
 class AnswerSize:
-    """The size of one answer, of which the objects arrive in any order."""
+    """The size of one answer, which may have `largest` bytes and whose objects arrive in any order."""
 
     def __init__(self, largest: int):
-        """Count an answer that may have `largest` bytes."""
-        self._largest, self._most_objects = largest, _FEW_OBJECTS + largest // 2**20
+        self._largest = largest
         self._objects = 0
         self._received = 0  # bytes of pieces
         self._record_bytes = 0
@@ -58,16 +77,15 @@ class AnswerSize:
 
         Raises:
             TooLarge: the answer is too large with it.
-            ValueError, TypeError, LookupError: it is no object of Flower's.
+            ValueError, TypeError, LookupError: it is not an object of Flower's.
         """
         self._objects += 1
-        if self._objects > self._most_objects:
-            raise TooLarge(
-                f"its answer has more than {self._most_objects} pieces, the most that an answer may have here"
-            )
+        most = 1000 + self._largest // 2**20  # one for each MiB, where Flower sends pieces of 5 MiB
+        if self._objects > most:
+            raise TooLarge(f"its answer has more than {most} pieces, the most that an answer may have here")
         if object_id in self._piece_bytes:
             return
-        kind, children, _ = get_object_head_values_from_object_content(content)
+        kind, children, _ = objects.get_object_head_values_from_object_content(content)
         if kind == ArrayChunk.__qualname__:
             self._piece_bytes[object_id] = len(content)
             self._received += len(content)
@@ -79,43 +97,32 @@ class AnswerSize:
                     f"its answer's records are larger than {_LARGEST_RECORDS} bytes, the most that they may have here"
                 )
             if kind == Array.__qualname__:
-                for index in json.loads(get_object_body(content, Array))["arraychunk_ids"]:
+                for index in json.loads(objects.get_object_body(content, Array))["arraychunk_ids"]:
                     self._references[children[index]] += 1
                     self._array_bytes += self._piece_bytes.get(children[index], 0)
         if self._record_bytes + max(self._received, self._array_bytes) > self._largest:
             raise TooLarge(f"its answer is larger than {self._largest} bytes, the most that an answer may have here")
 
 
-class NotWhole(Exception):
-    """Some objects of an answer have not arrived at the SuperLink yet."""
-
-
 class ArrivingAnswer:
-    """The answer to one message, for which the grid may be asked several times."""
+    """The answer to one message, of at most `largest` bytes; the grid may be asked for it several times."""
 
     def __init__(self, largest: int):
-        """Wait for an answer that may have `largest` bytes."""
         self._largest = largest
         self._announced: Any = None  # Flower's response; the SuperLink gives it once
         self._missing: PullObjectRequest | None = None
         self._arrived: set[str] = set()
 
-    @contextmanager
-    def pulling(self, grid: Grid) -> Iterator[None]:
-        """Let the body call `grid.pull_messages` for this answer; it does not wait, and does not read too much.
+    def pull(self, grid: Grid, message_id: str) -> list[FlowerMessage]:
+        """Return the answer, or nothing while it is missing or not whole; raise TooLarge if it is too large.
 
         Flower returns whole answers only. Its grid between machines gets each object of an answer by a call of its
-        client's PullObject: that is where they are counted, before the next ones are asked for. The simulation's grid
-        has no such client; its sites are this machine's own.
-
-        Raises:
-            NotWhole: from the body: ask again later.
-            TooLarge: from the body: the answer has more than the largest number of bytes.
+        client's PullObject. The objects are counted there, before the next ones are asked for. The simulation's grid
+        has no such client; its sites are on this machine.
         """
         client: Any = getattr(grid, "_runtime_client", None)
         if client is None:
-            yield
-            return
+            return list(grid.pull_messages([message_id]))
         pull_messages, pull_object = client.PullMessages, client.PullObject
         lock, size = threading.Lock(), AnswerSize(self._largest)
 
@@ -142,67 +149,29 @@ class ArrivingAnswer:
 
         client.PullMessages, client.PullObject = announced, counted
         try:
-            yield
+            return list(grid.pull_messages([message_id]))
+        except NotWhole:
+            return []
         finally:
             client.PullMessages, client.PullObject = pull_messages, pull_object
 
     def _look_for_missing(self, pull_object: Any) -> None:
-        """Raise NotWhole where an object is still missing.
-
-        Only objects that have not been seen are asked for, one after another: so each is read twice at the most,
-        however often the grid is asked.
-        """
+        """Raise NotWhole if an object is still missing; ask only for objects that have not been seen."""
         if self._missing is None:
             return
         trees = self._announced.message_object_trees
-        for name in dict.fromkeys(node.object_id for tree in trees for node in iterate_object_tree(tree)):
-            if name in self._arrived:
-                continue
-            request = PullObjectRequest(node=self._missing.node, run_id=self._missing.run_id, object_id=name)
-            response = pull_object(request)
-            if response.object_found and not response.object_content:
-                raise NotWhole
-            self._arrived.add(name)
-
-
-#: what the SuperLink answers in a node's place; a message expires at the round's deadline
-_SUPERLINK_REASONS = {
-    ErrorCode.NODE_UNAVAILABLE: "its node is no longer connected",
-    ErrorCode.MESSAGE_UNAVAILABLE: "no answer in time",
-    ErrorCode.REPLY_MESSAGE_UNAVAILABLE: "no answer in time",
-}
-
-
-#: the code of an error that `fedssl superlink` puts in the place of an answer that it does not take
-REFUSED_BY_SUPERLINK = 1000
-
-
-#: what Flower raises for an answer of a wrong form
-_UNREADABLE = (
-    DecodeError,
-    ValueError,
-    TypeError,
-    LookupError,
-    AttributeError,
-    ArithmeticError,
-    RecursionError,
-    UnexpectedObjectContentError,
-)
-
-
-class Stopped(BaseException):
-    """The simulation was interrupted (Ctrl-C)."""
+        for name in dict.fromkeys(node.object_id for tree in trees for node in objects.iterate_object_tree(tree)):
+            if name not in self._arrived:
+                request = PullObjectRequest(node=self._missing.node, run_id=self._missing.run_id, object_id=name)
+                response = pull_object(request)
+                if response.object_found and not response.object_content:
+                    raise NotWhole
+                self._arrived.add(name)
 
 
 @dataclass(frozen=True)
 class NodeAnswer:
-    """What one node answered.
-
-    Attributes:
-        node: the node's id.
-        content: the answer's records; None where the node failed or its answer cannot be used.
-        failure: one line that says why there is no content.
-    """
+    """One node's answer: its records, or one line that says why there are none."""
 
     node: int
     content: RecordDict | None = None
@@ -210,72 +179,50 @@ class NodeAnswer:
 
 
 class Messenger:
-    """Sends messages to nodes and collects their answers."""
+    """Sends messages to nodes and collects their answers; once `stop` is set, `collect` raises `Stopped`."""
 
     def __init__(self, grid: Grid, stop: threading.Event):
-        """Use a grid until `stop` is set; then `collect` raises `Stopped`."""
-        self._grid, self._stop = grid, stop
+        self.grid, self._stop = grid, stop
         self._arriving: dict[str, ArrivingAnswer] = {}  # by message id
 
-    def connected_nodes(self) -> set[int]:
-        """The ids of the nodes that the SuperLink has heard of lately."""
-        return set(self._grid.get_node_ids())
-
     def send(self, kind: str, contents: dict[int, RecordDict], round_number: int, seconds: float) -> dict[str, int]:
-        """Send a message to each node.
+        """Send a message to each node; return the nodes by message id, without those that could not be sent to.
 
-        Args:
-            kind: Flower's message type: query, train or evaluate.
-            contents: the records for each node.
-            round_number: Flower groups messages by it.
-            seconds: how long the SuperLink keeps the messages and their answers.
-
-        Returns:
-            The nodes by message id, as `collect` takes them; a node whose message could not be sent is missing.
+        `kind` is Flower's message type: query, train or evaluate. Flower groups messages by `round_number`, and the
+        SuperLink keeps them and their answers for `seconds`.
         """
         messages = [
             FlowerMessage(content, dst_node_id=node, message_type=kind, group_id=str(round_number), ttl=seconds)
             for node, content in contents.items()
         ]
-        ids = list(self._grid.push_messages(messages))
+        ids = list(self.grid.push_messages(messages))
         return {message_id: node for message_id, node in zip(ids, contents, strict=False) if message_id}
 
     def collect(self, waiting: dict[str, int], seconds: float, largest: int) -> Iterator[NodeAnswer]:
-        """Yield answers as they arrive, until all are there or the time is over.
+        """Yield answers of at most `largest` bytes as they arrive, until all are there or the time is over.
 
-        Args:
-            waiting: nodes by message id. Those that have answered are removed.
-            seconds: how long to wait; with 0 every answer is looked for once.
-            largest: bytes that an answer may have.
-
-        Raises:
-            Stopped: see the class.
+        Nodes that have answered are removed from `waiting`. With 0 seconds every answer is looked for once.
         """
         deadline, pauses = time.monotonic() + seconds, growing_pauses()
         while waiting:
             if self._stop.is_set():
                 raise Stopped
             for message_id, node in list(waiting.items()):
-                answer = self._pull(message_id, node, largest)
-                if answer is not None:
-                    del waiting[message_id]
-                    self._arriving.pop(message_id, None)
+                if (answer := self._pull(message_id, node, largest)) is not None:
+                    del waiting[message_id], self._arriving[message_id]
                     yield answer
             if not waiting or time.monotonic() >= deadline:
                 return
             time.sleep(next(pauses))
 
     def _pull(self, message_id: str, node: int, largest: int) -> NodeAnswer | None:
-        """The answer to one message; None while there is none, or not all of it.
+        """Return the answer to one message; None while it is missing or not whole.
 
-        One message at a time: where one answer cannot be read, Flower returns none of those that it was asked for.
+        Messages are pulled one at a time: where one answer cannot be read, Flower returns none of those asked for.
         """
         arriving = self._arriving.setdefault(message_id, ArrivingAnswer(largest))
         try:
-            with arriving.pulling(self._grid):
-                replies = list(self._grid.pull_messages([message_id]))
-        except NotWhole:
-            return None
+            replies = arriving.pull(self.grid, message_id)
         except TooLarge as error:
             return NodeAnswer(node, failure=str(error))
         except _UNREADABLE as error:
@@ -294,7 +241,7 @@ class Messenger:
 
 
 def growing_pauses() -> Iterator[float]:
-    """Seconds between two looks for answers, from 0.1 to 2: each look is a request to the SuperLink."""
+    """Yield seconds to wait between two looks for answers, from 0.1 to 2: each look is a request to the SuperLink."""
     pause = 0.1
     while True:
         yield pause
@@ -302,11 +249,11 @@ def growing_pauses() -> Iterator[float]:
 
 
 def config_of(content: RecordDict, name: str) -> dict[str, Any]:
-    """A config record as a plain mapping; empty where there is no such record."""
+    """Return a config record as a plain mapping; empty where there is no such record."""
     record = content.get(name)
     return dict(record) if isinstance(record, ConfigRecord) else {}
 
 
 def one_line(text: str) -> str:
-    """A text from outside as one line of at most 500 characters."""
+    """Return a text from outside as one line of at most 500 characters."""
     return " ".join(text.split())[:500]

@@ -1,12 +1,12 @@
-"""What leaves a client where Flower's differential privacy or SecAgg+ is switched on.
+"""Protect a client's answer by Flower's differential privacy or SecAgg+, and add the server's noise.
 
-Of a client's numbers and metrics only those stay that its images do not change, so not its losses.
+Under either, a client drops every number and metric that depends on its images, such as its losses.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -24,33 +24,55 @@ from ...messages import Message
 from ...method import Method
 from ...recipe.recipe import FixedClipping, FlowerOptions, LocalDP
 from .secure_aggregation import masked_answer, numpy_seeded_by_system
-from .wire import flatten_weights, from_records, require_finite, to_records, unflatten_weights
+from .wire import flatten_weights, from_records, require_finite, to_records, unflatten_mean, unflatten_weights
 
 
-def clipped_reply(
-    privacy: LocalDP | FixedClipping, message: FlowerMessage, context: Context, reply: Message
-) -> Message:
-    """A client's reply after Flower's mod has clipped its update, and with `local_dp` added noise.
+def private_answer(
+    options: FlowerOptions, message: FlowerMessage, context: Context, train: Callable[[], RecordDict]
+) -> RecordDict:
+    """Return a client's answer to a round's message, protected as `options` say.
 
     Args:
-        privacy: the site's own copy of the recipe's options.
-        message, context: as Flower gives them to a ClientApp; the message holds the weights before training.
-        reply: what would leave without; its integer entries are replaced by the received ones, as they tell how many
-            images the client has.
-
-    Returns:
-        The reply, which counts as one sample.
+        options: the site's own copy of the recipe's; nothing that the server asks for changes them.
+        message, context: as Flower gives them to a ClientApp.
+        train: returns the answer without protection; with secure aggregation called only in the stage that needs it.
 
     Raises:
-        UserError: the reply has a tensor that was not received, or weights that are not finite.
+        UserError: raised by `train`; weights are not finite or, with secure aggregation, beyond its clipping_range;
+            with differential privacy, the answer has a tensor that was not received.
+    """
+    if options.secure_aggregation is None and options.differential_privacy is None:
+        return train()
+
+    def answer() -> RecordDict:
+        records = train()
+        reply = from_records(records)
+        if options.differential_privacy is not None:
+            reply = _clipped_reply(options.differential_privacy, message, context, reply)
+        # memory and flops are those of the first step, which do not depend on its images
+        metrics = {name: value for name, value in reply.metrics.items() if name in ("memory", "flops")}
+        kept = dataclasses.replace(reply, numbers={"samples": reply.numbers["samples"]}, metrics=metrics)
+        return RecordDict({**to_records(kept), "answer": records["answer"]})
+
+    if options.secure_aggregation is None:
+        return answer()
+    return masked_answer(options.secure_aggregation, message, context, answer)
+
+
+def _clipped_reply(
+    privacy: LocalDP | FixedClipping, message: FlowerMessage, context: Context, reply: Message
+) -> Message:
+    """Return a client's reply, clipped by Flower's mod and with `local_dp` noised; it counts as one sample.
+
+    Its integer entries, which depend on how many images the client has, are those that `message` brought.
     """
     received = from_records(message.content).tensors
-    unknown = [name for name in reply.tensors if name not in received]
-    if unknown:
-        raise UserError(
-            f"flower.differential_privacy clips a tensor's change since it was received, but {unknown[0]} "
-            "was not received from the server"
-        )
+    for name in reply.tensors:
+        if name not in received:
+            raise UserError(
+                f"flower.differential_privacy clips a tensor's change since it was received, but {name} "
+                "was not received from the server"
+            )
     before = {name: received[name] for name in reply.tensors}
     old, new = flatten_weights(before), flatten_weights(reply.tensors)
     require_finite(new)
@@ -83,15 +105,8 @@ class PrivateMethod(Method):
 
     answers_are_noisy: ClassVar[bool] = True
 
-    def aggregate(
-        self,
-        server: Message,
-        replies: dict[int, Message],
-        round_number: int,
-        samples: Mapping[int, int] | None = None,
-        kept: Callable[[Message], Message] = lambda reply: reply,
-    ) -> Message:
-        state = super().aggregate(server, replies, round_number, samples, kept)
+    def aggregate(self, server: Message, replies: dict[int, Message], *others: Any, **named: Any) -> Message:
+        state = super().aggregate(server, replies, *others, **named)
         state.metrics.pop(DISTANCE, None)  # of clipped or noisy weights
         accepted = [reply for k, reply in replies.items() if k not in refused_in(state)]
         if not accepted:
@@ -102,50 +117,13 @@ class PrivateMethod(Method):
             deviation = compute_stdv(self.privacy.noise_multiplier, self.privacy.clipping_norm, len(accepted))
             with numpy_seeded_by_system():
                 add_gaussian_noise_inplace([vector], deviation)
-        state.tensors.update(unflatten_weights(vector, changed))
-        for name in changed:
-            if name.endswith(".running_var"):
-                state.tensors[name] = state.tensors[name].clamp(min=0)  # noise may have made a variance negative
+        state.tensors.update(unflatten_mean(vector, changed))
         return state
 
 
 def private_federation(federation: Federation) -> Federation:
-    """A federation whose method adds what differential privacy adds on the server."""
+    """Return the federation with the server's part of differential privacy, if its recipe switches that on."""
     privacy = federation.recipe.flower.differential_privacy
     if privacy is None:
         return federation
     return dataclasses.replace(federation, method=PrivateMethod(**vars(federation.method), privacy=privacy))
-
-
-_KEPT_METRICS = ("memory", "flops")  # of the first step, whatever its images are
-
-
-def private_answer(
-    options: FlowerOptions, message: FlowerMessage, context: Context, train: Callable[[], RecordDict]
-) -> RecordDict:
-    """A client's answer to a round's message, with what `options` switch on.
-
-    Args:
-        options: the site's own copy of the recipe's; what the server asks for changes nothing.
-        message, context: as Flower gives them to a ClientApp.
-        train: makes the answer that would leave without; with secure aggregation only called in the stage that it is
-            needed in.
-
-    Raises:
-        UserError: of `train`; weights that are not finite or, with secure aggregation, beyond its clipping_range.
-    """
-    if options.secure_aggregation is None and options.differential_privacy is None:
-        return train()
-
-    def answer() -> RecordDict:
-        records = train()
-        reply = from_records(records)
-        if options.differential_privacy is not None:
-            reply = clipped_reply(options.differential_privacy, message, context, reply)
-        metrics = {name: value for name, value in reply.metrics.items() if name in _KEPT_METRICS}
-        kept = dataclasses.replace(reply, numbers={"samples": reply.numbers["samples"]}, metrics=metrics)
-        return RecordDict({**to_records(kept), "answer": records["answer"]})
-
-    if options.secure_aggregation is None:
-        return answer()
-    return masked_answer(options.secure_aggregation, message, context, answer)

@@ -1,12 +1,12 @@
-"""How much privacy a run has spent of each client: counted over its rounds, and kept in the run's folder.
+"""Count the privacy that a run spends of each client over its rounds, and keep the count in the run's folder.
 
-A round that uses a client's update is one Gaussian mechanism. Adjacent are two runs that differ in one client's whole
-update, which is replaced by any other of the same clipping norm; who takes part is the same in both. k rounds with the
-noise multiplier s are together one Gaussian mechanism with the noise multiplier s / sqrt(k) (Dong, Roth and Su 2022,
-Gaussian differential privacy, corollary 3.3), also where a round depends on the results of earlier ones. dp-accounting
-computes the epsilon of that mechanism exactly (Balle and Wang 2018, Improving the Gaussian mechanism, theorem 8).
+A round that uses a client's update is one Gaussian mechanism. Two runs are adjacent if they differ in one client's
+whole update, which is replaced by any other of the same clipping norm; the same clients take part in both. k rounds
+with the noise multiplier s are together one Gaussian mechanism with the noise multiplier s / sqrt(k) (Dong, Roth and Su
+2022, Gaussian differential privacy, corollary 3.3), also where a round depends on the results of earlier ones.
+dp-accounting computes its epsilon exactly (Balle and Wang 2018, Improving the Gaussian mechanism, theorem 8).
 
-No round counts for less because only some clients are sampled. That would need a sample that nobody knows, but it
+A round in which only some clients are sampled counts in full. To count less, the sample would have to be secret, but it
 follows from the recipe's seed, which every site has, and metrics.csv names those who took part.
 """
 
@@ -32,11 +32,10 @@ PRIVACY_FILE = "privacy_spent.json"
 
 
 def noise_multiplier(privacy: LocalDP | FixedClipping) -> float:
-    """The noise's standard deviation divided by the largest L2 distance of two clipped updates, 2 * clipping_norm.
+    """Return the noise's standard deviation divided by the largest L2 distance of clipped updates, 2 * clipping_norm.
 
-    With `local_dp` both are of one update; what the option `sensitivity` says of that distance changes the noise but
-    not the distance. With `fixed_clipping` both are of the clients' sum: the mean divides noise and distance by the
-    same number.
+    With `local_dp` both are of one update; the option `sensitivity` changes the noise but not the distance. With
+    `fixed_clipping` both are of the clients' sum: the mean divides noise and distance by the same number.
     """
     if isinstance(privacy, LocalDP):
         return privacy.noise_deviation / (2 * privacy.clipping_norm)
@@ -44,7 +43,7 @@ def noise_multiplier(privacy: LocalDP | FixedClipping) -> float:
 
 
 def epsilon_after(privacy: LocalDP | FixedClipping, rounds: int) -> float:
-    """The epsilon that a client has spent after some rounds, at `privacy.delta`; infinite without noise.
+    """Return the epsilon that a client has spent after some rounds, at `privacy.delta`; infinite without noise.
 
     Raises:
         UserError: dp-accounting is not installed.
@@ -62,29 +61,28 @@ def epsilon_after(privacy: LocalDP | FixedClipping, rounds: int) -> float:
 
 
 def rounds_within(privacy: LocalDP | FixedClipping, budget: float, most: int) -> int:
-    """How many rounds, at most `most`, a client can take part in until its epsilon would be above the budget."""
+    """Return how many rounds, at most `most`, a client can take part in within the budget of epsilon."""
     return next((rounds for rounds in range(most) if epsilon_after(privacy, rounds + 1) > budget), most)
 
 
 class SpentRounds(Options):
-    """The count as it is stored: who was asked in the newest round, and each client's rounds before it."""
+    """The stored count: the clients asked in the newest round, and each client's rounds before it."""
 
     round: int = Field(0, ge=0, description="the newest round that has begun")
     asked: list[int] = Field([], description="the clients whose updates that round uses")
     earlier: dict[int, int] = Field({}, description="in how many earlier rounds a client's update was used")
 
     def of(self, client: int) -> int:
-        """A client's rounds, the newest one included."""
+        """Return a client's rounds, the newest one included."""
         return self.earlier.get(client, 0) + (client in self.asked)
 
 
 class PrivacyAccountant:
     """Counts the rounds of each client before the round's messages are sent, so that a kill loses nothing.
 
-    With `local_dp` what a client sends counts as soon as it is asked: the server may have its answer although the round
-    was never committed, for instance because the server was killed. The repeated round counts again. With
-    `fixed_clipping` the server is trusted, and only a mean that it has committed can leave it: answers that are not in
-    the mean do not count, nor does a round that was not committed.
+    With `local_dp` a client's update counts as soon as it is asked for: the server may have it although the round was
+    never committed, for instance after a kill. The repeated round counts again. With `fixed_clipping` the server is
+    trusted, and only a committed mean can leave it: updates that are in no committed mean do not count.
     """
 
     def __init__(self, path: Path, privacy: LocalDP | FixedClipping, budget: float | None, spent: SpentRounds):
@@ -92,14 +90,14 @@ class PrivacyAccountant:
 
     @classmethod
     def of_run(cls, directory: RunDirectory, options: FlowerOptions) -> PrivacyAccountant | None:
-        """The accountant of a run, which continues the stored count; None without differential privacy.
+        """Return the accountant of a run, which continues the stored count; None without differential privacy.
 
         Raises:
-            UserError: rounds are committed, but their count is missing or cannot be read; or dp-accounting is missing.
+            UserError: the count of committed rounds is missing or cannot be read; or dp-accounting is missing.
         """
         if options.differential_privacy is None:
             return None
-        epsilon_after(options.differential_privacy, 1)  # raises before the first round where it cannot be counted
+        epsilon_after(options.differential_privacy, 1)  # raises before the first round if dp-accounting is missing
         path = directory.path / PRIVACY_FILE
         spent, committed = _read(path), directory.checkpoint.round
         if committed >= 1 and (spent is None or spent.round < committed):
@@ -114,14 +112,26 @@ class PrivacyAccountant:
     def begin(self, number: int, clients: Collection[int]) -> None:
         """Count a round for the clients that are about to be asked.
 
-        Raises:
-            UserError: the round would raise a client's epsilon above the budget. Nothing is counted then.
+        Raise UserError and count nothing if the round would raise a client's epsilon above the budget.
         """
-        spent = self._before(number)
-        after = SpentRounds(round=number, asked=sorted(clients), earlier=spent)
-        if self._budget is not None:
-            for k in after.asked:
-                self._require_budget(number, k, after.of(k))
+        spent = self._spent
+        if spent.round >= number and isinstance(self._privacy, FixedClipping):
+            earlier = spent.earlier  # the round begins again, as its mean was not committed
+        else:
+            earlier = {k: spent.of(k) for k in sorted({*spent.earlier, *spent.asked})}
+        after = SpentRounds(round=number, asked=sorted(clients), earlier=earlier)
+        budget = self._budget
+        for k in after.asked:
+            rounds = after.of(k)
+            if budget is not None and (epsilon := epsilon_after(self._privacy, rounds)) > budget:
+                before = epsilon_after(self._privacy, rounds - 1)
+                raise UserError(
+                    f"round {number} is not begun, because it would raise the privacy loss of client {k} to epsilon "
+                    f"{epsilon:.6g} at delta {self._privacy.delta:g}, above flower.epsilon_budget {budget:g}; the "
+                    f"client has spent {before:.6g} in {rounds - 1} rounds, so {max(budget - before, 0):.6g} is left, "
+                    "less than a round takes. Earlier rounds are kept. fedssl privacy RECIPE tells how many rounds a "
+                    "budget allows"
+                )
         self._store(after)
 
     def keep_only(self, number: int, clients: Collection[int]) -> None:
@@ -135,36 +145,17 @@ class PrivacyAccountant:
         self.keep_only(self._spent.round, [k for k in self._spent.asked if k != client])
 
     def epsilon(self, client: int) -> float:
-        """What a client has spent so far."""
+        """Return the epsilon that a client has spent so far."""
         return epsilon_after(self._privacy, self._spent.of(client))
-
-    def _before(self, number: int) -> dict[int, int]:
-        """Each client's rounds before a round that begins, perhaps for a second time."""
-        spent = self._spent
-        if spent.round >= number and isinstance(self._privacy, FixedClipping):
-            return spent.earlier  # its mean was not committed
-        return {k: spent.of(k) for k in sorted({*spent.earlier, *spent.asked})}
-
-    def _require_budget(self, number: int, client: int, rounds: int) -> None:
-        assert self._budget is not None
-        after, before = epsilon_after(self._privacy, rounds), epsilon_after(self._privacy, rounds - 1)
-        if after > self._budget:
-            raise UserError(
-                f"round {number} is not begun, because it would raise the privacy loss of client {client} to epsilon "
-                f"{after:.6g} at delta {self._privacy.delta:g}, above flower.epsilon_budget {self._budget:g}; the "
-                f"client has spent {before:.6g} in {rounds - 1} rounds, so {max(self._budget - before, 0):.6g} is "
-                "left, less than a round takes. Earlier rounds are kept. fedssl privacy RECIPE tells how many rounds a "
-                "budget allows"
-            )
 
     def _store(self, spent: SpentRounds) -> None:
         write_atomically(self._path, (spent.model_dump_json(indent=1) + "\n").encode())
         self._spent = spent
 
 
-def foretold_rounds(recipe: Recipe, parts: Collection[Collection[int]]) -> dict[int, int]:
-    """In how many rounds each client of a recipe takes part, given who takes part in each round."""
-    return {k: sum(k in clients for clients in parts) for k in range(recipe.partition.clients)}
+def predicted_rounds(recipe: Recipe, clients_of_rounds: Collection[Collection[int]]) -> dict[int, int]:
+    """Return in how many rounds each client of a recipe takes part, given the clients of each round."""
+    return {k: sum(k in clients for clients in clients_of_rounds) for k in range(recipe.partition.clients)}
 
 
 def _read(path: Path) -> SpentRounds | None:

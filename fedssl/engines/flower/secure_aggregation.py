@@ -1,11 +1,14 @@
-"""Flower's SecAgg+ around our messages: the server learns the clients' mean alone; the cryptography is Flower's own."""
+"""Carry fedssl's messages by Flower's SecAgg+, under which the server learns the clients' mean alone.
+
+The protocol has four stages: setup, key shares, masked weights, unmasking. `masked_answer` is the client's part in each
+and `secure_mean` runs them on the server. The cryptography is Flower's own.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,18 +17,9 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, RecordDict
 from flwr.app import Message as FlowerMessage
 from flwr.client.mod import secaggplus_mod
-from flwr.common import (
-    Code,
-    FitIns,
-    FitRes,
-    Parameters,
-    Status,
-    bytes_to_ndarray,
-    ndarray_to_bytes,
-    ndarrays_to_parameters,
-    parameters_to_ndarrays,
-)
+from flwr.common import bytes_to_ndarray, ndarray_to_bytes, ndarrays_to_parameters, parameters_to_ndarrays
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key, Stage
+from flwr.common.typing import Code, FitIns, FitRes, Parameters, Status
 from flwr.compat.common.recorddict_compat import fitres_to_recorddict
 from flwr.server.compat.legacy_context import LegacyContext
 from flwr.server.workflow.constant import MAIN_CONFIGS_RECORD, MAIN_PARAMS_RECORD
@@ -38,13 +32,18 @@ from ...recipe.recipe import FlowerOptions, SecAggPlus
 from .messenger import one_line
 from .wire import Vector, flatten_weights, from_records, require_finite, to_records
 
+_MASKED = "masked"  # the name of a client's masked weights in its answer
+Contents = dict[int, RecordDict]  # by client
+#: sends each client's records; returns the answers by client, and why the other clients gave none
+Exchange = Callable[[Contents], tuple[Contents, dict[int, str]]]
+
 
 @contextmanager
 def numpy_seeded_by_system() -> Iterator[None]:
     """Run the body with NumPy's global generator, which Flower draws from, seeded by the operating system.
 
-    The run's seed would not do, as everybody knows it. Nor would the generator as it stands: a node's process is a fork
-    of one that has imported NumPy (commands.py), so that every round would draw the same noise.
+    Everybody knows the run's seed. The generator cannot stay as it is either: a node's process is a fork of one that
+    has imported NumPy (deploy/nodes.py), so every round would draw the same noise.
     """
     before = np.random.get_state()  # noqa: NPY002 - it is what Flower uses
     np.random.seed(np.frombuffer(os.urandom(4 * 624), dtype=np.uint32))  # noqa: NPY002
@@ -54,24 +53,18 @@ def numpy_seeded_by_system() -> Iterator[None]:
         np.random.set_state(before)  # noqa: NPY002
 
 
-_MASKED = "masked"
-
-
 def masked_answer(
     options: SecAggPlus, message: FlowerMessage, context: Context, answer: Callable[[], RecordDict]
 ) -> RecordDict:
-    """A client's part in one of the protocol's stages.
+    """Return a client's records of a stage; masked weights are an int32 tensor [1 + n], the number of samples first.
 
     Args:
         options: the site's own copy of the recipe's.
         message, context: as Flower gives them to a ClientApp.
-        answer: makes the client's answer without masks; called in the stage that collects masked weights alone.
-
-    Returns:
-        The stage's records; the masked weights as one int32 tensor [1 + n], the number of samples first.
+        answer: returns the client's answer without masks; called only in the stage that collects masked weights.
 
     Raises:
-        UserError: of `answer`; weights that are not finite or beyond clipping_range.
+        UserError: raised by `answer`; weights are not finite or beyond clipping_range.
     """
     task: Any = message.content["task"]
     metrics: dict[str, float] = {}
@@ -86,9 +79,8 @@ def masked_answer(
                     f"{name} holds a value beyond flower.secure_aggregation.clipping_range "
                     f"({options.clipping_range:g}): raise that option"
                 )
-        samples = int(reply.numbers["samples"])
         metrics.update(reply.metrics)
-        result = FitRes(Status(Code.OK, ""), ndarrays_to_parameters([vector]), samples, {})
+        result = FitRes(Status(Code.OK, ""), ndarrays_to_parameters([vector]), int(reply.numbers["samples"]), {})
         return FlowerMessage(fitres_to_recorddict(result, True), reply_to=inner)
 
     with numpy_seeded_by_system():
@@ -105,141 +97,103 @@ def masked_answer(
     return records
 
 
-#: sends each client's records: the answers by client, and why the other clients gave none
-Exchange = Callable[[dict[int, RecordDict]], tuple[dict[int, RecordDict], dict[int, str]]]
-
-
-@dataclass
-class SecureMean:
-    """The result of SecAgg+.
-
-    Attributes:
-        mean: float64 [n], weighted by the clients' numbers of samples; None where the protocol failed.
-        metrics: of each client in the mean, by client.
-        missing: why the others are not in it, by client.
-    """
-
-    mean: Vector | None = None
-    metrics: dict[int, dict[str, float]] = field(default_factory=dict)
-    missing: dict[int, str] = field(default_factory=dict)
-
-
 def secure_mean(
-    options: FlowerOptions,
-    contents: dict[int, RecordDict],
-    nodes: dict[int, int],
-    size: int,
-    number: int,
-    exchange: Exchange,
-) -> SecureMean:
-    """The mean of the clients' weights by the stages of Flower's SecAggPlusWorkflow.
+    options: FlowerOptions, contents: Contents, nodes: dict[int, int], size: int, exchange: Exchange
+) -> tuple[Vector | None, dict[int, dict[str, float]], dict[int, str]]:
+    """Return the mean of the clients' weights, by the stages of Flower's SecAggPlusWorkflow.
 
     Args:
         options: with secure aggregation.
         contents: the round's message to each client.
         nodes: each client's node.
         size: how many weights a client sends.
-        number: the round.
-        exchange: see `Exchange`.
+        exchange: sends the messages of a stage.
+
+    Returns:
+        The mean, float64 [size], weighted by the clients' numbers of samples, or None where the protocol failed; the
+        metrics of each client in the mean; and why each other client is not in it.
     """
-    result = SecureMean()
+    missing: dict[int, str] = {}
     left = set(contents)
     while True:
-        grid = _StageGrid({k: contents[k] for k in left}, nodes, size, exchange)
-        protocol = _Protocol(options, grid, number)
+        protocol = _Protocol(options, {k: contents[k] for k in left}, nodes, size, exchange)
         agreed = protocol.run("setup_stage") and protocol.run("share_keys_stage")
-        result.missing |= grid.missing
-        if not grid.missing:
+        missing |= protocol.missing
+        if not protocol.missing:
             break
-        left -= grid.missing.keys()  # in the later stages Flower asks for the keys of all who began
+        left -= protocol.missing.keys()  # in the later stages Flower asks for the keys of all who began
         if not left:
-            return result
+            return None, {}, missing
     counted: set[int] = set()
     if agreed and protocol.run("collect_masked_vectors_stage"):
-        counted = left - grid.missing.keys()
-        result.missing |= grid.missing
+        counted = left - protocol.missing.keys()
+        missing |= protocol.missing
         protocol.run("unmask_stage")
-    if protocol.strategy.mean is None:
-        reason = protocol.failure or "too few clients are left for secure aggregation"
-        result.missing = dict.fromkeys(contents, reason) | grid.missing | result.missing
-        return result
-    result.mean = protocol.strategy.mean
-    result.metrics = {k: grid.metrics[k] for k in sorted(counted)}
-    return result
+    if protocol.mean is None:
+        return None, {}, dict.fromkeys(contents, protocol.failure) | protocol.missing | missing
+    return protocol.mean, {k: protocol.metrics[k] for k in sorted(counted)}, missing
 
 
 def quantization_range(clients: int) -> int:
-    """The largest integer that a client may send: a power of two, with which the clients' sum stays below 2^32."""
+    """Return the largest integer that a client may send: a power of two that keeps the clients' sum below 2^32."""
     return min(2**30, 1 << ((2**32 - 1) // clients).bit_length() - 1)
 
 
 class _Protocol:
-    """Flower's SecAggPlusWorkflow, with what it needs of Flower's former strategies around it."""
+    """Flower's SecAggPlusWorkflow for a group of clients, with the grid and the strategy that it calls."""
 
-    def __init__(self, options: FlowerOptions, grid: _StageGrid, number: int):
+    def __init__(
+        self, options: FlowerOptions, contents: Contents, nodes: dict[int, int], size: int, exchange: Exchange
+    ):
         secure = options.secure_aggregation
         assert secure is not None
-        clients = len(grid.contents)
         shares: int | float = 1.0  # of all clients
-        if secure.num_shares is not None and secure.num_shares < clients:
+        if secure.num_shares is not None and secure.num_shares < len(contents):
             shares = secure.num_shares
         self._workflow = SecAggPlusWorkflow(
             shares,
             secure.reconstruction_threshold,
             max_weight=float(1 if options.differential_privacy else secure.max_weight),
             clipping_range=secure.clipping_range,
-            quantization_range=quantization_range(clients),
+            quantization_range=quantization_range(len(contents)),
         )
-        self.strategy = _Strategy([grid.nodes[k] for k in grid.contents])
-        records = RecordDict({MAIN_CONFIGS_RECORD: ConfigRecord({WorkflowKey.CURRENT_ROUND: number})})
-        records[MAIN_PARAMS_RECORD] = ArrayRecord()
-        strategy: Any = self.strategy
-        self._context = LegacyContext(Context(0, 0, {}, records, {}), strategy=strategy)
         self._state = WorkflowState()
-        self._grid = grid
-        self.failure: str | None = None
+        # the round's number and the weights travel in `contents`, not in the workflow's messages
+        records = RecordDict({MAIN_CONFIGS_RECORD: ConfigRecord({WorkflowKey.CURRENT_ROUND: 0})})
+        records[MAIN_PARAMS_RECORD] = ArrayRecord()
+        caller: Any = self  # has what the workflow calls of a grid and of a strategy
+        self._caller, self._context = caller, LegacyContext(Context(0, 0, {}, records, {}), strategy=caller)
+        self._contents, self._nodes, self._size, self._exchange = contents, nodes, size, exchange
+        self._client_of = {nodes[k]: k for k in contents}
+        self.mean: Vector | None = None
+        self.metrics: dict[int, dict[str, float]] = {}  # by client
+        self.missing: dict[int, str] = {}  # why clients gave no answer in a stage
+        self.failure = "too few clients are left for secure aggregation"
 
     def run(self, stage: str) -> bool:
-        """Run one stage of the workflow; whether the next one can follow with the same clients."""
+        """Run one stage of the workflow; return whether the next one can follow with the same clients."""
         try:
-            done: bool = getattr(self._workflow, stage)(self._grid, self._context, self._state)
+            done: bool = getattr(self._workflow, stage)(self._caller, self._context, self._state)
         except Exception as error:  # a client may send invalid keys or shares
             self.failure = f"secure aggregation failed: {type(error).__name__}: {error}"
             return False
-        return done and not (self._grid.missing and stage in ("setup_stage", "share_keys_stage"))
-
-
-@dataclass
-class _Strategy:
-    """What the workflow calls of a strategy: whom it asks, and where it leaves the mean."""
-
-    nodes: list[int]
-    mean: Vector | None = None
+        return done and not (self.missing and stage in ("setup_stage", "share_keys_stage"))
 
     def configure_fit(self, server_round: int, parameters: Parameters, client_manager: Any) -> list[tuple[Any, FitIns]]:
-        return [(SimpleNamespace(node_id=node), FitIns(Parameters([], ""), {})) for node in self.nodes]
+        return [(SimpleNamespace(node_id=node), FitIns(Parameters([], ""), {})) for node in self._client_of]
 
     def aggregate_fit(self, server_round: int, results: Any, failures: Any) -> tuple[None, dict[str, Any]]:
         [self.mean] = parameters_to_ndarrays(results[0][1].parameters)
         return None, {}
 
-
-class _StageGrid:
-    """Stands for the workflow's grid; puts the round's message around the one stage that needs it."""
-
-    def __init__(self, contents: dict[int, RecordDict], nodes: dict[int, int], size: int, exchange: Exchange):
-        self.contents, self.nodes, self._size, self._exchange = contents, nodes, size, exchange
-        self.metrics: dict[int, dict[str, float]] = {}
-        self.missing: dict[int, str] = {}
-
     def send_and_receive(self, messages: list[FlowerMessage], *, timeout: float | None = None) -> list[Any]:
-        client_of = {self.nodes[k]: k for k in self.contents}
+        """Return the clients' answers in a stage; put the round's message around the one stage that needs it."""
         sent, collects = {}, False
         for message in messages:
-            k = client_of[message.metadata.dst_node_id]
+            k = self._client_of[message.metadata.dst_node_id]
             configs: Any = message.content[RECORD_KEY_CONFIGS]
             collects = configs[Key.STAGE] == Stage.COLLECT_MASKED_VECTORS
-            whole = self.contents[k] if collects else {"task": self.contents[k]["task"]}
+            whole = self._contents[k] if collects else {"task": self._contents[k]["task"]}
             sent[k] = RecordDict({**whole, RECORD_KEY_CONFIGS: ConfigRecord(dict(configs))})  # Flower shares one
         received, missing = self._exchange(sent)
         answers = []
@@ -249,13 +203,13 @@ class _StageGrid:
             except UserError as error:
                 missing[k] = one_line(str(error))
                 continue
-            metadata = SimpleNamespace(src_node_id=self.nodes[k])
+            metadata = SimpleNamespace(src_node_id=self._nodes[k])
             answers.append(SimpleNamespace(metadata=metadata, content=answer, has_error=lambda: False))
         self.missing |= missing
         return answers
 
     def _flower_form(self, client: int, content: RecordDict) -> RecordDict:
-        """Masked weights as Flower has them: the weight and the weighted parameters, in int64."""
+        """Return masked weights as Flower has them: the weight and the weighted parameters, in int64."""
         message = from_records(content)
         masked = message.tensors.get(_MASKED)
         if masked is None or masked.dtype != torch.int32 or masked.shape != (1 + self._size,):

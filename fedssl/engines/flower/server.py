@@ -1,4 +1,4 @@
-"""The server's side of the Flower engine: the clients behind Flower's messages, and the ServerApp of a deployment.
+"""The server's side of the Flower engine: reach clients by Flower's messages, and make the ServerApp of a deployment.
 
 A message to a client holds the record `task` and, in a round, the method's message (wire.py):
 
@@ -6,10 +6,10 @@ A message to a client holds the record `task` and, in a round, the method's mess
     train     a round, 0 the opening one            round, the client's last committed round, whether to evaluate
     evaluate  its own model                         round, the client's last committed round
 
-The answer's record `answer` names the client and the round; to a query `data` tells what its images look like
-(data_form.py). An answer with a record `failure` holds one line instead of a result.
-A client keeps its state on its own disk (site_states.py) under the round's number; the server says from which round on
-it counts, so that a round that was refused, late or lost with the server is trained again from the same state.
+The answer's record `answer` names the client and the round. To a query, the record `data` describes its images
+(registration.py). An answer with a record `failure` holds one line instead of a result.
+A client keeps its states on its own disk (site.py) by the round's number. The server names the round to start from, so
+that a round that was refused, late or lost with the server is trained again from the same state.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import secrets
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from flwr.app import ConfigRecord, Context, RecordDict
 from flwr.serverapp import Grid, ServerApp
@@ -36,21 +36,15 @@ from ...run.creation import alone_in, default_folder
 from ...run.directory import SITES_RUN, RunDirectory
 from ..progress import Progress, ProgressBars
 from ..rounds import evaluation_due, first_files, run_rounds
-from .messenger import Messenger, config_of, one_line
+from .messenger import LARGEST_WITHOUT_WEIGHTS, Messenger, config_of, one_line
 from .privacy import private_federation
 from .privacy_accountant import PrivacyAccountant
 from .registration import ConnectedClients
-from .secure_aggregation import secure_mean
-from .site import OwnEvaluation, evaluation_fault, split_evaluation
-from .wire import flatten_weights, from_records, on_disk, to_shared_records, unflatten_weights
+from .secure_aggregation import Contents, secure_mean
+from .site import SiteEvaluation, evaluation_fault, split_evaluation
+from .wire import flatten_weights, from_records, on_disk, to_shared_records, unflatten_mean
 
-#: bytes of the largest answer: so many of any, four times what was sent and the model's, so many a public image, and a
-#: projection of each of a client's images, which may become twice as many
-_LARGEST_ANSWER = 2**28
-_LARGEST_REPRESENTATION = 2**16
-#: bytes of the largest answer that holds an evaluation alone
-_LARGEST_EVALUATION = 2**22
-#: what may change when a run continues: no earlier round depends on it
+#: options that may change when a run continues, as no earlier round depends on them
 _CHANGEABLE = ("flower.round_seconds", "flower.connect_seconds", "flower.epsilon_budget", "guard.minimum_answers")
 
 Content = TypeVar("Content")
@@ -70,21 +64,17 @@ class FlowerClients:
     ):
         """Make the clients of a run; call `connect` before its rounds.
 
-        Args:
-            grid: Flower's, to reach the nodes.
-            federation, directory, progress: the run's.
-            run: the run's name at the sites.
-            stop: when it is set, waiting ends with `Stopped`.
+        `run` is the run's name at the sites. When `stop` is set, waiting ends with `Stopped`.
         """
         self._federation, self._directory, self._progress, self._run = federation, directory, progress, run
         self._messenger = Messenger(grid, stop)
         self._connected = ConnectedClients(self._messenger, federation, progress, run)
         self._options = federation.recipe.flower
         self._accountant = PrivacyAccountant.of_run(directory, self._options)
-        self._evaluations: dict[int, OwnEvaluation] = {}  # those that the answers of the round held
+        self._evaluations: dict[int, SiteEvaluation] = {}  # in the round's answers
 
     def connect(self) -> None:
-        """Wait for all clients; see `ConnectedClients.require_enough` for what is raised."""
+        """Wait for all clients; see `ConnectedClients.require_enough` for the errors."""
         self._connected.require_enough()
 
     def answers(self, number: int, sent: dict[int, Message]) -> tuple[dict[int, Message], dict[int, str]]:
@@ -93,54 +83,45 @@ class FlowerClients:
         contents = to_shared_records({k: message for k, message in sent.items() if k in self._connected.nodes})
         for k, content in contents.items():
             content["task"] = self._task(k, number, evaluate=evaluate)
-        unreached = {k: "it is not connected" for k in sent if k not in contents}
         if self._accountant is not None:
             self._accountant.begin(number, contents)
         if self._options.secure_aggregation is None:
-            replies, missing = self._plain_answers(number, contents)
+            received, missing = self._exchange("train", contents, number, self._read_answer)
+            self._evaluations = {k: evaluation for k, (_, evaluation) in received.items()}
+            replies = {k: received[k][0] for k in sorted(received)}
         else:
             replies, missing = self._secure_answers(number, sent, contents)
         if self._accountant is not None:
             self._accountant.keep_only(number, replies)
         for k in replies:
             self._directory.adopt_client(k, number)
-        return replies, dict(sorted((missing | unreached).items()))
+        missing |= {k: "it is not connected" for k in sent if k not in contents}
+        return replies, dict(sorted(missing.items()))
 
-    def _plain_answers(self, number: int, contents: dict[int, RecordDict]) -> tuple[dict[int, Message], dict[int, str]]:
-        received, missing = self._exchange("train", contents, number, self._read_answer)
-        self._evaluations = {k: evaluation for k, (_, evaluation) in received.items()}
-        return {k: received[k][0] for k in sorted(received)}, missing
-
-    def _read_answer(self, records: RecordDict) -> tuple[Message, OwnEvaluation]:
+    def _read_answer(self, records: RecordDict) -> tuple[Message, SiteEvaluation]:
         reply, evaluation = split_evaluation(from_records(records))
         return self.kept(reply), evaluation
 
     def _secure_answers(
         self, number: int, sent: dict[int, Message], contents: dict[int, RecordDict]
     ) -> tuple[dict[int, Message], dict[int, str]]:
-        """The clients' mean, as the answer of each that is in it: an average over these is that mean again."""
+        """Return the clients' mean as the answer of each client in it: an average over these is that mean again."""
         if not contents:
             return {}, {}
         model = self._federation.method.global_model
         assert model is not None
         names = self._federation.method.schedule.travelling(model, self._federation.method.plan(model, number))
         before = {name: sent[min(contents)].tensors[name] for name in names}
-        result = secure_mean(
-            self._options,
-            contents,
-            self._connected.nodes,
-            flatten_weights(before).size,
-            number,
-            lambda stage_contents: self._exchange("train", stage_contents, number, lambda records: records),
-        )
-        if result.mean is None:
-            return {}, result.missing
-        mean = unflatten_weights(result.mean, before)
-        for name in mean:
-            if name.endswith(".running_var"):
-                mean[name] = mean[name].clamp(min=0)  # rounding may have made a variance negative
-        replies = {k: Message(mean, {"samples": 1}, metrics=metrics) for k, metrics in result.metrics.items()}
-        return replies, result.missing
+
+        def exchange(stage_contents: Contents) -> tuple[Contents, dict[int, str]]:
+            return self._exchange("train", stage_contents, number, lambda records: records)
+
+        size = flatten_weights(before).size
+        mean, metrics, missing = secure_mean(self._options, contents, self._connected.nodes, size, exchange)
+        if mean is None:
+            return {}, missing
+        tensors = unflatten_mean(mean, before)
+        return {k: Message(tensors, {"samples": 1}, metrics=metrics[k]) for k in metrics}, missing
 
     def discard(self, index: int) -> None:
         self._directory.discard_client(index)
@@ -155,25 +136,21 @@ class FlowerClients:
         return self._connected.images
 
     def epsilons(self) -> dict[int, float]:
-        accountant = self._accountant
-        return (
-            {} if accountant is None else {k: accountant.epsilon(k) for k in range(len(self._federation.client_rows))}
-        )
+        if self._accountant is None:
+            return {}
+        return {k: self._accountant.epsilon(k) for k in range(len(self._federation.client_rows))}
 
     def evaluations(self, number: int) -> Iterator[tuple[int, dict[str, float], Tensor]]:
         evaluations = {k: evaluation for k, evaluation in self._evaluations.items() if evaluation.spectrum is not None}
         self._evaluations = {}
         everyone = range(len(self._federation.client_rows))
-        contents = {
-            k: RecordDict({"task": self._task(k, number, evaluate=True)})
-            for k in everyone
-            if k not in evaluations and k in self._connected.nodes
-        }
+        unknown = [k for k in everyone if k not in evaluations and k in self._connected.nodes]
+        contents = {k: RecordDict({"task": self._task(k, number, evaluate=True)}) for k in unknown}
 
-        def read(records: RecordDict) -> OwnEvaluation:
+        def read(records: RecordDict) -> SiteEvaluation:
             return split_evaluation(from_records(records))[1]
 
-        received, missing = self._exchange("evaluate", contents, number, read, _LARGEST_EVALUATION)
+        received, missing = self._exchange("evaluate", contents, number, read, LARGEST_WITHOUT_WEIGHTS)
         evaluations |= received
         for k in everyone:
             fault = evaluation_fault(evaluations[k]) if k in evaluations else missing.get(k, "it is not connected")
@@ -186,16 +163,9 @@ class FlowerClients:
 
     def _task(self, client: int, number: int, evaluate: bool) -> ConfigRecord:
         start = self._directory.client_round(client)
-        return ConfigRecord(
-            {
-                "run": self._run,
-                "client": client,
-                "round": number,
-                "start": -1 if start is None else start,
-                "evaluate": evaluate,
-                "seconds": self._options.round_seconds,
-            }
-        )
+        task: dict[str, Any] = {"run": self._run, "client": client, "round": number}
+        task |= {"start": -1 if start is None else start, "evaluate": evaluate, "seconds": self._options.round_seconds}
+        return ConfigRecord(task)
 
     def _exchange(
         self,
@@ -205,68 +175,60 @@ class FlowerClients:
         read: Callable[[RecordDict], Content],
         largest: int | None = None,
     ) -> tuple[dict[int, Content], dict[int, str]]:
-        """Send to clients: what `read` makes of each answer as it arrives, and why the others do not count.
+        """Send messages to clients; return their answers, and why other clients' answers do not count.
 
-        Args:
-            kind: of the messages, train or evaluate.
-            contents: the messages by client.
-            number: the round.
-            read: reads an answer's records; a UserError of it says why the answer does not count.
-            largest: bytes that an answer may have; where that is not given, those of a round's answer.
+        `read` converts an answer's records on arrival; with UserError it refuses them.
         """
         if not contents:
             return {}, {}
         seconds = self._options.round_seconds
-        if largest is None:
-            largest = self._largest_answer + 4 * max(_num_bytes(content) for content in contents.values())
         client_of = {self._connected.nodes[k]: k for k in contents}
         node_contents = {node: contents[k] for node, k in client_of.items()}
         waiting = self._messenger.send(kind, node_contents, number, seconds)
         received: dict[int, Content] = {}
         reached = {client_of[node] for node in waiting.values()}
         missing = {k: "the round's message could not be sent to it" for k in contents if k not in reached}
-        for answer in self._messenger.collect(waiting, seconds, largest):
+        for answer in self._messenger.collect(waiting, seconds, largest or self._largest_answer(contents)):
             k = client_of[answer.node]
-            if answer.content is None:
-                missing[k] = answer.failure or "its answer is empty"
-            elif fault := _address_fault(answer.content, k, number):
-                missing[k] = fault
-            else:
-                try:
-                    received[k] = read(answer.content)
-                except UserError as error:
-                    missing[k] = one_line(str(error))
-                    continue
-                self._progress.client(number, k, len(received), len(contents))
+            try:
+                if answer.content is None:
+                    raise UserError(answer.failure or "its answer is empty")
+                _require_address(answer.content, k, number)
+                received[k] = read(answer.content)
+            except UserError as error:
+                missing[k] = one_line(str(error))
+                continue
+            self._progress.client(number, k, len(received), len(contents))
         missing |= {client_of[node]: f"no answer within {seconds:g} s" for node in waiting.values()}
         return received, missing
 
-    @property
-    def _largest_answer(self) -> int:
-        """Bytes that an answer may have beside what was sent; far more than any recipe's, far less than a memory."""
+    def _largest_answer(self, contents: dict[int, RecordDict]) -> int:
+        """Return the most bytes of an answer: more than any recipe needs, and less than the memory holds.
+
+        limit = 256 MiB + 4 x sent + 4 x model + 64 KiB a public image + projections
+        """
         method, images = self._federation.method, self._federation.dataset.public_images
         model = method.global_model
+        records = [content.array_records.values() for content in contents.values()]
+        sent = max(sum(len(array.data) for record in message for array in record.values()) for message in records)
         weights = 0 if model is None else sum(t.numel() * t.element_size() for t in model.state_dict().values())
-        public = 0 if images is None else len(images) * _LARGEST_REPRESENTATION
+        public = 0 if images is None else len(images) * 2**16
+        # 4 bytes an entry; a site may collect images during a run until it has twice as many
         projections = 2 * max(self._connected.images.values(), default=0) * 4 * method.sizes.get(PROJECTION, 0)
-        return _LARGEST_ANSWER + 4 * weights + public + projections
+        return 2**28 + 4 * sent + 4 * weights + public + projections
 
 
-def _address_fault(content: RecordDict, client: int, number: int) -> str | None:
-    """Why an answer is not that of a client to a round; None where it is."""
+def _require_address(content: RecordDict, client: int, number: int) -> None:
     address = config_of(content, "answer")
-    if address == {"client": client, "round": number}:
-        return None
-    got = ", ".join(f"{name} {str(address.get(name))[:20]}" for name in ("client", "round"))
-    return f"its answer belongs to another round or client: expected client {client}, round {number}, got {got}"
-
-
-def _num_bytes(content: RecordDict) -> int:
-    return sum(len(array.data) for record in content.array_records.values() for array in record.values())
+    if address != {"client": client, "round": number}:
+        got = ", ".join(f"{name} {str(address.get(name))[:20]}" for name in ("client", "round"))
+        raise UserError(
+            f"its answer belongs to another round or client: expected client {client}, round {number}, got {got}"
+        )
 
 
 def make_server_app(recipe_file: Path) -> ServerApp:
-    """The ServerApp of a deployment: starts the run's folder, or continues it where it stands."""
+    """Return the ServerApp of a deployment, which starts the run's folder or continues it."""
     app = ServerApp()
 
     @app.main()
@@ -275,7 +237,7 @@ def make_server_app(recipe_file: Path) -> ServerApp:
         path = Path(str(context.run_config.get("output") or default_folder(recipe.name, recipe.seed)))
         federation = private_federation(build_federation(recipe))
         if path.exists():
-            RunDirectory.open(path)  # refuses what is no run's folder
+            RunDirectory.open(path)  # raises where it is not a run's folder
         else:
             RunDirectory.create(path, first_files(federation) | {SITES_RUN: secrets.token_hex(8)})
         with alone_in(path), ProgressBars(Console(width=160)) as progress:
@@ -295,17 +257,12 @@ def make_server_app(recipe_file: Path) -> ServerApp:
 
 
 def _update_stored_recipe(directory: RunDirectory, recipe: Recipe) -> None:
-    """Let a run continue with a recipe that differs from the stored one in `_CHANGEABLE` alone, and store it.
-
-    Raises:
-        UserError: it differs in something that earlier rounds depend on.
-    """
+    """Store the recipe of a run that continues; raise UserError where it differs in more than `_CHANGEABLE`."""
     stored = flatten_keys(load_stored_recipe(directory, resuming=True).model_dump(mode="json"))
     given = flatten_keys(recipe.model_dump(mode="json"))
     changed = [key for key in stored | given if stored.get(key) != given.get(key)]
-    refused = [key for key in changed if key not in _CHANGEABLE]
-    if refused:
-        key = refused[0]
+    key = next((key for key in changed if key not in _CHANGEABLE), None)
+    if key is not None:
         raise UserError(
             f"{directory.path} holds a run of another recipe: {key} is {stored.get(key)!r} in that run, but "
             f"{given.get(key)!r} in this app's recipe. Only {', '.join(_CHANGEABLE)} may change when a run continues: "

@@ -1,4 +1,4 @@
-"""The Flower engine simulated on Ray, on this machine: the same server and clients as in a deployment."""
+"""Simulate the Flower engine on Ray, on this machine: the same server and clients as in a deployment."""
 
 from __future__ import annotations
 
@@ -36,8 +36,7 @@ def run(recipe: Recipe, path: Path, progress: Progress | None = None, overwrite:
     Raises:
         UserError: see `in_process.run`; the recipe's engine is flower; Ray is not installed.
     """
-    _refuse_deployment(recipe)
-    _require_ray()
+    _require_simulation(recipe)
     refuse_existing(path, overwrite)
     federation = private_federation(build_federation(recipe))
     with new_run(path, first_files(federation), overwrite):
@@ -47,15 +46,14 @@ def run(recipe: Recipe, path: Path, progress: Progress | None = None, overwrite:
 def resume(
     path: Path, progress: Progress | None = None, trust: bool = False, clients_parallel: int | None = None
 ) -> RunDirectory:
-    """Continue a run from its last complete round; see `in_process.resume` and, for what is raised, `run`."""
+    """Continue a run from its last complete round; see `in_process.resume` and, for the errors, `run`."""
     if clients_parallel is not None:
         raise UserError(
             "clients_parallel is for engine in-process, got a run of engine flower-simulation: "
             f"{WITHOUT_CLIENTS_PARALLEL}"
         )
     recipe = load_stored_recipe(RunDirectory.open(path), trust, resuming=True)
-    _refuse_deployment(recipe)
-    _require_ray()
+    _require_simulation(recipe)
     with alone_in(path):
         directory = RunDirectory.open(path)
         directory.require_unchanged()
@@ -65,16 +63,13 @@ def resume(
         return _simulate(private_federation(build_federation(recipe)), directory, progress or Silent())
 
 
-def _refuse_deployment(recipe: Recipe) -> None:
+def _require_simulation(recipe: Recipe) -> None:
     if recipe.engine == "flower":
         raise UserError(
             "engine flower runs across machines and cannot be started with fedssl run: write its app with "
             "fedssl app RECIPE FOLDER and start it with flwr run FOLDER (docs/deploy.md), or use "
             "engine=flower-simulation on this machine"
         )
-
-
-def _require_ray() -> None:
     if find_spec("ray") is None:
         raise UserError(f"engine flower-simulation needs Ray: {install_command('flower')}")
 
@@ -90,16 +85,21 @@ def _simulate(federation: Federation, directory: RunDirectory, progress: Progres
             clients = FlowerClients(grid, federation, directory, progress, "simulation", stop)
             clients.connect()
             run_rounds(federation, directory, progress, clients)
+            outcome.append(None)
         except BaseException as error:
             outcome.append(error)
-        else:
-            outcome.append(None)
 
     client_app = make_client_app((directory.path / "recipe.yaml").absolute(), simulated=True)
-    with _interrupt_sets(stop), _errors_only():
-        run_simulation(
-            server_app, client_app, len(federation.client_rows), backend_config=_ray_config(federation.recipe)
-        )
+    options = federation.recipe.flower
+    ray: dict[str, Any] = {"include_dashboard": False, "logging_level": logging.ERROR, "log_to_driver": False}
+    if options.cpus is not None:
+        ray["num_cpus"] = options.cpus
+    if options.object_store_megabytes is not None:
+        ray["object_store_memory"] = options.object_store_megabytes * 2**20
+    resources = {"num_cpus": options.client_cpus, "num_gpus": options.client_gpus}
+    backend: Any = {"init_args": ray, "client_resources": resources}
+    with _quiet_until(stop):
+        run_simulation(server_app, client_app, len(federation.client_rows), backend_config=backend)
     if not outcome:
         raise RuntimeError("the simulation ended before its server app")
     if isinstance(outcome[0], Stopped):
@@ -109,39 +109,17 @@ def _simulate(federation: Federation, directory: RunDirectory, progress: Progres
     return directory
 
 
-def _ray_config(recipe: Recipe) -> dict[str, Any]:
-    options = recipe.flower
-    start: dict[str, Any] = {"include_dashboard": False, "logging_level": logging.ERROR, "log_to_driver": False}
-    if options.cpus is not None:
-        start["num_cpus"] = options.cpus
-    if options.object_store_megabytes is not None:
-        start["object_store_memory"] = options.object_store_megabytes * 2**20
-    return {
-        "init_args": start,
-        "client_resources": {"num_cpus": options.client_cpus, "num_gpus": options.client_gpus},
-    }
-
-
 @contextmanager
-def _interrupt_sets(stop: threading.Event) -> Iterator[None]:
-    """Ctrl-C ends the server app, and with it the simulation; raised in Flower's own wait it would hang there."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, lambda number, frame: stop.set())
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-@contextmanager
-def _errors_only() -> Iterator[None]:
-    """Flower logs nothing below errors in the body."""
-    logger = logging.getLogger("flwr")
-    before = logger.level
+def _quiet_until(stop: threading.Event) -> Iterator[None]:
+    """Let Flower log errors alone, and set `stop` on Ctrl-C: raised in Flower's own wait, an interrupt would hang."""
+    logger, interruptible = logging.getLogger("flwr"), threading.current_thread() is threading.main_thread()
+    level = logger.level
     logger.setLevel(logging.ERROR)
+    if interruptible:
+        handler = signal.signal(signal.SIGINT, lambda number, frame: stop.set())
     try:
         yield
     finally:
-        logger.setLevel(before)
+        logger.setLevel(level)
+        if interruptible:
+            signal.signal(signal.SIGINT, handler)

@@ -1,11 +1,11 @@
-"""A site of a federation across machines: one client with its own data, architecture and device."""
+"""A site of a federation across machines: one client with its own options, data, states and evaluations."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field, StringConstraints, ValidationError
 from torch import Tensor
@@ -22,12 +22,18 @@ from ...run.directory import client_file
 from ...run.storage import read_message, write_message
 from ...untrusted import MOST_BYTES, expand_home, parse_yaml, read_regular_file
 
+_MEASURE = "evaluation/"  # before the name of a measure in an answer
+_SPECTRUM = "evaluation.spectrum"  # the name of the spectrum in an answer
+_LONGEST_SPECTRUM = 2**16  # singular values: at most one for each feature of an encoder
+_MOST_MEASURES = 100  # each is a line of metrics.csv
+_LONGEST_NAME = 100  # characters in the name of a measure
+
 #: the SHA-256 of an app, which `fedssl app` prints
 AppDigest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 
 
 class SiteOptions(Options):
-    """What a site's own YAML file holds. The file never leaves the site."""
+    """The keys of a site's own YAML file. The file never leaves the site."""
 
     client: int = Field(..., ge=0, description="the site's number, from 0; each client of the recipe is one site")
     data: DataOptions | None = Field(None, description="its own images; its share of the recipe's data where not given")
@@ -40,7 +46,7 @@ class SiteOptions(Options):
 
 
 def load_site(path: str | Path) -> SiteOptions:
-    """Read a site's file.
+    """Return the options in a site's file.
 
     Raises:
         UserError: no such file; not YAML; a key or value that is not allowed.
@@ -63,7 +69,7 @@ def load_site(path: str | Path) -> SiteOptions:
 
 
 def site_federation(recipe: Recipe, site: SiteOptions) -> Federation:
-    """The federation as a site sees it: its own client is whole, of the others it has no images.
+    """Return the federation as a site sees it: its own client is whole, of the others it has no images.
 
     Raises:
         UserError: see `build_federation`; an unknown client; no data where each site brings its own.
@@ -82,44 +88,27 @@ def site_federation(recipe: Recipe, site: SiteOptions) -> Federation:
     architectures = [recipe.architecture_of(k) for k in range(clients)]
     if site.architecture is not None:
         architectures[site.client] = site.architecture
-    changed = {
-        "architectures": architectures,
-        "data": _own_data(recipe, site) or recipe.data,
-        "device": site.device or recipe.device,
-    }
+    data, shape = site.data, recipe.data.image_shape
+    if data is not None and data.image_size is None and shape is not None and shape[1] == shape[2]:
+        data = data.model_copy(update={"image_size": shape[1]})  # the size that a recipe without data gives
+    changed: dict[str, Any] = {"architectures": architectures, "data": data or recipe.data}
+    changed["device"] = site.device or recipe.device
     if not recipe.local_update.personal:
-        # The weights to start from come with the server's first message, and the server evaluates the global model.
+        # the weights to start from come with the server's first message, and the server evaluates the global model
         changed["model"] = ModelOptions()
         changed["evaluation"] = recipe.evaluation.model_copy(update={"downstream": None})
     return build_federation(recipe.model_copy(update=changed), owner=None if site.data is None else site.client)
 
 
-def _own_data(recipe: Recipe, site: SiteOptions) -> DataOptions | None:
-    """The site's data. Image files are brought to the size that a recipe without data tells, if to no other."""
-    data, shape = site.data, recipe.data.image_shape
-    if data is None or shape is None or data.image_size is not None or shape[1] != shape[2]:
-        return data
-    return data.model_copy(update={"image_size": shape[1]})
-
-
 class SiteStates:
-    """A client's states by round: the one that the server's last commit counts on, and the newest."""
+    """A client's states in a folder, by round; with `prune`, states that are no longer needed are removed."""
 
     def __init__(self, folder: Path, client: int, prune: bool):
-        """Keep states in a folder; with `prune` those that are no longer needed are removed."""
         self._folder, self._client, self._prune = folder, client, prune
 
     @classmethod
     def of_run(cls, site: SiteOptions, run: str) -> SiteStates:
-        """The states of one run, in a folder of its own below `site.state`.
-
-        Args:
-            site: the site's options.
-            run: the name that the server gave the run.
-
-        Raises:
-            UserError: the name is none that a folder may have.
-        """
+        """Return the states of one run, in a folder below `site.state`; raise UserError if its name is invalid."""
         if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", run):
             raise UserError(
                 f"the server's name of the run is invalid: expected 1 to 64 letters, digits, - or _, got {run[:100]!r}"
@@ -129,15 +118,11 @@ class SiteStates:
         return cls(folder, site.client, prune=True)
 
     def load(self, round_number: int | None) -> Message:
-        """The state after a round; empty for None: the client has not taken part yet.
-
-        Raises:
-            UserError: the state is missing or damaged.
-        """
+        """Return the state after a round, empty for None; raise UserError if it is missing or damaged."""
         return Message() if round_number is None else read_message(self._path(round_number))
 
     def store(self, round_number: int, state: Message, kept: int | None) -> None:
-        """Keep a state, and drop all but it and that of the round `kept`, which may have to be trained from again."""
+        """Store a state. The state of the round `kept` stays, as the client may have to train from it again."""
         path = self._path(round_number)
         write_message(path, state)
         if self._prune:
@@ -150,29 +135,9 @@ class SiteStates:
         return self._folder / client_file(self._client, round_number)
 
 
-_MEASURE = "evaluation/"
-
-
-_SPECTRUM = "evaluation.spectrum"
-
-
-_LONGEST_SPECTRUM = 2**16  # singular values: at most one for each feature of an encoder
-
-
-_MOST_MEASURES = 100  # each is a line of metrics.csv
-
-
-_LONGEST_NAME = 100  # characters in the name of a measure
-
-
 @dataclasses.dataclass
-class OwnEvaluation:
-    """What a client says of its own model; not checked yet.
-
-    Attributes:
-        measures: by name, such as knn.
-        spectrum: the singular values of the test representations [n]; None where there are none.
-    """
+class SiteEvaluation:
+    """A client's measures of its own model by name, and the singular values [n] of its test representations if any."""
 
     measures: dict[str, float]
     spectrum: Tensor | None
@@ -184,18 +149,17 @@ def add_evaluation(reply: Message, measures: dict[str, float], spectrum: Tensor)
     reply.tensors[_SPECTRUM] = spectrum
 
 
-def split_evaluation(reply: Message) -> tuple[Message, OwnEvaluation]:
-    """A client's answer to the round, and its evaluation."""
-    measures = {name: value for name, value in reply.numbers.items() if name.startswith(_MEASURE)}
-    numbers = {name: value for name, value in reply.numbers.items() if name not in measures}
+def split_evaluation(reply: Message) -> tuple[Message, SiteEvaluation]:
+    """Return a client's answer to the round without its evaluation, and the evaluation."""
+    measures = {n.removeprefix(_MEASURE): v for n, v in reply.numbers.items() if n.startswith(_MEASURE)}
+    numbers = {name: value for name, value in reply.numbers.items() if not name.startswith(_MEASURE)}
     tensors = dict(reply.tensors)
-    spectrum = tensors.pop(_SPECTRUM, None)
-    evaluation = OwnEvaluation({name.removeprefix(_MEASURE): v for name, v in measures.items()}, spectrum)
+    evaluation = SiteEvaluation(measures, tensors.pop(_SPECTRUM, None))
     return dataclasses.replace(reply, tensors=tensors, numbers=numbers), evaluation
 
 
-def evaluation_fault(evaluation: OwnEvaluation) -> str | None:
-    """Why an evaluation cannot be used; None where it can."""
+def evaluation_fault(evaluation: SiteEvaluation) -> str | None:
+    """Return why an evaluation cannot be used; None where it can."""
     spectrum = evaluation.spectrum
     if spectrum is None or spectrum.dim() != 1 or not spectrum.is_floating_point():
         return "its evaluation has no valid spectrum: expected one dimension of floating-point numbers"

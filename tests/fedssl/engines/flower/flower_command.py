@@ -69,8 +69,8 @@ def break_rounds(faults: Path) -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (FULL_DISK_BYTES, FULL_DISK_BYTES))
         return reply
 
-    def to_answer(reply, site, number):
-        records = real_answer(reply, site, number)
+    def to_answer(*arguments):
+        records = real_answer(*arguments)
         if hostile and (change := hostile.pop()):
             change(records)
         return records

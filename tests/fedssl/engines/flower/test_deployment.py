@@ -96,19 +96,19 @@ def test_across_machines_the_run_is_the_one_in_this_process_bit_for_bit(kind, de
         assert (here / name).read_bytes() == (there / name).read_bytes(), name
 
 
-def test_the_bytes_on_the_wire_are_those_that_were_foretold(deployment, runs, noisy):
+def test_the_bytes_on_the_wire_are_those_that_were_predicted(deployment, runs, noisy):
     """Those of each kind by Flower's own count, and those of all at the socket, with TLS, HTTP and all messages."""
-    foretold = {}
+    predicted = {}
     for kind, method in KINDS.items():
         cost = totals(estimate(build_federation(noisy(**method))))
         traffic = deployment.look(runs.ids[kind])["network-traffic"]
-        foretold[kind] = cost["bytes_up"] + cost["bytes_down"]
-        print(f"{kind}: Flower's count / foretold: {traffic['total-bytes'] / foretold[kind]:.4f}")
+        predicted[kind] = cost["bytes_up"] + cost["bytes_down"]
+        print(f"{kind}: Flower's count / predicted: {traffic['total-bytes'] / predicted[kind]:.4f}")
         assert traffic["inbound-bytes"] == pytest.approx(cost["bytes_up"], rel=0.03), kind
         assert traffic["outbound-bytes"] == pytest.approx(cost["bytes_down"], rel=0.03), kind
     rest = deployment.look(runs.failed)["network-traffic"]["total-bytes"]
-    print(f"all: bytes at the socket / foretold: {(runs.bytes - rest) / sum(foretold.values()):.4f}")
-    assert runs.bytes - rest == pytest.approx(sum(foretold.values()), rel=0.03)
+    print(f"all: bytes at the socket / predicted: {(runs.bytes - rest) / sum(predicted.values()):.4f}")
+    assert runs.bytes - rest == pytest.approx(sum(predicted.values()), rel=0.03)
 
 
 def test_under_the_minimum_a_run_fails_clearly_and_keeps_what_was_committed(deployment, runs):

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
 
 from fedssl.engines.flower.messenger import Messenger
-from fedssl.engines.flower.site import OwnEvaluation, evaluation_fault
+from fedssl.engines.flower.site import SiteEvaluation, evaluation_fault
 from tests.fedssl.engines.flower.loop_grid import run_on, start
 
 MEASURES = {"knn": 80.0, "linear": 100.0, "effective_rank": 2.7, "fine_tune_f1": 0.0}
@@ -18,7 +18,7 @@ SPECTRUM = torch.tensor([3.0, 1.0, 0.0], dtype=torch.float64)
 
 
 def test_a_sound_evaluation_has_no_fault():
-    assert evaluation_fault(OwnEvaluation(MEASURES, SPECTRUM)) is None
+    assert evaluation_fault(SiteEvaluation(MEASURES, SPECTRUM)) is None
 
 
 def test_measures_on_other_data_have_the_bounds_of_their_own():
@@ -41,7 +41,7 @@ def test_measures_on_other_data_have_the_bounds_of_their_own():
     ],
 )
 def test_measures_that_no_evaluation_gives_are_refused(changes, fault):
-    assert (evaluation_fault(OwnEvaluation(MEASURES | changes, SPECTRUM)) or "").startswith(fault)
+    assert (evaluation_fault(SiteEvaluation(MEASURES | changes, SPECTRUM)) or "").startswith(fault)
 
 
 @pytest.mark.parametrize(
@@ -57,10 +57,10 @@ def test_measures_that_no_evaluation_gives_are_refused(changes, fault):
     ],
 )
 def test_a_spectrum_that_no_model_has_is_refused(spectrum, fault):
-    assert (evaluation_fault(OwnEvaluation(MEASURES, spectrum)) or "").startswith(fault)
+    assert (evaluation_fault(SiteEvaluation(MEASURES, spectrum)) or "").startswith(fault)
 
 
-def test_answers_with_an_evaluation_alone_and_greetings_may_be_small_only(quick, tmp_path, monkeypatch, flower_process):
+def test_evaluations_and_registrations_may_be_small_only(quick, tmp_path, monkeypatch, flower_process):
     sizes, kinds = set(), {}
     send, collect = Messenger.send, Messenger.collect
 
