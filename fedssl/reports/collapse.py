@@ -35,15 +35,8 @@ from fedkernels import ViewKey
 from ..augmentations.base import draw_views
 from ..engines.rounds import models_to_evaluate
 from ..errors import UserError
+from ..evaluation import measures
 from ..evaluation.features import extract_features, extract_view_features, require_measured_images
-from ..evaluation.measures import (
-    alignment,
-    effective_rank,
-    log_covariance_singular_values,
-    sphere_coverage,
-    sphere_points,
-    uniformity,
-)
 from ..evaluation.metrics import LARGEST_FIGURE
 from ..evaluation.projections import tsne_together
 from ..federation import Federation, federation_of_run
@@ -136,9 +129,9 @@ class Collapse:
 
 
 def collapse_of_run(path: Path, trust: bool = False) -> Collapse | None:
-    """Return the collapse analysis of a run's last round; analyse and store it unless it is stored already.
+    """Return the collapse analysis of a run's last round, made and stored in its folder unless it is stored already.
 
-    It is not stored if the run's folder cannot be written.
+    It is not stored if the folder cannot be written.
 
     Args:
         path: the run's folder.
@@ -155,12 +148,11 @@ def collapse_of_run(path: Path, trust: bool = False) -> Collapse | None:
     checkpoint = directory.checkpoint
     if checkpoint.round < 1 or not checkpoint.files:
         return None
-    stored = _read(path / _FILE)
-    if stored is not None and stored.round == checkpoint.round:
-        return stored
-    analysis = analyse_collapse(federation_of_run(directory, trust), directory)
-    with suppress(UserError):
-        _write(analysis, path)
+    analysis = _read(path / _FILE)
+    if analysis is None or analysis.round != checkpoint.round:
+        analysis = analyse_collapse(federation_of_run(directory, trust), directory)
+        with suppress(UserError):
+            _write(analysis, path)
     return analysis
 
 
@@ -221,9 +213,8 @@ def analyse_collapse(federation: Federation, directory: RunDirectory) -> Collaps
     recipe, data = federation.recipe, federation.dataset
     require_measured_images(data)
     generator = generator_for(recipe.seed, "collapse", "images")
-    measured = data.measured_images
-    order = torch.randperm(len(measured), generator=generator)[:_TEST_IMAGES]
-    images = measured[order]
+    order = torch.randperm(len(data.measured_images), generator=generator)[:_TEST_IMAGES]
+    images = data.measured_images[order]
     key = ViewKey(seed_for(recipe.seed, "collapse", "views"))
     views = draw_views(recipe.augmentation, images, order, key, federation.device)
     features: dict[str, Tensor] = {}
@@ -231,7 +222,17 @@ def analyse_collapse(federation: Federation, directory: RunDirectory) -> Collaps
     for who, model in _models(federation, directory):
         features[who] = extract_features(model.encoder, images, device=model.device)
         first, second = (extract_view_features(model.encoder, view, device=model.device) for view in views)
-        models[who] = _geometry(features[who], first, second)
+        points = measures.sphere_points(features[who])
+        singular_values = measures.log_covariance_singular_values(features[who]).tolist()
+        models[who] = Geometry(
+            dimension=features[who].shape[1],
+            log_singular_values=[round(value, 4) for value in singular_values],
+            alignment=measures.alignment(first, second),
+            uniformity=measures.uniformity(features[who]),
+            effective_rank=measures.effective_rank(features[who]),
+            sphere=_rounded(points),
+            coverage=measures.sphere_coverage(points),
+        )
     return Collapse(
         FORMAT,
         directory.checkpoint.round,
@@ -262,19 +263,6 @@ def _models(federation: Federation, directory: RunDirectory) -> Iterator[tuple[s
         yield str(index), federation.client(index, directory.client_state(index)).model
 
 
-def _geometry(features: Tensor, first: Tensor, second: Tensor) -> Geometry:
-    points = sphere_points(features)
-    return Geometry(
-        dimension=features.shape[1],
-        log_singular_values=[round(value, 4) for value in log_covariance_singular_values(features).tolist()],
-        alignment=alignment(first, second),
-        uniformity=uniformity(features),
-        effective_rank=effective_rank(features),
-        sphere=_rounded(points),
-        coverage=sphere_coverage(points),
-    )
-
-
 def _tsne(features: Mapping[str, Tensor], seed: int) -> dict[str, list[list[float]]]:
     """Embed the first images as the global model and the first local one represent them, see `Collapse.tsne`."""
     local = next((who for who in features if who != GLOBAL), None)
@@ -291,11 +279,8 @@ def _rounded(points: Tensor) -> list[list[float]]:
 def draw_log_singular_values(analyses: Mapping[str, Collapse]) -> Figure:
     """Draw the largest singular values of the covariance of the global and of the local models (FedU2, Figure 3).
 
-    Each method has a line; that of the local models is their mean. The dashed line is that of as many points drawn
-    uniformly from the sphere of the first method's dimension.
-
-    Args:
-        analyses: by method.
+    There is a line for each method in `analyses`; that of the local models is their mean. The dashed line is that of as
+    many points drawn uniformly from the sphere of the first method's dimension.
     """
     styles = method_styles(list(analyses))
     shared = any(analysis.shared for analysis in analyses.values())
@@ -305,7 +290,7 @@ def draw_log_singular_values(analyses: Mapping[str, Collapse]) -> Figure:
     first = next(iter(analyses.values()))
     dimension = next(iter(first.models.values())).dimension
     uniform = torch.randn(len(first.labels), dimension, generator=torch.Generator().manual_seed(0))
-    reference = log_covariance_singular_values(uniform).numpy()
+    reference = measures.log_covariance_singular_values(uniform).numpy()
     for axes, title in zip(grid, titles, strict=True):
         for label, analysis in analyses.items():
             is_global = title == "global model"
@@ -330,12 +315,9 @@ def draw_log_singular_values(analyses: Mapping[str, Collapse]) -> Figure:
 def draw_spheres(analyses: Mapping[str, Collapse]) -> Figure:
     """Draw the representations on the unit sphere (FedU2, Figure 4): the more of it is blank, the worse the collapse.
 
-    A method has two spheres: the global model's and a local one's, or those of two local models if there is no global
-    one. From four methods on, a row holds two methods. A sphere is seen from the side of the points' middle; points on
-    its far side are pale.
-
-    Args:
-        analyses: by method.
+    Each method in `analyses` has two spheres: the global model's and a local one's, or those of two local models if
+    there is no global one. From four methods on, a row holds two methods. A sphere is seen from the side of the points'
+    middle; points on its far side are pale.
     """
     shown = {label: list(analysis.models)[:2] for label, analysis in analyses.items()}
     width = max(map(len, shown.values()))
@@ -392,11 +374,7 @@ def _graticule(circle: NDArray[np.float64]) -> list[NDArray[np.float64]]:
 def draw_tsne(analyses: Mapping[str, Collapse]) -> Figure | None:
     """Draw a t-SNE of the global (circles) and a local model's representations (crosses) (FedU2, Figure 5).
 
-    Args:
-        analyses: by method; those without a global model are left out.
-
-    Returns:
-        The figure; None if no method has a global model.
+    Methods without a global model are left out of the figure; None if no method has one.
     """
     shown = {label: analysis for label, analysis in analyses.items() if analysis.tsne}
     if not shown:
@@ -436,10 +414,9 @@ def collapse_section(analyses: Mapping[str, Collapse | str]) -> PageSection | No
     """
     if not analyses:
         return None
-    warnings = [
-        f"{name}: no collapse analysis: {problem}" for name, problem in analyses.items() if isinstance(problem, str)
-    ]
     shown = {name: analysis for name, analysis in analyses.items() if not isinstance(analysis, str)}
+    reasons = {name: reason for name, reason in analyses.items() if isinstance(reason, str)}
+    warnings = [f"{name}: no collapse analysis: {reason}" for name, reason in reasons.items()]
     if not shown:
         return PageSection(warnings)
     singular_values, spheres, tsne = draw_log_singular_values(shown), draw_spheres(shown), draw_tsne(shown)

@@ -93,20 +93,14 @@ def image_pictures_of_run(path: Path, trust: bool = False) -> ImagePictures | No
     directory = RunDirectory.open(path)
     if directory.checkpoint.round < 1 or not directory.checkpoint.files:
         return None
-    stored = _read(path)
-    if stored is not None and stored.round == directory.checkpoint.round:
-        return stored
-    return _draw(federation_of_run(directory, trust), directory)
-
-
-def _read(path: Path) -> ImagePictures | None:
-    """Return the stored description; None if there is none of this format, or a picture is missing."""
     try:
-        pictures = TypeAdapter(ImagePictures).validate_json(read_regular_file(path / _FILE, _MOST_BYTES))
-        complete = pictures.format == FORMAT and all(file.is_file() for file in ImagePictures.files(path))
-    except (OSError, ValueError):  # pydantic's error is a ValueError
-        return None
-    return pictures if complete else None
+        stored = TypeAdapter(ImagePictures).validate_json(read_regular_file(path / _FILE, _MOST_BYTES))
+        complete = stored.format == FORMAT and all(file.is_file() for file in ImagePictures.files(path))
+        if complete and stored.round == directory.checkpoint.round:
+            return stored
+    except (OSError, ValueError):  # there is none of this format; pydantic's error is a ValueError
+        pass
+    return _draw(federation_of_run(directory, trust), directory)
 
 
 def _draw(federation: Federation, directory: RunDirectory) -> ImagePictures | None:
@@ -127,8 +121,8 @@ def _draw(federation: Federation, directory: RunDirectory) -> ImagePictures | No
 
     make_folder(path / "figures")
     sheet = draw_neighbours(images, queries, nearest, similarity, labels)
-    classes = len(dataset.class_names) if labels is not None else 0
-    image_map = draw_map(images, points, labels if 1 < classes <= MOST_NAMED_CLASSES else None, dataset.class_names)
+    few_classes = 1 < len(dataset.class_names) <= MOST_NAMED_CLASSES
+    image_map = draw_map(images, points, labels if few_classes else None, dataset.class_names)
     for file, figure in zip(ImagePictures.files(path), (sheet, image_map), strict=True):
         write_atomically(file, png_bytes(figure))
     pictures = ImagePictures(
@@ -250,9 +244,8 @@ def image_section(pictures: PicturesByMethod) -> PageSection | None:
             "encoder has learned little."
         )
         if about.same_class is not None:
-            neighbours += (
-                f" A green line marks the image's own class, an orange one another: {about.same_class:.0%} are green."
-            )
+            neighbours += " A green line marks the image's own class, an orange one another: "
+            neighbours += f"{about.same_class:.0%} are green."
         image_map = (
             f"t-SNE of {about.mapped} {about.source} images. Images that lie together look alike to the encoder; each "
             "is moved to the nearest free place. Distances between groups mean nothing."

@@ -11,6 +11,7 @@ import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -68,16 +69,17 @@ def method_styles(labels: Sequence[str]) -> dict[str, Style]:
 
 def class_colours(classes: int) -> NDArray[np.float64]:
     """Return one colour per class, [classes, 4]."""
-    if classes <= 10:
-        return np.array([colormaps["tab10"](index) for index in range(classes)])
-    if classes <= MOST_NAMED_CLASSES:
-        return np.array([colormaps["tab20"](index) for index in range(classes)])
-    return np.array([colormaps["turbo"](index / (classes - 1)) for index in range(classes)])
+    index = np.arange(classes)
+    if classes > MOST_NAMED_CLASSES:
+        return np.asarray(colormaps["turbo"](index / (classes - 1)))
+    return np.asarray(colormaps["tab10" if classes <= 10 else "tab20"](index))
 
 
 def png_bytes(figure: Figure) -> bytes:
     """Return a figure as the content of a PNG file, 150 dots per inch."""
-    return _image_bytes(figure, "png")
+    data = io.BytesIO()
+    figure.savefig(data, format="png", dpi=150)
+    return data.getvalue()
 
 
 def write_figure(path: Path, figure: Figure) -> None:
@@ -90,13 +92,9 @@ def write_figure(path: Path, figure: Figure) -> None:
     known = figure.canvas.get_supported_filetypes()
     if kind not in known:
         raise UserError(f"{path}: no image can be written as .{kind}; expected one of {', '.join(sorted(known))}")
-    write_atomically(path, _image_bytes(figure, kind))
-
-
-def _image_bytes(figure: Figure, kind: str) -> bytes:
     data = io.BytesIO()
     figure.savefig(data, format=kind, dpi=150)
-    return data.getvalue()
+    write_atomically(path, data.getvalue())
 
 
 def tidy(axes: Axes) -> None:
@@ -155,8 +153,7 @@ def draw_curves(
             continue
         values = np.array([[run[number] for number in rounds] for run in runs])
         values[~(np.abs(values) < LARGEST_FIGURE)] = np.nan  # a gap in the line
-        marker = "o" if len(rounds) <= 25 else None
-        draw_line(axes, rounds, values.mean(0), label, styles[label], marker=marker, ms=3.5)
+        draw_line(axes, rounds, values.mean(0), label, styles[label], marker="o" if len(rounds) <= 25 else None, ms=3.5)
         if len(runs) > 1:
             axes.fill_between(rounds, values.min(0), values.max(0), color=styles[label].colour, alpha=0.15, lw=0)
     tidy(axes)
@@ -202,14 +199,7 @@ def _relative_spectrum(values: Sequence[float]) -> NDArray[np.float64]:
 
 @dataclass(frozen=True)
 class Bar:
-    """One method's values of one metric, one per seed.
-
-    Attributes:
-        label: the method's name.
-        before: of the untrained encoders; empty if unknown.
-        after: of the trained encoders.
-        colour, hatch: the bar's fill.
-    """
+    """One method's values of one metric, one per seed: `before` training, empty if unknown, and `after` it."""
 
     label: str
     before: Sequence[float]
@@ -221,10 +211,9 @@ class Bar:
 def draw_bars(panels: Mapping[str, Sequence[Bar]]) -> Figure:
     """Draw one panel per metric, with one bar per method from its untrained to its trained mean, and a dot per seed.
 
-    Args:
-        panels: bars by metric; all panels have the same methods in the same order.
+    All `panels` have the same methods in the same order.
     """
-    most = max(len(bars) for bars in panels.values())
+    most = max(map(len, panels.values()))
     figure = Figure(figsize=(1.9 + 3.7 * len(panels), 1.5 + 0.42 * most), layout="constrained")
     grid = figure.subplots(1, len(panels), squeeze=False)[0]
     for i, (axes, (metric, bars)) in enumerate(zip(grid, panels.items(), strict=True)):
@@ -312,7 +301,6 @@ def draw_table_picture(
     width = 13.0
     title_lines = textwrap.wrap(title.rstrip("."), 92, break_on_hyphens=False) or [""]
     caption_lines = [line for text in caption.splitlines() for line in textwrap.wrap(text, 140, break_on_hyphens=False)]
-    rows = max(len(bars) for bars in panels.values())
     left, label_width, value_width = 0.35 / width, 0.185, 0.078
     panel = (1 - left - label_width - 0.005) / len(panels)
     letters = int(panel * width / 0.1)  # of a panel's title in a line
@@ -320,33 +308,29 @@ def draw_table_picture(
     heights = {
         "title": 0.55 + 0.27 * len(title_lines),
         "cards": 2.62 if cards else 0.01,
-        "bars": 0.65 + title_height + 0.42 * rows,
+        "bars": 0.65 + title_height + 0.42 * max(map(len, panels.values())),
         "legend": 0.75,
         "caption": 0.2 + 0.215 * len(caption_lines),
     }
     total = sum(heights.values())
     figure = Figure(figsize=(width, total), facecolor="white")
-    top = {}
-    used = 0.0
-    for name, height in heights.items():
-        top[name] = 1 - used / total
-        used += height
+    top = {
+        name: 1 - used / total for name, used in zip(heights, accumulate(heights.values(), initial=0.0), strict=False)
+    }
 
     text = plot_text("\n".join(title_lines))
     figure.text(left, top["title"] - 0.12 / total, text, va="top", size=15, weight="bold", color=TEXT)
     below_title = top["title"] - (0.22 + 0.25 * len(title_lines)) / total
     figure.text(left, below_title, plot_text(subtitle), va="top", size=11, color=MUTED)
 
-    slot = (1 - 2 * left) / max(len(cards), 3)
+    slot, bottom = (1 - 2 * left) / max(len(cards), 3), top["cards"] - (heights["cards"] - 0.16) / total
     for i, card in enumerate(cards):
-        bottom = top["cards"] - (heights["cards"] - 0.16) / total
-        axes = figure.add_axes((left + i * slot, bottom, slot * 0.93, (heights["cards"] - 1.1) / total))
-        _draw_card(axes, card)
+        _draw_card(figure.add_axes((left + i * slot, bottom, slot * 0.93, (heights["cards"] - 1.1) / total)), card)
 
-    bar_height = (heights["bars"] - 0.45 - title_height) / total
-    bar_bottom = top["bars"] - title_height / total - bar_height
+    height = (heights["bars"] - 0.45 - title_height) / total
+    bottom = top["bars"] - title_height / total - height
     for i, (metric, entries) in enumerate(panels.items()):
-        axes = figure.add_axes((left + label_width + i * panel, bar_bottom, panel - value_width, bar_height))
+        axes = figure.add_axes((left + label_width + i * panel, bottom, panel - value_width, height))
         bars = [Bar(label, before, after, *_ROLES[role][:2]) for label, role, before, after in entries]
         _draw_bars(axes, metric, bars, names=i == 0, untrained=untrained.get(metric, ()), letters=letters)
 
@@ -407,9 +391,8 @@ def draw_partition(counts: Tensor, class_names: Sequence[str]) -> Figure:
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     if legend_entries:
-        handles = [
-            Patch(color=colour, label=plot_text(name)) for colour, name in zip(colours, class_names, strict=True)
-        ]
+        entries = zip(colours, class_names, strict=True)
+        handles = [Patch(color=colour, label=plot_text(name)) for colour, name in entries]
         figure.legend(handles=handles, title="class", loc="outside right upper", fontsize=9)
     else:
         scale = ScalarMappable(Normalize(-0.5, classes - 0.5), ListedColormap(colours))

@@ -85,38 +85,33 @@ def _of_first_finished(
     for run in runs:
         if run.finished and run.name not in results:
             try:
-                result = analyse(run.path, trust)
+                result: Result | str | None = analyse(run.path, trust)
             except UserError as error:
-                results[run.name] = str(error)
-            else:
-                if result is not None:
-                    results[run.name] = result
+                result = str(error)
+            if result is not None:
+                results[run.name] = result
     return results
 
 
 def build_report(
-    runs: Sequence[Run],
-    analyses: Mapping[str, Collapse | str] | None = None,
-    pictures: PicturesByMethod | None = None,
+    runs: Sequence[Run], analyses: Mapping[str, Collapse | str] | None = None, pictures: PicturesByMethod | None = None
 ) -> str:
     """Return the page's HTML.
 
     Args:
         runs: at least one.
-        analyses: by method, its collapse analysis, or the reason why there is none.
-        pictures: by method, its pictures of images, or the reason why there are none.
+        analyses, pictures: by method, its collapse analysis and pictures of images, or the reasons why there are none.
     """
     methods: dict[str, list[Run]] = {}
     for run in runs:
         methods.setdefault(run.name, []).append(run)
     metrics = _evaluated_metrics(runs)
+    folders = [(name, run.seed, run.path) for name, runs in methods.items() for run in runs]
     return render_page(
         "report.html",
         title=" / ".join(methods) if len(methods) <= 3 else f"{len(methods)} methods compared",
         several_seeds=any(len(runs) > 1 for runs in methods.values()),
-        descriptions=[
-            (name, " ".join(str(runs[0].recipe.get("description") or "").split())) for name, runs in methods.items()
-        ],
+        descriptions=[(name, _description(runs[0])) for name, runs in methods.items()],
         runs=_run_table(methods),
         warnings=[f"{name}: {warning}" for name, runs in methods.items() for warning in _warnings(runs)],
         results=_results_table(methods, metrics),
@@ -130,30 +125,26 @@ def build_report(
         traffic=_traffic_table(methods),
         privacy=_privacy_table(methods),
         settings=_settings_table(methods),
-        folders=PageTable(
-            ("method", "seed", "folder"),
-            [(name, run.seed, run.path) for name, runs in methods.items() for run in runs],
-            text_columns=3,
-        ),
-        recipes=[
-            (
-                f"{name}, seed {runs[0].seed}",
-                yaml.safe_dump(dict(runs[0].recipe), sort_keys=False, allow_unicode=True, width=100),
-            )
-            for name, runs in methods.items()
-        ],
+        folders=PageTable(("method", "seed", "folder"), folders, text_columns=3),
+        recipes=[(f"{name}, seed {runs[0].seed}", _as_yaml(runs[0])) for name, runs in methods.items()],
     )
+
+
+def _description(run: Run) -> str:
+    return " ".join(str(run.recipe.get("description") or "").split())
+
+
+def _as_yaml(run: Run) -> str:
+    return yaml.safe_dump(dict(run.recipe), sort_keys=False, allow_unicode=True, width=100)
 
 
 def _run_table(methods: Methods) -> PageTable:
     rows = []
     for name, runs in methods.items():
         finished = sum(run.finished for run in runs)
-        state = f"{finished} of {len(runs)} finished" if finished else "unfinished"
-        if finished == len(runs):
-            state = "finished"
+        state = "finished" if finished == len(runs) else f"{finished} of {len(runs)} finished"
         rounds = list(dict.fromkeys(str(run.rounds) for run in runs))
-        progress = f"{state}, {', '.join(rounds)} {'round' if rounds == ['1'] else 'rounds'}"
+        progress = f"{state if finished else 'unfinished'}, {', '.join(rounds)} round{'s' * (rounds != ['1'])}"
         rows.append((name, len(runs), ", ".join(str(run.seed) for run in runs), progress))
     return PageTable(("method", "runs", "seeds", "state"), rows, text_columns=4)
 
@@ -242,7 +233,7 @@ def _curve_charts(methods: Methods) -> list[PageFigure]:
         # two points, before and after training, are better shown as bars
         fewest = 3 if is_evaluated(metric) else 2
         curves = {name: [curve for run in runs if (curve := run.overall(metric))] for name, runs in methods.items()}
-        curves = {name: runs for name, runs in curves.items() if runs and max(map(len, runs)) >= fewest}
+        curves = {name: runs for name, runs in curves.items() if max(map(len, runs), default=0) >= fewest}
         repeats_loss = metric == "total_loss" and all(
             run.overall("total_loss") == run.overall("loss") for runs in methods.values() for run in runs
         )
@@ -254,11 +245,11 @@ def _curve_charts(methods: Methods) -> list[PageFigure]:
 
 def _spectrum_chart(methods: Methods) -> PageFigure | None:
     """Return a chart of the singular values after training; None if no finished run has them."""
-    spectra = {
-        name: [list(run.spectra.values()) for run in runs if run.finished and run.spectra]
-        for name, runs in methods.items()
-    }
-    spectra = {name: runs for name, runs in spectra.items() if runs}
+    spectra: dict[str, list[list[Sequence[float]]]] = {}
+    for name, runs in methods.items():
+        for run in runs:
+            if run.finished and run.spectra:
+                spectra.setdefault(name, []).append(list(run.spectra.values()))
     if not spectra:
         return None
     figure = draw_spectrum(spectra, method_styles(list(methods)))
@@ -267,20 +258,17 @@ def _spectrum_chart(methods: Methods) -> PageFigure | None:
 
 def _partition_charts(methods: Methods) -> list[PageFigure]:
     """Return a chart for each different partition of the methods' first runs."""
-    charts: dict[tuple[tuple[int, ...], ...], tuple[Run, list[str]]] = {}
+    partitions: dict[tuple[tuple[int, ...], ...], tuple[Run, list[str]]] = {}
     for name, runs in methods.items():
         run = next((run for run in runs if run.class_counts and run.class_names), None)
         if run is not None:
-            partition = tuple(map(tuple, run.class_counts))
-            charts.setdefault(partition, (run, []))[1].append(f"{name} (seed {run.seed})")
-    return [
-        page_figure(
-            draw_partition(torch.tensor(run.class_counts), list(run.class_names)),
-            "Training images per client and class",
-            f"Seed {run.seed}: {', '.join(names)}",
-        )
-        for run, names in charts.values()
-    ]
+            counts = tuple(map(tuple, run.class_counts))
+            partitions.setdefault(counts, (run, []))[1].append(f"{name} (seed {run.seed})")
+    charts = []
+    for counts, (run, names) in partitions.items():
+        figure, caption = draw_partition(torch.tensor(counts), run.class_names), f"Seed {run.seed}: {', '.join(names)}"
+        charts.append(page_figure(figure, "Training images per client and class", caption))
+    return charts
 
 
 def _client_table(methods: Methods, metrics: Sequence[str]) -> PageTable | None:
@@ -319,10 +307,9 @@ def _settings_table(methods: Methods) -> PageTable:
         names_by_value: dict[str, list[str]] = {}
         for name, runs in methods.items():
             names_by_value.setdefault(_one_line(runs[0].recipe.get(key)), []).append(name)
-        if set(names_by_value) == {"-"}:
-            continue
-        for i, (value, names) in enumerate(names_by_value.items()):
-            rows.append(("" if i else key, ", ".join(names) if len(names_by_value) > 1 else "all", value))
+        if set(names_by_value) != {"-"}:
+            for i, (value, names) in enumerate(names_by_value.items()):
+                rows.append(("" if i else key, ", ".join(names) if len(names_by_value) > 1 else "all", value))
     return PageTable(("setting", "of", "value"), rows, text_columns=3)
 
 
@@ -367,14 +354,13 @@ def _noise(privacy: Mapping[str, Any]) -> str:
 
 def _spent(run: Run) -> tuple[int, str, str]:
     """Return the last committed round, and the smallest and largest epsilon of the clients after it."""
+    last = run.last_round
     values = [
-        epsilon
-        for (number, who, metric), epsilon in run.values.items()
-        if metric == "epsilon" and number == run.last_round and who.isdigit()
+        v for (number, who, name), v in run.values.items() if (number, name) == (last, "epsilon") and who.isdigit()
     ]
     if not values:
-        return max(run.last_round, 0), "-", "-"
-    return run.last_round, f"{min(values):.4g}", f"{max(values):.4g}"
+        return max(last, 0), "-", "-"
+    return last, f"{min(values):.4g}", f"{max(values):.4g}"
 
 
 def _number(value: Any) -> float:
