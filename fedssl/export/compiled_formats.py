@@ -40,8 +40,7 @@ class WithNormalization(nn.Module):
         self.encoder = encoder
 
     def forward(self, pixels: Tensor) -> Tensor:
-        out: Tensor = self.encoder((pixels - MEAN) / STD)
-        return out
+        return self.encoder((pixels - MEAN) / STD)
 
 
 def write_format(name: FormatName, encoder: TrainedEncoder, folder: Path) -> None:
@@ -106,16 +105,14 @@ def _write_torchscript(network: WithNormalization, pixels: Tensor, path: Path) -
     file = io.BytesIO()
     torch.jit.save(torch.jit.trace(network, (pixels[:2],)), file)
     write_atomically(path, file.getvalue())
-    outputs: Tensor = torch.jit.load(str(path))(pixels)
-    return outputs
+    return torch.jit.load(str(path))(pixels)
 
 
 def _write_torch_export(network: WithNormalization, pixels: Tensor, path: Path) -> Tensor:
     file = io.BytesIO()
     torch.export.save(torch.export.export(network, (pixels,), dynamic_shapes=({0: torch.export.Dim("n")},)), file)
     write_atomically(path, file.getvalue())
-    outputs: Tensor = torch.export.load(str(path)).module()(pixels)
-    return outputs
+    return torch.export.load(str(path)).module()(pixels)
 
 
 @contextmanager

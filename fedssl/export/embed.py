@@ -25,7 +25,6 @@ from .encoder_folder import is_encoder_folder, read_encoder
 #: the arrays of images that an .npz file may have, in the order in which they are read
 _ARRAYS = ("x", "x_train", "x_val", "x_test", "train_images", "val_images", "test_images")
 _MOST_NAMED = 5
-
 #: channels, height and width that the encoder takes
 Shape = tuple[int, int, int]
 #: the images' names, the images as uint8 [n, C, H, W], and the files that cannot be read, each with the reason
@@ -86,9 +85,8 @@ def embed_images(
         raise UserError(f"none of the {total} files in {images} can be read as an image: {unreadable[0]}")
     array = torch.cat(features)
     if not torch.isfinite(array).all():
-        raise UserError(
-            f"the encoder in {folder} gives NaN or infinite values for these images; was its training stable?"
-        )
+        problem = "gives NaN or infinite values for these images; was its training stable?"
+        raise UserError(f"the encoder in {folder} {problem}")
     file = io.BytesIO()
     np.savez(file, features=array.numpy(), files=np.array(names))
     make_folder(output.absolute().parent)

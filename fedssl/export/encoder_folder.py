@@ -46,7 +46,7 @@ def export_encoder(
     formats: Collection[FormatName] = (),
     trust: bool = False,
 ) -> Path:
-    """Write a finished run's encoder into a new folder, which gets its name only when it is complete.
+    """Write a finished run's encoder into a new folder, which gets its name only when it is complete, and return it.
 
     Args:
         run: the run's folder.
@@ -54,9 +54,6 @@ def export_encoder(
         client, shared: the owner of the model, see `encoder_of_run`.
         formats: compiled forms to write as well.
         trust: see `load_stored_recipe`.
-
-    Returns:
-        `output`.
 
     Raises:
         UserError: see `encoder_of_run`; `output` is not empty or cannot be written; or a package that a format needs is
@@ -144,7 +141,15 @@ def read_encoder(folder: Path) -> TrainedEncoder:
     Raises:
         UserError: the folder holds no exported encoder, or a file in it is damaged or does not fit the others.
     """
-    ours = _read_config(folder)["fedssl"]
+    if not is_encoder_folder(folder):
+        raise UserError(f"{folder} is not an exported encoder: expected a folder with {WEIGHTS} and {CONFIG}")
+    try:
+        config = json.loads(read_regular_file(folder / CONFIG, MOST_JSON_BYTES))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{folder / CONFIG} cannot be read: {error}") from error
+    if not isinstance(config, dict) or not isinstance(config.get("fedssl"), dict):
+        raise UserError(f"{folder / CONFIG} was not written by fedssl export: it has no mapping `fedssl`")
+    ours = config["fedssl"]
     try:
         architecture = str(ours["architecture"])
         channels, height, width = checked_image_shape(ours["image_shape"])
@@ -171,15 +176,3 @@ def read_encoder(folder: Path) -> TrainedEncoder:
 def is_encoder_folder(path: Path) -> bool:
     """Check whether a folder holds an exported encoder."""
     return (path / CONFIG).is_file() and (path / WEIGHTS).is_file()
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    if not is_encoder_folder(folder):
-        raise UserError(f"{folder} is not an exported encoder: expected a folder with {WEIGHTS} and {CONFIG}")
-    try:
-        config = json.loads(read_regular_file(folder / CONFIG, MOST_JSON_BYTES))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{folder / CONFIG} cannot be read: {error}") from error
-    if not isinstance(config, dict) or not isinstance(config.get("fedssl"), dict):
-        raise UserError(f"{folder / CONFIG} was not written by fedssl export: it has no mapping `fedssl`")
-    return config

@@ -57,11 +57,9 @@ _SMALL_STEM = """    # the stem for small images, which timm has no argument for
 
 
 def load_script(config: dict[str, Any], stem_width: int | None = None) -> str:
-    """Return the text of load.py, with the lines that this encoder needs.
+    """Return the text of load.py, given the content of config.json, with the lines that this encoder needs.
 
-    Args:
-        config: the content of config.json.
-        stem_width: the output channels of a ResNet's stem for small images; None for every other encoder.
+    `stem_width` is the number of output channels of a ResNet's stem for small images; None for every other encoder.
     """
     ours = config["fedssl"]
     channels = ours["image_shape"][0]
@@ -73,12 +71,7 @@ def load_script(config: dict[str, Any], stem_width: int | None = None) -> str:
     else:
         imports, network = "", _CONVNET
         build = f'    encoder = SmallConvNet({channels}, CONFIG["fedssl"]["widths"], CONFIG["fedssl"]["strides"])'
-    load = _LOAD.format(
-        shape=", ".join(map(str, ours["image_shape"])),
-        features=config["num_features"],
-        build=build,
-        mean=ours["mean"][0],
-        std=ours["std"][0],
-    )
+    shape, mean, std = ", ".join(map(str, ours["image_shape"])), ours["mean"][0], ours["std"][0]
+    load = _LOAD.format(shape=shape, features=config["num_features"], build=build, mean=mean, std=std)
     imports += "\nimport torch\nfrom timm.models import load_state_dict"
     return _HEAD.format(imports=imports) + network + load

@@ -54,18 +54,10 @@ Paths are left out, as they are of the machine that ran it. The folder holds no 
 
 
 def model_card(chosen: EncoderOfRun, config: dict[str, Any], path: Path, formats: Collection[FormatName]) -> str:
-    """Return the text of README.md.
-
-    Args:
-        chosen: the encoder and its run's recipe.
-        config: the content of config.json.
-        path: the run's folder.
-        formats: the compiled forms in the folder.
-    """
+    """Return the text of README.md, given the content of config.json, the run's folder, and the compiled forms."""
     run = read_run(path)
-    ours = config["fedssl"]
+    ours, (_, height, width) = config["fedssl"], config["fedssl"]["image_shape"]
     recipe = _without_paths(chosen.recipe.model_dump(mode="json")) | {"description": chosen.recipe.description}
-    _, height, width = ours["image_shape"]
     return _CARD.format(
         title=f"{ours['architecture']} by {ours['method']}",
         sentence=" ".join(chosen.recipe.description.split()) or f"the recipe `{ours['method']}`.",
@@ -105,7 +97,7 @@ def _facts(chosen: EncoderOfRun, config: dict[str, Any], run: Run) -> str:
         "training images": data_size,
         "run": f"{ours['run']}, seed {recipe.seed}, fedssl {ours['version']}",
     }
-    return "\n".join(["| | |", "|---|---|", *(f"| {what} | {value} |" for what, value in rows.items())])
+    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])
 
 
 def _figures(chosen: EncoderOfRun, run: Run) -> str:
@@ -150,18 +142,16 @@ def _window_line(window: Window | None) -> str:
     """Return the line about the run's window for pixels of more than 8 bits; empty if there were none."""
     if window is None:
         return ""
-    words = f"from {window[0]:g} (0) to {window[1]:g} (255)" if isinstance(window, tuple) else f"`{window}`"
-    return f"\nPixels of more than 8 bits must be brought to 0 to 255 first, by the run's `data.window`: {words}."
+    values = f"from {window[0]:g} (0) to {window[1]:g} (255)" if isinstance(window, tuple) else f"`{window}`"
+    return f"\nPixels of more than 8 bits must be brought to 0 to 255 first, by the run's `data.window`: {values}."
 
 
 def _compiled_lines(formats: Collection[FormatName]) -> str:
     if not formats:
         return ""
     names = ", ".join(f"`{FILES[name]}`" for name in formats)
-    return (
-        f"\n{names}: the same network with the normalisation inside.\n"
-        "The input `pixels` is float32 between 0 and 1, for any n; the output is `features`.\n"
-    )
+    text = "The input `pixels` is float32 between 0 and 1, for any n; the output is `features`."
+    return f"\n{names}: the same network with the normalisation inside.\n{text}\n"
 
 
 def _without_paths(values: Any, in_data: bool = False) -> Any:
@@ -171,9 +161,9 @@ def _without_paths(values: Any, in_data: bool = False) -> Any:
     if isinstance(values, dict):
         cleaned = {}
         for key, value in values.items():
-            kept = in_data and key == "name"
-            shown = value if kept else _without_paths(value, in_data or key in _DATA_KEYS)
-            cleaned[_LEFT_OUT if _is_path(key) else key] = shown
+            if not (in_data and key == "name"):
+                value = _without_paths(value, in_data or key in _DATA_KEYS)
+            cleaned[_LEFT_OUT if _is_path(key) else key] = value
         return cleaned
     if isinstance(values, str) and values.endswith(".py"):
         return Path(values).name

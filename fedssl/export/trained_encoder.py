@@ -1,4 +1,4 @@
-"""The encoder that a finished run ends with, as a plain network on the CPU."""
+"""The encoder at the end of a finished run, as a plain network on the CPU."""
 
 from __future__ import annotations
 
@@ -48,14 +48,7 @@ class TrainedEncoder:
 
 @dataclass(frozen=True, eq=False)
 class EncoderOfRun:
-    """A run's encoder.
-
-    Attributes:
-        encoder: the network.
-        recipe: the run's.
-        owner: `global`, or the number of the client whose model it is.
-        round: the round after which the model had these weights.
-    """
+    """A run's encoder, its owner (`global` or a client's number), and the round after which it had these weights."""
 
     encoder: TrainedEncoder
     recipe: Recipe
@@ -69,7 +62,6 @@ def encoder_of_run(path: Path, client: int | None = None, shared: bool = False, 
     A staged encoder (layer-wise and progressive schedules) is returned as the plain network that it was cut from.
 
     Args:
-        path: the run's folder.
         client: the number of a client (default: the global model, or the only client's). If clients share a global
             model, its model is the one right after its last training.
         shared: take the global model; an error if there is none.
@@ -87,8 +79,7 @@ def encoder_of_run(path: Path, client: int | None = None, shared: bool = False, 
     owner = _owner(recipe, path, client, shared)
     if owner == GLOBAL:
         entries: Mapping[str, Tensor] = directory.server_state().tensors
-        number = checkpoint.round
-        architecture = recipe.architecture_of(0)
+        number, architecture = checkpoint.round, recipe.architecture_of(0)
     else:
         last = directory.client_round(int(owner))
         if last is None:
@@ -118,9 +109,8 @@ def encoder_of_run(path: Path, client: int | None = None, shared: bool = False, 
     num_features = int(network.num_features)  # type: ignore[arg-type]
     plain = network.plain_network() if isinstance(network, StagedEncoder) else network
     plain.requires_grad_(False).eval()
-    return EncoderOfRun(
-        TrainedEncoder(plain, architecture, shape, num_features, recipe.data.window), recipe, owner, number
-    )
+    trained = TrainedEncoder(plain, architecture, shape, num_features, recipe.data.window)
+    return EncoderOfRun(trained, recipe, owner, number)
 
 
 def _owner(recipe: Recipe, path: Path, client: int | None, shared: bool) -> str:

@@ -131,14 +131,8 @@ class Collapse:
 def collapse_of_run(path: Path, trust: bool = False) -> Collapse | None:
     """Return the collapse analysis of a run's last round, made and stored in its folder unless it is stored already.
 
-    It is not stored if the folder cannot be written.
-
-    Args:
-        path: the run's folder.
-        trust: run the code of your own parts that the run's recipe names.
-
-    Returns:
-        The analysis; None if no round is finished.
+    The result is None if no round is finished. It is not stored if the folder cannot be written. `trust` permits
+    running the code of your own parts that the run's recipe names.
 
     Raises:
         UserError: the run's data are no longer there, a state cannot be read, representations are not finite, or
@@ -174,12 +168,12 @@ def _can_be_drawn(analysis: Collapse) -> bool:
         figures += [*chain(*one.sphere), *one.log_singular_values, one.alignment, one.uniformity, one.effective_rank]
     return (
         images > 0
-        and all(0 <= label < classes for label in analysis.labels)
         and len(models) > 0
+        and len(tsne) in (0, 2)
+        and all(0 <= label < classes for label in analysis.labels)
         and all(re.fullmatch(r"global|[0-9]{1,9}", who) for who in analysis.models)
         and all(0 < one.dimension <= _LARGEST_DIMENSION and one.log_singular_values for one in models)
         and all(len(one.sphere) == images and all(len(point) == 3 for point in one.sphere) for one in models)
-        and len(tsne) in (0, 2)
         and all(len(points) == len(tsne[0]) <= images and all(len(p) == 2 for p in points) for points in tsne)
         and all(abs(value) < LARGEST_FIGURE for value in figures)
         and all(math.isfinite(one.coverage) for one in models)
@@ -189,12 +183,9 @@ def _can_be_drawn(analysis: Collapse) -> bool:
 def _write(analysis: Collapse, path: Path) -> None:
     folder = path / "figures"
     make_folder(folder)
-    for name, draw in (
-        ("log_singular_values", draw_log_singular_values),
-        ("sphere", draw_spheres),
-        ("tsne", draw_tsne),
-    ):
-        figure = draw({path.name: analysis})
+    by_method = {path.name: analysis}
+    singular_values, spheres, tsne = draw_log_singular_values(by_method), draw_spheres(by_method), draw_tsne(by_method)
+    for name, figure in (("log_singular_values", singular_values), ("sphere", spheres), ("tsne", tsne)):
         if figure is not None:
             write_atomically(folder / f"{name}.png", png_bytes(figure))
     write_atomically(path / _FILE, json.dumps(asdict(analysis)).encode())
@@ -202,10 +193,6 @@ def _write(analysis: Collapse, path: Path) -> None:
 
 def analyse_collapse(federation: Federation, directory: RunDirectory) -> Collapse:
     """Represent test images with the models of a run's last committed round, and measure how they fill their space.
-
-    Args:
-        federation: the run's, see `build_federation`.
-        directory: the run's folder, with at least one finished round.
 
     Raises:
         UserError: there are no images, a state cannot be read, or representations are not finite.
@@ -233,14 +220,9 @@ def analyse_collapse(federation: Federation, directory: RunDirectory) -> Collaps
             sphere=_rounded(points),
             coverage=measures.sphere_coverage(points),
         )
-    return Collapse(
-        FORMAT,
-        directory.checkpoint.round,
-        list(data.counted_as),
-        (data.test_labels[order] if data.labelled else torch.zeros_like(order)).tolist(),
-        models,
-        _tsne(features, seed_for(recipe.seed, "collapse", "tsne")),
-    )
+    labels = (data.test_labels[order] if data.labelled else torch.zeros_like(order)).tolist()
+    points_in_plane = _tsne(features, seed_for(recipe.seed, "collapse", "tsne"))
+    return Collapse(FORMAT, directory.checkpoint.round, list(data.counted_as), labels, models, points_in_plane)
 
 
 def _models(federation: Federation, directory: RunDirectory) -> Iterator[tuple[str, Model]]:
@@ -332,9 +314,8 @@ def draw_spheres(analyses: Mapping[str, Collapse]) -> Figure:
             model = f"client {who}" if who.isdigit() else f"{who} model"
             axes.set_title(f"{model}: {100 * analysis.models[who].coverage:.0f} % covered", fontsize=11, color=TEXT)
         if len(analyses) > 1:
-            line[0].text(
-                -1.25, 0, plot_text(label), rotation=90, ha="center", va="center", size=12, weight="bold", color=TEXT
-            )
+            look = {"rotation": 90, "ha": "center", "va": "center", "size": 12, "weight": "bold", "color": TEXT}
+            line[0].text(-1.25, 0, plot_text(label), **look)
     for axes in grid.ravel():
         if not axes.has_data():
             axes.set_axis_off()
@@ -407,11 +388,7 @@ def draw_tsne(analyses: Mapping[str, Collapse]) -> Figure | None:
 
 
 def collapse_section(analyses: Mapping[str, Collapse | str]) -> PageSection | None:
-    """Return the report's section about collapse; None if `analyses` is empty.
-
-    Args:
-        analyses: by method, its analysis, or the reason why there is none.
-    """
+    """Return the report's section about the methods' analyses, or the reasons why there are none; None without any."""
     if not analyses:
         return None
     shown = {name: analysis for name, analysis in analyses.items() if not isinstance(analysis, str)}
@@ -437,12 +414,12 @@ def _table(analyses: Mapping[str, Collapse]) -> PageTable:
         shared = [analysis.shared] if analysis.shared else []
         for model, geometries in (("global model", shared), (local, analysis.local)):
             if geometries:
-                measures = (
+                cells = (
                     f"{fmean(one.alignment for one in geometries):.3f}",
                     f"{fmean(one.uniformity for one in geometries):.2f}",
                     f"{fmean(one.effective_rank for one in geometries):.1f}",
                     f"{fmean(100 * one.coverage for one in geometries):.0f}",
                 )
-                rows.append((name, model, *measures))
+                rows.append((name, model, *cells))
     header = ("method", "model", "alignment", "uniformity", "effective rank", "sphere covered (%)")
     return PageTable(header, rows, text_columns=2)

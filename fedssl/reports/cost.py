@@ -7,7 +7,7 @@ of round, which is counted (accounting.py). A run of the recipe therefore logs t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
@@ -40,8 +40,6 @@ _TIMED_SECONDS = 0.8
 _SMALLEST_BATCH = 2
 _TIMED_STEPS = 3
 
-Note = Callable[[str], None]
-
 
 @dataclass(frozen=True)
 class RoundCost:
@@ -71,16 +69,16 @@ class RoundCost:
 def estimate(
     federation: Federation,
     newcomers: bool = False,
-    note: Note = lambda text: None,
+    note: Callable[[str], None] = lambda text: None,
     timed_rounds: Collection[int] = (),
     without_products: bool = False,
     only_rounds: Collection[int] | None = None,
 ) -> list[RoundCost]:
-    """Return the resources of every round. Clients are sampled and drop out as in the run itself.
+    """Return the resources of every round, in order, with the opening round first if there is one.
 
-    Clients with answers of equal size are counted once: a step of each kind of round is run once for each
-    architecture. On a CPU three small steps are run, which determine the figure at the recipe's batch size exactly.
-    Answers that the guard will refuse are not predicted.
+    Clients are sampled and drop out as in the run itself. Those with answers of equal size are counted once: a step of
+    each kind of round is run once for each architecture. On a CPU three small steps are run, which determine the figure
+    at the recipe's batch size exactly. Answers that the guard will refuse are not predicted.
 
     Args:
         federation: see `build_federation`.
@@ -91,9 +89,6 @@ def estimate(
         without_products: count without computing the products that make up the operations, which is faster. The
             clients' answers are then noise of the right size.
         only_rounds: numbers of the rounds that are counted (default: all); the clients take no part in the others.
-
-    Returns:
-        One entry per round, in order, with the opening round first if there is one.
 
     Raises:
         UserError: a step fails, for instance because its loss is not finite.
@@ -160,7 +155,7 @@ class _ClientRound:
 class _Counter:
     """Counts the clients' parts in the rounds, each kind once; holds the clients' models and memories meanwhile."""
 
-    def __init__(self, federation: Federation, note: Note, without_products: bool):
+    def __init__(self, federation: Federation, note: Callable[[str], None], without_products: bool):
         self.federation, self.method, self.note = federation, federation.method, note
         self.without_products, self.products_left_out = without_products, ProductsLeftOut()
         # otherwise an answer can contain a client's own name, or depend on its images
@@ -397,15 +392,16 @@ def format_bytes(count: float) -> str:
     """Return bytes in decimal units: `0`, `812 B`, `4.1 kB`, `20.5 MB`, `1.3 GB`."""
     if count < 1000:
         return f"{count:.0f} B" if count else "0"
-    for unit, size in (("kB", 1e3), ("MB", 1e6)):
-        if count < 999.95 * size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count / 1e9:,.1f} GB"
+    return _in_units(count, {"kB": 1e3, "MB": 1e6, "GB": 1e9})
 
 
 def format_flops(count: float) -> str:
     """Return floating-point operations: `812.0 M`, `4.1 G`, `20.5 T`, `1.2 P`."""
-    for unit, size in (("M", 1e6), ("G", 1e9), ("T", 1e12)):
-        if count < 999.95 * size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count / 1e15:,.1f} P"
+    return _in_units(count, {"M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15})
+
+
+def _in_units(count: float, units: Mapping[str, float]) -> str:
+    """Return a count in the first unit in which it is below 1000, or in the last."""
+    fitting = (unit for unit, size in units.items() if count < 999.95 * size)
+    unit = next(fitting, list(units)[-1])
+    return f"{count / units[unit]:,.1f} {unit}"

@@ -31,13 +31,11 @@ from ..run.directory import RunDirectory
 from ..run.storage import csv_text, write_atomically
 from ..untrusted import parse_yaml
 
-Note = Callable[[str], None]
-
 
 def evaluate_run(
     path: Path,
     fractions: Sequence[float] = (),
-    note: Note = lambda text: None,
+    note: Callable[[str], None] = lambda text: None,
     fine_tune: FineTuneOptions | None = None,
     data: DataOptions | None = None,
     trust: bool = False,
@@ -89,15 +87,10 @@ def evaluate_run(
 def evaluate_export(
     path: Path, data: DataOptions | None, fractions: Sequence[float] = (), fine_tune: FineTuneOptions | None = None
 ) -> Path:
-    """Evaluate an exported encoder on labelled data.
-
-    Args:
-        path: a folder that `fedssl export` has written.
-        data: see `load_downstream`.
-        fractions, fine_tune: see `evaluate_run`.
+    """Evaluate an exported encoder in the folder `path` on labelled data; see `evaluate_run` for the arguments.
 
     Returns:
-        The written file, FOLDER/evaluation-DATA.csv with one line and a column per measure.
+        The written file, FOLDER/evaluation-DATA.csv, with one line and a column per measure.
 
     Raises:
         UserError: `path` holds no encoder; a fraction is not in (0, 1]; the data are missing or do not fit; or the file

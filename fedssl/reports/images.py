@@ -79,12 +79,8 @@ class ImagePictures:
 def image_pictures_of_run(path: Path, trust: bool = False) -> ImagePictures | None:
     """Return a description of the pictures of a run's last round; draw and store them unless they are stored already.
 
-    Args:
-        path: the run's folder.
-        trust: run the code of your own parts that the run's recipe names.
-
-    Returns:
-        The description; None if no round is finished, or there are too few images for a picture.
+    The result is None if no round is finished, or there are too few images for a picture. `trust` permits running the
+    code of your own parts that the run's recipe names.
 
     Raises:
         UserError: the run's data or its clients' models are not here, representations are not finite, the recipe names
@@ -107,9 +103,9 @@ def _draw(federation: Federation, directory: RunDirectory) -> ImagePictures | No
     dataset, seed, path = federation.dataset, federation.recipe.seed, directory.path
     require_measured_images(dataset)
     has_test_images = len(dataset.test_images) > 0
-    measured = dataset.measured_images
-    order = torch.randperm(len(measured), generator=generator_for(seed, "pictures", "images"))[:_SEARCHED]
-    images = images_of_rows(measured, order)
+    generator = generator_for(seed, "pictures", "images")
+    order = torch.randperm(len(dataset.measured_images), generator=generator)[:_SEARCHED]
+    images = images_of_rows(dataset.measured_images, order)
     if len(images) < 5:  # too few for any t-SNE
         return None
     labels = dataset.test_labels[order] if has_test_images and dataset.labelled else None
@@ -125,15 +121,9 @@ def _draw(federation: Federation, directory: RunDirectory) -> ImagePictures | No
     image_map = draw_map(images, points, labels if few_classes else None, dataset.class_names)
     for file, figure in zip(ImagePictures.files(path), (sheet, image_map), strict=True):
         write_atomically(file, png_bytes(figure))
-    pictures = ImagePictures(
-        FORMAT,
-        directory.checkpoint.round,
-        who,
-        "test" if has_test_images else "training",
-        len(images),
-        len(points),
-        None if labels is None else float((labels[nearest] == labels[queries][:, None]).double().mean()),
-    )
+    source = "test" if has_test_images else "training"
+    same_class = None if labels is None else float((labels[nearest] == labels[queries][:, None]).double().mean())
+    pictures = ImagePictures(FORMAT, directory.checkpoint.round, who, source, len(images), len(points), same_class)
     write_atomically(path / _FILE, json.dumps(asdict(pictures)).encode())
     return pictures
 

@@ -72,9 +72,7 @@ def page_figure(figure: Figure, description: str, caption: str = "", png: bool =
     """Return a matplotlib figure as part of a page. The same figure always gives the same bytes.
 
     Args:
-        figure: the figure.
         description: the figure's content, for readers who do not see it.
-        caption: the text below it.
         png: embed PNG instead of SVG, for a figure that holds many pixels anyway.
     """
     if png:

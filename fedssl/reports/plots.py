@@ -83,7 +83,7 @@ def png_bytes(figure: Figure) -> bytes:
 
 
 def write_figure(path: Path, figure: Figure) -> None:
-    """Write a figure as an image file in the format of its suffix (default: PNG), 150 dots per inch.
+    """Write a figure as an image file in the format of the suffix (default: PNG), 150 dots per inch.
 
     Raises:
         UserError: the suffix is unknown, or the file cannot be written.
@@ -140,10 +140,7 @@ def draw_curves(
 ) -> Figure:
     """Draw a metric by round: a line for each method's mean over its runs, and a band from lowest to highest.
 
-    Args:
-        metric: the metric's name.
-        groups: by method, each run's values by round. Only the rounds that all its runs reached are drawn.
-        styles: see `method_styles`.
+    `groups` has, by method, each run's values by round. Only the rounds that all its runs reached are drawn.
     """
     figure = Figure(figsize=(6.4, 3.9), layout="constrained")
     axes = figure.add_subplot()
@@ -169,11 +166,8 @@ def draw_spectrum(groups: Mapping[str, Sequence[Sequence[Sequence[float]]]], sty
 
     The index is scaled to [0, 1], because clients' representations differ in dimension. A line is the geometric mean
     over a method's runs and their clients. A flat line means that all directions are in use; a line that falls early
-    means that the representation has collapsed to a few.
-
-    Args:
-        groups: by method, by run, by client: singular values, descending.
-        styles: see `method_styles`.
+    means that the representation has collapsed to a few. `groups` has, by method, run and client, the singular values
+    in descending order.
     """
     figure = Figure(figsize=(6.4, 3.9), layout="constrained")
     axes = figure.add_subplot()
@@ -291,7 +285,7 @@ def draw_table_picture(
     """Draw a table as one picture: the clients, the result of each method, and the verdict.
 
     Args:
-        title, subtitle: the texts above the picture.
+        title, subtitle: the texts at the top.
         cards: some clients, about six at most.
         panels: by metric, one (label, role, before by seed, after by seed) per row; a role is `method`, `baseline`,
             `control` or `other`, or `row` if the table has no verdict.

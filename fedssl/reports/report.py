@@ -105,13 +105,16 @@ def build_report(
     methods: dict[str, list[Run]] = {}
     for run in runs:
         methods.setdefault(run.name, []).append(run)
+    first = {name: runs[0] for name, runs in methods.items()}
     metrics = _evaluated_metrics(runs)
     folders = [(name, run.seed, run.path) for name, runs in methods.items() for run in runs]
     return render_page(
         "report.html",
         title=" / ".join(methods) if len(methods) <= 3 else f"{len(methods)} methods compared",
         several_seeds=any(len(runs) > 1 for runs in methods.values()),
-        descriptions=[(name, _description(runs[0])) for name, runs in methods.items()],
+        descriptions=[
+            (name, " ".join(str(run.recipe.get("description") or "").split())) for name, run in first.items()
+        ],
         runs=_run_table(methods),
         warnings=[f"{name}: {warning}" for name, runs in methods.items() for warning in _warnings(runs)],
         results=_results_table(methods, metrics),
@@ -126,16 +129,12 @@ def build_report(
         privacy=_privacy_table(methods),
         settings=_settings_table(methods),
         folders=PageTable(("method", "seed", "folder"), folders, text_columns=3),
-        recipes=[(f"{name}, seed {runs[0].seed}", _as_yaml(runs[0])) for name, runs in methods.items()],
+        recipes=[(f"{name}, seed {run.seed}", _as_yaml(run.recipe)) for name, run in first.items()],
     )
 
 
-def _description(run: Run) -> str:
-    return " ".join(str(run.recipe.get("description") or "").split())
-
-
-def _as_yaml(run: Run) -> str:
-    return yaml.safe_dump(dict(run.recipe), sort_keys=False, allow_unicode=True, width=100)
+def _as_yaml(recipe: Mapping[str, Any]) -> str:
+    return yaml.safe_dump(dict(recipe), sort_keys=False, allow_unicode=True, width=100)
 
 
 def _run_table(methods: Methods) -> PageTable:
