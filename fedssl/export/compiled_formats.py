@@ -1,7 +1,6 @@
 """An encoder as one file that needs neither fedssl nor timm: ONNX, TorchScript, or torch.export.
 
-All three take pixels between 0 and 1, float32 [n, C, H, W], for any n, and have the normalisation inside. They give
-float32 [n, d].
+All three take pixels between 0 and 1, float32 [n, C, H, W], for any n, normalise them, and return float32 [n, d].
 """
 
 from __future__ import annotations
@@ -21,8 +20,16 @@ from ..errors import UserError, install_command
 from ..run.storage import write_atomically
 from .trained_encoder import TrainedEncoder
 
+FormatName = Literal["onnx", "torchscript", "torch-export"]
+FILES: dict[FormatName, str] = {
+    "onnx": "encoder.onnx",
+    "torchscript": "encoder.torchscript.pt",
+    "torch-export": "encoder.pt2",
+}
 #: of pixels between 0 and 1, in every channel; the same as `data.pixels.normalize` on uint8
 MEAN, STD = 0.5, 0.25
+#: the largest difference from the encoder that a written file may have, relative to the largest feature
+TOLERANCE = 1e-4
 
 
 class WithNormalization(nn.Module):
@@ -33,28 +40,13 @@ class WithNormalization(nn.Module):
         self.encoder = encoder
 
     def forward(self, pixels: Tensor) -> Tensor:
-        out: Tensor = self.encoder((pixels - MEAN) / STD)
-        return out
-
-
-FormatName = Literal["onnx", "torchscript", "torch-export"]
-
-
-FILES: dict[FormatName, str] = {
-    "onnx": "encoder.onnx",
-    "torchscript": "encoder.torchscript.pt",
-    "torch-export": "encoder.pt2",
-}
-
-
-#: the largest difference from the encoder that a written file may have, relative to the largest feature
-TOLERANCE = 1e-4
+        return self.encoder((pixels - MEAN) / STD)
 
 
 def write_format(name: FormatName, encoder: TrainedEncoder, folder: Path) -> None:
     """Write a compiled form, and compare its output with the encoder's on images of noise.
 
-    ONNX is compared only where onnxruntime is installed.
+    ONNX is compared only if onnxruntime is installed.
 
     Raises:
         UserError: a package is missing, the network cannot be compiled, or its outputs differ.
@@ -87,9 +79,8 @@ def _write_onnx(network: WithNormalization, pixels: Tensor, path: Path) -> Tenso
         import onnx  # noqa: F401
         import onnxscript  # noqa: F401
     except ImportError as error:
-        raise UserError(
-            f"--onnx needs the packages onnx and onnxscript ({error}): {install_command('export')}"
-        ) from error
+        message = f"--onnx needs the packages onnx and onnxscript ({error}): {install_command('export')}"
+        raise UserError(message) from error
     program: Any = torch.onnx.export(
         network,
         (pixels,),
@@ -114,22 +105,19 @@ def _write_torchscript(network: WithNormalization, pixels: Tensor, path: Path) -
     file = io.BytesIO()
     torch.jit.save(torch.jit.trace(network, (pixels[:2],)), file)
     write_atomically(path, file.getvalue())
-    outputs: Tensor = torch.jit.load(str(path))(pixels)
-    return outputs
+    return torch.jit.load(str(path))(pixels)
 
 
 def _write_torch_export(network: WithNormalization, pixels: Tensor, path: Path) -> Tensor:
-    program = torch.export.export(network, (pixels,), dynamic_shapes=({0: torch.export.Dim("n")},))
     file = io.BytesIO()
-    torch.export.save(program, file)
+    torch.export.save(torch.export.export(network, (pixels,), dynamic_shapes=({0: torch.export.Dim("n")},)), file)
     write_atomically(path, file.getvalue())
-    outputs: Tensor = torch.export.load(str(path)).module()(pixels)
-    return outputs
+    return torch.export.load(str(path)).module()(pixels)
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the exporters' progress and their warnings about themselves."""
+    """Hide the exporters' progress and their warnings about themselves."""
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -1,10 +1,9 @@
-"""The representations of a folder of images or of an .npz file, by an exported encoder."""
+"""The representations of a folder of images or of an .npz file, computed by an exported encoder."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -26,106 +25,11 @@ from .encoder_folder import is_encoder_folder, read_encoder
 
 #: the arrays of images that an .npz file may have, in the order in which they are read
 _ARRAYS = ("x", "x_train", "x_val", "x_test", "train_images", "val_images", "test_images")
-
-
-@dataclass(frozen=True)
-class ImageBatch:
-    """Some images.
-
-    Attributes:
-        names: of each image: a file's path seen from the folder, or `ARRAY/ROW` of an .npz file.
-        images: uint8 [n, C, H, W]; n is 0 where no file of the batch can be read.
-        unreadable: files of this part of the folder that cannot be read, each with the reason.
-    """
-
-    names: list[str]
-    images: Tensor
-    unreadable: list[str] = field(default_factory=list)
-
-
-def image_batches(
-    source: Path, shape: tuple[int, int, int], window: Window | None, batch_size: int
-) -> tuple[int, Iterator[ImageBatch]]:
-    """The images of a folder, nested or flat, or of an .npz file: cropped to the encoder's form and resized.
-
-    A grey image becomes three equal channels for an encoder of colour images; a colour image becomes grey (luma) for
-    an encoder of grey ones.
-
-    Args:
-        source: the folder or the file.
-        shape: channels, height and width that the encoder takes.
-        window: how pixels of more than 8 bits become 8 bits; None refuses such images.
-        batch_size: the most images of a batch.
-
-    Returns:
-        The number of images or files, and the batches in their order.
-
-    Raises:
-        UserError: there is no such folder or file, it holds no images, or they need a window.
-    """
-    kind = kind_of(source)
-    if kind == "missing":
-        raise UserError(f"there is no folder or file {printable(source)}: expected a folder of images or an .npz file")
-    if kind == "folder":
-        files, others = list_files(source)
-        notify_of_left_out(others, source)
-        files.sort()
-        if not files:
-            raise UserError(
-                f"{printable(source)} holds no image; expected files that end in {', '.join(IMAGE_SUFFIXES)}"
-            )
-        return len(files), _from_files(source, files, shape, window, batch_size)
-    arrays = _read_arrays(source, window)
-    return sum(map(len, arrays.values())), _from_arrays(arrays, shape, batch_size)
-
-
-def _from_files(
-    folder: Path, files: Sequence[Path], shape: tuple[int, int, int], window: Window | None, batch_size: int
-) -> Iterator[ImageBatch]:
-    channels, height, width = shape
-    for start in range(0, len(files), batch_size):
-        names, images, unreadable = [], [], []
-        for file in files[start : start + batch_size]:
-            try:
-                if window is None and image_kind(file).deep != "no":
-                    raise UserError(
-                        f"{printable(file)} has pixels of more than 8 bits, and the encoder was trained on images of 8 "
-                        "bits: give --window LOW HIGH, the values that become 0 and 255"
-                    )
-                images.append(read_pixels(file, height, width, channels, window))
-                names.append(printable(file.relative_to(folder).as_posix()))
-            except BrokenImageError as error:
-                unreadable.append(f"{printable(file)} ({error})")
-        pixels = torch.from_numpy(np.stack(images)) if images else torch.empty(0, *shape, dtype=torch.uint8)
-        yield ImageBatch(names, pixels, unreadable)
-
-
-def _read_arrays(path: Path, window: Window | None) -> dict[str, Tensor]:
-    """The arrays of images of an .npz file, uint8 [n, C, H, W] by name."""
-    with NpzArchive(path) as archive:
-        names = [name for name in _ARRAYS if name in archive.names]
-        names = names or (archive.names if len(archive.names) == 1 else [])
-        if not names:
-            raise UserError(
-                f"{printable(path)} has the arrays {listed(archive.names)}; expected some of {', '.join(_ARRAYS)}, or "
-                "a single one"
-            )
-        arrays = archive.read(names)
-    pixels = to_uint8({f"{name} in {printable(path)}": arrays[name] for name in names}, window)
-    return {name: channels_first(array, text) for name, (text, array) in zip(names, pixels.items(), strict=True)}
-
-
-def _from_arrays(arrays: dict[str, Tensor], shape: tuple[int, int, int], batch_size: int) -> Iterator[ImageBatch]:
-    channels, height, width = shape
-    for name, array in arrays.items():
-        for start in range(0, len(array), batch_size):
-            images = in_channels(array[start : start + batch_size], channels)
-            if images.shape[2:] != (height, width):
-                images = resize(images, height, width)
-            yield ImageBatch([f"{name}/{start + row}" for row in range(len(images))], images)
-
-
 _MOST_NAMED = 5
+#: channels, height and width that the encoder takes
+Shape = tuple[int, int, int]
+#: the images' names, the images as uint8 [n, C, H, W], and the files that cannot be read, each with the reason
+ImageBatch = tuple[list[str], Tensor, list[str]]
 
 
 def embed_images(
@@ -143,49 +47,47 @@ def embed_images(
 
     Args:
         folder: an exported encoder.
-        images: a folder of image files, nested or flat, or an .npz file. The names in `files` are paths seen from the
-            folder, or `ARRAY/ROW` of the .npz file; the order is theirs.
+        images: a folder of image files, nested or flat, or an .npz file. The names in `files` are paths relative to the
+            folder, or `ARRAY/ROW` of the .npz file, in its order. Images are cropped and resized to the encoder's
+            shape. A grey image becomes three equal channels for an encoder of colour images; a colour image becomes
+            grey (luma) for an encoder of grey ones.
         output: the file to write; an existing one is replaced when the new one is complete.
         batch_size: images that are read and embedded at a time; the features do not depend on it beyond rounding.
-        device: `cpu`, `cuda`, or `auto` for CUDA where there is a device.
-        window: how pixels of more than 8 bits become 8 bits; by default as in the encoder's run.
+        device: `cpu`, `cuda`, or `auto` for CUDA if there is a device.
+        window: how pixels of more than 8 bits become 8 bits (default: as in the encoder's run).
         skip_broken: leave out files that cannot be read, instead of refusing all.
-        progress: is told after each batch how many of how many images are done.
+        progress: called after each batch with the number of images done and the number of all.
 
     Returns:
-        What was left out and why, in one line; empty where all could be read.
+        The files that were left out and the reasons, in one line; empty if all could be read.
 
     Raises:
-        UserError: no exported encoder; no images; a file that cannot be read, unless `skip_broken` is set; or a
-            representation that is not finite. Nothing is written then.
+        UserError: there is no exported encoder; there are no images; a file cannot be read and `skip_broken` is not
+            set; or a representation is not finite. Nothing is written then.
     """
     if not is_encoder_folder(folder) and (folder / "recipe.yaml").is_file():
         RunDirectory.open(folder)
         raise UserError(f"{folder} is a run's folder: export its encoder first, with fedssl export {folder} FOLDER")
     encoder = read_encoder(folder)
-    place = device_named(device)
-    network = encoder.network.to(place)
-    total, batches = image_batches(images, encoder.image_shape, window or encoder.window, batch_size)
+    network = encoder.network.to(device_named(device))
+    total, batches = _batches(images, encoder.image_shape, window or encoder.window, batch_size)
     names: list[str] = []
-    features: list[torch.Tensor] = []
+    features: list[Tensor] = []
     unreadable: list[str] = []
-    done = 0
-    for batch in batches:
-        unreadable += batch.unreadable
-        names += batch.names
-        done += len(batch.names) + len(batch.unreadable)
-        if batch.names and (skip_broken or not unreadable):
-            features.append(extract_outputs(network, batch.images))
-        progress(done, total)
+    for batch_names, pixels, batch_unreadable in batches:
+        unreadable += batch_unreadable
+        names += batch_names
+        if batch_names and (skip_broken or not unreadable):
+            features.append(extract_outputs(network, pixels))
+        progress(len(names) + len(unreadable), total)
     if unreadable and not skip_broken:
         raise UserError(f"{_summary(unreadable, total)}; repair or remove them, or leave them out with --skip-broken")
     if not names:
         raise UserError(f"none of the {total} files in {images} can be read as an image: {unreadable[0]}")
     array = torch.cat(features)
     if not torch.isfinite(array).all():
-        raise UserError(
-            f"the encoder in {folder} gives NaN or infinite values for these images; was its training stable?"
-        )
+        problem = "gives NaN or infinite values for these images; was its training stable?"
+        raise UserError(f"the encoder in {folder} {problem}")
     file = io.BytesIO()
     np.savez(file, features=array.numpy(), files=np.array(names))
     make_folder(output.absolute().parent)
@@ -194,7 +96,68 @@ def embed_images(
 
 
 def _summary(unreadable: list[str], total: int) -> str:
-    """`2 of 200 files cannot be read: FILE (reason), FILE (reason)`, with at most five of them named."""
-    shown = unreadable[:_MOST_NAMED]
-    more = f" and {len(unreadable) - len(shown)} more" if len(unreadable) > len(shown) else ""
-    return f"{len(unreadable)} of {total} files cannot be read: {', '.join(shown)}{more}"
+    """Return `2 of 200 files cannot be read: FILE (reason), FILE (reason)`, with at most five of them named."""
+    more = f" and {len(unreadable) - _MOST_NAMED} more" if len(unreadable) > _MOST_NAMED else ""
+    return f"{len(unreadable)} of {total} files cannot be read: {', '.join(unreadable[:_MOST_NAMED])}{more}"
+
+
+def _batches(source: Path, shape: Shape, window: Window | None, batch_size: int) -> tuple[int, Iterator[ImageBatch]]:
+    """Return the number of images or files in a folder or an .npz file, and the images in batches, in their order."""
+    kind = kind_of(source)
+    if kind == "missing":
+        raise UserError(f"there is no folder or file {printable(source)}: expected a folder of images or an .npz file")
+    if kind != "folder":
+        arrays = _read_arrays(source, window)
+        return sum(map(len, arrays.values())), _from_arrays(arrays, shape, batch_size)
+    files, others = list_files(source)
+    notify_of_left_out(others, source)
+    files.sort()
+    if not files:
+        raise UserError(f"{printable(source)} holds no image; expected files that end in {', '.join(IMAGE_SUFFIXES)}")
+    return len(files), _from_files(source, files, shape, window, batch_size)
+
+
+def _from_files(
+    folder: Path, files: Sequence[Path], shape: Shape, window: Window | None, batch_size: int
+) -> Iterator[ImageBatch]:
+    channels, height, width = shape
+    for start in range(0, len(files), batch_size):
+        names, images, unreadable = [], [], []
+        for file in files[start : start + batch_size]:
+            try:
+                if window is None and image_kind(file).deep != "no":
+                    raise UserError(
+                        f"{printable(file)} has pixels of more than 8 bits, and the encoder was trained on images of 8 "
+                        "bits: give --window LOW HIGH, the values that become 0 and 255"
+                    )
+                images.append(read_pixels(file, height, width, channels, window))
+                names.append(printable(file.relative_to(folder).as_posix()))
+            except BrokenImageError as error:
+                unreadable.append(f"{printable(file)} ({error})")
+        pixels = torch.from_numpy(np.stack(images)) if images else torch.empty(0, *shape, dtype=torch.uint8)
+        yield names, pixels, unreadable
+
+
+def _read_arrays(path: Path, window: Window | None) -> dict[str, Tensor]:
+    """Return the arrays of images of an .npz file, uint8 [n, C, H, W] by name."""
+    with NpzArchive(path) as archive:
+        names = [name for name in _ARRAYS if name in archive.names]
+        names = names or (archive.names if len(archive.names) == 1 else [])
+        if not names:
+            raise UserError(
+                f"{printable(path)} has the arrays {listed(archive.names)}; expected some of {', '.join(_ARRAYS)}, or "
+                "a single one"
+            )
+        arrays = archive.read(names)
+    pixels = to_uint8({f"{name} in {printable(path)}": arrays[name] for name in names}, window)
+    return {name: channels_first(array, text) for name, (text, array) in zip(names, pixels.items(), strict=True)}
+
+
+def _from_arrays(arrays: dict[str, Tensor], shape: Shape, batch_size: int) -> Iterator[ImageBatch]:
+    channels, height, width = shape
+    for name, array in arrays.items():
+        for start in range(0, len(array), batch_size):
+            images = in_channels(array[start : start + batch_size], channels)
+            if images.shape[2:] != (height, width):
+                images = resize(images, height, width)
+            yield [f"{name}/{start + row}" for row in range(len(images))], images, []

@@ -1,7 +1,7 @@
 """An exported encoder: a folder that another program can load.
 
     model.safetensors   the weights
-    config.json         what the network is and takes, in the format of timm's models on the Hugging Face hub
+    config.json         the network and its input, in the format of timm's models on the Hugging Face hub
     load.py             builds the network and loads the weights, with torch and timm alone
     README.md           a model card
     encoder.onnx, encoder.torchscript.pt, encoder.pt2    on request, see compiled_formats.py
@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -46,38 +46,39 @@ def export_encoder(
     formats: Collection[FormatName] = (),
     trust: bool = False,
 ) -> Path:
-    """Write a finished run's encoder into a new folder, which gets its name only when it is complete.
+    """Write a finished run's encoder into a new folder, which gets its name only when it is complete, and return it.
 
     Args:
         run: the run's folder.
-        output: the folder to make; it may exist where it is empty.
-        client, shared: whose model, see `encoder_of_run`.
-        formats: also these compiled forms.
+        output: the folder to make; it may exist if it is empty.
+        client, shared: the owner of the model, see `encoder_of_run`.
+        formats: compiled forms to write as well.
         trust: see `load_stored_recipe`.
 
-    Returns:
-        `output`.
-
     Raises:
-        UserError: see `encoder_of_run`; `output` holds something already or cannot be written; or a package that a
-            format needs is missing.
+        UserError: see `encoder_of_run`; `output` is not empty or cannot be written; or a package that a format needs is
+            missing.
     """
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise UserError(f"{output} exists and is not empty: name a new folder, or remove that one")
     chosen = encoder_of_run(run, client, shared, trust)
     config = encoder_config(chosen, run.resolve().name)
-    make_folder(output.absolute().parent)
-    preparing = _temporary_folder(output)
+    network: Any = chosen.encoder.network
+    stem_width = int(network.conv1.out_channels) if has_small_image_stem(network) else None
+    parent = output.absolute().parent
+    make_folder(parent)
+    preparing = parent / f".{output.name}.{secrets.token_hex(8)}"
     try:
-        weights = {name: tensor.contiguous() for name, tensor in chosen.encoder.network.state_dict().items()}
+        preparing.mkdir()
+        weights = {name: tensor.contiguous() for name, tensor in network.state_dict().items()}
         write_atomically(preparing / WEIGHTS, save_tensors(weights, metadata={"format": "pt"}))
         write_atomically(preparing / CONFIG, (json.dumps(config, indent=2) + "\n").encode())
-        write_atomically(preparing / "load.py", load_script(config, _stem_width(chosen.encoder)).encode())
+        write_atomically(preparing / "load.py", load_script(config, stem_width).encode())
         write_atomically(preparing / "README.md", model_card(chosen, config, run, formats).encode())
         for name in formats:
             write_format(name, chosen.encoder, preparing)
         os.rename(preparing, output)
-        sync_path(output.absolute().parent)
+        sync_path(parent)
     except OSError as error:
         raise cannot_write(output, error) from error
     finally:
@@ -85,26 +86,8 @@ def export_encoder(
     return output
 
 
-def _temporary_folder(output: Path) -> Path:
-    """A new folder beside `output`, with the permissions that `output` would have."""
-    try:
-        folder = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.absolute().parent))
-        mask = os.umask(0)
-        os.umask(mask)
-        folder.chmod(0o777 & ~mask)
-    except OSError as error:
-        raise cannot_write(output, error) from error
-    return folder
-
-
-def _stem_width(encoder: TrainedEncoder) -> int | None:
-    """The output channels of a ResNet's stem for small images; None for every other encoder."""
-    network: Any = encoder.network
-    return int(network.conv1.out_channels) if has_small_image_stem(network) else None
-
-
 def encoder_config(chosen: EncoderOfRun, run_name: str) -> dict[str, Any]:
-    """The content of config.json. What timm does not know stands under `fedssl`."""
+    """Return the content of config.json. What timm does not know is under `fedssl`."""
     encoder, recipe = chosen.encoder, chosen.recipe
     channels, height, width = encoder.image_shape
     statistics = {"mean": [MEAN] * channels, "std": [STD] * channels}
@@ -124,9 +107,9 @@ def encoder_config(chosen: EncoderOfRun, run_name: str) -> dict[str, Any]:
         "round": chosen.round,
     }
     if isinstance(encoder.network, SmallConvNet):
-        blocks = encoder.network.blocks
-        ours["strides"] = [blocks[i].stride[0] for i in range(0, len(blocks), 3)]  # type: ignore[index]
-        ours["widths"] = [blocks[i].out_channels for i in range(0, len(blocks), 3)]
+        convolutions: Any = encoder.network.blocks[::3]
+        ours["strides"] = [convolution.stride[0] for convolution in convolutions]
+        ours["widths"] = [convolution.out_channels for convolution in convolutions]
         return {"architecture": encoder.architecture, "num_features": encoder.num_features, "fedssl": ours}
     name, arguments = timm_arguments(encoder.architecture, channels, width)
     return {
@@ -134,16 +117,16 @@ def encoder_config(chosen: EncoderOfRun, run_name: str) -> dict[str, Any]:
         "num_classes": 0,
         "num_features": encoder.num_features,
         "model_args": arguments,
-        "pretrained_cfg": _pretrained_cfg(name) | {"input_size": [channels, height, width], **statistics},
+        "pretrained_cfg": _pretrained_cfg(name.split(".")[0]) | {"input_size": list(encoder.image_shape), **statistics},
         "fedssl": ours,
     }
 
 
 def _pretrained_cfg(name: str) -> dict[str, Any]:
-    """What timm knows of an architecture that depends on neither its weights nor its images."""
+    """Return timm's entries for an architecture that depend on neither its weights nor its images."""
     import timm
 
-    known = timm.get_pretrained_cfg(name.split(".")[0])
+    known = timm.get_pretrained_cfg(name)
     kept = {"first_conv": None, "classifier": None, "pool_size": None, "fixed_input_size": False}
     if known is not None:
         kept = {key: getattr(known, key) for key in kept}
@@ -153,14 +136,21 @@ def _pretrained_cfg(name: str) -> dict[str, Any]:
 
 
 def read_encoder(folder: Path) -> TrainedEncoder:
-    """The encoder in an exported folder, on the CPU and in evaluation mode.
+    """Return the encoder in an exported folder, on the CPU and in evaluation mode.
 
     Raises:
         UserError: the folder holds no exported encoder, or a file in it is damaged or does not fit the others.
     """
-    config = read_config(folder)
+    if not is_encoder_folder(folder):
+        raise UserError(f"{folder} is not an exported encoder: expected a folder with {WEIGHTS} and {CONFIG}")
     try:
-        ours = config["fedssl"]
+        config = json.loads(read_regular_file(folder / CONFIG, MOST_JSON_BYTES))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{folder / CONFIG} cannot be read: {error}") from error
+    if not isinstance(config, dict) or not isinstance(config.get("fedssl"), dict):
+        raise UserError(f"{folder / CONFIG} was not written by fedssl export: it has no mapping `fedssl`")
+    ours = config["fedssl"]
+    try:
         architecture = str(ours["architecture"])
         channels, height, width = checked_image_shape(ours["image_shape"])
     except (TypeError, KeyError, ValueError) as error:
@@ -173,7 +163,7 @@ def read_encoder(folder: Path) -> TrainedEncoder:
     network = build_encoder(architecture, channels, width)
     path = folder / WEIGHTS
     try:
-        # Copies in torch's own memory: see storage.read_message.
+        # cloned into torch's own memory, see storage.read_message
         weights = {name: tensor.clone() for name, tensor in load_tensors(read_regular_file(path)).items()}
         network.load_state_dict(weights)
     except (OSError, SafetensorError, RuntimeError) as error:
@@ -184,22 +174,5 @@ def read_encoder(folder: Path) -> TrainedEncoder:
 
 
 def is_encoder_folder(path: Path) -> bool:
-    """Whether a folder holds an exported encoder."""
+    """Check whether a folder holds an exported encoder."""
     return (path / CONFIG).is_file() and (path / WEIGHTS).is_file()
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """The content of an exported folder's config.json.
-
-    Raises:
-        UserError: the folder holds none, or it cannot be read.
-    """
-    if not is_encoder_folder(folder):
-        raise UserError(f"{folder} is not an exported encoder: expected a folder with {WEIGHTS} and {CONFIG}")
-    try:
-        config = json.loads(read_regular_file(folder / CONFIG, MOST_JSON_BYTES))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{folder / CONFIG} cannot be read: {error}") from error
-    if not isinstance(config, dict) or not isinstance(config.get("fedssl"), dict):
-        raise UserError(f"{folder / CONFIG} was not written by fedssl export: it has no mapping `fedssl`")
-    return config

@@ -1,4 +1,4 @@
-"""The text of an export's load.py."""
+"""The text of an exported folder's load.py."""
 
 from __future__ import annotations
 
@@ -57,28 +57,21 @@ _SMALL_STEM = """    # the stem for small images, which timm has no argument for
 
 
 def load_script(config: dict[str, Any], stem_width: int | None = None) -> str:
-    """The text of load.py, with the lines that this encoder needs.
+    """Return the text of load.py, given the content of config.json, with the lines that this encoder needs.
 
-    Args:
-        config: the content of config.json.
-        stem_width: the output channels of a ResNet's stem for small images; None for every other encoder.
+    `stem_width` is the number of output channels of a ResNet's stem for small images; None for every other encoder.
     """
     ours = config["fedssl"]
-    is_timms = "model_args" in config
-    if is_timms:
+    channels = ours["image_shape"][0]
+    if "model_args" in config:
+        imports, network = "\nimport timm", ""
         build = '    encoder = timm.create_model(CONFIG["architecture"], num_classes=0, **CONFIG["model_args"])'
         if stem_width is not None:
-            build += "\n" + _SMALL_STEM.format(channels=ours["image_shape"][0], width=stem_width)
+            build += "\n" + _SMALL_STEM.format(channels=channels, width=stem_width)
     else:
-        arguments = f'{ours["image_shape"][0]}, CONFIG["fedssl"]["widths"], CONFIG["fedssl"]["strides"]'
-        build = f"    encoder = SmallConvNet({arguments})"
-    imports = ["", "import timm"] if is_timms else [""]
-    imports += ["import torch", "from timm.models import load_state_dict"]
-    load = _LOAD.format(
-        shape=", ".join(map(str, ours["image_shape"])),
-        features=config["num_features"],
-        build=build,
-        mean=ours["mean"][0],
-        std=ours["std"][0],
-    )
-    return _HEAD.format(imports="\n".join(imports)) + ("" if is_timms else _CONVNET) + load
+        imports, network = "", _CONVNET
+        build = f'    encoder = SmallConvNet({channels}, CONFIG["fedssl"]["widths"], CONFIG["fedssl"]["strides"])'
+    shape, mean, std = ", ".join(map(str, ours["image_shape"])), ours["mean"][0], ours["std"][0]
+    load = _LOAD.format(shape=shape, features=config["num_features"], build=build, mean=mean, std=std)
+    imports += "\nimport torch\nfrom timm.models import load_state_dict"
+    return _HEAD.format(imports=imports) + network + load

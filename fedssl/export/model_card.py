@@ -1,4 +1,4 @@
-"""The README.md of an exported encoder: what it is, how it was trained, and how to use it."""
+"""The README.md of an exported encoder: its properties, its training, and its use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import yaml
 
 from ..data.pixels import Window
 from ..evaluation.metrics import METRICS, is_measure
-from ..recipe.recipe import Recipe
 from ..run.record import Run, read_run
 from .compiled_formats import FILES, FormatName
 from .trained_encoder import GLOBAL, EncoderOfRun
@@ -55,17 +54,10 @@ Paths are left out, as they are of the machine that ran it. The folder holds no 
 
 
 def model_card(chosen: EncoderOfRun, config: dict[str, Any], path: Path, formats: Collection[FormatName]) -> str:
-    """The text of README.md.
-
-    Args:
-        chosen: the encoder and its run's recipe.
-        config: the content of config.json.
-        path: the run's folder.
-        formats: the compiled forms in the folder.
-    """
+    """Return the text of README.md, given the content of config.json, the run's folder, and the compiled forms."""
     run = read_run(path)
-    ours = config["fedssl"]
-    _, height, width = ours["image_shape"]
+    ours, (_, height, width) = config["fedssl"], config["fedssl"]["image_shape"]
+    recipe = _without_paths(chosen.recipe.model_dump(mode="json")) | {"description": chosen.recipe.description}
     return _CARD.format(
         title=f"{ours['architecture']} by {ours['method']}",
         sentence=" ".join(chosen.recipe.description.split()) or f"the recipe `{ours['method']}`.",
@@ -80,70 +72,56 @@ def model_card(chosen: EncoderOfRun, config: dict[str, Any], path: Path, formats
         features=config["num_features"],
         window=_window_line(chosen.encoder.window),
         compiled=_compiled_lines(formats),
-        recipe=yaml.safe_dump(recipe_without_paths(chosen.recipe), sort_keys=False, allow_unicode=True, width=110),
+        recipe=yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, width=110),
     )
 
 
 def _facts(chosen: EncoderOfRun, config: dict[str, Any], run: Run) -> str:
     ours, recipe = config["fedssl"], chosen.recipe
     parameters = sum(parameter.numel() for parameter in chosen.encoder.network.parameters())
-    whose = f"of client {chosen.owner}, after its training in round {chosen.round}"
-    if chosen.owner == GLOBAL:
-        whose = f"the global model after round {chosen.round}"
+    sizes = [sum(counts) for counts in run.class_counts]
+    data_size = f"{sum(sizes):,} of all clients together" if sum(sizes) else "at the clients' sites"
+    model = f"the global model after round {chosen.round}"
+    if chosen.owner != GLOBAL:
+        model = f"of client {chosen.owner}, after its training in round {chosen.round}"
+        data_size = f"{sizes[int(chosen.owner)]:,} of this client, {data_size}" if sum(sizes) else data_size
     rows = {
         "architecture": f"{ours['architecture']}, {parameters:,} parameters",
         "stem": ours["stem"],
         "image": "{} x {} x {} (channels x height x width)".format(*ours["image_shape"]),
         "features": config["num_features"],
         "objective": ours["objective"],
-        "model": whose,
+        "model": model,
         "rounds": recipe.rounds,
         "clients": recipe.partition.clients,
-        "training images": _data_size(chosen, run),
+        "training images": data_size,
         "run": f"{ours['run']}, seed {recipe.seed}, fedssl {ours['version']}",
     }
-    return "\n".join(["| | |", "|---|---|", *(f"| {what} | {value} |" for what, value in rows.items())])
-
-
-def _data_size(chosen: EncoderOfRun, run: Run) -> str:
-    sizes = [sum(counts) for counts in run.class_counts]
-    if not sum(sizes):
-        return "at the clients' sites"
-    total = f"{sum(sizes):,} of all clients together"
-    return total if chosen.owner == GLOBAL else f"{sizes[int(chosen.owner)]:,} of this client, {total}"
+    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])
 
 
 def _figures(chosen: EncoderOfRun, run: Run) -> str:
-    """The measures of this model before and after training, as a table; empty where nothing was measured."""
+    """Return the measures of this model before and after training as a table; empty if nothing was measured."""
     who = chosen.owner if (run.rounds, chosen.owner, "effective_rank") in run.values else "mean"
     names = dict.fromkeys(name for number, w, name in run.values if number == run.rounds and w == who)
     rows = []
-    for name in names:
-        if is_measure(name):
-            before = run.values.get((0, who, name))
-            after = run.values[run.rounds, who, name]
-            decimals = METRICS[name].decimals if name in METRICS else 1
-            rows.append(f"| {name} | {'' if before is None else f'{before:.{decimals}f}'} | {after:.{decimals}f} |")
+    for name in filter(is_measure, names):
+        before = run.values.get((0, who, name))
+        after = run.values[run.rounds, who, name]
+        decimals = METRICS[name].decimals if name in METRICS else 1
+        rows.append(f"| {name} | {'' if before is None else f'{before:.{decimals}f}'} | {after:.{decimals}f} |")
     if not rows:
         return ""
     whose = " (mean over the clients' models)" if who == "mean" else ""
-    return "\n".join(
-        [
-            f"| measured on the run's images{whose} | before training | after |",
-            "|---|---|---|",
-            *rows,
-            "",
-            *(
-                ["Accuracies are in percent. They use labels, which self-supervised training does not.", ""]
-                if "knn" in names
-                else ["Lower uniformity is more uniform; higher effective rank is less collapsed.", ""]
-            ),
-        ]
-    )
+    note = "Lower uniformity is more uniform; higher effective rank is less collapsed."
+    if "knn" in names:
+        note = "Accuracies are in percent. They use labels, which self-supervised training does not."
+    header = [f"| measured on the run's images{whose} | before training | after |", "|---|---|---|"]
+    return "\n".join([*header, *rows, "", note, ""])
 
 
 def _timm_lines(config: dict[str, Any]) -> str:
-    """How timm itself loads the folder, or why it cannot."""
+    """Return the lines about loading the folder by timm alone, or about the reason why it cannot."""
     if "model_args" not in config:
         return "The network is not one of timm's: `load.py` holds its definition.\n"
     if config["fedssl"]["stem"].startswith("3x3"):
@@ -161,43 +139,35 @@ def _timm_lines(config: dict[str, Any]) -> str:
 
 
 def _window_line(window: Window | None) -> str:
-    """How the run brought pixels of more than 8 bits to 0..255; empty where there were none."""
+    """Return the line about the run's window for pixels of more than 8 bits; empty if there were none."""
     if window is None:
         return ""
-    words = f"from {window[0]:g} (0) to {window[1]:g} (255)" if isinstance(window, tuple) else f"`{window}`"
-    return f"\nPixels of more than 8 bits must be brought to 0 to 255 first, by the run's `data.window`: {words}."
+    values = f"from {window[0]:g} (0) to {window[1]:g} (255)" if isinstance(window, tuple) else f"`{window}`"
+    return f"\nPixels of more than 8 bits must be brought to 0 to 255 first, by the run's `data.window`: {values}."
 
 
 def _compiled_lines(formats: Collection[FormatName]) -> str:
     if not formats:
         return ""
     names = ", ".join(f"`{FILES[name]}`" for name in formats)
-    return (
-        f"\n{names}: the same network with the normalisation inside.\n"
-        "The input `pixels` is float32 between 0 and 1, for any n; the output is `features`.\n"
-    )
+    text = "The input `pixels` is float32 between 0 and 1, for any n; the output is `features`."
+    return f"\n{names}: the same network with the normalisation inside.\n{text}\n"
 
 
-def recipe_without_paths(recipe: Recipe) -> dict[str, Any]:
-    """A recipe's values without what tells where its data and files lie; a part of one's own keeps its file's name."""
-    cleaned = _without_paths(recipe.model_dump(mode="json"))
-    assert isinstance(cleaned, dict)
-    return cleaned | {"description": recipe.description}
-
-
-def _without_paths(values: Any, of_data: bool = False) -> Any:
-    if isinstance(values, dict):
-        return {
-            key if not _is_path(key) else _LEFT_OUT: value
-            if key == "name" and of_data
-            else _without_paths(value, of_data or key in _DATA_KEYS)
-            for key, value in values.items()
-        }
+def _without_paths(values: Any, in_data: bool = False) -> Any:
+    """Return a recipe's values without the places of its data and files; your own part keeps its file's name."""
     if isinstance(values, list):
-        return [_without_paths(value, of_data) for value in values]
+        return [_without_paths(value, in_data) for value in values]
+    if isinstance(values, dict):
+        cleaned = {}
+        for key, value in values.items():
+            if not (in_data and key == "name"):
+                value = _without_paths(value, in_data or key in _DATA_KEYS)
+            cleaned[_LEFT_OUT if _is_path(key) else key] = value
+        return cleaned
     if isinstance(values, str) and values.endswith(".py"):
         return Path(values).name
-    return _LEFT_OUT if isinstance(values, str) and (of_data or _is_path(values)) else values
+    return _LEFT_OUT if isinstance(values, str) and (in_data or _is_path(values)) else values
 
 
 def _is_path(text: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The encoder that a finished run ends with, as a plain network on the CPU."""
+"""The encoder at the end of a finished run, as a plain network on the CPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..run.directory import IMAGE_SHAPE, RunDirectory
 from ..untrusted import read_regular_file
 
 GLOBAL = "global"
-#: a larger file of one of the formats here is not read
+#: a larger JSON file is not read
 MOST_JSON_BYTES = 1_000_000
 _LARGEST_SIDE = 8192
 _ENCODER = "online.encoder."
@@ -29,14 +29,14 @@ _ENCODER = "online.encoder."
 
 @dataclass(frozen=True, eq=False)
 class TrainedEncoder:
-    """An encoder and what it takes and gives.
+    """An encoder, with its input and output.
 
     Attributes:
         network: maps normalised float32 [n, C, H, W] to representations float32 [n, num_features]; in evaluation mode.
-        architecture: its name, as a recipe's `architectures` has it.
+        architecture: its name in a recipe's `architectures`.
         image_shape: channels, height and width of the images.
         num_features: the dimension of a representation.
-        window: how its run brought pixels of more than 8 bits to 8 bits; None where there were none.
+        window: how its run brought pixels of more than 8 bits to 8 bits; None if there were none.
     """
 
     network: nn.Module
@@ -48,14 +48,7 @@ class TrainedEncoder:
 
 @dataclass(frozen=True, eq=False)
 class EncoderOfRun:
-    """A run's encoder.
-
-    Attributes:
-        encoder: the network.
-        recipe: the run's.
-        owner: `global`, or the number of the client whose model it is.
-        round: the round after which the model had these weights.
-    """
+    """A run's encoder, its owner (`global` or a client's number), and the round after which it had these weights."""
 
     encoder: TrainedEncoder
     recipe: Recipe
@@ -64,15 +57,14 @@ class EncoderOfRun:
 
 
 def encoder_of_run(path: Path, client: int | None = None, shared: bool = False, trust: bool = False) -> EncoderOfRun:
-    """The encoder of a finished run's global model, or of one client's model.
+    """Return the encoder of a finished run's global model, or of one client's model.
 
-    A staged encoder (layer-wise and progressive schedules) is given as the plain network that it was cut from.
+    A staged encoder (layer-wise and progressive schedules) is returned as the plain network that it was cut from.
 
     Args:
-        path: the run's folder.
-        client: the number of a client, whose own model is meant: where clients share a global model, its model right
-            after its last training. By default the global model, or the only client's.
-        shared: whether the global model is asked for by name.
+        client: the number of a client (default: the global model, or the only client's). If clients share a global
+            model, its model is the one right after its last training.
+        shared: take the global model; an error if there is none.
         trust: see `load_stored_recipe`.
 
     Raises:
@@ -87,8 +79,7 @@ def encoder_of_run(path: Path, client: int | None = None, shared: bool = False, 
     owner = _owner(recipe, path, client, shared)
     if owner == GLOBAL:
         entries: Mapping[str, Tensor] = directory.server_state().tensors
-        number = checkpoint.round
-        architecture = recipe.architecture_of(0)
+        number, architecture = checkpoint.round, recipe.architecture_of(0)
     else:
         last = directory.client_round(int(owner))
         if last is None:
@@ -116,21 +107,20 @@ def encoder_of_run(path: Path, client: int | None = None, shared: bool = False, 
     except RuntimeError as error:
         raise UserError(f"the weights in {path} do not fit {architecture}: {' '.join(str(error).split())}") from error
     num_features = int(network.num_features)  # type: ignore[arg-type]
-    if isinstance(network, StagedEncoder):
-        network = network.plain_network()
-    plain = network.requires_grad_(False).eval()
+    plain = network.plain_network() if isinstance(network, StagedEncoder) else network
+    plain.requires_grad_(False).eval()
     trained = TrainedEncoder(plain, architecture, shape, num_features, recipe.data.window)
     return EncoderOfRun(trained, recipe, owner, number)
 
 
 def _owner(recipe: Recipe, path: Path, client: int | None, shared: bool) -> str:
-    """Whose model is asked for: `global` or a client's number."""
+    """Return the owner of the requested model: `global` or a client's number."""
     clients = recipe.partition.clients
-    if client is not None and shared:
-        raise UserError("--client and --global were both given: choose one")
-    if client is not None and not 0 <= client < clients:
-        raise UserError(f"--client: expected 0 to {clients - 1}, got {client}")
     if client is not None:
+        if shared:
+            raise UserError("--client and --global were both given: choose one")
+        if not 0 <= client < clients:
+            raise UserError(f"--client: expected 0 to {clients - 1}, got {client}")
         return str(client)
     if not recipe.local_update.personal:
         return GLOBAL
@@ -145,7 +135,7 @@ def _owner(recipe: Recipe, path: Path, client: int | None, shared: bool) -> str:
 
 
 def image_shape_of_run(path: Path, recipe: Recipe) -> tuple[int, int, int]:
-    """Channels, height and width of a run's images. The data are read only if the run did not record their shape.
+    """Return channels, height and width of a run's images. The data are read only if the run did not record them.
 
     Raises:
         UserError: the record is damaged; or there is none and the data cannot be read.
@@ -162,10 +152,10 @@ def image_shape_of_run(path: Path, recipe: Recipe) -> tuple[int, int, int]:
 
 
 def checked_image_shape(sides: Any) -> tuple[int, int, int]:
-    """Channels, height and width as somebody else's file has them.
+    """Check channels, height and width from a file that somebody else may have written, and return them.
 
     Raises:
-        ValueError: they are no shape of images.
+        ValueError: they are not the shape of an image.
     """
     if not (isinstance(sides, list) and len(sides) == 3 and all(type(side) is int for side in sides)):
         raise ValueError(f"expected three whole numbers, got {str(sides)[:100]}")

@@ -1,49 +1,86 @@
-"""Collapse analysis of a run: how the representations of its global and its local models fill their space."""
+"""Collapse analysis of a run: how the representations of its global and local models fill their space.
+
+`collapse_of_run` analyses a run's last round and stores the result in the run's folder; `collapse_section` puts the
+analyses of several methods on a page. The charts are those of FedU2's Figures 3 to 5.
+
+RUN/collapse.json                      the analysis; it is written last, so the figures are complete if it exists
+RUN/figures/log_singular_values.png    the spectrum of the representations' covariance
+RUN/figures/sphere.png                 the representations on the unit sphere
+RUN/figures/tsne.png                   a t-SNE of the global and of a local model, if there is a global model
+"""
 
 from __future__ import annotations
 
+import json
+import math
+import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from itertools import chain
+from pathlib import Path
+from statistics import fmean
 
+import numpy as np
 import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from numpy.typing import NDArray
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from fedkernels import ViewKey
 
 from ..augmentations.base import draw_views
 from ..engines.rounds import models_to_evaluate
+from ..errors import UserError
 from ..evaluation.features import extract_features, extract_view_features, require_measured_images
-from ..evaluation.metrics import alignment, effective_rank, uniformity
+from ..evaluation.metrics import LARGEST_FIGURE, alignment, effective_rank, uniformity
 from ..evaluation.projections import log_covariance_singular_values, sphere_coverage, sphere_points, tsne_together
-from ..federation import Federation
+from ..federation import Federation, federation_of_run
 from ..models.model import Model
 from ..randomness import generator_for, seed_for
 from ..run.directory import RunDirectory
+from ..run.storage import make_folder, write_atomically
+from ..untrusted import plot_text, read_regular_file
+from .page import PageSection, PageTable, page_figure
+from .plots import MUTED, TEXT, class_colours, class_legend, draw_line, method_styles, name_lines, png_bytes, tidy
 
 GLOBAL = "global"
-
-
-#: the version of the fields below, as stored
+#: the version of the fields of `Collapse`, as stored
 FORMAT = 1
-
-
-#: at most so many test images are represented, of which so many are in the t-SNE: enough for a picture
+_FILE = "collapse.json"
+_LARGEST_DIMENSION = 2**16  # of a stored analysis
+#: test images that are represented at most, and those in the t-SNE: enough for a picture
 _TEST_IMAGES, _TSNE_IMAGES = 1000, 300
-
-
 _LOCAL_MODELS = 5
+_PANEL = 3.3  # inches
+_SINGULAR_VALUES_CAPTION = (
+    "The 100 largest singular values of the covariance matrix, natural logarithm. A line that falls off early means "
+    "dimensional collapse; the dashed one is what uniform points on the sphere have."
+)
+_SPHERE_CAPTION = (
+    "Representations projected onto their three main directions and onto the sphere again, coloured by class; points "
+    "on the far side are pale. The more of the sphere is blank, the worse the collapse. An encoder that ends in a ReLU "
+    "has no negative outputs, so even without collapse its points keep to one side."
+)
+_TSNE_CAPTION = (
+    "t-SNE of the same test images as the global model (circles) and one local model (crosses) represent them. Where "
+    "both mix, the models share one representation space; distances between groups mean nothing."
+)
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """How one model's representations of the test images lie in their space.
+    """Measures of one model's representations of the test images.
 
     Attributes:
         dimension: the length of a representation.
         log_singular_values: see `log_covariance_singular_values`.
         alignment: see `alignment`, of two augmented views of each test image, by the recipe's augmentation.
-        uniformity: see `uniformity`, of the test images as they are.
-        effective_rank: see `effective_rank`, of the test images as they are.
+        uniformity: see `uniformity`, of the test images without augmentation.
+        effective_rank: see `effective_rank`, of the test images without augmentation.
         sphere: see `sphere_points`, [images, 3].
         coverage: see `sphere_coverage`, in [0, 1].
     """
@@ -63,13 +100,13 @@ class Collapse:
 
     Attributes:
         format: `FORMAT` of the version that made the analysis.
-        round: the last committed round, whose models these are.
+        round: the last committed round, after which the models are analysed.
         class_names: the classes' names; without labels one name for all images.
-        labels: the class of each test image that was represented; without a test set they are training images.
-        models: by `global` (where the method has a global model) and by client number. A local model is a client's
-            own after its training in the last round that it took part in, before the server joins anything.
+        labels: the class of each represented test image (training image, if there is no test set).
+        models: by `global` (if the method has a global model) and by client number. A local model is a client's own
+            after its training in its last round, before the server aggregates.
         tsne: points in the plane of the first test images, [images, 2] each, by `global` and the first client; empty
-            where the method has no global model.
+            if the method has no global model.
     """
 
     format: int
@@ -81,21 +118,80 @@ class Collapse:
 
     @property
     def local(self) -> list[Geometry]:
-        """The local models'."""
+        """Return the local models' geometries."""
         return [geometry for who, geometry in self.models.items() if who != GLOBAL]
 
     @property
     def shared(self) -> Geometry | None:
-        """The global model's; None where each client keeps a model of its own."""
+        """Return the global model's geometry; None if each client keeps a model of its own."""
         return self.models.get(GLOBAL)
 
 
-def analyse_collapse(federation: Federation, directory: RunDirectory) -> Collapse:
-    """Represent test images by the models of a run's last committed round, and measure how they fill their space.
+def collapse_of_run(path: Path, trust: bool = False) -> Collapse | None:
+    """Return the collapse analysis of a run's last round, made and stored in its folder unless it is stored already.
 
-    Args:
-        federation: the run's, see `build_federation`.
-        directory: the run's folder, with at least one finished round.
+    The result is None if no round is finished. It is not stored if the folder cannot be written. `trust` permits
+    running the code of your own parts that the run's recipe names.
+
+    Raises:
+        UserError: the run's data are no longer there, a state cannot be read, representations are not finite, or
+            the recipe names code that is not trusted.
+    """
+    directory = RunDirectory.open(path)
+    checkpoint = directory.checkpoint
+    if checkpoint.round < 1 or not checkpoint.files:
+        return None
+    analysis = _read(path / _FILE)
+    if analysis is None or analysis.round != checkpoint.round:
+        analysis = analyse_collapse(federation_of_run(directory, trust), directory)
+        with suppress(UserError):
+            _write(analysis, path)
+    return analysis
+
+
+def _read(path: Path) -> Collapse | None:
+    """Return a stored analysis, which somebody else may have written; None if there is none of this format."""
+    try:
+        analysis = TypeAdapter(Collapse).validate_json(read_regular_file(path))
+    except (OSError, ValueError):
+        return None
+    return analysis if analysis.format == FORMAT and _can_be_drawn(analysis) else None
+
+
+def _can_be_drawn(analysis: Collapse) -> bool:
+    """Check that all lists have the lengths that the charts need, and that all figures are finite."""
+    images, classes = len(analysis.labels), len(analysis.class_names)
+    models, tsne = analysis.models.values(), list(analysis.tsne.values())
+    figures = [value for points in tsne for value in chain(*points)]
+    for one in models:
+        figures += [*chain(*one.sphere), *one.log_singular_values, one.alignment, one.uniformity, one.effective_rank]
+    return (
+        images > 0
+        and len(models) > 0
+        and len(tsne) in (0, 2)
+        and all(0 <= label < classes for label in analysis.labels)
+        and all(re.fullmatch(r"global|[0-9]{1,9}", who) for who in analysis.models)
+        and all(0 < one.dimension <= _LARGEST_DIMENSION and one.log_singular_values for one in models)
+        and all(len(one.sphere) == images and all(len(point) == 3 for point in one.sphere) for one in models)
+        and all(len(points) == len(tsne[0]) <= images and all(len(p) == 2 for p in points) for points in tsne)
+        and all(abs(value) < LARGEST_FIGURE for value in figures)
+        and all(math.isfinite(one.coverage) for one in models)
+    )
+
+
+def _write(analysis: Collapse, path: Path) -> None:
+    folder = path / "figures"
+    make_folder(folder)
+    by_method = {path.name: analysis}
+    singular_values, spheres, tsne = draw_log_singular_values(by_method), draw_spheres(by_method), draw_tsne(by_method)
+    for name, figure in (("log_singular_values", singular_values), ("sphere", spheres), ("tsne", tsne)):
+        if figure is not None:
+            write_atomically(folder / f"{name}.png", png_bytes(figure))
+    write_atomically(path / _FILE, json.dumps(asdict(analysis)).encode())
+
+
+def analyse_collapse(federation: Federation, directory: RunDirectory) -> Collapse:
+    """Represent test images with the models of a run's last committed round, and measure how they fill their space.
 
     Raises:
         UserError: there are no images, a state cannot be read, or representations are not finite.
@@ -103,9 +199,8 @@ def analyse_collapse(federation: Federation, directory: RunDirectory) -> Collaps
     recipe, data = federation.recipe, federation.dataset
     require_measured_images(data)
     generator = generator_for(recipe.seed, "collapse", "images")
-    measured = data.measured_images
-    order = torch.randperm(len(measured), generator=generator)[:_TEST_IMAGES]
-    images = measured[order]
+    order = torch.randperm(len(data.measured_images), generator=generator)[:_TEST_IMAGES]
+    images = data.measured_images[order]
     key = ViewKey(seed_for(recipe.seed, "collapse", "views"))
     views = draw_views(recipe.augmentation, images, order, key, federation.device)
     features: dict[str, Tensor] = {}
@@ -113,67 +208,217 @@ def analyse_collapse(federation: Federation, directory: RunDirectory) -> Collaps
     for who, model in _models(federation, directory):
         features[who] = extract_features(model.encoder, images)
         first, second = (extract_view_features(model.encoder, view) for view in views)
-        models[who] = _geometry(features[who], first, second)
-    return Collapse(
-        FORMAT,
-        directory.checkpoint.round,
-        list(data.counted_as),
-        (data.test_labels[order] if data.labelled else torch.zeros_like(order)).tolist(),
-        models,
-        _tsne(features, seed_for(recipe.seed, "collapse", "tsne")),
-    )
+        points = sphere_points(features[who])
+        singular_values = log_covariance_singular_values(features[who]).tolist()
+        models[who] = Geometry(
+            dimension=features[who].shape[1],
+            log_singular_values=[round(value, 4) for value in singular_values],
+            alignment=alignment(first, second),
+            uniformity=uniformity(features[who]),
+            effective_rank=effective_rank(features[who]),
+            sphere=_rounded(points),
+            coverage=sphere_coverage(points),
+        )
+    labels = (data.test_labels[order] if data.labelled else torch.zeros_like(order)).tolist()
+    points_in_plane = _tsne(features, seed_for(recipe.seed, "collapse", "tsne"))
+    return Collapse(FORMAT, directory.checkpoint.round, list(data.counted_as), labels, models, points_in_plane)
 
 
 def _models(federation: Federation, directory: RunDirectory) -> Iterator[tuple[str, Model]]:
-    """The global model, where there is one, and then some local ones, where their states are in the run's folder."""
-    if not federation.method.personal:
+    """Yield the global model, if there is one, and up to five local ones, if the run's folder has their states.
+
+    The local ones are drawn at random, those of the latest rounds first.
+    """
+    method, recipe = federation.method, federation.recipe
+    if not method.personal:
         yield from models_to_evaluate(federation, directory.server_state(), directory.client_state)
-    if federation.method.personal or not directory.clients_elsewhere:
-        for index in _some_clients(federation, directory):
-            yield str(index), federation.client(index, directory.client_state(index)).model
+        if directory.clients_elsewhere:
+            return
+    rounds = directory.client_rounds
+    if method.starts_from_server:  # only the states of the last round hold the clients' models
+        rounds = {k: number for k, number in rounds.items() if number == recipe.rounds}
+    generator = generator_for(recipe.seed, "collapse", "clients")
+    drawn = torch.randperm(max(rounds, default=-1) + 1, generator=generator).tolist()
+    # a stable sort: clients of the same round keep the drawn order
+    for index in sorted((k for k in drawn if k in rounds), key=lambda k: -rounds[k])[:_LOCAL_MODELS]:
+        yield str(index), federation.client(index, directory.client_state(index)).model
 
 
 def _tsne(features: Mapping[str, Tensor], seed: int) -> dict[str, list[list[float]]]:
-    """One embedding of the first images by the global model and the first local one, see `Collapse.tsne`."""
+    """Embed the first images as the global model and the first local one represent them, see `Collapse.tsne`."""
     local = next((who for who in features if who != GLOBAL), None)
-    if GLOBAL not in features or local is None:
+    if GLOBAL not in features or local is None or len(features[GLOBAL]) <= 3:  # too few images for any perplexity
         return {}
-    of_global, of_local = (features[who][:_TSNE_IMAGES] for who in (GLOBAL, local))
-    if len(of_global) <= 3:  # too few for any perplexity
-        return {}
-    points = tsne_together(of_global, of_local, seed)
+    points = tsne_together(features[GLOBAL][:_TSNE_IMAGES], features[local][:_TSNE_IMAGES], seed)
     return {who: _rounded(where) for who, where in zip((GLOBAL, local), points, strict=True)}
-
-
-def _some_clients(federation: Federation, directory: RunDirectory) -> list[int]:
-    """Up to five clients, drawn from those whose states hold their models, with the latest ones first.
-
-    Where a client's round starts from the server's weights, only the states of the last round hold its model.
-    """
-    rounds = directory.client_rounds
-    if federation.method.starts_from_server:
-        rounds = {k: number for k, number in rounds.items() if number == federation.recipe.rounds}
-    order = torch.randperm(
-        max(rounds, default=-1) + 1, generator=generator_for(federation.recipe.seed, "collapse", "clients")
-    ).tolist()
-    drawn = sorted(
-        (k for k in order if k in rounds), key=lambda k: -rounds[k]
-    )  # a stable sort: equal rounds keep the drawn order
-    return drawn[:_LOCAL_MODELS]
-
-
-def _geometry(features: Tensor, first: Tensor, second: Tensor) -> Geometry:
-    points = sphere_points(features)
-    return Geometry(
-        dimension=features.shape[1],
-        log_singular_values=[round(value, 4) for value in log_covariance_singular_values(features).tolist()],
-        alignment=alignment(first, second),
-        uniformity=uniformity(features),
-        effective_rank=effective_rank(features),
-        sphere=_rounded(points),
-        coverage=sphere_coverage(points),
-    )
 
 
 def _rounded(points: Tensor) -> list[list[float]]:
     return [[round(value, 3) for value in point] for point in points.tolist()]
+
+
+def draw_log_singular_values(analyses: Mapping[str, Collapse]) -> Figure:
+    """Draw the largest singular values of the covariance of the global and of the local models (FedU2, Figure 3).
+
+    There is a line for each method in `analyses`; that of the local models is their mean. The dashed line is that of as
+    many points drawn uniformly from the sphere of the first method's dimension.
+    """
+    styles = method_styles(list(analyses))
+    shared = any(analysis.shared for analysis in analyses.values())
+    titles = ("global model", "local models, mean") if shared else ("local models, mean",)
+    figure = Figure(figsize=(5.0 * len(titles) + 0.6, 3.7 + 0.1 * len(analyses)), layout="constrained")
+    grid = figure.subplots(1, len(titles), sharey=True, squeeze=False)[0]
+    first = next(iter(analyses.values()))
+    dimension = next(iter(first.models.values())).dimension
+    uniform = torch.randn(len(first.labels), dimension, generator=torch.Generator().manual_seed(0))
+    reference = log_covariance_singular_values(uniform).numpy()
+    for axes, title in zip(grid, titles, strict=True):
+        for label, analysis in analyses.items():
+            is_global = title == "global model"
+            lines = [one.log_singular_values for who, one in analysis.models.items() if (who == GLOBAL) == is_global]
+            if lines:
+                fewest = min(map(len, lines))
+                mean = np.mean([line[:fewest] for line in lines], axis=0)
+                draw_line(axes, np.arange(1, fewest + 1), mean, label, styles[label])
+        axes.plot(np.arange(1, len(reference) + 1), reference, color=MUTED, ls=(0, (4, 3)), lw=1.2)
+        axes.set_title(title, fontsize=12, loc="left", color=TEXT)
+        axes.set_xlabel("index of the singular value", fontsize=11)
+        tidy(axes)
+    grid[0].set_ylabel("log of the singular value", fontsize=11)
+    grid[0].annotate(
+        "uniform on the sphere", (len(reference), reference[len(reference) // 2]), (0, 4),
+        textcoords="offset points", ha="right", va="bottom", size=9.5, color=MUTED,
+    )  # fmt: skip
+    name_lines(figure, grid[-1], len(styles))
+    return figure
+
+
+def draw_spheres(analyses: Mapping[str, Collapse]) -> Figure:
+    """Draw the representations on the unit sphere (FedU2, Figure 4): the more of it is blank, the worse the collapse.
+
+    Each method in `analyses` has two spheres: the global model's and a local one's, or those of two local models if
+    there is no global one. From four methods on, a row holds two methods. A sphere is seen from the side of the points'
+    middle; points on its far side are pale.
+    """
+    shown = {label: list(analysis.models)[:2] for label, analysis in analyses.items()}
+    width = max(map(len, shown.values()))
+    beside = 1 if len(analyses) <= 3 else 2
+    rows = -(-len(analyses) // beside)
+    figure = Figure(figsize=(_PANEL * width * beside + 1.9, _PANEL * rows + 0.25), layout="constrained")
+    grid = figure.subplots(rows, width * beside, squeeze=False).reshape(-1, width)
+    for line, (label, analysis) in zip(grid, analyses.items(), strict=False):
+        colours = class_colours(len(analysis.class_names))[analysis.labels]
+        for axes, who in zip(line, shown[label], strict=False):
+            _draw_sphere(axes, np.array(analysis.models[who].sphere), colours)
+            model = f"client {who}" if who.isdigit() else f"{who} model"
+            axes.set_title(f"{model}: {100 * analysis.models[who].coverage:.0f} % covered", fontsize=11, color=TEXT)
+        if len(analyses) > 1:
+            look = {"rotation": 90, "ha": "center", "va": "center", "size": 12, "weight": "bold", "color": TEXT}
+            line[0].text(-1.25, 0, plot_text(label), **look)
+    for axes in grid.ravel():
+        if not axes.has_data():
+            axes.set_axis_off()
+    class_legend(figure, next(iter(analyses.values())).class_names)
+    return figure
+
+
+def _draw_sphere(axes: Axes, points: NDArray[np.float64], colours: NDArray[np.float64]) -> None:
+    """Draw a sphere seen from the first axis, on which the points' middle lies; only the grid is tilted."""
+    axes.set_aspect("equal")
+    axes.set_axis_off()
+    axes.set_xlim(-1.06, 1.06)
+    axes.set_ylim(-1.06, 1.06)
+    circle = np.linspace(0, 2 * np.pi, 241)
+    axes.fill(np.cos(circle), np.sin(circle), facecolor="#F7F7F7", edgecolor="#999999", lw=1.0)
+    for line in _graticule(circle):
+        towards, right, up = line.T
+        axes.plot(right, np.where(towards >= 0, up, np.nan), color="#D8D8D8", lw=0.7, zorder=1.5)
+    far = points[:, 0] < 0
+    axes.scatter(points[far, 1], points[far, 2], s=7, c=colours[far], alpha=0.18, lw=0, zorder=2)
+    axes.scatter(points[~far, 1], points[~far, 2], s=9, c=colours[~far], alpha=0.85, lw=0, zorder=3)
+
+
+def _graticule(circle: NDArray[np.float64]) -> list[NDArray[np.float64]]:
+    """Return lines of latitude and longitude every 30 degrees, [241, 3] each: towards the eye, to the right, up."""
+    lines = []
+    for angle in np.deg2rad((-60, -30, 0, 30, 60)):
+        rim = np.cos(angle)
+        lines.append(np.stack([rim * np.cos(circle), rim * np.sin(circle), np.full_like(circle, np.sin(angle))], 1))
+    for angle in np.deg2rad(range(0, 180, 30)):
+        lines.append(np.stack([np.cos(circle) * np.cos(angle), np.cos(circle) * np.sin(angle), np.sin(circle)], axis=1))
+    tilt = np.deg2rad(22.0)
+    turn = np.array([[np.cos(tilt), 0, -np.sin(tilt)], [0, 1, 0], [np.sin(tilt), 0, np.cos(tilt)]])
+    return [line @ turn for line in lines]
+
+
+def draw_tsne(analyses: Mapping[str, Collapse]) -> Figure | None:
+    """Draw a t-SNE of the global (circles) and a local model's representations (crosses) (FedU2, Figure 5).
+
+    Methods without a global model are left out of the figure; None if no method has one.
+    """
+    shown = {label: analysis for label, analysis in analyses.items() if analysis.tsne}
+    if not shown:
+        return None
+    columns = min(len(shown), 3)
+    rows = -(-len(shown) // columns)
+    size = _PANEL + 0.9
+    figure = Figure(figsize=(size * columns + 1.6, size * rows), layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False).ravel()
+    for axes, (label, analysis) in zip(grid, shown.items(), strict=False):
+        (_, shared), (who, local) = analysis.tsne.items()
+        colours = class_colours(len(analysis.class_names))[analysis.labels[: len(shared)]]
+        points, others = np.array(shared), np.array(local)
+        axes.scatter(points[:, 0], points[:, 1], s=16, facecolors="none", edgecolors=colours, lw=0.9)
+        axes.scatter(others[:, 0], others[:, 1], s=15, c=colours, marker="x", lw=0.9)
+        title = plot_text(label) if len(shown) > 1 else f"global model and client {who}"
+        axes.set_title(title, fontsize=11, color=TEXT)
+        axes.set_xticks([])
+        axes.set_yticks([])
+        for spine in axes.spines.values():
+            spine.set_color("#CCCCCC")
+    for axes in grid[len(shown) :]:
+        axes.set_axis_off()
+    marks = [
+        Line2D([], [], marker="o", ls="", ms=5, mfc="none", mec=TEXT, label="global model"),
+        Line2D([], [], marker="x", ls="", ms=5, color=TEXT, label="a local model"),
+    ]
+    class_legend(figure, next(iter(shown.values())).class_names, marks)
+    return figure
+
+
+def collapse_section(analyses: Mapping[str, Collapse | str]) -> PageSection | None:
+    """Return the report's section about the methods' analyses, or the reasons why there are none; None without any."""
+    if not analyses:
+        return None
+    shown = {name: analysis for name, analysis in analyses.items() if not isinstance(analysis, str)}
+    reasons = {name: reason for name, reason in analyses.items() if isinstance(reason, str)}
+    warnings = [f"{name}: no collapse analysis: {reason}" for name, reason in reasons.items()]
+    if not shown:
+        return PageSection(warnings)
+    singular_values, spheres, tsne = draw_log_singular_values(shown), draw_spheres(shown), draw_tsne(shown)
+    figures = [
+        page_figure(singular_values, "Log singular values of the covariance", _SINGULAR_VALUES_CAPTION),
+        page_figure(spheres, "Representations on the sphere", _SPHERE_CAPTION, png=True),
+    ]
+    if tsne is not None:
+        figures.append(page_figure(tsne, "t-SNE of global and local representations", _TSNE_CAPTION, png=True))
+    images = ", ".join(dict.fromkeys(str(len(analysis.labels)) for analysis in shown.values()))
+    return PageSection(warnings, figures, _table(shown), images)
+
+
+def _table(analyses: Mapping[str, Collapse]) -> PageTable:
+    rows = []
+    for name, analysis in analyses.items():
+        local = f"mean of {len(analysis.local)} local models" if len(analysis.local) > 1 else "a local model"
+        shared = [analysis.shared] if analysis.shared else []
+        for model, geometries in (("global model", shared), (local, analysis.local)):
+            if geometries:
+                cells = (
+                    f"{fmean(one.alignment for one in geometries):.3f}",
+                    f"{fmean(one.uniformity for one in geometries):.2f}",
+                    f"{fmean(one.effective_rank for one in geometries):.1f}",
+                    f"{fmean(100 * one.coverage for one in geometries):.0f}",
+                )
+                rows.append((name, model, *cells))
+    header = ("method", "model", "alignment", "uniformity", "effective rank", "sphere covered (%)")
+    return PageTable(header, rows, text_columns=2)

@@ -1,4 +1,4 @@
-"""evaluation.csv: the models of a run, or an exported encoder, evaluated once more or on other data."""
+"""evaluation.csv: the models of a run, or an exported encoder, evaluated again or on other data."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ..augmentations.base import Augmentation
-from ..augmentations.random_views import RandomViews
 from ..data.datasets import Dataset
 from ..data.options import DataOptions
 from ..engines.rounds import models_to_evaluate
@@ -33,30 +31,28 @@ from ..run.directory import RunDirectory
 from ..run.storage import csv_text, write_atomically
 from ..untrusted import parse_yaml
 
-Note = Callable[[str], None]
-
 
 def evaluate_run(
     path: Path,
     fractions: Sequence[float] = (),
-    note: Note = lambda text: None,
+    note: Callable[[str], None] = lambda text: None,
     fine_tune: FineTuneOptions | None = None,
     data: DataOptions | None = None,
     trust: bool = False,
 ) -> Path:
-    """Evaluate the models of a run's last checkpoint, each client's and their mean, or the global one.
+    """Evaluate the models of a run's last checkpoint: each client's and their mean, or the global one.
 
     Args:
         path: a run's folder.
-        fractions: labelled fractions to fine-tune on, in (0, 1], beside the recipe's own; the papers' are 0.01 and 0.1.
-        note: is called with a line of text before each model.
-        fine_tune: how to fine-tune on all labels; by default as the recipe says, which may be not at all.
+        fractions: labelled fractions to fine-tune on, in (0, 1], besides the recipe's; the papers' are 0.01 and 0.1.
+        note: called with a line of text before each model.
+        fine_tune: how to fine-tune on all labels (default: as in the recipe, if it does).
         data: labelled data in place of the run's, see `load_downstream`.
-        trust: run the code of parts of one's own that the run's recipe names.
+        trust: run the code of your own parts that the run's recipe names.
 
     Returns:
-        The file that was written, RUN/evaluation.csv, or RUN/evaluation-DATA.csv for other data, with a line a client
-        and a column a measure.
+        The written file, RUN/evaluation.csv, or RUN/evaluation-DATA.csv for other data, with a line per client and a
+        column per measure.
 
     Raises:
         UserError: `path` is not a run's folder or has no finished round; a fraction is not in (0, 1]; the data are
@@ -82,7 +78,8 @@ def evaluate_run(
         if data is not None:
             check_downstream(model, dataset, options)
         if len(dataset.measured_images):
-            results[who] = _measure(model, dataset, options, seed, recipe.augmentation, own_classes=data is None)
+            more = {"augmentation": recipe.augmentation, "own_classes": data is None}
+            results[who] = _measure(model, dataset, options, seed, **more)
         results.setdefault(who, {}).update(evaluate_downstream(model, federation.downstream, options, seed, after=True))
     return _write(results, path, data)
 
@@ -90,15 +87,10 @@ def evaluate_run(
 def evaluate_export(
     path: Path, data: DataOptions | None, fractions: Sequence[float] = (), fine_tune: FineTuneOptions | None = None
 ) -> Path:
-    """Evaluate an exported encoder on labelled data.
-
-    Args:
-        path: a folder that `fedssl export` has written.
-        data: see `load_downstream`.
-        fractions, fine_tune: see `evaluate_run`.
+    """Evaluate an exported encoder in the folder `path` on labelled data; see `evaluate_run` for the arguments.
 
     Returns:
-        The file that was written, FOLDER/evaluation-DATA.csv with a line and a column a measure.
+        The written file, FOLDER/evaluation-DATA.csv, with one line and a column per measure.
 
     Raises:
         UserError: `path` holds no encoder; a fraction is not in (0, 1]; the data are missing or do not fit; or the file
@@ -123,50 +115,37 @@ def _check_fractions(fractions: Sequence[float]) -> None:
             raise UserError(f"--semi-supervised must be a fraction in (0, 1], for instance 0.01, got {fraction}")
 
 
+def _with_requests(
+    options: EvaluationOptions, fractions: Sequence[float], fine_tune: FineTuneOptions | None
+) -> EvaluationOptions:
+    """Return a run's options with what is requested in addition."""
+    requested = list(dict.fromkeys([*options.semi_supervised, *fractions]))
+    return options.model_copy(update={"semi_supervised": requested, "fine_tune": fine_tune or options.fine_tune})
+
+
+def _measure(model: Model, dataset: Dataset, options: EvaluationOptions, seed: int, **more: Any) -> dict[str, float]:
+    measures, _ = evaluate_model(model, dataset, options, seed, linear=True, fine_tune=True, **more)
+    return measures
+
+
 def _write(results: dict[str, dict[str, float]], folder: Path, data: DataOptions | None) -> Path:
     names = list(next(iter(results.values())))
     if len(results) > 1:
         results["mean"] = {n: sum(r[n] for r in results.values()) / len(results) for n in names}
     rows = [[who, *(f"{values[name]:.2f}" for name in names)] for who, values in results.items()]
-    target = folder / ("evaluation.csv" if data is None else f"evaluation-{_data_label(data)}.csv")
+    target = folder / "evaluation.csv"
+    if data is not None:
+        label = re.sub(r"[^A-Za-z0-9_.-]+", "-", data.path.stem if data.path else data.name)
+        target = folder / f"evaluation-{label}.csv"
     write_atomically(target, csv_text([["client", *names], *rows]).encode())
     return target
 
 
-def _measure(
-    model: Model,
-    dataset: Dataset,
-    options: EvaluationOptions,
-    seed: int,
-    augmentation: Augmentation = RandomViews(),  # noqa: B008 (frozen)
-    own_classes: bool = True,
-) -> dict[str, float]:
-    measures, _ = evaluate_model(
-        model,
-        dataset,
-        options,
-        seed,
-        linear=True,
-        fine_tune=True,
-        augmentation=augmentation,
-        own_classes=own_classes,
-    )
-    return measures
-
-
-def _with_requests(
-    options: EvaluationOptions, fractions: Sequence[float], fine_tune: FineTuneOptions | None
-) -> EvaluationOptions:
-    """A run's options with what is asked for beside them."""
-    wanted = list(dict.fromkeys([*options.semi_supervised, *fractions]))
-    return options.model_copy(update={"semi_supervised": wanted, "fine_tune": fine_tune or options.fine_tune})
-
-
 def parse_data(text: str) -> DataOptions:
-    """The data that `name=npz,path=mine.npz` names; the keys are those of a recipe's `data`.
+    """Return the data that a text such as `name=npz,path=mine.npz` names; the keys are those of a recipe's `data`.
 
     Raises:
-        UserError: not pairs of key and value, or a key or value that is not allowed.
+        UserError: the text is not made of KEY=VALUE pairs, or a key or value is invalid.
     """
     values: dict[str, Any] = {}
     for pair in re.split(r",(?=\w+=)", text):
@@ -180,17 +159,12 @@ def parse_data(text: str) -> DataOptions:
 
 
 def data_options(values: Mapping[str, Any]) -> DataOptions:
-    """Data given as a mapping, checked.
+    """Check data that are given as a mapping, and return them.
 
     Raises:
-        UserError: a key or value that is not allowed.
+        UserError: a key or value is invalid.
     """
     try:
         return DataOptions.model_validate(values)
     except ValidationError as error:
         raise UserError(f"data: {'; '.join(explain_errors(error, DataOptions))}") from error
-
-
-def _data_label(data: DataOptions) -> str:
-    """The data's name in a file's name: that of their file or folder, where they have one."""
-    return re.sub(r"[^A-Za-z0-9_.-]+", "-", data.path.stem if data.path else data.name)

@@ -1,17 +1,17 @@
 """Two pictures of a run's images as its encoder sees them: nearest neighbours, and a map. They need no labels.
 
-RUN/image_pictures.json      what the pictures show; written last, so where it is there, so are they
-RUN/figures/neighbours.png   some images, each with those that lie nearest to it
+RUN/image_pictures.json      a description; it is written last, so the pictures are complete if it exists
+RUN/figures/neighbours.png   some images, each with its nearest neighbours
 RUN/figures/image_map.png    a t-SNE of the representations, each image drawn at its place
 
-Both hold images of the run's data: whoever gets the report sees them.
+`image_pictures_of_run` draws them, and `image_section` puts those of several methods on a page. Both hold images of the
+run's data, so everybody who gets the report sees them.
 """
 
 from __future__ import annotations
 
-import base64
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -33,46 +33,32 @@ from ..randomness import generator_for, seed_for
 from ..run.directory import RunDirectory
 from ..run.storage import make_folder, write_atomically
 from ..untrusted import read_regular_file
-from .collapse_plots import MOST_NAMED_CLASSES, class_colours, class_legend
-from .page import PageFigure
-from .plots import MUTED, TEXT, png_bytes
+from .page import PageSection, embedded_image
+from .plots import MOST_NAMED_CLASSES, MUTED, TEXT, class_colours, class_legend, png_bytes
 
-_FILE = "image_pictures.json"
-
-
-#: the version of the pictures and of the fields of `ImagePictures`
+#: the version of the pictures and of the fields of `ImagePictures`, as stored
 FORMAT = 1
-
-
+_FILE = "image_pictures.json"
+_MOST_BYTES = 10_000  # of a stored description
 _SEARCHED, _ON_THE_MAP = 1000, 400  # images
-
-
 _QUERIES, _NEIGHBOURS = 8, 9
-
-
-_MOST_BYTES = 10_000  # of a stored description; a larger file is no description
-
-
 _CELLS_PER_IMAGE = 2.2  # of the map: free cells leave the groups apart
-
-
 _LARGEST_THUMBNAIL, _SMALLEST_DRAWN = 48, 32  # pixels
-
-
+_FRAME = 2  # pixels around an image on the map
 _SAME, _OTHER = "#009E73", "#D55E00"
 
 
 @dataclass(frozen=True)
 class ImagePictures:
-    """What the two pictures show.
+    """A description of the two pictures.
 
     Attributes:
         format: `FORMAT` of the version that drew them.
-        round: the round whose model sees the images.
+        round: the round after which the model has represented the images.
         model: `global`, or the number of the client whose model it is.
-        source: `test` or `training`: which images they are.
-        searched: among how many images the neighbours are.
-        mapped: how many images are on the map.
+        source: `test` or `training` images.
+        searched: the number of images in which the neighbours are searched.
+        mapped: the number of images on the map.
         same_class: the share of shown neighbours that have their query's class; None without labels.
     """
 
@@ -86,19 +72,15 @@ class ImagePictures:
 
     @staticmethod
     def files(run: Path) -> tuple[Path, Path]:
-        """The pictures' files in a run's folder: the neighbours and the map."""
+        """Return the pictures' files in a run's folder: the neighbours and the map."""
         return run / "figures" / "neighbours.png", run / "figures" / "image_map.png"
 
 
 def image_pictures_of_run(path: Path, trust: bool = False) -> ImagePictures | None:
-    """The pictures of a run's last round. They are drawn and stored where they are not stored already.
+    """Return a description of the pictures of a run's last round; draw and store them unless they are stored already.
 
-    Args:
-        path: the run's folder.
-        trust: run the code of parts of one's own that the run's recipe names.
-
-    Returns:
-        What they show; None where no round is finished, or there are too few images for a picture.
+    The result is None if no round is finished, or there are too few images for a picture. `trust` permits running the
+    code of your own parts that the run's recipe names.
 
     Raises:
         UserError: the run's data or its clients' models are not here, representations are not finite, the recipe names
@@ -107,68 +89,56 @@ def image_pictures_of_run(path: Path, trust: bool = False) -> ImagePictures | No
     directory = RunDirectory.open(path)
     if directory.checkpoint.round < 1 or not directory.checkpoint.files:
         return None
-    stored = _read(path)
-    if stored is not None and stored.round == directory.checkpoint.round:
-        return stored
+    try:
+        stored = TypeAdapter(ImagePictures).validate_json(read_regular_file(path / _FILE, _MOST_BYTES))
+        complete = stored.format == FORMAT and all(file.is_file() for file in ImagePictures.files(path))
+        if complete and stored.round == directory.checkpoint.round:
+            return stored
+    except (OSError, ValueError):  # there is none of this format; pydantic's error is a ValueError
+        pass
     return _draw(federation_of_run(directory, trust), directory)
 
 
-def _read(path: Path) -> ImagePictures | None:
-    """What is stored; None where there is nothing of this format."""
-    try:
-        pictures = TypeAdapter(ImagePictures).validate_json(read_regular_file(path / _FILE, _MOST_BYTES))
-        complete = pictures.format == FORMAT and all(file.is_file() for file in ImagePictures.files(path))
-    except (OSError, ValueError):  # pydantic's error is a ValueError
-        return None
-    return pictures if complete else None
-
-
 def _draw(federation: Federation, directory: RunDirectory) -> ImagePictures | None:
-    dataset, seed = federation.dataset, federation.recipe.seed
+    dataset, seed, path = federation.dataset, federation.recipe.seed, directory.path
     require_measured_images(dataset)
-    of_test = len(dataset.test_images) > 0
-    measured = dataset.measured_images
-    order = torch.randperm(len(measured), generator=generator_for(seed, "pictures", "images"))[:_SEARCHED]
-    images = images_of_rows(measured, order)
+    has_test_images = len(dataset.test_images) > 0
+    generator = generator_for(seed, "pictures", "images")
+    order = torch.randperm(len(dataset.measured_images), generator=generator)[:_SEARCHED]
+    images = images_of_rows(dataset.measured_images, order)
     if len(images) < 5:  # too few for any t-SNE
         return None
-    labels = dataset.test_labels[order] if of_test and dataset.labelled else None
+    labels = dataset.test_labels[order] if has_test_images and dataset.labelled else None
     who, model = next(models_to_evaluate(federation, directory.server_state(), directory.client_state))
     features = extract_features(model.encoder, images)
     queries = spread_queries(features, _QUERIES, generator_for(seed, "pictures", "queries"))
     nearest, similarity = nearest_images(features, queries, _NEIGHBOURS)
     points = tsne(features[:_ON_THE_MAP], seed_for(seed, "pictures", "map"))
 
-    make_folder(directory.path / "figures")
+    make_folder(path / "figures")
     sheet = draw_neighbours(images, queries, nearest, similarity, labels)
-    classes = len(dataset.class_names) if labels is not None else 0
-    image_map = draw_map(images, points, labels if 1 < classes <= MOST_NAMED_CLASSES else None, dataset.class_names)
-    for file, figure in zip(ImagePictures.files(directory.path), (sheet, image_map), strict=True):
+    few_classes = 1 < len(dataset.class_names) <= MOST_NAMED_CLASSES
+    image_map = draw_map(images, points, labels if few_classes else None, dataset.class_names)
+    for file, figure in zip(ImagePictures.files(path), (sheet, image_map), strict=True):
         write_atomically(file, png_bytes(figure))
-    pictures = ImagePictures(
-        FORMAT,
-        directory.checkpoint.round,
-        who,
-        "test" if of_test else "training",
-        len(images),
-        len(points),
-        None if labels is None else float((labels[nearest] == labels[queries][:, None]).double().mean()),
-    )
-    write_atomically(directory.path / _FILE, json.dumps(asdict(pictures)).encode())
+    source = "test" if has_test_images else "training"
+    same_class = None if labels is None else float((labels[nearest] == labels[queries][:, None]).double().mean())
+    pictures = ImagePictures(FORMAT, directory.checkpoint.round, who, source, len(images), len(points), same_class)
+    write_atomically(path / _FILE, json.dumps(asdict(pictures)).encode())
     return pictures
 
 
 def draw_neighbours(
     images: Images, queries: Tensor, nearest: Tensor, similarity: Tensor, labels: Tensor | None
 ) -> Figure:
-    """A row for each query: the query, and its neighbours with their cosines, the nearest first.
+    """Draw a row for each query: the query, and its neighbours with their cosines, the nearest first.
 
     Args:
         images: uint8 [n, C, H, W].
         queries: int64 [q], rows of `images`.
         nearest: int64 [q, k], rows of `images`.
         similarity: floating point [q, k].
-        labels: int64 [n]: a neighbour of the query's class is marked by a green line, another by an orange one.
+        labels: int64 [n]; a neighbour of the query's class gets a green line, another an orange one.
     """
     rows, columns = nearest.shape
     height = 1.08 * rows + 0.3
@@ -195,7 +165,7 @@ def draw_neighbours(
 
 
 def draw_map(images: Images, points: Tensor, labels: Tensor | None, class_names: tuple[str, ...] = ()) -> Figure:
-    """Each image at the place of its representation; where labels are given, in a frame of its class's colour.
+    """Draw each image at the place of its representation; with labels, in a frame of its class's colour.
 
     Args:
         images: uint8 [at least n, C, H, W]; the first n are drawn.
@@ -204,19 +174,16 @@ def draw_map(images: Images, points: Tensor, labels: Tensor | None, class_names:
         class_names: a name for each label.
     """
     columns = int(np.ceil(np.sqrt(len(points) * _CELLS_PER_IMAGE)))
-    cells = grid_cells(points, columns).tolist()
     drawn = thumbnails(images, torch.arange(len(points)))
-    height, width = drawn.shape[1:3]
-    frame = 2
-    side_y, side_x = height + 2 * frame, width + 2 * frame
+    side_y, side_x = (side + 2 * _FRAME for side in drawn.shape[1:3])
     canvas = np.full((columns * side_y, columns * side_x, 3), 255, np.uint8)
     colours = (class_colours(len(class_names))[:, :3] * 255).astype(np.uint8) if labels is not None else None
-    for index, (column, row) in enumerate(cells):
+    for index, (column, row) in enumerate(grid_cells(points, columns).tolist()):
         top, left = (columns - 1 - row) * side_y, column * side_x
+        cell = canvas[top : top + side_y, left : left + side_x]
         if colours is not None and labels is not None:
-            canvas[top : top + side_y, left : left + side_x] = colours[int(labels[index])]
-        picture = drawn[index] if drawn.ndim == 4 else drawn[index][..., None]
-        canvas[top + frame : top + frame + height, left + frame : left + frame + width] = picture
+            cell[:] = colours[int(labels[index])]
+        cell[_FRAME:-_FRAME, _FRAME:-_FRAME] = drawn[index] if drawn.ndim == 4 else drawn[index][..., None]
     figure = Figure(figsize=(8.2, 8.2 * side_y / side_x), layout="constrained")
     axes = figure.add_subplot()
     axes.imshow(canvas, interpolation="antialiased")
@@ -227,7 +194,7 @@ def draw_map(images: Images, points: Tensor, labels: Tensor | None, class_names:
 
 
 def thumbnails(images: Images, rows: Tensor) -> NDArray[np.uint8]:
-    """Some images at a size to draw: large ones are reduced, small ones enlarged by whole pixels.
+    """Return some images at a size to draw: large ones are reduced, small ones enlarged by whole pixels.
 
     Returns:
         uint8 [n, h, w] for one channel, otherwise [n, h, w, 3].
@@ -246,25 +213,12 @@ def thumbnails(images: Images, rows: Tensor) -> NDArray[np.uint8]:
     return array[..., 0] if array.shape[-1] == 1 else array
 
 
-#: by method: a run's folder and what its pictures show, or why there are none
+#: by method: a run's folder and the description of its pictures, or the reason why there are none
 PicturesByMethod = Mapping[str, tuple[Path, ImagePictures] | str]
 
 
-@dataclass(frozen=True)
-class ImageSection:
-    """What the section shows.
-
-    Attributes:
-        warnings: which methods have no pictures, and why.
-        figures: two for each method.
-    """
-
-    warnings: Sequence[str]
-    figures: Sequence[PageFigure]
-
-
-def image_section(pictures: PicturesByMethod) -> ImageSection | None:
-    """The section; None where there is nothing to say."""
+def image_section(pictures: PicturesByMethod) -> PageSection | None:
+    """Return the report's section with two pictures for each method; None if `pictures` is empty."""
     if not pictures:
         return None
     warnings, figures = [], []
@@ -273,32 +227,21 @@ def image_section(pictures: PicturesByMethod) -> ImageSection | None:
             warnings.append(f"{name}: no pictures of images: {shown}")
             continue
         path, about = shown
-        neighbours, image_map = ImagePictures.files(path)
         who = "the global model" if about.model == "global" else f"client {about.model}'s model"
-        seen = f"{name}, {who} after round {about.round}"
-        figures.append(_figure(neighbours, f"Nearest neighbours: {name}", f"{seen}. {_about_neighbours(about)}"))
-        figures.append(_figure(image_map, f"Map of images: {name}", f"{seen}. {_about_map(about)}"))
-    return ImageSection(warnings, figures)
-
-
-def _about_neighbours(about: ImagePictures) -> str:
-    text = (
-        f"Each row: one image, and those of {about.searched} {about.source} images whose representations lie nearest "
-        "to it. They should show the same kind of thing; if they only share brightness or background, the encoder has "
-        "learned little."
-    )
-    if about.same_class is None:
-        return text
-    return f"{text} A green line marks the image's own class, an orange one another: {about.same_class:.0%} are green."
-
-
-def _about_map(about: ImagePictures) -> str:
-    return (
-        f"t-SNE of {about.mapped} {about.source} images. Images that lie together look alike to the encoder; each is "
-        "moved to the nearest free place. Distances between groups mean nothing."
-    )
-
-
-def _figure(file: Path, description: str, caption: str) -> PageFigure:
-    data = base64.b64encode(read_regular_file(file)).decode()
-    return PageFigure(description, f"data:image/png;base64,{data}", caption)
+        neighbours = (
+            f"Each row: one image, and those of {about.searched} {about.source} images whose representations lie "
+            "nearest to it. They should show the same kind of thing; if they only share brightness or background, the "
+            "encoder has learned little."
+        )
+        if about.same_class is not None:
+            neighbours += " A green line marks the image's own class, an orange one another: "
+            neighbours += f"{about.same_class:.0%} are green."
+        image_map = (
+            f"t-SNE of {about.mapped} {about.source} images. Images that lie together look alike to the encoder; each "
+            "is moved to the nearest free place. Distances between groups mean nothing."
+        )
+        titles_and_texts = ((f"Nearest neighbours: {name}", neighbours), (f"Map of images: {name}", image_map))
+        for file, (title, text) in zip(ImagePictures.files(path), titles_and_texts, strict=True):
+            caption = f"{name}, {who} after round {about.round}. {text}"
+            figures.append(embedded_image("png", read_regular_file(file), title, caption))
+    return PageSection(warnings, figures)

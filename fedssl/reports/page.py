@@ -30,7 +30,7 @@ class PageTable:
     Attributes:
         header: the columns' titles.
         rows: the cells; each row is as long as the header.
-        text_columns: how many columns, from the left, hold text; the others are numbers and aligned to the right.
+        text_columns: the number of columns, from the left, that hold text; the others are numbers, aligned right.
         row_classes: CSS classes by the row's index.
         groups: titles above the header, each with its number of columns.
     """
@@ -44,42 +44,54 @@ class PageTable:
 
 @dataclass(frozen=True)
 class PageFigure:
-    """A figure on a page: what it shows in a few words, the image as a data URI, and a caption that may be empty."""
+    """A figure on a page: a short description, the image as a data URI, and a caption that may be empty."""
 
     description: str
     source: str
     caption: str = ""
 
 
+@dataclass(frozen=True)
+class PageSection:
+    """A section of a page.
+
+    Attributes:
+        warnings: the methods that are not shown, each with the reason.
+        figures: the charts and pictures.
+        table: the table above the figures, if there is one.
+        images: the number of test images in the table; several numbers if methods differ.
+    """
+
+    warnings: Sequence[str]
+    figures: Sequence[PageFigure] = ()
+    table: PageTable | None = None
+    images: str = ""
+
+
 def page_figure(figure: Figure, description: str, caption: str = "", png: bool = False) -> PageFigure:
-    """A matplotlib figure as part of a page.
+    """Return a matplotlib figure as part of a page. The same figure always gives the same bytes.
 
     Args:
-        figure: the figure.
-        description: what it shows, for readers who do not see it.
-        caption: the text below it.
-        png: PNG and not SVG, for a figure that holds many pixels anyway.
+        description: the figure's content, for readers who do not see it.
+        png: embed PNG instead of SVG, for a figure that holds many pixels anyway.
     """
     if png:
-        kind, data = "png", png_bytes(figure)
-    else:
-        kind, data = "svg+xml", _svg_bytes(figure)
+        return embedded_image("png", png_bytes(figure), description, caption)
+    data = io.BytesIO()
+    with matplotlib.rc_context({"svg.hashsalt": "fedssl"}):  # ids that are not random
+        figure.savefig(data, format="svg", metadata={"Date": None})
+    return embedded_image("svg+xml", data.getvalue(), description, caption)
+
+
+def embedded_image(kind: str, data: bytes, description: str, caption: str) -> PageFigure:
+    """Return the content of an image file of the MIME type image/`kind` as part of a page."""
     return PageFigure(description, f"data:image/{kind};base64,{base64.b64encode(data).decode()}", caption)
 
 
-def _svg_bytes(figure: Figure) -> bytes:
-    """The same bytes for the same figure: ids are not random, and there is no date."""
-    data = io.BytesIO()
-    with matplotlib.rc_context({"svg.hashsalt": "fedssl"}):
-        figure.savefig(data, format="svg", metadata={"Date": None})
-    return data.getvalue()
-
-
 def render_page(template: str, **values: object) -> str:
-    """Fill a template of `templates/`. Every value is escaped.
+    """Fill a template of `templates/`, with every value escaped, and return the page.
 
-    Args:
-        template: the file's name.
-        values: what the template names. A missing one raises `jinja2.UndefinedError`.
+    Raises:
+        jinja2.UndefinedError: the template uses a value that is missing.
     """
     return _TEMPLATES.get_template(template).render(values)

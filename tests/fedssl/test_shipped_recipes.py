@@ -20,7 +20,7 @@ from fedssl.recipe.reading import load_recipe
 from fedssl.recipe.recipe import Recipe
 from fedssl.run.directory import RunDirectory
 from fedssl.training import STEP_COSTS
-from tests.fedssl.reports.figures import foretold, logged
+from tests.fedssl.reports.figures import logged, predicted
 
 #: what makes a recipe's own parts small enough; everything else is SMALL
 PARTS = {
@@ -93,7 +93,7 @@ def test_a_shipped_recipe_runs_two_rounds(name, finished):
 
 @pytest.mark.parametrize("name", recipe_names())
 def test_it_sends_and_takes_what_was_foretold(name, finished):
-    assert foretold(small(name)) == logged(finished(name))
+    assert predicted(small(name)) == logged(finished(name))
 
 
 class Killed(BaseException):

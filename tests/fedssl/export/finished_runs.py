@@ -57,7 +57,7 @@ def randomise(tensors: dict[str, Tensor], generator: torch.Generator) -> None:
 
 
 def features_of_run(run: Path, federation: Federation, images: Tensor, client: int | None = None) -> Tensor:
-    """What the run's own model gives for uint8 images."""
+    """Return the features of uint8 images by the run's own model."""
     directory = RunDirectory.open(run)
     if client is not None:
         return extract_features(federation.client(client, directory.client_state(client)).model.encoder, images)

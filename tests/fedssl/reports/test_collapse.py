@@ -17,8 +17,14 @@ from fedssl.evaluation.features import extract_features
 from fedssl.evaluation.metrics import effective_rank
 from fedssl.federation import build_federation
 from fedssl.reports import collapse
-from fedssl.reports.collapse import Collapse, Geometry
-from fedssl.reports.collapse_plots import collapse_of_run, draw_log_singular_values, draw_spheres, draw_tsne
+from fedssl.reports.collapse import (
+    Collapse,
+    Geometry,
+    collapse_of_run,
+    draw_log_singular_values,
+    draw_spheres,
+    draw_tsne,
+)
 from fedssl.reports.report import write_report
 from fedssl.run.directory import RunDirectory
 from tests.fedssl.conftest import AVERAGED

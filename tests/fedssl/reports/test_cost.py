@@ -1,4 +1,4 @@
-"""`fedssl cost` foretells what a run then logs."""
+"""`fedssl cost` predicts the figures that a run then logs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fedssl.messages import Message
 from fedssl.recipe.reading import parse_recipe
 from fedssl.reports.cost import estimate, totals
 from tests.fedssl.conftest import ALIGNED, AVERAGED, tiny_values
-from tests.fedssl.reports.figures import foretold, logged
+from tests.fedssl.reports.figures import logged, predicted
 
 LAYER_WISE = AVERAGED | {
     "architectures": ["small_convnet"],
@@ -73,10 +73,10 @@ def test_the_stem_counts_forward_only_in_a_stage_that_does_not_train_it(architec
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_sends_and_takes_exactly_what_was_foretold(kind, tmp_path):
+def test_a_run_sends_and_takes_exactly_what_was_predicted(kind, tmp_path):
     recipe = parse_recipe(tiny_values(**KINDS[kind]))
     run(recipe, tmp_path / "a")
-    assert foretold(recipe) == logged(tmp_path / "a")
+    assert predicted(recipe) == logged(tmp_path / "a")
 
 
 def test_layers_of_earlier_stages_travel_once_and_to_those_who_lack_them():

@@ -104,7 +104,7 @@ def test_a_run_is_drawn_once_and_again_after_more_rounds(noisy, tmp_path, monkey
     files[0].unlink()
     assert image_pictures_of_run(tmp_path / "run") == pictures
     assert [file.read_bytes() for file in files] == before
-    stored = tmp_path / "run" / "images.json"
+    stored = tmp_path / "run" / "image_pictures.json"
     with monkeypatch.context() as patch:
         patch.setattr(images, "_draw", lambda *_: None)  # drawing them takes seconds
         for changed in ({"round": 0}, {"same_class": "x"}, {"searched": None}, {"format": 99}):
@@ -138,4 +138,4 @@ def test_a_run_whose_data_are_gone_says_why_there_are_no_pictures(noisy, tmp_pat
     with pytest.raises(UserError, match="there is no file"):
         image_pictures_of_run(tmp_path / "run")
     assert "no pictures of images: there is no file" in write_report([tmp_path / "run"]).read_text()
-    assert not (tmp_path / "run" / "images.json").exists()
+    assert not (tmp_path / "run" / "image_pictures.json").exists()

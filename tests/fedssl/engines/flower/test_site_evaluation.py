@@ -23,8 +23,8 @@ def test_a_sound_evaluation_has_no_fault():
 
 def test_measures_on_other_data_have_the_bounds_of_their_own():
     on_other_data = {"downstream_mine_uniformity": -3.0, "downstream_mine_effective_rank": 300.0}
-    assert evaluation_fault(OwnEvaluation(MEASURES | on_other_data, SPECTRUM)) is None
-    fault = evaluation_fault(OwnEvaluation(MEASURES | {"downstream_mine_alignment": 5.0}, SPECTRUM)) or ""
+    assert evaluation_fault(SiteEvaluation(MEASURES | on_other_data, SPECTRUM)) is None
+    fault = evaluation_fault(SiteEvaluation(MEASURES | {"downstream_mine_alignment": 5.0}, SPECTRUM)) or ""
     assert fault.startswith("its evaluation has an invalid downstream_mine_alignment: expected 0 to 4.01, got 5.0")
 
 
