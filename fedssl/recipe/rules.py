@@ -159,14 +159,14 @@ def _processes_share_batches(recipe: Recipe) -> str | None:
             f"{what} does not go with augmentation {recipe.augmentation.name}, whose views of an image may depend on "
             "the other images of its batch: use random_views, or training.processes=1"
         )
-    if not recipe.objective.says_data_parallel():
-        known = [name for name in part_names("objectives") if part_class("objectives", name).says_data_parallel()]
+    if not recipe.objective.is_data_parallel():
+        known = [name for name in part_names("objectives") if part_class("objectives", name).is_data_parallel()]
         return (
             f"{what} does not go with objective {recipe.objective.name}, whose loss needs the whole batch in one "
             f"process: use {', '.join(known)}, or training.processes=1"
         )
     for regularizer in recipe.regularizers:
-        if not regularizer.says_data_parallel():
+        if not regularizer.is_data_parallel():
             return (
                 f"{what} does not go with regularizer {regularizer.name}, whose term needs the whole batch in one "
                 "process: remove it, or use training.processes=1"
