@@ -21,10 +21,6 @@ from ..untrusted import PART_KEYS
 from .overrides import apply_override, part_name, with_paths_from
 
 PAPER = "paper:"
-AUTO, NONE = "auto", "none"
-_SMALL = 64  # the largest side in pixels of the presets for small images
-_FEWEST_IN_A_BATCH = 4
-_PUBLIC_SHARE = 4  # at most one of so many training images becomes public
 
 
 class PartSettings(Options):
@@ -82,12 +78,13 @@ class AppliedPreset(NamedTuple):
     reasons: tuple[str, ...]
 
 
-def apply_preset(values: dict[str, Any], overrides: Sequence[str]) -> AppliedPreset:
+def apply_preset(values: dict[str, Any], overrides: Sequence[str], source: str) -> AppliedPreset:
     """Apply overrides to a recipe, and fill in its open keys by the preset that it names or else the data's preset.
 
     Args:
         values: the recipe as YAML gives it; it is not changed.
         overrides: `training.batch_size=64` and the like.
+        source: what error messages call the recipe.
 
     Raises:
         UserError: an override does not fit, the preset is unknown, or no preset is named and the data cannot be read.
@@ -95,22 +92,25 @@ def apply_preset(values: dict[str, Any], overrides: Sequence[str]) -> AppliedPre
     values = copy.deepcopy(values)
     # `architectures.0=...` changes one entry of a list that may be the preset's
     later = [override for override in overrides if override.startswith("architectures.")]
-    for override in overrides:
-        if override not in later:
-            apply_override(values, override)
-    applied = _fill_in_preset(values)
-    for override in later:
-        apply_override(applied.values, override)
+    try:
+        for override in overrides:
+            if override not in later:
+                apply_override(values, override)
+        applied = _fill_in_preset(values)
+        for override in later:
+            apply_override(applied.values, override)
+    except UserError as error:
+        raise UserError(f"{source}: {error}") from error
     return applied
 
 
 def _fill_in_preset(values: dict[str, Any]) -> AppliedPreset:
     given = copy.deepcopy(values)
-    name = values.get("preset", AUTO)
-    if name == NONE:
+    name = values.get("preset", "auto")
+    if name == "none":
         return AppliedPreset(values, values, ())
     data: DataOutline | None = None
-    if name == AUTO:
+    if name == "auto":
         try:
             data = _summarize_data(values)
         except UserError as error:
@@ -123,14 +123,11 @@ def _fill_in_preset(values: dict[str, Any]) -> AppliedPreset:
         if name not in preset_names():
             near = difflib.get_close_matches(str(name), preset_names(), n=1)
             hint = f"did you mean {near[0]}? " if near else ""
-            raise UserError(
-                f"preset: {name!r} is unknown; {hint}expected {AUTO}, {NONE} or {', '.join(preset_names())}"
-            )
+            raise UserError(f"preset: {name!r} is unknown; {hint}expected auto, none or {', '.join(preset_names())}")
         reason = "the recipe or the command line names it"
     preset = read_preset(name)
-    reasons = [
-        f"{name}: {preset.description}. It was chosen because {reason}. Source: {' '.join(preset.source.split())}"
-    ]
+    source = " ".join(preset.source.split())
+    reasons = [f"{name}: {preset.description}. It was chosen because {reason}. Source: {source}"]
     settings: dict[str, Any] = {}
     for _, part in _parts_in(values):
         if part["name"] in preset.parts:
@@ -166,7 +163,7 @@ def _preset_for(data: DataOutline | None, name: Any) -> tuple[str, str]:
         return "digits", "the data are scikit-learn's digits"
     count = f"{data.images} " if data.images else ""
     reason = f"the data are {count}{'grey' if data.channels == 1 else 'colour'} images of {data.side} pixels"
-    small = data.side <= _SMALL
+    small = data.side <= 64
     if data.channels == 1:
         return ("small_grey" if small else "grey_medical"), reason
     return ("small_colour" if small else "natural"), reason
@@ -236,7 +233,7 @@ def _take_public_images(values: dict[str, Any], preset: Preset, summary: DataOut
     user = next((part["name"] for folder, part in _parts_in(values) if _needs_public_images(folder, part)), None)
     if user is None:
         return []
-    most = preset.public_images if summary is None else summary.images // _PUBLIC_SHARE
+    most = preset.public_images if summary is None else summary.images // 4
     data["public_holdout"] = min(preset.public_images, most)
     return [f"data.public_holdout is {data['public_holdout']}, as {user} needs public images."]
 
@@ -263,7 +260,7 @@ def _adapt_batch(
     if _get(given, "training", "batch_size") is None and not preset.name.startswith(PAPER):
         holdout = _get(values, "data", "public_holdout")
         share = (summary.images - (holdout if isinstance(holdout, int) else 0)) // clients
-        while batch > max(_FEWEST_IN_A_BATCH, share // 2):
+        while batch > max(4, share // 2):
             batch //= 2
         if batch != training["batch_size"]:
             reasons.append(f"training.batch_size is {batch}, as a client has about {share} images.")

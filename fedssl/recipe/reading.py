@@ -47,11 +47,7 @@ def complete_recipe(values: dict[str, Any], overrides: Sequence[str], source: st
     Raises:
         UserError: see `load_recipe`.
     """
-    try:
-        values = apply_preset(values, overrides).values
-    except UserError as error:
-        raise UserError(f"{source}: {error}") from error
-    return parse_recipe(values, source)
+    return parse_recipe(apply_preset(values, overrides, source).values, source)
 
 
 def load_stored_recipe(directory: RunDirectory, trust: bool = False, resuming: bool = False) -> Recipe:
@@ -91,8 +87,7 @@ def parse_recipe(values: dict[str, Any], source: str = "recipe") -> Recipe:
         UserError: a key or value is not allowed, or options of Flower do not go with the recipe's parts.
     """
     recipe = check_keys(values, source)
-    problem = privacy_problem(recipe)
-    if problem is not None:
+    if problem := privacy_problem(recipe):
         raise UserError(f"{source}: {problem}")
     return recipe
 

@@ -50,8 +50,7 @@ def check_data(recipe: Recipe, dataset: Dataset) -> None:
             "none: name a self-supervised objective, or give labels (data.labels for images, y_train and y_test in an "
             ".npz file)"
         )
-    users = public_image_users(recipe)
-    if users and dataset.public_images is None:
+    if (users := public_image_users(recipe)) and dataset.public_images is None:
         raise UserError(
             f"{users[0]} needs public images to align on: give data.public_path (an .npz or a folder of images) "
             "or data.public_holdout (that many training images, taken from no client)"
@@ -62,7 +61,6 @@ def check_shares(recipe: Recipe, client_rows: list[Tensor], owner: int | None) -
     """Raise a UserError if a client has too few images for a batch, or more than secure aggregation counts.
 
     Args:
-        recipe: the recipe.
         client_rows: the row numbers of each client's images.
         owner: the client whose own images they are; the others then hold none here. None: all are dealt here.
     """
@@ -89,7 +87,6 @@ def check_models(recipe: Recipe, build: Callable[[str], Model]) -> None:
     """Build each architecture once, and raise a UserError if a part cannot work with it.
 
     Args:
-        recipe: the recipe.
         build: makes the model of an architecture; it refuses an unknown one.
     """
     for name in dict.fromkeys(recipe.architectures):

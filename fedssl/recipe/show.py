@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ..errors import UserError
 from ..options import Options
 from ..parts import part_names
 from ..untrusted import PART_KEYS
@@ -67,12 +66,9 @@ def resolve_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> R
     Raises:
         UserError: see `reading.load_recipe`.
     """
-    values = read_values(name_or_path)
-    try:
-        filled = apply_preset(values, overrides)
-    except UserError as error:
-        raise UserError(f"{name_or_path}: {error}") from error
-    recipe = check_keys(filled.values, str(name_or_path))
+    source = str(name_or_path)
+    filled = apply_preset(read_values(name_or_path), overrides, source)
+    recipe = check_keys(filled.values, source)
     overridden = [override.partition("=")[0] for override in overrides]
     given, complete = _with_part_mappings(filled.given), _with_part_mappings(filled.values)
     return ResolvedRecipe(recipe.to_yaml(), list(_settings(recipe, given, complete, "", overridden)), filled.reasons)
