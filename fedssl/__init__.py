@@ -6,22 +6,41 @@
     run = fedssl.run(recipe, "runs/two-rounds")
     print(run.evaluated("knn", "before"), run.evaluated("knn", "after"))
 
-What `__all__` names is meant for use in other programs. It is imported on first use, so `import fedssl` is fast.
+The names in `__all__` are meant for use in other programs. Each is imported on first use, so `import fedssl` is fast.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .aggregators.base import Aggregator
+    from .augmentations.base import Augmentation
+    from .engines import resume, run
     from .errors import UserError
-    from .library import evaluate, load_recipe, read_run, resume, run, write_report
+    from .federation import Federation
+    from .local_updates.base import LocalUpdate
+    from .method import Method
+    from .objectives.base import Objective
     from .recipe.overrides import recipe_names
+    from .recipe.reading import load_recipe
     from .recipe.recipe import Recipe
-    from .run.record import Run
+    from .regularizers.base import Regularizer
+    from .reports.evaluation import evaluate
+    from .reports.report import write_report
+    from .run.record import Run, read_run
+    from .schedules.base import Schedule
 
 __all__ = [
+    "Aggregator",
+    "Augmentation",
+    "Federation",
+    "LocalUpdate",
+    "Method",
+    "Objective",
     "Recipe",
+    "Regularizer",
     "Run",
+    "Schedule",
     "UserError",
     "evaluate",
     "load_recipe",
@@ -32,13 +51,36 @@ __all__ = [
     "write_report",
 ]
 
-_MODULES = {"Recipe": "recipe.recipe", "Run": "run.record", "UserError": "errors", "recipe_names": "recipe.overrides"}
+_MODULES = {
+    "Aggregator": "aggregators.base",
+    "Augmentation": "augmentations.base",
+    "Federation": "federation",
+    "LocalUpdate": "local_updates.base",
+    "Method": "method",
+    "Objective": "objectives.base",
+    "Recipe": "recipe.recipe",
+    "Regularizer": "regularizers.base",
+    "Run": "run.record",
+    "Schedule": "schedules.base",
+    "UserError": "errors",
+    "evaluate": "reports.evaluation",
+    "load_recipe": "recipe.reading",
+    "read_run": "run.record",
+    "recipe_names": "recipe.overrides",
+    "resume": "engines",
+    "run": "engines",
+    "write_report": "reports.report",
+}
+
+# The package fedssl/run has the name of a function. Imported once, it does not take that name at a later import.
+import_module(".run", __name__)
+del run
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _MODULES:
         raise AttributeError(f"module 'fedssl' has no attribute {name!r}")
-    value = getattr(import_module(f".{_MODULES.get(name, 'library')}", __name__), name)
+    value = getattr(import_module(f".{_MODULES[name]}", __name__), name)
     globals()[name] = value
     return value
 

@@ -1,4 +1,4 @@
-"""The base of every typed model that a recipe is validated against."""
+"""The base of every typed model that a recipe is checked against, and messages about wrong keys and values."""
 
 from __future__ import annotations
 
@@ -10,16 +10,23 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from .untrusted import NAME_PATTERN, TEXT_PATTERN
 
+_LONGEST_INPUT = 200  # characters of a wrong value that a message repeats
+#: texts of a message about a pattern
+_PATTERNS = {
+    NAME_PATTERN: "expected 1 to 200 characters on one line, without control characters",
+    TEXT_PATTERN: "expected text without control characters",
+}
+
 
 class Options(BaseModel):
-    """Frozen, strict about names: an unknown key is an error, never ignored. `true` is no number."""
+    """Base of option models: frozen, an unknown key is an error, and `true` is not a number."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, validate_default=True)
 
     @model_validator(mode="before")
     @classmethod
     def _refuse_booleans_as_numbers(cls, values: Any) -> Any:
-        """Pydantic takes `rounds: true` as 1. Its strict mode would also refuse 1e-3, which is a text in YAML 1.1."""
+        """Refuse `rounds: true`, which pydantic takes as 1. Its strict mode also refuses 1e-3, a text in YAML 1.1."""
         if not isinstance(values, dict):
             return values
         wrong = [
@@ -39,25 +46,15 @@ class Options(BaseModel):
 
 
 def _types_in(annotation: Any) -> set[Any]:
-    """The types of which a type is composed, such as list, int and None of `list[int] | None`."""
+    """Return the types that a type is composed of, such as list, int and None for `list[int] | None`."""
     inner = get_args(annotation)
     if inner:
         return set().union(*map(_types_in, inner))
     return {annotation} if isinstance(annotation, type) or annotation is Any else set()  # else a Literal's value
 
 
-_LONGEST_INPUT = 200  # characters of a wrong value that a message repeats
-
-
-#: what a message says of a pattern
-_PATTERNS = {
-    NAME_PATTERN: "expected 1 to 200 characters on one line, without control characters",
-    TEXT_PATTERN: "expected text without control characters",
-}
-
-
 def explain_errors(error: ValidationError, model: type[Options], prefix: str = "") -> list[str]:
-    """One clause for each problem that pydantic found: the key's path, what is allowed, what it got.
+    """Return one clause for each problem that pydantic found: the key's path, what is allowed, what it got.
 
     Args:
         error: raised while `model` was validated.
@@ -84,12 +81,13 @@ def explain_errors(error: ValidationError, model: type[Options], prefix: str = "
 
 
 def shortened(value: Any) -> str:
-    """A wrong value as a message repeats it."""
+    """Return a wrong value as a message repeats it."""
     text = repr(value)
     return text if len(text) <= _LONGEST_INPUT else f"{text[:_LONGEST_INPUT]}..."
 
 
 def _fields_at(model: type[Options], location: list[str]) -> list[str]:
+    """Return the keys that are allowed in the mapping at a location, an error's path."""
     current: list[type[Options]] = [model]  # more than one where the next key names one of several
     for key in location:
         if key.isdigit():  # an entry of a list
@@ -103,7 +101,7 @@ def _fields_at(model: type[Options], location: list[str]) -> list[str]:
 
 
 def _models_in(annotation: Any) -> list[type[Options]]:
-    """The option models that a type admits: itself, or those of a union."""
+    """Return the option models that a type admits: itself, or those of a union."""
     if isinstance(annotation, type) and issubclass(annotation, Options):
         return [annotation]
     return [model for inner in get_args(annotation) for model in _models_in(inner)]

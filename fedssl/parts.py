@@ -1,8 +1,9 @@
-"""Finding the class of a part by its name in a recipe, which is its file's name.
+"""Find the class of a part by its name in a recipe.
 
-`name: cka_alignment` under `regularizers` is the one part class in `fedssl/regularizers/cka_alignment.py`.
-A part of your own is named by its file (`name: ./my_regularizer.py`, relative to the recipe's folder) or its module
-(`name: my_package.my_regularizer`). There is no registry.
+A shipped part is named by its file: `cka_alignment` under `regularizers` is the one part class in
+`fedssl/regularizers/cka_alignment.py`. Your own part is named by its file (`./my_part.py`, relative to the recipe's
+folder), its module (`my_package.my_part`), or its module and class (`my_package.parts:MyPart`). A class that this
+process alone has, such as one from a notebook's cell, is named `__main__:MyPart`.
 """
 
 from __future__ import annotations
@@ -14,14 +15,22 @@ import pkgutil
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from .errors import UserError
-from .models.model import Model
 from .options import Options
 from .untrusted import absolute_path
+
+if TYPE_CHECKING:
+    from .models.model import Model  # it imports torch, which listing the presets does without
+
+Base = TypeVar("Base")
+
+_FILE_MODULE = "fedssl_part_"  # how modules of part files are called
+_SESSION = "__main__:"
+_session_classes: dict[str, type[Part]] = {}  # by name, those of which this process has made a part
 
 
 class Part(Options):
@@ -29,9 +38,15 @@ class Part(Options):
 
     name: str = Field("", description="the part's file name, or the path or module of a part of your own")
 
+    @model_validator(mode="before")
     @classmethod
-    def says_data_parallel(cls) -> bool:
-        """Whether this class itself, and not one that it derives from, says that processes can share its batches."""
+    def _name_after_class(cls, values: Any) -> Any:
+        """Name a part that is made in Python, so that the recipe of a run can be read back."""
+        return {"name": _name_of(cls)} | values if isinstance(values, dict) else values
+
+    @classmethod
+    def is_data_parallel(cls) -> bool:
+        """Return whether this class itself, and not one that it derives from, declares `data_parallel`."""
         return bool(vars(cls).get("data_parallel", False))
 
     def check_model(self, model: Model) -> None:
@@ -39,57 +54,87 @@ class Part(Options):
 
 
 def part_names(folder: str) -> list[str]:
-    """The sorted names of the parts in `fedssl/<folder>/`."""
+    """Return the sorted names of the parts in `fedssl/<folder>/`."""
     package = importlib.import_module(f"fedssl.{folder}")
     return sorted(m.name for m in pkgutil.iter_modules(package.__path__) if m.name != "base")
 
 
 def part_class(folder: str, name: str) -> type[Part]:
-    """The class behind a part's name.
+    """Return the class of a part.
 
     Args:
         folder: `objectives`, `augmentations`, `regularizers`, `schedules`, `aggregators` or `local_updates`.
-        name: a file name in that folder, a path to a `.py` file, or a dotted module.
+        name: a file name in that folder, a path to a `.py` file, a dotted module, `module:Class`, or `__main__:Class`.
 
     Raises:
         UserError: there is no such part, its file cannot be imported, or the file does not define exactly one part.
     """
-    base = _base_class(folder)
+    base = next(c for c in _classes_in(importlib.import_module(f"fedssl.{folder}.base")) if issubclass(c, Part))
     if name.endswith(".py"):
-        module = _load_file(Path(name))
-    elif "." in name:
-        module = _load_module(name)
-    elif name in part_names(folder):
-        module = importlib.import_module(f"fedssl.{folder}.{name}")
-    else:
+        return only_class(load_file(Path(name)), base, name)
+    if defined_elsewhere(name):
         raise UserError(
-            f"{folder} has no part {name!r}; expected one of {', '.join(part_names(folder))}, "
-            "or a file of your own (./my_part.py)"
+            f"the class {name.removeprefix(_SESSION)} was defined in a notebook or a script, and this process has no "
+            "such class: put it into a file, for instance my_part.py, and start a new run with {name: ./my_part.py} "
+            f"or `from my_part import {name.rpartition('.')[2].removeprefix(_SESSION)}` (docs/compose_in_python.md)"
         )
-    classes = [
-        value
-        for value in vars(module).values()
-        if inspect.isclass(value) and issubclass(value, base) and value.__module__ == module.__name__
-    ]
+    if ":" in name:
+        module_name, _, class_name = name.partition(":")
+        cls = _session_classes[name] if is_session_part(name) else getattr(_load_module(module_name), class_name, None)
+        if not (inspect.isclass(cls) and issubclass(cls, base)):
+            raise UserError(f"{name} must be a subclass of {base.__name__}, got {cls!r}")
+        return cls
+    if "." in name:
+        return only_class(_load_module(name), base, name)
+    if name in part_names(folder):
+        return only_class(importlib.import_module(f"fedssl.{folder}.{name}"), base, name)
+    raise UserError(
+        f"{folder} has no part {name!r}; expected one of {', '.join(part_names(folder))}, "
+        "or a file of your own (./my_part.py)"
+    )
+
+
+def is_session_part(name: str) -> bool:
+    """Return whether a part's class was defined in a notebook or script, so that no other process can import it."""
+    return name.startswith(_SESSION)
+
+
+def defined_elsewhere(name: str) -> bool:
+    """Return whether a part's class was defined in a notebook or script, and not in this process."""
+    return is_session_part(name) and name not in _session_classes
+
+
+def _name_of(cls: type[Part]) -> str:
+    """Return the name by which `part_class` finds a class."""
+    module = sys.modules.get(cls.__module__)
+    file = getattr(module, "__file__", None)
+    if file is None or cls.__module__ == "__main__" or getattr(module, cls.__name__, None) is not cls:
+        _session_classes[f"{_SESSION}{cls.__qualname__}"] = cls
+        return f"{_SESSION}{cls.__qualname__}"
+    if cls.__module__.startswith(_FILE_MODULE):
+        return str(file)
+    package, _, stem = cls.__module__.rpartition(".")
+    return stem if package.startswith("fedssl.") else f"{cls.__module__}:{cls.__name__}"
+
+
+def only_class(module: ModuleType, base: type[Base], name: str) -> type[Base]:
+    """Return the one subclass of `base` that a module defines; raise a UserError, which begins with `name`, if not."""
+    classes = [cls for cls in _classes_in(module) if issubclass(cls, base)]
     if len(classes) != 1:
         raise UserError(f"{name} must define exactly one subclass of {base.__name__}, got {len(classes)}")
     return classes[0]
 
 
-def _base_class(folder: str) -> type[Part]:
-    module = importlib.import_module(f"fedssl.{folder}.base")
-    return next(
-        value
-        for value in vars(module).values()
-        if inspect.isclass(value) and issubclass(value, Part) and value.__module__ == module.__name__
-    )
+def _classes_in(module: ModuleType) -> list[type[Any]]:
+    return [value for value in vars(module).values() if inspect.isclass(value) and value.__module__ == module.__name__]
 
 
-def _load_file(path: Path) -> ModuleType:
+def load_file(path: Path) -> ModuleType:
+    """Import a .py file of the user's own and return its module; raise a UserError if that fails."""
     path = absolute_path(Path(), path)
     if not path.is_file():
         raise UserError(f"there is no part file {path}; give the path of an existing .py file")
-    module_name = f"fedssl_part_{path.stem}"
+    module_name = f"{_FILE_MODULE}{path.stem}"
     loaded: Any = sys.modules.get(module_name)
     if loaded is not None and loaded.__file__ == str(path):
         return loaded

@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import stat
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.machinery import PathFinder
@@ -240,19 +241,22 @@ def own_parts(values: dict[str, Any]) -> list[str]:
     """
     part_lists = [value if isinstance(value, list) else [value] for value in map(values.get, PART_KEYS)]
     names = [part.get("name") if isinstance(part, dict) else part for parts in part_lists for part in parts]
-    return list(dict.fromkeys(name for name in names if isinstance(name, str) and "." in name))
+    return list(dict.fromkeys(name for name in names if isinstance(name, str) and ("." in name or ":" in name)))
 
 
 def own_part_file(name: str) -> Path | None:
     """Return the file with a custom part's code, found without running any code; None if there is none.
 
     Args:
-        name: an absolute path of a .py file, or a dotted module.
+        name: an absolute path of a .py file, a dotted module, or `module:Class`; `__main__` is the running script.
     """
     if name.endswith(".py"):
         return Path(name)
     folders, spec = None, None
-    packages = name.split(".")
+    packages = name.partition(":")[0].split(".")
+    if packages == ["__main__"]:
+        script = Path(getattr(sys.modules["__main__"], "__file__", None) or "")
+        return script if script.is_file() else None
     for i in range(len(packages)):
         spec = PathFinder.find_spec(".".join(packages[: i + 1]), folders)
         if spec is None:

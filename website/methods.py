@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from fedssl.recipe.options_file import PUBLIC_IMAGES, options_schema
+from fedssl.parts import part_class
 from fedssl.untrusted import PART_KEYS
 from website import parts
 from website.repository_files import FOLDER, ROOT
@@ -92,7 +92,8 @@ def table() -> str:
         parts_of_recipe = _parts(values)
         sent = [SENT[part["name"]] for key, _, part in parts_of_recipe if key == "aggregators"]
         public = any(
-            options_schema()["parts"][folder][part["name"]].get(PUBLIC_IMAGES) for _, folder, part in parts_of_recipe
+            getattr(part_class(folder, part["name"]), "needs_public_images", False)
+            for _, folder, part in parts_of_recipe
         )
         own = values.get("architectures") == "several" or not sent
         cost = _cost(recipe) or dict.fromkeys(("memory_mb", "up_mb", "down_mb"), "-")

@@ -198,7 +198,7 @@ def report(
     """Write an HTML page with curves, tables, the partition and pictures of the representations."""
     from ..reports.report import write_report
 
-    print_text(f"The report is in {write_report(runs, output, collapse, trust, images)}")
+    print_text(f"The report is in {write_report(runs, output, collapse=collapse, images=images, trust=trust)}")
 
 
 def export(

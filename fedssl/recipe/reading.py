@@ -1,4 +1,4 @@
-"""From a recipe's text to a checked `Recipe`."""
+"""Read a recipe and check every key: from a name, a file, a mapping or a run's folder to a `Recipe`."""
 
 from __future__ import annotations
 
@@ -6,55 +6,57 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from ..errors import UserError
-from ..parts import part_class
+from ..options import explain_errors, shortened
+from ..parts import defined_elsewhere, is_session_part, part_class
 from ..run.directory import RunDirectory
-from ..untrusted import own_parts
-from .overrides import check_recipe, read_values
+from ..untrusted import PART_KEYS, own_parts
+from .overrides import DEFAULT_PARTS, read_values, with_paths_from, with_weights_from
 from .presets import apply_preset
 from .recipe import Recipe
 from .rules import privacy_problem
 
 
 def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a shipped recipe by name, or a file by path, and apply `key=value` overrides.
+    """Load a recipe, apply overrides, fill in what is left open by its preset, and check every key.
 
-    A part's relative path (`./my_part.py`) is resolved from the recipe file's folder, or from the working directory if
-    it stands in an override. The returned recipe, and so the one that a run stores, has the absolute path.
+    A part's relative path (`./my_part.py`) is resolved from the recipe file's folder, or in an override from the
+    working directory. The returned recipe, and so the one that a run stores, has the absolute path.
 
     Args:
-        name_or_path: `hetero_ssfl`, or `./mine.yaml`.
-        overrides: `training.batch_size=64`, `regularizers.0.weight=1`, `objective.name=simsiam`; the value is YAML.
+        name_or_path: name of a shipped recipe (`recipe_names()` lists them), or path of a YAML file.
+        overrides: settings to change, such as `["rounds=2", "regularizers.0.weight=1"]`; each value is YAML.
 
     Raises:
-        UserError: there is no such recipe; it is not YAML; or a key or value is invalid. The message names the key's
-            path and what is allowed.
+        UserError: there is no such recipe, it is not YAML, or a key or value is invalid. The message names the key's
+            path and says what is allowed.
+        TypeError: `overrides` is a single string.
     """
+    if isinstance(overrides, str):
+        raise TypeError(f"overrides: expected a list such as [{overrides!r}], got the string {overrides!r}")
     return complete_recipe(read_values(name_or_path), overrides, source=str(name_or_path))
 
 
 def complete_recipe(values: dict[str, Any], overrides: Sequence[str], source: str) -> Recipe:
-    """Apply overrides, fill in what the recipe leaves open by its preset (`presets/`), and check it.
+    """Apply overrides to a recipe's mapping, fill in what is left open by its preset, and check it.
 
     Error messages call the recipe `source`.
 
     Raises:
         UserError: see `load_recipe`.
     """
-    try:
-        values = apply_preset(values, overrides, part_class).values
-    except UserError as error:
-        raise UserError(f"{source}: {error}") from error
-    return parse_recipe(values, source)
+    return parse_recipe(apply_preset(values, overrides, source).values, source)
 
 
 def load_stored_recipe(directory: RunDirectory, trust: bool = False, resuming: bool = False) -> Recipe:
-    """Read the recipe of a run's folder. Somebody else may have made it, so its own parts are not run unasked.
+    """Read the recipe of a run's folder, without running code of unknown origin that it may name.
 
     Args:
         directory: the run's.
-        trust: the user allows the code of part files and modules that the recipe names.
-        resuming: the user continues the run: code that has not changed since the run began is allowed, too.
+        trust: allow the code of part files and modules that the recipe names.
+        resuming: the run is continued: also allow code that has not changed since the run began.
 
     Raises:
         UserError: the recipe names code that is not allowed, or is not valid.
@@ -62,13 +64,15 @@ def load_stored_recipe(directory: RunDirectory, trust: bool = False, resuming: b
     file = directory.path / "recipe.yaml"
     values = read_values(file)
     for name in [] if trust else own_parts(values):
+        if defined_elsewhere(name):
+            continue  # it cannot be run here, which the check of the recipe reports
         unchanged = directory.part_unchanged(name) if resuming else None
-        if unchanged is None:
+        if unchanged is None and not is_session_part(name):
             raise UserError(
                 f"{file} names the part {name}, whose code would be run: read that code first, and give --trust if you "
                 "trust it"
             )
-        if not unchanged:
+        if unchanged is False:
             raise UserError(
                 f"{name}, a part of {file}, was changed since the run began: put back the file as it was, or give "
                 "--trust to continue with it as it is"
@@ -77,13 +81,66 @@ def load_stored_recipe(directory: RunDirectory, trust: bool = False, resuming: b
 
 
 def parse_recipe(values: dict[str, Any], source: str = "recipe") -> Recipe:
-    """Check a recipe that is given as a mapping; error messages call it `source`. No preset is applied.
+    """Check a recipe that is given as a mapping, without applying a preset; error messages call it `source`.
 
     Raises:
-        UserError: a key or value that is not allowed, or options of Flower that do not go with the recipe's parts.
+        UserError: a key or value is not allowed, or options of Flower do not go with the recipe's parts.
     """
-    recipe = check_recipe(values, source, Recipe, part_class)
-    problem = privacy_problem(recipe)
-    if problem is not None:
+    recipe = check_keys(values, source)
+    if problem := privacy_problem(recipe):
         raise UserError(f"{source}: {problem}")
     return recipe
+
+
+def check_keys(values: dict[str, Any], source: str) -> Recipe:
+    """Check every key and value of a recipe by itself; `parse_recipe` and rules.py check what goes together.
+
+    Args:
+        values: the recipe as YAML gives it; it is not changed.
+        source: what error messages call the recipe.
+
+    Raises:
+        UserError: a key or value is not allowed; the message names all of them.
+    """
+    problems: list[str] = []
+    values = dict(values)
+    for key, name in DEFAULT_PARTS.items():
+        if isinstance(values.setdefault(key, {}), dict):
+            values[key] = {"name": name} | values[key]
+    for key, (folder, many) in PART_KEYS.items():
+        if key not in values:
+            continue
+        if not many:
+            values[key] = _check_part(folder, values[key], key, problems)
+        elif isinstance(values[key], list):
+            values[key] = [_check_part(folder, part, f"{key}.{i}", problems) for i, part in enumerate(values[key])]
+        else:
+            problems.append(f"{key}: expected a list of parts, got {shortened(values[key])}")
+    if "model" in values:
+        values["model"] = with_weights_from(Path(), values["model"])
+    if not problems:
+        try:
+            return Recipe.model_validate(values)
+        except ValidationError as error:
+            problems = explain_errors(error, Recipe)
+    raise UserError(f"{source}: {'; '.join(problems)}")
+
+
+def _check_part(folder: str, value: Any, path: str, problems: list[str]) -> Any:
+    """Return the part that a value names; if it is invalid, return the value and add to `problems`."""
+    if isinstance(value, str):
+        value = {"name": value}
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        problems.append(f"{path}: expected a part such as {{name: ...}}, got {shortened(value)}")
+        return value
+    value = with_paths_from(Path(), value)
+    try:
+        cls = part_class(folder, value["name"])
+    except UserError as error:
+        problems.append(f"{path}.name: {error}")
+        return value
+    try:
+        return cls.model_validate(value)
+    except ValidationError as error:
+        problems.extend(explain_errors(error, cls, path))
+        return value

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Literal
 
+import yaml
 from pydantic import Field, InstanceOf, SerializeAsAny
 
 from ..aggregators.base import Aggregator
@@ -22,13 +23,9 @@ from ..regularizers.base import Regularizer
 from ..schedules.base import Schedule
 from ..training import TrainingOptions
 from ..untrusted import NAME_PATTERN, TEXT_PATTERN
-from .overrides import recipe_yaml
 
-#: where the clients' states live between rounds
+#: where the clients' states are kept between rounds
 Place = Literal["disk", "memory"]
-
-
-EngineName = Literal["in-process", "flower-simulation", "flower"]
 
 
 class LocalDP(Options):
@@ -36,7 +33,7 @@ class LocalDP(Options):
 
     The noise of every entry has the standard deviation sensitivity * sqrt(2 ln(1.25 / delta)) / epsilon, the Gaussian
     mechanism of Dwork and Roth (2014, theorem A.1), whose proof is for epsilon below 1. epsilon sets the noise of one
-    round; what a client spends over its rounds is counted, at the same delta (engines/flower/privacy_accountant.py).
+    round; the loss over a client's rounds is counted at the same delta (engines/flower/privacy_accountant.py).
     """
 
     name: Literal["local_dp"] = Field(..., description="each client adds the noise")
@@ -49,7 +46,7 @@ class LocalDP(Options):
 
     @property
     def noise_deviation(self) -> float:
-        """Standard deviation of the noise of every entry, as Flower's LocalDpMod computes it."""
+        """Return the standard deviation of the noise of every entry, as Flower's LocalDpMod computes it."""
         sensitivity = 2 * self.clipping_norm if self.sensitivity is None else self.sensitivity
         return sensitivity * math.sqrt(2 * math.log(1.25 / self.delta)) / self.epsilon
 
@@ -145,7 +142,7 @@ class Recipe(Options):
     client_dropout: float = Field(
         0.0, ge=0, lt=1, description="probability that a sampled client does not answer in a round"
     )
-    engine: EngineName = Field(
+    engine: Literal["in-process", "flower-simulation", "flower"] = Field(
         "in-process",
         description="what runs the recipe: this process, a simulation by Flower, or Flower across machines",
     )
@@ -193,9 +190,9 @@ class Recipe(Options):
     evaluation: EvaluationOptions = Field(EvaluationOptions(), description="what is measured, and when")
 
     def architecture_of(self, client: int) -> str:
-        """The architecture of a client, from 0; `architectures` repeats."""
+        """Return the architecture of a client, counted from 0; the list `architectures` repeats."""
         return self.architectures[client % len(self.architectures)]
 
     def to_yaml(self) -> str:
-        """The resolved recipe: every option with its value; `load_recipe` reads it back to an equal recipe."""
-        return recipe_yaml(self.model_dump(mode="json"))
+        """Return the recipe as YAML, every option with its value; `load_recipe` reads an equal recipe from it."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=110)

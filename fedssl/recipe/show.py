@@ -1,18 +1,19 @@
-"""Every key of a recipe with its value, what it means, and where the value comes from; without importing torch."""
+"""Explain every key of a recipe: its value, what it means, and where the value comes from."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ..errors import UserError
 from ..options import Options
+from ..parts import part_names
 from ..untrusted import PART_KEYS
-from .options_file import describe_values, options_schema, part_model, recipe_model
-from .overrides import check_recipe, read_values, recipe_yaml
+from .overrides import read_values
 from .presets import apply_preset
+from .reading import check_keys
 
 Origin = Literal["recipe", "override", "preset", "default"]
 
@@ -27,7 +28,7 @@ class Setting:
         value: as YAML has it.
         origin: where the value comes from: the recipe's file, an override, the preset, or the default.
         description: what the key means.
-        allowed: which values it takes, in words.
+        allowed: the values that it takes, in words.
     """
 
     section: str
@@ -45,7 +46,7 @@ class ResolvedRecipe:
     Attributes:
         text: the resolved recipe as a YAML file, the same as `Recipe.to_yaml` gives.
         settings: all its keys; those of a mapping stand together, after the mapping that holds it.
-        preset: sentences that say which preset was taken, why, and what was adapted to the data.
+        preset: sentences that name the preset, say why it was chosen, and what was adapted to the data.
     """
 
     text: str
@@ -65,87 +66,102 @@ def resolve_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> R
     Raises:
         UserError: see `reading.load_recipe`.
     """
-    values = read_values(name_or_path)
-    try:
-        filled = apply_preset(values, overrides, part_model)
-    except UserError as error:
-        raise UserError(f"{name_or_path}: {error}") from error
-    recipe = check_recipe(filled.values, str(name_or_path), recipe_model(), part_model)
+    source = str(name_or_path)
+    filled = apply_preset(read_values(name_or_path), overrides, source)
+    recipe = check_keys(filled.values, source)
     overridden = [override.partition("=")[0] for override in overrides]
-    given, complete = _with_part_names(filled.given), _with_part_names(filled.values)
-    settings = list(_settings(recipe, given, complete, "", overridden))
-    return ResolvedRecipe(recipe_yaml(recipe.model_dump(mode="json")), settings, filled.reasons)
+    given, complete = _with_part_mappings(filled.given), _with_part_mappings(filled.values)
+    return ResolvedRecipe(recipe.to_yaml(), list(_settings(recipe, given, complete, "", overridden)), filled.reasons)
 
 
 def _settings(
     options: Options, given: Any, complete: Any, section: str, overridden: Sequence[str]
 ) -> Iterator[Setting]:
-    """The settings of a mapping, then those of the mappings in it.
+    """Yield the settings of a mapping, then those of the mappings in it.
 
     Args:
         options: the mapping, with all defaults.
-        given: what the recipe and the overrides say of it.
+        given: its settings in the recipe and the overrides.
         complete: the same with the preset's values.
         section: its dotted key.
         overridden: the keys of the overrides.
     """
-    model = type(options)
-    schemas = model.model_json_schema()["properties"]
-    is_part = section.partition(".")[0] in PART_KEYS
-    nested: list[tuple[str, Options, Any, Any]] = []
+    schemas = type(options).model_json_schema()["properties"]
     given = given if isinstance(given, dict) else {}
     complete = complete if isinstance(complete, dict) else {}
-    for key, field in model.model_fields.items():
+    nested: list[tuple[Options, Any, Any, str]] = []
+    for key, field in type(options).model_fields.items():
         value, path = getattr(options, key), f"{section}.{key}" if section else key
-        own, whole = given.get(key), complete.get(key)
         if isinstance(value, Options):
-            nested.append((path, value, own, whole))
-        elif not section and key in PART_KEYS and value:
-            nested += [(f"{path}.{i}", part, own[i], whole[i]) for i, part in enumerate(value)]
-        else:
-            origin: Origin = "default" if key not in complete else "recipe"
-            if any(one.startswith(f"{path}.") or (key in given and _overrides(one, path)) for one in overridden):
-                origin = "override"
-            elif key in complete and (key not in given or given[key] != complete[key]):
-                origin = "preset"
-            plain = options.model_dump(mode="json", include={key})[key]
-            description, allowed = field.description or "", describe_values(schemas[key])
-            if key in PART_KEYS and not section:
-                allowed = "a list of parts"
-            elif key == "name" and is_part:
-                description, allowed = _summary(model), _part_names(section)
-            yield Setting(section, key, plain, origin, description, allowed)
-    for path, inner, own, whole in nested:
-        yield from _settings(inner, own, whole, path, overridden)
-
-
-def _summary(part: type[Options]) -> str:
-    """What a part is, in the first paragraph of its documentation."""
-    return " ".join((part.__doc__ or "").partition("\n\n")[0].split())
-
-
-def _part_names(section: str) -> str:
-    """Which names the part at `objective` or `regularizers.0` may have, in words."""
-    folder, _ = PART_KEYS[section.partition(".")[0]]
-    return f"{', '.join(options_schema()['parts'][folder])}, or a file or module of your own"
+            nested.append((value, given.get(key), complete.get(key), path))
+            continue
+        if path in PART_KEYS and value:
+            nested += [(part, given[key][i], complete[key][i], f"{path}.{i}") for i, part in enumerate(value)]
+            continue
+        origin: Origin = "default" if key not in complete else "recipe"
+        if any(one.startswith(f"{path}.") or (key in given and _overrides(one, path)) for one in overridden):
+            origin = "override"
+        elif key in complete and (key not in given or given[key] != complete[key]):
+            origin = "preset"
+        description, allowed = field.description or "", describe_values(schemas[key])
+        if path in PART_KEYS:
+            allowed = "a list of parts"
+        elif key == "name" and (part_key := section.partition(".")[0]) in PART_KEYS:
+            description = part_summary(type(options))
+            allowed = f"{', '.join(part_names(PART_KEYS[part_key][0]))}, or a file or module of your own"
+        yield Setting(section, key, options.model_dump(mode="json", include={key})[key], origin, description, allowed)
+    for mapping in nested:
+        yield from _settings(*mapping, overridden)
 
 
 def _overrides(override: str, path: str) -> bool:
-    """Whether an override of one dotted key sets another, which it holds or which is the list that holds it."""
+    """Return whether an override of one dotted key sets another, which it holds or which is the list that holds it."""
     return override == path or path.startswith(f"{override}.") or override.startswith(f"{path}.")
 
 
-def _with_part_names(values: dict[str, Any]) -> dict[str, Any]:
-    """A recipe's mapping in which every part is a mapping, also where only its name is given."""
+def _with_part_mappings(values: dict[str, Any]) -> dict[str, Any]:
+    """Return a recipe's mapping in which every part is a mapping, also if only its name is given."""
 
     def as_mapping(part: Any) -> Any:
         return {"name": part} if isinstance(part, str) else part
 
-    return {
-        key: [as_mapping(part) for part in value]
-        if isinstance(value, list)
-        else as_mapping(value)
-        if key in PART_KEYS
-        else value
-        for key, value in values.items()
+    parts = {key: value for key, value in values.items() if key in PART_KEYS}
+    return values | {
+        key: [as_mapping(part) for part in value] if isinstance(value, list) else as_mapping(value)
+        for key, value in parts.items()
     }
+
+
+def part_summary(part: type[Options]) -> str:
+    """Return the first paragraph of a part's documentation: the module's for a shipped part, else the class's."""
+    documented = sys.modules[part.__module__] if part.__module__.startswith("fedssl.") else part
+    return first_paragraph(documented.__doc__)
+
+
+def first_paragraph(text: str | None) -> str:
+    """Return the first paragraph of a docstring on one line."""
+    return " ".join((text or "").partition("\n\n")[0].split())
+
+
+def describe_values(schema: dict[str, Any]) -> str:
+    """Return the values that an option takes in words, from its JSON schema: `integer >= 1 or null`, `sgd or adam`."""
+    if "$ref" in schema or schema.get("type") == "object":
+        return "a mapping"
+    alternatives = schema.get("anyOf") or schema.get("oneOf")
+    if alternatives:
+        return " or ".join(dict.fromkeys(describe_values(one) for one in alternatives))
+    if "enum" in schema:
+        *others, last = schema["enum"]
+        return f"{', '.join(map(str, others))} or {last}" if others else str(last)
+    if "const" in schema:
+        return str(schema["const"])
+    if "prefixItems" in schema:
+        return f"[{', '.join(describe_values(item) for item in schema['prefixItems'])}]"
+    if schema.get("type") == "array":
+        return f"list, each: {describe_values(schema['items'])}"
+    if schema.get("type") == "boolean":
+        return "true or false"
+    kind = "path" if schema.get("format") == "path" else schema.get("type", "any value")
+    symbols = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+    bounds = [f"{symbol} {schema[key]:g}" for key, symbol in symbols.items() if key in schema]
+    return f"{kind} {' and '.join(bounds)}" if bounds else kind

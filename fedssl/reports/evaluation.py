@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
@@ -22,7 +23,7 @@ from ..evaluation.evaluate import (
     load_downstream,
 )
 from ..evaluation.fine_tuning import FineTuneOptions, check_fine_tuning
-from ..export.encoder_folder import read_encoder
+from ..export.encoder_folder import is_encoder_folder, read_encoder
 from ..federation import device_named, federation_of_run
 from ..models.model import Model
 from ..options import explain_errors
@@ -30,6 +31,43 @@ from ..randomness import seed_for
 from ..run.directory import RunDirectory
 from ..run.storage import csv_text, write_atomically
 from ..untrusted import parse_yaml
+
+
+def evaluate(
+    path: str | Path,
+    *,
+    semi_supervised: Sequence[float] = (),
+    fine_tune: Literal["train", "validation"] | None = None,
+    data: Mapping[str, Any] | None = None,
+    trust: bool = False,
+) -> dict[str, dict[str, float]]:
+    """Evaluate the models of a run's last round or an exported encoder, and write evaluation.csv into its folder.
+
+    Args:
+        path: the run's folder, or a folder that `fedssl export` has written.
+        semi_supervised: labelled fractions to fine-tune on, each above 0 and up to 1.
+        fine_tune: also fine-tune on all labels of these images.
+        data: other data than the run's, such as `{"name": "npz", "path": "mine.npz"}`; an exported encoder needs them.
+        trust: run the code of your own parts that the run's recipe names.
+
+    Returns:
+        By client (`"0"`, `"1"`, ...; also `"mean"` if there are several models; `"global"` for one model of all
+        clients, `"encoder"` for an exported one) each measure by its name, as in the file: accuracies in percent,
+        rounded to two decimals.
+
+    Raises:
+        UserError: the folder holds no run or encoder, no round is finished yet, a fraction is out of range, or the data
+            cannot be read.
+    """
+    options = FineTuneOptions(images=fine_tune) if fine_tune else None
+    other = None if data is None else data_options(data)
+    folder = Path(path)
+    if is_encoder_folder(folder):
+        written = evaluate_export(folder, other, semi_supervised, options)
+    else:
+        written = evaluate_run(folder, semi_supervised, fine_tune=options, data=other, trust=trust)
+    with open(written, newline="", encoding="utf-8") as file:
+        return {row.pop("client"): {name: float(value) for name, value in row.items()} for row in csv.DictReader(file)}
 
 
 def evaluate_run(

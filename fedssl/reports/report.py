@@ -42,30 +42,42 @@ _SHOWN_KEYS = (
 
 
 def write_report(
-    runs: Sequence[Path], output: Path | None = None, collapse: bool = True, trust: bool = False, images: bool = True
+    runs: str | Path | Sequence[str | Path],
+    output: str | Path | None = None,
+    *,
+    collapse: bool = True,
+    images: bool = True,
+    trust: bool = False,
 ) -> Path:
-    """Write one page about runs and return its path. Runs with the same `name` in their recipe are seeds of one method.
+    """Write an HTML page with the curves, tables, partition and representations of one or more runs.
+
+    Runs with the same `name` in their recipe count as seeds of one method.
 
     Args:
-        runs: the runs' folders, finished or not.
-        output: the page's file (default: RUN/report.html for one run, ./report.html for several).
-        collapse: also analyse the representations of each method's first finished run, see `collapse_of_run`.
-        trust: run the code of your own parts that a run's recipe names. Only the collapse analysis and the pictures of
-            images need it; without it the page gives the reason why they are missing.
-        images: also show images of the data as the encoder of each method's first finished run sees them, see
-            `image_pictures_of_run`. The page then holds these images.
+        runs: the folder of a run, finished or not, or several.
+        output: the file to write; RUN/report.html by default, or report.html for several runs.
+        collapse: also check whether representations have collapsed (each method's first finished run, see
+            `collapse_of_run`); this loads the run's images.
+        images: also show images of the data as the encoder sees them (each method's first finished run, see
+            `image_pictures_of_run`); the page then holds these images.
+        trust: run the code of your own parts that a run's recipe names; only the two options above need it, and
+            without it the page says that they are missing, and why.
+
+    Returns:
+        The file that was written.
 
     Raises:
-        UserError: a folder is not a run's, no run has a finished round, or the output cannot be written.
+        UserError: a folder holds no run, no run has a finished round, or the file cannot be written.
     """
     if not runs:
         raise UserError("name at least one run's folder, for instance runs/hetero_ssfl-seed0")
-    folders = list({path.resolve(): path for path in runs}.values())
+    paths = [runs] if isinstance(runs, (str, Path)) else runs
+    folders = list({path.resolve(): path for path in map(Path, paths)}.values())
     records = [read_run(path) for path in folders]
     if all(run.last_round < 0 for run in records):
         which = f"{folders[0]} has" if len(folders) == 1 else "these runs have"
         raise UserError(f"{which} no finished round to report on yet; continue with fedssl run --resume {folders[0]}")
-    path = output or (folders[0] / "report.html" if len(folders) == 1 else Path("report.html"))
+    path = Path(output or (folders[0] / "report.html" if len(folders) == 1 else "report.html"))
 
     def pictures_of_run(run: Path, trust: bool) -> tuple[Path, ImagePictures] | None:
         pictures = image_pictures_of_run(run, trust)

@@ -307,7 +307,7 @@ def test_killed_during_any_file_operation_of_a_checkpoint(victim, undisturbed, t
         patch.setattr(storage.os, "replace", dying(os.replace))
         patch.setattr(storage, "_AT_A_TIME", 1)  # so that it is always the same file
         # a killed process cleans nothing up
-        patch.setattr("fedssl.run.creation.shutil.rmtree", lambda *a, **k: None)
+        patch.setattr("shutil.rmtree", lambda *a, **k: None)
         with pytest.raises(Killed):
             run(recipe, tmp_path / "killed")
     if (tmp_path / "killed").exists():

@@ -12,9 +12,8 @@ from fedssl.data.partitions import partition_indices
 from fedssl.data.summary import DataSummary, summarise
 from fedssl.errors import UserError
 from fedssl.parts import part_class
-from fedssl.recipe.options_file import part_model
 from fedssl.recipe.overrides import flatten_keys, read_values, recipe_names
-from fedssl.recipe.presets import apply_preset, preset_names, read_preset
+from fedssl.recipe.presets import preset_names, read_preset
 from fedssl.recipe.reading import load_recipe, parse_recipe
 from fedssl.recipe.recipe import Recipe
 from fedssl.untrusted import PART_KEYS
@@ -141,13 +140,6 @@ def known(folder, name):
         return part_class(folder, name)
     except UserError:
         return None
-
-
-def test_the_list_of_options_tells_as_much_as_the_parts(tmp_path):
-    own = images(tmp_path / "own.npz", 700, (28, 28))
-    for name in recipe_names():
-        values = read_values(name)
-        assert apply_preset(values, own, part_model) == apply_preset(values, own, part_class)
 
 
 def test_the_papers_settings_are_one_word():

@@ -98,7 +98,7 @@ def test_a_run_in_progress_is_not_replaced(tiny, tmp_path):
 
 
 def test_a_run_that_begins_while_another_is_prepared_is_not_replaced(tmp_path, monkeypatch):
-    import fedssl.run.creation as creation
+    from fedssl.run import creation
 
     RunDirectory.create(tmp_path / "a", FILES)
     real, begun = creation.write_manifest, alone_in(tmp_path / "a")
@@ -122,7 +122,7 @@ def test_a_lock_holds_for_the_folder_that_has_the_name(tmp_path):
         return handle
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fedssl.run.creation.os.open", replaced_meanwhile)
+        patch.setattr("os.open", replaced_meanwhile)
         with pytest.raises(UserError, match="another process"), alone_in(tmp_path / "a"):
             pass
 

@@ -93,7 +93,7 @@ def test_a_write_that_fails_keeps_the_old_file(number, message, tmp_path, monkey
     def fail(handle: int) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr("fedssl.run.storage.os.fsync", fail)
+    monkeypatch.setattr("os.fsync", fail)
     with pytest.raises(UserError, match=message):
         write_atomically(path, b"new")
     assert path.read_bytes() == b"old"
@@ -162,7 +162,7 @@ def test_all_files_are_flushed_and_their_folder_last(tmp_path, monkeypatch):
         (tmp_path / name).write_text(name)
     flushed = []
     path_of = "/proc/self/fd/{}".format
-    monkeypatch.setattr("fedssl.run.storage.os.fsync", lambda handle: flushed.append(os.readlink(path_of(handle))))
+    monkeypatch.setattr("os.fsync", lambda handle: flushed.append(os.readlink(path_of(handle))))
     flush_files(tmp_path, names)
     assert sorted(flushed[:-1]) == sorted(str(tmp_path / name) for name in names)
     assert flushed[-1] == str(tmp_path)

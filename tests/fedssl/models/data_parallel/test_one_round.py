@@ -174,7 +174,7 @@ def test_networks_that_compute_in_bfloat16(two_ranks):
 
 def test_every_part_that_says_that_it_can_be_shared_is_tested_here():
     for folder, tested in (("objectives", OBJECTIVES), ("regularizers", TERMS)):
-        said = {name for name in part_names(folder) if part_class(folder, name).says_data_parallel()}
+        said = {name for name in part_names(folder) if part_class(folder, name).is_data_parallel()}
         assert said == {case["name"] for case in tested.values()}
 
 

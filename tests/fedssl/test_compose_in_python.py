@@ -1,0 +1,245 @@
+"""Methods that are composed of Python objects, and parts whose class is in no file."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import fedssl
+from fedssl.aggregators.weighted_mean import WeightedMean
+from fedssl.augmentations.random_views import RandomViews
+from fedssl.engines.in_process import run
+from fedssl.engines.progress import Silent
+from fedssl.federation import build_federation
+from fedssl.local_updates.replace import Replace
+from fedssl.objectives.byol import BYOL
+from fedssl.recipe.reading import parse_recipe
+from fedssl.schedules.end_to_end import EndToEnd
+from tests.fedssl.conftest import AVERAGED, tiny_values
+
+PAGE = (Path(__file__).parents[2] / "docs" / "compose_in_python.md").read_text(encoding="utf-8")
+PROGRAM, REPLACED = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+WITHOUT_PART = """
+import sys, fedssl
+try:
+    fedssl.resume(sys.argv[1])
+except fedssl.UserError as error:
+    print(error)
+"""
+SCRIPT = """
+import sys
+from pathlib import Path
+
+import fedssl
+from tests.fedssl.test_compose_in_python import Imported, interrupt
+
+
+class Mine(Imported):
+    pass
+
+
+recipe = fedssl.load_recipe("tiny.yaml").model_copy(update={"regularizers": [Mine()]})
+try:
+    print(fedssl.resume("run").finished if "again" in sys.argv else interrupt(recipe, Path("run")))
+except fedssl.UserError as error:
+    print(error)
+"""
+
+
+class Imported(fedssl.Regularizer):
+    """A part of a module that defines others, too."""
+
+    weight: float = 1.0
+
+    def start_round(self, local):
+        return lambda step: self.weight * step.loss.new_zeros(())
+
+
+class Other(Imported):
+    """The other one."""
+
+
+def composed(**changes) -> fedssl.Recipe:
+    """The tiny recipe with averaged weights, of Python objects."""
+    values = tiny_values(**AVERAGED | changes)
+    parts = {
+        "objective": BYOL(hidden_features=32, output_features=16),
+        "augmentation": RandomViews(flip=0.0),
+        "schedule": EndToEnd(),
+        "aggregators": [WeightedMean()],
+        "local_update": Replace(),
+    }
+    return fedssl.Recipe(**values | parts | changes)
+
+
+def in_a_cell(name: str = "Cell") -> type[fedssl.Regularizer]:
+    """A class as a notebook's cell defines it."""
+    cell = f"""
+class {name}(Regularizer):
+    weight: float = 1.0
+
+    def start_round(self, local):
+        return lambda step: self.weight * step.loss
+"""
+    namespace = {"__name__": "__main__", "Regularizer": fedssl.Regularizer}
+    exec(cell, namespace)
+    return namespace[name]
+
+
+def interrupt(recipe: fedssl.Recipe, path: Path) -> None:
+    """Run a recipe up to its first committed round."""
+
+    class Interrupted(Silent):
+        def round_done(self, round_number, metrics):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(recipe, path, Interrupted())
+
+
+def resumed_elsewhere(path: Path) -> str:
+    """Resume a run in another process; return what that prints."""
+    return subprocess.run([sys.executable, "-c", WITHOUT_PART, path], capture_output=True, text=True, check=True).stdout
+
+
+def test_the_program_of_the_page_runs_and_is_short(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert len([line for line in PROGRAM.splitlines() if line and not line.startswith(("import", "from"))]) <= 25
+    namespace = {"__name__": "__main__"}
+    exec(PROGRAM, namespace)
+    assert namespace["run"].finished
+    assert re.match(r"[0-9.]+ [0-9.]+$", capsys.readouterr().out)
+    exec(REPLACED, namespace)
+    recipe = namespace["recipe"]
+    assert (recipe.name, recipe.preset, recipe.regularizers[0].weight) == ("fedbyol", "digits", 2.0)
+
+
+def test_a_composed_recipe_is_the_one_of_its_yaml(tmp_path):
+    recipe = composed()
+    assert recipe == parse_recipe(tiny_values(**AVERAGED))
+    (tmp_path / "stored.yaml").write_text(recipe.to_yaml())
+    assert fedssl.load_recipe(tmp_path / "stored.yaml") == recipe
+
+
+def test_a_composed_recipe_gives_the_figures_of_its_yaml(tmp_path):
+    fedssl.run(composed(), tmp_path / "python")
+    fedssl.run(parse_recipe(tiny_values(**AVERAGED)), tmp_path / "yaml")
+    assert (tmp_path / "python" / "metrics.csv").read_bytes() == (tmp_path / "yaml" / "metrics.csv").read_bytes()
+
+
+def test_a_class_of_a_module_is_stored_by_module_and_name(tmp_path):
+    recipe = composed(regularizers=[Imported(weight=2.0), Other()])
+    assert [part.name for part in recipe.regularizers] == [f"{__name__}:Imported", f"{__name__}:Other"]
+    interrupt(recipe, tmp_path / "run")
+    assert fedssl.resume(tmp_path / "run").finished
+    assert fedssl.load_recipe(tmp_path / "run" / "recipe.yaml") == recipe
+    with pytest.raises(fedssl.UserError, match="whose code would be run: read that code first"):
+        fedssl.evaluate(tmp_path / "run")
+
+
+def test_a_changed_module_is_refused(tmp_path, monkeypatch):
+    source = "from tests.fedssl.test_compose_in_python import Imported\n\n\nclass Mine(Imported):\n    pass\n"
+    (tmp_path / "my_part.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    from my_part import Mine
+
+    interrupt(composed(regularizers=[Mine()]), tmp_path / "run")
+    (tmp_path / "my_part.py").write_text(source + "\n")
+    with pytest.raises(fedssl.UserError, match=r"my_part:Mine, a part of .*, was changed since the run began"):
+        fedssl.resume(tmp_path / "run")
+    (tmp_path / "my_part.py").write_text(source)
+    assert fedssl.resume(tmp_path / "run").finished
+
+
+def test_a_class_from_a_notebooks_cell_runs_and_resumes_in_its_process_alone(tmp_path):
+    recipe = composed(regularizers=[in_a_cell()(weight=0.5)])
+    assert recipe.regularizers[0].name == "__main__:Cell"
+    interrupt(recipe, tmp_path / "run")
+    refusal = resumed_elsewhere(tmp_path / "run")
+    assert "regularizers.0.name: the class Cell was defined in a notebook or a script" in refusal
+    assert "put it into a file, for instance my_part.py" in refusal
+    assert "from my_part import Cell" in refusal
+    assert refusal.count("\n") == 1
+    resumed = fedssl.resume(tmp_path / "run")
+    assert resumed.finished
+    assert resumed.values == fedssl.run(recipe, tmp_path / "whole").values
+    assert fedssl.evaluate(tmp_path / "run") == fedssl.evaluate(tmp_path / "whole")
+
+
+def test_a_script_resumes_what_it_began_until_it_changes(tmp_path):
+    (tmp_path / "tiny.yaml").write_text(composed().to_yaml())
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+
+    def run_script(*arguments):
+        command = [sys.executable, script, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path).stdout
+
+    run_script()
+    script.write_text(SCRIPT + "# changed\n")
+    assert "__main__:Mine, a part of run/recipe.yaml, was changed since the run began" in run_script("again")
+    script.write_text(SCRIPT)
+    assert run_script("again") == "True\n"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"clients_parallel": 2},
+        {"training": {"batch_size": 8, "processes": 2}},
+        {"engine": "flower-simulation"},
+        {"engine": "flower"},
+    ],
+)
+def test_other_processes_cannot_have_a_class_from_a_cell(tmp_path, changes):
+    recipe = composed(regularizers=[in_a_cell()()], **changes)
+    with pytest.raises(
+        fedssl.UserError, match="class Cell was defined in a notebook or a script, which other"
+    ) as caught:
+        build_federation(recipe)
+    assert "\n" not in str(caught.value)
+    if changes.get("engine") != "flower":
+        with pytest.raises(fedssl.UserError, match="class Cell"):
+            fedssl.run(recipe, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_resume_with_workers_is_refused_for_a_class_from_a_cell(tmp_path):
+    interrupt(composed(regularizers=[in_a_cell()()]), tmp_path / "run")
+    with pytest.raises(fedssl.UserError, match="class Cell was defined in a notebook or a script, which other"):
+        fedssl.resume(tmp_path / "run", clients_parallel=2)
+
+
+def test_a_name_of_a_module_and_a_class_is_not_run_unasked(tmp_path):
+    """As for a part file: what a run's folder names is refused before its code is imported."""
+    values = composed().model_dump(mode="json") | {"regularizers": [{"name": "antigravity:geohash"}]}
+    interrupt(composed(), tmp_path / "run")
+    (tmp_path / "run" / "recipe.yaml").write_text(yaml.safe_dump(values))
+    with pytest.raises(fedssl.UserError, match="names the part antigravity:geohash, whose code would be run"):
+        fedssl.resume(tmp_path / "run")
+    assert "antigravity" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("json:loads", "json:loads must be a subclass of Regularizer"),
+        ("json:nothing", "json:nothing must be a subclass of Regularizer, got None"),
+        ("nowhere_at_all:Part", "nowhere_at_all could not be imported"),
+        ("__main__:Gone", "the class Gone was defined in a notebook or a script, and this process has no such class"),
+    ],
+)
+def test_a_class_that_is_no_part_is_refused(name, message):
+    with pytest.raises(fedssl.UserError, match=re.escape(message)):
+        parse_recipe(tiny_values(regularizers=[{"name": name}]))
+
+
+def test_privacy_that_cannot_work_is_refused_in_python_too():
+    privacy = {"name": "local_dp", "clipping_norm": 1, "epsilon": 1, "delta": 1e-5}
+    with pytest.raises(fedssl.UserError, match="differential_privacy local_dp is Flower's: use engine="):
+        build_federation(composed(flower={"differential_privacy": privacy}))
