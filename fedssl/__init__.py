@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .engines.observers import Observer
     from .errors import UserError
     from .library import evaluate, load_recipe, read_run, resume, run, write_report
     from .recipe.overrides import recipe_names
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from .run.record import Run
 
 __all__ = [
+    "Observer",
     "Recipe",
     "Run",
     "UserError",
@@ -32,7 +34,13 @@ __all__ = [
     "write_report",
 ]
 
-_MODULES = {"Recipe": "recipe", "Run": "run_record", "UserError": "errors", "recipe_names": "recipe_text"}
+_MODULES = {
+    "Observer": "engines.observers",
+    "Recipe": "recipe",
+    "Run": "run_record",
+    "UserError": "errors",
+    "recipe_names": "recipe_text",
+}
 
 
 def __getattr__(name: str) -> Any:

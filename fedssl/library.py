@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from .engines import engine_of
+from .engines.observers import Observer, Observers
 from .evaluation.fine_tuning import FineTuneOptions
 from .export.encoder_folder import is_encoder_folder
 from .recipe import reading
@@ -36,7 +37,7 @@ def load_recipe(name_or_path: AnyPath, overrides: Sequence[str] = ()) -> Recipe:
     return reading.load_recipe(name_or_path, overrides)
 
 
-def run(recipe: Recipe, path: AnyPath, *, overwrite: bool = False) -> Run:
+def run(recipe: Recipe, path: AnyPath, *, overwrite: bool = False, observers: Iterable[Observer] = ()) -> Run:
     """Run a recipe to its end and read the run back.
 
     The run is committed to its folder after every round; `resume` continues it if it is interrupted.
@@ -45,14 +46,21 @@ def run(recipe: Recipe, path: AnyPath, *, overwrite: bool = False) -> Run:
         recipe: from `load_recipe`.
         path: the run's folder, which must not exist unless `overwrite` is true.
         overwrite: replace an existing folder.
+        observers: objects that are called when the run begins, after each round, and in the end; see `Observer`.
 
     Raises:
         UserError: the folder exists, the data cannot be read, or the recipe's parts do not go together.
     """
-    return read_run(engine_of(recipe).run(recipe, Path(path), overwrite=overwrite).path)
+    return read_run(engine_of(recipe).run(recipe, Path(path), Observers(observers), overwrite).path)
 
 
-def resume(path: AnyPath, *, trust: bool = False, clients_parallel: int | None = None) -> Run:
+def resume(
+    path: AnyPath,
+    *,
+    trust: bool = False,
+    clients_parallel: int | None = None,
+    observers: Iterable[Observer] = (),
+) -> Run:
     """Continue an interrupted run to its end and read it back; a finished run is only read.
 
     The result is the same, bit for bit, as if the run had not been interrupted.
@@ -61,13 +69,15 @@ def resume(path: AnyPath, *, trust: bool = False, clients_parallel: int | None =
         path: the run's folder.
         trust: run the code of parts of your own that the recipe names even if it is not what it was when the run began.
         clients_parallel: how many clients train at a time from here on; by default as the recipe has it.
+        observers: as in `run`; they are told from which round on the run continues.
 
     Raises:
         UserError: the folder holds no run, or a file that the run relies on was changed.
     """
     directory = RunDirectory.open(Path(path))
     recipe = reading.load_stored_recipe(directory, trust, resuming=True)
-    return read_run(engine_of(recipe).resume(directory.path, trust=trust, clients_parallel=clients_parallel).path)
+    engine = engine_of(recipe)
+    return read_run(engine.resume(directory.path, Observers(observers), trust, clients_parallel).path)
 
 
 def read_run(path: AnyPath) -> Run:

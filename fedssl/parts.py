@@ -14,7 +14,7 @@ import pkgutil
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import Field
 
@@ -22,6 +22,8 @@ from .errors import UserError
 from .models.model import Model
 from .options import Options
 from .untrusted import absolute_path
+
+Base = TypeVar("Base")
 
 
 class Part(Options):
@@ -56,7 +58,7 @@ def part_class(folder: str, name: str) -> type[Part]:
     """
     base = _base_class(folder)
     if name.endswith(".py"):
-        module = _load_file(Path(name))
+        module = load_file(Path(name))
     elif "." in name:
         module = _load_module(name)
     elif name in part_names(folder):
@@ -66,6 +68,11 @@ def part_class(folder: str, name: str) -> type[Part]:
             f"{folder} has no part {name!r}; expected one of {', '.join(part_names(folder))}, "
             "or a file of your own (./my_part.py)"
         )
+    return only_class(module, base, name)
+
+
+def only_class(module: ModuleType, base: type[Base], name: str) -> type[Base]:
+    """Return the one subclass of `base` that a module defines; raise a UserError, which begins with `name`, if not."""
     classes = [
         value
         for value in vars(module).values()
@@ -85,7 +92,8 @@ def _base_class(folder: str) -> type[Part]:
     )
 
 
-def _load_file(path: Path) -> ModuleType:
+def load_file(path: Path) -> ModuleType:
+    """Import a .py file of the user's own and return its module; raise a UserError if that fails."""
     path = absolute_path(Path(), path)
     if not path.is_file():
         raise UserError(f"there is no part file {path}; give the path of an existing .py file")

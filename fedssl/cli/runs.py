@@ -25,15 +25,23 @@ def run(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the run in the folder if there is one.")
     ] = False,
+    observer: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE", help="Python file with a fedssl.Observer, such as a logger, to call each round; repeatable."
+        ),
+    ] = None,
     trust: Trust = False,
 ) -> None:
     """Run a recipe, or continue an interrupted run (fedssl run --resume RUN)."""
     from ..engines import engine_of
+    from ..engines.observers import Observers, load_observer
     from ..engines.progress import ProgressBars
     from ..recipe.reading import load_recipe, load_stored_recipe
     from ..run.creation import default_folder
     from ..run.directory import RunDirectory
 
+    observers = [load_observer(file) for file in observer or ()]
     if resume is not None:
         if output or overwrite:
             raise UserError("--resume takes neither --output nor --overwrite: the run continues in its own folder")
@@ -51,9 +59,9 @@ def run(
     try:
         with ProgressBars(console) as bars:
             if resume is not None:
-                directory = engine_of(loaded).resume(path, bars, trust, at_a_time)
+                directory = engine_of(loaded).resume(path, Observers([bars, *observers]), trust, at_a_time)
             else:
-                directory = engine_of(loaded).run(loaded, path, bars, overwrite)
+                directory = engine_of(loaded).run(loaded, path, Observers([bars, *observers]), overwrite)
     except KeyboardInterrupt:
         if (path / "recipe.yaml").is_file():
             print_text(f"\nStopped. The last complete round is kept; continue with: fedssl run --resume {path}")

@@ -18,7 +18,7 @@ from fedkernels import __version__
 from ...errors import UserError
 from ...federation import Federation
 from ...recipe.rules import public_image_users
-from ..progress import Progress
+from ..observers import Observer
 from .messenger import Messenger, NodeAnswer, config_of, growing_pauses
 
 _MOST_CLASSES = 100_000
@@ -130,7 +130,7 @@ class ConnectedClients:
         images: how many training images each client that has been connected has; not of those that do not tell.
     """
 
-    def __init__(self, messenger: Messenger, federation: Federation, progress: Progress, run: str):
+    def __init__(self, messenger: Messenger, federation: Federation, progress: Observer, run: str):
         """Nobody is asked before `require_enough` or `wait_for`; `run` is the run's name at the sites."""
         self.nodes: dict[int, int] = {}
         self.images: dict[int, int] = {}

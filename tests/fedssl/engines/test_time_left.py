@@ -12,9 +12,10 @@ import pytest
 from rich.console import Console
 
 from fedssl.engines.in_process import resume, run
-from fedssl.engines.progress import ProgressBars, Silent
+from fedssl.engines.observers import Observer
+from fedssl.engines.progress import ProgressBars
 from fedssl.engines.time_left import TimeLeft, format_duration, past_seconds
-from fedssl.run.directory import RunDirectory
+from fedssl.run.directory import MetricRow, RunDirectory
 from tests.fedssl.conftest import AVERAGED, FEDU2
 
 
@@ -212,8 +213,8 @@ def test_on_a_terminal_the_time_left_counts_down_between_events():
 
 
 class StopsAfterRound1(ProgressBars):
-    def round_done(self, round_number: int, metrics: dict[str, float]) -> None:
-        super().round_done(round_number, metrics)
+    def round_ended(self, round_number: int, rows: list[MetricRow]) -> None:
+        super().round_ended(round_number, rows)
         if round_number == 1:
             raise KeyboardInterrupt
 
@@ -238,7 +239,7 @@ def test_a_run_and_its_continuation_tell_speed_and_time_left(tiny, tmp_path, met
     assert re.fullmatch(rf"round 3/3  loss .*  {SPEED}", third)
 
 
-class Recorder(Silent):
+class Recorder(Observer):
     """What a run tells of its work; it may stop the run after a round."""
 
     def __init__(self, stop_after: int | None = None) -> None:
@@ -253,10 +254,10 @@ class Recorder(Silent):
     def training(self, *told) -> None:
         self.trained.append(told)
 
-    def evaluating(self, round_number: int) -> None:
+    def evaluation_began(self, round_number: int) -> None:
         self.evaluated.append(round_number)
 
-    def round_done(self, round_number: int, metrics: dict[str, float]) -> None:
+    def round_ended(self, round_number: int, rows: list[MetricRow]) -> None:
         if round_number == self.stop_after:
             raise KeyboardInterrupt
 

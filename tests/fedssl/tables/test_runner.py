@@ -175,17 +175,17 @@ def test_a_folder_with_other_things_is_refused(tiny_table, tmp_path):
 def test_a_stopped_table_continues_where_it_was(tiny_table, tmp_path, monkeypatch):
     run_table(tiny_table, tmp_path / "undisturbed")
     rounds = 0
-    inner = runner._Rounds.round_done
+    inner = runner._Rounds.round_ended
 
-    def stop_in_the_second_cell(self, round_number, metrics):
+    def stop_in_the_second_cell(self, round_number, rows):
         nonlocal rounds
-        inner(self, round_number, metrics)
+        inner(self, round_number, rows)
         rounds += 1
         if rounds == 5:  # a cell has rounds 0, 1 and 2
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(runner._Rounds, "round_done", stop_in_the_second_cell)
+        patch.setattr(runner._Rounds, "round_ended", stop_in_the_second_cell)
         with pytest.raises(KeyboardInterrupt):
             run_table(tiny_table, tmp_path / "stopped")
     second = cell_path(tmp_path / "stopped", tiny_table.rows[1].label, tiny_table.seeds[0])
@@ -265,12 +265,12 @@ def stop_in_the_middle(
     assert max(reached) < MANY
     told: list[int] = []
 
-    def interrupt(self, round_number, metrics):
+    def interrupt(self, round_number, rows):
         told.append(round_number)
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner._Rounds, "round_done", interrupt)
+        patch.setattr(runner._Rounds, "round_ended", interrupt)
         with pytest.raises(KeyboardInterrupt):
             run_table(table, output)
     assert told == [reached[0] + 1]
