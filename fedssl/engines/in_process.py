@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import Any, cast
 
 from torch import Tensor
 
 from ..federation import Federation, build_federation
 from ..messages import Message
 from ..recipe.reading import load_stored_recipe
-from ..recipe.recipe import Recipe
+from ..recipe.recipe import Place, Recipe
 from ..run.creation import alone_in, new_run, refuse_existing
 from ..run.directory import RunDirectory
 from .observers import Observer
-from .rounds import first_files, run_rounds
-from .workers import ClientsHere, ClientTrainer, DataParallelTrainer, ParallelClients, check_devices
+from .rounds import Clients, first_files, run_rounds
+from .workers import (
+    ClientTrainer,
+    ClientWorker,
+    DataParallelTrainer,
+    Task,
+    check_devices,
+    pack,
+    started_workers,
+    unpack,
+    unpack_tensor,
+)
 
 
 def run(recipe: Recipe, path: Path, observer: Observer | None = None, overwrite: bool = False) -> RunDirectory:
@@ -67,6 +81,59 @@ def _run(federation: Federation, directory: RunDirectory, observer: Observer) ->
         return run_rounds(federation, directory, observer, clients)
 
 
+class ClientStates:
+    """The clients' states during a run; `place` is where they are read from.
+
+    A state is written into the run's folder as soon as its client is done, and counts from the round's commit on. With
+    `memory` all are kept in memory too, which spares reading the files; with `disk` memory does not grow with the
+    number of clients.
+    """
+
+    def __init__(self, directory: RunDirectory, place: Place):
+        self._directory = directory
+        self._kept: dict[int, Message] | None = {} if place == "memory" else None
+
+    def load(self, index: int) -> Message:
+        """Return a client's last state, which the caller may change; empty if it has not taken part yet."""
+        if self._kept is None:
+            return self._directory.client_state(index)
+        if index not in self._kept:  # the run was resumed
+            self._kept[index] = self._directory.client_state(index)
+        return self._kept[index].copy()
+
+    def store(self, index: int, round_number: int, state: Message) -> None:
+        """Keep a client's state after its part in a round."""
+        self._directory.write_client(index, round_number, state)
+        if self._kept is not None:
+            self._kept[index] = state.copy()
+
+    def discard(self, index: int) -> None:
+        """Undo `store` in this round, so that the client's state is again the committed one."""
+        self._directory.discard_client(index)
+        if self._kept is not None:
+            self._kept.pop(index, None)
+
+
+class ClientsHere(Clients):
+    """Base of the clients on this machine: their states are in the run's folder, their replies in memory."""
+
+    def __init__(self, federation: Federation, directory: RunDirectory, observer: Observer):
+        self._federation, self._observer = federation, observer
+        self._states = ClientStates(directory, federation.recipe.client_states)
+
+    def discard(self, index: int) -> None:
+        self._states.discard(index)
+
+    def kept(self, reply: Message) -> Message:
+        return reply
+
+    def images(self) -> dict[int, int]:
+        return {k: len(rows) for k, rows in enumerate(self._federation.client_rows)}
+
+    def epsilons(self) -> dict[int, float]:
+        return {}
+
+
 class LocalClients(ClientsHere):
     """Clients one after another, each trained by `trainer`; by default in this process."""
 
@@ -87,3 +154,75 @@ class LocalClients(ClientsHere):
     def evaluations(self, number: int) -> Iterator[tuple[int, dict[str, float], Tensor]]:
         for k in range(len(self._federation.client_rows)):
             yield k, *self._trainer.evaluate(k, self._states.load(k), number)
+
+
+class ParallelClients(ClientsHere):
+    """Clients in worker processes, each of which takes one client after another; a context manager.
+
+    Only this process reads and writes the run's folder. Answers are put in the order of the clients before anything
+    reads them, so that a run is the same whichever is ready first. A worker has its own pipe: a pool of
+    concurrent.futures would not say which client a worker that ended was on.
+    """
+
+    def __enter__(self) -> ParallelClients:
+        recipe = self._federation.recipe
+        at_most = recipe.partition.clients if self._federation.method.personal else recipe.clients_per_round
+        count = min(recipe.clients_parallel, at_most or recipe.partition.clients)
+        self._stack = ExitStack()
+        started = self._stack.enter_context(started_workers(self._federation, [None] * count))
+        self._workers: dict[Connection, ClientWorker] = {worker.connection: worker for worker in started}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def answers(self, number: int, sent: dict[int, Message]) -> tuple[dict[int, Message], dict[int, str]]:
+        def training(k: int) -> Task:
+            self._observer.client_began(number, k, len(replies), len(sent))
+            return Task(k, number, pack(self._states.load(k)), pack(sent[k]))
+
+        replies: dict[int, Message] = {}
+        for k, (reply, state) in self._results(sent, training):
+            replies[k] = unpack(reply)
+            self._states.store(k, number, unpack(state))
+        return {k: replies[k] for k in sent}, {}
+
+    def evaluations(self, number: int) -> Iterator[tuple[int, dict[str, float], Tensor]]:
+        clients = range(len(self._federation.client_rows))
+        evaluated = dict(self._results(clients, lambda k: Task(k, number, pack(self._states.load(k)))))
+        for k in clients:
+            measures, spectrum = evaluated.pop(k)
+            yield k, measures, unpack_tensor(spectrum)
+
+    def _results(self, clients: Iterable[int], task: Callable[[int], Task]) -> Iterator[tuple[int, Any]]:
+        """Yield each client with its task's result, in the order in which the workers are ready.
+
+        A task is made when a worker is free, so that no more states are in memory than there are workers. After an
+        error no new task begins; the clients before the one that failed go on, so that the error which is raised is
+        that of the first client in order, as where they train one after another.
+
+        Raises:
+            UserError: a client's, or a worker process ended.
+            RuntimeError: another error in a worker, with its traceback.
+        """
+        waiting = deque(enumerate(clients))
+        free, busy = list(self._workers), dict[Connection, tuple[int, int]]()  # position and client
+        failed: dict[int, Exception] = {}  # by position
+        while True:
+            while waiting and free and not failed:
+                connection, (position, k) = free.pop(), waiting.popleft()
+                busy[connection] = position, k
+                self._workers[connection].give(task(k))
+            if failed and all(position > min(failed) for position, _ in busy.values()):
+                raise failed[min(failed)]
+            if not busy:
+                return
+            for connection in cast(list[Connection], wait(list(busy))):
+                position, k = busy[connection]
+                result, error = self._workers[connection].take(k)
+                del busy[connection]
+                free.append(connection)
+                if error is None:
+                    yield k, result
+                else:
+                    failed[position] = error

@@ -38,7 +38,9 @@ class TimeLeft:
         self._finished: deque[tuple[float, int]] = deque(maxlen=_LAST_ROUNDS)  # seconds and images of rounds
         self._images_are_known = True
         self._evaluation_seconds: dict[bool, float] = {}  # of the last one, by `_at_an_end`
-        self._past: dict[str, float] = {}
+        self._past_training: float | None = None  # seconds of a round without an evaluation
+        self._past_with_evaluation: float | None = None  # seconds of a round with one
+        self._past_round_0: float | None = None
         self._evaluating: int | None = None
         self._round_began = clock()
 
@@ -50,12 +52,10 @@ class TimeLeft:
         self._rounds = rounds
         self._evaluated = [number for number in evaluated if number >= first_round]
         self._not_begun = rounds - max(first_round, 1) + 1
-        kinds = {
-            "training": [past[number] for number in sorted(past) if number and number not in evaluated],
-            "training and evaluation": [past[number] for number in sorted(past) if number and number in evaluated],
-            "round 0": [past[0]] if 0 in past else [],
-        }
-        self._past = {kind: statistics.fmean(values[-_LAST_ROUNDS:]) for kind, values in kinds.items() if values}
+        rounds_before = sorted(number for number in past if number)
+        self._past_training = _mean([past[number] for number in rounds_before if number not in evaluated])
+        self._past_with_evaluation = _mean([past[number] for number in rounds_before if number in evaluated])
+        self._past_round_0 = past.get(0)
         self._round_began = self._clock()
 
     def training(self, number: int, images: Sequence[int]) -> None:
@@ -125,7 +125,7 @@ class TimeLeft:
         if images:
             left = sum(self._images[self._clients_done :]) if self._images is not None else 0
             return seconds / images * (left + self._not_begun * self._images_of_a_round())
-        round_seconds = self._past.get("training", self._past.get("training and evaluation"))
+        round_seconds = self._past_with_evaluation if self._past_training is None else self._past_training
         return None if round_seconds is None else round_seconds * (self._not_begun + running)
 
     def _images_of_a_round(self) -> float:
@@ -138,22 +138,27 @@ class TimeLeft:
         for kind in (at_an_end, not at_an_end):
             if kind in self._evaluation_seconds:
                 return self._evaluation_seconds[kind]
-            past = self._past.get("round 0") if kind else self._past_evaluation()
+            past = self._past_round_0 if kind else self._past_evaluation()
             if past is not None:
                 return past
         return 0.0
 
     def _past_evaluation(self) -> float | None:
         """Return the seconds by which earlier rounds with an evaluation took longer than the training of a round."""
-        both = self._past.get("training and evaluation")
+        both, training = self._past_with_evaluation, self._past_training
         if both is None:
             return None
-        seconds, images = self._measured()
-        measured = seconds / images * self._images_of_a_round() if images else both
-        return max(0.0, both - self._past.get("training", measured))
+        if training is None:
+            seconds, images = self._measured()
+            training = seconds / images * self._images_of_a_round() if images else both
+        return max(0.0, both - training)
 
     def _at_an_end(self, number: int) -> bool:
         return number in (0, self._rounds)
+
+
+def _mean(seconds: list[float]) -> float | None:
+    return statistics.fmean(seconds[-_LAST_ROUNDS:]) if seconds else None
 
 
 def past_seconds(directory: RunDirectory) -> dict[int, float]:

@@ -1,8 +1,6 @@
-"""Clients on this machine: where their states are kept, and the worker processes that train them.
+"""Training of clients: one in this process, each in a worker process, or one in several worker processes together.
 
-`ClientTrainer` trains a client in the process that calls it. `ParallelClients` trains several at a time, each in a
-worker process; `DataParallelTrainer` trains one at a time in several worker processes, each on its share of every
-batch. A worker holds no state of a client: it receives the client's state with a task, and returns the next state.
+A worker holds no state of a client: it receives the client's state with a task, and returns the next state.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ import signal
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
@@ -35,65 +33,7 @@ from ..messages import Message
 from ..models.data_parallel import Share, join
 from ..models.model import Model
 from ..recipe.reading import parse_recipe
-from ..recipe.recipe import Place
-from ..run.directory import RunDirectory
-from .observers import Observer
-from .rounds import Clients, evaluate_after
-
-# In this process
-
-
-class ClientStates:
-    """The clients' states during a run: one at a time in memory (`disk`), or all that have taken part (`memory`).
-
-    Either way a state is written into the run's folder as soon as its client is done, and counts from the round's
-    commit on, so a run resumes alike. With `disk`, memory does not grow with the number of clients; `memory` spares
-    reading the files.
-    """
-
-    def __init__(self, directory: RunDirectory, place: Place):
-        self._directory = directory
-        self._kept: dict[int, Message] | None = {} if place == "memory" else None
-
-    def load(self, index: int) -> Message:
-        """Return a client's last state, which the caller may change; empty if it has not taken part yet."""
-        if self._kept is None:
-            return self._directory.client_state(index)
-        if index not in self._kept:  # the run was resumed
-            self._kept[index] = self._directory.client_state(index)
-        return self._kept[index].copy()
-
-    def store(self, index: int, round_number: int, state: Message) -> None:
-        """Keep a client's state after its part in a round."""
-        self._directory.write_client(index, round_number, state)
-        if self._kept is not None:
-            self._kept[index] = state.copy()
-
-    def discard(self, index: int) -> None:
-        """Undo `store` in this round, so that the client's state is again the committed one."""
-        self._directory.discard_client(index)
-        if self._kept is not None:
-            self._kept.pop(index, None)
-
-
-class ClientsHere(Clients):
-    """Base of the clients on this machine: their states are in the run's folder, their replies in memory."""
-
-    def __init__(self, federation: Federation, directory: RunDirectory, observer: Observer):
-        self._federation, self._observer = federation, observer
-        self._states = ClientStates(directory, federation.recipe.client_states)
-
-    def discard(self, index: int) -> None:
-        self._states.discard(index)
-
-    def kept(self, reply: Message) -> Message:
-        return reply
-
-    def images(self) -> dict[int, int]:
-        return {k: len(rows) for k, rows in enumerate(self._federation.client_rows)}
-
-    def epsilons(self) -> dict[int, float]:
-        return {}
+from .rounds import evaluate_after
 
 
 class ClientTrainer:
@@ -109,7 +49,7 @@ class ClientTrainer:
     def train(self, index: int, state: Message, received: Message, number: int) -> tuple[Message, Message]:
         """Return a client's answer to a round's message, and its state after the round.
 
-        The state must be written or copied before the next call, see `Federation.state_in_place`.
+        The next call may change that state, see `Federation.state_in_place`.
 
         Raises:
             UserError: see `Federation.client` and `train_locally`.
@@ -129,9 +69,6 @@ class ClientTrainer:
         return client
 
 
-# Messages between processes
-
-
 class PackedTensor(NamedTuple):
     """A tensor's entries in the order in which they lie in memory, and what makes them a tensor again."""
 
@@ -144,8 +81,8 @@ class PackedTensor(NamedTuple):
 class PackedMessage(NamedTuple):
     """A message whose tensors are bytes.
 
-    The order of the tensors' names and the strides are kept, as sums and matrix products over other ones may round
-    differently. A pipe's own way for tensors, shared memory, takes a file descriptor for each of them.
+    Names keep their order and tensors their strides, as sums and matrix products over others may round differently. A
+    pipe would send each tensor through shared memory, which takes a file descriptor.
     """
 
     tensors: dict[str, PackedTensor]
@@ -165,17 +102,18 @@ class Task(NamedTuple):
 
 def pack(message: Message) -> PackedMessage:
     """Return a message as bytes; `unpack` makes an equal one of it on the CPU."""
-    tensors = {name: _pack_tensor(tensor) for name, tensor in message.tensors.items()}
+    tensors = {name: pack_tensor(tensor) for name, tensor in message.tensors.items()}
     return PackedMessage(tensors, message.numbers, message.config, message.metrics)
 
 
 def unpack(packed: PackedMessage) -> Message:
     """Return the message that was packed, in new memory."""
-    tensors = {name: _unpack_tensor(tensor) for name, tensor in packed.tensors.items()}
+    tensors = {name: unpack_tensor(tensor) for name, tensor in packed.tensors.items()}
     return Message(tensors, packed.numbers, packed.config, packed.metrics)
 
 
-def _pack_tensor(tensor: Tensor) -> PackedTensor:
+def pack_tensor(tensor: Tensor) -> PackedTensor:
+    """Return a tensor as bytes; `unpack_tensor` makes an equal one of it on the CPU."""
     tensor = tensor.detach().cpu()
     if torch.empty_like(tensor).stride() != tensor.stride():  # its entries overlap or have gaps between them
         tensor = tensor.contiguous()
@@ -183,14 +121,12 @@ def _pack_tensor(tensor: Tensor) -> PackedTensor:
     return PackedTensor(data, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
 
 
-def _unpack_tensor(packed: PackedTensor) -> Tensor:
+def unpack_tensor(packed: PackedTensor) -> Tensor:
+    """Return the tensor that was packed, in new memory."""
     # In torch's own memory, which is aligned: a matrix product can round differently on memory that is not.
     entries = torch.empty(len(packed.data) // packed.dtype.itemsize, dtype=packed.dtype)
     entries.view(torch.uint8).numpy()[:] = np.frombuffer(packed.data, np.uint8)
     return entries.as_strided(packed.shape, packed.strides)
-
-
-# Worker processes
 
 
 @contextmanager
@@ -227,26 +163,21 @@ class Team(NamedTuple):
 
 
 class ClientWorker:
-    """The worker process, seen from the process that starts it.
+    """A worker process with `threads` threads, seen from the process that starts it; without a team it trains alone.
 
-    The data set is moved into shared memory, which the worker maps: it is in memory once. Images in a file are read
-    from the one that this process has open.
-
-    Args:
-        federation: of the run; the worker makes its own of the same recipe and images.
-        threads: torch's in the worker.
-        team: its place among the workers that train each client together; None if it trains clients alone.
+    The worker makes its own federation of the same recipe and images. The data set is moved into shared memory, which
+    the worker maps: it is in memory once. Images in a file are read from the one that this process has open.
 
     Raises:
         UserError: the images do not fit into shared memory.
     """
 
-    def __init__(self, federation: Federation, threads: int, team: Team | None = None):
+    def __init__(self, federation: Federation, threads: int, team: Team | None):
         self._team = team
         context = _process_context()
         self.connection, theirs = context.Pipe()
-        data = federation.dataset, dict(federation.downstream)
-        self.process = context.Process(target=_work, args=(theirs, threads, federation.recipe.to_yaml(), *data, team))
+        data = federation.recipe.to_yaml(), federation.dataset, dict(federation.downstream)
+        self.process = context.Process(target=_work, args=(theirs, threads, team, data))
         try:
             with interrupts_ignored():  # a spawned worker ignores them before it has imported anything
                 self.process.start()
@@ -265,9 +196,7 @@ class ClientWorker:
             raise self.lost(task.client) from error
 
     def take(self, client: int) -> tuple[Any, UserError | RuntimeError | None]:
-        """Wait for a task to end, and return its result and None, or None and its error.
-
-        An error in the worker that is not a UserError is a RuntimeError with its traceback.
+        """Wait for the end of a task, and return (result, None) or (None, its error); a bug is a RuntimeError.
 
         Raises:
             UserError: the process has ended; the message names the client on which it was.
@@ -297,7 +226,7 @@ class ClientWorker:
 
 
 @contextmanager
-def _started(federation: Federation, teams: Sequence[Team | None]) -> Iterator[list[ClientWorker]]:
+def started_workers(federation: Federation, teams: Sequence[Team | None]) -> Iterator[list[ClientWorker]]:
     """Start a worker for each team with its share of the threads; all have ended after the body."""
     threads = max(1, torch.get_num_threads() // len(teams))
     workers: list[ClientWorker] = []
@@ -327,12 +256,7 @@ def _process_context() -> Any:
 
 
 def _work(
-    connection: Connection,
-    threads: int,
-    recipe_text: str,
-    dataset: Dataset,
-    downstream: dict[str, Dataset],
-    team: Team | None,
+    connection: Connection, threads: int, team: Team | None, data: tuple[str, Dataset, dict[str, Dataset]]
 ) -> None:
     """Do the tasks of a worker process until its parent ends it; of a team only the first worker returns results.
 
@@ -349,7 +273,7 @@ def _work(
             task = connection.recv()
             try:
                 if trainer is None:
-                    trainer = ClientTrainer(_federation(recipe_text, dataset, downstream))
+                    trainer = ClientTrainer(_federation(*data))
                 result = _result(trainer, task)
                 outcome = "done", result if team is None or team.share.rank == 0 else None
             except UserError as error:
@@ -371,91 +295,9 @@ def _result(trainer: ClientTrainer, task: Task) -> Any:
     """Return (answer, next state) of a client's part in a round, or (measures, spectrum) of an evaluation."""
     if task.received is None:
         measures, spectrum = trainer.evaluate(task.client, unpack(task.state), task.round)
-        return measures, _pack_tensor(spectrum)
+        return measures, pack_tensor(spectrum)
     reply, state = trainer.train(task.client, unpack(task.state), unpack(task.received), task.round)
     return pack(reply), pack(state)
-
-
-# Several clients at a time
-
-
-class ParallelClients(ClientsHere):
-    """Clients in worker processes, each of which takes one client after another; a context manager.
-
-    Only this process reads and writes the run's folder. Answers are put in the order of the clients before anything
-    reads them, so that a run is the same whoever is ready first.
-
-    The workers are processes with a pipe each, as a pool of concurrent.futures would not say which client a worker that
-    ended was on.
-    """
-
-    def __enter__(self) -> ParallelClients:
-        recipe = self._federation.recipe
-        at_most = recipe.partition.clients if self._federation.method.personal else recipe.clients_per_round
-        count = min(recipe.clients_parallel, at_most or recipe.partition.clients)
-        self._stack = ExitStack()
-        started = self._stack.enter_context(_started(self._federation, [None] * count))
-        self._workers: dict[Connection, ClientWorker] = {worker.connection: worker for worker in started}
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-
-    def answers(self, number: int, sent: dict[int, Message]) -> tuple[dict[int, Message], dict[int, str]]:
-        def training(k: int) -> Task:
-            self._observer.client_began(number, k, len(replies), len(sent))
-            return Task(k, number, pack(self._states.load(k)), pack(sent[k]))
-
-        replies: dict[int, Message] = {}
-        for k, (reply, state) in self._results(sent, training):
-            replies[k] = unpack(reply)
-            self._states.store(k, number, unpack(state))
-        return {k: replies[k] for k in sent}, {}
-
-    def evaluations(self, number: int) -> Iterator[tuple[int, dict[str, float], Tensor]]:
-        clients = range(len(self._federation.client_rows))
-        evaluated = dict(self._results(clients, lambda k: Task(k, number, pack(self._states.load(k)))))
-        for k in clients:
-            measures, spectrum = evaluated.pop(k)
-            yield k, measures, _unpack_tensor(spectrum)
-
-    def _results(self, clients: Iterable[int], task: Callable[[int], Task]) -> Iterator[tuple[int, Any]]:
-        """Yield each client with its task's result, in the order in which the workers are ready.
-
-        A task is made when a worker is free, so that no more states are in memory than there are workers. After an
-        error no new task begins; the clients before the one that failed go on, so that the error which is raised is
-        that of the first client in order, as where they train one after another.
-
-        Raises:
-            UserError: a client's, or a worker process ended.
-            RuntimeError: an error in a worker that is not a UserError, with its traceback.
-        """
-        waiting = list(clients)
-        place = {k: position for position, k in enumerate(waiting)}
-        waiting.reverse()
-        free, busy = list(self._workers), dict[Connection, int]()
-        failed: dict[int, Exception] = {}
-        while True:
-            while waiting and free and not failed:
-                connection, k = free.pop(), waiting.pop()
-                busy[connection] = k
-                self._workers[connection].give(task(k))
-            first_failed = min(failed, key=place.__getitem__, default=None)
-            if first_failed is not None and all(place[k] > place[first_failed] for k in busy.values()):
-                raise failed[first_failed]
-            if not busy:
-                return
-            for connection in cast(list[Connection], wait(list(busy))):
-                result, error = self._workers[connection].take(busy[connection])
-                k = busy.pop(connection)
-                free.append(connection)
-                if error is None:
-                    yield k, result
-                else:
-                    failed[k] = error
-
-
-# One client in several processes
 
 
 def check_devices(federation: Federation) -> None:
@@ -478,9 +320,8 @@ def check_devices(federation: Federation) -> None:
 class DataParallelTrainer(ClientTrainer):
     """Trains each client in several worker processes, evaluates in this one; a context manager.
 
-    Every worker gets the client's state and the server's message and runs the client's whole round, on its share of
-    every batch. Their weights stay bit-identical, and the first one answers. If one fails or ends, the others may wait
-    for it, so that none can be used any more.
+    Every worker runs the client's whole round on its share of every batch. Their weights stay bit-identical, and the
+    first one answers. If one fails or ends, the others may wait for it, so that none can be used any more.
     """
 
     def __enter__(self) -> DataParallelTrainer:
@@ -489,7 +330,7 @@ class DataParallelTrainer(ClientTrainer):
             meeting_point = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "processes"
             shares = [Share(rank, processes) for rank in range(processes)]
             teams = [Team(share, meeting_point, self._federation.device.type) for share in shares]
-            self._workers = stack.enter_context(_started(self._federation, teams))
+            self._workers = stack.enter_context(started_workers(self._federation, teams))
             self._stack = stack.pop_all()
         return self
 
@@ -497,11 +338,11 @@ class DataParallelTrainer(ClientTrainer):
         self._stack.close()
 
     def train(self, index: int, state: Message, received: Message, number: int) -> tuple[Message, Message]:
-        """Return the same as `ClientTrainer.train`.
+        """Return a client's answer to a round's message, and its state after the round.
 
         Raises:
             UserError: a client's, or a worker process ended.
-            RuntimeError: an error in a worker that is not a UserError, with its traceback.
+            RuntimeError: another error in a worker, with its traceback.
         """
         task = Task(index, number, pack(state), pack(received))
         for worker in self._workers:

@@ -11,9 +11,8 @@ import torch
 
 from fedssl import method
 from fedssl.engines import rounds
-from fedssl.engines.in_process import resume, run
+from fedssl.engines.in_process import ClientStates, resume, run
 from fedssl.engines.observers import Observer
-from fedssl.engines.workers import ClientStates
 from fedssl.federation import build_federation
 from fedssl.messages import Message
 from fedssl.models.model import Model
