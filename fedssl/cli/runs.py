@@ -1,4 +1,4 @@
-"""Commands that train: one run, or a table of runs."""
+"""Commands that train one run or a table of runs, and those that evaluate, report and export what was trained."""
 
 from __future__ import annotations
 
@@ -53,9 +53,8 @@ def run(
         loaded = load_recipe(recipe, overrides or ())
         path = output or default_folder(loaded.name, loaded.seed)
         if loaded.preset != "none":
-            print_text(
-                f"Preset {loaded.preset} fills in what the recipe leaves open; `fedssl show` tells what and why."
-            )
+            preset = loaded.preset
+            print_text(f"Preset {preset} fills in what the recipe leaves open; `fedssl show` tells what and why.")
     try:
         with ProgressBars(console) as bars:
             if resume is not None:
@@ -73,8 +72,8 @@ def run(
 
 
 def _clients_parallel(arguments: list[str]) -> int | None:
-    """What `fedssl run --resume RUN clients_parallel=N` asks for; no other key may change during a run."""
-    number = None
+    """Return the N of `fedssl run --resume RUN clients_parallel=N`; no other key may change during a run."""
+    value = ""
     for argument in arguments:
         key, _, value = argument.partition("=")
         if key != "clients_parallel":
@@ -84,8 +83,7 @@ def _clients_parallel(arguments: list[str]) -> int | None:
             )
         if not value.isdecimal() or int(value) < 1:
             raise UserError(f"clients_parallel must be a whole number of at least 1, got {value!r}")
-        number = int(value)
-    return number
+    return int(value) if arguments else None
 
 
 def run_table(
@@ -110,12 +108,12 @@ def run_table(
     from ..tables.table import load_table
 
     loaded = load_table(table)
+    path = output or Path("runs") / loaded.name
     if dry:
         from ..tables.dry_run import dry_run
 
         dry_run(loaded, overrides or (), note=print_text)
         return
-    path = output or Path("runs") / loaded.name
     if loaded.kind == "resources":
         from ..tables.resources import run_resource_table
 
@@ -132,16 +130,16 @@ def _print_final_evaluation(rows: list[tuple[int, str, str, float]]) -> None:
     """Print the evaluation after the last round, one line for each client."""
     if not rows:
         return
-    last_round = max(row[0] for row in rows)
+    last_round = max(number for number, *_ in rows)
+    values = {(who, metric): value for number, who, metric, value in rows if number == last_round}
+    measured = {metric for _, metric in values}
     titles = {"knn": "kNN %", "linear": "linear %", "effective_rank": "effective rank"}
     without_labels = {"alignment": "alignment", "uniformity": "uniformity"}
-    values = {(who, metric): value for number, who, metric, value in rows if number == last_round}
-    if any(metric in without_labels for _, metric in values):
+    if measured & without_labels.keys():
         titles = {"linear_auroc": "linear AUROC %", "effective_rank": "effective rank"} | without_labels
-        titles = {metric: title for metric, title in titles.items() if any(metric == name for _, name in values)}
-    clients = dict.fromkeys(who for who, metric in values if metric in titles)
+        titles = {metric: title for metric, title in titles.items() if metric in measured}
     table = TextTable("client", *titles.values(), box=None, pad_edge=False)
-    for who in clients:
+    for who in dict.fromkeys(who for who, metric in values if metric in titles):
         cells = [f"{values[who, m]:.{2 if m in without_labels else 1}f}" if (who, m) in values else "-" for m in titles]
         table.add_row(who, *cells)
     console.print(table)
