@@ -199,7 +199,7 @@ class ParallelClients(ClientsHere):
 
         A task is made when a worker is free, so that no more states are in memory than there are workers. After an
         error no new task begins; the clients before the one that failed go on, so that the error which is raised is
-        that of the first client in order, as where they train one after another.
+        that of the first client in order, as if they trained one after another.
 
         Raises:
             UserError: a client's, or a worker process ended.

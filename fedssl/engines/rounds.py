@@ -182,12 +182,7 @@ def _traffic_rows(number: int, sent: dict[int, Message], replies: dict[int, Mess
 
 
 def _evaluate(
-    federation: Federation,
-    directory: RunDirectory,
-    number: int,
-    server: Message,
-    clients: Clients,
-    observer: Observer,
+    federation: Federation, directory: RunDirectory, number: int, server: Message, clients: Clients, observer: Observer
 ) -> list[MetricRow]:
     """Evaluate the clients' models or the global one if it is due, and return the rows; write the last spectra."""
     if not evaluation_due(federation.recipe, number):

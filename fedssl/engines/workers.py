@@ -242,9 +242,9 @@ def started_workers(federation: Federation, teams: Sequence[Team | None]) -> Ite
 
 
 def _process_context() -> Any:
-    """Return that of forks of a server that has imported everything, if the system has them: they start at once.
+    """Return the context to start workers with: as forks of a server that has imported everything, if there are forks.
 
-    The server runs no other code, and so no threads that a fork would lack.
+    They start at once. The server runs no other code, and so no threads that a fork would lack.
     """
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
