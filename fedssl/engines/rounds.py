@@ -34,27 +34,21 @@ class Clients(Protocol):
         The states of the clients that answered are kept, and count from the round's commit on. Round 0 is the opening
         round.
         """
-        ...
 
     def discard(self, index: int) -> None:
         """Undo this round of a client whose answer was refused."""
-        ...
 
     def kept(self, reply: Message) -> Message:
         """Return a reply as the engine keeps it until its round is aggregated: in memory, or on the disk."""
-        ...
 
     def images(self) -> dict[int, int]:
         """Return the number of training images of each client for which it is known."""
-        ...
 
     def epsilons(self) -> dict[int, float]:
         """Return the privacy that each client has spent so far; empty without differential privacy."""
-        ...
 
     def evaluations(self, number: int) -> Iterator[tuple[int, dict[str, float], Tensor]]:
         """Yield each client, with the measures and spectrum of its own model; see `evaluate_after`."""
-        ...
 
 
 def first_files(federation: Federation) -> dict[str, str]:

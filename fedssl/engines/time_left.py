@@ -37,7 +37,7 @@ class TimeLeft:
         self._evaluation_began = 0.0
         self._finished: deque[tuple[float, int]] = deque(maxlen=_LAST_ROUNDS)  # seconds and images of rounds
         self._images_are_known = True
-        self._evaluation_seconds: dict[bool, float] = {}  # of the last one, by `_at_an_end`
+        self._evaluation_seconds: dict[bool, float] = {}  # of the last one; true: before or after all training
         self._past_training: float | None = None  # seconds of a round without an evaluation
         self._past_with_evaluation: float | None = None  # seconds of a round with one
         self._past_round_0: float | None = None
@@ -80,8 +80,8 @@ class TimeLeft:
         """End a round."""
         self._round_began = self._end_training()
         if self._evaluating is not None:
-            seconds = self._round_began - self._evaluation_began
-            self._evaluation_seconds[self._at_an_end(self._evaluating)] = seconds
+            at_an_end = self._evaluating in (0, self._rounds)
+            self._evaluation_seconds[at_an_end] = self._round_began - self._evaluation_began
         self._evaluating = None
 
     def images_per_second(self) -> float | None:
@@ -123,7 +123,7 @@ class TimeLeft:
             return 0.0
         seconds, images = self._measured()
         if images:
-            left = sum(self._images[self._clients_done :]) if self._images is not None else 0
+            left = sum((self._images or [])[self._clients_done :])
             return seconds / images * (left + self._not_begun * self._images_of_a_round())
         round_seconds = self._past_with_evaluation if self._past_training is None else self._past_training
         return None if round_seconds is None else round_seconds * (self._not_begun + running)
@@ -134,7 +134,7 @@ class TimeLeft:
         return statistics.fmean([*known, sum(self._images)] if self._images is not None else known)
 
     def _evaluation_estimate(self, number: int) -> float:
-        at_an_end = self._at_an_end(number)
+        at_an_end = number in (0, self._rounds)
         for kind in (at_an_end, not at_an_end):
             if kind in self._evaluation_seconds:
                 return self._evaluation_seconds[kind]
@@ -152,9 +152,6 @@ class TimeLeft:
             seconds, images = self._measured()
             training = seconds / images * self._images_of_a_round() if images else both
         return max(0.0, both - training)
-
-    def _at_an_end(self, number: int) -> bool:
-        return number in (0, self._rounds)
 
 
 def _mean(seconds: list[float]) -> float | None:
