@@ -37,7 +37,7 @@ _COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
 }
 for _panel, _functions in _COMMANDS.items():
     for _function in _functions:
-        app.command(rich_help_panel=_panel)(_function)
+        app.command(_function.__name__.replace("_", "-"), rich_help_panel=_panel)(_function)
 _ACROSS_MACHINES = "Across machines, with Flower (docs/deploy.md)"
 app.add_typer(provision_app, name="provision", rich_help_panel=_ACROSS_MACHINES)
 app.command("app", rich_help_panel=_ACROSS_MACHINES)(flower_app)

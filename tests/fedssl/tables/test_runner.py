@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import yaml
 
+from fedssl.engines import in_process
 from fedssl.errors import UserError
 from fedssl.run.directory import RunDirectory
 from fedssl.tables import runner
@@ -106,8 +107,8 @@ def test_a_table_is_run_and_not_run_again(tiny_table, tmp_path, monkeypatch):
     assert [line[:3] for line in lines[1:5]] == ["1/4", "2/4", "3/4", "4/4"]
 
     before = states(output)
-    monkeypatch.setattr(runner.in_process, "run", None)
-    monkeypatch.setattr(runner.in_process, "resume", None)
+    monkeypatch.setattr(in_process, "run", None)
+    monkeypatch.setattr(in_process, "resume", None)
     (output / "table.md").unlink()
     run_table(tiny_table, output, ["training.learning_rate=0.05"])
     assert states(output) == before
@@ -132,7 +133,7 @@ def test_every_row_is_run_in_every_scenario(tiny_table, tmp_path, monkeypatch):
     assert sorted(file.name for file in output.glob("*.*")) == [
         "picture-all.png", "picture-sampled.png", "summary.csv", "table.csv", "table.html", "table.md", "table.yaml",
     ]  # fmt: skip
-    monkeypatch.setattr(runner.in_process, "run", None)
+    monkeypatch.setattr(in_process, "run", None)
     run_table(table, output)
 
 
@@ -155,7 +156,7 @@ def test_cells_from_before_an_option_existed_count_as_made_with_its_default(tiny
         assert recipe["training"].pop("processes") == 1
         path.write_text(yaml.safe_dump(recipe))
     before = states(output)
-    monkeypatch.setattr(runner.in_process, "run", None)
+    monkeypatch.setattr(in_process, "run", None)
     run_table(one_seed, output)
     assert states(output) == before
     with pytest.raises(UserError, match=r"was made with training.processes=1, now it is 2"):
