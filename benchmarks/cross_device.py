@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,11 @@ from benchmarks.write import environment
 from fedssl import method
 from fedssl.data.datasets import Dataset
 from fedssl.engines.in_process import LocalClients
-from fedssl.engines.progress import Silent
+from fedssl.engines.observers import Observer
 from fedssl.engines.rounds import first_files, run_rounds
 from fedssl.federation import build_federation
 from fedssl.recipe.reading import load_recipe
-from fedssl.run.directory import RunDirectory
+from fedssl.run.directory import MetricRow, RunDirectory
 
 FOLDER = ROOT / "benchmarks" / "results" / "cross_device"
 CLIENTS = (100, 1000, 10000)
@@ -57,14 +58,14 @@ class TrainingTimer:
             self.seconds += time.perf_counter() - start
 
 
-class Gauge(Silent):
+class Gauge(Observer):
     """What was measured up to the end of the first round, and of the last but one."""
 
     def __init__(self, training: TrainingTimer, checkpoints: Path, last: int):
         self._training, self._checkpoints, self._last = training, checkpoints, last
         self.readings: list[dict[str, float]] = []
 
-    def round_done(self, round_number: int, metrics: dict[str, float]) -> None:
+    def round_ended(self, round_number: int, rows: Sequence[MetricRow]) -> None:
         if round_number not in (1, self._last):
             return
         states = [path.stat().st_size for path in self._checkpoints.glob("client-*")]

@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 
-from fedssl.engines.progress import Silent
+from fedssl.engines.observers import Observer
 from fedssl.recipe.recipe import Recipe
+from fedssl.run.directory import MetricRow
 
 OTHER = "other"
 PHASES = (
@@ -75,8 +76,8 @@ def places(recipe: Recipe) -> list[Place]:
         Place("send", "fedssl.federation:Federation.state_in_place"),
         Place("aggregate", "fedssl.method:Method.aggregate"),
         Place("evaluate", "fedssl.engines.rounds:_evaluate"),
-        Place("checkpoint", "fedssl.engines.workers:ClientStates.load"),
-        Place("checkpoint", "fedssl.engines.workers:ClientStates.store"),
+        Place("checkpoint", "fedssl.engines.in_process:ClientStates.load"),
+        Place("checkpoint", "fedssl.engines.in_process:ClientStates.store"),
         Place("checkpoint", f"{directory}.server_state"),
         Place("checkpoint", f"{directory}.append_metrics"),
         Place("checkpoint", f"{directory}.append_timing"),
@@ -199,7 +200,7 @@ class EnoughRounds(Exception):
     """Ends a run whose last round is not of interest."""
 
 
-class RoundRecorder(Silent):
+class RoundRecorder(Observer):
     """A run's progress that keeps the measured rounds: all but the first one, which warms up, until `last`."""
 
     def __init__(self, last: int, timed: Sequence[Place] = (), clock: PhaseClock | None = None):
@@ -208,10 +209,10 @@ class RoundRecorder(Silent):
         self._images = 0
         self._began = time.perf_counter()
 
-    def training(self, round_number: int, images: Sequence[int]) -> None:
+    def training_began(self, round_number: int, images: Sequence[int]) -> None:
         self._images = sum(images)
 
-    def round_done(self, round_number: int, metrics: dict[str, float]) -> None:
+    def round_ended(self, round_number: int, rows: Sequence[MetricRow]) -> None:
         now = time.perf_counter()
         seconds, phases = now - self._began, {}
         if self._clock is not None:

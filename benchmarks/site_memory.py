@@ -118,7 +118,7 @@ def measure_row(sites: int, architecture: str, transport: str) -> dict[str, floa
     from flwr.supercore.task_identity import TaskIdentity
 
     from fedssl.engines.flower.server import FlowerClients
-    from fedssl.engines.progress import Silent
+    from fedssl.engines.observers import Observer
     from fedssl.engines.rounds import first_files, run_rounds
 
     TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1
@@ -138,13 +138,13 @@ def measure_row(sites: int, architecture: str, transport: str) -> dict[str, floa
     with tempfile.TemporaryDirectory(dir=_place_of_runs()) as folder:
         directory = RunDirectory.create(Path(folder) / "run", first_files(federation) | {SITES_RUN: "run"})
         grid = Sites(federation)
-        clients = FlowerClients(grid, federation, directory, Silent(), "run", threading.Event())  # type: ignore[arg-type]
+        clients = FlowerClients(grid, federation, directory, Observer(), "run", threading.Event())  # type: ignore[arg-type]
         clients.connect()
         Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
         before = status("RssAnon"), status("VmRSS")
         started = time.perf_counter()
         with PeakOfOwnMemory() as own:
-            run_rounds(federation, directory, Silent(), clients)
+            run_rounds(federation, directory, Observer(), clients)
         seconds = time.perf_counter() - started
     return {
         "sites": sites,

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .aggregators.base import Aggregator
     from .augmentations.base import Augmentation
     from .engines import resume, run
+    from .engines.observers import Observer
     from .errors import UserError
     from .federation import Federation
     from .local_updates.base import LocalUpdate
@@ -37,6 +38,7 @@ __all__ = [
     "LocalUpdate",
     "Method",
     "Objective",
+    "Observer",
     "Recipe",
     "Regularizer",
     "Run",
@@ -58,6 +60,7 @@ _MODULES = {
     "LocalUpdate": "local_updates.base",
     "Method": "method",
     "Objective": "objectives.base",
+    "Observer": "engines.observers",
     "Recipe": "recipe.recipe",
     "Regularizer": "regularizers.base",
     "Run": "run.record",

@@ -1,13 +1,11 @@
-"""The command line. A user's mistake is one line on stderr and exit code 2.
-
-Each file holds one family of commands; this one puts them together.
-"""
+"""The command line: the commands of the files beside this one, and one line on stderr and exit code 2 for a mistake."""
 
 from __future__ import annotations
 
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -32,29 +30,19 @@ app = typer.Typer(
     help="Run, compare and report federated self-supervised methods.",
 )
 
-_SHIPPED = "What there is"
-_RUNS = "Run and look at the results"
-_ENCODERS = "Use the encoder"
-_MACHINES = "Across machines, with Flower (docs/deploy.md)"
-
-app.command(rich_help_panel=_SHIPPED)(recipes)
-app.command(rich_help_panel=_SHIPPED)(show)
-app.command(rich_help_panel=_SHIPPED)(presets)
-app.command(rich_help_panel=_SHIPPED)(tables)
-app.command(rich_help_panel=_SHIPPED)(doctor)
-app.command(rich_help_panel=_RUNS)(partition)
-app.command(rich_help_panel=_RUNS)(cost)
-app.command(rich_help_panel=_RUNS)(privacy)
-app.command(rich_help_panel=_RUNS)(run)
-app.command("run-table", rich_help_panel=_RUNS)(run_table)
-app.command(rich_help_panel=_RUNS)(evaluate)
-app.command(rich_help_panel=_RUNS)(report)
-app.command(rich_help_panel=_ENCODERS)(export)
-app.command(rich_help_panel=_ENCODERS)(embed)
-app.add_typer(provision_app, name="provision", rich_help_panel=_MACHINES)
-app.command("app", rich_help_panel=_MACHINES)(flower_app)
-app.command(rich_help_panel=_MACHINES)(superlink)
-app.command(rich_help_panel=_MACHINES)(supernode)
+_COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
+    "What there is": (recipes, show, presets, tables, doctor),
+    "Run and look at the results": (partition, cost, privacy, run, run_table, evaluate, report),
+    "Use the encoder": (export, embed),
+}
+for _panel, _functions in _COMMANDS.items():
+    for _function in _functions:
+        app.command(_function.__name__.replace("_", "-"), rich_help_panel=_panel)(_function)
+_ACROSS_MACHINES = "Across machines, with Flower (docs/deploy.md)"
+app.add_typer(provision_app, name="provision", rich_help_panel=_ACROSS_MACHINES)
+app.command("app", rich_help_panel=_ACROSS_MACHINES)(flower_app)
+app.command(rich_help_panel=_ACROSS_MACHINES)(superlink)
+app.command(rich_help_panel=_ACROSS_MACHINES)(supernode)
 
 
 def _print_version(wanted: bool) -> None:
@@ -73,7 +61,7 @@ def options_of_fedssl(
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *place: object, **_: object) -> None:
-    """Print a warning of ours as a line on stderr; others, which speak to programmers, as Python does."""
+    """Print a warning of fedssl as a line on stderr; others, which are for programmers, as Python does."""
     if category is UserWarning and str(place[0]).startswith(str(Path(__file__).parent.parent)):
         Console(stderr=True).print(f"fedssl: {message}", style="yellow", highlight=False, markup=False, soft_wrap=True)
     else:
@@ -98,7 +86,7 @@ def main() -> None:
 
 
 def _end_with(message: str) -> NoReturn:
-    """Say in one line what is wrong, and exit with code 2."""
+    """Print a message as one line on stderr, and exit with code 2."""
     text = f"fedssl: {printable(message)}"
     with suppress(OSError):
         Console(stderr=True).print(text, style="bold red", highlight=False, markup=False, soft_wrap=True)
@@ -110,5 +98,5 @@ def _end_with(message: str) -> NoReturn:
 
 
 def _drop_output() -> None:
-    """Let nothing be written to a standard output that takes no more."""
+    """Send what is still written to standard output nowhere, since its reader is gone or its disk is full."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""What all commands share: the terminal, and the arguments that several of them take."""
+"""The terminal, and the arguments that several commands take."""
 
 from __future__ import annotations
 
@@ -23,5 +23,5 @@ Trust = Annotated[
 
 
 def print_text(text: str) -> None:
-    """Print plain text: square brackets in it are no markup, numbers get no colours, control characters are escaped."""
+    """Print plain text: square brackets are no markup, numbers get no colours, control characters are escaped."""
     console.print(printable(text, keep="\n"), highlight=False, markup=False, soft_wrap=True)

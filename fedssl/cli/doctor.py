@@ -1,4 +1,4 @@
-"""The command that tells what is installed, and what of it fedssl uses."""
+"""The command that shows what is installed, and what of it fedssl uses."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def doctor(
         fedkernels.self_test()
         console.print()
     table = TextTable("what", "finding", box=None, pad_edge=False)
-    for what, finding in diagnose():
-        table.add_row(what, finding)
+    for fact in diagnose():
+        table.add_row(*fact)
     console.print(table)
 
 
 def _check_site(folder: Path) -> None:
-    """Print what a site needs for a run, each line ok or with what to do; exit code 1 where something is to do."""
+    """Print what a site needs for a run, each line ok or with what to do; exit with code 1 if something is to do."""
     from ..engines import flower_module
 
     flower_module("engines.flower.site")
@@ -73,7 +73,7 @@ def _check_site(folder: Path) -> None:
 
 
 def diagnose() -> list[tuple[str, str]]:
-    """Facts about this installation as (what, finding) pairs."""
+    """Return facts about this installation as (what, finding) pairs."""
     import torch
 
     import fedkernels

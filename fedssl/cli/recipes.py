@@ -1,4 +1,7 @@
-"""Commands that tell what ships with fedssl, without importing torch: they answer within a second."""
+"""Commands that show what ships with fedssl, or what a recipe will do, without training.
+
+Those that only list or show import no torch: they answer within a second.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +82,7 @@ def _print_wrapped(text: str, style: str) -> None:
 
 
 def _as_yaml(value: Any) -> str:
-    """A value as one writes it after `KEY=`."""
+    """Return a value as it is written after `KEY=`."""
     text = yaml.safe_dump([value], default_flow_style=True, allow_unicode=True, width=10**6)
     return text.strip()[1:-1]
 
@@ -102,7 +105,7 @@ def _print_shipped(kind: Literal["recipe", "table"]) -> None:
 
 
 def summary_of(description: str) -> tuple[str, str]:
-    """The paper and the summary in the first sentence of a shipped description, `Paper (Authors Year): summary.`"""
+    """Return paper and summary from the first sentence of a shipped description, `Paper (Authors Year): summary.`"""
     paper, _, rest = " ".join(description.split()).partition(": ")
     return paper, rest.partition(". ")[0].rstrip(".")
 

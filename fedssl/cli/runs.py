@@ -1,4 +1,4 @@
-"""Commands that train: one run, or a table of runs."""
+"""Commands that train one run or a table of runs, and those that evaluate, report and export what was trained."""
 
 from __future__ import annotations
 
@@ -25,15 +25,23 @@ def run(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the run in the folder if there is one.")
     ] = False,
+    observer: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE", help="Python file with a fedssl.Observer, such as a logger, to call each round; repeatable."
+        ),
+    ] = None,
     trust: Trust = False,
 ) -> None:
     """Run a recipe, or continue an interrupted run (fedssl run --resume RUN)."""
     from ..engines import engine_of
+    from ..engines.observers import Observers, load_observer
     from ..engines.progress import ProgressBars
     from ..recipe.reading import load_recipe, load_stored_recipe
     from ..run.creation import default_folder
     from ..run.directory import RunDirectory
 
+    observers = [load_observer(file) for file in observer or ()]
     if resume is not None:
         if output or overwrite:
             raise UserError("--resume takes neither --output nor --overwrite: the run continues in its own folder")
@@ -45,15 +53,14 @@ def run(
         loaded = load_recipe(recipe, overrides or ())
         path = output or default_folder(loaded.name, loaded.seed)
         if loaded.preset != "none":
-            print_text(
-                f"Preset {loaded.preset} fills in what the recipe leaves open; `fedssl show` tells what and why."
-            )
+            preset = loaded.preset
+            print_text(f"Preset {preset} fills in what the recipe leaves open; `fedssl show` tells what and why.")
     try:
         with ProgressBars(console) as bars:
             if resume is not None:
-                directory = engine_of(loaded).resume(path, bars, trust, at_a_time)
+                directory = engine_of(loaded).resume(path, Observers([bars, *observers]), trust, at_a_time)
             else:
-                directory = engine_of(loaded).run(loaded, path, bars, overwrite)
+                directory = engine_of(loaded).run(loaded, path, Observers([bars, *observers]), overwrite)
     except KeyboardInterrupt:
         if (path / "recipe.yaml").is_file():
             print_text(f"\nStopped. The last complete round is kept; continue with: fedssl run --resume {path}")
@@ -65,8 +72,8 @@ def run(
 
 
 def _clients_parallel(arguments: list[str]) -> int | None:
-    """What `fedssl run --resume RUN clients_parallel=N` asks for; no other key may change during a run."""
-    number = None
+    """Return the N of `fedssl run --resume RUN clients_parallel=N`; no other key may change during a run."""
+    value = ""
     for argument in arguments:
         key, _, value = argument.partition("=")
         if key != "clients_parallel":
@@ -76,8 +83,7 @@ def _clients_parallel(arguments: list[str]) -> int | None:
             )
         if not value.isdecimal() or int(value) < 1:
             raise UserError(f"clients_parallel must be a whole number of at least 1, got {value!r}")
-        number = int(value)
-    return number
+    return int(value) if arguments else None
 
 
 def run_table(
@@ -102,12 +108,12 @@ def run_table(
     from ..tables.table import load_table
 
     loaded = load_table(table)
+    path = output or Path("runs") / loaded.name
     if dry:
         from ..tables.dry_run import dry_run
 
         dry_run(loaded, overrides or (), note=print_text)
         return
-    path = output or Path("runs") / loaded.name
     if loaded.kind == "resources":
         from ..tables.resources import run_resource_table
 

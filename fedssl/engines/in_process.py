@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import Any, cast
 
 from torch import Tensor
 
 from ..federation import Federation, build_federation
 from ..messages import Message
 from ..recipe.reading import load_stored_recipe
-from ..recipe.recipe import Recipe
+from ..recipe.recipe import Place, Recipe
 from ..run.creation import alone_in, new_run, refuse_existing
 from ..run.directory import RunDirectory
-from .progress import Progress, Silent
-from .rounds import first_files, run_rounds
-from .workers import ClientStates, ClientTrainer, DataParallelTrainer, ParallelClients, check_devices
+from .observers import Observer
+from .rounds import Clients, first_files, run_rounds
+from .workers import (
+    ClientTrainer,
+    ClientWorker,
+    DataParallelTrainer,
+    Task,
+    check_devices,
+    pack,
+    started_workers,
+    unpack,
+    unpack_tensor,
+)
 
 
-def run(recipe: Recipe, path: Path, progress: Progress | None = None, overwrite: bool = False) -> RunDirectory:
-    """Run a recipe from its start into a new folder.
-
-    The input is checked completely before the folder is made.
+def run(recipe: Recipe, path: Path, observer: Observer | None = None, overwrite: bool = False) -> RunDirectory:
+    """Run a recipe from its start and return the run's new folder, which is made once the input is checked completely.
 
     Raises:
         UserError: see `load_recipe`, `build_federation` and `RunDirectory`.
@@ -30,13 +42,13 @@ def run(recipe: Recipe, path: Path, progress: Progress | None = None, overwrite:
     federation = build_federation(recipe)
     check_devices(federation)
     with new_run(path, first_files(federation), overwrite):
-        return _run(federation, RunDirectory.open(path), progress or Silent())
+        return _run(federation, RunDirectory.open(path), observer or Observer())
 
 
 def resume(
-    path: Path, progress: Progress | None = None, trust: bool = False, clients_parallel: int | None = None
+    path: Path, observer: Observer | None = None, trust: bool = False, clients_parallel: int | None = None
 ) -> RunDirectory:
-    """Continue a run from its last complete round; a finished run is left as it is.
+    """Continue a run from its last complete round and return its folder; a finished run is left as it is.
 
     The result is bit-identical to that of a run that was never interrupted, on the same machine and thread count. From
     here on `clients_parallel` clients train at a time (default: as the recipe has it).
@@ -44,7 +56,7 @@ def resume(
     Raises:
         UserError: see `RunDirectory.require_unchanged` and, for `trust`, `load_stored_recipe`.
     """
-    RunDirectory.open(path)  # refuses what is no run's folder
+    RunDirectory.open(path)  # a folder that holds no run is refused before it is locked
     with alone_in(path):
         directory = RunDirectory.open(path)
         directory.require_unchanged()
@@ -56,30 +68,58 @@ def resume(
             recipe = recipe.model_copy(update={"clients_parallel": clients_parallel})
         federation = build_federation(recipe)
         check_devices(federation)
-        return _run(federation, directory, progress or Silent())
+        return _run(federation, directory, observer or Observer())
 
 
-class LocalClients:
-    """Clients one after another, each trained by `trainer`; by default in this process."""
+def _run(federation: Federation, directory: RunDirectory, observer: Observer) -> RunDirectory:
+    if federation.recipe.training.processes > 1:
+        with DataParallelTrainer(federation) as trainer:
+            return run_rounds(federation, directory, observer, LocalClients(federation, directory, observer, trainer))
+    if federation.recipe.clients_parallel == 1:
+        return run_rounds(federation, directory, observer, LocalClients(federation, directory, observer))
+    with ParallelClients(federation, directory, observer) as clients:
+        return run_rounds(federation, directory, observer, clients)
 
-    def __init__(
-        self,
-        federation: Federation,
-        directory: RunDirectory,
-        progress: Progress,
-        trainer: ClientTrainer | None = None,
-    ):
-        self._federation, self._progress = federation, progress
+
+class ClientStates:
+    """The clients' states during a run; `place` is where they are read from.
+
+    A state is written into the run's folder as soon as its client is done, and counts from the round's commit on. With
+    `memory` all are kept in memory too, which spares reading the files; with `disk` memory does not grow with the
+    number of clients.
+    """
+
+    def __init__(self, directory: RunDirectory, place: Place):
+        self._directory = directory
+        self._kept: dict[int, Message] | None = {} if place == "memory" else None
+
+    def load(self, index: int) -> Message:
+        """Return a client's last state, which the caller may change; empty if it has not taken part yet."""
+        if self._kept is None:
+            return self._directory.client_state(index)
+        if index not in self._kept:  # the run was resumed
+            self._kept[index] = self._directory.client_state(index)
+        return self._kept[index].copy()
+
+    def store(self, index: int, round_number: int, state: Message) -> None:
+        """Keep a client's state after its part in a round."""
+        self._directory.write_client(index, round_number, state)
+        if self._kept is not None:
+            self._kept[index] = state.copy()
+
+    def discard(self, index: int) -> None:
+        """Undo `store` in this round, so that the client's state is again the committed one."""
+        self._directory.discard_client(index)
+        if self._kept is not None:
+            self._kept.pop(index, None)
+
+
+class ClientsHere(Clients):
+    """Base of the clients on this machine: their states are in the run's folder, their replies in memory."""
+
+    def __init__(self, federation: Federation, directory: RunDirectory, observer: Observer):
+        self._federation, self._observer = federation, observer
         self._states = ClientStates(directory, federation.recipe.client_states)
-        self._trainer = trainer or ClientTrainer(federation)
-
-    def answers(self, number: int, sent: dict[int, Message]) -> tuple[dict[int, Message], dict[int, str]]:
-        replies = {}
-        for position, k in enumerate(sent):
-            self._progress.client(number, k, position, len(sent))
-            replies[k], state = self._trainer.train(k, self._states.load(k), sent[k], number)
-            self._states.store(k, number, state)
-        return replies, {}
 
     def discard(self, index: int) -> None:
         self._states.discard(index)
@@ -93,17 +133,96 @@ class LocalClients:
     def epsilons(self) -> dict[int, float]:
         return {}
 
+
+class LocalClients(ClientsHere):
+    """Clients one after another, each trained by `trainer`; by default in this process."""
+
+    def __init__(
+        self, federation: Federation, directory: RunDirectory, observer: Observer, trainer: ClientTrainer | None = None
+    ):
+        super().__init__(federation, directory, observer)
+        self._trainer = trainer or ClientTrainer(federation)
+
+    def answers(self, number: int, sent: dict[int, Message]) -> tuple[dict[int, Message], dict[int, str]]:
+        replies = {}
+        for position, k in enumerate(sent):
+            self._observer.client_began(number, k, position, len(sent))
+            replies[k], state = self._trainer.train(k, self._states.load(k), sent[k], number)
+            self._states.store(k, number, state)
+        return replies, {}
+
     def evaluations(self, number: int) -> Iterator[tuple[int, dict[str, float], Tensor]]:
         for k in range(len(self._federation.client_rows)):
             yield k, *self._trainer.evaluate(k, self._states.load(k), number)
 
 
-def _run(federation: Federation, directory: RunDirectory, progress: Progress) -> RunDirectory:
-    recipe = federation.recipe
-    if recipe.training.processes > 1:
-        with DataParallelTrainer(federation) as trainer:
-            return run_rounds(federation, directory, progress, LocalClients(federation, directory, progress, trainer))
-    if recipe.clients_parallel == 1:
-        return run_rounds(federation, directory, progress, LocalClients(federation, directory, progress))
-    with ParallelClients(federation, directory, progress) as clients:
-        return run_rounds(federation, directory, progress, clients)
+class ParallelClients(ClientsHere):
+    """Clients in worker processes, each of which takes one client after another; a context manager.
+
+    Only this process reads and writes the run's folder. Answers are put in the order of the clients before anything
+    reads them, so that a run is the same whichever is ready first. A worker has its own pipe: a pool of
+    concurrent.futures would not say which client a worker that ended was on.
+    """
+
+    def __enter__(self) -> ParallelClients:
+        recipe = self._federation.recipe
+        at_most = recipe.partition.clients if self._federation.method.personal else recipe.clients_per_round
+        count = min(recipe.clients_parallel, at_most or recipe.partition.clients)
+        self._stack = ExitStack()
+        started = self._stack.enter_context(started_workers(self._federation, [None] * count))
+        self._workers: dict[Connection, ClientWorker] = {worker.connection: worker for worker in started}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def answers(self, number: int, sent: dict[int, Message]) -> tuple[dict[int, Message], dict[int, str]]:
+        def training(k: int) -> Task:
+            self._observer.client_began(number, k, len(replies), len(sent))
+            return Task(k, number, pack(self._states.load(k)), pack(sent[k]))
+
+        replies: dict[int, Message] = {}
+        for k, (reply, state) in self._results(sent, training):
+            replies[k] = unpack(reply)
+            self._states.store(k, number, unpack(state))
+        return {k: replies[k] for k in sent}, {}
+
+    def evaluations(self, number: int) -> Iterator[tuple[int, dict[str, float], Tensor]]:
+        clients = range(len(self._federation.client_rows))
+        evaluated = dict(self._results(clients, lambda k: Task(k, number, pack(self._states.load(k)))))
+        for k in clients:
+            measures, spectrum = evaluated.pop(k)
+            yield k, measures, unpack_tensor(spectrum)
+
+    def _results(self, clients: Iterable[int], task: Callable[[int], Task]) -> Iterator[tuple[int, Any]]:
+        """Yield each client with its task's result, in the order in which the workers are ready.
+
+        A task is made when a worker is free, so that no more states are in memory than there are workers. After an
+        error no new task begins; the clients before the one that failed go on, so that the error which is raised is
+        that of the first client in order, as if they trained one after another.
+
+        Raises:
+            UserError: a client's, or a worker process ended.
+            RuntimeError: another error in a worker, with its traceback.
+        """
+        waiting = deque(enumerate(clients))
+        free, busy = list(self._workers), dict[Connection, tuple[int, int]]()  # position and client
+        failed: dict[int, Exception] = {}  # by position
+        while True:
+            while waiting and free and not failed:
+                connection, (position, k) = free.pop(), waiting.popleft()
+                busy[connection] = position, k
+                self._workers[connection].give(task(k))
+            if failed and all(position > min(failed) for position, _ in busy.values()):
+                raise failed[min(failed)]
+            if not busy:
+                return
+            for connection in cast(list[Connection], wait(list(busy))):
+                position, k = busy[connection]
+                result, error = self._workers[connection].take(k)
+                del busy[connection]
+                free.append(connection)
+                if error is None:
+                    yield k, result
+                else:
+                    failed[position] = error

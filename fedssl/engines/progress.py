@@ -3,55 +3,30 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from types import TracebackType
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, Task, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as RichProgress
 from rich.text import Text
 
+from ..recipe.recipe import Recipe
+from ..run.directory import MetricRow, RunDirectory
 from ..untrusted import printable
-from .time_left import TimeLeft, format_duration
+from .observers import Observer
+from .rounds import evaluation_due
+from .time_left import TimeLeft, format_duration, past_seconds
 
 
-class Progress(Protocol):
-    """What an engine reports while it runs; the command line draws bars from it.
-
-    `TimeLeft` explains the arguments of `start` and `training`. In `client`, `position` is how many of the round's
-    clients are done.
-    """
-
-    def start(self, first_round: int, rounds: int, evaluated: Collection[int], past: Mapping[int, float]) -> None: ...
-    def training(self, round_number: int, images: Sequence[int]) -> None: ...
-    def client(self, round_number: int, index: int, position: int, clients: int) -> None: ...
-    def evaluating(self, round_number: int) -> None: ...
-    def round_done(self, round_number: int, metrics: dict[str, float]) -> None: ...
-    def note(self, text: str) -> None: ...
-    def warn(self, text: str) -> None: ...
-
-
-class Silent:
-    """No progress."""
-
-    def start(self, first_round: int, rounds: int, evaluated: Collection[int], past: Mapping[int, float]) -> None: ...
-    def training(self, round_number: int, images: Sequence[int]) -> None: ...
-    def client(self, round_number: int, index: int, position: int, clients: int) -> None: ...
-    def evaluating(self, round_number: int) -> None: ...
-    def round_done(self, round_number: int, metrics: dict[str, float]) -> None: ...
-    def note(self, text: str) -> None: ...
-    def warn(self, text: str) -> None: ...
-
-
-class ProgressBars:
+class ProgressBars(Observer):
     """Two bars, rounds and the clients of the round; without a terminal, a line a round. A context manager."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic):
         """`clock` returns the time in seconds, from which the speed and the time left are computed."""
         self.console, self._clock = console, clock
         self._time_left = TimeLeft(clock)
-        self._rate: float | None = None  # images a second
+        self._images_per_second: float | None = None
         self._end: float | None = None  # when the run will end, by the clock
         self.bars = RichProgress(
             TextColumn("{task.description}"),
@@ -71,44 +46,44 @@ class ProgressBars:
         self.bars.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.bars.stop()
 
-    def start(self, first_round: int, rounds: int, evaluated: Collection[int], past: Mapping[int, float]) -> None:
-        self._time_left.start(first_round, rounds, evaluated, past)
+    def run_began(self, recipe: Recipe, path: Path, first_round: int) -> None:
+        self.total = recipe.rounds
+        evaluated = [number for number in range(recipe.rounds + 1) if evaluation_due(recipe, number)]
+        self._time_left.start(first_round, recipe.rounds, evaluated, past_seconds(RunDirectory.open(path)))
         self._update_speed()
-        self.total = rounds
-        self.bars.update(self.rounds, total=rounds, completed=max(0, first_round - 1))
+        self.bars.update(self.rounds, total=recipe.rounds, completed=max(0, first_round - 1))
 
-    def training(self, round_number: int, images: Sequence[int]) -> None:
-        self._time_left.training(round_number, images)
+    def training_began(self, number: int, images: Sequence[int]) -> None:
+        self._time_left.training(number, images)
         self._update_speed()
 
-    def client(self, round_number: int, index: int, position: int, clients: int) -> None:
-        self._time_left.clients_done(position)
+    def client_began(self, number: int, client: int, done: int, clients: int) -> None:
+        self._time_left.clients_done(done)
         self._update_speed()
-        self.bars.update(self.clients, total=clients, completed=position, status=f"client {index}")
+        self.bars.update(self.clients, total=clients, completed=done, status=f"client {client}")
 
-    def evaluating(self, round_number: int) -> None:
-        self._time_left.evaluating(round_number)
+    def evaluation_began(self, number: int) -> None:
+        self._time_left.evaluating(number)
         self._update_speed()
-        self.note(f"evaluating after round {round_number}")
+        self.note(f"evaluating after round {number}")
 
-    def round_done(self, round_number: int, metrics: dict[str, float]) -> None:
+    def round_ended(self, number: int, rows: Sequence[MetricRow]) -> None:
         self._time_left.round_done()
         self._update_speed()
-        status = "  ".join(
-            f"{name} {metrics[name]:.4g}" for name in ("loss", "cka", "knn", "epsilon") if name in metrics
-        )
-        self.bars.update(self.rounds, completed=round_number, status=status)
+        metrics = {metric: value for _, who, metric, value in rows if who in ("mean", "global")}
+        shown = [name for name in ("loss", "cka", "knn", "epsilon") if name in metrics]
+        status = "  ".join(f"{name} {metrics[name]:.4g}" for name in shown)
+        self.bars.update(self.rounds, completed=number, status=status)
         self.bars.update(self.clients, completed=0, status="")
         if self.bars.disable:
-            parts = [f"round {round_number}/{self.total}", status, self._speed()]
+            parts = [f"round {number}/{self.total}", status, self._speed()]
             self.console.print("  ".join(part for part in parts if part), highlight=False)
 
     def note(self, text: str) -> None:
+        """Show a text beside the bar of the clients until the next client begins."""
         self.bars.update(self.clients, status=text)
 
     def warn(self, text: str) -> None:
@@ -116,11 +91,12 @@ class ProgressBars:
 
     def _update_speed(self) -> None:
         left = self._time_left.seconds()
-        self._rate, self._end = self._time_left.images_per_second(), None if left is None else self._clock() + left
+        self._images_per_second = self._time_left.images_per_second()
+        self._end = None if left is None else self._clock() + left
 
     def _speed(self) -> str:
-        """Images a second and the time left, as far as they are known, such as "850 images/s  12 min left"."""
-        rate, end = self._rate, self._end  # the bars are drawn by a thread of their own
+        """Return images a second and the time left, as far as they are known, such as "850 images/s  12 min left"."""
+        rate, end = self._images_per_second, self._end  # rich draws the bars in another thread
         parts = [] if rate is None else [f"{rate:,.0f} images/s" if rate >= 10 else f"{rate:.1f} images/s"]
         left = 0.0 if end is None else end - self._clock()
         return "  ".join(parts + ([f"{format_duration(left)} left"] if left > 0 else []))

@@ -1,19 +1,15 @@
-"""The rounds of a run; the same under every engine."""
+"""The rounds of a run, the same under every engine: messages, answers, evaluation and commit."""
 
 from __future__ import annotations
 
 import json
 import math
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
 from typing import Protocol
 
 import torch
-from tensorboard.compat.proto.summary_pb2 import Summary
 from torch import Tensor
-from torch.utils.tensorboard import SummaryWriter
 
 from ..errors import UserError
 from ..evaluation.evaluate import evaluate_downstream, evaluate_model
@@ -24,122 +20,168 @@ from ..models.model import Model
 from ..randomness import seed_for
 from ..recipe.recipe import Recipe
 from ..run.directory import IMAGE_SHAPE, MetricRow, RunDirectory
-from ..run.storage import cannot_write, csv_text
+from ..run.storage import csv_text
 from ..training import steps_of_round
-from .progress import Progress
-from .time_left import past_seconds
-
-
-def models_to_evaluate(
-    federation: Federation, server: Message, client_state: Callable[[int], Message]
-) -> Iterator[tuple[str, Model]]:
-    """The models that the method ends with, one at a time: (client, its own model), or ("global", that one)."""
-    if federation.method.personal:
-        for k in range(len(federation.client_rows)):
-            yield str(k), federation.client(k, client_state(k)).model
-    else:
-        yield "global", federation.method.load_global(server, lambda: federation.new_model(None))
+from .observers import Observer, Observers, TensorBoard
 
 
 class Clients(Protocol):
-    """How an engine reaches the clients. Everything else of a run is in `run_rounds`, the same for every engine."""
+    """The clients as an engine reaches them; everything else of a run is in `run_rounds`."""
 
     def answers(self, number: int, sent: dict[int, Message]) -> tuple[dict[int, Message], dict[int, str]]:
-        """The clients' answers to a round's messages, and why other clients gave none; round 0 is the opening round.
+        """Return the clients' answers to a round's messages, and for the other clients why there is none.
 
-        The states of the clients that answered are kept. They count from the round's commit on.
+        The states of the clients that answered are kept, and count from the round's commit on. Round 0 is the opening
+        round.
         """
-        ...
 
     def discard(self, index: int) -> None:
         """Undo this round of a client whose answer was refused."""
-        ...
 
     def kept(self, reply: Message) -> Message:
-        """A reply as the engine keeps it until its round is aggregated: in memory, or on the disk."""
-        ...
+        """Return a reply as the engine keeps it until its round is aggregated: in memory, or on the disk."""
 
     def images(self) -> dict[int, int]:
-        """How many training images each client has; a client whose number is not known is missing."""
-        ...
+        """Return the number of training images of each client for which it is known."""
 
     def epsilons(self) -> dict[int, float]:
-        """The privacy that each client has spent so far; empty without differential privacy."""
-        ...
+        """Return the privacy that each client has spent so far; empty without differential privacy."""
 
     def evaluations(self, number: int) -> Iterator[tuple[int, dict[str, float], Tensor]]:
-        """Measures and spectrum of each client's own model after a round; see `evaluate_after`."""
-        ...
+        """Yield each client, with the measures and spectrum of its own model; see `evaluate_after`."""
 
 
-def run_rounds(federation: Federation, directory: RunDirectory, progress: Progress, clients: Clients) -> RunDirectory:
-    """All rounds that are left, each ended by its commit; the same under every engine."""
-    rounds = federation.recipe.rounds
+def first_files(federation: Federation) -> dict[str, str]:
+    """Return the files that a run's folder holds before its first round, as text by name."""
+    counts = [[k, *row] for k, row in enumerate(federation.class_counts.tolist())]
+    shape = dict(zip(("channels", "height", "width"), federation.dataset.train_images.shape[1:], strict=True))
+    return {
+        "recipe.yaml": federation.recipe.to_yaml(),
+        "partition.csv": csv_text([["client", *federation.dataset.counted_as], *counts]),
+        IMAGE_SHAPE: json.dumps(shape) + "\n",
+    }
+
+
+def run_rounds(federation: Federation, directory: RunDirectory, observer: Observer, clients: Clients) -> RunDirectory:
+    """Run the rounds that are left, commit each, and return the run's folder.
+
+    TensorBoard and then `observer` are told of a round once it is committed.
+    """
+    recipe = federation.recipe
     first = directory.checkpoint.round + 1
-    evaluated = [number for number in range(rounds + 1) if evaluation_due(federation.recipe, number)]
-    progress.start(first, rounds, evaluated, past_seconds(directory))
-    with _tensorboard(directory, first) as write_events:
-        for number in range(first, rounds + 1):
+    observers = Observers([TensorBoard(), observer])
+    observers.run_began(recipe, directory.path, first)
+    try:
+        for number in range(first, recipe.rounds + 1):
             started = time.perf_counter()
             if number == 0:
-                server, rows, missing = _opening(federation, clients, progress)
+                server, rows, missing = _opening(federation, clients, observers)
             else:
-                server, rows, missing = _round(federation, directory.server_state(), clients, number, progress)
-            rows += _evaluate(federation, directory, number, server, clients, progress)
+                server, rows, missing = _round(federation, directory.server_state(), clients, number, observers)
+            rows += _evaluate(federation, directory, number, server, clients, observers)
             directory.append_metrics(rows)
             directory.append_refused(number, missing | refused_in(server))
             directory.append_timing(number, time.perf_counter() - started)
-            write_events(number, rows)
-            directory.commit(number, server, finished=number == rounds)
-            progress.round_done(number, {metric: v for _, who, metric, v in rows if who in ("mean", "global")})
+            directory.commit(number, server, finished=number == recipe.rounds)
+            observers.round_ended(number, rows)
+    finally:
+        observers.run_ended(finished=directory.checkpoint.finished)
     return directory
 
 
-def evaluation_due(recipe: Recipe, number: int) -> bool:
-    """Whether models are evaluated after this round: before and after training, and every few rounds between."""
-    return number in (0, recipe.rounds) or bool(recipe.evaluation.every and number % recipe.evaluation.every == 0)
+def _opening(
+    federation: Federation, clients: Clients, observer: Observer
+) -> tuple[Message, list[MetricRow], dict[int, str]]:
+    """Run round 0 and return the server's first state, and rows and missing reasons if the method asks the clients."""
+    server = federation.method.initial_state()
+    if not federation.method.opening_round:
+        return server, [], {}
+    sent = federation.method.broadcast_opening(server, list(range(len(federation.client_rows))))
+    server, replies, rows, missing = _exchange(federation, server, sent, clients, 0, observer)
+    return server, _traffic_rows(0, {k: m for k, m in sent.items() if m.num_bytes}, replies) + rows, missing
 
 
-def evaluate_after(federation: Federation, model: Model, number: int) -> tuple[dict[str, float], Tensor]:
-    """kNN and effective rank; before and after training linear too, and other data; after it fine-tuning if asked.
-
-    Without labels they are effective rank, alignment and uniformity, see `evaluate_model`. A server without data
-    measures on other data alone.
-
-    Returns:
-        The measures by name, and the singular values of the test representations.
-    """
+def _round(
+    federation: Federation, server: Message, clients: Clients, number: int, observer: Observer
+) -> tuple[Message, list[MetricRow], dict[int, str]]:
+    """Run a training round and return (state, metric rows, missing reasons)."""
     recipe = federation.recipe
-    seed = seed_for(recipe.seed, "evaluation")
-    measures: dict[str, float] = {}
-    spectrum = torch.empty(0, dtype=torch.float64)
-    if len(federation.dataset.measured_images):
-        measures, spectrum = evaluate_model(
-            model,
-            federation.dataset,
-            recipe.evaluation,
-            seed,
-            linear=number in (0, recipe.rounds),
-            fine_tune=number == recipe.rounds and federation.dataset.labelled,
-            augmentation=recipe.augmentation,
-        )
-    if number in (0, recipe.rounds):
-        after = number == recipe.rounds
-        measures |= evaluate_downstream(model, federation.downstream, recipe.evaluation, seed, after=after)
-    return measures, spectrum
+    chosen = federation.sampled_clients(number)
+    answering = federation.answering_clients(number, chosen)
+    sent = federation.method.broadcast(server, chosen, number)
+    asked = {k: sent[k] for k in answering}
+    observer.training_began(number, _images_to_train_on(recipe, clients, asked))
+    server, replies, left_out_rows, missing = _exchange(federation, server, asked, clients, number, observer)
+    rows = _traffic_rows(number, sent, replies) + left_out_rows
+    rows += [(number, str(k), "dropped", 1.0) for k in chosen if k not in answering]
+    # An infinite epsilon means that there is no noise.
+    epsilons = {k: epsilon for k, epsilon in clients.epsilons().items() if math.isfinite(epsilon)}
+    rows += [(number, str(k), "epsilon", epsilon) for k, epsilon in epsilons.items()]
+    if epsilons:
+        rows.append((number, "global", "epsilon", max(epsilons.values())))
+    if recipe.clients_per_round or recipe.client_dropout:
+        rows.append((number, "global", "answers", float(len(replies))))
+    # A client's metric that the server computes too is not counted.
+    server_metrics = {name.rpartition("/")[0] for name in server.metrics}
+    for metric in sorted({name for reply in replies.values() for name in reply.metrics} - server_metrics):
+        values = {k: reply.metrics[metric] for k, reply in replies.items() if metric in reply.metrics}
+        rows += [(number, str(k), metric, value) for k, value in values.items()]
+        rows.append((number, "mean", metric, sum(values.values()) / len(values)))
+    for name, value in server.metrics.items():
+        metric, _, who = name.rpartition("/")
+        rows.append((number, who, metric, value))
+    return server, rows, missing
+
+
+def _images_to_train_on(recipe: Recipe, clients: Clients, asked: Iterable[int]) -> list[int]:
+    """Return the images that each client asked will train on, counted once for each pass."""
+    images = clients.images() if recipe.schedule.trains else {}
+    return [steps_of_round(recipe.training, images.get(k, 0)) * recipe.training.batch_size for k in asked]
+
+
+def _exchange(
+    federation: Federation, server: Message, sent: dict[int, Message], clients: Clients, number: int, observer: Observer
+) -> tuple[Message, dict[int, Message], list[MetricRow], dict[int, str]]:
+    """Send the messages, collect and aggregate; return (state, accepted replies, metric rows, missing reasons).
+
+    A client whose answer was refused or did not arrive is named in a warning and counted in the metric `refused` or
+    `missing`; its round is undone.
+    """
+    replies, missing = clients.answers(number, sent)
+    for k, reason in missing.items():
+        observer.warn(f"round {number}: client {k} is left out: {reason}")
+    reasons = [f"client {k}: {reason}" for k, reason in missing.items()]
+    # Under secure aggregation a round with too few clients changes nothing, and the next round begins.
+    if sent and not replies and federation.recipe.flower.secure_aggregation is None:
+        least = federation.recipe.guard.minimum_answers
+        problem = f"round {number}: 0 of {len(sent)} clients answered, but guard.minimum_answers is {least}"
+        raise UserError("; ".join([problem, *reasons]))
+    try:
+        server = federation.method.aggregate(server, replies, number, clients.images(), clients.kept)
+    except UserError as error:
+        raise UserError("; ".join([str(error), *reasons])) from error
+    rows = [(number, str(k), "missing", 1.0) for k in missing]
+    for k, reason in refused_in(server).items():
+        observer.warn(f"round {number}: the answer of client {k} is left out: {reason}")
+        del replies[k]
+        clients.discard(k)
+        rows.append((number, str(k), "refused", 1.0))
+    return server, replies, rows, missing
+
+
+def _traffic_rows(number: int, sent: dict[int, Message], replies: dict[int, Message]) -> list[MetricRow]:
+    """Return rows of the bytes that each client received and sent in a round."""
+    rows = [(number, str(k), "bytes_down", float(message.num_bytes)) for k, message in sent.items()]
+    return rows + [(number, str(k), "bytes_up", float(message.num_bytes)) for k, message in replies.items()]
 
 
 def _evaluate(
-    federation: Federation,
-    directory: RunDirectory,
-    number: int,
-    server: Message,
-    clients: Clients,
-    progress: Progress,
+    federation: Federation, directory: RunDirectory, number: int, server: Message, clients: Clients, observer: Observer
 ) -> list[MetricRow]:
+    """Evaluate the clients' models or the global one if it is due, and return the rows; write the last spectra."""
     if not evaluation_due(federation.recipe, number):
         return []
-    progress.evaluating(number)
+    observer.evaluation_began(number)
     rows: list[MetricRow] = []
     spectra: dict[str, Tensor] = {}
     if federation.method.personal:
@@ -158,131 +200,44 @@ def _evaluate(
     return rows
 
 
-@contextmanager
-def _tensorboard(directory: RunDirectory, first: int) -> Iterator[Callable[[int, list[MetricRow]], None]]:
-    """A writer of a round's rows as TensorBoard events; events of rounds from `first` on are marked as superseded."""
-    path = directory.path / "tensorboard"
-
-    def write(number: int, rows: list[MetricRow]) -> None:
-        try:
-            # one event for all values of a round: of a hundred clients, an event each takes as long as some clients
-            values = [Summary.Value(tag=f"{metric}/{who}", simple_value=value) for _, who, metric, value in rows]
-            writer._get_file_writer().add_summary(Summary(value=values), number)
-        except OSError as error:
-            raise cannot_write(path, error) from error
-
-    before, threading.excepthook = threading.excepthook, _ignore_full_disk
-    try:
-        try:
-            writer = SummaryWriter(str(path), purge_step=first)
-        except OSError as error:
-            raise cannot_write(path, error) from error
-        try:
-            yield write
-        finally:
-            with suppress(OSError):  # the same one again; the events are no part of a checkpoint
-                writer.close()
-    finally:
-        threading.excepthook = before
+def evaluation_due(recipe: Recipe, number: int) -> bool:
+    """Return true if models are evaluated after this round: before and after training, and every few rounds between."""
+    return number in (0, recipe.rounds) or bool(recipe.evaluation.every and number % recipe.evaluation.every == 0)
 
 
-def _ignore_full_disk(error: threading.ExceptHookArgs) -> None:
-    """TensorBoard's thread keeps its OSError for the next write to raise; it need not be shown as a traceback, too."""
-    if not issubclass(error.exc_type, OSError):
-        threading.__excepthook__(error)
+def evaluate_after(federation: Federation, model: Model, number: int) -> tuple[dict[str, float], Tensor]:
+    """Evaluate a model after a round: measures by name, and the singular values of the test representations.
 
-
-def _opening(
-    federation: Federation, clients: Clients, progress: Progress
-) -> tuple[Message, list[MetricRow], dict[int, str]]:
-    """Round 0: the server's first state, and each client's answer where the method asks for one."""
-    method = federation.method
-    server = method.initial_state()
-    if not method.opening_round:
-        return server, [], {}
-    sent = method.broadcast_opening(server, list(range(len(federation.client_rows))))
-    server, replies, rows, missing = _exchange(federation, server, sent, clients, 0, progress)
-    return server, _traffic_rows(0, {k: m for k, m in sent.items() if m.num_bytes}, replies) + rows, missing
-
-
-def _exchange(
-    federation: Federation, server: Message, sent: dict[int, Message], clients: Clients, number: int, progress: Progress
-) -> tuple[Message, dict[int, Message], list[MetricRow], dict[int, str]]:
-    """A round's messages there and back: the server's next state, the answers that count, rows and reasons of the rest.
-
-    A client whose answer was refused or did not arrive is named in a warning and counted in the metric `refused` or
-    `missing`; its round is undone.
+    The measures are kNN accuracy and effective rank; before and after training also linear accuracy and those on other
+    data; after training also fine-tuning if the recipe asks for it. Without labels they are effective rank, alignment
+    and uniformity, see `evaluate_model`. A server without data measures on other data alone.
     """
-    replies, missing = clients.answers(number, sent)
-    for k, reason in missing.items():
-        progress.warn(f"round {number}: client {k} is left out: {reason}")
-    # Under secure aggregation a round with too few clients changes nothing, and the next round begins.
-    if sent and not replies and federation.recipe.flower.secure_aggregation is None:
-        least, reasons = federation.recipe.guard.minimum_answers, [f"client {k}: {why}" for k, why in missing.items()]
-        what = f"round {number}: 0 of {len(sent)} clients answered, but guard.minimum_answers is {least}"
-        raise UserError("; ".join([what, *reasons]))
-    try:
-        server = federation.method.aggregate(server, replies, number, clients.images(), clients.kept)
-    except UserError as error:
-        raise UserError("; ".join([str(error), *(f"client {k}: {why}" for k, why in missing.items())])) from error
-    rows = [(number, str(k), "missing", 1.0) for k in missing]
-    for k, reason in refused_in(server).items():
-        progress.warn(f"round {number}: the answer of client {k} is left out: {reason}")
-        del replies[k]
-        clients.discard(k)
-        rows.append((number, str(k), "refused", 1.0))
-    return server, replies, rows, missing
+    recipe = federation.recipe
+    seed = seed_for(recipe.seed, "evaluation")
+    measures: dict[str, float] = {}
+    spectrum = torch.empty(0, dtype=torch.float64)
+    before_or_after, after = number in (0, recipe.rounds), number == recipe.rounds
+    if len(federation.dataset.measured_images):
+        measures, spectrum = evaluate_model(
+            model,
+            federation.dataset,
+            recipe.evaluation,
+            seed,
+            linear=before_or_after,
+            fine_tune=after and federation.dataset.labelled,
+            augmentation=recipe.augmentation,
+        )
+    if before_or_after:
+        measures |= evaluate_downstream(model, federation.downstream, recipe.evaluation, seed, after=after)
+    return measures, spectrum
 
 
-def _round(
-    federation: Federation, server: Message, clients: Clients, number: int, progress: Progress
-) -> tuple[Message, list[MetricRow], dict[int, str]]:
-    chosen = federation.sampled_clients(number)
-    answering = federation.answering_clients(number, chosen)
-    sent = federation.method.broadcast(server, chosen, number)
-    asked = {k: sent[k] for k in answering}
-    progress.training(number, _images_to_train_on(federation.recipe, clients, asked))
-    server, replies, lost, missing = _exchange(federation, server, asked, clients, number, progress)
-    rows = _traffic_rows(number, sent, replies) + lost
-    rows += [(number, str(k), "dropped", 1.0) for k in chosen if k not in answering]
-    epsilons = {k: epsilon for k, epsilon in clients.epsilons().items() if math.isfinite(epsilon)}  # else no noise
-    rows += [(number, str(k), "epsilon", epsilon) for k, epsilon in epsilons.items()]
-    if epsilons:
-        rows.append((number, "global", "epsilon", max(epsilons.values())))
-    if federation.recipe.clients_per_round or federation.recipe.client_dropout:
-        rows.append((number, "global", "answers", float(len(replies))))
-    of_server = {name.rpartition("/")[0] for name in server.metrics}  # a client's own of these names do not count
-    for metric in sorted({name for reply in replies.values() for name in reply.metrics} - of_server):
-        values = {k: reply.metrics[metric] for k, reply in replies.items() if metric in reply.metrics}
-        rows += [(number, str(k), metric, value) for k, value in values.items()]
-        rows.append((number, "mean", metric, sum(values.values()) / len(values)))
-    for name, value in server.metrics.items():
-        metric, _, who = name.rpartition("/")
-        rows.append((number, who, metric, value))
-    return server, rows, missing
-
-
-def _images_to_train_on(recipe: Recipe, clients: Clients, asked: Iterable[int]) -> list[int]:
-    """Images that each of the clients asked will train on in a round, counted once for each pass."""
-    if not recipe.schedule.trains:
-        return [0 for _ in asked]
-    images = clients.images()
-    return [steps_of_round(recipe.training, images.get(k, 0)) * recipe.training.batch_size for k in asked]
-
-
-def _traffic_rows(number: int, sent: dict[int, Message], replies: dict[int, Message]) -> list[MetricRow]:
-    """Bytes that each client received and sent in a round."""
-    rows = [(number, str(k), "bytes_down", float(message.num_bytes)) for k, message in sent.items()]
-    return rows + [(number, str(k), "bytes_up", float(message.num_bytes)) for k, message in replies.items()]
-
-
-def first_files(federation: Federation) -> dict[str, str]:
-    """What a run's folder holds before its first round."""
-    names = federation.dataset.counted_as
-    table = [["client", *names], *([k, *counts] for k, counts in enumerate(federation.class_counts.tolist()))]
-    shape = dict(zip(("channels", "height", "width"), federation.dataset.train_images.shape[1:], strict=True))
-    return {
-        "recipe.yaml": federation.recipe.to_yaml(),
-        "partition.csv": csv_text(table),
-        IMAGE_SHAPE: json.dumps(shape) + "\n",
-    }
+def models_to_evaluate(
+    federation: Federation, server: Message, client_state: Callable[[int], Message]
+) -> Iterator[tuple[str, Model]]:
+    """Yield the method's models, one at a time: each client and its own model, or "global" and the global model."""
+    if federation.method.personal:
+        for k in range(len(federation.client_rows)):
+            yield str(k), federation.client(k, client_state(k)).model
+    else:
+        yield "global", federation.method.load_global(server, lambda: federation.new_model(None))

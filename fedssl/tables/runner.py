@@ -19,14 +19,15 @@ from typing import Any, cast
 import torch
 import yaml
 
-from ..engines import engine_of, in_process
+from ..engines import engine_of
+from ..engines.observers import Observer
 from ..engines.time_left import format_duration
 from ..engines.workers import end_with_parent, interrupts_ignored
 from ..errors import UserError
 from ..recipe.overrides import flatten_keys, read_values
 from ..recipe.reading import load_stored_recipe, parse_recipe
 from ..recipe.recipe import Recipe
-from ..run.directory import RunDirectory
+from ..run.directory import MetricRow, RunDirectory
 from ..run.record import read_run
 from ..untrusted import own_parts
 from .files import Note, format_table, write_description, write_results
@@ -156,14 +157,14 @@ def _accuracies(path: Path) -> str:
     return ", ".join(f"{metric} {value:.1f}" for metric, value in values if value is not None)
 
 
-class _Rounds(in_process.Silent):
+class _Rounds(Observer):
     """Calls a function with the number of each committed round."""
 
     def __init__(self, round_committed: Callable[[int], None]):
         self.round_committed = round_committed
 
-    def round_done(self, round_number: int, metrics: dict[str, float]) -> None:
-        self.round_committed(round_number)
+    def round_ended(self, number: int, rows: Sequence[MetricRow]) -> None:
+        self.round_committed(number)
 
 
 def _run(recipe: Recipe, path: Path, round_committed: Callable[[int], None]) -> None:

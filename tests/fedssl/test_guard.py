@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fedssl.engines.in_process import resume, run
-from fedssl.engines.progress import Silent
+from fedssl.engines.observers import Observer
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from fedssl.guard import Asked, GuardOptions, refusals, refused_in, require_answers
@@ -274,7 +274,7 @@ def first_floating(reply):
     return next(tensor for tensor in reply.tensors.values() if tensor.is_floating_point())
 
 
-class Told(Silent):
+class Told(Observer):
     def __init__(self):
         self.warnings = []
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fedssl.engines.in_process import resume, run
-from fedssl.engines.progress import Silent
+from fedssl.engines.observers import Observer
 from fedssl.errors import UserError
 from fedssl.federation import Federation, build_federation
 from fedssl.messages import Message
@@ -100,10 +100,10 @@ class Killed(BaseException):
     """Stands for SIGKILL: no handler of the code under test may catch it."""
 
 
-class KilledInRoundTwo(Silent):
+class KilledInRoundTwo(Observer):
     """Dies after the first client of round 2 has stored its state."""
 
-    def client(self, round_number: int, index: int, position: int, clients: int) -> None:
+    def client_began(self, round_number: int, index: int, position: int, clients: int) -> None:
         if (round_number, position) == (2, 1):
             raise Killed
 

@@ -10,7 +10,7 @@ import torch
 from fedssl.aggregators.representation_mean import RepresentationMean
 from fedssl.augmentations.random_views import RandomViews
 from fedssl.client import Client, LocalRound
-from fedssl.engines.workers import ClientStates
+from fedssl.engines.in_process import ClientStates
 from fedssl.federation import build_federation
 from fedssl.guard import Asked, refusals, refused_in
 from fedssl.local_updates.fedu import DIVERGENCE, FedU

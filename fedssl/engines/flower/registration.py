@@ -16,7 +16,7 @@ from fedkernels import __version__
 from ...errors import UserError
 from ...federation import Federation
 from ...recipe.rules import public_image_users
-from ..progress import Progress
+from ..observers import Observer
 from .messenger import LARGEST_WITHOUT_WEIGHTS, Messenger, NodeAnswer, config_of, growing_pauses
 
 _REGISTRATION_SECONDS = 5.0  # that a round waits for a node that has just connected, where it lacks a client
@@ -76,7 +76,7 @@ class ConnectedClients:
         images: the number of training images of each client that has been connected and registered it.
     """
 
-    def __init__(self, messenger: Messenger, federation: Federation, progress: Progress, run: str):
+    def __init__(self, messenger: Messenger, federation: Federation, progress: Observer, run: str):
         """Ask no node yet; `run` is the run's name at the sites."""
         self.nodes: dict[int, int] = {}
         self.images: dict[int, int] = {}

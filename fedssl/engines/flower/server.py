@@ -34,7 +34,8 @@ from ...recipe.reading import load_recipe, load_stored_recipe
 from ...recipe.recipe import Recipe
 from ...run.creation import alone_in, default_folder
 from ...run.directory import SITES_RUN, RunDirectory
-from ..progress import Progress, ProgressBars
+from ..observers import Observer
+from ..progress import ProgressBars
 from ..rounds import evaluation_due, first_files, run_rounds
 from .messenger import LARGEST_WITHOUT_WEIGHTS, Messenger, config_of, one_line
 from .privacy import private_federation
@@ -58,7 +59,7 @@ class FlowerClients:
         grid: Grid,
         federation: Federation,
         directory: RunDirectory,
-        progress: Progress,
+        progress: Observer,
         run: str,
         stop: threading.Event,
     ):
@@ -198,7 +199,7 @@ class FlowerClients:
             except UserError as error:
                 missing[k] = one_line(str(error))
                 continue
-            self._progress.client(number, k, len(received), len(contents))
+            self._progress.client_began(number, k, len(received), len(contents))
         missing |= {client_of[node]: f"no answer within {seconds:g} s" for node in waiting.values()}
         return received, missing
 

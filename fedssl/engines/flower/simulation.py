@@ -22,7 +22,7 @@ from ...recipe.recipe import Recipe
 from ...recipe.rules import WITHOUT_CLIENTS_PARALLEL
 from ...run.creation import alone_in, new_run, refuse_existing
 from ...run.directory import RunDirectory
-from ..progress import Progress, Silent
+from ..observers import Observer
 from ..rounds import first_files, run_rounds
 from .client import make_client_app
 from .messenger import Stopped
@@ -30,7 +30,7 @@ from .privacy import private_federation
 from .server import FlowerClients
 
 
-def run(recipe: Recipe, path: Path, progress: Progress | None = None, overwrite: bool = False) -> RunDirectory:
+def run(recipe: Recipe, path: Path, observer: Observer | None = None, overwrite: bool = False) -> RunDirectory:
     """Run a recipe from its start into a new folder, its clients on Ray; see `in_process.run`.
 
     Raises:
@@ -40,11 +40,11 @@ def run(recipe: Recipe, path: Path, progress: Progress | None = None, overwrite:
     refuse_existing(path, overwrite)
     federation = private_federation(build_federation(recipe))
     with new_run(path, first_files(federation), overwrite):
-        return _simulate(federation, RunDirectory.open(path), progress or Silent())
+        return _simulate(federation, RunDirectory.open(path), observer or Observer())
 
 
 def resume(
-    path: Path, progress: Progress | None = None, trust: bool = False, clients_parallel: int | None = None
+    path: Path, observer: Observer | None = None, trust: bool = False, clients_parallel: int | None = None
 ) -> RunDirectory:
     """Continue a run from its last complete round; see `in_process.resume` and, for the errors, `run`."""
     if clients_parallel is not None:
@@ -60,7 +60,7 @@ def resume(
         directory.roll_back()
         if directory.checkpoint.finished:
             return directory
-        return _simulate(private_federation(build_federation(recipe)), directory, progress or Silent())
+        return _simulate(private_federation(build_federation(recipe)), directory, observer or Observer())
 
 
 def _require_simulation(recipe: Recipe) -> None:
@@ -74,7 +74,7 @@ def _require_simulation(recipe: Recipe) -> None:
         raise UserError(f"engine flower-simulation needs Ray: {install_command('flower')}")
 
 
-def _simulate(federation: Federation, directory: RunDirectory, progress: Progress) -> RunDirectory:
+def _simulate(federation: Federation, directory: RunDirectory, observer: Observer) -> RunDirectory:
     outcome: list[BaseException | None] = []  # of the server app: one entry, None where it went well
     stop = threading.Event()
     server_app = ServerApp()
@@ -82,9 +82,9 @@ def _simulate(federation: Federation, directory: RunDirectory, progress: Progres
     @server_app.main()
     def main(grid: Grid, context: Context) -> None:
         try:
-            clients = FlowerClients(grid, federation, directory, progress, "simulation", stop)
+            clients = FlowerClients(grid, federation, directory, observer, "simulation", stop)
             clients.connect()
-            run_rounds(federation, directory, progress, clients)
+            run_rounds(federation, directory, observer, clients)
             outcome.append(None)
         except BaseException as error:
             outcome.append(error)

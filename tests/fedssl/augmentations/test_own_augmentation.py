@@ -11,7 +11,7 @@ from fedssl.augmentations.random_views import RandomViews
 from fedssl.data.pixels import normalize
 from fedssl.deploy.apps import write_app
 from fedssl.engines.in_process import resume, run
-from fedssl.engines.progress import Silent
+from fedssl.engines.observers import Observer
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from fedssl.recipe.reading import load_recipe, load_stored_recipe, parse_recipe
@@ -100,8 +100,8 @@ def test_a_run_with_it_is_repeated_and_resumed_bit_for_bit(noise, tmp_path):
     class Killed(BaseException):
         """Stands for SIGKILL."""
 
-    class KilledInRoundTwo(Silent):
-        def client(self, round_number, index, position, clients):
+    class KilledInRoundTwo(Observer):
+        def client_began(self, round_number, index, position, clients):
             if (round_number, position) == (2, 1):
                 raise Killed
 

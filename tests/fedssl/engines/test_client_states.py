@@ -11,9 +11,8 @@ import torch
 
 from fedssl import method
 from fedssl.engines import rounds
-from fedssl.engines.in_process import resume, run
-from fedssl.engines.progress import Silent
-from fedssl.engines.workers import ClientStates
+from fedssl.engines.in_process import ClientStates, resume, run
+from fedssl.engines.observers import Observer
 from fedssl.federation import build_federation
 from fedssl.messages import Message
 from fedssl.models.model import Model
@@ -27,14 +26,14 @@ def states(path: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in (path / "checkpoints").iterdir() if file.suffix == ".safetensors"}
 
 
-class Gauge(Silent):
+class Gauge(Observer):
     """Counts what is alive when the first and the last client are about to begin: models, and bytes of tensors."""
 
     def __init__(self) -> None:
         self.models: list[int] = []
         self.tensor_bytes: list[int] = []
 
-    def client(self, round_number: int, index: int, position: int, clients: int) -> None:
+    def client_began(self, round_number: int, index: int, position: int, clients: int) -> None:
         if position not in (0, clients - 1):
             return
         gc.collect()
@@ -95,10 +94,10 @@ class Stopped(Exception):
     pass
 
 
-class StopInRoundTwo(Silent):
+class StopInRoundTwo(Observer):
     """Stops a run when the second client of the second round is about to begin."""
 
-    def client(self, round_number: int, index: int, position: int, clients: int) -> None:
+    def client_began(self, round_number: int, index: int, position: int, clients: int) -> None:
         if (round_number, position) == (2, 1):
             raise Stopped
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from fedssl.engines import workers
 from fedssl.engines.in_process import resume, run
-from fedssl.engines.progress import Silent
+from fedssl.engines.observers import Observer
 from fedssl.engines.workers import DataParallelTrainer, check_devices
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
@@ -99,8 +99,8 @@ def test_two_processes_a_client_give_the_run_of_one(method, recipe_of, tmp_path)
 
 @pytest.mark.parametrize("precision", [pytest.param("float32", marks=pytest.mark.nightly), "bfloat16"])
 def test_a_stopped_run_resumes_bit_identically(precision, recipe_of, tmp_path):
-    class StopsInTheSecondRound(Silent):
-        def client(self, round_number: int, index: int, position: int, clients: int) -> None:
+    class StopsInTheSecondRound(Observer):
+        def client_began(self, round_number: int, index: int, position: int, clients: int) -> None:
             if (round_number, index) == (2, 1):
                 raise KeyboardInterrupt
 
@@ -115,8 +115,8 @@ def test_a_stopped_run_resumes_bit_identically(precision, recipe_of, tmp_path):
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.nightly), 1])
 def test_a_killed_process_is_told_with_its_client_and_the_run_resumes(rank, recipe_of, tmp_path):
-    class KillsOne(Silent):
-        def client(self, round_number: int, index: int, position: int, clients: int) -> None:
+    class KillsOne(Observer):
+        def client_began(self, round_number: int, index: int, position: int, clients: int) -> None:
             if (round_number, index) == (2, 1):
                 workers = sorted(multiprocessing.active_children(), key=lambda worker: worker.name)
                 os.kill(workers[rank].pid, signal.SIGKILL)
@@ -164,7 +164,7 @@ def test_a_process_that_dies_in_a_step_is_found_by_the_others(recipe_of, tmp_pat
 class Worker:
     """A worker whose answer lies in its pipe."""
 
-    def __init__(self, outcome: tuple[str, str], process: Any):
+    def __init__(self, outcome: tuple[str | None, Exception | None], process: Any):
         self.connection, theirs = multiprocessing.Pipe()
         theirs.send(outcome)
         self.process = process
@@ -172,7 +172,7 @@ class Worker:
     def give(self, task: Any) -> None:
         pass
 
-    def take(self, client: int) -> tuple[str, str]:
+    def take(self, client: int) -> tuple[str | None, Exception | None]:
         return self.connection.recv()
 
     def lost(self, client: int) -> UserError:
@@ -187,10 +187,10 @@ def test_a_process_that_dies_is_named_even_if_another_one_tells_first(recipe_of)
     sentinel, other_end = multiprocessing.Pipe()
     alive = type("Process", (), {"sentinel": sentinel})
     trainer = DataParallelTrainer(build_federation(recipe_of("fedbyol", 2)))
-    trainer._workers = [Worker(("bug", "Connection closed by peer"), alive), Worker(("done", "late"), ended)]
+    trainer._workers = [Worker((None, RuntimeError("Connection closed by peer")), alive), Worker(("late", None), ended)]
     with pytest.raises(UserError, match="the worker process of client 5 has ended"):
         trainer.train(5, Message(), Message(), 1)
-    trainer._workers = [Worker(("bug", "a fault of one's own"), alive)]
+    trainer._workers = [Worker((None, RuntimeError("client 5: a fault of one's own")), alive)]
     with pytest.raises(RuntimeError, match="client 5: a fault of one's own"):
         trainer.train(5, Message(), Message(), 1)
     other_end.close()

@@ -21,7 +21,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fedssl.engines.in_process import resume, run
-from fedssl.engines.progress import Silent
+from fedssl.engines.observers import Observer
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from fedssl.recipe.reading import parse_recipe
@@ -252,10 +252,10 @@ class Stopped(BaseException):
     pass
 
 
-class StopsInTheSecondRound(Silent):
+class StopsInTheSecondRound(Observer):
     """Stops a run when the last client of the second round is about to begin."""
 
-    def client(self, round_number: int, index: int, position: int, clients: int) -> None:
+    def client_began(self, round_number: int, index: int, position: int, clients: int) -> None:
         if round_number == 2 and position == clients - 1:
             raise Stopped
 

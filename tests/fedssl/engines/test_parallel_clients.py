@@ -18,7 +18,7 @@ import torch
 
 from fedssl.data.stored_images import open_stored_images
 from fedssl.engines.in_process import resume, run
-from fedssl.engines.progress import Silent
+from fedssl.engines.observers import Observer
 from fedssl.engines.workers import pack, unpack
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
@@ -106,13 +106,13 @@ def test_the_order_in_which_clients_are_ready_leaves_no_trace_in_the_folder(tmp_
     assert manifests[0] == manifests[1]
 
 
-class KillsWorkers(Silent):
+class KillsWorkers(Observer):
     """Kills all workers when the second client of the second round is about to begin."""
 
     def __init__(self) -> None:
         self.clients: list[int] = []  # that have begun in the second round
 
-    def client(self, round_number: int, index: int, position: int, clients: int) -> None:
+    def client_began(self, round_number: int, index: int, position: int, clients: int) -> None:
         if round_number != 2:
             return
         self.clients.append(index)
@@ -134,21 +134,21 @@ def test_a_killed_worker_is_told_with_its_client_and_the_run_resumes(one_after_a
     assert results(tmp_path / "a") == results(one_after_another("fedbyol"))
 
 
-class CountsWorkers(Silent):
+class CountsWorkers(Observer):
     """How many worker processes there are when clients begin."""
 
     def __init__(self) -> None:
         self.counts: set[int] = set()
 
-    def client(self, round_number: int, index: int, position: int, clients: int) -> None:
+    def client_began(self, round_number: int, index: int, position: int, clients: int) -> None:
         self.counts.add(len(multiprocessing.active_children()))
 
 
 @pytest.mark.parametrize("method", ["fedbyol", "bfloat16"])
 @pytest.mark.parametrize(("before", "after", "workers"), [(2, 1, {0}), (1, 2, {2}), (2, None, {2})])
 def test_a_run_resumes_with_other_clients_at_a_time(before, after, workers, method, one_after_another, noisy, tmp_path):
-    class StopsInTheSecondRound(Silent):
-        def client(self, round_number: int, index: int, position: int, clients: int) -> None:
+    class StopsInTheSecondRound(Observer):
+        def client_began(self, round_number: int, index: int, position: int, clients: int) -> None:
             if round_number == 2:
                 raise KeyboardInterrupt
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fedssl.engines.in_process import resume, run
-from fedssl.engines.progress import Silent
+from fedssl.engines.observers import Observer
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from fedssl.run.directory import RunDirectory
@@ -24,8 +24,8 @@ class Stopped(BaseException):
     pass
 
 
-class StopAfterRoundOne(Silent):
-    def round_done(self, round_number, metrics):
+class StopAfterRoundOne(Observer):
+    def round_ended(self, round_number, rows):
         if round_number == 1:
             raise Stopped
 

@@ -12,9 +12,9 @@ import pytest
 from rich.console import Console
 
 from fedssl.engines.in_process import resume, run
-from fedssl.engines.progress import ProgressBars, Silent
+from fedssl.engines.progress import ProgressBars
 from fedssl.engines.time_left import TimeLeft, format_duration, past_seconds
-from fedssl.run.directory import RunDirectory
+from fedssl.run.directory import MetricRow, RunDirectory
 from tests.fedssl.conftest import AVERAGED, FEDU2
 
 
@@ -165,24 +165,31 @@ def bars_without_terminal(clock: Clock) -> ProgressBars:
     return ProgressBars(Console(file=io.StringIO(), width=120, force_terminal=False), clock)
 
 
-def test_a_line_a_round_tells_speed_and_time_left():
+@pytest.fixture
+def new_run(tmp_path) -> Path:
+    """The folder of a run that has not begun."""
+    RunDirectory.create(tmp_path / "new", {"recipe.yaml": ""})
+    return tmp_path / "new"
+
+
+def test_a_line_a_round_tells_speed_and_time_left(tiny, new_run):
     clock = Clock()
     bars = bars_without_terminal(clock)
-    bars.start(0, 2, [0, 2], {})
-    bars.evaluating(0)
+    bars.run_began(tiny(rounds=2), new_run, 0)
+    bars.evaluation_began(0)
     clock.now += 10
-    bars.round_done(0, {"knn": 30.0})
-    bars.training(1, [4000, 4000])
-    bars.client(1, 0, 0, 2)
+    bars.round_ended(0, [(0, "0", "knn", 20.0), (0, "global", "knn", 30.0)])
+    bars.training_began(1, [4000, 4000])
+    bars.client_began(1, 0, 0, 2)
     clock.now += 5
-    bars.client(1, 1, 1, 2)
+    bars.client_began(1, 1, 1, 2)
     clock.now += 5
-    bars.round_done(1, {"loss": 0.5})
-    bars.training(2, [4000, 4000])
+    bars.round_ended(1, [(1, "mean", "loss", 0.5), (1, "1", "loss", 0.75)])
+    bars.training_began(2, [4000, 4000])
     clock.now += 10
-    bars.evaluating(2)
+    bars.evaluation_began(2)
     clock.now += 10
-    bars.round_done(2, {"loss": 0.25, "knn": 40.0})
+    bars.round_ended(2, [(2, "mean", "loss", 0.25), (2, "global", "knn", 40.0)])
     assert lines(bars) == [
         "round 0/2  knn 30",
         "round 1/2  loss 0.5  800 images/s  20 s left",
@@ -190,15 +197,15 @@ def test_a_line_a_round_tells_speed_and_time_left():
     ]
 
 
-def test_on_a_terminal_the_time_left_counts_down_between_events():
+def test_on_a_terminal_the_time_left_counts_down_between_events(tiny, new_run):
     clock = Clock()
     console = Console(file=io.StringIO(), width=160, force_terminal=True, legacy_windows=False)
     bars = ProgressBars(console, clock)
-    bars.start(0, 3, [], {})
+    bars.run_began(tiny(rounds=3), new_run, 0)
     for number in (1, 2):
-        bars.training(number, [50])
+        bars.training_began(number, [50])
         clock.now += 60
-        bars.round_done(number, {})
+        bars.round_ended(number, [])
     clock.now += 25
     with console.capture() as shown:
         console.print(bars.bars.get_renderable())
@@ -212,8 +219,8 @@ def test_on_a_terminal_the_time_left_counts_down_between_events():
 
 
 class StopsAfterRound1(ProgressBars):
-    def round_done(self, round_number: int, metrics: dict[str, float]) -> None:
-        super().round_done(round_number, metrics)
+    def round_ended(self, round_number: int, rows: list[MetricRow]) -> None:
+        super().round_ended(round_number, rows)
         if round_number == 1:
             raise KeyboardInterrupt
 
@@ -238,35 +245,42 @@ def test_a_run_and_its_continuation_tell_speed_and_time_left(tiny, tmp_path, met
     assert re.fullmatch(rf"round 3/3  loss .*  {SPEED}", third)
 
 
-class Recorder(Silent):
-    """What a run tells of its work; it may stop the run after a round."""
+class RecordingTimeLeft(TimeLeft):
+    """Keeps what it is told of a run."""
 
-    def __init__(self, stop_after: int | None = None) -> None:
-        self.stop_after = stop_after
+    def __init__(self) -> None:
+        super().__init__(Clock())
         self.started: list[tuple] = []
         self.trained: list[tuple] = []
         self.evaluated: list[int] = []
 
-    def start(self, *told) -> None:
-        self.started.append(told)
+    def start(self, *arguments) -> None:
+        self.started.append(arguments)
+        super().start(*arguments)
 
-    def training(self, *told) -> None:
-        self.trained.append(told)
+    def training(self, *arguments) -> None:
+        self.trained.append(arguments)
+        super().training(*arguments)
 
-    def evaluating(self, round_number: int) -> None:
-        self.evaluated.append(round_number)
+    def evaluating(self, number: int) -> None:
+        self.evaluated.append(number)
+        super().evaluating(number)
 
-    def round_done(self, round_number: int, metrics: dict[str, float]) -> None:
-        if round_number == self.stop_after:
-            raise KeyboardInterrupt
+
+def recording(kind: type[ProgressBars] = ProgressBars) -> tuple[ProgressBars, RecordingTimeLeft]:
+    bars, recorder = kind(Console(file=io.StringIO())), RecordingTimeLeft()
+    bars._time_left = recorder
+    return bars, recorder
 
 
 def test_an_engine_tells_images_evaluations_and_earlier_rounds(tiny, tmp_path):
     changes = {"training": {"local_epochs": 2, "batch_size": 8}, "evaluation": {"every": 2, "linear": {"epochs": 1}}}
-    path, interrupted, resumed = tmp_path / "run", Recorder(stop_after=1), Recorder()
+    path = tmp_path / "run"
+    stopping, interrupted = recording(StopsAfterRound1)
     with pytest.raises(KeyboardInterrupt):
-        run(tiny(**AVERAGED, rounds=3, **changes), path, interrupted)
-    directory = resume(path, resumed)
+        run(tiny(**AVERAGED, rounds=3, **changes), path, stopping)
+    bars, resumed = recording()
+    directory = resume(path, bars)
     counts = [sum(map(int, line.split(",")[1:])) for line in (path / "partition.csv").read_text().splitlines()[1:]]
     images = [2 * (count // 8) * 8 for count in counts]
     assert interrupted.trained + resumed.trained == [(number, images) for number in (1, 2, 3)]
@@ -278,8 +292,8 @@ def test_an_engine_tells_images_evaluations_and_earlier_rounds(tiny, tmp_path):
 
 
 def test_nothing_is_trained_where_the_schedule_trains_nothing(tiny, tmp_path):
-    recorder = Recorder()
-    run(tiny(schedule="untrained", rounds=1), tmp_path / "run", recorder)
+    bars, recorder = recording()
+    run(tiny(schedule="untrained", rounds=1), tmp_path / "run", bars)
     assert recorder.trained == [(1, [0, 0, 0])]
 
 

@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from fedssl.engines.in_process import resume, run
-from fedssl.engines.progress import Silent
+from fedssl.engines.observers import Observer
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from fedssl.parts import part_names
@@ -124,8 +124,8 @@ def test_part_files_are_seen_from_the_recipes_folder_whoever_reads_it(recipe_wit
 
 
 def test_a_run_with_a_part_file_resumes_from_another_folder(recipe_with_own_part, tmp_path, monkeypatch):
-    class Interrupted(Silent):
-        def round_done(self, round_number, metrics):
+    class Interrupted(Observer):
+        def round_ended(self, round_number, rows):
             raise KeyboardInterrupt
 
     monkeypatch.chdir(tmp_path)

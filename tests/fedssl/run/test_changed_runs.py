@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from fedssl.engines.in_process import resume, run
-from fedssl.engines.progress import Silent
+from fedssl.engines.observers import Observer
 from fedssl.errors import UserError
-from fedssl.run.directory import RunDirectory
+from fedssl.run.directory import MetricRow, RunDirectory
 from fedssl.run.record import read_run
 
 
-class StopsAfterARound(Silent):
-    def round_done(self, round_number: int, metrics: dict[str, float]) -> None:
+class StopsAfterARound(Observer):
+    def round_ended(self, round_number: int, rows: list[MetricRow]) -> None:
         if round_number == 1:
             raise KeyboardInterrupt
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fedssl.engines.in_process import resume, run
-from fedssl.engines.progress import Silent
+from fedssl.engines.observers import Observer
 from fedssl.errors import UserError
 from fedssl.evaluation.evaluate import evaluate_model
 from fedssl.federation import Federation, build_federation
@@ -306,13 +306,13 @@ class Killed(BaseException):
     """Stands for SIGKILL: no handler of the code under test may catch it."""
 
 
-class KilledAt(Silent):
+class KilledAt(Observer):
     """Dies in a round after its first client has stored its state."""
 
     def __init__(self, round_number: int):
         self.at = (round_number, 1)
 
-    def client(self, round_number: int, index: int, position: int, clients: int) -> None:
+    def client_began(self, round_number: int, index: int, position: int, clients: int) -> None:
         if (round_number, position) == self.at:
             raise Killed
 

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import yaml
 
+from fedssl.engines import in_process
 from fedssl.errors import UserError
 from fedssl.run.directory import RunDirectory
 from fedssl.tables import runner
@@ -106,8 +107,8 @@ def test_a_table_is_run_and_not_run_again(tiny_table, tmp_path, monkeypatch):
     assert [line[:3] for line in lines[1:5]] == ["1/4", "2/4", "3/4", "4/4"]
 
     before = states(output)
-    monkeypatch.setattr(runner.in_process, "run", None)
-    monkeypatch.setattr(runner.in_process, "resume", None)
+    monkeypatch.setattr(in_process, "run", None)
+    monkeypatch.setattr(in_process, "resume", None)
     (output / "table.md").unlink()
     run_table(tiny_table, output, ["training.learning_rate=0.05"])
     assert states(output) == before
@@ -132,7 +133,7 @@ def test_every_row_is_run_in_every_scenario(tiny_table, tmp_path, monkeypatch):
     assert sorted(file.name for file in output.glob("*.*")) == [
         "picture-all.png", "picture-sampled.png", "summary.csv", "table.csv", "table.html", "table.md", "table.yaml",
     ]  # fmt: skip
-    monkeypatch.setattr(runner.in_process, "run", None)
+    monkeypatch.setattr(in_process, "run", None)
     run_table(table, output)
 
 
@@ -155,7 +156,7 @@ def test_cells_from_before_an_option_existed_count_as_made_with_its_default(tiny
         assert recipe["training"].pop("processes") == 1
         path.write_text(yaml.safe_dump(recipe))
     before = states(output)
-    monkeypatch.setattr(runner.in_process, "run", None)
+    monkeypatch.setattr(in_process, "run", None)
     run_table(one_seed, output)
     assert states(output) == before
     with pytest.raises(UserError, match=r"was made with training.processes=1, now it is 2"):
@@ -175,17 +176,17 @@ def test_a_folder_with_other_things_is_refused(tiny_table, tmp_path):
 def test_a_stopped_table_continues_where_it_was(tiny_table, tmp_path, monkeypatch):
     run_table(tiny_table, tmp_path / "undisturbed")
     rounds = 0
-    inner = runner._Rounds.round_done
+    inner = runner._Rounds.round_ended
 
-    def stop_in_the_second_cell(self, round_number, metrics):
+    def stop_in_the_second_cell(self, round_number, rows):
         nonlocal rounds
-        inner(self, round_number, metrics)
+        inner(self, round_number, rows)
         rounds += 1
         if rounds == 5:  # a cell has rounds 0, 1 and 2
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(runner._Rounds, "round_done", stop_in_the_second_cell)
+        patch.setattr(runner._Rounds, "round_ended", stop_in_the_second_cell)
         with pytest.raises(KeyboardInterrupt):
             run_table(tiny_table, tmp_path / "stopped")
     second = cell_path(tmp_path / "stopped", tiny_table.rows[1].label, tiny_table.seeds[0])
@@ -265,12 +266,12 @@ def stop_in_the_middle(
     assert max(reached) < MANY
     reported: list[int] = []
 
-    def interrupt(self, round_number, metrics):
+    def interrupt(self, round_number, rows):
         reported.append(round_number)
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner._Rounds, "round_done", interrupt)
+        patch.setattr(runner._Rounds, "round_ended", interrupt)
         with pytest.raises(KeyboardInterrupt):
             run_table(table, output)
     assert reported == [reached[0] + 1]

@@ -16,10 +16,10 @@ from flwr.app import Context, RecordDict
 from flwr.app import Message as FlowerMessage
 from flwr.app.error import Error
 
-from fedssl.engines import in_process
 from fedssl.engines.flower.client import make_client_app
 from fedssl.engines.flower.privacy import private_federation
 from fedssl.engines.flower.server import FlowerClients
+from fedssl.engines.observers import Observer
 from fedssl.engines.rounds import first_files, run_rounds
 from fedssl.federation import build_federation
 from fedssl.recipe.recipe import Recipe
@@ -76,7 +76,7 @@ class LoopGrid:
         return [self.replies.pop(name) for name in list(names) if name in self.replies]
 
 
-class WarningRecorder(in_process.Silent):
+class WarningRecorder(Observer):
     """A silent progress that keeps the warnings."""
 
     def __init__(self):

@@ -17,6 +17,7 @@ pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]
 
 from fedssl.engines import in_process
 from fedssl.engines.in_process import LocalClients
+from fedssl.engines.observers import Observer
 from fedssl.engines.rounds import run_rounds
 from fedssl.federation import build_federation
 from fedssl.recipe.recipe import Recipe
@@ -154,7 +155,7 @@ class Dropping(LocalClients):
 def replay(recipe: Recipe, path: Path, dropped: dict[int, set[int]]) -> None:
     federation = build_federation(recipe)
     directory = RunDirectory.create(path, in_process.first_files(federation))
-    progress = in_process.Silent()
+    progress = Observer()
     run_rounds(federation, directory, progress, Dropping(federation, directory, progress, dropped=dropped))
 
 

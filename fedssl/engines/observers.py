@@ -1,0 +1,151 @@
+"""Observers of a run: objects that are called as it goes on, such as progress bars and loggers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+from tensorboard.compat.proto.summary_pb2 import Summary
+from torch.utils.tensorboard import SummaryWriter
+
+from ..errors import UserError
+from ..parts import load_file, only_class
+from ..recipe.recipe import Recipe
+from ..run.directory import MetricRow
+from ..run.storage import cannot_write
+from ..untrusted import expand_home
+
+
+class Observer:
+    """Base of all observers. Its methods do nothing; a subclass defines those that it needs.
+
+    A round is committed to the run's folder before `round_ended` is called, so an observer cannot lose or change it.
+    An exception that a method raises stops the run and reaches its caller. The run can be resumed: it continues after
+    the last round that was committed, and `round_ended` is not called again for that round. Everything is called in
+    one thread of the process that runs the rounds; with engine flower-simulation this is not the main thread.
+    """
+
+    def run_began(self, recipe: Recipe, path: Path, first_round: int) -> None:
+        """Handle the start of a run in the folder `path`; `first_round` is 0, or the round at which it resumes."""
+
+    def training_began(self, number: int, images: Sequence[int]) -> None:
+        """Handle the start of the training of round `number`, from 1.
+
+        `images` are those that each client trains on, in the clients' order, counted once for each pass; 0 if unknown.
+        """
+
+    def client_began(self, number: int, client: int, done: int, clients: int) -> None:
+        """Handle the start of a client's part in a round, of whose `clients` clients `done` have finished."""
+
+    def evaluation_began(self, number: int) -> None:
+        """Handle the start of the evaluation after a round's training."""
+
+    def round_ended(self, number: int, rows: Sequence[MetricRow]) -> None:
+        """Handle a committed round; `rows` are its rows of metrics.csv, as (round, client, metric, value)."""
+
+    def warn(self, text: str) -> None:
+        """Handle a warning, such as about a client whose answer was left out."""
+
+    def run_ended(self, finished: bool) -> None:
+        """Handle the end of the run, or of this part of it: `finished` is false if it was stopped or failed.
+
+        It is called only if `run_began` has returned.
+        """
+
+
+class Observers(Observer):
+    """Several observers as one. Each is called in order; if one raises, those after it miss that call alone."""
+
+    def __init__(self, observers: Iterable[Observer]):
+        self._observers = list(observers)
+        self._begun: list[Observer] = []
+
+    def run_began(self, recipe: Recipe, path: Path, first_round: int) -> None:
+        """Begin each; if one raises, end those that have begun."""
+        try:
+            for observer in self._observers:
+                observer.run_began(recipe, path, first_round)
+                self._begun.append(observer)
+        except BaseException:
+            self.run_ended(False)
+            raise
+
+    def training_began(self, number: int, images: Sequence[int]) -> None:
+        for observer in self._observers:
+            observer.training_began(number, images)
+
+    def client_began(self, number: int, client: int, done: int, clients: int) -> None:
+        for observer in self._observers:
+            observer.client_began(number, client, done, clients)
+
+    def evaluation_began(self, number: int) -> None:
+        for observer in self._observers:
+            observer.evaluation_began(number)
+
+    def round_ended(self, number: int, rows: Sequence[MetricRow]) -> None:
+        for observer in self._observers:
+            observer.round_ended(number, rows)
+
+    def warn(self, text: str) -> None:
+        for observer in self._observers:
+            observer.warn(text)
+
+    def run_ended(self, finished: bool) -> None:
+        """End each that has begun, even if another one raises."""
+        with ExitStack() as stack:
+            while self._begun:
+                stack.callback(self._begun.pop().run_ended, finished)
+
+
+class TensorBoard(Observer):
+    """Writes the metrics as TensorBoard events; events of rounds that a resumed run repeats are marked as superseded.
+
+    Raises:
+        UserError: the events cannot be written.
+    """
+
+    def run_began(self, recipe: Recipe, path: Path, first_round: int) -> None:
+        self._path, self._excepthook = path / "tensorboard", threading.excepthook
+        threading.excepthook = _ignore_full_disk
+        try:
+            self._writer = SummaryWriter(str(self._path), purge_step=first_round)
+        except OSError as error:
+            threading.excepthook = self._excepthook
+            raise cannot_write(self._path, error) from error
+
+    def round_ended(self, number: int, rows: Sequence[MetricRow]) -> None:
+        # One event for all values of a round: with a hundred clients, an event each takes as long as some clients.
+        values = [Summary.Value(tag=f"{metric}/{who}", simple_value=value) for _, who, metric, value in rows]
+        try:
+            self._writer._get_file_writer().add_summary(Summary(value=values), number)
+        except OSError as error:
+            raise cannot_write(self._path, error) from error
+
+    def run_ended(self, finished: bool) -> None:
+        with suppress(OSError):  # raised by `round_ended` already, and the events are no part of a checkpoint
+            self._writer.close()
+        threading.excepthook = self._excepthook
+
+
+def _ignore_full_disk(error: threading.ExceptHookArgs) -> None:
+    """Print no traceback for an OSError: TensorBoard's thread keeps it, and its next write raises it."""
+    if not issubclass(error.exc_type, OSError):
+        threading.__excepthook__(error)
+
+
+def load_observer(path: Path) -> Observer:
+    """Run a .py file and return an object of the one Observer subclass in it, made without arguments.
+
+    Raises:
+        UserError: there is no such file, it cannot be imported, it does not define exactly one subclass, or that one
+            cannot be made.
+    """
+    if path.suffix != ".py" or not expand_home(path).is_file():
+        raise UserError(f"an observer is an existing .py file with one subclass of fedssl.Observer, got {path}")
+    kind = only_class(load_file(path), Observer, str(path))
+    try:
+        return kind()
+    except Exception as error:
+        raise UserError(f"{path}: {kind.__name__}() failed: {type(error).__name__}: {error}") from error

@@ -1,0 +1,224 @@
+"""Observers of a run: they receive each round once it is committed, and cannot lose one."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+from fedssl.engines.in_process import resume, run
+from fedssl.engines.observers import Observer, Observers, load_observer
+from fedssl.errors import UserError
+from fedssl.recipe.recipe import Recipe
+from fedssl.run.directory import MetricRow, RunDirectory
+from tests.fedssl.conftest import AVERAGED
+from tests.fedssl.engines.test_in_process import contents
+from website.repository_files import ROOT
+
+PAGE = ROOT / "docs" / "log_elsewhere.md"
+
+
+class Recorder(Observer):
+    """Keeps its calls; raises after the round `fails_after`."""
+
+    def __init__(self, fails_after: int | None = None):
+        self.fails_after = fails_after
+        self.began: list[tuple[str, Path, int]] = []
+        self.rows: list[MetricRow] = []
+        self.rounds: list[int] = []
+        self.committed: list[int] = []
+        self.ended: list[bool] = []
+
+    def run_began(self, recipe: Recipe, path: Path, first_round: int) -> None:
+        self.began.append((recipe.name, path, first_round))
+
+    def round_ended(self, number: int, rows: list[MetricRow]) -> None:
+        self.rounds.append(number)
+        self.rows += rows
+        self.committed.append(RunDirectory.open(self.began[-1][1]).checkpoint.round)
+        if number == self.fails_after:
+            raise ConnectionError("the server of the logs is down")
+
+    def run_ended(self, finished: bool) -> None:
+        self.ended.append(finished)
+
+
+@pytest.fixture(scope="module")
+def recipe(tiny) -> Recipe:
+    return tiny(**AVERAGED, rounds=3)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(recipe, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("undisturbed") / "run"
+    run(recipe, path)
+    return path
+
+
+def test_a_round_is_committed_before_it_is_told_with_the_rows_of_metrics_csv(recipe, tmp_path):
+    recorder = Recorder()
+    directory = run(recipe, tmp_path / "run", recorder)
+    assert recorder.began == [(recipe.name, tmp_path / "run", 0)]
+    assert recorder.rounds == recorder.committed == [0, 1, 2, 3]
+    assert recorder.rows == directory.read_metrics()
+    assert recorder.ended == [True]
+    resume(tmp_path / "run", recorder)  # finished: nothing is left to be told
+    assert len(recorder.began) == len(recorder.ended) == 1
+
+
+def test_a_failing_observer_loses_no_round_and_a_resumed_run_tells_where_it_continues(recipe, undisturbed, tmp_path):
+    path, failing, after = tmp_path / "run", Recorder(fails_after=1), Recorder()
+    with pytest.raises(ConnectionError, match="the server of the logs is down"):
+        run(recipe, path, Observers([failing, after]))
+    assert RunDirectory.open(path).checkpoint.round == 1
+    assert failing.ended == after.ended == [False]
+    assert (failing.rounds, after.rounds) == ([0, 1], [0])
+    resumed = Recorder()
+    directory = resume(path, resumed)
+    assert resumed.began == [(recipe.name, path, 2)]
+    assert resumed.rounds == [2, 3]
+    assert failing.rows + resumed.rows == directory.read_metrics()
+    assert contents(path) == contents(undisturbed)
+    assert scalars(path) == scalars(undisturbed)
+
+
+def test_an_observer_that_fails_in_the_last_round_leaves_a_finished_run(recipe, undisturbed, tmp_path):
+    recorder = Recorder(fails_after=3)
+    with pytest.raises(ConnectionError):
+        run(recipe, tmp_path / "run", recorder)
+    assert recorder.ended == [True]
+    assert contents(tmp_path / "run") == contents(undisturbed)
+
+
+def scalars(path: Path) -> list[tuple[int, str, float]]:
+    """The values in TensorBoard's events in the order of the files."""
+    events = [event for file in sorted((path / "tensorboard").iterdir()) for event in EventFileLoader(str(file)).Load()]
+    return [(event.step, v.tag, pytest.approx(v.tensor.float_val[0])) for event in events for v in event.summary.value]
+
+
+def test_tensorboard_has_the_rows_in_their_order(undisturbed):
+    rows = RunDirectory.open(undisturbed).read_metrics()
+    assert scalars(undisturbed) == [(number, f"{metric}/{who}", value) for number, who, metric, value in rows]
+
+
+class FailsToBegin(Recorder):
+    def run_began(self, recipe: Recipe, path: Path, first_round: int) -> None:
+        raise ConnectionError
+
+
+class FailsToEnd(Recorder):
+    def run_ended(self, finished: bool) -> None:
+        super().run_ended(finished)
+        raise ConnectionError
+
+
+def test_all_that_have_begun_are_ended(recipe, tmp_path):
+    first, second, third = FailsToEnd(), Recorder(), FailsToBegin()
+    with pytest.raises(ConnectionError):
+        run(recipe, tmp_path / "run", Observers([first, second, third]))
+    assert first.ended == second.ended == [False]
+    assert third.ended == []
+    assert RunDirectory.open(tmp_path / "run").checkpoint.round == -1
+    assert resume(tmp_path / "run").checkpoint.finished
+
+
+def test_the_library_takes_observers(recipe, tmp_path):
+    from fedssl import library
+
+    with pytest.raises(ConnectionError):
+        library.run(recipe, tmp_path / "run", observers=[Recorder(fails_after=2)])
+    recorders = Recorder(), Recorder()
+    finished = library.resume(tmp_path / "run", observers=recorders)
+    assert finished.finished
+    assert [recorder.rounds for recorder in recorders] == [[3], [3]]
+
+
+MINE = "from fedssl import Observer\nclass Mine(Observer):\n    pass\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("missing.py", None, r"an observer is an existing \.py file with one subclass of fedssl\.Observer, got "),
+        ("mine.txt", MINE, r"an observer is an existing \.py file .*mine\.txt"),
+        ("mine.py", "x = 1\n", r"mine\.py must define exactly one subclass of Observer, got 0"),
+        (
+            "two.py",
+            MINE + "class Other(Observer): pass\n",
+            r"two\.py must define exactly one subclass of Observer, got 2",
+        ),
+        ("broken.py", "import nothing_of_that_name\n", r"broken\.py could not be imported: ModuleNotFoundError"),
+        ("asks.py", MINE.replace("pass", "def __init__(self, key): ..."), r"asks\.py: Mine\(\) failed: TypeError"),
+    ],
+)
+def test_a_file_without_one_usable_observer_is_refused(name, text, message, tmp_path):
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=message):
+        load_observer(tmp_path / name)
+
+
+def test_the_class_itself_imported_into_the_file_does_not_count(tmp_path):
+    (tmp_path / "mine.py").write_text(MINE)
+    assert type(load_observer(tmp_path / "mine.py")).__name__ == "Mine"
+
+
+# The page
+
+
+def observer_of_the_page(title: str, folder: Path) -> Observer:
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    (folder / f"{title.lower()}.py").write_text(next(block for block in blocks if f"class {title}" in block))
+    return load_observer(folder / f"{title.lower()}.py")
+
+
+def test_the_example_for_mlflow_logs_a_run_that_is_stopped_and_resumed(recipe, tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # later releases ask for it
+    mlflow = pytest.importorskip("mlflow")
+    mlflow.set_tracking_uri((tmp_path / "mlruns").as_uri())
+    path = tmp_path / "run"
+    with pytest.raises(ConnectionError):
+        run(recipe, path, Observers([observer_of_the_page("MLflowLogger", tmp_path), Recorder(fails_after=1)]))
+    directory = resume(path, observer_of_the_page("MLflowLogger", tmp_path))
+    client = mlflow.MlflowClient()
+    (logged,) = client.search_runs(["0"])
+    assert (logged.info.run_name, logged.info.status) == ("run", "FINISHED")
+    assert logged.data.params == {"recipe": recipe.name, "seed": str(recipe.seed), "rounds": "3"}
+    rows = {
+        (m.step, m.key, m.value)
+        for key in logged.data.metrics
+        for m in client.get_metric_history(logged.info.run_id, key)
+    }
+    assert rows == {(number, f"{metric}/{who}", value) for number, who, metric, value in directory.read_metrics()}
+
+
+def test_the_example_for_weights_and_biases_calls_it_so(recipe, tmp_path, monkeypatch):
+    """Against a module that records the calls: the real one needs an account or a server."""
+    calls: list[tuple[Any, ...]] = []
+    fake = ModuleType("wandb")
+    fake_run = SimpleNamespace(
+        id="abc",
+        log=lambda values, step: calls.append(("log", step, values)),
+        finish=lambda exit_code: calls.append(("finish", exit_code)),
+    )
+
+    def init(**arguments: Any) -> SimpleNamespace:
+        calls.append(("init", arguments["id"], arguments["resume"], arguments["config"]["name"]))
+        return fake_run
+
+    monkeypatch.setattr(fake, "init", init, raising=False)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    path = tmp_path / "run"
+    with pytest.raises(ConnectionError):
+        run(recipe, path, Observers([observer_of_the_page("WandbLogger", tmp_path), Recorder(fails_after=2)]))
+    directory = resume(path, observer_of_the_page("WandbLogger", tmp_path))
+    rows = directory.read_metrics()
+    logs = [("log", n, {f"{m}/{who}": v for number, who, m, v in rows if number == n}) for n in range(4)]
+    begin, again = ("init", None, "allow", recipe.name), ("init", "abc", "allow", recipe.name)
+    assert calls == [begin, *logs[:3], ("finish", 1), again, logs[3], ("finish", 0)]
