@@ -36,7 +36,7 @@ from fedssl.engines.observers import Observer
 from fedssl.engines.rounds import first_files, run_rounds
 from fedssl.federation import build_federation
 from fedssl.recipe.reading import load_recipe
-from fedssl.run.directory import MetricRow, RunDirectory
+from fedssl.run_folder.directory import MetricRow, RunDirectory
 
 FOLDER = ROOT / "benchmarks" / "results" / "cross_device"
 CLIENTS = (100, 1000, 10000)

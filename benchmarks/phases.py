@@ -21,7 +21,7 @@ import torch
 
 from fedssl.engines.observers import Observer
 from fedssl.recipe.recipe import Recipe
-from fedssl.run.directory import MetricRow
+from fedssl.run_folder.directory import MetricRow
 
 OTHER = "other"
 PHASES = (
@@ -53,7 +53,7 @@ def places(recipe: Recipe) -> list[Place]:
     Whoever renames one in fedssl changes it here; until then `timed_places` or `require_calls` refuses to measure.
     """
     optimizer = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW"}[recipe.training.optimizer]
-    directory = "fedssl.run.directory:RunDirectory"
+    directory = "fedssl.run_folder.directory:RunDirectory"
     return [
         # drawing the views, or waiting until another thread has drawn them
         Place("augment", "fedssl.client:LocalRound.views"),

@@ -32,7 +32,7 @@ from benchmarks.write import environment
 from fedssl.federation import Federation, build_federation
 from fedssl.messages import Message
 from fedssl.recipe.reading import load_recipe
-from fedssl.run.directory import SITES_RUN, RunDirectory
+from fedssl.run_folder.directory import SITES_RUN, RunDirectory
 
 FOLDER = ROOT / "benchmarks" / "results" / "site_memory"
 SITES = (2, 5, 10, 20)

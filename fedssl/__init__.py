@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .regularizers.base import Regularizer
     from .reports.evaluation import evaluate
     from .reports.report import write_report
-    from .run.record import Run, read_run
+    from .run_folder.record import Run, read_run
     from .schedules.base import Schedule
 
 __all__ = [
@@ -63,21 +63,17 @@ _MODULES = {
     "Observer": "engines.observers",
     "Recipe": "recipe.recipe",
     "Regularizer": "regularizers.base",
-    "Run": "run.record",
+    "Run": "run_folder.record",
     "Schedule": "schedules.base",
     "UserError": "errors",
     "evaluate": "reports.evaluation",
     "load_recipe": "recipe.reading",
-    "read_run": "run.record",
+    "read_run": "run_folder.record",
     "recipe_names": "recipe.overrides",
     "resume": "engines",
     "run": "engines",
     "write_report": "reports.report",
 }
-
-# The package fedssl/run has the name of a function. Imported once, it does not take that name at a later import.
-import_module(".run", __name__)
-del run
 
 
 def __getattr__(name: str) -> Any:

@@ -24,7 +24,7 @@ from .randomness import generator_for, seeded
 from .recipe.reading import load_stored_recipe
 from .recipe.recipe import Recipe
 from .recipe.rules import check_data, check_models, check_parts, check_shares
-from .run.directory import RunDirectory
+from .run_folder.directory import RunDirectory
 
 MODEL = "model/"
 MEMORY = "memory/"

@@ -212,7 +212,7 @@ def test_each_function_is_called_as_often_as_the_run_needs_it(tmp_path: Path, mo
     assert calls["fedssl.objectives.byol:BYOL.step"] == calls["fedssl.objectives.byol:BYOL.after_step"] == steps
     assert calls["fedssl.method:Method._reply"] == calls["fedssl.engines.in_process:ClientStates.store"] == clients
     assert calls["fedssl.method:Method.aggregate"] == calls["fedssl.engines.rounds:_evaluate"] == 1
-    assert calls["fedssl.run.directory:RunDirectory.commit"] == 1
+    assert calls["fedssl.run_folder.directory:RunDirectory.commit"] == 1
 
 
 # ---- the peers ----------------------------------------------------------------------------------------------

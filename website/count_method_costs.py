@@ -9,7 +9,7 @@ from __future__ import annotations
 from fedssl.federation import build_federation
 from fedssl.recipe.reading import load_recipe
 from fedssl.reports.cost import estimate, totals
-from fedssl.run.storage import csv_text, write_atomically
+from fedssl.run_folder.storage import csv_text, write_atomically
 from website.methods import COSTS, PAGES
 from website.repository_files import ROOT
 

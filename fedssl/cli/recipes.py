@@ -150,7 +150,7 @@ def cost(
     from ..federation import build_federation
     from ..recipe.reading import load_recipe
     from ..reports.cost import costs_as_csv, estimate, format_costs
-    from ..run.storage import write_atomically
+    from ..run_folder.storage import write_atomically
 
     costs = estimate(build_federation(load_recipe(recipe, overrides or ())), newcomers)
     console.print(format_costs(costs), highlight=False)

@@ -38,8 +38,8 @@ def run(
     from ..engines.observers import Observers, load_observer
     from ..engines.progress import ProgressBars
     from ..recipe.reading import load_recipe, load_stored_recipe
-    from ..run.creation import default_folder
-    from ..run.directory import RunDirectory
+    from ..run_folder.creation import default_folder
+    from ..run_folder.directory import RunDirectory
 
     observers = [load_observer(file) for file in observer or ()]
     if resume is not None:

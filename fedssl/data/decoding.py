@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..errors import UserError
-from ..run.storage import cannot_write, make_folder, write_atomically
+from ..run_folder.storage import cannot_write, make_folder, write_atomically
 from ..untrusted import printable
 from .files import listed, notify
 from .image_files import BrokenImageError, ImageKind, image_kind, read_pixels, value_range

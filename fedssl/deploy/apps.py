@@ -31,8 +31,8 @@ from flwr.supernode import start_client_internal
 from ..engines.flower.site import load_site
 from ..errors import UserError, installed_distribution
 from ..recipe.recipe import Recipe
-from ..run.creation import default_folder
-from ..run.storage import make_folder, write_atomically
+from ..run_folder.creation import default_folder
+from ..run_folder.storage import make_folder, write_atomically
 from ..untrusted import own_parts, printable
 
 _PROJECT = """\

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, load_pem_priv
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from ..errors import UserError
-from ..run.storage import write_atomically
+from ..run_folder.storage import write_atomically
 from .keys import PublicKey, read_file, server_key
 
 #: a certificate that ends within this many days is renewed

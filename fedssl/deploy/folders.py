@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import NameOID
 
 from ..errors import UserError
-from ..run.storage import cannot_write, write_atomically
+from ..run_folder.storage import cannot_write, write_atomically
 from ..untrusted import read_regular_file
 from . import certificates, keys, pages
 from .certificates import Authority

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from ..errors import UserError
-from ..run.storage import cannot_write, sync_path
+from ..run_folder.storage import cannot_write, sync_path
 from ..untrusted import read_regular_file
 
 PrivateKey = ec.EllipticCurvePrivateKey

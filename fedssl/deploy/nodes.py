@@ -17,7 +17,7 @@ from pathlib import Path
 from ..data.datasets import load_dataset
 from ..engines.flower.site import load_site
 from ..errors import UserError
-from ..run.creation import alone_in
+from ..run_folder.creation import alone_in
 from ..untrusted import expand_home
 from .certificates import require_authority, require_server
 from .flower_commands import fork, run

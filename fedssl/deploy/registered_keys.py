@@ -15,7 +15,7 @@ from flwr.supercore.interceptors.http.runtime_version import RuntimeVersionHttpI
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
 from ..errors import UserError
-from ..run.storage import make_folder, write_atomically
+from ..run_folder.storage import make_folder, write_atomically
 from .keys import read_public
 
 

@@ -6,7 +6,7 @@ from ipaddress import ip_address
 from pathlib import Path
 
 from ..errors import UserError
-from ..run.storage import write_atomically
+from ..run_folder.storage import write_atomically
 from .limits import LARGEST_BODY
 
 _TEXT = """\

@@ -11,8 +11,8 @@ from types import ModuleType
 from ..errors import UserError, install_command
 from ..recipe.reading import load_stored_recipe
 from ..recipe.recipe import Recipe
-from ..run.directory import RunDirectory
-from ..run.record import Run, read_run
+from ..run_folder.directory import RunDirectory
+from ..run_folder.record import Run, read_run
 from .observers import Observer, Observers
 
 # Flower and Ray report usage unless these are set when they are imported.

@@ -15,8 +15,8 @@ from ..federation import Federation, build_federation
 from ..messages import Message
 from ..recipe.reading import load_stored_recipe
 from ..recipe.recipe import Place, Recipe
-from ..run.creation import alone_in, new_run, refuse_existing
-from ..run.directory import RunDirectory
+from ..run_folder.creation import alone_in, new_run, refuse_existing
+from ..run_folder.directory import RunDirectory
 from .observers import Observer
 from .rounds import Clients, first_files, run_rounds
 from .workers import (

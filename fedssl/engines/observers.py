@@ -13,8 +13,8 @@ from torch.utils.tensorboard import SummaryWriter
 from ..errors import UserError
 from ..parts import load_file, only_class
 from ..recipe.recipe import Recipe
-from ..run.directory import MetricRow
-from ..run.storage import cannot_write
+from ..run_folder.directory import MetricRow
+from ..run_folder.storage import cannot_write
 from ..untrusted import expand_home
 
 

@@ -12,7 +12,7 @@ from rich.progress import Progress as RichProgress
 from rich.text import Text
 
 from ..recipe.recipe import Recipe
-from ..run.directory import MetricRow, RunDirectory
+from ..run_folder.directory import MetricRow, RunDirectory
 from ..untrusted import printable
 from .observers import Observer
 from .rounds import evaluation_due

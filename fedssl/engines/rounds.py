@@ -19,8 +19,8 @@ from ..messages import Message
 from ..models.model import Model
 from ..randomness import seed_for
 from ..recipe.recipe import Recipe
-from ..run.directory import IMAGE_SHAPE, MetricRow, RunDirectory
-from ..run.storage import csv_text
+from ..run_folder.directory import IMAGE_SHAPE, MetricRow, RunDirectory
+from ..run_folder.storage import csv_text
 from ..training import steps_of_round
 from .observers import Observer, Observers, TensorBoard
 

@@ -11,8 +11,8 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from ..run.directory import RunDirectory
-from ..run.storage import read_csv
+from ..run_folder.directory import RunDirectory
+from ..run_folder.storage import read_csv
 
 _LAST_ROUNDS = 5  # whose training counts: a schedule's later stages may take longer than its first
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UserError, install_command
-from ..run.storage import write_atomically
+from ..run_folder.storage import write_atomically
 from .trained_encoder import TrainedEncoder
 
 FormatName = Literal["onnx", "torchscript", "torch-export"]

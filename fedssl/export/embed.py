@@ -18,8 +18,8 @@ from ..errors import UserError
 from ..evaluation.evaluate import in_channels
 from ..evaluation.features import extract_outputs
 from ..federation import device_named
-from ..run.directory import RunDirectory
-from ..run.storage import make_folder, write_atomically
+from ..run_folder.directory import RunDirectory
+from ..run_folder.storage import make_folder, write_atomically
 from ..untrusted import printable
 from .encoder_folder import is_encoder_folder, read_encoder
 

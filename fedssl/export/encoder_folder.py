@@ -28,7 +28,7 @@ from fedkernels import __version__
 
 from ..errors import UserError
 from ..models.encoders import SmallConvNet, build_encoder, has_small_image_stem, timm_arguments
-from ..run.storage import cannot_write, make_folder, sync_path, write_atomically
+from ..run_folder.storage import cannot_write, make_folder, sync_path, write_atomically
 from ..untrusted import read_regular_file
 from .compiled_formats import MEAN, STD, FormatName, write_format
 from .load_script import load_script

@@ -10,7 +10,7 @@ import yaml
 
 from ..data.pixels import Window
 from ..evaluation.metrics import METRICS, is_measure
-from ..run.record import Run, read_run
+from ..run_folder.record import Run, read_run
 from .compiled_formats import FILES, FormatName
 from .trained_encoder import GLOBAL, EncoderOfRun
 

@@ -17,7 +17,7 @@ from ..models.encoders import build_encoder
 from ..models.stages import StagedEncoder
 from ..recipe.reading import load_stored_recipe
 from ..recipe.recipe import Recipe
-from ..run.directory import IMAGE_SHAPE, RunDirectory
+from ..run_folder.directory import IMAGE_SHAPE, RunDirectory
 from ..untrusted import read_regular_file
 
 GLOBAL = "global"

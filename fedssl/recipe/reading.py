@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from ..errors import UserError
 from ..options import explain_errors, shortened
 from ..parts import defined_elsewhere, is_session_part, part_class
-from ..run.directory import RunDirectory
+from ..run_folder.directory import RunDirectory
 from ..untrusted import PART_KEYS, own_parts
 from .overrides import DEFAULT_PARTS, read_values, with_paths_from, with_weights_from
 from .presets import apply_preset

@@ -41,8 +41,8 @@ from ..evaluation.projections import log_covariance_singular_values, sphere_cove
 from ..federation import Federation, federation_of_run
 from ..models.model import Model
 from ..randomness import generator_for, seed_for
-from ..run.directory import RunDirectory
-from ..run.storage import make_folder, write_atomically
+from ..run_folder.directory import RunDirectory
+from ..run_folder.storage import make_folder, write_atomically
 from ..untrusted import plot_text, read_regular_file
 from .page import PageSection, PageTable, page_figure
 from .plots import MUTED, TEXT, class_colours, class_legend, draw_line, method_styles, name_lines, png_bytes, tidy

@@ -26,7 +26,7 @@ from ..messages import Message, from_transport
 from ..method import Method
 from ..models.model import Model
 from ..regularizers.base import Regularizer
-from ..run.storage import csv_text
+from ..run_folder.storage import csv_text
 from ..training import steps_of_round
 
 #: Batch sizes of the steps that are counted on a CPU. The cost of a step is a polynomial in the batch size: of degree

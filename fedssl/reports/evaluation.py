@@ -28,8 +28,8 @@ from ..federation import device_named, federation_of_run
 from ..models.model import Model
 from ..options import explain_errors
 from ..randomness import seed_for
-from ..run.directory import RunDirectory
-from ..run.storage import csv_text, write_atomically
+from ..run_folder.directory import RunDirectory
+from ..run_folder.storage import csv_text, write_atomically
 from ..untrusted import parse_yaml
 
 

@@ -30,8 +30,8 @@ from ..evaluation.features import extract_features, require_measured_images
 from ..evaluation.projections import grid_cells, nearest_images, spread_queries, tsne
 from ..federation import Federation, federation_of_run
 from ..randomness import generator_for, seed_for
-from ..run.directory import RunDirectory
-from ..run.storage import make_folder, write_atomically
+from ..run_folder.directory import RunDirectory
+from ..run_folder.storage import make_folder, write_atomically
 from ..untrusted import read_regular_file
 from .page import PageSection, embedded_image
 from .plots import MOST_NAMED_CLASSES, MUTED, TEXT, class_colours, class_legend, png_bytes

@@ -30,7 +30,7 @@ from torch import Tensor
 from ..data.partitions import checked_shape
 from ..errors import UserError
 from ..evaluation.metrics import LARGEST_FIGURE, format_values, is_accuracy, mean_and_spread, metric_title
-from ..run.storage import write_atomically
+from ..run_folder.storage import write_atomically
 from ..untrusted import plot_text
 
 TEXT, MUTED, GRID = "#222222", "#666666", "#E3E3E3"

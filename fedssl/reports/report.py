@@ -13,8 +13,8 @@ import yaml
 from ..errors import UserError
 from ..evaluation.metrics import EVALUATED, METRICS, format_values, is_evaluated, metric_title
 from ..recipe.overrides import flatten_keys
-from ..run.record import Run, read_run
-from ..run.storage import write_atomically
+from ..run_folder.record import Run, read_run
+from ..run_folder.storage import write_atomically
 from .collapse import Collapse, collapse_of_run, collapse_section
 from .cost import format_bytes
 from .images import ImagePictures, PicturesByMethod, image_pictures_of_run, image_section

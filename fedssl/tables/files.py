@@ -25,8 +25,8 @@ from ..recipe.reading import parse_recipe
 from ..recipe.rules import public_image_users
 from ..reports.page import PageFigure, PageTable, page_figure, render_page
 from ..reports.plots import Card, draw_table_picture, png_bytes
-from ..run.record import Run, read_run
-from ..run.storage import csv_text, make_folder, write_atomically
+from ..run_folder.record import Run, read_run
+from ..run_folder.storage import csv_text, make_folder, write_atomically
 from .results import RULES, Results, listed, reference_row, verdict
 from .table import UNTRAINED, Table, cell_path
 

@@ -24,7 +24,7 @@ from ..errors import UserError
 from ..federation import build_federation
 from ..recipe.recipe import Recipe
 from ..reports.cost import estimate
-from ..run.storage import csv_text, make_folder, write_atomically
+from ..run_folder.storage import csv_text, make_folder, write_atomically
 from .files import Note, markdown_table, plain_table, write_description
 from .table import RESOURCES, Metric, Table, TableRow, cell_recipe
 

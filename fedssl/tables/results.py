@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any, Literal
 
 from ..evaluation.metrics import OF_ARCHITECTURE, format_values, mean_and_spread
-from ..run.record import Run, read_run
+from ..run_folder.record import Run, read_run
 from .table import Table, TableScenario, cell_path, slug
 
 

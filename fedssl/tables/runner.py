@@ -27,8 +27,8 @@ from ..errors import UserError
 from ..recipe.overrides import flatten_keys, read_values
 from ..recipe.reading import load_stored_recipe, parse_recipe
 from ..recipe.recipe import Recipe
-from ..run.directory import MetricRow, RunDirectory
-from ..run.record import read_run
+from ..run_folder.directory import MetricRow, RunDirectory
+from ..run_folder.record import read_run
 from ..untrusted import own_parts
 from .files import Note, format_table, write_description, write_results
 from .results import JUDGED, Results, read_results, verdict

@@ -13,7 +13,7 @@ import pytest
 from fedssl.cli import main
 from fedssl.engines.in_process import run
 from fedssl.recipe.reading import parse_recipe
-from fedssl.run.directory import RunDirectory
+from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import AVERAGED, tiny_values
 from website.repository_files import ROOT, rewrite_links
 

@@ -15,7 +15,7 @@ from fedssl.federation import build_federation
 from fedssl.guard import Asked, GuardOptions, refusals, refused_in, require_answers
 from fedssl.messages import Message
 from fedssl.method import Method
-from fedssl.run.directory import RunDirectory
+from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import ALIGNED, AVERAGED
 from tests.fedssl.test_shipped_recipes import small
 

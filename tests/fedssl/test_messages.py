@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import save
 
 from fedssl.messages import Message, merge
-from fedssl.run.storage import read_message, write_message
+from fedssl.run_folder.storage import read_message, write_message
 
 
 def test_bytes_are_the_tensors_data_and_eight_a_number():

@@ -7,7 +7,7 @@ import torch
 
 from fedkernels.internal import native
 from fedssl.engines import in_process
-from fedssl.run.directory import RunDirectory
+from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import AVERAGED, METHODS
 
 USED = {

@@ -13,7 +13,7 @@ from PIL import Image
 from fedssl.cli import app
 from fedssl.engines.in_process import run
 from fedssl.recipe.reading import load_recipe, parse_recipe
-from fedssl.run.directory import RunDirectory
+from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import AVERAGED, tiny_values
 
 ROOT = Path(__file__).parents[2]

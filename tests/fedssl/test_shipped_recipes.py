@@ -18,7 +18,7 @@ from fedssl.messages import Message
 from fedssl.recipe.overrides import recipe_names
 from fedssl.recipe.reading import load_recipe
 from fedssl.recipe.recipe import Recipe
-from fedssl.run.directory import RunDirectory
+from fedssl.run_folder.directory import RunDirectory
 from fedssl.training import STEP_COSTS
 from tests.fedssl.reports.figures import logged, predicted
 

@@ -15,7 +15,7 @@ from fedssl.federation import build_federation
 from fedssl.guard import Asked, refusals, refused_in
 from fedssl.local_updates.fedu import DIVERGENCE, FedU
 from fedssl.messages import Message
-from fedssl.run.directory import RunDirectory
+from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import AVERAGED
 
 EUA: dict[str, Any] = {"aggregators": ["eua"], "local_update": "replace"}

@@ -23,8 +23,8 @@ from pydantic import Field, ValidationError
 from ...errors import UserError, install_command
 from ...options import Options, explain_errors
 from ...recipe.recipe import FixedClipping, FlowerOptions, LocalDP, Recipe
-from ...run.directory import RunDirectory
-from ...run.storage import write_atomically
+from ...run_folder.directory import RunDirectory
+from ...run_folder.storage import write_atomically
 from ...untrusted import read_regular_file
 
 #: the file in a run's folder that holds the count

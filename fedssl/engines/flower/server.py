@@ -32,8 +32,8 @@ from ...messages import Message
 from ...recipe.overrides import flatten_keys
 from ...recipe.reading import load_recipe, load_stored_recipe
 from ...recipe.recipe import Recipe
-from ...run.creation import alone_in, default_folder
-from ...run.directory import SITES_RUN, RunDirectory
+from ...run_folder.creation import alone_in, default_folder
+from ...run_folder.directory import SITES_RUN, RunDirectory
 from ..observers import Observer
 from ..progress import ProgressBars
 from ..rounds import evaluation_due, first_files, run_rounds

@@ -20,8 +20,8 @@ from ...federation import Federation, build_federation
 from ...recipe.reading import load_stored_recipe
 from ...recipe.recipe import Recipe
 from ...recipe.rules import WITHOUT_CLIENTS_PARALLEL
-from ...run.creation import alone_in, new_run, refuse_existing
-from ...run.directory import RunDirectory
+from ...run_folder.creation import alone_in, new_run, refuse_existing
+from ...run_folder.directory import RunDirectory
 from ..observers import Observer
 from ..rounds import first_files, run_rounds
 from .client import make_client_app

@@ -18,8 +18,8 @@ from ...messages import Message
 from ...models.weights import ModelOptions
 from ...options import Options, explain_errors
 from ...recipe.recipe import Recipe
-from ...run.directory import client_file
-from ...run.storage import read_message, write_message
+from ...run_folder.directory import client_file
+from ...run_folder.storage import read_message, write_message
 from ...untrusted import MOST_BYTES, expand_home, parse_yaml, read_regular_file
 
 _MEASURE = "evaluation/"  # before the name of a measure in an answer

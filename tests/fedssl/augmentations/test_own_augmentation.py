@@ -16,7 +16,7 @@ from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from fedssl.recipe.reading import load_recipe, load_stored_recipe, parse_recipe
 from fedssl.recipe.show import resolve_recipe
-from fedssl.run.directory import RunDirectory
+from fedssl.run_folder.directory import RunDirectory
 from fedssl.untrusted import own_parts
 from tests.fedssl.conftest import AVERAGED, tiny_values
 

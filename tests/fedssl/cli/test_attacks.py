@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from fedssl.recipe.reading import parse_recipe
-from fedssl.run.creation import alone_in
-from fedssl.run.directory import RunDirectory
+from fedssl.run_folder.creation import alone_in
+from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import tiny_values
 from tests.fedssl.forked_command import start_command
 

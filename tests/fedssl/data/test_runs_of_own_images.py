@@ -11,8 +11,8 @@ from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from fedssl.reports.evaluation import evaluate_run
 from fedssl.reports.report import write_report
-from fedssl.run.directory import RunDirectory
-from fedssl.run.record import read_run
+from fedssl.run_folder.directory import RunDirectory
+from fedssl.run_folder.record import read_run
 from tests.fedssl.conftest import AVERAGED, METHODS
 from tests.fedssl.data.data_files import good_arrays, random_pixels, save
 from tests.fedssl.data.image_samples import write_two_classes

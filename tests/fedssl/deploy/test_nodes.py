@@ -12,7 +12,7 @@ pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]
 
 
 from fedssl.deploy import nodes
-from fedssl.run.creation import alone_in
+from fedssl.run_folder.creation import alone_in
 from tests.fedssl.engines.flower.deployment import free_port, make_authority, missing_tools
 from tests.fedssl.engines.flower.loop_grid import write_sites
 from tests.fedssl.forked_command import start_command

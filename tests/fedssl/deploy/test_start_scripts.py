@@ -26,7 +26,7 @@ pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]
 
 from flwr.supercore.primitives.asymmetric import generate_key_pairs, public_key_to_bytes
 
-from fedssl.run.directory import RunDirectory
+from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.engines.flower.deployment import (
     MARK,
     free_port,

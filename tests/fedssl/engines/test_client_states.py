@@ -16,7 +16,7 @@ from fedssl.engines.observers import Observer
 from fedssl.federation import build_federation
 from fedssl.messages import Message
 from fedssl.models.model import Model
-from fedssl.run.directory import RunDirectory
+from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import ALIGNED, AVERAGED, METHODS
 
 DATA = {"name": "digits", "train_limit": 900, "test_limit": 60}

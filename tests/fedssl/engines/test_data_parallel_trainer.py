@@ -23,7 +23,7 @@ from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from fedssl.messages import Message
 from fedssl.models.data_parallel import visible_device
-from fedssl.run.directory import RunDirectory
+from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import AVERAGED, LW_FEDSSL
 from tests.fedssl.engines.test_in_process import contents
 from tests.fedssl.engines.test_parallel_clients import processes_of_session

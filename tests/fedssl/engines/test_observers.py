@@ -15,7 +15,7 @@ from fedssl.engines.in_process import resume, run
 from fedssl.engines.observers import Observer, Observers, load_observer
 from fedssl.errors import UserError
 from fedssl.recipe.recipe import Recipe
-from fedssl.run.directory import MetricRow, RunDirectory
+from fedssl.run_folder.directory import MetricRow, RunDirectory
 from tests.fedssl.conftest import AVERAGED
 from tests.fedssl.engines.test_in_process import contents
 from website.repository_files import ROOT

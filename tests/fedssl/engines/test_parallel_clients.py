@@ -23,7 +23,7 @@ from fedssl.engines.workers import pack, unpack
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from fedssl.messages import Message
-from fedssl.run.directory import RunDirectory
+from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import ALIGNED, AVERAGED, FEDU2, LW_FEDSSL
 from tests.fedssl.engines.test_in_process import contents
 

@@ -9,7 +9,7 @@ from fedssl.engines.in_process import resume, run
 from fedssl.engines.observers import Observer
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
-from fedssl.run.directory import RunDirectory
+from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import ALIGNED, AVERAGED
 from tests.fedssl.engines.test_in_process import contents, metric
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from fedssl.engines.in_process import resume, run
 from fedssl.engines.progress import ProgressBars
 from fedssl.engines.time_left import TimeLeft, format_duration, past_seconds
-from fedssl.run.directory import MetricRow, RunDirectory
+from fedssl.run_folder.directory import MetricRow, RunDirectory
 from tests.fedssl.conftest import AVERAGED, FEDU2
 
 

@@ -8,7 +8,7 @@ import torch
 from fedssl.engines.in_process import resume, run
 from fedssl.federation import build_federation
 from fedssl.messages import Message, from_transport, to_transport
-from fedssl.run.directory import RunDirectory
+from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import ALIGNED, AVERAGED, LW_FEDSSL
 from tests.fedssl.engines.test_in_process import contents
 

@@ -18,7 +18,7 @@ from fedssl.export.encoder_folder import export_encoder
 from fedssl.recipe.reading import parse_recipe
 from fedssl.reports.evaluation import evaluate_export, evaluate_run, parse_data
 from fedssl.reports.report import build_report
-from fedssl.run.record import read_run
+from fedssl.run_folder.record import read_run
 from fedssl.tables.table import Table
 from tests.fedssl.conftest import AVERAGED, tiny_values
 

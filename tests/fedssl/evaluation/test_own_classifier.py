@@ -16,7 +16,7 @@ from fedssl.evaluation.evaluate import EvaluationOptions, evaluate_downstream, e
 from fedssl.evaluation.metrics import is_measure
 from fedssl.federation import build_federation
 from fedssl.reports.evaluation import evaluate_run
-from fedssl.run.directory import RunDirectory
+from fedssl.run_folder.directory import RunDirectory
 from fedssl.tables.table import Table
 from tests.fedssl.conftest import AVERAGED
 

@@ -13,7 +13,7 @@ from fedssl.engines.rounds import first_files
 from fedssl.evaluation.features import extract_features
 from fedssl.federation import Federation, build_federation
 from fedssl.recipe.reading import parse_recipe
-from fedssl.run.directory import RunDirectory
+from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import AVERAGED, tiny_values
 
 

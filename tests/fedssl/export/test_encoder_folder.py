@@ -16,7 +16,7 @@ from fedssl.errors import UserError
 from fedssl.evaluation.features import extract_features
 from fedssl.export.compiled_formats import MEAN, STD
 from fedssl.export.encoder_folder import export_encoder, read_encoder
-from fedssl.run.directory import IMAGE_SHAPE, RunDirectory
+from fedssl.run_folder.directory import IMAGE_SHAPE, RunDirectory
 from tests.fedssl.conftest import LW_FEDSSL
 from tests.fedssl.export.finished_runs import features_of_run, finished_run
 

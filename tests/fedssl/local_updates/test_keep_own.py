@@ -12,7 +12,7 @@ from fedssl.federation import build_federation
 from fedssl.messages import Message
 from fedssl.models.precision import with_channels_last
 from fedssl.recipe.reading import load_recipe
-from fedssl.run.directory import RunDirectory
+from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import AVERAGED
 from tests.fedssl.rounds_in_memory import train_rounds
 

@@ -11,7 +11,7 @@ from fedssl.engines.in_process import run
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from fedssl.reports.cost import estimate
-from fedssl.run.directory import RunDirectory
+from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import AVERAGED
 from tests.fedssl.rounds_in_memory import train_rounds
 

@@ -20,7 +20,7 @@ from fedssl.models.weights import ModelOptions, digest, load_weights, read_all_w
 from fedssl.randomness import seeded
 from fedssl.recipe.reading import load_recipe
 from fedssl.reports.evaluation import evaluate_run
-from fedssl.run.record import read_run
+from fedssl.run_folder.record import read_run
 from tests.fedssl.conftest import AVERAGED, LW_FEDSSL, METHODS
 from tests.fedssl.export.finished_runs import randomise
 

@@ -21,7 +21,7 @@ from fedssl.messages import Message
 from fedssl.objectives.base import Step
 from fedssl.objectives.byol import BYOL
 from fedssl.regularizers.cka_alignment import CKAAlignment
-from fedssl.run.directory import RunDirectory
+from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import ALIGNED
 
 NAME = {"name": "representation_mean"}

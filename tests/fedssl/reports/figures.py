@@ -7,7 +7,7 @@ from pathlib import Path
 from fedssl.federation import build_federation
 from fedssl.recipe.recipe import Recipe
 from fedssl.reports.cost import estimate
-from fedssl.run.directory import RunDirectory
+from fedssl.run_folder.directory import RunDirectory
 from fedssl.training import STEP_COSTS
 
 Figures = dict[tuple[int, str, str], float]

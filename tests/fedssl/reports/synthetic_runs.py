@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fedssl.recipe.recipe import Recipe
-from fedssl.run.directory import RunDirectory
+from fedssl.run_folder.directory import RunDirectory
 from fedssl.tables.table import Table
 
 ROWS = [{"label": label, "recipe": "local_only"} for label in ("ours", "alone", "control 1", "control 2", "other")]

@@ -26,7 +26,7 @@ from fedssl.reports.collapse import (
     draw_tsne,
 )
 from fedssl.reports.report import write_report
-from fedssl.run.directory import RunDirectory
+from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import AVERAGED
 from tests.fedssl.reports.parsed_page import Page
 

@@ -12,7 +12,7 @@ import pytest
 from fedssl.errors import UserError
 from fedssl.reports.plots import Card, draw_table_picture, png_bytes, write_figure
 from fedssl.reports.report import write_report
-from fedssl.run.record import read_run
+from fedssl.run_folder.record import read_run
 from tests.fedssl.reports.synthetic_runs import evaluated, write_run
 
 #: as names of recipes, classes and labels; a formula that cannot be drawn, mark-up, and what only looks odd

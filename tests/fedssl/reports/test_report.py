@@ -14,7 +14,7 @@ from fedssl.errors import UserError
 from fedssl.reports.cost import format_bytes
 from fedssl.reports.page import render_page
 from fedssl.reports.report import build_report, write_report
-from fedssl.run.record import read_run
+from fedssl.run_folder.record import read_run
 from tests.fedssl.conftest import ALIGNED
 from tests.fedssl.reports.parsed_page import HOSTILE, Page
 from tests.fedssl.reports.synthetic_runs import evaluated, write_run

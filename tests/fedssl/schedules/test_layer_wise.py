@@ -15,7 +15,7 @@ from fedssl.evaluation.evaluate import evaluate_model
 from fedssl.federation import Federation, build_federation
 from fedssl.messages import Message
 from fedssl.recipe.recipe import Recipe
-from fedssl.run.directory import RunDirectory
+from fedssl.run_folder.directory import RunDirectory
 from fedssl.schedules.base import Plan
 from fedssl.schedules.layer_wise import LayerWise
 from fedssl.schedules.progressive import Progressive

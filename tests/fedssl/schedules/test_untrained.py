@@ -11,7 +11,7 @@ from fedssl.messages import Message
 from fedssl.recipe.reading import load_recipe
 from fedssl.reports.cost import estimate
 from fedssl.reports.report import write_report
-from fedssl.run.directory import RunDirectory
+from fedssl.run_folder.directory import RunDirectory
 from fedssl.tables.runner import run_table
 from fedssl.tables.table import load_table
 from tests.fedssl.conftest import LW_FEDSSL

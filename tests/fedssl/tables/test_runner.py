@@ -19,7 +19,7 @@ import yaml
 
 from fedssl.engines import in_process
 from fedssl.errors import UserError
-from fedssl.run.directory import RunDirectory
+from fedssl.run_folder.directory import RunDirectory
 from fedssl.tables import runner
 from fedssl.tables.runner import run_table
 from fedssl.tables.table import Table, cell_path

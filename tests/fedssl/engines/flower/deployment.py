@@ -25,7 +25,7 @@ import yaml
 
 import fedssl
 from fedssl.recipe.recipe import Recipe
-from fedssl.run.directory import RunDirectory
+from fedssl.run_folder.directory import RunDirectory
 
 #: seconds until a wait is given up; what takes that long on a busy machine will not happen
 PATIENCE = 600.0

@@ -23,7 +23,7 @@ from fedssl.engines.observers import Observer
 from fedssl.engines.rounds import first_files, run_rounds
 from fedssl.federation import build_federation
 from fedssl.recipe.recipe import Recipe
-from fedssl.run.directory import SITES_RUN, RunDirectory
+from fedssl.run_folder.directory import SITES_RUN, RunDirectory
 from tests.fedssl.conftest import ALIGNED, AVERAGED, FEDU2, LW_FEDSSL
 
 KINDS: dict[str, dict[str, Any]] = {

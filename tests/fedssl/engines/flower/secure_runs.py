@@ -15,7 +15,7 @@ from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFI
 from fedssl.engines.flower.secure_aggregation import quantization_range
 from fedssl.federation import build_federation
 from fedssl.recipe.recipe import Recipe
-from fedssl.run.directory import RunDirectory
+from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import AVERAGED
 from tests.fedssl.engines.flower.loop_grid import LoopGrid, start
 

@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
 
-from fedssl.run.directory import RunDirectory
+from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.engines.flower.deployment import (
     MARK,
     PATIENCE,

@@ -22,7 +22,7 @@ from fedssl.engines.rounds import run_rounds
 from fedssl.federation import build_federation
 from fedssl.recipe.recipe import Recipe
 from fedssl.reports.cost import estimate, totals
-from fedssl.run.directory import RunDirectory
+from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import AVERAGED, METHODS
 from tests.fedssl.engines.flower.deployment import PATIENCE, Deployment, make_authority, missing_tools
 from tests.fedssl.engines.flower.flower_command import GONE_SECONDS

@@ -15,7 +15,7 @@ from fedssl.engines import in_process
 from fedssl.engines.flower.privacy import private_federation
 from fedssl.federation import build_federation
 from fedssl.messages import Message
-from fedssl.run.directory import RunDirectory
+from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import AVERAGED, FEDU2
 from tests.fedssl.engines.flower.loop_grid import run_on
 from tests.fedssl.engines.flower.secure_runs import EQUAL, FEDEMA, HUGE, LAYER_WISE, assert_close, start_stages, weights

@@ -16,7 +16,7 @@ from fedssl.export.embed import embed_images
 from fedssl.export.encoder_folder import export_encoder
 from fedssl.federation import build_federation
 from fedssl.reports.evaluation import evaluate_run
-from fedssl.run.record import read_run
+from fedssl.run_folder.record import read_run
 from tests.fedssl.conftest import AVERAGED
 from tests.fedssl.data.data_files import random_pixels
 from tests.fedssl.data.image_samples import save_array

@@ -23,8 +23,8 @@ from fedssl.engines.flower.privacy_accountant import (
 from fedssl.errors import UserError
 from fedssl.recipe.recipe import FixedClipping, FlowerOptions, LocalDP
 from fedssl.reports.report import build_report
-from fedssl.run.directory import RunDirectory
-from fedssl.run.record import read_run
+from fedssl.run_folder.directory import RunDirectory
+from fedssl.run_folder.record import read_run
 from tests.fedssl.conftest import AVERAGED
 from tests.fedssl.engines.flower.loop_grid import run_on
 from tests.fedssl.engines.flower.secure_runs import EQUAL, start_stages

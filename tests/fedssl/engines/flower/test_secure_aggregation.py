@@ -18,7 +18,7 @@ from fedssl.engines.flower.wire import from_records, to_records
 from fedssl.errors import UserError
 from fedssl.messages import Message
 from fedssl.method import Method
-from fedssl.run.directory import RunDirectory
+from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import AVERAGED
 from tests.fedssl.engines.flower.loop_grid import run_on, write_sites
 from tests.fedssl.engines.flower.secure_runs import (

@@ -18,8 +18,8 @@ from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from fedssl.recipe.reading import load_recipe
 from fedssl.recipe.recipe import Recipe
-from fedssl.run.creation import alone_in
-from fedssl.run.directory import RunDirectory
+from fedssl.run_folder.creation import alone_in
+from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import ALIGNED, AVERAGED, FEDU2
 from tests.fedssl.engines.flower.loop_grid import KINDS, run_on, start, write_sites
 from tests.fedssl.engines.test_in_process import contents, metric

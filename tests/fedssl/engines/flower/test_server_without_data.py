@@ -15,7 +15,7 @@ from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from fedssl.reports.evaluation import evaluate_run
 from fedssl.reports.report import write_report
-from fedssl.run.record import read_run
+from fedssl.run_folder.record import read_run
 from tests.fedssl.conftest import AVERAGED
 from tests.fedssl.data.data_files import random_pixels
 from tests.fedssl.data.image_samples import save_array

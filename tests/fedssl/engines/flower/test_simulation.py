@@ -14,7 +14,7 @@ pytest.importorskip("ray", reason="ray is not installed: pip install .[flower]")
 
 from fedssl.engines import engine_of, in_process
 from fedssl.recipe.reading import load_recipe
-from fedssl.run.directory import RunDirectory
+from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import AVERAGED, LW_FEDSSL, METHODS
 from tests.fedssl.data.image_samples import write_two_classes
 from tests.fedssl.engines.flower.deployment import MARK, PATIENCE, kill_marked, marked, poll, with_package
@@ -28,7 +28,7 @@ SIMULATED = {"engine": "flower-simulation", "flower": {"cpus": 2, "object_store_
 INTERRUPTED = """
 import os, signal, time
 from fedssl.cli import main
-from fedssl.run.directory import RunDirectory
+from fedssl.run_folder.directory import RunDirectory
 
 real = RunDirectory.commit
 

@@ -10,7 +10,7 @@ pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]
 from flwr.app import ConfigRecord
 from flwr.app import Message as FlowerMessage
 
-from fedssl.run.directory import RunDirectory
+from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import ALIGNED, AVERAGED, FEDU2, LW_FEDSSL
 from tests.fedssl.engines.flower.loop_grid import LoopGrid, run_on, start
 from tests.fedssl.engines.test_in_process import metric

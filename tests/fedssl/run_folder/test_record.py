@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from fedssl.errors import UserError
-from fedssl.run.directory import RunDirectory
-from fedssl.run.record import Run, read_run
+from fedssl.run_folder.directory import RunDirectory
+from fedssl.run_folder.record import Run, read_run
 from tests.fedssl.conftest import ALIGNED
 from tests.fedssl.reports.synthetic_runs import evaluated, write_run
 

@@ -9,8 +9,8 @@ import pytest
 
 from fedssl.engines import in_process
 from fedssl.errors import UserError
-from fedssl.run.creation import alone_in, default_folder, new_run, refuse_existing
-from fedssl.run.directory import RunDirectory
+from fedssl.run_folder.creation import alone_in, default_folder, new_run, refuse_existing
+from fedssl.run_folder.directory import RunDirectory
 
 FILES = {"recipe.yaml": "name: a\n"}
 

@@ -1,6 +1,6 @@
 """Read a run back from its folder, for reports, tables and notebooks.
 
-from fedssl.run.record import read_run
+from fedssl.run_folder.record import read_run
 
 run = read_run("runs/fedu-seed0")
 run.evaluated("knn", "after")        # kNN accuracy in percent after the last round

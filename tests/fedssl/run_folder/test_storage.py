@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from fedssl.errors import UserError
 from fedssl.messages import Message
-from fedssl.run.storage import (
+from fedssl.run_folder.storage import (
     csv_text,
     flush_files,
     make_folder,

@@ -12,7 +12,7 @@ from fedssl.errors import UserError
 from fedssl.federation import Federation, build_federation
 from fedssl.messages import Message
 from fedssl.method import Method
-from fedssl.run.directory import RunDirectory
+from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import ALIGNED, AVERAGED, LW_FEDSSL
 
 SIMCLR: dict[str, Any] = {"name": "simclr", "hidden_features": 32, "output_features": 16}

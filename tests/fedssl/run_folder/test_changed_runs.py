@@ -13,8 +13,8 @@ import pytest
 from fedssl.engines.in_process import resume, run
 from fedssl.engines.observers import Observer
 from fedssl.errors import UserError
-from fedssl.run.directory import MetricRow, RunDirectory
-from fedssl.run.record import read_run
+from fedssl.run_folder.directory import MetricRow, RunDirectory
+from fedssl.run_folder.record import read_run
 
 
 class StopsAfterARound(Observer):
