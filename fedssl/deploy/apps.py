@@ -222,7 +222,10 @@ def pull_approved(
 
 
 def _require_approved(approved: ApprovedApps, fab: Fab, run: Run) -> None:
-    """Refuse an app that is not approved, or not the one of the SuperLink's description, by which Flower finds it."""
+    """Refuse an app that is not approved, and one that the SuperLink describes as another than it is.
+
+    Flower finds an installed app by the SuperLink's description, which could name another app.
+    """
     digest = hashlib.sha256(fab.content).hexdigest()
     approved.require(digest, fab.content)
     described = {fab.hash_str, run.fab_hash}

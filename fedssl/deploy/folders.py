@@ -127,7 +127,7 @@ def answer_request(request: Path, folder: Path, consortium: Consortium) -> list[
 
 
 def revoke(name: str, folder: Path) -> list[str]:
-    """Remove a site's key from those that the server accepts; return what was done, and what is to be done.
+    """Remove a site's key from those that the server accepts; return lines on what was done and what is left to do.
 
     Raises:
         UserError: no site of this name has a key.
