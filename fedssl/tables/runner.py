@@ -138,7 +138,7 @@ class Progress:
 
 
 def _accuracies(path: Path) -> str:
-    """A finished run's accuracies in a few words."""
+    """Return a finished run's accuracies in a few words."""
     run = read_run(path)
     values = ((metric, run.evaluated(metric, "after")) for metric in JUDGED)
     return ", ".join(f"{metric} {value:.1f}" for metric, value in values if value is not None)
