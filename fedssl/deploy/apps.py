@@ -69,6 +69,8 @@ from fedssl.engines.flower.{what} import make_{what}_app
 app = make_{what}_app(Path(__file__).with_name("recipe.yaml"))
 '''
 
+# JSON's escapes are valid in TOML, except those of characters beyond 16 bits
+_toml = partial(json.dumps, ensure_ascii=False)
 _MOST_SHOWN = 20_000  # characters of an app that the site's owner is asked about
 _MOST_NAMED = 2  # approved digests that a refusal names; its text may have 500 characters
 
@@ -77,16 +79,12 @@ _insert_message = start_client_internal._insert_message
 
 
 def write_app(recipe: Recipe, folder: Path, output: str | None = None) -> None:
-    """Write the app of a recipe.
+    """Write the app of a recipe into a folder that is new, or an app's, which is then replaced.
 
-    Args:
-        recipe: with engine flower.
-        folder: new, or an app's folder, which is then replaced.
-        output: the run's folder on the SuperLink's machine; runs/NAME-seedN by default.
+    `output` is the run's folder on the SuperLink's machine, by default runs/NAME-seedN.
 
     Raises:
-        UserError: the recipe's engine is another; the recipe names a part file; the folder holds something else, or
-            cannot be written.
+        UserError: the engine is not flower; the recipe names a part file; the folder holds something else.
     """
     if recipe.engine != "flower":
         raise UserError(f"a Flower app needs a recipe with engine=flower, got engine={recipe.engine}")
@@ -118,22 +116,13 @@ def write_app(recipe: Recipe, folder: Path, output: str | None = None) -> None:
         write_atomically(folder / file, text.encode())
 
 
-def _toml(text: str) -> str:
-    """Return a string in TOML, in which JSON's escapes are valid except those of characters beyond 16 bits."""
-    return json.dumps(text, ensure_ascii=False)
-
-
 def digest_of_app(folder: Path) -> str:
     """Return the SHA-256 of an app's folder as `flwr run` sends it: 64 hexadecimal digits."""
     return hashlib.sha256(build_fab_from_disk(folder)).hexdigest()
 
 
 def require_digest(text: str) -> str:
-    """Return a digest as it was typed, in lower case.
-
-    Raises:
-        UserError: the text is not 64 hexadecimal digits.
-    """
+    """Return a digest as it was typed, in lower case; raise UserError if it is not 64 hexadecimal digits."""
     digest = text.strip().lower()
     if not re.fullmatch(r"[0-9a-f]{64}", digest):
         raise UserError(
@@ -150,15 +139,10 @@ class ApprovedApps:
     """The apps that may run at a site: those of its file, of `--allow` and those approved on the terminal."""
 
     def __init__(self, site_file: Path, allowed: Iterable[str], ask: bool):
-        """Keep the approvals; the site's file is read again for each app.
-
-        Args:
-            site_file: the site's YAML file, whose `approved_apps` may be changed while the site runs.
-            allowed: further digests.
-            ask: show an app that is not approved on the terminal, and ask.
+        """Keep the approvals; `site_file` is read again for each app, as it may be changed while the site runs.
 
         Raises:
-            UserError: a digest is not 64 hexadecimal digits; there is no terminal to ask on.
+            UserError: an allowed digest is not 64 hexadecimal digits; there is no terminal to ask on.
         """
         self._site_file, self._ask = site_file, ask
         self._allowed = {require_digest(digest) for digest in allowed}
@@ -166,15 +150,7 @@ class ApprovedApps:
             raise UserError("--ask needs a terminal to ask on: approve digests with --allow or in the site's file")
 
     def require(self, digest: str, content: bytes) -> None:
-        """Refuse an app that is not approved.
-
-        Args:
-            digest: the SHA-256 of the app, computed here.
-            content: the app, a zip file.
-
-        Raises:
-            AppRefused: the app is not approved; the text names its digest and the approved ones.
-        """
+        """Raise AppRefused for an app, a zip file with this SHA-256, that is not approved."""
         try:
             approved = self._allowed | set(load_site(self._site_file).approved_apps or ())
         except UserError as error:
@@ -210,12 +186,8 @@ def pull_approved(
 ) -> int | None:
     """Take the next message and, for a new run, its app, as Flower's function does; refuse an app that is not approved.
 
-    The server gets an error with the reason as the answer to the message.
-
-    Args:
-        approved: the apps that may run.
-        receive, get_run, get_fab: ask the SuperLink for a message, for its description of a run, and for a run's app.
-        others: the other arguments of Flower's function.
+    `receive`, `get_run` and `get_fab` ask the SuperLink for a message, for its description of a run, and for a run's
+    app. For an app that is refused, the server gets an error with the reason as the answer to the message.
 
     Returns:
         The run's number; None if there is no message.
@@ -287,9 +259,8 @@ def _files_as_text(content: bytes) -> str:
                 parts.append(f"--- {printable(entry.filename)}\n{printable(text[:left], keep=chr(10))}")
                 left -= min(len(text), left)
                 if len(text) > left and not left:
-                    parts.append(
-                        "--- The app is longer than this: get its folder from the operator before you approve it."
-                    )
+                    advice = "get its folder from the operator before you approve it"
+                    parts.append(f"--- The app is longer than this: {advice}.")
                     break
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
         parts.append(f"--- The app cannot be read: {printable(str(error))}")

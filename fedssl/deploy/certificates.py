@@ -26,43 +26,32 @@ _CLOCK_TOLERANCE = timedelta(hours=1)  # clocks that are behind still accept a n
 
 
 class Authority:
-    """The consortium's authority: its private key and its certificate.
-
-    Attributes:
-        key: the private key; whoever has it can pretend to be the server.
-        certificate: the sites trust certificates that it has issued.
-    """
+    """The consortium's authority: its private `key` and its `certificate`."""
 
     def __init__(self, folder: Path, consortium: str):
         """Read ca.key and ca.crt of a folder; make them if both are missing.
 
         Raises:
-            UserError: one of the two is missing or cannot be read, or they do not belong together.
+            UserError: the key alone is missing; one cannot be read; they do not belong together.
         """
         key_path, certificate_path = folder / "ca.key", folder / "ca.crt"
         if certificate_path.exists() and not key_path.exists():
-            raise UserError(
-                f"{key_path} is missing: bring the authority's key back from where it is kept, as certificates are "
-                "issued with it"
-            )
+            advice = "bring the authority's key back from where it is kept, as certificates are issued with it"
+            raise UserError(f"{key_path} is missing: {advice}")
         self.key = server_key(key_path)
         if not certificate_path.exists():
             now, name = datetime.now(timezone.utc), common_name(consortium)
-            end = now + timedelta(days=3650)
-            builder = _builder(self.key.public_key(), name, name, now, end, is_authority=True)
+            builder = _builder(self.key.public_key(), name, name, now, now + timedelta(days=3650), is_authority=True)
             write_atomically(certificate_path, builder.sign(self.key, hashes.SHA256()).public_bytes(Encoding.PEM))
         self.certificate = read_certificate(certificate_path)
         if self.certificate.public_key() != self.key.public_key():
             raise UserError(f"{key_path} is not the private key of {certificate_path}: bring back the right one")
 
     def issue(self, key: PublicKey, address: str, days: int) -> x509.Certificate:
-        """Return a new certificate of the server.
+        """Return a new certificate for the server's key and the address by which the sites reach it.
 
-        Args:
-            key: the server's public key.
-            address: host name or IP address by which the sites reach the server. The certificate also names localhost
-                and 127.0.0.1, where Flower's own processes reach the SuperLink.
-            days: how long it is valid; not longer than the authority's own certificate.
+        It also names localhost and 127.0.0.1, where Flower's own processes reach the SuperLink, and is valid for `days`
+        days, but not longer than the authority's own.
         """
         now = datetime.now(timezone.utc)
         end = min(now + timedelta(days=days), self.certificate.not_valid_after_utc)
@@ -77,20 +66,12 @@ class Authority:
 
 
 def read_certificate(path: Path) -> x509.Certificate:
-    """Return the first certificate in a PEM file.
-
-    Raises:
-        UserError: the file cannot be read, or holds no certificate.
-    """
+    """Return the first certificate in a PEM file; raise UserError if it has none or cannot be read."""
     return _read_certificates(path)[0]
 
 
 def needs_renewal(path: Path, address: str) -> str | None:
-    """Return the reason to issue the server's certificate; None if the one in a PEM file is still good.
-
-    Raises:
-        UserError: the file exists but cannot be read, or holds no certificate.
-    """
+    """Return the reason to issue the server's certificate; None if the one in a PEM file is still good."""
     if not path.exists():
         return "there was none"
     certificate = read_certificate(path)
@@ -111,18 +92,10 @@ def common_name(name: str) -> x509.Name:
 
 
 def require_server(certificate: Path, key: Path, authority: Path, host: str) -> None:
-    """Refuse a server's certificate with which nobody could reach the SuperLink.
+    """Raise UserError for a server's certificate with which nobody could reach the SuperLink at `host`.
 
-    Args:
-        certificate: of the server; further ones in the file lead from it to the authority's.
-        key: the server's private key.
-        authority: the certificates that sites and Flower's own processes trust.
-        host: where the SuperLink listens.
-
-    Raises:
-        UserError: a file cannot be read; a certificate has expired or is not valid yet; the key belongs to another
-            certificate; the authority has not issued the certificate; it does not name the address at which the
-            SuperLink's own processes reach it.
+    The file `certificate` holds the server's, and any that lead from it to one in `authority`, which the sites and
+    Flower's own processes trust. These processes use TLS too, so it must name the address at which they connect.
     """
     require_authority(authority)
     chain = _read_certificates(certificate)
@@ -155,11 +128,7 @@ def require_server(certificate: Path, key: Path, authority: Path, host: str) -> 
 
 
 def require_authority(path: Path) -> None:
-    """Refuse a file of authorities' certificates of which none is valid now.
-
-    Raises:
-        UserError: the file cannot be read, or all its certificates have expired or are not valid yet.
-    """
+    """Raise UserError for a file of authorities' certificates of which none is valid now."""
     problems = [_not_valid_now(certificate) for certificate in _read_certificates(path)]
     if None not in problems:
         raise UserError(f"{path} {problems[0]}")

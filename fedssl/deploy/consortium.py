@@ -97,20 +97,12 @@ class Consortium(Options):
 
 
 def load_consortium(path: str | Path) -> Consortium:
-    """Read a consortium's file.
-
-    Raises:
-        UserError: no such file; not YAML; a key or value that is not allowed.
-    """
+    """Read a consortium's file; raise UserError if it is missing, not YAML, or has a value that is not allowed."""
     return _load(expand_home(path), Consortium, "the consortium's file", "fedssl provision --example prints one")
 
 
 def load_member(folder: Path) -> Member:
-    """Read `member.yaml` of a site's or the server's folder.
-
-    Raises:
-        UserError: the folder is not one that `provision` wrote, or the file has been damaged.
-    """
+    """Read `member.yaml` of a folder; raise UserError if `provision` did not write the folder, or it is damaged."""
     return _load(folder / MEMBER_FILE, Member, "the file", f"name a folder that fedssl provision wrote, not {folder}")
 
 
@@ -122,8 +114,8 @@ def _load(path: Path, model: type[_Model], kind: str, hint: str) -> _Model:
         raise UserError(f"{kind} {path} cannot be read: {reason}; {hint}") from error
     values = parse_yaml(text, f"{kind} {path}")
     if not isinstance(values, dict):
-        expected = ", ".join(model.model_fields)
-        raise UserError(f"{kind} {path} must hold the keys {expected}, got {type(values).__name__}; {hint}")
+        keys = ", ".join(model.model_fields)
+        raise UserError(f"{kind} {path} must hold the keys {keys}, got {type(values).__name__}; {hint}")
     try:
         return model.model_validate(values)
     except ValidationError as error:

@@ -50,19 +50,13 @@ class _Copy(NamedTuple):
 
 
 def run(
-    command: list[str],
-    environment: dict[str, str],
-    modules: Sequence[str],
-    prepare: Callable[[], None] = lambda: None,
+    command: list[str], environment: dict[str, str], modules: Sequence[str], prepare: Callable[[], None] = lambda: None
 ) -> int:
     """Run one of Flower's commands, and those that it starts, until it ends or this process is terminated.
 
-    Args:
-        command: `flower-superlink` or `flower-supernode`, and its arguments.
-        environment: the command's.
-        modules: those that the copies need besides Flower. They are imported while the command starts, and must not
-            start threads or look for a CUDA device when they are imported: a fork has neither.
-        prepare: called in the command's process before it starts.
+    `modules` are those that the copies need besides Flower. They are imported while the command starts, and must not
+    start threads or look for a CUDA device when they are imported: a fork has neither. `prepare` is called in the
+    command's process before it starts.
 
     Returns:
         The command's exit code; 130 if this process was interrupted.
@@ -141,11 +135,7 @@ def _entry_point(command: str) -> Callable[[], None]:
 
 
 def _start_copy(listener: socket.socket, entry_points: dict[str, Callable[[], None]]) -> dict[int, _Copy]:
-    """Make the copy that a command asks for.
-
-    Returns:
-        The copy by its process id; empty if the command ended before it had sent its request.
-    """
+    """Return the copy that a command asks for, by process id; none if the command ended before it had asked."""
     connection, _ = listener.accept()
     connection.settimeout(10.0)  # a command sends its request as soon as it is connected
     files: list[int] = []
@@ -179,8 +169,7 @@ def _start_copy(listener: socket.socket, entry_points: dict[str, Callable[[], No
 def _handle_ended(copies: dict[int, _Copy]) -> None:
     """Send the exit codes of copies that have ended; restart `flower-superexec`, without which no run would begin."""
     for process in list(copies):
-        code = _exit_code(process)
-        if code is None:
+        if (code := _exit_code(process)) is None:
             continue
         copy = copies.pop(process)
         is_waited_for = not select.select([copy.connection], [], [], 0)[0]  # a closed connection can be read

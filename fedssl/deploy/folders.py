@@ -28,15 +28,10 @@ SITES, REVOKED = "sites", "revoked"
 
 
 def provision(consortium: Consortium, folder: Path, keys_at_sites: bool) -> list[str]:
-    """Write the folders of a consortium, or add what is missing in them.
+    """Write the folders of a consortium into a folder, or add what is missing; return a line for each thing done.
 
-    Args:
-        consortium: as its file describes it, perhaps with more sites or another address than before.
-        folder: the folder of the folders; it is made if it is missing.
-        keys_at_sites: leave the private keys of new folders to the sites and the server (`write_request`).
-
-    Returns:
-        One line for each thing that was done.
+    The consortium may have more sites or another address than before. With `keys_at_sites` the private keys of new
+    folders are left to the sites and the server (`write_request`).
 
     Raises:
         UserError: the sites' order has changed; the authority is missing or damaged; a file cannot be written.
@@ -67,12 +62,7 @@ def provision(consortium: Consortium, folder: Path, keys_at_sites: bool) -> list
 
 
 def write_request(folder: Path) -> tuple[Path, str]:
-    """Make the private key of a site's or the server's folder, and write a request with its public key.
-
-    If the folder has a key already, the key stays as it is and the request is written again.
-
-    Args:
-        folder: as `provision` wrote it; of a site or of the server.
+    """Make the private key of a site's or the server's folder, unless it has one, and write a request for it.
 
     Returns:
         The request's path and the key's fingerprint.
@@ -82,24 +72,18 @@ def write_request(folder: Path) -> tuple[Path, str]:
     """
     name = load_member(folder).name
     key = keys.server_key(folder / "server.key") if name == "server" else keys.site_key(folder / "site.key")
-    request = (
-        x509.CertificateSigningRequestBuilder().subject_name(certificates.common_name(name)).sign(key, hashes.SHA256())
-    )
+    builder = x509.CertificateSigningRequestBuilder().subject_name(certificates.common_name(name))
+    request = builder.sign(key, hashes.SHA256())
     path = folder / f"{name}.request"
     _write_text(path, request.public_bytes(Encoding.PEM).decode())
     return path, key_fingerprint(key.public_key())
 
 
 def answer_request(request: Path, folder: Path, consortium: Consortium) -> list[str]:
-    """Accept a request: register a site's public key, or issue the server's certificate.
+    """Accept a request, of which the name and the key alone count, in the coordinator's folder.
 
-    Args:
-        request: the file that `write_request` wrote. Only the name and the key are taken from it.
-        folder: the coordinator's, as `provision` wrote it.
-        consortium: gives the address and the days of the server's certificate.
-
-    Returns:
-        One line for each thing that was done, with the fingerprint that must be compared.
+    Register a site's public key, or issue the server's certificate; return a line for each thing done, with the
+    fingerprint that must be compared.
 
     Raises:
         UserError: the request is damaged or not of this consortium; the site has another key, or this one was revoked.
@@ -108,9 +92,8 @@ def answer_request(request: Path, folder: Path, consortium: Consortium) -> list[
     server = folder / "server"
     if name == "server":
         if not (folder / "authority" / "ca.crt").exists():
-            raise UserError(
-                f"{folder / 'authority'} is missing: bring the authority's folder back from where it is kept"
-            )
+            advice = "bring the authority's folder back from where it is kept"
+            raise UserError(f"{folder / 'authority'} is missing: {advice}")
         _issue_certificate(server, Authority(folder / "authority", consortium.name), key, consortium)
         return [
             f"server: wrote {server / 'server.crt'} for the key {key_fingerprint(key)}; send it to the server, and "
@@ -144,10 +127,7 @@ def answer_request(request: Path, folder: Path, consortium: Consortium) -> list[
 
 
 def revoke(name: str, folder: Path) -> list[str]:
-    """Remove a site's key from those that the server accepts.
-
-    Returns:
-        Lines that name what was done, and how to apply it to the running server.
+    """Remove a site's key from those that the server accepts; return lines on what was done and what is left to do.
 
     Raises:
         UserError: no site of this name has a key.
@@ -252,10 +232,8 @@ def _write_fingerprints(folder: Path) -> None:
     paths = sorted((folder / "server" / SITES).glob("*.pub"))
     fingerprints = {path.stem: key_fingerprint(keys.read_public(path)) for path in paths}
     name = certificate.subject.rfc4514_string().removeprefix("CN=")
-    _write_text(
-        folder / "fingerprints.md",
-        pages.fingerprints_page(name, certificates.certificate_fingerprint(certificate), fingerprints),
-    )
+    page = pages.fingerprints_page(name, certificates.certificate_fingerprint(certificate), fingerprints)
+    _write_text(folder / "fingerprints.md", page)
 
 
 def _known_sites(folder: Path) -> list[str]:
@@ -280,9 +258,8 @@ def _read_request(path: Path) -> tuple[str, PublicKey]:
     except (ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm) as error:
         raise UserError(f"{path} is not a request of fedssl provision request: {error}") from error
     if not valid or len(names) != 1:
-        raise UserError(
-            f"{path} is damaged or forged: its signature is not of the key that it holds; ask for a new one"
-        )
+        problem = "its signature is not of the key that it holds"
+        raise UserError(f"{path} is damaged or forged: {problem}; ask for a new one")
     name = str(names[0].value)
     curve = keys.SERVER_CURVE if name == "server" else keys.SITE_CURVE
     if not isinstance(key, PublicKey) or not isinstance(key.curve, curve):

@@ -26,44 +26,31 @@ SERVER_CURVE, SITE_CURVE = ec.SECP256R1, ec.SECP384R1
 
 
 def server_key(path: Path) -> PrivateKey:
-    """Return the private key in a PEM file; make one on the curve P-256 if the file is missing.
-
-    Raises:
-        UserError: the file holds something else, or cannot be written.
-    """
+    """Return the private key in a PEM file; make one on the curve P-256 if the file is missing."""
     _make_if_missing(path, SERVER_CURVE(), serialization.PrivateFormat.PKCS8)
-    return _read_private(
-        path, serialization.load_pem_private_key, "in PEM format", "openssl ecparam -name prime256v1 -genkey"
-    )
+    command = "openssl ecparam -name prime256v1 -genkey"
+    return _read_private(path, serialization.load_pem_private_key, "in PEM format", command)
 
 
 def site_key(path: Path) -> PrivateKey:
-    """Return the private key in a file of ssh-keygen's format; make one on the curve P-384 if the file is missing.
-
-    Raises:
-        UserError: the file holds something else, or cannot be written.
-    """
+    """Return the private key in a file of ssh-keygen's format; make one on the curve P-384 if the file is missing."""
     _make_if_missing(path, SITE_CURVE(), serialization.PrivateFormat.OpenSSH)
     return read_site_key(path)
 
 
 def read_site_key(path: Path) -> PrivateKey:
-    """Return the private key in a file of ssh-keygen's format, which is how Flower reads a site's key.
-
-    Raises:
-        UserError: the file cannot be read, or holds no private key on an elliptic curve without a password.
-    """
+    """Return the private key in a file of ssh-keygen's format, which is how Flower reads a site's key."""
     return _read_private(path, serialization.load_ssh_private_key, "as ssh-keygen writes it", "ssh-keygen -t ecdsa")
 
 
 def _make_if_missing(path: Path, curve: ec.EllipticCurve, key_format: serialization.PrivateFormat) -> None:
     if not path.exists():
         key = ec.generate_private_key(curve)
-        data = key.private_bytes(serialization.Encoding.PEM, key_format, serialization.NoEncryption())
-        write_private(path, data)
+        write_private(path, key.private_bytes(serialization.Encoding.PEM, key_format, serialization.NoEncryption()))
 
 
 def _read_private(path: Path, load, format_name: str, command: str) -> PrivateKey:  # type: ignore[no-untyped-def]
+    """Return a private key; raise UserError if it has a password, or is not on an elliptic curve."""
     data = read_file(path, "the private key")
     try:
         key = load(data, password=None)
@@ -76,11 +63,7 @@ def _read_private(path: Path, load, format_name: str, command: str) -> PrivateKe
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Write a new file that only its user can read. An existing file is never replaced.
-
-    Raises:
-        UserError: the file exists, or cannot be written.
-    """
+    """Write a new file that only its user can read; raise UserError if it exists, as a key is never overwritten."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -105,11 +88,7 @@ def public_text(key: PublicKey) -> str:
 
 
 def read_public(path: Path) -> PublicKey:
-    """Return the public key in a file of ssh-keygen's format.
-
-    Raises:
-        UserError: the file cannot be read, or is no public key on an elliptic curve.
-    """
+    """Return the public key, on an elliptic curve, in a file of ssh-keygen's format."""
     data = read_file(path, "the public key")
     try:
         key = serialization.load_ssh_public_key(data)
@@ -127,15 +106,7 @@ def key_fingerprint(key: PublicKey) -> str:
 
 
 def read_file(path: Path, name: str) -> bytes:
-    """Return the content of a key, a certificate or a request, of at most 1 MiB.
-
-    Args:
-        path: the file.
-        name: the file's kind in the error's text, such as "the private key".
-
-    Raises:
-        UserError: the file cannot be read.
-    """
+    """Return the content of at most 1 MiB; `name` is its kind in a UserError's text, such as "the private key"."""
     try:
         return read_regular_file(path, 2**20)
     except OSError as error:

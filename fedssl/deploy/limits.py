@@ -58,11 +58,9 @@ class RequestLimits:
     """A middleware that refuses requests from other machines except for `/v1/fleet/` (403), and large bodies (413)."""
 
     def __init__(self, app: ASGIApp):
-        """Wrap the SuperLink's application."""
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request; see the ASGI specification."""
         is_for_sites = "path" in scope and scope["path"].startswith("/v1/fleet/")
         if scope["type"] == "lifespan" or (_is_from_this_machine(scope) and not is_for_sites):
             await self._app(scope, receive, send)
@@ -72,8 +70,7 @@ class RequestLimits:
             await self._call_limited(scope, receive, send)
 
     async def _call_limited(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = Headers(scope=scope)
-        most = LARGEST_BODY_WITHOUT_KEY
+        headers, most = Headers(scope=scope), LARGEST_BODY_WITHOUT_KEY
         announced = headers.get("content-length", "")
         size = int(announced) if announced.isdecimal() else 0
         received, messages, more = 0, [], True

@@ -37,13 +37,13 @@ def superlink(folder: Path, host: str, port: int, insecure: bool, reverse_proxy:
 
     Args:
         folder: holds ca.crt, server.crt and server.key, and keeps the SuperLink's database.
-        host, port: where sites and operators reach it.
+        host, port: where it listens.
         insecure: without TLS and without authentication of the sites.
         reverse_proxy: the port of an nginx in front of the SuperLink, whose configuration is written; None for none.
 
     Raises:
-        UserError: a file is missing; the sites or the SuperLink's own processes would not trust the certificate; the
-            port is in use; another SuperLink keeps its database in the folder; see `write_reverse_proxy`.
+        UserError: see `require_server` and `write_reverse_proxy`; a file is missing; the port is in use; another
+            SuperLink keeps its database in the folder.
     """
     os.umask(_PRIVATE_UMASK)
     command = ["flower-superlink", "--host", host, "--port", str(port)]
@@ -80,7 +80,7 @@ def supernode(
     """Run Flower's SuperNode for a site until it ends or this process is terminated; return its exit code.
 
     Args:
-        site_file: the site's YAML file; it is checked and its data are loaded before anything is started.
+        site_file: is checked, and its data are loaded, before anything is started.
         address: of the SuperLink, as host:port.
         certificate: of the authority that has signed the SuperLink's certificate.
         key: the site's private key, whose public part the SuperLink knows.
@@ -90,8 +90,7 @@ def supernode(
         ask: show an app that is not approved on the terminal, and ask.
 
     Raises:
-        UserError: a file is missing or wrong; a digest is invalid; there is no terminal to ask on; the authority's
-            certificate has expired or is not valid yet.
+        UserError: see `require_authority` and `ApprovedApps`; a file is missing or wrong.
     """
     os.umask(_PRIVATE_UMASK)
     command = ["flower-supernode", "--superlink", address, "--port", str(_free_port())]
@@ -114,10 +113,8 @@ def supernode(
     # Flower looks for a new message's task every second; a round has several such steps one after another
     environment = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.3"} | _environment()
     if load_site(site_file).approved_apps is None and not allowed_apps and not ask:
-        _print_error(
-            "every app that the server sends runs at this site; approve single apps with --allow, --ask or "
-            "approved_apps in the site's file"
-        )
+        advice = "approve single apps with --allow, --ask or approved_apps in the site's file"
+        _print_error(f"every app that the server sends runs at this site; {advice}")
         return _explain_end(run(command, environment, _LATE_MODULES))
     from .apps import ApprovedApps, refuse_other_apps
 
@@ -130,9 +127,9 @@ def supernode(
 
 
 def _explain_end(code: int) -> int:
-    """Return a SuperNode's exit code; print a message and return 1 for one that has ended by itself without an error.
+    """Return a SuperNode's exit code; print a message and return 1 in place of 0.
 
-    Flower's SuperNode ends so, without a message, if the SuperLink no longer accepts its signed requests.
+    Flower's SuperNode ends with 0 and no message if the SuperLink no longer accepts its signed requests.
     """
     if code:
         return code
@@ -160,8 +157,7 @@ def _check_data(site_file: Path) -> int:
 
 def _environment() -> dict[str, str]:
     """Return this process's environment, with Flower's commands of the same installation first in the path."""
-    path = f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-    return os.environ | {"PATH": path}
+    return os.environ | {"PATH": f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ.get('PATH', os.defpath)}"}
 
 
 def _require_free_port(host: str, port: int) -> None:
@@ -170,11 +166,10 @@ def _require_free_port(host: str, port: int) -> None:
         try:
             probe.bind((host, port))
         except OSError as error:
-            problem = f"cannot listen on port {port} of {host}: {error.strerror or error}; check --host and --port"
+            place = f"port {port} of {host}"
+            problem = f"cannot listen on {place}: {error.strerror or error}; check --host and --port"
             if error.errno == errno.EADDRINUSE:
-                problem = (
-                    f"port {port} of {host} is in use, perhaps by another SuperLink: stop it, or give another --port"
-                )
+                problem = f"{place} is in use, perhaps by another SuperLink: stop it, or give another --port"
             raise UserError(problem) from error
 
 

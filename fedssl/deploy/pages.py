@@ -174,15 +174,12 @@ def server_start(consortium: Consortium) -> str:
     """Return the server's start script."""
     server = consortium.server
     options = f"--host 0.0.0.0 --port {server.port}"
+    texts = {"with_proxy": "", "require_proxy": "", "keep_proxy": ""}
     if server.wall:
         options = f"--port {server.internal_port} --wall {server.port}"
-    return _SERVER_START.format(
-        consortium=consortium.name,
-        with_proxy=" and the reverse proxy in front of it" if server.wall else "",
-        require_proxy=_REQUIRE_PROXY if server.wall else "",
-        options=options,
-        keep_proxy=_KEEP_PROXY if server.wall else "",
-    )
+        texts = {"require_proxy": _REQUIRE_PROXY, "keep_proxy": _KEEP_PROXY}
+        texts["with_proxy"] = " and the reverse proxy in front of it"
+    return _SERVER_START.format(consortium=consortium.name, options=options, **texts)
 
 
 def server_page(consortium: Consortium, unit: str, has_key: bool) -> str:

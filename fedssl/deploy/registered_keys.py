@@ -20,16 +20,10 @@ from .keys import read_public
 
 
 def register_keys(keys: Path, address: str, certificate: Path, superlink: int | None = None) -> list[str]:
-    """Register the keys of a folder at a SuperLink, and unregister all others.
+    """Register the keys of a folder, files NAME.pub, at a SuperLink, and unregister all others; return a line for each.
 
-    Args:
-        keys: a folder with a file NAME.pub for each site.
-        address: of the SuperLink, as host:port, reached from its own machine.
-        certificate: of the SuperLink's authority.
-        superlink: the SuperLink's process id; wait up to 180 s until it listens, as long as the process runs.
-
-    Returns:
-        A line for each key that was registered or unregistered.
+    The SuperLink's `address` is host:port, reached from its own machine; `certificate` is its authority's. If its
+    process id `superlink` is given, wait up to 180 s until it listens, as long as the process runs.
 
     Raises:
         UserError: the SuperLink is not reached, refuses the request, or has ended; a file is not a public key.
@@ -38,9 +32,8 @@ def register_keys(keys: Path, address: str, certificate: Path, superlink: int | 
     interceptors = [RuntimeVersionHttpInterceptor(component_name="flwr CLI")]
     done = []
     try:
-        with ControlHttpClient.from_server_address(
-            address, False, str(certificate.absolute()), interceptors=interceptors
-        ) as client:
+        authority = str(certificate.absolute())
+        with ControlHttpClient.from_server_address(address, False, authority, interceptors=interceptors) as client:
             present = {
                 public_key_to_bytes(load_pem_public_key(node.public_key)): node.node_id  # type: ignore[arg-type]
                 for node in _list_nodes(client, superlink)
@@ -66,11 +59,7 @@ def register_keys(keys: Path, address: str, certificate: Path, superlink: int | 
 
 
 def write_connection(folder: Path, address: str, certificate: Path) -> None:
-    """Write Flower's config.toml, with which the operator reaches the SuperLink as `consortium`.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
+    """Write Flower's config.toml, with which the operator reaches the SuperLink as `consortium`."""
     make_folder(folder)
     text = (
         '[superlink]\ndefault = "consortium"\n\n[superlink.consortium]\n'

@@ -72,15 +72,9 @@ http {{
 
 
 def write_reverse_proxy(folder: Path, port: int, superlink_host: str, superlink_port: int) -> Path:
-    """Write the configuration of an nginx that listens on `port` in front of a SuperLink on this machine.
+    """Write the configuration of an nginx that listens on `port` for the SuperLink, and return its path.
 
-    Args:
-        folder: holds server.crt and server.key; the configuration and nginx's own files are written here too.
-        port: where the sites reach the SuperLink.
-        superlink_host, superlink_port: where the SuperLink itself listens.
-
-    Returns:
-        The configuration's path.
+    `folder` holds server.crt and server.key; the configuration and nginx's own files are written here too.
 
     Raises:
         UserError: other machines would reach the SuperLink itself; both ports are the same; nginx could not read the

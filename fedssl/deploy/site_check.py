@@ -26,27 +26,15 @@ _LEAST_DISK = 2 * 2**30  # bytes: a few states of a large model
 
 
 class Check(NamedTuple):
-    """One thing that was checked.
-
-    Attributes:
-        what: its name, in a few words.
-        finding: the result.
-        advice: what to do; None if all is well.
-    """
+    """One thing that was checked."""
 
     what: str
     finding: str
-    advice: str | None = None
+    advice: str | None = None  # None if all is well
 
 
 def check_site(folder: Path) -> list[Check]:
-    """Check everything that a site needs for a run.
-
-    Args:
-        folder: the site's, as `provision` wrote it.
-
-    Returns:
-        The checks in the order in which problems should be corrected.
+    """Check everything that a site's folder needs for a run, in the order in which problems should be corrected.
 
     Raises:
         UserError: the folder is not one that `provision` wrote, or is the server's.

@@ -45,11 +45,7 @@ def write_manifest(path: Path, checkpoint: Checkpoint) -> None:
 
 
 def read_manifest(path: Path) -> Checkpoint:
-    """Read the manifest of a run's folder; without one, return the checkpoint of a run before its first commit.
-
-    Raises:
-        UserError: the manifest cannot be read, or was changed.
-    """
+    """Return a run's manifest, or an empty checkpoint without one; raise UserError if it is damaged or was changed."""
     file = path / "checkpoints" / "manifest.json"
     try:
         values = json.loads(read_regular_file(file))
@@ -98,11 +94,7 @@ def alone_in(path: Path, busy: str = "another process is at work on this run") -
 
 
 def default_folder(name: str, seed: int) -> Path:
-    """Return the folder of a run for which the user names none.
-
-    Raises:
-        UserError: the recipe's name cannot be a folder's name.
-    """
+    """Return the folder of a run for which the user names none."""
     if "/" in name:
         advice = "change it, or name the run's folder with --output"
         raise UserError(f"the recipe's name {name!r} holds a slash, so it cannot be a folder's name: {advice}")
@@ -116,12 +108,7 @@ def is_run_folder(path: Path) -> bool:
 
 
 def refuse_existing(path: Path, overwrite: bool) -> None:
-    """Check that a new run can be made in a folder, before anything is loaded.
-
-    Raises:
-        UserError: the folder exists and may not be replaced: `overwrite` is False, another process is working on it,
-            or it is not a run's folder.
-    """
+    """Raise UserError if a folder exists and a new run may not replace it, before anything is loaded."""
     if not os.path.lexists(path):
         return
     if not is_run_folder(path):
@@ -132,8 +119,7 @@ def refuse_existing(path: Path, overwrite: bool) -> None:
     if not overwrite:
         advice = f"continue it with fedssl run --resume {path}, or give --overwrite, or another --output"
         raise UserError(f"{path} exists: {advice}")
-    target = absolute_path(Path(), path)
-    if Path.cwd().is_relative_to(target):
+    if Path.cwd().is_relative_to(absolute_path(Path(), path)):
         raise UserError(f"{path} is the working folder or one above it, so it is not replaced: name another --output")
     with alone_in(path):
         pass

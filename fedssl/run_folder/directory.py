@@ -48,10 +48,8 @@ from .storage import (
 
 MetricRow = tuple[int, str, str, float]
 METRICS_HEADER = ("round", "client", "metric", "value")
-#: the file with the shape of the run's images
 IMAGE_SHAPE = "image_shape.json"
-#: the file with the run's name at the sites, if they keep the clients' states
-SITES_RUN = "sites_run.txt"
+SITES_RUN = "sites_run.txt"  # if the sites keep the clients' states
 LOGS = ("metrics.csv", "timings.csv", "refused.csv")
 
 
@@ -92,11 +90,7 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: Path) -> RunDirectory:
-        """Open an existing run's folder.
-
-        Raises:
-            UserError: the folder holds no recipe.yaml, or a manifest that cannot be read.
-        """
+        """Open an existing run's folder; raise UserError if it has no recipe.yaml or a damaged manifest."""
         if not (path / "recipe.yaml").is_file():
             raise UserError(f"{path} is not a run's folder: it holds no recipe.yaml")
         return cls(path)
@@ -133,9 +127,7 @@ class RunDirectory:
             raise cannot_write(path, error) from error
 
     def read_metrics(self) -> list[MetricRow]:
-        """Return the metrics up to the last committed round, in the order in which they were written.
-
-        Without a manifest, as in a copy without checkpoints, all complete lines are read.
+        """Return the committed metrics in their order; without a manifest, as in a copy, those of all complete lines.
 
         Raises:
             UserError: metrics.csv is damaged, or was changed since it was committed.
@@ -228,19 +220,15 @@ class RunDirectory:
     def store_recipe(self, text: str) -> None:
         """Replace recipe.yaml; the run continues with the new one."""
         write_atomically(self.path / "recipe.yaml", text.encode())
-        digest = hashlib.sha256(text.encode()).hexdigest()
-        if self.checkpoint.digests.get("recipe.yaml", digest) != digest:
-            digests = self.checkpoint.digests | {"recipe.yaml": digest}
-            self.checkpoint = self.checkpoint.model_copy(update={"digests": digests})
+        digest, digests = hashlib.sha256(text.encode()).hexdigest(), self.checkpoint.digests
+        if digests.get("recipe.yaml", digest) != digest:
+            self.checkpoint = self.checkpoint.model_copy(update={"digests": digests | {"recipe.yaml": digest}})
             write_manifest(self.path, self.checkpoint)
 
     def require_unchanged(self, but: Collection[str] = ()) -> None:
-        """Check that the files, except those named in `but`, are as the run wrote them; the logs may be longer.
+        """Raise UserError unless the files, except those in `but`, are as the run wrote them; the logs may be longer.
 
         In folders of earlier versions, which hold no digests, only the logs' lengths are checked.
-
-        Raises:
-            UserError: a file is missing or was changed; the message names it and says what to do.
         """
         if not is_run_folder(self.path):
             raise UserError(
@@ -288,11 +276,7 @@ class RunDirectory:
         return read_message(self.checkpoints / self.checkpoint.files["server"])
 
     def client_state(self, index: int) -> Message:
-        """Return a client's last written state; an empty message if it has not taken part yet.
-
-        Raises:
-            UserError: the state is kept at the client's own site, or its file cannot be read.
-        """
+        """Return a client's last written state; an empty message if it has not taken part yet."""
         owner = _client_owner(index)
         name = self._written.get(owner) or self.checkpoint.files.get(owner)
         if name and self.clients_elsewhere:

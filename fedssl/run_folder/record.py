@@ -27,7 +27,6 @@ class Run:
     """The content of a run's folder, up to the last committed round.
 
     Attributes:
-        path: the folder, as given.
         recipe: the resolved recipe as plain values, which need no file of a custom part.
         values: metric values by (round, who, metric). Round 0 is before training. `who` is a client's number as text
             (`"0"`), `global` for the global model, or `mean` for the mean over the clients.
@@ -90,9 +89,6 @@ class Run:
 
         It is client `who`'s, a number as text; by default the global model's or the mean over the clients, see
         `overall`. None if it was not measured, or for `after` if the run is not finished.
-
-        Raises:
-            ValueError: `when` is neither `before` nor `after`.
         """
         if when not in ("before", "after"):
             raise ValueError(f"when must be 'before' or 'after', got {when!r}")
@@ -107,11 +103,7 @@ class Run:
 
 
 def read_run(path: str | Path) -> Run:
-    """Read a folder that `fedssl run` has written, such as `runs/fedu-seed0`, finished or not.
-
-    Raises:
-        UserError: `path` is not a run's folder, or a file in it cannot be read.
-    """
+    """Read a folder that `fedssl run` has written, finished or not; raise UserError if it is no such folder."""
     path = Path(path)
     directory = RunDirectory.open(path)
     try:

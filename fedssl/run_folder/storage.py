@@ -70,11 +70,7 @@ def sync_path(path: Path) -> None:
 
 
 def flush_files(folder: Path, names: Iterable[str]) -> None:
-    """Flush files of a folder to the disk, and then the folder.
-
-    Raises:
-        UserError: a file cannot be written.
-    """
+    """Flush files of a folder to the disk, and then the folder."""
 
     def flush(name: str) -> None:
         try:
@@ -88,21 +84,13 @@ def flush_files(folder: Path, names: Iterable[str]) -> None:
 
 
 def remove_files(folder: Path, names: Iterable[str]) -> None:
-    """Remove files of a folder; missing ones are ignored.
-
-    Raises:
-        OSError: a file cannot be removed.
-    """
+    """Remove files of a folder; missing ones are ignored. Raise OSError if one cannot be removed."""
     with ThreadPoolExecutor(_AT_A_TIME) as threads:
         list(threads.map(lambda name: (folder / name).unlink(missing_ok=True), names))
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and those above it if they do not exist.
-
-    Raises:
-        UserError: the folder cannot be made.
-    """
+    """Make a folder and those above it if they do not exist; raise UserError if that fails."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -118,11 +106,7 @@ def cannot_write(path: Path, error: OSError) -> UserError:
 
 
 def digest_of(path: Path, length: int | None = None) -> str:
-    """Return the SHA-256 of a file's first `length` bytes, by default of all, as 64 hexadecimal digits.
-
-    Raises:
-        OSError: the file is missing, not a regular file, or cannot be read.
-    """
+    """Return the SHA-256 of a file's first `length` bytes, by default all, in hexadecimal; OSError is passed on."""
     digest = hashlib.sha256()
     left = float("inf") if length is None else length
     with open_regular_file(path) as file:
@@ -170,9 +154,6 @@ def write_message(path: Path, message: Message, flush: bool = True) -> str:
     """Store a message as a safetensors file, with its numbers, config and metrics as JSON in the header.
 
     Returns the file's SHA-256, see `digest_of`. For `flush` see `write_atomically`.
-
-    Raises:
-        UserError: the file cannot be written.
     """
     fields = {"numbers": message.numbers, "config": message.config, "metrics": message.metrics}
     parts = _safetensors_parts(message.tensors, {"message": json.dumps(fields)})
@@ -205,11 +186,7 @@ def _safetensors_parts(tensors: Mapping[str, Tensor], metadata: dict[str, str]) 
 
 
 def read_message(path: Path) -> Message:
-    """Read what `write_message` wrote.
-
-    Raises:
-        UserError: the file is missing or damaged.
-    """
+    """Read what `write_message` wrote; raise UserError if the file is missing or damaged."""
     try:
         data = read_regular_file(path)
         # Copies in torch's own memory: views of `data` would be aligned by chance, and a matrix product can round

@@ -43,11 +43,6 @@ def dry_run(table: Table, overrides: Sequence[str] = (), note: Note = lambda tex
     The data may be missing: see `training_data`. Each kind of step is counted as by `fedssl cost`, and timed at the
     recipe's batch size or, if that takes long, at a smaller one. The evaluation and the server's work are left out.
 
-    Args:
-        table: see `load_table`.
-        overrides: `key=value`, for all rows.
-        note: is called with each part of the text.
-
     Raises:
         UserError: a recipe is refused, the data cannot be read, or a step fails.
     """
@@ -125,14 +120,8 @@ def _is_missing(path: Path | None, option: str) -> bool:
 
 def _scenario_table(table: Table, scenario: TableScenario, costs: Sequence[RunCost | None]) -> str:
     printed = [metric for metric in table.metrics if any(metric in figures for figures in scenario.paper.values())]
-    header = [
-        "row",
-        "seeds",
-        "steps a run",
-        "FLOPs a run",
-        "hours a run",
-        *(f"paper: {short_title(m)}" for m in printed),
-    ]
+    papers = [f"paper: {short_title(metric)}" for metric in printed]
+    header = ["row", "seeds", "steps a run", "FLOPs a run", "hours a run", *papers]
     lines = []
     for row, cost in zip(table.rows, costs, strict=True):
         cells = ["-"] * 3 if cost is None else [f"{cost.steps:,.0f}", format_flops(cost.flops), _hours(cost.seconds)]
@@ -174,9 +163,6 @@ def training_data(options: DataOptions, seed: int, expected: ExpectedData | None
     Digits and .npz files are read; all other images have no pixels. The sizes of torchvision's data sets are known.
     Image files are counted and not opened, so all are taken to be usable and their classes to be equally large. Public
     images may be missing.
-
-    Raises:
-        UserError: the data cannot be read.
     """
     source = SOURCES[options.name]
     if source.torchvision is not None and source.shape is not None:  # its published size

@@ -39,11 +39,7 @@ _MOSAIC_ROWS, _MOSAIC_COLUMNS = 3, 4
 
 
 def write_description(table: Table, output: Path, overrides: Sequence[str]) -> None:
-    """Write OUTPUT/table.yaml: the table, below the overrides as comments. OUTPUT is made if missing.
-
-    Raises:
-        UserError: the folder or the file cannot be written.
-    """
+    """Write OUTPUT/table.yaml: the table, below the overrides as comments. OUTPUT is made if missing."""
     make_folder(output)
     comment = "".join(f"# with {' '.join(override.split())}\n" for override in overrides)
     settings = yaml.safe_dump(table.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=110)
@@ -289,14 +285,10 @@ def _cards(run: Run) -> list[Card]:
 
 
 def _mosaic(images: Images, labels: Tensor) -> NDArray[np.uint8]:
-    """Draw some images in a grid, spread evenly over the images in the order of their classes.
+    """Draw some images, spread evenly over all in the order of their classes, in a grid.
 
-    Args:
-        images: uint8 [n, channels, height, width].
-        labels: int64 [n].
-
-    Returns:
-        uint8 [h, w] for one channel, otherwise [h, w, channels].
+    The images are uint8 [n, channels, height, width], the labels int64 [n]; the grid is uint8 [h, w, channels], or
+    [h, w] for one channel.
     """
     order = labels.argsort(stable=True)
     chosen = images[order[torch.linspace(0, len(order) - 1, _MOSAIC_ROWS * _MOSAIC_COLUMNS).long()]]

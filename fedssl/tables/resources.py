@@ -33,10 +33,7 @@ _TITLES = {"memory": "memory (GB)", "flops": "GFLOPs", "traffic": "traffic (GB)"
 
 
 class Figures(NamedTuple):
-    """One row's figures of one resource, in the units above, and their ratios to the figures of the row's reference.
-
-    The paper's are None if it prints none.
-    """
+    """One row's figures of one resource, and their ratios to the reference row's; None where the paper has none."""
 
     ours: float
     ratio: float
@@ -49,17 +46,10 @@ def run_resource_table(
 ) -> dict[str, dict[Metric, Figures]]:
     """Count every row of a table and write OUTPUT/table.md, table.csv and table.yaml.
 
-    Args:
-        table: of kind `resources`, see `load_table`.
-        output: the folder; it is made if missing.
-        overrides: `key=value`, for all rows.
-        note: is called with each line of progress, and finally with the table.
+    `note` is called with each line of progress, and finally with the table.
 
     Returns:
         The figures by row label, in the table's order, and metric.
-
-    Raises:
-        UserError: a recipe is refused, or a file cannot be written.
     """
     recipes = [cell_recipe(table, row, table.seeds[0], overrides) for row in table.rows]
     make_folder(output)

@@ -47,11 +47,7 @@ class Results:
 
 
 def read_results(table: Table, output: Path, scenario: TableScenario | None = None) -> Results:
-    """Read the values of a scenario, by default the first, from a table's folder; unfinished cells are left out.
-
-    Raises:
-        UserError: a run's folder that cannot be read.
-    """
+    """Read the values of a scenario, by default the first, from a table's folder; unfinished cells are left out."""
     scenario = scenario or table.all_scenarios[0]
     results = Results(scenario.label, scenario.paper)
     for row in table.rows:
@@ -101,9 +97,8 @@ def verdict(table: Table, results: Results) -> str:
     """Return the verdict on one scenario: a line for kNN and one for linear accuracy; empty without a method.
 
     To beat a row is to exceed its mean by more than the sum of the two sample standard deviations. A table with
-    `verdict: collaboration` claims a collaboration gain if the method beats every baseline and every control;
-    otherwise it names the rows that the method does not beat, with the differences. This needs two seeds, a baseline
-    and a control. A table with `verdict: comparison` only names the baselines and controls that the method beats.
+    `verdict: collaboration` claims a collaboration gain if the method beats every baseline and control, or names those
+    that it does not beat; this needs two seeds, a baseline and a control. With `comparison` it only names both kinds.
     """
     if table.method is None:
         return ""
@@ -147,8 +142,7 @@ def _judge(table: Table, method: str, results: Results, metric: str) -> str:
     else:
         beats = "beats every baseline and every control by more than the spread"
         text = f"{name}: a collaboration gain. {method_with_value} {beats}: {listed(beaten)}."
-    untrained = results.values(method, metric, "before")
-    if untrained:
+    if untrained := results.values(method, metric, "before"):
         lead, noise = _lead(reached, untrained)
         if lead <= noise:
             text += f" It is not above the untrained encoder ({format_values(metric, untrained)})."

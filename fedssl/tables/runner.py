@@ -59,11 +59,7 @@ class Cell:
 
 
 def table_cells(table: Table, output: Path, overrides: Sequence[str] = ()) -> list[Cell]:
-    """Return all cells in the order in which they run: seed by seed, so that a stopped table compares all rows.
-
-    Raises:
-        UserError: a recipe is refused, see `cell_recipe`.
-    """
+    """Return all cells in the order in which they run: seed by seed, so that a stopped table compares all rows."""
     return [
         Cell(
             f"{row.label}, {scenario.label}" if scenario.label else row.label,
@@ -78,11 +74,7 @@ def table_cells(table: Table, output: Path, overrides: Sequence[str] = ()) -> li
 
 
 def check_output(output: Path, cells: Sequence[Cell]) -> None:
-    """Check that an output folder is new, empty, or the same table's.
-
-    Raises:
-        UserError: `output` is a file, a folder without a table.yaml, or has a cell that another recipe made.
-    """
+    """Raise UserError unless an output folder is new, empty, or the same table's, and its cells have these recipes."""
     if output.exists() and not output.is_dir():
         raise UserError(f"{output} is a file; name a folder as the table's output")
     if output.is_dir() and any(output.iterdir()) and not (output / "table.yaml").is_file():
@@ -115,11 +107,7 @@ _SECONDS_BETWEEN_NOTES = 30.0
 
 
 class Progress:
-    """Tells a line when a cell ends, and one now and then while none does; keeps the failures.
-
-    Attributes:
-        failures: the error messages of the cells that failed.
-    """
+    """Tells a line when a cell ends, and one now and then while none does; `failures` holds the error messages."""
 
     def __init__(self, note: Callable[[str], None], cells: int, waiting: int):
         """`note` is called with each line; `cells` is the table's number of cells, `waiting` how many are to be run."""
@@ -151,7 +139,7 @@ class Progress:
 
 
 def _accuracies(path: Path) -> str:
-    """A finished run's accuracies in a few words."""
+    """Return a finished run's accuracies in a few words."""
     run = read_run(path)
     values = ((metric, run.evaluated(metric, "after")) for metric in JUDGED)
     return ", ".join(f"{metric} {value:.1f}" for metric, value in values if value is not None)
@@ -189,17 +177,11 @@ def run_here(cells: Sequence[Cell], progress: Progress) -> None:
 def run_in_processes(cells: Sequence[Cell], jobs: int, progress: Progress) -> None:
     """Run cells in worker processes, each of which takes one cell after another.
 
-    All worker processes have ended when this returns or raises. A cell that fails is told to `progress`, and the others
-    go on.
-
-    Args:
-        cells: what to run.
-        jobs: the number of worker processes; each gets its share of the processor cores as threads.
-        progress: is told each committed round and each cell that ended.
+    Each of the `jobs` processes gets its share of the processor cores as threads, and all have ended when this returns
+    or raises. A cell that fails is told to `progress`, and the others go on.
 
     Raises:
         RuntimeError: an error in a worker that is not a UserError, with its traceback.
-        KeyboardInterrupt: on Ctrl-C.
     """
     context = multiprocessing.get_context("spawn")  # a forked child may hang in torch's thread pool
     threads = max(1, (os.cpu_count() or 1) // max(jobs, 1))
@@ -287,12 +269,8 @@ def run_table(
     Ctrl-C raises KeyboardInterrupt after the worker processes have ended. A cell that fails with a UserError does not
     stop the others.
 
-    Args:
-        table: of kind `runs`, see `load_table`.
-        output: the folder; it is new, empty, or the same table's.
-        overrides: `key=value`, for all rows.
-        jobs: cells at a time, each in a process of its own with its share of the processor cores as threads.
-        note: is called with each line of progress, and finally with the table and its verdict.
+    `jobs` cells run at a time, see `run_in_processes`. `note` is called with each line of progress, and finally with
+    the table and its verdict.
 
     Raises:
         UserError: a recipe is refused, another recipe has made a cell in `output`, a file cannot be written, or cells

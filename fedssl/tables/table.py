@@ -54,8 +54,7 @@ class TableRow(Options):
         None, description="in a table of resources: the shape of this row's images, in place of the table's `image`"
     )
     newcomers: bool = Field(
-        False,
-        description="in a table of resources: count every client in every round as if it were its first",
+        False, description="in a table of resources: count every client in every round as if it were its first"
     )
 
 
@@ -177,12 +176,7 @@ def _check_labels(kind: str, labels: list[str]) -> None:
 
 
 def load_table(name_or_path: str | Path) -> Table:
-    """Read a shipped table by name, or a file by path.
-
-    Raises:
-        UserError: there is no such table; it is not YAML; or a key or value is invalid. The message names the key's
-            path and what is allowed.
-    """
+    """Read a shipped table by name, or a file by path; raise UserError if it is missing or invalid."""
     try:
         return Table.model_validate(read_values(name_or_path, "table"))
     except ValidationError as error:
