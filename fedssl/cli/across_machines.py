@@ -153,6 +153,7 @@ def superlink(
         typer.Option(
             "--reverse-proxy",
             "--wall",
+            metavar="PORT",
             min=1,
             max=65535,
             help="Port of an nginx in front of the SuperLink: its nginx.conf is written into FOLDER.",

@@ -49,7 +49,7 @@ def decode_images(
         in_memory: True ignores the limit.
 
     Returns:
-        uint8 [n, C, H, W], where C is 1 if every file is gray and else 3; and which of the files they are, ascending:
+        uint8 [n, C, H, W], where C is 1 if every file is gray and else 3; and which of the files they are, ascending;
         all of them unless broken ones are skipped.
 
     Raises:

@@ -103,7 +103,14 @@ class Run:
 
 
 def read_run(path: str | Path) -> Run:
-    """Read a folder that `fedssl run` has written, finished or not; raise UserError if it is no such folder."""
+    """Read a run's folder, finished or not.
+
+    Args:
+        path: a folder that `fedssl run` has written.
+
+    Raises:
+        UserError: the folder holds no run, or a file in it cannot be read.
+    """
     path = Path(path)
     directory = RunDirectory.open(path)
     try:

@@ -18,7 +18,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from fedssl.run import storage
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fedssl.engines.in_process import resume, run
@@ -26,6 +25,7 @@ from fedssl.engines.observers import Observer
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from fedssl.recipe.reading import parse_recipe
+from fedssl.run_folder import storage
 from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import ALIGNED, AVERAGED, tiny_values
 from tests.fedssl.forked_command import start_command

@@ -98,7 +98,7 @@ def test_a_run_in_progress_is_not_replaced(tiny, tmp_path):
 
 
 def test_a_run_that_begins_while_another_is_prepared_is_not_replaced(tmp_path, monkeypatch):
-    from fedssl.run import creation
+    from fedssl.run_folder import creation
 
     RunDirectory.create(tmp_path / "a", FILES)
     real, begun = creation.write_manifest, alone_in(tmp_path / "a")
