@@ -46,8 +46,8 @@ def decode_images(
     What takes more than `options.memory_limit` is decoded into a file, once, unless `in_memory` is True.
 
     Returns:
-        uint8 [n, C, H, W], where C is 1 if every file is gray and else 3; and which of the files they are, ascending:
-        all of them unless broken ones are skipped.
+        uint8 [n, C, H, W], where C is 1 if every file is gray and else 3; and which of the files they are, ascending,
+        which is all of them unless broken ones are skipped.
 
     Raises:
         UserError: files are broken, none is left, the window does not suit them, or the disk has no room.
