@@ -23,6 +23,8 @@ from .evaluation.metrics import is_reserved
 from .messages import Message
 from .options import Options
 
+_Extremes = dict[str, tuple[float, float]]  # the smallest and the largest entry of tensors by name
+
 #: why a client's answer was left out of the last round: `refused/3` in the config of the server's state
 REFUSED = "refused/"
 _MOST_NUMBERS = 1000  # each is a line of metrics.csv in every round
@@ -70,11 +72,7 @@ def refusals(server: Message, replies: dict[int, Message], asked: Asked, largest
     refused if `samples` is missing, not positive or more than twice the client's number of images, if a number or
     metric is not finite, or if a metric has a name that only the server may use. The reason names the first fault.
 
-    Args:
-        server: the server's state; an answer's tensor has the dtype of its entry of the same name.
-        replies: the answers by client.
-        asked: the answers that are expected.
-        largest: `GuardOptions.largest_value`.
+    An answer's tensor has the dtype of the server's entry of the same name; `largest` is `GuardOptions.largest_value`.
     """
     extremes = {k: {name: _extremes(tensor) for name, tensor in reply.tensors.items()} for k, reply in replies.items()}
     sizes: dict[str, int | range | None] = {**_shared_sizes(replies, asked.expected), **asked.sizes}
@@ -95,9 +93,7 @@ def refusals(server: Message, replies: dict[int, Message], asked: Asked, largest
 
 def refused_in(server: Message) -> dict[int, str]:
     """Return why answers were left out of the round that made this state of the server, by client."""
-    return {
-        int(name.removeprefix(REFUSED)): str(why) for name, why in server.config.items() if name.startswith(REFUSED)
-    }
+    return {int(key.removeprefix(REFUSED)): str(why) for key, why in server.config.items() if key.startswith(REFUSED)}
 
 
 def require_answers(refused: dict[int, str], answers: int, round_number: int, options: GuardOptions) -> None:
@@ -130,7 +126,7 @@ def _extremes(tensor: Tensor) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def _limits(server: Message, extremes: dict[int, dict[str, tuple[float, float]]], largest: float) -> dict[str, float]:
+def _limits(server: Message, extremes: dict[int, _Extremes], largest: float) -> dict[str, float]:
     """Return the largest magnitude that each floating-point tensor of this round's answers may have, by name.
 
     It is 1000, or 1000 times the round's median (of two in the middle the lower one): far more than honest clients
@@ -174,16 +170,10 @@ def _size_text(wanted: int | range | None) -> str:
 
 
 def _fault_of_tensors(
-    server: Message,
-    client: int,
-    reply: Message,
-    extremes: dict[str, tuple[float, float]],
-    asked: Asked,
-    largest: float,
-    limits: dict[str, float],
+    server: Message, k: int, reply: Message, extremes: _Extremes, asked: Asked, largest: float, limits: dict[str, float]
 ) -> str | None:
     for name, tensor in reply.tensors.items():
-        if asked.complete and name not in asked.expected[client]:
+        if asked.complete and name not in asked.expected[k]:
             return f"{name} was not asked for"
         known, (low, high) = server.tensors.get(name), extremes[name]
         if known is not None and tensor.dtype != known.dtype:

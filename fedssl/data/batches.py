@@ -37,10 +37,7 @@ def round_batches(
 ) -> Iterator[Tensor]:
     """Yield row numbers of a round's full batches, int64 [batch_size] each; no batch if there are fewer samples.
 
-    Args:
-        samples, batch_size, generator: see `epoch_batches`.
-        epochs: passes over the samples; not read where `steps` is given.
-        steps: number of batches, whatever the number of samples; a new order begins wherever one is used up.
+    With `steps`, there are that many batches whatever `epochs` is; a new order begins wherever one is used up.
     """
     if steps is None:
         for _ in range(epochs):
@@ -62,22 +59,12 @@ def endless_batches(samples: int, batch_size: int, generator: torch.Generator) -
 
 
 def device_batches(images: Images, batches: Iterable[Tensor], device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the row numbers and images of each batch, in order; nothing waits for the device.
+    """Yield each batch's row numbers, int64 [m] as they are, and images, uint8 [m, C, H, W] on `device`, in order.
 
-    On the CPU a batch is read when it is asked for. On a GPU all images are copied there first if they fit into
-    `RESIDENT_SHARE` of its free memory. Otherwise a thread reads `READ_AHEAD` batches ahead into page-locked memory, so
-    that reading and copying go on while the network trains. Images in a file are always read this way.
-
-    Args:
-        images: uint8 [n, C, H, W] in memory or in a file.
-        batches: row numbers of each batch, int64 [m] on the CPU.
-        device: where the network is.
-
-    Yields:
-        The row numbers as they are, and uint8 [m, C, H, W] on `device`.
-
-    Raises:
-        UserError: the file cannot be read.
+    Nothing waits for the device. On the CPU a batch is read when it is asked for. On a GPU all images are copied there
+    first if they fit into `RESIDENT_SHARE` of its free memory. Otherwise a thread reads `READ_AHEAD` batches ahead into
+    page-locked memory, so that reading and copying go on while the network trains. Images in a file are always read
+    this way; a UserError is raised if it cannot be read.
     """
     if device.type != "cuda":
         for rows in batches:
@@ -115,10 +102,7 @@ def read_ahead(
 
 
 class Prefetch(Iterator[Item], Generic[Item]):
-    """The items in order, made one at a time, of which the next one may be made in another thread; none is None.
-
-    An error is raised at its item.
-    """
+    """The items in order, the next one maybe made in another thread; none is None. An error is raised at its item."""
 
     def __init__(self, items: Iterable[Item]):
         self._items = iter(items)

@@ -38,8 +38,7 @@ class Dataset:
         test_images, test_labels: the same for the test set, with the same C, H and W; without labels there may be none.
         class_names: a name for each label; empty for a dataset without labels.
         public_images: uint8 [L, C, H, W] without labels, Hetero-SSFL's representation alignment data; or None.
-        validation_images, validation_labels: the official validation split, where a file has one (MedMNIST's). No
-            client holds it; only fine-tuning can use it.
+        validation_images, validation_labels: a file's official validation split (MedMNIST's), for fine-tuning alone.
         train_targets, test_targets: 0 or 1, uint8 [n, labels], where an image has several labels instead of one class
             (ChestMNIST). They are for evaluation: for all else such images are without labels.
         columns: further values of each training image, such as its hospital, by the name of a table's column.
@@ -85,9 +84,6 @@ def load_dataset(options: DataOptions, seed: int) -> Dataset:
     """Read the dataset that `options` name; everything random (holdout, limits) follows from `seed` >= 0.
 
     The test images never depend on the seed, so that figures of different seeds compare.
-
-    Raises:
-        UserError: a missing, unreadable or unsuitable file; the message says what to do.
     """
     load: Callable[[DataOptions], Splits] = pkgutil.resolve_name(f"{__package__}.{SOURCES[options.name].loader}")
     splits = load(options)
@@ -144,11 +140,7 @@ def load_digits(options: DataOptions) -> Splits:
 
 
 def load_torchvision_set(options: DataOptions) -> Splits:
-    """Read a set of torchvision from `options.path`, by default ~/.cache/fedssl.
-
-    Raises:
-        UserError: the files are missing or corrupt, or the download failed.
-    """
+    """Read a set of torchvision from `options.path`, by default ~/.cache/fedssl."""
     from torchvision import datasets
 
     name, source = options.name, SOURCES[options.name]
@@ -222,8 +214,7 @@ def _load_public_images(options: DataOptions, shape: torch.Size) -> Tensor:
             raise UserError(
                 f"{printable(path)} holds no image; data.public_path must name a folder with images or an .npz file"
             )
-        decoded, _ = decode_images(sorted(files), options, height, width, in_memory=True)
-        images = decoded[:]
+        images = decode_images(sorted(files), options, height, width, in_memory=True)[0][:]
     else:
         images = _public_array(path, options)
     if images.shape[1] == 3 and channels == 1:

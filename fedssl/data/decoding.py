@@ -41,20 +41,16 @@ _Store = Callable[[NDArray[np.uint8]], Any]
 def decode_images(
     files: Sequence[Path], options: DataOptions, height: int, width: int, in_memory: bool = False
 ) -> tuple[Images, list[int]]:
-    """Read image files, at least one, at one size, see `read_pixels`.
+    """Read image files, at least one, at one size in pixels, see `read_pixels`.
 
-    Args:
-        options: their `window` and `broken`, and the `memory_limit` from which on images are decoded into a file, once.
-        height, width: of the result, in pixels.
-        in_memory: True ignores the limit.
+    What takes more than `options.memory_limit` is decoded into a file, once, unless `in_memory` is True.
 
     Returns:
-        uint8 [n, C, H, W], where C is 1 if every file is gray and else 3; and which of the files they are, ascending;
-        all of them unless broken ones are skipped.
+        uint8 [n, C, H, W], where C is 1 if every file is gray and else 3; and which of the files they are, ascending,
+        which is all of them unless broken ones are skipped.
 
     Raises:
-        UserError: files are broken, none is left, or the window does not suit them; or the disk has no room for what
-            does not fit into the memory.
+        UserError: files are broken, none is left, the window does not suit them, or the disk has no room.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow's, of files that are read all the same or named as broken
@@ -111,10 +107,9 @@ def _read_cache(cache: Path) -> tuple[Images, list[int], dict[int, str]] | None:
         stored = json.loads(cache.with_suffix(".json").read_text(encoding="utf-8"))
         channels, height, width = stored["shape"]
         kept, faults = stored["kept"], {int(index): reason for index, reason in stored["faults"].items()}
-        complete = cache.stat().st_size == len(kept) * channels * height * width
+        if cache.stat().st_size != len(kept) * channels * height * width:
+            return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
-    if not complete:
         return None
     return open_stored_images(cache, (channels, height, width), len(kept)), kept, faults
 

@@ -42,11 +42,7 @@ def first_line(error: BaseException) -> str:
 
 
 def expanded(path: Path, option: str) -> Path:
-    """Return the path with `~` replaced by the home folder; `option` is the name that an error message begins with.
-
-    Raises:
-        UserError: there is no such user, or the path cannot be one (a NUL byte).
-    """
+    """Return the path with `~` replaced by the home folder; `option` is the name that an error message begins with."""
     if "\0" in str(path):
         raise UserError(f"{option}={printable(path)} contains a NUL byte, which no path may have; remove it")
     try:
@@ -58,11 +54,7 @@ def expanded(path: Path, option: str) -> Path:
 
 
 def kind_of(path: Path) -> Literal["file", "folder", "missing", "special"]:
-    """Return what is there; `special` is a pipe, a device or a socket, and opening it could wait for ever.
-
-    Raises:
-        UserError: the path may not be looked at, or is too long.
-    """
+    """Return what is there; `special` is a pipe, a device or a socket, and opening it could wait for ever."""
     try:
         mode = os.stat(path).st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -81,9 +73,6 @@ def list_files(folder: Path) -> tuple[list[Path], list[Path]]:
 
     Returns:
         The files whose names end as an image's, and the others that the user may have meant, in a fixed order.
-
-    Raises:
-        UserError: a folder cannot be read.
     """
 
     def refuse(error: OSError) -> None:
@@ -109,11 +98,7 @@ def list_files(folder: Path) -> tuple[list[Path], list[Path]]:
 
 
 def subfolders(folder: Path) -> list[Path]:
-    """Return the folders in a folder, sorted by name, without hidden ones and those of programs.
-
-    Raises:
-        UserError: the folder cannot be read.
-    """
+    """Return the folders in a folder, sorted by name, without hidden ones and those of programs."""
     try:
         return sorted(entry for entry in folder.iterdir() if not _is_ignored(entry.name) and entry.is_dir())
     except OSError as error:
@@ -121,13 +106,7 @@ def subfolders(folder: Path) -> list[Path]:
 
 
 def notify_of_left_out(others: list[Path], root: Path, expected: str = "") -> None:
-    """Name the first of the files that are left out, and say how many there are.
-
-    Args:
-        others: the files.
-        root: the folder that the user named; the files' names are shown as they are in it.
-        expected: where an image must be so that it counts, to follow "must be".
-    """
+    """Name the first files that are left out of `root`, and their number; `expected` is where an image must be."""
     if others:
         names = [os.path.relpath(file, root) for file in others]
         kinds = ", ".join(suffix.removeprefix(".") for suffix in IMAGE_SUFFIXES)

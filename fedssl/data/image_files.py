@@ -1,7 +1,6 @@
 """One image file: its header, and its pixels at a given size.
 
-Pillow reads all formats but DICOM, the format of medical imaging, which pydicom reads. Nothing of a DICOM file but its
-pixels is kept.
+Pillow reads all formats but DICOM, that of medical imaging, which pydicom reads; only such a file's pixels are kept.
 """
 
 from collections.abc import Iterator
@@ -60,12 +59,7 @@ class ImageKind:
 
 
 def image_kind(file: Path) -> ImageKind:
-    """Read a file's header alone.
-
-    Raises:
-        BrokenImageError: it is no image, or one that is too large or too small.
-        UserError: it is a DICOM file, and pydicom is not installed.
-    """
+    """Read a file's header alone; BrokenImageError is raised for what is no image, or too large or too small."""
     if not _is_dicom(file):
         with _opened(file) as image:
             return _kind(image)
@@ -76,15 +70,10 @@ def image_kind(file: Path) -> ImageKind:
 
 
 def read_pixels(file: Path, height: int, width: int, channels: int, window: Window | None) -> NDArray[np.uint8]:
-    """Read an image, turned upright by its EXIF entry, its centre cropped to the target's shape and resized.
+    """Read an image, upright by its EXIF entry, its centre cropped and resized, as uint8 [channels, height, width].
 
-    Transparency is left out: the colours are used as they are stored. `image_kind` says if a window is needed.
-
-    Returns:
-        uint8 [channels, height, width].
-
-    Raises:
-        BrokenImageError: the file is no image, or is damaged.
+    Transparency is left out: the colours are used as they are stored. `image_kind` says if a window is needed. A file
+    that is no image, or is damaged, raises BrokenImageError.
     """
     from PIL import ImageOps
     from PIL.Image import Resampling
@@ -97,11 +86,7 @@ def read_pixels(file: Path, height: int, width: int, channels: int, window: Wind
 
 
 def value_range(file: Path) -> tuple[float, float]:
-    """Return the smallest and largest pixel value of a deep gray image.
-
-    Raises:
-        BrokenImageError: the file is no image, or is damaged.
-    """
+    """Return the smallest and largest pixel value of a deep gray image, or raise BrokenImageError."""
     if _is_dicom(file):
         with _named_as_broken(file):
             _, pixels = _dicom_pixels(file)
@@ -166,14 +151,12 @@ def _integer_range(image: "Image") -> tuple[float, float]:
         return _16_BITS  # Pillow scales a PGM's values to these
     tags: Any = image
     bits, sample_format = tags.tag_v2.get(_TIFF_BITS, (32,))[0], tags.tag_v2.get(_TIFF_SAMPLE_FORMAT, (1,))[0]
-    signed = sample_format == 2
-    return (-(2.0 ** (bits - 1)), 2.0 ** (bits - 1) - 1) if signed else (0.0, 2.0**bits - 1)
+    return (-(2.0 ** (bits - 1)), 2.0 ** (bits - 1) - 1) if sample_format == 2 else (0.0, 2.0**bits - 1)  # 2: signed
 
 
 def _has_deep_colours(image: "Image") -> bool:
     """Return True if an image that Pillow gives 8 bits a channel is stored with more."""
-    tiles: list[Any] = getattr(image, "tile", [])
-    for tile in tiles:
+    for tile in getattr(image, "tile", []):
         arguments = tile.args if isinstance(tile.args, tuple) else (tile.args,)
         if any(isinstance(argument, str) and ";16" in argument for argument in arguments):  # such as RGB;16B
             return True

@@ -32,9 +32,6 @@ def load_images(options: DataOptions) -> Splits:
 
     Where the folder holds train/ and test/, they are the splits. Otherwise all images are training images, but for a
     fixed, stratified `test_fraction` of them where there are labels. They are gray if every file is gray, and else RGB.
-
-    Raises:
-        UserError: a folder is missing or empty, files cannot be read, or the labels do not fit the files.
     """
     assert options.path is not None
     root = expanded(options.path, "data.path")
@@ -123,11 +120,7 @@ def _listed_splits(root: Path, options: DataOptions) -> tuple[list[_ImageFile], 
 
 
 def _read_table(path: Path, file_column: str, label_column: str | None) -> dict[str, dict[str, str]]:
-    """Read a CSV file with a header line (separated by tabs where its name ends with .tsv).
-
-    Returns:
-        The values of each line by column, by the file's name as it stands in the table.
-    """
+    """Read a CSV file (.tsv: with tabs) with a header: the values of each line by column, by the line's file name."""
     shown = printable(path)
     if kind_of(path) != "file":
         raise UserError(f"there is no table {shown}; set data.labels to a CSV file, or to folders")

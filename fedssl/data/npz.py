@@ -35,9 +35,6 @@ def load_npz(options: DataOptions) -> Splits:
 
     A file without any labels is a dataset without labels; then the test images may be missing. Labels [n, labels] of 0
     and 1 are several labels an image: they are used in evaluation alone.
-
-    Raises:
-        UserError: the file is missing or unreadable, or its arrays do not fit together.
     """
     assert options.path is not None
     path, window = expanded(options.path, "data.path"), options.window
@@ -154,18 +151,10 @@ def _class_names(names: NDArray[Any] | None, classes: int, path: Path) -> tuple[
 
 
 class NpzArchive:
-    """An .npz file as a context manager; nothing in it is ever unpickled, since that can run code.
-
-    Attributes:
-        names: the arrays' names.
-    """
+    """An .npz file as a context manager, and its arrays' `names`; nothing is ever unpickled, as that can run code."""
 
     def __init__(self, path: Path):
-        """Open the file.
-
-        Raises:
-            UserError: there is no such file, it cannot be read, or it is no .npz file.
-        """
+        """Open the file, or raise a UserError where it cannot be read or is no .npz file."""
         self._shown = shown = printable(path)
         kind = kind_of(path)
         if kind == "missing":
@@ -190,19 +179,11 @@ class NpzArchive:
         self._zip.close()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of an array, from its header alone.
-
-        Raises:
-            UserError: there is no such array, or it is corrupt.
-        """
+        """Return the shape of an array, from its header alone."""
         return self._header(name)[0]
 
     def read(self, names: Sequence[str]) -> dict[str, NDArray[Any]]:
-        """Read arrays by name.
-
-        Raises:
-            UserError: an array is corrupt or holds Python objects, or the arrays do not fit into the memory.
-        """
+        """Read arrays by name; a UserError names one that is corrupt, holds Python objects or is too large."""
         sizes = {name: self._checked_size(name) for name in names}
         total, available = sum(sizes.values()), available_memory()
         if total > _SHARE_OF_MEMORY * available:

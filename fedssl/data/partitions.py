@@ -21,18 +21,14 @@ _Counts = NDArray[np.int64]
 
 
 class PartitionOptions(Options):
-    """Options of the division of the samples.
-
-    The partitions by name:
+    """Options of the division of the samples. Its kinds by name:
 
     - iid: equal random shares.
     - disjoint_classes: whole classes (Hetero-SSFL, section 5.1).
-    - dirichlet: each class is divided by its own draw from Dirichlet(alpha), so sizes differ too (Yurochkin et al.
-      2019).
+    - dirichlet: each class is divided by its own draw from Dirichlet(alpha) (Yurochkin et al. 2019); sizes differ too.
     - dirichlet_equal: equal sizes; each client draws its shares of the classes from Dirichlet(alpha) (Hsu et al. 2019).
     - quantity_skew: the clients' sizes are drawn from Dirichlet(alpha), and the classes are mixed (Li et al. 2022).
-    - column: each client gets the images of one value of a column of their table, such as each hospital its own
-      The values are in alphabetical order: client 0 has the first one.
+    - column: each client gets the images of one value of a column of their table, in the values' alphabetical order.
     - sites: nothing is divided, as every site of engine flower brings its own images.
     """
 
@@ -70,14 +66,7 @@ class PartitionOptions(Options):
 
 
 def deal(dataset: Dataset, options: PartitionOptions, seed: int) -> list[Tensor]:
-    """Divide a dataset's training images, see `partition_indices`; `column` gives each client the rows of one value.
-
-    Returns:
-        One sorted int64 tensor of row numbers a client.
-
-    Raises:
-        UserError: the request cannot be met: it needs labels or a column that the images do not have, for instance.
-    """
+    """Divide a dataset's training images, see `partition_indices`; `column` gives each client the rows of one value."""
     if options.name == "column":
         return _by_column(dataset, options)
     if options.name in ("disjoint_classes", "dirichlet", "dirichlet_equal") and not dataset.labelled:
@@ -118,13 +107,10 @@ def _by_column(dataset: Dataset, options: PartitionOptions) -> list[Tensor]:
 
 
 def partition_indices(labels: Tensor, options: PartitionOptions, seed: int) -> list[Tensor]:
-    """Divide samples with integer `labels` [n] amongst `options.clients` clients.
-
-    The same labels, options and seed >= 0 always give the same result.
+    """Divide samples with integer `labels` [n] amongst `options.clients` clients; `seed` >= 0 decides every draw.
 
     Returns:
-        One sorted int64 tensor of row numbers a client. Every sample is on exactly one client; with `sites` it is on
-        none.
+        One sorted int64 tensor of row numbers a client. Every sample is on exactly one client, with `sites` on none.
 
     Raises:
         UserError: the request cannot be met (too few samples or classes, classes left over, a small client).
@@ -257,10 +243,7 @@ def class_counts(labels: Tensor, indices: Sequence[Tensor], classes: int) -> Ten
 
 
 def format_partition(counts: Tensor, class_names: Sequence[str]) -> str:
-    """Format `counts` [clients, classes] as a plain-text table with totals.
-
-    Up to 12 classes have a column each. With more classes, a row has the number of classes and the three largest.
-    """
+    """Format `counts` [clients, classes] as a table with totals; beyond 12 classes a row names its three largest."""
     _, classes = checked_shape(counts, class_names)
     rows = [(str(client), row) for client, row in enumerate(counts)] + [("total", counts.sum(0))]
     if classes <= 12:
@@ -273,11 +256,8 @@ def format_partition(counts: Tensor, class_names: Sequence[str]) -> str:
             largest_classes = ", ".join(f"{class_names[index]} ({int(row[index])})" for index in largest)
             cells.append([name, str(int(row.sum())), str(int((row > 0).sum())), largest_classes])
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = []
-    for texts in cells:
-        padded = (f"{text:{side}{width}}" for text, side, width in zip(texts, sides, widths, strict=True))
-        lines.append("  ".join(padded).rstrip())
-    return "\n".join(lines)
+    padded = ([f"{text:{side}{width}}" for text, side, width in zip(row, sides, widths, strict=True)] for row in cells)
+    return "\n".join("  ".join(row).rstrip() for row in padded)
 
 
 def checked_shape(counts: Tensor, class_names: Sequence[str]) -> tuple[int, int]:

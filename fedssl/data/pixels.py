@@ -21,18 +21,10 @@ _RESIZED_AT_A_TIME = 1024
 def apply_window(
     images: NDArray[Any], window: Window, type_range: tuple[float, float] | None = None
 ) -> NDArray[np.uint8]:
-    """Scale pixels of any number type to 0..255; those outside the window become 0 or 255.
+    """Scale finite pixels [n, ...] of any number type to 0..255; those outside the window become 0 or 255.
 
-    Args:
-        images: [n, ...], finite.
-        window: which values become 0 and 255. An image of one value becomes 0 with `per_image`.
-        type_range: for `full`, the smallest and largest value of the stored type, by default of the array's.
-
-    Returns:
-        An array of the same shape.
-
-    Raises:
-        ValueError: the window is `full`, there is no `type_range`, and the pixels are floats.
+    With `per_image` an image of one value becomes 0. `full` is from the smallest to the largest value of the stored
+    type, `type_range`, by default of the array's; floats without it raise ValueError.
     """
     if window == "file":
         raise ValueError("these pixels have no window of their own; set data.window=[LOW,HIGH]")
@@ -55,11 +47,7 @@ def apply_window(
 
 
 def parse_window(text: str) -> Window:
-    """Read a window as it is written on the command line: `0,4095`, `full` or `per_image`.
-
-    Raises:
-        UserError: it is none of these.
-    """
+    """Read a window as it is written on the command line: `0,4095`, `full` or `per_image`."""
     if text == "full":
         return "full"
     if text == "per_image":
@@ -90,9 +78,6 @@ def to_uint8(arrays: dict[str, NDArray[Any]], window: Window | None = None) -> d
 
     Pixels of 8 bits stay as they are. Others are scaled by `window`. Without one, floats are in [0, 1] or in
     [0, 255] and integers in 0..255. All float arrays share one scale, so that a dark test set is not brightened.
-
-    Raises:
-        UserError: an array is empty, has another type, or has pixels outside the range.
     """
     for name, array in arrays.items():
         _check_pixels(name, array, window)
@@ -132,8 +117,6 @@ def _check_pixels(name: str, array: NDArray[Any], window: Window | None) -> None
             raise UserError(
                 f"{name} has floats, which have no full range; set data.window=[LOW,HIGH] or data.window=per_image"
             )
-    elif array.dtype.kind == "b":
-        return
     low, high = array.min(), array.max()
     if window is None and (low < 0 or high > 255):
         raise UserError(
@@ -146,10 +129,7 @@ def _check_pixels(name: str, array: NDArray[Any], window: Window | None) -> None
 def channels_first(array: NDArray[Any], name: str) -> Tensor:
     """Convert [n, H, W], [n, H, W, C] or [n, C, H, W] with 1 or 3 channels to a tensor [n, C, H, W].
 
-    Where both layouts with channels fit, the array is read as [n, H, W, C].
-
-    Raises:
-        UserError: the array has another shape; the message begins with `name`.
+    Where both layouts with channels fit, the array is read as [n, H, W, C]. Errors of other shapes begin with `name`.
     """
     if array.ndim == 3:
         array = array[:, None]

@@ -35,13 +35,7 @@ class LabelledImages:
 
 @dataclass(frozen=True, eq=False)
 class Splits:
-    """One dataset's splits.
-
-    Attributes:
-        train, test: the test split may be empty where there are no labels.
-        class_names: a name for each label; empty where the dataset has no labels.
-        validation: most datasets have none.
-    """
+    """One dataset's splits; without labels the test split may be empty, and `class_names` is."""
 
     train: LabelledImages
     test: LabelledImages

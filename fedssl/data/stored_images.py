@@ -73,10 +73,7 @@ class StoredImages(_Rows):
 
 
 class ChosenImages(_Rows):
-    """Some rows of images in memory [m, C, H, W], which are copied when they are asked for.
-
-    A client that takes one step in a round need not copy all its images.
-    """
+    """Some rows of images in memory [m, C, H, W], copied when asked for: a client of one step need not copy all."""
 
     def __init__(self, images: Tensor, rows: Tensor):
         super().__init__(images.shape[1:], rows)
@@ -103,11 +100,7 @@ def images_of_rows(images: Images, index: Tensor | slice) -> Images:
 
 
 def open_stored_images(path: Path, image_shape: tuple[int, int, int], count: int) -> StoredImages:
-    """Return the `count` images [C, H, W] of a file that holds nothing but their bytes.
-
-    Raises:
-        UserError: the file cannot be opened.
-    """
+    """Return the `count` images [C, H, W] of a file that holds nothing but their bytes."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
@@ -116,10 +109,7 @@ def open_stored_images(path: Path, image_shape: tuple[int, int, int], count: int
 
 
 class _OpenFile:
-    """A file that stays open as long as anybody reads from it.
-
-    Processes that are forked can read from it too, and so can those that get it as an argument when they start.
-    """
+    """A file that stays open as long as anybody reads it, also processes that are forked or get it when they start."""
 
     def __init__(self, path: Path, handle: int):
         self._path, self._handle = path, handle

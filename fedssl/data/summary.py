@@ -42,11 +42,7 @@ class DataSummary:
 def summarise(data: Mapping[str, Any]) -> DataSummary | None:
     """Summarise the data set that a recipe's `data` names, before the recipe is checked.
 
-    Returns:
-        None where `data` is not of a form that a recipe may have; the recipe's checks say why.
-
-    Raises:
-        UserError: the file or folder is missing, or its headers cannot be read.
+    Return None where `data` is not of a form that a recipe may have: the recipe's checks say why.
     """
     name, path = data.get("name", "digits"), data.get("path")
     if name == "none":

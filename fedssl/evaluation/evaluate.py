@@ -102,11 +102,9 @@ def evaluate_model(
 
     Args:
         model: its encoder is measured, on the model's device.
-        dataset: training and test images.
-        options: of kNN, the linear evaluation and fine-tuning.
         seed: decides every random draw.
         linear: whether to train the linear evaluation.
-        fine_tune: whether to fine-tune as the options say, which may be not at all.
+        fine_tune: whether to fine-tune as the options say, which may be not at all; a UserError without labels.
         augmentation: makes the two views that `alignment` compares; only for images without labels.
         own_classes: whether the labels are those that the model was trained on. Its own classifier, if it has one, is
             measured on no others.
@@ -118,8 +116,7 @@ def evaluate_model(
         the place of the test images.
 
     Raises:
-        UserError: a representation is not finite, or an evaluation's own training diverged; or fine-tuning is asked for
-            and there are no labels.
+        UserError: a representation is not finite, or an evaluation's own training diverged.
     """
     if fine_tune:
         check_labels(dataset, options)
@@ -166,18 +163,11 @@ def _view_features(model: Model, images: Images, augmentation: Augmentation, see
 
 
 def load_downstream(options: DataOptions, image_shape: Sequence[int], seed: int) -> Dataset:
-    """Read labelled data in the form that an encoder takes.
+    """Read labelled data in the form that an encoder takes, which was trained on images of `image_shape` [C, H, W].
 
     Images are resized to the encoder's size, unless the options name a size of their own, which not every architecture
-    takes. The number of channels becomes the encoder's, see `in_channels`.
-
-    Args:
-        options: which data.
-        image_shape: channels, height and width of the images that the encoder was trained on.
-        seed: decides the parts of the data that limits draw.
-
-    Raises:
-        UserError: see `load_dataset`; or the data have no labels or no test images.
+    takes. The number of channels becomes the encoder's, see `in_channels`. Data without labels or test images are
+    refused by a UserError.
     """
     channels, _, width = image_shape
     dataset = load_dataset(options.model_copy(update={"image_size": options.image_size or width}), seed)
@@ -211,15 +201,9 @@ def in_channels(images: AnyImages, channels: int) -> AnyImages | Tensor:
 def evaluate_downstream(
     model: Model, datasets: Mapping[str, Dataset], options: EvaluationOptions, seed: int, *, after: bool
 ) -> dict[str, float]:
-    """Measure a model's encoder on each of other data sets by `evaluate_model`, with the run's evaluation options.
+    """Measure a model's encoder on each of other data sets, by label; the metrics are named `downstream_LABEL_METRIC`.
 
-    Args:
-        model, options, seed: see `evaluate_model`.
-        datasets: by label, see `load_downstream`.
-        after: whether training has ended, so that fine-tuning is measured too, if the options ask for it.
-
-    Returns:
-        The metrics, named `downstream_LABEL_METRIC`.
+    It is measured by `evaluate_model` with the run's options, and after training also fine-tuned if they ask for it.
     """
     metrics: dict[str, float] = {}
     for label, dataset in datasets.items():

@@ -25,19 +25,10 @@ def require_measured_images(dataset: Dataset) -> None:
 
 
 def extract_features(encoder: nn.Module, images: Images) -> Tensor:
-    """Return the encoder's representations of `images`, without augmentation and without gradients.
+    """Return the encoder's representations [n, d] of uint8 `images` [n, C, H, W], n at least 1: float32 on the CPU.
 
-    Every submodule runs in evaluation mode (BatchNorm with its running statistics) and gets its own mode back.
-
-    Args:
-        encoder: maps normalised images, float32 [b, C, H, W], to representations [b, d].
-        images: uint8 [n, C, H, W], n at least 1.
-
-    Returns:
-        float32 [n, d] on the CPU, finite.
-
-    Raises:
-        UserError: a representation is not finite.
+    Images are normalised, but not augmented; there are no gradients. Every submodule runs in evaluation mode (BatchNorm
+    with its running statistics) and gets its own mode back. A representation that is not finite raises a UserError.
     """
     features = extract_outputs(encoder, images)
     require_finite("representations", features)

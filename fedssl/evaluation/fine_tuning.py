@@ -36,12 +36,8 @@ class FineTuning(NamedTuple):
     """The training of an encoder together with a linear layer; the loss is cross-entropy.
 
     Attributes:
-        epochs: passes over the labelled images.
-        batch_size: images a step.
         optimizer: SGD with momentum 0.9, the same with Nesterov's momentum, or AdamW.
-        learning_rate: of the encoder.
-        classifier_learning_rate: of the linear layer; None takes that of the encoder.
-        weight_decay: of all weights.
+        classifier_learning_rate: of the linear layer; None takes `learning_rate`, the encoder's.
         warmup_epochs: epochs in which the rates rise linearly, before they fall to 0 as half a cosine; None keeps the
             rates constant.
         augmentation: none; a crop and a mirror image; or torchvision's RandAugment with its own defaults.
@@ -161,12 +157,8 @@ def fine_tuned_scores(encoder: nn.Module, dataset: Dataset, options: FineTuneOpt
     a warm-up and a cosine decay after it, under RandAugment. The paper leaves the following open: here the loss is
     cross-entropy, the warm-up is linear, the rate changes with every step, and images keep their size.
 
-    Args:
-        encoder: see `fine_tuned_network`.
-        dataset: has the test images and the labelled ones that `options.images` names.
-        options: the values that may differ from the paper's.
-        seed: decides the linear layer, the order of the batches, the augmentation and any dropout. The same seed gives
-            the same result; torch's global random generators are left as they were.
+    The seed decides the linear layer, the order of the batches, the augmentation and any dropout. The same seed gives
+    the same result; torch's global random generators are left as they were.
 
     Returns:
         Percentages, see `classification_scores`.
@@ -190,39 +182,23 @@ def semi_supervised_accuracy(
 ) -> float:
     """Return the test accuracy, in percent, of a copy of the encoder fine-tuned on few labels of the training images.
 
-    Args:
-        encoder: see `fine_tuned_network`.
-        dataset: has the test images, and the training images of which `labeled_subset` draws the labelled part.
-        fraction: share of each class whose labels are used, above 0 and at most 1.
-        options: the protocol, see `PROTOCOLS`, and the values that replace its own.
-        seed: decides the labelled part, and what it decides in `fine_tuned_scores`.
-
-    Raises:
-        UserError: the fraction is out of range, or fine-tuning diverged.
+    The labelled part, see `labeled_subset`, is a `fraction` of each class, above 0 and at most 1. The seed decides it
+    too, besides what it decides in `fine_tuned_scores`. A UserError is raised if fine-tuning diverged.
     """
     if not 0 < fraction <= 1:
         raise UserError(f"fraction: expected above 0 and at most 1, got {fraction}")
     generator = torch.Generator().manual_seed(seed)
     labeled = labeled_subset(dataset.train_labels, fraction, generator)
     images, labels = dataset.train_images[labeled], dataset.train_labels[labeled]
-    tuning = options.tuning(fraction)
-    predicted = _fine_tune_and_predict(encoder, dataset, images, labels, tuning, seed, generator)
+    predicted = _fine_tune_and_predict(encoder, dataset, images, labels, options.tuning(fraction), seed, generator)
     return 100.0 * int((predicted == dataset.test_labels.cpu()).sum()) / len(predicted)
 
 
 def labeled_subset(labels: Tensor, fraction: float, generator: torch.Generator) -> Tensor:
-    """Draw the samples whose labels may be used: the same fraction of every class, at least one of each.
+    """Return the samples whose labels may be used, as ascending int64 indices into `labels` [n], on the CPU.
 
     From a class with c samples, max(1, round(fraction * c)) are drawn without replacement; halves are rounded up.
     With classes of equal size, such as CIFAR's, this is the class-balanced subset of the literature.
-
-    Args:
-        labels: integer [n].
-        fraction: above 0 and at most 1.
-        generator: on the CPU; the only source of randomness.
-
-    Returns:
-        int64 indices into `labels`, ascending, on the CPU.
     """
     labels = labels.cpu()
     chosen = []
@@ -266,8 +242,6 @@ def fine_tuned_network(
         encoder: maps normalised images, float32 [b, C, H, W], to representations [b, d]. It is not changed itself.
         images: uint8 [n, C, H, W].
         labels: int64 [n], 0 to classes - 1.
-        classes: number of outputs of the linear layer.
-        tuning: see `FineTuning`.
         seed: decides the linear layer, what is drawn for the images, and any dropout; torch's global random generators
             are left as they were.
         generator: on the CPU; decides the order of the batches.
@@ -343,15 +317,9 @@ def learning_rate_factor(step: int, steps_per_epoch: int, epochs: int, warmup_ep
 def classification_scores(predicted: Tensor, labels: Tensor) -> dict[str, float]:
     """Return the accuracy, and per-class scores averaged over the classes (macro), by scikit-learn; all in percent.
 
-    Args:
-        predicted, labels: integer [m], m at least 1.
-
-    Returns:
-        Five percentages by name. `accuracy` is that of correct predictions. `per_class_accuracy` is the mean of the
-        classes' own accuracies, the LW-FedSSL paper's figure for Caltech-101 and MedMNIST. `precision`, `recall` and
-        `f1` are the means of the classes' own values. By definition mean per-class accuracy and macro recall are the
-        same number; both names are in use. Means are over the classes that have test images. A class that is never
-        predicted has precision 0.
+    `per_class_accuracy` is the mean of the classes' own accuracies, the LW-FedSSL paper's figure for Caltech-101 and
+    MedMNIST, and by definition the same number as macro `recall`; both names are in use. Means are over the classes
+    that have test images. A class that is never predicted has precision 0.
     """
     from sklearn.metrics import precision_recall_fscore_support  # here, as importing it takes a second
 

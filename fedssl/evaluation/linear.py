@@ -80,8 +80,6 @@ def linear_accuracy(
     Args:
         train_features, test_features: floating point [n, d] and [m, d], finite.
         train_labels, test_labels: integer [n] and [m], 0 to classes - 1.
-        classes: number of outputs.
-        options: the protocol, the values that replace its own, and whether features are standardised.
         generator_seed: decides the initial weights and the order of the batches. The same seed gives the same
             result; torch's global random generator is neither read nor moved.
 
@@ -107,16 +105,12 @@ def linear_auroc(
     is the measure of ChestMNIST (Yang et al. 2023, MedMNIST v2, section "Benchmark").
 
     Args:
-        train_features, test_features: floating point [n, d] and [m, d], finite.
+        train_features, test_features, options, generator_seed: see `linear_accuracy`.
         train_targets, test_targets: 0 or 1, [n, labels] and [m, labels].
-        options, generator_seed: see `linear_accuracy`.
 
     Returns:
         Percentage, 50 for chance and 100 for a perfect order. A label that all test images have, or none, does not
         count; None where no label counts.
-
-    Raises:
-        UserError: training diverged.
     """
     from sklearn.metrics import roc_auc_score  # here, as importing it takes a second
 

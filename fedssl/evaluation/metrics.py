@@ -50,7 +50,6 @@ class Metric:
     """A metric that a run may write, and how it is shown.
 
     Attributes:
-        name: the metric's name in metrics.csv.
         title: its name in charts and tables, without the unit.
         unit: `%`, `bytes` or `FLOPs`; empty for a number without a unit.
         decimals: digits after the point in tables.
@@ -101,11 +100,6 @@ def knn_accuracy(
     Args:
         train_features, test_features: floating point [n, d] and [m, d], finite.
         train_labels, test_labels: integer [n] and [m], at least 0.
-        neighbors: number of voters, at least 1.
-        temperature: above 0; a lower one gives the nearest samples more weight.
-
-    Raises:
-        UserError: a feature is not finite, or an option is out of range.
     """
     require_finite("train_features", train_features)
     require_finite("test_features", test_features)
@@ -135,19 +129,11 @@ def knn_accuracy(
 
 
 def singular_values(features: Tensor) -> Tensor:
-    """Return the singular values of the column-centred representation matrix divided by sqrt(n).
+    """Return the singular values of the column-centred representation matrix [n, d] divided by sqrt(n).
 
     They are the standard deviations of the representation along its principal axes, so they do not grow with the number
-    of samples: their squares are the eigenvalues of the covariance matrix (with divisor n).
-
-    Args:
-        features: floating point [n, d], finite, one representation a row.
-
-    Returns:
-        float64 [min(n, d)], descending, on the device of `features`.
-
-    Raises:
-        UserError: a feature is not finite.
+    of samples: their squares are the eigenvalues of the covariance matrix (with divisor n). They are float64
+    [min(n, d)], descending, on the device of `features`. A feature that is not finite raises a UserError.
     """
     require_finite("features", features)
     matrix = features.detach().to(torch.float64)
@@ -164,12 +150,6 @@ def effective_rank(features: Tensor) -> float:
     Roy & Vetterli leave it undefined where nothing varies. Here it is then 1.0, the lowest value, as the representation
     has fully collapsed. That includes one sample, and representations that differ by no more than the rounding of their
     dtype, whose directions would be noise.
-
-    Args:
-        features: floating point [n, d], finite, one representation a row.
-
-    Raises:
-        UserError: a feature is not finite.
     """
     values = singular_values(features)
     root_mean_square_norm = features.detach().to(torch.float64).norm() / len(features) ** 0.5
@@ -183,27 +163,19 @@ def effective_rank(features: Tensor) -> float:
 def alignment(first: Tensor, second: Tensor) -> float:
     """Return the mean over images of |z - z'|^2, z and z' the l2-normalised representations of two views of an image.
 
-    Wang & Isola 2020, section 4.1.1, with alpha = 2. The value is between 0 (both views have the same representation)
-    and 4. A collapsed representation is perfectly aligned, so read it beside `uniformity`. A zero vector stays zero.
-
-    Args:
-        first, second: floating point [n, d], finite; two views of each image, in the same order.
+    Wang & Isola 2020, section 4.1.1, with alpha = 2; `first` and `second` are [n, d], in the same order. The value is
+    between 0 (both views have the same representation) and 4. A collapsed representation is perfectly aligned, so read
+    it beside `uniformity`. A zero vector stays zero.
     """
     difference = F.normalize(first.detach().double(), dim=1) - F.normalize(second.detach().double(), dim=1)
     return float(difference.square().sum(dim=1).mean())
 
 
 def uniformity(features: Tensor) -> float:
-    """Return log of the mean over pairs i < j of exp(-2 |z_i - z_j|^2), z the l2-normalised representations.
+    """Return log of the mean over pairs i < j of exp(-2 |z_i - z_j|^2), z the l2-normalised representations [n, d].
 
     Wang & Isola 2020, section 4.1.2, with t = 2. The lower, the more uniform: 0 where all representations are one
     point, about -4 for uniform ones in many dimensions, where squared distances are near 2. A zero vector stays zero.
-
-    Args:
-        features: floating point [n, d], finite, n at least 2.
-
-    Raises:
-        UserError: fewer than two representations.
     """
     if len(features) < 2:
         raise UserError(f"features: expected at least two representations, got {len(features)}; raise data.test_limit")

@@ -10,14 +10,10 @@ from .metrics import singular_values
 
 
 def grid_cells(points: Tensor, columns: int) -> Tensor:
-    """Choose a cell of a square grid for each point in turn: the nearest one that no other point has.
+    """Choose a cell of a square grid for each point [n, 2] in turn: the nearest one that no other point has.
 
-    Args:
-        points: floating point [n, 2], finite.
-        columns: cells along each side; at least n cells in all.
-
-    Returns:
-        int64 [n, 2], column and row of each point's cell, from the lower left.
+    Return the cells' columns and rows, int64 [n, 2], from the lower left. The grid has `columns` cells along each side,
+    at least n in all.
     """
     low, high = points.aminmax(dim=0)
     placed = (points - low) / (high - low).clamp(min=1e-9) * (columns - 1)
@@ -37,13 +33,8 @@ def grid_cells(points: Tensor, columns: int) -> Tensor:
 def nearest_images(features: Tensor, queries: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the images nearest to some of them, by the cosine of their representations, without the image itself.
 
-    Args:
-        features: floating point [n, d], finite; a zero vector has similarity 0 to everything.
-        queries: int64 [q], rows of `features`.
-        count: the most neighbours of each; there are at most n - 1.
-
-    Returns:
-        int64 [q, k] rows of `features` and float64 [q, k] cosines, the nearest first.
+    Of each of `queries`, int64 [q] rows of `features` [n, d], they are the k = min(count, n - 1) nearest ones: int64
+    [q, k] rows and float64 [q, k] cosines, the nearest first. A zero vector has similarity 0 to everything.
     """
     rows = F.normalize(features.detach().double(), dim=1)
     similarity = rows[queries] @ rows.T
@@ -56,15 +47,7 @@ def spread_queries(features: Tensor, count: int, generator: torch.Generator) -> 
     """Choose images that are unlike each other: each next one is that whose nearest chosen image is farthest.
 
     Farthest-point sampling on the l2-normalised representations (Gonzalez 1985) among a random tenth of the images, so
-    that not only outliers are chosen; the first is drawn.
-
-    Args:
-        features: floating point [n, d], finite, n at least 1.
-        count: the most images to choose.
-        generator: on the CPU.
-
-    Returns:
-        int64 [min(count, n)], rows of `features`, all different.
+    that not only outliers are chosen; the first is drawn. Return int64 [min(count, n)], different rows of `features`.
     """
     candidates = torch.randperm(len(features), generator=generator)[: max(count, len(features) // 10)]
     rows = F.normalize(features[candidates].detach().double(), dim=1)
@@ -78,17 +61,11 @@ def spread_queries(features: Tensor, count: int, generator: torch.Generator) -> 
 
 
 def tsne(features: Tensor, seed: int) -> Tensor:
-    """Embed the l2-normalised representations in the plane.
+    """Embed the l2-normalised representations [n, d], n above 3, in the plane: float64 [n, 2].
 
     van der Maaten & Hinton 2008, by scikit-learn: perplexity 30 (a third of the points if they are few), started from
-    the first two principal components. The distances between groups and the groups' sizes mean nothing.
-
-    Args:
-        features: floating point [n, d], finite, n above 3.
-        seed: the same seed gives the same points on one machine.
-
-    Returns:
-        float64 [n, 2].
+    the first two principal components. The distances between groups and the groups' sizes mean nothing. The same seed
+    gives the same points on one machine.
     """
     from sklearn.manifold import TSNE
 
@@ -101,15 +78,7 @@ def tsne(features: Tensor, seed: int) -> Tensor:
 
 
 def tsne_together(first: Tensor, second: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-    """Embed two models' representations in the plane by one `tsne`, for FedU2's Figure 5.
-
-    Args:
-        first, second: floating point [n, d] and [m, d], finite, of one space.
-        seed: see `tsne`.
-
-    Returns:
-        float64 [n, 2] and [m, 2].
-    """
+    """Embed two models' representations, of one space, in the plane by one `tsne`, for FedU2's Figure 5."""
     joined = tsne(torch.cat([first, second]), seed)
     return joined[: len(first)], joined[len(first) :]
 
@@ -117,18 +86,9 @@ def tsne_together(first: Tensor, second: Tensor, seed: int) -> tuple[Tensor, Ten
 def log_covariance_singular_values(features: Tensor, top: int = 100) -> Tensor:
     """Return the logarithms of the largest singular values of the covariance matrix, for FedU2's Figure 3.
 
-    The covariance (divisor n) is that of the l2-normalised representations, as in the paper. Its singular values sum to
-    at most 1, so models of different scales compare. Those below 1e-12, which float32 cannot resolve, are set to that.
-
-    Args:
-        features: floating point [n, d], finite, one representation a row.
-        top: the most values to return.
-
-    Returns:
-        float64 [min(n, d, top)], descending, between log(1e-12) = -27.6 and 0.
-
-    Raises:
-        UserError: a feature is not finite.
+    The covariance (divisor n) is that of the l2-normalised representations [n, d], as in the paper. Its singular values
+    sum to at most 1, so models of different scales compare. Those below 1e-12, which float32 cannot resolve, are set to
+    that. The logarithms are float64 [min(n, d, top)], descending, between log(1e-12) = -27.6 and 0.
     """
     values = singular_values(F.normalize(features.detach().to(torch.float64), dim=1))[:top]
     return values.square().log().clamp(min=math.log(1e-12))
@@ -141,11 +101,7 @@ def sphere_points(features: Tensor) -> Tensor:
     normalised representations, without centring, as the sphere has its centre at 0. A collapse to a point stays a
     point, and one to a direction becomes an arc. The first axis points at the middle of the cloud.
 
-    Args:
-        features: floating point [n, d], finite.
-
-    Returns:
-        float64 [n, 3] of norm 1. Where d < 3 the last coordinates are 0. A row orthogonal to the three directions is 0.
+    Return float64 [n, 3] of norm 1. Where d < 3 the last coordinates are 0. A row orthogonal to the directions is 0.
     """
     rows = F.normalize(features.detach().double(), dim=1)
     directions = torch.linalg.svd(rows, full_matrices=False).Vh[:3]
@@ -158,11 +114,8 @@ def sphere_coverage(points: Tensor, cells: int = 200) -> float:
     """Return the share of the sphere's cells that hold a point, 0 to 1; a low one means much of the sphere is blank.
 
     Each cell has the positions nearest to one point of a Fibonacci lattice; the cells' areas are equal to a few
-    percent. n points drawn uniformly reach about 1 - (1 - 1/cells)^n, so compare only figures with the same n.
-
-    Args:
-        points: floating point [n, 3], of norm 1.
-        cells: number of cells.
+    percent. n points [n, 3] of norm 1 drawn uniformly reach about 1 - (1 - 1/cells)^n, so compare only figures with the
+    same n.
     """
     index = torch.arange(cells, dtype=torch.float64)
     height = 1 - (2 * index + 1) / cells

@@ -128,12 +128,12 @@ def test_all_that_have_begun_are_ended(recipe, tmp_path):
 
 
 def test_the_library_takes_observers(recipe, tmp_path):
-    from fedssl import library
+    import fedssl
 
     with pytest.raises(ConnectionError):
-        library.run(recipe, tmp_path / "run", observers=[Recorder(fails_after=2)])
+        fedssl.run(recipe, tmp_path / "run", observers=[Recorder(fails_after=2)])
     recorders = Recorder(), Recorder()
-    finished = library.resume(tmp_path / "run", observers=recorders)
+    finished = fedssl.resume(tmp_path / "run", observers=recorders)
     assert finished.finished
     assert [recorder.rounds for recorder in recorders] == [[3], [3]]
 
