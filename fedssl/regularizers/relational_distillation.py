@@ -22,7 +22,7 @@ def relational_loss(first: Tensor, second: Tensor, others: Tensor, temperature: 
     """Return the Jensen-Shannon divergence of two views' similarity distributions over `others`, mean over images.
 
     It is (KL(r1 | m) + KL(r2 | m)) / 2, between 0 and ln 2, with m = (r1 + r2) / 2 and
-    r1 = softmax_j(cos(first_i, others_j) / temperature), r2 the same of `second`. first and second are [n, d], others is [m, d].
+    r1 = softmax_j(cos(first_i, others_j) / temperature), r2 the same of `second`; first, second [n, d], others [m, d].
     """
     others = F.normalize(others, dim=1)
     logs = [F.log_softmax(F.normalize(v, dim=1) @ others.T / temperature, dim=1) for v in (first, second)]
