@@ -18,7 +18,7 @@ PUBLIC_IMAGES = "public images"
 PROJECTION = "features of a projection"
 #: name of a size that each client has for itself: from 1 up to its number of images
 OWN_IMAGES = "images of the client"
-#: trains the model of a round on its client's images for so many epochs
+#: trains the model of a round on its client's images by the recipe's objective for so many epochs
 Train = Callable[[LocalRound, int], None]
 
 
@@ -48,12 +48,7 @@ class Aggregator(Part):
         return Message()
 
     def train_on_public_images(self, local: LocalRound, train: Train) -> Message:
-        """Return entries for the server's first state.
-
-        Args:
-            local: the server as if it were a client with the public images.
-            train: trains the model of `local` by the recipe's objective.
-        """
+        """Return entries for the server's first state; `local` is the server as a client with the public images."""
         return Message()
 
     def open(self, server: Message, clients: list[int], travelling: list[str]) -> dict[int, Message]:
@@ -77,13 +72,7 @@ class Aggregator(Part):
 
     @abstractmethod
     def aggregate(self, server: Message, replies: dict[int, Message]) -> Message:
-        """Return the entries of the server's state that change.
+        """Return the entries of the server's state that change, from at least one answer that the guard let through.
 
-        Args:
-            server: the server's state.
-            replies: the clients' answers by client, at least one. The guard has left out broken ones (guard.py).
-
-        Returns:
-            The changed entries. A metric named `NAME/WHO` is logged for that round; WHO is a client's number or
-            `global`.
+        A metric named `NAME/WHO` is logged for that round; WHO is a client's number or `global`.
         """

@@ -18,10 +18,9 @@ class BaseModel(Aggregator):
     """The base model of the alignment module of FedCA (Zhang et al. 2023, Federated unsupervised representation
     learning): an encoder trained on public data alone, with which `base_alignment` aligns every client's encoder.
 
-    The server trains it with the recipe's objective, starting from the first global weights, for `epochs` over the
-    public images. It sends the encoder to each client in the first round in which the client takes part, and the client
-    keeps it. Clients send nothing. This follows the paper's abstract, as there is no released code; the length of the
-    training is chosen here.
+    The server trains it with the recipe's objective, starting from the first global weights. A client receives the
+    encoder in its first round and keeps it. Clients send nothing. This follows the paper's abstract, as there is no
+    released code; the length of the training is chosen here.
     """
 
     needs_public_images: ClassVar[bool] = True

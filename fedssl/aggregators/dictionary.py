@@ -26,19 +26,16 @@ class Dictionary(Aggregator):
     """The dictionary module of FedCA (Zhang et al. 2023, Federated unsupervised representation learning).
 
     After its training a client sends the unit projections of its images, [n, d], n all of them or `samples`. From the
-    second round on the server sends the newest projections of every client that has answered so far, as one matrix.
-    The regularizer `dictionary_contrast` uses them.
+    second round on the server sends the newest ones of every client that has answered, as one matrix.
 
     This follows the paper's abstract, as there is no released code. That all images are projected is read from
-    LW-FedSSL (Tun et al. 2024), Table 2: FedCA's traffic is above FedSimCLR's by 22.66 GB in 180 rounds, where a GB is
-    1000 * 2^20 bytes. The projections of COCO's 118,287 images, 256 floats each, down to each of ten clients from round
-    2 on, and a client's own up, make 22.76 GB; those of full batches of 512 alone, 117,760 images, make 22.65 GB.
-    Chosen here: which images are sent where `samples` is given (drawn anew in each round), and that they are projected
-    without augmentation in evaluation mode. A projection reveals more of its image than weights do, so this comes close
-    to sharing data.
-
-    A client with n images sends 4 n d bytes and receives those of all clients. A step compares 2 B projections with all
-    of them: 4 * 2 B * sum_k n_k bytes for each matrix of similarities, 50 MB at B = 128 and 50,000 images.
+    LW-FedSSL (Tun et al. 2024), Table 2: FedCA's traffic is 22.66 GB above FedSimCLR's in 180 rounds, a GB being 1000 *
+    2^20 bytes. The projections of COCO's 118,287 images, 256 floats each, down to each of ten clients from round 2 on,
+    and a client's own up, make 22.76 GB; those of full batches of 512 alone, 117,760 images, make 22.65 GB. Chosen
+    here: which images are sent where `samples` is given (drawn anew in each round), and that they are projected without
+    augmentation in evaluation mode. A projection reveals more of its image than weights do: this comes close to sharing
+    data. A client with n images sends 4 n d bytes and receives those of all clients. A step compares 2 B projections
+    with all of them: 4 * 2 B * sum_k n_k bytes for each matrix of similarities, 50 MB at B = 128 and 50,000 images.
     """
 
     samples: int | None = Field(

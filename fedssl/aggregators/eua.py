@@ -11,7 +11,7 @@ from torch import Tensor
 from fedkernels import apply_deltas, client_weights, delta_gram
 
 from ..messages import Message
-from .weighted_mean import WeightedMean, distance_metric, is_statistic, travelling_weights, weighted_mean
+from .weighted_mean import WeightedMean, distance_metric, is_statistic, model_entries, weighted_mean
 
 #: what an update is divided by: its squared length (FedU2's paper, times 2) or its length (the released code)
 UpdateDivisor = Literal["squared_length", "length"]
@@ -29,18 +29,15 @@ def moved_clients(gram: Tensor) -> Tensor:
 def least_norm_step(
     gram: Tensor, divide_by: UpdateDivisor, samples: list[float], length: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return p on the simplex with the least |sum_k p_k g_k|, and the step along that point.
+    """Return p on the simplex with the least |sum_k p_k g_k|, and the shares w of theta_g - sum_k w_k delta_k.
+
+    Both are float64 [K], with 0 for clients that did not move. Where none moved, both are proportional to `samples`.
 
     Args:
         gram: <delta_i, delta_j>, float64 [K, K].
         divide_by: g_k is 2 delta_k / |delta_k|^2 for `squared_length`, and delta_k / |delta_k| for `length`.
-        samples: the clients' numbers of samples. Where no client moved, p is proportional to them and the step is 0.
         length: the step is length * sum_k p_k g_k. By default the new model is a convex combination of the clients'
             models for `squared_length`, and `length` is the mean of |delta_k| by samples for `length` (see `MGDA`).
-
-    Returns:
-        p and the shares w of the clients in the new model, theta_g - sum_k w_k delta_k, float64 [K] each. Clients that
-        did not move have 0 in both.
     """
     moved = moved_clients(gram)
     weights = torch.tensor(samples, dtype=torch.float64)
@@ -73,21 +70,11 @@ def deviation_change_rates(gram: Tensor, step: Tensor) -> Tensor:
 def take_least_norm_step(
     server: Message, replies: dict[int, Message], divide_by: UpdateDivisor, length: float | None, label: str
 ) -> Message:
-    """Return the model after `least_norm_step`; integers and running statistics are averaged by samples.
-
-    Args:
-        server, replies: see `Aggregator.aggregate`.
-        divide_by, length: see `least_norm_step`.
-        label: the beginning of the names of the metrics.
-    """
-    order = sorted(replies)
+    """Return the model after `least_norm_step`, and metrics whose names begin with `label`."""
+    order, names = sorted(replies), model_entries(server, replies)
     samples = [replies[k].numbers["samples"] for k in order]
-    weights = travelling_weights(server, replies)
-    statistics = [
-        name
-        for name in replies[order[0]].tensors
-        if name in server.tensors and name.startswith("online.") and is_statistic(name, server.tensors[name])
-    ]
+    statistics = [name for name in names if is_statistic(name, server.tensors[name])]
+    weights = [name for name in names if name not in statistics]
     old = [server.tensors[name] for name in weights]
     clients = [[replies[k].tensors[name] for name in weights] for k in order]
     gram = delta_gram(old, clients).cpu()
@@ -117,10 +104,9 @@ class EUA(WeightedMean):
     exact in the limit of short steps).
 
     The paper gives no value for eta (Eq. 9 and the update below Eq. 12, one number as in Algorithm 1). Without
-    `step_size` the step has the length at which the new model is a convex combination of the clients' models, sum_k w_k
-    theta_k with w_k proportional to p_k / |delta_k|^2. Where the updates are orthogonal, that is the unweighted mean,
-    whatever their lengths. The paper's phi = 0.1, the multiplier of |d|^2 < 1 in Eq. 9, is constant, so it only divides
-    the step.
+    `step_size` the new model is a convex combination of the clients' models, sum_k w_k theta_k with w_k proportional to
+    p_k / |delta_k|^2. Where the updates are orthogonal, that is the unweighted mean, whatever their lengths. The
+    paper's phi = 0.1, the multiplier of |d|^2 < 1 in Eq. 9, is constant, so it only divides the step.
 
     Who moves farthest has the shortest grad log u_k, and the least |sum_k p_k grad log u_k| lies with the shortest, so
     a client that moved less than others in nearly the same direction gets weight 0. Shares in the first two rounds of
@@ -142,13 +128,10 @@ class EUA(WeightedMean):
     Deviations from the paper: Eq. 12 clips its linear solve and does not reach the optimum of Eq. 10. Here p is solved
     exactly (`fedkernels.client_weights`), so there is no penalty rho = 1. Integers and running statistics have no
     meaningful deviation and are averaged by samples. A client that did not move (see RELATIVE_DEVIATION_TOLERANCE) has
-    no grad log u_k and gets weight 0. Where none moved, the weights are proportional to the samples, and the model
-    stays as it is.
-
-    Logs two numbers by client: `eua_weight`, p_k, and `eua_share`, the w_k of theta_g - sum_k w_k delta_k. Only the
-    shares tell how much of the new model is a client's. Also logs the smallest and the largest c_k of Eq. 7 after the
-    step, over the clients that moved: `eua_rate_min` and `eua_rate_max`. A negative rate means that the global model
-    moved away from that client.
+    no grad log u_k and gets weight 0. Where none moved, the model stays as it is. Logs by client `eua_weight`, p_k, and
+    `eua_share`, the w_k of theta_g - sum_k w_k delta_k: only the shares tell how much of the new model is a client's.
+    Also logs the smallest and the largest c_k of Eq. 7 after the step, over the clients that moved: `eua_rate_min` and
+    `eua_rate_max`, negative where the global model moved away from a client.
     """
 
     divide_updates_by: UpdateDivisor = Field(

@@ -7,7 +7,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ..messages import Message
-from .weighted_mean import WeightedMean, is_statistic, measure_distance, weighted_mean
+from .weighted_mean import WeightedMean, is_statistic, measure_distance, model_entries, weighted_mean
 
 ROUNDS = "l_dawa.rounds"
 
@@ -37,13 +37,12 @@ class LDawa(WeightedMean):
     As in the authors' released code there is no division by the sum of the cosines, so a layer shrinks where clients
     diverge. In the first rounds weights are averaged by samples instead, as the first global model is random.
 
-    Deviations from the released code: the code also scales BatchNorm's running statistics by their cosines; here
-    running statistics and integers are averaged by samples in every round. Where a client's or the global tensor is
-    zero there is no angle, and the factor is 1; the code divides by zero where the global tensor is zero. Two rounds
-    are plain by default; a comparison in the released script makes it three.
-
-    Logs two numbers of each client: `l_dawa_cosine`, the mean of its cosines over the tensors, and `l_dawa_share`, the
-    mean of its factors cos(w_k, w_g) / K, which sum to less than 1 where clients diverge.
+    Deviations from the released code: it also scales BatchNorm's running statistics by their cosines; here running
+    statistics and integers are averaged by samples in every round. Where a client's or the global tensor is zero there
+    is no angle, and the factor is 1; the code divides by zero where the global tensor is zero. Two rounds are plain by
+    default; a comparison in the released script makes it three. Logs two numbers of each client: `l_dawa_cosine`, the
+    mean of its cosines over the tensors, and `l_dawa_share`, the mean of its factors cos(w_k, w_g) / K, which sum to
+    less than 1 where clients diverge.
     """
 
     plain_rounds: int = Field(2, ge=0, description="number of first rounds in which weights are averaged by samples")
@@ -57,19 +56,15 @@ class LDawa(WeightedMean):
         order = sorted(replies)
         samples = [replies[k].numbers["samples"] for k in order]
         state = Message(numbers={ROUNDS: number})
-        angles: dict[int, list[float]] = {k: [] for k in order}
-        for name in replies[order[0]].tensors:
-            if name not in server.tensors or not name.startswith("online."):
-                continue
+        cosines = []  # of each weight, one a client
+        for name in model_entries(server, replies):
             tensors = [replies[k].tensors[name] for k in order]
             if is_statistic(name, tensors[0]):
                 state.tensors[name] = weighted_mean(tensors, samples)
-                continue
-            cosines = [cosine(tensor, server.tensors[name]) for tensor in tensors]
-            state.tensors[name] = scaled_mean(tensors, cosines)
-            for k, value in zip(order, cosines, strict=True):
-                angles[k].append(value)
-        for k, values in angles.items():
+            else:
+                cosines.append([cosine(tensor, server.tensors[name]) for tensor in tensors])
+                state.tensors[name] = scaled_mean(tensors, cosines[-1])
+        for k, values in zip(order, zip(*cosines, strict=True), strict=True):
             state.metrics[f"l_dawa_cosine/{k}"] = sum(values) / len(values)
             state.metrics[f"l_dawa_share/{k}"] = sum(values) / len(values) / len(order)
         state.metrics |= measure_distance(server, replies)

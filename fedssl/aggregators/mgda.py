@@ -29,13 +29,8 @@ class MGDA(WeightedMean):
     shortest. Equal steps for all clients (`training.local_steps`), which the released code has, avoid that.
 
     Deviation from the released code: its solver starts at the weights by samples and stops after 20 iterations; here p
-    is solved exactly (`fedkernels.client_weights`).
-
-    Integers and running statistics are averaged by samples. A client that did not move has weight 0. Where none moved,
-    the weights are proportional to the samples, and the model stays as it is.
-
-    Logs `mgda_weight` (p_k, by client), `mgda_share` (the w_k of theta_g - sum_k w_k delta_k, by client; their sum is
-    not 1) and, to compare with EUA's, `mgda_rate_min` and `mgda_rate_max`.
+    is solved exactly (`fedkernels.client_weights`). Integers, running statistics and clients that did not move: as in
+    `EUA`. Logs `mgda_weight`, `mgda_share` (whose sum is not 1), `mgda_rate_min` and `mgda_rate_max`, each as EUA's.
     """
 
     learning_rate: float | None = Field(

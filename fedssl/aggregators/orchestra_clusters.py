@@ -1,7 +1,6 @@
 """Orchestra's clusters: each client clusters its memory of projections, and the server clusters the clients' centroids.
 
-Source: Lubana et al. 2022, Orchestra: Unsupervised Federated Learning via Globally Consistent Clustering, section 4,
-with the constants of the authors' released code.
+Source: Lubana et al. 2022 (see objectives/orchestra.py), section 4, with the constants of the authors' released code.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from .weighted_mean import weighted_mean
 
 GLOBAL = "centroids"  # the model's own name for them, so that a client's local update loads them
 LOCAL = "local_centroids"
-# how the names of the networks' entries begin in a model's state
 ONLINE, TARGET = "online.", "target."
 _TARGET_PARTS = (f"{TARGET}encoder.", f"{TARGET}projector.")
 
@@ -35,9 +33,8 @@ class OrchestraClusters(Aggregator):
 
     As in the authors' released code the clients' target networks are averaged by samples: they travel with the weights,
     which almost doubles the bytes, and a client begins each round with the mean. (The code calls this its stateless
-    client.) Of a client's own state only the memory of projections is used again. With `average_target: false` a target
-    network stays with its client from round to round and does not travel. That is the code's stateful client, and what
-    FedU2's released code does in its comparison with Orchestra.
+    client: only the memory of projections is its own.) With `average_target: false` a target network stays with its
+    client. That is the code's stateful client, and what FedU2's released code does in its comparison with Orchestra.
 
     A client sends the local centroids of its memory after training, [local_clusters, d]. The server sends the global
     centroids, [clusters, d]. The opening round makes the first ones: clients receive the first global weights, fill
@@ -48,7 +45,6 @@ class OrchestraClusters(Aggregator):
     over the centroids of this round's clients, starting from the last global centroids. Deviations: the opening round
     asks all clients and not a sample. The memory is filled from one batch of augmented images, with several views of
     each where a client has fewer images than its memory. Sinkhorn-Knopp stops by the worst row and scales rows last.
-
     Logs `clusters_used`, the number of global clusters that have a local centroid.
     """
 
@@ -111,8 +107,7 @@ class OrchestraClusters(Aggregator):
 
     def _next_target(self, server: Message, replies: dict[int, Message]) -> dict[str, Tensor]:
         """Return the mean of the clients' target networks; after the opening round a copy of the online one."""
-        order = sorted(replies)
-        names = target_of(server)
+        order, names = sorted(replies), target_of(server)
         if not names:
             online = {TARGET + n.removeprefix(ONLINE): t for n, t in server.tensors.items() if n.startswith(ONLINE)}
             return {name: tensor.clone() for name, tensor in online.items() if name.startswith(_TARGET_PARTS)}
@@ -164,11 +159,10 @@ def cluster_locally(points: Tensor, clusters: int, generator: torch.Generator) -
     centroids = points[torch.randperm(n, generator=generator)[:clusters]]
     for _ in range(5):
         chosen = equal_assignment(points @ centroids.T, 10).argmax(dim=1)
-        random_points = points[torch.randint(n, (clusters,), generator=generator)]
-        centroids = torch.stack(
-            [points[chosen == i].mean(dim=0) if (chosen == i).any() else random_points[i] for i in range(clusters)]
-        )
-        centroids = F.normalize(centroids, dim=1)
+        drawn = points[torch.randint(n, (clusters,), generator=generator)]
+        members = [points[chosen == i] for i in range(clusters)]
+        means = [rows.mean(dim=0) if len(rows) else drawn[i] for i, rows in enumerate(members)]
+        centroids = F.normalize(torch.stack(means), dim=1)
     return centroids
 
 

@@ -79,12 +79,11 @@ class RepresentationMean(Aggregator):
     (Algorithm 1 computes it at the start of the next round, with the same weights.) With `statistics: batch` BatchNorm
     takes the statistics of each batch instead, as the term in `cka_alignment` does; docs/methods.md has the figures.
 
-    With target `peers` K-bar is the paper's. The other targets are controls, whose results were not learned from the
-    peers: `self` is the client's own kernel of its previous round, and `untrained` is K-bar of the untrained networks,
-    which never changes. With kernel `frobenius` each K_j is divided by its norm, so that a client with large
-    representations does not dominate the others; `half_whitened` is (A_j A_j')^(1/2), see `whitening_matrix`.
-
-    Logs `public_effective_rank`, the effective rank of A_j, to be read beside `cka`.
+    The targets other than `peers` are controls, whose results were not learned from the peers: `self` is the client's
+    own kernel of its previous round, and `untrained` is K-bar of the untrained networks, which never changes. With
+    kernel `frobenius` each K_j is divided by its norm, so that a client with large representations does not dominate
+    the others; `half_whitened` is (A_j A_j')^(1/2), see `whitening_matrix`. Logs `public_effective_rank`, the effective
+    rank of A_j, to be read beside `cka`.
     """
 
     opening_round: ClassVar[bool] = True
@@ -136,25 +135,20 @@ class RepresentationMean(Aggregator):
         return dict.fromkeys(clients, self._message(factors, [w / total for w in weights]))
 
     def _message(self, factors: list[Tensor], weights: list[float]) -> Message:
-        config: dict[str, str | int | float | bool] = {
-            "alignment.layer": self.layer,
-            "alignment.centered": self.centered,
-        }
-        if not any(weights):  # there is no usable answer to align to yet
-            return Message(config=config)
-        factor = join_factors(factors, weights)
-        rows, columns = factor.shape
-        if not (self.send == "factor" or (self.send == "auto" and columns < rows)):
-            return Message({KERNEL: factor @ factor.T}, config=config)
-        return Message({FACTOR: factor if self.target == "self" else canonical_factor(factor)}, config=config)
+        tensors = {}
+        if any(weights):  # otherwise there is no usable answer to align to yet
+            factor = join_factors(factors, weights)
+            if self.send == "factor" or (self.send == "auto" and factor.shape[1] < factor.shape[0]):
+                tensors[FACTOR] = factor if self.target == "self" else canonical_factor(factor)
+            else:
+                tensors[KERNEL] = factor @ factor.T
+        return Message(tensors, config={"alignment.layer": self.layer, "alignment.centered": self.centered})
 
     @torch.no_grad()
     def collect(self, local: LocalRound, travelling: list[str]) -> Message:
-        client = local.client
-        assert client.public_images is not None
-        model = client.model
+        client, model, public = local.client, local.client.model, local.client.public_images
+        assert public is not None
         model.train(self.statistics == "batch")
-        public = client.public_images
         if self.statistics == "batch":  # of nearly equal sizes: a single image left over has no statistics
             batches = public.tensor_split(-(-len(public) // self.batch_size))
         else:
@@ -167,10 +161,9 @@ class RepresentationMean(Aggregator):
         if self.kernel == "frobenius":
             a = a / (a.to(torch.float64).T @ a.to(torch.float64)).norm().sqrt().clamp_min(1e-30).to(a.dtype)
         elif self.kernel == "half_whitened":
-            whitening = whitening_matrix(a)
             # The alignment term of the next round whitens its mini-batches by the same matrix.
-            client.memory.tensors[WHITENING] = whitening
-            a = a @ whitening
+            client.memory.tensors[WHITENING] = whitening_matrix(a)
+            a = a @ client.memory.tensors[WHITENING]
         return Message({f"representation.{client.index}": a})
 
     def expected(self, server: Message, client: int, travelling: list[str]) -> dict[str, Shape] | None:
@@ -179,4 +172,4 @@ class RepresentationMean(Aggregator):
     def aggregate(self, server: Message, replies: dict[int, Message]) -> Message:
         if self.target == "untrained" and any(name.startswith("representation.") for name in server.tensors):
             return Message()
-        return Message({name: replies[k].tensors[name] for k in sorted(replies) for name in [f"representation.{k}"]})
+        return Message({f"representation.{k}": replies[k].tensors[f"representation.{k}"] for k in sorted(replies)})

@@ -14,9 +14,7 @@ from ..messages import Message
 from ..models.model import Model
 from .base import Aggregator
 
-#: the metric's name in the server's state
 DISTANCE = "local_model_distance/global"
-
 # A distance below this fraction of the longest update is the rounding of a distance of 0.
 _ROUNDING = 1e-6
 
@@ -40,13 +38,9 @@ def is_statistic(name: str, tensor: Tensor) -> bool:
     return not tensor.is_floating_point() or name.rpartition(".")[2] in ("running_mean", "running_var")
 
 
-def travelling_weights(server: Message, replies: dict[int, Message]) -> list[str]:
-    """Return the names of the model's weights in the answers, without running statistics and integers."""
-    return [
-        name
-        for name in replies[min(replies)].tensors
-        if name in server.tensors and name.startswith("online.") and not is_statistic(name, server.tensors[name])
-    ]
+def model_entries(server: Message, replies: dict[int, Message]) -> list[str]:
+    """Return the names of the model's entries in the answers."""
+    return [name for name in replies[min(replies)].tensors if name in server.tensors and name.startswith("online.")]
 
 
 def distance_metric(gram: Tensor) -> dict[str, float]:
@@ -65,14 +59,9 @@ def distance_metric(gram: Tensor) -> dict[str, float]:
 
 def measure_distance(server: Message, replies: dict[int, Message]) -> dict[str, float]:
     """Return `distance_metric` of the clients' answers."""
-    names, order = travelling_weights(server, replies), sorted(replies)
-    if not names:
-        return {}
-    return distance_metric(
-        delta_gram(
-            [server.tensors[name] for name in names], [[replies[k].tensors[name] for name in names] for k in order]
-        )
-    )
+    names = [name for name in model_entries(server, replies) if not is_statistic(name, server.tensors[name])]
+    clients = [[replies[k].tensors[name] for name in names] for k in sorted(replies)]
+    return distance_metric(delta_gram([server.tensors[name] for name in names], clients)) if names else {}
 
 
 class WeightedMean(Aggregator):
@@ -86,9 +75,6 @@ class WeightedMean(Aggregator):
     `layer_wise` and `progressive` these are all in which two clients' networks of that stage can differ: the layers
     below came from the server and do not train. There is no such number where the server does not see the clients' own
     weights: under secure aggregation, and under differential privacy, whose noise would be most of it.
-
-    It takes one more pass over the clients' weights: 0.010 s of a processor for 25 clients of `small_vit` (385,000
-    weights), where the mean takes 0.017 s.
     """
 
     exchanges_weights: ClassVar[bool] = True
@@ -98,8 +84,7 @@ class WeightedMean(Aggregator):
         return Message({name: tensor for name, tensor in model.state_dict().items() if name.startswith("online.")})
 
     def broadcast(self, server: Message, clients: list[int], travelling: list[str]) -> dict[int, Message]:
-        message = Message({name: server.tensors[name] for name in travelling})
-        return dict.fromkeys(clients, message)
+        return dict.fromkeys(clients, Message({name: server.tensors[name] for name in travelling}))
 
     def collect(self, local: LocalRound, travelling: list[str]) -> Message:
         state = local.client.model.state_dict()
@@ -108,7 +93,7 @@ class WeightedMean(Aggregator):
     def aggregate(self, server: Message, replies: dict[int, Message]) -> Message:
         order = sorted(replies)
         weights = [replies[k].numbers["samples"] for k in order]
-        names = [name for name in replies[order[0]].tensors if name in server.tensors and name.startswith("online.")]
+        names = model_entries(server, replies)
         state = Message({name: weighted_mean([replies[k].tensors[name] for k in order], weights) for name in names})
         state.metrics = measure_distance(server, replies)
         return state

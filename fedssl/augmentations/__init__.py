@@ -1,1 +1,0 @@
-"""How random views are made of a client's images."""

@@ -28,41 +28,23 @@ class Augmentation(Part):
 
     @abstractmethod
     def views(self, images: Tensor, samples: Tensor, key: ViewKey) -> tuple[Tensor, Tensor]:
-        """Draw two random views of each image.
+        """Draw two random views of each image, float32 [n, C, H, W], normalised as by `fedssl.data.pixels.normalize`.
 
         Args:
             images: uint8 [n, C, H, W], on the device where the network is.
             samples: int64 [n], the images' numbers in their data set, on the device of `images`.
             key: what the views belong to: seed, client, round and epoch.
-
-        Returns:
-            Two tensors float32 [n, C, H, W], normalised as `fedssl.data.pixels.normalize` does it.
         """
 
 
 def draw_views(
-    augmentation: Augmentation,
-    images: Tensor,
-    samples: Tensor,
-    key: ViewKey,
-    device: torch.device,
-    count: int = 2,
+    augmentation: Augmentation, images: Tensor, samples: Tensor, key: ViewKey, device: torch.device, count: int = 2
 ) -> tuple[Tensor, ...]:
-    """Draw random views of each image of a batch.
+    """Draw `count` random views of each image of a batch, float32 [n, C, H, W] on `device`.
 
-    The images are moved to `device` before, as bytes, so that a GPU makes the views. Views are drawn in pairs: an odd
-    number of them takes as long as the next even one.
-
-    Args:
-        augmentation: makes the views.
-        images: uint8 [n, C, H, W].
-        samples: int64 [n] on the CPU, the images' numbers in their data set.
-        key: what the views belong to. Views of the same key and sample are the same.
-        device: where the views are made.
-        count: number of views.
-
-    Returns:
-        `count` tensors float32 [n, C, H, W] on `device`.
+    The images, uint8 [n, C, H, W], are moved to `device` before, as bytes, so that a GPU makes the views. `samples` are
+    their numbers in their data set, int64 [n] on the CPU; views of the same key and sample are the same. Views are
+    drawn in pairs: an odd number of them takes as long as the next even one.
 
     Raises:
         UserError: the augmentation returned something else than two such tensors.
@@ -80,23 +62,15 @@ def draw_views(
 
 
 def _require_views(augmentation: Augmentation, drawn: object, images: Tensor) -> None:
-    if isinstance(drawn, (tuple, list)) and len(drawn) == 2 and all(_is_view(view, images) for view in drawn):
-        return
-    several = isinstance(drawn, (tuple, list))
-    got = f"[{', '.join(map(_describe, drawn))}]" if several else _describe(drawn)  # type: ignore[call-overload]
-    raise UserError(
-        f"augmentation {augmentation.name}: views must return two tensors, each float32 {list(images.shape)} on "
-        f"{images.device}, got {got}"
-    )
-
-
-def _is_view(view: object, images: Tensor) -> bool:
-    return (
-        isinstance(view, Tensor)
-        and view.shape == images.shape
-        and view.dtype == torch.float32
-        and view.device == images.device
-    )
+    needed = f"float32 {list(images.shape)} on {images.device}"
+    if isinstance(drawn, (tuple, list)):
+        views = list(map(_describe, drawn))
+        if views == [needed, needed]:
+            return
+        got = f"[{', '.join(views)}]"
+    else:
+        got = _describe(drawn)
+    raise UserError(f"augmentation {augmentation.name}: views must return two tensors, each {needed}, got {got}")
 
 
 def _describe(value: object) -> str:

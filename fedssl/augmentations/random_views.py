@@ -21,16 +21,12 @@ _Strength = Annotated[float, Field(ge=0)]
 class RandomViews(Augmentation):
     """Strength and probability of each operation; 0 turns one off (crop: scale (1, 1) and ratio (1, 1)).
 
-    Colour jitter, grayscale and flip are BYOL's (Grill et al. 2020, appendix B), blur is SimCLR's (Chen et
-    al. 2020, appendix A: probability 0.5, sigma 0.1 to 2, kernel a tenth of the side). The smallest crop of
-    0.2 of the area is that of MoCo v2, SimSiam and FedU2's released code; BYOL's 0.08 leaves 9x9 pixels of a
-    32x32 image.
+    Colour jitter, grayscale and flip are BYOL's (Grill et al. 2020, appendix B), blur is SimCLR's (Chen et al. 2020,
+    appendix A: probability 0.5, sigma 0.1 to 2, kernel a tenth of the side). The smallest crop of 0.2 of the area is
+    that of MoCo v2, SimSiam and FedU2's released code; BYOL's 0.08 leaves 9x9 pixels of a 32x32 image. BYOL and MoCo v3
+    solarise one view of two with probability 0.2. Here each view has the same probability, 0 by default.
 
-    BYOL and MoCo v3 solarise one view of two with probability 0.2. Here each view has the same probability, 0 by
-    default.
-
-    The views are those of `fedkernels.two_views`: an image's views depend on the key and on the image's number, and not
-    on the batch, the number of threads or the device.
+    The views are those of `fedkernels.two_views`: an image's views depend on the key and on the image's number alone.
     """
 
     uses_global_generators: ClassVar[bool] = False

@@ -31,8 +31,4 @@ class LocalUpdate(Part):
 
     @abstractmethod
     def receive(self, local: LocalRound) -> AfterTraining | None:
-        """Change the client's model by `local.received`, before training.
-
-        Returns:
-            A function that is called after training, for instance to store how far the model moved, or None.
-        """
+        """Change the client's model by `local.received`; the function that it returns is called after training."""

@@ -32,10 +32,9 @@ class FedEMA(LocalUpdate):
     This follows the authors' released code (EasyFL, applications/fedssl): divergence_k is that of the client's previous
     local training (see FedU). The paper's text takes the distance of the received global model from the client's own.
     tau is the paper's 0.7; the code's default is 0.8. BatchNorm's running statistics are the received ones, as a moving
-    average is defined for parameters. The code does the same for the encoder, and takes the predictor's statistics from
-    the side with the larger share. A client whose training moved nothing has no lambda yet and takes the global model.
-
-    Logs `divergence`, `mu` (0 where the global model was taken) and `lambda`.
+    average is defined for parameters. The code does the same for the encoder, and takes the predictor's from the side
+    with the larger share. A client whose training moved nothing has no lambda yet and takes the global model. Logs
+    `divergence`, `mu` (0 where the global model was taken) and `lambda`.
     """
 
     whole_models: ClassVar[bool] = True
@@ -62,8 +61,7 @@ class FedEMA(LocalUpdate):
         before = encoder_weights(model)
 
         def after_training() -> None:
-            moved = divergence(before, encoder_weights(model))
-            numbers[DIVERGENCE] = moved
+            numbers[DIVERGENCE] = moved = divergence(before, encoder_weights(model))
             numbers[LAST_ROUND] = local.number
             if LAMBDA not in numbers and moved > 0:
                 numbers[LAMBDA] = self.tau / moved

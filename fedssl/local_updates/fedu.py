@@ -44,11 +44,9 @@ class FedU(LocalUpdate):
 
     This follows the authors' released code (EasyFL, applications/fedssl): the divergence is that of the client's
     previous local training, the mean L2 distance between the encoder's convolution weights before and after it, and the
-    threshold is 0.4. Deviation: the shortcut convolutions of residual blocks count too; the released code finds
-    convolutions by their names and misses these. For other encoders than convolutional networks, every weight of the
-    encoder with two or more dimensions counts.
-
-    Logs `divergence` and `global_predictor` (1 where the client took it).
+    threshold is 0.4. Deviation: the shortcut convolutions of residual blocks count too, which the code misses, as it
+    finds convolutions by name. In other encoders every weight with two or more dimensions counts. Logs `divergence` and
+    `global_predictor` (1 where the client took it).
     """
 
     whole_models: ClassVar[bool] = True

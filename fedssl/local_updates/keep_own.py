@@ -13,10 +13,9 @@ from .base import LocalUpdate
 class KeepOwn(LocalUpdate):
     """Hetero-SSFL, Algorithm 1: W_i(t) starts from W_i(t-1). Only regularizers use what the server sends.
 
-    With `keep_optimizer` the optimiser's momentum and moments go on from round to round too, as in centralised
-    training, where rounds are only pauses for evaluation. They are part of the client's stored state, which they make
-    larger: by the size of the trained weights for sgd with momentum, by twice that for adam and adamw. Other local
-    updates take weights from the server, which such a state does not describe, and have no such option.
+    With `keep_optimizer` rounds are only pauses for evaluation, as in centralised training. A client's stored state
+    then grows by the size of the trained weights for sgd with momentum, by twice that for adam and adamw. Other local
+    updates take weights from the server, which an optimiser's state does not describe, and have no such option.
     """
 
     personal: ClassVar[bool] = True

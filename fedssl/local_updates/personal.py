@@ -19,10 +19,8 @@ class Personal(LocalUpdate):
     round a client's own model starts as the global one; after that it starts from where it was.
 
     Both take the same batches and views. A target network of the copy starts each round as a copy of its online
-    network.
-
-    Logs `global_loss`, the objective's loss of the copy; the other metrics are those of the own model, and `memory` and
-    `flops` are those of both.
+    network. Logs `global_loss`, the objective's loss of the copy; `memory` and `flops` are those of both, all else is
+    of the own model.
     """
 
     personal: ClassVar[bool] = True

@@ -20,8 +20,7 @@ class Step:
     Attributes:
         loss: the objective's loss, a scalar.
         representations: the encoder's outputs.
-        projections: the online projector's outputs (empty where there is none).
-        predictions: the online predictor's outputs (empty where there is none).
+        projections, predictions: the outputs of the online projector and predictor (empty where there is none).
         views: the views that the step received, normalised float32 [n, C, H, W]; the training loop sets them.
         first_view: index in `views`, from 0, of the view that the tuples begin with; the next ones follow it.
     """

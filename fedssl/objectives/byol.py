@@ -21,13 +21,11 @@ def regression_loss(prediction: Tensor, target: Tensor) -> Tensor:
 class BYOL(Objective):
     """Grill et al. 2020, Bootstrap Your Own Latent, Eq. 2; the local loss of Hetero-SSFL (section 3.2).
 
-    The target network has an encoder and a projector, which move towards the online ones after each step. It belongs
-    to the client and never travels. The defaults of the heads and of the momentum are FedU's and FedEMA's
-    (4096 -> 2048, and a constant 0.99; Grill et al. raise it to 1 over training).
-
-    Under the schedule `end_to_end` (FedBYOL) a client keeps its target network from round to round. Under `layer_wise`
-    and `progressive` the target network starts every round as a copy of the online one (LW-FedSSL, Algorithm 2, line
-    4). So results under these schedules differ from those under `end_to_end` in that too.
+    The target network has an encoder and a projector, which move towards the online ones after each step. It belongs to
+    the client and never travels. The defaults of the heads and of the momentum are FedU's and FedEMA's (Grill et al.
+    raise the momentum to 1 over training). Under `end_to_end` (FedBYOL) a client keeps its target network from round to
+    round. Under `layer_wise` and `progressive` it starts every round as a copy of the online one (LW-FedSSL, Algorithm
+    2, line 4), so results under these schedules differ in that too.
 
     With `symmetric` both networks receive each view, as in Grill et al. Hetero-SSFL prints one direction, which costs
     half; that is `symmetric: false`. With both directions the loss is their mean, whereas Grill et al. take the sum:
@@ -58,13 +56,9 @@ class BYOL(Objective):
     def step(self, model: Model, views: tuple[Tensor, ...], labels: Tensor) -> Step:
         online = views if self.symmetric else views[:1]
         representations, projections, predictions = model.outputs_of_views(online)
-        targets = (views[1], views[0]) if self.symmetric else (views[1],)
-        losses = [
-            regression_loss(prediction, target)
-            for prediction, target in zip(predictions, model.target_of_views(targets), strict=True)
-        ]
-        loss = sum(losses[1:], losses[0])
-        return Step(loss / len(targets), representations, projections, predictions)
+        targets = model.target_of_views((views[1], views[0]) if self.symmetric else (views[1],))
+        losses = [regression_loss(p, target) for p, target in zip(predictions, targets, strict=True)]
+        return Step(sum(losses[1:], losses[0]) / len(losses), representations, projections, predictions)
 
     def after_step(self, model: Model) -> None:
         model.update_target(self.target_momentum)

@@ -17,8 +17,7 @@ class FedX(Objective):
     """nt_xent of the projections of two views (Han et al. 2022, FedX, the local contrastive loss).
 
     The predictor has no part in this loss; `global_distillation` trains it. The heads are those of the authors'
-    released code: two linear layers of 256 features with a ReLU between them, without BatchNorm. The temperature is
-    0.1.
+    released code: two linear layers of 256 features with a ReLU between them, without BatchNorm.
     """
 
     output_features: int = Field(
@@ -28,13 +27,12 @@ class FedX(Objective):
 
     def build(self, encoder: nn.Module, classes: int) -> Model:
         size = self.output_features
-        return Model(
-            {
-                "encoder": encoder,
-                "projector": mlp_head(encoder.num_features, size, size, batch_norm=False),  # type: ignore[arg-type]
-                "predictor": mlp_head(size, size, size, batch_norm=False),
-            }
-        )
+        online = {
+            "encoder": encoder,
+            "projector": mlp_head(encoder.num_features, size, size, batch_norm=False),  # type: ignore[arg-type]
+            "predictor": mlp_head(size, size, size, batch_norm=False),
+        }
+        return Model(online)
 
     def step(self, model: Model, views: tuple[Tensor, ...], labels: Tensor) -> Step:
         representations, projections, predictions = model.outputs_of_views(views)

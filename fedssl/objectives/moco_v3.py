@@ -20,19 +20,15 @@ class MoCoV3(Objective):
 
         loss = info_nce(q1, k2, temperature) + info_nce(q2, k1, temperature)
 
-    q are the l2-normalised predictions of the online network. k are the l2-normalised projections of the target
-    network, whose parameters follow the online ones by `target_momentum` after each step. The negatives are the other
-    images of the batch. The defaults are LW-FedSSL's (section 4.1): a projector of three layers and a predictor of two,
-    512 hidden and 256 output features, temperature 0.05, and a constant momentum of 0.99.
+    q are the l2-normalised predictions of the online network, k the l2-normalised projections of the target network.
+    The negatives are the other images of the batch. The defaults are LW-FedSSL's (section 4.1), as are the projector's
+    three layers, the predictor's two, and a momentum that stays constant.
 
     What LW-FedSSL leaves open follows Chen et al.'s released code for vision transformers: BatchNorm before each ReLU
     and, without weight and bias, after each head's last layer. (For ResNets that code has a projector of two layers and
     no BatchNorm after the predictor.) Where LW-FedSSL differs from that code, this follows LW-FedSSL: the patch
     embedding trains, the target network moves after the step and not before the loss, and the loss has no factor
-    2 * temperature.
-
-    With `fresh_target_each_round` the target network starts every round as a copy of the online one, as in LW-FedSSL's
-    Algorithm 2, line 4. Without it a client keeps its target network from round to round.
+    2 * temperature. `fresh_target_each_round` is LW-FedSSL's Algorithm 2, line 4. Otherwise a client keeps its target.
     """
 
     data_parallel: ClassVar[bool] = True

@@ -39,7 +39,7 @@ class OrchestraModel(Model):
 def cluster_loss(online: Tensor, target: Tensor, centroids: Tensor, temperature: float) -> Tensor:
     """Return the mean of -sum_c p_c log q_c; p and q are softmax(z C' / temperature), z of target and online.
 
-    online, target: unit rows [n, d]; centroids: unit rows [c, d]. Result a scalar.
+    online, target: unit rows [n, d]; centroids: unit rows [c, d].
     """
     target_clusters = F.softmax(target @ centroids.T / temperature, dim=1)
     return -(target_clusters * F.log_softmax(online @ centroids.T / temperature, dim=1)).sum(dim=1).mean()
@@ -57,18 +57,13 @@ class Orchestra(Objective):
 
         `cluster_loss`(online projection of view 2, target projection of view 1) + cross-entropy of the quarter turns
 
-    The clusters come from the aggregator `orchestra_clusters`, which a recipe must name too. The defaults are those of
-    the authors' released code: 128 global clusters, memory 128, temperature 0.1, target momentum 0.996 on parameters
-    only, and 512 features for projector and rotation classifier. The projector ends in a BatchNorm without weights.
-
-    What the target network starts a round from is said by the aggregator (`orchestra_clusters.average_target`).
+    The defaults are those of the authors' released code. The target's momentum is on parameters only, and the projector
+    ends in a BatchNorm without weights. What the target network starts a round from is said by the aggregator
+    (`orchestra_clusters.average_target`). An untrained network has a `loss` near log(128) + log(4).
 
     Deviations from the released code: turns are not drawn: each has an equal share of the batch, by the images'
-    positions, whose order is random. The target network moves after the step and not before the loss. All views have
-    the recipe's augmentation (the code solarises some). The code also passes view 1 through the online network and does
-    not use the result.
-
-    It logs nothing of its own. An untrained network has a `loss` near log(128) + log(4).
+    (random) positions. The target network moves after the step and not before the loss. All views have the recipe's
+    augmentation (the code solarises some). The code also computes online outputs of view 1 and does not use them.
     """
 
     needs_aggregator: ClassVar[str | None] = "orchestra_clusters"

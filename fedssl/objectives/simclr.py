@@ -17,12 +17,9 @@ from .base import Objective, Step
 class SimCLR(Objective):
     """Chen et al. 2020, A Simple Framework for Contrastive Learning of Visual Representations, Eq. 1.
 
-    The loss is NT-Xent of the l2-normalised projections of both views (`fedkernels.nt_xent`). A row's similarity to
-    itself is left out as -inf, as in the paper. (FedU2's released code sets it to 0.)
-
-    The projector has two layers, 2048 -> 128 (their section 4.2; ResNet-50's representation has 2048 features), with
-    BatchNorm as in their code. The temperature 0.5 is the best one on CIFAR-10 (appendix B.9). FedU2 has 2048 -> 512,
-    and its code has the temperature 0.07.
+    A row's similarity to itself is left out as -inf, as in the paper. (FedU2's released code sets it to 0.) The
+    projector has two layers, 2048 -> 128 (section 4.2; ResNet-50's output has 2048 features), with BatchNorm as in
+    their code. The temperature 0.5 is the best on CIFAR-10 (appendix B.9). FedU2 has 2048 -> 512, and its code 0.07.
     """
 
     data_parallel: ClassVar[bool] = True

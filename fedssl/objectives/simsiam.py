@@ -28,13 +28,12 @@ class SimSiam(Objective):
 
     def build(self, encoder: nn.Module, classes: int) -> Model:
         size = self.output_features
-        return Model(
-            {
-                "encoder": encoder,
-                "projector": mlp_head(encoder.num_features, size, size, layers=3, last_batch_norm=True),  # type: ignore[arg-type]
-                "predictor": mlp_head(size, self.bottleneck_features, size),
-            }
-        )
+        online = {
+            "encoder": encoder,
+            "projector": mlp_head(encoder.num_features, size, size, layers=3, last_batch_norm=True),  # type: ignore[arg-type]
+            "predictor": mlp_head(size, self.bottleneck_features, size),
+        }
+        return Model(online)
 
     def step(self, model: Model, views: tuple[Tensor, ...], labels: Tensor) -> Step:
         representations, projections, predictions = model.outputs_of_views(views)

@@ -17,13 +17,11 @@ from .base import Objective, Step
 class Supervised(Objective):
     """Cross-entropy of a linear classifier on the encoder, on one augmented view.
 
-    Evaluation measures the accuracy of this classifier too, as the metric `classifier`.
-
-    The views of self-supervised methods are harder than supervised training uses. By default images are therefore
-    cropped a little and mirrored with the recipe's probability `augmentation.flip`, and nothing else is done. The
-    crop has 0.64 to 1 of the area, so at least 0.8 of each side, as in FedU2's released code where it trains on labels
-    (semi_eval.py). It stands for the usual crop of a padded image, which moves a 32x32 image by up to 4 pixels.
-    Hetero-SSFL does not say how its supervised FedAvg augments. An augmentation of your own is used as it is.
+    The views of self-supervised methods are harder than supervised training uses. By default images are therefore only
+    cropped a little and mirrored with the recipe's probability `augmentation.flip`. The crop has 0.64 to 1 of the area,
+    so at least 0.8 of each side, as in FedU2's released code for labels (semi_eval.py). It stands for the usual crop of
+    a padded image, which moves a 32x32 image by up to 4 pixels. Hetero-SSFL does not say how its supervised FedAvg
+    augments. An augmentation of your own is used as it is. Evaluation logs its accuracy as `classifier`.
     """
 
     needs_labels: ClassVar[bool] = True

@@ -26,10 +26,7 @@ def require_two_views(part: Part, objective: Objective) -> None:
 
 
 class Regularizer(Part):
-    """One term of the local loss. A new one needs to override `start_round` only.
-
-    The attributes below, `check_objective` and `check_model` state what it needs.
-    """
+    """One term of the local loss. A new one needs to override `start_round` only."""
 
     #: whether it uses the shared public images; a recipe without public images is refused
     needs_public_images: ClassVar[bool] = False
@@ -49,8 +46,4 @@ class Regularizer(Part):
 
     @abstractmethod
     def start_round(self, local: LocalRound) -> StepLoss:
-        """Prepare one client's round and return the function that computes each step's term, a scalar.
-
-        `local` has what the round needs: the server's message, the model, the public images and generators. Metrics
-        are logged by `local.log(name, value)`.
-        """
+        """Prepare one client's round and return the function that computes each step's term, a scalar."""

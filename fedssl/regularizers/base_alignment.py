@@ -25,11 +25,9 @@ class BaseAlignment(Regularizer):
 
         weight * `squared_distance`(encoder's output, the base model's for the same view), the mean over the views
 
-    The base model comes from the aggregator `base_model`, and a client keeps it in its memory. It runs in evaluation
-    mode without gradients. This follows the paper's abstract, as there is no released code. The kind of distance, its
-    place at the encoder's output, and the weight are chosen here.
-
-    Logs `base_distance`, the term without its weight.
+    A client keeps the base model in its memory. It runs in evaluation mode without gradients. This follows the paper's
+    abstract, as there is no released code. The kind of distance, its place at the encoder's output, and the weight are
+    chosen here. Logs `base_distance`, the term without its weight.
     """
 
     needs_aggregator: ClassVar[str | None] = "base_model"

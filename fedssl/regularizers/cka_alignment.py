@@ -22,13 +22,12 @@ from .base import Regularizer, StepLoss
 class CKAAlignment(Regularizer):
     """mu * (1 - CKA(K_k, K-bar)) on a mini-batch of the public images a step (Makhija et al. 2022, Eq. 1 and 2).
 
-    The paper prints + mu * CKA, which drives clients apart when it is minimised. CKA is a similarity and the text
-    calls the term a distance, so it is 1 - CKA here. Each step draws rows of the public images. Their representations
-    are compared with the same rows of the factor of K-bar, or the same rows and columns of K-bar.
-
-    The aggregator `representation_mean` determines what K-bar is (peers or a control, which layer, which kernel), and
-    its message carries these options here. Logs `cka`, the mean over the round's steps. A high CKA alone is not a
-    success: a representation of rank one aligns perfectly, so read the effective rank beside it.
+    The paper prints + mu * CKA, which drives clients apart when it is minimised. CKA is a similarity and the text calls
+    the term a distance, so it is 1 - CKA here. A step's representations are compared with the same rows of the factor
+    of K-bar, or the same rows and columns of K-bar. The aggregator `representation_mean` determines what K-bar is
+    (peers or a control, which layer, which kernel), and its message carries these options here. Logs `cka`, the mean
+    over the round's steps. A high CKA alone is not a success: a representation of rank one aligns perfectly, so read
+    the effective rank beside it.
 
     The paper does not tell in which mode the network runs on the public images. Here BatchNorm takes the statistics of
     the batch and leaves the running ones alone, which then tell of the client's own images only. As K-bar is computed

@@ -13,8 +13,7 @@ from .base import Regularizer, StepLoss
 def decorrelation_loss(representation: Tensor, epsilon: float = 1e-8) -> Tensor:
     """Return the mean over i != j of (z'z)_ij^2, divided by n; z is [n, d] with columns standardised over the batch.
 
-    This is (n - 1)^2 / n times the mean of r_ij^2, where r_ij are the batch's correlations. The result is a scalar, 0
-    for d = 1.
+    This is (n - 1)^2 / n times the mean of r_ij^2, r_ij the batch's correlations; a scalar, 0 for d = 1.
     """
     n, d = representation.shape
     if d < 2:
@@ -32,11 +31,9 @@ class Decorrelation(Regularizer):
 
     The paper's term is |K|_F^2 / d^2 with the correlation matrix K and weight 0.1. This follows the authors' released
     code, which takes the off-diagonal of z'z instead of K and divides by the batch size n: about n times the paper's
-    term, with the same weight 0.1. For the paper's strength set weight to 0.1 n (1 - 1/d) / (n - 1)^2; the paper's
-    diagonal is a constant. The method is for labelled data; here it is added to any objective, as in FedU2's
-    comparison.
-
-    Logs `mean_squared_correlation`, the mean of r_ij^2 over i != j, which does not depend on the batch size.
+    term, with the same weight. For the paper's strength set weight to 0.1 n (1 - 1/d) / (n - 1)^2; the paper's diagonal
+    is a constant. The method is for labelled data; here it is added to any objective, as in FedU2's comparison. Logs
+    `mean_squared_correlation`, the mean of r_ij^2 over i != j, which does not depend on the batch size.
     """
 
     weight: float = Field(0.1, ge=0, description="beta, the factor of the term")

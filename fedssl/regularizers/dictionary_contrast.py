@@ -38,10 +38,8 @@ class DictionaryContrast(Regularizer):
     A client's own projections of its last round are in the dictionary too. Leaving them out changed nothing on the
     digits (kNN accuracy 84.2 in place of 84.4, linear 88.6 in place of 88.3, one seed).
 
-    The paper's abstract says that the dictionary is shared "for consistency of representation space". That its rows
-    are negatives is our reading, as there is no released code.
-
-    Logs `dictionary_loss`, the term without its weight.
+    The paper's abstract says that the dictionary is shared "for consistency of representation space". That its rows are
+    negatives is our reading, as there is no released code. Logs `dictionary_loss`, the term without its weight.
     """
 
     needs_aggregator: ClassVar[str | None] = "dictionary"

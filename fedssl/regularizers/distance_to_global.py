@@ -21,18 +21,16 @@ class DistanceToGlobal(Regularizer):
 
     `of: representations` is our reading of Per-SSFL (He et al. 2021, SSFL, arXiv 2110.02470), which regulates "the
     distance between the local and global representations of data" (abstract): the mean over images and views of
-    |h / |h| - g / |g||^2, where h and g are the encoder's outputs of the client's model and of the global one for the
-    same view. Neither the equation nor the released code could be read (see the README of `recipes/`). Ours are
-    therefore: the encoder's output and not the projector's; l2-normalisation, as SimSiam compares by cosine; the
-    mean over images; and the weight.
+    |h / |h| - g / |g||^2, h and g the encoder's outputs of the client's model and of the global one for the same view.
+    Neither the equation nor the released code could be read (see the README of `recipes/`). Ours are: the encoder's
+    output, not the projector's; l2-normalisation, as SimSiam compares by cosine; the mean over images; and the weight.
 
     `of: weights` is Ditto's term (Li et al. 2021, Algorithm 1): lambda / 2 |v - w|^2 over the parameters that train,
     heads included. It is one of the variants that the SSFL paper compares Per-SSFL with.
 
-    The global model is frozen. It runs in the mode of the client's model, on a copy whose running statistics are
-    thrown away: with equal weights the distance of representations is then 0.
-
-    Logs `global_distance`, the squared distance without the factor weight / 2.
+    The global model is frozen and runs in the mode of the client's model, on a copy whose running statistics are thrown
+    away: with equal weights the distance of representations is then 0. Logs `global_distance`, the squared distance
+    without the factor weight / 2.
     """
 
     needs_global_model: ClassVar[bool] = True
@@ -47,7 +45,7 @@ class DistanceToGlobal(Regularizer):
         model = local.client.model
         received = copy.deepcopy(model).requires_grad_(False)
         received.load_state_dict(local.received.tensors, strict=False)
-        squared_distance = _of_representations if self.of == "representations" else _of_weights
+        squared_distance = _representation_distance if self.of == "representations" else _weight_distance
 
         def term(step: Step) -> Tensor:
             distance = squared_distance(model, received, step)
@@ -57,18 +55,15 @@ class DistanceToGlobal(Regularizer):
         return term
 
 
-def _of_representations(model: Model, received: Model, step: Step) -> Tensor:
+def _representation_distance(model: Model, received: Model, step: Step) -> Tensor:
     received.train(model.training)
     with torch.no_grad():
         towards = [F.normalize(received.encoder(view), dim=1) for view in step.online_views]
-    distances = [
-        (F.normalize(h, dim=1) - g).square().sum(dim=1).mean()
-        for h, g in zip(step.representations, towards, strict=True)
-    ]
-    return torch.stack(distances).mean()
+    own = [F.normalize(representation, dim=1) for representation in step.representations]
+    return torch.stack([(h - g).square().sum(dim=1).mean() for h, g in zip(own, towards, strict=True)]).mean()
 
 
-def _of_weights(model: Model, received: Model, step: Step) -> Tensor:
+def _weight_distance(model: Model, received: Model, step: Step) -> Tensor:
     squared = step.loss.new_zeros(())
     for own, other in zip(model.online.parameters(), received.online.parameters(), strict=True):
         if own.requires_grad:

@@ -27,10 +27,8 @@ class GlobalDistillation(Regularizer):
         + `relational_loss` of the predictions of both views over global projections of random images
 
     As in the authors' released code, the weight is 1, the temperature of both losses is 0.1, and the global model runs
-    in evaluation mode without gradients. The divergence is the paper's (see `relational_distillation`). Nothing but the
-    weights travels for this.
-
-    Logs `global_contrastive_loss` and `global_relational_loss`.
+    in evaluation mode without gradients. The divergence is the paper's (see `relational_distillation`). Logs
+    `global_contrastive_loss` and `global_relational_loss`.
     """
 
     needs_global_model: ClassVar[bool] = True

@@ -16,11 +16,8 @@ class Proximal(Regularizer):
     """FedProx (Li et al. 2020, Federated Optimization in Heterogeneous Networks, Eq. 2): mu / 2 |w - w_t|^2.
 
     This is LW-FedSSL's proximal alignment (PA, section 4.6), which cites FedProx and prints no mu. w are the parameters
-    that train in the round, including the heads, and w_t are their values at the round's start. Layers that are frozen
-    or not yet added do not count. FedProx tries mu = 0.001, 0.01, 0.1 and 1; the default is the lower of the middle
-    two.
-
-    Logs `proximal_distance`, |w - w_t|.
+    that train in the round, including the heads, and w_t are their values at its start. FedProx tries mu = 0.001, 0.01,
+    0.1 and 1; the default is the lower of the middle two. Logs `proximal_distance`, |w - w_t|.
     """
 
     data_parallel: ClassVar[bool] = True

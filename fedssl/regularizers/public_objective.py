@@ -19,11 +19,9 @@ from .base import Regularizer, StepLoss
 class PublicObjective(Regularizer):
     """weight * the client's own objective on two views of a mini-batch of the public images a step.
 
-    A method that aligns clients on public images lets each client see those images. What a client gains from the images
-    alone is no gain from its peers; this control measures it. It takes as many steps, and as many public images a step,
-    as `cka_alignment`, and leaves BatchNorm's running statistics alone as that does.
-
-    Logs `public_loss`, the term without its weight.
+    What a client gains from seeing public images alone is no gain from its peers; this control measures it. It takes as
+    many steps, and as many public images a step, as `cka_alignment`, and leaves BatchNorm's running statistics alone as
+    that does. Logs `public_loss`, the term without its weight.
     """
 
     needs_public_images: ClassVar[bool] = True

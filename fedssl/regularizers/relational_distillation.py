@@ -21,9 +21,8 @@ from .base import Regularizer, StepLoss, require_two_views
 def relational_loss(first: Tensor, second: Tensor, others: Tensor, temperature: float) -> Tensor:
     """Return the Jensen-Shannon divergence of two views' similarity distributions over `others`, mean over images.
 
-    The divergence is (KL(r1 | m) + KL(r2 | m)) / 2, between 0 and ln 2, with m = (r1 + r2) / 2 and
-    r1 = softmax_j(cos(first_i, others_j) / temperature); r2 is the same for `second`. first and second are [n, d],
-    others is [m, d], and the result is a scalar.
+    It is (KL(r1 | m) + KL(r2 | m)) / 2, between 0 and ln 2, with m = (r1 + r2) / 2 and
+    r1 = softmax_j(cos(first_i, others_j) / temperature), r2 the same of `second`; first, second [n, d], others [m, d].
     """
     others = F.normalize(others, dim=1)
     logs = [F.log_softmax(F.normalize(v, dim=1) @ others.T / temperature, dim=1) for v in (first, second)]
@@ -45,12 +44,11 @@ class RelationalDistillation(Regularizer):
     Distillation): `relational_loss` of the projections of the two views, over projections of random images of the
     client.
 
-    The divergence is the Jensen-Shannon divergence, which the paper names. The authors' released code computes (KL(m |
-    r1) + KL(m | r2)) / 2, which agrees with it to second order. As in the code, the weight is 1, the temperature is
-    0.1, there are 64 random images (a batch there), and gradients flow through both views and the random images. The
-    code passes the random images through the network together with the views; here they are a batch of their own.
-
-    Logs `local_relational_loss`, the term without its weight.
+    The paper names the Jensen-Shannon divergence. The authors' released code computes (KL(m | r1) + KL(m | r2)) / 2,
+    which agrees with it to second order. As in the code, the weight is 1, the temperature is 0.1, there are 64 random
+    images (a batch there), and gradients flow through both views and the random images. The code passes these through
+    the network together with the views; here they are a batch of their own. Logs `local_relational_loss`, the term
+    without its weight.
     """
 
     weight: float = Field(1.0, ge=0, description="factor of the term")

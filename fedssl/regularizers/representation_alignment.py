@@ -35,9 +35,8 @@ class RepresentationAlignment(Regularizer):
     frozen and run in evaluation mode, as in MOON's released code.
 
     In a client's first round, and in its first round of a stage, there is no previous model of that depth, so the term
-    is 0. Final layers are the same in all three models, so each view passes through them once.
-
-    Logs `alignment_loss`, the term without its weight, where the term is not 0.
+    is 0. Final layers are the same in all three models, so each view passes through them once. Logs `alignment_loss`,
+    the term without its weight, where the term is not 0.
     """
 
     needs_global_model: ClassVar[bool] = True
@@ -56,9 +55,8 @@ class RepresentationAlignment(Regularizer):
     def start_round(self, local: LocalRound) -> StepLoss:
         model, memory = local.client.model, local.client.memory.numbers
         depth = model.encoder.depth if isinstance(model.encoder, StagedEncoder) else 1
-        comparable = memory.get(STAGE) == depth
-        memory[STAGE] = depth
-        if not comparable or local.previous is None:
+        earlier_depth, memory[STAGE] = memory.get(STAGE), depth
+        if earlier_depth != depth or local.previous is None:
             return lambda step: step.loss.new_zeros(())
         received_model = frozen_copy(model, local.received.tensors)
         previous_model = frozen_copy(model, local.previous)
@@ -69,10 +67,8 @@ class RepresentationAlignment(Regularizer):
             with torch.no_grad():
                 towards = [received_model(view) for view in step.online_views]
                 away = [previous_model(view) for view in step.online_views]
-            losses = [
-                model_contrast(z, g, p, self.temperature)
-                for z, g, p in zip(step.projections, towards, away, strict=True)
-            ]
+            views = zip(step.projections, towards, away, strict=True)
+            losses = [model_contrast(z, g, p, self.temperature) for z, g, p in views]
             loss = sum(losses[1:], losses[0]) / len(losses)
             local.log("alignment_loss", loss.detach())
             return self.weight * loss

@@ -24,15 +24,8 @@ def tangent_coordinates(points: Tensor, base: Tensor, direction: Tensor) -> Tens
     """Return <Log_base(z), direction> for unit vectors z: a point's coordinate along a direction.
 
     Log_base(z) = angle * (z - cos(angle) base) / sin(angle) with cos(angle) = <z, base>, in radians. It lies in the
-    tangent space at the base, so the part of a direction along the base does not count.
-
-    Args:
-        points: unit vectors [..., n, d].
-        base: unit vectors [p, d], the points of contact of the tangent spaces.
-        direction: [p, q, d], q directions for each of them, of any length.
-
-    Returns:
-        [..., n, p, q].
+    tangent space at the base, so the part of a direction along the base does not count. From points [..., n, d], base
+    [p, d] and q directions of any length for each, [p, q, d], the result is [..., n, p, q].
     """
     cosine = points @ base.T
     # The logarithm has no gradient at the base itself and at the point opposite to it.
@@ -46,15 +39,8 @@ def sliced_distance(points: Tensor, samples: Tensor, base: Tensor, direction: Te
     """Return, per tangent space, the squared 2-Wasserstein distance of the coordinates of two sets of n points.
 
     In one dimension the optimal plan matches the sorted values, so the distance along a direction is the mean squared
-    difference of these. The result is its mean over the directions of the tangent space.
-
-    Args:
-        points: unit vectors [..., n, d].
-        samples: unit vectors [n, d].
-        base, direction: see `tangent_coordinates`.
-
-    Returns:
-        [..., p].
+    difference of these. The result, [..., p] from unit points [..., n, d] and samples [n, d], is its mean over the
+    directions of the tangent space (see `tangent_coordinates`).
     """
     point_values = tangent_coordinates(points, base, direction).sort(dim=-3).values
     sample_values = tangent_coordinates(samples, base, direction).sort(dim=-3).values
@@ -72,17 +58,14 @@ class SlicedUniformity(Regularizer):
 
     This is what the released code of FedU2 (Liao et al. 2024, `RepresentationTagentCollapse`) computes where the paper
     describes unbalanced optimal transport (Eq. 4; that is `uniformity`), with weight 0.01. Its class takes 6 as the
-    number of tangent spaces and draws one for each image of the batch, so the 6 only divides. Unlike FUR the term
-    matches all mass.
+    number of tangent spaces and draws one an image, so the 6 only divides. Unlike FUR the term matches all mass.
 
-    With `scale: mean` the distance is a mean over the tangent spaces and the directions are unit tangent vectors. Then
-    it depends neither on the batch nor on the width of the projections. It is about B (d - 1) / 6 times smaller than
-    the released one: 10,900 times for B = 128 and d = 512.
+    With `scale: mean` the distance depends neither on the batch nor on the width of the projections. It is about B (d -
+    1) / 6 times smaller than the released one: 10,900 times for B = 128 and d = 512.
 
     Deviation: BYOL's and SimSiam's projections are l2-normalised here, as SimCLR's are in the released code. There the
-    others are passed on as they are, and the logarithm of a vector off the sphere has no meaning.
-
-    Logs `sliced_distance`: the sum above, or the mean, as the mean over the views.
+    others are passed on as they are, and the logarithm of a vector off the sphere has no meaning. Logs
+    `sliced_distance`: the sum above, or the mean, as the mean over the views.
     """
 
     weight: float = Field(0.01, ge=0, description="factor of the distances")

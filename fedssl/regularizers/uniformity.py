@@ -45,16 +45,12 @@ class Uniformity(Regularizer):
     outputs can, and the authors' released code has its term there, so that is the default. The paper's form is
     `layer: encoder`. benchmarks/results/fedu2_cifar10_small tells what each of them did.
 
-    Deviation in the draws: the paper has one set of samples a step. Then only 14 to 20 % of the term's gradient is
-    signal, and the rest tells which samples were drawn. The mean over eight sets follows the signal better. The same
-    page of results has both.
+    Deviation in the draws: with the paper's one set of samples a step, only 14 to 20 % of the term's gradient is
+    signal; the rest tells which samples were drawn. The mean over eight sets follows it better (same page).
 
     With unit masses the value is a sum over the batch while the objective is a mean over it. The paper's lambda_U = 0.1
-    stands beside the sum and batches of 128, so `reduction: sum` is the default. With `reduction: mean` the value is
-    divided by B and a weight means the same for every batch size; the paper's 0.1 is then 0.1 * 128 = 12.8.
-
-    Deviation in the solver: it stops at the relative duality gap `tolerance` and not after a number of steps of Eq. 6,
-    which does not converge.
+    stands beside the sum and batches of 128; with `reduction: mean`, for any batch size, that is 0.1 * 128 = 12.8.
+    Deviation in the solver: it stops at a relative duality gap, not after steps of Eq. 6, which does not converge.
 
     Logs the share of the mass that is transported (`uniformity_mass`, at most 1; at 0 the term has no effect, and
     `unbalanced_ot` warns on the CPU), `uniformity_iterations` and `uniformity_gap`.

@@ -45,13 +45,7 @@ class Schedule(Part):
 
     @abstractmethod
     def plan(self, layers: int, round_number: int, seed: int) -> Plan:
-        """Return the plan of a round.
-
-        Args:
-            layers: number of the encoder's layers; 1 where it is not cut.
-            round_number: the round, from 1.
-            seed: the run's seed, for random choices.
-        """
+        """Return the plan of a round, counted from 1; an encoder that is not cut has 1 layer, `seed` is the run's."""
 
     def check(self, encoder: StagedEncoder, rounds: int) -> None:
         """Raise a UserError for options that do not fit the encoder or the number of rounds."""
@@ -87,14 +81,11 @@ class Schedule(Part):
 
     def travelling(self, model: Model, plan: Plan) -> list[str]:
         """Return state-dict names of what a weight-exchanging aggregator sends up and down in a round."""
+        online = [name for name in model.state_dict() if name.startswith("online.")]
         if not isinstance(model.encoder, StagedEncoder):
-            return [name for name in model.state_dict() if name.startswith("online.")]
-        encoder_names = {"online.encoder." + name for name in model.encoder.names(plan.active, top=plan.depth)}
-        return [
-            name
-            for name in model.state_dict()
-            if name in encoder_names or (name.startswith("online.") and not name.startswith("online.encoder."))
-        ]
+            return online
+        encoder = {"online.encoder." + name for name in model.encoder.names(plan.active, top=plan.depth)}
+        return [name for name in online if name in encoder or not name.startswith("online.encoder.")]
 
     def lacking(self, model: Model, plan: Plan, held: int) -> list[str]:
         """Return state-dict names of the final layers that a client lacks if it holds the first `held` layers."""

@@ -30,9 +30,8 @@ class LayerWise(Schedule):
     starts every round as a copy of the online one (Algorithm 2, line 4). Its frozen layers are then the same, so each
     view passes through them once for both networks.
 
-    Depth dropout (`kept_layers`; DD in section 4.6) uses only so many of the earlier layers in a round and skips the
-    others. The layers are drawn anew for every round and are the same for all clients. The paper cites depth dropout
-    and prints no rate; five kept layers of twelve give its Table 6 (FLOPs 0.80 and 0.73, traffic 0.79). The first
+    Depth dropout (`kept_layers`; DD in section 4.6) draws layers anew for every round, the same for all clients. The
+    paper prints no rate; five kept layers of twelve give its Table 6 (FLOPs 0.80 and 0.73, traffic 0.79). The first
     layer, which holds the patch embedding, is always kept. Evaluation uses all layers.
     """
 
@@ -75,9 +74,7 @@ class LayerWise(Schedule):
         return stage, range(first), range(first, first + self.layers_per_stage)
 
     def _kept(self, earlier: int, round_number: int, seed: int) -> tuple[int, ...]:
-        """Return the earlier layers that a round uses."""
         if self.kept_layers is None or earlier <= self.kept_layers:
             return tuple(range(earlier))
-        generator = generator_for(seed, "depth_dropout", round_number)
-        drawn = 1 + torch.randperm(earlier - 1, generator=generator)[: self.kept_layers - 1]
-        return (0, *sorted(drawn.tolist()))
+        shuffled = 1 + torch.randperm(earlier - 1, generator=generator_for(seed, "depth_dropout", round_number))
+        return (0, *sorted(shuffled[: self.kept_layers - 1].tolist()))

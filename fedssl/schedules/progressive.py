@@ -10,8 +10,7 @@ class Progressive(LayerWise):
     """Prog-FedSSL (Tun et al. 2024, LW-FedSSL, section 3.2, Algorithms 3 and 4).
 
     Stages and options are those of `layer_wise`, but no layer is frozen: all layers so far train and travel in every
-    round, so no client lacks any. With depth dropout, the layers that a round leaves out neither train nor travel in
-    it.
+    round, so no client lacks any. The layers that depth dropout leaves out of a round neither train nor travel in it.
     """
 
     def plan(self, layers: int, round_number: int, seed: int) -> Plan:
