@@ -23,19 +23,17 @@ def _cpu_attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
     return int(sdpa_flop_count(query.shape, key.shape, value.shape))
 
 
-#: the operations that are counted, and how: by an operator's name, a function of its arguments. Before version 2.15
-#: torch does not count attention on the CPU.
+#: by operator, a function of its arguments that counts; before version 2.15 torch does not count attention on the CPU
 COUNTED = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention, **flop_registry}
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """The memory and operations of one training step.
+    """The memory of one training step, in bytes, and its operations.
 
     Attributes:
-        parameters: bytes of the model's parameters and buffers, including the target network's.
-        gradients, optimizer: bytes of the gradients and of the optimiser's state, after the step.
-        activations: most bytes that the forward pass keeps for the backward pass at one time.
+        parameters: with buffers and the target network's.
+        activations: most that the forward pass keeps for the backward pass at one time.
         flops: floating-point operations by the paper's rule: operations count once without gradients and three times
             with gradients. Layers before the first one that trains, such as a frozen stem, run without gradients.
     """
@@ -63,7 +61,6 @@ class StepCosts:
         return self._costs.get(kind)
 
     def keep(self, kind: Hashable, cost: StepCost) -> StepCost:
-        """Keep a cost, and forget the oldest where there are too many; returns it."""
         self._costs[kind] = cost
         if len(self._costs) > self._most:
             del self._costs[next(iter(self._costs))]
@@ -86,51 +83,35 @@ class StepCounter:
     Counting does not change the step: the hooks only read.
 
     Memory is that of tensors that outlive an operation. It includes neither what an operation needs while it runs nor
-    what the allocator wastes, so a process needs somewhat more; on CUDA see `torch.cuda.max_memory_allocated`. A second
-    model that a regularizer holds is not counted either.
+    what the allocator wastes, so a process needs somewhat more, nor a second model that a regularizer holds.
 
     Operations are those of matrix products, convolutions and attention (`torch.utils.flop_counter`). A multiply-add
     counts as two operations; the paper's GFLOPs count it as one. fedkernels' operators, norms and element-wise
-    operations are not counted; together they are about one percent.
-
-    Args:
-        model: what the step trains.
-        not_counted: further tensors that are no activations.
+    operations are not counted; together they are about one percent. `not_counted` are tensors that are no activations.
     """
 
     def __init__(self, model: nn.Module, not_counted: Sequence[Tensor] = ()):
         self._model, self._not_counted = model, not_counted
         self._live: Counter[int] = Counter()
-        self._bytes = self._peak = self._flops = 0
+        self._bytes = self._peak = 0
+        self.flops = 0  # of the last counted forward pass
 
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Count the operations in the body, and the tensors that it keeps for the backward pass."""
         self._own = {_address(t) for t in (*self._model.parameters(), *self._model.buffers(), *self._not_counted)}
         operations = _ForwardOperations()
-        with operations, saved_tensors_hooks(self._keep, lambda kept: kept.tensor):
+        with operations, saved_tensors_hooks(lambda tensor: _Kept(self, tensor), lambda kept: kept.tensor):
             yield
-        self._flops = operations.flops
-
-    @property
-    def flops(self) -> int:
-        """Return the operations of the last counted forward pass."""
-        return self._flops
+        self.flops = operations.flops
 
     def finish(self, optimizer: torch.optim.Optimizer) -> StepCost:
         """Return the cost of the step; call it after the backward pass and the update."""
         parameters = list(self._model.parameters())
-        state = [t for entry in optimizer.state.values() for t in entry.values() if isinstance(t, Tensor)]
-        return StepCost(
-            parameters=_total([*parameters, *self._model.buffers()]),
-            gradients=_total([p.grad for p in parameters if p.grad is not None]),
-            optimizer=_total(state),
-            activations=self._peak,
-            flops=self._flops,
-        )
-
-    def _keep(self, tensor: Tensor) -> _Kept:
-        return _Kept(self, tensor)
+        held = _total([*parameters, *self._model.buffers()])
+        gradients = _total([p.grad for p in parameters if p.grad is not None])
+        state = _total([t for entry in optimizer.state.values() for t in entry.values() if isinstance(t, Tensor)])
+        return StepCost(held, gradients, state, activations=self._peak, flops=self.flops)
 
     def _add(self, address: int, size: int) -> None:
         self._live[address] += 1
@@ -172,9 +153,8 @@ class _ForwardOperations(TorchDispatchMode):
         count = COUNTED.get(func.overloadpacket)
         if count is not None:
             # The mode alone does not show it: a frozen stem runs with gradients enabled and needs none.
-            differentiated = torch.is_grad_enabled() and any(
-                isinstance(value, Tensor) and value.requires_grad for value in (*args, *kwargs.values())
-            )
+            needed = any(isinstance(value, Tensor) and value.requires_grad for value in (*args, *kwargs.values()))
+            differentiated = torch.is_grad_enabled() and needed
             self.flops += int(count(*args, **kwargs, out_val=result)) * (ACTIVE if differentiated else 1)
         return result
 
@@ -213,5 +193,4 @@ def _address(tensor: Tensor) -> int:
 
 def _total(tensors: list[Tensor]) -> int:
     """Return the bytes of the tensors' storages; a shared storage counts once."""
-    storages = {_address(t): t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values())
+    return sum({_address(t): t.untyped_storage().nbytes() for t in tensors}.values())

@@ -23,11 +23,10 @@ class Client:
     """One client with its data and its model.
 
     Attributes:
-        index: the client's number, from 0.
+        index: from 0.
         images: its private training images, uint8 [n, C, H, W], by row: `images[rows]` copies or reads a batch of them.
         labels: their labels, int64 [n]; only a supervised objective reads them. All are 0 where there are none.
         public_images: the representation alignment data that all clients share, uint8 [L, C, H, W].
-        model: its own model.
         memory: what its parts keep between rounds (FedEMA's lambda, a whitening matrix). The engine stores it.
     """
 
@@ -44,12 +43,9 @@ class LocalRound:
     """What a part sees while one client works on one round.
 
     Attributes:
-        client: the client.
         received: the server's message of this round.
         number: the round, from 1 (0 is the opening round, in which nothing is trained).
-        seed: the run's seed; `generator` and `views` derive streams from it.
-        objective: what the client minimises.
-        augmentation: makes the views of `views`.
+        seed: the run's.
         previous: the client's online network as it was before it received anything in this round, by state-dict name;
             only where a regulariser asks for it (`needs_previous_model`).
     """
@@ -64,33 +60,25 @@ class LocalRound:
     _logged: dict[str, list[float | Tensor]] = field(default_factory=lambda: defaultdict(list))
 
     def generator(self, purpose: str) -> torch.Generator:
-        """Return a random generator for this client, this round and this purpose."""
         return generator_for(self.seed, "client", self.client.index, "round", self.number, purpose)
 
     def views(
         self, images: Tensor, samples: Tensor, purpose: str, epoch: int = 0, count: int = 2
     ) -> tuple[Tensor, ...]:
-        """Draw random views of a batch for this client, this round and this purpose.
+        """Draw random views of a batch, `count` normalised float32 [n, C, H, W], on the model's device.
 
         Args:
             images: uint8 [n, C, H, W].
             samples: int64 [n] on the CPU, the images' numbers in their data set, such as their rows in `client.images`.
-            purpose: what the views are for. Another purpose gets other views of the same images.
+            purpose: another purpose gets other views of the same images.
             epoch: how often the client has gone through the images before in this round, for this purpose.
-            count: number of views.
-
-        Returns:
-            `count` tensors float32 [n, C, H, W], normalised, on the model's device.
         """
         number = self.client.index % 2**32  # the server's number is -1
         key = ViewKey(seed_for(self.seed, "views", purpose), number, self.number, epoch)
         return draw_views(self.augmentation, images, samples, key, self.client.model.device, count)
 
     def log(self, name: str, value: float | Tensor) -> None:
-        """Log a number, or a scalar tensor, which is read from its device only when the round is over.
-
-        The round's metrics hold the mean over its steps.
-        """
+        """Log a number, or a scalar tensor, which is read only when the round is over; metrics are means over steps."""
         self._logged[name].append(value)
 
     def logged_tensors(self) -> list[Tensor]:
@@ -98,16 +86,13 @@ class LocalRound:
         return [value for values in self._logged.values() for value in values if isinstance(value, Tensor)]
 
     def logged(self) -> dict[str, float]:
-        return {name: sum(numbers) / len(numbers) for name, numbers in self._numbers().items()}
-
-    def _numbers(self) -> dict[str, list[float]]:
-        """Return all logged values as numbers; tensors of one device and dtype are read together."""
+        """Return the mean of what was logged by each name; tensors of one device and dtype are read together."""
         kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-        for value in (value for values in self._logged.values() for value in values):
-            if isinstance(value, Tensor):
-                kinds[value.device, value.dtype].append(value)
+        for tensor in self.logged_tensors():
+            kinds[tensor.device, tensor.dtype].append(tensor)
         read = {kind: iter(torch.stack(tensors).tolist()) for kind, tensors in kinds.items()}
-        return {
-            name: [next(read[v.device, v.dtype]) if isinstance(v, Tensor) else v for v in values]
-            for name, values in self._logged.items()
-        }
+        means = {}
+        for name, values in self._logged.items():
+            numbers = [next(read[v.device, v.dtype]) if isinstance(v, Tensor) else v for v in values]
+            means[name] = sum(numbers) / len(numbers)
+        return means

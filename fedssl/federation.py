@@ -35,11 +35,7 @@ class Federation:
     """A recipe made ready.
 
     Attributes:
-        recipe: the recipe.
-        dataset: the data set with test and public images.
         client_rows: which training images each client holds, int64 row numbers.
-        method: the method object.
-        device: where models are trained.
         weights: what encoders start from, by architecture; an architecture that is not in it starts at random.
         downstream: other data that the models are evaluated on, by label.
     """
@@ -59,20 +55,16 @@ class Federation:
 
     def new_model(self, client: int | None) -> Model:
         """Return the model of a client, or the global one (None), as it is before any training."""
-        owner = "server" if client is None else client
-        with seeded(self.recipe.seed, "model", owner):
-            architecture = self.recipe.architecture_of(client or 0)
+        architecture = self.recipe.architecture_of(client or 0)
+        with seeded(self.recipe.seed, "model", "server" if client is None else client):
             return _build_model(self.recipe, self.dataset, architecture, self.weights).to(self.device)
 
     def client(self, index: int, state: Message, reused: Model | None = None) -> Client:
-        """Return a client with its stored state; an empty state gives a client that has not taken part yet.
+        """Return a client with its `client_state`; an empty one gives a client that has not taken part yet.
 
-        Args:
-            index: the client's number.
-            state: what `client_state` gave.
-            reused: a model of this client's architecture, of which nothing is needed any more. The state is loaded
-                into it, which spares building one. A client without a state gets a new model, as its first weights are
-                its own, unless its round starts from the server's.
+        The state is loaded into `reused`, a model of this client's architecture of which nothing is needed any more,
+        which spares building one. A client without a state gets a new model, as its first weights are its own, unless
+        its round starts from the server's.
 
         Raises:
             UserError: entries of the model are missing in the state.
@@ -105,18 +97,14 @@ class Federation:
         for name, tensor in stored.items():
             if name not in own:
                 raise UserError(f"the state of client {index} holds {name}, which its model does not have")
-            if own[name].shape != tensor.shape:
-                raise UserError(
-                    f"the state of client {index} does not fit its model: {name} has shape {list(tensor.shape)}, "
-                    f"expected {list(own[name].shape)}"
-                )
+            given, expected = list(tensor.shape), list(own[name].shape)
+            if given != expected:
+                problem = f"{name} has shape {given}, expected {expected}"
+                raise UserError(f"the state of client {index} does not fit its model: {problem}")
         copy_entries(own, stored)
 
     def client_state(self, client: Client, round_number: int) -> Message:
-        """Return what must be stored of a client after a round: what its next round needs.
-
-        After the last round its whole model is stored, for reports and exports of local models.
-        """
+        """Return what a client's next round needs; after the last one its whole model, for reports and exports."""
         return self.state_in_place(client, round_number).copy()
 
     def state_in_place(self, client: Client, round_number: int) -> Message:
@@ -136,10 +124,9 @@ class Federation:
 
     def answering_clients(self, round_number: int, sampled: list[int]) -> list[int]:
         """Return who of the sampled clients answers; each drops out with probability `client_dropout`."""
-        probability = self.recipe.client_dropout
+        seed, probability = self.recipe.seed, self.recipe.client_dropout
         if not probability:
             return sampled
-        seed = self.recipe.seed
         draws = {k: torch.rand((), generator=generator_for(seed, "dropout", round_number, k)) for k in sampled}
         return [k for k in sampled if draws[k] >= probability]
 
@@ -147,11 +134,7 @@ class Federation:
 def build_federation(recipe: Recipe, dataset: Dataset | None = None, owner: int | None = None) -> Federation:
     """Load the data, deal it to the clients and compose the method.
 
-    Args:
-        recipe: the recipe.
-        dataset: is taken in place of the recipe's.
-        owner: the client whose own images `recipe.data` names: it gets all of them and the others none. Where not
-            given they are dealt by `recipe.partition`.
+    Where an owner is given, `recipe.data` names the own images of this client: it gets all of them and the others none.
 
     Raises:
         UserError: data or weights that cannot be read or do not fit, or parts that do not fit each other.
@@ -202,17 +185,10 @@ def build_federation(recipe: Recipe, dataset: Dataset | None = None, owner: int 
 
 
 def federation_of_run(directory: RunDirectory, trust: bool = False, downstream: bool = False) -> Federation:
-    """Return the federation of a run that is evaluated; its starting weights are read only if they are needed.
+    """Return the federation of a run that is evaluated; `downstream` reads the data of `evaluation.downstream` too.
 
-    They are where a client that keeps a model of its own has not taken part yet.
-
-    Args:
-        directory: the run's.
-        trust: see `load_stored_recipe`.
-        downstream: whether the other data of `evaluation.downstream` are read too.
-
-    Raises:
-        UserError: see `load_stored_recipe` and `build_federation`.
+    Its starting weights are read only if a client that keeps a model of its own has not taken part yet. `trust` and
+    what is raised are those of `load_stored_recipe`.
     """
     recipe = load_stored_recipe(directory, trust)
     if not recipe.local_update.personal or len(directory.client_rounds) == recipe.partition.clients:
@@ -224,7 +200,6 @@ def federation_of_run(directory: RunDirectory, trust: bool = False, downstream: 
 
 
 def _deal(recipe: Recipe, dataset: Dataset, owner: int | None) -> list[Tensor]:
-    """Return which training images each client holds."""
     if owner is None:
         return deal(dataset, recipe.partition, recipe.seed)
     client_rows = [torch.empty(0, dtype=torch.int64) for _ in range(recipe.partition.clients)]

@@ -20,12 +20,12 @@ _SCALE = "scale/"
 class Message:
     """One message between server and client, or one stored state; never assumed to be "the weights".
 
-    Weights, representations, kernels, dictionaries and single layers all travel as named tensors in their
-    own dtype. A server's state and a client's state have the same form, so that one writer stores all three.
+    Weights, representations, kernels and dictionaries all travel as named tensors in their own dtype. A server's state
+    and a client's state have the same form, so that one writer stores all three.
 
     Attributes:
         tensors: by name. Entries of a model carry their state-dict name (`online.encoder.conv1.weight`).
-        numbers: by name, for instance the number of training samples.
+        numbers: by name, such as the number of training samples.
         config: short texts, numbers and switches that tell the receiver how to read the tensors.
         metrics: what is logged of the round and read by no part. A client's reply has them by name (`loss`), the
             server's state by name and owner (`eua_weight/3` of client 3, `clusters_used/global`).
@@ -51,14 +51,11 @@ class Message:
 def to_transport(messages: Mapping[int, Message], transport: Transport) -> dict[int, Message]:
     """Return messages in the form in which they travel, by client; `from_transport` reads them.
 
-    With `bfloat16` every float32 tensor is rounded to it, half to even: weights and running statistics, and as well
-    representations, kernels, factors, dictionaries and centroids. With `int8` every float32 tensor of two and more
-    dimensions is divided by its scale, the largest magnitude / 127, and rounded to whole numbers, half to even; the
-    scales are among the message's numbers. Vectors stay float32: of running variances, those far below the largest
-    would become 0. A tensor that is not finite arrives as NaN.
-
-    Tensors of other dtypes, such as BatchNorm's integer counter of batches or anything in float64, and numbers travel
-    as they are. What several messages share is rounded once and stays shared.
+    With `bfloat16` every float32 tensor is rounded to it, half to even. With `int8` every float32 tensor of two and
+    more dimensions is divided by its scale, the largest magnitude / 127, and rounded to whole numbers, half to even;
+    the scales are among the message's numbers. Vectors stay float32: of running variances, those far below the largest
+    would become 0. A tensor that is not finite arrives as NaN. Tensors of other dtypes and numbers travel as they are.
+    What several messages share is rounded once and stays shared.
     """
     if transport == "float32":
         return dict(messages)
@@ -93,31 +90,23 @@ def from_transport(message: Message, transport: Transport) -> Message:
     """Return a message of `to_transport` with float32 tensors again; every computation works on these."""
     if transport == "float32":
         return message
-    scales = {name: value for name, value in message.numbers.items() if name.startswith(_SCALE)}
-    numbers = {name: value for name, value in message.numbers.items() if name not in scales}
-
-    def arrived(name: str, tensor: Tensor) -> Tensor:
+    tensors = dict(message.tensors)
+    for name, tensor in tensors.items():
         if tensor.dtype == torch.bfloat16:
-            return tensor.to(torch.float32)
-        if tensor.dtype == torch.int8 and _SCALE + name in scales:
-            return tensor.to(torch.float32) * float(scales[_SCALE + name])
-        return tensor
-
-    return replace(message, tensors={name: arrived(name, t) for name, t in message.tensors.items()}, numbers=numbers)
+            tensors[name] = tensor.to(torch.float32)
+        if tensor.dtype == torch.int8 and _SCALE + name in message.numbers:
+            tensors[name] = tensor.to(torch.float32) * float(message.numbers[_SCALE + name])
+    numbers = {name: value for name, value in message.numbers.items() if not name.startswith(_SCALE)}
+    return replace(message, tensors=tensors, numbers=numbers)
 
 
 def merge(messages: Iterable[Message]) -> Message:
     """Join messages of several parts into one; a name that two parts use is a programming error (ValueError)."""
     joined = Message()
     for message in messages:
-        for mine, new in (
-            (joined.tensors, message.tensors),
-            (joined.numbers, message.numbers),
-            (joined.config, message.config),
-            (joined.metrics, message.metrics),
-        ):
-            clash = mine.keys() & new.keys()
-            if clash:
+        for name, mine in vars(joined).items():
+            new = getattr(message, name)
+            if clash := mine.keys() & new.keys():
                 raise ValueError(f"two parts of this method both send {sorted(clash)[0]!r}")
-            mine.update(new)  # type: ignore[arg-type]
+            mine.update(new)
     return joined

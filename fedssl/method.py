@@ -26,8 +26,7 @@ from .regularizers.base import Regularizer
 from .schedules.base import Plan, Schedule
 from .training import TrainingOptions, train_before_rounds, train_locally
 
-#: in the server's state where the schedule cuts the encoder: the last round, and how many final layers client 3 holds
-#: (HELD + "3")
+#: in the server's state where the schedule cuts the encoder: the last round, and by client its number of final layers
 ROUND = "schedule/round"
 HELD = "schedule/held/"
 
@@ -37,12 +36,8 @@ class Method:
     """A client step and a server step. A method remembers nothing: state goes in and out as messages.
 
     Attributes:
-        objective, regularizers, schedule, aggregators, local_update: the parts.
-        training, augmentation, rounds, seed: how long and with which numbers the clients train.
-        global_model: the first global model, where weights are exchanged.
-        guard: which answers are refused, and how many a round needs.
+        global_model: the first one, where weights are exchanged.
         public_images: uint8 [L, C, H, W]; for aggregators that train on them before the first round.
-        transport: the dtype in which float32 tensors travel, both ways.
     """
 
     objective: Objective
@@ -66,15 +61,14 @@ class Method:
 
     def initial_state(self) -> Message:
         """Return the server's state before any round."""
+
+        def train(local: LocalRound, epochs: int) -> None:
+            train_before_rounds(local, self.training, epochs)
+
         states = [a.initial_state(self.global_model) for a in self.aggregators]
         with seeded(self.seed, "server", "public images"):
-            trained = [
-                a.train_on_public_images(self._server_round(), self._train) for a in self.aggregators if a.trains
-            ]
+            trained = [a.train_on_public_images(self._server_round(), train) for a in self.aggregators if a.trains]
         return merge([*states, *trained]).copy()
-
-    def _train(self, local: LocalRound, epochs: int) -> None:
-        train_before_rounds(local, self.training, epochs)
 
     def _server_round(self) -> LocalRound:
         """Return the server as a client numbered -1 that holds the public images and the first global model."""
@@ -98,13 +92,11 @@ class Method:
         """Return what each client receives in a round."""
         travelling = self._travelling(round_number)
         sent = [a.broadcast(server, clients, travelling) for a in self.aggregators]
-        whole = {
-            k: merge([*(messages[k] for messages in sent), self._lacking(server, k, round_number)]) for k in clients
-        }
-        return to_transport(whole, self.transport)
+        sent.append({k: self._lacking(server, k, round_number) for k in clients})
+        return to_transport({k: merge(messages[k] for messages in sent) for k in clients}, self.transport)
 
     def _lacking(self, server: Message, client: int, round_number: int) -> Message:
-        """Return the final layers that a client does not have yet, if the schedule has final layers."""
+        """Return the final layers of the schedule that a client does not have yet."""
         if not (self.schedule.cuts and self.global_model):
             return Message()
         plan = self.plan(self.global_model, round_number)
@@ -122,10 +114,10 @@ class Method:
     ) -> Message:
         """Return the server's next state from the replies by client; round 0 is the opening round.
 
-        Without any reply, for instance if all sampled clients dropped out, nothing changes. Broken replies are left out
-        (guard.py). The state's metrics are what the aggregators log of the round, and its config's `refused/CLIENT`
-        says why a reply was left out. Where `samples` gives a client's number of images, its reply may say up to twice
-        as many. `kept` returns a reply in float32 as it is kept until it is aggregated, for instance on the disk.
+        Without any reply, for instance if all sampled clients dropped out, nothing changes. The state's metrics are
+        what the aggregators log of the round, and its config's `refused/CLIENT` says why a broken reply was left out
+        (guard.py). Where `samples` gives a client's number of images, its reply may say up to twice as many. `kept`
+        returns a reply in float32 as it is kept until it is aggregated, for instance on the disk.
 
         Raises:
             UserError: too few replies are left.
@@ -133,17 +125,14 @@ class Method:
         if self.transport != "float32":
             replies = {k: kept(from_transport(reply, self.transport)) for k, reply in replies.items()}
         working = [a for a in self.aggregators if round_number or a.opening_round]
-        refused = self._refusals(server, replies, working, round_number, samples)
+        refused = self._refusals(server, replies, working, round_number, samples or {})
         accepted = {k: reply for k, reply in replies.items() if k not in refused}
         if replies:
             require_answers(refused, len(replies), round_number, self.guard)
         elif round_number:  # all who were asked have dropped out: nothing changes
             working = []
-        state = Message(
-            dict(server.tensors),
-            dict(server.numbers),
-            {name: value for name, value in server.config.items() if not name.startswith(REFUSED)},
-        )
+        config = {name: value for name, value in server.config.items() if not name.startswith(REFUSED)}
+        state = Message(dict(server.tensors), dict(server.numbers), config)
         for aggregator in working:
             changed = aggregator.aggregate(server, accepted)
             state.tensors.update(changed.tensors)
@@ -167,7 +156,7 @@ class Method:
         replies: dict[int, Message],
         working: list[Aggregator],
         round_number: int,
-        samples: Mapping[int, int] | None,
+        samples: Mapping[int, int],
     ) -> dict[int, str]:
         travelling = self._travelling(round_number)
         expected: dict[int, dict[str, Shape]] = {}
@@ -176,7 +165,7 @@ class Method:
             parts = [a.expected(server, k, travelling) for a in working]
             expected[k] = {name: shape for part in parts if part is not None for name, shape in part.items()}
             complete = complete and None not in parts
-        asked = Asked(expected, complete, self.sizes, samples or {}, self.answers_are_noisy)
+        asked = Asked(expected, complete, self.sizes, samples, self.answers_are_noisy)
         return refusals(server, replies, asked, self.guard.largest_value)
 
     @property
@@ -199,17 +188,13 @@ class Method:
 
     def client_round(self, client: Client, received: Message, round_number: int) -> Message:
         """Receive, train, answer; nothing is trained in the opening round, 0. Changes the client's model and memory."""
-        if round_number == 0:
-            return self._open_client(client, received)
-        return self.counted_round(client, received, round_number)[0]
-
-    def _open_client(self, client: Client, received: Message) -> Message:
+        if round_number:
+            return self.counted_round(client, received, round_number)[0]
         local = self._local_round(client, received, 0)
         if local.received.tensors:
             self.local_update.receive(local)
             client.model.reset_target()
-        opening = [a for a in self.aggregators if a.opening_round]
-        return self._reply(local, opening)
+        return self._reply(local, [a for a in self.aggregators if a.opening_round])
 
     def counted_round(
         self, client: Client, received: Message, round_number: int, most_steps: int | None = None
@@ -250,11 +235,8 @@ class Method:
         self, own: LocalRound, own_cost: StepCost, copied_round: LocalRound, copy_cost: StepCost
     ) -> tuple[Message, StepCost]:
         """Return the trained copy as the answer, with the own model's metrics and the cost of both in memory."""
-        cost = replace(
-            own_cost,
-            parameters=own_cost.parameters + copy_cost.parameters,
-            flops=own_cost.flops + copy_cost.flops,
-        )
+        parameters, flops = own_cost.parameters + copy_cost.parameters, own_cost.flops + copy_cost.flops
+        cost = replace(own_cost, parameters=parameters, flops=flops)
         reply, copied, metrics = self._reply(copied_round, self.aggregators), copied_round.logged(), own.logged()
         both = {"memory": float(cost.memory), "flops": metrics["flops"] + copied["flops"]}
         reply.metrics = metrics | both | {"global_loss": copied["loss"]}
@@ -273,13 +255,13 @@ class Method:
         received = from_transport(received, self.transport)
         return LocalRound(client, received, round_number, self.seed, self.objective, self.augmentation)
 
-    def _reply(self, local: LocalRound, aggregators: tuple[Aggregator, ...] | list[Aggregator]) -> Message:
+    def _reply(self, local: LocalRound, aggregators: Iterable[Aggregator]) -> Message:
         model = local.client.model
         travelling = self.schedule.travelling(model, self.plan(model, local.number))
         reply = merge(a.collect(local, travelling) for a in aggregators).copy()
         reply.numbers["samples"] = len(local.client.images)
         reply.metrics.update(local.logged())
-        return to_transport({local.client.index: reply}, self.transport)[local.client.index]
+        return to_transport({0: reply}, self.transport)[0]
 
     # What is kept of a client between its rounds
 
@@ -299,12 +281,10 @@ class Method:
         Online weights that the server sends anew, and a target network that starts every round as a copy of the online
         one, are not among them.
         """
-        names = list(model.state_dict())
-        if self.starts_from_server:
-            names = [name for name in names if not name.startswith("online.")]
+        renewed = ["online."] if self.starts_from_server else []
         if self.schedule.cuts or self.objective.fresh_target:
-            names = [name for name in names if not name.startswith("target.")]
-        return names
+            renewed.append("target.")
+        return [name for name in model.state_dict() if not name.startswith(tuple(renewed))]
 
     # What is evaluated
 

@@ -1,8 +1,7 @@
 """Random numbers that depend on their purpose, not on what was drawn before.
 
-Every stream of random numbers is seeded from the run's seed and a path of names such as
-("client", 3, "round", 7, "augmentation"). So a resumed run needs no stored generator state, an added part
-does not change another part's draws, and one client's numbers do not depend on which others exist.
+Every stream is seeded from the run's seed and a path of names such as ("client", 3, "round", 7, "augmentation"). So a
+resumed run needs no stored generator state, and no part's or client's draws depend on which others exist.
 """
 
 from __future__ import annotations
@@ -21,16 +20,12 @@ def seed_for(seed: int, *path: str | int) -> int:
 
 
 def generator_for(seed: int, *path: str | int) -> torch.Generator:
-    """Return a CPU generator seeded by `seed_for`."""
     return torch.Generator().manual_seed(seed_for(seed, *path))
 
 
 @contextmanager
 def seeded(seed: int, *path: str | int) -> Iterator[None]:
-    """Run the body with torch's global generators seeded by `seed_for`, and restore them afterwards.
-
-    This is for code that draws from the global generators, such as parameter initialisation.
-    """
+    """Run the body with torch's global generators seeded by `seed_for`, and restore them afterwards."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
     number = seed_for(seed, *path)
     with torch.random.fork_rng(devices=devices):

@@ -26,10 +26,8 @@ from .regularizers.base import Regularizer
 
 #: in a client's memory: an optimiser's momentum and moments, as optimizer/PARAMETER/ENTRY
 _OPTIMIZER = "optimizer/"
-#: by which float16's first loss of a round is multiplied. torch's own 2^16 is found too large in the first steps, which
-#: are then left out, and a client may have few steps a round.
+#: by which float16's first loss of a round is multiplied; torch's own 2^16 is too large: first steps would be left out
 _FIRST_LOSS_SCALE = 2.0**10
-#: what this process has counted
 STEP_COSTS = StepCosts()
 
 
@@ -38,8 +36,8 @@ class TrainingOptions(Options):
 
     With `local_steps` a client with fewer images goes through them more often, and one with more stops early, in a new
     random order in each round. So clients of unequal size move about equally far, which EUA's and MGDA's weights read.
-    FedU2's released code does something near to it: a client takes whole epochs, as many as fit into the steps that
-    `local_epochs` takes on the largest client, but at most 10.
+    FedU2's released code is near to it: a client takes as many whole epochs, at most 10, as fit into the steps that
+    `local_epochs` takes on the largest client.
     """
 
     local_epochs: int = Field(
@@ -98,20 +96,9 @@ def steps_of_round(options: TrainingOptions, images: int) -> int:
 
 
 def train_before_rounds(local: LocalRound, options: TrainingOptions, epochs: int) -> None:
-    """Train without regularizers and at a constant rate: the schedule over the rounds begins with the first of them.
-
-    Args:
-        local: the client and its round; a batch is at most all of its images.
-        options: those of the run.
-        epochs: in place of the run's local epochs or steps.
-    """
+    """Train without regularizers and at a constant rate; a batch is at most all of the client's images."""
     size = min(options.batch_size, len(local.client.images))
-    changed = {
-        "local_epochs": epochs,
-        "local_steps": None,
-        "batch_size": size,
-        "learning_rate_schedule": "constant",
-    }
+    changed = {"local_epochs": epochs, "local_steps": None, "batch_size": size, "learning_rate_schedule": "constant"}
     train_locally(local, options.model_copy(update=changed), [], rounds=1)
 
 
@@ -126,28 +113,17 @@ def train_locally(
     """Train the client's model for one round; the metrics of the round are logged in `local`.
 
     The optimiser is new in every round, as its state describes weights that the server may have replaced, unless
-    `keep_optimizer` says that it continues with the state that it left in the client's memory.
+    `keep_optimizer` says that it continues with the state that it left in the client's memory. Training stops after
+    `most_steps`, for counting a step. Returns what the first step took.
 
     The first step is counted (accounting.py): `memory` in bytes, `flops` of the whole round; on CUDA also
     `cuda_memory`, the allocator's own peak in bytes. A process counts each kind of step once (`_kind_of_step`).
 
-    Where this process trains the client together with others (data_parallel/), all of them must call this. Each trains
-    on its share of every batch, and all end with the same weights and metrics. Memory is then that of one process,
-    and `flops` those of all.
+    Where this process trains the client together with others (data_parallel.py), all of them must call this, and all
+    end with the same weights and metrics. Memory is then that of one process, and `flops` those of all.
 
     With `training.precision` float16 the loss is scaled, and a step whose gradients overflow is left out
     (Micikevicius et al. 2018, Mixed precision training, section 3.2). For this the host waits once a step.
-
-    Args:
-        local: the client and its round.
-        options: how long and with which numbers.
-        regularizers: the terms that are added to the objective's loss.
-        rounds: of the whole run.
-        most_steps: stop after so many steps; for counting a step without training.
-        keep_optimizer: see `LocalUpdate.keeps_optimizer`.
-
-    Returns:
-        What the first step took.
 
     Raises:
         UserError: the loss is not finite. It is looked at once an epoch, as each look waits for the device; the message
@@ -155,8 +131,7 @@ def train_locally(
     """
     client, objective = local.client, local.objective
     model, device, share = client.model, client.model.device, own_share()
-    model.joins_views = options.join_views
-    model.shares_batches = not share.whole
+    model.joins_views, model.shares_batches = options.join_views, not share.whole
     if device.type == "cpu":
         keep_freed_memory()
     step_kind = _kind_of_step(local, options, regularizers)
@@ -219,10 +194,8 @@ def train_locally(
     if not share.whole:
         share.average(local.logged_tensors())
     if cost is None or not steps:
-        raise UserError(
-            f"client {client.index} has {len(client.images)} images, fewer than training.batch_size "
-            f"{options.batch_size}"
-        )
+        images, size = len(client.images), options.batch_size
+        raise UserError(f"client {client.index} has {images} images, fewer than training.batch_size {size}")
     if keep_optimizer:
         _keep_optimizer(optimizer, model, client.memory)
     local.log("memory", cost.memory)
@@ -236,11 +209,10 @@ def train_locally(
 def keep_freed_memory() -> None:
     """Let this process keep up to 64 MiB of freed memory, where its malloc is glibc's.
 
-    A step's activations are freed at its end. By default glibc then returns their memory to the system, which clears
-    it page by page when the next step asks for it again. Its thresholds adapt to the largest block of up to 32 MiB that
-    was ever freed (mallopt(3), M_MMAP_THRESHOLD): whoever trains a large network has raised them already, and freeing
-    one block raises them for a small one. Nothing is written into the block, so it takes no memory. With thresholds of
-    your own (MALLOC_TRIM_THRESHOLD_, MALLOC_MMAP_THRESHOLD_), and with another malloc, nothing changes.
+    By default glibc returns the memory of a step's activations to the system, which clears it page by page for the next
+    step. Its thresholds adapt to the largest block of up to 32 MiB that was ever freed (mallopt(3), M_MMAP_THRESHOLD),
+    so freeing one raises them. Nothing is written into the block, so it takes no memory. With thresholds of your own
+    (MALLOC_TRIM_THRESHOLD_, MALLOC_MMAP_THRESHOLD_) nothing changes.
     """
     torch.empty(2**25 - 2**13, dtype=torch.uint8)  # 32 MiB with what malloc adds to it
 
@@ -248,7 +220,6 @@ def keep_freed_memory() -> None:
 def _views(
     local: LocalRound, batches: Iterable[tuple[Tensor, Tensor]], steps_of_epoch: int
 ) -> Iterator[tuple[Tensor, tuple[Tensor, ...]]]:
-    """Yield row numbers and views of each batch, given row numbers and images."""
     for step, (rows, images) in enumerate(batches):
         views = local.views(images, rows, "training", step // steps_of_epoch, local.objective.views)
         # here already, so that all networks get the same tensors (FrozenOutputs)
@@ -256,7 +227,6 @@ def _views(
 
 
 def _new_optimizer(model: Model, options: TrainingOptions, rate: float) -> torch.optim.Optimizer:
-    """Return an optimiser of the parameters that train."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     decay = options.weight_decay
     if options.optimizer == "sgd":
@@ -274,30 +244,16 @@ def _kind_of_step(local: LocalRound, options: TrainingOptions, regularizers: Seq
     tensors the shapes.
     """
     client = local.client
-    step = (
-        structure(client.model),
-        type(local.objective),
-        repr(local.objective),
-        repr(options),
-        tuple(client.images.shape[1:]),
-        str(client.model.device),
-    )
+    parts = tuple((type(part), repr(part)) for part in (local.objective, options, *regularizers))
+    step = (structure(client.model), parts, tuple(client.images.shape[1:]), str(client.model.device))
     if not regularizers:
         return step
-    terms = (
-        tuple((type(regularizer), repr(regularizer)) for regularizer in regularizers),
-        local.number,
-        len(client.images),
-        None if client.public_images is None else tuple(client.public_images.shape),
-        _message_form(local.received),
-        _message_form(client.memory),
-        local.previous is None,
-    )
-    return step + terms
+    public_shape = None if client.public_images is None else tuple(client.public_images.shape)
+    forms = (_message_form(local.received), _message_form(client.memory))
+    return *step, local.number, len(client.images), public_shape, *forms, local.previous is None
 
 
 def _message_form(message: Message) -> Hashable:
-    """Return a message's numbers and config, and the shapes and types of its tensors."""
     tensors = tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in message.tensors.items())
     return tensors, tuple(message.numbers.items()), repr(message.config)
 
@@ -326,7 +282,7 @@ def _continue_optimizer(optimizer: torch.optim.Optimizer, model: Model, memory: 
 
 
 def _keep_optimizer(optimizer: torch.optim.Optimizer, model: Model, memory: Message) -> None:
-    """Leave an optimiser's state in the client's memory, by the parameters' names."""
+    """Leave an optimiser's state in the client's memory."""
     for name, parameter in model.named_parameters():
         for entry, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):

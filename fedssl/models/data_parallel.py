@@ -31,9 +31,8 @@ class StatisticsOfWholeBatch(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is F.batch_norm:
-            func = batch_norm
-        return func(*args, **(kwargs or {}))
+        function = batch_norm if func is F.batch_norm else func
+        return function(*args, **(kwargs or {}))
 
 
 def batch_norm(
@@ -46,21 +45,11 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Normalise a batch like `torch.nn.functional.batch_norm`, given each process's equal share of it.
+    """Normalise a batch like `torch.nn.functional.batch_norm`, given each process's equal share of it, [n, C, ...].
 
     The gradients are those of the sum of all processes' losses, as in `fedkernels.distributed`: averaged over the
-    processes, the parameters' gradients are those of one process with the whole batch.
-
-    Args:
-        x: this process's share, [n, C, ...].
-        running_mean, running_var: [C], moved towards the whole batch's statistics, or None.
-        weight, bias: [C], or None.
-        training: False normalises by the running statistics, without any exchange.
-        momentum: share of the whole batch's statistics in the running ones.
-        eps: is added to the variance.
-
-    Returns:
-        In the shape and dtype of x. Statistics have at least float32.
+    processes, the parameters' gradients are those of one process with the whole batch. Statistics have at least
+    float32. Nothing is exchanged where `training` is False.
     """
     if not training:
         return F.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
@@ -131,12 +120,7 @@ def _by_channel(values: Tensor, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Share:
-    """An equal share of every batch; the whole batch where one process trains alone.
-
-    Attributes:
-        rank: this process's number, from 0.
-        processes: how many processes train together.
-    """
+    """Equal share of every batch, that of process `rank` (from 0); the whole batch where one process trains alone."""
 
     rank: int = 0
     processes: int = 1
@@ -150,10 +134,7 @@ class Share:
         return batch if self.whole else batch.reshape(self.processes, -1)[self.rank]
 
     def average(self, tensors: Sequence[Tensor]) -> None:
-        """Replace each tensor by its mean over the processes, which must all pass the same shapes in the same order.
-
-        The processes get bit-identical means. There is one all-reduce for each dtype.
-        """
+        """Replace each tensor by its mean, bit-identical in all processes; all must pass the same shapes in order."""
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
             same = [tensor for tensor in tensors if tensor.dtype == dtype]
             flat = torch.cat([tensor.flatten() for tensor in same])
@@ -179,24 +160,15 @@ def join(share: Share, meeting_point: Path, device_type: str) -> None:
 
     On CUDA it sees only the GPU of its rank from now on, so CUDA must not have been used in this process. An exchange
     ends with an error if another process does not take part within torch's default time: half an hour for gloo, ten
-    minutes for NCCL.
-
-    Args:
-        share: this process's.
-        meeting_point: a file that does not exist yet, the same one for all processes.
-        device_type: `cpu` or `cuda`.
+    minutes for NCCL. The meeting point is a file that does not exist yet, the same one for all processes.
     """
     global _share
     if device_type == "cuda":
         os.environ["CUDA_VISIBLE_DEVICES"] = visible_device(share.rank, os.environ.get("CUDA_VISIBLE_DEVICES"))
     # All processes are on this machine: nobody else shall reach gloo's sockets.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    dist.init_process_group(
-        "nccl" if device_type == "cuda" else "gloo",
-        init_method=meeting_point.as_uri(),
-        rank=share.rank,
-        world_size=share.processes,
-    )
+    backend = "nccl" if device_type == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=meeting_point.as_uri(), rank=share.rank, world_size=share.processes)
     _share = share
 
 
@@ -206,11 +178,8 @@ def visible_device(rank: int, visible: str | None) -> str:
 
 
 def losses(shared: bool) -> ModuleType:
-    """Return the module whose `info_nce` and `nt_xent` see the whole batch: `fedkernels`, or `fedkernels.distributed`.
+    """Return the module whose `info_nce` and `nt_xent` see the whole batch, also where processes share it.
 
-    With the latter the mean of the losses over the processes is the loss of the whole batch.
-
-    Args:
-        shared: whether other processes have the rest of the batch (`Model.shares_batches`).
+    With `fedkernels.distributed` the mean of the losses over the processes is the loss of the whole batch.
     """
     return import_module("fedkernels.distributed") if shared else fedkernels  # some builds lack torch.distributed

@@ -1,7 +1,6 @@
 """Encoders: the networks whose output, the representation, federated self-supervised learning trains.
 
-`build_encoder` finds a network by name: one of the small ones defined here, sized for a few CPU cores, or any
-model of `timm`, adapted to small images where that matters.
+They are small ones defined here, sized for a few CPU cores, or any of `timm`, adapted to small images.
 
 | name | parameters | multiply-adds, 8x8x1 | multiply-adds, 32x32x3 | features |
 |---|---|---|---|---|
@@ -29,10 +28,7 @@ from ..errors import UserError
 # picture before the first block: on small images that costs about 10 points of accuracy.
 SMALL_IMAGE = 64
 # name -> (widths of the four blocks)
-_CONVNETS = {
-    "small_convnet": (32, 64, 128, 128),
-    "small_convnet_wide": (48, 96, 192, 192),
-}
+_CONVNETS = {"small_convnet": (32, 64, 128, 128), "small_convnet_wide": (48, 96, 192, 192)}
 # name -> (residual blocks per stage, widths of the four stages)
 _RESNETS = {
     "small_resnet10": ((1, 1, 1, 1), (16, 32, 64, 128)),
@@ -43,17 +39,14 @@ _RESNETS = {
 _SMALL_VISION_TRANSFORMERS = {"small_vit": (64, 4, 4)}
 # timm's vit_tiny_patch16_224 with patches of another side, at any image size: LW-FedSSL's section 4.8 and Table 11
 _TINY_PATCHES = {"vit_tiny_patch4": 4, "vit_tiny_patch8": 8}
-_SMALL_GRID = 4  # patches along the image's side; their side follows from the image's
+_GRID = 4  # small_vit's patches along the image's side; their side follows from the image's
 # timm's files whose models take `img_size` and `patch_size` and cut the image into a grid of patches.
 _VISION_TRANSFORMERS = ("vision_transformer", "deit", "eva", "beit")
+_ADVICE = "choose another, for example small_resnet18 or resnet18"
 
 
 class Encoder(nn.Module):
-    """The interface of an encoder; any module with these two members can be one.
-
-    `num_features` is the dimension of the representation. `forward` maps normalised images, float
-    [n, C, H, W], to representations, float [n, num_features].
-    """
+    """The interface of an encoder: maps normalised images, float [n, C, H, W], to float [n, num_features]."""
 
     num_features: int
 
@@ -64,8 +57,7 @@ class Encoder(nn.Module):
 class SmallConvNet(Encoder):
     """Four blocks of 3x3 convolution, BatchNorm and ReLU, then the average over the spatial positions.
 
-    A block has stride 2 as long as the side of its input is above 2, so an 8x8 image goes through 4, 2, 2, 2
-    and a 32x32 image through 16, 8, 4, 2.
+    A block has stride 2 as long as the side of its input is above 2: an 8x8 image goes through 4, 2, 2, 2.
     """
 
     def __init__(self, in_channels: int, image_size: int, widths: tuple[int, ...]) -> None:
@@ -100,15 +92,13 @@ def build_encoder(architecture: str, in_channels: int, image_size: int) -> Encod
             Two families of timm are adapted to images of at most 64 pixels a side:
             ResNets (`timm.models.resnet.ResNet`, whatever their stem was) get one 3x3 stride-1 convolution as
             stem and no max-pool; vision transformers get a patch size that leaves about 8x8 tokens (8 at 64
-            pixels, 4 at 28 to 32, 2 below). Other models are taken as they are. `vit_tiny_patch4` and
-            `vit_tiny_patch8` are timm's `vit_tiny_patch16_224` with patches of 4 and 8 pixels at any image size.
-        in_channels: channels of the images, 1 for grey and 3 for colour.
+            pixels, 4 at 28 to 32, 2 below). `vit_tiny_patch4` and `vit_tiny_patch8` are timm's
+            `vit_tiny_patch16_224` with patches of 4 and 8 pixels at any image size.
+        in_channels: 1 for grey and 3 for colour.
         image_size: side of the square images in pixels.
 
     Returns:
-        A module on the CPU, in training mode, with an integer `num_features`, that maps float [n, in_channels,
-        image_size, image_size] to float [n, num_features]. Networks from timm have an `Encoder`'s members but are
-        not instances of it.
+        A module on the CPU, in training mode, with the members of `Encoder`; timm's are not instances of it.
 
     Raises:
         UserError: the name is unknown (with the closest known ones), or the model cannot take such images.
@@ -119,23 +109,43 @@ def build_encoder(architecture: str, in_channels: int, image_size: int) -> Encod
     if architecture in _CONVNETS:
         return SmallConvNet(in_channels, image_size, _CONVNETS[architecture])
     name, arguments = timm_arguments(architecture, in_channels, image_size)
-    small_image_stem = architecture in _RESNETS or image_size <= SMALL_IMAGE
-    return _timm_encoder(architecture, name, arguments, in_channels, image_size, small_image_stem)
+    import timm  # here, as importing timm takes seconds
+    from timm.models.resnet import ResNet
+
+    # Each of timm's files raises its own exceptions for an image that does not fit, some only in the forward pass.
+    # The forward pass also gives the true dimension of the output, which is not `num_features` in models with a
+    # convolution after the pooling (MobileNetV3).
+    try:
+        model = timm.create_model(name, pretrained=False, num_classes=0, **arguments)
+        if isinstance(model, ResNet) and (architecture in _RESNETS or image_size <= SMALL_IMAGE):
+            _use_small_image_stem(model, in_channels)
+        model.eval()
+        with torch.no_grad():
+            output = model(torch.zeros(1, in_channels, image_size, image_size))
+        model.train()
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(
+            f"architecture: timm's {architecture!r} does not take {image_size}x{image_size} pixels and "
+            f"{in_channels} channels ({reason}); {_ADVICE}"
+        ) from error
+    if not isinstance(output, Tensor) or output.dim() != 2:
+        raise UserError(f"architecture: timm's {architecture!r} does not give one vector an image; {_ADVICE}")
+    encoder = cast(Encoder, model)
+    encoder.num_features = output.shape[1]
+    return encoder
 
 
 def timm_arguments(architecture: str, in_channels: int, image_size: int) -> tuple[str, dict[str, Any]]:
-    """Return the arguments with which timm builds an encoder: `timm.create_model(name, num_classes=0, **arguments)`.
+    """Return name and arguments, as JSON's values, of `timm.create_model(name, num_classes=0, **arguments)`.
 
-    That is the whole encoder, apart from the stem of ResNets for small images (`has_small_image_stem`). The arguments
-    are those of `build_encoder`; every encoder except the small convolutional networks is one of timm's.
-
-    Returns:
-        timm's name of the model, and the arguments as values that JSON can hold.
+    That is the whole encoder, apart from the stem of ResNets for small images (`has_small_image_stem`). Every encoder
+    except the small convolutional networks is one of timm's.
 
     Raises:
         UserError: the name is unknown (with the closest known ones), or a transformer cannot cut such images.
     """
-    import timm  # here, as importing timm takes seconds
+    import timm
     from timm.models import is_model_in_modules
 
     if architecture in _RESNETS:
@@ -146,12 +156,10 @@ def timm_arguments(architecture: str, in_channels: int, image_size: int) -> tupl
         stem = {"stem_type": "deep", "stem_width": widths[0] // 2, "zero_init_last": False}
         return "resnet18", {"in_chans": in_channels, "layers": list(layers), "channels": list(widths), **stem}
     if architecture in _SMALL_VISION_TRANSFORMERS:
-        if image_size % _SMALL_GRID:
-            raise UserError(
-                f"image_size: small_vit cuts images into {_SMALL_GRID}x{_SMALL_GRID} patches, got {image_size}"
-            )
+        if image_size % _GRID:
+            raise UserError(f"image_size: small_vit cuts images into {_GRID}x{_GRID} patches, got {image_size}")
         width, blocks, heads = _SMALL_VISION_TRANSFORMERS[architecture]
-        size = {"img_size": image_size, "patch_size": image_size // _SMALL_GRID}
+        size = {"img_size": image_size, "patch_size": image_size // _GRID}
         shape = {"embed_dim": width, "depth": blocks, "num_heads": heads}
         return "vit_tiny_patch16_224", {"in_chans": in_channels, **size, **shape}
     if architecture in _TINY_PATCHES:
@@ -170,7 +178,8 @@ def timm_arguments(architecture: str, in_channels: int, image_size: int) -> tupl
     if pretrained_config is not None and pretrained_config.fixed_input_size:
         arguments["img_size"] = image_size
     if image_size <= SMALL_IMAGE and is_model_in_modules(base_name, _VISION_TRANSFORMERS):
-        arguments["patch_size"] = _patch_size(image_size)
+        # with at least 7 patches along the image's side
+        arguments["patch_size"] = next((patch for patch in (8, 4) if image_size // patch >= 7), 2)
     return architecture, arguments
 
 
@@ -181,48 +190,9 @@ def has_small_image_stem(network: nn.Module) -> bool:
     return isinstance(network, ResNet) and isinstance(network.maxpool, nn.Identity)
 
 
-def _timm_encoder(
-    architecture: str, name: str, arguments: dict[str, Any], in_channels: int, image_size: int, small_image_stem: bool
-) -> Encoder:
-    import timm
-    from timm.models.resnet import ResNet
-
-    # Each of timm's files raises its own exceptions for an image that does not fit, some only in the forward pass.
-    # The forward pass also gives the true dimension of the output, which is not `num_features` in models with a
-    # convolution after the pooling (MobileNetV3).
-    try:
-        model = timm.create_model(name, pretrained=False, num_classes=0, **arguments)
-        if small_image_stem and isinstance(model, ResNet):
-            _use_small_image_stem(model, in_channels)
-        model.eval()
-        with torch.no_grad():
-            output = model(torch.zeros(1, in_channels, image_size, image_size))
-        model.train()
-    except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(
-            f"architecture: timm's {architecture!r} does not take {image_size}x{image_size} pixels and "
-            f"{in_channels} channels ({reason}); choose another, for example small_resnet18 or resnet18"
-        ) from error
-    if not isinstance(output, Tensor) or output.dim() != 2:
-        raise UserError(
-            f"architecture: timm's {architecture!r} does not give one vector an image; choose another, for "
-            "example small_resnet18 or resnet18"
-        )
-    encoder = cast(Encoder, model)
-    encoder.num_features = output.shape[1]
-    return encoder
-
-
 def _use_small_image_stem(model: Any, in_channels: int) -> None:
     """Replace a timm ResNet's stem by one 3x3 stride-1 convolution of the same width, without max-pool."""
-    # timm's reduction figures describe the original stem; nothing here uses them.
     width = [layer for layer in model.conv1.modules() if isinstance(layer, nn.Conv2d)][-1].out_channels
     model.conv1 = nn.Conv2d(in_channels, width, kernel_size=3, stride=1, padding=1, bias=False)
     nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")  # as timm does
     model.maxpool = nn.Identity()
-
-
-def _patch_size(image_size: int) -> int:
-    """Return the largest patch side of 8, 4 or 2 pixels with at least 7 patches along the image's side, else 2."""
-    return next((patch for patch in (8, 4) if image_size // patch >= 7), 2)

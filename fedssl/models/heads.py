@@ -15,32 +15,16 @@ def mlp_head(
 ) -> nn.Sequential:
     """Build Linear - BatchNorm - ReLU, `layers - 1` times, and then a linear layer.
 
-    A linear layer before a BatchNorm has no bias, as the normalisation would remove it. With two
-    layers this is BYOL's projector and predictor and SimSiam's predictor; with three and `last_batch_norm` it
-    is SimSiam's projector. Initialised from torch's global random generator.
-
-    Args:
-        in_features: dimension of the input.
-        hidden_features: dimension between the layers; not used where `layers` is 1.
-        out_features: dimension of the output.
-        layers: number of linear layers, at least 1.
-        batch_norm: whether there is a BatchNorm before each ReLU.
-        last_batch_norm: whether there is a BatchNorm after the last linear layer. It has no weight and bias, as in
-            the released code of SimSiam and MoCo v3.
-
-    Returns:
-        A module that maps float [n, in_features] to float [n, out_features].
+    A linear layer before a BatchNorm has no bias, as the normalisation would remove it. With two layers this is BYOL's
+    projector and predictor and SimSiam's predictor; with three and `last_batch_norm` it is SimSiam's projector. The
+    last BatchNorm has no weight and bias, as in the released code of SimSiam and MoCo v3. Initialised from torch's
+    global random generator.
 
     Raises:
         UserError: a dimension or the number of layers is below 1.
     """
-    sizes = {
-        "in_features": in_features,
-        "hidden_features": hidden_features,
-        "out_features": out_features,
-        "layers": layers,
-    }
-    for name, value in sizes.items():
+    sizes = {"in_features": in_features, "hidden_features": hidden_features, "out_features": out_features}
+    for name, value in {**sizes, "layers": layers}.items():
         if value < 1:
             raise UserError(f"{name}: expected at least 1, got {value}")
     modules: list[nn.Module] = []

@@ -19,10 +19,7 @@ CLASSIFIER = "classifier"
 
 @torch.no_grad()
 def copy_entries(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
-    """Copy tensors into the entries of the same names and shapes of a model's `state_dict()`.
-
-    It does what `load_state_dict` does, which takes several times as long for a small model.
-    """
+    """Copy tensors into a model's `state_dict()`; `load_state_dict` takes several times as long for a small model."""
     if given:
         torch._foreach_copy_([own[name] for name in given], list(given.values()))
 
@@ -37,11 +34,9 @@ def frozen_copy(model: Model, state: dict[str, Tensor]) -> nn.Sequential:
 class Model(nn.Module):
     """An online network, which is trained and can travel, and a target network, which stays with its client.
 
-    Args:
-        online: modules by name, in the order in which they are applied; the first is `encoder`, and
-            `projector` and `predictor` follow where the objective has them.
-        target_parts: names of the online modules that also exist as a target network (an exact copy at the
-            start, without gradients).
+    The online modules are given by name, in the order in which they are applied; the first is `encoder`, and
+    `projector` and `predictor` follow where the objective has them. `target_parts` names those that also exist as a
+    target network: an exact copy at the start, without gradients.
     """
 
     def __init__(self, online: dict[str, nn.Module], target_parts: tuple[str, ...] = ()):
@@ -70,32 +65,18 @@ class Model(nn.Module):
         return next(self.parameters()).device
 
     def represent(self, images: Tensor, layer: Layer = "predictor") -> Tensor:
-        """Return the online network's output at a layer: `encoder`, or `predictor` for the whole online network.
+        """Return the output [n, d] at a layer for normalised images, float32 [n, C, H, W].
 
-        Args:
-            images: normalised float32 [n, C, H, W].
-
-        Returns:
-            [n, d], where d is the layer's dimension.
+        The layer is `encoder`, or `predictor` for the whole online network.
         """
-        out = self.encoder(images)
-        if layer == "predictor":
-            for name, module in self.online.items():
-                if name != "encoder":
-                    out = module(out)
-        return out
+        return self.encoder(images) if layer == "encoder" else _outputs(self.online, images)[-1]
 
     def outputs_of_views(self, views: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], ...]:
         """Return each online network's outputs, in the order of application; each tuple has one per view.
 
-        Args:
-            views: normalised float32 [n, C, H, W] each.
-
-        Returns:
-            [n, d] each, such as the representations, projections and predictions of three networks.
+        Views are normalised, float32 [n, C, H, W]; outputs, such as representations and projections, are [n, d] each.
         """
-        batches = self._batches(views)
-        outputs = self._passes(self.online, batches, _outputs)
+        outputs = self._passes(self.online, self._batches(views), _outputs)
         return tuple(_by_view(list(network_outputs), views) for network_outputs in zip(*outputs, strict=True))
 
     def target_project(self, images: Tensor) -> Tensor:
@@ -131,9 +112,7 @@ class Model(nn.Module):
             self._pairs = None
 
     def _passes(self, chain: nn.ModuleDict, batches: list[Tensor], run: Run) -> list[tuple[Tensor, ...]]:
-        """Return `run(chain, batch)` of each batch."""
-        at_a_time = len(batches) == 2 and not any(batch.requires_grad for batch in batches)
-        if self.view_threads is not None and at_a_time:
+        if self.view_threads is not None and len(batches) == 2 and not any(batch.requires_grad for batch in batches):
             return self.view_threads.passes(chain, batches, run)
         return [run(chain, batch) for batch in batches]
 
@@ -149,8 +128,8 @@ class Model(nn.Module):
     def update_target(self, momentum: float) -> None:
         """Set target = momentum * target + (1 - momentum) * online, on parameters.
 
-        Buffers do not change, as the target's BatchNorm keeps the statistics of its own forward passes. Parameters
-        whose online counterparts do not train do not change either.
+        Buffers do not change, as the target's BatchNorm keeps the statistics of its own forward passes, nor do
+        parameters whose online counterparts do not train.
         """
         old, new = self._trained_pairs() if self._pairs is None else self._pairs
         if old:
@@ -184,8 +163,7 @@ def _by_view(batches: list[Tensor], views: tuple[Tensor, ...]) -> tuple[Tensor, 
 def untouched_running_statistics(network: nn.Module) -> Iterator[None]:
     """Normalise by the batch's statistics in training mode and change no running ones, in the body.
 
-    The running statistics are those that evaluation uses. They shall tell of a client's own images alone, whatever else
-    passes through its network. Modules in evaluation mode are not affected.
+    They shall tell of a client's own images alone, whatever else passes through its network.
     """
     changed = [m for m in network.modules() if m.training and getattr(m, "track_running_stats", False)]
     for module in changed:

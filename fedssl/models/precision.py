@@ -57,14 +57,9 @@ def networks_compute_in(model: Model, precision: Precision) -> Iterator[None]:
     Images [n, C, H, W] are laid out in memory with the channels last before they enter a network. Its convolutions keep
     that layout, in which they are faster (docs/speed.md) and which rounds differently.
 
-    The networks are those in `model.online` and `model.target`: encoder, heads, classifier. Whatever calls one of them
-    gets float32 back, so that losses and regularizers compute in float32 and need to know nothing of this. Weights,
+    Whatever calls a network gets float32 back, so that losses and regularizers compute in float32. Weights,
     buffers and gradients stay float32 too: `torch.autocast` casts the weights for each call, or once for all calls
-    within `torch.autocast(..., enabled=False)`.
-
-    Args:
-        model: its networks get forward hooks, which are removed at the end. Deep copies keep theirs.
-        precision: float32 leaves all but the images' layout as it is.
+    within `torch.autocast(..., enabled=False)`. Deep copies made in the body keep their hooks.
     """
     hooks = _Hooks(model.device.type, _DTYPES.get(precision))
     handles = []

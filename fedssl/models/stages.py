@@ -1,9 +1,8 @@
 """An encoder cut into layers, so that it can grow stage by stage and part of it can be frozen.
 
-`StagedEncoder` puts a switch around each layer of a network and runs the network's own `forward`, so no forward pass is
-repeated here. It works for timm's ResNets (the four blocks of layers that their paper calls stages; this repository's
-small ResNets are timm's too), for any timm vision transformer that has `patch_embed` and `blocks`, and for the small
-convolutional networks.
+`StagedEncoder` puts a switch around each layer of a network and runs the network's own `forward`. It works for timm's
+ResNets, the small ones included (a layer is what their paper calls a stage), for any timm vision transformer that has
+`patch_embed` and `blocks`, and for the small convolutional networks.
 
 | | layers | same role as the first layer | active at every depth |
 |---|---|---|---|
@@ -17,6 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -79,14 +79,7 @@ class StagedEncoder(Encoder):
 
     Where the network at a depth has another width than at its full depth, a linear layer maps the pooled output to
     `num_features` (LW-FedSSL, section 4.5). Each such depth has its own linear layer, so a new stage starts with a new
-    one.
-
-    Args:
-        network: an encoder from `build_encoder`.
-
-    Attributes:
-        layers: number of layers.
-        depth: number of layers up to the last one that is not absent.
+    one. `depth` is the number of layers up to the last one that is not absent.
 
     Raises:
         UserError: this kind of network cannot be cut into layers.
@@ -95,18 +88,14 @@ class StagedEncoder(Encoder):
     def __init__(self, network: nn.Module):
         super().__init__()
         cuts, widths = _layers(network)
-        self.num_features = int(network.num_features)  # type: ignore[arg-type]
+        self.num_features = features = int(network.num_features)  # type: ignore[arg-type]
         self._paths = cuts
-        for paths in cuts:
-            for path in paths:
-                _wrap(network, path)
+        for path in chain(*cuts):
+            parent, _, name = path.rpartition(".")
+            setattr(network.get_submodule(parent), name, Switch(network.get_submodule(path)))
         self.network = network
         self.reshape = nn.ModuleDict(
-            {
-                str(depth): nn.Linear(width, self.num_features)
-                for depth, width in enumerate(widths, start=1)
-                if width != self.num_features
-            }
+            {str(depth): nn.Linear(width, features) for depth, width in enumerate(widths, start=1) if width != features}
         )
         #: whether layers in the middle can be skipped, as in a transformer, whose layers all have the same shape
         self.can_skip = hasattr(network, "patch_embed")
@@ -146,21 +135,17 @@ class StagedEncoder(Encoder):
                 for switch in self.switches(layer):
                     switch.eval()
             if 0 not in self._active:
+                others = {*_TOP, *(path.split(".")[0] for path in chain(*self._paths))}
                 for name, child in self.network.named_children():
-                    if name not in _TOP and not self._holds_layers(name):
+                    if name not in others:
                         child.eval()
         return self
 
-    def _holds_layers(self, child: str) -> bool:
-        return any(path.split(".")[0] == child for paths in self._paths for path in paths)
-
     def plain_network(self) -> nn.Module:
         """Return the network as it was before it was cut; this encoder cannot be used afterwards."""
-        for paths in self._paths:
-            for path in paths:
-                parent, _, name = path.rpartition(".")
-                holder = self.network.get_submodule(parent)
-                setattr(holder, name, getattr(holder, name).module)
+        for path in chain(*self._paths):
+            parent, _, name = path.rpartition(".")
+            setattr(self.network.get_submodule(parent), name, self.network.get_submodule(path).module)
         return self.network
 
     def names(self, layers: Collection[int], top: int | None = None) -> list[str]:
@@ -172,18 +157,12 @@ class StagedEncoder(Encoder):
                 included = rest.split(".")[0] == str(top)
             elif rest.split(".")[0] in _TOP:
                 included = top is not None
-            else:
-                included = self._layer_of(rest) in layers
+            else:  # entries before the first layer belong to it
+                held = [any(rest.startswith(path + ".") for path in paths) for paths in self._paths]
+                included = (held.index(True) if True in held else 0) in layers
             if included:
                 names.append(name)
         return names
-
-    def _layer_of(self, name: str) -> int:
-        """Return the layer that an entry of the network belongs to; entries before the first layer belong to it."""
-        for layer, paths in enumerate(self._paths):
-            if any(name.startswith(path + ".") for path in paths):
-                return layer
-        return 0
 
     def forward(self, images: Tensor) -> Tensor:
         with self._frozen_part(images):
@@ -224,12 +203,6 @@ class StagedEncoder(Encoder):
         finally:
             for switch in frozen:
                 switch.known_output = None
-
-
-def _wrap(network: nn.Module, path: str) -> None:
-    parent, _, name = path.rpartition(".")
-    holder = network.get_submodule(parent)
-    setattr(holder, name, Switch(network.get_submodule(path)))
 
 
 def _layers(network: nn.Module) -> tuple[list[tuple[str, ...]], list[int]]:

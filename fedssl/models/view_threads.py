@@ -5,9 +5,11 @@ A second thread within the operators of a small network gains little, as most of
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,10 +45,8 @@ Run = Callable[[nn.ModuleDict, Tensor], tuple[Tensor, ...]]
 def view_threads(*chains: nn.ModuleDict) -> Iterator[ViewThreads | None]:
     """Let two views pass through chains of networks at the same time in the body; yield None if they cannot.
 
-    They cannot on another device than the CPU, where torch has a single thread, where a layer draws random numbers, or
-    where one has running statistics other than BatchNorm's exponential averages.
-
-    Nothing depends on which thread is faster: two runs with the same number of threads are bit-identical.
+    They cannot off the CPU, with a single thread of torch, or where a pass depends on those before it. Two runs with
+    the same number of threads are bit-identical.
     """
     threads = torch.get_num_threads()
     on_cpu = all(parameter.device.type == "cpu" for chain in chains for parameter in chain.parameters())
@@ -61,7 +61,7 @@ def view_threads(*chains: nn.ModuleDict) -> Iterator[ViewThreads | None]:
 
 
 def _keeps_an_order(chain: nn.Module) -> bool:
-    """Return whether a view's pass depends on how many passes were before it."""
+    """Return whether a layer draws random numbers, or has running statistics that are no exponential averages."""
     batch_norms = [module for module in chain.modules() if isinstance(module, _BatchNorm)]
     return sharing_problem(chain) is not None or any(module.momentum is None for module in batch_norms)
 
@@ -71,13 +71,11 @@ class ViewThreads:
 
     From its first pass on, this thread has only `threads` threads for its operators, and the second one has as many:
     threads that wait for an operator's next share keep a processor busy, which the other view's pass needs.
-
-    Attributes:
-        at_a_time: False runs the second view after the first one, in this thread and with the same results: for hooks
-            and modes of torch, which belong to a thread.
     """
 
     def __init__(self, executor: ThreadPoolExecutor, threads: int, chains: Sequence[nn.ModuleDict]):
+        #: False runs the second view after the first one, in this thread and with the same results: for hooks and modes
+        #: of torch, which belong to a thread
         self.at_a_time = True
         self._used = False
         self._executor, self._threads = executor, threads
@@ -122,7 +120,7 @@ class ViewThreads:
 
     def both(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
         """Return the results of two functions; the second one runs in the other thread."""
-        first, second = (_in_own_thread(call, torch.is_grad_enabled()) for call in calls)
+        first, second = (partial(_in_own_thread, call, torch.is_grad_enabled()) for call in calls)
         if not self.at_a_time:
             return [first(), second()]
         other: Future[Any] = self._executor.submit(second)
@@ -133,14 +131,10 @@ class ViewThreads:
         return [result, other.result()]
 
 
-def _in_own_thread(call: Callable[[], Any], gradients: bool) -> Callable[[], Any]:
-    """Wrap a call so that another thread keeps this thread's setting of gradients and shares no cast weights."""
-
-    def wrapped() -> Any:
-        with torch.set_grad_enabled(gradients), torch.autocast("cpu", enabled=False, cache_enabled=False):
-            return call()
-
-    return wrapped
+def _in_own_thread(call: Callable[[], Any], gradients: bool) -> Any:
+    """Make a call with the other thread's setting of gradients, and without sharing its cast weights."""
+    with torch.set_grad_enabled(gradients), torch.autocast("cpu", enabled=False, cache_enabled=False):
+        return call()
 
 
 class _Passes(torch.autograd.Function):
@@ -152,43 +146,34 @@ class _Passes(torch.autograd.Function):
         with torch.enable_grad():
             ctx.outputs = threads.both(calls)
         ctx.threads, ctx.parameters = threads, parameters
-        flat = [output for outputs in ctx.outputs for output in outputs]
-        detached = [output.detach() for output in flat]
-        frozen = [plain for plain, output in zip(detached, flat, strict=True) if not output.requires_grad]
-        ctx.mark_non_differentiable(*frozen)
-        return tuple(detached)
+        pairs = [(output, output.detach()) for outputs in ctx.outputs for output in outputs]
+        ctx.mark_non_differentiable(*(plain for output, plain in pairs if not output.requires_grad))
+        return tuple(plain for _, plain in pairs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         half = len(gradients) // 2
         views = zip(ctx.outputs, (gradients[:half], gradients[half:]), strict=True)
-        calls = [_Backward(outputs, arrived, ctx.parameters) for outputs, arrived in views]
+        calls = [partial(_backward, outputs, arrived, ctx.parameters) for outputs, arrived in views]
         return (None, None, *_sums(*ctx.threads.both(calls)))
 
 
-class _Backward:
-    """The backward pass of one view: returns each parameter's gradient, or None."""
-
-    def __init__(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]):
-        pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None]
-        self._outputs, self._gradients = [o for o, _ in pairs], [g for _, g in pairs]
-        self._parameters = parameters
-
-    def __call__(self) -> Sequence[Tensor | None]:
-        if not self._outputs:
-            return [None] * len(self._parameters)
-        return torch.autograd.grad(self._outputs, self._parameters, self._gradients, allow_unused=True)
+def _backward(
+    outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]
+) -> Sequence[Tensor | None]:
+    """Run the backward pass of one view; return each parameter's gradient, or None."""
+    pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None]
+    if not pairs:
+        return [None] * len(parameters)
+    return torch.autograd.grad([o for o, _ in pairs], parameters, [g for _, g in pairs], allow_unused=True)
 
 
 def _sums(first: Sequence[Tensor | None], second: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Add two lists of gradients; where one entry is None, return the other."""
     pairs = [(a, b) for a, b in zip(first, second, strict=True) if a is not None and b is not None]
     added = iter(torch._foreach_add([a for a, _ in pairs], [b for _, b in pairs]) if pairs else ())
-    return [
-        next(added) if a is not None and b is not None else b if a is None else a
-        for a, b in zip(first, second, strict=True)
-    ]
+    return [b if a is None else a if b is None else next(added) for a, b in zip(first, second, strict=True)]
 
 
 class _Twin:
@@ -245,9 +230,9 @@ class _Twin:
         """Add what the twins have seen to the original layers' statistics."""
         if not self._moving:
             return
-        by_momentum: dict[float, list[tuple[_BatchNorm, _BatchNorm]]] = {}
+        by_momentum = defaultdict[float, list[tuple[_BatchNorm, _BatchNorm]]](list)
         for layers in self._moving:
-            by_momentum.setdefault(layers[0].momentum or 0.0, []).append(layers)
+            by_momentum[layers[0].momentum or 0.0].append(layers)
         for momentum, moving in by_momentum.items():
             averages = [_data(original, name) for original, _ in moving for name in _AVERAGES]
             batch_statistics = [_data(twin, name) for _, twin in moving for name in _AVERAGES]
@@ -256,10 +241,7 @@ class _Twin:
 
 
 def _data(batch_norm: _BatchNorm, name: str) -> Tensor:
-    """Return a buffer's `.data`, to bypass autograd's version check.
-
-    This is safe because the backward pass never reads running statistics in training mode.
-    """
+    """Bypass autograd's version check: the backward pass never reads running statistics in training mode."""
     buffer = batch_norm._buffers[name]
     assert buffer is not None
     return buffer.data

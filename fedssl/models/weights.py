@@ -50,9 +50,8 @@ def read_all_weights(options: ModelOptions, architectures: Sequence[str]) -> dic
     """Read the weights of each architecture that starts from some, by state-dict names.
 
     Raises:
-        UserError: weights that cannot be read or are of another architecture; several architectures and one file of
-            weights; a mapping that names an architecture the recipe lacks; or weights whose digest is not the recorded
-            one.
+        UserError: weights cannot be read, are of another architecture or have another digest than recorded; there is
+            one file for several architectures; or a mapping names an architecture that the recipe lacks.
     """
     if options.weights is None:
         return {}
@@ -90,7 +89,7 @@ def read_all_weights(options: ModelOptions, architectures: Sequence[str]) -> dic
 
 
 def digest(weights: Weights) -> str:
-    """Return the SHA-256 of weights: of their names, types, shapes and values, not of the file that holds them."""
+    """Return the SHA-256 of weights' names, types, shapes and values, not of the file that holds them."""
     return hashlib.sha256(save_tensors({name: weights[name] for name in sorted(weights)})).hexdigest()
 
 
@@ -100,13 +99,7 @@ def load_weights(encoder: nn.Module, weights: Weights, architecture: str, source
     A classifier on top is left out. The stem of a ResNet for small images keeps its random weights where the weights
     have another stem (a 7x7 convolution, or several): the layers above it are loaded. The first convolution of an
     encoder for grey images gets the sum over the three colours of its weights, so it sees a grey image as the
-    weights' network sees three equal channels.
-
-    Args:
-        encoder: is changed in place, when all weights fit.
-        weights: by the names of the encoder's own state.
-        architecture: the encoder's name.
-        source: what messages call the weights.
+    weights' network sees three equal channels. Nothing is loaded unless all weights fit. Messages call them `source`.
 
     Raises:
         UserError: a tensor has another shape, is missing, or belongs to nothing; the message names it.
@@ -118,38 +111,31 @@ def load_weights(encoder: nn.Module, weights: Weights, architecture: str, source
     if first in given and given[first].shape[1:2] == (3,) and own[first].shape[1] == 1 and given[first].dim() == 4:
         given[first] = given[first].sum(dim=1, keepdim=True)
         note = "the first convolution's weights are summed over the colours, as the images are grey"
-    if has_small_image_stem(encoder) and _another_stem(own, given):
-        stem = [name for name in given if name.startswith("conv1.")]
-        given = {name: tensor for name, tensor in given.items() if name not in stem}
-        given |= {name: own[name] for name in own if name.startswith("conv1.")}
+    stem, own_stem = ({n: t for n, t in state.items() if n.startswith("conv1.")} for state in (given, own))
+    if has_small_image_stem(encoder) and stem and _shapes(stem) != _shapes(own_stem):
+        given = {name: tensor for name, tensor in given.items() if name not in stem} | own_stem
         shapes = ", ".join(f"{name} {list(weights[name].shape)}" for name in stem if weights[name].dim() == 4)
         note = f"the 3x3 stem for small images starts at random, as the weights have another stem ({shapes})"
-    problems = _misfits(own, given)
-    if problems:
+    if problems := _misfits(own, given):
         raise UserError(f"model.weights: {source} does not fit {architecture}: {'; '.join(problems)}")
     encoder.load_state_dict(given)
     if note:
         warnings.warn(f"model.weights: {source}: {note}", stacklevel=2)
 
 
-def _another_stem(own: Weights, given: Weights) -> bool:
-    stems = [{n: list(t.shape) for n, t in state.items() if n.startswith("conv1.")} for state in (own, given)]
-    return bool(stems[1]) and stems[0] != stems[1]
+def _shapes(weights: Weights) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in weights.items()}
 
 
 def _misfits(own: Weights, given: Weights) -> list[str]:
-    """Return what keeps weights from being loaded, as clauses; empty if they fit."""
-    problems = [
-        f"{name} has the shape {list(given[name].shape)}, expected {list(own[name].shape)}"
-        for name in own
-        if name in given and given[name].shape != own[name].shape
-    ]
-    missing = [name for name in own if name not in given]
-    unknown = [name for name in given if name not in own]
-    problems = _first(problems)
-    if missing:
+    """Return clauses that say what keeps weights from being loaded."""
+    misshapen = [name for name in own if name in given and given[name].shape != own[name].shape]
+    problems = _first(
+        [f"{name} has the shape {list(given[name].shape)}, expected {list(own[name].shape)}" for name in misshapen]
+    )
+    if missing := [name for name in own if name not in given]:
         problems.append(f"missing: {', '.join(_first(missing))}")
-    if unknown:
+    if unknown := [name for name in given if name not in own]:
         problems.append(f"in no layer of the encoder: {', '.join(_first(unknown))}")
     return problems
 
@@ -167,9 +153,6 @@ def _classifier_names(architecture: str, own: Weights) -> set[str]:
     classifier: Any = (known.classifier if known else None) or "fc"
     heads = (classifier,) if isinstance(classifier, str) else classifier
     return {f"{head}.{kind}" for head in heads for kind in ("weight", "bias")} - own.keys()
-
-
-# Reading
 
 
 def _architecture_of(source: str) -> str | None:
