@@ -22,22 +22,13 @@ from .time_left import TimeLeft, format_duration, past_seconds
 class ProgressBars(Observer):
     """Two bars, rounds and the clients of the round; without a terminal, a line a round. A context manager."""
 
-    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic):
-        """`clock` returns the time in seconds, from which the speed and the time left are computed."""
-        self.console, self._clock = console, clock
-        self._time_left = TimeLeft(clock)
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic):  # seconds
+        self.console, self._clock, self._time_left = console, clock, TimeLeft(clock)
         self._images_per_second: float | None = None
         self._end: float | None = None  # when the run will end, by the clock
-        self.bars = RichProgress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            _SpeedColumn(self._speed),
-            TextColumn("{task.fields[status]}"),
-            console=console,
-            disable=not console.is_terminal,
-        )
+        columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
+        columns += [_SpeedColumn(self._speed), TextColumn("{task.fields[status]}")]
+        self.bars = RichProgress(*columns, console=console, disable=not console.is_terminal)
         self.rounds = self.bars.add_task("rounds", total=None, status="", shows_speed=True)
         self.clients = self.bars.add_task("clients", total=None, status="", shows_speed=False)
         self.total = 0
@@ -73,9 +64,8 @@ class ProgressBars(Observer):
     def round_ended(self, number: int, rows: Sequence[MetricRow]) -> None:
         self._time_left.round_done()
         self._update_speed()
-        metrics = {metric: value for _, who, metric, value in rows if who in ("mean", "global")}
-        shown = [name for name in ("loss", "cka", "knn", "epsilon") if name in metrics]
-        status = "  ".join(f"{name} {metrics[name]:.4g}" for name in shown)
+        means = {metric: value for _, who, metric, value in rows if who in ("mean", "global")}
+        status = "  ".join(f"{name} {means[name]:.4g}" for name in ("loss", "cka", "knn", "epsilon") if name in means)
         self.bars.update(self.rounds, completed=number, status=status)
         self.bars.update(self.clients, completed=0, status="")
         if self.bars.disable:
@@ -95,7 +85,7 @@ class ProgressBars(Observer):
         self._end = None if left is None else self._clock() + left
 
     def _speed(self) -> str:
-        """Return images a second and the time left, as far as they are known, such as "850 images/s  12 min left"."""
+        """Return what is known of the speed and the time left, such as "850 images/s  12 min left"."""
         rate, end = self._images_per_second, self._end  # rich draws the bars in another thread
         parts = [] if rate is None else [f"{rate:,.0f} images/s" if rate >= 10 else f"{rate:.1f} images/s"]
         left = 0.0 if end is None else end - self._clock()
