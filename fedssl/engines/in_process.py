@@ -66,7 +66,7 @@ def _run(federation: Federation, directory: RunDirectory, observer: Observer) ->
         if recipe.training.processes > 1:
             trainer = stack.enter_context(DataParallelTrainer(federation))
         clients = LocalClients(federation, directory, observer, trainer)
-        if recipe.clients_parallel > 1:
+        if recipe.training.processes == 1 and recipe.clients_parallel != 1:
             at_most = recipe.partition.clients if federation.method.personal else recipe.clients_per_round
             count = min(recipe.clients_parallel, at_most or recipe.partition.clients)
             workers = stack.enter_context(started_workers(federation, [None] * count))

@@ -222,9 +222,7 @@ def _process_context() -> Any:
     return context
 
 
-def _work(
-    connection: Connection, threads: int, team: Team | None, data: tuple[str, Dataset, dict[str, Dataset]]
-) -> None:
+def _work(pipe: Connection, threads: int, team: Team | None, data: tuple[str, Dataset, dict[str, Dataset]]) -> None:
     """Do tasks and send the outcome of each until the parent ends; of a team only the first worker sends results."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent()
@@ -234,7 +232,7 @@ def _work(
     trainer: ClientTrainer | None = None
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the parent has ended
         while True:
-            task = connection.recv()
+            task = pipe.recv()
             try:
                 trainer = trainer or ClientTrainer(_federation(*data))
                 result = _result(trainer, task)
@@ -243,7 +241,7 @@ def _work(
                 outcome = "error", str(error)
             except Exception:
                 outcome = "bug", traceback.format_exc()
-            connection.send(outcome)
+            pipe.send(outcome)
 
 
 def _federation(recipe_text: str, dataset: Dataset, downstream: dict[str, Dataset]) -> Federation:
@@ -286,9 +284,8 @@ class DataParallelTrainer(ClientTrainer):
     def __enter__(self) -> DataParallelTrainer:
         processes = self._federation.recipe.training.processes
         with ExitStack() as stack:
-            meeting_point = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "processes"
-            shares = [Share(rank, processes) for rank in range(processes)]
-            teams = [Team(share, meeting_point, self._federation.device.type) for share in shares]
+            meeting = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "processes"
+            teams = [Team(Share(rank, processes), meeting, self._federation.device.type) for rank in range(processes)]
             self._workers = stack.enter_context(started_workers(self._federation, teams))
             self._stack = stack.pop_all()
         return self
