@@ -17,19 +17,10 @@ from ..recipe.reading import load_stored_recipe
 from ..recipe.recipe import Place, Recipe
 from ..run_folder.creation import alone_in, new_run, refuse_existing
 from ..run_folder.directory import RunDirectory
+from . import workers
 from .observers import Observer
 from .rounds import Clients, first_files, run_rounds
-from .workers import (
-    ClientTrainer,
-    ClientWorker,
-    DataParallelTrainer,
-    Task,
-    check_devices,
-    pack,
-    started_workers,
-    unpack,
-    unpack_tensor,
-)
+from .workers import ClientTrainer, ClientWorker, DataParallelTrainer, Task, check_devices, started_workers
 
 
 def run(recipe: Recipe, path: Path, observer: Observer | None = None, overwrite: bool = False) -> RunDirectory:
@@ -69,8 +60,8 @@ def _run(federation: Federation, directory: RunDirectory, observer: Observer) ->
         if recipe.training.processes == 1 and recipe.clients_parallel != 1:
             at_most = recipe.partition.clients if federation.method.personal else recipe.clients_per_round
             count = min(recipe.clients_parallel, at_most or recipe.partition.clients)
-            workers = stack.enter_context(started_workers(federation, [None] * count))
-            clients = ParallelClients(federation, directory, observer, workers)
+            started = stack.enter_context(started_workers(federation, [None] * count))
+            clients = ParallelClients(federation, directory, observer, started)
         return run_rounds(federation, directory, observer, clients)
 
 
@@ -138,28 +129,28 @@ class ParallelClients(LocalClients):
     """
 
     def __init__(
-        self, federation: Federation, directory: RunDirectory, observer: Observer, workers: Iterable[ClientWorker]
+        self, federation: Federation, directory: RunDirectory, observer: Observer, started: Iterable[ClientWorker]
     ):
         super().__init__(federation, directory, observer)
-        self._workers: dict[Connection, ClientWorker] = {worker.connection: worker for worker in workers}
+        self._workers: dict[Connection, ClientWorker] = {worker.connection: worker for worker in started}
 
     def answers(self, number: int, sent: dict[int, Message]) -> tuple[dict[int, Message], dict[int, str]]:
         def training(k: int) -> Task:
             self._observer.client_began(number, k, len(replies), len(sent))
-            return Task(k, number, pack(self._states.load(k)), pack(sent[k]))
+            return Task(k, number, workers.pack(self._states.load(k)), workers.pack(sent[k]))
 
         replies: dict[int, Message] = {}
         for k, (reply, state) in self._results(sent, training):
-            replies[k] = unpack(reply)
-            self._states.store(k, number, unpack(state))
+            replies[k] = workers.unpack(reply)
+            self._states.store(k, number, workers.unpack(state))
         return {k: replies[k] for k in sent}, {}
 
     def evaluations(self, number: int) -> Iterator[tuple[int, dict[str, float], Tensor]]:
         clients = range(len(self._federation.client_rows))
-        evaluated = dict(self._results(clients, lambda k: Task(k, number, pack(self._states.load(k)))))
+        evaluated = dict(self._results(clients, lambda k: Task(k, number, workers.pack(self._states.load(k)))))
         for k in clients:
             measures, spectrum = evaluated.pop(k)
-            yield k, measures, unpack_tensor(spectrum)
+            yield k, measures, workers.unpack_tensor(spectrum)
 
     def _results(self, clients: Iterable[int], task: Callable[[int], Task]) -> Iterator[tuple[int, Any]]:
         """Yield each client with its task's result, in the order in which the workers are ready.

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, Task, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as RichProgress
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from ..recipe.recipe import Recipe
@@ -27,11 +26,10 @@ class ProgressBars(Observer):
         self._images_per_second: float | None = None
         self._end: float | None = None  # when the run will end, by the clock
         columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
-        columns += [_SpeedColumn(self._speed), TextColumn("{task.fields[status]}")]
-        self.bars = RichProgress(*columns, console=console, disable=not console.is_terminal)
-        self.rounds = self.bars.add_task("rounds", total=None, status="", shows_speed=True)
-        self.clients = self.bars.add_task("clients", total=None, status="", shows_speed=False)
-        self.total = 0
+        columns += [_SpeedColumn(), TextColumn("{task.fields[status]}")]
+        self.bars = Progress(*columns, console=console, disable=not console.is_terminal)
+        self.rounds = self.bars.add_task("rounds", total=None, status="", speed=self._speed)
+        self.clients = self.bars.add_task("clients", total=None, status="", speed=str)  # no text
 
     def __enter__(self) -> ProgressBars:
         self.bars.start()
@@ -93,11 +91,7 @@ class ProgressBars(Observer):
 
 
 class _SpeedColumn(ProgressColumn):
-    """The run's speed and time left, beside the bar of the rounds alone."""
-
-    def __init__(self, speed: Callable[[], str]):
-        super().__init__()
-        self._speed = speed
+    """What a bar's field `speed` returns."""
 
     def render(self, task: Task) -> Text:
-        return Text(self._speed() if task.fields["shows_speed"] else "")
+        return Text(task.fields["speed"]())

@@ -116,8 +116,7 @@ def _round(federation: Federation, server: Message, clients: Clients, number: in
         rows.append((number, "global", "epsilon", max(epsilons.values())))
     if recipe.clients_per_round or recipe.client_dropout:
         rows.append((number, "global", "answers", float(len(replies))))
-    # A client's metric that the server computes too is not counted.
-    server_metrics = {name.rpartition("/")[0] for name in server.metrics}
+    server_metrics = {name.rpartition("/")[0] for name in server.metrics}  # not counted as metrics of the clients
     for metric in sorted({name for reply in replies.values() for name in reply.metrics} - server_metrics):
         values = {k: reply.metrics[metric] for k, reply in replies.items() if metric in reply.metrics}
         rows += [(number, str(k), metric, value) for k, value in values.items()]

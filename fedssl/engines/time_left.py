@@ -30,7 +30,6 @@ class TimeLeft:
         self._images: Sequence[int] | None = None  # of the round that is in training, by client in order
         self._clients_done, self._clients_done_at = 0, 0.0
         self._evaluating: int | None = None  # the round
-        self._evaluation_began = 0.0
         self._finished: deque[tuple[float, int]] = deque(maxlen=_LAST_ROUNDS)  # seconds and images of rounds
         self._images_are_known = True
         self._evaluation_seconds: dict[bool, float] = {}  # of the last one; true: before or after all training
@@ -60,8 +59,7 @@ class TimeLeft:
 
     def evaluating(self, number: int) -> None:
         """End a round's training and begin its evaluation."""
-        self._evaluation_began = self._end_training()
-        self._evaluating = number
+        self._evaluation_began, self._evaluating = self._end_training(), number
         self._evaluated = [other for other in self._evaluated if other != number]
 
     def round_done(self) -> None:

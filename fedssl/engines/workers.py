@@ -302,17 +302,12 @@ class DataParallelTrainer(ClientTrainer):
         while working:
             for connection in cast(list[Connection], wait(list(working))):
                 result, error = working.pop(connection).take(index)
-                if isinstance(error, RuntimeError):
-                    self._require_alive(index)
+                if isinstance(error, RuntimeError):  # if a worker has ended, the others fail as they lose it
+                    ended = wait([worker.process.sentinel for worker in self._workers], timeout=1.0)
+                    lost = [worker for worker in self._workers if worker.process.sentinel in ended]
+                    error = lost[0].lost(index) if lost else error
                 if error is not None:
                     raise error
                 results.append(result)
         reply, next_state = next(result for result in results if result is not None)
         return unpack(reply), unpack(next_state)
-
-    def _require_alive(self, index: int) -> None:
-        """Raise the error of a worker that has ended, within a second: if one has, the others fail as they lose it."""
-        ended = wait([worker.process.sentinel for worker in self._workers], timeout=1.0)
-        for worker in self._workers:
-            if worker.process.sentinel in ended:
-                raise worker.lost(index)
