@@ -11,24 +11,18 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, NoReturn
 
-import typer
 from rich.console import Console
+from typer import Exit, Option, Typer
 
 from ..errors import UserError, installed_distribution
 from ..untrusted import printable
-from .across_machines import app as provision_app
-from .across_machines import flower_app, superlink, supernode
+from . import across_machines
 from .console import console
 from .doctor import doctor
 from .recipes import cost, partition, presets, privacy, recipes, show, tables
 from .runs import embed, evaluate, export, report, run, run_table
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    help="Run, compare and report federated self-supervised methods.",
-)
+app = Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 _COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
     "What there is": (recipes, show, presets, tables, doctor),
@@ -39,22 +33,25 @@ for _panel, _functions in _COMMANDS.items():
     for _function in _functions:
         app.command(_function.__name__.replace("_", "-"), rich_help_panel=_panel)(_function)
 _ACROSS_MACHINES = "Across machines, with Flower (docs/deploy.md)"
-app.add_typer(provision_app, name="provision", rich_help_panel=_ACROSS_MACHINES)
-app.command("app", rich_help_panel=_ACROSS_MACHINES)(flower_app)
-app.command(rich_help_panel=_ACROSS_MACHINES)(superlink)
-app.command(rich_help_panel=_ACROSS_MACHINES)(supernode)
+app.add_typer(across_machines.app, name="provision", rich_help_panel=_ACROSS_MACHINES)
+app.command("app", rich_help_panel=_ACROSS_MACHINES)(across_machines.flower_app)
+app.command(rich_help_panel=_ACROSS_MACHINES)(across_machines.superlink)
+app.command(rich_help_panel=_ACROSS_MACHINES)(across_machines.supernode)
+
+
+_python_shows_warning = warnings.showwarning
 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
         console.print(f"fedssl {version(installed_distribution())}", highlight=False)
-        raise typer.Exit
+        raise Exit
 
 
 @app.callback()
 def options_of_fedssl(
     show_version: Annotated[
-        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+        bool, Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
     """Run, compare and report federated self-supervised methods."""
@@ -66,9 +63,6 @@ def _show_warning(message: Warning | str, category: type[Warning], *place: objec
         Console(stderr=True).print(f"fedssl: {message}", style="yellow", highlight=False, markup=False, soft_wrap=True)
     else:
         _python_shows_warning(message, category, *place)  # type: ignore[arg-type]
-
-
-_python_shows_warning = warnings.showwarning
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Annotated
 
 import click
-import typer
+from typer import Argument, Exit, Option, Typer
 from typer.core import TyperGroup
 
 from ..errors import UserError, install_command
@@ -23,30 +23,28 @@ class _FoldersByDefault(TyperGroup):
         return super().parse_args(context, arguments)
 
 
-app = typer.Typer(
+app = Typer(
     cls=_FoldersByDefault,
     no_args_is_help=True,
     help="Make a consortium's keys, certificates and folders: fedssl provision consortium.yaml (docs/deploy.md).",
 )
 
-_Folder = Annotated[
-    Path, typer.Option(metavar="FOLDER", help="The coordinator's folder, which fedssl provision wrote.")
-]
+_Folder = Annotated[Path, Option(metavar="FOLDER", help="The coordinator's folder, which fedssl provision wrote.")]
 _Insecure = Annotated[
-    bool, typer.Option("--insecure", help="Connect without TLS and without authentication; for tests only.")
+    bool, Option("--insecure", help="Connect without TLS and without authentication; for tests only.")
 ]
 
 
 @app.command()
 def folders(
     consortium: Annotated[
-        Path | None, typer.Argument(metavar="FILE", help="YAML file with the consortium's name, server and sites.")
+        Path | None, Argument(metavar="FILE", help="YAML file with the consortium's name, server and sites.")
     ] = None,
-    output: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder to write to.")] = Path("consortium"),
+    output: Annotated[Path, Option(metavar="FOLDER", help="Folder to write to.")] = Path("consortium"),
     keys_at_sites: Annotated[
-        bool, typer.Option("--keys-at-sites", help="Make no private keys here: each site and the server makes its own.")
+        bool, Option("--keys-at-sites", help="Make no private keys here: each site and the server makes its own.")
     ] = False,
-    example: Annotated[bool, typer.Option("--example", help="Print an example of the file.")] = False,
+    example: Annotated[bool, Option("--example", help="Print an example of the file.")] = False,
 ) -> None:
     """Write a folder for the authority, one for the server and one for each site, or add what is missing in them.
 
@@ -70,9 +68,7 @@ def folders(
 
 
 @app.command()
-def request(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The site's or the server's folder.")],
-) -> None:
+def request(folder: Annotated[Path, Argument(metavar="FOLDER", help="The site's or the server's folder.")]) -> None:
     """At a site or the server: make its private key, and write a request with the public key for the coordinator."""
     path, fingerprint = _deploy_folders().write_request(folder)
     print_text(f"Send {path} to the coordinator, and compare the key's fingerprint by telephone: {fingerprint}")
@@ -80,8 +76,8 @@ def request(
 
 @app.command()
 def answer(
-    consortium: Annotated[Path, typer.Argument(metavar="FILE", help="The consortium's YAML file.")],
-    requests: Annotated[list[Path], typer.Argument(metavar="REQUEST...", help="What sites or the server sent.")],
+    consortium: Annotated[Path, Argument(metavar="FILE", help="The consortium's YAML file.")],
+    requests: Annotated[list[Path], Argument(metavar="REQUEST...", help="What sites or the server sent.")],
     output: _Folder = Path("consortium"),
 ) -> None:
     """Accept requests: register a site's public key, or issue the server's certificate."""
@@ -95,7 +91,7 @@ def answer(
 
 @app.command()
 def revoke(
-    site: Annotated[str, typer.Argument(metavar="SITE", help="The site's name.")], output: _Folder = Path("consortium")
+    site: Annotated[str, Argument(metavar="SITE", help="The site's name.")], output: _Folder = Path("consortium")
 ) -> None:
     """Remove a site's key from those that the server accepts."""
     for line in _deploy_folders().revoke(site, output):
@@ -104,9 +100,9 @@ def revoke(
 
 @app.command()
 def register(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The server's folder.")],
+    folder: Annotated[Path, Argument(metavar="FOLDER", help="The server's folder.")],
     superlink_process: Annotated[
-        int | None, typer.Option(metavar="PID", help="Wait until this process listens; its start script does so.")
+        int | None, Option(metavar="PID", help="Wait until this process listens; its start script does so.")
     ] = None,
 ) -> None:
     """At the running server: accept the keys in FOLDER/sites and no others, and write the operator's connection."""
@@ -123,10 +119,10 @@ def register(
 
 def flower_app(
     recipe: RecipeName,
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder to write the app into.")],
+    folder: Annotated[Path, Argument(metavar="FOLDER", help="Folder to write the app into.")],
     overrides: Overrides = None,
     output: Annotated[
-        str | None, typer.Option(help="Folder of the run on the SuperLink's machine; runs/NAME-seedN by default.")
+        str | None, Option(help="Folder of the run on the SuperLink's machine; runs/NAME-seedN by default.")
     ] = None,
 ) -> None:
     """Write a recipe's Flower app, which `flwr run` starts across machines."""
@@ -142,15 +138,13 @@ def flower_app(
 def superlink(
     folder: Annotated[
         Path,
-        typer.Argument(
-            metavar="FOLDER", help="Folder with ca.crt, server.crt and server.key; the database is kept there."
-        ),
+        Argument(metavar="FOLDER", help="Folder with ca.crt, server.crt and server.key; the database is kept there."),
     ],
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
+    host: Annotated[str, Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, Option(min=1, max=65535, help="Port to listen on.")] = 8000,
     reverse_proxy: Annotated[
         int | None,
-        typer.Option(
+        Option(
             "--reverse-proxy",
             "--wall",
             metavar="PORT",
@@ -165,30 +159,26 @@ def superlink(
 
     It uses TLS and accepts only sites that authenticate themselves.
     """
-    raise typer.Exit(_flower("deploy.nodes").superlink(folder, host, port, insecure, reverse_proxy))
+    raise Exit(_flower("deploy.nodes").superlink(folder, host, port, insecure, reverse_proxy))
 
 
 def supernode(
     site: Annotated[
         Path,
-        typer.Argument(
+        Argument(
             metavar="SITE", help="YAML file of the site, with the keys client, data, architecture, device and state."
         ),
     ],
-    superlink: Annotated[str, typer.Option(help="Address of the SuperLink, as host:port.")],
-    root_certificates: Annotated[
-        Path | None, typer.Option(help="Certificate (ca.crt) of the SuperLink's authority.")
-    ] = None,
-    key: Annotated[Path | None, typer.Option(help="Private key of the site.")] = None,
+    superlink: Annotated[str, Option(help="Address of the SuperLink, as host:port.")],
+    root_certificates: Annotated[Path | None, Option(help="Certificate (ca.crt) of the SuperLink's authority.")] = None,
+    key: Annotated[Path | None, Option(help="Private key of the site.")] = None,
     allow: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             metavar="DIGEST", help="Run the app with this digest besides those in the site's file; may be repeated."
         ),
     ] = None,
-    ask: Annotated[
-        bool, typer.Option("--ask", help="Show an app that is not approved on the terminal, and ask.")
-    ] = False,
+    ask: Annotated[bool, Option("--ask", help="Show an app that is not approved on the terminal, and ask.")] = False,
     insecure: _Insecure = False,
 ) -> None:
     """Start Flower's SuperNode for this site. It takes part in runs until it is stopped.
@@ -196,7 +186,7 @@ def supernode(
     With --allow, --ask or approved_apps in the site's file, it runs approved apps alone.
     """
     code = _flower("deploy.nodes").supernode(site, superlink, root_certificates, key, insecure, allow or (), ask)
-    raise typer.Exit(code)
+    raise Exit(code)
 
 
 def _deploy_folders() -> ModuleType:

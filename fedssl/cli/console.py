@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
 from rich.console import Console
+from typer import Argument, Option
 
 from ..untrusted import printable
 
 console = Console()
 
-RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="Name of a shipped recipe, or path of a .yaml file.")]
+_RECIPE = Argument(metavar="RECIPE", help="Name of a shipped recipe, or path of a .yaml file.")
+RecipeName = Annotated[str, _RECIPE]
+OptionalRecipeName = Annotated[str | None, _RECIPE]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="KEY=VALUE...", help="Settings to change, such as training.batch_size=64 seed=1."),
+    Argument(metavar="KEY=VALUE...", help="Settings to change, such as training.batch_size=64 seed=1."),
 ]
 Trust = Annotated[
-    bool,
-    typer.Option("--trust", help="Run the code of part files and modules that the run's recipe names; read it first."),
+    bool, Option("--trust", help="Run the code of part files and modules that the run's recipe names; read it first.")
 ]
 
 

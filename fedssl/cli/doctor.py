@@ -8,34 +8,20 @@ import platform
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from rich.table import Table as TextTable
+from typer import Exit, Option
 
 from ..errors import installed_distribution
 from .console import console, print_text
 
-PACKAGES = (
-    "torch",
-    "torchvision",
-    "timm",
-    "numpy",
-    "pydantic",
-    "scikit-learn",
-    "safetensors",
-    "matplotlib",
-    "onnx",
-    "onnxruntime",
-    "flwr",
-    "ray",
-)
+REQUIRED = ("torch", "torchvision", "timm", "numpy", "pydantic", "scikit-learn", "safetensors", "matplotlib")
+OPTIONAL = ("onnx", "onnxruntime", "flwr", "ray")
 
 
 def doctor(
     consortium: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FOLDER", help="Check a site instead: FOLDER is the site's, as fedssl provision wrote it."
-        ),
+        Option(metavar="FOLDER", help="Check a site instead: FOLDER is the site's, as fedssl provision wrote it."),
     ] = None,
 ) -> None:
     """Show what is installed and used, and test the CUDA kernels. Look here first if something does not work."""
@@ -60,16 +46,13 @@ def _check_site(folder: Path) -> None:
     """Print what a site needs for a run, each line ok or with what to do; exit with code 1 if something is to do."""
     from ..engines import flower_module
 
-    flower_module("engines.flower.site")
-    from ..deploy.site_check import check_site
-
-    checks = check_site(folder)
+    checks = flower_module("deploy.site_check").check_site(folder)
     for check in checks:
         print_text(f"{'ok   ' if check.advice is None else 'to do'}  {check.what}: {check.finding}")
         if check.advice is not None:
             print_text(f"       {check.advice}")
     if any(check.advice is not None for check in checks):
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
 def diagnose() -> list[tuple[str, str]]:
@@ -79,7 +62,7 @@ def diagnose() -> list[tuple[str, str]]:
     import fedkernels
 
     facts = [("python", f"{platform.python_version()} on {platform.platform()}")]
-    for name in (installed_distribution(), *PACKAGES):
+    for name in (installed_distribution(), *REQUIRED, *OPTIONAL):
         try:
             facts.append((name, importlib.metadata.version(name)))
         except importlib.metadata.PackageNotFoundError:

@@ -1,17 +1,14 @@
-"""Commands that show what ships with fedssl, or what a recipe will do, without training.
-
-Those that only list or show import no torch: they answer within a second.
-"""
+"""Commands that show what ships, or what a recipe will do. Those that only list or show import no torch, to be fast."""
 
 from __future__ import annotations
 
-import textwrap
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from textwrap import wrap
+from typing import Annotated, Literal
 
-import typer
 import yaml
 from rich.text import Text
+from typer import Option
 
 from ..errors import UserError
 from .console import Overrides, RecipeName, console, print_text
@@ -47,7 +44,7 @@ def show(
     recipe: RecipeName,
     overrides: Overrides = None,
     as_yaml: Annotated[
-        bool, typer.Option("--yaml", help="Print a recipe file that `fedssl run` takes, with every default filled in.")
+        bool, Option("--yaml", help="Print a recipe file that `fedssl run` takes, with every default filled in.")
     ] = False,
 ) -> None:
     """Show every setting of a recipe: its value, where the value comes from, and what it means.
@@ -69,22 +66,15 @@ def show(
             section = setting.section
             console.print()
         key = f"{section}.{setting.key}" if section else setting.key
+        flow = yaml.safe_dump([setting.value], default_flow_style=True, allow_unicode=True, width=10**6).strip()
         style = "bold" if setting.origin == "override" else ""
-        _print_wrapped(f"{key} = {_as_yaml(setting.value)}  ({setting.origin})", style)
+        _print_wrapped(f"{key} = {flow[1:-1]}  ({setting.origin})", style)
         _print_wrapped(f"    {setting.description} [{setting.allowed}]", "dim")
 
 
 def _print_wrapped(text: str, style: str) -> None:
-    for line in textwrap.wrap(
-        text, console.width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
-    ):
+    for line in wrap(text, console.width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False):
         console.print(Text(line, style), soft_wrap=True)
-
-
-def _as_yaml(value: Any) -> str:
-    """Return a value as it is written after `KEY=`."""
-    text = yaml.safe_dump([value], default_flow_style=True, allow_unicode=True, width=10**6)
-    return text.strip()[1:-1]
 
 
 def _print_shipped(kind: Literal["recipe", "table"]) -> None:
@@ -113,7 +103,7 @@ def summary_of(description: str) -> tuple[str, str]:
 def partition(
     recipe: RecipeName,
     overrides: Overrides = None,
-    chart: Annotated[Path | None, typer.Option(help="Also draw the table into this image file.")] = None,
+    chart: Annotated[Path | None, Option(help="Also draw the table into this image file.")] = None,
 ) -> None:
     """Show how many images of each class every client holds, without training."""
     from ..data.datasets import load_dataset
@@ -137,13 +127,13 @@ def cost(
     overrides: Overrides = None,
     newcomers: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--newcomers",
             help="Count every client as taking part for the first time in every round, which gives the most traffic.",
         ),
     ] = False,
     rounds: Annotated[
-        Path | None, typer.Option(help="Also write the figures of every client in every round into this CSV file.")
+        Path | None, Option(help="Also write the figures of every client in every round into this CSV file.")
     ] = None,
 ) -> None:
     """Show what a client will need in memory, operations and traffic, without training."""

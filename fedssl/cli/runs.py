@@ -5,29 +5,25 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-import typer
 from rich.table import Table as TextTable
+from typer import Argument, Exit, Option
 
 from ..errors import UserError
-from .console import Overrides, Trust, console, print_text
+from .console import OptionalRecipeName, Overrides, Trust, console, print_text
 
 
 def run(
-    recipe: Annotated[
-        str | None, typer.Argument(metavar="RECIPE", help="Name of a shipped recipe, or path of a .yaml file.")
-    ] = None,
+    recipe: OptionalRecipeName = None,
     overrides: Overrides = None,
-    output: Annotated[Path | None, typer.Option(help="Folder of the run; runs/NAME-seedN by default.")] = None,
+    output: Annotated[Path | None, Option(help="Folder of the run; runs/NAME-seedN by default.")] = None,
     resume: Annotated[
         Path | None,
-        typer.Option(help="Continue the run in this folder; of its keys, only clients_parallel=N may be given anew."),
+        Option(help="Continue the run in this folder; of its keys, only clients_parallel=N may be given anew."),
     ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace the run in the folder if there is one.")
-    ] = False,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace the run in the folder if there is one.")] = False,
     observer: Annotated[
         list[Path] | None,
-        typer.Option(
+        Option(
             metavar="FILE", help="Python file with a fedssl.Observer, such as a logger, to call each round; repeatable."
         ),
     ] = None,
@@ -52,8 +48,7 @@ def run(
             raise UserError("name a recipe (fedssl recipes lists them) or give --resume RUN")
         loaded = load_recipe(recipe, overrides or ())
         path = output or default_folder(loaded.name, loaded.seed)
-        if loaded.preset != "none":
-            preset = loaded.preset
+        if (preset := loaded.preset) != "none":
             print_text(f"Preset {preset} fills in what the recipe leaves open; `fedssl show` tells what and why.")
     try:
         with ProgressBars(console) as bars:
@@ -66,7 +61,7 @@ def run(
             print_text(f"\nStopped. The last complete round is kept; continue with: fedssl run --resume {path}")
         else:
             print_text("\nStopped before the run began; nothing was written.")
-        raise typer.Exit(130) from None
+        raise Exit(130) from None
     _print_final_evaluation(directory.read_metrics())
     print_text(f"The run is in {path}; write its report with: fedssl report {path}")
 
@@ -87,13 +82,13 @@ def _clients_parallel(arguments: list[str]) -> int | None:
 
 
 def run_table(
-    table: Annotated[str, typer.Argument(metavar="TABLE", help="Name of a shipped table, or path of a .yaml file.")],
+    table: Annotated[str, Argument(metavar="TABLE", help="Name of a shipped table, or path of a .yaml file.")],
     overrides: Overrides = None,
-    output: Annotated[Path | None, typer.Option(help="Folder of the table; runs/TABLE by default.")] = None,
-    jobs: Annotated[int, typer.Option(min=1, help="How many cells run at a time, each in its own process.")] = 1,
+    output: Annotated[Path | None, Option(help="Folder of the table; runs/TABLE by default.")] = None,
+    jobs: Annotated[int, Option(min=1, help="How many cells run at a time, each in its own process.")] = 1,
     dry: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--dry-run",
             help="Only list the runs, their cost in FLOPs and in hours on this machine, and the paper's figures.",
         ),
@@ -123,7 +118,7 @@ def run_table(
         table_runner.run_table(loaded, path, overrides or (), jobs=jobs, note=print_text)
     except KeyboardInterrupt:
         console.print("\nStopped. Finished cells and rounds are kept; the same command continues.")
-        raise typer.Exit(130) from None
+        raise Exit(130) from None
 
 
 def _print_final_evaluation(rows: list[tuple[int, str, str, float]]) -> None:
@@ -135,13 +130,11 @@ def _print_final_evaluation(rows: list[tuple[int, str, str, float]]) -> None:
     last_round = max(row[0] for row in rows)
     values = {(who, metric): value for number, who, metric, value in rows if number == last_round}
     measured = {name for _, name in values}
-    hidden = "labelled" if measured & {"alignment", "uniformity"} else "unlabelled"
-    shown = [metric for metric in METRICS.values() if metric.printed and metric.images != hidden]
-    if hidden == "labelled":
-        shown = [metric for metric in shown if metric.name in measured]
-    clients = dict.fromkeys(who for who, name in values if any(name == metric.name for metric in shown))
-    table = TextTable("client", *(short_title(metric.name) for metric in shown), box=None, pad_edge=False)
-    for who in clients:
+    labelled = not measured & {"alignment", "uniformity"}
+    metrics = [m for m in METRICS.values() if m.printed and m.images != ("unlabelled" if labelled else "labelled")]
+    shown = [m for m in metrics if labelled or m.name in measured]
+    table = TextTable("client", *(short_title(m.name) for m in shown), box=None, pad_edge=False)
+    for who in dict.fromkeys(who for who, name in values if any(name == m.name for m in shown)):
         cells = [f"{values[who, m.name]:.{m.decimals}f}" if (who, m.name) in values else "-" for m in shown]
         table.add_row(who, *cells)
     console.print(table)
@@ -149,24 +142,24 @@ def _print_final_evaluation(rows: list[tuple[int, str, str, float]]) -> None:
 
 def evaluate(
     folder: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="Folder of a run, or one that `fedssl export` has written.")
+        Path, Argument(metavar="FOLDER", help="Folder of a run, or one that `fedssl export` has written.")
     ],
     data: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="KEY=VALUE,...",
             help="Evaluate on other data: keys of a recipe's data, such as name=npz,path=mine.npz.",
         ),
     ] = None,
     fractions: Annotated[
         list[float] | None,
-        typer.Option(
+        Option(
             "--semi-supervised", help="Also fine-tune on this fraction of the labels, above 0 and up to 1; repeatable."
         ),
     ] = None,
     fine_tune: Annotated[
         Literal["train", "validation"] | None,
-        typer.Option(help="Also fine-tune on all labels of these images, for macro precision, recall and F1."),
+        Option(help="Also fine-tune on all labels of these images, for macro precision, recall and F1."),
     ] = None,
     trust: Trust = False,
 ) -> None:
@@ -186,18 +179,15 @@ def evaluate(
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of one or more runs.")],
+    runs: Annotated[list[Path], Argument(metavar="RUN...", help="Folders of one or more runs.")],
     output: Annotated[
-        Path | None,
-        typer.Option(help="File to write; RUN/report.html by default, or report.html for several runs."),
+        Path | None, Option(help="File to write; RUN/report.html by default, or report.html for several runs.")
     ] = None,
     collapse: Annotated[
-        bool,
-        typer.Option(help="Also check whether representations have collapsed; this loads the run's images."),
+        bool, Option(help="Also check whether representations have collapsed; this loads the run's images.")
     ] = True,
     images: Annotated[
-        bool,
-        typer.Option(help="Also show images of the data as the encoder sees them; the page then holds these images."),
+        bool, Option(help="Also show images of the data as the encoder sees them; the page then holds these images.")
     ] = True,
     trust: Trust = False,
 ) -> None:
@@ -208,19 +198,15 @@ def report(
 
 
 def export(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a finished run.")],
-    output: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder to make; it must not exist or be empty.")],
-    client: Annotated[
-        int | None, typer.Option(help="Export this client's own model, right after its last training.")
-    ] = None,
+    run: Annotated[Path, Argument(metavar="RUN", help="Folder of a finished run.")],
+    output: Annotated[Path, Argument(metavar="FOLDER", help="Folder to make; it must not exist or be empty.")],
+    client: Annotated[int | None, Option(help="Export this client's own model, right after its last training.")] = None,
     shared: Annotated[
-        bool, typer.Option("--global", help="Export the global model; the default where the run has one.")
+        bool, Option("--global", help="Export the global model; the default where the run has one.")
     ] = False,
-    onnx: Annotated[bool, typer.Option("--onnx", help="Also write encoder.onnx.")] = False,
-    torchscript: Annotated[
-        bool, typer.Option("--torchscript", help="Also write encoder.torchscript.pt, traced.")
-    ] = False,
-    torch_export: Annotated[bool, typer.Option("--export", help="Also write encoder.pt2, by torch.export.")] = False,
+    onnx: Annotated[bool, Option("--onnx", help="Also write encoder.onnx.")] = False,
+    torchscript: Annotated[bool, Option("--torchscript", help="Also write encoder.torchscript.pt, traced.")] = False,
+    torch_export: Annotated[bool, Option("--export", help="Also write encoder.pt2, by torch.export.")] = False,
     trust: Trust = False,
 ) -> None:
     """Export a run's encoder as a folder that timm, or a load.py with torch and timm alone, loads."""
@@ -233,25 +219,21 @@ def export(
 
 
 def embed(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder that `fedssl export` has written.")],
-    images: Annotated[
-        Path, typer.Argument(metavar="IMAGES", help="Folder of images, nested or flat, or an .npz file.")
-    ],
-    output: Annotated[Path, typer.Option(help="File to write: the arrays `features` and `files`.")] = Path(
-        "features.npz"
-    ),
-    batch_size: Annotated[int, typer.Option(min=1, help="Images that are read and embedded at a time.")] = 256,
+    folder: Annotated[Path, Argument(metavar="FOLDER", help="Folder that `fedssl export` has written.")],
+    images: Annotated[Path, Argument(metavar="IMAGES", help="Folder of images, nested or flat, or an .npz file.")],
+    output: Annotated[Path, Option(help="File to write: the arrays `features` and `files`.")] = Path("features.npz"),
+    batch_size: Annotated[int, Option(min=1, help="Images that are read and embedded at a time.")] = 256,
     device: Annotated[
-        Literal["auto", "cpu", "cuda"], typer.Option(help="Where to compute; auto is CUDA where there is a device.")
+        Literal["auto", "cpu", "cuda"], Option(help="Where to compute; auto is CUDA where there is a device.")
     ] = "auto",
     window: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="LOW,HIGH, full or per_image: how pixels of more than 8 bits become 8 bits; as in the run by default."
         ),
     ] = None,
     skip_broken: Annotated[
-        bool, typer.Option("--skip-broken", help="Leave out files that cannot be read, and name them.")
+        bool, Option("--skip-broken", help="Leave out files that cannot be read, and name them.")
     ] = False,
 ) -> None:
     """Write the representations of images, with the images' names, by an exported encoder."""

@@ -22,15 +22,9 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 
 def run(recipe: Recipe, path: str | Path, *, overwrite: bool = False, observers: Iterable[Observer] = ()) -> Run:
-    """Run a recipe to its end and read the run back.
+    """Run a recipe to its end in the folder `path` and read the run back; `overwrite` replaces an existing folder.
 
-    The run is committed to its folder after every round; `resume` continues it if it is interrupted.
-
-    Args:
-        recipe: from `load_recipe`, or a `Recipe` made in Python.
-        path: the run's folder, which must not exist unless `overwrite` is true.
-        overwrite: replace an existing folder.
-        observers: objects that are called when the run begins, after each round, and at the end; see `Observer`.
+    Every round is committed to the folder: `resume` continues the run if it is interrupted.
 
     Raises:
         UserError: the folder exists, the data cannot be read, or the recipe's parts do not go together.
@@ -39,21 +33,13 @@ def run(recipe: Recipe, path: str | Path, *, overwrite: bool = False, observers:
 
 
 def resume(
-    path: str | Path,
-    *,
-    trust: bool = False,
-    clients_parallel: int | None = None,
-    observers: Iterable[Observer] = (),
+    path: str | Path, *, trust: bool = False, clients_parallel: int | None = None, observers: Iterable[Observer] = ()
 ) -> Run:
     """Continue an interrupted run to its end and read it back; a finished run is only read.
 
-    The result is the same, bit for bit, as if the run had not been interrupted.
-
-    Args:
-        path: the run's folder.
-        trust: run the code of your own parts that the recipe names even if it has changed since the run began.
-        clients_parallel: how many clients train at a time from here on; by default as the recipe has it.
-        observers: as in `run`; `run_began` gives them the round from which the run continues.
+    On the same machine and thread count the result is bit-identical to that of a run that was never interrupted. With
+    `trust`, the code of your own parts runs even if it has changed since the run began. From here on
+    `clients_parallel` clients train at a time (default: as the recipe has it).
 
     Raises:
         UserError: the folder holds no run, a file that the run relies on was changed, or a part of the recipe was
@@ -66,22 +52,14 @@ def resume(
 
 
 def engine_of(recipe: Recipe) -> ModuleType:
-    """Return the module with `run` and `resume` for a recipe's engine.
-
-    Raises:
-        UserError: Flower is not installed.
-    """
+    """Return the module with `run` and `resume` for a recipe's engine; raise a UserError if Flower is missing."""
     if recipe.engine == "in-process":
         return import_module("fedssl.engines.in_process")
     return flower_module("engines.flower.simulation")
 
 
 def flower_module(name: str) -> ModuleType:
-    """Return a module that needs Flower, such as `engines.flower.site` or `deploy.nodes`.
-
-    Raises:
-        UserError: Flower is not installed.
-    """
+    """Return a module such as `engines.flower.site` or `deploy.nodes`; raise a UserError if Flower is missing."""
     try:
         import_module("flwr")
     except ModuleNotFoundError as error:

@@ -17,27 +17,14 @@ from ..recipe.reading import load_stored_recipe
 from ..recipe.recipe import Place, Recipe
 from ..run_folder.creation import alone_in, new_run, refuse_existing
 from ..run_folder.directory import RunDirectory
+from . import workers
 from .observers import Observer
 from .rounds import Clients, first_files, run_rounds
-from .workers import (
-    ClientTrainer,
-    ClientWorker,
-    DataParallelTrainer,
-    Task,
-    check_devices,
-    pack,
-    started_workers,
-    unpack,
-    unpack_tensor,
-)
+from .workers import ClientTrainer, ClientWorker, DataParallelTrainer, Task, check_devices, started_workers
 
 
 def run(recipe: Recipe, path: Path, observer: Observer | None = None, overwrite: bool = False) -> RunDirectory:
-    """Run a recipe from its start and return the run's new folder, which is made once the input is checked completely.
-
-    Raises:
-        UserError: see `load_recipe`, `build_federation` and `RunDirectory`.
-    """
+    """Run a recipe and return the run's new folder, which is made once the input is checked completely."""
     refuse_existing(path, overwrite)
     federation = build_federation(recipe)
     check_devices(federation)
@@ -48,14 +35,7 @@ def run(recipe: Recipe, path: Path, observer: Observer | None = None, overwrite:
 def resume(
     path: Path, observer: Observer | None = None, trust: bool = False, clients_parallel: int | None = None
 ) -> RunDirectory:
-    """Continue a run from its last complete round and return its folder; a finished run is left as it is.
-
-    The result is bit-identical to that of a run that was never interrupted, on the same machine and thread count. From
-    here on `clients_parallel` clients train at a time (default: as the recipe has it).
-
-    Raises:
-        UserError: see `RunDirectory.require_unchanged` and, for `trust`, `load_stored_recipe`.
-    """
+    """Continue a run from its last complete round, see `fedssl.resume`, and return its folder."""
     RunDirectory.open(path)  # a folder that holds no run is refused before it is locked
     with alone_in(path):
         directory = RunDirectory.open(path)
@@ -72,22 +52,21 @@ def resume(
 
 
 def _run(federation: Federation, directory: RunDirectory, observer: Observer) -> RunDirectory:
-    if federation.recipe.training.processes > 1:
-        with DataParallelTrainer(federation) as trainer:
-            return run_rounds(federation, directory, observer, LocalClients(federation, directory, observer, trainer))
-    if federation.recipe.clients_parallel == 1:
-        return run_rounds(federation, directory, observer, LocalClients(federation, directory, observer))
-    with ParallelClients(federation, directory, observer) as clients:
+    recipe, trainer = federation.recipe, ClientTrainer(federation)
+    with ExitStack() as stack:
+        if recipe.training.processes > 1:
+            trainer = stack.enter_context(DataParallelTrainer(federation))
+        clients = LocalClients(federation, directory, observer, trainer)
+        if recipe.training.processes == 1 and recipe.clients_parallel != 1:
+            at_most = recipe.partition.clients if federation.method.personal else recipe.clients_per_round
+            count = min(recipe.clients_parallel, at_most or recipe.partition.clients)
+            started = stack.enter_context(started_workers(federation, [None] * count))
+            clients = ParallelClients(federation, directory, observer, started)
         return run_rounds(federation, directory, observer, clients)
 
 
 class ClientStates:
-    """The clients' states during a run; `place` is where they are read from.
-
-    A state is written into the run's folder as soon as its client is done, and counts from the round's commit on. With
-    `memory` all are kept in memory too, which spares reading the files; with `disk` memory does not grow with the
-    number of clients.
-    """
+    """The clients' states, in the run's folder; with place "memory" also in memory, which spares reading the files."""
 
     def __init__(self, directory: RunDirectory, place: Place):
         self._directory = directory
@@ -102,7 +81,6 @@ class ClientStates:
         return self._kept[index].copy()
 
     def store(self, index: int, round_number: int, state: Message) -> None:
-        """Keep a client's state after its part in a round."""
         self._directory.write_client(index, round_number, state)
         if self._kept is not None:
             self._kept[index] = state.copy()
@@ -114,34 +92,21 @@ class ClientStates:
             self._kept.pop(index, None)
 
 
-class ClientsHere(Clients):
-    """Base of the clients on this machine: their states are in the run's folder, their replies in memory."""
-
-    def __init__(self, federation: Federation, directory: RunDirectory, observer: Observer):
-        self._federation, self._observer = federation, observer
-        self._states = ClientStates(directory, federation.recipe.client_states)
-
-    def discard(self, index: int) -> None:
-        self._states.discard(index)
-
-    def kept(self, reply: Message) -> Message:
-        return reply
-
-    def images(self) -> dict[int, int]:
-        return {k: len(rows) for k, rows in enumerate(self._federation.client_rows)}
-
-    def epsilons(self) -> dict[int, float]:
-        return {}
-
-
-class LocalClients(ClientsHere):
-    """Clients one after another, each trained by `trainer`; by default in this process."""
+class LocalClients(Clients):
+    """Clients on this machine, one after another, each trained by `trainer`; by default in this process."""
 
     def __init__(
         self, federation: Federation, directory: RunDirectory, observer: Observer, trainer: ClientTrainer | None = None
     ):
-        super().__init__(federation, directory, observer)
+        self._federation, self._observer = federation, observer
+        self._states = ClientStates(directory, federation.recipe.client_states)
         self._trainer = trainer or ClientTrainer(federation)
+
+    def discard(self, index: int) -> None:
+        self._states.discard(index)
+
+    def images(self) -> dict[int, int]:
+        return {k: len(rows) for k, rows in enumerate(self._federation.client_rows)}
 
     def answers(self, number: int, sent: dict[int, Message]) -> tuple[dict[int, Message], dict[int, str]]:
         replies = {}
@@ -156,54 +121,43 @@ class LocalClients(ClientsHere):
             yield k, *self._trainer.evaluate(k, self._states.load(k), number)
 
 
-class ParallelClients(ClientsHere):
-    """Clients in worker processes, each of which takes one client after another; a context manager.
+class ParallelClients(LocalClients):
+    """Clients in worker processes, each of which takes one client after another.
 
-    Only this process reads and writes the run's folder. Answers are put in the order of the clients before anything
-    reads them, so that a run is the same whichever is ready first. A worker has its own pipe: a pool of
-    concurrent.futures would not say which client a worker that ended was on.
+    Only this process reads and writes the run's folder. Answers are put in the order of the clients, so that a run is
+    the same whichever is ready first. A pool of concurrent.futures would not say which client an ended worker was on.
     """
 
-    def __enter__(self) -> ParallelClients:
-        recipe = self._federation.recipe
-        at_most = recipe.partition.clients if self._federation.method.personal else recipe.clients_per_round
-        count = min(recipe.clients_parallel, at_most or recipe.partition.clients)
-        self._stack = ExitStack()
-        started = self._stack.enter_context(started_workers(self._federation, [None] * count))
+    def __init__(
+        self, federation: Federation, directory: RunDirectory, observer: Observer, started: Iterable[ClientWorker]
+    ):
+        super().__init__(federation, directory, observer)
         self._workers: dict[Connection, ClientWorker] = {worker.connection: worker for worker in started}
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
 
     def answers(self, number: int, sent: dict[int, Message]) -> tuple[dict[int, Message], dict[int, str]]:
         def training(k: int) -> Task:
             self._observer.client_began(number, k, len(replies), len(sent))
-            return Task(k, number, pack(self._states.load(k)), pack(sent[k]))
+            return Task(k, number, workers.pack(self._states.load(k)), workers.pack(sent[k]))
 
         replies: dict[int, Message] = {}
         for k, (reply, state) in self._results(sent, training):
-            replies[k] = unpack(reply)
-            self._states.store(k, number, unpack(state))
+            replies[k] = workers.unpack(reply)
+            self._states.store(k, number, workers.unpack(state))
         return {k: replies[k] for k in sent}, {}
 
     def evaluations(self, number: int) -> Iterator[tuple[int, dict[str, float], Tensor]]:
         clients = range(len(self._federation.client_rows))
-        evaluated = dict(self._results(clients, lambda k: Task(k, number, pack(self._states.load(k)))))
+        evaluated = dict(self._results(clients, lambda k: Task(k, number, workers.pack(self._states.load(k)))))
         for k in clients:
             measures, spectrum = evaluated.pop(k)
-            yield k, measures, unpack_tensor(spectrum)
+            yield k, measures, workers.unpack_tensor(spectrum)
 
     def _results(self, clients: Iterable[int], task: Callable[[int], Task]) -> Iterator[tuple[int, Any]]:
         """Yield each client with its task's result, in the order in which the workers are ready.
 
         A task is made when a worker is free, so that no more states are in memory than there are workers. After an
-        error no new task begins; the clients before the one that failed go on, so that the error which is raised is
-        that of the first client in order, as if they trained one after another.
-
-        Raises:
-            UserError: a client's, or a worker process ended.
-            RuntimeError: another error in a worker, with its traceback.
+        error (see `ClientWorker.take`) no new task begins; the clients before the one that failed go on, so that the
+        error which is raised is that of the first client in order, as if they trained one after another.
         """
         waiting = deque(enumerate(clients))
         free, busy = list(self._workers), dict[Connection, tuple[int, int]]()  # position and client
@@ -218,9 +172,8 @@ class ParallelClients(ClientsHere):
             if not busy:
                 return
             for connection in cast(list[Connection], wait(list(busy))):
-                position, k = busy[connection]
+                position, k = busy.pop(connection)
                 result, error = self._workers[connection].take(k)
-                del busy[connection]
                 free.append(connection)
                 if error is None:
                     yield k, result

@@ -21,10 +21,10 @@ from ..untrusted import expand_home
 class Observer:
     """Base of all observers. Its methods do nothing; a subclass defines those that it needs.
 
-    A round is committed to the run's folder before `round_ended` is called, so an observer cannot lose or change it.
-    An exception that a method raises stops the run and reaches its caller. The run can be resumed: it continues after
-    the last round that was committed, and `round_ended` is not called again for that round. Everything is called in
-    one thread of the process that runs the rounds; with engine flower-simulation this is not the main thread.
+    A round is committed before `round_ended` is called, so an observer cannot lose or change it. An exception that a
+    method raises stops the run and reaches its caller; a resumed run continues after the last committed round, for
+    which `round_ended` is not called again. Everything is called in one thread of the process that runs the rounds;
+    with engine flower-simulation this is not the main thread.
     """
 
     def run_began(self, recipe: Recipe, path: Path, first_round: int) -> None:
@@ -33,7 +33,7 @@ class Observer:
     def training_began(self, number: int, images: Sequence[int]) -> None:
         """Handle the start of the training of round `number`, from 1.
 
-        `images` are those that each client trains on, in the clients' order, counted once for each pass; 0 if unknown.
+        `images` are those that each client trains on, in order, counted once for each pass; 0 if unknown.
         """
 
     def client_began(self, number: int, client: int, done: int, clients: int) -> None:
@@ -49,10 +49,7 @@ class Observer:
         """Handle a warning, such as about a client whose answer was left out."""
 
     def run_ended(self, finished: bool) -> None:
-        """Handle the end of the run, or of this part of it: `finished` is false if it was stopped or failed.
-
-        It is called only if `run_began` has returned.
-        """
+        """Handle the end of a run whose `run_began` has returned; `finished` is false if it was stopped or failed."""
 
 
 class Observers(Observer):
@@ -63,7 +60,6 @@ class Observers(Observer):
         self._begun: list[Observer] = []
 
     def run_began(self, recipe: Recipe, path: Path, first_round: int) -> None:
-        """Begin each; if one raises, end those that have begun."""
         try:
             for observer in self._observers:
                 observer.run_began(recipe, path, first_round)
@@ -100,11 +96,7 @@ class Observers(Observer):
 
 
 class TensorBoard(Observer):
-    """Writes the metrics as TensorBoard events; events of rounds that a resumed run repeats are marked as superseded.
-
-    Raises:
-        UserError: the events cannot be written.
-    """
+    """Writes the metrics as TensorBoard events; those of rounds that a resumed run repeats are marked as superseded."""
 
     def run_began(self, recipe: Recipe, path: Path, first_round: int) -> None:
         self._path, self._excepthook = path / "tensorboard", threading.excepthook
@@ -136,12 +128,7 @@ def _ignore_full_disk(error: threading.ExceptHookArgs) -> None:
 
 
 def load_observer(path: Path) -> Observer:
-    """Run a .py file and return an object of the one Observer subclass in it, made without arguments.
-
-    Raises:
-        UserError: there is no such file, it cannot be imported, it does not define exactly one subclass, or that one
-            cannot be made.
-    """
+    """Run a .py file and return an object of the one Observer subclass in it, made without arguments."""
     if path.suffix != ".py" or not expand_home(path).is_file():
         raise UserError(f"an observer is an existing .py file with one subclass of fedssl.Observer, got {path}")
     kind = only_class(load_file(path), Observer, str(path))

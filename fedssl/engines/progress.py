@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, Task, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as RichProgress
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from ..recipe.recipe import Recipe
@@ -22,25 +21,15 @@ from .time_left import TimeLeft, format_duration, past_seconds
 class ProgressBars(Observer):
     """Two bars, rounds and the clients of the round; without a terminal, a line a round. A context manager."""
 
-    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic):
-        """`clock` returns the time in seconds, from which the speed and the time left are computed."""
-        self.console, self._clock = console, clock
-        self._time_left = TimeLeft(clock)
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic):  # seconds
+        self.console, self._clock, self._time_left = console, clock, TimeLeft(clock)
         self._images_per_second: float | None = None
         self._end: float | None = None  # when the run will end, by the clock
-        self.bars = RichProgress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            _SpeedColumn(self._speed),
-            TextColumn("{task.fields[status]}"),
-            console=console,
-            disable=not console.is_terminal,
-        )
-        self.rounds = self.bars.add_task("rounds", total=None, status="", shows_speed=True)
-        self.clients = self.bars.add_task("clients", total=None, status="", shows_speed=False)
-        self.total = 0
+        columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
+        columns += [_SpeedColumn(), TextColumn("{task.fields[status]}")]
+        self.bars = Progress(*columns, console=console, disable=not console.is_terminal)
+        self.rounds = self.bars.add_task("rounds", total=None, status="", speed=self._speed)
+        self.clients = self.bars.add_task("clients", total=None, status="", speed=str)  # no text
 
     def __enter__(self) -> ProgressBars:
         self.bars.start()
@@ -73,9 +62,8 @@ class ProgressBars(Observer):
     def round_ended(self, number: int, rows: Sequence[MetricRow]) -> None:
         self._time_left.round_done()
         self._update_speed()
-        metrics = {metric: value for _, who, metric, value in rows if who in ("mean", "global")}
-        shown = [name for name in ("loss", "cka", "knn", "epsilon") if name in metrics]
-        status = "  ".join(f"{name} {metrics[name]:.4g}" for name in shown)
+        means = {metric: value for _, who, metric, value in rows if who in ("mean", "global")}
+        status = "  ".join(f"{name} {means[name]:.4g}" for name in ("loss", "cka", "knn", "epsilon") if name in means)
         self.bars.update(self.rounds, completed=number, status=status)
         self.bars.update(self.clients, completed=0, status="")
         if self.bars.disable:
@@ -95,7 +83,7 @@ class ProgressBars(Observer):
         self._end = None if left is None else self._clock() + left
 
     def _speed(self) -> str:
-        """Return images a second and the time left, as far as they are known, such as "850 images/s  12 min left"."""
+        """Return what is known of the speed and the time left, such as "850 images/s  12 min left"."""
         rate, end = self._images_per_second, self._end  # rich draws the bars in another thread
         parts = [] if rate is None else [f"{rate:,.0f} images/s" if rate >= 10 else f"{rate:.1f} images/s"]
         left = 0.0 if end is None else end - self._clock()
@@ -103,11 +91,7 @@ class ProgressBars(Observer):
 
 
 class _SpeedColumn(ProgressColumn):
-    """The run's speed and time left, beside the bar of the rounds alone."""
-
-    def __init__(self, speed: Callable[[], str]):
-        super().__init__()
-        self._speed = speed
+    """What a bar's field `speed` returns."""
 
     def render(self, task: Task) -> Text:
-        return Text(self._speed() if task.fields["shows_speed"] else "")
+        return Text(task.fields["speed"]())

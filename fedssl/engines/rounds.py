@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
@@ -24,28 +24,29 @@ from ..run_folder.storage import csv_text
 from ..training import steps_of_round
 from .observers import Observer, Observers, TensorBoard
 
+#: the server's next state, metric rows, and why there is no answer of some clients
+_Outcome = tuple[Message, list[MetricRow], dict[int, str]]
+
 
 class Clients(Protocol):
     """The clients as an engine reaches them; everything else of a run is in `run_rounds`."""
 
     def answers(self, number: int, sent: dict[int, Message]) -> tuple[dict[int, Message], dict[int, str]]:
-        """Return the clients' answers to a round's messages, and for the other clients why there is none.
-
-        The states of the clients that answered are kept, and count from the round's commit on. Round 0 is the opening
-        round.
-        """
+        """Keep the states of the clients that answer; return the answers, and why the other clients gave none."""
 
     def discard(self, index: int) -> None:
         """Undo this round of a client whose answer was refused."""
 
     def kept(self, reply: Message) -> Message:
         """Return a reply as the engine keeps it until its round is aggregated: in memory, or on the disk."""
+        return reply
 
     def images(self) -> dict[int, int]:
         """Return the number of training images of each client for which it is known."""
 
     def epsilons(self) -> dict[int, float]:
         """Return the privacy that each client has spent so far; empty without differential privacy."""
+        return {}
 
     def evaluations(self, number: int) -> Iterator[tuple[int, dict[str, float], Tensor]]:
         """Yield each client, with the measures and spectrum of its own model; see `evaluate_after`."""
@@ -63,10 +64,7 @@ def first_files(federation: Federation) -> dict[str, str]:
 
 
 def run_rounds(federation: Federation, directory: RunDirectory, observer: Observer, clients: Clients) -> RunDirectory:
-    """Run the rounds that are left, commit each, and return the run's folder.
-
-    TensorBoard and then `observer` are told of a round once it is committed.
-    """
+    """Run the rounds that are left, commit each, call TensorBoard and then `observer`, and return the run's folder."""
     recipe = federation.recipe
     first = directory.checkpoint.round + 1
     observers = Observers([TensorBoard(), observer])
@@ -89,10 +87,8 @@ def run_rounds(federation: Federation, directory: RunDirectory, observer: Observ
     return directory
 
 
-def _opening(
-    federation: Federation, clients: Clients, observer: Observer
-) -> tuple[Message, list[MetricRow], dict[int, str]]:
-    """Run round 0 and return the server's first state, and rows and missing reasons if the method asks the clients."""
+def _opening(federation: Federation, clients: Clients, observer: Observer) -> _Outcome:
+    """Run round 0, in which only some methods ask the clients."""
     server = federation.method.initial_state()
     if not federation.method.opening_round:
         return server, [], {}
@@ -101,28 +97,26 @@ def _opening(
     return server, _traffic_rows(0, {k: m for k, m in sent.items() if m.num_bytes}, replies) + rows, missing
 
 
-def _round(
-    federation: Federation, server: Message, clients: Clients, number: int, observer: Observer
-) -> tuple[Message, list[MetricRow], dict[int, str]]:
-    """Run a training round and return (state, metric rows, missing reasons)."""
+def _round(federation: Federation, server: Message, clients: Clients, number: int, observer: Observer) -> _Outcome:
+    """Run a training round."""
     recipe = federation.recipe
     chosen = federation.sampled_clients(number)
     answering = federation.answering_clients(number, chosen)
     sent = federation.method.broadcast(server, chosen, number)
     asked = {k: sent[k] for k in answering}
-    observer.training_began(number, _images_to_train_on(recipe, clients, asked))
+    images = clients.images() if recipe.schedule.trains else {}
+    steps = [steps_of_round(recipe.training, images.get(k, 0)) for k in asked]
+    observer.training_began(number, [count * recipe.training.batch_size for count in steps])
     server, replies, left_out_rows, missing = _exchange(federation, server, asked, clients, number, observer)
     rows = _traffic_rows(number, sent, replies) + left_out_rows
     rows += [(number, str(k), "dropped", 1.0) for k in chosen if k not in answering]
-    # An infinite epsilon means that there is no noise.
-    epsilons = {k: epsilon for k, epsilon in clients.epsilons().items() if math.isfinite(epsilon)}
+    epsilons = {k: epsilon for k, epsilon in clients.epsilons().items() if math.isfinite(epsilon)}  # inf: no noise
     rows += [(number, str(k), "epsilon", epsilon) for k, epsilon in epsilons.items()]
     if epsilons:
         rows.append((number, "global", "epsilon", max(epsilons.values())))
     if recipe.clients_per_round or recipe.client_dropout:
         rows.append((number, "global", "answers", float(len(replies))))
-    # A client's metric that the server computes too is not counted.
-    server_metrics = {name.rpartition("/")[0] for name in server.metrics}
+    server_metrics = {name.rpartition("/")[0] for name in server.metrics}  # not counted as metrics of the clients
     for metric in sorted({name for reply in replies.values() for name in reply.metrics} - server_metrics):
         values = {k: reply.metrics[metric] for k, reply in replies.items() if metric in reply.metrics}
         rows += [(number, str(k), metric, value) for k, value in values.items()]
@@ -133,20 +127,10 @@ def _round(
     return server, rows, missing
 
 
-def _images_to_train_on(recipe: Recipe, clients: Clients, asked: Iterable[int]) -> list[int]:
-    """Return the images that each client asked will train on, counted once for each pass."""
-    images = clients.images() if recipe.schedule.trains else {}
-    return [steps_of_round(recipe.training, images.get(k, 0)) * recipe.training.batch_size for k in asked]
-
-
 def _exchange(
     federation: Federation, server: Message, sent: dict[int, Message], clients: Clients, number: int, observer: Observer
 ) -> tuple[Message, dict[int, Message], list[MetricRow], dict[int, str]]:
-    """Send the messages, collect and aggregate; return (state, accepted replies, metric rows, missing reasons).
-
-    A client whose answer was refused or did not arrive is named in a warning and counted in the metric `refused` or
-    `missing`; its round is undone.
-    """
+    """Send the messages, collect and aggregate; return (state, accepted replies, metric rows, missing reasons)."""
     replies, missing = clients.answers(number, sent)
     for k, reason in missing.items():
         observer.warn(f"round {number}: client {k} is left out: {reason}")
@@ -192,8 +176,7 @@ def _evaluate(
                 values.setdefault(metric, []).append(value)
         rows += [(number, "mean", metric, sum(each) / len(each)) for metric, each in values.items()]
     elif len(federation.dataset.measured_images) or federation.downstream:  # a server may have no data
-        model = federation.method.load_global(server, lambda: federation.new_model(None))
-        metrics, spectra["global"] = evaluate_after(federation, model, number)
+        metrics, spectra["global"] = evaluate_after(federation, _global_model(federation, server), number)
         rows += [(number, "global", metric, value) for metric, value in metrics.items()]
     if number == federation.recipe.rounds:
         directory.write_spectra(spectra)
@@ -208,27 +191,21 @@ def evaluation_due(recipe: Recipe, number: int) -> bool:
 def evaluate_after(federation: Federation, model: Model, number: int) -> tuple[dict[str, float], Tensor]:
     """Evaluate a model after a round: measures by name, and the singular values of the test representations.
 
-    The measures are kNN accuracy and effective rank; before and after training also linear accuracy and those on other
-    data; after training also fine-tuning if the recipe asks for it. Without labels they are effective rank, alignment
-    and uniformity, see `evaluate_model`. A server without data measures on other data alone.
+    See `evaluate_model` for the measures. Linear accuracy and other data are measured before and after training alone,
+    fine-tuning after it. A server without data measures on other data alone.
     """
-    recipe = federation.recipe
-    seed = seed_for(recipe.seed, "evaluation")
+    recipe, dataset = federation.recipe, federation.dataset
+    options, seed = recipe.evaluation, seed_for(recipe.seed, "evaluation")
     measures: dict[str, float] = {}
     spectrum = torch.empty(0, dtype=torch.float64)
-    before_or_after, after = number in (0, recipe.rounds), number == recipe.rounds
-    if len(federation.dataset.measured_images):
+    at_an_end, after = number in (0, recipe.rounds), number == recipe.rounds
+    if len(dataset.measured_images):
+        fine_tune, views = after and dataset.labelled, recipe.augmentation
         measures, spectrum = evaluate_model(
-            model,
-            federation.dataset,
-            recipe.evaluation,
-            seed,
-            linear=before_or_after,
-            fine_tune=after and federation.dataset.labelled,
-            augmentation=recipe.augmentation,
+            model, dataset, options, seed, linear=at_an_end, fine_tune=fine_tune, augmentation=views
         )
-    if before_or_after:
-        measures |= evaluate_downstream(model, federation.downstream, recipe.evaluation, seed, after=after)
+    if at_an_end:
+        measures |= evaluate_downstream(model, federation.downstream, options, seed, after=after)
     return measures, spectrum
 
 
@@ -240,4 +217,8 @@ def models_to_evaluate(
         for k in range(len(federation.client_rows)):
             yield str(k), federation.client(k, client_state(k)).model
     else:
-        yield "global", federation.method.load_global(server, lambda: federation.new_model(None))
+        yield "global", _global_model(federation, server)
+
+
+def _global_model(federation: Federation, server: Message) -> Model:
+    return federation.method.load_global(server, lambda: federation.new_model(None))

@@ -1,7 +1,7 @@
 """Images a second, and the time that the rest of a run will take.
 
-Rich's own estimate weighs all rounds alike. Over simulated runs with evaluations and stages of growing cost its mean
-error is about twice that of `TimeLeft`, and of a resumed run it knows nothing at first.
+Rich's own estimate weighs all rounds alike: its mean error over simulated runs with evaluations and stages of growing
+cost is about twice that of `TimeLeft`, and of a resumed run it knows nothing at first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _LAST_ROUNDS = 5  # whose training counts: a schedule's later stages may take lo
 
 
 class TimeLeft:
-    """Images a second, and the seconds until the run ends, its evaluations included.
+    """Images a second, and the seconds until the run ends, its evaluations included; call `start` first.
 
     The estimate uses the training of the last rounds, with the clients of the running round that are done, and the last
     evaluation of each kind: those before and after training measure more than those between them. What this process has
@@ -26,33 +26,21 @@ class TimeLeft:
     """
 
     def __init__(self, clock: Callable[[], float]):
-        """`clock` returns the time in seconds."""
-        self._clock = clock
-        self._rounds = 0
-        self._evaluated: list[int] = []  # rounds whose evaluation has not begun
-        self._not_begun = 0  # rounds whose training has not begun
+        self._clock = clock  # returns seconds
         self._images: Sequence[int] | None = None  # of the round that is in training, by client in order
-        self._clients_done = 0
-        self._clients_done_at = 0.0
-        self._evaluation_began = 0.0
+        self._clients_done, self._clients_done_at = 0, 0.0
+        self._evaluating: int | None = None  # the round
         self._finished: deque[tuple[float, int]] = deque(maxlen=_LAST_ROUNDS)  # seconds and images of rounds
         self._images_are_known = True
         self._evaluation_seconds: dict[bool, float] = {}  # of the last one; true: before or after all training
-        self._past_training: float | None = None  # seconds of a round without an evaluation
-        self._past_with_evaluation: float | None = None  # seconds of a round with one
-        self._past_round_0: float | None = None
-        self._evaluating: int | None = None
-        self._round_began = clock()
 
     def start(self, first_round: int, rounds: int, evaluated: Collection[int], past: Mapping[int, float]) -> None:
-        """Begin or continue a run of `rounds` rounds, after round 0.
-
-        `evaluated` are the rounds with an evaluation, and `past` the seconds of earlier rounds, by number.
-        """
+        """Begin or continue a run; `evaluated` are the rounds with an evaluation, `past` the seconds of past ones."""
         self._rounds = rounds
-        self._evaluated = [number for number in evaluated if number >= first_round]
-        self._not_begun = rounds - max(first_round, 1) + 1
+        self._evaluated = [number for number in evaluated if number >= first_round]  # whose evaluation has not begun
+        self._not_begun = rounds - max(first_round, 1) + 1  # rounds whose training has not begun
         rounds_before = sorted(number for number in past if number)
+        # seconds of a round without an evaluation, and of one with it
         self._past_training = _mean([past[number] for number in rounds_before if number not in evaluated])
         self._past_with_evaluation = _mean([past[number] for number in rounds_before if number in evaluated])
         self._past_round_0 = past.get(0)
@@ -67,17 +55,14 @@ class TimeLeft:
 
     def clients_done(self, count: int) -> None:
         """Note that so many clients of the round have finished."""
-        self._clients_done = count
-        self._clients_done_at = self._clock()
+        self._clients_done, self._clients_done_at = count, self._clock()
 
     def evaluating(self, number: int) -> None:
         """End a round's training and begin its evaluation."""
-        self._evaluation_began = self._end_training()
-        self._evaluating = number
+        self._evaluation_began, self._evaluating = self._end_training(), number
         self._evaluated = [other for other in self._evaluated if other != number]
 
     def round_done(self) -> None:
-        """End a round."""
         self._round_began = self._end_training()
         if self._evaluating is not None:
             at_an_end = self._evaluating in (0, self._rounds)
@@ -136,11 +121,10 @@ class TimeLeft:
     def _evaluation_estimate(self, number: int) -> float:
         at_an_end = number in (0, self._rounds)
         for kind in (at_an_end, not at_an_end):
-            if kind in self._evaluation_seconds:
-                return self._evaluation_seconds[kind]
             past = self._past_round_0 if kind else self._past_evaluation()
-            if past is not None:
-                return past
+            seconds = self._evaluation_seconds.get(kind, past)
+            if seconds is not None:
+                return seconds
         return 0.0
 
     def _past_evaluation(self) -> float | None:

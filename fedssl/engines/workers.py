@@ -1,7 +1,4 @@
-"""Training of clients: one in this process, each in a worker process, or one in several worker processes together.
-
-A worker holds no state of a client: it receives the client's state with a task, and returns the next state.
-"""
+"""Train clients here, each in a worker process, or one in several workers, which get its state with each task."""
 
 from __future__ import annotations
 
@@ -37,29 +34,20 @@ from .rounds import evaluate_after
 
 
 class ClientTrainer:
-    """Trains and evaluates one client at a time, loaded from its state into the model that the client before has left.
-
-    It keeps nothing of a client: a client's answer does not depend on which clients came before.
-    """
+    """Trains and evaluates one client at a time, whose answer does not depend on which clients came before."""
 
     def __init__(self, federation: Federation):
         self._federation = federation
-        self._models: dict[str, Model] = {}  # the last client's of each architecture, which the next one reuses
+        self._models: dict[str, Model] = {}  # the last client's of each architecture, into which the next one is loaded
 
     def train(self, index: int, state: Message, received: Message, number: int) -> tuple[Message, Message]:
-        """Return a client's answer to a round's message, and its state after the round.
-
-        The next call may change that state, see `Federation.state_in_place`.
-
-        Raises:
-            UserError: see `Federation.client` and `train_locally`.
-        """
+        """Return a client's answer to a round's message, and its state after it, which the next call may change."""
         client = self._load(index, state)
         reply = self._federation.method.client_round(client, received, number)
         return reply, self._federation.state_in_place(client, number)
 
     def evaluate(self, index: int, state: Message, number: int) -> tuple[dict[str, float], Tensor]:
-        """Return measures and spectrum of a client's own model after a round; see `evaluate_after`."""
+        """Evaluate a client's own model, see `evaluate_after`."""
         return evaluate_after(self._federation, self._load(index, state).model, number)
 
     def _load(self, index: int, state: Message) -> Client:
@@ -86,9 +74,7 @@ class PackedMessage(NamedTuple):
     """
 
     tensors: dict[str, PackedTensor]
-    numbers: dict[str, float]
-    config: dict[str, str | int | float | bool]
-    metrics: dict[str, float]
+    rest: Message
 
 
 class Task(NamedTuple):
@@ -101,19 +87,18 @@ class Task(NamedTuple):
 
 
 def pack(message: Message) -> PackedMessage:
-    """Return a message as bytes; `unpack` makes an equal one of it on the CPU."""
+    """Return a message as bytes; `unpack` makes an equal one of it on the CPU, in new memory."""
     tensors = {name: pack_tensor(tensor) for name, tensor in message.tensors.items()}
-    return PackedMessage(tensors, message.numbers, message.config, message.metrics)
+    return PackedMessage(tensors, dataclasses.replace(message, tensors={}))
 
 
 def unpack(packed: PackedMessage) -> Message:
-    """Return the message that was packed, in new memory."""
     tensors = {name: unpack_tensor(tensor) for name, tensor in packed.tensors.items()}
-    return Message(tensors, packed.numbers, packed.config, packed.metrics)
+    return dataclasses.replace(packed.rest, tensors=tensors)
 
 
 def pack_tensor(tensor: Tensor) -> PackedTensor:
-    """Return a tensor as bytes; `unpack_tensor` makes an equal one of it on the CPU."""
+    """Return a tensor as bytes; `unpack_tensor` makes an equal one of it on the CPU, in new memory."""
     tensor = tensor.detach().cpu()
     if torch.empty_like(tensor).stride() != tensor.stride():  # its entries overlap or have gaps between them
         tensor = tensor.contiguous()
@@ -122,7 +107,6 @@ def pack_tensor(tensor: Tensor) -> PackedTensor:
 
 
 def unpack_tensor(packed: PackedTensor) -> Tensor:
-    """Return the tensor that was packed, in new memory."""
     # In torch's own memory, which is aligned: a matrix product can round differently on memory that is not.
     entries = torch.empty(len(packed.data) // packed.dtype.itemsize, dtype=packed.dtype)
     entries.view(torch.uint8).numpy()[:] = np.frombuffer(packed.data, np.uint8)
@@ -132,14 +116,10 @@ def unpack_tensor(packed: PackedTensor) -> Tensor:
 @contextmanager
 def interrupts_ignored() -> Iterator[None]:
     """Let processes that are started in the body ignore Ctrl-C: their parent handles it for all."""
-    if threading.current_thread() is not threading.main_thread():
+    with ExitStack() as stack:
+        if threading.current_thread() is threading.main_thread():  # no other one can set a handler
+            stack.callback(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, signal.SIG_IGN))
         yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def end_with_parent() -> None:
@@ -165,11 +145,8 @@ class Team(NamedTuple):
 class ClientWorker:
     """A worker process with `threads` threads, seen from the process that starts it; without a team it trains alone.
 
-    The worker makes its own federation of the same recipe and images. The data set is moved into shared memory, which
-    the worker maps: it is in memory once. Images in a file are read from the one that this process has open.
-
-    Raises:
-        UserError: the images do not fit into shared memory.
+    The images are moved into shared memory, which the worker maps: they are in memory once. Images in a file are read
+    from the one that this process has open.
     """
 
     def __init__(self, federation: Federation, threads: int, team: Team | None):
@@ -189,27 +166,20 @@ class ClientWorker:
         theirs.close()
 
     def give(self, task: Task) -> None:
-        """Send a task; raise a UserError if the process has ended."""
         try:
             self.connection.send(task)
         except OSError as error:
             raise self.lost(task.client) from error
 
     def take(self, client: int) -> tuple[Any, UserError | RuntimeError | None]:
-        """Wait for the end of a task, and return (result, None) or (None, its error); a bug is a RuntimeError.
-
-        Raises:
-            UserError: the process has ended; the message names the client on which it was.
-        """
+        """Wait for the end of a task, and return (result, None) or (None, its error); a bug is a RuntimeError."""
         try:
             kind, content = self.connection.recv()
         except (EOFError, OSError) as error:
             raise self.lost(client) from error
-        if kind == "error":
-            return None, UserError(content)
         if kind == "bug":
             return None, RuntimeError(f"client {client}: {content}")
-        return content, None
+        return (None, UserError(content)) if kind == "error" else (content, None)
 
     def lost(self, client: int) -> UserError:
         """Return the error of a worker process that ended while it worked on a client."""
@@ -242,10 +212,7 @@ def started_workers(federation: Federation, teams: Sequence[Team | None]) -> Ite
 
 
 def _process_context() -> Any:
-    """Return the context to start workers with: as forks of a server that has imported everything, if there are forks.
-
-    They start at once. The server runs no other code, and so no threads that a fork would lack.
-    """
+    """Return a context that starts workers at once: as forks of a server that has imported all and has no threads."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -255,13 +222,8 @@ def _process_context() -> Any:
     return context
 
 
-def _work(
-    connection: Connection, threads: int, team: Team | None, data: tuple[str, Dataset, dict[str, Dataset]]
-) -> None:
-    """Do the tasks of a worker process until its parent ends it; of a team only the first worker returns results.
-
-    It sends `("done", result)`, `("error", message of a UserError)` or `("bug", traceback)` for each task.
-    """
+def _work(pipe: Connection, threads: int, team: Team | None, data: tuple[str, Dataset, dict[str, Dataset]]) -> None:
+    """Do tasks and send the outcome of each until the parent ends; of a team only the first worker sends results."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent()
     torch.set_num_threads(threads)
@@ -270,17 +232,16 @@ def _work(
     trainer: ClientTrainer | None = None
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the parent has ended
         while True:
-            task = connection.recv()
+            task = pipe.recv()
             try:
-                if trainer is None:
-                    trainer = ClientTrainer(_federation(*data))
+                trainer = trainer or ClientTrainer(_federation(*data))
                 result = _result(trainer, task)
                 outcome = "done", result if team is None or team.share.rank == 0 else None
             except UserError as error:
                 outcome = "error", str(error)
             except Exception:
                 outcome = "bug", traceback.format_exc()
-            connection.send(outcome)
+            pipe.send(outcome)
 
 
 def _federation(recipe_text: str, dataset: Dataset, downstream: dict[str, Dataset]) -> Federation:
@@ -305,31 +266,26 @@ def check_devices(federation: Federation) -> None:
     processes = federation.recipe.training.processes
     if processes == 1:
         return
+    wish = f"training.processes={processes} needs"
     if not dist.is_available():
-        raise UserError(
-            f"training.processes={processes} needs a torch with torch.distributed, which this one lacks: use "
-            "training.processes=1"
-        )
-    if federation.device.type == "cuda" and torch.cuda.device_count() < processes:
-        raise UserError(
-            f"training.processes={processes} needs as many CUDA devices, and this torch sees "
-            f"{torch.cuda.device_count()}: lower it, or use device=cpu"
-        )
+        raise UserError(f"{wish} a torch with torch.distributed, which this one lacks: use training.processes=1")
+    devices = torch.cuda.device_count() if federation.device.type == "cuda" else processes
+    if devices < processes:
+        raise UserError(f"{wish} as many CUDA devices, and this torch sees {devices}: lower it, or use device=cpu")
 
 
 class DataParallelTrainer(ClientTrainer):
     """Trains each client in several worker processes, evaluates in this one; a context manager.
 
-    Every worker runs the client's whole round on its share of every batch. Their weights stay bit-identical, and the
-    first one answers. If one fails or ends, the others may wait for it, so that none can be used any more.
+    Every worker runs the client's whole round on its share of every batch, and their weights stay bit-identical. If one
+    fails or ends, the others may wait for it, so that none can be used any more.
     """
 
     def __enter__(self) -> DataParallelTrainer:
         processes = self._federation.recipe.training.processes
         with ExitStack() as stack:
-            meeting_point = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "processes"
-            shares = [Share(rank, processes) for rank in range(processes)]
-            teams = [Team(share, meeting_point, self._federation.device.type) for share in shares]
+            meeting = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "processes"
+            teams = [Team(Share(rank, processes), meeting, self._federation.device.type) for rank in range(processes)]
             self._workers = stack.enter_context(started_workers(self._federation, teams))
             self._stack = stack.pop_all()
         return self
@@ -338,12 +294,6 @@ class DataParallelTrainer(ClientTrainer):
         self._stack.close()
 
     def train(self, index: int, state: Message, received: Message, number: int) -> tuple[Message, Message]:
-        """Return a client's answer to a round's message, and its state after the round.
-
-        Raises:
-            UserError: a client's, or a worker process ended.
-            RuntimeError: another error in a worker, with its traceback.
-        """
         task = Task(index, number, pack(state), pack(received))
         for worker in self._workers:
             worker.give(task)
@@ -352,17 +302,12 @@ class DataParallelTrainer(ClientTrainer):
         while working:
             for connection in cast(list[Connection], wait(list(working))):
                 result, error = working.pop(connection).take(index)
-                if isinstance(error, RuntimeError):
-                    self._require_alive(index)
+                if isinstance(error, RuntimeError):  # if a worker has ended, the others fail as they lose it
+                    ended = wait([worker.process.sentinel for worker in self._workers], timeout=1.0)
+                    lost = [worker for worker in self._workers if worker.process.sentinel in ended]
+                    error = lost[0].lost(index) if lost else error
                 if error is not None:
                     raise error
                 results.append(result)
         reply, next_state = next(result for result in results if result is not None)
         return unpack(reply), unpack(next_state)
-
-    def _require_alive(self, index: int) -> None:
-        """Raise the error of a worker that has ended, within a second: if one has, the others fail as they lose it."""
-        ended = wait([worker.process.sentinel for worker in self._workers], timeout=1.0)
-        for worker in self._workers:
-            if worker.process.sentinel in ended:
-                raise worker.lost(index)
