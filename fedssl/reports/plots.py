@@ -220,7 +220,7 @@ def _draw_bars(
     mean of the `untrained` encoders (default: the method's own), so its length is what training gained. A line of the
     title holds `letters` characters.
     """
-    beside = {"transform": axes.get_yaxis_transform(), "va": "center", "size": 10.5}
+    beside: Any = {"transform": axes.get_yaxis_transform(), "va": "center", "size": 10.5}
     for y, bar in enumerate(bars):
         start, _ = mean_and_spread(untrained or bar.before or [0.0])
         mean, _ = mean_and_spread(bar.after or [math.nan])
@@ -336,7 +336,7 @@ def _draw_card(axes: Axes, card: Card) -> None:
         axes.imshow(card.images, cmap="gray", vmin=0, vmax=255, interpolation="nearest")
         axes.set_anchor("N")
     axes.set_title(plot_text(card.title), fontsize=11.5, weight="bold", color=TEXT, loc="center", pad=47)
-    look = {"ha": "center", "va": "bottom", "size": 10, "color": MUTED}
+    look: Any = {"ha": "center", "va": "bottom", "size": 10, "color": MUTED}
     axes.annotate(plot_text(card.subtitle), (0.5, 1), (0, 5), "axes fraction", "offset points", **look)
 
 
