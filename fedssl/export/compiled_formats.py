@@ -33,8 +33,6 @@ TOLERANCE = 1e-4
 
 
 class WithNormalization(nn.Module):
-    """An encoder that takes pixels between 0 and 1, float32 [n, C, H, W], and normalises them itself."""
-
     def __init__(self, encoder: nn.Module):
         super().__init__()
         self.encoder = encoder
@@ -46,10 +44,8 @@ class WithNormalization(nn.Module):
 def write_format(name: FormatName, encoder: TrainedEncoder, folder: Path) -> None:
     """Write a compiled form, and compare its output with the encoder's on images of noise.
 
-    ONNX is compared only if onnxruntime is installed.
-
-    Raises:
-        UserError: a package is missing, the network cannot be compiled, or its outputs differ.
+    ONNX is compared only if onnxruntime is installed. UserError is raised if a package is missing, or the network
+    cannot be compiled or gives other outputs.
     """
     network = WithNormalization(encoder.network).eval()
     path = folder / FILES[name]
@@ -81,15 +77,9 @@ def _write_onnx(network: WithNormalization, pixels: Tensor, path: Path) -> Tenso
     except ImportError as error:
         message = f"--onnx needs the packages onnx and onnxscript ({error}): {install_command('export')}"
         raise UserError(message) from error
-    program: Any = torch.onnx.export(
-        network,
-        (pixels,),
-        input_names=["pixels"],
-        output_names=["features"],
-        dynamic_shapes=({0: torch.export.Dim("n")},),
-        dynamo=True,
-        verbose=False,
-    )
+    names: Any = {"input_names": ["pixels"], "output_names": ["features"]}
+    shapes = ({0: torch.export.Dim("n")},)
+    program: Any = torch.onnx.export(network, (pixels,), **names, dynamic_shapes=shapes, dynamo=True, verbose=False)
     file = io.BytesIO()
     program.save(file)
     write_atomically(path, file.getvalue())

@@ -51,7 +51,6 @@ def embed_images(
             folder, or `ARRAY/ROW` of the .npz file, in its order. Images are cropped and resized to the encoder's
             shape. A grey image becomes three equal channels for an encoder of colour images; a colour image becomes
             grey (luma) for an encoder of grey ones.
-        output: the file to write; an existing one is replaced when the new one is complete.
         batch_size: images that are read and embedded at a time; the features do not depend on it beyond rounding.
         device: `cpu`, `cuda`, or `auto` for CUDA if there is a device.
         window: how pixels of more than 8 bits become 8 bits (default: as in the encoder's run).
@@ -62,8 +61,8 @@ def embed_images(
         The files that were left out and the reasons, in one line; empty if all could be read.
 
     Raises:
-        UserError: there is no exported encoder; there are no images; a file cannot be read and `skip_broken` is not
-            set; or a representation is not finite. Nothing is written then.
+        UserError: no exported encoder; no images; a broken file without `skip_broken`; or a representation that is not
+            finite. Nothing is written then.
     """
     if not is_encoder_folder(folder) and (folder / "recipe.yaml").is_file():
         RunDirectory.open(folder)

@@ -48,16 +48,10 @@ def export_encoder(
 ) -> Path:
     """Write a finished run's encoder into a new folder, which gets its name only when it is complete, and return it.
 
-    Args:
-        run: the run's folder.
-        output: the folder to make; it may exist if it is empty.
-        client, shared: the owner of the model, see `encoder_of_run`.
-        formats: compiled forms to write as well.
-        trust: see `load_stored_recipe`.
+    `client`, `shared` and `trust` are those of `encoder_of_run`; `formats` are compiled forms to write as well.
 
     Raises:
-        UserError: see `encoder_of_run`; `output` is not empty or cannot be written; or a package that a format needs is
-            missing.
+        UserError: see `encoder_of_run`; `output` is not empty or cannot be written; a format needs a missing package.
     """
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise UserError(f"{output} exists and is not empty: name a new folder, or remove that one")
@@ -136,11 +130,7 @@ def _pretrained_cfg(name: str) -> dict[str, Any]:
 
 
 def read_encoder(folder: Path) -> TrainedEncoder:
-    """Return the encoder in an exported folder, on the CPU and in evaluation mode.
-
-    Raises:
-        UserError: the folder holds no exported encoder, or a file in it is damaged or does not fit the others.
-    """
+    """Return the encoder in an exported folder, on the CPU; raise UserError if the folder holds none or is damaged."""
     if not is_encoder_folder(folder):
         raise UserError(f"{folder} is not an exported encoder: expected a folder with {WEIGHTS} and {CONFIG}")
     try:
@@ -174,5 +164,4 @@ def read_encoder(folder: Path) -> TrainedEncoder:
 
 
 def is_encoder_folder(path: Path) -> bool:
-    """Check whether a folder holds an exported encoder."""
     return (path / CONFIG).is_file() and (path / WEIGHTS).is_file()

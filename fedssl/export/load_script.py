@@ -57,10 +57,7 @@ _SMALL_STEM = """    # the stem for small images, which timm has no argument for
 
 
 def load_script(config: dict[str, Any], stem_width: int | None = None) -> str:
-    """Return the text of load.py, given the content of config.json, with the lines that this encoder needs.
-
-    `stem_width` is the number of output channels of a ResNet's stem for small images; None for every other encoder.
-    """
+    """Return the text of load.py, given config.json and the output channels of a ResNet's stem for small images."""
     ours = config["fedssl"]
     channels = ours["image_shape"][0]
     if "model_args" in config:

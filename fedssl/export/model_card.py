@@ -121,7 +121,7 @@ def _figures(chosen: EncoderOfRun, run: Run) -> str:
 
 
 def _timm_lines(config: dict[str, Any]) -> str:
-    """Return the lines about loading the folder by timm alone, or about the reason why it cannot."""
+    """Return the lines about loading the folder by timm alone, or why it cannot."""
     if "model_args" not in config:
         return "The network is not one of timm's: `load.py` holds its definition.\n"
     if config["fedssl"]["stem"].startswith("3x3"):

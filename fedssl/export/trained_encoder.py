@@ -29,21 +29,13 @@ _ENCODER = "online.encoder."
 
 @dataclass(frozen=True, eq=False)
 class TrainedEncoder:
-    """An encoder, with its input and output.
-
-    Attributes:
-        network: maps normalised float32 [n, C, H, W] to representations float32 [n, num_features]; in evaluation mode.
-        architecture: its name in a recipe's `architectures`.
-        image_shape: channels, height and width of the images.
-        num_features: the dimension of a representation.
-        window: how its run brought pixels of more than 8 bits to 8 bits; None if there were none.
-    """
+    """An encoder: `network` maps normalised float32 [n, C, H, W] to float32 [n, num_features], in evaluation mode."""
 
     network: nn.Module
-    architecture: str
-    image_shape: tuple[int, int, int]
+    architecture: str  # as in a recipe's `architectures`
+    image_shape: tuple[int, int, int]  # channels, height, width
     num_features: int
-    window: Window | None = None
+    window: Window | None = None  # how its run brought pixels of more than 8 bits to 8 bits; None if there were none
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,8 +54,7 @@ def encoder_of_run(path: Path, client: int | None = None, shared: bool = False, 
     A staged encoder (layer-wise and progressive schedules) is returned as the plain network that it was cut from.
 
     Args:
-        client: the number of a client (default: the global model, or the only client's). If clients share a global
-            model, its model is the one right after its last training.
+        client: a client's number (default: the global model, or the only client's); its model after its last training.
         shared: take the global model; an error if there is none.
         trust: see `load_stored_recipe`.
 
@@ -114,7 +105,6 @@ def encoder_of_run(path: Path, client: int | None = None, shared: bool = False, 
 
 
 def _owner(recipe: Recipe, path: Path, client: int | None, shared: bool) -> str:
-    """Return the owner of the requested model: `global` or a client's number."""
     clients = recipe.partition.clients
     if client is not None:
         if shared:
@@ -135,11 +125,7 @@ def _owner(recipe: Recipe, path: Path, client: int | None, shared: bool) -> str:
 
 
 def image_shape_of_run(path: Path, recipe: Recipe) -> tuple[int, int, int]:
-    """Return channels, height and width of a run's images. The data are read only if the run did not record them.
-
-    Raises:
-        UserError: the record is damaged; or there is none and the data cannot be read.
-    """
+    """Return channels, height and width of a run's images. The data are read only if the run did not record them."""
     file = path / IMAGE_SHAPE
     if not file.is_file():  # a run of an earlier version
         channels, height, width = build_federation(recipe).dataset.train_images.shape[1:]
@@ -152,11 +138,7 @@ def image_shape_of_run(path: Path, recipe: Recipe) -> tuple[int, int, int]:
 
 
 def checked_image_shape(sides: Any) -> tuple[int, int, int]:
-    """Check channels, height and width from a file that somebody else may have written, and return them.
-
-    Raises:
-        ValueError: they are not the shape of an image.
-    """
+    """Return channels, height and width from a file of unknown origin; raise ValueError if they are no image's."""
     if not (isinstance(sides, list) and len(sides) == 3 and all(type(side) is int for side in sides)):
         raise ValueError(f"expected three whole numbers, got {str(sides)[:100]}")
     channels, height, width = sides

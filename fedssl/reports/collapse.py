@@ -73,65 +73,47 @@ _TSNE_CAPTION = (
 
 @dataclass(frozen=True)
 class Geometry:
-    """Measures of one model's representations of the test images.
+    """Measures of one model's representations of the test images, by the functions of these names."""
 
-    Attributes:
-        dimension: the length of a representation.
-        log_singular_values: see `log_covariance_singular_values`.
-        alignment: see `alignment`, of two augmented views of each test image, by the recipe's augmentation.
-        uniformity: see `uniformity`, of the test images without augmentation.
-        effective_rank: see `effective_rank`, of the test images without augmentation.
-        sphere: see `sphere_points`, [images, 3].
-        coverage: see `sphere_coverage`, in [0, 1].
-    """
-
-    dimension: int
-    log_singular_values: list[float]
-    alignment: float
+    dimension: int  # of a representation
+    log_singular_values: list[float]  # of their covariance
+    alignment: float  # of two views of each image by the recipe's augmentation; all others without augmentation
     uniformity: float
     effective_rank: float
-    sphere: list[list[float]]
-    coverage: float
+    sphere: list[list[float]]  # `sphere_points`, [images, 3]
+    coverage: float  # of the sphere, in [0, 1]
 
 
 @dataclass(frozen=True)
 class Collapse:
     """A run's collapse analysis.
 
-    Attributes:
-        format: `FORMAT` of the version that made the analysis.
-        round: the last committed round, after which the models are analysed.
-        class_names: the classes' names; without labels one name for all images.
-        labels: the class of each represented test image (training image, if there is no test set).
-        models: by `global` (if the method has a global model) and by client number. A local model is a client's own
-            after its training in its last round, before the server aggregates.
-        tsne: points in the plane of the first test images, [images, 2] each, by `global` and the first client; empty
-            if the method has no global model.
+    `models` has the geometries by `global` (if the method has a global model) and by client number. A local model is a
+    client's own after its training in its last round, before the server aggregates. `tsne` has the first test images'
+    points in the plane, [images, 2] each, by `global` and the first client; it is empty without a global model.
     """
 
-    format: int
-    round: int
-    class_names: list[str]
-    labels: list[int]
+    format: int  # `FORMAT` of the version that made the analysis
+    round: int  # the last committed round, after which the models are analysed
+    class_names: list[str]  # without labels one name for all images
+    labels: list[int]  # the class of each represented test image (training image, if there is no test set)
     models: dict[str, Geometry]
     tsne: dict[str, list[list[float]]] = field(default_factory=dict)
 
     @property
     def local(self) -> list[Geometry]:
-        """Return the local models' geometries."""
         return [geometry for who, geometry in self.models.items() if who != GLOBAL]
 
     @property
     def shared(self) -> Geometry | None:
-        """Return the global model's geometry; None if each client keeps a model of its own."""
         return self.models.get(GLOBAL)
 
 
 def collapse_of_run(path: Path, trust: bool = False) -> Collapse | None:
-    """Return the collapse analysis of a run's last round, made and stored in its folder unless it is stored already.
+    """Return the collapse analysis of a run's last round; make and store it unless it is stored already.
 
-    The result is None if no round is finished. It is not stored if the folder cannot be written. `trust` permits
-    running the code of your own parts that the run's recipe names.
+    It is None if no round is finished, and not stored if the folder cannot be written. For `trust` see
+    `load_stored_recipe`.
 
     Raises:
         UserError: the run's data are no longer there, a state cannot be read, representations are not finite, or
@@ -191,11 +173,7 @@ def _write(analysis: Collapse, path: Path) -> None:
 
 
 def analyse_collapse(federation: Federation, directory: RunDirectory) -> Collapse:
-    """Represent test images with the models of a run's last committed round, and measure how they fill their space.
-
-    Raises:
-        UserError: there are no images, a state cannot be read, or representations are not finite.
-    """
+    """Represent test images with the models of a run's last committed round, and measure how they fill their space."""
     recipe, data = federation.recipe, federation.dataset
     require_measured_images(data)
     generator = generator_for(recipe.seed, "collapse", "images")
@@ -260,8 +238,7 @@ def _rounded(points: Tensor) -> list[list[float]]:
 def draw_log_singular_values(analyses: Mapping[str, Collapse]) -> Figure:
     """Draw the largest singular values of the covariance of the global and of the local models (FedU2, Figure 3).
 
-    There is a line for each method in `analyses`; that of the local models is their mean. The dashed line is that of as
-    many points drawn uniformly from the sphere of the first method's dimension.
+    The dashed line is that of as many points drawn uniformly from the sphere of the first method's dimension.
     """
     styles = method_styles(list(analyses))
     shared = any(analysis.shared for analysis in analyses.values())
@@ -285,10 +262,8 @@ def draw_log_singular_values(analyses: Mapping[str, Collapse]) -> Figure:
         axes.set_xlabel("index of the singular value", fontsize=11)
         tidy(axes)
     grid[0].set_ylabel("log of the singular value", fontsize=11)
-    grid[0].annotate(
-        "uniform on the sphere", (len(reference), reference[len(reference) // 2]), (0, 4),
-        textcoords="offset points", ha="right", va="bottom", size=9.5, color=MUTED,
-    )  # fmt: skip
+    look = {"textcoords": "offset points", "ha": "right", "va": "bottom", "size": 9.5, "color": MUTED}
+    grid[0].annotate("uniform on the sphere", (len(reference), reference[len(reference) // 2]), (0, 4), **look)
     name_lines(figure, grid[-1], len(styles))
     return figure
 
@@ -296,9 +271,8 @@ def draw_log_singular_values(analyses: Mapping[str, Collapse]) -> Figure:
 def draw_spheres(analyses: Mapping[str, Collapse]) -> Figure:
     """Draw the representations on the unit sphere (FedU2, Figure 4): the more of it is blank, the worse the collapse.
 
-    Each method in `analyses` has two spheres: the global model's and a local one's, or those of two local models if
-    there is no global one. From four methods on, a row holds two methods. A sphere is seen from the side of the points'
-    middle; points on its far side are pale.
+    Each method has two: the global model's and a local one's, or two local models' if there is no global one. From four
+    methods on, a row holds two. A sphere is seen from the side of the points' middle; points on its far side are pale.
     """
     shown = {label: list(analysis.models)[:2] for label, analysis in analyses.items()}
     width = max(map(len, shown.values()))
@@ -324,10 +298,8 @@ def draw_spheres(analyses: Mapping[str, Collapse]) -> Figure:
 
 def _draw_sphere(axes: Axes, points: NDArray[np.float64], colours: NDArray[np.float64]) -> None:
     """Draw a sphere seen from the first axis, on which the points' middle lies; only the grid is tilted."""
-    axes.set_aspect("equal")
     axes.set_axis_off()
-    axes.set_xlim(-1.06, 1.06)
-    axes.set_ylim(-1.06, 1.06)
+    axes.set(aspect="equal", xlim=(-1.06, 1.06), ylim=(-1.06, 1.06))
     circle = np.linspace(0, 2 * np.pi, 241)
     axes.fill(np.cos(circle), np.sin(circle), facecolor="#F7F7F7", edgecolor="#999999", lw=1.0)
     for line in _graticule(circle):
@@ -340,22 +312,18 @@ def _draw_sphere(axes: Axes, points: NDArray[np.float64], colours: NDArray[np.fl
 
 def _graticule(circle: NDArray[np.float64]) -> list[NDArray[np.float64]]:
     """Return lines of latitude and longitude every 30 degrees, [241, 3] each: towards the eye, to the right, up."""
-    lines = []
+    lines, x, y = [], np.cos(circle), np.sin(circle)
     for angle in np.deg2rad((-60, -30, 0, 30, 60)):
-        rim = np.cos(angle)
-        lines.append(np.stack([rim * np.cos(circle), rim * np.sin(circle), np.full_like(circle, np.sin(angle))], 1))
+        lines.append(np.stack([np.cos(angle) * x, np.cos(angle) * y, np.full_like(circle, np.sin(angle))], axis=1))
     for angle in np.deg2rad(range(0, 180, 30)):
-        lines.append(np.stack([np.cos(circle) * np.cos(angle), np.cos(circle) * np.sin(angle), np.sin(circle)], axis=1))
+        lines.append(np.stack([x * np.cos(angle), x * np.sin(angle), y], axis=1))
     tilt = np.deg2rad(22.0)
     turn = np.array([[np.cos(tilt), 0, -np.sin(tilt)], [0, 1, 0], [np.sin(tilt), 0, np.cos(tilt)]])
     return [line @ turn for line in lines]
 
 
 def draw_tsne(analyses: Mapping[str, Collapse]) -> Figure | None:
-    """Draw a t-SNE of the global (circles) and a local model's representations (crosses) (FedU2, Figure 5).
-
-    Methods without a global model are left out of the figure; None if no method has one.
-    """
+    """Draw a t-SNE of each method with a global model: its (circles) and a local one's points (FedU2, Figure 5)."""
     shown = {label: analysis for label, analysis in analyses.items() if analysis.tsne}
     if not shown:
         return None
@@ -372,10 +340,8 @@ def draw_tsne(analyses: Mapping[str, Collapse]) -> Figure | None:
         axes.scatter(others[:, 0], others[:, 1], s=15, c=colours, marker="x", lw=0.9)
         title = plot_text(label) if len(shown) > 1 else f"global model and client {who}"
         axes.set_title(title, fontsize=11, color=TEXT)
-        axes.set_xticks([])
-        axes.set_yticks([])
-        for spine in axes.spines.values():
-            spine.set_color("#CCCCCC")
+        axes.set(xticks=[], yticks=[])
+        axes.spines[:].set_color("#CCCCCC")
     for axes in grid[len(shown) :]:
         axes.set_axis_off()
     marks = [
@@ -391,8 +357,7 @@ def collapse_section(analyses: Mapping[str, Collapse | str]) -> PageSection | No
     if not analyses:
         return None
     shown = {name: analysis for name, analysis in analyses.items() if not isinstance(analysis, str)}
-    reasons = {name: reason for name, reason in analyses.items() if isinstance(reason, str)}
-    warnings = [f"{name}: no collapse analysis: {reason}" for name, reason in reasons.items()]
+    warnings = [f"{name}: no collapse analysis: {why}" for name, why in analyses.items() if isinstance(why, str)]
     if not shown:
         return PageSection(warnings)
     singular_values, spheres, tsne = draw_log_singular_values(shown), draw_spheres(shown), draw_tsne(shown)

@@ -29,8 +29,8 @@ from ..regularizers.base import Regularizer
 from ..run_folder.storage import csv_text
 from ..training import steps_of_round
 
-#: Batch sizes of the steps that are counted on a CPU. The cost of a step is a polynomial in the batch size: of degree
-#: one for layers, two for terms that compare each image with each. So three sizes determine it at any other size.
+#: of the steps counted on a CPU. A step's cost is a polynomial in the batch size, of degree one for layers and two for
+#: terms that compare each image with each, so three sizes determine it at any other
 _BATCH_SIZES = (2, 3, 4)
 #: learning rate of the counted steps: their cost is the same at any rate, and on few images the recipe's own can send
 #: the weights to infinity
@@ -43,27 +43,16 @@ _TIMED_STEPS = 3
 
 @dataclass(frozen=True)
 class RoundCost:
-    """The resources of one round, by client.
+    """The resources of one round, by client."""
 
-    Attributes:
-        number: the round; 0 is the opening round, if there is one.
-        stage: the schedule's stage, from 1; 0 in the opening round.
-        step: the cost of one step at the recipe's batch size; empty in the opening round.
-        flops: operations of the whole round, of the clients that answer.
-        bytes_down: bytes sent to the clients that are asked.
-        bytes_up: bytes received from the clients that answer.
-        one_view_flops: operations of one image's pass through the online network; the LW-FedSSL paper counts them.
-        step_seconds: seconds of one step at the recipe's batch size, measured here; only of rounds that are timed.
-    """
-
-    number: int
-    stage: int
-    step: dict[int, StepCost]
-    flops: dict[int, int]
-    bytes_down: dict[int, int]
-    bytes_up: dict[int, int]
-    one_view_flops: dict[int, int]
-    step_seconds: dict[int, float] = field(default_factory=dict)
+    number: int  # of the round; 0 is the opening round, if there is one
+    stage: int  # of the schedule, from 1; 0 in the opening round
+    step: dict[int, StepCost]  # at the recipe's batch size; empty in the opening round
+    flops: dict[int, int]  # of the whole round, of the clients that answer
+    bytes_down: dict[int, int]  # to the clients that are asked
+    bytes_up: dict[int, int]  # from the clients that answer
+    one_view_flops: dict[int, int]  # of one image's pass through the online network; the LW-FedSSL paper counts them
+    step_seconds: dict[int, float] = field(default_factory=dict)  # measured at the recipe's batch size, if timed
 
 
 def estimate(
@@ -76,12 +65,11 @@ def estimate(
 ) -> list[RoundCost]:
     """Return the resources of every round, in order, with the opening round first if there is one.
 
-    Clients are sampled and drop out as in the run itself. Those with answers of equal size are counted once: a step of
-    each kind of round is run once for each architecture. On a CPU three small steps are run, which determine the figure
-    at the recipe's batch size exactly. Answers that the guard will refuse are not predicted.
+    Clients are sampled and drop out as in the run itself; refusals by the guard are not predicted. A step of each kind
+    of round is run once for each architecture: on a CPU three small ones, which determine the figure at the recipe's
+    batch size exactly.
 
     Args:
-        federation: see `build_federation`.
         newcomers: count as if every client took part for the first time in every round. This is the most that layers
             which arrive late can cost (the LW-FedSSL paper's worst case, section 4.3).
         note: called with a line of text for each step that is counted.
@@ -199,7 +187,7 @@ class _Counter:
     def step(self, part: _ClientRound) -> tuple[StepCost, int]:
         """Return the cost of a step at the recipe's batch size, and the operations of one image's pass.
 
-        If processes share the batch, the memory is that of one of them, and the operations are those of all.
+        If processes share the batch, the memory is that of one, the operations are those of all.
         """
         kind = self._kind(part)
         if kind not in self.steps:
@@ -228,10 +216,9 @@ class _Counter:
         return kind if self.only_weights else (*kind, part.received.num_bytes)
 
     def step_seconds(self, part: _ClientRound) -> float:
-        """Return the seconds of one step at the recipe's batch size.
+        """Return the seconds of one step, scaled to the recipe's batch size by the operations.
 
-        Measured is the difference between a round of several steps and a round of one step, with as many images as fit
-        the time. It is scaled to the recipe's batch size by the operations.
+        Measured is the difference between rounds of several steps and of one, with as many images as fit the time.
         """
         kind = self._kind(part)
         if kind not in self.seconds:
@@ -340,10 +327,7 @@ def totals(costs: Sequence[RoundCost]) -> dict[str, int]:
 
 
 def format_costs(costs: Sequence[RoundCost]) -> TextTable:
-    """Return a table with a line per stage and one for all rounds.
-
-    Memory is that of the client that needs most, traffic the mean of a client's round.
-    """
+    """Return a table by stage and in total: the most memory of a client, the mean traffic of a client's round."""
     table = TextTable(box=None, pad_edge=False)
     for column in ("stage", "rounds", "memory", "activations", "FLOPs a step", "FLOPs a round", "down", "up"):
         table.add_column(column, justify="left" if column == "stage" else "right")

@@ -81,12 +81,11 @@ def evaluate_run(
     """Evaluate the models of a run's last checkpoint: each client's and their mean, or the global one.
 
     Args:
-        path: a run's folder.
         fractions: labelled fractions to fine-tune on, in (0, 1], besides the recipe's; the papers' are 0.01 and 0.1.
         note: called with a line of text before each model.
         fine_tune: how to fine-tune on all labels (default: as in the recipe, if it does).
         data: labelled data in place of the run's, see `load_downstream`.
-        trust: run the code of your own parts that the run's recipe names.
+        trust: see `load_stored_recipe`.
 
     Returns:
         The written file, RUN/evaluation.csv, or RUN/evaluation-DATA.csv for other data, with a line per client and a
@@ -125,15 +124,7 @@ def evaluate_run(
 def evaluate_export(
     path: Path, data: DataOptions | None, fractions: Sequence[float] = (), fine_tune: FineTuneOptions | None = None
 ) -> Path:
-    """Evaluate an exported encoder in the folder `path` on labelled data; see `evaluate_run` for the arguments.
-
-    Returns:
-        The written file, FOLDER/evaluation-DATA.csv, with one line and a column per measure.
-
-    Raises:
-        UserError: `path` holds no encoder; a fraction is not in (0, 1]; the data are missing or do not fit; or the file
-            cannot be written.
-    """
+    """Evaluate an exported encoder on labelled data into FOLDER/evaluation-DATA.csv; see `evaluate_run`."""
     _check_fractions(fractions)
     if data is None:
         raise UserError(
@@ -156,7 +147,6 @@ def _check_fractions(fractions: Sequence[float]) -> None:
 def _with_requests(
     options: EvaluationOptions, fractions: Sequence[float], fine_tune: FineTuneOptions | None
 ) -> EvaluationOptions:
-    """Return a run's options with what is requested in addition."""
     requested = list(dict.fromkeys([*options.semi_supervised, *fractions]))
     return options.model_copy(update={"semi_supervised": requested, "fine_tune": fine_tune or options.fine_tune})
 
@@ -180,11 +170,7 @@ def _write(results: dict[str, dict[str, float]], folder: Path, data: DataOptions
 
 
 def parse_data(text: str) -> DataOptions:
-    """Return the data that a text such as `name=npz,path=mine.npz` names; the keys are those of a recipe's `data`.
-
-    Raises:
-        UserError: the text is not made of KEY=VALUE pairs, or a key or value is invalid.
-    """
+    """Return the data that a text such as `name=npz,path=mine.npz` names; the keys are those of a recipe's `data`."""
     values: dict[str, Any] = {}
     for pair in re.split(r",(?=\w+=)", text):
         key, equals, value = pair.partition("=")
@@ -197,11 +183,7 @@ def parse_data(text: str) -> DataOptions:
 
 
 def data_options(values: Mapping[str, Any]) -> DataOptions:
-    """Check data that are given as a mapping, and return them.
-
-    Raises:
-        UserError: a key or value is invalid.
-    """
+    """Return data that are given as a mapping; raise UserError if a key or value is invalid."""
     try:
         return DataOptions.model_validate(values)
     except ValidationError as error:

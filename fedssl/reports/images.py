@@ -50,25 +50,15 @@ _SAME, _OTHER = "#009E73", "#D55E00"
 
 @dataclass(frozen=True)
 class ImagePictures:
-    """A description of the two pictures.
+    """A description of the two pictures."""
 
-    Attributes:
-        format: `FORMAT` of the version that drew them.
-        round: the round after which the model has represented the images.
-        model: `global`, or the number of the client whose model it is.
-        source: `test` or `training` images.
-        searched: the number of images in which the neighbours are searched.
-        mapped: the number of images on the map.
-        same_class: the share of shown neighbours that have their query's class; None without labels.
-    """
-
-    format: int
-    round: int
-    model: str
-    source: str
-    searched: int
-    mapped: int
-    same_class: float | None
+    format: int  # `FORMAT` of the version that drew them
+    round: int  # after which the model has represented the images
+    model: str  # `global`, or the number of the client whose model it is
+    source: str  # `test` or `training` images
+    searched: int  # the number of images in which the neighbours are searched
+    mapped: int  # the number of images on the map
+    same_class: float | None  # the share of shown neighbours that have their query's class; None without labels
 
     @staticmethod
     def files(run: Path) -> tuple[Path, Path]:
@@ -79,8 +69,7 @@ class ImagePictures:
 def image_pictures_of_run(path: Path, trust: bool = False) -> ImagePictures | None:
     """Return a description of the pictures of a run's last round; draw and store them unless they are stored already.
 
-    The result is None if no round is finished, or there are too few images for a picture. `trust` permits running the
-    code of your own parts that the run's recipe names.
+    The result is None if no round is finished, or there are too few images. For `trust` see `load_stored_recipe`.
 
     Raises:
         UserError: the run's data or its clients' models are not here, representations are not finite, the recipe names
@@ -133,12 +122,8 @@ def draw_neighbours(
 ) -> Figure:
     """Draw a row for each query: the query, and its neighbours with their cosines, the nearest first.
 
-    Args:
-        images: uint8 [n, C, H, W].
-        queries: int64 [q], rows of `images`.
-        nearest: int64 [q, k], rows of `images`.
-        similarity: floating point [q, k].
-        labels: int64 [n]; a neighbour of the query's class gets a green line, another an orange one.
+    `images` is uint8 [n, C, H, W]; `queries` [q] and `nearest` [q, k] are int64 rows of it; `similarity` is [q, k].
+    With `labels`, int64 [n], a neighbour of the query's class gets a green line, another an orange one.
     """
     rows, columns = nearest.shape
     height = 1.08 * rows + 0.3
@@ -167,11 +152,7 @@ def draw_neighbours(
 def draw_map(images: Images, points: Tensor, labels: Tensor | None, class_names: tuple[str, ...] = ()) -> Figure:
     """Draw each image at the place of its representation; with labels, in a frame of its class's colour.
 
-    Args:
-        images: uint8 [at least n, C, H, W]; the first n are drawn.
-        points: floating point [n, 2].
-        labels: int64 [at least n].
-        class_names: a name for each label.
+    `points` is floating point [n, 2]. The first n are drawn of `images`, uint8 [n or more, C, H, W].
     """
     columns = int(np.ceil(np.sqrt(len(points) * _CELLS_PER_IMAGE)))
     drawn = thumbnails(images, torch.arange(len(points)))
@@ -194,11 +175,7 @@ def draw_map(images: Images, points: Tensor, labels: Tensor | None, class_names:
 
 
 def thumbnails(images: Images, rows: Tensor) -> NDArray[np.uint8]:
-    """Return some images at a size to draw: large ones are reduced, small ones enlarged by whole pixels.
-
-    Returns:
-        uint8 [n, h, w] for one channel, otherwise [n, h, w, 3].
-    """
+    """Return images as uint8 [n, h, w] or [n, h, w, 3], large ones reduced and small ones enlarged by whole pixels."""
     from torchvision.transforms.v2 import functional
 
     chosen = images[rows]

@@ -25,21 +25,13 @@ _TEMPLATES = Environment(
 
 @dataclass(frozen=True)
 class PageTable:
-    """A table on a page.
-
-    Attributes:
-        header: the columns' titles.
-        rows: the cells; each row is as long as the header.
-        text_columns: the number of columns, from the left, that hold text; the others are numbers, aligned right.
-        row_classes: CSS classes by the row's index.
-        groups: titles above the header, each with its number of columns.
-    """
+    """A table on a page; each row is as long as the header."""
 
     header: Sequence[str]
     rows: Sequence[Sequence[object]]
-    text_columns: int = 1
-    row_classes: Mapping[int, str] = field(default_factory=dict)
-    groups: Sequence[tuple[str, int]] = ()
+    text_columns: int = 1  # how many, from the left, hold text; the others hold numbers, aligned right
+    row_classes: Mapping[int, str] = field(default_factory=dict)  # CSS classes by the row's index
+    groups: Sequence[tuple[str, int]] = ()  # titles above the header, each with its number of columns
 
 
 @dataclass(frozen=True)
@@ -53,27 +45,18 @@ class PageFigure:
 
 @dataclass(frozen=True)
 class PageSection:
-    """A section of a page.
+    """A section of a page."""
 
-    Attributes:
-        warnings: the methods that are not shown, each with the reason.
-        figures: the charts and pictures.
-        table: the table above the figures, if there is one.
-        images: the number of test images in the table; several numbers if methods differ.
-    """
-
-    warnings: Sequence[str]
+    warnings: Sequence[str]  # the methods that are not shown, each with the reason
     figures: Sequence[PageFigure] = ()
-    table: PageTable | None = None
-    images: str = ""
+    table: PageTable | None = None  # above the figures
+    images: str = ""  # the number of test images in the table; several numbers if methods differ
 
 
 def page_figure(figure: Figure, description: str, caption: str = "", png: bool = False) -> PageFigure:
     """Return a matplotlib figure as part of a page. The same figure always gives the same bytes.
 
-    Args:
-        description: the figure's content, for readers who do not see it.
-        png: embed PNG instead of SVG, for a figure that holds many pixels anyway.
+    `description` is for readers who do not see it. With `png`, for figures of many pixels, PNG replaces SVG.
     """
     if png:
         return embedded_image("png", png_bytes(figure), description, caption)
@@ -89,9 +72,5 @@ def embedded_image(kind: str, data: bytes, description: str, caption: str) -> Pa
 
 
 def render_page(template: str, **values: object) -> str:
-    """Fill a template of `templates/`, with every value escaped, and return the page.
-
-    Raises:
-        jinja2.UndefinedError: the template uses a value that is missing.
-    """
+    """Fill a template of `templates/`, with every value escaped; a missing value raises jinja2.UndefinedError."""
     return _TEMPLATES.get_template(template).render(values)

@@ -11,7 +11,7 @@ import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, cycle
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +61,8 @@ class Style:
 
 def method_styles(labels: Sequence[str]) -> dict[str, Style]:
     """Return a different style for each label, by their order."""
-    return {
-        label: Style(_PALETTE[i % len(_PALETTE)], _LINE_STYLES[i // len(_PALETTE) % len(_LINE_STYLES)])
-        for i, label in enumerate(labels)
-    }
+    styles = cycle(Style(colour, line) for line in _LINE_STYLES for colour in _PALETTE)
+    return dict(zip(labels, styles, strict=False))
 
 
 def class_colours(classes: int) -> NDArray[np.float64]:
@@ -83,11 +81,7 @@ def png_bytes(figure: Figure) -> bytes:
 
 
 def write_figure(path: Path, figure: Figure) -> None:
-    """Write a figure as an image file in the format of the suffix (default: PNG), 150 dots per inch.
-
-    Raises:
-        UserError: the suffix is unknown, or the file cannot be written.
-    """
+    """Write a figure as an image file in the format of the suffix (default: PNG), 150 dots per inch."""
     kind = path.suffix.lower().removeprefix(".") or "png"
     known = figure.canvas.get_supported_filetypes()
     if kind not in known:
@@ -99,10 +93,8 @@ def write_figure(path: Path, figure: Figure) -> None:
 
 def tidy(axes: Axes) -> None:
     """Give axes the common look: two spines, and a light grid behind the data."""
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color("#999999")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color("#999999")
     axes.tick_params(labelsize=10, colors=TEXT)
     axes.grid(color=GRID, lw=0.8)
     axes.set_axisbelow(True)
@@ -165,9 +157,8 @@ def draw_spectrum(groups: Mapping[str, Sequence[Sequence[Sequence[float]]]], sty
     """Draw singular values of the representations, relative to the largest, on a log scale.
 
     The index is scaled to [0, 1], because clients' representations differ in dimension. A line is the geometric mean
-    over a method's runs and their clients. A flat line means that all directions are in use; a line that falls early
-    means that the representation has collapsed to a few. `groups` has, by method, run and client, the singular values
-    in descending order.
+    over a method's runs and their clients; one that falls early means a collapse to few directions. `groups` has, by
+    method, run and client, the singular values in descending order.
     """
     figure = Figure(figsize=(6.4, 3.9), layout="constrained")
     axes = figure.add_subplot()
@@ -226,24 +217,22 @@ def _draw_bars(
     """Draw horizontal bars, with a dot per seed, and mean and spread in figures on the right.
 
     Accuracies of trained and untrained encoders are often close, so the axis does not start at 0. A bar starts at the
-    mean of the `untrained` encoders (default: of the method's own encoders), so its length is what training gained. A
-    line of the title holds `letters` characters.
+    mean of the `untrained` encoders (default: the method's own), so its length is what training gained. A line of the
+    title holds `letters` characters.
     """
+    beside: Any = {"transform": axes.get_yaxis_transform(), "va": "center", "size": 10.5}
     for y, bar in enumerate(bars):
         start, _ = mean_and_spread(untrained or bar.before or [0.0])
         mean, _ = mean_and_spread(bar.after or [math.nan])
         if not (math.isfinite(start) and math.isfinite(mean)):
-            axes.text(1.03, y, "-", transform=axes.get_yaxis_transform(), va="center", size=10.5, color=MUTED)
+            axes.text(1.03, y, "-", **beside, color=MUTED)
             continue
         edge = _HATCH_COLOUR if bar.hatch else "none"
         axes.barh(y, mean - start, left=start, height=0.6, color=bar.colour, hatch=bar.hatch, edgecolor=edge, lw=0)
         axes.plot([mean, mean], [y - 0.36, y + 0.36], color=TEXT, lw=2.2, solid_capstyle="butt")
         spots = y + (np.linspace(-0.16, 0.16, len(bar.after)) if len(bar.after) > 1 else np.zeros(1))
         axes.plot(bar.after, spots, "o", color=TEXT, ms=4.5, mfc="white", mew=1.1, zorder=4)
-        axes.text(
-            1.03, y, format_values(metric, bar.after), transform=axes.get_yaxis_transform(), va="center", size=10.5,
-            color=TEXT,
-        )  # fmt: skip
+        axes.text(1.03, y, format_values(metric, bar.after), **beside, color=TEXT)
     if untrained:
         axes.axvline(mean_and_spread(untrained)[0], color=TEXT, ls="--", lw=1.3, zorder=3)
     axes.margins(x=0.08)
@@ -264,14 +253,11 @@ def _draw_bars(
 
 @dataclass(frozen=True)
 class Card:
-    """A client (or the public images) in a table's picture: two short texts and a mosaic of images.
-
-    `images` is uint8 [h, w] or [h, w, 3], or None.
-    """
+    """A client (or the public images) in a table's picture: two short texts and a mosaic of images."""
 
     title: str
     subtitle: str
-    images: NDArray[np.uint8] | None
+    images: NDArray[np.uint8] | None  # [h, w] or [h, w, 3]
 
 
 def draw_table_picture(
@@ -285,7 +271,6 @@ def draw_table_picture(
     """Draw a table as one picture: the clients, the result of each method, and the verdict.
 
     Args:
-        title, subtitle: the texts at the top.
         cards: some clients, about six at most.
         panels: by metric, one (label, role, before by seed, after by seed) per row; a role is `method`, `baseline`,
             `control` or `other`, or `row` if the table has no verdict.
@@ -308,9 +293,8 @@ def draw_table_picture(
     }
     total = sum(heights.values())
     figure = Figure(figsize=(width, total), facecolor="white")
-    top = {
-        name: 1 - used / total for name, used in zip(heights, accumulate(heights.values(), initial=0.0), strict=False)
-    }
+    begins = accumulate(heights.values(), initial=0.0)
+    top = {name: 1 - begin / total for name, begin in zip(heights, begins, strict=False)}
 
     text = plot_text("\n".join(title_lines))
     figure.text(left, top["title"] - 0.12 / total, text, va="top", size=15, weight="bold", color=TEXT)
@@ -334,15 +318,11 @@ def draw_table_picture(
         Patch(facecolor=colour, hatch=hatch, edgecolor=_HATCH_COLOUR if hatch else "none", lw=0)
         for colour, hatch, _ in named
     ]
-    handles += [
-        Line2D([], [], color=TEXT, ls="--", lw=1.3),
-        Line2D([], [], color=TEXT, marker="o", ls="", ms=4.5, mfc="white"),
-    ]
+    dot = Line2D([], [], color=TEXT, marker="o", ls="", ms=4.5, mfc="white")
+    handles += [Line2D([], [], color=TEXT, ls="--", lw=1.3), dot]
     names = [*(name for _, _, name in named), "untrained encoder", "one seed"]
-    figure.legend(
-        handles, names, loc="upper center", bbox_to_anchor=(0.5, top["legend"]), ncols=len(names), frameon=False,
-        fontsize=10, handlelength=1.7, columnspacing=1.5,
-    )  # fmt: skip
+    look = {"ncols": len(names), "frameon": False, "fontsize": 10, "handlelength": 1.7, "columnspacing": 1.5}
+    figure.legend(handles, names, loc="upper center", bbox_to_anchor=(0.5, top["legend"]), **look)
     note = "Bars start at the untrained encoders; figures are mean ± sample standard deviation over the seeds."
     figure.text(0.5, top["legend"] - 0.34 / total, note, va="top", ha="center", size=10, color=MUTED)
     text = plot_text("\n".join(caption_lines))
@@ -356,10 +336,8 @@ def _draw_card(axes: Axes, card: Card) -> None:
         axes.imshow(card.images, cmap="gray", vmin=0, vmax=255, interpolation="nearest")
         axes.set_anchor("N")
     axes.set_title(plot_text(card.title), fontsize=11.5, weight="bold", color=TEXT, loc="center", pad=47)
-    axes.annotate(
-        plot_text(card.subtitle), (0.5, 1), (0, 5), xycoords="axes fraction", textcoords="offset points", ha="center",
-        va="bottom", size=10, color=MUTED,
-    )  # fmt: skip
+    look: Any = {"ha": "center", "va": "bottom", "size": 10, "color": MUTED}
+    axes.annotate(plot_text(card.subtitle), (0.5, 1), (0, 5), "axes fraction", "offset points", **look)
 
 
 def draw_partition(counts: Tensor, class_names: Sequence[str]) -> Figure:
@@ -382,8 +360,7 @@ def draw_partition(counts: Tensor, class_names: Sequence[str]) -> Figure:
     axes.set_ylim(clients - 0.5, -0.5)
     axes.set_yticks(range(0, clients, max(1, clients // 50)))
     axes.set(xlabel="training samples", ylabel="client")
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    axes.spines[["top", "right"]].set_visible(False)
     if legend_entries:
         entries = zip(colours, class_names, strict=True)
         handles = [Patch(color=colour, label=plot_text(name)) for colour, name in entries]

@@ -55,16 +55,13 @@ def write_report(
 
     Args:
         runs: the folder of a run, finished or not, or several.
-        output: the file to write; RUN/report.html by default, or report.html for several runs.
+        output: the file to write, which is returned; RUN/report.html by default, or report.html for several runs.
         collapse: also check whether representations have collapsed (each method's first finished run, see
             `collapse_of_run`); this loads the run's images.
         images: also show images of the data as the encoder sees them (each method's first finished run, see
             `image_pictures_of_run`); the page then holds these images.
         trust: run the code of your own parts that a run's recipe names; only the two options above need it, and
             without it the page says that they are missing, and why.
-
-    Returns:
-        The file that was written.
 
     Raises:
         UserError: a folder holds no run, no run has a finished round, or the file cannot be written.
@@ -108,25 +105,19 @@ def _of_first_finished(
 def build_report(
     runs: Sequence[Run], analyses: Mapping[str, Collapse | str] | None = None, pictures: PicturesByMethod | None = None
 ) -> str:
-    """Return the page's HTML.
-
-    Args:
-        runs: at least one.
-        analyses, pictures: by method, its collapse analysis and pictures of images, or the reasons why there are none.
-    """
+    """Return the page's HTML; `analyses` and `pictures` hold results by method, or the reasons why there are none."""
     methods: dict[str, list[Run]] = {}
     for run in runs:
         methods.setdefault(run.name, []).append(run)
     first = {name: runs[0] for name, runs in methods.items()}
     metrics = _evaluated_metrics(runs)
     folders = [(name, run.seed, run.path) for name, runs in methods.items() for run in runs]
+    texts = {name: str(run.recipe.get("description") or "") for name, run in first.items()}
     return render_page(
         "report.html",
         title=" / ".join(methods) if len(methods) <= 3 else f"{len(methods)} methods compared",
         several_seeds=any(len(runs) > 1 for runs in methods.values()),
-        descriptions=[
-            (name, " ".join(str(run.recipe.get("description") or "").split())) for name, run in first.items()
-        ],
+        descriptions=[(name, " ".join(text.split())) for name, text in texts.items()],
         runs=_run_table(methods),
         warnings=[f"{name}: {warning}" for name, runs in methods.items() for warning in _warnings(runs)],
         results=_results_table(methods, metrics),
@@ -216,22 +207,16 @@ def _results_chart(methods: Methods, metrics: Sequence[str]) -> PageFigure | Non
     if not metrics or sum(run.finished for runs in methods.values() for run in runs) < 2:
         return None
     styles = method_styles(list(methods))
-    panels = {
-        metric: [
-            Bar(name, _values(runs, metric, "before"), _values(runs, metric, "after"), styles[name].colour)
-            for name, runs in methods.items()
-        ]
-        for metric in metrics
-        if metric not in METRICS or METRICS[metric].in_bars
-    }
+    panels: dict[str, list[Bar]] = {}
+    for metric in (metric for metric in metrics if metric not in METRICS or METRICS[metric].in_bars):
+        for name, runs in methods.items():
+            before, after = _values(runs, metric, "before"), _values(runs, metric, "after")
+            panels.setdefault(metric, []).append(Bar(name, before, after, styles[name].colour))
     return page_figure(draw_bars(panels), "Accuracy and effective rank per method, before and after training")
 
 
 def _curve_charts(methods: Methods) -> list[PageFigure]:
-    """Return a chart of each metric that was logged in several rounds, up to `_MOST_CURVES`.
-
-    A client chooses the names of its metrics, so there may be thousands.
-    """
+    """Return a chart of each metric logged in several rounds, up to `_MOST_CURVES`; clients may log thousands."""
     logged = {metric for runs in methods.values() for run in runs for _, _, metric in run.values} - set(_TRAFFIC)
     order = [metric for metric in _FIRST_CURVES if metric in logged] + sorted(logged - set(_FIRST_CURVES))
     styles = method_styles(list(methods))
@@ -366,9 +351,7 @@ def _noise(privacy: Mapping[str, Any]) -> str:
 def _spent(run: Run) -> tuple[int, str, str]:
     """Return the last committed round, and the smallest and largest epsilon of the clients after it."""
     last = run.last_round
-    values = [
-        v for (number, who, name), v in run.values.items() if (number, name) == (last, "epsilon") and who.isdigit()
-    ]
+    values = [v for (n, who, name), v in run.values.items() if (n, name) == (last, "epsilon") and who.isdigit()]
     if not values:
         return max(last, 0), "-", "-"
     return last, f"{min(values):.4g}", f"{max(values):.4g}"

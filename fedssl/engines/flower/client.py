@@ -1,7 +1,4 @@
-"""The client's side of the Flower engine: the ClientApp, which trains and evaluates one client at its site.
-
-server.py describes the messages.
-"""
+"""The ClientApp, which trains and evaluates one client at its site; server.py describes the messages."""
 
 from __future__ import annotations
 
@@ -44,9 +41,7 @@ class Site:
 def make_client_app(recipe_file: Path, simulated: bool = False) -> ClientApp:
     """Return the ClientApp. A node's config names the site's file as `site`; Flower numbers simulated nodes.
 
-    Args:
-        recipe_file: the recipe; in a simulation that of the run's folder, which also keeps the clients' states.
-        simulated: whether the clients are simulated on this machine.
+    In a simulation `recipe_file` is that of the run's folder, which also keeps the clients' states.
     """
     app = ClientApp()
     make_site = _simulated_site if simulated else _site_from_file
@@ -95,10 +90,8 @@ def _site_from_file(recipe_file: str, node_config: tuple[tuple[str, Any], ...]) 
 
 def _register(site: Site, task: Mapping[str, Any], content: RecordDict) -> RecordDict:
     if task["version"] != __version__:
-        raise UserError(
-            f"it runs fedssl {__version__}, but the server runs fedssl {task['version']}: install the same version "
-            "everywhere"
-        )
+        problem = f"it runs fedssl {__version__}, but the server runs fedssl {task['version']}"
+        raise UserError(f"{problem}: install the same version everywhere")
     answer = ConfigRecord({"client": site.client, "round": 0})
     return RecordDict({"answer": answer, "data": ConfigRecord(DataForm.of(site.federation, site.client).model_dump())})
 

@@ -32,16 +32,8 @@ _SUPERLINK_REASONS = {
     ErrorCode.REPLY_MESSAGE_UNAVAILABLE: "no answer in time",
 }
 #: errors that Flower raises for an answer of a wrong form
-_UNREADABLE = (
-    DecodeError,
-    ValueError,
-    TypeError,
-    LookupError,
-    AttributeError,
-    ArithmeticError,
-    RecursionError,
-    objects.UnexpectedObjectContentError,
-)
+_PYTHON_ERRORS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
+_UNREADABLE = (DecodeError, objects.UnexpectedObjectContentError, *_PYTHON_ERRORS)
 #: bytes of a registration or of an answer that holds an evaluation alone
 LARGEST_WITHOUT_WEIGHTS = 2**22
 #: bytes of an answer's records without the pieces of arrays; as Python's numbers they take thirty times as much
@@ -65,20 +57,14 @@ class AnswerSize:
 
     def __init__(self, largest: int):
         self._largest = largest
-        self._objects = 0
+        self._objects = self._record_bytes = 0
         self._received = 0  # bytes of pieces
-        self._record_bytes = 0
         self._piece_bytes: dict[str, int] = {}
         self._references: Counter[str] = Counter()  # by the piece's id
         self._array_bytes = 0  # with each piece as often as arrays refer to it
 
     def add(self, object_id: str, content: bytes) -> None:
-        """Count an object that has arrived.
-
-        Raises:
-            TooLarge: the answer is too large with it.
-            ValueError, TypeError, LookupError: it is not an object of Flower's.
-        """
+        """Count an object; raise TooLarge if the answer is too large with it, one of `_UNREADABLE` if it is broken."""
         self._objects += 1
         most = 1000 + self._largest // 2**20  # one for each MiB, where Flower sends pieces of 5 MiB
         if self._objects > most:
@@ -93,9 +79,8 @@ class AnswerSize:
         else:
             self._record_bytes += len(content)
             if self._record_bytes > _LARGEST_RECORDS:
-                raise TooLarge(
-                    f"its answer's records are larger than {_LARGEST_RECORDS} bytes, the most that they may have here"
-                )
+                most_bytes = f"{_LARGEST_RECORDS} bytes, the most that they may have here"
+                raise TooLarge(f"its answer's records are larger than {most_bytes}")
             if kind == Array.__qualname__:
                 for index in json.loads(objects.get_object_body(content, Array))["arraychunk_ids"]:
                     self._references[children[index]] += 1
@@ -116,9 +101,8 @@ class ArrivingAnswer:
     def pull(self, grid: Grid, message_id: str) -> list[FlowerMessage]:
         """Return the answer, or nothing while it is missing or not whole; raise TooLarge if it is too large.
 
-        Flower returns whole answers only. Its grid between machines gets each object of an answer by a call of its
-        client's PullObject. The objects are counted there, before the next ones are asked for. The simulation's grid
-        has no such client; its sites are on this machine.
+        Flower returns whole answers only. Its grid between machines gets each object by its client's PullObject; there
+        they are counted, before the next are asked for. The simulation's grid has no such client.
         """
         client: Any = getattr(grid, "_runtime_client", None)
         if client is None:
@@ -191,10 +175,8 @@ class Messenger:
         `kind` is Flower's message type: query, train or evaluate. Flower groups messages by `round_number`, and the
         SuperLink keeps them and their answers for `seconds`.
         """
-        messages = [
-            FlowerMessage(content, dst_node_id=node, message_type=kind, group_id=str(round_number), ttl=seconds)
-            for node, content in contents.items()
-        ]
+        task: Any = {"message_type": kind, "group_id": str(round_number), "ttl": seconds}
+        messages = [FlowerMessage(content, dst_node_id=node, **task) for node, content in contents.items()]
         ids = list(self.grid.push_messages(messages))
         return {message_id: node for message_id, node in zip(ids, contents, strict=False) if message_id}
 
@@ -216,12 +198,9 @@ class Messenger:
             time.sleep(next(pauses))
 
     def _pull(self, message_id: str, node: int, largest: int) -> NodeAnswer | None:
-        """Return the answer to one message; None while it is missing or not whole.
-
-        Messages are pulled one at a time: where one answer cannot be read, Flower returns none of those asked for.
-        """
+        """Return the answer to one message; None while it is missing or not whole."""
         arriving = self._arriving.setdefault(message_id, ArrivingAnswer(largest))
-        try:
+        try:  # one at a time: where one answer cannot be read, Flower returns none of those asked for
             replies = arriving.pull(self.grid, message_id)
         except TooLarge as error:
             return NodeAnswer(node, failure=str(error))

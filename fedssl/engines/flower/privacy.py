@@ -32,10 +32,8 @@ def private_answer(
 ) -> RecordDict:
     """Return a client's answer to a round's message, protected as `options` say.
 
-    Args:
-        options: the site's own copy of the recipe's; nothing that the server asks for changes them.
-        message, context: as Flower gives them to a ClientApp.
-        train: returns the answer without protection; with secure aggregation called only in the stage that needs it.
+    `options` are the site's own; nothing that the server asks for changes them. `train` returns the answer without
+    protection; with secure aggregation it is called only in the stage that needs it.
 
     Raises:
         UserError: raised by `train`; weights are not finite or, with secure aggregation, beyond its clipping_range;
@@ -69,10 +67,8 @@ def _clipped_reply(
     received = from_records(message.content).tensors
     for name in reply.tensors:
         if name not in received:
-            raise UserError(
-                f"flower.differential_privacy clips a tensor's change since it was received, but {name} "
-                "was not received from the server"
-            )
+            rule = "flower.differential_privacy clips a tensor's change since it was received"
+            raise UserError(f"{rule}, but {name} was not received from the server")
     before = {name: received[name] for name in reply.tensors}
     old, new = flatten_weights(before), flatten_weights(reply.tensors)
     require_finite(new)

@@ -43,17 +43,12 @@ def noise_multiplier(privacy: LocalDP | FixedClipping) -> float:
 
 
 def epsilon_after(privacy: LocalDP | FixedClipping, rounds: int) -> float:
-    """Return the epsilon that a client has spent after some rounds, at `privacy.delta`; infinite without noise.
-
-    Raises:
-        UserError: dp-accounting is not installed.
-    """
+    """Return the epsilon that a client has spent after some rounds, at `privacy.delta`; infinite without noise."""
     try:
         from dp_accounting import get_epsilon_gaussian
     except ModuleNotFoundError as error:
-        raise UserError(
-            f"differential privacy is counted by dp-accounting, which is not installed: {install_command('privacy')}"
-        ) from error
+        problem = "differential privacy is counted by dp-accounting, which is not installed"
+        raise UserError(f"{problem}: {install_command('privacy')}") from error
     if rounds == 0:
         return 0.0
     with np.errstate(all="ignore"):  # it takes logarithms of probabilities that are zero
@@ -90,11 +85,7 @@ class PrivacyAccountant:
 
     @classmethod
     def of_run(cls, directory: RunDirectory, options: FlowerOptions) -> PrivacyAccountant | None:
-        """Return the accountant of a run, which continues the stored count; None without differential privacy.
-
-        Raises:
-            UserError: the count of committed rounds is missing or cannot be read; or dp-accounting is missing.
-        """
+        """Return the accountant of a run, which continues the stored count; None without differential privacy."""
         if options.differential_privacy is None:
             return None
         epsilon_after(options.differential_privacy, 1)  # raises before the first round if dp-accounting is missing
@@ -110,10 +101,7 @@ class PrivacyAccountant:
         return cls(path, options.differential_privacy, options.epsilon_budget, spent or SpentRounds())
 
     def begin(self, number: int, clients: Collection[int]) -> None:
-        """Count a round for the clients that are about to be asked.
-
-        Raise UserError and count nothing if the round would raise a client's epsilon above the budget.
-        """
+        """Count a round for clients about to be asked; raise UserError, uncounted, if it exceeds a client's budget."""
         spent = self._spent
         if spent.round >= number and isinstance(self._privacy, FixedClipping):
             earlier = spent.earlier  # the round begins again, as its mean was not committed

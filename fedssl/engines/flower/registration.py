@@ -69,17 +69,11 @@ class DataForm(BaseModel):
 
 
 class ConnectedClients:
-    """The clients whose nodes are connected.
-
-    Attributes:
-        nodes: each connected client's node.
-        images: the number of training images of each client that has been connected and registered it.
-    """
+    """The clients whose nodes are connected; `run` is the run's name at the sites."""
 
     def __init__(self, messenger: Messenger, federation: Federation, progress: Observer, run: str):
-        """Ask no node yet; `run` is the run's name at the sites."""
-        self.nodes: dict[int, int] = {}
-        self.images: dict[int, int] = {}
+        self.nodes: dict[int, int] = {}  # by connected client
+        self.images: dict[int, int] = {}  # the number of training images by client that has registered it
         self._messenger, self._federation, self._progress, self._run = messenger, federation, progress, run
         self._options = federation.recipe.flower
         self._waiting: dict[str, int] = {}  # nodes that have not answered yet, by the message that asks them
@@ -89,11 +83,7 @@ class ConnectedClients:
         self._misfits: dict[int, str] | None = {}  # clients whose data do not fit; None once the run has begun
 
     def require_enough(self) -> None:
-        """Wait for all clients before a run begins.
-
-        Raises:
-            UserError: fewer than guard.minimum_answers are connected in time, or their data do not fit together.
-        """
+        """Wait for all clients before a run begins; raise UserError if too few connect in time or data do not fit."""
         clients = len(self._federation.client_rows)
         self._wait(set(range(clients)), self._options.connect_seconds)
         missing = sorted(set(range(clients)) - self.nodes.keys())
@@ -165,10 +155,7 @@ class ConnectedClients:
         self._progress.warn(f"node {answer.node} is left out: {failure}")
 
     def _data_fault(self, client: int, content: RecordDict) -> str | None:
-        """Return why a client is left out for the form of its images; None where it takes part.
-
-        Before the run has begun, images or classes that do not fit are noted instead, and stop it from beginning.
-        """
+        """Return why a client's images leave it out, if they do; a misfit before the run is noted and stops it."""
         try:
             form = DataForm.model_validate(config_of(content, "data"))
         except ValidationError:

@@ -58,10 +58,8 @@ def masked_answer(
 ) -> RecordDict:
     """Return a client's records of a stage; masked weights are an int32 tensor [1 + n], the number of samples first.
 
-    Args:
-        options: the site's own copy of the recipe's.
-        message, context: as Flower gives them to a ClientApp.
-        answer: returns the client's answer without masks; called only in the stage that collects masked weights.
+    `options` are the site's own. `answer` returns the client's answer without masks; it is called only in the stage
+    that collects masked weights.
 
     Raises:
         UserError: raised by `answer`; weights are not finite or beyond clipping_range.
@@ -75,10 +73,8 @@ def masked_answer(
         require_finite(vector)
         for name, tensor in reply.tensors.items():  # Flower would cut it off
             if tensor.is_floating_point() and bool((tensor.abs() > options.clipping_range).any()):
-                raise UserError(
-                    f"{name} holds a value beyond flower.secure_aggregation.clipping_range "
-                    f"({options.clipping_range:g}): raise that option"
-                )
+                option = f"flower.secure_aggregation.clipping_range ({options.clipping_range:g})"
+                raise UserError(f"{name} holds a value beyond {option}: raise that option")
         metrics.update(reply.metrics)
         result = FitRes(Status(Code.OK, ""), ndarrays_to_parameters([vector]), int(reply.numbers["samples"]), {})
         return FlowerMessage(fitres_to_recorddict(result, True), reply_to=inner)
@@ -102,12 +98,7 @@ def secure_mean(
 ) -> tuple[Vector | None, dict[int, dict[str, float]], dict[int, str]]:
     """Return the mean of the clients' weights, by the stages of Flower's SecAggPlusWorkflow.
 
-    Args:
-        options: with secure aggregation.
-        contents: the round's message to each client.
-        nodes: each client's node.
-        size: how many weights a client sends.
-        exchange: sends the messages of a stage.
+    `contents` has the round's message to each client, who sends `size` weights.
 
     Returns:
         The mean, float64 [size], weighted by the clients' numbers of samples, or None where the protocol failed; the

@@ -15,9 +15,9 @@ that a round that was refused, late or lost with the server is trained again fro
 from __future__ import annotations
 
 import secrets
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Event
 from typing import Any, TypeVar
 
 from flwr.app import ConfigRecord, Context, RecordDict
@@ -48,25 +48,16 @@ from .wire import flatten_weights, from_records, on_disk, to_shared_records, unf
 #: options that may change when a run continues, as no earlier round depends on them
 _CHANGEABLE = ("flower.round_seconds", "flower.connect_seconds", "flower.epsilon_budget", "guard.minimum_answers")
 
-Content = TypeVar("Content")
+T = TypeVar("T")
 
 
 class FlowerClients:
     """Clients behind Flower's grid (see `fedssl.engines.rounds.Clients`)."""
 
     def __init__(
-        self,
-        grid: Grid,
-        federation: Federation,
-        directory: RunDirectory,
-        progress: Observer,
-        run: str,
-        stop: threading.Event,
+        self, grid: Grid, federation: Federation, directory: RunDirectory, progress: Observer, run: str, stop: Event
     ):
-        """Make the clients of a run; call `connect` before its rounds.
-
-        `run` is the run's name at the sites. When `stop` is set, waiting ends with `Stopped`.
-        """
+        """Make the clients of the run that sites call `run`; when `stop` is set, waiting ends with `Stopped`."""
         self._federation, self._directory, self._progress, self._run = federation, directory, progress, run
         self._messenger = Messenger(grid, stop)
         self._connected = ConnectedClients(self._messenger, federation, progress, run)
@@ -75,7 +66,7 @@ class FlowerClients:
         self._evaluations: dict[int, SiteEvaluation] = {}  # in the round's answers
 
     def connect(self) -> None:
-        """Wait for all clients; see `ConnectedClients.require_enough` for the errors."""
+        """Wait for all clients before the rounds; see `ConnectedClients.require_enough`."""
         self._connected.require_enough()
 
     def answers(self, number: int, sent: dict[int, Message]) -> tuple[dict[int, Message], dict[int, str]]:
@@ -104,7 +95,7 @@ class FlowerClients:
         return self.kept(reply), evaluation
 
     def _secure_answers(
-        self, number: int, sent: dict[int, Message], contents: dict[int, RecordDict]
+        self, number: int, sent: dict[int, Message], contents: Contents
     ) -> tuple[dict[int, Message], dict[int, str]]:
         """Return the clients' mean as the answer of each client in it: an average over these is that mean again."""
         if not contents:
@@ -169,24 +160,16 @@ class FlowerClients:
         return ConfigRecord(task)
 
     def _exchange(
-        self,
-        kind: str,
-        contents: dict[int, RecordDict],
-        number: int,
-        read: Callable[[RecordDict], Content],
-        largest: int | None = None,
-    ) -> tuple[dict[int, Content], dict[int, str]]:
-        """Send messages to clients; return their answers, and why other clients' answers do not count.
-
-        `read` converts an answer's records on arrival; with UserError it refuses them.
-        """
+        self, kind: str, contents: Contents, number: int, read: Callable[[RecordDict], T], largest: int | None = None
+    ) -> tuple[dict[int, T], dict[int, str]]:
+        """Return clients' answers, which `read` converts or refuses with UserError, and why others do not count."""
         if not contents:
             return {}, {}
         seconds = self._options.round_seconds
         client_of = {self._connected.nodes[k]: k for k in contents}
         node_contents = {node: contents[k] for node, k in client_of.items()}
         waiting = self._messenger.send(kind, node_contents, number, seconds)
-        received: dict[int, Content] = {}
+        received: dict[int, T] = {}
         reached = {client_of[node] for node in waiting.values()}
         missing = {k: "the round's message could not be sent to it" for k in contents if k not in reached}
         for answer in self._messenger.collect(waiting, seconds, largest or self._largest_answer(contents)):
@@ -203,11 +186,8 @@ class FlowerClients:
         missing |= {client_of[node]: f"no answer within {seconds:g} s" for node in waiting.values()}
         return received, missing
 
-    def _largest_answer(self, contents: dict[int, RecordDict]) -> int:
-        """Return the most bytes of an answer: more than any recipe needs, and less than the memory holds.
-
-        limit = 256 MiB + 4 x sent + 4 x model + 64 KiB a public image + projections
-        """
+    def _largest_answer(self, contents: Contents) -> int:
+        """Return the most bytes of an answer: more than any recipe needs, and less than the memory holds."""
         method, images = self._federation.method, self._federation.dataset.public_images
         model = method.global_model
         records = [content.array_records.values() for content in contents.values()]
@@ -223,9 +203,8 @@ def _require_address(content: RecordDict, client: int, number: int) -> None:
     address = config_of(content, "answer")
     if address != {"client": client, "round": number}:
         got = ", ".join(f"{name} {str(address.get(name))[:20]}" for name in ("client", "round"))
-        raise UserError(
-            f"its answer belongs to another round or client: expected client {client}, round {number}, got {got}"
-        )
+        expected = f"client {client}, round {number}"
+        raise UserError(f"its answer belongs to another round or client: expected {expected}, got {got}")
 
 
 def make_server_app(recipe_file: Path) -> ServerApp:
@@ -250,7 +229,7 @@ def make_server_app(recipe_file: Path) -> ServerApp:
                 progress.note(f"{path} is finished already")
                 return
             run = (path / SITES_RUN).read_text(encoding="utf-8").strip()
-            clients = FlowerClients(grid, federation, directory, progress, run, threading.Event())
+            clients = FlowerClients(grid, federation, directory, progress, run, Event())
             clients.connect()
             run_rounds(federation, directory, progress, clients)
 

@@ -31,11 +31,7 @@ from .server import FlowerClients
 
 
 def run(recipe: Recipe, path: Path, observer: Observer | None = None, overwrite: bool = False) -> RunDirectory:
-    """Run a recipe from its start into a new folder, its clients on Ray; see `in_process.run`.
-
-    Raises:
-        UserError: see `in_process.run`; the recipe's engine is flower; Ray is not installed.
-    """
+    """Run a recipe from its start into a new folder, its clients on Ray; see `in_process.run`."""
     _require_simulation(recipe)
     refuse_existing(path, overwrite)
     federation = private_federation(build_federation(recipe))
@@ -46,12 +42,10 @@ def run(recipe: Recipe, path: Path, observer: Observer | None = None, overwrite:
 def resume(
     path: Path, observer: Observer | None = None, trust: bool = False, clients_parallel: int | None = None
 ) -> RunDirectory:
-    """Continue a run from its last complete round; see `in_process.resume` and, for the errors, `run`."""
+    """Continue a run from its last complete round; see `in_process.resume`."""
     if clients_parallel is not None:
-        raise UserError(
-            "clients_parallel is for engine in-process, got a run of engine flower-simulation: "
-            f"{WITHOUT_CLIENTS_PARALLEL}"
-        )
+        problem = "clients_parallel is for engine in-process, got a run of engine flower-simulation"
+        raise UserError(f"{problem}: {WITHOUT_CLIENTS_PARALLEL}")
     recipe = load_stored_recipe(RunDirectory.open(path), trust, resuming=True)
     _require_simulation(recipe)
     with alone_in(path):

@@ -46,11 +46,7 @@ class SiteOptions(Options):
 
 
 def load_site(path: str | Path) -> SiteOptions:
-    """Return the options in a site's file.
-
-    Raises:
-        UserError: no such file; not YAML; a key or value that is not allowed.
-    """
+    """Return the options in a site's file."""
     path = expand_home(path)
     try:
         text = read_regular_file(path, MOST_BYTES).decode()
@@ -69,17 +65,11 @@ def load_site(path: str | Path) -> SiteOptions:
 
 
 def site_federation(recipe: Recipe, site: SiteOptions) -> Federation:
-    """Return the federation as a site sees it: its own client is whole, of the others it has no images.
-
-    Raises:
-        UserError: see `build_federation`; an unknown client; no data where each site brings its own.
-    """
+    """Return the federation as a site sees it: its own client is whole, of the others it has no images."""
     clients = recipe.partition.clients
     if site.client >= clients:
-        raise UserError(
-            f"the site's client is {site.client}, but the recipe has partition.clients={clients}: "
-            f"expected 0 to {clients - 1}"
-        )
+        problem = f"the site's client is {site.client}, but the recipe has partition.clients={clients}"
+        raise UserError(f"{problem}: expected 0 to {clients - 1}")
     if site.data is None and recipe.partition.name == "sites":
         raise UserError(
             "the site's data is missing: the recipe has partition.name=sites, so each site's file must name its own "
@@ -150,7 +140,7 @@ def add_evaluation(reply: Message, measures: dict[str, float], spectrum: Tensor)
 
 
 def split_evaluation(reply: Message) -> tuple[Message, SiteEvaluation]:
-    """Return a client's answer to the round without its evaluation, and the evaluation."""
+    """Return a client's answer without its evaluation, and the evaluation."""
     measures = {n.removeprefix(_MEASURE): v for n, v in reply.numbers.items() if n.startswith(_MEASURE)}
     numbers = {name: value for name, value in reply.numbers.items() if not name.startswith(_MEASURE)}
     tensors = dict(reply.tensors)
@@ -179,7 +169,7 @@ def evaluation_fault(evaluation: SiteEvaluation) -> str | None:
 
 
 def _bounds(measure: str, spectrum: int) -> tuple[float, float]:
-    """The smallest and largest value of a measure; a little more than what rounding may add."""
+    """Return the smallest and largest value of a measure, with a little more than what rounding may add."""
     label, name = split_metric(measure)
     bounds = METRICS[name].bounds if name in METRICS else (0.0, 100.0)
     # the singular values on other data are not sent

@@ -90,15 +90,10 @@ def to_shared_records(messages: Mapping[int, Message]) -> dict[int, RecordDict]:
 
 
 def from_records(records: RecordDict) -> Message:
-    """Return the message of `to_records`, in memory of its own.
-
-    Raises:
-        UserError: a record is missing or invalid.
-    """
+    """Return the message of `to_records`, in memory of its own; raise UserError if a record is missing or invalid."""
     if any(not isinstance(records.get(name), kind) for name, kind in _RECORDS.items()):
-        raise UserError(
-            f"the message's records are invalid: expected {', '.join(_RECORDS)}, got {', '.join(sorted(records))}"
-        )
+        expected, got = ", ".join(_RECORDS), ", ".join(sorted(records))
+        raise UserError(f"the message's records are invalid: expected {expected}, got {got}")
     values: list[Any] = [dict(records[name].items()) for name in _RECORDS]
     arrays, layout, *rest = values
     lists = [name for record in rest for name, value in record.items() if isinstance(value, list | bytes)]
@@ -108,7 +103,7 @@ def from_records(records: RecordDict) -> Message:
 
 
 def _unpack(arrays: dict[str, Array], layout: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors that a layout describes, cut from the arrays."""
+    """Return the tensors that a layout describes."""
     read = dict.fromkeys(arrays, 0)  # bytes
     tensors = {}
     for name, dtype, shape in _entries(layout):
@@ -123,9 +118,8 @@ def _unpack(arrays: dict[str, Array], layout: dict[str, Any]) -> dict[str, Tenso
         read[dtype] += size
     for dtype, array in arrays.items():
         if array.stype != _SERIALISATION or array.dtype != dtype:
-            raise UserError(
-                f"the array {dtype} is invalid: expected {_SERIALISATION} {dtype}, got {array.stype} {array.dtype}"
-            )
+            expected, got = f"{_SERIALISATION} {dtype}", f"{array.stype} {array.dtype}"
+            raise UserError(f"the array {dtype} is invalid: expected {expected}, got {got}")
         if len(array.data) != read[dtype]:
             raise UserError(f"the array {dtype} has {len(array.data)} bytes, but its tensors have {read[dtype]}")
     return tensors
