@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from ..models.heads import mlp_head
-from ..models.model import Model
+from ..models.model import Model, mlp_head
 from .base import Objective, Step
 
 

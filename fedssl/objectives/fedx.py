@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from fedkernels import nt_xent
 
-from ..models.heads import mlp_head
-from ..models.model import Model
+from ..models.model import Model, mlp_head
 from .base import Objective, Step
 
 

@@ -9,8 +9,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from ..models.data_parallel import losses
-from ..models.heads import mlp_head
-from ..models.model import Model
+from ..models.model import Model, mlp_head
 from .base import Objective, Step
 
 

@@ -14,7 +14,7 @@ import fedssl
 from fedssl.aggregators.weighted_mean import WeightedMean
 from fedssl.augmentations.random_views import RandomViews
 from fedssl.engines.in_process import run
-from fedssl.engines.progress import Silent
+from fedssl.engines.observers import Observer
 from fedssl.federation import build_federation
 from fedssl.local_updates.replace import Replace
 from fedssl.objectives.byol import BYOL
@@ -94,8 +94,8 @@ class {name}(Regularizer):
 def interrupt(recipe: fedssl.Recipe, path: Path) -> None:
     """Run a recipe up to its first committed round."""
 
-    class Interrupted(Silent):
-        def round_done(self, round_number, metrics):
+    class Interrupted(Observer):
+        def round_ended(self, number, rows):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from fedssl.errors import UserError
-from fedssl.models.heads import mlp_head
+from fedssl.models.model import mlp_head
 
 
 def structure(head):
