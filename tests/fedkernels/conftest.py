@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 import fedkernels
-from fedkernels.internal import native
+from fedkernels.internal import native as _native
 
 FUNCTIONS = {name: getattr(fedkernels, name) for name in fedkernels.__all__ if name[0].islower()}
 NO_OPERATORS = "build_info", "self_test"
 FUNCTIONS = {name: function for name, function in FUNCTIONS.items() if callable(function) and name not in NO_OPERATORS}
 OF_PARTS = "accumulate_cka", "clip_loss", "supervised_contrastive_loss"  # which call compiled operators of other names
-COMPILED = {f"test_{name}" for name in (*native.COMPILED, *OF_PARTS)} | {"test_unbalanced_ot_stiff"}
+COMPILED = {f"test_{name}" for name in (*_native.COMPILED, *OF_PARTS)} | {"test_unbalanced_ot_stiff"}
 OF_ALL = {"test_adversarial", "test_contexts", "test_memory_and_autograd", "test_properties", "test_refusals"}
 OF_OPERATORS = {f"test_{name}" for name in FUNCTIONS} | COMPILED | OF_ALL
 
@@ -36,9 +36,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = getattr(request, "param", None)
     if wanted == "reference":
-        monkeypatch.setattr(native, "module", None)
-    elif wanted == "native" and native.module is None:
-        pytest.skip(f"fedkernels._C is {native.build_info()['native']}")
+        monkeypatch.setattr(_native, "module", None)
+    elif wanted == "native" and _native.module is None:
+        pytest.skip(f"fedkernels._C is {_native.build_info()['native']}")
     elif request.node.get_closest_marker("gpu"):
         need_gpu()
     if wanted == "cuda":
@@ -109,5 +109,5 @@ def moved(value: Any, move: Callable[[Tensor], Tensor]) -> Any:
 @pytest.fixture
 def native() -> None:
     """For tests of the compiled module itself."""
-    if native.module is None:
-        pytest.skip(f"fedkernels._C is {native.build_info()['native']}")
+    if _native.module is None:
+        pytest.skip(f"fedkernels._C is {_native.build_info()['native']}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -178,7 +179,11 @@ def test_a_script_resumes_what_it_began_until_it_changes(tmp_path):
 
     def run_script(*arguments):
         command = [sys.executable, script, *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path).stdout
+        environment = os.environ | {
+            "PYTHONPATH": str(Path(__file__).parents[2])
+        }  # for what the script imports from here
+        done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path, env=environment)
+        return done.stdout
 
     run_script()
     script.write_text(SCRIPT + "# changed\n")
