@@ -105,10 +105,10 @@ def results():
     views = [view / 4 for pair in views_of_images() for view in pair]  # of values from 0 to 1
     others = [fedkernels.delta_gram(params[0], params[1:]), value, steep, weights]
     return [*start, *others, *views, *losses(), *similarities()]
-native = results()
+compiled = results()
 print(fedkernels.build_info()["cpu_used"])
 native.module = None
-for one, other in zip(native, results(), strict=True):
+for one, other in zip(compiled, results(), strict=True):
     torch.testing.assert_close(one, other)
 """
 
