@@ -40,7 +40,7 @@ class Client:
 
 @dataclass
 class LocalRound:
-    """What a part sees while one client works on one round.
+    """One client's work on one round, as parts see it.
 
     Attributes:
         received: the server's message of this round.

@@ -21,5 +21,5 @@ def installed_distribution() -> str:
 
 
 def install_command(extra: str) -> str:
-    """The command that installs the optional packages of one name, as in "pip install 'fedssl[export]'"."""
+    """Return the command that installs the optional packages of one name, as in "pip install 'fedssl[export]'"."""
     return f"pip install '{installed_distribution()}[{extra}]'"

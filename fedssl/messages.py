@@ -1,4 +1,4 @@
-"""What travels and what is kept: named tensors, named numbers, a small config."""
+"""Messages travel and states are kept in one form: named tensors, named numbers, a small config."""
 
 from __future__ import annotations
 

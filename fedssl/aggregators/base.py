@@ -1,4 +1,4 @@
-"""How the server aggregates what the clients send; each file has a part's client side and its server side."""
+"""Aggregators join on the server what the clients send; each file has a part's client side and its server side."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How random views are made of a client's images."""
+"""Augmentations make random views of a client's images."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class ProgressBars(Observer):
 
 
 class _SpeedColumn(ProgressColumn):
-    """What a bar's field `speed` returns."""
+    """Column that shows what a bar's field `speed` returns."""
 
     def render(self, task: Task) -> Text:
         return Text(task.fields["speed"]())

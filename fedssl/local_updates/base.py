@@ -1,4 +1,4 @@
-"""How a client uses the weights that it receives."""
+"""Local updates say how a client uses the weights that it receives."""
 
 from __future__ import annotations
 

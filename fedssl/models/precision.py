@@ -74,7 +74,7 @@ def networks_compute_in(model: Model, precision: Precision) -> Iterator[None]:
 
 
 class _Hooks(threading.local):
-    """What runs before and after a network's forward pass; two threads may call it at a time."""
+    """Hooks that run before and after a network's forward pass; two threads may call it at a time."""
 
     def __init__(self, device_type: str, dtype: torch.dtype | None):
         self.device_type, self.dtype = device_type, dtype

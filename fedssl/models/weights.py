@@ -22,7 +22,7 @@ from .encoders import has_small_image_stem
 
 
 class ModelOptions(Options):
-    """What the encoders are before the first round. Projectors and predictors are always drawn at random."""
+    """Weights that the encoders start from. Projectors and predictors are always drawn at random."""
 
     weights: str | dict[str, str] | None = Field(
         None,

@@ -15,7 +15,7 @@ from ..parts import Part
 
 @dataclass
 class Step:
-    """What one training step computed, for regularizers to use. Each tuple has one tensor [n, d] for each view.
+    """Results of one training step, for regularizers to use. Each tuple has one tensor [n, d] for each view.
 
     Attributes:
         loss: the objective's loss, a scalar.
@@ -34,7 +34,7 @@ class Step:
 
     @property
     def online_views(self) -> tuple[Tensor, ...]:
-        """The views whose outputs the tuples hold."""
+        """Return the views whose outputs the tuples hold."""
         return self.views[self.first_view : self.first_view + len(self.representations)]
 
 

@@ -92,7 +92,7 @@ class SecAggPlus(Options):
 
 
 class FlowerOptions(Options):
-    """How long Flower waits, which of its privacy methods are on, and how much of the machine a simulation uses."""
+    """Flower's waiting times, its privacy methods, and the share of the machine that a simulation uses."""
 
     round_seconds: float = Field(
         3600, gt=0, description="seconds that a round waits for answers; later ones are ignored"

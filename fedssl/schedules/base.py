@@ -1,4 +1,4 @@
-"""Which layers train and travel in a round."""
+"""Schedules say which layers train and travel in a round."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..parts import Part
 
 @dataclass(frozen=True)
 class Plan:
-    """How a round uses the encoder's layers, numbered from 0. The heads train and travel in every round.
+    """A round's use of the encoder's layers, numbered from 0. The heads train and travel in every round.
 
     Attributes:
         stage: the stage, from 1.

@@ -197,7 +197,7 @@ def _counted_files(options: DataOptions) -> ExpectedData:
 
 @dataclass(frozen=True)
 class RunCost:
-    """What the local training of one run takes, on average over the draws of clients that are sampled or drop out.
+    """Cost of the local training of one run, on average over the draws of clients that are sampled or drop out.
 
     Attributes:
         steps: of all clients in all rounds.

@@ -117,12 +117,12 @@ class Progress:
         self.started = self.last_note = time.monotonic()
 
     def round_done(self, cell: Cell, round_number: int) -> None:
-        """A round of a cell is committed."""
+        """Handle a committed round of a cell."""
         if time.monotonic() - self.last_note >= _SECONDS_BETWEEN_NOTES:
             self._tell(f"{cell}: round {round_number} of {cell.recipe.rounds}")
 
     def cell_ended(self, cell: Cell, failure: str | None = None) -> None:
-        """A cell is finished, or has failed with an error message."""
+        """Handle the end of a cell, with an error message if it failed."""
         self.ended += 1
         left = (self.waiting - self.ended) * (time.monotonic() - self.started) / self.ended
         time_left = f"; {format_duration(left)} left" if self.ended < self.waiting else ""
@@ -240,7 +240,7 @@ def run_in_processes(cells: Sequence[Cell], jobs: int, progress: Progress) -> No
 
 
 def _work(connection: Connection, threads: int) -> None:
-    """A worker process. It receives (recipe, folder) of a cell again and again, and ends when it receives None.
+    """Run cells in a worker process: it receives (recipe, folder) again and again, and ends when it receives None.
 
     It sends `("round", number)` after each commit, `("end", error message or None)` after a cell, and
     `("bug", traceback)` where something else than a UserError was raised.
