@@ -241,7 +241,7 @@ class _Twin:
 
 
 def _data(batch_norm: _BatchNorm, name: str) -> Tensor:
-    """Bypass autograd's version check: the backward pass never reads running statistics in training mode."""
+    """Return `.data`, to bypass autograd's version check: in training mode no backward pass reads these statistics."""
     buffer = batch_norm._buffers[name]
     assert buffer is not None
     return buffer.data

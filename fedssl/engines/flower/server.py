@@ -187,7 +187,7 @@ class FlowerClients:
         return received, missing
 
     def _largest_answer(self, contents: Contents) -> int:
-        """Return the most bytes of an answer: more than any recipe needs, and less than the memory holds."""
+        """Return the limit of an answer: 256 MiB + 4 x sent + 4 x model + 64 KiB a public image + projections."""
         method, images = self._federation.method, self._federation.dataset.public_images
         model = method.global_model
         records = [content.array_records.values() for content in contents.values()]
