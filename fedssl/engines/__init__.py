@@ -22,9 +22,15 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 
 def run(recipe: Recipe, path: str | Path, *, overwrite: bool = False, observers: Iterable[Observer] = ()) -> Run:
-    """Run a recipe to its end in the folder `path` and read the run back; `overwrite` replaces an existing folder.
+    """Run a recipe to its end and read the run back.
 
-    Every round is committed to the folder: `resume` continues the run if it is interrupted.
+    The run is committed to its folder after every round; `resume` continues it if it is interrupted.
+
+    Args:
+        recipe: from `load_recipe`, or a `Recipe` made in Python.
+        path: the run's folder, which must not exist unless `overwrite` is true.
+        overwrite: replace an existing run.
+        observers: objects that are called when the run begins, after each round, and at the end; see `Observer`.
 
     Raises:
         UserError: the folder exists, the data cannot be read, or the recipe's parts do not go together.
@@ -37,9 +43,13 @@ def resume(
 ) -> Run:
     """Continue an interrupted run to its end and read it back; a finished run is only read.
 
-    On the same machine and thread count the result is bit-identical to that of a run that was never interrupted. With
-    `trust`, the code of your own parts runs even if it has changed since the run began. From here on
-    `clients_parallel` clients train at a time (default: as the recipe has it).
+    On the same machine and thread count the result is bit-identical to that of a run that was never interrupted.
+
+    Args:
+        path: the run's folder.
+        trust: run the code of your own parts even if it has changed since the run began.
+        clients_parallel: how many clients train at a time from here on; by default as the recipe has it.
+        observers: as in `run`; `run_began` gives them the round from which the run continues.
 
     Raises:
         UserError: the folder holds no run, a file that the run relies on was changed, or a part of the recipe was
