@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import SummaryWriter
@@ -128,11 +129,29 @@ def _ignore_full_disk(error: threading.ExceptHookArgs) -> None:
 
 
 def load_observer(path: Path) -> Observer:
-    """Run a .py file and return an object of the one Observer subclass in it, made without arguments."""
+    """Run a .py file and return an object of the one Observer subclass in it, made without arguments.
+
+    An OSError of its methods, such as of a server that is down, becomes a UserError that names the file.
+    """
     if path.suffix != ".py" or not expand_home(path).is_file():
         raise UserError(f"an observer is an existing .py file with one subclass of fedssl.Observer, got {path}")
     kind = only_class(load_file(path), Observer, str(path))
     try:
-        return kind()
+        observer = kind()
     except Exception as error:
         raise UserError(f"{path}: {kind.__name__}() failed: {type(error).__name__}: {error}") from error
+    for name in vars(Observer).keys() & vars(kind).keys():
+        if not name.startswith("_"):
+            setattr(observer, name, _named(getattr(observer, name), f"the observer {path}, {name}"))
+    return observer
+
+
+def _named(method: Callable[..., None], name: str) -> Callable[..., None]:
+    def call(*arguments: Any, **named: Any) -> None:
+        try:
+            method(*arguments, **named)
+        except OSError as error:
+            problem = f"{name} failed: {type(error).__name__}: {error}"
+            raise UserError(f"{problem}; finished rounds are kept: continue with fedssl run --resume RUN") from error
+
+    return call

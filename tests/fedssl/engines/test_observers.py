@@ -168,6 +168,16 @@ def test_the_class_itself_imported_into_the_file_does_not_count(tmp_path):
     assert type(load_observer(tmp_path / "mine.py")).__name__ == "Mine"
 
 
+def test_an_observer_that_reaches_no_server_is_named_and_the_round_is_kept(recipe, tmp_path):
+    method = "def round_ended(self, number, rows):\n        raise ConnectionError('no route to host')"
+    (tmp_path / "mine.py").write_text(MINE.replace("pass", method))
+    with pytest.raises(
+        UserError, match=r"the observer .*mine\.py, round_ended failed: ConnectionError: no route to host"
+    ):
+        run(recipe, tmp_path / "run", load_observer(tmp_path / "mine.py"))
+    assert RunDirectory.open(tmp_path / "run").checkpoint.round == 0
+
+
 # The page
 
 
