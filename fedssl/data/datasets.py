@@ -12,14 +12,13 @@ from torch import Tensor
 
 from ..errors import UserError
 from ..untrusted import printable
-from .decoding import decode_images
 from .files import expanded, first_line, kind_of, list_files, listed, notify_of_left_out
 from .image_files import SMALLEST_SIDE
 from .npz import NpzArchive
 from .options import SOURCES, DataOptions
 from .pixels import channels_first, resize, to_uint8
 from .splits import LabelledImages, Splits, unlabelled
-from .stored_images import Images, images_of_rows
+from .stored_images import Images, decode_images, images_of_rows
 
 _MEASURED_TRAINING_IMAGES = 2000
 _PUBLIC_KEYS = ("x", "x_train", "train_images")

@@ -11,11 +11,10 @@ import torch
 
 from ..errors import UserError
 from ..untrusted import printable
-from .decoding import decode_images, report_broken
 from .files import expanded, first_line, kind_of, list_files, listed, notify, notify_of_left_out, subfolders
 from .options import DataOptions
 from .splits import LabelledImages, Splits
-from .stored_images import images_of_rows
+from .stored_images import decode_images, images_of_rows, report_broken
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from ..run_folder.creation import alone_in, new_run, refuse_existing
 from ..run_folder.directory import RunDirectory
 from . import workers
 from .observers import Observer
-from .rounds import Clients, first_files, run_rounds
-from .workers import ClientTrainer, ClientWorker, DataParallelTrainer, Task, check_devices, started_workers
+from .rounds import Clients, ClientTrainer, first_files, run_rounds
+from .workers import ClientWorker, DataParallelTrainer, Task, check_devices, started_workers
 
 
 def run(recipe: Recipe, path: Path, observer: Observer | None = None, overwrite: bool = False) -> RunDirectory:

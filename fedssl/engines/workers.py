@@ -22,39 +22,13 @@ import torch.distributed as dist
 import yaml
 from torch import Tensor
 
-from ..client import Client
 from ..data.datasets import Dataset
 from ..errors import UserError
 from ..federation import Federation, build_federation
 from ..messages import Message
 from ..models.data_parallel import Share, join
-from ..models.model import Model
 from ..recipe.reading import parse_recipe
-from .rounds import evaluate_after
-
-
-class ClientTrainer:
-    """Trains and evaluates one client at a time, whose answer does not depend on which clients came before."""
-
-    def __init__(self, federation: Federation):
-        self._federation = federation
-        self._models: dict[str, Model] = {}  # the last client's of each architecture, into which the next one is loaded
-
-    def train(self, index: int, state: Message, received: Message, number: int) -> tuple[Message, Message]:
-        """Return a client's answer to a round's message, and its state after it, which the next call may change."""
-        client = self._load(index, state)
-        reply = self._federation.method.client_round(client, received, number)
-        return reply, self._federation.state_in_place(client, number)
-
-    def evaluate(self, index: int, state: Message, number: int) -> tuple[dict[str, float], Tensor]:
-        """Evaluate a client's own model, see `evaluate_after`."""
-        return evaluate_after(self._federation, self._load(index, state).model, number)
-
-    def _load(self, index: int, state: Message) -> Client:
-        architecture = self._federation.recipe.architecture_of(index)
-        client = self._federation.client(index, state, self._models.get(architecture))
-        self._models[architecture] = client.model
-        return client
+from .rounds import ClientTrainer
 
 
 class PackedTensor(NamedTuple):

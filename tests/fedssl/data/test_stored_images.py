@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedssl.data import decoding
+from fedssl.data import stored_images
 from fedssl.data.datasets import load_dataset
 from fedssl.data.options import DataOptions
 from fedssl.data.stored_images import ChosenImages, StoredImages, rows_in_place
@@ -95,8 +95,8 @@ def test_holdout_and_limits_are_the_same(folder):
 def test_files_are_decoded_once(folder, monkeypatch):
     options = options_of(folder, memory_limit=0)
     first = load_dataset(options, 0)
-    monkeypatch.setattr(decoding, "read_pixels", None)  # whoever decodes fails
-    monkeypatch.setattr(decoding, "image_kind", None)
+    monkeypatch.setattr(stored_images, "read_pixels", None)  # whoever decodes fails
+    monkeypatch.setattr(stored_images, "image_kind", None)
     again = load_dataset(options, 0)
     assert again.train_images[:].equal(first.train_images[:])
     for changed in ({"image_size": 8}, {"window": "full"}):
@@ -176,7 +176,7 @@ def test_gray_images_take_a_third(tmp_path, monkeypatch):
 def test_a_full_disk_leaves_nothing(folder, monkeypatch):
     options = options_of(folder, memory_limit=0)
     usage = type("usage", (), {"free": 1000})
-    monkeypatch.setattr("fedssl.data.decoding.shutil.disk_usage", lambda path: usage)
+    monkeypatch.setattr("fedssl.data.stored_images.shutil.disk_usage", lambda path: usage)
     refused(r"the decoded images need 0\.0 MB in .*, where 0\.0 MB are free; free some space", options)
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder.parent / "cache"))
@@ -212,8 +212,8 @@ def test_rows_are_read_and_not_mapped(folder):
 
 
 def test_the_default_limit_is_a_share_of_the_memory(folder, monkeypatch):
-    monkeypatch.setattr(decoding, "available_memory", lambda: 30 * 3 * 16 * 16)
+    monkeypatch.setattr(stored_images, "available_memory", lambda: 30 * 3 * 16 * 16)
     assert isinstance(load_dataset(options_of(folder), 0).train_images, StoredImages)
-    monkeypatch.setattr(decoding, "available_memory", lambda: 4 * 30 * 3 * 16 * 16)
+    monkeypatch.setattr(stored_images, "available_memory", lambda: 4 * 30 * 3 * 16 * 16)
     assert isinstance(load_dataset(options_of(folder), 0).train_images, torch.Tensor)
     assert np.prod(load_dataset(options_of(folder), 0).train_images.shape) == 24 * 3 * 16 * 16
