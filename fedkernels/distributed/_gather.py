@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fedkernels.distributed._ranks import all_gather, reduce_scatter
+
 
 def visit_keys(
     key: Tensor, key_rows: list[int], group: dist.ProcessGroup, visit: Callable[[int, Tensor], None]
@@ -31,7 +33,7 @@ def sum_key_gradients(
         gradients[owner, :rows] = contribution
     assert gradients is not None
     own = gradients.new_empty(everyones.shape[1:])
-    dist.reduce_scatter_tensor(own, gradients.flatten(0, 1), group=group)
+    reduce_scatter(own, gradients.flatten(0, 1), group=group)
     return own[: len(key)]
 
 
@@ -41,5 +43,5 @@ def _all_gather(key: Tensor, key_rows: list[int], group: dist.ProcessGroup) -> T
     if len(key) < most:
         key = torch.cat([key, key.new_zeros(most - len(key), key.shape[1])])
     everyones = key.new_empty(group.size() * most, key.shape[1])
-    dist.all_gather_into_tensor(everyones, key.contiguous(), group=group)
+    all_gather(everyones, key.contiguous(), group=group)
     return everyones.unflatten(0, (group.size(), most))

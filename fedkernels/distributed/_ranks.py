@@ -8,6 +8,9 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 METHODS = ("gather", "ring")
+# Newer torch has other names for both, and warns of these.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -66,7 +69,7 @@ def exchange(call: Call, device: torch.device, group: dist.ProcessGroup) -> list
     """
     own = torch.tensor([call], dtype=torch.int64).to(device)
     everyones = own.new_empty(group.size(), own.shape[1])
-    dist.all_gather_into_tensor(everyones, own, group=group)
+    all_gather(everyones, own, group=group)
     calls = [Call(*numbers) for numbers in everyones.tolist()]
     query_rows = [call.query_rows for call in calls]
     key_rows = [call.key_rows for call in calls]

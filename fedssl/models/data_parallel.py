@@ -69,7 +69,9 @@ def _statistics(x: Tensor) -> tuple[Tensor, Tensor]:
     var, mean = torch.var_mean(_wide(x), _all_but_channels(x), correction=0)
     own = torch.stack([mean, var])
     shares = own.new_empty(dist.get_world_size(), *own.shape)
-    dist.all_gather_into_tensor(shares.flatten(0, 1), own)
+    # Newer torch has another name for it, and warns of this one.
+    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    all_gather(shares.flatten(0, 1), own)
     means, variances = shares.unbind(dim=1)
     mean = means.mean(dim=0)
     return mean, (variances + (means - mean).square()).mean(dim=0)
