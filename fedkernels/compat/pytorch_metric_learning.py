@@ -68,6 +68,7 @@ class _LabelledLoss(nn.Module):
             ValueError: a tensor of another shape or device than these, or neither labels nor indices_tuple.
         """
         checks.floating("embeddings", embeddings, ndim=2, layout="[B, d]")
+        checks.not_empty("embeddings", embeddings, (1,), "d")
         labels = _labels("labels", labels, embeddings)
         if labels is None and indices_tuple is None:
             raise ValueError("labels must be a tensor with one label for each row of embeddings, got None")
