@@ -78,7 +78,7 @@ def compare(
         estimator: "minibatch" for `MinibatchCKA`, whose memory does not grow with the widths and which needs batches
             of at least 4. "exact" and "exact_debiased" for the value of all samples by `CKAAccumulator`: plain centred
             CKA, or debiased. With D_a and D_b the widths of all layers together they hold ``D_a D_b`` numbers in
-            float64, and ``d^2`` for each layer.
+            float64, and ``d^2`` for each layer; the squares of the outputs must be in the range of float32.
 
     Returns:
         A `Comparison` with ``matrix`` [N, M], ``layers_a``, ``layers_b`` and ``heat_map(path)``.
