@@ -66,7 +66,8 @@ class MGDAWeighting(Weighting):
     def forward(self, gramian: Tensor, /) -> Tensor:
         """Returns the weights [m] in the dtype of the Gramian [m, m], without a gradient."""
         checks.floating("gramian", gramian, ndim=2, layout="[m, m]")
-        _check_finite("gramian", gramian)
+        checks.not_empty("gramian", gramian, (0, 1), "m")
+        _largest("gramian", gramian)
         return client_weights(gramian, lower_bounds=self.lower_bound or None, tol=self.tol).to(gramian.dtype)
 
 
@@ -133,11 +134,10 @@ def _gramian(matrix: Tensor) -> Tensor:
     """The inner products [m, m] of the rows of a matrix [m, n], in float64, up to a common factor."""
     checks.floating("matrix", matrix, ndim=2, layout="[m, n]")
     checks.not_empty("matrix", matrix, (0,), "m")
-    _check_finite("matrix", matrix)
     gramian = matrix.new_zeros(len(matrix), len(matrix), dtype=torch.float64)
     if matrix.shape[1] == 0:
         return gramian
-    largest = matrix.abs().amax().double()
+    largest = _largest("matrix", matrix)
     scale = largest.where(largest > 0, 1)
     for columns in matrix.split(_CHUNK, dim=1):
         columns = columns.double() / scale
@@ -145,6 +145,9 @@ def _gramian(matrix: Tensor) -> Tensor:
     return gramian
 
 
-def _check_finite(name: str, matrix: Tensor) -> None:
-    if checks.has_values(matrix) and not (finite := matrix.isfinite()).all():
-        raise ValueError(f"{name} must be finite, got {int((~finite).sum())} entries that are NaN or infinite")
+def _largest(name: str, matrix: Tensor) -> Tensor:
+    """The largest absolute value in float64, without a copy of the matrix; finite where the host sees values."""
+    largest = torch.linalg.vector_norm(matrix.detach(), torch.inf).double()
+    if checks.has_values(largest) and not largest.isfinite():
+        raise ValueError(f"{name} must be finite, got {float(largest)} among its entries")
+    return largest
