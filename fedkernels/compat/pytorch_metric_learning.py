@@ -37,9 +37,12 @@ class _LabelledLoss(nn.Module):
 
     def _only_default(self, argument: str, given: object, name: str, attributes: dict[str, object]) -> None:
         """Accepts None, and an object of the library that equals its default."""
-        equal = type(given).__name__ == name and all(getattr(given, key) == one for key, one in attributes.items())
+        equal = type(given).__name__ == name and all(
+            getattr(given, key, None) == value for key, value in attributes.items()
+        )
         if given is not None and not equal:
-            wanted = " or ".join(["None", *([f"{name}({_shown(attributes)})"] if name else [])])
+            shown = ", ".join(f"{key}={value}" for key, value in attributes.items())
+            wanted = f"None or {name}({shown})" if name else "None"
             raise ValueError(
                 f"{argument} must be {wanted}, which alone is supported here, got {checks.short(given)}: use "
                 f"pytorch_metric_learning.losses.{type(self).__name__} for others"
@@ -67,27 +70,24 @@ class _LabelledLoss(nn.Module):
             TypeError: embeddings or ref_emb is not a floating tensor, or labels no tensor.
             ValueError: a tensor of another shape or device than these, or neither labels nor indices_tuple.
         """
-        checks.floating("embeddings", embeddings, ndim=2, layout="[B, d]")
-        checks.not_empty("embeddings", embeddings, (1,), "d")
-        labels = _labels("labels", labels, embeddings)
+        rows = _normalised("embeddings", embeddings, "[B, d]")
+        apart = ref_labels is not None and ref_labels is not labels
+        labels = _labels("labels", labels, rows)
         if labels is None and indices_tuple is None:
             raise ValueError("labels must be a tensor with one label for each row of embeddings, got None")
-        rows = F.normalize(embeddings.to(compute_dtype(embeddings)), dim=1)
         if indices_tuple is None and ref_emb is None and labels is not None and not labels.is_complex():
             classes, of_class = labels.unique(return_inverse=True, return_counts=True)[1:]
             if len(of_class) < 2 or of_class.max() < 2:
                 return embeddings.sum() * 0
             return self.loss_of_rows(rows, classes).to(embeddings.dtype)
         refs = rows
-        apart = ref_emb is not None and ref_labels is not None and ref_labels is not labels
-        if ref_emb is not None:
-            checks.floating("ref_emb", ref_emb, ndim=2, layout="[N, d]")
+        if ref_emb is None:
+            apart = False
+        else:
+            refs = _normalised("ref_emb", ref_emb, "[N, d]")
             checks.same_device(embeddings=embeddings, ref_emb=ref_emb)
-            if ref_emb.shape[1] != embeddings.shape[1]:
-                raise ValueError(
-                    f"ref_emb must have {embeddings.shape[1]} columns as embeddings, got {ref_emb.shape[1]}"
-                )
-            refs = F.normalize(ref_emb.to(compute_dtype(ref_emb)), dim=1)
+            if refs.shape[1] != rows.shape[1]:
+                raise ValueError(f"ref_emb must have {rows.shape[1]} columns as embeddings, got {refs.shape[1]}")
         if indices_tuple is not None:
             positive, negative = _counts(indices_tuple, rows, refs)
         else:
@@ -159,8 +159,11 @@ class SupConLoss(_LabelledLoss):
         return _mean_of_positive((losses * is_positive).sum(dim=1) / is_positive.sum(dim=1).clamp(min=1))
 
 
-def _shown(attributes: dict[str, object]) -> str:
-    return ", ".join(f"{key}={value}" for key, value in attributes.items())
+def _normalised(argument: str, rows: Tensor, layout: str) -> Tensor:
+    """The rows with norm 1, in float32 or wider, where the norm of a row of zeros can be told from 0."""
+    checks.floating(argument, rows, ndim=2, layout=layout)
+    checks.not_empty(argument, rows, (1,), "d")
+    return F.normalize(rows.to(compute_dtype(rows)), dim=1)
 
 
 def _labels(argument: str, labels: Tensor | None, rows: Tensor) -> Tensor | None:
@@ -176,7 +179,8 @@ def _labels(argument: str, labels: Tensor | None, rows: Tensor) -> Tensor | None
 
 def _counts(indices_tuple: Sequence[Tensor], rows: Tensor, refs: Tensor) -> list[Tensor]:
     """How many times each pair [B, N] is among the positive ones and among the negative ones."""
-    if not isinstance(indices_tuple, (tuple, list)) or len(indices_tuple) not in (3, 4):
+    given = indices_tuple if isinstance(indices_tuple, (tuple, list)) else ()
+    if len(given) not in (3, 4) or not all(isinstance(index, Tensor) for index in given):
         raise ValueError(f"indices_tuple must be three or four tensors, got {checks.short(indices_tuple)}")
     indices = [index.to(rows.device) for index in indices_tuple]
     if len(indices) == 3:
