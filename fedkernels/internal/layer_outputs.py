@@ -36,6 +36,8 @@ def run(
     """
     if isinstance(model, nn.DataParallel) and len(model.device_ids) > 1:
         raise ValueError("a DataParallel over several devices shows its layers parts of a batch: give its .module")
+    if isinstance(batch, (tuple, list)) and not batch:
+        raise ValueError(f"a batch must begin with the network's input, got an empty {type(batch).__name__}")
     inputs = batch[0] if isinstance(batch, (tuple, list)) else batch
     # Only for this run: another network may share the layers.
     hooks = [layer.register_forward_hook(partial(_call, keep, name)) for name, layer in layers.items()]

@@ -137,6 +137,7 @@ def test_the_first_floating_tensor_of_a_tuple_is_taken():
         (lambda: compare(Second(), Second(), batches(), ["twice"]), ValueError, "'twice' of model_a ran more than"),
         (lambda: compare(Second(), Second(), batches(), ["unused"]), ValueError, "'unused' of model_a did not run"),
         (lambda: compare(Second(), Second(), batches(), ["counting"]), ValueError, "must return a floating tensor"),
+        (lambda: compare(network(), network(), [()], ["0"]), ValueError, "a batch must begin .* got an empty tuple"),
         (lambda: compare(OF_PIXELS, network(), batches(), ["0"]), ValueError, "layers must return one row for each"),
         (lambda: compare(network(), network(), [IMAGES[:0]], ["0"]), ValueError, "'0' of model_a must return at least"),
     ],
