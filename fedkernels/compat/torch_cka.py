@@ -107,8 +107,10 @@ class CKA:
 
 def _layers(model: nn.Module, wanted: list[str] | None, argument: str) -> list[str]:
     """The names of the wanted modules in the model's order; all of them for None, itself ("") included."""
-    if wanted is None:
-        return [name for name, _ in model.named_modules()]
+    if wanted is None:  # a ModuleList has no forward
+        return [name for name, module in model.named_modules() if type(module).forward is not nn.Module.forward]
+    if not wanted:
+        raise ValueError(f"{argument} must name at least one layer, got {wanted}")
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]  # a shared module has several names
     missing = set(wanted) - set(names)
     if missing:

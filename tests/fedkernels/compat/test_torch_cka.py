@@ -82,6 +82,8 @@ def test_a_model_is_like_itself_and_keeps_no_hooks():
     ours = CKA(network, network)
     ours.compare(loader())
     torch.testing.assert_close(ours.export()["CKA"].diagonal(), torch.ones(5))
+    network.lists = nn.ModuleList()  # it never runs
+    assert CKA(network, network).layers == [["", "0", "1", "2", "3"]] * 2
     assert not any(module._forward_hooks for module in network.modules())
 
 
@@ -155,6 +157,8 @@ def test_a_network_that_returns_nan_has_no_values():
 def test_bad_input():
     with pytest.raises(ValueError, match=r"model2_layers must be names of named_modules\(\), got \['9'\]"):
         CKA(model(0), model(1), model2_layers=["9"])
+    with pytest.raises(ValueError, match="model1_layers must name at least one layer"):
+        CKA(model(0), model(1), model1_layers=[])
     with pytest.raises(ValueError, match=r"call compare\(\) before export\(\)"):
         CKA(model(0), model(1)).export()
     with pytest.raises(ValueError, match="at least 4 samples, got 3"):
