@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from torch import Tensor, nn
 
 from fedkernels.accumulate_cka import CKAAccumulator
 from fedkernels.internal import checks
+from fedkernels.internal.layer_outputs import evaluation_mode, rows, run
 from fedkernels.minibatch_cka import MinibatchCKA
 
 ESTIMATORS = ("minibatch", "exact", "exact_debiased")
@@ -72,14 +71,14 @@ def compare(
     Args:
         model_a: the first network.
         model_b: the second, or the same object again. They may be on different devices.
-        loader: batches, read once: a tensor; a tuple or list whose first element is the input; or a mapping, which the
-            networks get as keyword arguments. Each batch goes to the device of a network's first parameter or buffer.
+        loader: batches, read once: a tensor or a mapping, or a tuple or list whose first element is one. The networks
+            get a mapping as keyword arguments. Each batch goes to the device of a network's first parameter or buffer.
         layers: names of modules as in ``named_modules()``, for both networks, or a tuple of two such lists. Of a module
             that returns several tensors the first is taken. [L, ...] is flattened to [L, d].
         estimator: "minibatch" for `MinibatchCKA`, whose memory does not grow with the widths and which needs batches
             of at least 4. "exact" and "exact_debiased" for the value of all samples by `CKAAccumulator`: plain centred
             CKA, or debiased. With D_a and D_b the widths of all layers together they hold ``D_a D_b`` numbers in
-            float64, and ``d^2`` for each layer.
+            float64, and ``d^2`` for each layer; the squares of the outputs must be in the range of float32.
 
     Returns:
         A `Comparison` with ``matrix`` [N, M], ``layers_a``, ``layers_b`` and ``heat_map(path)``.
@@ -94,22 +93,21 @@ def compare(
     names_a, names_b = _names_of_both(layers)
     modules_a = _modules("model_a", model_a, names_a)
     modules_b = _modules("model_b", model_b, names_b)
+    if model_b is model_a:  # one run has the outputs of both
+        modules_a = modules_b = modules_a | modules_b
     accumulator: MinibatchCKA | CKAAccumulator = MinibatchCKA() if estimator == "minibatch" else CKAAccumulator()
     batches = 0
-    with _evaluation_mode(model_a), _evaluation_mode(model_b), torch.no_grad():
-        outputs_a: dict[str, Tensor] = {}
-        outputs_b: dict[str, Tensor] = {}
-        with _hooks(modules_a, outputs_a, "model_a"), _hooks(modules_b, outputs_b, "model_b"):
-            for batch in loader:
-                outputs_a.clear()
-                outputs_b.clear()
-                _run(model_a, batch)
-                if model_b is not model_a:  # whose hooks have all fired
-                    _run(model_b, batch)
-                xs, ys = _in_order("model_a", names_a, outputs_a), _in_order("model_b", names_b, outputs_b)
-                device = xs[0].device
-                accumulator.update([x.to(device) for x in xs], [y.to(device) for y in ys])
-                batches += 1
+    with evaluation_mode(model_a, model_b), torch.no_grad():
+        for batch in loader:
+            outputs_a = _outputs("model_a", model_a, batch, modules_a)
+            outputs_b = outputs_a if model_b is model_a else _outputs("model_b", model_b, batch, modules_b)
+            xs = [outputs_a[name] for name in names_a]
+            ys = [outputs_b[name].to(xs[0].device) for name in names_b]
+            if any(len(one) != len(xs[0]) for one in xs + ys):
+                sizes = [dict(zip(names_a, map(len, xs), strict=True)), dict(zip(names_b, map(len, ys), strict=True))]
+                raise ValueError(f"layers must return one row for each sample, got rows {sizes[0]} and {sizes[1]}")
+            accumulator.update(xs, ys)
+            batches += 1
     if batches == 0:
         raise ValueError("loader must give at least one batch, got none")
     if isinstance(accumulator, CKAAccumulator):
@@ -135,7 +133,7 @@ def _names_of_both(layers: Any) -> tuple[list[str], list[str]]:
 def _modules(argument: str, model: object, names: list[str]) -> dict[str, nn.Module]:
     if not isinstance(model, nn.Module):
         raise TypeError(f"{argument} must be a torch.nn.Module, got {type(model).__name__}")
-    known = dict(model.named_modules())
+    known = dict(model.named_modules(remove_duplicate=False))  # a shared module has several names
     for name in names:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=3, cutoff=0.5) or [one for one in known if one][:5]
@@ -143,70 +141,21 @@ def _modules(argument: str, model: object, names: list[str]) -> dict[str, nn.Mod
     return {name: known[name] for name in names}
 
 
-@contextmanager
-def _evaluation_mode(model: nn.Module) -> Iterator[None]:
-    training = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in training:
-            module.training = mode
+def _outputs(argument: str, model: nn.Module, batch: Any, modules: dict[str, nn.Module]) -> dict[str, Tensor]:
+    outputs: dict[str, Tensor] = {}
 
+    def keep(name: str, output: Any) -> None:
+        if name in outputs:
+            raise ValueError(
+                f"layer {name!r} of {argument} ran more than once in one pass, so that it has several outputs; name "
+                "another layer, or the module that contains it"
+            )
+        # A copy, because the next layer may change it in place.
+        outputs[name] = rows(output, f"layer {name!r} of {argument}").clone()
 
-@contextmanager
-def _hooks(modules: dict[str, nn.Module], outputs: dict[str, Tensor], argument: str) -> Iterator[None]:
-    """While this lasts, each module's output is written to `outputs` under its name."""
-    handles = [
-        module.register_forward_hook(partial(_keep, outputs, argument, name)) for name, module in modules.items()
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _keep(outputs: dict[str, Tensor], argument: str, name: str, module: nn.Module, _inputs: Any, output: Any) -> None:
-    if name in outputs:
-        raise ValueError(
-            f"layer {name!r} of {argument} ran more than once in one pass, so that it has several outputs; name "
-            "another layer, or the module that contains it"
-        )
-    tensor = _first_tensor(output)
-    if tensor is None or tensor.ndim == 0:
-        raise ValueError(
-            f"layer {name!r} of {argument} must return a floating tensor [L, ...], or a tuple, list or mapping with "
-            f"one, got {type(output).__name__}"
-        )
-    # A copy, because the next layer may change it in place.
-    outputs[name] = tensor.detach().reshape(len(tensor), -1).clone()
-
-
-def _first_tensor(output: Any) -> Tensor | None:
-    if isinstance(output, Tensor):
-        return output if output.is_floating_point() else None
-    parts: Iterable[Any] = (
-        output.values() if isinstance(output, Mapping) else output if isinstance(output, (tuple, list)) else ()
-    )
-    return next((tensor for tensor in map(_first_tensor, parts) if tensor is not None), None)
-
-
-def _run(model: nn.Module, batch: Any) -> None:
     place = next(chain(model.parameters(), model.buffers()), None)
-    device = None if place is None else place.device
-    if isinstance(batch, Mapping):
-        model(**{name: _moved(value, device) for name, value in batch.items()})
-    else:
-        model(_moved(batch[0] if isinstance(batch, (tuple, list)) else batch, device))
-
-
-def _moved(value: Any, device: torch.device | None) -> Any:
-    return value.to(device) if isinstance(value, Tensor) and device is not None else value
-
-
-def _in_order(argument: str, names: list[str], outputs: dict[str, Tensor]) -> list[Tensor]:
-    for name in names:
+    run(model, batch, None if place is None else place.device, modules, keep)
+    for name in modules:
         if name not in outputs:
             raise ValueError(f"layer {name!r} of {argument} did not run in the network's forward pass")
-    return [outputs[name] for name in names]
+    return outputs

@@ -162,8 +162,7 @@ IMPORT_ALL_OF_FEDKERNELS = """
 import importlib, pkgutil, sys
 import fedkernels
 for module in pkgutil.walk_packages(fedkernels.__path__, "fedkernels."):
-    if module.name not in {"fedkernels.torchjd", "fedkernels.compat.torchjd_aggregators"}:  # for TorchJD
-        importlib.import_module(module.name)
+    importlib.import_module(module.name)
 print(*sorted({name.partition(".")[0] for name in sys.modules}))
 """
 

@@ -1,10 +1,14 @@
 """torch_cka's comparison of two models, layer by layer."""
 
+import math
 from collections.abc import Iterable
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from fedkernels.internal.layer_outputs import evaluation_mode, rows, run
 
 _FEWEST_SAMPLES = 4  # the unbiased estimate divides by N - 3
 
@@ -14,8 +18,11 @@ class CKA:
 
     Differences: a value is 0 where an estimate of a layer with itself is not positive; the original gets NaN there and
     raises an AssertionError. Rows and columns have the order of the names in ``export``; the original has that in which
-    layers finish, so that a module which holds others is not where its name is. The models keep no hooks. There are no
-    warnings, no progress bar and no ``plot_results``: draw ``export()["CKA"]`` with matplotlib's ``imshow``.
+    layers finish, so that a module which holds others is not where its name is. One loader is read once for both
+    models, where the original reads it twice and pairs different batches if it shuffles. An output counts as it was
+    returned, also where the next layer changes it in place; of a tuple or mapping the first floating tensor counts, of
+    a layer that runs several times its last output. The models keep no hooks. There are no warnings, no progress bar
+    and no ``plot_results``: draw ``export()["CKA"]`` with matplotlib's ``imshow``.
 
     Source: Nguyen et al. 2021, "Do Wide and Deep Networks Learn the Same Things?", Eq. 2 and 3.
     """
@@ -38,28 +45,50 @@ class CKA:
         self.datasets = ["", ""]
 
     def compare(self, dataloader1: Iterable[Any], dataloader2: Iterable[Any] | None = None) -> None:
-        """Runs both models on the first entry of each batch of at least 4 samples; `dataloader2` is for the second."""
+        """Runs both models on each batch of at least 4 samples: a tensor or mapping, or a tuple that begins with one.
+
+        Args:
+            dataloader1: batches, read once for both models; a generator or a loader that shuffles will do.
+            dataloader2: as many batches for the second model, of the same samples in the same order.
+        """
         loaders = [dataloader1, dataloader1 if dataloader2 is None else dataloader2]
-        self.datasets = [repr(getattr(loader, "dataset", loader)).split("\n")[0] for loader in loaders]
+        self.datasets = [_name_of_data(loader) for loader in loaders]
+        # One pass over one loader: a second one would be of other batches where it shuffles, or of none.
+        pairs = zip_longest(*loaders) if loaders[1] is not dataloader1 else ((batch, batch) for batch in dataloader1)
         sums: list[Tensor] = []
-        with torch.no_grad():
-            for (first, *_), (second, *_) in zip(*loaders, strict=False):
-                grams = [
-                    _centered_grams(model, layers, batch.to(self.device))
-                    for model, layers, batch in zip(self.models, self.layers, (first, second), strict=True)
-                ]
-                if grams[0].shape[1] != grams[1].shape[1]:
+        with evaluation_mode(*self.models), torch.no_grad():
+            for batches in pairs:
+                if any(batch is None for batch in batches):
+                    raise ValueError("dataloader2 must have as many batches as dataloader1; one of them ends earlier")
+                first, second = (self._centered_grams(index, batch) for index, batch in enumerate(batches))
+                if first.shape[1] != second.shape[1]:
                     raise ValueError("dataloader2 must have batches of the same sizes as dataloader1")
-                of_batch = grams[0] @ grams[1].T, grams[0].square().sum(1), grams[1].square().sum(1)
-                # N (N - 3) of Eq. 3; it cancels out where all batches have N samples.
-                samples = len(first)
-                terms = [term / (samples * (samples - 3)) for term in of_batch]
+                terms = [first @ second.T, first.square().sum(1), second.square().sum(1)]
                 sums = [total + term for total, term in zip(sums, terms, strict=True)] if sums else terms
         if not sums:
             raise ValueError("dataloader1 must have at least one batch, got none")
         cross, of_first, of_second = sums
-        scale = (of_first[:, None] * of_second).sqrt()
-        self.hsic_matrix = torch.where(scale > 0, cross / scale, 0).float().cpu()
+        of_first = of_first[:, None]
+        values = cross / (of_first * of_second).sqrt()
+        self.hsic_matrix = values.masked_fill((of_first <= 0) | (of_second <= 0), 0).float().cpu()
+
+    def _centered_grams(self, index: int, batch: Any) -> Tensor:
+        """The layers' centred Gram matrices on a batch, one a row: [layers, N * N] float64."""
+        model, names, argument = self.models[index], self.layers[index], f"model{index + 1}"
+        known = dict(model.named_modules(remove_duplicate=False))
+        grams: dict[str, Tensor] = {}
+
+        def keep(name: str, output: Any) -> None:
+            grams[name] = _centered_gram(rows(output, f"layer {name!r} of {argument}").double()).flatten()
+
+        run(model, batch, self.device, {name: known[name] for name in names}, keep)
+        missing = [name for name in names if name not in grams]
+        if missing:
+            raise ValueError(f"{argument}_layers must be layers that run in the forward pass, got {missing}")
+        if len({len(gram) for gram in grams.values()}) > 1:
+            sizes = {name: math.isqrt(len(gram)) for name, gram in grams.items()}
+            raise ValueError(f"{argument}_layers must be layers that return one row for each sample, got rows {sizes}")
+        return torch.stack([grams[name] for name in names])
 
     def export(self) -> dict[str, Any]:
         """The values [layers of model1, layers of model2] under "CKA", with the names of models, layers and data."""
@@ -78,37 +107,30 @@ class CKA:
 
 def _layers(model: nn.Module, wanted: list[str] | None, argument: str) -> list[str]:
     """The names of the wanted modules in the model's order; all of them for None, itself ("") included."""
-    names = [name for name, _ in model.named_modules()]
-    missing = set(wanted or ()) - set(names)
+    if wanted is None:  # a ModuleList has no forward
+        return [name for name, module in model.named_modules() if type(module).forward is not nn.Module.forward]
+    if not wanted:
+        raise ValueError(f"{argument} must name at least one layer, got {wanted}")
+    names = [name for name, _ in model.named_modules(remove_duplicate=False)]  # a shared module has several names
+    missing = set(wanted) - set(names)
     if missing:
         raise ValueError(f"{argument} must be names of named_modules(), got {sorted(missing)}")
-    return names if wanted is None else [name for name in names if name in wanted]
+    return [name for name in names if name in wanted]
 
 
-def _centered_grams(model: nn.Module, layers: list[str], batch: Tensor) -> Tensor:
-    """The Gram matrices of the layers' outputs, centred for the unbiased HSIC, one a row: [layers, N * N] float64."""
-    if len(batch) < _FEWEST_SAMPLES:
-        raise ValueError(f"a batch must have at least {_FEWEST_SAMPLES} samples, got {len(batch)}")
-    outputs: dict[str, Tensor] = {}
-
-    def keep(name: str) -> Any:
-        return lambda module, inputs, output: outputs.update({name: output})
-
-    modules = dict(model.named_modules())
-    hooks = [modules[name].register_forward_hook(keep(name)) for name in layers]
-    try:
-        model(batch)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return torch.stack([_centered_gram(outputs[name].flatten(1).double()).flatten() for name in layers])
+def _name_of_data(loader: Any) -> str:
+    data = getattr(loader, "dataset", None)
+    return type(loader).__name__ if data is None else repr(data).split("\n")[0]
 
 
 def _centered_gram(features: Tensor) -> Tensor:
-    """The U-centred Gram matrix of Székely and Rizzo 2014: its inner products are the unbiased HSIC."""
+    """The U-centred Gram matrix [N, N] of Székely and Rizzo 2014, scaled: its inner products are the unbiased HSIC."""
+    samples = len(features)
+    if samples < _FEWEST_SAMPLES:
+        raise ValueError(f"a batch must have at least {_FEWEST_SAMPLES} samples, got {samples}")
     features = features - features.mean(0)  # changes nothing but the rounding
     gram = (features @ features.T).fill_diagonal_(0)
-    samples = len(gram)
     means = gram.sum(0) / (samples - 2)
     means = means - means.sum() / (2 * (samples - 1))
-    return (gram - means[:, None] - means[None, :]).fill_diagonal_(0)
+    centered = (gram - means[:, None] - means[None, :]).fill_diagonal_(0)
+    return centered / math.sqrt(samples * (samples - 3))  # N (N - 3) of Eq. 3

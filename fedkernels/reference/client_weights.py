@@ -25,7 +25,7 @@ def client_weights(gram: Tensor, *, tol: float = 1e-8) -> Tensor:
     """gram [..., K, K] symmetric positive semi-definite -> weights [..., K]."""
     clients = gram.shape[-1]
     problems = gram.double().cpu().reshape(-1, clients, clients)
-    weights = [_solve((problem + problem.T) / 2, tol) for problem in problems]
+    weights = [_solve(problem / 2 + problem.T / 2, tol) for problem in problems]
     if not weights:
         return gram.new_empty(gram.shape[:-1], dtype=compute_dtype(gram))
     return torch.stack(weights).reshape(gram.shape[:-1]).to(gram.device, compute_dtype(gram))
@@ -42,6 +42,8 @@ def _solve(gram: Tensor, tol: float) -> Tensor:
     uniform = gram.new_full((clients,), 1 / clients)
     if clients == 1 or gram.trace() <= 0:
         return uniform
+    if gram.trace().isinf():
+        gram = gram / gram.abs().max()
     gram = gram / gram.trace()
     # Two upper bounds of the optimum: the value at equal weights and that of the best single client.
     scale = torch.minimum(uniform @ gram @ uniform, gram.diagonal().min())

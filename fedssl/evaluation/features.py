@@ -68,6 +68,12 @@ def require_finite(name: str, features: Tensor) -> None:
         )
 
 
+def require_integers(name: str, labels: Tensor) -> None:
+    """Raise a UserError that begins with `name` where `labels` are no integers, which a cast would merge."""
+    if labels.is_floating_point() or labels.is_complex():
+        raise UserError(f"{name}: expected integers from 0, one for each class, got {labels.dtype}")
+
+
 def device_of(network: nn.Module) -> torch.device:
     """Return the device of the network's first parameter or buffer; the CPU for a network without any."""
     first = next(chain(network.parameters(), network.buffers()), None)

@@ -272,6 +272,13 @@ def test_the_kernel_solves_the_smallest_and_the_largest_numbers_itself():
         torch.testing.assert_close(torch.ops.fedkernels.client_weights(gram * size, 1e-8), weights, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("solve", [reference.client_weights, client_weights])
+@pytest.mark.parametrize("largest", [1e-318, 1.7e308])
+def test_the_smallest_and_the_largest_numbers(solve, largest):
+    gram = torch.tensor([[1 / 3, 1 / 6], [1 / 6, 1.0]]).double()
+    torch.testing.assert_close(solve(gram * largest), torch.tensor([5 / 6, 1 / 6]).double(), rtol=1e-4, atol=0)
+
+
 def with_bounds_by_quadprog(gram, bounds):
     clients = len(gram)
     constraints = np.c_[np.ones(clients), np.eye(clients)]

@@ -40,6 +40,7 @@ def network(seed=0, width=12):
 
 IMAGES = torch.randn(70, 1, 8, 8, generator=torch.Generator().manual_seed(7))
 LAYERS = ["0", "1", "4"]
+OF_PIXELS = nn.Sequential(nn.Flatten(0, 2), nn.Flatten())
 
 
 def outputs(model):
@@ -83,6 +84,20 @@ def test_a_network_with_itself():
     torch.testing.assert_close(matrix, matrix.T)
 
 
+def test_networks_that_share_a_layer():
+    first = nn.Sequential(nn.Flatten(), nn.Linear(64, 6), nn.Linear(6, 3))
+    second = nn.Sequential(nn.Flatten(), nn.ReLU(), first[1])
+    result = compare(first, second, batches(70), (["1", "2"], ["2"]))
+    with torch.no_grad():
+        xs = [first[:2](IMAGES), first(IMAGES)]
+        truth = debiased_cka_pairwise(xs, [second(IMAGES)])
+    torch.testing.assert_close(result.matrix, truth, rtol=1e-4, atol=1e-5)
+    tied = nn.Sequential(nn.Flatten(), nn.Identity())
+    tied.same = tied[1]  # a second name of a module; as the last one it runs again
+    with pytest.raises(ValueError, match="'same' of model_a ran more than once"):
+        compare(tied, first, batches(70), (["same"], ["1"]))
+
+
 def test_modes_and_hooks_are_restored():
     a, b = network(1).train(), network(2)
     a[3].eval()
@@ -99,6 +114,8 @@ def test_inputs_as_tensors_and_mappings():
     truth = compare(a, b, batches(), LAYERS).matrix
     assert torch.equal(compare(a, b, IMAGES.split(35), LAYERS).matrix, truth)
     assert torch.equal(compare(a, b, ({"input": part} for part in IMAGES.split(35)), LAYERS).matrix, truth)
+    with_labels = [({"input": part}, "a label") for part in IMAGES.split(35)]
+    assert torch.equal(compare(a, b, with_labels, LAYERS).matrix, truth)
 
 
 def test_the_first_floating_tensor_of_a_tuple_is_taken():
@@ -120,6 +137,9 @@ def test_the_first_floating_tensor_of_a_tuple_is_taken():
         (lambda: compare(Second(), Second(), batches(), ["twice"]), ValueError, "'twice' of model_a ran more than"),
         (lambda: compare(Second(), Second(), batches(), ["unused"]), ValueError, "'unused' of model_a did not run"),
         (lambda: compare(Second(), Second(), batches(), ["counting"]), ValueError, "must return a floating tensor"),
+        (lambda: compare(network(), network(), [()], ["0"]), ValueError, "a batch must begin .* got an empty tuple"),
+        (lambda: compare(OF_PIXELS, network(), batches(), ["0"]), ValueError, "layers must return one row for each"),
+        (lambda: compare(network(), network(), [IMAGES[:0]], ["0"]), ValueError, "'0' of model_a must return at least"),
     ],
 )
 def test_bad_input_is_named(call, error, message):

@@ -317,7 +317,7 @@ PATHS |= {
         f"{WITHOUT_KERNELS}[unbalanced_ot, interior point]",
     ),
     "compat.torchjd_aggregators.MinimumNormWeighting": PATHS["client_weights, lower bounds"]._replace(
-        reference="fedkernels/compat/test_torchjd_aggregators.py::test_the_weighting_and_the_aggregator_are_torchjds_and_exact"
+        reference="fedkernels/compat/test_torchjd.py::test_the_former_names_are_the_same_weights_with_a_lower_bound"
     ),
     "compat.open_clip.ClipLoss": PATHS["clip_loss"]._replace(
         reference=ORIGINALS + "open_clip_in_one_process",

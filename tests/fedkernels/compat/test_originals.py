@@ -146,15 +146,6 @@ def test_pytorch_metric_learning(loss, labels):
     same(lambda x: ours(x, target), lambda x: original(x, target), rows(len(labels), 5))
 
 
-def test_pytorch_metric_learning_refuses_what_only_the_original_has():
-    with pytest.raises(ValueError, match=r"distance must be None.*use pytorch_metric_learning.losses.SupConLoss"):
-        pytorch_metric_learning.SupConLoss(distance=object())
-    with pytest.raises(ValueError, match=r"ref_emb must be None"):
-        pytorch_metric_learning.NTXentLoss()(rows(4, 3), torch.arange(4), ref_emb=rows(4, 3))
-    with pytest.raises(ValueError, match="labels must be a tensor"):
-        pytorch_metric_learning.NTXentLoss()(rows(4, 3))
-
-
 # sentence-transformers
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from fedkernels import debiased_cka_pairwise
 from fedkernels.compat.torch_cka import CKA
 
 
@@ -49,6 +51,15 @@ def test_values_are_the_originals(layers):
     assert result == expected
 
 
+def test_the_arguments_are_the_originals():
+    originals = pytest.importorskip("torch_cka", reason="torch_cka is not installed")
+    for name in ("__init__", "compare"):
+        ours, original = (inspect.signature(getattr(one, name)).parameters for one in (CKA, originals.CKA))
+        assert [(key, one.default) for key, one in ours.items()] == [
+            (key, one.default) for key, one in original.items()
+        ]
+
+
 class _Ours:
     CKA = CKA
 
@@ -71,13 +82,96 @@ def test_a_model_is_like_itself_and_keeps_no_hooks():
     ours = CKA(network, network)
     ours.compare(loader())
     torch.testing.assert_close(ours.export()["CKA"].diagonal(), torch.ones(5))
+    network.lists = nn.ModuleList()  # it never runs
+    assert CKA(network, network).layers == [["", "0", "1", "2", "3"]] * 2
     assert not any(module._forward_hooks for module in network.modules())
+
+
+def values_of(*loaders: object, first: nn.Module | None = None, layers: tuple[str, ...] = ("0", "3")) -> Tensor:
+    """Of one network with itself, or of the networks `first` and model(0) with other layers."""
+    ours = CKA(first or model(0), model(0), model1_layers=list(layers), model2_layers=["0", "3"])
+    ours.compare(*loaders)
+    return ours.export()["CKA"]
+
+
+IMAGES = loader().dataset.tensors[0]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: DataLoader(TensorDataset(IMAGES), batch_size=8, shuffle=True),
+        lambda: ((batch,) for batch in IMAGES.split(8)),
+        lambda: DataLoader(IMAGES, batch_size=8),
+        lambda: [{"input": batch} for batch in IMAGES.split(8)],
+        lambda: [({"input": batch}, "a label") for batch in IMAGES.split(8)],
+    ],
+    ids=["shuffled", "generator", "bare tensors", "mappings", "mappings with labels"],
+)
+def test_one_loader_is_read_once_for_both(make):
+    torch.testing.assert_close(values_of(make()).diagonal(), torch.ones(2))
+    batches = make()
+    torch.testing.assert_close(values_of(batches, batches).diagonal(), torch.ones(2))
+
+
+class Several(nn.Module):
+    """A layer with two names that runs twice, an activation in place, a tuple, a layer that does not run."""
+
+    def __init__(self, inplace: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.layer = nn.Linear(36, 36)
+        self.same = self.layer
+        self.activation = nn.ReLU(inplace)
+        self.tuple = nn.LSTM(36, 5, batch_first=True)
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.activation(self.same(self.layer(x.flatten(1))))
+        return self.tuple(x[:, None])[0]
+
+
+def test_layers_that_run_twice_change_in_place_or_return_a_tuple():
+    with torch.no_grad():
+        network = Several(inplace=False).double().eval()
+        after = network.same(network.layer(IMAGES.flatten(1)))
+        outputs = [after, after, network.tuple(after.relu()[:, None])[0].flatten(1)]
+    ours = values_of([IMAGES], first=Several().double(), layers=("layer", "same", "tuple"))
+    others = [model(0)[:1](IMAGES).flatten(1).detach(), model(0)(IMAGES).detach()]
+    torch.testing.assert_close(ours, debiased_cka_pairwise(outputs, others).float(), rtol=1e-5, atol=1e-6)
+
+
+def test_the_mode_is_restored_after_an_error():
+    network = model(0)
+    ours = CKA(network, network)
+    network.train()
+    with pytest.raises(ValueError, match="at least 4 samples, got 3"):
+        ours.compare([IMAGES[:3]])
+    assert network.training
+
+
+def test_a_network_that_returns_nan_has_no_values():
+    assert values_of([IMAGES * torch.nan]).isnan().all()
 
 
 def test_bad_input():
     with pytest.raises(ValueError, match=r"model2_layers must be names of named_modules\(\), got \['9'\]"):
         CKA(model(0), model(1), model2_layers=["9"])
+    with pytest.raises(ValueError, match="model1_layers must name at least one layer"):
+        CKA(model(0), model(1), model1_layers=[])
     with pytest.raises(ValueError, match=r"call compare\(\) before export\(\)"):
         CKA(model(0), model(1)).export()
     with pytest.raises(ValueError, match="at least 4 samples, got 3"):
         CKA(model(0), model(1)).compare(loader(samples=3))
+    with pytest.raises(ValueError, match="dataloader2 must have as many batches as dataloader1"):
+        values_of([IMAGES, IMAGES], [IMAGES])
+    with pytest.raises(ValueError, match="dataloader2 must have batches of the same sizes"):
+        values_of([IMAGES], [IMAGES[:8]])
+    with pytest.raises(
+        ValueError, match=r"model1_layers must be layers that run in the forward pass, got \['unused'\]"
+    ):
+        values_of([IMAGES], first=Several().double(), layers=("unused",))
+    parallel = nn.DataParallel(model(0))
+    parallel.device_ids = [0, 1]
+    with pytest.raises(ValueError, match=r"give its \.module"):
+        values_of([IMAGES], first=parallel, layers=("module.0",))

@@ -111,6 +111,7 @@ def test_half_precision_is_computed_wider():
     [
         ({0: torch.full((90, 5), torch.nan)}, "train_features: contains NaN"),
         ({2: torch.full((60, 5), torch.inf)}, "test_features: contains NaN"),
+        ({1: torch.full((90,), 0.4)}, r"train_labels: expected integers .* got torch\.float32"),
     ],
 )
 def test_bad_input_is_named(change, message):

@@ -135,6 +135,12 @@ def test_divergence_is_an_error():
         linear_accuracy(torch.full((300, 6), torch.nan), *blobs()[1:], 4, LinearOptions(epochs=1), 0)
 
 
+def test_labels_that_a_cast_would_merge_are_refused():
+    train, train_labels, test, test_labels = blobs()
+    with pytest.raises(UserError, match=r"train_labels: expected integers .* got torch\.float32"):
+        linear_accuracy(train, train_labels / 2, test, test_labels, 4, LinearOptions(epochs=1), 0)
+
+
 @pytest.mark.parametrize("options", [{"epochs": 0}, {"batch_size": 0}, {"learning_rate": 0.0}, {"epoch": 1}])
 def test_bad_options_are_refused(options):
     with pytest.raises(ValueError, match=next(iter(options))):
