@@ -14,6 +14,7 @@ from ..errors import UserError
 #: each image's own smallest and largest value; `file` is the window that a DICOM file names itself
 Window = tuple[float, float] | Literal["full", "per_image", "file"]
 
+_NARROWEST = 1e-200  # a window of one value is a step from 0 to 255 above it, and its quotients stay finite
 _VALUES_AT_A_TIME = 2**22
 _RESIZED_AT_A_TIME = 1024
 
@@ -41,7 +42,7 @@ def apply_window(
             (part.min(axes, keepdims=True), part.max(axes, keepdims=True)) if window == "per_image" else window
         )
         low, high = limits
-        width = np.maximum(high - low, np.finfo(np.float64).tiny)
+        width = np.maximum(high - low, _NARROWEST)
         scaled[start : start + step] = np.rint(np.clip((part - low) / width, 0.0, 1.0) * 255.0)
     return scaled
 

@@ -33,7 +33,7 @@ from .image_files import BrokenImageError, ImageKind, image_kind, read_pixels, v
 from .options import DataOptions
 from .pixels import Window
 
-_CACHE_VERSION = 1
+_CACHE_VERSION = 2  # to be raised when a file's pixels come to mean something else
 _SHARE_OF_MEMORY = 0.25  # a holdout and the deal to the clients each copy the images
 _FILES_FOR_RANGE = 20
 _MOST_NAMED = 5
@@ -336,14 +336,14 @@ def _check_window(files: Sequence[Path], kinds: dict[int, ImageKind], window: Wi
     gray = [index for index, kind in kinds.items() if kind.deep == "gray"]
     if gray and window is None:
         first, low, high = _range_of_values([files[index] for index in gray])
-        own = "" if kinds[gray[0]].own_window is None else ", or data.window=file (what each DICOM file names)"
+        own = ", or data.window=file (what each DICOM file names)" if kinds[gray[0]].has_window else ""
         raise UserError(
             f"{printable(first)} has pixels of more than 8 bits, as {len(gray)} of {len(files)} files have (values "
             f"{low:g} to {high:g} in the first {min(len(gray), _FILES_FOR_RANGE)}); set "
             f"data.window=[{low:g},{high:g}] or another range that becomes 0 to 255, or data.window=full (the range "
             f"of the type), or data.window=per_image{own}"
         )
-    without = [index for index in gray if kinds[index].own_window is None]
+    without = [index for index in gray if not kinds[index].has_window]
     if without and window == "file":
         raise UserError(
             f"{printable(files[without[0]])} names no window of its own, as {len(without)} of {len(files)} files; set "
