@@ -76,9 +76,8 @@ def _read(file: Path, **options: Any) -> Any:
 
 def _kind(stored: Any) -> ImageKind:
     if "Rows" not in stored:
-        if "SOPClassUID" not in stored:
-            raise BrokenImageError("a DICOM header that is cut")
-        raise BrokenImageError(f"a DICOM object without pixels: {stored.SOPClassUID.name}")
+        kind = stored.get("SOPClassUID") or stored.file_meta.get("MediaStorageSOPClassUID")
+        raise BrokenImageError(f"a DICOM object without pixels: {kind.name if kind else 'of no class, or cut'}")
     require_size(int(stored.Columns), int(stored.Rows))
     interpretation = str(stored.PhotometricInterpretation)
     bits = stored.get("BitsStored")  # missing where the pixels are floats
@@ -167,7 +166,13 @@ def _decoded(stored: Any, file: Path) -> tuple[NDArray[Any], str]:
     if stored.get("BitsStored") is not None:
         unused = max(0, int(stored.get("HighBit", 0)) + 1 - int(stored.BitsStored))
         options["bits_stored"] = int(stored.BitsStored) + unused  # pydicom drops the bits above these
-    pixels, properties = _decoder(stored, file).as_array(stored, index=0, **options)
+    decoder = _decoder(stored, file)
+    try:
+        pixels, properties = decoder.as_array(stored, index=0, **options)
+    except RuntimeError as error:
+        reason = printable(str(error).splitlines()[-1].strip()[:160])  # of the last decoder that was tried
+        more = f"; {install_command('dicom')} adds decoders" if decoder.missing_dependencies else ""
+        raise BrokenImageError(f"it cannot be decoded ({reason}){more}") from error
     if pixels.dtype.kind == "f" and not np.isfinite(pixels).all():
         raise BrokenImageError("pixels that are NaN or infinite")
     return pixels >> unused if unused else pixels, str(properties["photometric_interpretation"])

@@ -60,3 +60,11 @@ def write_two_classes(folder: Path) -> Path:
         pixels = np.random.default_rng(number).integers(0, 256, (8 + number % 2, 9), dtype=np.uint8)
         save_array(folder / "ab"[number // 2 % 2] / f"{number:02}.png", pixels)
     return folder
+
+
+def table_rows(page: str, heading: str) -> list[str]:
+    """The first column of the table under a heading of a page in docs/."""
+    text = (Path(__file__).parents[3] / "docs" / page).read_text(encoding="utf-8")
+    lines = text.split(f"\n## {heading}\n")[1].split("\n## ")[0].splitlines()
+    rows = [line.split("|")[1].strip() for line in lines if line.startswith("|")]
+    return rows[2:]

@@ -9,39 +9,10 @@ import pytest
 from fedssl.data.datasets import load_dataset
 from fedssl.data.options import DataOptions
 from tests.fedssl.data.data_files import refused, save
+from tests.fedssl.data.dicom_samples import write_dicom
 from tests.fedssl.data.image_samples import ramp, save_array
 
 pytest.importorskip("pydicom", reason="pydicom is not installed: pip install .[dicom]")
-
-
-def write_dicom(path: Path, pixels: np.ndarray, **elements: object) -> Path:
-    from pydicom.dataset import Dataset, FileMetaDataset
-    from pydicom.uid import ExplicitVRLittleEndian, SecondaryCaptureImageStorage, generate_uid
-
-    stored = Dataset()
-    stored.file_meta = FileMetaDataset()
-    stored.file_meta.TransferSyntaxUID = ExplicitVRLittleEndian
-    stored.file_meta.MediaStorageSOPClassUID = stored.SOPClassUID = SecondaryCaptureImageStorage
-    stored.file_meta.MediaStorageSOPInstanceUID = stored.SOPInstanceUID = generate_uid()
-    colour = pixels.shape[-1] == 3
-    frames = pixels.shape[:1] if pixels.ndim == 3 and not colour else ()
-    bits = 8 * pixels.itemsize
-    rows, columns = pixels.shape[len(frames) : len(frames) + 2]
-    stored.Rows, stored.Columns = rows, columns
-    stored.SamplesPerPixel = 3 if colour else 1
-    stored.PhotometricInterpretation = "RGB" if colour else "MONOCHROME2"
-    if colour:
-        stored.PlanarConfiguration = 0
-    if frames:
-        stored.NumberOfFrames = frames[0]
-    stored.BitsAllocated = stored.BitsStored = bits
-    stored.HighBit, stored.PixelRepresentation = bits - 1, int(pixels.dtype.kind == "i")
-    stored.PixelData = pixels.tobytes()
-    for name, value in elements.items():
-        setattr(stored, name, value)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    stored.save_as(path, enforce_file_format=True)
-    return path
 
 
 def options_of(tmp_path: Path, **options: object) -> DataOptions:
