@@ -77,7 +77,8 @@ def _read(file: Path, **options: Any) -> Any:
 def _kind(stored: Any) -> ImageKind:
     if "Rows" not in stored:
         kind = stored.get("SOPClassUID") or stored.file_meta.get("MediaStorageSOPClassUID")
-        raise BrokenImageError(f"a DICOM object without pixels: {kind.name if kind else 'of no class, or cut'}")
+        what = printable(kind.name) if kind else "of no class, or cut"
+        raise BrokenImageError(f"a DICOM object without pixels: {what}")
     require_size(int(stored.Columns), int(stored.Rows))
     interpretation = str(stored.PhotometricInterpretation)
     bits = stored.get("BitsStored")  # missing where the pixels are floats
@@ -150,7 +151,7 @@ def _decoder(stored: Any, file: Path) -> Any:
     try:
         decoder = get_decoder(syntax)
     except NotImplementedError as error:
-        raise BrokenImageError(f"compressed as {syntax.name}, which is not read") from error
+        raise BrokenImageError(f"compressed as {printable(syntax.name)}, which is not read") from error
     able, command = decoder.is_available, install_command("dicom")
     if syntax == JPEGExtended12Bit and stored.get("BitsStored") != 8:  # more than Pillow and GDCM read
         able, command = "pylibjpeg" in decoder.available_plugins, "pip install pylibjpeg pylibjpeg-libjpeg"
@@ -161,16 +162,19 @@ def _decoder(stored: Any, file: Path) -> Any:
 
 def _decoded(stored: Any, file: Path) -> tuple[NDArray[Any], str]:
     """Decode the first image: stored values [H, W] or [H, W, 3] without unused bits, and how they stand for colours."""
+    from pydicom.uid import RLELossless
+
+    decoder, syntax = _decoder(stored, file), stored.file_meta.TransferSyntaxUID
     options: dict[str, Any] = {}
     unused = 0
-    if stored.get("BitsStored") is not None:
-        unused = max(0, int(stored.get("HighBit", 0)) + 1 - int(stored.BitsStored))
+    if stored.get("BitsStored") is not None and (syntax == RLELossless or not syntax.is_encapsulated):
+        unused = max(0, int(stored.get("HighBit") or 0) + 1 - int(stored.BitsStored))
         options["bits_stored"] = int(stored.BitsStored) + unused  # pydicom drops the bits above these
-    decoder = _decoder(stored, file)
     try:
         pixels, properties = decoder.as_array(stored, index=0, **options)
     except RuntimeError as error:
-        reason = printable(str(error).splitlines()[-1].strip()[:160])  # of the last decoder that was tried
+        lines = str(error).splitlines()
+        reason = printable("; ".join(line.strip() for line in lines[1:] or lines)[:300])  # a line for each decoder
         more = f"; {install_command('dicom')} adds decoders" if decoder.missing_dependencies else ""
         raise BrokenImageError(f"it cannot be decoded ({reason}){more}") from error
     if pixels.dtype.kind == "f" and not np.isfinite(pixels).all():

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import UserError
+from .files import notify
 
 #: [low, high] become 0 and 255, as a radiologist's window does; `full` is the range of the pixels' type; `per_image` is
 #: each image's own smallest and largest value; `file` is the window that a DICOM file names itself
@@ -94,6 +95,8 @@ def to_uint8(arrays: dict[str, NDArray[Any]], window: Window | None = None) -> d
             converted[name] = np.rint(array.astype(np.float32) * float_scale).astype(np.uint8)
         else:
             converted[name] = array.astype(np.uint8) * np.uint8(255 if array.dtype.kind == "b" else 1)
+        if array.dtype.kind != "f" and converted[name].max() == 1:
+            notify(f"{name} has no pixel above 1 of 255, so that all is black: save pixels of 0 and 1 as type bool")
     return converted
 
 

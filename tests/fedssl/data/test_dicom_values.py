@@ -191,7 +191,7 @@ def test_transfer_syntaxes(tmp_path, syntax):
     assert np.array_equal(read(file, (-160, 240)), ABDOMINAL)
 
 
-JPEG_LOSSLESS, JPEG_EXTENDED = "1.2.840.10008.1.2.4.70", "1.2.840.10008.1.2.4.51"
+JPEG_LOSSLESS, JPEG_EXTENDED, MPEG = (f"1.2.840.10008.1.2.4.{number}" for number in (70, 51, 100))
 
 
 @pytest.mark.parametrize(
@@ -219,6 +219,10 @@ def test_a_missing_decoder_is_no_broken_file(tmp_path, monkeypatch, syntax, says
     [
         ({"Rows": None, "SOPClassUID": "1.2.840.10008.5.1.4.1.1.88.11"}, "without pixels: Basic Text SR Storage"),
         ({"Rows": None, "SOPClassUID": "1.2.840.10008.5.1.4.1.1.104.1"}, "without pixels: Encapsulated PDF Storage"),
+        (
+            {"syntax": MPEG, "PixelData": b"\xfe\xff\x00\xe0" + bytes(12)},
+            "compressed as MPEG2 Main Profile .*, which is not read",
+        ),
         ({"PhotometricInterpretation": "HSV", "SamplesPerPixel": 3, "PlanarConfiguration": 0}, "colours as HSV"),
         ({"PhotometricInterpretation": "PALETTE COLOR"}, "a palette that is missing or in segments"),
         (palette(8, 1) | {"BluePaletteColorLookupTableDescriptor": [9, 0, 8]}, "of 8 entries, .* announces 9"),
