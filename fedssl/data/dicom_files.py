@@ -63,15 +63,11 @@ def dicom_range(file: Path) -> tuple[float, float]:
 def _read(file: Path, **options: Any) -> Any:
     try:
         from pydicom import dcmread
-        from pydicom.errors import InvalidDicomError
     except ImportError as error:
         raise UserError(
             f"{printable(file)} is a DICOM file, which needs pydicom: {install_command('dicom')}"
         ) from error
-    try:
-        return dcmread(file, **options)
-    except InvalidDicomError as error:
-        raise BrokenImageError("not a DICOM file: its bytes 129 to 132 are not DICM") from error
+    return dcmread(file, **options)
 
 
 def _kind(stored: Any) -> ImageKind:
@@ -87,13 +83,12 @@ def _kind(stored: Any) -> ImageKind:
     if not one_sample and (bits is None or bits > 8):
         raise BrokenImageError(f"colours of {bits or stored.BitsAllocated} bits, which are not read")
     signed = bool(stored.get("PixelRepresentation"))
-    limits = None if bits is None or not gray else _type_range(stored, int(bits), signed)
     has_unit = bool(stored.get("ModalityLUTSequence")) or _rescale(stored) != (1.0, 0.0)
     return ImageKind(
         (int(stored.Columns), int(stored.Rows)),
         gray,
         "gray" if gray and (bits is None or bits > 8 or signed or has_unit) else "no",
-        limits,
+        None if bits is None or not gray else _type_range(stored, int(bits), signed),
         int(stored.get("NumberOfFrames") or 1),
         gray and _own_view(stored) is not None,
         interpretation == "MONOCHROME1" or stored.get("PresentationLUTShape") == "INVERSE",

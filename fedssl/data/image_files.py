@@ -18,13 +18,11 @@ from .image_kinds import BrokenImageError, ImageKind, require_size
 from .pixels import Window, apply_window
 
 if TYPE_CHECKING:
-    from PIL.Image import Image, Transpose
+    from PIL.Image import Image
 
 # What Pillow may take a file for, whatever its name ends with. Its other formats include some that start programs.
 _FORMATS = ("JPEG", "PNG", "WEBP", "TIFF", "BMP", "GIF", "PPM")
 _TIFF_BITS, _TIFF_PHOTOMETRIC, _TIFF_PLANES, _TIFF_SAMPLE_FORMAT = 258, 262, 284, 339
-_TIFF_BEGINNINGS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
-_UNKNOWN = "not an image of a known format"
 _SIGNED = 2  # as a TIFF's sample format
 _16_BITS = (0.0, 65535.0)
 _ORIENTATION = 274  # EXIF's
@@ -77,16 +75,10 @@ def _named_as_broken(file: Path) -> Iterator[None]:
     except (BrokenImageError, UserError):
         raise
     except Image.UnidentifiedImageError as error:
-        known = _begins_as_tiff(file)
-        reason = "a TIFF whose colours or numbers are of a kind that is not read" if known else _UNKNOWN
-        raise BrokenImageError(reason) from error
+        kind = ", or a TIFF of one that is not read" if file.suffix.lower() in (".tif", ".tiff") else ""
+        raise BrokenImageError(f"not an image of a known format{kind}") from error
     except Exception as error:
         raise BrokenImageError(first_line(error)) from error
-
-
-def _begins_as_tiff(file: Path) -> bool:
-    with open(file, "rb") as stream:
-        return stream.read(4) in _TIFF_BEGINNINGS
 
 
 @contextmanager
@@ -140,16 +132,16 @@ def _has_deep_colours(image: "Image") -> bool:
             raise BrokenImageError("colours of 16 bits in a plane each, which are not read; store them by pixel")
         return True
     for tile in getattr(image, "tile", []):
-        arguments = tile.args if isinstance(tile.args, tuple) else (tile.args,)
-        for argument in arguments:  # such as RGB;16B; 16 bits a pixel are BGR;16
-            if isinstance(argument, str) and ";16" in argument and argument != "BGR;16":
+        for argument in tile.args if isinstance(tile.args, tuple) else (tile.args,):
+            if isinstance(argument, str) and ";16" in argument and argument != "BGR;16":  # 16 bits a pixel
                 return True
-        if image.format == "PPM" and any(isinstance(argument, int) and argument > 255 for argument in arguments):
-            return True
+            if image.format == "PPM" and isinstance(argument, int) and argument > 255:
+                return True
     return False
 
 
 def _read_upright(file: Path, window: Window | None) -> "Image":
+    from PIL import ImageOps
     from PIL.Image import fromarray
 
     with _opened(file) as image:
@@ -160,30 +152,24 @@ def _read_upright(file: Path, window: Window | None) -> "Image":
             upright = fromarray(255 - shown if kind.inverted else shown)
         else:
             upright = image.convert("LA") if image.mode == "La" else image.copy()
-        turn = _turn(image)
-        return upright if turn is None else upright.transpose(turn)
+        for block in (
+            "exif",
+            "Raw profile type exif",
+        ):  # Pillow would write all entries anew, and fail at a damaged one
+            upright.info.pop(block, None)
+        upright.getexif()[_ORIENTATION] = _orientation(image)
+        return ImageOps.exif_transpose(upright)
 
 
-def _turn(image: "Image") -> "Transpose | None":
-    """Return what brings an image upright by its EXIF; None where that says nothing, nonsense, or cannot be parsed.
+def _orientation(image: "Image") -> int:
+    """Return the one entry of an image's EXIF that is used; 1, which is upright, where EXIF cannot be parsed.
 
-    Nothing else of the EXIF is looked at. Pillow has turned a TIFF by itself, and removed the entry.
+    Pillow has turned a TIFF by itself, and removed the entry.
     """
-    from PIL.Image import Transpose
-
-    turns = {
-        2: Transpose.FLIP_LEFT_RIGHT,
-        3: Transpose.ROTATE_180,
-        4: Transpose.FLIP_TOP_BOTTOM,
-        5: Transpose.TRANSPOSE,
-        6: Transpose.ROTATE_270,
-        7: Transpose.TRANSVERSE,
-        8: Transpose.ROTATE_90,
-    }
     try:
-        return turns.get(image.getexif().get(_ORIENTATION, 1))
+        return image.getexif().get(_ORIENTATION, 1)
     except Exception:  # of any type, as the block may hold any bytes
-        return None
+        return 1
 
 
 def _stored_values(image: "Image") -> NDArray[Any]:

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from itertools import islice
 from multiprocessing.reduction import DupFd
 from pathlib import Path
@@ -35,7 +35,7 @@ from .options import DataOptions
 from .pixels import Window
 
 _CACHE_VERSION = 2  # to be raised when a file's pixels come to mean something else
-_DECODERS = ("pillow", "pydicom", "python-gdcm", "pylibjpeg", "pylibjpeg-libjpeg", "pylibjpeg-openjpeg")
+_DECODERS = ("gdcm", "pylibjpeg", "libjpeg", "openjpeg")  # what pydicom may find
 _SHARE_OF_MEMORY = 0.25  # a holdout and the deal to the clients each copy the images
 _FILES_FOR_RANGE = 20
 _MOST_NAMED = 5
@@ -239,11 +239,12 @@ def decode_images(
 def _cache_path(files: Sequence[Path], decoded_as: str) -> Path:
     """Return the path of the cache, a file of pixels and nothing else. NAME.json, written last, makes it valid.
 
-    Its name is a digest of what decides the pixels: the files' names, sizes and times of change, the decoding, and the
-    installed decoders, as one that is added may read what was broken.
+    Its name is a digest of what decides the pixels: the files' names, sizes and times of change, and the decoding.
     """
-    decoders = " ".join(map(_installed_version, _DECODERS))
-    digest = hashlib.sha256(f"{_CACHE_VERSION} {decoders} {decoded_as}".encode())
+    from PIL import __version__ as pillow_version
+
+    decoders = list(filter(find_spec, _DECODERS))  # one that is added may read what was broken
+    digest = hashlib.sha256(f"{_CACHE_VERSION} {pillow_version} {decoders} {decoded_as}".encode())
     for file in files:
         try:
             status = os.stat(file)
@@ -253,13 +254,6 @@ def _cache_path(files: Sequence[Path], decoded_as: str) -> Path:
         digest.update(os.fsencode(os.path.abspath(file)) + b"\0" + state.encode() + b"\0")
     folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fedssl" / "decoded"
     return folder / f"{digest.hexdigest()[:32]}.images"
-
-
-def _installed_version(distribution: str) -> str:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return "none"
 
 
 def _read_cache(cache: Path) -> tuple[Images, list[int], dict[int, str]] | None:
