@@ -95,11 +95,8 @@ def _kind(image: "Image") -> ImageKind:
     # Phones store a second picture for screens of high contrast in what is then a JPEG of two frames, an MPO.
     frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
     is_tiff = image.format == "TIFF"
-    if (
-        image.mode in ("F", "I")
-        or image.mode.startswith("I;16")
-        or (is_tiff and image.mode == "L" and _is_signed(image))
-    ):
+    signed_bytes = is_tiff and image.mode == "L" and _is_signed(image)
+    if image.mode in ("F", "I") or image.mode.startswith("I;16") or signed_bytes:
         limits = None if image.mode == "F" else _integer_range(image) if is_tiff else _16_BITS
         inverted = is_tiff and _tiff_tag(image, _TIFF_PHOTOMETRIC, 1) == 0  # Pillow turns those of 8 bits over itself
         return ImageKind(image.size, True, "gray", limits, frames, inverted=inverted)
@@ -146,18 +143,17 @@ def _read_upright(file: Path, window: Window | None) -> "Image":
 
     with _opened(file) as image:
         kind = _kind(image)
+        image.load()
+        orientation = _orientation(image)
         if kind.deep == "gray":
             assert window is not None
             shown = apply_window(_stored_values(image)[None], window, kind.type_range)[0]
             upright = fromarray(255 - shown if kind.inverted else shown)
         else:
-            upright = image.convert("LA") if image.mode == "La" else image.copy()
-        for block in (
-            "exif",
-            "Raw profile type exif",
-        ):  # Pillow would write all entries anew, and fail at a damaged one
-            upright.info.pop(block, None)
-        upright.getexif()[_ORIENTATION] = _orientation(image)
+            upright = image.convert("LA") if image.mode == "La" else image
+        # Pillow would write all other entries anew, and fail at a damaged one.
+        upright.info = {name: value for name, value in upright.info.items() if "exif" not in str(name)}
+        upright.getexif()[_ORIENTATION] = orientation
         return ImageOps.exif_transpose(upright)
 
 
