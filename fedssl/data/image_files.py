@@ -151,8 +151,7 @@ def _read_upright(file: Path, window: Window | None) -> "Image":
             upright = fromarray(255 - shown if kind.inverted else shown)
         else:
             upright = image.convert("LA") if image.mode == "La" else image
-        # Pillow would write all other entries anew, and fail at a damaged one.
-        upright.info = {name: value for name, value in upright.info.items() if "exif" not in str(name)}
+        upright.info = {}  # or else Pillow writes all entries of the EXIF anew, and fails at a damaged one
         upright.getexif()[_ORIENTATION] = orientation
         return ImageOps.exif_transpose(upright)
 
