@@ -13,7 +13,7 @@ from torch import Tensor
 from ..errors import UserError
 from ..untrusted import printable
 from .files import expanded, first_line, kind_of, list_files, listed, notify_of_left_out
-from .image_files import SMALLEST_SIDE
+from .image_kinds import SMALLEST_SIDE
 from .npz import NpzArchive
 from .options import SOURCES, DataOptions
 from .pixels import channels_first, resize, to_uint8

@@ -10,7 +10,7 @@ from typing import Literal
 from ..errors import UserError
 from ..untrusted import printable
 
-DICOM_SUFFIXES = (".dcm", ".dicom")
+DICOM_SUFFIXES = (".ima", ".dcm", ".dicom")
 
 #: the names that a file of images may end with, in small letters
 IMAGE_SUFFIXES = (
@@ -66,13 +66,30 @@ def kind_of(path: Path) -> Literal["file", "folder", "missing", "special"]:
     return "file" if stat.S_ISREG(mode) else "special"
 
 
+def is_dicom(file: Path) -> bool:
+    """Return True if a file's name ends as a DICOM file's, or it begins as one: scanners write names without an ending.
+
+    A DICOMDIR is none: it lists the files beside it.
+    """
+    if file.name.upper() == "DICOMDIR":
+        return False
+    if file.name.lower().endswith(DICOM_SUFFIXES):
+        return True
+    try:
+        with open(file, "rb") as stream:
+            return stream.read(132)[128:] == b"DICM"
+    except OSError:
+        return False
+
+
 def list_files(folder: Path) -> tuple[list[Path], list[Path]]:
     """List the files in a folder and the folders in it, without hidden ones; links are followed, also to folders.
 
     Only regular files count: opening a pipe would wait for ever. A folder that links lead to twice is listed once.
 
     Returns:
-        The files whose names end as an image's, and the others that the user may have meant, in a fixed order.
+        The files whose names end as an image's or that begin as a DICOM file, and the others that the user may have
+        meant, in a fixed order.
     """
 
     def refuse(error: OSError) -> None:
@@ -92,7 +109,7 @@ def list_files(folder: Path) -> tuple[list[Path], list[Path]]:
     others: list[Path] = []
     for inner, name in sorted(files):
         file = Path(inner, name)
-        is_image = name.lower().endswith(IMAGE_SUFFIXES) and file.is_file()
+        is_image = file.is_file() and (name.lower().endswith(IMAGE_SUFFIXES) or is_dicom(file))
         (images if is_image else others).append(file)
     return images, others
 

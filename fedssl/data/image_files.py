@@ -1,72 +1,40 @@
 """One image file: its header, and its pixels at a given size.
 
-Pillow reads all formats but DICOM, that of medical imaging, which pydicom reads; only such a file's pixels are kept.
+Pillow reads all formats but DICOM, that of medical imaging; only such a file's pixels are kept.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import UserError, install_command
-from ..untrusted import printable
-from .files import DICOM_SUFFIXES, first_line
+from ..errors import UserError
+from .dicom_files import dicom_kind, dicom_pixels, dicom_range
+from .files import first_line, is_dicom
+from .image_kinds import BrokenImageError, ImageKind, require_size
 from .pixels import Window, apply_window
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-#: what a crop needs
-SMALLEST_SIDE = 2
-
 # What Pillow may take a file for, whatever its name ends with. Its other formats include some that start programs.
 _FORMATS = ("JPEG", "PNG", "WEBP", "TIFF", "BMP", "GIF", "PPM")
-_MOST_PIXELS = 89_000_000  # Pillow warns from here on, as a small file may unpack to more than the memory
-_TIFF_BITS, _TIFF_SAMPLE_FORMAT = 258, 339
+_TIFF_BITS, _TIFF_PHOTOMETRIC, _TIFF_PLANES, _TIFF_SAMPLE_FORMAT = 258, 262, 284, 339
+_SIGNED = 2  # as a TIFF's sample format
 _16_BITS = (0.0, 65535.0)
-
-
-class BrokenImageError(Exception):
-    """A file that cannot be read as an image; the message is the reason."""
-
-
-@dataclass(frozen=True)
-class ImageKind:
-    """The header of an image file.
-
-    Attributes:
-        size: width and height as they are stored, in pixels.
-        gray: whether it has one channel, apart from transparency.
-        deep: "gray" where pixels need a window, as they have more than 8 bits or, in DICOM files, a unit (Hounsfield);
-            "colour" where colours have more than 8 bits a channel, of which Pillow never reads but the upper 8.
-        type_range: of a deep image, the smallest and largest value of its type, with its unit; None for floats.
-        frames: how many images the file holds; the first one is used.
-        own_window: the range that a DICOM file's author chose to be shown; None where the file names none.
-        inverted: whether small values are bright, as in a DICOM file that is MONOCHROME1.
-    """
-
-    size: tuple[int, int]
-    gray: bool
-    deep: Literal["no", "gray", "colour"]
-    type_range: tuple[float, float] | None
-    frames: int
-    own_window: tuple[float, float] | None = None
-    inverted: bool = False
+_ORIENTATION = 274  # EXIF's
 
 
 def image_kind(file: Path) -> ImageKind:
     """Read a file's header alone; BrokenImageError is raised for what is no image, or too large or too small."""
-    if not _is_dicom(file):
+    if not is_dicom(file):
         with _opened(file) as image:
             return _kind(image)
     with _named_as_broken(file):
-        kind = _dicom_kind(_read_stored(file, stop_before_pixels=True))
-        _require_size(*kind.size)
-        return kind
+        return dicom_kind(file)
 
 
 def read_pixels(file: Path, height: int, width: int, channels: int, window: Window | None) -> NDArray[np.uint8]:
@@ -76,10 +44,10 @@ def read_pixels(file: Path, height: int, width: int, channels: int, window: Wind
     that is no image, or is damaged, raises BrokenImageError.
     """
     from PIL import ImageOps
-    from PIL.Image import Resampling
+    from PIL.Image import Resampling, fromarray
 
     with _named_as_broken(file):
-        upright = _read_dicom(file, window) if _is_dicom(file) else _read_upright(file, window)
+        upright = fromarray(dicom_pixels(file, window)) if is_dicom(file) else _read_upright(file, window)
         converted = upright.convert("L" if channels == 1 else "RGB")
         pixels = np.asarray(ImageOps.fit(converted, (width, height), Resampling.BILINEAR))
     return pixels[None] if channels == 1 else pixels.transpose(2, 0, 1)
@@ -87,17 +55,12 @@ def read_pixels(file: Path, height: int, width: int, channels: int, window: Wind
 
 def value_range(file: Path) -> tuple[float, float]:
     """Return the smallest and largest pixel value of a deep gray image, or raise BrokenImageError."""
-    if _is_dicom(file):
+    if is_dicom(file):
         with _named_as_broken(file):
-            _, pixels = _dicom_pixels(file)
-    else:
-        with _opened(file) as image:
-            pixels = _finite_pixels(image)
-    return float(pixels.min()), float(pixels.max())
-
-
-def _is_dicom(file: Path) -> bool:
-    return file.name.lower().endswith(DICOM_SUFFIXES)
+            return dicom_range(file)
+    with _opened(file) as image:
+        values = _stored_values(image)
+    return float(values.min()), float(values.max())
 
 
 @contextmanager
@@ -112,56 +75,65 @@ def _named_as_broken(file: Path) -> Iterator[None]:
     except (BrokenImageError, UserError):
         raise
     except Image.UnidentifiedImageError as error:
-        raise BrokenImageError("not an image of a known format") from error
+        kind = ", or a TIFF of one that is not read" if file.suffix.lower() in (".tif", ".tiff") else ""
+        raise BrokenImageError(f"not an image of a known format{kind}") from error
     except Exception as error:
         raise BrokenImageError(first_line(error)) from error
-
-
-def _require_size(width: int, height: int) -> None:
-    if width * height > _MOST_PIXELS:
-        raise BrokenImageError(f"{width} x {height} pixels, more than {_MOST_PIXELS:,}: cut it into tiles")
-    if min(width, height) < SMALLEST_SIDE:
-        raise BrokenImageError(f"{width} x {height} pixels, expected at least {SMALLEST_SIDE} a side")
 
 
 @contextmanager
 def _opened(file: Path) -> Iterator["Image"]:
     from PIL import Image
 
-    with _named_as_broken(file), Image.open(file, formats=_FORMATS) as image:
-        _require_size(*image.size)
+    # Not by its name: Pillow then maps some TIFFs into memory, and mixes up those that it has to turn by 90 degrees.
+    with _named_as_broken(file), open(file, "rb") as stream, Image.open(stream, formats=_FORMATS) as image:
+        require_size(*image.size)
         yield image
 
 
 def _kind(image: "Image") -> ImageKind:
     # Phones store a second picture for screens of high contrast in what is then a JPEG of two frames, an MPO.
     frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
-    if image.mode == "F":
-        return ImageKind(image.size, True, "gray", None, frames)
-    if image.mode == "I" or image.mode.startswith("I;16"):
-        return ImageKind(image.size, True, "gray", _integer_range(image), frames)
-    gray = image.mode in ("1", "L", "LA")
+    is_tiff = image.format == "TIFF"
+    signed_bytes = is_tiff and image.mode == "L" and _is_signed(image)
+    if image.mode in ("F", "I") or image.mode.startswith("I;16") or signed_bytes:
+        limits = None if image.mode == "F" else _integer_range(image) if is_tiff else _16_BITS
+        inverted = is_tiff and _tiff_tag(image, _TIFF_PHOTOMETRIC, 1) == 0  # Pillow turns those of 8 bits over itself
+        return ImageKind(image.size, True, "gray", limits, frames, inverted=inverted)
+    gray = image.mode in ("1", "L", "LA", "La")
     if _has_deep_colours(image):
         return ImageKind(image.size, gray, "colour", _16_BITS, frames)
     return ImageKind(image.size, gray, "no", None, frames)
 
 
-def _integer_range(image: "Image") -> tuple[float, float]:
-    if image.mode != "I" or image.format != "TIFF":
-        return _16_BITS  # Pillow scales a PGM's values to these
+def _tiff_tag(image: "Image", tag: int, default: int) -> int:
+    """Return a TIFF's number, of the first channel where each has its own."""
     tags: Any = image
-    bits, sample_format = tags.tag_v2.get(_TIFF_BITS, (32,))[0], tags.tag_v2.get(_TIFF_SAMPLE_FORMAT, (1,))[0]
-    return (-(2.0 ** (bits - 1)), 2.0 ** (bits - 1) - 1) if sample_format == 2 else (0.0, 2.0**bits - 1)  # 2: signed
+    value = tags.tag_v2.get(tag, default)
+    return int(value[0] if isinstance(value, tuple) else value)
+
+
+def _is_signed(image: "Image") -> bool:
+    return _tiff_tag(image, _TIFF_SAMPLE_FORMAT, 1) == _SIGNED
+
+
+def _integer_range(image: "Image") -> tuple[float, float]:
+    bits = _tiff_tag(image, _TIFF_BITS, 1)
+    return (-(2.0 ** (bits - 1)), 2.0 ** (bits - 1) - 1) if _is_signed(image) else (0.0, 2.0**bits - 1)
 
 
 def _has_deep_colours(image: "Image") -> bool:
     """Return True if an image that Pillow gives 8 bits a channel is stored with more."""
+    if image.format == "TIFF" and image.mode not in ("1", "P") and _tiff_tag(image, _TIFF_BITS, 1) > 8:
+        if _tiff_tag(image, _TIFF_PLANES, 1) == 2 and image.info.get("compression") == "raw":
+            raise BrokenImageError("colours of 16 bits in a plane each, which are not read; store them by pixel")
+        return True
     for tile in getattr(image, "tile", []):
-        arguments = tile.args if isinstance(tile.args, tuple) else (tile.args,)
-        if any(isinstance(argument, str) and ";16" in argument for argument in arguments):  # such as RGB;16B
-            return True
-        if image.format == "PPM" and any(isinstance(argument, int) and argument > 255 for argument in arguments):
-            return True
+        for argument in tile.args if isinstance(tile.args, tuple) else (tile.args,):
+            if isinstance(argument, str) and ";16" in argument and argument != "BGR;16":  # 16 bits a pixel
+                return True
+            if image.format == "PPM" and isinstance(argument, int) and argument > 255:
+                return True
     return False
 
 
@@ -171,93 +143,37 @@ def _read_upright(file: Path, window: Window | None) -> "Image":
 
     with _opened(file) as image:
         kind = _kind(image)
-        if kind.deep != "gray":
-            image.load()
-            return ImageOps.exif_transpose(image)
-        assert window is not None
-        orientation = image.getexif()
-        shallow = fromarray(apply_window(_finite_pixels(image)[None], window, kind.type_range)[0])
-        shallow.getexif().update(orientation)
-        return ImageOps.exif_transpose(shallow)
+        image.load()
+        orientation = _orientation(image)
+        if kind.deep == "gray":
+            assert window is not None
+            shown = apply_window(_stored_values(image)[None], window, kind.type_range)[0]
+            upright = fromarray(255 - shown if kind.inverted else shown)
+        else:
+            upright = image.convert("LA") if image.mode == "La" else image
+        upright.info = {}  # or else Pillow writes all entries of the EXIF anew, and fails at a damaged one
+        upright.getexif()[_ORIENTATION] = orientation
+        return ImageOps.exif_transpose(upright)
 
 
-def _finite_pixels(image: "Image") -> NDArray[Any]:
-    pixels = np.asarray(image)
-    if pixels.dtype.kind == "f" and not np.isfinite(pixels).all():
-        raise BrokenImageError("pixels that are NaN or infinite")
-    return pixels
+def _orientation(image: "Image") -> int:
+    """Return the one entry of an image's EXIF that is used; 1, which is upright, where EXIF cannot be parsed.
 
-
-def _read_stored(file: Path, **options: Any) -> Any:
+    Pillow has turned a TIFF by itself, and removed the entry.
+    """
     try:
-        from pydicom import dcmread
-    except ImportError as error:
-        raise UserError(
-            f"{printable(file)} is a DICOM file, which needs pydicom: {install_command('dicom')}"
-        ) from error
-    return dcmread(file, **options)
+        return image.getexif().get(_ORIENTATION, 1)
+    except Exception:  # of any type, as the block may hold any bytes
+        return 1
 
 
-def _dicom_kind(stored: Any) -> ImageKind:
-    interpretation = str(stored.PhotometricInterpretation)
-    if interpretation == "PALETTE COLOR":
-        raise BrokenImageError("colours by a palette, which are not read")
-    bits, signed = int(stored.BitsStored), bool(stored.PixelRepresentation)
-    gray = int(stored.SamplesPerPixel) == 1
-    if not gray and bits > 8:
-        raise BrokenImageError(f"colours of {bits} bits, which are not read")
-    slope, intercept = _rescale(stored)
-    smallest, largest = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if signed else (0, 2**bits - 1)
-    low, high = sorted((smallest * slope + intercept, largest * slope + intercept))
-    return ImageKind(
-        (int(stored.Columns), int(stored.Rows)),
-        gray,
-        "gray" if gray and (bits > 8 or signed or (slope, intercept) != (1.0, 0.0)) else "no",
-        (low, high),
-        int(stored.get("NumberOfFrames") or 1),
-        _own_window(stored),
-        interpretation == "MONOCHROME1",
-    )
-
-
-def _rescale(stored: Any) -> tuple[float, float]:
-    slope, intercept = stored.get("RescaleSlope"), stored.get("RescaleIntercept")
-    return 1.0 if slope is None else float(slope), 0.0 if intercept is None else float(intercept)
-
-
-def _own_window(stored: Any) -> tuple[float, float] | None:
-    """Return the values that the file's first window shows darkest and brightest, by DICOM PS3.3, C.11.2.1.2."""
-    centres, widths = stored.get("WindowCenter"), stored.get("WindowWidth")
-    if centres is None or widths is None:
-        return None
-    centre, width = (float(np.atleast_1d(np.asarray(values, dtype=float))[0]) for values in (centres, widths))
-    function = str(stored.get("VOILUTFunction") or "LINEAR")
-    if function == "SIGMOID":
-        raise BrokenImageError("a sigmoid window, which is not read")
-    if function == "LINEAR":
-        centre, width = centre - 0.5, width - 1.0
-    return (centre - width / 2, centre + width / 2) if width > 0 else None
-
-
-def _dicom_pixels(file: Path) -> tuple[ImageKind, NDArray[Any]]:
-    """Read the first image: gray values with their unit, float64 [H, W], or 8 bits, uint8 [H, W] or [H, W, 3]."""
-    stored = _read_stored(file)
-    kind = _dicom_kind(stored)
-    pixels = np.asarray(stored.pixel_array)
-    if kind.frames > 1:
-        pixels = pixels[0]
-    if kind.deep == "gray":
-        slope, intercept = _rescale(stored)
-        pixels = pixels.astype(np.float64) * slope + intercept
-    return kind, pixels
-
-
-def _read_dicom(file: Path, window: Window | None) -> "Image":
-    from PIL.Image import fromarray
-
-    kind, pixels = _dicom_pixels(file)
-    if kind.deep == "gray":
-        chosen = kind.own_window if window == "file" else window
-        assert chosen is not None
-        pixels = apply_window(pixels[None], chosen, kind.type_range)[0]
-    return fromarray(255 - pixels if kind.inverted else pixels)
+def _stored_values(image: "Image") -> NDArray[Any]:
+    """Return the values of a deep gray image as its file means them: Pillow has no type for some."""
+    values = np.asarray(image)
+    if values.dtype.kind == "f" and not np.isfinite(values).all():
+        raise BrokenImageError("pixels that are NaN or infinite")
+    if image.mode == "L":
+        return values.view(np.int8)
+    if image.format == "TIFF" and image.mode == "I" and not _is_signed(image):
+        return values.view(np.uint32)
+    return values

@@ -9,11 +9,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import UserError
+from .files import notify
 
 #: [low, high] become 0 and 255, as a radiologist's window does; `full` is the range of the pixels' type; `per_image` is
 #: each image's own smallest and largest value; `file` is the window that a DICOM file names itself
 Window = tuple[float, float] | Literal["full", "per_image", "file"]
 
+_NARROWEST = 1e-200  # a window of one value is a step from 0 to 255 above it, and its quotients stay finite
 _VALUES_AT_A_TIME = 2**22
 _RESIZED_AT_A_TIME = 1024
 
@@ -41,7 +43,7 @@ def apply_window(
             (part.min(axes, keepdims=True), part.max(axes, keepdims=True)) if window == "per_image" else window
         )
         low, high = limits
-        width = np.maximum(high - low, np.finfo(np.float64).tiny)
+        width = np.maximum(high - low, _NARROWEST)
         scaled[start : start + step] = np.rint(np.clip((part - low) / width, 0.0, 1.0) * 255.0)
     return scaled
 
@@ -93,6 +95,8 @@ def to_uint8(arrays: dict[str, NDArray[Any]], window: Window | None = None) -> d
             converted[name] = np.rint(array.astype(np.float32) * float_scale).astype(np.uint8)
         else:
             converted[name] = array.astype(np.uint8) * np.uint8(255 if array.dtype.kind == "b" else 1)
+        if array.dtype.kind != "f" and converted[name].max() == 1:
+            notify(f"{name} has no pixel above 1 of 255, so that all is black: save pixels of 0 and 1 as type bool")
     return converted
 
 

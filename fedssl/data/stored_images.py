@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from itertools import islice
 from multiprocessing.reduction import DupFd
 from pathlib import Path
@@ -33,7 +34,8 @@ from .image_files import BrokenImageError, ImageKind, image_kind, read_pixels, v
 from .options import DataOptions
 from .pixels import Window
 
-_CACHE_VERSION = 1
+_CACHE_VERSION = 2  # to be raised when a file's pixels come to mean something else
+_DECODERS = ("gdcm", "pylibjpeg", "libjpeg", "openjpeg")  # what pydicom may find
 _SHARE_OF_MEMORY = 0.25  # a holdout and the deal to the clients each copy the images
 _FILES_FOR_RANGE = 20
 _MOST_NAMED = 5
@@ -241,7 +243,8 @@ def _cache_path(files: Sequence[Path], decoded_as: str) -> Path:
     """
     from PIL import __version__ as pillow_version
 
-    digest = hashlib.sha256(f"{_CACHE_VERSION} {pillow_version} {decoded_as}".encode())
+    decoders = list(filter(find_spec, _DECODERS))  # one that is added may read what was broken
+    digest = hashlib.sha256(f"{_CACHE_VERSION} {pillow_version} {decoders} {decoded_as}".encode())
     for file in files:
         try:
             status = os.stat(file)
@@ -336,14 +339,14 @@ def _check_window(files: Sequence[Path], kinds: dict[int, ImageKind], window: Wi
     gray = [index for index, kind in kinds.items() if kind.deep == "gray"]
     if gray and window is None:
         first, low, high = _range_of_values([files[index] for index in gray])
-        own = "" if kinds[gray[0]].own_window is None else ", or data.window=file (what each DICOM file names)"
+        own = ", or data.window=file (what each DICOM file names)" if kinds[gray[0]].has_window else ""
         raise UserError(
             f"{printable(first)} has pixels of more than 8 bits, as {len(gray)} of {len(files)} files have (values "
             f"{low:g} to {high:g} in the first {min(len(gray), _FILES_FOR_RANGE)}); set "
             f"data.window=[{low:g},{high:g}] or another range that becomes 0 to 255, or data.window=full (the range "
             f"of the type), or data.window=per_image{own}"
         )
-    without = [index for index in gray if kinds[index].own_window is None]
+    without = [index for index in gray if not kinds[index].has_window]
     if without and window == "file":
         raise UserError(
             f"{printable(files[without[0]])} names no window of its own, as {len(without)} of {len(files)} files; set "

@@ -1,6 +1,7 @@
 """Every kind of image file: what is read of it, or the reason why it is not."""
 
 import logging
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -92,6 +93,43 @@ def test_photos_are_turned_upright(tmp_path, orientation, corner):
     pixels = load_with(tmp_path / "deep", "1.png", deep, gray=True, window=(0, 255)).train_images[1, 0]
     column, row = corner
     assert pixels[row, column] < 80
+
+
+def exif_of(orientation: int) -> bytes:
+    entries = Image.Exif()
+    entries[274], entries[282] = orientation, 72.5
+    return entries.tobytes()
+
+
+RATIONAL, TEXT = b"\x01\x1a\x00\x05", b"\x01\x1a\x00\x02"  # the type of the entry 282
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+@pytest.mark.parametrize(
+    ("damaged", "turned"),
+    [
+        pytest.param(exif_of(6).replace(RATIONAL, TEXT), True, id="another entry"),
+        pytest.param(exif_of(6).replace(b"MM", b"??"), False, id="byte order"),
+        pytest.param(exif_of(6)[:12], False, id="cut"),
+        pytest.param(exif_of(9), False, id="orientation 9"),
+        pytest.param(exif_of(0), False, id="orientation 0"),
+    ],
+)
+def test_a_damaged_exif_breaks_no_picture(tmp_path, kind, damaged, turned):
+    content = encoded(COLOUR, kind, exif=damaged, icc_profile=b"no profile")
+    image = load_with(tmp_path, f"1.{kind.lower()}", content).train_images[1]
+    column, row = (5, 2) if turned else (2, 5)
+    assert image[0, row, column] > 200 > image[2, row, column]
+
+
+def test_a_bitmap_of_16_bits_a_pixel_has_no_deep_colours(tmp_path):
+    """Five bits of red, six of green, five of blue."""
+    masks = (0xF800, 0x07E0, 0x001F)
+    pixels = np.tile(np.array([0xF800, 0x001F], "<u2").repeat(8), 16).tobytes()
+    header = struct.pack("<IiiHHIIiiII3I", 40, 16, 16, 1, 16, 3, len(pixels), 0, 0, 0, 0, *masks)
+    content = b"BM" + struct.pack("<IHHI", 66 + len(pixels), 0, 0, 66) + header + pixels
+    image = load_with(tmp_path, "1.bmp", content).train_images[1]
+    assert image[:, 5, [2, 13]].T.tolist() == [[255, 0, 0], [0, 0, 255]]
 
 
 BROKEN = [

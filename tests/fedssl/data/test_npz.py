@@ -51,6 +51,17 @@ def test_npz_layouts(tmp_path, stored, expected):
     assert loaded.train_images.shape == (12, *expected)
 
 
+def test_masks_of_0_and_1(tmp_path, caplog):
+    """As type bool they are black and white; as numbers they are pixels of 255, and nothing is guessed."""
+    mask = random_pixels(4, 6, 8) % 2
+    assert load_npz(save(tmp_path / "a.npz", x=mask == 1)).train_images.unique().tolist() == [0, 255]
+    assert caplog.text == ""
+    for dtype in ("u1", "i8"):
+        assert load_npz(save(tmp_path / "b.npz", x=mask.astype(dtype))).train_images.unique().tolist() == [0, 1]
+        assert "has no pixel above 1 of 255, so that all is black: save pixels of 0 and 1 as type bool" in caplog.text
+        caplog.clear()
+
+
 @pytest.mark.parametrize("dtype", ["f4", "f8", "f2", ">f4", "i8"])
 def test_npz_pixel_types(tmp_path, dtype):
     arrays = good_arrays()

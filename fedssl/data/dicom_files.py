@@ -1,0 +1,240 @@
+"""DICOM files: what the stored values of the first image mean, in the order of the standard's part 3.
+
+Stored bits become values (C.7.6.3), values get their unit (modality transform, C.11.1), a window or a lookup table
+chooses what is shown (C.11.2), and the polarity says which end is bright (C.7.6.3.1.2, C.11.6). Objects with functional
+groups (C.7.6.16) keep unit and window there, for each image or for all. pydicom reads and decodes the files.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import UserError, install_command
+from ..untrusted import printable
+from .image_kinds import BrokenImageError, ImageKind, require_size
+from .pixels import Window, apply_window
+
+_GROUPS = ("PerFrameFunctionalGroupsSequence", "SharedFunctionalGroupsSequence")
+_WHOLE_TABLE = 65536  # entries, which a lookup table writes as 0
+
+
+def dicom_kind(file: Path) -> ImageKind:
+    """Read a file's header alone; a UserError says what to install where nothing installed can read the file."""
+    stored = _read(file, stop_before_pixels=True)
+    kind = _kind(stored)
+    _decoder(stored, file)
+    return kind
+
+
+def dicom_pixels(file: Path, window: Window | None) -> NDArray[np.uint8]:
+    """Read the first image: gray [H, W] through a window, or colours [H, W, 3].
+
+    Without a window of the user's or, for `file`, of its own, an image that `dicom_kind` calls not deep is shown from
+    the smallest to the largest value that its bits can store.
+    """
+    stored = _read(file)
+    kind = _kind(stored)
+    pixels, interpretation = _decoded(stored, file)
+    if not kind.gray:
+        return _colours(stored, pixels, interpretation)
+    values = _with_unit(stored, pixels)
+    own = _own_view(stored) if window == "file" else None
+    if own is not None:
+        shown = _through(own, values, stored)
+    else:
+        if window == "per_image":
+            window = _range_inside(stored, values)
+        elif window == "file" and kind.deep != "no":
+            raise BrokenImageError("it names no window of its own; set data.window=[LOW,HIGH]")
+        elif window is None or window == "file":
+            window = "full"
+        shown = apply_window(values[None], window, kind.type_range)[0]
+    return 255 - shown if kind.inverted else shown
+
+
+def dicom_range(file: Path) -> tuple[float, float]:
+    """Return the smallest and largest value of the first image, which is gray, in its unit."""
+    stored = _read(file)
+    return _range_inside(stored, _with_unit(stored, _decoded(stored, file)[0]))
+
+
+def _read(file: Path, **options: Any) -> Any:
+    try:
+        from pydicom import dcmread
+    except ImportError as error:
+        raise UserError(
+            f"{printable(file)} is a DICOM file, which needs pydicom: {install_command('dicom')}"
+        ) from error
+    return dcmread(file, **options)
+
+
+def _kind(stored: Any) -> ImageKind:
+    if "Rows" not in stored:
+        kind = stored.get("SOPClassUID") or stored.file_meta.get("MediaStorageSOPClassUID")
+        what = printable(kind.name) if kind else "of no class, or cut"
+        raise BrokenImageError(f"a DICOM object without pixels: {what}")
+    require_size(int(stored.Columns), int(stored.Rows))
+    interpretation = str(stored.PhotometricInterpretation)
+    bits = stored.get("BitsStored")  # missing where the pixels are floats
+    one_sample = int(stored.SamplesPerPixel) == 1
+    gray = one_sample and interpretation != "PALETTE COLOR"
+    if not one_sample and (bits is None or bits > 8):
+        raise BrokenImageError(f"colours of {bits or stored.BitsAllocated} bits, which are not read")
+    signed = bool(stored.get("PixelRepresentation"))
+    has_unit = bool(stored.get("ModalityLUTSequence")) or _rescale(stored) != (1.0, 0.0)
+    return ImageKind(
+        (int(stored.Columns), int(stored.Rows)),
+        gray,
+        "gray" if gray and (bits is None or bits > 8 or signed or has_unit) else "no",
+        None if bits is None or not gray else _type_range(stored, int(bits), signed),
+        int(stored.get("NumberOfFrames") or 1),
+        gray and _own_view(stored) is not None,
+        interpretation == "MONOCHROME1" or stored.get("PresentationLUTShape") == "INVERSE",
+    )
+
+
+def _type_range(stored: Any, bits: int, signed: bool) -> tuple[float, float]:
+    table = stored.get("ModalityLUTSequence")
+    if table:
+        return 0.0, 2.0 ** int(table[0].LUTDescriptor[2]) - 1
+    slope, intercept = _rescale(stored)
+    smallest, largest = (-(2.0 ** (bits - 1)), 2.0 ** (bits - 1) - 1) if signed else (0.0, 2.0**bits - 1)
+    low, high = sorted((smallest * slope + intercept, largest * slope + intercept))
+    return low, high
+
+
+def _places(stored: Any, macro: str) -> list[Any]:
+    """Return the data sets that may hold a macro's elements for the first image, those of that image alone first."""
+    groups = [stored.get(name) for name in _GROUPS]
+    macros = [group[0].get(macro) for group in groups if group]
+    return [*(items[0] for items in macros if items), stored]
+
+
+def _rescale(stored: Any) -> tuple[float, float]:
+    for place in _places(stored, "PixelValueTransformationSequence"):
+        slope, intercept = place.get("RescaleSlope"), place.get("RescaleIntercept")
+        if slope is not None or intercept is not None:
+            if slope == 0:
+                raise BrokenImageError("a rescale slope of 0, which makes all pixels equal")
+            return 1.0 if slope is None else float(slope), 0.0 if intercept is None else float(intercept)
+    return 1.0, 0.0
+
+
+def _own_view(stored: Any) -> Any:
+    """Return the first window (function, centre and width), or else the first lookup table, or None: C.11.2.1.1."""
+    for place in _places(stored, "FrameVOILUTSequence"):
+        centre, width = (_first_number(place.get(name)) for name in ("WindowCenter", "WindowWidth"))
+        function = str(place.get("VOILUTFunction") or "LINEAR")
+        if centre is not None and width is not None and (width >= 1 if function == "LINEAR" else width > 0):
+            return function, centre, width
+        if place.get("VOILUTSequence"):
+            return place.VOILUTSequence[0]
+    return None
+
+
+def _first_number(values: Any) -> float | None:
+    return None if values is None else float(np.atleast_1d(np.asarray(values, dtype=float))[0])
+
+
+def _decoder(stored: Any, file: Path) -> Any:
+    from pydicom.pixels import get_decoder
+    from pydicom.uid import JPEGExtended12Bit
+
+    syntax = stored.file_meta.TransferSyntaxUID
+    try:
+        decoder = get_decoder(syntax)
+    except NotImplementedError as error:
+        raise BrokenImageError(f"compressed as {printable(syntax.name)}, which is not read") from error
+    able, command = decoder.is_available, install_command("dicom")
+    if syntax == JPEGExtended12Bit and stored.get("BitsStored") != 8:  # more than Pillow and GDCM read
+        able, command = "pylibjpeg" in decoder.available_plugins, "pip install pylibjpeg pylibjpeg-libjpeg"
+    if not able:
+        raise UserError(f"{printable(file)} is compressed as {syntax.name}, which needs a decoder: {command}")
+    return decoder
+
+
+def _decoded(stored: Any, file: Path) -> tuple[NDArray[Any], str]:
+    """Decode the first image: stored values [H, W] or [H, W, 3] without unused bits, and how they stand for colours."""
+    from pydicom.uid import RLELossless
+
+    decoder, syntax = _decoder(stored, file), stored.file_meta.TransferSyntaxUID
+    options: dict[str, Any] = {}
+    unused = 0
+    if stored.get("BitsStored") is not None and (syntax == RLELossless or not syntax.is_encapsulated):
+        unused = max(0, int(stored.get("HighBit") or 0) + 1 - int(stored.BitsStored))
+        options["bits_stored"] = int(stored.BitsStored) + unused  # pydicom drops the bits above these
+    try:
+        pixels, properties = decoder.as_array(stored, index=0, **options)
+    except RuntimeError as error:
+        lines = str(error).splitlines()
+        reason = printable("; ".join(line.strip() for line in lines[1:] or lines)[:300])  # a line for each decoder
+        more = f"; {install_command('dicom')} adds decoders" if decoder.missing_dependencies else ""
+        raise BrokenImageError(f"it cannot be decoded ({reason}){more}") from error
+    if pixels.dtype.kind == "f" and not np.isfinite(pixels).all():
+        raise BrokenImageError("pixels that are NaN or infinite")
+    return pixels >> unused if unused else pixels, str(properties["photometric_interpretation"])
+
+
+def _with_unit(stored: Any, pixels: NDArray[Any]) -> NDArray[np.float64]:
+    table = stored.get("ModalityLUTSequence")
+    if table:
+        return _looked_up(pixels, table[0].LUTDescriptor, table[0].LUTData, stored).astype(np.float64)
+    slope, intercept = _rescale(stored)
+    return pixels.astype(np.float64) * slope + intercept
+
+
+def _looked_up(values: NDArray[Any], descriptor: Any, data: Any, stored: Any) -> NDArray[np.int64]:
+    """Replace values by a table's entries, those beyond its ends by its first or last, as in C.11.1.1.1."""
+    count, first, _ = map(int, descriptor)
+    count = count or _WHOLE_TABLE
+    if isinstance(data, bytes):
+        words = "<u2" if stored.file_meta.TransferSyntaxUID.is_little_endian else ">u2"
+        data = np.frombuffer(data, words if len(data) >= 2 * count else "u1")
+    entries = np.atleast_1d(np.asarray(data)).astype(np.int64)[:count]
+    if len(entries) < count:
+        raise BrokenImageError(f"a lookup table of {len(entries)} entries, whose descriptor announces {count}")
+    if first >= _WHOLE_TABLE // 2 and values.min() < 0:
+        first -= _WHOLE_TABLE  # a negative number that was written as an unsigned one
+    return entries[np.clip(np.rint(values).astype(np.int64) - first, 0, count - 1)]
+
+
+def _range_inside(stored: Any, values: NDArray[np.float64]) -> tuple[float, float]:
+    """Return the smallest and largest value, without the padding around the image (C.7.5.1.1.2)."""
+    padding = stored.get("PixelPaddingValue")
+    if padding is not None:
+        limits = np.array([padding, stored.get("PixelPaddingRangeLimit", padding)])
+        low, high = sorted(_with_unit(stored, limits))
+        inside = values[(values < low) | (values > high)]
+        values = inside if inside.size else values
+    return float(values.min()), float(values.max())
+
+
+def _through(view: Any, values: NDArray[np.float64], stored: Any) -> NDArray[np.uint8]:
+    """Show values through the file's own window (C.11.2.1.2 and C.11.2.1.3) or lookup table (C.11.2.1.1)."""
+    if not isinstance(view, tuple):
+        entries = _looked_up(values, view.LUTDescriptor, view.LUTData, stored)
+        return apply_window(entries[None], (0.0, 2.0 ** int(view.LUTDescriptor[2]) - 1))[0]
+    function, centre, width = view
+    if function == "SIGMOID":  # 1 / (1 + exp(-4 (x - centre) / width)), which cannot overflow in this form
+        return np.rint(127.5 * (1 + np.tanh(2 * (values - centre) / width))).astype(np.uint8)
+    if function not in ("LINEAR", "LINEAR_EXACT"):
+        raise BrokenImageError(f"a window of the function {printable(function)}, which is not read")
+    if function == "LINEAR":
+        centre, width = centre - 0.5, width - 1
+    return apply_window(values[None], (centre - width / 2, centre + width / 2))[0]
+
+
+def _colours(stored: Any, pixels: NDArray[Any], interpretation: str) -> NDArray[np.uint8]:
+    if interpretation == "PALETTE COLOR":
+        channels = []
+        for colour in ("Red", "Green", "Blue"):
+            descriptor, data = (stored.get(f"{colour}PaletteColorLookupTable{part}") for part in ("Descriptor", "Data"))
+            if descriptor is None or data is None:
+                raise BrokenImageError("colours by a palette that is missing or in segments, which is not read")
+            channels.append(_looked_up(pixels, descriptor, data, stored) >> (int(descriptor[2]) - 8))
+        return np.stack(channels, 2).astype(np.uint8)
+    if interpretation != "RGB":  # what pydicom converts to RGB is called so by now
+        raise BrokenImageError(f"colours as {printable(interpretation)}, which are not read")
+    return apply_window(pixels[None], (0.0, 2.0 ** int(stored.BitsStored) - 1))[0]
