@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fedkernels.internal import checks, contrastive, native
 from fedkernels.internal.autograd import keep_missing_as_none, needs_gradient, refuse_second_derivative
-from fedkernels.reference._precision import compute_dtype, no_autocast
+from fedkernels.reference._precision import compute_dtype
 from fedkernels.reference.sigmoid_loss import sigmoid_loss as _reference
 
 
@@ -47,12 +47,7 @@ def sigmoid_loss(image: Tensor, text: Tensor, logit_scale: float | Tensor, logit
     checks.same_device(image=image, text=text)
     logit_scale = checks.positive_number_or_tensor("logit_scale", logit_scale, image.device)
     logit_bias = checks.number_or_tensor("logit_bias", logit_bias, image.device)
-    scaled = contrastive.scaled_rows(image, logit_scale, compute_dtype(image, text))
-    # One more column adds the bias to every logit, and autograd gives it its gradient. (torch.cat of float16 raises an
-    # error under autocast to bfloat16.)
-    with no_autocast(image):
-        biases = scaled.new_ones(len(image), 1) * logit_bias
-        scaled, text = torch.cat([scaled, biases], dim=1), torch.cat([text, text.new_ones(len(image), 1)], dim=1)
+    scaled, text = contrastive.with_bias(image, text, logit_scale, logit_bias)
     operator = None if image.is_cuda else contrastive.operator("sigmoid_loss", scaled, text)
     if operator is None:
         return _reference(scaled, text, 1.0, 0.0)

@@ -60,6 +60,6 @@ def clip_loss(
     checks.one_of("reduction", reduction, checks.REDUCTIONS)
     checks.one_of("method", method, METHODS)
     name = name_of_group(group)
-    of_images = distributed_loss(image, text, scale, False, method, name, reduction)
-    of_texts = distributed_loss(text, image, scale, False, method, name, reduction)
+    of_images = distributed_loss(image, text, scale, "info_nce", method, name, reduction)
+    of_texts = distributed_loss(text, image, scale, "info_nce", method, name, reduction)
     return (of_images + of_texts) / 2

@@ -55,4 +55,4 @@ def info_nce(
     temperature = scale_tensor("temperature", temperature, query, compute_dtype(query, key))
     checks.one_of("reduction", reduction, checks.REDUCTIONS)
     checks.one_of("method", method, METHODS)
-    return distributed_loss(query, key, 1 / temperature, False, method, name_of_group(group), reduction)
+    return distributed_loss(query, key, 1 / temperature, "info_nce", method, name_of_group(group), reduction)

@@ -57,4 +57,4 @@ def nt_xent(
     checks.one_of("reduction", reduction, checks.REDUCTIONS)
     checks.one_of("method", method, METHODS)
     rows = torch.cat([view1, view2])
-    return distributed_loss(rows, rows, 1 / temperature, True, method, name_of_group(group), reduction)
+    return distributed_loss(rows, rows, 1 / temperature, "nt_xent", method, name_of_group(group), reduction)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fedkernels.internal import native
 from fedkernels.internal.autograd import has_tangent
+from fedkernels.reference._precision import compute_dtype, no_autocast
 
 
 def operator(name: str, first: Tensor, second: Tensor) -> Any:
@@ -17,6 +18,17 @@ def operator(name: str, first: Tensor, second: Tensor) -> Any:
 def scaled_rows(rows: Tensor, scale: Tensor | float, dtype: torch.dtype) -> Tensor:
     """``rows * scale`` in `dtype`: what a loss of unscaled inner products takes in place of a temperature."""
     return rows.to(dtype) * scale
+
+
+def with_bias(query: Tensor, key: Tensor, scale: Tensor | float, bias: Tensor | float) -> tuple[Tensor, Tensor]:
+    """Rows [B, d + 1] and [N, d + 1] whose inner products are ``scale * q_i . k_j + bias``.
+
+    One more column adds the bias to every logit, and autograd gives it its gradient.
+    """
+    scaled = scaled_rows(query, scale, compute_dtype(query, key))
+    with no_autocast(query):  # under autocast to bfloat16 torch.cat of float16 raises an error
+        biases = scaled.new_ones(query.shape[0], 1) * bias
+        return torch.cat([scaled, biases], dim=1), torch.cat([key, key.new_ones(key.shape[0], 1)], dim=1)
 
 
 def allows_tf32() -> bool:
