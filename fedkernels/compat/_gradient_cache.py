@@ -49,8 +49,6 @@ def cached_loss(
                 parts.append(part)
     if not torch.is_grad_enabled():
         return calculate(embeddings)
-    # Under autocast these are the weights in half precision, and without a graph: the second pass needs its own.
-    torch.clear_autocast_cache()
     for column in embeddings:
         for embedding in column:
             embedding.requires_grad_()
@@ -104,11 +102,26 @@ def _second_pass(model: nn.Module, parts: list[_Part], gradients: list[Any], gra
     parallel = model if isinstance(model, DistributedDataParallel) else None
     trained: list[int] = []
     for index, (part, gradient) in enumerate(zip(parts, gradients, strict=True)):
-        with parallel.no_sync() if parallel is not None and index < len(parts) - 1 else nullcontext():
+        with nullcontext() if parallel is None else _exchange(parallel, last=index == len(parts) - 1):
             if part.backward(gradient * grad):
                 trained.append(index)
     if parallel is not None and parallel.require_backward_grad_sync and trained and trained[-1] < len(parts) - 1:
         parts[trained[-1]].backward(torch.zeros_like(gradients[trained[-1]]))
+
+
+@contextmanager
+def _exchange(parallel: DistributedDataParallel, last: bool) -> Iterator[None]:
+    """A context in which the ranks exchange gradients in the last mini-batch, unless the user has turned that off.
+
+    A static graph is learned in an exchange, so its first mini-batch needs one too.
+    """
+    before = parallel.require_backward_grad_sync
+    learns = parallel.static_graph and not parallel._static_graph_delay_allreduce_enqueued
+    parallel.require_backward_grad_sync = learns or (before and last)
+    try:
+        yield
+    finally:
+        parallel.require_backward_grad_sync = before
 
 
 def _refuse_exchanged_forward(model: nn.Module) -> None:
