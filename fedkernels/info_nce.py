@@ -8,7 +8,7 @@ from torch import Tensor
 from fedkernels.internal import checks, contrastive, native
 from fedkernels.internal.autograd import keep_missing_as_none, needs_gradient, refuse_second_derivative
 from fedkernels.internal.similarity_logsumexp import similarity_logsumexp
-from fedkernels.reference._precision import compute_dtype, no_autocast
+from fedkernels.reference._precision import compute_dtype
 from fedkernels.reference._reduce import reduce
 from fedkernels.reference.info_nce import info_nce as _reference
 
@@ -17,7 +17,7 @@ def info_nce(
     query: Tensor,
     key: Tensor,
     temperature: float | Tensor,
-    reduction: str = "mean",
+    reduction: checks.Reduction = "mean",
     *,
     positives: int | Tensor = 0,
     negatives: Tensor | None = None,
@@ -74,12 +74,7 @@ def info_nce(
     checks.one_of("reduction", reduction, checks.REDUCTIONS)
     positives = _check_positives(positives, query, key)
     if negatives is not None:
-        checks.floating("negatives", negatives, ndim=2, layout="[M, d]")
-        if negatives.shape[1] != query.shape[1]:
-            raise ValueError(f"negatives must have the d = {query.shape[1]} columns of query, got {negatives.shape[1]}")
-        checks.same_device(query=query, negatives=negatives)
-        with no_autocast(key):  # under autocast to bfloat16 torch.cat of float16 raises an error
-            key = torch.cat([key, negatives])
+        key = contrastive.with_negatives(query, key, negatives)
     if labels is not None or excluded is not None or isinstance(positives, Tensor):
         _check_left_out(labels, excluded, query, key)
         scaled = contrastive.scaled_rows(query, 1 / temperature, compute_dtype(query, key))

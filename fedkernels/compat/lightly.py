@@ -22,7 +22,7 @@ class NTXentLoss(nn.Module):
         memory_bank_size: int = 0,
         gather_distributed: bool = False,
         *,
-        method: str = "gather",
+        method: distributed.Method = "gather",
     ) -> None:
         super().__init__()
         if not temperature > 0:

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Sequence
-from typing import cast
+from typing import Literal, cast, get_args
 
 import torch
 from torch import Tensor
@@ -14,7 +14,8 @@ from fedkernels.view_options import number as number
 from fedkernels.view_options import short as short
 
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-REDUCTIONS = ("mean", "sum", "none")
+Reduction = Literal["mean", "sum", "none"]
+REDUCTIONS = get_args(Reduction)
 _NUMBER_OR_TENSOR = "a Python number or a floating tensor"
 
 
