@@ -13,7 +13,7 @@ from fedkernels.reference.supervised_contrastive_loss import supervised_contrast
 
 
 def supervised_contrastive_loss(
-    features: Tensor, labels: Tensor, temperature: float | Tensor, reduction: str = "mean"
+    features: Tensor, labels: Tensor, temperature: float | Tensor, reduction: checks.Reduction = "mean"
 ) -> Tensor:
     """SupCon, the contrastive loss with all other rows of a row's label as its positives P(i).
 

@@ -29,7 +29,7 @@ class NTXentLoss(nn.Module):
         memory_bank_size: int | Sequence[int] = 0,
         gather_distributed: bool = False,
         *,
-        method: str = "gather",
+        method: distributed.Method = "gather",
     ) -> None:
         super().__init__()
         if not temperature >= self.eps:

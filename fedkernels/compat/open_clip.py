@@ -36,7 +36,7 @@ class ClipLoss(nn.Module):
         world_size: int = 1,
         use_horovod: bool = False,
         *,
-        method: str = "gather",
+        method: distributed.Method = "gather",
     ) -> None:
         super().__init__()
         only_default("open_clip.ClipLoss", use_horovod=(use_horovod, False))

@@ -39,7 +39,7 @@ class MultipleNegativesRankingLoss(nn.Module):
         hardness_mode: str | None = None,
         hardness_strength: float = 0.0,
         *,
-        method: str = "gather",
+        method: distributed.Method = "gather",
     ) -> None:
         super().__init__()
         self.model = model
@@ -129,7 +129,7 @@ class MultipleNegativesSymmetricRankingLoss(MultipleNegativesRankingLoss):
         similarity_fct: str | Callable[..., Tensor] = cos_sim,
         gather_across_devices: bool = False,
         *,
-        method: str = "gather",
+        method: distributed.Method = "gather",
     ) -> None:
         super().__init__(
             model, scale, similarity_fct, gather_across_devices, _BOTH_DIRECTIONS, "per_direction", method=method
@@ -164,7 +164,7 @@ class CachedMultipleNegativesRankingLoss(MultipleNegativesRankingLoss):
         hardness_mode: str | None = None,
         hardness_strength: float = 0.0,
         *,
-        method: str = "gather",
+        method: distributed.Method = "gather",
     ) -> None:
         super().__init__(
             *(model, scale, similarity_fct, gather_across_devices, directions, partition_mode, hardness_mode),
@@ -224,7 +224,7 @@ class CachedMultipleNegativesSymmetricRankingLoss(CachedMultipleNegativesRanking
         gather_across_devices: bool = False,
         show_progress_bar: bool = False,
         *,
-        method: str = "gather",
+        method: distributed.Method = "gather",
     ) -> None:
         super().__init__(
             *(model, scale, similarity_fct, mini_batch_size, mini_batch_num_tokens, gather_across_devices),

@@ -1,13 +1,14 @@
 """The process group, and what its ranks tell each other before keys travel."""
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-METHODS = ("gather", "ring")
+Method = Literal["gather", "ring"]
+METHODS = get_args(Method)
 _LOSSES = {"info_nce": "info_nce or clip_loss", "nt_xent": "nt_xent", "sigmoid_loss": "sigmoid_loss"}
 # Newer torch has other names for both, and warns of these.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fedkernels.distributed._operator import distributed_loss
-from fedkernels.distributed._ranks import METHODS, name_of_group
+from fedkernels.distributed._ranks import METHODS, Method, name_of_group
 from fedkernels.internal import checks
 from fedkernels.internal.contrastive import with_bias
 
@@ -15,9 +15,9 @@ def sigmoid_loss(
     text: Tensor,
     logit_scale: float | Tensor,
     logit_bias: float | Tensor,
-    reduction: str = "mean",
+    reduction: checks.Reduction = "mean",
     *,
-    method: str = "gather",
+    method: Method = "gather",
     group: ProcessGroup | None = None,
 ) -> Tensor:
     """SigLIP's loss of this rank's B images against the texts of all ranks; image i's positive is this rank's text i.

@@ -1,11 +1,15 @@
 """The surface of fedkernels and its independence from fedssl."""
 
+import inspect
 import subprocess
 import sys
+from typing import Literal
 
+import pytest
 import torch
 
 import fedkernels
+from fedkernels import distributed, nn
 
 
 def test_public_names():
@@ -41,6 +45,41 @@ def test_public_names():
     assert operators | records | {"build_info", "self_test", "nn", "__version__"} == set(fedkernels.__all__)
     assert all(getattr(fedkernels, name).__doc__ and callable(getattr(fedkernels, name)) for name in operators)
     assert fedkernels.__version__[0].isdigit()
+
+
+# loss: its module, and what it does not have on several ranks
+LOSSES = {
+    "info_nce": ("InfoNCE", {"positives", "labels", "excluded", "recompute"}),
+    "nt_xent": ("NTXent", set()),
+    "clip_loss": ("CLIPLoss", set()),
+    "sigmoid_loss": ("SigmoidLoss", set()),
+    "supervised_contrastive_loss": ("SupervisedContrastiveLoss", None),  # not on several ranks
+}
+
+
+def options_of(function):
+    """Name, default and type of each parameter, in order."""
+    parameters = inspect.signature(function).parameters.values()
+    return [(one.name, one.default, one.annotation) for one in parameters]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_loss_has_one_set_of_names(loss):
+    """Its module and its function for several ranks have the names, order, defaults and types of the function."""
+    module, alone = LOSSES[loss]
+    of_function = options_of(getattr(fedkernels, loss))
+    assert ("reduction", "mean", Literal["mean", "sum", "none"]) in of_function
+    made, called = options_of(getattr(nn, module)), options_of(getattr(nn, module).forward)[1:]  # without self
+    assert made == [one for one in of_function if one in made]
+    assert called == [one for one in of_function if one in called]
+    assert len(made) + len(called) == len(of_function)
+    if alone is None:
+        assert loss not in distributed.__all__
+        return
+    on_ranks = options_of(getattr(distributed, loss))
+    assert on_ranks[:-2] == [one for one in of_function if one[0] not in alone]
+    assert [name for name, *_ in on_ranks[-2:]] == ["method", "group"]
+    assert on_ranks[-2][1:] == ("gather", Literal["gather", "ring"])
 
 
 def test_modules_hold_no_parameters_and_print_their_options():

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedkernels import distributed
+from fedkernels import distributed, info_nce
 from tests.fedkernels.distributed.ranks import Ranks
 
 DIM = 12
@@ -202,6 +202,26 @@ def test_keys_without_a_gradient_get_none(ranks: Ranks, method):
     (in_one_process("info_nce", first.requires_grad_(), second, torch.tensor(0.3)).mean() * len(results)).backward()
     assert all(of_key is None for _, of_key in results)
     torch.testing.assert_close(torch.cat([of_query for of_query, _ in results]), first.grad, rtol=1e-5, atol=1e-5)
+
+
+def with_negatives(method: str) -> list[Tensor]:
+    rank = dist.get_rank()
+    query, key = (part[rank].requires_grad_() for part in batches(0, SIZES["unequal"]))
+    negatives = batches(1, SIZES["unequal"])[0][rank].requires_grad_()
+    loss = distributed.info_nce(query, key, 0.3, negatives=negatives, method=method)
+    return [loss.detach(), *torch.autograd.grad(loss, [query, key, negatives])]
+
+
+@pytest.mark.parametrize("method", ["gather", "ring"])
+def test_every_query_sees_the_negatives_of_all_ranks(ranks: Ranks, method):
+    results = ranks(with_negatives, method)
+    parts = *batches(0, SIZES["unequal"]), batches(1, SIZES["unequal"])[0]
+    leaves = [torch.cat(part[: len(results)]).requires_grad_() for part in parts]
+    truth = info_nce(*leaves[:2], 0.3, negatives=leaves[2])
+    values, *gradients = zip(*results, strict=True)
+    torch.testing.assert_close(torch.stack(values).mean(), truth.detach())
+    found = [torch.cat(parts) / len(results) for parts in gradients]
+    torch.testing.assert_close(found, list(torch.autograd.grad(truth, leaves)), rtol=1e-5, atol=1e-5)
 
 
 def bad_call(what: str) -> str:

@@ -72,6 +72,10 @@ def test_blocks_of_logits_join(method, monkeypatch):
     query, key = inputs((7, 3), (9, 3))
     for ours, expected in (
         (distributed.info_nce(query, key, 0.5, method=method), info_nce(query, key, 0.5)),
+        (
+            distributed.info_nce(query, key[:7], 0.5, negatives=key[7:], method=method),
+            info_nce(query, key[:7], 0.5, negatives=key[7:]),
+        ),
         (distributed.nt_xent(query, key[:7], 0.5, method=method), nt_xent(query, key[:7], 0.5)),
         (distributed.sigmoid_loss(query, key[:7], 2.0, -1.0, method=method), sigmoid_loss(query, key[:7], 2.0, -1.0)),
     ):
@@ -104,6 +108,8 @@ def test_a_second_derivative_is_an_error():
         ({"reduction": "max"}, ValueError, "reduction must be one of"),
         ({"key": torch.ones(4, 2)}, ValueError, "key must have the d = 3 columns"),
         ({"query": [1.0]}, TypeError, "query must be a torch.Tensor"),
+        ({"negatives": torch.ones(4, 2)}, ValueError, "negatives must have the d = 3 columns"),
+        ({"key": torch.ones(3, 3), "negatives": torch.ones(4, 3)}, ValueError, "key must have at least the B = 4 rows"),
         ({"group": "all"}, ValueError, "group must be a process group"),
     ],
 )
