@@ -14,6 +14,7 @@ from fedkernels.compat._mini_batches import Features
 from fedkernels.compat._similarity_functions import cos_sim, name_of
 from fedkernels.compat.only_default import only_default
 from fedkernels.info_nce import info_nce
+from fedkernels.internal import checks
 
 _ONE_DIRECTION = ("query_to_doc",)
 _BOTH_DIRECTIONS = ("query_to_doc", "doc_to_query")
@@ -63,6 +64,7 @@ class MultipleNegativesRankingLoss(nn.Module):
         only_default(original, hardness_mode=(self.hardness_mode, None))
         if not self.scale > 0:
             raise ValueError(f"scale must be positive, got {self.scale}")
+        checks.one_of("partition_mode", self.partition_mode, ("joint", "per_direction"))
         both = set(self.directions) == set(_BOTH_DIRECTIONS) and self.partition_mode == "per_direction"
         if self.directions != _ONE_DIRECTION and not both:
             raise ValueError(
