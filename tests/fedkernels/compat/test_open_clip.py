@@ -101,19 +101,24 @@ def test_siglip_on_several_ranks_is_the_originals(ranks: Ranks, implementation):
     torch.testing.assert_close(found, expected, **CLOSE)
 
 
-def clip_on_ranks(local_loss: bool, gather_with_grad: bool) -> None:
+def clip_on_ranks(local_loss: bool, gather_with_grad: bool) -> list[Tensor]:
+    """The losses of one scale given as tensors and as numbers; nothing warns."""
     rank, size = dist.get_rank(), dist.get_world_size()
     image, text, scale, bias = pairs(5 * size)
     loss = open_clip.ClipLoss(local_loss, gather_with_grad, True, rank, size)
+    given = image.chunk(size)[rank].requires_grad_(), text.chunk(size)[rank]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        value_and_gradients(loss, image.chunk(size)[rank], text.chunk(size)[rank], scale, bias)
+        values = [loss(*given, kind, bias) for kind in (scale, scale[None], 9.0, np.float32(9))]
+        torch.stack(values).sum().backward()
+    return [value.detach() for value in values]
 
 
 @pytest.mark.parametrize("local_loss", [False, True])
 @pytest.mark.parametrize("gather_with_grad", [False, True])
-def test_clip_on_several_ranks_does_not_warn(ranks: Ranks, local_loss, gather_with_grad):  # noqa: F811
-    ranks(clip_on_ranks, local_loss, gather_with_grad)
+def test_clip_on_several_ranks_takes_numbers_too(ranks: Ranks, local_loss, gather_with_grad):  # noqa: F811
+    for first, *others in ranks(clip_on_ranks, local_loss, gather_with_grad):
+        torch.testing.assert_close(others, [first] * 3)
 
 
 def test_siglip_refuses_other_ranks():

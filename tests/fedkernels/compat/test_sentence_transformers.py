@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from typing import Any
 
@@ -224,7 +225,9 @@ def on_ranks() -> list[Tensor]:
         Reader(), mini_batch_size=3, gather_across_devices=True
     )
     loss.model = DistributedDataParallel(loss.model, find_unused_parameters=True)
-    return gradients(loss, [padded(10 * rank + column) for column in range(2)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        return gradients(loss, [padded(10 * rank + column) for column in range(2)])
 
 
 def test_on_several_ranks_it_is_the_plain_one_of_the_whole_batch(ranks: Ranks):  # noqa: F811
