@@ -117,7 +117,7 @@ class SigLipLoss(nn.Module):
         return {"contrastive_loss": loss} if output_dict else loss
 
 
-_METHODS = {"bidir": "ring", "shift": "ring", "reduce": "gather", "gather": "gather"}
+_METHODS: dict[str, distributed.Method] = {"bidir": "ring", "shift": "ring", "reduce": "gather", "gather": "gather"}
 
 
 def _check_ranks(rank: int, world_size: int) -> None:
