@@ -35,7 +35,12 @@ def cached_loss(
     Raises:
         ValueError: the model's forward pass is exchanged for the time of the first pass alone.
     """
-    _refuse_exchanged_forward(model)
+    if exchanged_forward(model):  # it is taken back before the second pass, which would then train another model
+        raise ValueError(
+            "loss must not be a cached one inside AdaptiveLayerLoss, Matryoshka2dLoss or the MatryoshkaLoss of "
+            "sentence-transformers before 6: they change the model for the first of its two passes alone. Use "
+            "MultipleNegativesRankingLoss"
+        )
     parts: list[_Part] = []
     embeddings: list[list[Tensor]] = []
     with torch.no_grad():
@@ -124,15 +129,7 @@ def _exchange(parallel: DistributedDataParallel, last: bool) -> Iterator[None]:
         parallel.require_backward_grad_sync = before
 
 
-def _refuse_exchanged_forward(model: nn.Module) -> None:
-    """AdaptiveLayerLoss, for example, gives the model another forward function and takes it back before the backward
-    pass, which would then train another model.
-    """
-    for module in model.modules():
-        exchanged = type(vars(module).get("forward")).__name__
-        if exchanged in ("ForwardDecorator", "TransformerDecorator"):
-            raise ValueError(
-                "loss must not be a cached one inside AdaptiveLayerLoss, Matryoshka2dLoss or the MatryoshkaLoss of "
-                "sentence-transformers before 6: they change the model for the first of its two passes alone. Use "
-                "MultipleNegativesRankingLoss"
-            )
+def exchanged_forward(model: nn.Module) -> set[str]:
+    """Finds which of sentence-transformers' wrappers have given the model another forward function for a while."""
+    names = {type(vars(module).get("forward")).__name__ for module in model.modules()}
+    return names & {"ForwardDecorator", "TransformerDecorator"}

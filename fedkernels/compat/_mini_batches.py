@@ -1,7 +1,9 @@
-"""Consecutive samples of a batch of features, as sentence-transformers' models take them."""
+"""Batches of features, as sentence-transformers' models take them: parts of one, and several joined."""
 
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 Features = dict[str, Any]
@@ -54,6 +56,55 @@ def mini_batch(features: Features, begin: int, end: int) -> Features:
     else:
         part = _of_padded(features, begin, end)
     return {name: value.clone() if isinstance(value, Tensor) else value for name, value in part.items()}
+
+
+def joined(columns: list[Features]) -> Features | None:
+    """Joins the samples of all columns, one column after the other, padded to the longest.
+
+    Returns None where sentence-transformers 6 does not join them either: flattened tokens or none, features of other
+    names, shapes or values, tensors that have no row for each sample.
+    """
+    first = columns[0]
+    if "cu_seq_lens_q" in first or any(column.keys() != first.keys() for column in columns):
+        return None
+    if not any(
+        isinstance(first.get(name), Tensor) and first[name].ndim > 1 for name in ("input_ids", "attention_mask")
+    ):
+        return None
+    whole = {}
+    for name in first:
+        values = [column[name] for column in columns]
+        whole[name] = _common(values) if name == "prompt_length" else _stacked(values, _number_of_samples(first))
+        if whole[name] is None:
+            return None
+    return whole
+
+
+def _stacked(values: list[Any], samples: int) -> Any:
+    """The tensors' rows with zeros at their ends, or what is no tensor; None if they do not fit."""
+    first = values[0]
+    if not isinstance(first, Tensor):
+        return _common(values)
+    if any(not isinstance(value, Tensor) or value.ndim != first.ndim or value.ndim == 0 for value in values):
+        return None
+    if any(len(value) != samples or value.shape[2:] != first.shape[2:] for value in values):
+        return None
+    if first.ndim == 1 or len({value.shape[1] for value in values}) == 1:
+        return torch.cat(values)
+    if first.is_floating_point():
+        return None
+    longest = max(value.shape[1] for value in values)
+    return torch.cat([F.pad(value, [0, 0] * (value.ndim - 2) + [0, longest - value.shape[1]]) for value in values])
+
+
+def _common(values: list[Any]) -> Any:
+    """The value that all are equal to, or None."""
+    first = values[0]
+    equal = torch.equal if isinstance(first, Tensor) else lambda one, other: bool(one == other)
+    try:
+        return first if all(equal(value, first) for value in values) else None
+    except (RuntimeError, TypeError, ValueError):  # arrays, for example, or tensors on two devices
+        return None
 
 
 def _number_of_samples(features: Features) -> int:

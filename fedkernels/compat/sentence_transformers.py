@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from fedkernels import distributed
 from fedkernels.clip_loss import clip_loss
-from fedkernels.compat._gradient_cache import cached_loss
-from fedkernels.compat._mini_batches import Features
+from fedkernels.compat._gradient_cache import cached_loss, exchanged_forward
+from fedkernels.compat._mini_batches import Features, joined
 from fedkernels.compat._similarity_functions import cos_sim, name_of
 from fedkernels.compat.only_default import only_default
 from fedkernels.info_nce import info_nce
@@ -25,7 +25,8 @@ class MultipleNegativesRankingLoss(nn.Module):
 
     Supported are the default direction, and both directions with ``partition_mode="per_direction"``; ``cos_sim`` and
     ``dot_score``, given by name or as the original's functions; ``gather_across_devices``. Joint normalisation of
-    several directions and hardness weights are not. ``method="ring"`` keeps the memory of a rank at O(B d), see
+    several directions and hardness weights are not. As in sentence-transformers 6, the columns after the first share a
+    forward pass where they can. ``method="ring"`` keeps the memory of a rank at O(B d), see
     ``fedkernels.distributed``. All arguments are attributes, which may be set later, as the original's.
     """
 
@@ -75,7 +76,16 @@ class MultipleNegativesRankingLoss(nn.Module):
 
     def forward(self, sentence_features: Iterable[Features], labels: Tensor | None = None) -> Tensor:
         """Computes the loss of the embeddings of two or more columns of features; labels are not used."""
-        embeddings = [self.model(features)["sentence_embedding"] for features in sentence_features]
+        columns = list(sentence_features)
+        _check_columns(columns)
+        anchors, *documents = columns
+        embeddings = [self.model(anchors)["sentence_embedding"]]
+        whole = joined(documents) if len(documents) > 1 else None
+        # AdaptiveLayerLoss finds the layers' outputs in the columns' own features.
+        if whole is None or "TransformerDecorator" in exchanged_forward(self.model):
+            embeddings += [self.model(features)["sentence_embedding"] for features in documents]
+        else:
+            embeddings += self.model(whole)["sentence_embedding"].chunk(len(documents))
         return self.compute_loss_from_embeddings(embeddings, labels)
 
     def compute_loss_from_embeddings(self, embeddings: list[Tensor], labels: Tensor | None = None) -> Tensor:

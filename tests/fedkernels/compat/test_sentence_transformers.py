@@ -7,6 +7,7 @@ import warnings
 import weakref
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ class Reader(nn.Module):
         torch.manual_seed(0)
         self.tokens, self.patches = nn.Embedding(30, 8), nn.Linear(5, 8)
         self.documents, self.head = nn.Linear(8, 6).requires_grad_(trained), nn.Linear(8, 6)
+        self.dropout = 0.0
         self.written: list[weakref.ref[Tensor]] = []
         self.dtypes: list[torch.dtype] = []
 
@@ -62,7 +64,7 @@ class Reader(nn.Module):
             samples = torch.arange(len(images)).repeat_interleave(images).repeat_interleave(grid.prod(dim=1))
             hidden = hidden.index_add(0, samples, self.patches(features["pixel_values"]))
         head = self.documents if features.get("task") == "document" else self.head
-        features["sentence_embedding"] = nn.functional.dropout(head(hidden.tanh()), 0.0)
+        features["sentence_embedding"] = nn.functional.dropout(head(hidden.tanh()), self.dropout)
         self.written += [weakref.ref(features[name]) for name in ("token_embeddings", "sentence_embedding")]
         self.dtypes.append(features["sentence_embedding"].dtype)
         return features
@@ -109,6 +111,47 @@ FEATURES = {
     "images": lambda seed: with_images(seed, patches=False),
     "patches of images": lambda seed: with_images(seed, patches=True),
 }
+
+
+def wider(seed: int) -> Features:
+    """As padded, but with `seed` columns more."""
+    return {name: nn.functional.pad(padded(seed)[name], [0, seed]) for name in ("input_ids", "attention_mask")}
+
+
+# Three columns of features, and how often the plain loss runs the model.
+COLUMNS = {
+    "other widths": ([wider(seed) for seed in range(3)], 2),
+    "another task for the last": ([padded(0), padded(1), padded(2) | {"task": "document"}], 3),
+    "an array": ([padded(seed) | {"array": np.arange(2)} for seed in range(3)], 3),
+    "other features for the last": ([padded(0), padded(1), padded(2) | {"prompt_length": 1}], 3),
+    "weights of the tokens": (
+        [column | {"weights": torch.ones(column["input_ids"].shape)} for column in map(wider, range(3))],
+        3,
+    ),
+} | {name: ([make(seed) for seed in range(3)], 2 if name == "padded" else 3) for name, make in FEATURES.items()}
+
+
+@pytest.mark.parametrize("case", COLUMNS)
+def test_columns_after_the_first_share_a_forward_pass_where_they_can(case):
+    features, calls = COLUMNS[case]
+    loss = sentence_transformers.MultipleNegativesRankingLoss(Reader())
+    columns = [loss.model(dict(column))["sentence_embedding"] for column in features]
+    loss.model.written.clear()
+    torch.testing.assert_close(loss(features), loss.compute_loss_from_embeddings(columns), **CLOSE)
+    assert len(loss.model.written) == 2 * calls
+
+
+@pytest.mark.parametrize("case", COLUMNS)
+def test_the_original_shares_the_same_forward_passes(case):
+    originals = pytest.importorskip(
+        "sentence_transformers.sentence_transformer.losses", reason="sentence-transformers is not installed"
+    )
+    found = []
+    for losses in (sentence_transformers, originals):
+        model = Reader()
+        model.dropout = 0.3
+        found.append(gradients(losses.MultipleNegativesRankingLoss(model), COLUMNS[case][0]))
+    torch.testing.assert_close(*found, **CLOSE)
 
 
 def gradients(loss: nn.Module, features: list[Features], factor: float = 2.0) -> list[Tensor]:
@@ -255,12 +298,20 @@ class ForwardDecorator:
         return self.function(features)
 
 
-def test_wrappers_that_change_the_model_for_one_pass_are_refused():
-    loss = sentence_transformers.CachedMultipleNegativesRankingLoss(Reader())
-    loss.model.forward = ForwardDecorator(loss.model.forward)
+class TransformerDecorator(ForwardDecorator):
+    pass
+
+
+@pytest.mark.parametrize("decorator", [ForwardDecorator, TransformerDecorator])
+def test_wrappers_that_change_the_model_for_one_pass(decorator):
+    """The cached loss refuses them; for the layers' wrapper the plain one keeps the columns' own features."""
+    model, features = Reader(), [padded(seed) for seed in range(3)]
+    model.forward = decorator(model.forward)
     with pytest.raises(ValueError, match=r"loss must not be a cached one inside AdaptiveLayerLoss"):
-        loss([padded(0), padded(1)])
-    assert loss.model.written == []
+        sentence_transformers.CachedMultipleNegativesRankingLoss(model)(features)
+    assert model.written == []
+    sentence_transformers.MultipleNegativesRankingLoss(model)(features)
+    assert len(model.written) == (4 if decorator is ForwardDecorator else 6)
 
 
 def test_matryoshka_can_exchange_calculate_loss():
