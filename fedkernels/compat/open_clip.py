@@ -10,6 +10,8 @@ from fedkernels import distributed
 from fedkernels.clip_loss import clip_loss
 from fedkernels.compat.only_default import only_default
 
+__all__ = ["ClipLoss"]
+
 
 class ClipLoss(nn.Module):
     """open_clip's ``ClipLoss``: the same arguments, values and gradients, without the logits in memory.

@@ -14,6 +14,13 @@ from fedkernels.clip_loss import clip_loss
 from fedkernels.compat.only_default import only_default
 from fedkernels.info_nce import info_nce
 
+__all__ = [
+    "CachedMultipleNegativesRankingLoss",
+    "CachedMultipleNegativesSymmetricRankingLoss",
+    "MultipleNegativesRankingLoss",
+    "MultipleNegativesSymmetricRankingLoss",
+]
+
 Features = dict[str, Any]
 _ONE_DIRECTION = ("query_to_doc",)
 _BOTH_DIRECTIONS = ("query_to_doc", "doc_to_query")
