@@ -12,6 +12,8 @@ from fedkernels.distributed._ranks import all_gather
 from fedkernels.info_nce import info_nce
 from fedkernels.nt_xent import nt_xent
 
+__all__ = ["MemoryBankModule", "NTXentLoss"]
+
 
 class NTXentLoss(nn.Module):
     """lightly's ``NTXentLoss``: it normalises the rows and, if asked to, takes negatives from all ranks.

@@ -11,6 +11,8 @@ from fedkernels.clip_loss import clip_loss
 from fedkernels.compat.only_default import only_default
 from fedkernels.sigmoid_loss import sigmoid_loss
 
+__all__ = ["ClipLoss", "SigLipLoss"]
+
 
 class ClipLoss(nn.Module):
     """open_clip's ``ClipLoss``: the same arguments, values and gradients, without the logits in memory.

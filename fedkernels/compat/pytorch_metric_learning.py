@@ -9,6 +9,8 @@ from fedkernels.internal import checks
 from fedkernels.internal.similarity_logsumexp import similarity_logsumexp
 from fedkernels.supervised_contrastive_loss import supervised_contrastive_loss
 
+__all__ = ["NTXentLoss", "SupConLoss"]
+
 
 class _LabelledLoss(nn.Module):
     """What both losses share: cosine similarities of all rows, and labels that say which pairs are positive."""

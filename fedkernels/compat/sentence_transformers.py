@@ -16,6 +16,13 @@ from fedkernels.compat.only_default import only_default
 from fedkernels.info_nce import info_nce
 from fedkernels.internal import checks
 
+__all__ = [
+    "CachedMultipleNegativesRankingLoss",
+    "CachedMultipleNegativesSymmetricRankingLoss",
+    "MultipleNegativesRankingLoss",
+    "MultipleNegativesSymmetricRankingLoss",
+]
+
 _ONE_DIRECTION = ("query_to_doc",)
 _BOTH_DIRECTIONS = ("query_to_doc", "doc_to_query")
 

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+__all__ = ["CKA"]
+
 _FEWEST_SAMPLES = 4  # the unbiased estimate divides by N - 3
 
 

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from fedkernels.client_weights import client_weights
 
+__all__ = ["MGDA", "MGDAWeighting"]
+
 
 class MGDAWeighting(nn.Module):
     """TorchJD's ``MGDAWeighting``: weights [m] of the combination of least norm, from the Gramian [m, m].

@@ -20,6 +20,8 @@ from torchjd.aggregation import GramianWeightedAggregator, Weighting
 from fedkernels.client_weights import client_weights
 from fedkernels.internal import checks
 
+__all__ = ["MinimumNorm", "MinimumNormWeighting"]
+
 
 class MinimumNormWeighting(Weighting[Any]):
     """TorchJD's ``Weighting`` of a Gramian [m, m]: the weights [m] of the convex combination of least norm.

@@ -143,7 +143,7 @@ def _in_block(query: Tensor, loss: str, own: bool) -> tuple[Tensor | None, bool]
 def _(
     query: Tensor, key: Tensor, scale: Tensor, loss: str, method: str, group: str, gradient: bool, of_key: bool
 ) -> tuple[Tensor, ...]:
-    losses = query.new_empty(len(query), dtype=compute_dtype(query, key))
+    losses = query.new_empty(query.shape[0], dtype=compute_dtype(query, key))
     ranks = named_group(group).size()
     return (
         losses,
@@ -176,7 +176,7 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor 
     query, key, scale, logsumexp, key_rows, key_gradient = ctx.saved_tensors
     dtype = compute_dtype(query, key)
     # Also without a gradient here: other ranks may have one, and they wait for this rank's keys.
-    weights = logsumexp.new_zeros(len(query), dtype=dtype) if grad is None else grad.to(dtype)
+    weights = logsumexp.new_zeros(query.shape[0], dtype=dtype) if grad is None else grad.to(dtype)
     gradients = torch.ops.fedkernels.distributed_gradients(
         query, key, scale, logsumexp, weights.contiguous(), key_rows, key_gradient, *ctx.options
     )

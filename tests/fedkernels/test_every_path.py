@@ -294,6 +294,7 @@ PATHS = {
     "distributed.info_nce": distributed_loss("info_nce"),
     "distributed.nt_xent": distributed_loss("nt_xent"),
     "distributed.clip_loss": distributed_loss("clip_loss"),
+    "distributed.sigmoid_loss": distributed_loss("sigmoid_loss"),
 }
 for module, function in (
     ("InfoNCE", "info_nce"),
@@ -333,7 +334,7 @@ PATHS |= {
         gradcheck=f"{DROP_IN}gradcheck[open_clip.SigLipLoss]",
         compiles=f"{DROP_IN}compiles_without_a_graph_break[open_clip.SigLipLoss]",
     ),
-    "compat.open_clip.SigLipLoss, several ranks": PATHS["distributed.clip_loss"]._replace(
+    "compat.open_clip.SigLipLoss, several ranks": PATHS["distributed.sigmoid_loss"]._replace(
         reference="fedkernels/compat/test_open_clip.py::test_siglip_on_several_ranks_is_that_of_one_process",
         gradcheck="fedkernels/compat/test_open_clip.py::test_siglip_on_several_ranks_is_that_of_one_process",
     ),
@@ -442,7 +443,7 @@ def problem(cell: str) -> str:
 
 
 def public_names() -> set[str]:
-    names = set(fedkernels.__all__) - {"nn", "__version__"}
+    names = set(fedkernels.__all__)
     names |= {f"distributed.{name}" for name in distributed.__all__}
     modules = [PACKAGE / "nn.py"]
     modules += [path for path in (PACKAGE / "compat").glob("[!_]*.py") if path.stem != "only_default"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -70,7 +69,7 @@ def test_siglip_is_the_originals():
 
 
 def siglip_on_ranks(implementation: str | None, original: bool) -> list[Tensor]:
-    """The loss of this rank and its gradients; nothing warns."""
+    """The loss of this rank and its gradients."""
     rank, size = dist.get_rank(), dist.get_world_size()
     image, text, scale, bias = pairs(5 * size)
     given = image.chunk(size)[rank], text.chunk(size)[rank], scale, bias
@@ -78,9 +77,7 @@ def siglip_on_ranks(implementation: str | None, original: bool) -> list[Tensor]:
         from open_clip.loss import SigLipLoss
 
         return value_and_gradients(SigLipLoss(False, rank, size, implementation), *given)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        return value_and_gradients(open_clip.SigLipLoss(False, rank, size, implementation), *given)
+    return value_and_gradients(open_clip.SigLipLoss(False, rank, size, implementation), *given)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -102,15 +99,13 @@ def test_siglip_on_several_ranks_is_the_originals(ranks: Ranks, implementation):
 
 
 def clip_on_ranks(local_loss: bool, gather_with_grad: bool) -> list[Tensor]:
-    """The losses of one scale given as tensors and as numbers; nothing warns."""
+    """The losses of one scale given as tensors and as numbers."""
     rank, size = dist.get_rank(), dist.get_world_size()
     image, text, scale, bias = pairs(5 * size)
     loss = open_clip.ClipLoss(local_loss, gather_with_grad, True, rank, size)
     given = image.chunk(size)[rank].requires_grad_(), text.chunk(size)[rank]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        values = [loss(*given, kind, bias) for kind in (scale, scale[None], 9.0, np.float32(9))]
-        torch.stack(values).sum().backward()
+    values = [loss(*given, kind, bias) for kind in (scale, scale[None], 9.0, np.float32(9))]
+    torch.stack(values).sum().backward()
     return [value.detach() for value in values]
 
 

@@ -120,6 +120,10 @@ def test_the_originals_defaults_are_accepted_as_they_are(name):
             {"show_progress_bar": True},
             "show_progress_bar must be False",
         ),
+        *(
+            ("sentence_transformers.CachedMultipleNegativesRankingLoss", {name: 0}, f"{name} must be at least 1, got 0")
+            for name in ("mini_batch_size", "mini_batch_num_tokens")
+        ),
     ],
 )
 def test_what_only_the_original_has_is_refused(name, options, match):

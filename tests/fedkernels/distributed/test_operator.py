@@ -64,6 +64,19 @@ def test_compile(loss):
     torch.testing.assert_close(torch.autograd.grad(compiled(*given), given), expected)
 
 
+@pytest.mark.parametrize("loss", distributed.__all__)
+def test_an_exported_program_serves_batches_of_other_sizes(loss):
+    class Loss(torch.nn.Module):
+        def forward(self, first, second):
+            return getattr(distributed, loss)(first, second, 0.5, *[-1.0][: loss == "sigmoid_loss"])
+
+    batch = torch.export.Dim("batch", min=2, max=64)
+    program = torch.export.export(Loss(), (*inputs((4, 3), (4, 3)),), dynamic_shapes=({0: batch}, {0: batch})).module()
+    for size in (5, 8):
+        given = inputs((size, 3), (size, 3))
+        torch.testing.assert_close(program(*given), Loss()(*given))
+
+
 @pytest.mark.parametrize("method", ["gather", "ring"])
 def test_blocks_of_logits_join(method, monkeypatch):
     """As on CUDA: without the compiled operator, and with fewer logits at a time than there are."""
