@@ -69,6 +69,11 @@ class Reader(nn.Module):
         return features
 
 
+def the_originals() -> Any:
+    library = "sentence_transformers.sentence_transformer.losses"
+    return pytest.importorskip(library, reason="sentence-transformers is not installed")
+
+
 def padded(seed: int) -> Features:
     generator, mask = torch.Generator().manual_seed(seed), torch.arange(9) < torch.tensor(LENGTHS)[:, None]
     return {"input_ids": torch.randint(30, (7, 9), generator=generator), "attention_mask": mask.long(), "task": "query"}
@@ -142,9 +147,7 @@ def test_columns_after_the_first_share_a_forward_pass_where_they_can(case):
 
 @pytest.mark.parametrize("case", COLUMNS)
 def test_the_original_shares_the_same_forward_passes(case):
-    originals = pytest.importorskip(
-        "sentence_transformers.sentence_transformer.losses", reason="sentence-transformers is not installed"
-    )
+    originals = the_originals()
     found = []
     for losses in (sentence_transformers, originals):
         model = Reader()
@@ -338,9 +341,7 @@ def test_matryoshka_can_exchange_calculate_loss():
 @pytest.mark.parametrize("kind", ["MultipleNegatives", "MultipleNegativesSymmetric"])
 @pytest.mark.parametrize("cached", ["", "Cached"])
 def test_matryoshka(cached, kind, widths):
-    originals = pytest.importorskip(
-        "sentence_transformers.sentence_transformer.losses", reason="sentence-transformers is not installed"
-    )
+    originals = the_originals()
     options = {"mini_batch_size": 3} if cached else {}
     features = [padded(seed) for seed in range(3)]
     found = []
@@ -355,9 +356,7 @@ def test_matryoshka(cached, kind, widths):
 
 @pytest.mark.parametrize("kind", ["flattened", "images", "patches of images", "padded"])
 def test_the_cached_original_cuts_features_in_the_same_places(kind):
-    originals = pytest.importorskip(
-        "sentence_transformers.sentence_transformer.losses", reason="sentence-transformers is not installed"
-    )
+    originals = the_originals()
     features = [FEATURES[kind](seed) for seed in range(3)]
     for options in ({"mini_batch_size": 3}, {"mini_batch_num_tokens": 6}):
         losses = [
