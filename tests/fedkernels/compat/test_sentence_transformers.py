@@ -46,8 +46,7 @@ class Reader(nn.Module):
             assert int(lengths.max()) == features["max_length_q"]
             assert torch.equal(features["seq_idx"][0].long(), torch.arange(len(lengths)).repeat_interleave(lengths))
             return lengths
-        bounds = torch.cat([features["offsets"], torch.tensor([len(features["input_ids"])])])
-        return bounds.diff()
+        return torch.cat([features["offsets"], torch.tensor([len(features["input_ids"])])]).diff()
 
     def forward(self, features: Features) -> Features:
         if "attention_mask" in features:
@@ -82,9 +81,8 @@ def padded(seed: int) -> Features:
 def flattened(seed: int) -> Features:
     lengths = torch.tensor(LENGTHS)
     bounds = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).int()
-    bags = bag(seed)
     return {
-        "input_ids": bags["input_ids"][None],
+        "input_ids": bag(seed)["input_ids"][None],
         "seq_idx": torch.arange(7).repeat_interleave(lengths)[None].int(),
         **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), bounds),
         **dict.fromkeys(("max_length_q", "max_length_k"), 6),
@@ -217,8 +215,8 @@ def test_a_second_loss_before_the_first_backward_pass_keeps_its_own_gradients():
     values = loss(first), loss(second)
     sum(values).backward()
     together = [parameter.grad for parameter in loss.parameters() if parameter.grad is not None]
-    sums = [one + two for one, two in zip(*separate, strict=True) if bool((one + two).any())]
-    torch.testing.assert_close([grad for grad in together if bool(grad.any())], sums, **CLOSE)
+    sums = [one + two for one, two in zip(*separate, strict=True) if (one + two).any()]
+    torch.testing.assert_close([grad for grad in together if grad.any()], sums, **CLOSE)
 
 
 def test_both_passes_have_autocasts_dtype_and_the_gradients_stay_wide():
@@ -248,8 +246,7 @@ def counted(model: nn.Module, **options: Any) -> tuple[DistributedDataParallel, 
 @pytest.mark.parametrize("frozen", [False, True], ids=["one tower", "frozen documents"])
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
 def test_the_ranks_exchange_each_gradient_once(one_rank, options, frozen):  # noqa: F811
-    features = [padded(seed) for seed in range(2)]
-    features[1]["task"] = "document" if frozen else "query"
+    features = [padded(0), padded(1) | {"task": "document" if frozen else "query"}]
     cached = sentence_transformers.CachedMultipleNegativesRankingLoss(Reader(trained=False), mini_batch_size=3)
     plain = sentence_transformers.MultipleNegativesRankingLoss(Reader(trained=False))
     for model in (cached.model, plain.model):
