@@ -1,4 +1,4 @@
-"""open_clip's ClipLoss."""
+"""open_clip's ClipLoss and SigLipLoss."""
 
 from typing import Any
 
@@ -9,6 +9,9 @@ from torch import Tensor, nn
 from fedkernels import distributed
 from fedkernels.clip_loss import clip_loss
 from fedkernels.compat.only_default import only_default
+from fedkernels.sigmoid_loss import sigmoid_loss
+
+__all__ = ["ClipLoss", "SigLipLoss"]
 
 
 class ClipLoss(nn.Module):
@@ -35,14 +38,16 @@ class ClipLoss(nn.Module):
         world_size: int = 1,
         use_horovod: bool = False,
         *,
-        method: str = "gather",
+        method: distributed.Method = "gather",
     ) -> None:
         super().__init__()
         only_default("open_clip.ClipLoss", use_horovod=(use_horovod, False))
         self.local_loss = local_loss
         self.gather_with_grad = gather_with_grad
+        self.cache_labels = cache_labels
         self.rank = rank
         self.world_size = world_size
+        self.use_horovod = use_horovod
         self.method = method
 
     def forward(
@@ -50,24 +55,20 @@ class ClipLoss(nn.Module):
         image_features: Tensor,
         text_features: Tensor,
         logit_scale: Tensor | float,
-        logit_bias: Tensor | None = None,
+        logit_bias: Tensor | float | None = None,
         output_dict: bool = False,
     ) -> Tensor | dict[str, Tensor]:
-        """The loss of [B, d] images and texts; a bias of all logits cancels out and gets the gradient 0."""
+        """Computes the loss of [B, d] images and texts; a bias of all logits cancels out and gets the gradient 0."""
         if self.world_size == 1:
             loss = clip_loss(image_features, text_features, logit_scale)
         else:
             loss = self._of_all_ranks(image_features, text_features, logit_scale)
-        if logit_bias is not None:
+        if isinstance(logit_bias, Tensor):
             loss = loss + 0 * logit_bias.sum()
         return {"contrastive_loss": loss} if output_dict else loss
 
     def _of_all_ranks(self, image: Tensor, text: Tensor, scale: Tensor | float) -> Tensor:
-        if not dist.is_initialized() or (self.rank, self.world_size) != (dist.get_rank(), dist.get_world_size()):
-            raise ValueError(
-                f"rank and world_size must be those of torch.distributed's default group, got {self.rank} and "
-                f"{self.world_size}"
-            )
+        _check_ranks(self.rank, self.world_size)
         if self.local_loss and not self.gather_with_grad:
             of_images = distributed.info_nce(image, text.detach(), 1 / scale, method=self.method)
             return (of_images + distributed.info_nce(text, image.detach(), 1 / scale, method=self.method)) / 2
@@ -78,6 +79,54 @@ class ClipLoss(nn.Module):
         if not self.gather_with_grad:
             image, text = (_DividedGradient.apply(part, self.world_size) for part in (image, text))
         return _AverageValue.apply(distributed.clip_loss(image, text, scale, method=self.method))
+
+
+class SigLipLoss(nn.Module):
+    """open_clip's ``SigLipLoss``: the same arguments, values and gradients, without the logits in memory.
+
+    ``dist_impl`` is how the texts of the other ranks arrive: "gather" and "reduce" hold those of all ranks at once;
+    "bidir", which None means, and "shift" pass them from rank to rank, so that a rank holds O(B d). All four compute
+    the same. ``rank`` and ``world_size`` have to be those of torch.distributed's default group. ``cache_labels``
+    changes nothing: no labels are formed.
+    """
+
+    def __init__(
+        self, cache_labels: bool = False, rank: int = 0, world_size: int = 1, dist_impl: str | None = None
+    ) -> None:
+        super().__init__()
+        self.cache_labels = cache_labels
+        self.rank = rank
+        self.world_size = world_size
+        self.dist_impl = dist_impl or "bidir"
+        if self.dist_impl not in _METHODS:
+            raise ValueError(f"dist_impl must be None or one of {', '.join(_METHODS)}, got {dist_impl!r}")
+
+    def forward(
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logit_scale: Tensor | float,
+        logit_bias: Tensor | float | None,
+        output_dict: bool = False,
+    ) -> Tensor | dict[str, Tensor]:
+        """Computes the loss of [B, d] images against the texts of all ranks; a logit_bias of None is 0."""
+        given = image_features, text_features, logit_scale, 0.0 if logit_bias is None else logit_bias
+        if self.world_size == 1:
+            loss = sigmoid_loss(*given)
+        else:
+            _check_ranks(self.rank, self.world_size)
+            loss = distributed.sigmoid_loss(*given, method=_METHODS[self.dist_impl])
+        return {"contrastive_loss": loss} if output_dict else loss
+
+
+_METHODS: dict[str, distributed.Method] = {"bidir": "ring", "shift": "ring", "reduce": "gather", "gather": "gather"}
+
+
+def _check_ranks(rank: int, world_size: int) -> None:
+    if not dist.is_initialized() or (rank, world_size) != (dist.get_rank(), dist.get_world_size()):
+        raise ValueError(
+            f"rank and world_size must be those of torch.distributed's default group, got {rank} and {world_size}"
+        )
 
 
 def _average(tensor: Tensor) -> Tensor:

@@ -14,11 +14,12 @@ from fedkernels.internal import checks
 from fedkernels.reference._precision import no_autocast
 
 try:
-    from torchjd.aggregation import GramianWeightedAggregator, Weighting
+    from torchjd.aggregation import GramianWeightedAggregator as _Aggregator
+    from torchjd.aggregation import Weighting as _Weighting
 except ImportError:
-    Weighting = nn.Module
+    _Weighting = nn.Module
 
-    class GramianWeightedAggregator(nn.Module):  # type: ignore[no-redef]
+    class _Aggregator(nn.Module):  # type: ignore[no-redef]
         """What `MGDA` takes from TorchJD's class of this name."""
 
         def __init__(self, gramian_weighting: nn.Module) -> None:
@@ -26,10 +27,13 @@ except ImportError:
             self.gramian_weighting = gramian_weighting
 
 
+__all__ = ["MGDA", "MGDAWeighting"]
+
+
 _CHUNK = 1 << 16  # columns of a Jacobian in float64 at a time
 
 
-class MGDAWeighting(Weighting):
+class MGDAWeighting(_Weighting):
     """TorchJD's ``MGDAWeighting``: weights [m] of the combination of least norm, from the Gramian [m, m].
 
     The problem is solved exactly (``fedkernels.client_weights``), where TorchJD takes at most `max_iters` steps of
@@ -71,7 +75,7 @@ class MGDAWeighting(Weighting):
         return client_weights(gramian, lower_bounds=self.lower_bound or None, tol=self.tol).to(gramian.dtype)
 
 
-class _WeightingOfRows(Weighting):
+class _WeightingOfRows(_Weighting):
     """The weights [m] of a matrix [m, n] by those of its Gramian, in the matrix's dtype."""
 
     def __init__(self, weighting: nn.Module) -> None:
@@ -82,7 +86,7 @@ class _WeightingOfRows(Weighting):
         return self.weighting(_gramian(matrix)).to(matrix.dtype)
 
 
-class MGDA(GramianWeightedAggregator):
+class MGDA(_Aggregator):
     """TorchJD's ``MGDA``: the combination of least norm of the rows of a Jacobian [m, n], solved exactly.
 
     The Gramian is formed in float64 from rows that are divided by the largest entry, so that none is too small or too

@@ -294,6 +294,7 @@ PATHS = {
     "distributed.info_nce": distributed_loss("info_nce"),
     "distributed.nt_xent": distributed_loss("nt_xent"),
     "distributed.clip_loss": distributed_loss("clip_loss"),
+    "distributed.sigmoid_loss": distributed_loss("sigmoid_loss"),
 }
 for module, function in (
     ("InfoNCE", "info_nce"),
@@ -328,6 +329,15 @@ PATHS |= {
         reference=ORIGINALS + "open_clip_on_several_ranks",
         gradcheck=ORIGINALS + "open_clip_with_gathered_gradients_is_one_process",
     ),
+    "compat.open_clip.SigLipLoss": PATHS["sigmoid_loss"]._replace(
+        reference="fedkernels/compat/test_open_clip.py::test_scale_and_bias_are_numbers_or_tensors",
+        gradcheck=f"{DROP_IN}gradcheck[open_clip.SigLipLoss]",
+        compiles=f"{DROP_IN}compiles_without_a_graph_break[open_clip.SigLipLoss]",
+    ),
+    "compat.open_clip.SigLipLoss, several ranks": PATHS["distributed.sigmoid_loss"]._replace(
+        reference="fedkernels/compat/test_open_clip.py::test_siglip_on_several_ranks_is_that_of_one_process",
+        gradcheck="fedkernels/compat/test_open_clip.py::test_siglip_on_several_ranks_is_that_of_one_process",
+    ),
     "compat.lightly.NTXentLoss": PATHS["nt_xent"]._replace(
         reference=ORIGINALS + "lightly_in_one_process",
         gradcheck=f"{DROP_IN}gradcheck[lightly.NTXentLoss]",
@@ -335,6 +345,11 @@ PATHS |= {
     ),
     "compat.lightly.NTXentLoss, several ranks": PATHS["distributed.nt_xent"]._replace(
         reference=ORIGINALS + "lightly_on_several_ranks",
+    ),
+    "compat.lightly.NTXentLoss, memory bank": PATHS["info_nce, labels"]._replace(
+        reference="fedkernels/compat/test_lightly.py::test_the_loss_is_that_of_the_positive_and_the_bank",
+        gradcheck="fedkernels/compat/test_lightly.py::test_the_loss_is_that_of_the_positive_and_the_bank",
+        compiles=Because("which rows of the bank are replaced depends on data"),
     ),
     "compat.pytorch_metric_learning.NTXentLoss": PATHS["info_nce, labels"]._replace(
         reference=ORIGINALS + "pytorch_metric_learning",
@@ -388,6 +403,7 @@ RECORDS = {
     "ViewKey": Because("an argument of two_views"),
     "ViewOptions": Because("an argument of two_views"),
     "ViewParameters": Because("what view_parameters returns"),
+    "compat.lightly.MemoryBankModule": Because("the buffers of NTXentLoss"),
     "build_info": Because("it tells what is compiled"),
     "self_test": Because("it tests the others"),
 }
@@ -427,7 +443,7 @@ def problem(cell: str) -> str:
 
 
 def public_names() -> set[str]:
-    names = set(fedkernels.__all__) - {"nn", "__version__"}
+    names = set(fedkernels.__all__)
     names |= {f"distributed.{name}" for name in distributed.__all__}
     modules = [PACKAGE / "nn.py"]
     modules += [path for path in (PACKAGE / "compat").glob("[!_]*.py") if path.stem != "only_default"]

@@ -1,21 +1,29 @@
 """Arguments that every operator refuses: dtypes, layouts, devices, sizes; and empty ones that it accepts."""
 
 import math
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 
 from fedkernels import (
+    ViewKey,
+    ViewOptions,
     apply_deltas,
     client_weights,
+    clip_loss,
     delta_gram,
     info_nce,
     linear_cka,
     linear_cka_pairwise,
     linear_cka_to_kernel,
     nt_xent,
+    sigmoid_loss,
+    supervised_contrastive_loss,
     unbalanced_ot,
     unbalanced_ot_plan,
+    view_parameters,
 )
 
 FP32, FP64 = torch.float32, torch.float64
@@ -86,6 +94,45 @@ def test_another_device_is_refused(call):
     with pytest.raises(ValueError, match="must be on the device of") as caught:
         CALLS[call](torch.eye(4, device="meta") if call[1] == "kernel" else R.to("meta"))
     assert "\n" not in str(caught.value)
+
+
+# ---- numbers ------------------------------------------------------------------------------------------------
+
+ID, LABELS = torch.eye(1, dtype=FP64), torch.tensor([0, 0, 1, 1])
+# name, argument: a call with a number in the place of that argument
+NUMBERS = {
+    ("info_nce", "temperature"): lambda number: info_nce(R, R, number),
+    ("nt_xent", "temperature"): lambda number: nt_xent(R, R, number),
+    ("clip_loss", "logit_scale"): lambda number: clip_loss(R, R, number),
+    ("sigmoid_loss", "logit_scale"): lambda number: sigmoid_loss(R, R, number, 0.5),
+    ("sigmoid_loss", "logit_bias"): lambda number: sigmoid_loss(R, R, 0.5, number),
+    ("supervised_contrastive_loss", "temperature"): lambda number: supervised_contrastive_loss(R, LABELS, number),
+    ("unbalanced_ot", "a"): lambda number: unbalanced_ot(R, number, 2.0, 0.8, 0.8),
+    ("unbalanced_ot", "tau_b"): lambda number: unbalanced_ot(R, 2.0, 2.0, 0.8, number),
+    ("unbalanced_ot_plan", "tol"): lambda number: unbalanced_ot_plan(R, 2.0, 2.0, 0.8, 0.8, tol=number)[0],
+    ("client_weights", "lower_bounds"): lambda number: client_weights(ID, lower_bounds=number),
+    ("client_weights", "tol"): lambda number: client_weights(ID, tol=number),
+    ("ViewOptions", "solarize"): lambda number: torch.tensor(ViewOptions(solarize=number).numbers()),
+    ("ViewOptions", "crop_scale"): lambda number: torch.tensor(ViewOptions(crop_scale=(0.5, number)).numbers()),
+}
+INTEGERS = {
+    ("info_nce", "positives"): lambda number: info_nce(R[:3], R, 0.5, positives=number),
+    ("unbalanced_ot", "max_iterations"): lambda number: unbalanced_ot(R, 0.5, 0.5, 0.8, 0.8, max_iterations=number),
+    ("view_parameters", "key.seed"): lambda number: view_parameters(LABELS, ViewKey(number), 4, 4).factors,
+}
+
+
+@pytest.mark.filterwarnings("ignore:the optimum transports nothing")
+@pytest.mark.parametrize("call", NUMBERS | INTEGERS)
+def test_numbers_of_numpy_are_numbers(call):
+    """And so are integers and fractions where a float is meant; True and arrays of one entry are none."""
+    compute = (NUMBERS | INTEGERS)[call]
+    others = [np.float16(1), np.float32(1), np.float64(1), np.longdouble(1), np.array(1.0), Fraction(1), 1]
+    for number in [np.uint8(1), np.int64(1), np.array(1), *(others if call in NUMBERS else [])]:
+        torch.testing.assert_close(compute(number), compute(1.0 if call in NUMBERS else 1), rtol=0, atol=0)
+    for bad in (True, np.True_, np.array([1.0]), "1", np.str_("1"), 1j, *([] if call in NUMBERS else others[:-1])):
+        with pytest.raises(TypeError, match=rf"^{call[1]} must be .*, got {type(bad).__name__}"):
+            compute(bad)
 
 
 # ---- sizes --------------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ def cached_gradient(*columns: Tensor) -> list[Tensor]:
 # name of the drop-in: a loss of 5 x 3 rows, and how many matrices of them it takes
 LOSSES: dict[str, tuple[Callable[..., Any], int]] = {
     "open_clip.ClipLoss": (lambda x, y: open_clip.ClipLoss()(x, y, 2.0), 2),
+    "open_clip.SigLipLoss": (lambda x, y: open_clip.SigLipLoss()(x, y, 2.0, -1.0), 2),
     "lightly.NTXentLoss": (lightly.NTXentLoss(), 2),
     "pytorch_metric_learning.NTXentLoss": (lambda x: pytorch_metric_learning.NTXentLoss(0.5)(x, LABELS), 1),
     "pytorch_metric_learning.SupConLoss": (lambda x: pytorch_metric_learning.SupConLoss(0.5)(x, LABELS), 1),

@@ -1,0 +1,132 @@
+"""The arguments of the originals, in their order and with their defaults, and the attributes that scripts read."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from typing import Any
+
+import pytest
+from torch import nn
+
+ORIGINALS = {"sentence_transformers": "sentence_transformers.sentence_transformer.losses"} | {
+    name: f"{name}.loss" for name in ("lightly", "open_clip")
+}
+RANKING = {"scale": 20.0, "similarity_fct": "cos_sim"}
+HARDNESS = {"hardness_mode": None, "hardness_strength": 0.0}
+DIRECTIONS = {"directions": ("query_to_doc",), "partition_mode": "joint"}
+BATCHES = {"mini_batch_size": 32, "mini_batch_num_tokens": None, "gather_across_devices": False}
+PAIRS = ["image_features", "text_features", "logit_scale", "logit_bias", "output_dict"]
+# For each class the defaults of its arguments (those of a model are given), and the arguments of a call.
+SIGNATURES: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "lightly.NTXentLoss": ({"temperature": 0.5, "memory_bank_size": 0, "gather_distributed": False}, ["out0", "out1"]),
+    "open_clip.ClipLoss": (
+        dict.fromkeys(("local_loss", "gather_with_grad", "cache_labels"), False)
+        | {"rank": 0, "world_size": 1, "use_horovod": False},
+        PAIRS,
+    ),
+    "open_clip.SigLipLoss": ({"cache_labels": False, "rank": 0, "world_size": 1, "dist_impl": None}, PAIRS),
+} | {
+    f"sentence_transformers.{name}RankingLoss": (defaults, ["sentence_features", "labels"])
+    for name, defaults in {
+        "MultipleNegatives": RANKING | {"gather_across_devices": False} | DIRECTIONS | HARDNESS,
+        "MultipleNegativesSymmetric": RANKING | {"gather_across_devices": False},
+        "CachedMultipleNegatives": RANKING | BATCHES | DIRECTIONS | {"show_progress_bar": False} | HARDNESS,
+        "CachedMultipleNegativesSymmetric": RANKING | BATCHES | {"show_progress_bar": False},
+    }.items()
+}
+MODEL = nn.Sequential(nn.Identity())
+
+
+def original(name: str) -> Any:
+    library, _, loss = name.partition(".")
+    return getattr(pytest.importorskip(ORIGINALS[library], reason=f"{library} is not installed"), loss)
+
+
+def drop_in(name: str) -> Any:
+    library, _, loss = name.partition(".")
+    return getattr(importlib.import_module(f"fedkernels.compat.{library}"), loss)
+
+
+def signature(loss: Any) -> tuple[dict[str, Any], list[str]]:
+    arguments = [p for p in inspect.signature(loss.__init__).parameters.values() if p.kind is not p.KEYWORD_ONLY]
+    defaults = {p.name: getattr(p.default, "__name__", p.default) for p in arguments if p.name not in ("self", "model")}
+    return defaults, list(inspect.signature(loss.forward).parameters)[1:]
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_the_arguments_are_the_originals(name):
+    defaults, call = signature(drop_in(name))
+    assert (list(defaults.items()), call) == (list(SIGNATURES[name][0].items()), SIGNATURES[name][1])
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_the_list_is_that_of_the_installed_originals(name):
+    defaults, call = signature(original(name))
+    assert (list(defaults.items()), call) == (list(SIGNATURES[name][0].items()), SIGNATURES[name][1])
+
+
+@pytest.mark.filterwarnings("ignore:The .*SymmetricRankingLoss is deprecated")
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_each_default_may_be_given_and_is_an_attribute(name):
+    model = [MODEL] if name.startswith("sentence_transformers") else []
+    defaults = SIGNATURES[name][0]
+    loss = drop_in(name)(*model, **defaults)
+    read = {key: getattr(loss, key) for key in defaults if key != "memory_bank_size"}
+    expected = {key: value for key, value in defaults.items() if key != "memory_bank_size"}
+    if "dist_impl" in defaults:
+        expected["dist_impl"] = "bidir"
+    assert read == expected
+    assert list(loss.state_dict()) == []
+
+
+@pytest.mark.filterwarnings("ignore:The .*SymmetricRankingLoss is deprecated")
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_the_originals_defaults_are_accepted_as_they_are(name):
+    """Also as functions: sentence_transformers.util.cos_sim is the default there."""
+    parameters = inspect.signature(original(name).__init__).parameters.values()
+    defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+    model = [MODEL] if name.startswith("sentence_transformers") else []
+    ours, theirs = drop_in(name)(*model, **defaults), original(name)(*model, **defaults)
+    for key in (*defaults, "temperature", "eps"):
+        if hasattr(theirs, key):
+            assert getattr(ours, key) == getattr(theirs, key), key
+    if model:
+        assert ours.get_config_dict() == theirs.get_config_dict()
+        numbers = [re.findall(r"\d{4}\.\d{5}", loss.citation) for loss in (ours, theirs)]
+        assert set(numbers[0]) == set(numbers[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "match"),
+    [
+        ("lightly.NTXentLoss", {"memory_bank_size": 10}, r"memory_bank_size must be 0, or \(rows, dim\).*got 10"),
+        ("lightly.NTXentLoss", {"memory_bank_size": (4, -1)}, r"memory_bank_size must be 0.*got \(4, -1\)"),
+        ("lightly.NTXentLoss", {"temperature": 0.0}, "temperature must be at least 1e-08, got 0.0"),
+        ("open_clip.ClipLoss", {"use_horovod": True}, "use_horovod must be False"),
+        (
+            "open_clip.SigLipLoss",
+            {"dist_impl": "ring"},
+            "dist_impl must be None or one of bidir, shift, reduce, gather",
+        ),
+        (
+            "sentence_transformers.MultipleNegativesRankingLoss",
+            {"partition_mode": "x"},
+            "partition_mode must be one of",
+        ),
+        (
+            "sentence_transformers.CachedMultipleNegativesRankingLoss",
+            {"show_progress_bar": True},
+            "show_progress_bar must be False",
+        ),
+        *(
+            ("sentence_transformers.CachedMultipleNegativesRankingLoss", {name: 0}, f"{name} must be at least 1, got 0")
+            for name in ("mini_batch_size", "mini_batch_num_tokens")
+        ),
+    ],
+)
+def test_what_only_the_original_has_is_refused(name, options, match):
+    model = [MODEL] if name.startswith("sentence_transformers") else []
+    with pytest.raises(ValueError, match=match):
+        drop_in(name)(*model, **options)
