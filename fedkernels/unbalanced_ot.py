@@ -2,14 +2,15 @@
 
 import math
 import sys
-import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fedkernels.internal import checks, native
-from fedkernels.internal.autograd import is_transformed, is_without_data, keep_missing_as_none
+from fedkernels.internal.autograd import keep_missing_as_none
+from fedkernels.internal.transport_gradients import FirstOrderOnly, PlanGradient
+from fedkernels.internal.transport_warnings import warn
 from fedkernels.reference import unbalanced_ot as _reference
 from fedkernels.reference._precision import compute_dtype
 from fedkernels.reference.unbalanced_ot import TransportInfo
@@ -75,10 +76,8 @@ def unbalanced_ot(
         ValueError: M = 0 or N = 0, shapes that do not fit, unequal devices, a number or method out of range.
     """
     cost, a, b, options = _check(cost, a, b, tau_a, tau_b, row_mask, column_mask, tol, max_iterations, method)
-    # It has no entries, but the graph leads from it to all three tensors: see _FirstOrderOnly.
-    link = cost[..., :0].flatten() + a[..., :0].flatten() + b[..., :0].flatten()
-    value, iterations, gap, mass, *_ = _UnbalancedOT.apply(cost, a, b, *options, link)
-    _warn(TransportInfo(iterations, gap, mass), options[2])
+    value, iterations, gap, mass, *_ = _UnbalancedOT.apply(cost, a, b, *options, _link(cost, a, b))
+    warn(TransportInfo(iterations, gap, mass), options[2])
     return value
 
 
@@ -103,10 +102,10 @@ def unbalanced_ot_plan(
         ``transported_mass`` (float64, the sum of the plan). None of them carries a gradient.
     """
     cost, a, b, options = _check(cost, a, b, tau_a, tau_b, row_mask, column_mask, tol, max_iterations, method)
-    plan, _, _, _, mass, iterations, gap = _solve(cost, a, b, *options)
+    plan, u, v, _, mass, iterations, gap = _solve(cost, a, b, *options)
     info = TransportInfo(iterations, gap, mass)
-    _warn(info, options[2])
-    return plan, info
+    warn(info, options[2])
+    return PlanGradient.apply(plan, u, v, cost, a, b, *options[:2], _link(cost, a, b)), info
 
 
 # An operator of its own for torch.compile: its loop ends depending on the data, which a compiled graph cannot express.
@@ -195,7 +194,7 @@ class _UnbalancedOT(torch.autograd.Function):
             return (None,) * 9
         *solution, link = ctx.saved_tensors
         if torch.is_grad_enabled():
-            solution = [_FirstOrderOnly.apply(tensor, link) for tensor in solution]
+            solution = [FirstOrderOnly.apply(tensor, link) for tensor in solution]
         plan, u, v = solution
         cost_dtype, a_dtype, b_dtype = ctx.dtypes
         # Not by ctx.needs_input_grad: where torch 2.14 compiles torch.func.grad, it is False for all inputs.
@@ -215,26 +214,9 @@ class _UnbalancedOT(torch.autograd.Function):
         return _UnbalancedOT.apply(*batched, *inputs[3:]), (0,) * 7
 
 
-class _FirstOrderOnly(torch.autograd.Function):
-    """Raises an error when a second derivative is asked for.
-
-    Plan and duals depend on cost, a and b, but their derivatives are not known. Autograd would treat them as constants
-    and silently return a wrong second derivative. Here they depend, through `link`, on all three inputs.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(tensor: Tensor, link: Tensor) -> Tensor:
-        return tensor.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        raise RuntimeError("unbalanced_ot has no second derivative")
+def _link(cost: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """It has no entries, but the graph leads from it to all three tensors: see FirstOrderOnly."""
+    return cost[..., :0].flatten() + a[..., :0].flatten() + b[..., :0].flatten()
 
 
 def _check(
@@ -314,27 +296,3 @@ def _mask(name: str, mask: Tensor, masses: Tensor, cost: Tensor) -> Tensor:
         raise ValueError(
             f"{name} must broadcast to {wanted} for cost of shape {list(cost.shape)}, got {list(mask.shape)}"
         ) from None
-
-
-def _warn(info: TransportInfo, tol: float) -> None:
-    """Warns, with a stack level such that Python shows a warning once for each line that calls the public function."""
-    if torch.compiler.is_compiling() or is_transformed():  # a warning that depends on data would break the graph
-        return
-    if is_without_data(info.gap) or info.gap.is_cuda:  # on a GPU the host would have to wait for the data
-        return
-    idle, late = torch.stack([info.transported_mass.flatten() == 0, info.gap.flatten() > tol]).sum(1).tolist()
-    problems = info.gap.numel()
-    if idle:
-        warnings.warn(
-            f"the optimum transports nothing in {idle} of {problems} problems, so the gradient in cost is zero: "
-            "every cost is at least tau_a * a + tau_b * b. Scale the cost down, or raise tau_a and tau_b",
-            UserWarning,
-            stacklevel=3,
-        )
-    if late:
-        warnings.warn(
-            f"max_iterations reached in {late} of {problems} problems at a relative gap of up to "
-            f"{float(info.gap[info.gap > tol].max()):.1e}, above tol = {tol:.1e}",
-            RuntimeWarning,
-            stacklevel=3,
-        )

@@ -21,6 +21,7 @@ from fedkernels.reference._transport_problem import Problem, objective
 DEFAULT_MAX_ITERATIONS = 100_000
 _CHECK_EVERY = 10  # the certificate costs about as much as four steps
 _LEAST_PATIENCE = 1000
+_ROUNDING = 8 * torch.finfo(torch.float64).eps
 
 
 class TransportInfo(NamedTuple):
@@ -114,6 +115,7 @@ class _Best:
     bound: Tensor  # [P]: the largest lower bound on the optimum
     gap: Tensor  # [P]
     iterations: Tensor  # [P]
+    rounding: Tensor  # [P]: a distance between value and bound that counts as 0
     steps: int = 0  # taken with all problems together
 
     @classmethod
@@ -131,7 +133,7 @@ class _Best:
         plan[hopeless] = torch.nan
         gap[hopeless] = torch.nan
         iterations = torch.zeros(value.shape, dtype=torch.int64, device=value.device)
-        return cls(problem, plan, value, torch.full_like(value, -torch.inf), gap, iterations)
+        return cls(problem, plan, value, torch.full_like(value, -torch.inf), gap, iterations, _ROUNDING * value)
 
     def advance(self, method: "_Accelerated | _Steepest", tol: float, max_iterations: int) -> None:
         """Steps until every problem is solved to the tolerance, or there were max_iterations in all."""
@@ -143,7 +145,7 @@ class _Best:
 
     def advance_interior(self, tol: float, max_iterations: int) -> None:
         """The same by the interior-point method, with its limit of steps."""
-        method = InteriorPoint(self.problem, *self.problem.duals(self.plan))
+        method = InteriorPoint(self.problem)
         last = min(max_iterations, self.steps + INTERIOR_STEPS)
         while self.steps < last and bool((self.gap > tol).any()):
             method.step()
@@ -159,14 +161,16 @@ class _Best:
         self.plan = torch.where(improved[:, None, None], plan, self.plan)
         self.value = torch.where(improved, value, self.value)
         self.bound = torch.where(active, torch.fmax(self.bound, self.problem.bound(u, v)), self.bound)
-        size = self.problem.size(self.plan).clamp(min=torch.finfo(torch.float64).tiny)
-        self.gap = torch.where(active, ((self.value - self.bound) / size).clamp(min=0), self.gap)
+        distance = self.value - self.bound
+        gap = torch.where(distance <= self.rounding, 0, distance / self.problem.size(self.plan))
+        self.gap = torch.where(active, gap, self.gap)
         self.iterations[active] = self.steps
 
     def select(self, index: Tensor) -> "_Best":
         """The problems at these positions."""
         plan, value, bound, gap = self.plan[index], self.value[index], self.bound[index], self.gap[index]
-        return _Best(self.problem.select(index), plan, value, bound, gap, self.iterations[index], self.steps)
+        iterations, rounding = self.iterations[index], self.rounding[index]
+        return _Best(self.problem.select(index), plan, value, bound, gap, iterations, rounding, self.steps)
 
     def replace(self, index: Tensor, other: "_Best") -> None:
         self.plan[index], self.value[index], self.bound[index] = other.plan, other.value, other.bound

@@ -1,0 +1,77 @@
+"""The warnings of unbalanced_ot. On a GPU the host does not wait for a solution: a later call reads what it was."""
+
+import warnings
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedkernels.internal.autograd import is_transformed, is_without_data
+from fedkernels.reference.unbalanced_ot import TransportInfo
+
+
+class _Unread(NamedTuple):
+    """What a call on a GPU found, on its way to the host."""
+
+    facts: Tensor
+    arrival: torch.cuda.Event
+    problems: int
+    tol: float
+
+
+_unread: _Unread | None = None
+
+
+def warn(info: TransportInfo, tol: float) -> None:
+    """Warns of problems that transport nothing, or were not solved to the tolerance; to be called by a public function.
+
+    The stack level is such that Python shows a warning once for each line that calls the public function.
+    """
+    global _unread
+    if torch.compiler.is_compiling() or is_transformed():  # a warning that depends on data would break the graph
+        return
+    problems = info.gap.numel()
+    if is_without_data(info.gap) or problems == 0:
+        return
+    late = info.gap > tol
+    facts = torch.stack([(info.transported_mass == 0).sum(), late.sum(), torch.where(late, info.gap, 0).max()])
+    if not info.gap.is_cuda:
+        _tell(facts, problems, tol, "")
+        return
+    if _unread is not None:
+        if not _unread.arrival.query():
+            return  # at most one is on its way, however fast calls follow each other
+        _tell(_unread.facts, _unread.problems, _unread.tol, "an earlier call on a GPU: ")
+        _unread = None
+    under_way = _copy_to_host(facts)
+    if under_way:
+        _unread = _Unread(*under_way, problems, tol)
+
+
+def _copy_to_host(facts: Tensor) -> tuple[Tensor, torch.cuda.Event] | None:
+    """Begins a copy. -> it, and the event that tells its arrival; None while a CUDA graph is captured."""
+    with torch.cuda.device(facts.device):
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        copy = torch.empty(facts.shape, dtype=facts.dtype, pin_memory=True).copy_(facts, non_blocking=True)
+        arrival = torch.cuda.Event()
+        arrival.record()
+        return copy, arrival
+
+
+def _tell(facts: Tensor, problems: int, tol: float, where: str) -> None:
+    idle, late, worst = facts.tolist()
+    if idle:
+        warnings.warn(
+            f"{where}the optimum transports nothing in {idle:.0f} of {problems} problems, so the gradient in cost is "
+            "zero: every cost is at least tau_a * a + tau_b * b. Scale the cost down, or raise tau_a and tau_b",
+            UserWarning,
+            stacklevel=4,
+        )
+    if late:
+        warnings.warn(
+            f"{where}max_iterations reached in {late:.0f} of {problems} problems at a relative gap of up to "
+            f"{worst:.1e}, above tol = {tol:.1e}. Raise max_iterations or tol, or use method='interior_point'",
+            RuntimeWarning,
+            stacklevel=4,
+        )
