@@ -41,7 +41,7 @@ def warn(info: TransportInfo, tol: float) -> None:
     if _unread is not None:
         if not _unread.arrival.query():
             return  # at most one is on its way, however fast calls follow each other
-        _tell(_unread.facts, _unread.problems, _unread.tol, "an earlier call on a GPU: ")
+        _tell(_unread.facts, _unread.problems, _unread.tol, " of an earlier call on a GPU")
         _unread = None
     under_way = _copy_to_host(facts)
     if under_way:
@@ -63,14 +63,14 @@ def _tell(facts: Tensor, problems: int, tol: float, where: str) -> None:
     idle, late, worst = facts.tolist()
     if idle:
         warnings.warn(
-            f"{where}the optimum transports nothing in {idle:.0f} of {problems} problems, so the gradient in cost is "
+            f"the optimum transports nothing in {idle:.0f} of {problems} problems{where}, so the gradient in cost is "
             "zero: every cost is at least tau_a * a + tau_b * b. Scale the cost down, or raise tau_a and tau_b",
             UserWarning,
             stacklevel=4,
         )
     if late:
         warnings.warn(
-            f"{where}max_iterations reached in {late:.0f} of {problems} problems at a relative gap of up to "
+            f"max_iterations reached in {late:.0f} of {problems} problems{where} at a relative gap of up to "
             f"{worst:.1e}, above tol = {tol:.1e}. Raise max_iterations or tol, or use method='interior_point'",
             RuntimeWarning,
             stacklevel=4,
