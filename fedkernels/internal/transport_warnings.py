@@ -30,12 +30,12 @@ def warn(info: TransportInfo, tol: float) -> None:
     global _unread
     if torch.compiler.is_compiling() or is_transformed():  # a warning that depends on data would break the graph
         return
-    problems = info.gap.numel()
-    if is_without_data(info.gap) or problems == 0:
+    problems, on_gpu = info.gap.numel(), info.gap.is_cuda
+    if is_without_data(info.gap) or problems == 0 or on_gpu and _is_captured(info.gap.device):
         return
     late = info.gap > tol
     facts = torch.stack([(info.transported_mass == 0).sum(), late.sum(), torch.where(late, info.gap, 0).max()])
-    if not info.gap.is_cuda:
+    if not on_gpu:
         _tell(facts, problems, tol, "")
         return
     if _unread is not None:
@@ -43,16 +43,18 @@ def warn(info: TransportInfo, tol: float) -> None:
             return  # at most one is on its way, however fast calls follow each other
         _tell(_unread.facts, _unread.problems, _unread.tol, " of an earlier call on a GPU")
         _unread = None
-    under_way = _copy_to_host(facts)
-    if under_way:
-        _unread = _Unread(*under_way, problems, tol)
+    _unread = _Unread(*_copy_to_host(facts), problems, tol)
 
 
-def _copy_to_host(facts: Tensor) -> tuple[Tensor, torch.cuda.Event] | None:
-    """Begins a copy. -> it, and the event that tells its arrival; None while a CUDA graph is captured."""
+def _is_captured(gpu: torch.device) -> bool:
+    """Does a CUDA graph capture this GPU's current stream? It would break where an event is asked or recorded."""
+    with torch.cuda.device(gpu):
+        return torch.cuda.is_current_stream_capturing()
+
+
+def _copy_to_host(facts: Tensor) -> tuple[Tensor, torch.cuda.Event]:
+    """Begins a copy. -> it, and the event that tells its arrival."""
     with torch.cuda.device(facts.device):
-        if torch.cuda.is_current_stream_capturing():
-            return None
         copy = torch.empty(facts.shape, dtype=facts.dtype, pin_memory=True).copy_(facts, non_blocking=True)
         arrival = torch.cuda.Event()
         arrival.record()
