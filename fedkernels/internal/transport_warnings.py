@@ -31,7 +31,7 @@ def warn(info: TransportInfo, tol: float) -> None:
     if torch.compiler.is_compiling() or is_transformed():  # a warning that depends on data would break the graph
         return
     problems, on_gpu = info.gap.numel(), info.gap.is_cuda
-    if is_without_data(info.gap) or problems == 0 or on_gpu and _is_captured(info.gap.device):
+    if is_without_data(info.gap) or problems == 0 or (on_gpu and _is_captured(info.gap.device)):
         return
     late = info.gap > tol
     facts = torch.stack([(info.transported_mass == 0).sum(), late.sum(), torch.where(late, info.gap, 0).max()])

@@ -6,8 +6,9 @@ row and column sums, so a step of the first-order methods reads and writes the M
 The primal value at any plan is above the optimum, the dual value at any feasible (u, v) is below: their distance
 certifies both. It is taken relative to <|C|, pi> + the penalties, which is the primal value itself where C >= 0.
 
-u = tau_a (a - pi 1) is rounded by eps tau_a a, and so is the dual value by 2 eps (tau_a/2 |a|^2 + tau_b/2 |b|^2). The sum
-is the value of pi = 0. A distance below 8 eps times this value counts as 0: else an optimum of 0 is never reached.
+u = tau_a (a - pi 1) is rounded by eps tau_a a, and so is the dual value by 2 eps (tau_a/2 |a|^2 + tau_b/2 |b|^2). In
+brackets is the value of pi = 0. A distance below 8 eps times this value counts as 0: else an optimum of 0 would never
+be reached, for no distance is small relative to it.
 """
 
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ def unbalanced_ot(
     tau_a: float,
     tau_b: float,
     *,
-    tol: float = 1e-6,
+    tol: float = 1e-7,
     max_iterations: int = DEFAULT_MAX_ITERATIONS,
     method: str = "accelerated",
 ) -> Tensor:
@@ -61,7 +62,7 @@ def unbalanced_ot_plan(
     tau_a: float,
     tau_b: float,
     *,
-    tol: float = 1e-6,
+    tol: float = 1e-7,
     max_iterations: int = DEFAULT_MAX_ITERATIONS,
     method: str = "accelerated",
 ) -> tuple[Tensor, TransportInfo]:
