@@ -54,9 +54,9 @@ def unbalanced_ot(
         tol: the solver stops at this duality gap, relative to ``<|cost|, plan>`` + the penalties, which is the value
             itself where cost >= 0. A gap below 1.8e-15 of the value of the plan 0, ``tau_a/2 |a|^2 + tau_b/2 |b|^2``,
             counts as 0, for rounding hides it. So an optimum of 0 is reached too. The gradient converges more slowly
-            than the value. For FedU2's costs and batches of 32 to 256 it is off by at most 6 % at 1e-7, half of the
-            problems by less than 0.2 %. At 1e-4 half of them are off by 8 to 21 %, in a quarter of the steps
-            (docs/operators/unbalanced_ot.md).
+            than the value. For FedU2's costs and batches of 32 to 256 it is off by at most 7 % at 1e-7, and in half of
+            the problems by less than 0.6 %. At 1e-4 it is off by 8 to 21 % in half of them, and by up to 29 %, after a
+            third to a seventh of the steps (docs/operators/unbalanced_ot.md).
         max_iterations: steps of the solver, 100,000 for None. On a GPU all steps are one launch. So None is there
             10,000 for "accelerated" and 100,000 for "steepest", or 2^33 / (M N) if that is less, but at least 1000. If
             they do not suffice, the function warns and tells the gap that it reached, on a GPU as said above.
