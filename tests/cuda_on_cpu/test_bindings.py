@@ -34,6 +34,7 @@ from fedkernels import (
     unbalanced_ot,
 )
 from fedkernels.internal import checks, linear_cka_cuda, native, transport_warnings
+from fedssl.regularizers.uniformity import Uniformity
 from tests.cuda_on_cpu.emulation import ORDERS, ROOT, SANITIZED, planted
 from tests.cuda_on_cpu.host_reads import HostReadError, no_host_reads
 from tests.fedkernels import test_cuda
@@ -51,6 +52,7 @@ from tests.fedkernels.test_cuda import (
     weighted,
     with_gradients,
 )
+from tests.fedssl.regularizers.terms import Local, step_of
 
 OPS = ROOT / "csrc/ops"
 SOURCES = sorted(OPS.glob("*_cuda.cpp"))
@@ -421,6 +423,17 @@ def test_a_later_call_warns_of_what_an_earlier_one_found(bindings, monkeypatch):
         with pytest.warns(RuntimeWarning, match=r"reached in 2 of 2 problems of an earlier call on a GPU at .* gap"):
             unbalanced_ot(cost, 1.0, 1.0, 0.8, 0.8)
         unbalanced_ot(cost, 1.0, 1.0, 0.8, 0.8)
+
+
+def test_a_step_of_fedu2s_regularizer_does_not_wait(bindings):
+    """Neither for the plan, nor for what it logs, nor for an earlier step's warnings."""
+    views = [randn(6, 8, seed=seed).requires_grad_() for seed in (0, 1)]
+    term = Uniformity(name="uniformity", draws=2).start_round(Local())
+    with bindings.on_cuda() as called, no_host_reads(views):
+        for _ in range(2):
+            term(step_of(*views)).backward()
+    assert called == ["unbalanced_ot"] * 2
+    assert all(view.grad.any() for view in views)
 
 
 @pytest.mark.nightly
