@@ -38,12 +38,12 @@ def warn(info: TransportInfo, tol: float) -> None:
     if not on_gpu:
         _tell(facts, problems, tol, "")
         return
-    if _unread is not None:
-        if not _unread.arrival.query():
-            return  # at most one is on its way, however fast calls follow each other
-        _tell(_unread.facts, _unread.problems, _unread.tol, " of an earlier call on a GPU")
-        _unread = None
+    earlier = _unread
+    if earlier is not None and not earlier.arrival.query():
+        return  # at most one is on its way, however fast calls follow each other
     _unread = _Unread(*_copy_to_host(facts), problems, tol)
+    if earlier is not None:
+        _tell(earlier.facts, earlier.problems, earlier.tol, " of an earlier call on a GPU")
 
 
 def _is_captured(gpu: torch.device) -> bool:

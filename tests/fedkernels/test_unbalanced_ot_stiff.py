@@ -38,10 +38,10 @@ def test_the_interior_point_takes_tens_of_steps_whatever_tau_is(rows, columns, t
         assert (plan > 0).sum() <= 2 * (rows + columns)  # exact zeros, as an optimal plan has
 
 
-@pytest.mark.parametrize(("tau", "method"), [(1e6, "accelerated"), (1e10, "interior_point"), (1e12, "interior_point")])
-def test_stiff_problems_tend_to_balanced_transport(tau, method):
+@pytest.mark.parametrize("tau", [1e6, 1e10, 1e12])
+def test_stiff_problems_tend_to_balanced_transport(tau):
     cost, a, b = spread(40, 30)
-    plan, _ = unbalanced_ot_plan(cost, a, b, tau, tau, tol=1e-9, method=method)
+    plan, _ = unbalanced_ot_plan(cost, a, b, tau, tau, tol=1e-9, method="interior_point")
     balanced = ot.emd2(a.numpy(), b.numpy(), cost.numpy())
     rel = 1e-4 if tau < 1e12 else 1e-2  # rounding hides more
     assert (cost * plan).sum().item() == pytest.approx(balanced, rel=rel)
@@ -62,7 +62,6 @@ COSTS = torch.rand(20, 20, generator=torch.Generator().manual_seed(0)).double()
         pytest.param(torch.zeros(1, 20).double(), 20.0, 1.0, 0.8, id="one row"),
         pytest.param(1 - torch.eye(20).double(), 1.0, 1.0, 0.8, id="costs 0 and 1"),
         pytest.param(DUPLICATES, 1.0, 1.0, 0.8, id="duplicates"),
-        pytest.param(DUPLICATES, 0.05, 0.05, 1e4, id="duplicates, stiff"),
         pytest.param(DUPLICATES, 0.05, 0.05, 1e-6, id="duplicates, a small tau"),
         pytest.param(1e-30 * COSTS, 1.0, 1.0, 0.8, id="costs that rounding hides"),
         pytest.param(COSTS, 0.0, 0.0, 0.8, id="masses 0"),
@@ -93,6 +92,9 @@ def test_what_is_not_solved_in_time_goes_on_by_the_interior_point():
     stiff = unbalanced_ot_plan(cost, a, b, 1e4, 1e4, tol=1e-8)
     assert 1000 < stiff[1].iterations <= 1030
     assert stiff[1].gap <= 1e-8
+    of_zero = unbalanced_ot_plan(DUPLICATES, 0.05, 0.05, 1e4, 1e4, tol=1e-8)[1]
+    assert of_zero.gap == 0
+    assert 1000 < of_zero.iterations <= 1030
     batch = torch.stack([cost, problem(20, 25)[0]])  # of which only the first is stiff
     masses_a, masses_b = torch.stack([a, a + 1]), torch.stack([b, b + 1])
     plans, info = unbalanced_ot_plan(batch, 100 * masses_a, 100 * masses_b, 100.0, 100.0, tol=1e-7)
