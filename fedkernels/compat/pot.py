@@ -133,7 +133,11 @@ def _check_form(reg: float, div: str) -> None:
 
 def _floating(values: Any, dtype: torch.dtype) -> Tensor:
     """The values as a tensor, in `dtype` where they are a list or integers."""
-    tensor = torch.as_tensor(values, dtype=dtype) if isinstance(values, (list, tuple)) else torch.as_tensor(values)
+    if isinstance(values, (list, tuple)):
+        return torch.as_tensor(values, dtype=dtype)
+    if hasattr(values, "copy"):  # an array: torch refuses a reversed one, and warns of one that is only to be read
+        values = values.copy()
+    tensor = torch.as_tensor(values)
     return tensor if tensor.is_floating_point() else tensor.to(dtype)
 
 

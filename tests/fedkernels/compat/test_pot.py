@@ -1,6 +1,7 @@
 """fedkernels.compat.pot against POT's functions of the same names and arguments."""
 
 import inspect
+import warnings
 
 import numpy as np
 import ot
@@ -127,6 +128,18 @@ def test_lists_tensors_and_empty_masses():
     assert pot.mm_unbalanced([1.0, 1.0], torch.ones(2), [[1.0, 0.0], [0.0, 1.0]], 0.8, div="l2").dtype == torch.float64
 
 
+def test_arrays_of_any_layout():
+    a, b, cost = problem()
+    expected = pot.mm_unbalanced(a, b, cost, 0.8, div="l2")
+    cost.setflags(write=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        reversed_plan = pot.mm_unbalanced(a[::-1], b[::-1], cost[::-1, ::-1], 0.8, div="l2")
+        transposed_plan = pot.mm_unbalanced(b, a, cost.T, np.float32(0.8), div="l2", stopThr=np.float64(1e-12))
+    np.testing.assert_allclose(reversed_plan[::-1, ::-1], expected, atol=1e-8)
+    np.testing.assert_allclose(transposed_plan.T, expected, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -140,6 +153,7 @@ def test_lists_tensors_and_empty_masses():
         ({"div": "l2", "stopThr": -1.0}, ValueError, "stopThr must be positive"),
         ({"div": "l2", "a": [1.0]}, ValueError, r"a must have shape \[2\] or be empty, got \[1\]"),
         ({"div": "l2", "M": [1.0, 2.0]}, ValueError, r"M must have shape \[M, N\]"),
+        ({"div": "l2", "a": 1.0}, ValueError, r"a must have shape \[2\] or be empty, got \[\]"),
     ],
 )
 def test_what_is_not_solved_is_named(options, error, message):
