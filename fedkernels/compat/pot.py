@@ -50,7 +50,7 @@ def mm_unbalanced(
         div: must be "l2". POT's default "kl" is another problem, which is not solved here.
         G0: has no influence. POT starts there and keeps its zeros; here an infinite cost forbids a pair.
         numItermax: has no influence, because the number of steps is between 7 and 30.
-        stopThr: duality gap at which the solver stops, relative to the value. Below 1e-10 it counts as 1e-10.
+        stopThr: duality gap at which the solver stops, relative to the value. Below 1e-10 it counts as 1e-10, 0 too.
         verbose: prints the number of steps and the gap.
         log: returns the plan and a dictionary.
 
@@ -126,7 +126,10 @@ def _check_form(reg: float, div: str) -> None:
     if not isinstance(div, str) or div.lower() not in ("kl", "l2"):
         raise ValueError(f"div must be 'l2', got {checks.short(div)}")
     if div.lower() == "kl":
-        raise NotImplementedError("div='kl' is not solved here, only the half-squared divergence: pass div='l2'")
+        raise NotImplementedError(
+            "div='kl', POT's default, is another problem, which is not solved here: pass div='l2' for the half-squared "
+            "divergence, or call ot.unbalanced"
+        )
     if reg != 0:
         raise NotImplementedError("only the problem without regularisation is solved here: leave reg = 0")
 
