@@ -42,7 +42,7 @@ class PlanGradient(torch.autograd.Function):
         if grad is None:
             return (None,) * 9
         plan, u, v, cost, link = ctx.saved_tensors
-        positive = _positive(plan.double(), cost.double(), u, v)
+        positive = _positive(plan.double(), cost.double(), u, v, ctx.tau_a, ctx.tau_b)
         if torch.is_grad_enabled():
             positive = FirstOrderOnly.apply(positive, link)
         z = _solve(positive, grad.double(), ctx.tau_a, ctx.tau_b)
@@ -51,16 +51,20 @@ class PlanGradient(torch.autograd.Function):
         return (None, None, None, *of_inputs, None, None, None)
 
 
-def _positive(plan: Tensor, cost: Tensor, u: Tensor, v: Tensor) -> Tensor:
+def _positive(plan: Tensor, cost: Tensor, u: Tensor, v: Tensor, tau_a: float, tau_b: float) -> Tensor:
     """1 where the optimal plan is positive, 0 where it is 0, NaN where the plan is.
 
-    The computed plan may also be positive where the optimal one is 0. There its slack, cost - u - v, is larger.
+    The computed plan may also be positive where the optimal one is 0. There its slack, cost - u - v, is larger, or the
+    plan at which all slacks are 0 is negative. One such entry too many can make a gradient twice as large.
     """
     duals = u[..., :, None] + v[..., None, :]
     slack = cost - duals
     unit = torch.where(cost.isfinite(), cost.abs() + duals.abs(), 0).mean((-2, -1), keepdim=True)
     positive = (plan > 0) & (plan * unit >= slack * plan.mean((-2, -1), keepdim=True))
-    return torch.where(plan.isnan(), torch.nan, positive.double())
+    positive = torch.where(plan.isnan(), torch.nan, positive.double())
+    for _ in range(2):  # in tests a third time changes nothing
+        positive = torch.where(plan - _solve(positive, slack, tau_a, tau_b) <= 0, 0, positive)
+    return positive
 
 
 def _solve(positive: Tensor, grad: Tensor, tau_a: float, tau_b: float) -> Tensor:
