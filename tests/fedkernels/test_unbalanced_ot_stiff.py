@@ -173,7 +173,7 @@ def test_the_plan_has_its_derivative(case, tau_a, tau_b, options):
 
 @pytest.mark.parametrize("seed", [1, 14])
 def test_an_entry_that_only_the_computed_plan_has_does_not_count(seed):
-    """At a gap of 1e-10 the interior point's plan has entries whose slack is 1e-5. One of them can double a gradient."""
+    """At a gap of 1e-10 the interior point's plan has entries whose slack is 1e-5. One can double a gradient."""
     cost = sphere(128, 128, seed).requires_grad_()
     grads = []
     for tol in (1e-10, 1e-14):
