@@ -15,6 +15,7 @@ namespace {
 constexpr int64_t CHECK_EVERY = 10;
 constexpr int64_t LEAST_PATIENCE = 1000;
 constexpr int64_t MOST_INTERIOR_STEPS = 100;
+constexpr double ROUNDING = 8 * __DBL_EPSILON__;
 
 // The steps after which the interior point takes over: about as much work as it then needs.
 inline int64_t patience(const TransportProblem& problem) {
@@ -326,8 +327,10 @@ void unbalanced_ot(const TransportProblem& problem, double* workspace, Transport
     }
   }
   double best_value = solver.penalties(solver.best), best_size = best_value, best_bound = -INFINITE;
+  const double rounding = ROUNDING * best_value;
   const auto gap_to = [&](double bound) {
-    return max((best_value - bound) / max(best_size, 2.2250738585072014e-308), 0.0);
+    const double distance = best_value - bound;
+    return distance <= rounding ? 0.0 : distance / best_size;
   };
   InteriorPoint interior(problem, solver.a, solver.b, workspace + candidates_workspace(rows, columns));
   const int64_t in_time = patience(problem);
@@ -336,8 +339,7 @@ void unbalanced_ot(const TransportProblem& problem, double* workspace, Transport
   while (iteration < problem.max_iterations && gap > problem.tol) {
     if (iteration == in_time && !interior_has_run) {
       interior_has_run = true;  // if rounding keeps it from the tolerance, the steps on candidates go on
-      solver.duals_at_plan();
-      interior.start(solver.at_plan.u, solver.at_plan.v);
+      interior.start();
       const int64_t most = problem.max_iterations - iteration;
       const int64_t end = iteration + (most < MOST_INTERIOR_STEPS ? most : MOST_INTERIOR_STEPS);
       while (iteration < end && gap > problem.tol && interior.step()) {

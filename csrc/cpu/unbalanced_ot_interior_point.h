@@ -109,14 +109,12 @@ struct InteriorPoint {
     return all;
   }
 
-  // From any duals, which are made feasible.
-  void start(const double* u, const double* v) {
+  // From zero duals, which are made feasible. Those of a plan have the size of tau, and would round the slack away.
+  void start() {
     zeros(shorter.duals, VECTORS * shorter.pitch);
     zeros(longer.duals, VECTORS * longer.pitch);
     zeros(scaled, shorter.pitch * longer.pitch);  // its last rows fill up a group of four
     read_cost();
-    __builtin_memcpy(shorter.duals, transposed ? v : u, shorter.count * 8);
-    __builtin_memcpy(longer.duals, transposed ? u : v, longer.count * 8);
     largest_feasible();
     __builtin_memcpy(shorter.duals, shorter.best, shorter.count * 8);
     __builtin_memcpy(longer.duals, longer.best, longer.count * 8);

@@ -54,7 +54,7 @@ struct Block {
     return *reinterpret_cast<Certificate*>(dynamic_shared<double>() + BlockMemory::OF_WARPS);
   }
   static __device__ __forceinline__ Search& search() {
-    return *reinterpret_cast<Search*>(dynamic_shared<double>() + BlockMemory::OF_WARPS + 4);
+    return *reinterpret_cast<Search*>(dynamic_shared<double>() + BlockMemory::OF_WARPS + 5);
   }
   static __device__ __forceinline__ double* partial() { return dynamic_shared<double>() + BlockMemory::FIXED; }
 
@@ -287,7 +287,7 @@ struct Block {
     double start[1] = {penalties_part()};
     sum_over_block(start, of_warps());
     if (threadIdx.x == 0) {
-      certificate() = {start[0], start[0], -infinite(), bad ? nan : pays ? infinite() : 0};
+      certificate() = {start[0], start[0], -infinite(), bad ? nan : pays ? infinite() : 0, ROUNDING * start[0]};
       search() = {t.tau_a + t.tau_b, 1, 0};
     }
     __syncthreads();

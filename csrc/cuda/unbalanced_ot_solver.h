@@ -17,7 +17,7 @@ namespace {
 
 constexpr int GROUP = 8;         // rows that a warp sums together
 constexpr int CHECK_EVERY = 10;  // steps between two checks of the gap, as in the reference
-constexpr double TINY = 2.2250738585072014e-308;
+constexpr double ROUNDING = 8 * 2.2204460492503131e-16;  // as in the reference
 
 __device__ inline double infinite() { return __longlong_as_double(0x7ff0000000000000); }
 __device__ inline double not_a_number() { return __longlong_as_double(0x7ff8000000000000); }
@@ -46,7 +46,7 @@ struct Search {
 
 // The best plan so far and the largest lower bound. Every thread holds the same.
 struct Certificate {
-  double value, size, bound, gap;
+  double value, size, bound, gap, rounding;
 
   __device__ bool improves(double linear, double of_size, double penalties) {
     if (!(linear + penalties < value)) return false;
@@ -56,8 +56,7 @@ struct Certificate {
   }
   __device__ void raise(double lower) {
     bound = lower > bound ? lower : bound;
-    gap = (value - bound) / (size > TINY ? size : TINY);
-    gap = gap > 0 ? gap : 0;
+    gap = value - bound <= rounding ? 0 : (value - bound) / size;
   }
 };
 

@@ -358,7 +358,8 @@ struct Team {
     for_entries([&](int64_t index, const Entry&) { write_wide(t.plan, first + index, bad ? nan : 0); });
     double start[1] = {penalties_part()};
     sum(start);
-    Certificate certificate = {start[0], start[0], -infinite(), bad ? nan : counts[1] > 0 ? infinite() : 0};
+    Certificate certificate = {start[0], start[0], -infinite(), bad ? nan : counts[1] > 0 ? infinite() : 0,
+                               ROUNDING * start[0]};
     Search search = {t.tau_a + t.tau_b, 1, 0};
     double shorten = 1;
     int64_t done = 0;

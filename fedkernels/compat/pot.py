@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fedkernels.internal import checks
+from fedkernels.reference.unbalanced_ot import objective
 from fedkernels.unbalanced_ot import unbalanced_ot_plan
 
 __all__ = ["mm_unbalanced", "mm_unbalanced2"]
@@ -46,25 +47,29 @@ def mm_unbalanced(
         b: [N] masses of the columns, likewise.
         M: [M, N] costs, likewise.
         reg_m: positive price of a deviation from a and b, or a pair of prices.
-        c: must be None.
+        c: has no influence, as in POT where reg is 0.
         reg: must be 0: there is no regularised form.
         div: must be "l2". POT's default "kl" is another problem, which is not solved here.
-        G0: has no influence; POT starts there.
+        G0: has no influence. POT starts there and keeps its zeros; here an infinite cost forbids a pair.
         numItermax: has no influence, because the number of steps is between 7 and 30.
-        stopThr: duality gap at which the solver stops, relative to the value. Below 1e-10 it counts as 1e-10.
+        stopThr: duality gap at which the solver stops, relative to the value. Below 1e-10 it counts as 1e-10, 0 too.
         verbose: prints the number of steps and the gap.
         log: returns the plan and a dictionary.
 
     Returns:
-        The plan [M, N], a tensor where M is one, else a numpy array; float64 where M, a or b is float64, else float32.
-        With ``log``, also a dictionary with "cost" (``<M, plan>``) and "total_cost" (the objective), as POT names them,
-        and "iterations" and "gap". A plan has no gradient: ``fedkernels.unbalanced_ot`` has.
+        The plan [M, N], a tensor where a, b or M is one, else a numpy array; float64 where one of them is float64, else
+        float32. With ``log``, also a dictionary with POT's keys: "cost" (``<M, plan>``), "total_cost" (the objective),
+        "G" and "err", lists of one entry as there is one iterate: the plan, and the gap. "iterations" and "gap" are
+        numbers.
+
+        Differentiable once in a, b and M where these are tensors, as ``unbalanced_ot_plan`` is: the plan, "cost" and
+        "total_cost", which takes no solve of a system. POT differentiates through its iterations instead.
 
     Raises:
         NotImplementedError: div is "kl", or reg is not 0.
-        TypeError, ValueError: as ``unbalanced_ot``.
+        TypeError, ValueError: as ``unbalanced_ot``; reg_m requires a gradient, which it does not get.
     """
-    _check_form(c, reg, div)
+    _check_form(reg, div)
     cost = _floating(M, torch.float64)
     checks.floating("M", cost, ndim=2, layout="[M, N]")
     rows = _masses("a", a, cost, 0)
@@ -73,30 +78,20 @@ def mm_unbalanced(
     with warnings.catch_warnings():
         # POT returns a plan of zeros in silence.
         warnings.filterwarnings("ignore", message="the optimum transports nothing")
-        plan, info = unbalanced_ot_plan(
-            cost.detach(),
-            rows.detach(),
-            columns.detach(),
-            price_a,
-            price_b,
-            tol=max(checks.positive("stopThr", stopThr), _TIGHTEST),
-            method="interior_point",
-        )
+        tol = max(checks.positive("stopThr", stopThr or _TIGHTEST), _TIGHTEST)
+        plan, info = unbalanced_ot_plan(cost, rows, columns, price_a, price_b, tol=tol, method="interior_point")
+    gap = float(info.gap)
     if verbose:
-        print(f"{int(info.iterations)} steps to a relative gap of {float(info.gap):.1e}")
-    result: Any = plan if isinstance(M, Tensor) else plan.numpy()
-    if not log:
-        return result
-    linear = (cost * plan).nan_to_num(0, posinf=0).sum()  # a forbidden entry has cost inf and mass 0
-    total = (
-        linear
-        + price_a / 2 * (plan.sum(1) - rows).square().sum()
-        + price_b / 2 * (plan.sum(0) - columns).square().sum()
-    )
-    facts: dict[str, Any] = {"cost": linear, "total_cost": total}
-    if not isinstance(M, Tensor):
-        facts = {name: value.item() for name, value in facts.items()}
-    return result, {**facts, "iterations": int(info.iterations), "gap": float(info.gap)}
+        print(f"{int(info.iterations)} steps to a relative gap of {gap:.1e}")
+    linear = (cost.where(plan > 0, 0) * plan).sum()  # a forbidden entry has cost inf and mass 0
+    # By the envelope theorem the optimum's gradient is that with the plan held fixed.
+    total = objective(cost, rows, columns, price_a, price_b, plan.detach())
+    results: list[Any] = [plan, linear, total]
+    if not any(isinstance(each, Tensor) for each in (a, b, M)):
+        results = [each.numpy()[()] for each in results]  # numbers for arrays without dimensions
+    plan, linear, total = results
+    facts = {"cost": linear, "total_cost": total, "G": [plan], "err": [gap]}
+    return (plan, {**facts, "iterations": int(info.iterations), "gap": gap}) if log else plan
 
 
 def mm_unbalanced2(
@@ -120,27 +115,34 @@ def mm_unbalanced2(
         returnCost: "linear" for ``<M, plan>``, "total" for the objective. The others are ``mm_unbalanced``'s.
 
     Returns:
-        A number, or a tensor of shape [] where M is a tensor. With ``log``, also ``mm_unbalanced``'s dictionary, which
-        then holds the plan as "G".
+        A number, or a tensor of shape [] where a, b or M is one. With ``log``, also ``mm_unbalanced``'s dictionary.
+        Differentiable as said there. For "linear" the backward pass solves a system of M + N equations.
     """
     checks.one_of("returnCost", returnCost, ("linear", "total"))
-    plan, facts = mm_unbalanced(a, b, M, reg_m, c, reg, div, G0, numItermax, stopThr, verbose, log=True)
+    _, facts = mm_unbalanced(a, b, M, reg_m, c, reg, div, G0, numItermax, stopThr, verbose, log=True)
     value = facts["cost" if returnCost == "linear" else "total_cost"]
-    return (value, {**facts, "G": plan}) if log else value
+    return (value, facts) if log else value
 
 
-def _check_form(c: Any, reg: float, div: str) -> None:
+def _check_form(reg: float, div: str) -> None:
     if not isinstance(div, str) or div.lower() not in ("kl", "l2"):
         raise ValueError(f"div must be 'l2', got {checks.short(div)}")
     if div.lower() == "kl":
-        raise NotImplementedError("div='kl' is not solved here, only the half-squared divergence: pass div='l2'")
-    if reg != 0 or c is not None:
-        raise NotImplementedError("only the problem without regularisation is solved here: leave reg = 0 and c = None")
+        raise NotImplementedError(
+            "div='kl', POT's default, is another problem, which is not solved here: pass div='l2' for the half-squared "
+            "divergence, or call ot.unbalanced"
+        )
+    if reg != 0:
+        raise NotImplementedError("only the problem without regularisation is solved here: leave reg = 0")
 
 
 def _floating(values: Any, dtype: torch.dtype) -> Tensor:
     """The values as a tensor, in `dtype` where they are a list or integers."""
-    tensor = torch.as_tensor(values, dtype=dtype) if isinstance(values, (list, tuple)) else torch.as_tensor(values)
+    if isinstance(values, (list, tuple)):
+        return torch.as_tensor(values, dtype=dtype)
+    if hasattr(values, "copy"):  # an array: torch refuses a reversed one, and warns of one that is only to be read
+        values = values.copy()
+    tensor = torch.as_tensor(values)
     return tensor if tensor.is_floating_point() else tensor.to(dtype)
 
 
@@ -154,7 +156,10 @@ def _masses(name: str, masses: Any, cost: Tensor, dim: int) -> Tensor:
 
 
 def _prices(reg_m: Any) -> tuple[float, float]:
-    prices = torch.as_tensor(reg_m, dtype=torch.float64).flatten().tolist()
+    parts = reg_m if isinstance(reg_m, (list, tuple)) else [reg_m]
+    if any(isinstance(part, Tensor) and part.requires_grad for part in parts):
+        raise ValueError("reg_m gets no gradient here: pass numbers, or reg_m.detach()")
+    prices = [price for part in parts for price in torch.as_tensor(part, dtype=torch.float64).flatten().tolist()]
     if len(prices) not in (1, 2):
         raise ValueError(f"reg_m must be a number or a pair of numbers, got {len(prices)} numbers")
     first, last = prices[0], prices[-1]

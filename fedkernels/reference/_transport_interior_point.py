@@ -23,14 +23,17 @@ _FRACTION = 0.995  # of the way to the boundary that a step goes
 
 
 class InteriorPoint:
-    """Steps on all problems of `problem`, from the duals u [P, M] and v [P, N], which need not be feasible."""
+    """Steps on all problems of `problem`.
 
-    def __init__(self, problem: Problem, u: Tensor, v: Tensor) -> None:
+    They begin at zero duals, made feasible. Those of a plan have the size of tau, and would round the slack away.
+    """
+
+    def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.allowed = problem.cost.isfinite()
         self.entries = self.allowed.sum((-2, -1)).clamp(min=1)
-        v = problem.best_v(problem.best_u(v))
-        self.u, self.v = problem.best_u(v), v
+        self.v = problem.best_v(problem.best_u(torch.zeros_like(problem.b)))
+        self.u = problem.best_u(self.v)
         masses_a, masses_b = problem.a.abs().sum(-1), problem.b.abs().sum(-1)
         inward = self._mean(self._slack()) / 2
         # The mean slack is 0 where all entries are tight. Any positive number of the costs' unit will do.

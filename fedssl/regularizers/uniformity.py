@@ -53,7 +53,7 @@ class Uniformity(Regularizer):
     Deviation in the solver: it stops at a relative duality gap, not after steps of Eq. 6, which does not converge.
 
     Logs the share of the mass that is transported (`uniformity_mass`, at most 1; at 0 the term has no effect, and
-    `unbalanced_ot` warns on the CPU), `uniformity_iterations` and `uniformity_gap`.
+    `unbalanced_ot` warns), `uniformity_iterations` and `uniformity_gap`.
     """
 
     weight: float = Field(0.1, ge=0, description="lambda_U, the factor of the term")

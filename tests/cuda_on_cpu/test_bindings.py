@@ -6,11 +6,14 @@ CPU's operators as long as a case runs, and the cases are those of tests/fedkern
 
 import ctypes
 import re
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from unittest.mock import Mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fedkernels import (
     CKAAccumulator,
@@ -30,7 +33,8 @@ from fedkernels import (
     supervised_contrastive_loss,
     unbalanced_ot,
 )
-from fedkernels.internal import checks, linear_cka_cuda, native
+from fedkernels.internal import checks, linear_cka_cuda, native, transport_warnings
+from fedssl.regularizers.uniformity import Uniformity
 from tests.cuda_on_cpu.emulation import ORDERS, ROOT, SANITIZED, planted
 from tests.cuda_on_cpu.host_reads import HostReadError, no_host_reads
 from tests.fedkernels import test_cuda
@@ -48,6 +52,7 @@ from tests.fedkernels.test_cuda import (
     weighted,
     with_gradients,
 )
+from tests.fedssl.regularizers.terms import Local, step_of
 
 OPS = ROOT / "csrc/ops"
 SOURCES = sorted(OPS.glob("*_cuda.cpp"))
@@ -69,6 +74,12 @@ def without_those_for_the_cpu(operator: Callable[..., object]) -> Callable[..., 
     return lambda name, *tensors: None if name in alone else operator(name, *tensors)
 
 
+def host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """What a copy that nobody waits for brings to the host: `no_host_reads` does not see it."""
+    with _disable_current_modes():
+        return tensor.clone()
+
+
 class Bindings:
     """The operators of some C++ as torch.ops.<library>'s."""
 
@@ -82,6 +93,7 @@ class Bindings:
             self.declared.define(name + native.SCHEMAS[name])
         self.handle = compiler.bindings(text, library)
         self.operators = {name: getattr(getattr(torch.ops, library), name).default for name in names}
+        self.arrival = Mock(**{"query.return_value": True})  # of what is copied to the host meanwhile
 
     @contextmanager
     def on_cuda(self, order: tuple[int, bool] = ORDERS[0]) -> Iterator[list[str]]:
@@ -105,6 +117,9 @@ class Bindings:
             patch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True), raising=False)
             patch.setattr(native, "CUDA", frozenset({*native.COMPILED, "linear_cka_large"} - native.CPU_ONLY))
             patch.setattr(checks, "has_values", lambda tensor: False)
+            patch.setattr(transport_warnings, "_unread", None)
+            patch.setattr(transport_warnings, "_is_captured", lambda gpu: False)
+            patch.setattr(transport_warnings, "_copy_to_host", lambda facts: (host_copy(facts), self.arrival))
             patch.setattr(native, "operator", without_those_for_the_cpu(native.operator))
             yield called
 
@@ -374,7 +389,7 @@ def test_a_host_read_is_found(read):
 
 
 def test_values_that_the_host_does_not_see(bindings):
-    """Where the CPU raises an error or warns, a GPU gives NaN or says nothing."""
+    """Where the CPU raises an error or warns, a GPU gives NaN, or warns later."""
     bad, start = torch.eye(3).repeat(2, 1, 1), torch.zeros(4)
     bad[1, 0, 2] = torch.nan
     weights, bounds = torch.tensor([torch.inf]), torch.tensor([0.5, 0.6, 0.1])
@@ -389,6 +404,36 @@ def test_values_that_the_host_does_not_see(bindings):
     assert of_bounds.isnan().all()
     assert not start.isfinite().any()
     assert value == pytest.approx(1.6)
+
+
+def test_a_later_call_warns_of_what_an_earlier_one_found(bindings, monkeypatch):
+    """On a GPU the host does not wait for it, and looks at nothing while a graph is captured."""
+    dear, cost = torch.full((2, 2), 9.0), randn(2, 6, 5).abs()
+    with bindings.on_cuda(), no_host_reads([dear, cost]), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        unbalanced_ot(dear, 1.0, 1.0, 0.8, 0.8)
+        bindings.arrival.query.return_value = False  # the solution is not there yet
+        unbalanced_ot(cost, 1.0, 1.0, 0.8, 0.8)
+        bindings.arrival.query.return_value = True
+        with monkeypatch.context() as patch:
+            patch.setattr(transport_warnings, "_is_captured", lambda gpu: True)
+            unbalanced_ot(cost, 1.0, 1.0, 0.8, 0.8)
+        with pytest.warns(UserWarning, match="transports nothing in 1 of 1 problems of an earlier call on a GPU"):
+            unbalanced_ot(cost, 1.0, 1.0, 0.8, 0.8, tol=1e-9, max_iterations=20)
+        with pytest.warns(RuntimeWarning, match=r"reached in 2 of 2 problems of an earlier call on a GPU at .* gap"):
+            unbalanced_ot(cost, 1.0, 1.0, 0.8, 0.8)
+        unbalanced_ot(cost, 1.0, 1.0, 0.8, 0.8)
+
+
+def test_a_step_of_fedu2s_regularizer_does_not_wait(bindings):
+    """Neither for the plan, nor for what it logs, nor for an earlier step's warnings."""
+    views = [randn(6, 8, seed=seed).requires_grad_() for seed in (0, 1)]
+    term = Uniformity(name="uniformity", draws=2).start_round(Local())
+    with bindings.on_cuda() as called, no_host_reads(views):
+        for _ in range(2):
+            term(step_of(*views)).backward()
+    assert called == ["unbalanced_ot"] * 2
+    assert all(view.grad.any() for view in views)
 
 
 @pytest.mark.nightly

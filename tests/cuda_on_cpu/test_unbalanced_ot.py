@@ -164,6 +164,19 @@ def test_forbidden_hopeless_idle_and_late_problems(compiler, columns):
     assert late[6].item() > 1e-12
 
 
+@pytest.mark.parametrize(("rows", "columns"), [(20, 20), (20, 130)])
+@pytest.mark.parametrize("scale", [0, 1e-30])
+def test_an_optimum_of_zero_is_reached(compiler, rows, columns, scale):
+    """By a block and by a team. Relative to 0 no gap is small: they would take all their steps."""
+    cost, _, _ = problem(1, rows, columns)
+    a, b = torch.full((1, rows), 1 / rows).double(), torch.full((1, columns), 1 / columns).double()
+    given, options = (scale * cost, a, b), (0.8, 0.9, 1e-6, 500)
+    *_, iterations, gap = found = solve(compiler, *given, *options)
+    check(found, *given, *options)
+    assert gap == 0
+    assert iterations < 500
+
+
 def test_tight(compiler):
     given, options = problem(1, 30, 25), (0.8, 1.1, 1e-12)
     check(solve(compiler, *given, *options), *given, *options)

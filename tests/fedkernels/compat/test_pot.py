@@ -1,6 +1,7 @@
 """fedkernels.compat.pot against POT's functions of the same names and arguments."""
 
 import inspect
+import warnings
 
 import numpy as np
 import ot
@@ -51,6 +52,64 @@ def test_a_stiff_problem_of_which_pot_stops_at_a_larger_value():
     assert log["total_cost"] < pot_log["total_cost"]
 
 
+@pytest.mark.parametrize("returned", ["linear", "total", "plan"])
+@pytest.mark.parametrize("reg_m", [(0.8, 1.3), 50.0])
+def test_gradients_are_pots_and_finite_differences(returned, reg_m):
+    """POT differentiates through its iterations. A sum of random multiples of its entries is the plan's value."""
+    inputs = [torch.from_numpy(each).requires_grad_() for each in problem()]
+    generator = np.random.default_rng(1)
+    moves = [1e-5 * torch.from_numpy(generator.normal(size=each.shape)) for each in inputs]
+    multiples = torch.from_numpy(generator.normal(size=(12, 9)))
+
+    def value(module, inputs, **options):
+        if returned == "plan":
+            return (multiples * module.mm_unbalanced(*inputs, reg_m, div="l2", **options)).sum()
+        return module.mm_unbalanced2(*inputs, reg_m, div="l2", returnCost=returned, **options)
+
+    grads = torch.autograd.grad(value(pot, inputs), inputs)
+    for k, grad in enumerate(grads):
+        ahead, back = (
+            value(pot, [each.detach() + sign * (i == k) * moves[i] for i, each in enumerate(inputs)])
+            for sign in (1, -1)
+        )
+        assert (grad * moves[k]).sum().item() == pytest.approx((ahead - back).item() / 2, rel=1e-3)
+    if reg_m == 50.0:
+        return  # POT's iteration does not converge in time
+    pot_grads = torch.autograd.grad(value(ot.unbalanced, inputs, numItermax=3000), inputs)
+    for grad, pot_grad in zip(grads, pot_grads, strict=True):
+        torch.testing.assert_close(grad, pot_grad, rtol=0, atol=2e-3 * grad.abs().max().item())
+
+
+def test_each_value_of_the_log_has_its_gradient():
+    a, b, cost = (torch.from_numpy(each).requires_grad_() for each in problem())
+    cost.data[2, 3] = torch.inf  # a forbidden pair
+    plan, log = pot.mm_unbalanced(a, b, cost, 0.8, div="l2", log=True)
+    for name, returned in (("cost", "linear"), ("total_cost", "total")):
+        value, again = pot.mm_unbalanced2(a, b, cost, 0.8, div="l2", returnCost=returned, log=True)
+        expected = torch.autograd.grad(value, [a, b, cost], retain_graph=True)
+        assert all(grad.isfinite().all() and grad.any() for grad in expected)
+        for each in (log[name], again[name]):
+            torch.testing.assert_close(torch.autograd.grad(each, [a, b, cost], retain_graph=True), expected)
+    assert torch.equal(log["G"][-1], plan)
+
+
+@pytest.mark.parametrize("of", [np.asarray, torch.as_tensor])
+@pytest.mark.parametrize("dtypes", ["ddd", "fff", "fdf", "dff"])
+def test_types_and_keys_of_what_is_returned_are_pots(of, dtypes):
+    """`dtypes` are numpy's characters for a, b and M."""
+    inputs = [of(each.astype(dtype)) for each, dtype in zip(problem(), dtypes, strict=True)]
+    options = {"c": np.ones((12, 9)), "reg": 0, "G0": None, "stopThr": 0, "log": True}  # c counts only with reg
+    for name in ("mm_unbalanced", "mm_unbalanced2"):
+        (ours, log), (theirs, pot_log) = (
+            getattr(module, name)(*inputs, 0.8, div="l2", **options) for module in (pot, ot.unbalanced)
+        )
+        assert (type(ours), ours.dtype, ours.shape) == (type(theirs), theirs.dtype, theirs.shape)
+        assert set(log) == {*pot_log, "iterations", "gap"}
+        for key, value in pot_log.items():
+            assert type(log[key]) is type(value)
+        assert log["G"][-1].shape == pot_log["G"][-1].shape
+
+
 def test_lists_tensors_and_empty_masses():
     assert np.round(pot.mm_unbalanced([0.5, 0.5], [0.5, 0.5], [[1.0, 36.0], [9.0, 4.0]], 5, div="l2"), 2).tolist() == [
         [0.4, 0.0],
@@ -65,7 +124,20 @@ def test_lists_tensors_and_empty_masses():
     np.testing.assert_allclose(plan.numpy(), expected, atol=1e-6)
     value, log = pot.mm_unbalanced2(a, b, cost, 0.8, div="l2", log=True)
     assert value.shape == ()
-    assert log["G"].shape == (4, 3)
+    assert log["G"][-1].shape == (4, 3)
+    assert pot.mm_unbalanced([1.0, 1.0], torch.ones(2), [[1.0, 0.0], [0.0, 1.0]], 0.8, div="l2").dtype == torch.float64
+
+
+def test_arrays_of_any_layout():
+    a, b, cost = problem()
+    expected = pot.mm_unbalanced(a, b, cost, 0.8, div="l2")
+    cost.setflags(write=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        reversed_plan = pot.mm_unbalanced(a[::-1], b[::-1], cost[::-1, ::-1], 0.8, div="l2")
+        transposed_plan = pot.mm_unbalanced(b, a, cost.T, np.float32(0.8), div="l2", stopThr=np.float64(1e-12))
+    np.testing.assert_allclose(reversed_plan[::-1, ::-1], expected, atol=1e-8)
+    np.testing.assert_allclose(transposed_plan.T, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -76,8 +148,12 @@ def test_lists_tensors_and_empty_masses():
         ({"div": "l2", "reg": 0.1}, NotImplementedError, "without regularisation"),
         ({"div": "l2", "reg_m": (1.0, 2.0, 3.0)}, ValueError, "reg_m must be a number or a pair of numbers, got 3"),
         ({"div": "l2", "reg_m": 0}, ValueError, "reg_m must be positive"),
+        ({"div": "l2", "reg_m": torch.ones(2, requires_grad=True)}, ValueError, "reg_m gets no gradient here"),
+        ({"div": "l2", "reg_m": [1.0, torch.ones((), requires_grad=True)]}, ValueError, "reg_m gets no gradient here"),
+        ({"div": "l2", "stopThr": -1.0}, ValueError, "stopThr must be positive"),
         ({"div": "l2", "a": [1.0]}, ValueError, r"a must have shape \[2\] or be empty, got \[1\]"),
         ({"div": "l2", "M": [1.0, 2.0]}, ValueError, r"M must have shape \[M, N\]"),
+        ({"div": "l2", "a": 1.0}, ValueError, r"a must have shape \[2\] or be empty, got \[\]"),
     ],
 )
 def test_what_is_not_solved_is_named(options, error, message):
