@@ -1,7 +1,6 @@
 """Unbalanced optimal transport with half-squared marginal penalties, solved to a certified gap."""
 
 import math
-import sys
 from typing import Any
 
 import torch
