@@ -55,18 +55,18 @@ def same_device(**tensors: Tensor) -> None:
 
 def positive(name: str, value: object, expected: str = "a Python number") -> float:
     """`value` is a positive, finite number."""
-    plain = number(name, value, expected)
-    if not 0 < plain <= sys.float_info.max:  # also refuses NaN, and integers beyond float's range
-        raise ValueError(f"{name} must be positive and finite, got {short(plain)}")
-    return float(plain)
+    checked = number(name, value, expected)
+    if not 0 < checked <= sys.float_info.max:  # also refuses NaN, and integers beyond float's range
+        raise ValueError(f"{name} must be positive and finite, got {short(checked)}")
+    return float(checked)
 
 
 def finite(name: str, value: object, expected: str = "a Python number") -> float:
     """`value` is a finite number."""
-    plain = number(name, value, expected)
-    if not abs(plain) <= sys.float_info.max:
-        raise ValueError(f"{name} must be finite, got {short(plain)}")
-    return float(plain)
+    checked = number(name, value, expected)
+    if not abs(checked) <= sys.float_info.max:
+        raise ValueError(f"{name} must be finite, got {short(checked)}")
+    return float(checked)
 
 
 def number_or_tensor(name: str, value: object, device: torch.device) -> float | Tensor:
