@@ -72,6 +72,7 @@ def info_nce(
     checks.same_device(query=query, key=key)
     temperature = checks.positive_number_or_tensor("temperature", temperature, query.device)
     checks.one_of("reduction", reduction, checks.REDUCTIONS)
+    recompute = checks.boolean("recompute", recompute)
     positives = _check_positives(positives, query, key)
     if negatives is not None:
         key = contrastive.with_negatives(query, key, negatives)
@@ -145,6 +146,7 @@ def _check_left_out(labels: object, excluded: Tensor | None, query: Tensor, key:
             raise TypeError(f"excluded must be a torch.Tensor, got {type(excluded).__name__}")
         if excluded.dtype != torch.bool:
             raise TypeError(f"excluded must be bool, got {excluded.dtype}")
+        checks.dense("excluded", excluded)
         if excluded.shape != (query.shape[0], key.shape[0]):
             expected = [query.shape[0], key.shape[0]]
             raise ValueError(f"excluded must have shape [B, N + M] = {expected}, got {list(excluded.shape)}")

@@ -98,8 +98,7 @@ class CKALoss(nn.Module):
 
     def __init__(self, centered: bool = False) -> None:
         super().__init__()
-        checks.boolean("centered", centered)
-        self.centered = centered
+        self.centered = checks.boolean("centered", centered)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return 1 - linear_cka(x, y, self.centered).mean()

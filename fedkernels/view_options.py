@@ -117,24 +117,24 @@ def number(name: str, value: Any, expected: str = "a Python number") -> Any:
 
     A numpy array without dimensions is a number too. True and False are none.
     """
-    plain = _plain(value)
-    if isinstance(plain, bool) or not isinstance(plain, (Real, SymInt, SymFloat)):
+    one = plain(value)
+    if isinstance(one, bool) or not isinstance(one, (Real, SymInt, SymFloat)):
         raise TypeError(f"{name} must be {expected}, got {type(value).__name__}")
-    return plain
+    return one
 
 
 def integer(name: str, value: Any, expected: str = "an integer") -> int:
     """Return an integer of Python or numpy as Python's. A symbolic one, as of a traced shape, stays symbolic."""
-    plain = _plain(value)
-    if isinstance(plain, SymInt):
-        return plain  # type: ignore[return-value]
-    if isinstance(plain, bool) or not isinstance(plain, Integral):
+    one = plain(value)
+    if isinstance(one, SymInt):
+        return one  # type: ignore[return-value]
+    if isinstance(one, bool) or not isinstance(one, Integral):
         raise TypeError(f"{name} must be {expected}, got {type(value).__name__}")
-    return int(plain)
+    return int(one)
 
 
-def _plain(value: Any) -> Any:
-    """One of numpy's scalars and arrays without dimensions as a number of Python; numpy itself is not needed."""
+def plain(value: Any) -> Any:
+    """Return one of numpy's scalars and arrays without dimensions as Python's; numpy itself is not needed."""
     if isinstance(value, (int, float, SymInt, SymFloat, Tensor)) or getattr(value, "shape", None) != ():
         return value
     return value.item()

@@ -9,7 +9,7 @@ There are two ways to bring the keys together, with the same results to rounding
   pass. Each rank holds O(B * d), whatever the number of ranks.
 
 Both save O(B * d) for the backward pass: the rank's own embeddings and one number for each query. The logits are formed
-in blocks and are never held whole.
+in blocks and are never held whole. Labels, one number a row, are always gathered.
 
 The gradient of a rank's input is that of the sum of all ranks' losses. Averaged over the ranks, as
 DistributedDataParallel averages the gradients of parameters, it is the gradient of one process with the whole batch.
@@ -25,5 +25,6 @@ from fedkernels.distributed.clip_loss import clip_loss
 from fedkernels.distributed.info_nce import info_nce
 from fedkernels.distributed.nt_xent import nt_xent
 from fedkernels.distributed.sigmoid_loss import sigmoid_loss
+from fedkernels.distributed.supervised_contrastive_loss import supervised_contrastive_loss
 
-__all__ = ["clip_loss", "info_nce", "nt_xent", "sigmoid_loss"]
+__all__ = ["clip_loss", "info_nce", "nt_xent", "sigmoid_loss", "supervised_contrastive_loss"]

@@ -121,6 +121,17 @@ def block_sigmoid_gradients(
     return _in_rows(query, key, by_logits(), weights, key_gradient)
 
 
+def block_positives(
+    labels: Tensor, key_labels: Tensor, own: bool, dtype: torch.dtype
+) -> Iterator[tuple[slice, Tensor]]:
+    """1 where a key has a query's label and is not the query itself, else 0: for some queries at a time, [b, M]."""
+    for rows in _rows(len(labels), len(key_labels)):
+        equal = (labels[rows, None] == key_labels).to(dtype)
+        if own:
+            equal.diagonal(rows.start).zero_()
+        yield rows, equal
+
+
 def _in_rows(
     query: Tensor, key: Tensor, by_logits: Iterator[tuple[slice, Tensor]], weights: Tensor, key_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
@@ -140,13 +151,17 @@ def _left_out(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _logits(query: Tensor, key: Tensor, exclude_diagonal: bool) -> Iterator[tuple[slice, Tensor]]:
-    at_a_time = max(1, _LOGITS_AT_A_TIME // len(key))
-    for start in range(0, len(query), at_a_time):
-        rows = slice(start, min(start + at_a_time, len(query)))
+    for rows in _rows(len(query), len(key)):
         logits = query[rows] @ key.T
         if exclude_diagonal:
-            logits.diagonal(start).fill_(-torch.inf)
+            logits.diagonal(rows.start).fill_(-torch.inf)
         yield rows, logits
+
+
+def _rows(queries: int, keys: int) -> Iterator[slice]:
+    at_a_time = max(1, _LOGITS_AT_A_TIME // keys)
+    for start in range(0, queries, at_a_time):
+        yield slice(start, min(start + at_a_time, queries))
 
 
 def _signed(query: Tensor, key: Tensor, own: bool) -> Iterator[tuple[slice, Tensor]]:

@@ -13,7 +13,7 @@ def visit_keys(
     key: Tensor, key_rows: list[int], group: dist.ProcessGroup, visit: Callable[[int, Tensor], None]
 ) -> None:
     """Calls ``visit(owner, keys)`` for each rank `owner` with its keys [key_rows[owner], d]."""
-    for owner, keys in enumerate(_all_gather(key, key_rows, group)):
+    for owner, keys in enumerate(gather(key, key_rows, group)):
         visit(owner, keys[: key_rows[owner]])
 
 
@@ -24,7 +24,7 @@ def sum_key_gradients(
 
     `gradient` returns what this rank's queries contribute to the gradient in `keys`, in their shape.
     """
-    everyones = _all_gather(key, key_rows, group)
+    everyones = gather(key, key_rows, group)
     gradients = None
     for owner, rows in enumerate(key_rows):
         contribution = gradient(owner, everyones[owner, :rows])
@@ -37,7 +37,7 @@ def sum_key_gradients(
     return own[: len(key)]
 
 
-def _all_gather(key: Tensor, key_rows: list[int], group: dist.ProcessGroup) -> Tensor:
+def gather(key: Tensor, key_rows: list[int], group: dist.ProcessGroup) -> Tensor:
     """[ranks, most rows of a rank, d]; rows beyond a rank's own are 0."""
     most = max(key_rows)
     if len(key) < most:

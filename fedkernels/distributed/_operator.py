@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from fedkernels.distributed import _gather, _ring
-from fedkernels.distributed._block import block_gradients, block_logsumexp, block_sigmoid, block_sigmoid_gradients
+from fedkernels.distributed._block import (
+    block_gradients,
+    block_logsumexp,
+    block_positives,
+    block_sigmoid,
+    block_sigmoid_gradients,
+)
+from fedkernels.distributed._labels import gather_labels
 from fedkernels.distributed._ranks import describe, exchange, named_group
 from fedkernels.internal.autograd import keep_missing_as_none, needs_gradient
 from fedkernels.reference._precision import compute_dtype, no_autocast
@@ -20,18 +27,26 @@ _TRANSPORTS: dict[str, ModuleType] = {"gather": _gather, "ring": _ring}
 
 torch.library.define(
     "fedkernels::distributed_losses",
-    "(Tensor query, Tensor key, Tensor scale, str loss, str method, str group, bool gradient, bool key_gradient)"
+    "(Tensor query, Tensor key, Tensor scale, Tensor labels, str loss, str method, str group, bool gradient,"
+    " bool key_gradient)"
     " -> (Tensor losses, Tensor logsumexp, Tensor mean_weight, Tensor key_rows, Tensor key_gradient)",
 )
 torch.library.define(
     "fedkernels::distributed_gradients",
-    "(Tensor query, Tensor key, Tensor scale, Tensor logsumexp, Tensor weights, Tensor key_rows, Tensor key_gradient,"
-    " str loss, str method, str group) -> (Tensor, Tensor, Tensor)",
+    "(Tensor query, Tensor key, Tensor scale, Tensor labels, Tensor logsumexp, Tensor weights, Tensor key_rows,"
+    " Tensor key_gradient, str loss, str method, str group) -> (Tensor, Tensor, Tensor)",
 )
 
 
 def distributed_loss(
-    query: Tensor, key: Tensor, scale: Tensor, loss: str, method: str, group: str, reduction: str
+    query: Tensor,
+    key: Tensor,
+    scale: Tensor,
+    loss: str,
+    method: str,
+    group: str,
+    reduction: str,
+    labels: Tensor | None = None,
 ) -> Tensor:
     """The losses of this rank's queries over the keys j of all ranks, reduced.
 
@@ -44,15 +59,18 @@ def distributed_loss(
         scale: scalar tensor.
         loss: "info_nce" or "sigmoid_loss", the first or the second formula; the positive of query i is this rank's key
             i. For "nt_xent", the first formula, query and key are both [view1; view2]; the positive is the other view
-            and a row leaves out itself.
+            and a row leaves out itself. For "supervised_contrastive_loss" query and key are both the rows; a row leaves
+            out itself, and the second term is the mean over all rows of its label.
         method: "gather" or "ring".
         group: the process group's name.
         reduction: "mean", "sum" or "none".
+        labels: int64 [B], for "supervised_contrastive_loss".
     """
     key_gradient = needs_gradient(key)
     gradient = key_gradient or needs_gradient(query) or needs_gradient(scale)
+    labels = query.new_empty(0, dtype=torch.int64) if labels is None else labels.contiguous()
     losses, _, mean_weight, *_ = torch.ops.fedkernels.distributed_losses(
-        query.contiguous(), key.contiguous(), scale, loss, method, group, gradient, key_gradient
+        query.contiguous(), key.contiguous(), scale, labels, loss, method, group, gradient, key_gradient
     )
     if reduction == "none":
         return losses
@@ -62,16 +80,25 @@ def distributed_loss(
 
 @torch.library.impl("fedkernels::distributed_losses", ("cpu", "cuda"))
 def _losses(
-    query: Tensor, key: Tensor, scale: Tensor, loss: str, method: str, group: str, gradient: bool, of_key: bool
+    query: Tensor,
+    key: Tensor,
+    scale: Tensor,
+    labels: Tensor,
+    loss: str,
+    method: str,
+    group: str,
+    gradient: bool,
+    of_key: bool,
 ) -> tuple[Tensor, ...]:
     dtype, ranks = compute_dtype(query, key), named_group(group)
     call = describe(query, key, dtype, loss, method, gradient, of_key)
     calls = exchange(call, query.device, ranks)
     key_rows = [call.key_rows for call in calls]
+    all_labels = gather_labels(labels, key_rows, ranks) if loss == "supervised_contrastive_loss" else None
     with no_autocast(query):
         scaled = query.to(dtype) * scale.to(dtype)
         logsumexp = scaled.new_full((len(query),), -torch.inf, dtype=torch.float64)
-        of_positives = torch.empty_like(logsumexp)
+        of_positives = torch.zeros_like(logsumexp)
         sums = torch.zeros_like(logsumexp)
 
         def merge(owner: int, keys: Tensor) -> None:
@@ -83,10 +110,20 @@ def _losses(
             torch.logaddexp(logsumexp, of_block, out=logsumexp)
             if positives_of_block is not None:
                 of_positives.copy_(positives_of_block)
+            if all_labels is not None:
+                for rows, mask in block_positives(labels, all_labels.of_ranks[owner], owner == ranks.rank(), dtype):
+                    of_positives[rows] += ((mask @ keys.to(dtype)) * scaled[rows]).sum(dim=1)
 
         _TRANSPORTS[method].visit_keys(key, key_rows, ranks, merge)
+        counted = sum(call.query_rows for call in calls)
+        if all_labels is not None:
+            counted = max(1, all_labels.counted)
+            of_positives /= all_labels.positives.clamp(min=1)
+            logsumexp.masked_fill_(logsumexp == -torch.inf, 0)  # of a row without any other: no -inf - -inf later
         losses = (sums if loss == "sigmoid_loss" else logsumexp - of_positives).to(dtype)
-    mean_weight = losses.new_full((), len(calls) / sum(call.query_rows for call in calls))
+        if all_labels is not None:
+            losses.masked_fill_(all_labels.positives == 0, 0)
+    mean_weight = losses.new_full((), len(calls) / counted)
     needed = any(call.key_gradient for call in calls)
     return losses, logsumexp, mean_weight, torch.tensor(key_rows), torch.tensor(needed)
 
@@ -96,6 +133,7 @@ def _gradients(
     query: Tensor,
     key: Tensor,
     scale: Tensor,
+    labels: Tensor,
     logsumexp: Tensor,
     weights: Tensor,
     key_rows: Tensor,
@@ -105,6 +143,11 @@ def _gradients(
     group: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype, ranks, transport = compute_dtype(query, key), named_group(group), _TRANSPORTS[method]
+    all_labels, by_positives = None, weights
+    if loss == "supervised_contrastive_loss":
+        all_labels = gather_labels(labels, key_rows.tolist(), ranks)
+        weights = weights.masked_fill(all_labels.positives == 0, 0)
+        by_positives = (weights / all_labels.positives.clamp(min=1))[:, None]
     with no_autocast(query):
         wide, wide_scale = query.to(dtype), scale.to(dtype)
         scaled = wide * wide_scale
@@ -117,6 +160,11 @@ def _gradients(
             else:
                 positives, excluded = _in_block(query, loss, own)
                 of_query, of_key = block_gradients(scaled, keys, logsumexp, weights, positives, excluded, of_keys)
+            if all_labels is not None:
+                for rows, mask in block_positives(labels, all_labels.of_ranks[owner], own, dtype):
+                    of_query[rows] -= by_positives[rows] * (mask @ keys)
+                    if of_key is not None:
+                        of_key -= mask.T @ (by_positives[rows] * scaled[rows])
             by_scaled.add_(of_query)
             return of_key
 
@@ -135,13 +183,23 @@ def _in_block(query: Tensor, loss: str, own: bool) -> tuple[Tensor | None, bool]
     """
     if not own:
         return None, False
+    if loss == "supervised_contrastive_loss":
+        return None, True
     index, two_views = torch.arange(len(query), device=query.device), loss == "nt_xent"
     return index.roll(len(query) // 2) if two_views else index, two_views
 
 
 @torch.library.register_fake("fedkernels::distributed_losses")
 def _(
-    query: Tensor, key: Tensor, scale: Tensor, loss: str, method: str, group: str, gradient: bool, of_key: bool
+    query: Tensor,
+    key: Tensor,
+    scale: Tensor,
+    labels: Tensor,
+    loss: str,
+    method: str,
+    group: str,
+    gradient: bool,
+    of_key: bool,
 ) -> tuple[Tensor, ...]:
     losses = query.new_empty(query.shape[0], dtype=compute_dtype(query, key))
     ranks = named_group(group).size()
@@ -155,7 +213,7 @@ def _(
 
 
 @torch.library.register_fake("fedkernels::distributed_gradients")
-def _(query: Tensor, key: Tensor, scale: Tensor, logsumexp: Tensor, *_: Any) -> tuple[Tensor, ...]:
+def _(query: Tensor, key: Tensor, *_: Any) -> tuple[Tensor, ...]:
     dtype = compute_dtype(query, key)
     return (
         query.new_empty(query.shape, dtype=dtype),
@@ -166,22 +224,22 @@ def _(query: Tensor, key: Tensor, scale: Tensor, logsumexp: Tensor, *_: Any) -> 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     keep_missing_as_none(ctx)
-    query, key, scale, *ctx.options = inputs[:6]
+    query, key, scale, labels, *ctx.options = inputs[:7]
     ctx.dtypes = query.dtype, key.dtype, scale.dtype
     _, logsumexp, _, key_rows, key_gradient = output
-    ctx.save_for_backward(query, key, scale, logsumexp, key_rows, key_gradient)
+    ctx.save_for_backward(query, key, scale, labels, logsumexp, key_rows, key_gradient)
 
 
 def _backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-    query, key, scale, logsumexp, key_rows, key_gradient = ctx.saved_tensors
+    query, key, scale, labels, logsumexp, key_rows, key_gradient = ctx.saved_tensors
     dtype = compute_dtype(query, key)
     # Also without a gradient here: other ranks may have one, and they wait for this rank's keys.
     weights = logsumexp.new_zeros(query.shape[0], dtype=dtype) if grad is None else grad.to(dtype)
     gradients = torch.ops.fedkernels.distributed_gradients(
-        query, key, scale, logsumexp, weights.contiguous(), key_rows, key_gradient, *ctx.options
+        query, key, scale, labels, logsumexp, weights.contiguous(), key_rows, key_gradient, *ctx.options
     )
     wanted = zip(gradients, ctx.needs_input_grad[:3], ctx.dtypes, strict=True)
-    return *(gradient.to(dtype) if need else None for gradient, need, dtype in wanted), *(None,) * 5
+    return *(gradient.to(dtype) if need else None for gradient, need, dtype in wanted), *(None,) * 6
 
 
 def _refuse_second_derivative(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:

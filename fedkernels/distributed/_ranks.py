@@ -9,7 +9,10 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 Method = Literal["gather", "ring"]
 METHODS = get_args(Method)
-_LOSSES = {"info_nce": "info_nce or clip_loss", "nt_xent": "nt_xent", "sigmoid_loss": "sigmoid_loss"}
+_LOSSES = {
+    "info_nce": "info_nce or clip_loss",
+    **{name: name for name in ("nt_xent", "sigmoid_loss", "supervised_contrastive_loss")},
+}
 # Newer torch has other names for both, and warns of these.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

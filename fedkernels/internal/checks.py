@@ -9,8 +9,9 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from fedkernels.internal.autograd import is_transformed
-from fedkernels.view_options import integer as integer  # these three are here for all that check arguments
+from fedkernels.view_options import integer as integer  # these are here for all that check arguments
 from fedkernels.view_options import number as number
+from fedkernels.view_options import plain
 from fedkernels.view_options import short as short
 
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -25,10 +26,17 @@ def floating(name: str, tensor: object, ndim: int | None = None, at_least: int =
         raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
     if tensor.dtype not in _FLOATING:
         raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {tensor.dtype}")
-    if tensor.layout != torch.strided:
-        raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}")
+    dense(name, tensor)
     if (ndim is not None and tensor.ndim != ndim) or tensor.ndim < at_least:
         raise ValueError(f"{name} must have shape {layout}, got {list(tensor.shape)}")
+
+
+def dense(name: str, tensor: Tensor) -> None:
+    """`tensor` is neither sparse nor nested."""
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}")
+    if tensor.is_nested:
+        raise TypeError(f"{name} must be a dense tensor, got a nested one")
 
 
 def not_empty(name: str, tensor: Tensor, dims: Sequence[int], layout: str) -> None:
@@ -47,18 +55,18 @@ def same_device(**tensors: Tensor) -> None:
 
 def positive(name: str, value: object, expected: str = "a Python number") -> float:
     """`value` is a positive, finite number."""
-    plain = number(name, value, expected)
-    if not 0 < plain <= sys.float_info.max:  # also refuses NaN, and integers beyond float's range
-        raise ValueError(f"{name} must be positive and finite, got {short(plain)}")
-    return float(plain)
+    checked = number(name, value, expected)
+    if not 0 < checked <= sys.float_info.max:  # also refuses NaN, and integers beyond float's range
+        raise ValueError(f"{name} must be positive and finite, got {short(checked)}")
+    return float(checked)
 
 
 def finite(name: str, value: object, expected: str = "a Python number") -> float:
     """`value` is a finite number."""
-    plain = number(name, value, expected)
-    if not abs(plain) <= sys.float_info.max:
-        raise ValueError(f"{name} must be finite, got {short(plain)}")
-    return float(plain)
+    checked = number(name, value, expected)
+    if not abs(checked) <= sys.float_info.max:
+        raise ValueError(f"{name} must be finite, got {short(checked)}")
+    return float(checked)
 
 
 def number_or_tensor(name: str, value: object, device: torch.device) -> float | Tensor:
@@ -100,14 +108,17 @@ def integers(name: str, tensor: object, shape: tuple[int, ...], layout: str) -> 
         raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
     if tensor.dtype != torch.int64:
         raise TypeError(f"{name} must be int64, got {tensor.dtype}")
+    dense(name, tensor)
     if tensor.shape != shape:
         raise ValueError(f"{name} must have shape {layout} = {list(shape)}, got {list(tensor.shape)}")
 
 
-def boolean(name: str, value: object) -> None:
-    """`value` is True or False."""
-    if not isinstance(value, bool):
+def boolean(name: str, value: object) -> bool:
+    """`value` is True or False, of Python or numpy."""
+    truth = plain(value)
+    if not isinstance(truth, bool):
         raise TypeError(f"{name} must be True or False, got {type(value).__name__}")
+    return truth
 
 
 def one_of(name: str, value: object, allowed: Sequence[str]) -> None:

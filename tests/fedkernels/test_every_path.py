@@ -295,6 +295,9 @@ PATHS = {
     "distributed.nt_xent": distributed_loss("nt_xent"),
     "distributed.clip_loss": distributed_loss("clip_loss"),
     "distributed.sigmoid_loss": distributed_loss("sigmoid_loss"),
+    "distributed.supervised_contrastive_loss": distributed_loss("supervised_contrastive_loss")._replace(
+        reference="fedkernels/distributed/test_losses.py::test_positives_by_label_are_those_of_all_ranks"
+    ),
 }
 for module, function in (
     ("InfoNCE", "info_nce"),

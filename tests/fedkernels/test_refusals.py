@@ -1,6 +1,7 @@
 """Arguments that every operator refuses: dtypes, layouts, devices, sizes; and empty ones that it accepts."""
 
 import math
+import re
 from fractions import Fraction
 
 import numpy as np
@@ -34,13 +35,18 @@ def randn(*shape, seed=0, dtype=FP64):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=FP64).to(dtype)
 
 
-R = torch.ones(4, 3)
+R, LABELS = torch.ones(4, 3), torch.tensor([0, 0, 1, 1])
 # name, argument: a call with `bad` in the place of that argument
 CALLS = {
     ("info_nce", "query"): lambda bad: info_nce(bad, R, 0.5),
     ("info_nce", "key"): lambda bad: info_nce(R, bad, 0.5),
     ("nt_xent", "view1"): lambda bad: nt_xent(bad, R, 0.5),
     ("nt_xent", "view2"): lambda bad: nt_xent(R, bad, 0.5),
+    ("clip_loss", "image"): lambda bad: clip_loss(bad, R, 0.5),
+    ("clip_loss", "text"): lambda bad: clip_loss(R, bad, 0.5),
+    ("sigmoid_loss", "image"): lambda bad: sigmoid_loss(bad, R, 0.5, 0.0),
+    ("sigmoid_loss", "text"): lambda bad: sigmoid_loss(R, bad, 0.5, 0.0),
+    ("supervised_contrastive_loss", "features"): lambda bad: supervised_contrastive_loss(bad, LABELS, 0.5),
     ("linear_cka", "x"): lambda bad: linear_cka(bad, R),
     ("linear_cka", "y"): lambda bad: linear_cka(R, bad),
     ("linear_cka_to_kernel", "x"): lambda bad: linear_cka_to_kernel(bad, torch.eye(4)),
@@ -80,6 +86,46 @@ def test_other_dtypes_and_layouts_are_refused(call):
         assert str(caught.value) == f"{call[1]} must be a dense tensor, got layout {bad.layout}"
 
 
+@pytest.mark.parametrize("argument", ["labels", "labels[0]", "labels[1]", "positives", "excluded"])
+def test_labels_and_masks_are_exact_and_dense(argument):
+    """So classes .2 and .4 cannot become one."""
+
+    def call(bad):
+        if argument == "labels":
+            return supervised_contrastive_loss(R, bad, 0.5)
+        if argument in ("positives", "excluded"):
+            return info_nce(R, R, 0.5, **{argument: bad})
+        return info_nce(R, R, 0.5, labels=(bad, LABELS) if argument == "labels[0]" else (LABELS, bad))
+
+    good = torch.eye(4, dtype=torch.bool) if argument == "excluded" else LABELS
+    kind = "bool" if argument == "excluded" else "int64"
+    for dtype in (torch.float32, torch.int32, torch.uint8):
+        with pytest.raises(TypeError, match=rf"^{re.escape(argument)} must be {kind}, got {dtype}"):
+            call(good.to(dtype))
+    with pytest.raises(TypeError, match=rf"^{re.escape(argument)} must be a dense tensor"):
+        call(good.to_sparse())
+    with pytest.raises(ValueError, match=rf"^{re.escape(argument)} must have shape \[[BN].*, got \[3"):
+        call(good[:3])
+    with pytest.raises(ValueError, match=rf"^{re.escape(argument)} must be on the device of"):
+        call(good.to("meta"))
+    strided = torch.stack([good, good], dim=-1)[..., 0]
+    torch.testing.assert_close(call(strided), call(good), rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_refused():
+    with pytest.raises(TypeError, match="query must be a dense tensor, got a nested one"):
+        info_nce(torch.nested.nested_tensor([R, R]), R, 0.5)
+
+
+def test_truths_of_numpy_are_truths():
+    rows = randn(5, 3)
+    assert linear_cka(rows, rows[:, :2], np.True_) == linear_cka(rows, rows[:, :2], True)
+    for bad in (1, "no", None, np.int64(1)):
+        with pytest.raises(TypeError, match="recompute must be True or False"):
+            info_nce(rows, rows, 0.5, recompute=bad)
+
+
 @pytest.mark.parametrize("call", CALLS)
 def test_what_is_no_tensor_is_refused(call):
     for bad in ("R", None, R.numpy(), object()):
@@ -98,7 +144,7 @@ def test_another_device_is_refused(call):
 
 # ---- numbers ------------------------------------------------------------------------------------------------
 
-ID, LABELS = torch.eye(1, dtype=FP64), torch.tensor([0, 0, 1, 1])
+ID = torch.eye(1, dtype=FP64)
 # name, argument: a call with a number in the place of that argument
 NUMBERS = {
     ("info_nce", "temperature"): lambda number: info_nce(R, R, number),

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedkernels import distributed, info_nce
+from fedkernels import distributed, info_nce, supervised_contrastive_loss
 from tests.fedkernels.distributed.ranks import Ranks
 
 DIM = 12
@@ -102,18 +102,19 @@ def test_values_and_gradients_are_those_of_one_process(ranks: Ranks, loss, metho
     torch.testing.assert_close(sum(result["temperature"] for result in results), temperature.grad, **close)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("method", ["gather", "ring"])
 @pytest.mark.parametrize("loss", LOSSES)
-def test_half_precision_is_widened(ranks: Ranks, loss, method):
-    results = ranks(on_rank, loss, method, SIZES["unequal"], "mean", torch.bfloat16)
+def test_half_precision_is_widened(ranks: Ranks, loss, method, dtype):
+    results = ranks(on_rank, loss, method, SIZES["unequal"], "mean", dtype)
     sizes = SIZES["unequal"][: len(results)]
-    first, second = (torch.cat(part).double().requires_grad_() for part in batches(0, sizes, torch.bfloat16))
+    first, second = (torch.cat(part).double().requires_grad_() for part in batches(0, sizes, dtype))
     losses = in_one_process(loss, first, second, torch.tensor(0.3, dtype=torch.float64))
     (losses.mean() * len(sizes)).backward()
     value = sum(result["value"] for result in results) / len(results)
     assert value.dtype == torch.float32
     torch.testing.assert_close(value, losses.mean().detach(), rtol=1e-5, atol=1e-5, check_dtype=False)
-    close = {"rtol": 0.01, "atol": 1e-3, "check_dtype": False}  # the gradients are rounded to bfloat16
+    close = {"rtol": 0.01, "atol": 1e-3, "check_dtype": False}  # the gradients are rounded to half precision
     torch.testing.assert_close(torch.cat([result["first"] for result in results]), first.grad, **close)
     torch.testing.assert_close(torch.cat([result["second"] for result in results]), second.grad, **close)
 
@@ -202,6 +203,45 @@ def test_keys_without_a_gradient_get_none(ranks: Ranks, method):
     (in_one_process("info_nce", first.requires_grad_(), second, torch.tensor(0.3)).mean() * len(results)).backward()
     assert all(of_key is None for _, of_key in results)
     torch.testing.assert_close(torch.cat([of_query for of_query, _ in results]), first.grad, rtol=1e-5, atol=1e-5)
+
+
+LABELS = torch.tensor([0, 1, 1, 2, 0, 3, 0, 9, 1, 4, 2, 5, 0, 6, 3, 1, 8], dtype=torch.int64)  # 4, 5, ... are alone
+
+
+def supcon_on_rank(method: str, reduction: str, dtype: torch.dtype) -> list[Tensor]:
+    rank, sizes = dist.get_rank(), SIZES["unequal"]
+    features = batches(0, sizes, dtype)[0][rank].requires_grad_()
+    temperature = torch.tensor(0.01 if dtype == torch.float32 else 0.3, requires_grad=True)
+    labels = LABELS.split(sizes)[rank]
+    loss = distributed.supervised_contrastive_loss(features, labels, temperature, reduction, method=method)
+    weights = torch.linspace(0.5, 1.5, loss.numel()).reshape(loss.shape)
+    return [loss.detach(), *torch.autograd.grad((loss * weights).sum(), [features, temperature])]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("method", ["gather", "ring"])
+def test_positives_by_label_are_those_of_all_ranks(ranks: Ranks, method, reduction, dtype):
+    results = ranks(supcon_on_rank, method, reduction, dtype)
+    sizes = SIZES["unequal"][: len(results)]
+    features = torch.cat(batches(0, sizes, dtype)[0]).double().requires_grad_()
+    temperature = torch.tensor(0.01 if dtype == torch.float32 else 0.3).double().requires_grad_()
+    losses = supervised_contrastive_loss(features, LABELS[: sum(sizes)], temperature, "none").split(sizes)
+    values = losses if reduction == "none" else [part.sum() for part in losses]
+    if reduction == "mean":
+        mean = supervised_contrastive_loss(features, LABELS[: sum(sizes)], temperature)
+        values = [part * (mean * len(sizes) / sum(values)).detach() for part in values]
+    total = sum((part * torch.linspace(0.5, 1.5, part.numel()).reshape(part.shape)).sum() for part in values)
+    of_features, of_temperature = torch.autograd.grad(total, [features, temperature])
+    found, gradients, of_temperatures = zip(*results, strict=True)
+    assert {part.dtype for part in found} == {torch.float64 if dtype == torch.float64 else torch.float32}
+    assert {part.dtype for part in gradients} == {dtype}
+    rounding = 1e-3 if dtype == torch.float16 else 1e-5
+    close = {"rtol": 2 * rounding, "atol": rounding * float(of_features.abs().max())}
+    for ours, truth in zip(found, values, strict=True):
+        torch.testing.assert_close(ours.double(), truth.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(torch.cat(gradients).double(), of_features, **close)
+    torch.testing.assert_close(sum(of_temperatures).double(), of_temperature, rtol=1e-4, atol=1e-4)
 
 
 def with_negatives(method: str) -> list[Tensor]:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fedkernels import distributed, info_nce, nt_xent, sigmoid_loss
+from fedkernels import distributed, info_nce, nt_xent, sigmoid_loss, supervised_contrastive_loss
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -17,6 +17,15 @@ def inputs(*shapes: tuple[int, ...]) -> list[Tensor]:
     return [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
 
 
+LOSSES = {name: getattr(distributed, name) for name in distributed.__all__}
+# Of one pair of inputs, as the others: the first rows with labels, each of which two rows have or none.
+LOSSES["supervised_contrastive_loss"] = lambda first, second, *given, **options: (
+    distributed.supervised_contrastive_loss(
+        torch.cat([first, second]), torch.arange(2 * first.shape[0]) % (first.shape[0] + 1), *given, **options
+    )
+)
+
+
 def numbers(loss: str, *values: float) -> list[Tensor]:
     """The loss's temperature or scale, and its bias if it has one."""
     wanted = values if loss == "sigmoid_loss" else values[:1]
@@ -24,21 +33,22 @@ def numbers(loss: str, *values: float) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("method", ["gather", "ring"])
-@pytest.mark.parametrize("loss", distributed.__all__)
+@pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_gradcheck(loss, method, reduction):
-    function = getattr(distributed, loss)
+    function = LOSSES[loss]
     given = *inputs((4, 3), (4, 3)), *numbers(loss, 0.7, -0.6)
     assert torch.autograd.gradcheck(lambda *given: function(*given, reduction, method=method), given)
 
 
-@pytest.mark.parametrize("loss", ["info_nce", "nt_xent", "sigmoid_loss"])
+@pytest.mark.parametrize("loss", ["info_nce", "nt_xent", "sigmoid_loss", "supervised_contrastive_loss"])
 def test_opcheck(loss):
     query, key = inputs((4, 3), (4, 3))
     scale = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
     name = str(dist.group.WORLD.group_name)
     torch.library.opcheck(
-        torch.ops.fedkernels.distributed_losses.default, (query, key, scale, loss, "ring", name, True, True)
+        torch.ops.fedkernels.distributed_losses.default,
+        (query, key, scale, torch.arange(4) // 2, loss, "ring", name, True, True),
     )
 
 
@@ -46,29 +56,30 @@ def test_opcheck(loss):
 def test_opcheck_of_the_gradients(method):
     query, key = (part.detach() for part in inputs((4, 3), (4, 3)))
     scale, name = torch.tensor(2.0, dtype=torch.float64), str(dist.group.WORLD.group_name)
+    labels = torch.empty(0, dtype=torch.int64)
     _, logsumexp, _, *of_keys = torch.ops.fedkernels.distributed_losses(
-        query, key, scale, "info_nce", method, name, True, True
+        query, key, scale, labels, "info_nce", method, name, True, True
     )
     torch.library.opcheck(
         torch.ops.fedkernels.distributed_gradients.default,
-        (query, key, scale, logsumexp, torch.ones(4).double(), *of_keys, "info_nce", method, name),
+        (query, key, scale, labels, logsumexp, torch.ones(4).double(), *of_keys, "info_nce", method, name),
     )
 
 
-@pytest.mark.parametrize("loss", distributed.__all__)
+@pytest.mark.parametrize("loss", LOSSES)
 def test_compile(loss):
     given = *inputs((4, 3), (4, 3)), *numbers(loss, 0.5, -0.6)
-    function = getattr(distributed, loss)
+    function = LOSSES[loss]
     compiled = torch.compile(lambda *given: function(*given, method="ring"), fullgraph=True, backend="aot_eager")
     expected = torch.autograd.grad(function(*given), given)
     torch.testing.assert_close(torch.autograd.grad(compiled(*given), given), expected)
 
 
-@pytest.mark.parametrize("loss", distributed.__all__)
+@pytest.mark.parametrize("loss", LOSSES)
 def test_an_exported_program_serves_batches_of_other_sizes(loss):
     class Loss(torch.nn.Module):
         def forward(self, first, second):
-            return getattr(distributed, loss)(first, second, 0.5, *[-1.0][: loss == "sigmoid_loss"])
+            return LOSSES[loss](first, second, 0.5, *[-1.0][: loss == "sigmoid_loss"])
 
     batch = torch.export.Dim("batch", min=2, max=64)
     program = torch.export.export(Loss(), (*inputs((4, 3), (4, 3)),), dynamic_shapes=({0: batch}, {0: batch})).module()
@@ -90,6 +101,10 @@ def test_blocks_of_logits_join(method, monkeypatch):
             info_nce(query, key[:7], 0.5, negatives=key[7:]),
         ),
         (distributed.nt_xent(query, key[:7], 0.5, method=method), nt_xent(query, key[:7], 0.5)),
+        (
+            distributed.supervised_contrastive_loss(torch.cat([query, key]), torch.arange(16) % 6, 0.5, method=method),
+            supervised_contrastive_loss(torch.cat([query, key]), torch.arange(16) % 6, 0.5),
+        ),
         (distributed.sigmoid_loss(query, key[:7], 2.0, -1.0, method=method), sigmoid_loss(query, key[:7], 2.0, -1.0)),
     ):
         torch.testing.assert_close(ours, expected)
