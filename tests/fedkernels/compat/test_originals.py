@@ -305,7 +305,7 @@ def test_pot_gives_the_gradient_of_the_total_cost():
 
 
 def test_pot_refuses_what_only_the_original_has():
-    with pytest.raises(NotImplementedError, match="div='kl' is not solved here"):
+    with pytest.raises(NotImplementedError, match="div='kl', POT's default, is another problem"):
         pot.mm_unbalanced([], [], [[1.0]], 1.0)
     with pytest.raises(NotImplementedError, match="leave reg = 0"):
         pot.mm_unbalanced([], [], [[1.0]], 1.0, div="l2", reg=0.1)
