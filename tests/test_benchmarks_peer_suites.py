@@ -45,7 +45,8 @@ def suites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in LIBRARY.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
-    peer = Peer("torch", "example.org", ("test_library.py",), "library", ("Loss", "value"))
+    refused = {"assert 3 == 2": "ours adds one"}
+    peer = Peer("torch", "example.org", ("test_library.py",), "library", ("Loss", "value"), refused=refused)
     monkeypatch.setattr(peer_suites, "PEERS", {"mine": peer})
     monkeypatch.setattr(peer_suites, "replacements", lambda *_: {f"library.{one}": f"ours.{one}" for one in peer.names})
     monkeypatch.setenv("PYTHONPATH", str(folder))
@@ -59,7 +60,8 @@ def test_new_failures_and_calls_are_those_of_the_drop_in(suites: Path, tmp_path:
     assert result["calls"] == {"library.Loss": 4, "library.value": 3}
     assert [test.partition("::")[2] for test in result["new"]] == ["test_ours_fails[1]", "test_ours_fails[2]"]
     page = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
-    assert "| mine | `test_ours_fails[1]` | 2 | AssertionError: assert 2 == 1 |" in page
+    assert "| mine | `test_ours_fails[1]` | 1 | not explained: AssertionError: assert 2 == 1 |" in page
+    assert "| mine | `test_ours_fails[2]` | 1 | ours adds one |" in page
 
 
 def test_tests_that_never_call_a_drop_in_are_refused(
