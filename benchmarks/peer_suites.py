@@ -83,7 +83,7 @@ PEERS = {
         ("NTXentLoss", "SupConLoss"),
         {"TEST_DEVICE": "cpu", "TEST_DTYPES": "float16,float32"},
         "of the memory's tests only those with NTXentLoss, two iterations each, with release 2.9.0's enqueue_mask; "
-        "SelfSupervisedLoss with symmetric=False; a helper that is not stored, get_pair_embeddings_with_ref, is written anew",
+        "SelfSupervisedLoss with symmetric=False; get_pair_embeddings_with_ref, which is not stored, is written anew",
         {"got LpDistance": "the distance is the cosine; each of these tests tries LpDistance too"},
     ),
     "torchjd": Peer(
