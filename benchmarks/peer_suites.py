@@ -205,11 +205,12 @@ def compare(name: str, peer: Peer, folder: Path) -> dict[str, Any]:
     drop_in, calls = outcomes(folder, peer, replacements(name, peer))
     if not any(calls.values()):
         raise SystemExit(f"{name}: the tests called none of {', '.join(calls)}")
-    new = {test: error for test, error in drop_in.items() if error and not original.get(test, "")}
+    passed = [test for test, error in original.items() if not error]
+    new = {test: drop_in.get(test, "did not run") for test in passed if drop_in.get(test, "did not run")}
     return {
         "version": version(peer.distribution),
         "tests": len(original),
-        "original": sum(not error for error in original.values()),
+        "original": len(passed),
         "drop_in": sum(not error for error in drop_in.values()),
         "calls": calls,
         "new": new,
@@ -223,14 +224,12 @@ def page(results: dict[str, dict[str, Any]], missing: dict[str, str]) -> str:
         calls = ", ".join(f"{path.rpartition('.')[2]} {count:,}" for path, count in result["calls"].items())
         passed = (str(result[key]) for key in ("tests", "original", "drop_in"))
         rows.append([name, result["version"], *passed, str(len(result["new"])), calls])
-        causes: dict[tuple[str, str], list[str]] = {}
+        causes: dict[str, list[str]] = {}
         for test, error in result["new"].items():
             why = next((why for part, why in PEERS[name].refused.items() if part in f"{test}: {error}"), "")
-            causes.setdefault((why, "" if why else error), []).append(test)
-        for (why, error), tests in causes.items():
-            failures.append(
-                [name, f"`{tests[0].partition('::')[2]}`", str(len(tests)), why or f"not explained: {error}"]
-            )
+            causes.setdefault(why or f"not explained: {error}", []).append(test)
+        for cause, tests in causes.items():
+            failures.append([name, f"`{tests[0].partition('::')[2]}`", str(len(tests)), cause])
     parts = [
         "# Other libraries' tests against the drop-ins",
         "Written by `python -m benchmarks.peer_suites --suites FOLDER`; its first lines say what is run. fedkernels "
