@@ -60,8 +60,8 @@ def test_new_failures_and_calls_are_those_of_the_drop_in(suites: Path, tmp_path:
     assert result["calls"] == {"library.Loss": 4, "library.value": 3}
     assert [test.partition("::")[2] for test in result["new"]] == ["test_ours_fails[1]", "test_ours_fails[2]"]
     page = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
-    assert "| mine | `test_ours_fails[1]` | 1 | not explained: AssertionError: assert 2 == 1 |" in page
-    assert "| mine | `test_ours_fails[2]` | 1 | ours adds one |" in page
+    assert "| mine | not explained: AssertionError: assert 2 == 1 | 1 | `test_ours_fails[1]` |" in page
+    assert "| mine | ours adds one | 1 | `test_ours_fails[2]` |" in page
 
 
 def test_tests_that_never_call_a_drop_in_are_refused(
