@@ -36,6 +36,8 @@ class NTXentLoss(nn.Module):
         super().__init__()
         if not temperature >= self.eps:
             raise ValueError(f"temperature must be at least {self.eps}, got {temperature}")
+        if gather_distributed and not dist.is_available():
+            raise ValueError("gather_distributed must be False with this torch, which was built without distributed")
         self.memory_bank = MemoryBankModule(memory_bank_size, gather_distributed)
         self.temperature = temperature
         self.gather_distributed = gather_distributed
