@@ -24,7 +24,7 @@ from ..evaluation.evaluate import (
 )
 from ..evaluation.fine_tuning import FineTuneOptions, check_fine_tuning
 from ..export.encoder_folder import is_encoder_folder, read_encoder
-from ..federation import device_named, federation_of_run
+from ..federation import device_named, federation_of_run, require_same_data
 from ..models.model import Model
 from ..options import explain_errors
 from ..randomness import seed_for
@@ -100,6 +100,8 @@ def evaluate_run(
     if directory.checkpoint.round < 0:
         raise UserError(f"{path} has no finished round yet: continue it with fedssl run --resume {path}")
     federation = federation_of_run(directory, trust, downstream=data is None)
+    if data is None:
+        require_same_data(path, federation.data_digests())
     recipe, dataset = federation.recipe, federation.dataset
     options = _with_requests(recipe.evaluation, fractions, fine_tune)
     if data is not None:

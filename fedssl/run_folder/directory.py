@@ -3,6 +3,7 @@
     recipe.yaml                     every option with its value
     partition.csv                   images per client and class
     image_shape.json                channels, height and width of the images, so that an export needs no data
+    data_digests.json               SHA-256 of each client's images and of the test images: a run goes on with the same
     metrics.csv                     round,client,metric,value; client is a number, `global`, or `mean`
     timings.csv                     round,seconds (not in metrics.csv, which is the same on every machine)
     refused.csv                     round,client,reason: answers that were left out, if any

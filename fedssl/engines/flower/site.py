@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from pydantic import Field, StringConstraints, ValidationError
 from torch import Tensor
 
+from ...data.digests import data_digests, differences, read_digests, write_digests
 from ...data.options import DataOptions
 from ...errors import UserError
 from ...evaluation.metrics import METRICS, is_measure, split_metric
@@ -106,6 +107,23 @@ class SiteStates:
         folder = expand_home(site.state) / run
         folder.mkdir(parents=True, exist_ok=True)
         return cls(folder, site.client, prune=True)
+
+    def require_same_data(self, federation: Federation, start: int | None) -> None:
+        """Raise UserError if the site's data are not those of the client's earlier rounds; its first round notes them.
+
+        `start` is the round whose state the client starts from. The message leaves the site, so it names no number.
+        """
+        if not self._prune:
+            return  # a simulated client's data are the run's
+        current = data_digests(federation.dataset, federation.client_rows, federation.downstream, [self._client])
+        stored = None if start is None else read_digests(self._folder)
+        if stored is None:
+            write_digests(self._folder, current)
+        elif changed := differences(stored, current):
+            raise UserError(
+                f"its data have changed since it began this run ({', '.join(changed)}): put them back as they were, or "
+                "start a new run"
+            )
 
     def load(self, round_number: int | None) -> Message:
         """Return the state after a round, empty for None; raise UserError if it is missing or damaged."""
