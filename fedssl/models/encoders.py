@@ -101,7 +101,8 @@ def build_encoder(architecture: str, in_channels: int, image_size: int) -> Encod
         A module on the CPU, in training mode, with the members of `Encoder`; timm's are not instances of it.
 
     Raises:
-        UserError: the name is unknown (with the closest known ones), or the model cannot take such images.
+        UserError: the name is unknown (with the closest known ones), or the model cannot take such images or would
+            leave out some of their pixels.
     """
     for name, value in (("in_channels", in_channels), ("image_size", image_size)):
         if value < 1:
@@ -113,27 +114,69 @@ def build_encoder(architecture: str, in_channels: int, image_size: int) -> Encod
     from timm.models.resnet import ResNet
 
     # Each of timm's files raises its own exceptions for an image that does not fit, some only in the forward pass.
-    # The forward pass also gives the true dimension of the output, which is not `num_features` in models with a
-    # convolution after the pooling (MobileNetV3).
     try:
         model = timm.create_model(name, pretrained=False, num_classes=0, **arguments)
-        if isinstance(model, ResNet) and (architecture in _RESNETS or image_size <= SMALL_IMAGE):
-            _use_small_image_stem(model, in_channels)
-        model.eval()
-        with torch.no_grad():
-            output = model(torch.zeros(1, in_channels, image_size, image_size))
-        model.train()
     except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(
-            f"architecture: timm's {architecture!r} does not take {image_size}x{image_size} pixels and "
-            f"{in_channels} channels ({reason}); {_ADVICE}"
-        ) from error
-    if not isinstance(output, Tensor) or output.dim() != 2:
-        raise UserError(f"architecture: timm's {architecture!r} does not give one vector an image; {_ADVICE}")
+        raise _misfit(architecture, (in_channels, image_size, image_size), error) from error
+    if isinstance(model, ResNet) and (architecture in _RESNETS or image_size <= SMALL_IMAGE):
+        _use_small_image_stem(model, in_channels)
     encoder = cast(Encoder, model)
-    encoder.num_features = output.shape[1]
+    # not always timm's own `num_features`, as in models with a convolution after the pooling (MobileNetV3)
+    encoder.num_features = checked_features(model, architecture, (in_channels, image_size, image_size))
     return encoder
+
+
+def checked_features(network: nn.Module, architecture: str, shape: tuple[int, int, int]) -> int:
+    """Return the number of features that a network gives for an image of `shape`, channels x height x width.
+
+    Raises:
+        UserError: it does not take such images, does not give one vector for each, or its features do not depend on the
+            last rows or columns of pixels, as of a transformer that cuts images into whole patches alone.
+    """
+    _, height, width = shape
+    network.eval()
+    try:
+        with torch.no_grad():
+            features = _features_with_nan(network, shape, 1)
+            shorter = min(height, width)
+            seen = (n for n in range(1, shorter) if _reaches(_features_with_nan(network, shape, n)))
+            left_out = 0 if _reaches(features) else next(seen, 1) - 1  # a network that hides each NaN shows nothing
+    except Exception as error:
+        raise _misfit(architecture, shape, error) from error
+    network.train()
+    if not isinstance(features, Tensor) or features.dim() != 2:
+        raise UserError(f"architecture: timm's {architecture!r} does not give one vector an image; {_ADVICE}")
+    if left_out:
+        size = shorter - left_out if height == width else shorter
+        raise UserError(
+            f"image_size: {architecture!r} cuts images into whole patches and leaves out pixels: the last {left_out} "
+            f"of {height}x{width}; set data.image_size={size}, or {_ADVICE}"
+        )
+    return features.shape[1]
+
+
+def _features_with_nan(network: nn.Module, shape: tuple[int, int, int], from_end: int) -> Any:
+    """Return the output for two black images, one with NaN in a row of pixels and one with NaN in a column.
+
+    NaN passes through every layer, also where a weight is zero, and so shows what the features depend on.
+    """
+    images = torch.zeros(2, *shape)
+    images[0, :, -from_end] = images[1, :, :, -from_end] = torch.nan
+    return network(images)
+
+
+def _reaches(features: Any) -> bool:
+    """Return whether both images' features show their NaN; an output of another form is judged elsewhere."""
+    return not isinstance(features, Tensor) or bool(features.flatten(1).isnan().any(dim=1).all())
+
+
+def _misfit(architecture: str, shape: tuple[int, int, int], error: Exception) -> UserError:
+    reason = " ".join(str(error).split()) or type(error).__name__
+    channels, height, width = shape
+    return UserError(
+        f"architecture: timm's {architecture!r} does not take {height}x{width} pixels and {channels} channels "
+        f"({reason}); {_ADVICE}"
+    )
 
 
 def timm_arguments(architecture: str, in_channels: int, image_size: int) -> tuple[str, dict[str, Any]]:
