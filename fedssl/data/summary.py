@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
+from ..options import with_texts
 from ..untrusted import printable
 from .files import IMAGE_SUFFIXES, expanded, kind_of, list_files
 from .options import SOURCES, DataOptions
@@ -44,6 +45,7 @@ def summarise(data: Mapping[str, Any]) -> DataSummary | None:
 
     Return None where `data` is not of a form that a recipe may have: the recipe's checks say why.
     """
+    data = with_texts(DataOptions, dict(data))
     name, path = data.get("name", "digits"), data.get("path")
     if name == "none":
         shape = data.get("image_shape")  # of the sites' images, whose number nobody else knows

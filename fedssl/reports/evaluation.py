@@ -28,9 +28,9 @@ from ..federation import device_named, federation_of_run, require_same_data
 from ..models.model import Model
 from ..options import explain_errors
 from ..randomness import seed_for
+from ..recipe.overrides import read_text
 from ..run_folder.directory import RunDirectory
 from ..run_folder.storage import csv_text, write_atomically
-from ..untrusted import parse_yaml
 
 
 def evaluate(
@@ -180,7 +180,7 @@ def parse_data(text: str) -> DataOptions:
             raise UserError(f"--data: expected KEY=VALUE pairs such as name=npz,path=mine.npz, got {text!r}")
         if key in values:
             raise UserError(f"--data: {key} is given twice in {text!r}; remove one of them")
-        values[key] = parse_yaml(value, f"--data: the value of {pair!r}")
+        values[key] = read_text(DataOptions, [key], value, f"--data: the value of {pair!r}")
     return data_options(values)
 
 
