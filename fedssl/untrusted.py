@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shlex
 import stat
 import sys
 from collections.abc import Iterator
@@ -103,6 +104,11 @@ def printable(text: str | Path, keep: str = "") -> str:
         return character if character in keep else character.encode("unicode_escape").decode("ascii")
 
     return _CONTROLS.sub(escape, str(text))
+
+
+def shell_word(text: str | Path) -> str:
+    """Return a path as one word of a command line: in quotes where it holds spaces or what a shell takes as a mark."""
+    return shlex.quote(str(text))
 
 
 def plot_text(text: str) -> str:

@@ -20,7 +20,7 @@ from ..evaluation.features import extract_outputs
 from ..federation import device_named
 from ..run_folder.directory import RunDirectory
 from ..run_folder.storage import make_folder, write_atomically
-from ..untrusted import printable
+from ..untrusted import printable, shell_word
 from .encoder_folder import is_encoder_folder, read_encoder
 
 #: the arrays of images that an .npz file may have, in the order in which they are read
@@ -66,7 +66,9 @@ def embed_images(
     """
     if not is_encoder_folder(folder) and (folder / "recipe.yaml").is_file():
         RunDirectory.open(folder)
-        raise UserError(f"{folder} is a run's folder: export its encoder first, with fedssl export {folder} FOLDER")
+        raise UserError(
+            f"{folder} is a run's folder: export its encoder first, with fedssl export {shell_word(folder)} FOLDER"
+        )
     encoder = read_encoder(folder)
     network = encoder.network.to(device_named(device))
     total, batches = _batches(images, encoder.image_shape, window or encoder.window, batch_size)
@@ -127,7 +129,7 @@ def _from_files(
                 if window is None and image_kind(file).deep != "no":
                     raise UserError(
                         f"{printable(file)} has pixels of more than 8 bits, and the encoder was trained on images of 8 "
-                        "bits: give --window LOW HIGH, the values that become 0 and 255"
+                        "bits: give --window LOW,HIGH, the values that become 0 and 255"
                     )
                 images.append(read_pixels(file, height, width, channels, window))
                 names.append(printable(file.relative_to(folder).as_posix()))
