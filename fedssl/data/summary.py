@@ -19,6 +19,7 @@ _LABEL_KEYS = ("y_train", "train_labels", "y")
 
 # Of files of several sizes, the images are brought to the largest of these that is not above their median side.
 _SIZES = (32, 64, 96, 128)
+_LEAST_SIDE = 4  # of data.image_size
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ def _of_files(path: Path, data: Mapping[str, Any]) -> DataSummary:
             continue  # loading the data names the files that cannot be read
         sizes.append(kind.size)
         channels = channels if kind.gray else 3
-    one_square = len(set(sizes)) == 1 and sizes[0][0] == sizes[0][1] <= _SIZES[-1]
+    one_square = len(set(sizes)) == 1 and _LEAST_SIDE <= sizes[0][0] == sizes[0][1] <= _SIZES[-1]
     shorter = sorted(min(size) for size in sizes) or [_SIZES[-1]]
     median = shorter[len(shorter) // 2]
     side = median if one_square else max((size for size in _SIZES if size <= median), default=_SIZES[0])

@@ -234,7 +234,8 @@ class RunDirectory:
         if not is_run_folder(self.path):
             raise UserError(
                 f"{self.path} holds no checkpoints/manifest.json, so the run cannot be continued: put back the "
-                f"checkpoints, or start it anew with fedssl run {shell_word(self.path / 'recipe.yaml')} --output NEW-FOLDER"
+                "checkpoints, or start it anew with fedssl run "
+                f"{shell_word(self.path / 'recipe.yaml')} --output NEW-FOLDER"
             )
         for name in self.checkpoint.digests:
             if name not in but:
