@@ -134,20 +134,15 @@ def checked_features(network: nn.Module, architecture: str, shape: tuple[int, in
             last rows or columns of pixels, as of a transformer that cuts images into whole patches alone.
     """
     _, height, width = shape
-    network.eval()
     try:
-        with torch.no_grad():
-            features = _features_with_nan(network, shape, 1)
-            shorter = min(height, width)
-            seen = (n for n in range(1, shorter) if _reaches(_features_with_nan(network, shape, n)))
-            left_out = 0 if _reaches(features) else next(seen, 1) - 1  # a network that hides each NaN shows nothing
+        features, left_out = probe(network.eval(), shape)
     except Exception as error:
         raise _misfit(architecture, shape, error) from error
     network.train()
     if not isinstance(features, Tensor) or features.dim() != 2:
         raise UserError(f"architecture: timm's {architecture!r} does not give one vector an image; {_ADVICE}")
     if left_out:
-        size = shorter - left_out if height == width else shorter
+        size = height - left_out if height == width else min(height, width)
         raise UserError(
             f"image_size: {architecture!r} cuts images into whole patches and leaves out pixels: the last {left_out} "
             f"of {height}x{width}; set data.image_size={size}, or {_ADVICE}"
@@ -155,19 +150,27 @@ def checked_features(network: nn.Module, architecture: str, shape: tuple[int, in
     return features.shape[1]
 
 
-def _features_with_nan(network: nn.Module, shape: tuple[int, int, int], from_end: int) -> Any:
-    """Return the output for two black images, one with NaN in a row of pixels and one with NaN in a column.
+def probe(network: nn.Module, shape: tuple[int, ...]) -> tuple[Any, int]:
+    """Return a network's output for two images of `shape`, [C, H, W], and how many last rows or columns it leaves out.
 
-    NaN passes through every layer, also where a weight is zero, and so shows what the features depend on.
+    NaN in a pixel passes through every layer, also where a weight is zero, and so shows what the output depends on.
     """
-    images = torch.zeros(2, *shape)
-    images[0, :, -from_end] = images[1, :, :, -from_end] = torch.nan
-    return network(images)
+    device = next(network.parameters()).device
 
+    def with_nan(from_end: int) -> Any:
+        images = torch.zeros(2, *shape, device=device)
+        images[0, :, -from_end] = images[1, :, :, -from_end] = torch.nan
+        return network(images)
 
-def _reaches(features: Any) -> bool:
-    """Return whether both images' features show their NaN; an output of another form is judged elsewhere."""
-    return not isinstance(features, Tensor) or bool(features.flatten(1).isnan().any(dim=1).all())
+    def shows_nan(output: Any) -> bool:
+        return not isinstance(output, Tensor) or bool(output.flatten(1).isnan().any(dim=1).all())
+
+    with torch.no_grad():
+        output = with_nan(1)
+        if shows_nan(output):
+            return output, 0
+        seen = (from_end for from_end in range(2, min(shape[1:])) if shows_nan(with_nan(from_end)))
+        return output, next(seen, 1) - 1  # a network that hides every NaN shows nothing
 
 
 def _misfit(architecture: str, shape: tuple[int, int, int], error: Exception) -> UserError:
