@@ -19,7 +19,7 @@ from .errors import UserError
 from .evaluation.evaluate import check_downstream, load_downstream
 from .messages import Message
 from .method import Method
-from .models.encoders import build_encoder, checked_features
+from .models.encoders import build_encoder
 from .models.model import Model, copy_entries
 from .models.precision import check_precision
 from .models.weights import ModelOptions, Weights, digest, load_weights, read_all_weights
@@ -228,9 +228,7 @@ def _deal(recipe: Recipe, dataset: Dataset, owner: int | None) -> list[Tensor]:
 
 def _build_model(recipe: Recipe, dataset: Dataset, architecture: str, weights: Mapping[str, Weights]) -> Model:
     channels, height, width = dataset.train_images.shape[1:]
-    encoder = build_encoder(architecture, channels, width)
-    if height != width:
-        checked_features(encoder, architecture, (channels, height, width))
+    encoder = build_encoder(architecture, channels, width, height)
     if architecture in weights:
         load_weights(encoder, weights[architecture], architecture, str(recipe.model.source_of(architecture)))
     return recipe.objective.build(recipe.schedule.adapt(encoder), len(dataset.class_names))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from types import UnionType
@@ -11,11 +10,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
-from typing_extensions import LiteralString
 
 from .untrusted import NAME_PATTERN, TEXT_PATTERN, scalar_text
 
-_LONG_INTEGER = re.compile(r"[-+]?\d{19,}")  # one of 64 bits is no text, see `parse_yaml`
 _LONGEST_INPUT = 200  # characters of a wrong value that a message repeats
 #: texts of a message about a pattern
 _PATTERNS = {
@@ -38,27 +35,18 @@ class Options(BaseModel):
         values = with_texts(cls, values)
         wrong = [
             InitErrorDetails(
-                type=PydanticCustomError("misread", problem),
+                type=PydanticCustomError("boolean", "input should be a number or a text, not true or false"),
                 loc=(key, *([i] if isinstance(values[key], list) else [])),
                 input=value,
             )
             for key, field in cls.model_fields.items()
-            if key in values
+            if key in values and not {bool, Any} & _types_in(field.annotation)
             for i, value in enumerate(values[key] if isinstance(values[key], list) else [values[key]])
-            if (problem := _misread(_types_in(field.annotation), value))
+            if isinstance(value, bool)
         ]
         if wrong:
             raise ValidationError.from_exception_data(cls.__name__, wrong)
         return values
-
-
-def _misread(types: set[Any], value: Any) -> LiteralString | None:
-    """Return why a value may not be read as one of these types, although pydantic would; None if it may."""
-    if isinstance(value, bool) and not {bool, Any} & types:
-        return "input should be a number or a text, not true or false"
-    if isinstance(value, str) and int in types and not {str, Path} & types and _LONG_INTEGER.fullmatch(value):
-        return "input should be an integer of at most 64 bits"
-    return None
 
 
 def with_texts(model: type[Options], values: dict[str, Any]) -> dict[str, Any]:
@@ -69,8 +57,8 @@ def with_texts(model: type[Options], values: dict[str, Any]) -> dict[str, Any]:
 
 def is_text(types: Sequence[Any]) -> bool:
     """Return whether values of one of these types are texts or null, and nothing else."""
-    texts = [one for one in types if one in (str, Path)]
-    return bool(texts) and all(one in (str, Path, type(None)) or get_origin(one) is Literal for one in types)
+    others = [one for one in types if one not in (str, Path, type(None)) and get_origin(one) is not Literal]
+    return bool({str, Path} & {*types}) and not others
 
 
 def types_at(model: type[Options], keys: Sequence[str]) -> list[Any]:

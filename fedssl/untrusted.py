@@ -106,9 +106,9 @@ def printable(text: str | Path, keep: str = "") -> str:
     return _CONTROLS.sub(escape, str(text))
 
 
-def shell_word(text: str | Path) -> str:
-    """Return a path as one word of a command line: in quotes where it holds spaces or what a shell takes as a mark."""
-    return shlex.quote(str(text))
+def quoted(path: Path) -> str:
+    """Return a path as one word of a command line."""
+    return shlex.quote(str(path))
 
 
 def plot_text(text: str) -> str:
@@ -146,8 +146,8 @@ def parse_yaml(text: str, source: str) -> Any:
 
     Raises:
         UserError: the text is not YAML; a key occurs twice or is not text; a value is not what its tag promises; an
-            integer with a tag does not fit into 64 bits; a text holds control characters; the nesting is too deep, or
-            aliases repeat too much. The message names the line.
+            integer does not fit into 64 bits; a text holds control characters; the nesting is too deep, or aliases
+            repeat too much. The message names the line.
     """
     if len(text) > MOST_BYTES:
         raise UserError(f"{source} has {len(text):,} characters; expected YAML of at most {MOST_BYTES:,}")
@@ -225,12 +225,13 @@ class _StrictLoader(yaml.SafeLoader):
             kind = node.tag.rpartition(":")[2]
             raise _Refused(node, f"{shown!r} is not a valid {kind}; write it in quotes if it is a text") from error
         if isinstance(value, int) and abs(value) >= 2**63:
-            raise _Refused(node, f"the integer {str(node.value)[:20]}... has more than 64 bits")
+            problem = f"the integer {str(node.value)[:20]}... has more than 64 bits; write it in quotes if it is a text"
+            raise _Refused(node, problem)
         return value
 
 
 def _is_as_written(tag: str, text: str) -> bool:
-    """Return whether YAML writes the value of a plain word as this text, and the value fits into 64 bits."""
+    """Return whether YAML writes the value of a plain word as this text."""
     kind = tag.removeprefix(_TAG)
     if kind in ("bool", "timestamp"):
         return text in ("true", "false")
@@ -238,7 +239,7 @@ def _is_as_written(tag: str, text: str) -> bool:
         value = int(text) if kind == "int" else float(text.replace(".inf", "inf").replace(".nan", "nan"))
     except ValueError:  # such as 0x10, 12:30, or thousands of digits
         return False
-    return scalar_text(value) == text and (kind == "float" or abs(value) < 2**63)
+    return scalar_text(value) == text
 
 
 def _refuse_bad_keys(node: MappingNode) -> None:

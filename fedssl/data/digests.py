@@ -10,7 +10,6 @@ from pathlib import Path
 from torch import Tensor
 
 from ..errors import UserError
-from ..run_folder.storage import write_atomically
 from ..untrusted import read_regular_file
 from .datasets import Dataset
 from .stored_images import Images, rows_in_place
@@ -36,27 +35,23 @@ def data_digests(
         downstream: other data that the models are evaluated on, by label.
         clients: those whose training images are digested; all by default.
     """
-    digests: Digests = {}
-
-    def add(name: str, images: Images | None, *values: Tensor | None, classes: Sequence[str] = ()) -> None:
-        if images is not None:
-            digests[name] = len(images), _digest(images, values, classes)
-
-    targets = dataset.train_targets
+    parts: dict[str, tuple[Images | None, tuple[Tensor | None, ...], Dataset]] = {}
+    images, labels, targets = dataset.train_images, dataset.train_labels, dataset.train_targets
     for k in range(len(client_rows)) if clients is None else clients:
-        rows = client_rows[k]
-        values = dataset.train_labels[rows], None if targets is None else targets[rows]
-        add(f"client {k}", rows_in_place(dataset.train_images, rows), *values, classes=dataset.class_names)
-    add("the set of public images", dataset.public_images)
-    for label, measured in {"": dataset, **(downstream or {})}.items():
+        values = [None if one is None else one[client_rows[k]] for one in (labels, targets)]
+        parts[f"client {k}"] = rows_in_place(images, client_rows[k]), (*values,), dataset
+    parts["the set of public images"] = dataset.public_images, (), dataset
+    for label, data in {"": dataset, **(downstream or {})}.items():
         of = f" of evaluation.downstream.{label}" if label else ""
-        classes = measured.class_names
         if label:
-            values = measured.train_labels, measured.train_targets
-            add(f"the training set{of}", measured.train_images, *values, classes=classes)
-        add(f"the test set{of}", measured.test_images, measured.test_labels, measured.test_targets, classes=classes)
-        add(f"the validation set{of}", measured.validation_images, measured.validation_labels, classes=classes)
-    return digests
+            parts[f"the training set{of}"] = data.train_images, (data.train_labels, data.train_targets), data
+        parts[f"the test set{of}"] = data.test_images, (data.test_labels, data.test_targets), data
+        parts[f"the validation set{of}"] = data.validation_images, (data.validation_labels,), data
+    return {
+        name: (len(images), _digest(images, values, data.class_names))
+        for name, (images, values, data) in parts.items()
+        if images is not None
+    }
 
 
 def _digest(images: Images, values: Iterable[Tensor | None], classes: Sequence[str]) -> str:
@@ -74,20 +69,15 @@ def digests_text(digests: Digests) -> str:
     return json.dumps(digests, indent=1) + "\n"
 
 
-def write_digests(folder: Path, digests: Digests) -> None:
-    write_atomically(folder / DATA_DIGESTS, digests_text(digests).encode())
-
-
 def read_digests(folder: Path) -> Digests | None:
     """Return the digests in a folder; None if it holds none. Raise UserError if their file cannot be read."""
-    path = folder / DATA_DIGESTS
     try:
-        stored = json.loads(read_regular_file(path))
-        return {str(name): (int(images), str(digest)) for name, (images, digest) in stored.items()}
+        stored = json.loads(read_regular_file(folder / DATA_DIGESTS))
+        return {name: (int(images), digest) for name, (images, digest) in stored.items()}
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read: {error}; put back the file as the run wrote it") from error
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise UserError(f"{folder / DATA_DIGESTS} cannot be read ({error}); put back what the run wrote") from error
 
 
 def differences(before: Digests, now: Digests) -> dict[str, str]:
@@ -95,8 +85,7 @@ def differences(before: Digests, now: Digests) -> dict[str, str]:
     clauses = {}
     for name, (images, digest) in now.items():
         had, stored = before.get(name, (0, ""))
-        if images != had:
-            clauses[name] = f"{name} now has {images} images (had {had})"
-        elif digest != stored:
-            clauses[name] = f"{name} has other images or labels, or another order of them"
+        if digest != stored:
+            same_number = f"{name} no longer has the same images and labels in the same order"
+            clauses[name] = same_number if images == had else f"{name} now has {images} images (had {had})"
     return clauses

@@ -111,7 +111,11 @@ def _listed_splits(root: Path, options: DataOptions) -> tuple[list[_ImageFile], 
         present = {_name_below(root, file.path) for files in splits for file in files}
         if len(present) < sum(map(len, splits)):
             raise UserError(f"{printable(root)} has files whose names differ in the form of accents alone; rename them")
-        missing = {number: _why_missing(root, name) for number, name in enumerate(table) if name not in present}
+        missing = {
+            number: "not a file whose name ends as an image's" if (root / name).exists() else "there is no such file"
+            for number, name in enumerate(table)
+            if name not in present
+        }
         report_broken([root / name for name in table], missing, options.broken)
     if not splits[0]:
         raise UserError(f"{printable(folders[0])} holds no image that can be used; set data.path to a folder of images")
@@ -153,13 +157,11 @@ def _read_table(path: Path, root: Path, file_column: str, label_column: str | No
         if label_column is not None and row[label_column] == "":
             raise UserError(f"{shown}: line {number} has no {printable(label_column)}; fill it in, or remove the line")
         name = _name_in_table(root, row[file_column])
-        if name in table:
-            again.append(name)
+        again += [name] * (name in table)
         table[name] = row
     if again:
-        raise UserError(
-            f"{shown} has {len(again)} files on more than one line: {listed(sorted(set(again)))}; keep one line each"
-        )
+        which = listed(sorted(set(again)))
+        raise UserError(f"{shown} has {len(again)} files on more than one line: {which}; keep one line each")
     return table
 
 
@@ -190,16 +192,12 @@ def _name_in_table(root: Path, name: str) -> str:
     """Return a file's path below `root` by its name in a table, which may be absolute or written as on Windows."""
     if "\\" in name and not (root / name).exists():
         name = name.replace("\\", "/")
-    if os.path.isabs(name) and not Path(name).is_relative_to(root):
-        folder = os.path.realpath(os.path.dirname(name))
-        name = os.path.relpath(os.path.join(folder, os.path.basename(name)), os.path.realpath(root))
-    return composed(os.path.normpath(os.path.relpath(name, root) if os.path.isabs(name) else name))
-
-
-def _why_missing(root: Path, name: str) -> str:
-    if name.startswith("../"):
-        return "it is outside data.path"
-    return "not a file whose name ends as an image's" if (root / name).exists() else "there is no such file"
+    if os.path.isabs(name):
+        file, folder = Path(name), root
+        if not file.is_relative_to(root):  # the table names the folder by another path
+            file, folder = file.parent.resolve() / file.name, root.resolve()
+        name = os.path.relpath(file, folder)
+    return composed(os.path.normpath(name))
 
 
 def _split_folders(root: Path, options: DataOptions) -> list[Path]:

@@ -31,7 +31,7 @@ from ..randomness import seed_for
 from ..recipe.overrides import read_text
 from ..run_folder.directory import RunDirectory
 from ..run_folder.storage import csv_text, write_atomically
-from ..untrusted import shell_word
+from ..untrusted import quoted
 
 
 def evaluate(
@@ -99,7 +99,7 @@ def evaluate_run(
     _check_fractions(fractions)
     directory = RunDirectory.open(path)
     if directory.checkpoint.round < 0:
-        raise UserError(f"{path} has no finished round yet: continue it with fedssl run --resume {shell_word(path)}")
+        raise UserError(f"{path} has no finished round yet: continue it with fedssl run --resume {quoted(path)}")
     federation = federation_of_run(directory, trust, downstream=data is None)
     if data is None:
         require_same_data(path, federation.data_digests())

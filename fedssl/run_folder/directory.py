@@ -33,7 +33,7 @@ from torch import Tensor
 
 from ..errors import UserError
 from ..messages import Message
-from ..untrusted import absolute_path, own_part_file, printable, shell_word
+from ..untrusted import absolute_path, own_part_file, printable, quoted
 from .creation import STATE_FILE, Checkpoint, is_run_folder, new_run, read_manifest, write_manifest
 from .storage import (
     cannot_write,
@@ -234,8 +234,7 @@ class RunDirectory:
         if not is_run_folder(self.path):
             raise UserError(
                 f"{self.path} holds no checkpoints/manifest.json, so the run cannot be continued: put back the "
-                "checkpoints, or start it anew with fedssl run "
-                f"{shell_word(self.path / 'recipe.yaml')} --output NEW-FOLDER"
+                f"checkpoints, or start it anew: fedssl run {quoted(self.path / 'recipe.yaml')} --output NEW-FOLDER"
             )
         for name in self.checkpoint.digests:
             if name not in but:

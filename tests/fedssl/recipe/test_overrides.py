@@ -16,11 +16,27 @@ from tests.fedssl.conftest import tiny_values
 
 #: each is something else to YAML, or to its version 1.1
 ODD_TEXTS = (
-    *("2024", "-7", "1.5", "1.50", "1e5", "1.0e-05", "0x10", "010", "1_000", "12:30", "99999999999999999999", ".nan"),
+    *("2024", "-7", "1.5", "1.50", "1e5", "1.0e-05", "0x10", "010", "1_000", "12:30", ".nan"),
     *("2020-01-01", "2020-13-45", "true", "True", "on", "no", "~/x", "é"),
 )
 #: these only on the command line: a file has quotes for them
-MARKS = ("scans #2", "[MRI] x", "a: b", "{x}", "*x", "&x", "!x", "%x", "@x", "-", "? x", "`x", "a, b", "x]")
+MARKS = (
+    "scans #2",
+    "[MRI] x",
+    "a: b",
+    "{x}",
+    "*x",
+    "&x",
+    "!x",
+    "%x",
+    "@x",
+    "-",
+    "? x",
+    "`x",
+    "a, b",
+    "x]",
+    "99999999999999999999",
+)
 TEXT_KEYS = (
     *("name", "description", "data.path", "data.public_path", "data.labels", "data.label_column", "data.file_column"),
     *("partition.column", "data.class_names.0", "architectures.0", "evaluation.downstream.mine.path"),
@@ -73,7 +89,7 @@ def test_null_is_none_and_numbers_stay_numbers(tmp_path):
     assert (recipe.seed, recipe.data.download) == (10, True)
     assert data_options({"name": "npz", "path": 2024}).path == Path("2024")
     for wrong in ("seed=true", "seed=0x10", "seed=99999999999999999999", "rounds=12:30"):
-        with pytest.raises(UserError, match="input should be"):
+        with pytest.raises(UserError, match="input should be|more than 64 bits"):
             load_recipe(tmp_path / "base.yaml", [wrong])
 
 

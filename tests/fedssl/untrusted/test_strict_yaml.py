@@ -27,6 +27,7 @@ CHAIN = "a0: &a0 [1]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1,
         ("a: !!bool x", "'x' is not a valid bool"),
         ("a: !!float x", "'x' is not a valid float"),
         ("a:\n  b: !!int " + "9" * 5000, "line 2: '9{40}' is not a valid int"),
+        ("a: 9223372036854775808", "9223372036854775808... has more than 64 bits; write it in quotes if it is a text"),
         ("a: !!int 9223372036854775808", "the integer 9223372036854775808... has more than 64 bits"),
         ("a: " + "[" * 2000 + "]" * 2000, "nested more than 50 deep"),
         ("a: " + "{x: " * 2000 + "}" * 2000, "nested more than 50 deep"),
@@ -71,7 +72,7 @@ def test_bad_yaml_is_one_line(text, message):
         ("a: 2020-13-45", {"a": "2020-13-45"}),
         ("a: [2020-01-01, on, No, True, ~/x, 12:30]", {"a": ["2020-01-01", "on", "No", "True", "~/x", "12:30"]}),
         ("a: [0x10, 010, 1_000, +1, 1.50, 1e5, .Inf]", {"a": ["0x10", "010", "1_000", "+1", "1.50", "1e5", ".Inf"]}),
-        ("a: [9223372036854775808, -0]", {"a": ["9223372036854775808", "-0"]}),
+        ("a: [-0]", {"a": ["-0"]}),
     ],
 )
 def test_plain_yaml_is_read_as_ever_and_other_forms_of_numbers_are_texts(text, value):

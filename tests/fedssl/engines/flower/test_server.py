@@ -255,6 +255,6 @@ def test_a_server_whose_test_images_have_changed_does_not_go_on(quick, tmp_path)
         serve(recipe, tmp_path, grid)
     before = contents(tmp_path / "run")
     np.savez(tmp_path / "own.npz", **arrays | {"x_test": 255 - arrays["x_test"]})
-    with pytest.raises(UserError, match="have changed since the run began: the test set has other images"):
+    with pytest.raises(UserError, match="have changed since the run began: the test set no longer has"):
         serve(recipe, tmp_path, grid)
     assert contents(tmp_path / "run") == before

@@ -83,7 +83,7 @@ def test_a_site_whose_images_change_during_a_run_is_left_out_and_named(quick, tm
 
     progress = Changes()
     run_on(recipe, directory, grid, progress)
-    reason = "its data have changed since it began this run (client 1): put them back as they were, or start a new run"
+    reason = "its data have changed since it began this run (client 1): put them back as they were"
     assert progress.warnings == [f"round {number}: client 1 is left out: {reason}" for number in (2, 3)]
 
 
