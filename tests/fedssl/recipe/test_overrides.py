@@ -89,7 +89,7 @@ def test_null_is_none_and_numbers_stay_numbers(tmp_path):
     assert (recipe.seed, recipe.data.download) == (10, True)
     assert data_options({"name": "npz", "path": 2024}).path == Path("2024")
     for wrong in ("seed=true", "seed=0x10", "seed=99999999999999999999", "rounds=12:30"):
-        with pytest.raises(UserError, match="input should be|more than 64 bits"):
+        with pytest.raises(UserError, match=r"input should be|more than 64 bits"):
             load_recipe(tmp_path / "base.yaml", [wrong])
 
 
