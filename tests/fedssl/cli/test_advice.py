@@ -89,7 +89,7 @@ def test_every_setting_that_a_text_names_can_be_made():
 
 
 def test_every_window_that_a_text_shows_can_be_given():
-    windows = [window for _, text in texts() for window in re.findall(r"--window (.*?)(?:, the|;|$)", text)]
+    windows = [window for _, text in texts() for window in re.findall(r"--window (\S+?)(?:, the|;|$)", text)]
     assert [parse_window(filled_in(window)) for window in windows] == [(0.0, 1.0)]
 
 
