@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from .client import Client
 from .data.datasets import Dataset, load_dataset
+from .data.digests import Digests, data_digests, differences, read_digests
+from .data.files import listed, notify
 from .data.partitions import class_counts, deal
 from .data.stored_images import rows_in_place
 from .errors import UserError
@@ -52,6 +55,10 @@ class Federation:
     def class_counts(self) -> Tensor:
         """Return the images per client and class, int64 [clients, classes]; without labels [clients, 1]."""
         return class_counts(self.dataset.train_labels, self.client_rows, len(self.dataset.counted_as))
+
+    def data_digests(self) -> Digests:
+        """Return the digests of all that the run trains and is measured on."""
+        return data_digests(self.dataset, self.client_rows, self.downstream)
 
     def new_model(self, client: int | None) -> Model:
         """Return the model of a client, or the global one (None), as it is before any training."""
@@ -199,6 +206,18 @@ def federation_of_run(directory: RunDirectory, trust: bool = False, downstream: 
     return build_federation(recipe)
 
 
+def require_same_data(folder: Path, digests: Digests) -> None:
+    """Raise UserError if data are not those with which the run in a folder began; its folder says which they were."""
+    stored = read_digests(folder)
+    if stored is None:
+        notify(f"{folder} holds no digests of its data, so whether they are still the same cannot be checked")
+    elif changed := differences(stored, digests):
+        raise UserError(
+            f"the data of {folder} have changed since the run began: {listed(list(changed.values()), most=5)}; put the "
+            "data back as they were, or start a new run"
+        )
+
+
 def _deal(recipe: Recipe, dataset: Dataset, owner: int | None) -> list[Tensor]:
     if owner is None:
         return deal(dataset, recipe.partition, recipe.seed)
@@ -208,8 +227,8 @@ def _deal(recipe: Recipe, dataset: Dataset, owner: int | None) -> list[Tensor]:
 
 
 def _build_model(recipe: Recipe, dataset: Dataset, architecture: str, weights: Mapping[str, Weights]) -> Model:
-    channels, size = dataset.train_images.shape[1], dataset.train_images.shape[-1]
-    encoder = build_encoder(architecture, channels, size)
+    channels, height, width = dataset.train_images.shape[1:]
+    encoder = build_encoder(architecture, channels, width, height)
     if architecture in weights:
         load_weights(encoder, weights[architecture], architecture, str(recipe.model.source_of(architecture)))
     return recipe.objective.build(recipe.schedule.adapt(encoder), len(dataset.class_names))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import difflib
-from typing import Any, get_args
+from collections.abc import Sequence
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from .untrusted import NAME_PATTERN, TEXT_PATTERN
+from .untrusted import NAME_PATTERN, TEXT_PATTERN, scalar_text
 
 _LONGEST_INPUT = 200  # characters of a wrong value that a message repeats
 #: texts of a message about a pattern
@@ -19,16 +22,17 @@ _PATTERNS = {
 
 
 class Options(BaseModel):
-    """Base of option models: frozen, an unknown key is an error, and `true` is not a number."""
+    """Base of option models: frozen, an unknown key is an error, `true` is not a number, and 2024 may be a text."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, validate_default=True)
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_booleans_as_numbers(cls, values: Any) -> Any:
-        """Refuse `rounds: true`, which pydantic takes as 1. Its strict mode also refuses 1e-3, a text in YAML 1.1."""
+    def _read_by_type(cls, values: Any) -> Any:
+        """Read the texts, and refuse `rounds: true`, which pydantic takes as 1; its strict mode also refuses `1e-3`."""
         if not isinstance(values, dict):
             return values
+        values = with_texts(cls, values)
         wrong = [
             InitErrorDetails(
                 type=PydanticCustomError("boolean", "input should be a number or a text, not true or false"),
@@ -43,6 +47,50 @@ class Options(BaseModel):
         if wrong:
             raise ValidationError.from_exception_data(cls.__name__, wrong)
         return values
+
+
+def with_texts(model: type[Options], values: dict[str, Any]) -> dict[str, Any]:
+    """Return values in which a number, true or false stands as a text for each option that is one, as `path: 2024`."""
+    fields = model.model_fields
+    return {key: _as_text(fields[key].annotation, value) if key in fields else value for key, value in values.items()}
+
+
+def is_text(types: Sequence[Any]) -> bool:
+    """Return whether values of one of these types are texts or null, and nothing else."""
+    others = [one for one in types if one not in (str, Path, type(None)) and get_origin(one) is not Literal]
+    return bool({str, Path} & {*types}) and not others
+
+
+def types_at(model: type[Options], keys: Sequence[str]) -> list[Any]:
+    """Return the types that a value may have at a path of keys; none where the options do not say."""
+    types: list[Any] = [model]
+    for key in keys:
+        fields = [one.model_fields for one in types if isinstance(one, type) and issubclass(one, Options)]
+        inner = [field[key].annotation for field in fields if key in field]
+        inner += [get_args(one)[-1] for one in types if get_origin(one) in (dict, list)]
+        types = [member for annotation in inner for member in _members(annotation)]
+    return types
+
+
+def _as_text(annotation: Any, value: Any) -> Any:
+    members = _members(annotation)
+    if isinstance(value, (bool, int, float)):
+        return scalar_text(value) if {str, Path} & set(members) and not {bool, int, float} & set(members) else value
+    for member in members:
+        if isinstance(value, list) and get_origin(member) is list:
+            return [_as_text(get_args(member)[0], one) for one in value]
+        if isinstance(value, dict) and get_origin(member) is dict:
+            return {key: _as_text(get_args(member)[1], one) for key, one in value.items()}
+    return value
+
+
+def _members(annotation: Any) -> list[Any]:
+    """Return the types of which a value may be one."""
+    if get_origin(annotation) is Annotated:
+        return _members(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return [member for one in get_args(annotation) for member in _members(one)]
+    return [annotation]
 
 
 def _types_in(annotation: Any) -> set[Any]:

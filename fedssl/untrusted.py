@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shlex
 import stat
 import sys
 from collections.abc import Iterator
@@ -105,6 +106,11 @@ def printable(text: str | Path, keep: str = "") -> str:
     return _CONTROLS.sub(escape, str(text))
 
 
+def quoted(path: Path) -> str:
+    """Return a path as one word of a command line."""
+    return shlex.quote(str(path))
+
+
 def plot_text(text: str) -> str:
     """Return a text that matplotlib draws literally: dollar signs begin no formula. Line breaks stay."""
     return printable(text, keep="\n").replace("$", r"\$")
@@ -115,20 +121,33 @@ MOST_BYTES = 2**20
 _DEEPEST = 50  # mappings and lists inside each other
 _MOST_VALUES = 100_000  # with every alias written out
 _TAG = "tag:yaml.org,2002:"
+_NUMBERS = tuple(_TAG + kind for kind in ("int", "float", "bool", "timestamp"))
 _KINDS = ("str", "int", "float", "bool", "null", "timestamp", "map", "seq", "merge", "value")
+
+
+def scalar_text(value: bool | int | float) -> str:
+    """Return a number, true or false as YAML writes it: `0.5`, `1.0e-05`, `true`."""
+    text = str(value).lower()
+    if text in ("inf", "-inf", "nan"):
+        return text.replace("inf", ".inf").replace("nan", ".nan")
+    return text.replace("e", ".0e", 1) if isinstance(value, float) and "." not in text else text
 
 
 def parse_yaml(text: str, source: str) -> Any:
     """Return the value of a YAML text. Aliases are allowed as long as the text with all of them written out is small.
+
+    A plain word is a number, true or false only in the form in which YAML itself writes that value, so that
+    `scalar_text` gives back what was written. Others, such as 2020-01-01, 0x10, 1.50, 12:30, on and True, are texts, of
+    which options read numbers and booleans. Keys are always texts.
 
     Args:
         text: one document.
         source: the text's name in error messages.
 
     Raises:
-        UserError: the text is not YAML; a key occurs twice or is not text; a value is not what its tag or form
-            promises, such as the date 2020-13-45; an integer does not fit into 64 bits; a text holds control
-            characters; the nesting is too deep, or aliases repeat too much. The message names the line.
+        UserError: the text is not YAML; a key occurs twice or is not text; a value is not what its tag promises; an
+            integer does not fit into 64 bits; a text holds control characters; the nesting is too deep, or aliases
+            repeat too much. The message names the line.
     """
     if len(text) > MOST_BYTES:
         raise UserError(f"{source} has {len(text):,} characters; expected YAML of at most {MOST_BYTES:,}")
@@ -153,6 +172,11 @@ class _StrictLoader(yaml.SafeLoader):
         super().__init__(text)
         self._depth = 0
         self._sizes: dict[Node, tuple[int, int]] = {}  # values and depth of each node with its aliases written out
+
+    def resolve(self, kind: type[Node], value: Any, implicit: Any) -> Any:
+        tag = super().resolve(kind, value, implicit)
+        is_text = kind is ScalarNode and tag in _NUMBERS and not _is_as_written(tag, value)
+        return _TAG + "str" if is_text else tag
 
     def compose_node(self, parent: Node | None, index: Any) -> Node | None:
         repeated = self.check_event(AliasEvent)
@@ -201,16 +225,30 @@ class _StrictLoader(yaml.SafeLoader):
             kind = node.tag.rpartition(":")[2]
             raise _Refused(node, f"{shown!r} is not a valid {kind}; write it in quotes if it is a text") from error
         if isinstance(value, int) and abs(value) >= 2**63:
-            raise _Refused(node, f"the integer {str(node.value)[:20]}... has more than 64 bits")
+            problem = f"the integer {str(node.value)[:20]}... has more than 64 bits; write it in quotes if it is a text"
+            raise _Refused(node, problem)
         return value
+
+
+def _is_as_written(tag: str, text: str) -> bool:
+    """Return whether YAML writes the value of a plain word as this text."""
+    kind = tag.removeprefix(_TAG)
+    if kind in ("bool", "timestamp"):
+        return text in ("true", "false")
+    try:
+        value = int(text) if kind == "int" else float(text.replace(".inf", "inf").replace(".nan", "nan"))
+    except ValueError:  # such as 0x10, 12:30, or thousands of digits
+        return False
+    return scalar_text(value) == text
 
 
 def _refuse_bad_keys(node: MappingNode) -> None:
     lines: dict[str, int] = {}
     for key, _ in node.value:
-        if not isinstance(key, ScalarNode) or key.tag not in (_TAG + "str", _TAG + "merge", _TAG + "value"):
-            shown = printable(str(key.value))[:40] if isinstance(key, ScalarNode) else "[...]"
-            raise _Refused(key, f"the key {shown} is not text; write a text in quotes")
+        if not isinstance(key, ScalarNode):
+            raise _Refused(key, "the key [...] is not text; write a text")
+        if key.tag != _TAG + "merge":
+            key.tag = _TAG + "str"
         if key.value in lines:
             problem = f"the key {key.value[:80]!r} stands there already on line {lines[key.value]}; remove one of them"
             raise _Refused(key, problem)

@@ -13,6 +13,7 @@ from typer import Argument, Exit, Option, Typer
 from typer.core import TyperGroup
 
 from ..errors import UserError, install_command
+from ..untrusted import quoted
 from .console import Overrides, RecipeName, print_text
 
 
@@ -131,7 +132,7 @@ def flower_app(
     loaded = load_recipe(recipe, [*(overrides or ()), "engine=flower"])
     apps = _flower("deploy.apps")
     apps.write_app(loaded, folder, output)
-    print_text(f"The app is in {folder}; start it with: flwr run {folder} NAME-OF-THE-SUPERLINK")
+    print_text(f"The app is in {folder}; start it with: flwr run {quoted(folder)} NAME-OF-THE-SUPERLINK")
     print_text(f"Sites that approve apps need its digest (fedssl supernode --allow): {apps.digest_of_app(folder)}")
 
 

@@ -9,6 +9,7 @@ from rich.table import Table as TextTable
 from typer import Argument, Exit, Option
 
 from ..errors import UserError
+from ..untrusted import quoted
 from .console import OptionalRecipeName, Overrides, Trust, console, print_text
 
 
@@ -58,12 +59,12 @@ def run(
                 directory = engine_of(loaded).run(loaded, path, Observers([bars, *observers]), overwrite)
     except KeyboardInterrupt:
         if (path / "recipe.yaml").is_file():
-            print_text(f"\nStopped. The last complete round is kept; continue with: fedssl run --resume {path}")
+            print_text(f"\nStopped. The last complete round is kept; continue with: fedssl run --resume {quoted(path)}")
         else:
             print_text("\nStopped before the run began; nothing was written.")
         raise Exit(130) from None
     _print_final_evaluation(directory.read_metrics())
-    print_text(f"The run is in {path}; write its report with: fedssl report {path}")
+    print_text(f"The run is in {path}; write its report with: fedssl report {quoted(path)}")
 
 
 def _clients_parallel(arguments: list[str]) -> int | None:
@@ -215,7 +216,7 @@ def export(
 
     wanted = {"onnx": onnx, "torchscript": torchscript, "torch-export": torch_export}
     path = export_encoder(run, output, client, shared, [name for name in FILES if wanted[name]], trust)
-    print_text(f"The encoder is in {path}; README.md there says how to load it. Try it: python {path / 'load.py'}")
+    print_text(f"The encoder is in {path}; README.md there says how to load it. Try: python {quoted(path / 'load.py')}")
 
 
 def embed(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import UserError
 from ..untrusted import printable
-from .files import expanded, first_line, kind_of, list_files, listed, notify_of_left_out
+from .files import composed, expanded, first_line, kind_of, list_files, listed, notify_of_left_out
 from .image_kinds import SMALLEST_SIDE
 from .npz import NpzArchive
 from .options import SOURCES, DataOptions
@@ -110,7 +110,7 @@ def load_dataset(options: DataOptions, seed: int) -> Dataset:
         train_labels=train.labels,
         test_images=test.images,
         test_labels=test.labels,
-        class_names=splits.class_names,
+        class_names=tuple(map(composed, splits.class_names)),
         public_images=public_images,
         validation_images=None if validation is None else validation.images,
         validation_labels=None if validation is None else validation.labels,

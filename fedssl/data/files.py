@@ -3,6 +3,7 @@
 import logging
 import os
 import stat
+import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -39,6 +40,11 @@ def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, at most 160 characters; its type where the message is empty."""
     lines = str(error).splitlines()
     return printable(lines[0][:160]) if lines else type(error).__name__
+
+
+def composed(text: str) -> str:
+    """Return a text with each accent and its letter as one character (NFC): macOS writes two in the names of files."""
+    return unicodedata.normalize("NFC", text)
 
 
 def expanded(path: Path, option: str) -> Path:

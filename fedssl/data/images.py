@@ -1,6 +1,7 @@
 """Datasets of image files in folders, with labels from the folders' names or from a table, or without labels."""
 
 import csv
+import io
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ import torch
 
 from ..errors import UserError
 from ..untrusted import printable
-from .files import expanded, first_line, kind_of, list_files, listed, notify, notify_of_left_out, subfolders
+from .files import composed, expanded, first_line, kind_of, list_files, listed, notify, notify_of_left_out, subfolders
 from .options import DataOptions
 from .splits import LabelledImages, Splits
 from .stored_images import decode_images, images_of_rows, report_broken
@@ -68,7 +69,7 @@ def _listed_splits(root: Path, options: DataOptions) -> tuple[list[_ImageFile], 
     table, table_path = None, None
     if isinstance(options.labels, Path):
         table_path = expanded(options.labels, "data.labels")
-        table = _read_table(table_path, options.file_column, options.label_column)
+        table = _read_table(table_path, root, options.file_column, options.label_column)
     by_folder = options.name == "folder" or options.labels == "folders"
     folders = _split_folders(root, options)
     images, left_out = list_files(root)
@@ -79,13 +80,14 @@ def _listed_splits(root: Path, options: DataOptions) -> tuple[list[_ImageFile], 
     def described(path: Path, folder: Path) -> _ImageFile | None:
         if by_folder:
             inner = path.relative_to(folder).parts
-            return _ImageFile(path, inner[0]) if len(inner) > 1 else None
+            return _ImageFile(path, composed(inner[0])) if len(inner) > 1 else None
         if table is None:
             return _ImageFile(path)
-        columns = table.get(path.relative_to(root).as_posix())
+        columns = table.get(_name_below(root, path))
         if columns is None:
             return None
-        return _ImageFile(path, None if options.label_column is None else columns[options.label_column], columns)
+        label = None if options.label_column is None else columns[composed(options.label_column)]
+        return _ImageFile(path, label, columns)
 
     for path in images:
         split = next((n for n, folder in enumerate(folders) if path.is_relative_to(folder)), None)
@@ -106,7 +108,9 @@ def _listed_splits(root: Path, options: DataOptions) -> tuple[list[_ImageFile], 
             files.sort(key=lambda file: file.label or "")  # a stable sort: a class's files keep their order
             _require_no_empty_class(folder, {file.label for file in files})
     if table is not None:
-        present = {file.path.relative_to(root).as_posix() for files in splits for file in files}
+        present = {_name_below(root, file.path) for files in splits for file in files}
+        if len(present) < sum(map(len, splits)):
+            raise UserError(f"{printable(root)} has files whose names differ in the form of accents alone; rename them")
         missing = {
             number: "not a file whose name ends as an image's" if (root / name).exists() else "there is no such file"
             for number, name in enumerate(table)
@@ -118,43 +122,82 @@ def _listed_splits(root: Path, options: DataOptions) -> tuple[list[_ImageFile], 
     return splits[0], splits[1] if len(splits) > 1 else []
 
 
-def _read_table(path: Path, file_column: str, label_column: str | None) -> dict[str, dict[str, str]]:
-    """Read a CSV file (.tsv: with tabs) with a header: the values of each line by column, by the line's file name."""
+def _read_table(path: Path, root: Path, file_column: str, label_column: str | None) -> dict[str, dict[str, str]]:
+    """Read a CSV file with a header: the values of each line by column, by the path of the line's file below `root`.
+
+    Commas, semicolons or tabs separate the values. Spaces around a value do not count.
+    """
     shown = printable(path)
     if kind_of(path) != "file":
         raise UserError(f"there is no table {shown}; set data.labels to a CSV file, or to folders")
     try:
-        with open(path, newline="", encoding="utf-8-sig") as file:
-            delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
-            header, *lines = [line for line in csv.reader(file, delimiter=delimiter, strict=True) if line] or [[]]
+        text = composed(path.read_bytes().decode("utf-8-sig"))
+        header, *lines = _numbered_lines(text, _delimiter(text, composed(file_column)))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{shown} cannot be read as a table ({first_line(error)}); save it as CSV in UTF-8") from error
+    file_column, label_column = composed(file_column), None if label_column is None else composed(label_column)
+    _, columns = header
     for option, name in (("file_column", file_column), ("label_column", label_column)):
-        if name is not None and name not in header:
+        if name is not None and name not in columns:
             what = "" if option == "file_column" else ", or to null where the table has no labels"
             raise UserError(
-                f"{shown} has the columns {listed(header)}, but not {printable(name)}; set data.{option}{what}"
+                f"{shown} has the columns {listed(columns)}, but not {printable(name)}; set data.{option}{what}"
             )
-    twice = sorted({name for name in header if header.count(name) > 1})
+    twice = sorted({name for name in columns if columns.count(name) > 1})
     if twice:
         raise UserError(f"{shown} has several columns named {listed(twice)}; rename them")
-    for number, line in enumerate(lines, 2):
-        if len(line) != len(header):
+    table: dict[str, dict[str, str]] = {}
+    again: list[str] = []
+    for number, line in lines:
+        if len(line) != len(columns):
             raise UserError(
-                f"{shown}: line {number} has {len(line)} values, but the header has {len(header)}; correct that line"
+                f"{shown}: line {number} has {len(line)} values, but the header has {len(columns)}; correct that line"
             )
-    rows = [dict(zip(header, line, strict=True)) for line in lines]
-    for number, row in enumerate(rows, 2):
+        row = dict(zip(columns, line, strict=True))
         if label_column is not None and row[label_column] == "":
             raise UserError(f"{shown}: line {number} has no {printable(label_column)}; fill it in, or remove the line")
-    files = [Path(row[file_column]).as_posix() for row in rows]
-    table = dict(zip(files, rows, strict=True))
-    if len(table) < len(files):
-        again = sorted({name for name in files if files.count(name) > 1}) if len(files) < 10_000 else []
-        which = f": {listed(again)}" if again else ""
-        count = len(files) - len(table)
-        raise UserError(f"{shown} has {count} files on more than one line{which}; keep one line each")
+        name = _name_in_table(root, row[file_column])
+        again += [name] * (name in table)
+        table[name] = row
+    if again:
+        which = listed(sorted(set(again)))
+        raise UserError(f"{shown} has {len(again)} files on more than one line: {which}; keep one line each")
     return table
+
+
+def _delimiter(text: str, file_column: str) -> str:
+    """Return what separates the columns in the first line, where one is `file_column`; a comma if none does."""
+    first = next((line for line in text.splitlines() if line.strip()), "")
+    found = (one for one in ",;\t" if file_column in [name.strip().strip('"') for name in first.split(one)])
+    return next(found, ",")
+
+
+def _numbered_lines(text: str, delimiter: str) -> list[tuple[int, list[str]]]:
+    """Return the lines of a table that hold a value, at least one, each with the number at which it begins."""
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    lines, number = [], 1
+    for line in reader:
+        values = [value.strip() for value in line]
+        if any(values):
+            lines.append((number, values))
+        number = reader.line_num + 1
+    return lines or [(1, [])]
+
+
+def _name_below(root: Path, file: Path) -> str:
+    return composed(file.relative_to(root).as_posix())
+
+
+def _name_in_table(root: Path, name: str) -> str:
+    """Return a file's path below `root` by its name in a table, which may be absolute or written as on Windows."""
+    if "\\" in name and not (root / name).exists():
+        name = name.replace("\\", "/")
+    if os.path.isabs(name):
+        file, folder = Path(name), root
+        if not file.is_relative_to(root):  # the table names the folder by another path
+            file, folder = file.parent.resolve() / file.name, root.resolve()
+        name = os.path.relpath(file, folder)
+    return composed(os.path.normpath(name))
 
 
 def _split_folders(root: Path, options: DataOptions) -> list[Path]:
@@ -170,7 +213,7 @@ def _split_folders(root: Path, options: DataOptions) -> list[Path]:
 
 
 def _require_no_empty_class(folder: Path, labels: set[str | None]) -> None:
-    empty = [inner.name for inner in subfolders(folder) if inner.name not in labels]
+    empty = [inner.name for inner in subfolders(folder) if composed(inner.name) not in labels]
     if empty or not labels:
         what = f"; without an image: {listed(empty)}" if empty else ""
         raise UserError(f"{printable(folder)} needs one folder of images a class, none of them empty{what}")

@@ -13,7 +13,7 @@ from ..errors import UserError
 from ..options import Options
 from ..untrusted import printable
 from .datasets import Dataset
-from .files import listed
+from .files import composed, listed
 
 _MOST_DRAWS = 1000
 
@@ -81,7 +81,7 @@ def deal(dataset: Dataset, options: PartitionOptions, seed: int) -> list[Tensor]
 
 def _by_column(dataset: Dataset, options: PartitionOptions) -> list[Tensor]:
     assert options.column is not None
-    values = dataset.columns.get(options.column)
+    values = dataset.columns.get(composed(options.column))
     if values is None:
         which = f"its columns are {listed(list(dataset.columns))}" if dataset.columns else "there is no table"
         raise UserError(

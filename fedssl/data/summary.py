@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
+from ..options import with_texts
 from ..untrusted import printable
 from .files import IMAGE_SUFFIXES, expanded, kind_of, list_files
 from .options import SOURCES, DataOptions
@@ -18,6 +19,7 @@ _LABEL_KEYS = ("y_train", "train_labels", "y")
 
 # Of files of several sizes, the images are brought to the largest of these that is not above their median side.
 _SIZES = (32, 64, 96, 128)
+_LEAST_SIDE = 4  # of data.image_size
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ def summarise(data: Mapping[str, Any]) -> DataSummary | None:
 
     Return None where `data` is not of a form that a recipe may have: the recipe's checks say why.
     """
+    data = with_texts(DataOptions, dict(data))
     name, path = data.get("name", "digits"), data.get("path")
     if name == "none":
         shape = data.get("image_shape")  # of the sites' images, whose number nobody else knows
@@ -107,7 +110,7 @@ def _of_files(path: Path, data: Mapping[str, Any]) -> DataSummary:
             continue  # loading the data names the files that cannot be read
         sizes.append(kind.size)
         channels = channels if kind.gray else 3
-    one_square = len(set(sizes)) == 1 and sizes[0][0] == sizes[0][1] <= _SIZES[-1]
+    one_square = len(set(sizes)) == 1 and _LEAST_SIDE <= sizes[0][0] == sizes[0][1] <= _SIZES[-1]
     shorter = sorted(min(size) for size in sizes) or [_SIZES[-1]]
     median = shorter[len(shorter) // 2]
     side = median if one_square else max((size for size in _SIZES if size <= median), default=_SIZES[0])

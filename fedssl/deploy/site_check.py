@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from ..engines.flower.site import SiteOptions, load_site
 from ..errors import UserError
+from ..untrusted import quoted
 from .certificates import RENEWAL_DAYS, certificate_fingerprint, read_certificate, require_authority
 from .consortium import Member, load_member
 from .keys import key_fingerprint, read_site_key
@@ -83,10 +84,10 @@ def _authority(folder: Path) -> tuple[str, str | None]:
 def _key(folder: Path) -> tuple[str, str | None]:
     path = folder / "site.key"
     if not path.exists():
-        return f"{path} is missing", f"make it: fedssl provision request {folder}"
+        return f"{path} is missing", f"make it: fedssl provision request {quoted(folder)}"
     key = read_site_key(path)
     if path.stat().st_mode & 0o077:
-        return f"{path} can be read by other users", f"chmod 600 {path}"
+        return f"{path} can be read by other users", f"chmod 600 {quoted(path)}"
     return f"fingerprint {key_fingerprint(key.public_key())}", None
 
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from ..federation import Federation, build_federation
+from ..federation import Federation, build_federation, require_same_data
 from ..messages import Message
 from ..recipe.reading import load_stored_recipe
 from ..recipe.recipe import Place, Recipe
@@ -40,14 +40,16 @@ def resume(
     with alone_in(path):
         directory = RunDirectory.open(path)
         directory.require_unchanged()
-        directory.roll_back()
         if directory.checkpoint.finished:
+            directory.roll_back()
             return directory
         recipe = load_stored_recipe(directory, trust, resuming=True)
         if clients_parallel is not None:
             recipe = recipe.model_copy(update={"clients_parallel": clients_parallel})
         federation = build_federation(recipe)
+        require_same_data(path, federation.data_digests())
         check_devices(federation)
+        directory.roll_back()
         return _run(federation, directory, observer or Observer())
 
 

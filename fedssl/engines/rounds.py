@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..client import Client
+from ..data.digests import DATA_DIGESTS, digests_text
 from ..errors import UserError
 from ..evaluation.evaluate import evaluate_downstream, evaluate_model
 from ..federation import Federation
@@ -61,6 +62,7 @@ def first_files(federation: Federation) -> dict[str, str]:
         "recipe.yaml": federation.recipe.to_yaml(),
         "partition.csv": csv_text([["client", *federation.dataset.counted_as], *counts]),
         IMAGE_SHAPE: json.dumps(shape) + "\n",
+        DATA_DIGESTS: digests_text(federation.data_digests()),
     }
 
 

@@ -19,6 +19,7 @@ from ..data.datasets import Dataset, load_dataset
 from ..data.options import DataOptions
 from ..data.stored_images import Images
 from ..errors import UserError
+from ..models.encoders import probe
 from ..models.model import CLASSIFIER, Model
 from ..options import Options
 from ..randomness import seed_for
@@ -218,8 +219,9 @@ def check_downstream(model: Model, dataset: Dataset, options: EvaluationOptions)
     shape = tuple(dataset.train_images.shape[1:])
     was_training = model.training
     try:
-        with torch.no_grad():
-            model.eval().encoder(torch.zeros(1, *shape, device=model.device))
+        _, left_out = probe(model.eval().encoder, shape)
+        if left_out:
+            raise ValueError(f"it would leave out the last {left_out} pixels of a side")
     except Exception as error:  # each of timm's files raises its own for an image that does not fit
         size = " x ".join(map(str, shape))
         reason = " ".join(str(error).split())[:200]

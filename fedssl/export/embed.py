@@ -20,7 +20,7 @@ from ..evaluation.features import extract_outputs
 from ..federation import device_named
 from ..run_folder.directory import RunDirectory
 from ..run_folder.storage import make_folder, write_atomically
-from ..untrusted import printable
+from ..untrusted import printable, quoted
 from .encoder_folder import is_encoder_folder, read_encoder
 
 #: the arrays of images that an .npz file may have, in the order in which they are read
@@ -66,7 +66,7 @@ def embed_images(
     """
     if not is_encoder_folder(folder) and (folder / "recipe.yaml").is_file():
         RunDirectory.open(folder)
-        raise UserError(f"{folder} is a run's folder: export its encoder first, with fedssl export {folder} FOLDER")
+        raise UserError(f"{folder} is a run's folder: export its encoder first: fedssl export {quoted(folder)} FOLDER")
     encoder = read_encoder(folder)
     network = encoder.network.to(device_named(device))
     total, batches = _batches(images, encoder.image_shape, window or encoder.window, batch_size)
@@ -127,7 +127,7 @@ def _from_files(
                 if window is None and image_kind(file).deep != "no":
                     raise UserError(
                         f"{printable(file)} has pixels of more than 8 bits, and the encoder was trained on images of 8 "
-                        "bits: give --window LOW HIGH, the values that become 0 and 255"
+                        "bits: give --window LOW,HIGH, the values that become 0 and 255"
                     )
                 images.append(read_pixels(file, height, width, channels, window))
                 names.append(printable(file.relative_to(folder).as_posix()))
@@ -148,7 +148,10 @@ def _read_arrays(path: Path, window: Window | None) -> dict[str, Tensor]:
                 "a single one"
             )
         arrays = archive.read(names)
-    pixels = to_uint8({f"{name} in {printable(path)}": arrays[name] for name in names}, window)
+    try:
+        pixels = to_uint8({f"{name} in {printable(path)}": arrays[name] for name in names}, window)
+    except UserError as error:
+        raise UserError(str(error).replace("data.window=", "--window ")) from error
     return {name: channels_first(array, text) for name, (text, array) in zip(names, pixels.items(), strict=True)}
 
 

@@ -18,7 +18,7 @@ from ..models.stages import StagedEncoder
 from ..recipe.reading import load_stored_recipe
 from ..recipe.recipe import Recipe
 from ..run_folder.directory import IMAGE_SHAPE, RunDirectory
-from ..untrusted import read_regular_file
+from ..untrusted import quoted, read_regular_file
 
 GLOBAL = "global"
 #: a larger JSON file is not read
@@ -65,7 +65,9 @@ def encoder_of_run(path: Path, client: int | None = None, shared: bool = False, 
     checkpoint = directory.checkpoint
     if not checkpoint.finished:
         done = f"{checkpoint.round} rounds are done" if checkpoint.round > 0 else "no round is done"
-        raise UserError(f"{path} is not finished ({done}): continue it with fedssl run --resume {path}, then export")
+        raise UserError(
+            f"{path} is not finished ({done}): continue it with fedssl run --resume {quoted(path)}, then export"
+        )
     recipe = load_stored_recipe(directory, trust)
     owner = _owner(recipe, path, client, shared)
     if owner == GLOBAL:

@@ -84,7 +84,7 @@ def encoder_names() -> list[str]:
     return sorted([*_CONVNETS, *_RESNETS, *_SMALL_VISION_TRANSFORMERS])
 
 
-def build_encoder(architecture: str, in_channels: int, image_size: int) -> Encoder:
+def build_encoder(architecture: str, in_channels: int, image_size: int, height: int | None = None) -> Encoder:
     """Build an untrained encoder, initialised from torch's global random generator.
 
     Args:
@@ -95,13 +95,15 @@ def build_encoder(architecture: str, in_channels: int, image_size: int) -> Encod
             pixels, 4 at 28 to 32, 2 below). `vit_tiny_patch4` and `vit_tiny_patch8` are timm's
             `vit_tiny_patch16_224` with patches of 4 and 8 pixels at any image size.
         in_channels: 1 for grey and 3 for colour.
-        image_size: side of the square images in pixels.
+        image_size: side of the square images in pixels, or the width of others.
+        height: of images that are not square.
 
     Returns:
         A module on the CPU, in training mode, with the members of `Encoder`; timm's are not instances of it.
 
     Raises:
-        UserError: the name is unknown (with the closest known ones), or the model cannot take such images.
+        UserError: the name is unknown (with the closest known ones), or the model cannot take such images or would
+            leave out some of their pixels.
     """
     for name, value in (("in_channels", in_channels), ("image_size", image_size)):
         if value < 1:
@@ -115,25 +117,45 @@ def build_encoder(architecture: str, in_channels: int, image_size: int) -> Encod
     # Each of timm's files raises its own exceptions for an image that does not fit, some only in the forward pass.
     # The forward pass also gives the true dimension of the output, which is not `num_features` in models with a
     # convolution after the pooling (MobileNetV3).
+    height = height or image_size
     try:
         model = timm.create_model(name, pretrained=False, num_classes=0, **arguments)
         if isinstance(model, ResNet) and (architecture in _RESNETS or image_size <= SMALL_IMAGE):
             _use_small_image_stem(model, in_channels)
-        model.eval()
-        with torch.no_grad():
-            output = model(torch.zeros(1, in_channels, image_size, image_size))
+        output, left_out = probe(model.eval(), (in_channels, height, image_size))
         model.train()
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(
-            f"architecture: timm's {architecture!r} does not take {image_size}x{image_size} pixels and "
+            f"architecture: timm's {architecture!r} does not take {height}x{image_size} pixels and "
             f"{in_channels} channels ({reason}); {_ADVICE}"
         ) from error
     if not isinstance(output, Tensor) or output.dim() != 2:
         raise UserError(f"architecture: timm's {architecture!r} does not give one vector an image; {_ADVICE}")
+    if left_out:
+        whole = min(height, image_size) - (left_out if height == image_size else 0)
+        raise UserError(
+            f"image_size: {architecture!r} cuts images into whole patches and leaves out pixels: the last {left_out} "
+            f"of {height}x{image_size}; set data.image_size={whole}, or {_ADVICE}"
+        )
     encoder = cast(Encoder, model)
     encoder.num_features = output.shape[1]
     return encoder
+
+
+def probe(network: nn.Module, shape: tuple[int, ...]) -> tuple[Any, int]:
+    """Return a network's output for two images of `shape`, [C, H, W], and how many last rows or columns it leaves out.
+
+    NaN passes through every layer, also where a weight is zero, and so shows which pixels the output depends on.
+    """
+    images = torch.zeros(2, *shape, device=next(network.parameters()).device)
+    with torch.no_grad():
+        for left_out in range(min(shape[1:])):
+            images[0, :, -1 - left_out] = images[1, :, :, -1 - left_out] = torch.nan
+            output = network(images)
+            if not isinstance(output, Tensor) or output.flatten(1).isnan().any(dim=1).all():
+                return output, left_out
+    return output, 0  # a network that hides every NaN shows nothing
 
 
 def timm_arguments(architecture: str, in_channels: int, image_size: int) -> tuple[str, dict[str, Any]]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..errors import UserError
 from ..options import Options
-from ..untrusted import read_regular_file
+from ..untrusted import quoted, read_regular_file
 from .encoders import has_small_image_stem
 
 
@@ -176,7 +176,9 @@ def _read(source: str) -> Weights:
     path = Path(source)
     if (path / "recipe.yaml").is_file() or (path.parent.parent / "recipe.yaml").is_file():
         run = path if path.is_dir() else path.parent.parent
-        raise UserError(f"model.weights: {path} is a run's: export its encoder first, with fedssl export {run} FOLDER")
+        raise UserError(
+            f"model.weights: {path} is a run's: export its encoder first, with fedssl export {quoted(run)} FOLDER"
+        )
     if path.is_dir():
         path = path / "model.safetensors"
     if not path.is_file():

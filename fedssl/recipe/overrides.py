@@ -6,12 +6,23 @@ No part is imported here, so that listing the recipes takes less than a second.
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import UserError
-from ..untrusted import MOST_BYTES, PART_KEYS, absolute_path, expand_home, parse_yaml, read_regular_file
+from ..options import Options, is_text, types_at
+from ..untrusted import (
+    MOST_BYTES,
+    PART_KEYS,
+    absolute_path,
+    expand_home,
+    parse_yaml,
+    printable,
+    read_regular_file,
+    scalar_text,
+)
 
 #: the part under a key for which the recipe names none
 DEFAULT_PARTS = {"augmentation": "random_views"}
@@ -97,6 +108,7 @@ def with_weights_from(folder: Path, model: Any) -> Any:
     """Return a recipe's `model` with absolute paths to weights; names of timm's weights stay as they are."""
 
     def absolute(source: Any) -> Any:
+        source = scalar_text(source) if isinstance(source, (int, float)) else source
         if not isinstance(source, str) or source.startswith("timm:"):
             return source
         return str(absolute_path(folder, source))
@@ -115,11 +127,13 @@ def apply_override(values: dict[str, Any], override: str) -> None:
     Raises:
         UserError: the override has another form, its value is not YAML, or it names an entry that a list does not have.
     """
+    from .recipe import Recipe
+
     path, equals, text = override.partition("=")
     if not equals or not path:
         raise UserError(f"{override!r} is not key=value, for instance training.batch_size=64")
-    value = parse_yaml(text, f"the value of {override[:200]!r}")
     keys = path.split(".")
+    value = read_text(Recipe, keys, text, f"the value of {override[:200]!r}")
     if len(keys) > _MOST_KEYS:
         raise UserError(f"{override[:80]!r}... names a key {len(keys)} levels deep; expected at most {_MOST_KEYS}")
     target: Any = values
@@ -143,6 +157,16 @@ def apply_override(values: dict[str, Any], override: str) -> None:
             target[index] = value
         else:
             target = target[index]
+
+
+def read_text(model: type[Options], keys: Sequence[str], text: str, source: str) -> Any:
+    """Return what the option at a path of keys is set to by a text from the command line, which is YAML.
+
+    Where the option is a text, what is not in quotes and not null is taken as it stands: `scans #2`, `[MRI] a: b`.
+    """
+    text = text.strip()
+    in_yaml = text.lower() in ("", "null", "~") or text[0] in "\"'" or printable(text) != text
+    return parse_yaml(text, source) if in_yaml or not is_text(types_at(model, keys)) else text
 
 
 def flatten_keys(values: Any, prefix: str = "") -> dict[str, Any]:

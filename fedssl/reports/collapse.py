@@ -38,7 +38,7 @@ from ..errors import UserError
 from ..evaluation.features import extract_features, extract_view_features, require_measured_images
 from ..evaluation.metrics import LARGEST_FIGURE, alignment, effective_rank, uniformity
 from ..evaluation.projections import log_covariance_singular_values, sphere_coverage, sphere_points, tsne_together
-from ..federation import Federation, federation_of_run
+from ..federation import Federation, federation_of_run, require_same_data
 from ..models.model import Model
 from ..randomness import generator_for, seed_for
 from ..run_folder.directory import RunDirectory
@@ -116,8 +116,8 @@ def collapse_of_run(path: Path, trust: bool = False) -> Collapse | None:
     `load_stored_recipe`.
 
     Raises:
-        UserError: the run's data are no longer there, a state cannot be read, representations are not finite, or
-            the recipe names code that is not trusted.
+        UserError: the run's data have changed or are no longer there, a state cannot be read, representations are not
+            finite, or the recipe names code that is not trusted.
     """
     directory = RunDirectory.open(path)
     checkpoint = directory.checkpoint
@@ -125,7 +125,9 @@ def collapse_of_run(path: Path, trust: bool = False) -> Collapse | None:
         return None
     analysis = _read(path / _FILE)
     if analysis is None or analysis.round != checkpoint.round:
-        analysis = analyse_collapse(federation_of_run(directory, trust), directory)
+        federation = federation_of_run(directory, trust)
+        require_same_data(path, federation.data_digests())
+        analysis = analyse_collapse(federation, directory)
         with suppress(UserError):
             _write(analysis, path)
     return analysis

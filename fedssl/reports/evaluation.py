@@ -24,13 +24,14 @@ from ..evaluation.evaluate import (
 )
 from ..evaluation.fine_tuning import FineTuneOptions, check_fine_tuning
 from ..export.encoder_folder import is_encoder_folder, read_encoder
-from ..federation import device_named, federation_of_run
+from ..federation import device_named, federation_of_run, require_same_data
 from ..models.model import Model
 from ..options import explain_errors
 from ..randomness import seed_for
+from ..recipe.overrides import read_text
 from ..run_folder.directory import RunDirectory
 from ..run_folder.storage import csv_text, write_atomically
-from ..untrusted import parse_yaml
+from ..untrusted import quoted
 
 
 def evaluate(
@@ -98,8 +99,10 @@ def evaluate_run(
     _check_fractions(fractions)
     directory = RunDirectory.open(path)
     if directory.checkpoint.round < 0:
-        raise UserError(f"{path} has no finished round yet: continue it with fedssl run --resume {path}")
+        raise UserError(f"{path} has no finished round yet: continue it with fedssl run --resume {quoted(path)}")
     federation = federation_of_run(directory, trust, downstream=data is None)
+    if data is None:
+        require_same_data(path, federation.data_digests())
     recipe, dataset = federation.recipe, federation.dataset
     options = _with_requests(recipe.evaluation, fractions, fine_tune)
     if data is not None:
@@ -178,7 +181,7 @@ def parse_data(text: str) -> DataOptions:
             raise UserError(f"--data: expected KEY=VALUE pairs such as name=npz,path=mine.npz, got {text!r}")
         if key in values:
             raise UserError(f"--data: {key} is given twice in {text!r}; remove one of them")
-        values[key] = parse_yaml(value, f"--data: the value of {pair!r}")
+        values[key] = read_text(DataOptions, [key], value, f"--data: the value of {pair!r}")
     return data_options(values)
 
 

@@ -28,7 +28,7 @@ from ..data.stored_images import Images, images_of_rows
 from ..engines.rounds import models_to_evaluate
 from ..evaluation.features import extract_features, require_measured_images
 from ..evaluation.projections import grid_cells, nearest_images, spread_queries, tsne
-from ..federation import Federation, federation_of_run
+from ..federation import Federation, federation_of_run, require_same_data
 from ..randomness import generator_for, seed_for
 from ..run_folder.directory import RunDirectory
 from ..run_folder.storage import make_folder, write_atomically
@@ -72,8 +72,8 @@ def image_pictures_of_run(path: Path, trust: bool = False) -> ImagePictures | No
     The result is None if no round is finished, or there are too few images. For `trust` see `load_stored_recipe`.
 
     Raises:
-        UserError: the run's data or its clients' models are not here, representations are not finite, the recipe names
-            code that is not trusted, or the files cannot be written.
+        UserError: the run's data have changed, its data or its clients' models are not here, representations are not
+            finite, the recipe names code that is not trusted, or the files cannot be written.
     """
     directory = RunDirectory.open(path)
     if directory.checkpoint.round < 1 or not directory.checkpoint.files:
@@ -85,7 +85,9 @@ def image_pictures_of_run(path: Path, trust: bool = False) -> ImagePictures | No
             return stored
     except (OSError, ValueError):  # there is none of this format; pydantic's error is a ValueError
         pass
-    return _draw(federation_of_run(directory, trust), directory)
+    federation = federation_of_run(directory, trust)
+    require_same_data(path, federation.data_digests())
+    return _draw(federation, directory)
 
 
 def _draw(federation: Federation, directory: RunDirectory) -> ImagePictures | None:

@@ -15,6 +15,7 @@ from ..evaluation.metrics import EVALUATED, METRICS, format_values, is_evaluated
 from ..recipe.overrides import flatten_keys
 from ..run_folder.record import Run, read_run
 from ..run_folder.storage import write_atomically
+from ..untrusted import quoted
 from .collapse import Collapse, collapse_of_run, collapse_section
 from .cost import format_bytes
 from .images import ImagePictures, PicturesByMethod, image_pictures_of_run, image_section
@@ -73,7 +74,7 @@ def write_report(
     records = [read_run(path) for path in folders]
     if all(run.last_round < 0 for run in records):
         which = f"{folders[0]} has" if len(folders) == 1 else "these runs have"
-        raise UserError(f"{which} no finished round to report on yet; continue with fedssl run --resume {folders[0]}")
+        raise UserError(f"{which} no finished round to report on yet: fedssl run --resume {quoted(folders[0])}")
     path = Path(output or (folders[0] / "report.html" if len(folders) == 1 else "report.html"))
 
     def pictures_of_run(run: Path, trust: bool) -> tuple[Path, ImagePictures] | None:
@@ -157,7 +158,7 @@ def _warnings(runs: Sequence[Run]) -> list[str]:
     for run in runs:
         if not run.finished:
             done = f"{run.last_round} of {run.rounds} rounds" if run.last_round >= 0 else "no round"
-            warnings.append(f"seed {run.seed} is unfinished, {done} done; continue with fedssl run --resume {run.path}")
+            warnings.append(f"seed {run.seed} is unfinished, {done} done: fedssl run --resume {quoted(run.path)}")
     first, *others = (flatten_keys({k: v for k, v in run.recipe.items() if k != "seed"}) for run in runs)
     differing = {key for other in others for key in first.keys() | other.keys() if first.get(key) != other.get(key)}
     if differing:

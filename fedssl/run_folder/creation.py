@@ -17,7 +17,7 @@ from pydantic import Field, ValidationError
 
 from ..errors import UserError
 from ..options import Options, explain_errors
-from ..untrusted import absolute_path, own_part_file, own_parts, parse_yaml, read_regular_file
+from ..untrusted import absolute_path, own_part_file, own_parts, parse_yaml, quoted, read_regular_file
 from .storage import cannot_write, digest_of, sync_path, write_atomically
 
 STATE_FILE = r"(server|client-[0-9]{4,})\.round-[0-9]{5,}\.safetensors"
@@ -117,7 +117,7 @@ def refuse_existing(path: Path, overwrite: bool) -> None:
             "only a run is replaced: name another --output"
         )
     if not overwrite:
-        advice = f"continue it with fedssl run --resume {path}, or give --overwrite, or another --output"
+        advice = f"continue it with fedssl run --resume {quoted(path)}, or give --overwrite, or another --output"
         raise UserError(f"{path} exists: {advice}")
     if Path.cwd().is_relative_to(absolute_path(Path(), path)):
         raise UserError(f"{path} is the working folder or one above it, so it is not replaced: name another --output")

@@ -3,6 +3,7 @@
     recipe.yaml                     every option with its value
     partition.csv                   images per client and class
     image_shape.json                channels, height and width of the images, so that an export needs no data
+    data_digests.json               SHA-256 of each client's images and of the test images: a run goes on with the same
     metrics.csv                     round,client,metric,value; client is a number, `global`, or `mean`
     timings.csv                     round,seconds (not in metrics.csv, which is the same on every machine)
     refused.csv                     round,client,reason: answers that were left out, if any
@@ -32,7 +33,7 @@ from torch import Tensor
 
 from ..errors import UserError
 from ..messages import Message
-from ..untrusted import absolute_path, own_part_file, printable
+from ..untrusted import absolute_path, own_part_file, printable, quoted
 from .creation import STATE_FILE, Checkpoint, is_run_folder, new_run, read_manifest, write_manifest
 from .storage import (
     cannot_write,
@@ -233,7 +234,7 @@ class RunDirectory:
         if not is_run_folder(self.path):
             raise UserError(
                 f"{self.path} holds no checkpoints/manifest.json, so the run cannot be continued: put back the "
-                f"checkpoints, or start it anew with fedssl run {self.path / 'recipe.yaml'} --output NEW-FOLDER"
+                f"checkpoints, or start it anew: fedssl run {quoted(self.path / 'recipe.yaml')} --output NEW-FOLDER"
             )
         for name in self.checkpoint.digests:
             if name not in but:

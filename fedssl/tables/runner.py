@@ -19,11 +19,15 @@ from typing import Any, cast
 import torch
 import yaml
 
+from ..data.datasets import load_dataset
+from ..data.digests import data_digests
+from ..data.partitions import deal
 from ..engines import engine_of
 from ..engines.observers import Observer
 from ..engines.time_left import format_duration
 from ..engines.workers import end_with_parent, interrupts_ignored
 from ..errors import UserError
+from ..federation import require_same_data
 from ..recipe.overrides import flatten_keys, read_values
 from ..recipe.reading import load_stored_recipe, parse_recipe
 from ..recipe.recipe import Recipe
@@ -101,6 +105,14 @@ def _check_recipe(cell: Cell) -> None:
                 f"{cell.path} was made with {key}={stored.get(key)}, now it is {wanted.get(key)}: "
                 "name another output, or remove that folder"
             )
+
+
+def _require_same_data(cells: Sequence[Cell]) -> None:
+    """Raise UserError if data have changed since cells began. One cell a data set tells, as every call compares it."""
+    begun = {cell.recipe.data.model_dump_json(): cell for cell in reversed(cells) if cell.begun}
+    for cell in begun.values():
+        dataset = load_dataset(cell.recipe.data, cell.recipe.seed)
+        require_same_data(cell.path, data_digests(dataset, deal(dataset, cell.recipe.partition, cell.recipe.seed)))
 
 
 _SECONDS_BETWEEN_NOTES = 30.0
@@ -280,6 +292,7 @@ def run_table(
         raise UserError(f"jobs must be at least 1, got {jobs}")
     cells = table_cells(table, output, overrides)
     check_output(output, cells)
+    _require_same_data(cells)
     write_description(table, output, overrides)
     waiting = [cell for cell in cells if not cell.finished]
     note(f"{table.name}: {len(cells)} runs, {len(cells) - len(waiting)} of them finished already; in {output}")

@@ -99,6 +99,7 @@ def _register(site: Site, task: Mapping[str, Any], content: RecordDict) -> Recor
 def _train(site: Site, task: Mapping[str, Any], content: RecordDict) -> RecordDict:
     number, start = _round_of(site, task)
     states, received = site.states(task["run"]), from_records(content)
+    states.require_same_data(site.federation, start)
     client = site.federation.client(site.client, states.load(start))
     reply = site.federation.method.client_round(client, received, number)
     state = site.federation.client_state(client, number)
@@ -108,7 +109,9 @@ def _train(site: Site, task: Mapping[str, Any], content: RecordDict) -> RecordDi
 
 def _evaluate(site: Site, task: Mapping[str, Any], content: RecordDict) -> RecordDict:
     number, start = _round_of(site, task)
-    return _to_answer(Message(), site, number, site.states(task["run"]).load(start))
+    states = site.states(task["run"])
+    states.require_same_data(site.federation, start)
+    return _to_answer(Message(), site, number, states.load(start))
 
 
 def _round_of(site: Site, task: Mapping[str, Any]) -> tuple[int, int | None]:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ...aggregators.base import PROJECTION
 from ...errors import UserError
-from ...federation import Federation, build_federation
+from ...federation import Federation, build_federation, require_same_data
 from ...messages import Message
 from ...recipe.overrides import flatten_keys
 from ...recipe.reading import load_recipe, load_stored_recipe
@@ -223,11 +223,13 @@ def make_server_app(recipe_file: Path) -> ServerApp:
         with alone_in(path), ProgressBars(Console(width=160)) as progress:
             directory = RunDirectory.open(path)
             directory.require_unchanged(but=["recipe.yaml"])  # it is compared with the app's instead
-            _update_stored_recipe(directory, recipe)
-            directory.roll_back()
+            _require_same_recipe(directory, recipe)
             if directory.checkpoint.finished:
                 progress.note(f"{path} is finished already")
                 return
+            require_same_data(path, federation.data_digests())
+            directory.store_recipe(recipe.to_yaml())
+            directory.roll_back()
             run = (path / SITES_RUN).read_text(encoding="utf-8").strip()
             clients = FlowerClients(grid, federation, directory, progress, run, Event())
             clients.connect()
@@ -236,8 +238,8 @@ def make_server_app(recipe_file: Path) -> ServerApp:
     return app
 
 
-def _update_stored_recipe(directory: RunDirectory, recipe: Recipe) -> None:
-    """Store the recipe of a run that continues; raise UserError where it differs in more than `_CHANGEABLE`."""
+def _require_same_recipe(directory: RunDirectory, recipe: Recipe) -> None:
+    """Raise UserError where a run that continues has another recipe than before, in more than `_CHANGEABLE`."""
     stored = flatten_keys(load_stored_recipe(directory, resuming=True).model_dump(mode="json"))
     given = flatten_keys(recipe.model_dump(mode="json"))
     changed = [key for key in stored | given if stored.get(key) != given.get(key)]
@@ -248,4 +250,3 @@ def _update_stored_recipe(directory: RunDirectory, recipe: Recipe) -> None:
             f"{given.get(key)!r} in this app's recipe. Only {', '.join(_CHANGEABLE)} may change when a run continues: "
             "name another folder (fedssl app --output), or write the app with the run's recipe"
         )
-    directory.store_recipe(recipe.to_yaml())

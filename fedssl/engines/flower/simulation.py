@@ -16,7 +16,7 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.simulation import run_simulation
 
 from ...errors import UserError, install_command
-from ...federation import Federation, build_federation
+from ...federation import Federation, build_federation, require_same_data
 from ...recipe.reading import load_stored_recipe
 from ...recipe.recipe import Recipe
 from ...recipe.rules import WITHOUT_CLIENTS_PARALLEL
@@ -51,10 +51,13 @@ def resume(
     with alone_in(path):
         directory = RunDirectory.open(path)
         directory.require_unchanged()
-        directory.roll_back()
         if directory.checkpoint.finished:
+            directory.roll_back()
             return directory
-        return _simulate(private_federation(build_federation(recipe)), directory, observer or Observer())
+        federation = private_federation(build_federation(recipe))
+        require_same_data(path, federation.data_digests())
+        directory.roll_back()
+        return _simulate(federation, directory, observer or Observer())
 
 
 def _require_simulation(recipe: Recipe) -> None:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from pydantic import Field, StringConstraints, ValidationError
 from torch import Tensor
 
+from ...data.digests import DATA_DIGESTS, data_digests, differences, digests_text, read_digests
 from ...data.options import DataOptions
 from ...errors import UserError
 from ...evaluation.metrics import METRICS, is_measure, split_metric
@@ -19,7 +20,7 @@ from ...models.weights import ModelOptions
 from ...options import Options, explain_errors
 from ...recipe.recipe import Recipe
 from ...run_folder.directory import client_file
-from ...run_folder.storage import read_message, write_message
+from ...run_folder.storage import read_message, write_atomically, write_message
 from ...untrusted import MOST_BYTES, expand_home, parse_yaml, read_regular_file
 
 _MEASURE = "evaluation/"  # before the name of a measure in an answer
@@ -106,6 +107,21 @@ class SiteStates:
         folder = expand_home(site.state) / run
         folder.mkdir(parents=True, exist_ok=True)
         return cls(folder, site.client, prune=True)
+
+    def require_same_data(self, federation: Federation, start: int | None) -> None:
+        """Raise UserError if the site's data are not those of the client's earlier rounds; its first round notes them.
+
+        `start` is the round whose state the client starts from. The message leaves the site, so it names no number.
+        """
+        if not self._prune:
+            return  # a simulated client's data are the run's
+        current = data_digests(federation.dataset, federation.client_rows, federation.downstream, [self._client])
+        stored = None if start is None else read_digests(self._folder)
+        if stored is None:
+            write_atomically(self._folder / DATA_DIGESTS, digests_text(current).encode())
+        elif changed := differences(stored, current):
+            which = ", ".join(changed)
+            raise UserError(f"its data have changed since it began this run ({which}): put them back as they were")
 
     def load(self, round_number: int | None) -> Message:
         """Return the state after a round, empty for None; raise UserError if it is missing or damaged."""

@@ -1,8 +1,11 @@
 """Any folder of images: flat or nested, without labels, with labels from folders or from a table."""
 
 import csv
+import unicodedata
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
@@ -11,7 +14,7 @@ from fedssl.data.datasets import Dataset, load_dataset
 from fedssl.data.options import DataOptions
 from fedssl.data.partitions import PartitionOptions, deal
 from fedssl.errors import UserError
-from tests.fedssl.data.data_files import refused, write_image
+from tests.fedssl.data.data_files import good_arrays, load_npz, refused, save, write_image
 
 
 def options_of(path: Path, **options: object) -> DataOptions:
@@ -127,6 +130,64 @@ def test_labels_from_a_table(tmp_path, suffix):
     assert [int(Path(name).stem) * 20 for name in data.columns["file"]] == reds(data)
 
 
+FORMS: dict[str, Callable[[str, Path], bytes]] = {
+    "BOM": lambda text, root: text.encode("utf-8-sig"),
+    "CRLF": lambda text, root: text.replace("\n", "\r\n").encode(),
+    "CR": lambda text, root: text.replace("\n", "\r").encode(),
+    "semicolons": lambda text, root: text.replace(",", ";").replace("José", '"José').replace(".bmp", '.bmp"').encode(),
+    "tabs": lambda text, root: text.replace(",", "\t").encode(),
+    "spaces": lambda text, root: text.replace(",", " , ").replace("\n", "  \n").encode(),
+    "empty lines": lambda text, root: text.replace("\n", "\n\n,\n").encode(),
+    "absolute": lambda text, root: text.replace("Jos", f"{root}/Jos").encode(),
+    "absolute by a link": lambda text, root: text.replace("Jos", f"{root.parent}/link/Jos").encode(),
+    "backslashes": lambda text, root: text.replace("/", "\\").encode(),
+    "dots": lambda text, root: text.replace("Jos", "./x/../Jos").encode(),
+    "composed": lambda text, root: unicodedata.normalize("NFC", text).encode(),
+    "decomposed": lambda text, root: unicodedata.normalize("NFD", text).encode(),
+}
+
+
+@pytest.mark.parametrize("on_disk", ["NFC", "NFD"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_table_of_any_form_names_the_same_files_and_classes(tmp_path, form, on_disk):
+    root, text = tmp_path / "images", "file,größe\n"
+    for number in range(8):
+        name, label = f"José/{number}.bmp", ["é", "ü"][number % 2]
+        text += f"{name},{label}\n"
+        write_image(root / unicodedata.normalize(on_disk, name), 20 * number)
+    (tmp_path / "link").symlink_to(root)
+    (tmp_path / "table.csv").write_bytes(FORMS[form](text, root))
+    column = unicodedata.normalize(on_disk, "größe")
+    data = load(root, labels=tmp_path / "table.csv", label_column=column, test_fraction=0.4)
+    assert data.class_names == ("é", "ü")
+    assert [value // 20 % 2 for value in reds(data)] == data.train_labels.tolist()
+    assert len(data.train_images) + len(data.test_images) == 8
+
+
+@pytest.mark.parametrize("name", ["folder", "images"])
+def test_a_class_is_the_same_in_composed_and_decomposed_names(tmp_path, name):
+    for form, split in (("NFC", "train"), ("NFD", "test")):
+        for label in ("é", "ê", "z"):
+            write_image(tmp_path / split / unicodedata.normalize(form, label) / "1.bmp", 10)
+    options = options_of(tmp_path, labels="folders") if name == "images" else DataOptions(name="folder", path=tmp_path)
+    data = load_dataset(options, 0)
+    assert data.class_names == ("z", "é", "ê")
+    assert data.train_labels.tolist() == data.test_labels.tolist() == [0, 1, 2]
+
+
+def test_class_names_of_an_array_are_composed_too(tmp_path):
+    names = {"class_names": np.array(["a", unicodedata.normalize("NFD", "é"), "z"])}
+    save(tmp_path / "data.npz", **good_arrays(), **names)
+    assert load_npz(tmp_path / "data.npz").class_names == ("a", "é", "z")
+
+
+def test_files_that_differ_in_the_form_of_accents_alone_are_refused(tmp_path):
+    for form in ("NFC", "NFD"):
+        write_image(tmp_path / f"{unicodedata.normalize(form, 'é')}.bmp", 10)
+    (tmp_path / "table.csv").write_text("file,label\né.bmp,1\n", encoding="utf-8")
+    refused("differ in the form of accents alone", options_of(tmp_path, labels=tmp_path / "table.csv"))
+
+
 def test_a_column_is_a_partition(tmp_path):
     table = a_table(tmp_path)
     data = load(tmp_path / "images", labels=table, label_column=None)
@@ -172,6 +233,10 @@ def test_files_and_table_that_do_not_agree(tmp_path, caplog):
         ("file,class\na.png,1\n", r"but not label; set data\.label_column, or to null where the table has no labels"),
         ("file,label\na.png\n", r"line 2 has 1 values, but the header has 2"),
         ("file,label\na.png,\n", r"line 2 has no label"),
+        ("file,label\n\n\n a.png\n", r"line 4 has 1 values"),
+        ('file,note,label\na.png,"two\nlines",1\n\nb.png,"x\n\ny", \n', r"line 5 has no label"),
+        ("file;label;site\na.png;1\n", r"line 2 has 2 values, but the header has 3"),
+        ("datei;label\na.png;1\n", r"has the columns datei;label, but not file"),
         ("file,label,label\na.png,1,1\n", r"several columns named label"),
         ("file,label\na.png,1\n./a.png,2\n", r"1 files on more than one line: a\.png"),
         ('file,label\n"a.png,1\n', r"cannot be read as a table"),

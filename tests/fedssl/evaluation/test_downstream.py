@@ -11,10 +11,12 @@ import torch
 from fedssl.data.options import DataOptions
 from fedssl.engines import in_process
 from fedssl.errors import UserError
-from fedssl.evaluation.evaluate import in_channels, load_downstream
+from fedssl.evaluation.evaluate import EvaluationOptions, check_downstream, in_channels, load_downstream
 from fedssl.evaluation.fine_tuning import FineTuneOptions
 from fedssl.evaluation.metrics import is_accuracy, metric_title
 from fedssl.export.encoder_folder import export_encoder
+from fedssl.models.encoders import build_encoder
+from fedssl.models.model import Model
 from fedssl.recipe.reading import parse_recipe
 from fedssl.reports.evaluation import evaluate_export, evaluate_run, parse_data
 from fedssl.reports.report import build_report
@@ -97,6 +99,13 @@ def test_a_size_that_the_encoder_does_not_take(noisy, tmp_path, other_data):
     folder = export_encoder(tmp_path / "run", tmp_path / "encoder")
     with pytest.raises(UserError, match=r"does not take images of 1 x 12 x 12 .*leave out image_size"):
         evaluate_export(folder, data=DataOptions(name="npz", path=other_data, image_size=12))
+
+
+def test_a_size_of_which_the_encoder_would_leave_out_pixels(other_data):
+    model = Model({"encoder": build_encoder("convnext_atto", 1, 64)})
+    dataset = load_downstream(DataOptions(name="npz", path=other_data, image_size=66), (1, 64, 64), seed=0)
+    with pytest.raises(UserError, match=r"images of 1 x 66 x 66 \(it would leave out the last 2 pixels of a side\)"):
+        check_downstream(model, dataset, EvaluationOptions())
 
 
 def test_the_recipes_option_is_measured_before_and_after(noisy, tmp_path, other_data):

@@ -118,3 +118,9 @@ def test_what_is_not_there_is_said(exported, tmp_path):
         embed_images(run, tmp_path, tmp_path / "out.npz")
     with pytest.raises(UserError, match="is not an exported encoder"):
         embed_images(tmp_path, tmp_path, tmp_path / "out.npz")
+
+
+def test_deep_pixels_of_an_array_are_refused_with_an_advice_that_embed_takes(exported, tmp_path):
+    np.savez(tmp_path / "deep.npz", x=np.full((2, 8, 8), 4095, np.uint16))
+    with pytest.raises(UserError, match=r"set --window \[4095,4095\] or .*--window full .*--window per_image"):
+        embed_images(exported[0], tmp_path / "deep.npz", tmp_path / "features.npz")

@@ -1,5 +1,6 @@
 """The encoders: shapes, the adaptation to small images, the documented sizes, and the errors."""
 
+import numpy as np
 import pytest
 import torch
 from timm.models.resnet import ResNet
@@ -7,6 +8,7 @@ from torch import nn
 
 from fedssl.accounting import StepCounter
 from fedssl.errors import UserError
+from fedssl.federation import build_federation
 from fedssl.models import encoders
 from fedssl.models.encoders import build_encoder, encoder_names
 
@@ -183,6 +185,37 @@ def test_images_too_small_for_a_timm_model_are_an_error():
     with pytest.raises(UserError, match="architecture: timm's 'pit_ti_224' does not take 8x8 pixels") as caught:
         build_encoder("pit_ti_224", 3, 8)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "side", "whole"),
+    [
+        ("vit_tiny_patch16_224", 30, 28),
+        ("vit_tiny_patch16_224", 60, 56),
+        ("mixer_s16_224", 79, 64),
+        ("swin_tiny_patch4_window7_224", 66, 64),
+        ("convnext_atto", 67, 64),
+        ("poolformer_s12", 66, 65),
+        ("convmixer_768_32", 32, 28),
+    ],
+)
+def test_an_image_of_which_pixels_would_be_left_out_is_an_error(name, side, whole):
+    with pytest.raises(UserError, match=rf"the last {side - whole} of {side}x{side}; set data.image_size={whole},"):
+        build_encoder(name, 3, side)
+    encoder = build_encoder(name, 3, whole).eval()
+    images = torch.zeros(1, 3, whole, whole)
+    corner = images.clone()
+    corner[..., -1, -1] = 10.0
+    assert not torch.equal(encoder(images), encoder(corner))
+
+
+def test_images_that_are_not_square_are_checked_in_both_directions(tiny, tmp_path):
+    np.savez(tmp_path / "wide.npz", x_train=np.zeros((24, 66, 64), np.uint8))
+    data = {"name": "npz", "path": str(tmp_path / "wide.npz")}
+    with pytest.raises(UserError, match=r"the last 2 of 66x64; set data\.image_size=64"):
+        build_federation(tiny(architectures=["convnext_atto"], data=data, partition={"name": "iid", "clients": 1}))
+    with pytest.raises(UserError, match="'small_vit' does not take 66x64 pixels and 1 channels"):
+        build_federation(tiny(architectures=["small_vit"], data=data, partition={"name": "iid", "clients": 1}))
 
 
 def test_remote_models_are_never_fetched():

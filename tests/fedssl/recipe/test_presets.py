@@ -181,6 +181,8 @@ def picture(path, size, mode="RGB"):
         ([(640, 480), (100, 100), (480, 640)], "RGB", 128),
         ([(512, 512)] * 3, "I;16", 128),
         ([(20, 30)], "L", 32),
+        ([(40, 40)] * 2, "RGB", 40),
+        ([(3, 3)] * 4, "L", 32),
     ],
 )
 def test_image_files_are_brought_to_one_size_by_their_headers(tmp_path, sizes, mode, side):

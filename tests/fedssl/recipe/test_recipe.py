@@ -65,7 +65,7 @@ def test_another_part_does_not_inherit_the_old_ones_options():
         ("rounds=0", ["rounds", "got 0"]),
         ("rounds", ["'rounds' is not key=value"]),
         ("seed.a=1", ["seed is 0 and has no entries"]),
-        ("name=[", ["not YAML"]),
+        ("architectures=[", ["not YAML"]),
     ],
 )
 def test_a_bad_override_is_one_line_with_path_and_allowed_values(override, parts, tmp_path):

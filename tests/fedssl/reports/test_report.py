@@ -15,6 +15,7 @@ from fedssl.reports.cost import format_bytes
 from fedssl.reports.page import render_page
 from fedssl.reports.report import build_report, write_report
 from fedssl.run_folder.record import read_run
+from fedssl.untrusted import quoted
 from tests.fedssl.conftest import ALIGNED
 from tests.fedssl.reports.parsed_page import HOSTILE, Page
 from tests.fedssl.reports.synthetic_runs import evaluated, write_run
@@ -125,7 +126,7 @@ def test_everything_is_escaped(tiny, tmp_path):
     assert "b" not in page.tags
     # title, heading, description, four tables, a warning, two captions, and the recipe's name and description
     assert page.text.count(HOSTILE) >= 9
-    assert f"fedssl run --resume {path}" in page.text
+    assert f"fedssl run --resume {quoted(path)}" in page.text
     assert "62615533" not in page.text
     assert page.table("method", "runs")[0][0] == HOSTILE
     assert [row[2] for row in page.table("method", "seed", "folder")] == [str(path)]

@@ -59,6 +59,17 @@ def tiny_table(tiny_recipe) -> Table:
     return make_table(baselines=["Alone!"], controls=[], rows=rows)
 
 
+def test_a_table_whose_data_have_changed_is_not_continued(tiny_table, tmp_path):
+    run_table(tiny_table.model_copy(update={"seeds": [0]}), tmp_path / "out")
+    before = states(tmp_path / "out")
+    with np.load(tmp_path / "images.npz") as arrays:
+        changed = {name: values[::-1] for name, values in arrays.items()}
+    np.savez(tmp_path / "images.npz", **changed)
+    with pytest.raises(UserError, match="have changed since the run began: client 0 now has 31 images"):
+        run_table(tiny_table, tmp_path / "out")
+    assert states(tmp_path / "out") == before
+
+
 def states(output: Path) -> dict[str, bytes]:
     """All runs' files, without wall-clock times."""
     files = [f for f in sorted(output.glob("*/seed-*/**/*")) if f.is_file() and "tensorboard" not in f.parts]

@@ -99,9 +99,11 @@ def start(recipe: Recipe, path: Path, sites: list[Path] | None = None) -> tuple[
     return directory, LoopGrid(app, configs)
 
 
-def run_on(recipe: Recipe, directory: RunDirectory, grid: LoopGrid) -> list[str]:
+def run_on(
+    recipe: Recipe, directory: RunDirectory, grid: LoopGrid, progress: WarningRecorder | None = None
+) -> list[str]:
     """Run a recipe on the nodes of `start`; returns the warnings."""
-    progress = WarningRecorder()
+    progress = progress or WarningRecorder()
     federation = private_federation(build_federation(recipe))
     clients = FlowerClients(grid, federation, directory, progress, "run", threading.Event())
     clients.connect()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
@@ -21,6 +22,7 @@ from fedssl.recipe.recipe import Recipe
 from fedssl.run_folder.creation import alone_in
 from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import ALIGNED, AVERAGED, FEDU2
+from tests.fedssl.data.data_files import random_pixels
 from tests.fedssl.engines.flower.loop_grid import KINDS, run_on, start, write_sites
 from tests.fedssl.engines.test_in_process import contents, metric
 
@@ -44,7 +46,7 @@ def test_clients_keep_their_states_at_their_sites(kind, quick, tiny, tmp_path):
     for name in ("metrics.csv", "spectrum.csv", "partition.csv", "checkpoints/server.round-00002.safetensors"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
     for k in range(3):
-        [*_, newest] = sorted((tmp_path / f"state{k}" / "run").iterdir())
+        [*_, newest] = sorted((tmp_path / f"state{k}" / "run").glob("client-*"))
         assert newest.read_bytes() == (tmp_path / "a" / "checkpoints" / newest.name).read_bytes()
     assert not list((tmp_path / "b" / "checkpoints").glob("client*"))
     with pytest.raises(UserError, match="client 0's model is at its own site"):
@@ -236,3 +238,23 @@ def test_a_failed_run_goes_on_with_other_waits_and_another_minimum(quick, tmp_pa
     kept = load_recipe(tmp_path / "run" / "recipe.yaml")
     assert (kept.guard.minimum_answers, kept.flower.round_seconds, kept.flower.connect_seconds) == (2, 50, 5)
     assert "no answer within 50 s" in (tmp_path / "run" / "refused.csv").read_text()
+
+
+def labelled(count: int) -> dict[str, np.ndarray]:
+    return {"x": random_pixels(count, 8, 8), "y": np.arange(count) % 10}
+
+
+def test_a_server_whose_test_images_have_changed_does_not_go_on(quick, tmp_path):
+    arrays = {f"{kind}_{part}": values for part in ("train", "test") for kind, values in labelled(60).items()}
+    np.savez(tmp_path / "own.npz", **arrays)
+    data = {"name": "npz", "path": str(tmp_path / "own.npz")}
+    recipe = quick(**AVERAGED, data=data, guard={"minimum_answers": 3})
+    _, grid = start(recipe, tmp_path / "nodes", write_sites(tmp_path))
+    grid.silent = {12}
+    with pytest.raises(UserError, match=r"guard.minimum_answers is 3"):
+        serve(recipe, tmp_path, grid)
+    before = contents(tmp_path / "run")
+    np.savez(tmp_path / "own.npz", **arrays | {"x_test": 255 - arrays["x_test"]})
+    with pytest.raises(UserError, match="have changed since the run began: the test set no longer has"):
+        serve(recipe, tmp_path, grid)
+    assert contents(tmp_path / "run") == before

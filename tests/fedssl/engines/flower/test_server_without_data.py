@@ -19,7 +19,7 @@ from fedssl.run_folder.record import read_run
 from tests.fedssl.conftest import AVERAGED
 from tests.fedssl.data.data_files import random_pixels
 from tests.fedssl.data.image_samples import save_array
-from tests.fedssl.engines.flower.loop_grid import run_on, start, write_sites
+from tests.fedssl.engines.flower.loop_grid import WarningRecorder, run_on, start, write_sites
 
 pytestmark = pytest.mark.usefixtures("flower_process")
 SITES = {"partition": {"name": "sites", "clients": 2}}
@@ -62,6 +62,29 @@ def test_sites_evaluate_the_models_that_they_keep(quick, tmp_path, sites):
     values = read_run(tmp_path / "run").values
     for measure in ("effective_rank", "alignment", "uniformity"):
         assert {who for number, who, metric in values if (number, metric) == (2, measure)} == {"0", "1", "mean"}
+
+
+def test_a_site_whose_images_change_during_a_run_is_left_out_and_named(quick, tmp_path, sites):
+    recipe = quick(**(AVERAGED | SITES | NO_DATA), rounds=4)
+    directory, grid = start(recipe, tmp_path / "run", sites)
+    (tmp_path / "images0").rename(tmp_path / "moved")
+    moved = yaml.safe_load(sites[0].read_text())
+    sites[0].write_text(yaml.safe_dump(moved | {"data": moved["data"] | {"path": str(tmp_path / "moved")}}))
+    file = tmp_path / "images1" / "03.png"
+    before = file.read_bytes()
+
+    class Changes(WarningRecorder):
+        def round_ended(self, number: int, rows: object) -> None:
+            """Give site 1 another image after the first round, and its own again after the third."""
+            if number == 1:
+                save_array(file, random_pixels(9, 8, seed=7))
+            elif number == 3:
+                file.write_bytes(before)
+
+    progress = Changes()
+    run_on(recipe, directory, grid, progress)
+    reason = "its data have changed since it began this run (client 1): put them back as they were"
+    assert progress.warnings == [f"round {number}: client 1 is left out: {reason}" for number in (2, 3)]
 
 
 def test_other_sizes_are_refused(quick, tmp_path, sites):

@@ -1,0 +1,91 @@
+"""Digests of what a run trains and is measured on, by which it knows its data again when it goes on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from ..errors import UserError
+from ..untrusted import read_regular_file
+from .datasets import Dataset
+from .stored_images import Images, rows_in_place
+
+DATA_DIGESTS = "data_digests.json"
+_BYTES_AT_A_TIME = 2**22
+
+#: the number of images and a SHA-256 by what they are, such as `client 0` or `the test set`
+Digests = dict[str, tuple[int, str]]
+
+
+def data_digests(
+    dataset: Dataset,
+    client_rows: Sequence[Tensor],
+    downstream: Mapping[str, Dataset] | None = None,
+    clients: Iterable[int] | None = None,
+) -> Digests:
+    """Digest the decoded images, labels and class names, in their order, so that file names and times do not count.
+
+    Args:
+        dataset: the run's.
+        client_rows: which training images each client holds, int64 row numbers.
+        downstream: other data that the models are evaluated on, by label.
+        clients: those whose training images are digested; all by default.
+    """
+    parts: dict[str, tuple[Images | None, tuple[Tensor | None, ...], Dataset]] = {}
+    images, labels, targets = dataset.train_images, dataset.train_labels, dataset.train_targets
+    for k in range(len(client_rows)) if clients is None else clients:
+        values = [None if one is None else one[client_rows[k]] for one in (labels, targets)]
+        parts[f"client {k}"] = rows_in_place(images, client_rows[k]), (*values,), dataset
+    parts["the set of public images"] = dataset.public_images, (), dataset
+    for label, data in {"": dataset, **(downstream or {})}.items():
+        of = f" of evaluation.downstream.{label}" if label else ""
+        if label:
+            parts[f"the training set{of}"] = data.train_images, (data.train_labels, data.train_targets), data
+        parts[f"the test set{of}"] = data.test_images, (data.test_labels, data.test_targets), data
+        parts[f"the validation set{of}"] = data.validation_images, (data.validation_labels,), data
+    return {
+        name: (len(images), _digest(images, values, data.class_names))
+        for name, (images, values, data) in parts.items()
+        if images is not None
+    }
+
+
+def _digest(images: Images, values: Iterable[Tensor | None], classes: Sequence[str]) -> str:
+    digest = hashlib.sha256(json.dumps([list(images.shape), *classes]).encode())
+    for block in images.split(max(1, _BYTES_AT_A_TIME // max(1, images.shape[1:].numel()))):
+        digest.update(block.contiguous().numpy().data)
+    for numbers in values:
+        if numbers is not None:
+            digest.update(numbers.contiguous().numpy().data)
+    return digest.hexdigest()
+
+
+def digests_text(digests: Digests) -> str:
+    """Return the content of a file that `read_digests` reads."""
+    return json.dumps(digests, indent=1) + "\n"
+
+
+def read_digests(folder: Path) -> Digests | None:
+    """Return the digests in a folder; None if it holds none. Raise UserError if their file cannot be read."""
+    try:
+        stored = json.loads(read_regular_file(folder / DATA_DIGESTS))
+        return {name: (int(images), digest) for name, (images, digest) in stored.items()}
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise UserError(f"{folder / DATA_DIGESTS} cannot be read ({error}); put back what the run wrote") from error
+
+
+def differences(before: Digests, now: Digests) -> dict[str, str]:
+    """Return how each part of the data differs from what it was before, by its name."""
+    clauses = {}
+    for name, (images, digest) in now.items():
+        had, stored = before.get(name, (0, ""))
+        if digest != stored:
+            same_number = f"{name} no longer has the same images and labels in the same order"
+            clauses[name] = same_number if images == had else f"{name} now has {images} images (had {had})"
+    return clauses

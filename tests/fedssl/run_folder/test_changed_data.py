@@ -1,0 +1,178 @@
+"""A run goes on, and is measured again, with the data with which it began: each change is named and nothing is lost."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedssl.data.digests import DATA_DIGESTS, data_digests
+from fedssl.engines import flower_module, in_process
+from fedssl.engines.observers import Observer
+from fedssl.errors import UserError
+from fedssl.federation import build_federation, require_same_data
+from fedssl.recipe.reading import load_recipe
+from fedssl.reports.evaluation import evaluate_run
+from fedssl.reports.report import write_report
+from tests.fedssl.conftest import AVERAGED
+from tests.fedssl.data.data_files import random_pixels
+from tests.fedssl.data.image_samples import save_array
+from tests.fedssl.run_folder.test_changed_runs import StopsAfterARound, everything
+
+OTHERS = "no longer has the same images and labels in the same order"
+
+
+@pytest.fixture
+def images(tmp_path, monkeypatch) -> Path:
+    """Fifteen training and five test images of each of two classes; the cache is beside them."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for number in range(40):
+        split, kind = "train" if number < 30 else "test", "ab"[number % 2]
+        save_array(tmp_path / "images" / split / kind / f"{number:02}.bmp", random_pixels(8, 8, seed=number))
+    return tmp_path / "images"
+
+
+@pytest.fixture
+def begin(tiny, images, tmp_path) -> Callable[..., Path]:
+    """Make a run of three clients; it is stopped after its first of two rounds unless an observer is given."""
+
+    def make(observer: Observer | None = None, **data: Any) -> Path:
+        data = {"name": "folder", "path": str(images), "image_size": 8, **data}
+        recipe = tiny(**AVERAGED, data=data, partition={"name": "iid", "clients": 3})
+        with suppress(KeyboardInterrupt):
+            in_process.run(recipe, tmp_path / "run", observer or StopsAfterARound())
+        return tmp_path / "run"
+
+    return make
+
+
+def replace(file: Path, seed: int = 99) -> None:
+    """Write another image of the same size in bytes, with the same times."""
+    before = file.stat()
+    save_array(file, random_pixels(8, 8, seed=seed))
+    assert file.stat().st_size == before.st_size
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "an image added": (
+        lambda folder: save_array(folder / "train" / "a" / "00b.bmp", random_pixels(8, 8, seed=50)),
+        r"client 0 now has 11 images \(had 10\), client 1 no longer has",
+    ),
+    "an image removed": (lambda folder: (folder / "train" / "a" / "02.bmp").unlink(), r"now has 9 images \(had 10\)"),
+    "an image replaced": (
+        lambda folder: replace(folder / "train" / "a" / "02.bmp"),
+        rf"began: client \d {OTHERS};",
+    ),
+    "an image of another class": (
+        lambda folder: (folder / "train" / "a" / "28.bmp").rename(folder / "train" / "b" / "28.bmp"),
+        rf"client \d {OTHERS}",
+    ),
+    "a class renamed": (
+        lambda folder: [(folder / split / "b").rename(folder / split / "c") for split in ("train", "test")],
+        rf"client 0 {OTHERS}, .*, the test set {OTHERS}",
+    ),
+    "a test image replaced": (
+        lambda folder: replace(folder / "test" / "b" / "31.bmp"),
+        rf"began: the test set {OTHERS};",
+    ),
+    "a test image removed": (
+        lambda folder: (folder / "test" / "a" / "30.bmp").unlink(),
+        r"began: the test set now has 9 images \(had 10\);",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_with_changed_data_a_run_is_not_continued_and_nothing_in_it_is_lost(change, begin, images):
+    path = begin()
+    make, says = CHANGES[change]
+    make(images)
+    with open(path / "timings.csv", "a") as file:
+        file.write("2,half a li")  # which a run that goes on cuts off
+    before = everything(path)
+    with pytest.raises(UserError, match=says) as caught:
+        in_process.resume(path)
+    assert "the data of" in str(caught.value)
+    assert everything(path) == before
+
+
+def test_public_and_downstream_data_count_too(tiny, tmp_path):
+    arrays = {"x_train": random_pixels(30, 8, 8), "y_train": np.arange(30) % 2}
+    arrays |= {"x_test": random_pixels(10, 8, 8, seed=1), "y_test": np.arange(10) % 2}
+    arrays |= {"x_val": random_pixels(8, 8, 8, seed=2), "y_val": np.arange(8) % 2}
+    for name in ("own", "public", "other"):
+        np.savez(tmp_path / f"{name}.npz", **arrays)
+    data = {"name": "npz", "path": str(tmp_path / "own.npz"), "public_path": str(tmp_path / "public.npz")}
+    other = {"other": {"name": "npz", "path": str(tmp_path / "other.npz")}}
+    changes = {"data": data, "evaluation": {"downstream": other}, "partition": {"name": "iid", "clients": 1}}
+    before = build_federation(tiny(**changes)).data_digests()
+    expected = {
+        ("public", "x_train"): {"the set of public images"},
+        ("other", "x_train"): {"the training set of evaluation.downstream.other"},
+        ("other", "y_test"): {"the test set of evaluation.downstream.other"},
+        ("own", "x_val"): {"the validation set"},
+        ("own", "y_train"): {"client 0"},
+    }
+    for (name, key), differ in expected.items():
+        np.savez(tmp_path / f"{name}.npz", **arrays | {key: arrays[key][::-1]})
+        now = build_federation(tiny(**changes)).data_digests()
+        assert {part for part in now if now[part] != before[part]} == differ
+        np.savez(tmp_path / f"{name}.npz", **arrays)
+
+
+def test_digests_of_images_in_a_file_are_those_in_memory(begin, images):
+    in_memory = load_recipe(begin() / "recipe.yaml")
+    in_a_file = in_memory.model_copy(update={"data": in_memory.data.model_copy(update={"memory_limit": 0.0})})
+    assert build_federation(in_memory).data_digests() == build_federation(in_a_file).data_digests()
+
+
+def test_moved_data_with_new_times_and_no_cache_are_the_same(begin, images, tmp_path):
+    path = begin(memory_limit=0)
+    shutil.copytree(images, tmp_path / "elsewhere", copy_function=shutil.copyfile)
+    shutil.rmtree(images)
+    shutil.rmtree(tmp_path / "cache")
+    images.symlink_to(tmp_path / "elsewhere")
+    assert in_process.resume(path).checkpoint.finished
+
+
+def test_of_a_run_without_digests_the_data_cannot_be_checked(begin, images, tmp_path, caplog):
+    path = begin()
+    replace(images / "train" / "a" / "02.bmp")
+    (path / DATA_DIGESTS).unlink()
+    federation = build_federation(load_recipe(path / "recipe.yaml"))
+    require_same_data(path, federation.data_digests())
+    assert [record.getMessage() for record in caplog.records if "cannot be checked" in record.getMessage()] != []
+
+
+def test_a_finished_run_is_measured_and_drawn_with_its_own_data_alone(begin, images):
+    path = begin(Observer())
+    assert in_process.resume(path).checkpoint.finished
+    replace(images / "test" / "b" / "31.bmp")
+    with pytest.raises(UserError, match=f"the test set {OTHERS}"):
+        evaluate_run(path)
+    assert not (path / "evaluation.csv").exists()
+    assert "have changed since the run began: the test set no longer has" in write_report([path]).read_text()
+
+
+def test_a_simulation_by_flower_is_not_continued_either(begin, images, monkeypatch):
+    pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
+    pytest.importorskip("ray", reason="ray is not installed: pip install .[flower]")
+    path, simulation = begin(), flower_module("engines.flower.simulation")
+    replace(images / "train" / "a" / "02.bmp")
+    monkeypatch.setattr(simulation, "_simulate", lambda *arguments: pytest.fail("the simulation began"))
+    with pytest.raises(UserError, match=f"client . {OTHERS}"):
+        simulation.resume(path)
+
+
+def test_images_that_change_clients_are_noticed(tiny):
+    federation = build_federation(tiny())
+    rows = federation.client_rows
+    before, now = (data_digests(federation.dataset, clients) for clients in (rows, [rows[1], rows[0], rows[2]]))
+    assert {name for name in now if now[name] != before[name]} == {"client 0", "client 1"}
