@@ -1,6 +1,6 @@
 """Operators of federated self-supervised learning, exact and differentiable: see README.md in this folder."""
 
-from fedkernels import nn
+from fedkernels import nn as nn  # not in __all__, so that `import *` leaves torch.nn as `nn`
 from fedkernels.accumulate_cka import CKAAccumulator
 from fedkernels.apply_deltas import apply_deltas
 from fedkernels.client_weights import client_weights
@@ -30,7 +30,6 @@ __all__ = [
     "ViewKey",
     "ViewOptions",
     "ViewParameters",
-    "__version__",
     "apply_deltas",
     "build_info",
     "client_weights",
@@ -43,7 +42,6 @@ __all__ = [
     "linear_cka",
     "linear_cka_pairwise",
     "linear_cka_to_kernel",
-    "nn",
     "nt_xent",
     "self_test",
     "sigmoid_loss",

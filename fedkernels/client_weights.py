@@ -80,27 +80,25 @@ def _bounded(gram: Tensor, bounds: Tensor, tol: float) -> Tensor:
 def _bounds(lower_bounds: Tensor | float, gram: Tensor) -> Tensor:
     """The lower bounds as float64 [..., K], checked where the data can be seen."""
     clients = gram.shape[-1]
-    if isinstance(lower_bounds, (int, float)) and not isinstance(lower_bounds, bool):
-        _check_bounds(float(lower_bounds), clients * float(lower_bounds))
-        return gram.new_full(gram.shape[:-1], float(lower_bounds), dtype=torch.float64)
-    elif isinstance(lower_bounds, Tensor):
-        checks.floating("lower_bounds", lower_bounds)
-        checks.same_device(gram=gram, lower_bounds=lower_bounds)
-        wanted = list(gram.shape[:-1])
-        if lower_bounds.ndim == 0 or lower_bounds.shape[-1] != clients:
-            raise ValueError(
-                f"lower_bounds must be a number or have shape [..., {clients}] for gram of shape {list(gram.shape)}, "
-                f"got {list(lower_bounds.shape)}"
-            )
-        try:
-            bounds = lower_bounds.double().expand(wanted)
-        except RuntimeError:
-            raise ValueError(
-                f"lower_bounds must broadcast to {wanted} for gram of shape {list(gram.shape)}, "
-                f"got {list(lower_bounds.shape)}"
-            ) from None
-    else:
-        raise TypeError(f"lower_bounds must be a torch.Tensor or a Python number, got {type(lower_bounds).__name__}")
+    if not isinstance(lower_bounds, Tensor):
+        bound = float(checks.number("lower_bounds", lower_bounds, "a torch.Tensor or a Python number"))
+        _check_bounds(bound, clients * bound)
+        return gram.new_full(gram.shape[:-1], bound, dtype=torch.float64)
+    checks.floating("lower_bounds", lower_bounds)
+    checks.same_device(gram=gram, lower_bounds=lower_bounds)
+    wanted = list(gram.shape[:-1])
+    if lower_bounds.ndim == 0 or lower_bounds.shape[-1] != clients:
+        raise ValueError(
+            f"lower_bounds must be a number or have shape [..., {clients}] for gram of shape {list(gram.shape)}, "
+            f"got {list(lower_bounds.shape)}"
+        )
+    try:
+        bounds = lower_bounds.double().expand(wanted)
+    except RuntimeError:
+        raise ValueError(
+            f"lower_bounds must broadcast to {wanted} for gram of shape {list(gram.shape)}, "
+            f"got {list(lower_bounds.shape)}"
+        ) from None
     if torch.compiler.is_compiling() or is_transformed() or is_without_data(bounds):
         return bounds
     if bounds.is_cuda:  # the host does not wait for the values

@@ -11,13 +11,14 @@ from fedkernels.internal.autograd import has_tangent
 from fedkernels.internal.contrastive import scaled_rows
 from fedkernels.internal.similarity_logsumexp import similarity_logsumexp
 from fedkernels.reference._precision import compute_dtype
+from fedkernels.reference._reduce import reduce
 from fedkernels.reference.clip_loss import clip_loss as _reference
 
 
-def clip_loss(image: Tensor, text: Tensor, logit_scale: float | Tensor) -> Tensor:
+def clip_loss(image: Tensor, text: Tensor, logit_scale: float | Tensor, reduction: checks.Reduction = "mean") -> Tensor:
     """CLIP's loss of B pairs: the mean of InfoNCE of the images against the texts and of the texts against the images.
 
-    ``loss = mean_i(logsumexp_j(s x_i . y_j) + logsumexp_j(s x_j . y_i) - 2 s x_i . y_i) / 2``
+    ``loss_i = (logsumexp_j(s x_i . y_j) + logsumexp_j(s x_j . y_i)) / 2 - s x_i . y_i``
 
     The rows are used as given: normalise them first (``torch.nn.functional.normalize``), as CLIP does. Source: Radford
     et al. 2021, "Learning Transferable Visual Models From Natural Language Supervision", Figure 3.
@@ -31,14 +32,16 @@ def clip_loss(image: Tensor, text: Tensor, logit_scale: float | Tensor) -> Tenso
         text: [B, d].
         logit_scale: s, 1 / temperature: a positive, finite Python number, or a tensor of one entry, which gets its
             gradient. CLIP learns the logarithm and gives ``log_scale.exp()``.
+        reduction: "mean" or "sum" over the B pairs, or "none".
 
     Returns:
-        A scalar, float64 where image or text is float64, else float32. Products and sums have that precision too,
-        under autocast as well. Gradients come back in each input's dtype. NaN in gives NaN out.
+        A scalar, or [B] for "none"; float64 where image or text is float64, else float32. Products and sums have that
+        precision too, under autocast as well. Gradients come back in each input's dtype. NaN in gives NaN out.
 
     Raises:
         TypeError: image or text is not a floating tensor, or logit_scale neither a number nor a floating tensor.
-        ValueError: B = 0, d = 0, unequal shapes or devices, a logit_scale of several entries or out of range.
+        ValueError: B = 0, d = 0, unequal shapes or devices, a logit_scale of several entries, a logit_scale or
+            reduction out of range.
     """
     checks.floating("image", image, ndim=2, layout="[B, d]")
     checks.floating("text", text, ndim=2, layout="[B, d]")
@@ -47,13 +50,14 @@ def clip_loss(image: Tensor, text: Tensor, logit_scale: float | Tensor) -> Tenso
         raise ValueError(f"text must have the shape {list(image.shape)} of image, got {list(text.shape)}")
     checks.same_device(image=image, text=text)
     logit_scale = checks.positive_number_or_tensor("logit_scale", logit_scale, image.device)
+    checks.one_of("reduction", reduction, checks.REDUCTIONS)
     dtype = compute_dtype(image, text)
     scaled = scaled_rows(image, logit_scale, dtype)
     if image.is_cuda:
-        return (info_nce(scaled, text, 1.0) + info_nce(text, scaled, 1.0)) / 2
+        return (info_nce(scaled, text, 1.0, reduction) + info_nce(text, scaled, 1.0, reduction)) / 2
     if has_tangent(scaled, text) or native.operator("similarity_logsumexp", image, text) is None:
-        return _reference(scaled, text, 1.0)
+        return _reference(scaled, text, 1.0, reduction)
     numbers = torch.arange(image.shape[0], device=image.device)
     sums = similarity_logsumexp(scaled, text, positives=numbers, columns=True)
     of_images, of_texts, of_pairs = cast(tuple[Tensor, Tensor, Tensor], sums)
-    return ((of_images - of_pairs).mean() / 2 + (of_texts - of_pairs).mean() / 2).to(dtype)
+    return (reduce(of_images - of_pairs, reduction) / 2 + reduce(of_texts - of_pairs, reduction) / 2).to(dtype)

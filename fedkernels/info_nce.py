@@ -8,7 +8,7 @@ from torch import Tensor
 from fedkernels.internal import checks, contrastive, native
 from fedkernels.internal.autograd import keep_missing_as_none, needs_gradient, refuse_second_derivative
 from fedkernels.internal.similarity_logsumexp import similarity_logsumexp
-from fedkernels.reference._precision import compute_dtype, no_autocast
+from fedkernels.reference._precision import compute_dtype
 from fedkernels.reference._reduce import reduce
 from fedkernels.reference.info_nce import info_nce as _reference
 
@@ -17,7 +17,7 @@ def info_nce(
     query: Tensor,
     key: Tensor,
     temperature: float | Tensor,
-    reduction: str = "mean",
+    reduction: checks.Reduction = "mean",
     *,
     positives: int | Tensor = 0,
     negatives: Tensor | None = None,
@@ -72,14 +72,10 @@ def info_nce(
     checks.same_device(query=query, key=key)
     temperature = checks.positive_number_or_tensor("temperature", temperature, query.device)
     checks.one_of("reduction", reduction, checks.REDUCTIONS)
-    _check_positives(positives, query, key)
+    recompute = checks.boolean("recompute", recompute)
+    positives = _check_positives(positives, query, key)
     if negatives is not None:
-        checks.floating("negatives", negatives, ndim=2, layout="[M, d]")
-        if negatives.shape[1] != query.shape[1]:
-            raise ValueError(f"negatives must have the d = {query.shape[1]} columns of query, got {negatives.shape[1]}")
-        checks.same_device(query=query, negatives=negatives)
-        with no_autocast(key):  # under autocast to bfloat16 torch.cat of float16 raises an error
-            key = torch.cat([key, negatives])
+        key = contrastive.with_negatives(query, key, negatives)
     if labels is not None or excluded is not None or isinstance(positives, Tensor):
         _check_left_out(labels, excluded, query, key)
         scaled = contrastive.scaled_rows(query, 1 / temperature, compute_dtype(query, key))
@@ -114,7 +110,7 @@ def _by_similarities(
     return reduce(of_queries - cast(Tensor, of_positives), reduction).to(scaled.dtype)
 
 
-def _check_positives(positives: object, query: Tensor, key: Tensor) -> None:
+def _check_positives(positives: object, query: Tensor, key: Tensor) -> int | Tensor:
     """An offset or int64 [B], within the rows of key."""
     queries, keys = query.shape[0], key.shape[0]
     if isinstance(positives, Tensor):
@@ -127,14 +123,14 @@ def _check_positives(positives: object, query: Tensor, key: Tensor) -> None:
             # Under a FakeTensorMode they are without values, even those of a tensor that has values.
             if checks.has_values(lowest) and not 0 <= int(lowest) <= int(highest) < keys:
                 raise ValueError(f"positives must be from 0 to N - 1 = {keys - 1}, got {int(lowest)} to {int(highest)}")
-        return
-    if isinstance(positives, bool) or not isinstance(positives, int):
-        raise TypeError(f"positives must be an integer or an int64 tensor [B], got {type(positives).__name__}")
+        return positives
+    positives = checks.integer("positives", positives, "an integer or an int64 tensor [B]")
     if positives < 0:
         raise ValueError(f"positives must be an offset of at least 0, got {checks.short(positives)}")
     if keys < queries + positives:
         beyond = f" from row {positives} on" if positives else ""
         raise ValueError(f"key must have at least the B = {queries} rows of query{beyond}, got {keys}")
+    return positives
 
 
 def _check_left_out(labels: object, excluded: Tensor | None, query: Tensor, key: Tensor) -> None:
@@ -150,6 +146,7 @@ def _check_left_out(labels: object, excluded: Tensor | None, query: Tensor, key:
             raise TypeError(f"excluded must be a torch.Tensor, got {type(excluded).__name__}")
         if excluded.dtype != torch.bool:
             raise TypeError(f"excluded must be bool, got {excluded.dtype}")
+        checks.dense("excluded", excluded)
         if excluded.shape != (query.shape[0], key.shape[0]):
             expected = [query.shape[0], key.shape[0]]
             raise ValueError(f"excluded must have shape [B, N + M] = {expected}, got {list(excluded.shape)}")

@@ -46,7 +46,7 @@ def linear_cka(x: Tensor, y: Tensor, centered: bool = False) -> Tensor:
         ValueError: L = 0, d1 = 0, d2 = 0, unequal L, leading dimensions that do not broadcast, unequal devices.
     """
     check_pair(x, y)
-    checks.boolean("centered", centered)
+    centered = checks.boolean("centered", centered)
     large = x.is_cuda and not (_small(x) and _small(y))
     operator = None if has_tangent(x, y) else native.operator("linear_cka_large" if large else "linear_cka", x, y)
     if large and x.shape[:-2] != y.shape[:-2]:
@@ -89,7 +89,7 @@ def linear_cka_to_kernel(x: Tensor, kernel: Tensor, centered: bool = False) -> T
     if kernel.shape[-2:] != (rows, rows):
         raise ValueError(f"kernel must be [..., {rows}, {rows}] for the {rows} rows of x, got {list(kernel.shape)}")
     check_broadcast("kernel", kernel, x)
-    checks.boolean("centered", centered)
+    centered = checks.boolean("centered", centered)
     operator = None if has_tangent(x, kernel) else native.operator("linear_cka_to_kernel", x, kernel)
     if x.is_cuda and x.shape[:-2] != kernel.shape[:-2]:
         operator = None
@@ -118,7 +118,7 @@ def linear_cka_pairwise(xs: Sequence[Tensor], ys: Sequence[Tensor], centered: bo
         ValueError: an empty list, L = 0, d = 0, unequal L or devices.
     """
     check_lists(xs, ys)
-    checks.boolean("centered", centered)
+    centered = checks.boolean("centered", centered)
     everything = [*xs, *ys]
     operator = native.operator("linear_cka_pairwise", *everything)
     if operator is None or any(needs_gradient(z) for z in everything) or has_tangent(*everything):

@@ -11,7 +11,7 @@ from fedkernels.reference._precision import compute_dtype
 from fedkernels.reference.nt_xent import nt_xent as _reference
 
 
-def nt_xent(view1: Tensor, view2: Tensor, temperature: float | Tensor, reduction: str = "mean") -> Tensor:
+def nt_xent(view1: Tensor, view2: Tensor, temperature: float | Tensor, reduction: checks.Reduction = "mean") -> Tensor:
     """SimCLR's loss over the 2B rows ``z = [view1; view2]``; the positive of a row is its other view.
 
     ``loss_i = logsumexp_{j != i}(z_i . z_j / temperature) - z_i . z_p(i) / temperature``

@@ -7,20 +7,27 @@ from torch import Tensor
 
 from fedkernels.internal import checks, contrastive, native
 from fedkernels.internal.autograd import keep_missing_as_none, needs_gradient, refuse_second_derivative
-from fedkernels.reference._precision import compute_dtype, no_autocast
+from fedkernels.reference._precision import compute_dtype
 from fedkernels.reference.sigmoid_loss import sigmoid_loss as _reference
 
 
-def sigmoid_loss(image: Tensor, text: Tensor, logit_scale: float | Tensor, logit_bias: float | Tensor) -> Tensor:
-    """SigLIP's loss of B pairs.
+def sigmoid_loss(
+    image: Tensor,
+    text: Tensor,
+    logit_scale: float | Tensor,
+    logit_bias: float | Tensor,
+    reduction: checks.Reduction = "mean",
+) -> Tensor:
+    """SigLIP's loss of B images against B texts; image i's positive is text i.
 
-    ``loss = -sum_ij log sigmoid(z_ij (s x_i . y_j + b)) / B`` with z_ij = 1 for i = j and -1 for all other pairs
+    ``loss_i = -sum_j log sigmoid(z_ij (s x_i . y_j + b))`` with z_ij = 1 for i = j and -1 for all other pairs
 
     The rows are used as given: normalise them first (``torch.nn.functional.normalize``), as SigLIP does. Source: Zhai
     et al. 2023, "Sigmoid Loss for Language Image Pre-Training", Algorithm 1.
 
     On the CPU one pass over the B x B logits gives the loss and its gradients, and the logits are not held. On CUDA,
-    under torch.func's transforms and in forward mode the reference in plain PyTorch serves, which holds them.
+    for "none", under torch.func's transforms and in forward mode the reference in plain PyTorch serves, which holds
+    them.
 
     Args:
         image: [B, d], float16, bfloat16, float32 or float64, any strides.
@@ -28,16 +35,17 @@ def sigmoid_loss(image: Tensor, text: Tensor, logit_scale: float | Tensor, logit
         logit_scale: s: a positive, finite Python number, or a tensor of one entry, which gets its gradient. SigLIP
             learns the logarithm and gives ``log_scale.exp()``.
         logit_bias: b: a finite Python number, or a tensor of one entry, which gets its gradient.
+        reduction: "mean" or "sum" over the B images, or "none".
 
     Returns:
-        A scalar, float64 where image or text is float64, else float32. Products and sums have that precision too,
-        under autocast as well. Gradients come back in each input's dtype. NaN in gives NaN out.
+        A scalar, or [B] for "none"; float64 where image or text is float64, else float32. Products and sums have that
+        precision too, under autocast as well. Gradients come back in each input's dtype. NaN in gives NaN out.
 
     Raises:
         TypeError: image or text is not a floating tensor, or logit_scale or logit_bias neither a number nor a floating
             tensor.
-        ValueError: B = 0, d = 0, unequal shapes or devices, a logit_scale or logit_bias of several entries or out of
-            range.
+        ValueError: B = 0, d = 0, unequal shapes or devices, a logit_scale or logit_bias of several entries, one of them
+            or reduction out of range.
     """
     checks.floating("image", image, ndim=2, layout="[B, d]")
     checks.floating("text", text, ndim=2, layout="[B, d]")
@@ -47,17 +55,14 @@ def sigmoid_loss(image: Tensor, text: Tensor, logit_scale: float | Tensor, logit
     checks.same_device(image=image, text=text)
     logit_scale = checks.positive_number_or_tensor("logit_scale", logit_scale, image.device)
     logit_bias = checks.number_or_tensor("logit_bias", logit_bias, image.device)
-    scaled = contrastive.scaled_rows(image, logit_scale, compute_dtype(image, text))
-    # One more column adds the bias to every logit, and autograd gives it its gradient. (torch.cat of float16 raises an
-    # error under autocast to bfloat16.)
-    with no_autocast(image):
-        biases = scaled.new_ones(len(image), 1) * logit_bias
-        scaled, text = torch.cat([scaled, biases], dim=1), torch.cat([text, text.new_ones(len(image), 1)], dim=1)
-    operator = None if image.is_cuda else contrastive.operator("sigmoid_loss", scaled, text)
+    checks.one_of("reduction", reduction, checks.REDUCTIONS)
+    scaled, text = contrastive.with_bias(image, text, logit_scale, logit_bias)
+    has_operator = reduction != "none" and not image.is_cuda
+    operator = contrastive.operator("sigmoid_loss", scaled, text) if has_operator else None
     if operator is None:
-        return _reference(scaled, text, 1.0, 0.0)
+        return _reference(scaled, text, 1.0, 0.0, reduction)
     total: Tensor = operator(scaled, text, needs_gradient(scaled), needs_gradient(text))[0]
-    return (total / len(image)).to(scaled.dtype)
+    return (total / image.shape[0] if reduction == "mean" else total).to(scaled.dtype)
 
 
 if native.module is not None:

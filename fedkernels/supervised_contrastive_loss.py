@@ -9,11 +9,12 @@ from fedkernels.internal.contrastive import scaled_rows
 from fedkernels.internal.similarity_logsumexp import similarity_logsumexp
 from fedkernels.nt_xent import nt_xent
 from fedkernels.reference._precision import compute_dtype
+from fedkernels.reference._sizes import holds
 from fedkernels.reference.supervised_contrastive_loss import supervised_contrastive_loss as _reference
 
 
 def supervised_contrastive_loss(
-    features: Tensor, labels: Tensor, temperature: float | Tensor, reduction: str = "mean"
+    features: Tensor, labels: Tensor, temperature: float | Tensor, reduction: checks.Reduction = "mean"
 ) -> Tensor:
     """SupCon, the contrastive loss with all other rows of a row's label as its positives P(i).
 
@@ -25,8 +26,8 @@ def supervised_contrastive_loss(
 
     The mean over the positives is the product with the sum of their rows, so only the log-sum-exp looks at all pairs.
     For an even B it is that of `nt_xent`, compiled for the CPU and CUDA, which does not hold the B x B logits. That
-    takes 2.5 products of B x B x d on the CPU, an odd B 4. On CUDA an odd B, and everywhere torch.func's transforms and
-    forward mode, take the reference in plain PyTorch, which holds the logits.
+    takes 2.5 products of B x B x d on the CPU; an odd B, and a dynamic one in torch.export, take 4. On CUDA these two,
+    and torch.func's transforms and forward mode everywhere, take the reference in plain PyTorch. It holds the logits.
 
     Args:
         features: [B, d], float16, bfloat16, float32 or float64, any strides.
@@ -51,20 +52,21 @@ def supervised_contrastive_loss(
     temperature = checks.positive_number_or_tensor("temperature", temperature, features.device)
     checks.one_of("reduction", reduction, checks.REDUCTIONS)
     rows, half = features.shape[0], features.shape[0] // 2
-    name = "similarity_logsumexp" if rows % 2 else "nt_xent"
+    in_halves = holds(rows % 2 == 0)
+    name = "nt_xent" if in_halves else "similarity_logsumexp"
     if rows == 1 or has_tangent(features) or native.operator(name, features) is None:
         return _reference(features, labels, temperature, reduction)
     # Both sides of the products are divided by the square root.
     z = scaled_rows(features, temperature**-0.5, compute_dtype(features))
     positives, count = _sums_of_positives(z, labels)
     of_positives = positives / count.clamp(min=1)[:, None]
-    if rows % 2:
+    if in_halves:
+        # nt_xent takes the logit with row i + B / 2 away: what remains is what that row is nearer than the positives.
+        losses = nt_xent(z[:half], z[half:], 1.0, "none") + (z * (z.roll(half, 0) - of_positives)).sum(dim=1)
+    else:
         numbers = torch.arange(rows, device=z.device)
         of_others = similarity_logsumexp(z, z, labels=(numbers, numbers))[0].to(z.dtype)
         losses = of_others - (z * of_positives).sum(dim=1)
-    else:
-        # nt_xent takes the logit with row i + B / 2 away: what remains is what that row is nearer than the positives.
-        losses = nt_xent(z[:half], z[half:], 1.0, "none") + (z * (z.roll(half, 0) - of_positives)).sum(dim=1)
     losses = losses.masked_fill(count == 0, 0)
     if reduction == "mean":
         return losses.sum() / (count > 0).sum().clamp(min=1)

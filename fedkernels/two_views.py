@@ -49,7 +49,7 @@ def two_views(
         TypeError: `images` are not uint8, `samples` not int64, `key` or `options` of another type.
         ValueError: a shape, a device, a number of the key, the dtype or the memory format is another than these.
     """
-    _check(images, samples, key, options)
+    key = _check(images, samples, key, options)
     if dtype not in _DTYPES:
         raise ValueError(f"dtype must be torch.float32 or torch.bfloat16, got {checks.short(dtype)}")
     if memory_format not in _MEMORY_FORMATS:
@@ -88,16 +88,15 @@ def view_parameters(
         TypeError: `samples` are not int64, `height` or `width` no integer, `key` or `options` of another type.
         ValueError: a shape, a side or a number of the key is out of its range.
     """
-    _check_draws(samples, key, options)
+    key = _check_draws(samples, key, options)
+    height, width = checks.integer("height", height), checks.integer("width", width)
     for name, side in (("height", height), ("width", width)):
-        if isinstance(side, bool) or not isinstance(side, (int, torch.SymInt)):
-            raise TypeError(f"{name} must be an integer, got {type(side).__name__}")
         if side < 2:
             raise ValueError(f"{name} must be at least 2, got {side}")
     return _reference.view_parameters(samples, key, height, width, options)
 
 
-def _check(images: Tensor, samples: Tensor, key: ViewKey, options: ViewOptions) -> None:
+def _check(images: Tensor, samples: Tensor, key: ViewKey, options: ViewOptions) -> ViewKey:
     if not isinstance(images, Tensor):
         raise TypeError(f"images must be a torch.Tensor, got {type(images).__name__}")
     if images.dtype != torch.uint8:
@@ -106,13 +105,16 @@ def _check(images: Tensor, samples: Tensor, key: ViewKey, options: ViewOptions) 
         raise TypeError(f"images must be a dense tensor, got layout {images.layout}")
     if images.ndim != 4 or images.shape[1] not in (1, 3) or min(images.shape[2:]) < 2:
         raise ValueError(f"images must have shape [n, 1 or 3, H, W] with sides of at least 2, got {list(images.shape)}")
-    _check_draws(samples, key, options)
-    if len(samples) != len(images):
-        raise ValueError(f"samples must have one number for each of the {len(images)} images, got {len(samples)}")
+    key = _check_draws(samples, key, options)
+    if samples.shape[0] != images.shape[0]:
+        wanted, given = images.shape[0], samples.shape[0]
+        raise ValueError(f"samples must have one number for each of the {wanted} images, got {given}")
     checks.same_device(images=images, samples=samples)
+    return key
 
 
-def _check_draws(samples: Tensor, key: ViewKey, options: ViewOptions) -> None:
+def _check_draws(samples: Tensor, key: ViewKey, options: ViewOptions) -> ViewKey:
+    """The key with Python's integers."""
     if not isinstance(samples, Tensor):
         raise TypeError(f"samples must be a torch.Tensor, got {type(samples).__name__}")
     if samples.dtype != torch.int64:
@@ -123,15 +125,13 @@ def _check_draws(samples: Tensor, key: ViewKey, options: ViewOptions) -> None:
         raise ValueError(f"samples must have shape [n], got {list(samples.shape)}")
     if not isinstance(key, ViewKey):
         raise TypeError(f"key must be a ViewKey, got {type(key).__name__}")
-    for name, value, bits in (
-        ("seed", key.seed, 63), ("client", key.client, 32), ("round", key.round, 32), ("epoch", key.epoch, 32),
-    ):  # fmt: skip
-        if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-            raise TypeError(f"key.{name} must be an integer, got {type(value).__name__}")
+    key = ViewKey(*(checks.integer(f"key.{name}", value) for name, value in zip(ViewKey._fields, key, strict=True)))
+    for name, value, bits in zip(ViewKey._fields, key, (63, 32, 32, 32), strict=True):
         if not 0 <= value < 1 << bits:
             raise ValueError(f"key.{name} must be between 0 and 2^{bits} - 1, got {checks.short(value)}")
     if not isinstance(options, ViewOptions):
         raise TypeError(f"options must be a ViewOptions, got {type(options).__name__}")
+    return key
 
 
 if native.module is not None:

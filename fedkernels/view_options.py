@@ -2,9 +2,10 @@
 
 import math
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from numbers import Integral, Real
+from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import SymFloat, SymInt, Tensor
 
 _PAIRS = ("crop_scale", "crop_ratio", "blur_sigma")
 _PROBABILITIES = ("flip", "jitter_probability", "grayscale", "blur", "solarize")
@@ -54,18 +55,18 @@ class ViewOptions:
             name, value = field.name, getattr(self, field.name)
             most = _LARGEST.get(name, _LARGEST_OF_OTHERS)
             if name not in _PAIRS:
-                if not 0 <= _number(name, value) <= most:
+                if not 0 <= number(name, value, "a number") <= most:
                     raise ValueError(f"{name} must be between 0 and {most:g}, got {short(value)}")
+                object.__setattr__(self, name, float(value))
                 continue
             if not isinstance(value, (tuple, list)) or len(value) != 2:
                 raise TypeError(f"{name} must be two numbers, got {short(value)}")
-            low, high = (_number(name, one) for one in value)
+            low, high = (number(name, one, "a number") for one in value)
             least = 1 / _LARGEST_OF_OTHERS
             if not least <= low <= high <= most:
-                raise ValueError(
-                    f"{name} must be two numbers with {least:g} <= low <= high <= {most:g}, got ({low:g}, {high:g})"
-                )
-            object.__setattr__(self, name, (low, high))
+                given = f"({short(low)}, {short(high)})"
+                raise ValueError(f"{name} must be two numbers with {least:g} <= low <= high <= {most:g}, got {given}")
+            object.__setattr__(self, name, (float(low), float(high)))
 
     def numbers(self) -> list[float]:
         """What the compiled operator takes: struct ViewOptions of csrc/cpu/view_parameters.h."""
@@ -111,10 +112,32 @@ class ViewParameters(NamedTuple):
     solarize: Tensor  # [2, n] bool
 
 
-def _number(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
-    return float(value) if -_LARGEST_OF_OTHERS <= value <= _LARGEST_OF_OTHERS else math.nan
+def number(name: str, value: Any, expected: str = "a Python number") -> Any:
+    """Return a real number of Python or numpy as it is, for the caller to compare and then to convert by float.
+
+    A numpy array without dimensions is a number too. True and False are none.
+    """
+    one = plain(value)
+    if isinstance(one, bool) or not isinstance(one, (Real, SymInt, SymFloat)):
+        raise TypeError(f"{name} must be {expected}, got {type(value).__name__}")
+    return one
+
+
+def integer(name: str, value: Any, expected: str = "an integer") -> int:
+    """Return an integer of Python or numpy as Python's. A symbolic one, as of a traced shape, stays symbolic."""
+    one = plain(value)
+    if isinstance(one, SymInt):
+        return one  # type: ignore[return-value]
+    if isinstance(one, bool) or not isinstance(one, Integral):
+        raise TypeError(f"{name} must be {expected}, got {type(value).__name__}")
+    return int(one)
+
+
+def plain(value: Any) -> Any:
+    """Return one of numpy's scalars and arrays without dimensions as Python's; numpy itself is not needed."""
+    if isinstance(value, (int, float, SymInt, SymFloat, Tensor)) or getattr(value, "shape", None) != ():
+        return value
+    return value.item()
 
 
 def short(value: object) -> str:

@@ -8,6 +8,8 @@ from fedkernels import distributed
 from fedkernels.compat.only_default import only_default
 from fedkernels.nt_xent import nt_xent
 
+__all__ = ["NTXentLoss"]
+
 
 class NTXentLoss(nn.Module):
     """lightly's ``NTXentLoss``: it normalises the rows and, if asked to, takes negatives from all ranks.
@@ -22,7 +24,7 @@ class NTXentLoss(nn.Module):
         memory_bank_size: int = 0,
         gather_distributed: bool = False,
         *,
-        method: str = "gather",
+        method: distributed.Method = "gather",
     ) -> None:
         super().__init__()
         if not temperature > 0:

@@ -10,6 +10,8 @@ from fedkernels import distributed
 from fedkernels.clip_loss import clip_loss
 from fedkernels.compat.only_default import only_default
 
+__all__ = ["ClipLoss"]
+
 
 class ClipLoss(nn.Module):
     """open_clip's ``ClipLoss``: the same arguments, values and gradients, without the logits in memory.
@@ -35,7 +37,7 @@ class ClipLoss(nn.Module):
         world_size: int = 1,
         use_horovod: bool = False,
         *,
-        method: str = "gather",
+        method: distributed.Method = "gather",
     ) -> None:
         super().__init__()
         only_default("open_clip.ClipLoss", use_horovod=(use_horovod, False))

@@ -14,6 +14,8 @@ from torch import Tensor
 from fedkernels.internal import checks
 from fedkernels.unbalanced_ot import unbalanced_ot_plan
 
+__all__ = ["mm_unbalanced", "mm_unbalanced2"]
+
 _TIGHTEST = 1e-10  # the relative gap that rounding leaves within reach
 
 

@@ -13,6 +13,8 @@ from fedkernels.reference._precision import compute_dtype
 from fedkernels.reference.similarity_logsumexp import similarities
 from fedkernels.supervised_contrastive_loss import supervised_contrastive_loss
 
+__all__ = ["NTXentLoss", "SupConLoss"]
+
 
 class _LabelledLoss(nn.Module):
     """What both losses share: cosine similarities of all rows, and which pairs are positive and negative."""

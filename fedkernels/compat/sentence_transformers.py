@@ -14,6 +14,13 @@ from fedkernels.clip_loss import clip_loss
 from fedkernels.compat.only_default import only_default
 from fedkernels.info_nce import info_nce
 
+__all__ = [
+    "CachedMultipleNegativesRankingLoss",
+    "CachedMultipleNegativesSymmetricRankingLoss",
+    "MultipleNegativesRankingLoss",
+    "MultipleNegativesSymmetricRankingLoss",
+]
+
 Features = dict[str, Any]
 _ONE_DIRECTION = ("query_to_doc",)
 _BOTH_DIRECTIONS = ("query_to_doc", "doc_to_query")
@@ -39,7 +46,7 @@ class MultipleNegativesRankingLoss(nn.Module):
         hardness_mode: str | None = None,
         hardness_strength: float = 0.0,
         *,
-        method: str = "gather",
+        method: distributed.Method = "gather",
     ) -> None:
         super().__init__()
         original = f"sentence_transformers.losses.{type(self).__name__}"
@@ -98,7 +105,7 @@ class MultipleNegativesSymmetricRankingLoss(MultipleNegativesRankingLoss):
         similarity_fct: str | Callable[..., Tensor] = "cos_sim",
         gather_across_devices: bool = False,
         *,
-        method: str = "gather",
+        method: distributed.Method = "gather",
     ) -> None:
         super().__init__(
             model, scale, similarity_fct, gather_across_devices, _BOTH_DIRECTIONS, "per_direction", method=method
@@ -128,7 +135,7 @@ class CachedMultipleNegativesRankingLoss(MultipleNegativesRankingLoss):
         hardness_mode: str | None = None,
         hardness_strength: float = 0.0,
         *,
-        method: str = "gather",
+        method: distributed.Method = "gather",
     ) -> None:
         super().__init__(
             *(model, scale, similarity_fct, gather_across_devices, directions, partition_mode, hardness_mode),
@@ -190,7 +197,7 @@ class CachedMultipleNegativesSymmetricRankingLoss(CachedMultipleNegativesRanking
         gather_across_devices: bool = False,
         show_progress_bar: bool = False,
         *,
-        method: str = "gather",
+        method: distributed.Method = "gather",
     ) -> None:
         super().__init__(
             *(model, scale, similarity_fct, mini_batch_size, mini_batch_num_tokens, gather_across_devices),

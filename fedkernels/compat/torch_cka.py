@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from fedkernels.internal.layer_outputs import evaluation_mode, rows, run
 
+__all__ = ["CKA"]
+
 _FEWEST_SAMPLES = 4  # the unbiased estimate divides by N - 3
 
 

@@ -25,6 +25,8 @@ except ImportError:
             super().__init__()
             self.gramian_weighting = gramian_weighting
 
+__all__ = ["MGDA", "MGDAWeighting"]
+
 
 _CHUNK = 1 << 16  # columns of a Jacobian in float64 at a time
 

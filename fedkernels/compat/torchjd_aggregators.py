@@ -2,6 +2,8 @@
 
 from fedkernels.compat.torchjd import MGDA, MGDAWeighting
 
+__all__ = ["MinimumNorm", "MinimumNormWeighting"]
+
 
 class MinimumNormWeighting(MGDAWeighting):
     """`MGDAWeighting` with `lower_bound` and `tol` alone."""

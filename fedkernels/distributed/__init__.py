@@ -20,8 +20,10 @@ rank dies, the others get the error of the process group's backend or, at the la
 (``torch.distributed.init_process_group(timeout=...)``).
 """
 
+from fedkernels.distributed._ranks import Method as Method
 from fedkernels.distributed.clip_loss import clip_loss
 from fedkernels.distributed.info_nce import info_nce
 from fedkernels.distributed.nt_xent import nt_xent
+from fedkernels.distributed.sigmoid_loss import sigmoid_loss
 
-__all__ = ["clip_loss", "info_nce", "nt_xent"]
+__all__ = ["clip_loss", "info_nce", "nt_xent", "sigmoid_loss"]

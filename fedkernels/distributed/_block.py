@@ -1,4 +1,4 @@
-"""One rank's queries against the keys of one rank: log-sum-exps, and gradients given those of all keys.
+"""One rank's queries against the keys of one rank: log-sum-exps or sigmoid terms, and their gradients.
 
 Where there is no compiled operator, as on CUDA, the logits are formed for some queries at a time: no matrix of all
 of them is held.
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from fedkernels.internal import native
 from fedkernels.internal.similarity_logsumexp import similarity_gradients, similarity_logsumexp
@@ -71,16 +72,65 @@ def block_gradients(
             labels=_left_out(query, key) if exclude_diagonal else None,
         )
         return of_query, of_key if key_gradient else None
-    of_query, of_key = torch.zeros_like(query), torch.zeros_like(key)
     logsumexp = logsumexp.to(query.dtype)
-    for rows, logits in _logits(query, key, exclude_diagonal):
-        by_logits = logits.sub_(logsumexp[rows, None]).exp_()
-        if positives is not None:
-            by_logits.scatter_add_(1, positives[rows, None], by_logits.new_full((1, 1), -1.0).expand(len(logits), 1))
-        by_logits *= weights[rows, None]
-        of_query[rows].addmm_(by_logits, key)
+
+    def by_logits() -> Iterator[tuple[slice, Tensor]]:
+        for rows, logits in _logits(query, key, exclude_diagonal):
+            logits.sub_(logsumexp[rows, None]).exp_()
+            if positives is not None:
+                logits.scatter_add_(1, positives[rows, None], logits.new_full((1, 1), -1.0).expand(len(logits), 1))
+            yield rows, logits
+
+    return _in_rows(query, key, by_logits(), weights, key_gradient)
+
+
+def block_sigmoid(query: Tensor, key: Tensor, own: bool) -> Tensor:
+    """``-sum_j log sigmoid(z_ij q_i . k_j)`` for each query, [B] float64.
+
+    Args:
+        query: [B, d].
+        key: [M, d] in the same dtype.
+        own: key i is the positive of query i, so that z_ii is 1; all other z_ij are -1.
+    """
+    losses = query.new_empty(len(query), dtype=torch.float64)
+    for rows, logits in _signed(query, key, own):
+        losses[rows] = -logsigmoid(logits).sum(dim=1, dtype=torch.float64)
+    return losses
+
+
+def block_sigmoid_gradients(
+    query: Tensor, key: Tensor, weights: Tensor, own: bool, key_gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """What this block adds to the gradients of ``sum_i weights_i loss_i`` in query [B, d] and key [M, d].
+
+    Args:
+        query: [B, d].
+        key: [M, d] in the same dtype.
+        weights: [B].
+        own: as for `block_sigmoid`.
+        key_gradient: False gives None for the gradient in key.
+    """
+
+    def by_logits() -> Iterator[tuple[slice, Tensor]]:
+        for rows, logits in _signed(query, key, own):
+            logits.neg_().sigmoid_()  # times -z_ij, which is 1 but for positives
+            if own:
+                logits.diagonal(rows.start).neg_()
+            yield rows, logits
+
+    return _in_rows(query, key, by_logits(), weights, key_gradient)
+
+
+def _in_rows(
+    query: Tensor, key: Tensor, by_logits: Iterator[tuple[slice, Tensor]], weights: Tensor, key_gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The gradients in query and key, given those of the queries' losses in the logits."""
+    of_query, of_key = torch.zeros_like(query), torch.zeros_like(key)
+    for rows, gradients in by_logits:
+        gradients *= weights[rows, None]
+        of_query[rows].addmm_(gradients, key)
         if key_gradient:
-            of_key.addmm_(by_logits.T, query[rows])
+            of_key.addmm_(gradients.T, query[rows])
     return of_query, of_key if key_gradient else None
 
 
@@ -96,4 +146,13 @@ def _logits(query: Tensor, key: Tensor, exclude_diagonal: bool) -> Iterator[tupl
         logits = query[rows] @ key.T
         if exclude_diagonal:
             logits.diagonal(start).fill_(-torch.inf)
+        yield rows, logits
+
+
+def _signed(query: Tensor, key: Tensor, own: bool) -> Iterator[tuple[slice, Tensor]]:
+    """The logits times z_ij."""
+    for rows, logits in _logits(query, key, exclude_diagonal=False):
+        logits.neg_()
+        if own:
+            logits.diagonal(rows.start).neg_()
         yield rows, logits

@@ -1,13 +1,15 @@
 """The process group, and what its ranks tell each other before keys travel."""
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-METHODS = ("gather", "ring")
+Method = Literal["gather", "ring"]
+METHODS = get_args(Method)
+_LOSSES = {"info_nce": "info_nce or clip_loss", "nt_xent": "nt_xent", "sigmoid_loss": "sigmoid_loss"}
 # Newer torch has other names for both, and warns of these.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -45,19 +47,19 @@ class Call(NamedTuple):
     columns: int
     key_dtype: int  # index in _DTYPES, as the next
     compute_dtype: int
-    two_views: int  # nt_xent, else info_nce or one direction of clip_loss
+    loss: int  # index in _LOSSES
     method: int  # index in METHODS
     gradient: int  # is any gradient needed, that is, is there a backward pass?
     key_gradient: int
 
 
 def describe(
-    query: Tensor, key: Tensor, dtype: torch.dtype, two_views: bool, method: str, gradient: bool, key_gradient: bool
+    query: Tensor, key: Tensor, dtype: torch.dtype, loss: str, method: str, gradient: bool, key_gradient: bool
 ) -> Call:
     """This rank's call."""
     return Call(
         *(len(query), len(key), query.shape[1], _DTYPES.index(key.dtype), _DTYPES.index(dtype)),
-        *(int(two_views), METHODS.index(method), int(gradient), int(key_gradient)),
+        *(list(_LOSSES).index(loss), METHODS.index(method), int(gradient), int(key_gradient)),
     )
 
 
@@ -78,10 +80,11 @@ def exchange(call: Call, device: torch.device, group: dist.ProcessGroup) -> list
     if any(keys < queries for keys, queries in zip(key_rows, query_rows, strict=True)):
         raise ValueError(f"each rank must have at least as many keys as queries, got {key_rows} and {query_rows}")
     dtypes = [str(dtype) for dtype in _DTYPES]
+    losses = list(_LOSSES.values())
     _same("the number of columns d", [str(call.columns) for call in calls])
     _same("the dtype of the keys", [dtypes[call.key_dtype] for call in calls])
     _same("the dtype of the sums (float64 if an input is float64)", [dtypes[call.compute_dtype] for call in calls])
-    _same("the loss", ["nt_xent" if call.two_views else "info_nce or clip_loss" for call in calls])
+    _same("the loss", [losses[call.loss] for call in calls])
     _same("method", [METHODS[call.method] for call in calls])
     _same("whether an input requires a gradient", ["yes" if call.gradient else "no" for call in calls])
     return calls

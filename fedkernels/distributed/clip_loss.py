@@ -4,7 +4,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fedkernels.distributed._operator import distributed_loss
-from fedkernels.distributed._ranks import METHODS, name_of_group
+from fedkernels.distributed._ranks import METHODS, Method, name_of_group
 from fedkernels.distributed._scale import scale_tensor
 from fedkernels.internal import checks
 from fedkernels.reference._precision import compute_dtype
@@ -13,10 +13,10 @@ from fedkernels.reference._precision import compute_dtype
 def clip_loss(
     image: Tensor,
     text: Tensor,
-    logit_scale: Tensor | float,
-    reduction: str = "mean",
+    logit_scale: float | Tensor,
+    reduction: checks.Reduction = "mean",
     *,
-    method: str = "gather",
+    method: Method = "gather",
     group: ProcessGroup | None = None,
 ) -> Tensor:
     """CLIP's loss of this rank's B pairs against the pairs of all ranks: the mean of two InfoNCE losses.
@@ -60,6 +60,6 @@ def clip_loss(
     checks.one_of("reduction", reduction, checks.REDUCTIONS)
     checks.one_of("method", method, METHODS)
     name = name_of_group(group)
-    of_images = distributed_loss(image, text, scale, False, method, name, reduction)
-    of_texts = distributed_loss(text, image, scale, False, method, name, reduction)
+    of_images = distributed_loss(image, text, scale, "info_nce", method, name, reduction)
+    of_texts = distributed_loss(text, image, scale, "info_nce", method, name, reduction)
     return (of_images + of_texts) / 2

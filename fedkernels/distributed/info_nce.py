@@ -4,19 +4,21 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fedkernels.distributed._operator import distributed_loss
-from fedkernels.distributed._ranks import METHODS, name_of_group
+from fedkernels.distributed._ranks import METHODS, Method, name_of_group
 from fedkernels.distributed._scale import scale_tensor
 from fedkernels.internal import checks
+from fedkernels.internal.contrastive import with_negatives
 from fedkernels.reference._precision import compute_dtype
 
 
 def info_nce(
     query: Tensor,
     key: Tensor,
-    temperature: Tensor | float,
-    reduction: str = "mean",
+    temperature: float | Tensor,
+    reduction: checks.Reduction = "mean",
     *,
-    method: str = "gather",
+    negatives: Tensor | None = None,
+    method: Method = "gather",
     group: ProcessGroup | None = None,
 ) -> Tensor:
     """InfoNCE loss of this rank's B queries against the keys of all ranks; query i's positive is this rank's key i.
@@ -28,11 +30,13 @@ def info_nce(
 
     Args:
         query: [B, d], float16, bfloat16, float32 or float64, any strides. B may differ from rank to rank.
-        key: [N, d], N >= B; rows B to N are further negatives. One dtype on all ranks.
+        key: [N, d], N >= B; rows B to N are further negatives. One dtype on all ranks, with `negatives`.
         temperature: positive, finite Python number, or a floating tensor with one element, which gets a gradient.
         reduction: "none" for the B losses of this rank, "sum" for their sum. "mean" is that sum divided by the mean
             number of queries of a rank, so that the mean over the ranks is the mean over all queries. Where all ranks
             have B queries it is this rank's mean.
+        negatives: [M, d], this rank's further keys that are nobody's positive: they follow the rows of `key`, and the
+            queries of all ranks see them. Of a queue that all ranks hold alike, each rank gives a part of its own.
         method: "gather" or "ring", the same on all ranks.
         group: the process group; None is the default group.
 
@@ -52,7 +56,11 @@ def info_nce(
     if key.shape[1] != query.shape[1]:
         raise ValueError(f"key must have the d = {query.shape[1]} columns of query, got {key.shape[1]}")
     checks.same_device(query=query, key=key)
+    if negatives is not None:
+        if key.shape[0] < query.shape[0]:  # else negatives would be taken for positives
+            raise ValueError(f"key must have at least the B = {query.shape[0]} rows of query, got {key.shape[0]}")
+        key = with_negatives(query, key, negatives)
     temperature = scale_tensor("temperature", temperature, query, compute_dtype(query, key))
     checks.one_of("reduction", reduction, checks.REDUCTIONS)
     checks.one_of("method", method, METHODS)
-    return distributed_loss(query, key, 1 / temperature, False, method, name_of_group(group), reduction)
+    return distributed_loss(query, key, 1 / temperature, "info_nce", method, name_of_group(group), reduction)

@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fedkernels.distributed._operator import distributed_loss
-from fedkernels.distributed._ranks import METHODS, name_of_group
+from fedkernels.distributed._ranks import METHODS, Method, name_of_group
 from fedkernels.distributed._scale import scale_tensor
 from fedkernels.internal import checks
 from fedkernels.reference._precision import compute_dtype
@@ -14,10 +14,10 @@ from fedkernels.reference._precision import compute_dtype
 def nt_xent(
     view1: Tensor,
     view2: Tensor,
-    temperature: Tensor | float,
-    reduction: str = "mean",
+    temperature: float | Tensor,
+    reduction: checks.Reduction = "mean",
     *,
-    method: str = "gather",
+    method: Method = "gather",
     group: ProcessGroup | None = None,
 ) -> Tensor:
     """SimCLR's loss of this rank's 2B rows ``[view1; view2]`` against both views of all ranks.
@@ -57,4 +57,4 @@ def nt_xent(
     checks.one_of("reduction", reduction, checks.REDUCTIONS)
     checks.one_of("method", method, METHODS)
     rows = torch.cat([view1, view2])
-    return distributed_loss(rows, rows, 1 / temperature, True, method, name_of_group(group), reduction)
+    return distributed_loss(rows, rows, 1 / temperature, "nt_xent", method, name_of_group(group), reduction)

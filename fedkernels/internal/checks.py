@@ -2,16 +2,22 @@
 
 import sys
 from collections.abc import Sequence
+from typing import Literal, cast, get_args
 
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from fedkernels.internal.autograd import is_transformed
-from fedkernels.view_options import short as short  # here for all that check arguments
+from fedkernels.view_options import integer as integer  # these are here for all that check arguments
+from fedkernels.view_options import number as number
+from fedkernels.view_options import plain
+from fedkernels.view_options import short as short
 
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-REDUCTIONS = ("mean", "sum", "none")
+Reduction = Literal["mean", "sum", "none"]
+REDUCTIONS = get_args(Reduction)
+_NUMBER_OR_TENSOR = "a Python number or a floating tensor"
 
 
 def floating(name: str, tensor: object, ndim: int | None = None, at_least: int = 0, layout: str = "") -> None:
@@ -20,10 +26,17 @@ def floating(name: str, tensor: object, ndim: int | None = None, at_least: int =
         raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
     if tensor.dtype not in _FLOATING:
         raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {tensor.dtype}")
-    if tensor.layout != torch.strided:
-        raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}")
+    dense(name, tensor)
     if (ndim is not None and tensor.ndim != ndim) or tensor.ndim < at_least:
         raise ValueError(f"{name} must have shape {layout}, got {list(tensor.shape)}")
+
+
+def dense(name: str, tensor: Tensor) -> None:
+    """`tensor` is neither sparse nor nested."""
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}")
+    if tensor.is_nested:
+        raise TypeError(f"{name} must be a dense tensor, got a nested one")
 
 
 def not_empty(name: str, tensor: Tensor, dims: Sequence[int], layout: str) -> None:
@@ -40,17 +53,24 @@ def same_device(**tensors: Tensor) -> None:
             raise ValueError(f"{name} must be on the device of {first} ({reference.device}), got {tensor.device}")
 
 
-def positive(name: str, value: object) -> float:
-    """`value` is a positive, finite Python number."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a Python number, got {type(value).__name__}")
-    if not 0 < value <= sys.float_info.max:  # also refuses NaN, and integers beyond float's range
-        raise ValueError(f"{name} must be positive and finite, got {short(value)}")
-    return float(value)
+def positive(name: str, value: object, expected: str = "a Python number") -> float:
+    """`value` is a positive, finite number."""
+    plain = number(name, value, expected)
+    if not 0 < plain <= sys.float_info.max:  # also refuses NaN, and integers beyond float's range
+        raise ValueError(f"{name} must be positive and finite, got {short(plain)}")
+    return float(plain)
+
+
+def finite(name: str, value: object, expected: str = "a Python number") -> float:
+    """`value` is a finite number."""
+    plain = number(name, value, expected)
+    if not abs(plain) <= sys.float_info.max:
+        raise ValueError(f"{name} must be finite, got {short(plain)}")
+    return float(plain)
 
 
 def number_or_tensor(name: str, value: object, device: torch.device) -> float | Tensor:
-    """`value` is a finite Python number, or a floating tensor of one entry on `device`.
+    """`value` is a finite number, or a floating tensor of one entry on `device`.
 
     Returns a tensor as a scalar of float32 or wider. A scalar may also be on the CPU, as torch's operators take it.
     The entry of a tensor is not looked at.
@@ -62,20 +82,14 @@ def number_or_tensor(name: str, value: object, device: torch.device) -> float | 
         if value.device != device and (value.ndim > 0 or value.device.type != "cpu"):
             raise ValueError(f"{name} must be on the device of the rows ({device}), got {value.device}")
         return value.reshape(()).to(torch.promote_types(value.dtype, torch.float32))
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a Python number or a floating tensor, got {type(value).__name__}")
-    if not abs(value) <= sys.float_info.max:
-        raise ValueError(f"{name} must be finite, got {short(value)}")
-    return float(value)
+    return finite(name, value, _NUMBER_OR_TENSOR)
 
 
 def positive_number_or_tensor(name: str, value: object, device: torch.device) -> float | Tensor:
     """The same for a positive number. A tensor's entry is looked at where that costs nothing: on the CPU, eagerly."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return positive(name, value)
-    value = number_or_tensor(name, value, device)
     if not isinstance(value, Tensor):
-        return value
+        return positive(name, value, _NUMBER_OR_TENSOR)
+    value = cast(Tensor, number_or_tensor(name, value, device))
     if has_values(value) and not 0 < float(value.detach()) < float("inf"):
         raise ValueError(f"{name} must be positive and finite, got {short(float(value.detach()))}")
     return value
@@ -94,14 +108,17 @@ def integers(name: str, tensor: object, shape: tuple[int, ...], layout: str) -> 
         raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
     if tensor.dtype != torch.int64:
         raise TypeError(f"{name} must be int64, got {tensor.dtype}")
+    dense(name, tensor)
     if tensor.shape != shape:
         raise ValueError(f"{name} must have shape {layout} = {list(shape)}, got {list(tensor.shape)}")
 
 
-def boolean(name: str, value: object) -> None:
-    """`value` is True or False."""
-    if not isinstance(value, bool):
+def boolean(name: str, value: object) -> bool:
+    """`value` is True or False, of Python or numpy."""
+    truth = plain(value)
+    if not isinstance(truth, bool):
         raise TypeError(f"{name} must be True or False, got {type(value).__name__}")
+    return truth
 
 
 def one_of(name: str, value: object, allowed: Sequence[str]) -> None:

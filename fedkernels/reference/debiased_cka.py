@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fedkernels.reference._precision import compute_dtype, no_autocast
+from fedkernels.reference._sizes import holds
 from fedkernels.reference.linear_cka import center, inner, ratio, scale
 
 
@@ -28,7 +29,7 @@ def debiased_cka(x: Tensor, y: Tensor) -> Tensor:
     dtype = compute_dtype(x, y)
     with no_autocast(x):
         x, y = center(scale(x.to(dtype))), center(scale(y.to(dtype)))
-        if x.shape[-2] < x.shape[-1] + y.shape[-1]:
+        if holds(x.shape[-2] < x.shape[-1] + y.shape[-1]):
             k, l = u_centered_gram(x), u_centered_gram(y)
             return ratio(inner(k, l), _own_of_samples(k, x), _own_of_samples(l, y)).to(dtype)
         return ratio(_of_features(x, y), _own_of_features(x), _own_of_features(y)).to(dtype)

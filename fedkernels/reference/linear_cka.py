@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fedkernels.reference._precision import compute_dtype, no_autocast
+from fedkernels.reference._sizes import holds
 
 
 def linear_cka(x: Tensor, y: Tensor, centered: bool = False) -> Tensor:
@@ -64,13 +65,13 @@ def center(x: Tensor) -> Tensor:
 def _self_product(x: Tensor) -> Tensor:
     """x'x or xx', whichever is smaller: their Frobenius norms are equal."""
     rows, columns = x.shape[-2:]
-    return x.mT @ x if columns < rows else x @ x.mT
+    return x @ x.mT if holds(rows <= columns) else x.mT @ x
 
 
 def _cross(x: Tensor, y: Tensor, xx: Tensor, yy: Tensor) -> Tensor:
     """|y'x|_F^2 = <xx', yy'>."""
     rows = x.shape[-2]
-    if rows <= x.shape[-1] and rows <= y.shape[-1]:  # xx and yy are Gram matrices
+    if holds(rows <= x.shape[-1]) and holds(rows <= y.shape[-1]):  # xx and yy are Gram matrices
         # Equal to a sum of squares: a negative number is rounding, and the gradient is 0 there.
         return inner(xx, yy).clamp(min=0)
     product = y.mT @ x

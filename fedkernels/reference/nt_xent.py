@@ -17,5 +17,5 @@ def nt_xent(view1: Tensor, view2: Tensor, temperature: float, reduction: str = "
         # -inf, not 0: exp(0) = 1 would leave every row's self-similarity among its negatives.
         itself = torch.eye(2 * batch, dtype=torch.bool, device=rows.device)
         log_p = logits.masked_fill(itself, -torch.inf).log_softmax(dim=1)
-        losses = -torch.cat([log_p.diagonal(batch), log_p.diagonal(-batch)])
+        losses = -torch.cat([log_p[:batch, batch:].diagonal(), log_p[batch:, :batch].diagonal()])
         return reduce(losses, reduction)

@@ -17,7 +17,7 @@ def supervised_contrastive_loss(
     rows = features.to(compute_dtype(features))  # once, so that the gradient is rounded to the dtype of features once
     logits = similarities(rows, rows)
     with no_autocast(features):
-        itself = torch.eye(len(features), dtype=torch.bool, device=features.device)
+        itself = torch.eye(features.shape[0], dtype=torch.bool, device=features.device)
         positive = (labels[:, None] == labels[None, :]) & ~itself
         # The lowest number, not -inf, so that a lone row's gradient is 0 and not NaN.
         log_p = (logits / temperature).masked_fill(itself, torch.finfo(logits.dtype).min).log_softmax(dim=1)

@@ -16,7 +16,7 @@ FUNCTIONS = {name: getattr(fedkernels, name) for name in fedkernels.__all__ if n
 NO_OPERATORS = "build_info", "self_test"
 FUNCTIONS = {name: function for name, function in FUNCTIONS.items() if callable(function) and name not in NO_OPERATORS}
 OF_PARTS = "accumulate_cka", "clip_loss", "supervised_contrastive_loss"  # which call compiled operators of other names
-COMPILED = {f"test_{name}" for name in (*_native.COMPILED, *OF_PARTS)} | {"test_unbalanced_ot_stiff"}
+COMPILED = {f"test_{name}" for name in (*_native.COMPILED, *OF_PARTS)} | {"test_unbalanced_ot_stiff", "test_export"}
 OF_ALL = {"test_adversarial", "test_contexts", "test_memory_and_autograd", "test_properties", "test_refusals"}
 OF_OPERATORS = {f"test_{name}" for name in FUNCTIONS} | COMPILED | OF_ALL
 

@@ -1,5 +1,6 @@
 """clip_loss against torch's cross-entropy in both directions."""
 
+import functools
 import math
 
 import pytest
@@ -34,6 +35,9 @@ def test_equals_cross_entropy_in_both_directions(batch, d, scale):
     torch.testing.assert_close(loss, truth)
     torch.testing.assert_close(clip_loss(image, text, scale), truth)
     torch.testing.assert_close(torch.autograd.grad(loss, leaves), torch.autograd.grad(truth, leaves))
+    losses = clip_loss(image, text, scale, "none")
+    torch.testing.assert_close((losses.mean(), losses.shape), (truth, (batch,)))
+    torch.testing.assert_close(clip_loss(image, text, scale, reduction="sum"), losses.sum())
 
 
 @pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)])
@@ -48,9 +52,10 @@ def test_more_pairs_than_the_compiled_operator_takes_at_a_time(wanted):
     torch.testing.assert_close(torch.autograd.grad(loss, leaves), torch.autograd.grad(truth, leaves))
 
 
-def test_gradcheck():
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_gradcheck(reduction):
     logit_scale = torch.tensor(1.7, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(clip_loss, (*pairs(5, 3), logit_scale))
+    assert torch.autograd.gradcheck(functools.partial(clip_loss, reduction=reduction), (*pairs(5, 3), logit_scale))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -107,6 +112,7 @@ def test_nan_and_infinity_give_nan():
         ((torch.ones(2, 3), torch.ones(2, 3, device="meta"), 1.0), ValueError, "text must be on the device"),
         ((torch.ones(2, 3), torch.ones(2, 3).int(), 1.0), TypeError, "text must be float16"),
         ((torch.ones(2, 3), torch.ones(2, 3), 0.0), ValueError, "logit_scale must be positive"),
+        ((torch.ones(2, 3), torch.ones(2, 3), 1.0, "max"), ValueError, "reduction must be one of"),
         ((torch.ones(2, 3), torch.ones(2, 3), torch.tensor(0.0)), ValueError, "logit_scale must be positive"),
         (
             (torch.ones(2, 3), torch.ones(2, 3), torch.ones(3)),
@@ -123,4 +129,4 @@ def test_bad_input_is_named(arguments, error, message):
 
 def test_module_is_the_function():
     image, text = pairs(3, 4)
-    assert torch.equal(fedkernels.nn.CLIPLoss()(image, text, 2.0), clip_loss(image, text, 2.0))
+    assert torch.equal(fedkernels.nn.CLIPLoss("sum")(image, text, 2.0), clip_loss(image, text, 2.0, "sum"))

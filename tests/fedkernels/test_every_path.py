@@ -294,6 +294,7 @@ PATHS = {
     "distributed.info_nce": distributed_loss("info_nce"),
     "distributed.nt_xent": distributed_loss("nt_xent"),
     "distributed.clip_loss": distributed_loss("clip_loss"),
+    "distributed.sigmoid_loss": distributed_loss("sigmoid_loss"),
 }
 for module, function in (
     ("InfoNCE", "info_nce"),
@@ -427,7 +428,7 @@ def problem(cell: str) -> str:
 
 
 def public_names() -> set[str]:
-    names = set(fedkernels.__all__) - {"nn", "__version__"}
+    names = set(fedkernels.__all__)
     names |= {f"distributed.{name}" for name in distributed.__all__}
     modules = [PACKAGE / "nn.py"]
     modules += [path for path in (PACKAGE / "compat").glob("[!_]*.py") if path.stem != "only_default"]

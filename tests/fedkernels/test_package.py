@@ -1,46 +1,86 @@
 """The surface of fedkernels and its independence from fedssl."""
 
+import inspect
+import pkgutil
+import re
 import subprocess
 import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Literal
 
+import pytest
 import torch
 
 import fedkernels
+from fedkernels import compat, distributed, nn
+
+PUBLIC = ["fedkernels", "fedkernels.nn", "fedkernels.distributed"]
+COMPAT = [
+    f"fedkernels.compat.{one.name}" for one in pkgutil.iter_modules(compat.__path__) if one.name != "only_default"
+]
 
 
-def test_public_names():
-    operators = {
-        "apply_deltas",
-        "client_weights",
-        "clip_loss",
-        "compare",
-        "debiased_cka",
-        "debiased_cka_pairwise",
-        "delta_gram",
-        "info_nce",
-        "linear_cka",
-        "linear_cka_pairwise",
-        "linear_cka_to_kernel",
-        "nt_xent",
-        "sigmoid_loss",
-        "supervised_contrastive_loss",
-        "two_views",
-        "unbalanced_ot",
-        "unbalanced_ot_plan",
-        "view_parameters",
-    }
-    records = {
-        "CKAAccumulator",
-        "Comparison",
-        "MinibatchCKA",
-        "TransportInfo",
-        "ViewKey",
-        "ViewOptions",
-        "ViewParameters",
-    }
-    assert operators | records | {"build_info", "self_test", "nn", "__version__"} == set(fedkernels.__all__)
-    assert all(getattr(fedkernels, name).__doc__ and callable(getattr(fedkernels, name)) for name in operators)
-    assert fedkernels.__version__[0].isdigit()
+@pytest.mark.parametrize("module", PUBLIC)
+def test_the_readme_lists_what_is_public(module):
+    readme = (Path(fedkernels.__file__).parent / "README.md").read_text()
+    (names,) = re.findall(rf"^\| `{module}` \| (.+) \|$", readme, re.MULTILINE)
+    public = import_module(module)
+    assert names.split(", ") == [f"`{name}`" for name in sorted(public.__all__)]
+    assert all(getattr(public, name).__doc__ for name in public.__all__)
+
+
+@pytest.mark.parametrize("module", ["fedkernels.nn", *COMPAT])
+def test_all_names_what_a_module_defines(module):
+    """Else `import *` would replace the user's names by those that the module imports."""
+    if module.endswith("torchjd_aggregators"):
+        pytest.importorskip("torchjd")
+    module = import_module(module)
+    own = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+    assert sorted(module.__all__) == sorted(name for name in own if name[0] != "_")
+
+
+@pytest.mark.parametrize("module", [*PUBLIC, "fedssl"])
+def test_a_star_leaves_the_names_of_torch(module):
+    names = {"nn": torch.nn, "F": torch.nn.functional, "distributed": torch.distributed, "__version__": "the user's"}
+    before = dict(names)
+    exec(f"from {module} import *", names)
+    assert {name: names[name] for name in before} == before
+
+
+# loss: its module, and what it does not have on several ranks
+LOSSES = {
+    "info_nce": ("InfoNCE", {"positives", "labels", "excluded", "recompute"}),
+    "nt_xent": ("NTXent", set()),
+    "clip_loss": ("CLIPLoss", set()),
+    "sigmoid_loss": ("SigmoidLoss", set()),
+    "supervised_contrastive_loss": ("SupervisedContrastiveLoss", None),  # not on several ranks
+}
+
+
+def options_of(function):
+    """Name, default and type of each parameter, in order."""
+    parameters = inspect.signature(function).parameters.values()
+    return [(one.name, one.default, one.annotation) for one in parameters]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_loss_has_one_set_of_names(loss):
+    """Its module and its function for several ranks have the names, order, defaults and types of the function."""
+    module, alone = LOSSES[loss]
+    of_function = options_of(getattr(fedkernels, loss))
+    assert ("reduction", "mean", Literal["mean", "sum", "none"]) in of_function
+    made, called = options_of(getattr(nn, module)), options_of(getattr(nn, module).forward)[1:]  # without self
+    assert made == [one for one in of_function if one in made]
+    assert called == [one for one in of_function if one in called]
+    assert len(made) + len(called) == len(of_function)
+    if alone is None:
+        assert loss not in distributed.__all__
+        return
+    on_ranks = options_of(getattr(distributed, loss))
+    assert on_ranks[:-2] == [one for one in of_function if one[0] not in alone]
+    assert [name for name, *_ in on_ranks[-2:]] == ["method", "group"]
+    assert on_ranks[-2][1:] == ("gather", Literal["gather", "ring"])
 
 
 def test_modules_hold_no_parameters_and_print_their_options():
@@ -57,11 +97,22 @@ def test_import_is_alone():
     assert not {"fedssl", "torch._inductor"} & set(result.stdout.split())
 
 
-def test_the_former_import_paths_give_the_same_objects():
+@pytest.mark.parametrize(
+    ("former", "new"),
+    [("drop_in", "compat"), ("pot", "compat.pot"), ("torchjd", "compat.torchjd_aggregators")],
+)
+def test_the_former_import_paths_give_the_same_objects_and_warn(former, new, monkeypatch):
+    if former == "torchjd":
+        pytest.importorskip("torchjd")
+    monkeypatch.delitem(sys.modules, f"fedkernels.{former}", raising=False)
+    with pytest.warns(
+        DeprecationWarning, match=f"fedkernels.{former} is deprecated: import from fedkernels.{new}$"
+    ) as seen:
+        exec(f"import fedkernels.{former}")
+    assert [one.filename for one in seen] == ["<string>"]  # the line that imports it
+    old, module = sys.modules[f"fedkernels.{former}"], import_module(f"fedkernels.{new}")
+    for name in ["lightly", "open_clip", "torchjd"] if former == "drop_in" else module.__all__:
+        assert getattr(old, name) is getattr(module, name)
     from fedkernels.drop_in.lightly import NTXentLoss
 
-    from fedkernels.compat import lightly, pot
-    from fedkernels.pot import mm_unbalanced
-
-    assert NTXentLoss is lightly.NTXentLoss
-    assert mm_unbalanced is pot.mm_unbalanced
+    assert NTXentLoss is compat.lightly.NTXentLoss

@@ -1,21 +1,30 @@
 """Arguments that every operator refuses: dtypes, layouts, devices, sizes; and empty ones that it accepts."""
 
 import math
+import re
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 
 from fedkernels import (
+    ViewKey,
+    ViewOptions,
     apply_deltas,
     client_weights,
+    clip_loss,
     delta_gram,
     info_nce,
     linear_cka,
     linear_cka_pairwise,
     linear_cka_to_kernel,
     nt_xent,
+    sigmoid_loss,
+    supervised_contrastive_loss,
     unbalanced_ot,
     unbalanced_ot_plan,
+    view_parameters,
 )
 
 FP32, FP64 = torch.float32, torch.float64
@@ -26,13 +35,18 @@ def randn(*shape, seed=0, dtype=FP64):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=FP64).to(dtype)
 
 
-R = torch.ones(4, 3)
+R, LABELS = torch.ones(4, 3), torch.tensor([0, 0, 1, 1])
 # name, argument: a call with `bad` in the place of that argument
 CALLS = {
     ("info_nce", "query"): lambda bad: info_nce(bad, R, 0.5),
     ("info_nce", "key"): lambda bad: info_nce(R, bad, 0.5),
     ("nt_xent", "view1"): lambda bad: nt_xent(bad, R, 0.5),
     ("nt_xent", "view2"): lambda bad: nt_xent(R, bad, 0.5),
+    ("clip_loss", "image"): lambda bad: clip_loss(bad, R, 0.5),
+    ("clip_loss", "text"): lambda bad: clip_loss(R, bad, 0.5),
+    ("sigmoid_loss", "image"): lambda bad: sigmoid_loss(bad, R, 0.5, 0.0),
+    ("sigmoid_loss", "text"): lambda bad: sigmoid_loss(R, bad, 0.5, 0.0),
+    ("supervised_contrastive_loss", "features"): lambda bad: supervised_contrastive_loss(bad, LABELS, 0.5),
     ("linear_cka", "x"): lambda bad: linear_cka(bad, R),
     ("linear_cka", "y"): lambda bad: linear_cka(R, bad),
     ("linear_cka_to_kernel", "x"): lambda bad: linear_cka_to_kernel(bad, torch.eye(4)),
@@ -72,6 +86,46 @@ def test_other_dtypes_and_layouts_are_refused(call):
         assert str(caught.value) == f"{call[1]} must be a dense tensor, got layout {bad.layout}"
 
 
+@pytest.mark.parametrize("argument", ["labels", "labels[0]", "labels[1]", "positives", "excluded"])
+def test_labels_and_masks_are_exact_and_dense(argument):
+    """So classes .2 and .4 cannot become one."""
+
+    def call(bad):
+        if argument == "labels":
+            return supervised_contrastive_loss(R, bad, 0.5)
+        if argument in ("positives", "excluded"):
+            return info_nce(R, R, 0.5, **{argument: bad})
+        return info_nce(R, R, 0.5, labels=(bad, LABELS) if argument == "labels[0]" else (LABELS, bad))
+
+    good = torch.eye(4, dtype=torch.bool) if argument == "excluded" else LABELS
+    kind = "bool" if argument == "excluded" else "int64"
+    for dtype in (torch.float32, torch.int32, torch.uint8):
+        with pytest.raises(TypeError, match=rf"^{re.escape(argument)} must be {kind}, got {dtype}"):
+            call(good.to(dtype))
+    with pytest.raises(TypeError, match=rf"^{re.escape(argument)} must be a dense tensor"):
+        call(good.to_sparse())
+    with pytest.raises(ValueError, match=rf"^{re.escape(argument)} must have shape \[[BN].*, got \[3"):
+        call(good[:3])
+    with pytest.raises(ValueError, match=rf"^{re.escape(argument)} must be on the device of"):
+        call(good.to("meta"))
+    strided = torch.stack([good, good], dim=-1)[..., 0]
+    torch.testing.assert_close(call(strided), call(good), rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_refused():
+    with pytest.raises(TypeError, match="query must be a dense tensor, got a nested one"):
+        info_nce(torch.nested.nested_tensor([R, R]), R, 0.5)
+
+
+def test_truths_of_numpy_are_truths():
+    rows = randn(5, 3)
+    assert linear_cka(rows, rows[:, :2], np.True_) == linear_cka(rows, rows[:, :2], True)
+    for bad in (1, "no", None, np.int64(1)):
+        with pytest.raises(TypeError, match="recompute must be True or False"):
+            info_nce(rows, rows, 0.5, recompute=bad)
+
+
 @pytest.mark.parametrize("call", CALLS)
 def test_what_is_no_tensor_is_refused(call):
     for bad in ("R", None, R.numpy(), object()):
@@ -86,6 +140,45 @@ def test_another_device_is_refused(call):
     with pytest.raises(ValueError, match="must be on the device of") as caught:
         CALLS[call](torch.eye(4, device="meta") if call[1] == "kernel" else R.to("meta"))
     assert "\n" not in str(caught.value)
+
+
+# ---- numbers ------------------------------------------------------------------------------------------------
+
+ID = torch.eye(1, dtype=FP64)
+# name, argument: a call with a number in the place of that argument
+NUMBERS = {
+    ("info_nce", "temperature"): lambda number: info_nce(R, R, number),
+    ("nt_xent", "temperature"): lambda number: nt_xent(R, R, number),
+    ("clip_loss", "logit_scale"): lambda number: clip_loss(R, R, number),
+    ("sigmoid_loss", "logit_scale"): lambda number: sigmoid_loss(R, R, number, 0.5),
+    ("sigmoid_loss", "logit_bias"): lambda number: sigmoid_loss(R, R, 0.5, number),
+    ("supervised_contrastive_loss", "temperature"): lambda number: supervised_contrastive_loss(R, LABELS, number),
+    ("unbalanced_ot", "a"): lambda number: unbalanced_ot(R, number, 2.0, 0.8, 0.8),
+    ("unbalanced_ot", "tau_b"): lambda number: unbalanced_ot(R, 2.0, 2.0, 0.8, number),
+    ("unbalanced_ot_plan", "tol"): lambda number: unbalanced_ot_plan(R, 2.0, 2.0, 0.8, 0.8, tol=number)[0],
+    ("client_weights", "lower_bounds"): lambda number: client_weights(ID, lower_bounds=number),
+    ("client_weights", "tol"): lambda number: client_weights(ID, tol=number),
+    ("ViewOptions", "solarize"): lambda number: torch.tensor(ViewOptions(solarize=number).numbers()),
+    ("ViewOptions", "crop_scale"): lambda number: torch.tensor(ViewOptions(crop_scale=(0.5, number)).numbers()),
+}
+INTEGERS = {
+    ("info_nce", "positives"): lambda number: info_nce(R[:3], R, 0.5, positives=number),
+    ("unbalanced_ot", "max_iterations"): lambda number: unbalanced_ot(R, 0.5, 0.5, 0.8, 0.8, max_iterations=number),
+    ("view_parameters", "key.seed"): lambda number: view_parameters(LABELS, ViewKey(number), 4, 4).factors,
+}
+
+
+@pytest.mark.filterwarnings("ignore:the optimum transports nothing")
+@pytest.mark.parametrize("call", NUMBERS | INTEGERS)
+def test_numbers_of_numpy_are_numbers(call):
+    """And so are integers and fractions where a float is meant; True and arrays of one entry are none."""
+    compute = (NUMBERS | INTEGERS)[call]
+    others = [np.float16(1), np.float32(1), np.float64(1), np.longdouble(1), np.array(1.0), Fraction(1), 1]
+    for number in [np.uint8(1), np.int64(1), np.array(1), *(others if call in NUMBERS else [])]:
+        torch.testing.assert_close(compute(number), compute(1.0 if call in NUMBERS else 1), rtol=0, atol=0)
+    for bad in (True, np.True_, np.array([1.0]), "1", np.str_("1"), 1j, *([] if call in NUMBERS else others[:-1])):
+        with pytest.raises(TypeError, match=rf"^{call[1]} must be .*, got {type(bad).__name__}"):
+            compute(bad)
 
 
 # ---- sizes --------------------------------------------------------------------------------------------------

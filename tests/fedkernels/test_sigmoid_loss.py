@@ -1,5 +1,6 @@
 """sigmoid_loss against torch's logsigmoid."""
 
+import functools
 import math
 
 import pytest
@@ -35,6 +36,9 @@ def test_equals_logsigmoid(batch, d, scale, bias):
     torch.testing.assert_close(loss, truth)
     torch.testing.assert_close(sigmoid_loss(*leaves[:2], scale, bias), truth)
     torch.testing.assert_close(torch.autograd.grad(loss, leaves), torch.autograd.grad(truth, leaves))
+    losses = sigmoid_loss(*leaves, "none")
+    torch.testing.assert_close((losses.mean(), losses.shape), (truth, (batch,)))
+    torch.testing.assert_close(sigmoid_loss(*leaves, reduction="sum"), losses.sum())
 
 
 @pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)])
@@ -49,8 +53,10 @@ def test_more_pairs_than_the_compiled_operator_takes_at_a_time(wanted):
     torch.testing.assert_close(torch.autograd.grad(loss, leaves), torch.autograd.grad(truth, leaves))
 
 
-def test_gradcheck():
-    assert torch.autograd.gradcheck(sigmoid_loss, (*pairs(5, 3), *scalars(1.7, -0.5)))
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_gradcheck(reduction):
+    function = functools.partial(sigmoid_loss, reduction=reduction)
+    assert torch.autograd.gradcheck(function, (*pairs(5, 3), *scalars(1.7, -0.5)))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -100,6 +106,7 @@ def test_nan_gives_nan():
         ((torch.ones(2, 3), torch.ones(2, 3, device="meta"), 1.0, 0.0), ValueError, "text must be on the device"),
         ((torch.ones(2, 3).int(), torch.ones(2, 3), 1.0, 0.0), TypeError, "image must be float16"),
         ((torch.ones(2, 3), torch.ones(2, 3), -1.0, 0.0), ValueError, "logit_scale must be positive"),
+        ((torch.ones(2, 3), torch.ones(2, 3), 1.0, 0.0, "max"), ValueError, "reduction must be one of"),
         ((torch.ones(2, 3), torch.ones(2, 3), 1.0, math.inf), ValueError, "logit_bias must be finite, got inf"),
         (
             (torch.ones(2, 3), torch.ones(2, 3), 1.0, torch.ones(2)),
@@ -120,4 +127,5 @@ def test_bad_input_is_named(arguments, error, message):
 
 def test_module_is_the_function():
     image, text = pairs(3, 4)
-    assert torch.equal(fedkernels.nn.SigmoidLoss()(image, text, 2.0, -1.0), sigmoid_loss(image, text, 2.0, -1.0))
+    module = fedkernels.nn.SigmoidLoss("none")
+    assert torch.equal(module(image, text, 2.0, -1.0), sigmoid_loss(image, text, 2.0, -1.0, "none"))

@@ -240,7 +240,7 @@ def test_shapes_dtypes_and_numbers_of_samples():
         ({"crop_scale": (0.2, 0.5, 1.0)}, TypeError, r"crop_scale must be two numbers, got \(0.2, 0.5, 1.0\)"),
         ({"crop_scale": ("a", 1)}, TypeError, "crop_scale must be a number, got str"),
         ({"crop_scale": (0.2, 1.5)}, ValueError, r"crop_scale must be two numbers with .* <= 1, got \(0.2, 1.5\)"),
-        ({"crop_ratio": (2.0, 1.0)}, ValueError, r"crop_ratio must be two numbers with .* got \(2, 1\)"),
+        ({"crop_ratio": (2.0, 1.0)}, ValueError, r"crop_ratio must be two numbers with .* got \(2.0, 1.0\)"),
         ({"crop_ratio": (0.0, 1.0)}, ValueError, "crop_ratio must be two numbers with 1e-06 <= low"),
         ({"blur_sigma": (0.1, math.inf)}, ValueError, "blur_sigma must be two numbers with .* high <= 1e\\+06"),
         ({"flip": True}, TypeError, "flip must be a number, got bool"),

@@ -12,8 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedkernels import pot
-from fedkernels.compat import lightly, open_clip, pytorch_metric_learning, sentence_transformers, torchjd
+from fedkernels.compat import lightly, open_clip, pot, pytorch_metric_learning, sentence_transformers, torchjd
 from tests.fedkernels.distributed.conftest import ranks  # noqa: F401  (a fixture)
 from tests.fedkernels.distributed.ranks import Ranks
 

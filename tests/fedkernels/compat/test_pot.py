@@ -7,7 +7,7 @@ import ot
 import pytest
 import torch
 
-from fedkernels import pot
+from fedkernels.compat import pot
 
 
 def problem(rows=12, columns=9, seed=0):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import traceback
+import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -52,6 +53,8 @@ class Ranks:
 
 def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
+    for outdated in (FutureWarning, DeprecationWarning):  # each worker of a user would print them
+        warnings.filterwarnings("error", category=outdated, module=r"fedkernels|torch\.distributed")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=TIMEOUT)
     while True:

@@ -12,10 +12,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedkernels import distributed
+from fedkernels import distributed, info_nce
 from tests.fedkernels.distributed.ranks import Ranks
 
 DIM = 12
+BIAS = -1.5
+LOSSES = ["info_nce", "nt_xent", "clip_loss", "sigmoid_loss"]
 SIZES = {"equal": (6, 6, 6, 6), "unequal": (5, 8, 1, 3)}
 
 
@@ -34,6 +36,8 @@ def in_one_process(loss: str, first: Tensor, second: Tensor, temperature: Tensor
         logits = (rows @ rows.T / temperature).fill_diagonal_(-torch.inf)
         return F.cross_entropy(logits, torch.arange(len(rows)).roll(len(first)), reduction="none")
     logits = first @ second.T / temperature
+    if loss == "sigmoid_loss":
+        return -F.logsigmoid((2 * torch.eye(len(first)) - 1) * (logits + BIAS)).sum(dim=1)
     losses = F.cross_entropy(logits, torch.arange(len(first)), reduction="none")
     if loss == "clip_loss":
         losses = (losses + F.cross_entropy(logits.T, torch.arange(len(first)), reduction="none")) / 2
@@ -41,8 +45,10 @@ def in_one_process(loss: str, first: Tensor, second: Tensor, temperature: Tensor
 
 
 def distributed_losses(loss: str, first: Tensor, second: Tensor, temperature: Tensor, **options: Any) -> Tensor:
-    factor = 1 / temperature if loss == "clip_loss" else temperature
-    return getattr(distributed, loss)(first, second, factor, **options)
+    if loss in ("clip_loss", "sigmoid_loss"):
+        options |= {"logit_bias": BIAS} if loss == "sigmoid_loss" else {}
+        return getattr(distributed, loss)(first, second, 1 / temperature, **options)
+    return getattr(distributed, loss)(first, second, temperature, **options)
 
 
 def on_rank(loss: str, method: str, sizes: tuple[int, ...], reduction: str, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -70,7 +76,7 @@ def split_rows(loss: str, rows: Tensor, sizes: tuple[int, ...]) -> list[Tensor]:
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("method", ["gather", "ring"])
-@pytest.mark.parametrize("loss", ["info_nce", "nt_xent", "clip_loss"])
+@pytest.mark.parametrize("loss", LOSSES)
 def test_values_and_gradients_are_those_of_one_process(ranks: Ranks, loss, method, sizes, reduction):
     results = ranks(on_rank, loss, method, sizes, reduction, torch.float32)
     sizes = sizes[: len(results)]
@@ -97,7 +103,7 @@ def test_values_and_gradients_are_those_of_one_process(ranks: Ranks, loss, metho
 
 
 @pytest.mark.parametrize("method", ["gather", "ring"])
-@pytest.mark.parametrize("loss", ["info_nce", "nt_xent", "clip_loss"])
+@pytest.mark.parametrize("loss", LOSSES)
 def test_half_precision_is_widened(ranks: Ranks, loss, method):
     results = ranks(on_rank, loss, method, SIZES["unequal"], "mean", torch.bfloat16)
     sizes = SIZES["unequal"][: len(results)]
@@ -122,14 +128,14 @@ def saved_elements(loss: str, method: str, rows: int) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        value = getattr(distributed, loss)(first, second, 0.3, method=method)
+        value = distributed_losses(loss, first, second, torch.tensor(0.3), method=method)
         elements = sum(saved.values())
     value.backward()
     return elements
 
 
 @pytest.mark.parametrize("method", ["gather", "ring"])
-@pytest.mark.parametrize("loss", ["info_nce", "nt_xent", "clip_loss"])
+@pytest.mark.parametrize("loss", LOSSES)
 def test_what_is_saved_grows_with_this_ranks_batch_alone(ranks: Ranks, loss, method):
     rows = 256
     for elements in ranks(saved_elements, loss, method, rows):
@@ -196,6 +202,26 @@ def test_keys_without_a_gradient_get_none(ranks: Ranks, method):
     (in_one_process("info_nce", first.requires_grad_(), second, torch.tensor(0.3)).mean() * len(results)).backward()
     assert all(of_key is None for _, of_key in results)
     torch.testing.assert_close(torch.cat([of_query for of_query, _ in results]), first.grad, rtol=1e-5, atol=1e-5)
+
+
+def with_negatives(method: str) -> list[Tensor]:
+    rank = dist.get_rank()
+    query, key = (part[rank].requires_grad_() for part in batches(0, SIZES["unequal"]))
+    negatives = batches(1, SIZES["unequal"])[0][rank].requires_grad_()
+    loss = distributed.info_nce(query, key, 0.3, negatives=negatives, method=method)
+    return [loss.detach(), *torch.autograd.grad(loss, [query, key, negatives])]
+
+
+@pytest.mark.parametrize("method", ["gather", "ring"])
+def test_every_query_sees_the_negatives_of_all_ranks(ranks: Ranks, method):
+    results = ranks(with_negatives, method)
+    parts = *batches(0, SIZES["unequal"]), batches(1, SIZES["unequal"])[0]
+    leaves = [torch.cat(part[: len(results)]).requires_grad_() for part in parts]
+    truth = info_nce(*leaves[:2], 0.3, negatives=leaves[2])
+    values, *gradients = zip(*results, strict=True)
+    torch.testing.assert_close(torch.stack(values).mean(), truth.detach())
+    found = [torch.cat(parts) / len(results) for parts in gradients]
+    torch.testing.assert_close(found, list(torch.autograd.grad(truth, leaves)), rtol=1e-5, atol=1e-5)
 
 
 def bad_call(what: str) -> str:

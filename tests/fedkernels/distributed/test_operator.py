@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fedkernels import distributed, info_nce, nt_xent
+from fedkernels import distributed, info_nce, nt_xent, sigmoid_loss
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -17,23 +17,28 @@ def inputs(*shapes: tuple[int, ...]) -> list[Tensor]:
     return [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
 
 
+def numbers(loss: str, *values: float) -> list[Tensor]:
+    """The loss's temperature or scale, and its bias if it has one."""
+    wanted = values if loss == "sigmoid_loss" else values[:1]
+    return [torch.tensor(value, dtype=torch.float64, requires_grad=True) for value in wanted]
+
+
 @pytest.mark.parametrize("method", ["gather", "ring"])
-@pytest.mark.parametrize("loss", ["info_nce", "nt_xent", "clip_loss"])
+@pytest.mark.parametrize("loss", distributed.__all__)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_gradcheck(loss, method, reduction):
-    first, second = inputs((4, 3), (4, 3))
-    scale = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
     function = getattr(distributed, loss)
-    assert torch.autograd.gradcheck(lambda *given: function(*given, reduction, method=method), (first, second, scale))
+    given = *inputs((4, 3), (4, 3)), *numbers(loss, 0.7, -0.6)
+    assert torch.autograd.gradcheck(lambda *given: function(*given, reduction, method=method), given)
 
 
-@pytest.mark.parametrize("two_views", [False, True])
-def test_opcheck(two_views):
+@pytest.mark.parametrize("loss", ["info_nce", "nt_xent", "sigmoid_loss"])
+def test_opcheck(loss):
     query, key = inputs((4, 3), (4, 3))
     scale = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
     name = str(dist.group.WORLD.group_name)
     torch.library.opcheck(
-        torch.ops.fedkernels.distributed_losses.default, (query, key, scale, two_views, "ring", name, True, True)
+        torch.ops.fedkernels.distributed_losses.default, (query, key, scale, loss, "ring", name, True, True)
     )
 
 
@@ -42,21 +47,34 @@ def test_opcheck_of_the_gradients(method):
     query, key = (part.detach() for part in inputs((4, 3), (4, 3)))
     scale, name = torch.tensor(2.0, dtype=torch.float64), str(dist.group.WORLD.group_name)
     _, logsumexp, _, *of_keys = torch.ops.fedkernels.distributed_losses(
-        query, key, scale, False, method, name, True, True
+        query, key, scale, "info_nce", method, name, True, True
     )
     torch.library.opcheck(
         torch.ops.fedkernels.distributed_gradients.default,
-        (query, key, scale, logsumexp, torch.ones(4).double(), *of_keys, False, method, name),
+        (query, key, scale, logsumexp, torch.ones(4).double(), *of_keys, "info_nce", method, name),
     )
 
 
-@pytest.mark.parametrize("loss", ["info_nce", "nt_xent", "clip_loss"])
+@pytest.mark.parametrize("loss", distributed.__all__)
 def test_compile(loss):
-    first, second = inputs((4, 3), (4, 3))
+    given = *inputs((4, 3), (4, 3)), *numbers(loss, 0.5, -0.6)
     function = getattr(distributed, loss)
-    compiled = torch.compile(lambda x, y: function(x, y, 0.5, method="ring"), fullgraph=True, backend="aot_eager")
-    expected = torch.autograd.grad(function(first, second, 0.5), (first, second))
-    torch.testing.assert_close(torch.autograd.grad(compiled(first, second), (first, second)), expected)
+    compiled = torch.compile(lambda *given: function(*given, method="ring"), fullgraph=True, backend="aot_eager")
+    expected = torch.autograd.grad(function(*given), given)
+    torch.testing.assert_close(torch.autograd.grad(compiled(*given), given), expected)
+
+
+@pytest.mark.parametrize("loss", distributed.__all__)
+def test_an_exported_program_serves_batches_of_other_sizes(loss):
+    class Loss(torch.nn.Module):
+        def forward(self, first, second):
+            return getattr(distributed, loss)(first, second, 0.5, *[-1.0][: loss == "sigmoid_loss"])
+
+    batch = torch.export.Dim("batch", min=2, max=64)
+    program = torch.export.export(Loss(), (*inputs((4, 3), (4, 3)),), dynamic_shapes=({0: batch}, {0: batch})).module()
+    for size in (5, 8):
+        given = inputs((size, 3), (size, 3))
+        torch.testing.assert_close(program(*given), Loss()(*given))
 
 
 @pytest.mark.parametrize("method", ["gather", "ring"])
@@ -67,7 +85,12 @@ def test_blocks_of_logits_join(method, monkeypatch):
     query, key = inputs((7, 3), (9, 3))
     for ours, expected in (
         (distributed.info_nce(query, key, 0.5, method=method), info_nce(query, key, 0.5)),
+        (
+            distributed.info_nce(query, key[:7], 0.5, negatives=key[7:], method=method),
+            info_nce(query, key[:7], 0.5, negatives=key[7:]),
+        ),
         (distributed.nt_xent(query, key[:7], 0.5, method=method), nt_xent(query, key[:7], 0.5)),
+        (distributed.sigmoid_loss(query, key[:7], 2.0, -1.0, method=method), sigmoid_loss(query, key[:7], 2.0, -1.0)),
     ):
         torch.testing.assert_close(ours, expected)
         gradients = (torch.autograd.grad(value, (query, key)) for value in (ours, expected))
@@ -98,6 +121,8 @@ def test_a_second_derivative_is_an_error():
         ({"reduction": "max"}, ValueError, "reduction must be one of"),
         ({"key": torch.ones(4, 2)}, ValueError, "key must have the d = 3 columns"),
         ({"query": [1.0]}, TypeError, "query must be a torch.Tensor"),
+        ({"negatives": torch.ones(4, 2)}, ValueError, "negatives must have the d = 3 columns"),
+        ({"key": torch.ones(3, 3), "negatives": torch.ones(4, 3)}, ValueError, "key must have at least the B = 4 rows"),
         ({"group": "all"}, ValueError, "group must be a process group"),
     ],
 )
