@@ -269,7 +269,7 @@ def test_tf32_is_used_where_torch_allows_it(name):
 
 
 def test_the_module_has_kernels_for_this_gpu():
-    assert {*native.COMPILED, "linear_cka_large"} - native.CPU_ONLY == native.CUDA, native.build_info()
+    assert {*native.COMPILED} - native.CPU_ONLY == native.CUDA, native.build_info()
     x = torch.ones(2, 3, device="cuda")
     for name in native.CUDA:
         assert native.operator(name, x) is not None
@@ -293,9 +293,7 @@ def test_works_on_the_current_stream(name):
     assert_equal(found, truth)
 
 
-@pytest.mark.parametrize(
-    "name", ["info_nce, bfloat16", "nt_xent, bfloat16", "linear_cka", "linear_cka, large", "delta_gram"]
-)
+@pytest.mark.parametrize("name", ["info_nce, bfloat16", "nt_xent, bfloat16", "linear_cka", "linear_cka, large"])
 def test_works_on_the_current_stream_when_compiled(name):
     case, ready = CASES[name], on("cuda", name)
     truth = case.call(*ready)
