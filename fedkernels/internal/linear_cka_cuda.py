@@ -92,7 +92,7 @@ def linear_cka_pairwise(xs: Sequence[Tensor], ys: Sequence[Tensor], centered: bo
         z = torch.cat(groups, dim=1) if len(groups) > 1 else groups[0]
         parts = z.split(widths, dim=1)
         # Of all columns; those before the ys, or before x itself, are not needed and stay 0.
-        of_columns = torch.zeros(count, z.shape[1], dtype=torch.float64, device=z.device)
+        of_columns = z.new_zeros((count, z.shape[1]), dtype=torch.float64)
         for n, x in enumerate(parts[:count]):
             start = sum(widths[: count if ys else n])
             step = max(_MOST_ENTRIES // widths[n], 1)

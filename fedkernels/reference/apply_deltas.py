@@ -17,14 +17,14 @@ def apply_deltas(global_params: Sequence[Tensor], client_params: Sequence[Sequen
     """global <- global - sum_k w_k (global - client_k). The weights need not sum to one."""
     targets = [tensor.contiguous() for tensor in global_params]
     entries = _ENTRIES_ON_CPU if targets[0].is_cpu else _ENTRIES
-    for target, *clients in chunks([targets, *client_params], entries):
-        # Weights on the host stay there: a number is an argument of the multiplication.
-        device_weights = weights.to(target[0].device) if weights.is_cuda else weights
-        start = join(target).double()
+    for model, *clients in chunks([targets, *client_params], entries):
+        start = join(model).double()
         step = torch.zeros_like(start)
-        for weight, pieces in zip(device_weights.double().unbind(), clients, strict=True):
+        # Weights on the host stay there: a number is an argument of the multiplication.
+        of_clients = weights.to(start.device) if weights.is_cuda else weights
+        for weight, pieces in zip(of_clients.double().unbind(), clients, strict=True):
             step += weight * (start - join(pieces))
-        for piece, stepped in zip(target, (start - step).split([len(piece) for piece in target]), strict=True):
+        for piece, stepped in zip(model, (start - step).split([len(piece) for piece in model]), strict=True):
             piece.copy_(stepped)
     for tensor, target in zip(global_params, targets, strict=True):
         if target is not tensor:  # a copy, because the tensor was not contiguous

@@ -17,7 +17,7 @@ _RUN = 1024  # entries that one product sums: a chunk has many, so that a GPU is
 def delta_gram(global_params: Sequence[Tensor], client_params: Sequence[Sequence[Tensor]]) -> Tensor:
     """G_ij = sum over the tensors of <global - client_i, global - client_j> -> [K, K] in float64."""
     clients = len(client_params)
-    gram = torch.zeros(clients, clients, dtype=torch.float64, device=global_params[0].device)
+    gram = global_params[0].new_zeros((clients, clients), dtype=torch.float64)
     entries = _ENTRIES_ON_CPU if gram.is_cpu else _ENTRIES
     runs = max(entries // (_RUN * clients), 1)
     for models in chunks([global_params, *client_params], runs * _RUN):
