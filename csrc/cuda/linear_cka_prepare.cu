@@ -105,6 +105,7 @@ __device__ inline void power_of_two(int exponent, float* power) {
 __device__ inline void power_of_two(int exponent, double* power) {
   *power = __longlong_as_double(static_cast<long long>(min(max(exponent, -1022), 1023) + 1023) << 52);
 }
+
 // What brings `largest` to [1, 2), or as near as a power of two does. 0 where it is infinite, so that NaN comes out.
 template <typename T>
 __device__ inline T scale_for(T largest) {

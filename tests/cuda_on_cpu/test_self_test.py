@@ -256,7 +256,7 @@ def test_the_callers_settings_do_not_matter(card):
 
 
 def test_an_error_of_the_reference_is_no_verdict(card, monkeypatch):
-    def no_memory(*_):
+    def no_memory(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(self_test_cases, "client_weights", no_memory)
