@@ -1,6 +1,6 @@
-// Before the products: maxima, column sums, then z, which is x and y side by side, scaled and centred. A block works on a
-// part: 128 columns of a chunk of a matrix's rows. It leaves its part of a sum in memory; the next kernel's blocks add the
-// parts that they need, all in one order.
+// Before the products: maxima, column sums, then z, which is x and y side by side, scaled and centred. A block works
+// on a part: 128 columns of a chunk of a matrix's rows. It leaves its part of a sum in memory; the next kernel's
+// blocks add the parts that they need, all in one order.
 #include "cuda/dtype.h"
 #include "cuda/linear_cka_blocks.h"
 
