@@ -9,8 +9,12 @@ from torch import Tensor
 def chunks(models: Sequence[Sequence[Tensor]], entries: int) -> Iterator[list[list[Tensor]]]:
     """Yields, chunk by chunk, a list of flat pieces for each model: together at most `entries`, on one device.
 
-    The models are lists of tensors of the same shapes. A piece of a contiguous tensor is a view of it.
+    The models are lists of tensors of the same shapes. A piece of a contiguous tensor is a view of it. An exported
+    program takes each tensor at once, because it may not depend on sizes.
     """
+    if torch.compiler.is_exporting():
+        yield from ([[tensor.detach().reshape(-1)] for tensor in versions] for versions in zip(*models, strict=True))
+        return
     pieces: list[list[Tensor]] = [[] for _ in models]
     filled = 0
     for versions in zip(*models, strict=True):

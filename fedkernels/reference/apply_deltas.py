@@ -24,7 +24,7 @@ def apply_deltas(global_params: Sequence[Tensor], client_params: Sequence[Sequen
         of_clients = weights.to(start.device) if weights.is_cuda else weights
         for weight, pieces in zip(of_clients.double().unbind(), clients, strict=True):
             step += weight * (start - join(pieces))
-        for piece, stepped in zip(model, (start - step).split([len(piece) for piece in model]), strict=True):
+        for piece, stepped in zip(model, (start - step).split([piece.numel() for piece in model]), strict=True):
             piece.copy_(stepped)
     for tensor, target in zip(global_params, targets, strict=True):
         if target is not tensor:  # a copy, because the tensor was not contiguous

@@ -19,12 +19,14 @@ def delta_gram(global_params: Sequence[Tensor], client_params: Sequence[Sequence
     clients = len(client_params)
     gram = global_params[0].new_zeros((clients, clients), dtype=torch.float64)
     entries = _ENTRIES_ON_CPU if gram.is_cpu else _ENTRIES
-    runs = max(entries // (_RUN * clients), 1)
+    runs, exporting = max(entries // (_RUN * clients), 1), torch.compiler.is_exporting()
     for models in chunks([global_params, *client_params], runs * _RUN):
-        # Differences of 0 fill the last run.
-        padding = [models[0][0].new_zeros(-sum(map(len, models[0])) % _RUN)]
+        # Differences of 0 fill the last run. An exported program, which may not depend on sizes, has one run.
+        count = sum(piece.numel() for piece in models[0])
+        run = count if exporting else _RUN
+        padding = [] if exporting else [models[0][0].new_zeros(-count % run)]
         versions = join([piece for pieces in models for piece in (*pieces, *padding)]).view(1 + clients, -1)
         deltas = versions[0].double() - versions[1:]
-        deltas = deltas.view(clients, -1, _RUN).transpose(0, 1)
+        deltas = deltas.view(clients, -1, run).transpose(0, 1)
         gram += (deltas @ deltas.mT).sum(0).to(gram.device)
     return (gram + gram.T) / 2  # a matrix product need not be symmetric to the last bit

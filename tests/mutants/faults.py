@@ -633,8 +633,8 @@ OF_PYTHON = [
         "reference apply_deltas: float64",
         "dtype",
         "fedkernels/reference/apply_deltas.py",
-        "start = join(target).double()",
-        "start = join(target).float()",
+        "start = join(model).double()",
+        "start = join(model).float()",
         _of("apply_deltas"),
     ),
     Fault(
