@@ -110,7 +110,7 @@ def linear_cka_pairwise(xs: Sequence[Tensor], ys: Sequence[Tensor], centered: bo
 
 
 def _squared_norm(matrices: Tensor) -> Tensor:
-    return matrices.double().square().sum((-2, -1))
+    return torch.linalg.vector_norm(matrices.double(), dim=(-2, -1)).square()
 
 
 def _single(matrices: Tensor) -> Tensor:
