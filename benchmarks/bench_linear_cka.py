@@ -244,7 +244,7 @@ def _many_on_gpu(pairs: int, samples: int, width: int) -> Case:
             "fp32",
             "x'x and y'y at half, y'x, and four products of L x d x d for the gradients",
         ),
-        bars=(Bar(faster_than=(BMM,), times=5.0),),
+        bars=(Bar(faster_than=(BMM,), times=1.1),),
     )
 
 

@@ -125,7 +125,7 @@ def test_a_rehearsal_writes_the_tables(tmp_path: Path, monkeypatch: pytest.Monke
     assert text.startswith("# Operators on a GPU")
     assert "| float32, K = 3, P = 0.000314 M in 4 tensors | **fedkernels.delta_gram** |" in text
     assert " of copy |" in text
-    assert "| >= 80% of the copy rate |" in text
+    assert "| error <= 1e-12 |" in text
 
 
 def test_a_run_without_time_says_so(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """The faults that test_self_test.py plants, as a table of which were caught and served by the reference.
 
 python -m tests.cuda_on_cpu.fault_table               # all of them, minutes
-python -m tests.cuda_on_cpu.fault_table -k delta_gram # pytest's arguments choose some
+python -m tests.cuda_on_cpu.fault_table -k linear_cka # pytest's arguments choose some
 """
 
 import sys
