@@ -365,15 +365,15 @@ FAULTS = [
 ]
 # What no process survives, or what a launch reports.
 LAUNCH = Fault(
-    *("a launch error", "all", "apply_deltas", "apply_deltas.cu"),
-    "return launch({blocks, THREADS}, stream, apply_deltas_kernel, lists);",
-    "return launch({blocks, THREADS + FAULT}, stream, apply_deltas_kernel, lists);",
+    *("a launch error", "all", "client_weights", "client_weights.cu"),
+    "launch(shape, stream, client_weights_kernel,",
+    "launch({shape.grid, dim3(shape.block.x + FAULT), shape.shared}, stream, client_weights_kernel,",
 )
 HANG = Fault(
-    *("a hang", "all", "delta_gram", "delta_gram.cu"),
-    "if (wanted && *wanted == 0) return;\n  T* const deltas",
+    *("a hang", "all", "client_weights", "client_weights.cu"),
+    "double* const factor = vectors + OF_VECTORS;",
     "while (*static_cast<volatile int*>(&fedkernels_fault) == FAULT_NUMBER) {}\n"
-    "  if (wanted && *wanted == 0) return;\n  T* const deltas",
+    "  double* const factor = vectors + OF_VECTORS;",
 )
 CRASH = Fault(
     *("an illegal address", "all", "client_weights", "client_weights.cu"),
