@@ -24,6 +24,7 @@ import tempfile
 import time
 import zipfile
 from pathlib import Path
+from typing import IO
 
 ROOT = Path(__file__).resolve().parents[1]
 PACK = ROOT / "build" / "gpu"
@@ -31,16 +32,7 @@ LARGEST = 64 << 20  # bytes of the tracked files and the pack
 SECONDS = 540  # of a stage
 # What an image with torch, scipy, timm and pytest lacks, and the peers of the operators.
 WITH_REQUIREMENTS = ("pydantic>=2.10",)
-ALONE = (
-    "POT==0.9.5",
-    "quadprog",
-    "kornia",
-    "kornia_rs",
-    "open_clip_torch",
-    "ftfy",
-    "pytorch-metric-learning",
-    "torch_cka",
-)
+ALONE = "POT==0.9.5 quadprog kornia kornia_rs open_clip_torch ftfy wcwidth pytorch-metric-learning torch_cka".split()
 PLATFORMS = tuple(f"--platform=manylinux_2_{glibc}_x86_64" for glibc in (28, 27, 17))
 CHECK = """
 import importlib.util, json, platform, sys, torch
@@ -52,8 +44,9 @@ if missing:
 if sys.argv[1] == "cuda" and not torch.cuda.is_available():
     sys.exit("torch finds no CUDA device; REHEARSE=1 runs the stage on the CPU")
 from fedkernels.internal import native, self_test_outcomes
-if not native.CUDA:
-    sys.exit(f"the module holds no CUDA kernels: {native.build_info()}")
+unusable = native.module.cuda_unusable(0) if native.CUDA and sys.argv[1] == "cuda" else ""
+if unusable or not native.CUDA:
+    sys.exit(f"the module has no CUDA kernels for this card: {unusable or native.build_info()}")
 card = self_test_outcomes.card_of(0)._asdict() if sys.argv[1] == "cuda" else {"name": "none: a rehearsal on the CPU"}
 versions = {"torch": torch.__version__, "torch_cuda": torch.version.cuda, "python": platform.python_version()}
 print(json.dumps({**card, **versions, "build": native.build_info()}))
@@ -99,11 +92,12 @@ def steps(stage: str, device: str, folder: Path, temporary: Path) -> dict[str, l
         return {stage: [python, "-m", "benchmarks", "--device", "cuda", *["--rehearse"] * rehearse, *output]}
     if stage == "simulation":
         return {stage: [python, "-m", "benchmarks.simulation", "--device", device, *["--quick"] * rehearse, *output]}
-    small = ["architectures=[small_convnet]", "data.train_limit=400", "data.test_limit=100", "partition.min_samples=1"]
-    settings = [f"data.path={PACK / 'cifar10.npz'}", f"device={device}", "preset=paper:fedu2", "data.name=npz"]
-    settings += (
-        ["rounds=1", "training.local_epochs=1", *small] if rehearse else ["rounds=10", "partition.min_samples=64"]
-    )
+    settings = ["preset=paper:fedu2", "data.name=npz", f"data.path={PACK / 'cifar10.npz'}", f"device={device}"]
+    if rehearse:
+        settings += ["rounds=1", "training.local_epochs=1", "training.batch_size=8", "architectures=[small_convnet]"]
+        settings += ["data.train_limit=500", "data.test_limit=100", "partition.min_samples=8"]
+    else:
+        settings += ["rounds=10"]
     return {
         recipe: [python, "-m", "fedssl", "run", recipe, *settings, "--output", str(temporary / recipe)]
         for recipe in ("fedbyol", "fedu2")
@@ -112,49 +106,56 @@ def steps(stage: str, device: str, folder: Path, temporary: Path) -> dict[str, l
 
 def run(stage: str, device: str, folder: Path, temporary: Path) -> int:
     """Runs the steps of a stage one after the other, whatever becomes of them. -> the exit code"""
-    start, log = time.monotonic(), folder / f"{stage}.txt"
-    outcomes: list[dict[str, str]] = []
-    site = temporary / "site"
-    for wheel in sorted((PACK / "wheels").glob("*.whl")):
-        zipfile.ZipFile(wheel).extractall(site)
-    path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")]), str(site)]  # the packed ones last
-    os.environ.update(PYTHONPATH=os.pathsep.join(path), PYTHONUNBUFFERED="1", OMP_NUM_THREADS="2")
-    os.environ["PATH"] += f"{os.pathsep}/usr/local/cuda/bin"
-    for module in (PACK / "fedkernels").glob("_C*"):
-        shutil.copy(module, ROOT / "fedkernels")
-    if device == "cuda":
-        os.environ["FEDKERNELS_GPU"] = "1"  # a test that finds no GPU fails and is not skipped
-    if not PACK.exists():
-        os.environ.setdefault("FEDKERNELS_CUDA_ARCHITECTURES", "native")
-        subprocess.run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], cwd=ROOT, check=False)
-    checked = subprocess.run([sys.executable, "-c", CHECK, device], cwd=ROOT, capture_output=True, text=True)
+    start, environment = time.monotonic(), prepare(device, temporary)
+    checked = subprocess.run([sys.executable, "-c", CHECK, device], env=environment, capture_output=True, text=True)
     if checked.returncode:
         print(f"on_gpu.sh {stage}: {(checked.stderr.strip().splitlines() or ['no reason'])[-1]}", file=sys.stderr)
         return 2
     commands = steps(stage, device, folder, temporary)
-    with log.open("w", encoding="utf-8") as printed:
+    outcomes = []
+    with (folder / f"{stage}.txt").open("w", encoding="utf-8") as printed:
         for index, (name, command) in enumerate(commands.items()):
-            left = SECONDS - (time.monotonic() - start)
-            limit = round(left / (len(commands) - index)) if stage != "tests" or index else 240
+            limit = round((SECONDS - (time.monotonic() - start)) / (len(commands) - index))
+            print(f"\n==== {name}: {' '.join(command)}", file=printed, flush=True)
             began = time.monotonic()
-            if "compute-sanitizer" in command and shutil.which("compute-sanitizer") is None:
-                outcome = "skipped: no compute-sanitizer"
-            else:
-                print(f"\n==== {name}: {' '.join(command)}", file=printed, flush=True)
-                limited = ["timeout", "-k", "5", str(limit), *command]
-                code = subprocess.run(limited, cwd=ROOT, stdout=printed, stderr=subprocess.STDOUT).returncode
-                late = code in (124, 137)
-                outcome = (
-                    f"failed: not ready after {limit} s" if late else f"failed: exit code {code}" if code else "passed"
-                )
-            os.environ["FEDKERNELS_SELF_TEST"] = "0"  # what follows the self-test is of the kernels, not of references
+            outcome = outcome_of(command, limit, environment, printed)
             outcomes.append({"step": name, "outcome": outcome, "seconds": f"{time.monotonic() - began:.1f}"})
             print(f"{name}: {outcome}", flush=True)
+            environment["FEDKERNELS_SELF_TEST"] = "0"  # what follows the self-test is of the kernels, not of references
             if (temporary / name / "metrics.csv").exists():
                 shutil.copy(temporary / name / "metrics.csv", folder / f"{name}.csv")
     report = {"stage": stage, "environment": json.loads(checked.stdout.splitlines()[-1]), "steps": outcomes}
     (folder / f"{stage}.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return int(any(one["outcome"].startswith("failed") for one in outcomes))
+
+
+def prepare(device: str, temporary: Path) -> dict[str, str]:
+    """Unpacks what was packed, or compiles the module where nothing was. -> the environment of all commands"""
+    site = temporary / "site"
+    for wheel in sorted((PACK / "wheels").glob("*.whl")):
+        zipfile.ZipFile(wheel).extractall(site)
+    path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")]), str(site)]  # what is there goes first
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "2"}
+    environment["PATH"] += f"{os.pathsep}/usr/local/cuda/bin"
+    if device == "cuda":
+        environment["FEDKERNELS_GPU"] = "1"  # a test that finds no GPU fails and is not skipped
+    for module in (PACK / "fedkernels").glob("_C*"):
+        shutil.copy(module, ROOT / "fedkernels")
+    if not PACK.exists():
+        environment.setdefault("FEDKERNELS_CUDA_ARCHITECTURES", "native")
+        subprocess.run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], cwd=ROOT, env=environment)
+    return environment
+
+
+def outcome_of(command: list[str], limit: int, environment: dict[str, str], printed: IO[str]) -> str:
+    """Runs a command for so many seconds at most. -> "passed", or why not"""
+    if "compute-sanitizer" in command and shutil.which("compute-sanitizer", path=environment["PATH"]) is None:
+        return "skipped: no compute-sanitizer"
+    limited = ["timeout", "-k", "5", str(max(limit, 1)), *command]
+    code = subprocess.run(limited, cwd=ROOT, env=environment, stdout=printed, stderr=subprocess.STDOUT).returncode
+    if code in (124, 137):
+        return f"failed: not ready after {limit} s"
+    return f"failed: exit code {code}" if code else "passed"
 
 
 def main() -> int:
