@@ -32,7 +32,8 @@ LARGEST = 64 << 20  # bytes of the tracked files and the pack
 SECONDS = 540  # of a stage
 # What an image with torch, scipy, timm and pytest lacks, and the peers of the operators.
 WITH_REQUIREMENTS = ("pydantic>=2.10",)
-ALONE = "POT==0.9.5 quadprog kornia kornia_rs open_clip_torch ftfy wcwidth pytorch-metric-learning torch_cka".split()
+ALONE = ("POT==0.9.5", "quadprog", "kornia", "kornia_rs", "open_clip_torch", "ftfy", "wcwidth")
+ALONE += ("pytorch-metric-learning", "torch_cka")
 PLATFORMS = tuple(f"--platform=manylinux_2_{glibc}_x86_64" for glibc in (28, 27, 17))
 CHECK = """
 import importlib.util, json, platform, sys, torch
