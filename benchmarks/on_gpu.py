@@ -30,10 +30,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PACK = ROOT / "build" / "gpu"
 LARGEST = 64 << 20  # bytes of the tracked files and the pack
 SECONDS = 540  # of a stage
-# What an image with torch, scipy, timm and pytest lacks, and the peers of the operators.
+# What an image with torch, scipy, timm and pytest lacks, with what it requires; then those that need nothing more.
 WITH_REQUIREMENTS = ("pydantic>=2.10",)
-ALONE = ("POT==0.9.5", "quadprog", "kornia", "kornia_rs", "open_clip_torch", "ftfy", "wcwidth")
-ALONE += ("pytorch-metric-learning", "torch_cka")
+POT_AND_PEERS = ("POT==0.9.5", "quadprog", "kornia", "kornia_rs", "open_clip_torch", "ftfy", "wcwidth", "torch_cka")
 PLATFORMS = tuple(f"--platform=manylinux_2_{glibc}_x86_64" for glibc in (28, 27, 17))
 CHECK = """
 import importlib.util, json, platform, sys, torch
@@ -61,7 +60,7 @@ def pack(data: str | None) -> int:
     environment = {**os.environ, "FEDKERNELS_CUDA": "1", "FEDKERNELS_CUDA_ARCHITECTURES": "90"}
     build = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", str(PACK)]
     subprocess.run(build, cwd=ROOT, env=environment, check=True)
-    for names in (WITH_REQUIREMENTS, ("--no-deps", *ALONE)):
+    for names in (WITH_REQUIREMENTS, ("--no-deps", *POT_AND_PEERS, "pytorch-metric-learning")):
         target = ["--only-binary=:all:", "--python-version=3.12", "--implementation=cp", *PLATFORMS]
         download = [sys.executable, "-m", "pip", "download", "-q", *target, "-d", str(PACK / "wheels"), *names]
         subprocess.run(download, check=True)
