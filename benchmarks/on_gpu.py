@@ -3,7 +3,7 @@
     benchmarks/on_gpu.sh pack [CIFAR10.npz]   # here: what that machine lacks, into build/gpu (sm_90, Python 3.12)
     benchmarks/on_gpu.sh tests                # there: the self-test, then the operators' tests
     benchmarks/on_gpu.sh sanitizer            # compute-sanitizer on the small cases of test_cuda.py
-    benchmarks/on_gpu.sh operators            # the operators beside their peers
+    benchmarks/on_gpu.sh operators [NAME ...] # the operators, or some of them, beside their peers
     benchmarks/on_gpu.sh simulation           # whole runs by phase, and beside peers
     benchmarks/on_gpu.sh training             # FedBYOL and FedU2 on the packed images, ten rounds each
 
@@ -73,8 +73,8 @@ def pack(data: str | None) -> int:
     return int(total > LARGEST)
 
 
-def steps(stage: str, device: str, folder: Path, temporary: Path) -> dict[str, list[str]]:
-    """By name the commands of a stage."""
+def steps(stage: str, names: list[str], device: str, folder: Path, temporary: Path) -> dict[str, list[str]]:
+    """By name the commands of a stage; `names` are operators."""
     python, rehearse = sys.executable, device == "cpu"
     pytest = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     if stage == "tests":
@@ -89,7 +89,7 @@ def steps(stage: str, device: str, folder: Path, temporary: Path) -> dict[str, l
         return {tool: [*command, tool, *cases] for tool in ("memcheck", "racecheck", "synccheck")}
     output = ["--output", str(folder), "--seconds", str(SECONDS - 60)]
     if stage == "operators":
-        return {stage: [python, "-m", "benchmarks", "--device", "cuda", *["--rehearse"] * rehearse, *output]}
+        return {stage: [python, "-m", "benchmarks", *names, "--device", "cuda", *["--rehearse"] * rehearse, *output]}
     if stage == "simulation":
         return {stage: [python, "-m", "benchmarks.simulation", "--device", device, *["--quick"] * rehearse, *output]}
     settings = ["preset=paper:fedu2", "data.name=npz", f"data.path={PACK / 'cifar10.npz'}", f"device={device}"]
@@ -104,14 +104,14 @@ def steps(stage: str, device: str, folder: Path, temporary: Path) -> dict[str, l
     }
 
 
-def run(stage: str, device: str, folder: Path, temporary: Path) -> int:
+def run(stage: str, names: list[str], device: str, folder: Path, temporary: Path) -> int:
     """Runs the steps of a stage one after the other, whatever becomes of them. -> the exit code"""
     start, environment = time.monotonic(), prepare(device, temporary)
     checked = subprocess.run([sys.executable, "-c", CHECK, device], env=environment, capture_output=True, text=True)
     if checked.returncode:
         print(f"on_gpu.sh {stage}: {(checked.stderr.strip().splitlines() or ['no reason'])[-1]}", file=sys.stderr)
         return 2
-    commands = steps(stage, device, folder, temporary)
+    commands = steps(stage, names, device, folder, temporary)
     outcomes = []
     with (folder / f"{stage}.txt").open("w", encoding="utf-8") as printed:
         for index, (name, command) in enumerate(commands.items()):
@@ -163,13 +163,14 @@ def main() -> int:
     stage, *more = sys.argv[1:] or [""]
     if stage == "pack" and len(more) < 2:
         return pack(more[0] if more else None)
-    if stage not in stages or more:
-        print(f"on_gpu.sh: expected pack [CIFAR10.npz], or one of {', '.join(stages)}", file=sys.stderr)
+    if stage not in stages or (more and stage != "operators"):
+        print(f"on_gpu.sh: expected pack [CIFAR10.npz], operators [NAME ...], {', '.join(stages)}", file=sys.stderr)
         return 2
     folder = Path(os.environ.get("OUT") or ROOT / "benchmarks" / "results" / "gpu").resolve()
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as temporary:
-        return run(stage, "cpu" if os.environ.get("REHEARSE") == "1" else "cuda", folder, Path(temporary))
+        device = "cpu" if os.environ.get("REHEARSE") == "1" else "cuda"
+        return run(stage, more, device, folder, Path(temporary))
 
 
 if __name__ == "__main__":

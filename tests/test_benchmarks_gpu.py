@@ -183,7 +183,7 @@ def test_each_step_of_a_stage_is_reported(packed: Path, tmp_path: Path, monkeypa
     monkeypatch.setattr(on_gpu, "SECONDS", 15)
     monkeypatch.setattr(on_gpu.shutil, "which", lambda name, path: None)
     monkeypatch.delenv("FEDKERNELS_SELF_TEST", raising=False)
-    assert on_gpu.run("training", "cuda", packed, tmp_path) == 1
+    assert on_gpu.run("training", [], "cuda", packed, tmp_path) == 1
     report = json.loads((packed / "training.json").read_text())
     outcomes = {one["step"]: one["outcome"] for one in report["steps"]}
     assert re.fullmatch(r"failed: not ready after \d s", outcomes.pop("late"))
@@ -203,7 +203,7 @@ def test_a_stage_that_cannot_begin_says_why_in_one_line(
     packed: Path, wanted: str, told: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(on_gpu, "CHECK", CHECK.replace("typer yaml", f"typer {wanted}"))
-    assert on_gpu.run("tests", "cuda", packed, packed.parent) == 2
+    assert on_gpu.run("tests", [], "cuda", packed, packed.parent) == 2
     assert re.fullmatch(rf"on_gpu.sh tests: .*{told}.*\n", capfd.readouterr().err)
     assert not list(packed.iterdir())
 
@@ -211,13 +211,14 @@ def test_a_stage_that_cannot_begin_says_why_in_one_line(
 def test_what_the_stages_call_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for device in ("cpu", "cuda"):
-        for command_ in on_gpu.steps("tests", device, tmp_path, tmp_path).values():
+        for command_ in on_gpu.steps("tests", [], device, tmp_path, tmp_path).values():
             assert all((ROOT / word).exists() for word in command_ if word.startswith("tests/"))
-        (operators,) = on_gpu.steps("operators", device, tmp_path, tmp_path).values()
+        (operators,) = on_gpu.steps("operators", ["nt_xent"], device, tmp_path, tmp_path).values()
+        assert command._parse(operators[3:]).operators == ["nt_xent"]
         assert command._parse(operators[3:]).rehearse == (device == "cpu")
-        (simulated,) = on_gpu.steps("simulation", device, tmp_path, tmp_path).values()
+        (simulated,) = on_gpu.steps("simulation", [], device, tmp_path, tmp_path).values()
         assert simulation._parse(simulated[3:]).device == device
-        for recipe, trained in on_gpu.steps("training", device, tmp_path, tmp_path).items():
+        for recipe, trained in on_gpu.steps("training", [], device, tmp_path, tmp_path).items():
             assert trained[3:5] == ["run", recipe]
             load_recipe(recipe, trained[5 : trained.index("--output")])
 

@@ -136,17 +136,20 @@ def test_a_fault_is_met_by_the_child_and_the_reference_serves(machine, monkeypat
     assert machine.tested == ([] if kept else ["nt_xent" if "of_nt_xent" in child else ALL])
 
 
-@pytest.mark.parametrize("executable", [None, "", "/usr/bin/uwsgi", "frozen", "no processes"])
-def test_where_no_child_can_be_started_the_references_serve(machine, monkeypatch, executable):
+@pytest.mark.parametrize("executable", [None, "", "an application", "frozen", "no processes"])
+def test_where_no_child_can_be_started_the_references_serve(machine, monkeypatch, tmp_path, executable):
     def no_process(*_, **__):
         raise PermissionError("not permitted")
 
     if executable == "frozen":
         monkeypatch.setattr(sys, "frozen", True, raising=False)
-    if executable == "no processes":
+    elif executable == "no processes":
         monkeypatch.setattr(subprocess, "Popen", no_process)
+    elif executable == "an application":  # in which Python is embedded
+        (tmp_path / "application").symlink_to(sys.executable)
+        monkeypatch.setattr(sys, "executable", str(tmp_path / "application"))
     else:
-        monkeypatch.setattr(sys, "executable", sys.executable if executable == "frozen" else executable)
+        monkeypatch.setattr(sys, "executable", executable)
     with pytest.warns(UserWarning, match=r"not be tested: .* Run `python -m fedkernels.self_test` once") as warned:
         assert not any(native._serves(operator, 0) for operator in OPERATORS)
     assert len(warned) == 1
