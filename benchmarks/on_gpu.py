@@ -15,6 +15,7 @@ where one did not, 2 where the stage cannot begin.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -77,10 +78,12 @@ def steps(stage: str, names: list[str], device: str, folder: Path, temporary: Pa
     """By name the commands of a stage; `names` are operators."""
     python, rehearse = sys.executable, device == "cpu"
     pytest = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    pytest += ["--timeout", "60"] if importlib.util.find_spec("pytest_timeout") else []
+    workers = ["-n", "6"] if importlib.util.find_spec("xdist") else []
     if stage == "tests":
         both = ["tests/fedkernels", "tests/fedssl/data/test_device_batches.py"]
         selection = ["tests/fedkernels/test_cuda.py"] if rehearse else ["-m", "gpu", *both]
-        return {"self-test": [python, "-m", "fedkernels.self_test"], "tests": [*pytest, *selection]}
+        return {"self-test": [python, "-m", "fedkernels.self_test"], "tests": [*pytest, *workers, *selection]}
     if stage == "sanitizer":
         cases = [*pytest, "tests/fedkernels/test_cuda.py", "-k", "small_case"]
         options = ["--kernel-name", "kernel_substring=fedkernels", "--report-api-errors", "no", "--error-exitcode", "9"]

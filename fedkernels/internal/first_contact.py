@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Collection
+from collections.abc import Set
 
 from fedkernels.internal import self_test_outcomes, self_test_process
 from fedkernels.internal.self_test_outcomes import FAILED, NOT_TESTED, PASSED, Result
@@ -27,7 +27,7 @@ def is_off() -> bool:
     return os.environ.get("FEDKERNELS_SELF_TEST") == "0"
 
 
-def verdict(operator: str, gpu: int, operators: Collection[str]) -> bool:
+def verdict(operator: str, gpu: int, operators: Set[str]) -> bool:
     """Do the operator's kernels serve on this GPU? The first question there tests all `operators`; a no warns once."""
     with _lock:
         if (operator, gpu) not in verdicts:
@@ -49,14 +49,6 @@ def known(gpu: int) -> dict[str, Result]:
     return _results[gpu] if gpu in _results else self_test_outcomes.load(self_test_outcomes.card_of(gpu))
 
 
-def test(gpu: int, operators: Collection[str], time_limit: float) -> dict[str, Result]:
-    """Tests the kernels of these operators in child processes, and keeps what is certain."""
-    card = self_test_outcomes.card_of(gpu)
-    results = self_test_process.test(gpu, card, sorted(operators), time_limit)
-    self_test_outcomes.save(card, results)
-    return results
-
-
 def forget() -> None:
     """Lets the next use of each operator find out anew."""
     with _lock:
@@ -64,33 +56,29 @@ def forget() -> None:
         _results.clear()
 
 
-def _result(operator: str, gpu: int, operators: Collection[str]) -> Result:
+def _result(operator: str, gpu: int, operators: Set[str]) -> Result:
     if gpu not in _results:
         card = self_test_outcomes.card_of(gpu)
         found = self_test_outcomes.load(card)
-        if not found.keys() >= set(operators):
+        if operators - found.keys():
             with self_test_outcomes.one_at_a_time(card, TIME_LIMIT):
                 found = self_test_outcomes.load(card)  # another process may have tested meanwhile
-                missing = set(operators) - found.keys()
-                if missing:
+                if missing := operators - found.keys():
                     print(
                         f"fedkernels tests its CUDA kernels on {card.name} in a child process, once for this card, "
                         "driver and build. The first use waits for it.",
                         file=sys.stderr,
                         flush=True,
                     )
-                    found = found | test(gpu, missing, TIME_LIMIT)
+                    found = found | self_test_process.test(gpu, missing, TIME_LIMIT)
         _results[gpu] = found
-        _warn_of_the_untested(gpu, [result for result in found.values() if result.outcome == NOT_TESTED])
+        if untested := [result for result in found.values() if result.outcome == NOT_TESTED]:
+            warnings.warn(
+                f"{', '.join(result.operator for result in untested)} of fedkernels run on slower references on "
+                f"cuda:{gpu} ({untested[0].card}) until this process ends, because their CUDA kernels could not be "
+                f"tested: {untested[0].reason}. Run `python -m fedkernels.self_test` once on this machine while the "
+                "GPU is free.",
+                UserWarning,
+                stacklevel=7,
+            )
     return _results[gpu][operator]
-
-
-def _warn_of_the_untested(gpu: int, results: list[Result]) -> None:
-    if results:
-        warnings.warn(
-            f"{', '.join(result.operator for result in results)} of fedkernels run on slower references on cuda:{gpu} "
-            f"({results[0].card}) until this process ends, because their CUDA kernels could not be tested: "
-            f"{results[0].reason}. Run `python -m fedkernels.self_test` once on this machine while the GPU is free.",
-            UserWarning,
-            stacklevel=7,
-        )

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,17 +23,19 @@ from fedkernels.internal.self_test_outcomes import FAILED, NOT_TESTED, PASSED, C
 
 _MARK = "fedkernels.self_test: "  # before what a child process tells
 _FOLDER = Path(__file__).parents[2]  # which holds fedkernels
+_SIGNALS: dict[int | None, str] = {-one: one.name for one in signal.Signals}  # by the exit code of what it ended
 _CRASHES = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL")  # others are sent from outside, as where memory ends
 # Errors that come from what else runs on the card. CUDA, cuBLAS and torch have their own words for no memory.
 _NO_MEMORY = ("out of memory", "out_of_memory", "cublas_status_alloc_failed", "cublas_status_not_initialized")
 
 
-def test(gpu: int, card: Card, operators: Sequence[str], time_limit: float) -> dict[str, Result]:
-    """Tests the kernels of these operators on this GPU in child processes. -> a result for each operator"""
-    results: dict[str, Result] = {}
+def test(gpu: int, operators: Set[str], time_limit: float) -> dict[str, Result]:
+    """Tests the kernels of these operators in child processes, and keeps what is certain. -> the results by operator"""
+    card, results = self_test_outcomes.card_of(gpu), dict[str, Result]()
     while len(results) < len(operators):
-        rest = [operator for operator in operators if operator not in results]
+        rest = sorted(operators - results.keys())
         results |= {result.operator: result for result in _test_in_child(gpu, card, rest, time_limit)}
+    self_test_outcomes.save(card, results)
     return results
 
 
@@ -41,19 +43,17 @@ def _test_in_child(gpu: int, card: Card, operators: Sequence[str], time_limit: f
     """Results of the first operators, at least of one; of all, unless the process ended or CUDA broke in it."""
 
     def not_started(reason: str) -> list[Result]:
-        return [
-            Result(card.name, operator, NOT_TESTED, f"no test could be started: {reason}") for operator in operators
-        ]
+        return [Result(card.name, name, NOT_TESTED, f"no test could be started: {reason}") for name in operators]
 
     # An embedded or frozen Python would start the user's program once more.
     if getattr(sys, "frozen", False) or "python" not in Path(sys.executable or "").name.lower():
         return not_started(f"sys.executable is {sys.executable!r}, which is no Python interpreter")
     try:
         messages, code, last_error = _watch(_child_command(gpu, operators), time_limit)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # RuntimeError: while Python ends
         return not_started(f"no child process can be started ({error})")
-    name = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
-    end = f"it did not end within {time_limit:g} s" if code is None else f"its process ended with {name}"
+    ended_with = _SIGNALS.get(code, f"exit code {code}")
+    end = f"it did not end within {time_limit:g} s" if code is None else f"its process ended with {ended_with}"
     end += f": {last_error}" if last_error else ""
     if not messages:
         return not_started(end)
@@ -62,7 +62,7 @@ def _test_in_child(gpu: int, card: Card, operators: Sequence[str], time_limit: f
     results = [Result(card.name, *message) for message in messages[1:]]
     ended_on_purpose = code == 0 and results and results[-1].outcome == FAILED
     if len(results) < len(operators) and not ended_on_purpose:
-        outcome = FAILED if code is None or name in _CRASHES else NOT_TESTED
+        outcome = FAILED if code is None or ended_with in _CRASHES else NOT_TESTED
         results.append(Result(card.name, operators[len(results)], outcome, end))
     return results
 
@@ -77,7 +77,7 @@ def _watch(command: Sequence[str], time_limit: float) -> tuple[list[list[Any]], 
     Returns:
         What it told, its exit code (None if it had to be ended), and its last line of errors.
     """
-    # The same packages as here. Beside a server of MPS, which would hand an illegal address on to all its clients.
+    # The packages are those of this process. MPS is passed by, for its server tells an illegal address to all clients.
     path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
     environment = {**os.environ, "PYTHONPATH": path, "CUDA_MPS_PIPE_DIRECTORY": os.devnull}
     with tempfile.TemporaryFile() as told, tempfile.TemporaryFile() as errors:
@@ -144,7 +144,7 @@ def _open(gpu: int) -> torch.device:
 
 
 def _tell(message: list[object]) -> None:
-    print(_MARK + json.dumps(message), flush=True)
+    print(f"\n{_MARK}{json.dumps(message)}", flush=True)  # on a line of its own, whatever a library printed
 
 
 def _still_works(device: torch.device) -> bool:

@@ -4,10 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
-from fedkernels.internal import first_contact, native, self_test_outcomes
-from fedkernels.internal.self_test_outcomes import FAILED, NOT_TESTED, PASSED, Card, Result
-
-__all__ = ["FAILED", "NOT_TESTED", "PASSED", "Result", "self_test", "table"]
+from fedkernels.internal import first_contact, native, self_test_outcomes, self_test_process
+from fedkernels.internal.self_test_outcomes import Card, Result
 
 
 def self_test(*, time_limit: float = first_contact.TIME_LIMIT) -> list[Result]:
@@ -28,9 +26,7 @@ def self_test(*, time_limit: float = first_contact.TIME_LIMIT) -> list[Result]:
     Returns:
         One result for each operator and kind of GPU; an empty list if no CUDA kernels can run here.
     """
-    results = [
-        result for gpu in _gpus() for result in first_contact.test(gpu, sorted(native.CUDA), time_limit).values()
-    ]
+    results = [result for gpu in _gpus() for result in self_test_process.test(gpu, native.CUDA, time_limit).values()]
     first_contact.forget()
     print(table(results))
     return results

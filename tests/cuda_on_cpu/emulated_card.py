@@ -30,11 +30,11 @@ class Compiled:
         return ctypes.CDLL(self.path)
 
 
-def test_here(gpu, card, operators, time_limit):
+def test_here(gpu, operators, time_limit):
     """The test of the kernels without a child process, which is quicker."""
     cpu = torch.device("cpu")
     results = {name: self_test_process.run(name, cpu) for name in operators}
-    return {name: self_test_outcomes.Result(card.name, name, *result) for name, result in results.items()}
+    return {name: self_test_outcomes.Result(CARD.name, name, *result) for name, result in results.items()}
 
 
 class EmulatedCard:

@@ -10,8 +10,8 @@ import torch
 import fedkernels
 from fedkernels import reference
 from fedkernels.internal import first_contact, native, self_test_cases, self_test_process
-from fedkernels.self_test import PASSED, Result
-from tests.cuda_on_cpu.emulated_card import EmulatedCard
+from fedkernels.internal.self_test_outcomes import PASSED, Result
+from tests.cuda_on_cpu.emulated_card import CARD, EmulatedCard
 from tests.cuda_on_cpu.emulation import ROOT, SANITIZED
 from tests.cuda_on_cpu.planted_faults import CRASH, FAULTS, HANG, LAUNCH, FaultyCompiler, number_of
 
@@ -201,8 +201,8 @@ def exported(call):
 
 @pytest.mark.parametrize("kind", [traced, exported])
 def test_a_first_use_may_be_traced(card, kind):
-    def test(gpu, card, operators, time_limit):
-        return {name: Result(card.name, name, PASSED) for name in operators}
+    def test(gpu, operators, time_limit):
+        return {name: Result(CARD.name, name, PASSED) for name in operators}
 
     x, y = randn(6, 4), randn(8, 4)
     torch.compiler.reset()

@@ -17,15 +17,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fedkernels
 from fedkernels.internal import first_contact, native, self_test_cases, self_test_outcomes, self_test_process
-from fedkernels.internal.self_test_outcomes import Card
-from fedkernels.self_test import FAILED, NOT_TESTED, PASSED, Result, table
+from fedkernels.internal.self_test_outcomes import FAILED, NOT_TESTED, PASSED, Card, Result
+from fedkernels.self_test import table
 
 CARD = Card("Some card", "9.0", "driver 1")
 OPERATORS = frozenset({"client_weights", "nt_xent", "two_views"})  # nt_xent is the one with a fault
 CHILD = """
 import json, os, signal, sys, time
-def tell(*message): print("fedkernels.self_test: " + json.dumps(message), flush=True)
-print("what a library prints")
+def tell(*message): print("\\nfedkernels.self_test: " + json.dumps(message), flush=True)
+print("what a library prints", end="")
 {at_start}
 tell(*{card})
 for name in sys.argv[1:]:
@@ -341,7 +341,7 @@ def test_a_child_ends_where_cuda_is_broken(monkeypatch, capsys, works, told):
     monkeypatch.setattr(self_test_process.faulthandler, "dump_traceback_later", lambda *_, **__: None)
     monkeypatch.setattr(self_test_outcomes, "card_of", lambda gpu: CARD)
     self_test_process.run_as_child(0, ["info_nce", "nt_xent"])
-    assert len(capsys.readouterr().out.splitlines()) == told
+    assert capsys.readouterr().out.count("\nfedkernels.self_test: [") == told
 
 
 def test_a_child_imports_what_this_process_has(monkeypatch):
