@@ -67,7 +67,7 @@ def processor() -> str:
 
 
 def default_folder(settings: Settings) -> Path:
-    """Below benchmarks/results: cpu/NAME-OF-THE-PROCESSOR, or gpu/NAME-OF-THE-CARD as on_gpu.sh has it."""
+    """Below benchmarks/results: cpu/NAME-OF-THE-PROCESSOR, or gpu/NAME-OF-THE-CARD."""
     if settings.device == "cuda":
         kind, name = "gpu", torch.cuda.get_device_name().lower()
     else:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
+import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +16,10 @@ import torch
 pytest.importorskip("benchmarks", reason="the benchmarks are not part of the sdist")
 
 from benchmarks import __main__ as command
-from benchmarks import timing
+from benchmarks import on_gpu, simulation, timing
 from benchmarks.case import Bar, Case, Implementation, Outputs, Work
 from benchmarks.measure import ROOT, Settings, finish, load_cases, measure_case, not_measured
+from fedssl.recipe.reading import load_recipe
 
 pytestmark = pytest.mark.usefixtures("no_collections")
 REHEARSAL = Settings("cuda", rehearse=True, quick=True, repeats=None, rates=dict.fromkeys(("bf16", "tf32"), 1e12))
@@ -148,116 +150,99 @@ def test_without_a_gpu_nothing_is_measured(capsys: pytest.CaptureFixture[str]) -
     assert "torch finds no CUDA device" in capsys.readouterr().err
 
 
-# ---- on_gpu.sh, with commands that only pretend -------------------------------------------------------------
+# ---- on_gpu.sh ----------------------------------------------------------------------------------------------
+
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="timeout as Linux has it")
+PYTHON, CHECK = sys.executable, on_gpu.CHECK
 
 
 @pytest.fixture
-def pretend(tmp_path: Path) -> Any:
-    """Runs on_gpu.sh; what a pretended `python` is asked for stands in calls.txt."""
-    bin_ = tmp_path / "bin"
-    bin_.mkdir()
-
-    def script(name: str, text: str) -> Path:
-        (bin_ / name).write_text(f"#!/bin/bash\n{text}\n")
-        (bin_ / name).chmod(0o755)
-        return bin_ / name
-
-    def run(card: str = "Card (R) X1", fails: str = "nothing", sanitizer: bool = True, **more: str) -> Any:
-        script("nvidia-smi", f'[[ $1 == *compute_cap* ]] && echo "{"9.0" if card else ""}" || echo "{card}"')
-        if sanitizer:
-            script("compute-sanitizer", f'echo "sanitizer $*" >>{tmp_path}/calls.txt')
-        python = script(
-            "python",
-            f'echo "$FEDKERNELS_CUDA_ARCHITECTURES: $*" >>{tmp_path}/calls.txt\n'
-            '[[ $* == *run-table* ]] && exit "${CODE:-0}"\n'
-            f'[[ "$*" != *"{fails}"* ]]',
-        )
-        path = f"{bin_}:/usr/bin:/bin"
-        environment = {"PATH": path, "OUT": str(tmp_path / "out"), "PYTHON": str(python), **more}
-        done = subprocess.run(
-            ["bash", ROOT / "benchmarks/on_gpu.sh"], env=environment, capture_output=True, text=True, cwd=tmp_path
-        )
-        written = tmp_path / "out" / "card-r-x1" / "on_gpu.json"
-        report = json.loads(written.read_text()) if written.exists() else None
-        calls = tmp_path / "calls.txt"
-        return done, report, calls.read_text() if calls.exists() else ""
-
-    return run
-
-
-NO_DATA = "skipped: CIFAR10 names no folder"
-LINUX = pytest.mark.skipif(sys.platform != "linux", reason="bash and timeout as Linux has them")
+def packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A pack with one wheel, and a check that passes. -> the folder of what comes back"""
+    (tmp_path / "pack" / "wheels").mkdir(parents=True)
+    with zipfile.ZipFile(tmp_path / "pack" / "wheels" / "a-1-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("of_a_wheel.py", "")
+    monkeypatch.setattr(on_gpu, "PACK", tmp_path / "pack")
+    monkeypatch.setattr(on_gpu, "CHECK", "print('{}')")
+    (tmp_path / "out").mkdir()
+    return tmp_path / "out"
 
 
 @LINUX
-def test_all_stages_pass(pretend: Any) -> None:
-    done, report, calls = pretend()
-    assert done.returncode == 0, done.stdout + done.stderr
-    names = ["packages", "build", "self-test", "tests", "memcheck", "racecheck", "synccheck", "benchmarks"]
-    names += ["simulation", "table1"]
-    assert [stage["stage"] for stage in report["stages"]] == names
-    assert [stage["outcome"] for stage in report["stages"][:-1]] == (len(names) - 1) * ["passed"]
-    assert report["stages"][-1]["outcome"] == NO_DATA
-    assert report["compute_capability"] == "9.0"
-    assert report["card"] == "Card (R) X1"
-    assert "9.0: setup.py build_ext --inplace" in calls
-    for command_name in ("benchmarks", "benchmarks.simulation"):
-        assert re.search(rf"-m {re.escape(command_name)} --device cuda --output \S+/card-r-x1 --seconds \d+\n", calls)
+def test_each_step_of_a_stage_is_reported(packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tested = "import os, of_a_wheel; assert os.environ['FEDKERNELS_GPU']; print(os.environ.get('FEDKERNELS_SELF_TEST'))"
+    commands = {
+        "first": [PYTHON, "-c", tested],
+        "wrong": [PYTHON, "-c", "raise SystemExit(3)"],
+        "late": ["sleep", "60"],
+        "memcheck": ["compute-sanitizer", "--tool", "memcheck"],
+        "run": ["bash", "-c", f'touch {tmp_path}/run/metrics.csv; {PYTHON} -c "{tested}"'],
+    }
+    (tmp_path / "run").mkdir()
+    monkeypatch.setattr(on_gpu, "steps", lambda *_: commands)
+    monkeypatch.setattr(on_gpu, "SECONDS", 15)
+    monkeypatch.setattr(on_gpu.shutil, "which", lambda name, path: None)
+    monkeypatch.delenv("FEDKERNELS_SELF_TEST", raising=False)
+    assert on_gpu.run("training", [], "cuda", packed, tmp_path) == 1
+    report = json.loads((packed / "training.json").read_text())
+    outcomes = {one["step"]: one["outcome"] for one in report["steps"]}
+    assert re.fullmatch(r"failed: not ready after \d s", outcomes.pop("late"))
+    skipped = "skipped: no compute-sanitizer"
+    assert outcomes == {"first": "passed", "wrong": "failed: exit code 3", "memcheck": skipped, "run": "passed"}
+    # The rules of what comes back: few files, flat.
+    assert sorted(path.name for path in packed.iterdir()) == ["run.csv", "training.json", "training.txt"]
+    printed = (packed / "training.txt").read_text().splitlines()
+    assert [line for line in printed if line in ("None", "0")] == ["None", "0"]  # the self-test comes first
 
 
-@LINUX
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
 @pytest.mark.parametrize(
-    ("fails", "stage"),
-    [
-        ("build_ext", "build"),
-        ("-m fedkernels.self_test", "self-test"),
-        ("pytest -q", "tests"),
-        ("-m benchmarks --device", "benchmarks"),
-        ("-m benchmarks.simulation", "simulation"),
-    ],
+    ("wanted", "told"), [("yaml", "torch finds no CUDA device"), ("no_such", "missing: no_such; call .*on_gpu.sh pack")]
 )
-def test_a_stage_that_fails_leaves_the_others_alone(pretend: Any, fails: str, stage: str) -> None:
-    done, report, _ = pretend(fails=fails)
-    assert done.returncode == 1
-    outcomes = {one["stage"]: one["outcome"] for one in report["stages"]}
-    assert [name for name, outcome in outcomes.items() if outcome not in ("passed", NO_DATA)] == [stage]
-    assert outcomes[stage] == "failed"
-
-
-@LINUX
-def test_no_sanitizer_is_no_failure(pretend: Any) -> None:
-    done, report, _ = pretend(sanitizer=False)
-    assert done.returncode == 0
-    assert [one["outcome"] for one in report["stages"]].count("skipped: no compute-sanitizer") == 3
-
-
-@LINUX
-@pytest.mark.parametrize(
-    ("code", "outcome", "exit_code"), [(0, "passed", 0), (124, "to be continued", 0), (2, "failed", 1)]
-)
-def test_table_1_is_continued_by_a_call_of_its_own(
-    pretend: Any, code: int, outcome: str, exit_code: int, tmp_path: Path
+def test_a_stage_that_cannot_begin_says_why_in_one_line(
+    packed: Path, wanted: str, told: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    done, report, calls = pretend(STAGES="build table1", CIFAR10="/data", CODE=str(code))
-    assert done.returncode == exit_code, done.stdout
-    assert [(one["stage"], one["outcome"]) for one in report["stages"]] == [("build", "passed"), ("table1", outcome)]
-    options = r"--output \S+/card-r-x1/table1 data.path=/data device=cuda"
-    (table,) = re.findall(rf"-m fedssl run-table (\S+) {options}\n", calls)
-    assert (ROOT / table).is_file()
+    monkeypatch.setattr(on_gpu, "CHECK", CHECK.replace("typer yaml", f"typer {wanted}"))
+    assert on_gpu.run("tests", [], "cuda", packed, packed.parent) == 2
+    assert re.fullmatch(rf"on_gpu.sh tests: .*{told}.*\n", capfd.readouterr().err)
+    assert not list(packed.iterdir())
 
 
-@LINUX
-def test_wheels_are_installed_without_the_network(pretend: Any, tmp_path: Path) -> None:
-    (tmp_path / "wheels").mkdir()
-    (tmp_path / "wheels" / "a.whl").touch()
-    done, report, calls = pretend(WHEELS=str(tmp_path / "wheels"))
-    assert done.returncode == 0
-    assert report["stages"][0]["stage"] == "wheels"
-    assert "-m pip install -q --no-index --no-deps" in calls
+def test_what_the_stages_call_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for device in ("cpu", "cuda"):
+        for command_ in on_gpu.steps("tests", [], device, tmp_path, tmp_path).values():
+            assert all((ROOT / word).exists() for word in command_ if word.startswith("tests/"))
+        (operators,) = on_gpu.steps("operators", ["nt_xent"], device, tmp_path, tmp_path).values()
+        assert command._parse(operators[3:]).operators == ["nt_xent"]
+        assert command._parse(operators[3:]).rehearse == (device == "cpu")
+        (simulated,) = on_gpu.steps("simulation", [], device, tmp_path, tmp_path).values()
+        assert simulation._parse(simulated[3:]).device == device
+        for recipe, trained in on_gpu.steps("training", [], device, tmp_path, tmp_path).items():
+            assert trained[3:5] == ["run", recipe]
+            load_recipe(recipe, trained[5 : trained.index("--output")])
 
 
-@LINUX
-def test_no_gpu_is_told_at_once(pretend: Any) -> None:
-    done, report, calls = pretend(card="")
-    assert (done.returncode, report, calls) == (2, None, "")
-    assert "no NVIDIA GPU was found" in done.stderr
+@pytest.mark.parametrize(("megabytes", "code"), [(1, 0), (70, 1)])
+def test_a_pack_tells_whether_it_may_travel(
+    megabytes: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands = []
+
+    def run(command: list[str], **options: Any) -> Any:
+        commands.append((" ".join(command), options.get("env", {}).get("FEDKERNELS_CUDA_ARCHITECTURES")))
+        return SimpleNamespace(stdout="README.md\0CHANGELOG.md\0")
+
+    monkeypatch.setattr(on_gpu, "PACK", tmp_path / "pack")
+    monkeypatch.setattr(on_gpu.subprocess, "run", run)
+    with (tmp_path / "images.npz").open("wb") as file:
+        file.truncate(megabytes << 20)
+    assert on_gpu.pack(str(tmp_path / "images.npz")) == code
+    assert re.fullmatch(
+        rf"build/gpu: {megabytes}.0 MiB; with all tracked files {megabytes}.\d of 64 MiB\n", capsys.readouterr().out
+    )
+    (build, architecture), *downloads, _ = commands
+    assert "build_ext --build-lib" in build
+    assert architecture == "90"
+    assert all("pip download" in line and "--python-version=3.12" in line for line, _ in downloads)
+    assert (tmp_path / "pack" / "cifar10.npz").stat().st_size == megabytes << 20

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fedkernels.internal import first_contact
 from fedkernels.internal.autograd import is_transformed
+from fedkernels.internal.self_test_outcomes import NOT_TESTED, PASSED
 
 # Operators with a CPU kernel in csrc/ops/NAME.cpp. Three are internal: similarity_logsumexp (of clip_loss,
 # supervised_contrastive_loss and options of info_nce), add_products hsic_pairwise (of CKAAccumulator, MinibatchCKA).
@@ -143,28 +144,15 @@ def runs_on(gpu: int) -> bool:
     return not _unusable[gpu]
 
 
-def _verdict(name: str, gpu: int) -> bool | None:
-    """Do the kernels of the operator serve on this GPU? None: they are not tested there yet."""
-    verdict = first_contact.verdicts.get((name, gpu))
-    if verdict is not None:
-        return verdict
-    return first_contact.verdict(name, gpu) if runs_on(gpu) else False
+def _serves(name: str, gpu: int) -> bool:
+    """Do the kernels of the operator serve on this GPU? The first use there finds out, and may wait for their test."""
+    known = first_contact.verdicts.get((name, gpu))
+    return known if known is not None else runs_on(gpu) and first_contact.verdict(name, gpu, CUDA)
 
 
 # torch.compile treats the result as a constant. The attribute is the one that
 # torch.compiler.assume_constant_result sets; calling that would import the compiler, which takes seconds.
-_verdict._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _serves(name: str, gpu: int, tensors: tuple[Tensor, ...]) -> bool:
-    """Do the kernels of the operator serve these tensors of a GPU? Their first use there tests them."""
-    verdict = _verdict(name, gpu)
-    if verdict is not None:
-        return verdict
-    if torch.compiler.is_compiling():
-        first_contact.warn_untested(gpu)
-        return False
-    return first_contact.may_test(gpu, tensors) and first_contact.test(name, gpu)
+_serves._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def operator(name: str, *tensors: Tensor) -> Any:
@@ -174,7 +162,7 @@ def operator(name: str, *tensors: Tensor) -> Any:
     device = tensors[0].device
     if any(tensor.device != device for tensor in tensors):
         return None
-    if device.type == "cpu" or (device.type == "cuda" and name in CUDA and _serves(name, device.index, tensors)):
+    if device.type == "cpu" or (device.type == "cuda" and name in CUDA and _serves(name, device.index)):
         return getattr(torch.ops.fedkernels, name).default
     return None
 
@@ -190,9 +178,9 @@ def build_info() -> dict[str, str]:
         ``cuda_operators``: the operators that have CUDA kernels; ``cuda_used``: the GPUs that run them, and why others
         do not (this initialises CUDA on each visible GPU); ``cuda_self_test``: for each of these GPUs the operators
         whose kernels are tested there, those that failed and run on their references, and those that are not tested yet
-        (an operator is tested at its first use on a GPU, or by `fedkernels.self_test`); ``left_out``: the instruction
-        sets and architectures that a complete build has and this one has not, or ""; ``compiler``; ``oldest_torch``:
-        the oldest torch that the module supports.
+        (the first use of an operator on a GPU tests all, and so does `fedkernels.self_test`); ``left_out``: the
+        instruction sets and architectures that a complete build has and this one has not, or ""; ``compiler``;
+        ``oldest_torch``: the oldest torch that the module supports.
     """
     if module is None:
         return {"native": f"not used: {_reason}", "operators": ""}
@@ -230,12 +218,12 @@ def _self_tests() -> str:
 
 def _self_tests_of(gpu: int) -> str:
     lists: dict[str, list[str]] = {"tested": [], "failed": [], "not yet": []}
+    known = first_contact.known(gpu)
     for name in sorted(CUDA):
-        outcome = first_contact.known(name, gpu)
-        if outcome is None:
+        if name not in known or known[name].outcome == NOT_TESTED:
             lists["not yet"].append(name)
-        elif outcome.passed:
+        elif known[name].outcome == PASSED:
             lists["tested"].append(name)
         else:
-            lists["failed"].append(f"{name} ({outcome.reason})")
+            lists["failed"].append(f"{name} ({known[name].reason})")
     return ", ".join(f"{state} {' '.join(names)}" for state, names in lists.items() if names)

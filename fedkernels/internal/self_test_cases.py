@@ -120,6 +120,7 @@ _CONTRASTIVE = (
     (_FP64, False, 1e-12),
 )
 _TEMPERATURE = 0.2
+_EVEN_WIDTHS = (64, 128, 256, 512)  # the usual ones, whose rows need no padding
 
 
 def _info_nce() -> Iterator[Case]:
@@ -135,6 +136,7 @@ def _info_nce() -> Iterator[Case]:
             (9, 20, 300, "none", 2),
             (130, 140, 200, "mean", 2),
             (9, 20, 100, "mean", 2),
+            *((9, 20, width, "mean", 2) for width in _EVEN_WIDTHS),
             *wide,
         ):
             yield Case(
@@ -166,7 +168,7 @@ def _info_nce_kernel(reduction: str, key_gradient: bool, tf32: bool) -> Callable
 def _nt_xent() -> Iterator[Case]:
     for dtype, tf32, of_gradients in _CONTRASTIVE:
         of_losses = 1e-3 if tf32 else _OF_SUMS[dtype]
-        widths = (100, 200, 700, 1000) if dtype in (_BF16, _FP16) else (100, 200)
+        widths = (*_EVEN_WIDTHS, 100, 200, *((700, 1000) if dtype in (_BF16, _FP16) else ()))
         for rows, width, reduction in (
             *((150, 40, "mean"), (37, 43, "none"), (9, 300, "sum")),
             *((9, width, "mean") for width in widths),

@@ -14,7 +14,7 @@ FILE = ROOT / "tests/cuda_on_cpu/test_self_test.py"
 # A test passes where the fault was caught and the reference served, in one process or with the test in a child.
 TESTS = {
     "test_a_fault_is_found_and_the_reference_serves": "at first use",
-    "test_a_child_process_finds_what_no_process_survives": "in a child process",
+    "test_a_child_process_meets_what_no_process_survives": "in a child process",
 }
 
 

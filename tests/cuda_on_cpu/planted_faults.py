@@ -235,14 +235,15 @@ FAULTS = [
 ]
 # What no process survives, or what a launch reports.
 LAUNCH = Fault(
-    *("a launch error", "all", "linear_cka", "linear_cka_combine.cu"),
-    "launch(shape_of(problems * blocks), stream,",
-    "launch({static_cast<unsigned>(problems * blocks), THREADS + FAULT}, stream,",
+    *("a launch error", "all", "client_weights", "client_weights.cu"),
+    "launch(shape, stream, client_weights_kernel,",
+    "launch({shape.grid, dim3(shape.block.x + FAULT), shape.shared}, stream, client_weights_kernel,",
 )
 HANG = Fault(
-    *("a hang", "all", "linear_cka", "linear_cka_combine.cu"),
-    "const bool negative = cross < 0;",
-    "while (*static_cast<volatile int*>(&fedkernels_fault) == FAULT_NUMBER) {}\n  const bool negative = cross < 0;",
+    *("a hang", "all", "client_weights", "client_weights.cu"),
+    "double* const factor = vectors + OF_VECTORS;",
+    "while (*static_cast<volatile int*>(&fedkernels_fault) == FAULT_NUMBER) {}\n"
+    "  double* const factor = vectors + OF_VECTORS;",
 )
 CRASH = Fault(
     *("an illegal address", "all", "client_weights", "client_weights.cu"),

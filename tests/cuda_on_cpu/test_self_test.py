@@ -1,24 +1,21 @@
 """The self-test on emulated kernels: it passes without a fault, finds each planted one, and the reference serves."""
 
-import importlib
 import re
 import sys
 import warnings
 
 import pytest
 import torch
-from torch._subclasses import FakeTensorMode
 
 import fedkernels
 from fedkernels import reference
-from fedkernels.internal import first_contact, native, self_test_cases, self_test_outcomes
-from fedkernels.self_test import FAILED, PASSED
-from tests.cuda_on_cpu.emulated_card import EmulatedCard
+from fedkernels.internal import first_contact, native, self_test_cases, self_test_process
+from fedkernels.internal.self_test_outcomes import PASSED, Result
+from tests.cuda_on_cpu.emulated_card import CARD, EmulatedCard
 from tests.cuda_on_cpu.emulation import ROOT, SANITIZED
 from tests.cuda_on_cpu.planted_faults import CRASH, FAULTS, HANG, LAUNCH, FaultyCompiler, number_of
 
 OPERATORS = sorted({*native.COMPILED} - native.CPU_ONLY)
-SELF_TEST = importlib.import_module("fedkernels.self_test")
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*verriding a previously registered kernel"),
@@ -103,10 +100,10 @@ def cache(tmp_path, monkeypatch):
 def test_kernels_without_a_fault_serve(card, operator):
     call, of_reference = CALLS[operator]
     truth = of_reference()
-    with card.in_use() as called, warnings.catch_warnings():
+    with card.in_use(operator) as called, warnings.catch_warnings():
         warnings.simplefilter("error")
         first = call()
-        assert first_contact.known(operator, 0).passed
+        assert first_contact.known(0)[operator].outcome == PASSED
         of_test = len(called)
         second = call()
         assert 0 < len(called) - of_test < of_test
@@ -122,7 +119,7 @@ def test_a_fault_is_found_and_the_reference_serves(card, fault, monkeypatch):
     monkeypatch.setattr(self_test_cases, "cases_of", lambda *_: iter(cases))
     call, of_reference = CALLS[fault.operator]
     truth = of_reference()
-    with card.in_use() as called:
+    with card.in_use(fault.operator) as called:
         card.plant(number_of(fault))
         told = (
             rf"fedkernels.{fault.operator} runs on its slower reference on cuda:0 \(Emulated card\).*: \w*float.*Please"
@@ -149,119 +146,50 @@ def test_each_kernel_has_a_fault():
 
 @pytest.mark.parametrize(
     ("fault", "reason"),
-    [(HANG, "did not end within"), (CRASH, "ended with exit code -11"), (LAUNCH, "a multiple of 32")],
+    [(HANG, "did not end within"), (CRASH, "ended with SIGSEGV"), (LAUNCH, "a multiple of 32")],
+    ids=lambda value: value.name if value in (HANG, CRASH, LAUNCH) else "",
 )
-def test_a_child_process_finds_what_no_process_survives(card, fault, reason, monkeypatch, capsys):
+def test_a_child_process_meets_what_no_process_survives(card, fault, reason, monkeypatch):
+    """At first use; the reference serves then, and the kernels of another operator do."""
     monkeypatch.setattr(
-        SELF_TEST,
+        self_test_process,
         "_child_command",
         lambda gpu, operators: [
             *(sys.executable, "-W", "ignore", "-m", "tests.cuda_on_cpu.emulated_card"),
             *(card.path, str(number_of(fault)), str(gpu), *operators),
         ],
     )
-    monkeypatch.chdir(ROOT)
-    with card.in_use() as called:
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-        monkeypatch.setattr(native, "CUDA", frozenset({"client_weights", "linear_cka"}))
-        results = {result.operator: result for result in fedkernels.self_test(time_limit=20 if fault is HANG else 600)}
-        assert set(results) == native.CUDA
-        for operator, result in results.items():
-            assert result.card == "Emulated card"
-            if operator == fault.operator:
-                assert result.outcome == FAILED
-                assert reason in result.reason
-            else:
-                assert (result.outcome, result.reason) == (PASSED, "")
-        assert fault.operator in capsys.readouterr().out
-        # The outcomes hold for this process, and are kept for others.
-        first_contact.verdicts.clear()
-        told = f"failed {fault.operator} "
-        assert told in fedkernels.build_info()["cuda_self_test"]
+    monkeypatch.setattr(first_contact, "TIME_LIMIT", 20.0 if fault is HANG else 600.0)
+    with card.in_use("client_weights", "two_views", test=self_test_process.test) as called:
         call, of_reference = CALLS[fault.operator]
-        del called[:]
-        with pytest.warns(UserWarning, match="slower reference"):
+        with pytest.warns(UserWarning, match=f"slower reference on cuda:0 .Emulated card.*{reason}"):
             assert torch.equal(call(), of_reference())
         assert not called
+        CALLS["two_views"][0]()
+        assert called == ["two_views"]
 
 
-def test_no_test_is_started_in_a_graph(card):
-    call, of_reference = CALLS["info_nce"]
-    truth = of_reference()
-    with card.in_use() as called:
-        card.captured = True
-        try:
-            with pytest.warns(UserWarning, match="traced or captured"):
-                assert torch.equal(call(), truth)
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")
-                assert torch.equal(call(), truth)
-        finally:
-            card.captured = False
-        assert not called
-        call()
-        assert called
+def traced(call):
+    return torch.compile(call, backend="eager", fullgraph=True)
 
 
-def test_no_test_is_started_for_fake_tensors(card):
-    with card.in_use() as called:
-        with FakeTensorMode():
-            x, y = torch.empty(6, 4), torch.empty(6, 4)
-            with pytest.warns(UserWarning, match="traced or captured"):
-                assert fedkernels.linear_cka(x, y).shape == ()
-        assert not called
-        assert not first_contact.verdicts
-
-
-def test_no_test_is_started_while_tracing(card):
-    x, y = randn(6, 4), randn(8, 4)
-    truth = reference.info_nce.info_nce(x, y, 0.3)
-    torch.compiler.reset()
-    with card.in_use() as called:
-        with pytest.warns(UserWarning, match="traced or captured"):
-            value = torch.compile(lambda x, y: fedkernels.info_nce(x, y, 0.3), backend="eager", fullgraph=True)(x, y)
-        assert not called
-        torch.testing.assert_close(value, truth)
-        fedkernels.info_nce(x, y, 0.3)
-        del called[:]
-        torch.compiler.reset()
-        compiled = torch.compile(lambda x, y: fedkernels.info_nce(x, y, 0.3), backend="eager", fullgraph=True)
-        torch.testing.assert_close(compiled(x, y), truth)
-        assert called == ["info_nce"]
-
-
-def test_no_test_is_started_while_exporting(card):
+def exported(call):
     class Loss(torch.nn.Module):
         def forward(self, x, y):
-            return fedkernels.info_nce(x, y, 0.3)
+            return call(x, y)
+
+    return torch.export.export(Loss(), (randn(6, 4), randn(8, 4)), strict=False).module()
+
+
+@pytest.mark.parametrize("kind", [traced, exported])
+def test_a_first_use_may_be_traced(card, kind):
+    def test(gpu, operators, time_limit):
+        return {name: Result(CARD.name, name, PASSED) for name in operators}
 
     x, y = randn(6, 4), randn(8, 4)
-    with card.in_use() as called:
-        with pytest.warns(UserWarning, match="traced or captured"):
-            exported = torch.export.export(Loss(), (x, y), strict=False)
-        assert not called
-        assert not first_contact.verdicts
-    torch.testing.assert_close(exported.module()(x, y), reference.info_nce.info_nce(x, y, 0.3))
-
-
-def test_the_callers_settings_do_not_matter(card):
-    """The test needs gradients, its own dtypes and no autocast."""
-    with card.in_use(), torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
-        torch.set_default_dtype(torch.float64)
-        try:
-            assert first_contact.test("linear_cka_to_kernel", 0)
-        finally:
-            torch.set_default_dtype(torch.float32)
-
-
-def test_an_error_of_the_reference_is_no_verdict(card, monkeypatch):
-    def no_memory(*_, **__):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(self_test_cases, "client_weights", no_memory)
-    call, of_reference = CALLS["client_weights"]
-    with card.in_use():
-        with pytest.warns(UserWarning, match="could not be tested .*: OutOfMemoryError"):
-            assert torch.equal(call(), of_reference())
-        assert self_test_outcomes.load(self_test_outcomes.card_of(0), "client_weights") is None
+    torch.compiler.reset()
+    with card.in_use("info_nce", test=test) as called, warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        value = kind(lambda x, y: fedkernels.info_nce(x, y, 0.3))(x, y)
+        assert called == ["info_nce"]
+    torch.testing.assert_close(value, reference.info_nce.info_nce(x, y, 0.3))

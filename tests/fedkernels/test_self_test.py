@@ -1,148 +1,263 @@
-"""When an operator is tested on a GPU, what is kept of it, and what is told. tests/cuda_on_cpu tests the cases."""
+"""When kernels are tested on a GPU, what is kept, what is told, and that nothing there touches this process.
+
+With children that pretend. tests/cuda_on_cpu tests the cases, and with emulated kernels the child.
+"""
 
 import json
-import os
 import subprocess
 import sys
 import threading
-import time
 import warnings
-from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fedkernels
-from fedkernels.internal import first_contact, native, self_test_cases, self_test_outcomes
-from fedkernels.internal.self_test_outcomes import Card, Outcome
-from fedkernels.self_test import FAILED, NOT_TESTED, PASSED, Result, table
+from fedkernels.internal import first_contact, native, self_test_cases, self_test_outcomes, self_test_process
+from fedkernels.internal.self_test_outcomes import FAILED, NOT_TESTED, PASSED, Card, Result
+from fedkernels.self_test import table
 
 CARD = Card("Some card", "9.0", "driver 1")
-BROKEN = Outcome("nt_xent", False, "bfloat16: result 1 of 3 is off by nan")
+OPERATORS = frozenset({"client_weights", "nt_xent", "two_views"})  # nt_xent is the one with a fault
+CHILD = """
+import json, os, signal, sys, time
+def tell(*message): print("\\nfedkernels.self_test: " + json.dumps(message), flush=True)
+print("what a library prints", end="")
+{at_start}
+tell(*{card})
+for name in sys.argv[1:]:
+    if name == "nt_xent":
+        {of_nt_xent}
+    else:
+        tell(name, "passed", "", 0.1)
+"""
+PASS = 'tell(name, "passed", "", 0.1)'
+
+
+class Machine:
+    """With one kind of GPU, and a child process that does what it is told to."""
+
+    def __init__(self, monkeypatch, folder):
+        self.monkeypatch, self.folder = monkeypatch, folder
+        self.tested = []  # the operators of each child that was started
+        self.child()
+        monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+        monkeypatch.delenv("FEDKERNELS_SELF_TEST", raising=False)
+        monkeypatch.setattr(native, "CUDA", OPERATORS)
+        monkeypatch.setattr(native, "runs_on", lambda gpu: True)
+        monkeypatch.setattr(self_test_outcomes, "build", lambda: "digest")
+        monkeypatch.setattr(self_test_outcomes, "card_of", lambda gpu: CARD)
+        monkeypatch.setattr(self_test_process, "_child_command", self.command)
+        self.new_process()
+
+    def child(self, of_nt_xent=PASS, at_start="", card=CARD):
+        self.script = CHILD.format(of_nt_xent=of_nt_xent, at_start=at_start, card=list(card))
+
+    def command(self, gpu, operators):
+        self.tested.append(" ".join(operators))
+        return [sys.executable, "-c", self.script, *operators]
+
+    def new_process(self):
+        self.monkeypatch.setattr(first_contact, "verdicts", {})
+        self.monkeypatch.setattr(first_contact, "_results", {})
+
+    def files(self):
+        return sorted(path for path in self.folder.rglob("*.json"))
 
 
 @pytest.fixture
-def runs(monkeypatch, tmp_path):
-    """A machine with one GPU, on which all operators but nt_xent pass. -> the names of those that were tested"""
-    ran = []
-
-    def run(operator, gpu):
-        ran.append(operator)
-        time.sleep(0.05)
-        return (BROKEN if operator == "nt_xent" else Outcome(operator, True)), True
-
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv("FEDKERNELS_SELF_TEST", raising=False)
-    monkeypatch.setattr(native, "runs_on", lambda gpu: True)
-    monkeypatch.setattr(self_test_outcomes, "build", lambda: "digest")
-    monkeypatch.setattr(self_test_outcomes, "card_of", lambda gpu: CARD)
-    monkeypatch.setattr(first_contact, "_is_captured", lambda gpu: False)
-    monkeypatch.setattr(first_contact, "run", run)
-    new_process(monkeypatch)
-    return ran
+def machine(monkeypatch, tmp_path):
+    return Machine(monkeypatch, tmp_path)
 
 
-def new_process(monkeypatch):
-    for name, empty in (("verdicts", {}), ("_reasons", {}), ("_warned", set())):
-        monkeypatch.setattr(first_contact, name, empty)
+ALL = " ".join(sorted(OPERATORS))
 
 
-def files(folder):
-    return sorted(path for path in folder.rglob("*") if path.is_file())
+def serves(operator="client_weights", gpu=0):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return native._serves(operator, gpu)
 
 
-def test_the_first_use_tests_and_the_outcome_is_kept(runs, monkeypatch, tmp_path):
-    assert native._serves("info_nce", 0, ())
-    assert native._serves("info_nce", 0, ())
-    assert runs == ["info_nce"]
-    assert [path.name for path in files(tmp_path)] == ["info_nce.json"]
-    new_process(monkeypatch)
-    assert native._serves("info_nce", 0, ())
-    assert native._serves("info_nce", 1, ())  # a second card of the kind
-    assert runs == ["info_nce"]
+def test_the_first_use_tests_all_and_the_outcomes_are_kept(machine, capfd):
+    assert all(serves(operator) for operator in OPERATORS)
+    assert machine.tested == [ALL]
+    machine.new_process()
+    assert serves()
+    assert serves(gpu=1)  # a second card of the kind
+    assert machine.tested == [ALL]
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.count("fedkernels tests its CUDA kernels on Some card in a child process") == 1
 
 
-def test_a_failure_is_told_once_in_each_process(runs, monkeypatch):
-    for _ in range(2):
-        with pytest.warns(UserWarning, match="self-test") as told:
-            assert not native._serves("nt_xent", 0, ())
-        assert len(told) == 1
-        for part in ("fedkernels.nt_xent", "cuda:0 (Some card)", BROKEN.reason, "Please report"):
-            assert part in str(told[0].message)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            assert not native._serves("nt_xent", 0, ())
-        new_process(monkeypatch)
-    assert runs == ["nt_xent"]
+# What goes wrong: what the child does for nt_xent, or at its start; what is told; whether it is kept.
+FAULTS = {
+    "a wrong value": (
+        {"of_nt_xent": 'tell(name, "FAILED", "off by nan", 0.1)'},
+        "off by nan",
+        True,
+    ),
+    "an error that breaks CUDA": ({"of_nt_xent": 'tell(name, "FAILED", "illegal", 0.1); break'}, "illegal", True),
+    "a crash": ({"of_nt_xent": "os.kill(os.getpid(), signal.SIGSEGV)"}, "ended with SIGSEGV", True),
+    "a hang": ({"of_nt_xent": "time.sleep(60)"}, "did not end within 2 s", True),
+    "no memory on the card": ({"of_nt_xent": 'tell(name, "not tested", "out of memory", 0.1)'}, "out of memory", False),
+    "no memory on the host": ({"of_nt_xent": "os.kill(os.getpid(), signal.SIGKILL)"}, "ended with SIGKILL", False),
+    "an exit": ({"of_nt_xent": 'sys.exit("gone")'}, "ended with exit code 1: gone", False),
+    "an exclusive card": ({"at_start": 'sys.exit("CUDA error: busy")'}, "exit code 1: CUDA error: busy", False),
+    "no start": ({"at_start": "time.sleep(60)"}, "could be started: it did not end within 2 s", False),
+    "another card": ({"card": ["Other", "8.0", ""]}, "the child process has another GPU", False),
+}
 
 
-@pytest.mark.parametrize(
-    "other", [CARD._replace(name="Another"), CARD._replace(capability="8.0"), CARD._replace(driver="driver 2")]
-)
-def test_another_card_or_driver_is_tested_again(runs, monkeypatch, other):
-    native._serves("info_nce", 0, ())
-    new_process(monkeypatch)
-    monkeypatch.setattr(self_test_outcomes, "card_of", lambda gpu: other)
-    native._serves("info_nce", 0, ())
-    assert runs == ["info_nce"] * 2
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_met_by_the_child_and_the_reference_serves(machine, monkeypatch, name):
+    child, reason, kept = FAULTS[name]
+    machine.child(**child)
+    monkeypatch.setattr(first_contact, "TIME_LIMIT", 2.0)
+    told = "did not pass the self-test" if kept else "could not be tested"
+    with pytest.warns(UserWarning, match=f"{told}: .*{reason}.*python -m fedkernels.self_test") as warned:
+        assert not native._serves("nt_xent", 0)
+    assert len(warned) == 1
+    assert "cuda:0 (Some card)" in str(warned[0].message)
+    assert not serves("nt_xent")  # told once
+    assert serves("client_weights") == serves("two_views") == ("of_nt_xent" in child)
+    # In the next process the fault is gone: what was certain is still kept, and what was not is tested again.
+    machine.child()
+    machine.new_process()
+    del machine.tested[:]
+    with warnings.catch_warnings(record=True) as again:
+        warnings.simplefilter("always")
+        assert native._serves("nt_xent", 0) == (not kept)
+    assert len(again) == kept
+    assert machine.tested == ([] if kept else ["nt_xent" if "of_nt_xent" in child else ALL])
 
 
-def test_another_build_is_tested_again(runs, monkeypatch):
-    native._serves("info_nce", 0, ())
-    new_process(monkeypatch)
-    monkeypatch.setattr(self_test_outcomes, "build", lambda: "another")
-    native._serves("info_nce", 0, ())
-    assert runs == ["info_nce"] * 2
+@pytest.mark.parametrize("executable", [None, "", "an application", "frozen", "no processes"])
+def test_where_no_child_can_be_started_the_references_serve(machine, monkeypatch, tmp_path, executable):
+    def no_process(*_, **__):
+        raise PermissionError("not permitted")
+
+    if executable == "frozen":
+        monkeypatch.setattr(sys, "frozen", True, raising=False)
+    elif executable == "no processes":
+        monkeypatch.setattr(subprocess, "Popen", no_process)
+    elif executable == "an application":  # in which Python is embedded
+        (tmp_path / "application").symlink_to(sys.executable)
+        monkeypatch.setattr(sys, "executable", str(tmp_path / "application"))
+    else:
+        monkeypatch.setattr(sys, "executable", executable)
+    with pytest.warns(UserWarning, match=r"not be tested: .* Run `python -m fedkernels.self_test` once") as warned:
+        assert not any(native._serves(operator, 0) for operator in OPERATORS)
+    assert len(warned) == 1
+    assert not machine.files()
+
+
+def test_a_first_use_inside_a_backward_hook_calls_nothing_of_torch(machine, monkeypatch):
+    """So neither autograd's thread nor another thread's capture of a CUDA graph can be in its way."""
+
+    class Refuse(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+            raise AssertionError(f"{function} was called")
+
+    def refuse(*_, **__):
+        raise AssertionError("a function of torch.cuda was called")
+
+    def hook(gradient):
+        with Refuse():
+            found.append(serves("nt_xent"))
+
+    for name in torch.cuda.__all__:
+        if type(getattr(torch.cuda, name)) is type(refuse):
+            monkeypatch.setattr(torch.cuda, name, refuse)
+    found = []
+    x = torch.ones(3, requires_grad=True)
+    x.register_hook(hook)
+    x.sum().backward()
+    assert found == [True]
+
+
+def test_threads_test_once(machine):
+    threads = [threading.Thread(target=native._serves, args=("two_views", 0)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert machine.tested == [ALL]
+
+
+@pytest.mark.parametrize(("time_limit", "tested"), [(20.0, []), (0.2, [ALL])])
+def test_another_process_that_tests_is_waited_for(machine, monkeypatch, time_limit, tested):
+    """Until the time limit. A lock of another open file is as another process's."""
+    monkeypatch.setattr(first_contact, "TIME_LIMIT", 20.0)
+    thread = threading.Thread(target=native._serves, args=("nt_xent", 0))
+    with self_test_outcomes.one_at_a_time(CARD, 1.0):
+        monkeypatch.setattr(first_contact, "TIME_LIMIT", time_limit)
+        thread.start()
+        thread.join(0.6 if not tested else None)
+        assert thread.is_alive() == (not tested)
+        self_test_outcomes.save(CARD, {name: Result(CARD.name, name, PASSED) for name in OPERATORS})
+    thread.join()
+    assert machine.tested == tested
+    assert serves("nt_xent")
+
+
+@pytest.mark.parametrize("field", ["name", "capability", "driver", "build"])
+def test_another_card_driver_or_build_is_tested_again(machine, monkeypatch, field):
+    assert serves()
+    machine.new_process()
+    if field == "build":
+        monkeypatch.setattr(self_test_outcomes, "build", lambda: "another")
+    else:
+        other = CARD._replace(**{field: "other"})
+        monkeypatch.setattr(self_test_outcomes, "card_of", lambda gpu: other)
+        machine.child(card=other)
+    assert serves()
+    assert machine.tested == [ALL] * 2
 
 
 @pytest.mark.parametrize(
     "contents",
-    [b"", b"{", b"[1]", b"\xff", b"{}", b'{"passed": true, "reason": ""}', b"[" * 100_000, b'{"passed": "yes"}'],
+    [b"", b"{", b"[1]", b"\xff", b"{}", b'{"reasons": {}}', b"[" * 100_000, b'{"driver": "3"}', b'{"reasons": 1}'],
 )
-def test_a_broken_file_counts_as_not_tested_and_is_replaced(runs, monkeypatch, tmp_path, contents):
-    native._serves("info_nce", 0, ())
-    (file,) = files(tmp_path)
+def test_a_broken_file_counts_as_not_tested_and_is_replaced(machine, contents):
+    assert serves()
+    (file,) = machine.files()
     whole = file.read_bytes()
-    file.write_bytes(contents)
-    new_process(monkeypatch)
-    assert native._serves("info_nce", 0, ())
-    assert runs == ["info_nce"] * 2
+    # what is valid JSON replaces a part of it
+    file.write_bytes(json.dumps(json.loads(whole) | json.loads(contents)).encode() if b'": ' in contents else contents)
+    machine.new_process()
+    assert serves()
+    assert machine.tested == [ALL] * 2
     assert file.read_bytes() == whole
 
 
-def test_a_file_of_another_card_counts_as_not_tested(runs, tmp_path):
-    native._serves("info_nce", 0, ())
-    (file,) = files(tmp_path)
-    file.write_text(json.dumps({**json.loads(file.read_text()), "driver": "driver 3"}))
-    assert self_test_outcomes.load(CARD, "info_nce") is None
-
-
-def test_where_nothing_can_be_kept_each_process_tests(runs, monkeypatch, tmp_path):
-    (tmp_path / "fedkernels").write_text("a file and no folder")
-    for _ in range(2):
-        assert native._serves("info_nce", 0, ())
-        assert native._serves("info_nce", 0, ())
-        new_process(monkeypatch)
-    assert runs == ["info_nce"] * 2
-
-
-def test_a_write_that_fails_leaves_nothing(runs, monkeypatch, tmp_path):
+@pytest.mark.parametrize("full", [False, True])
+def test_where_nothing_can_be_kept_each_process_tests(machine, monkeypatch, tmp_path, full):
     def no_room(*_):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(os, "replace", no_room)
-    assert native._serves("info_nce", 0, ())
-    assert not files(tmp_path)
+    if full:
+        monkeypatch.setattr("os.replace", no_room)
+    else:
+        (tmp_path / "fedkernels").write_text("a file and no folder")
+    for _ in range(2):
+        assert serves("nt_xent")
+        assert serves("two_views")
+        machine.new_process()
+    assert machine.tested == [ALL] * 2
+    assert all(path.suffix != ".json" and path.stat().st_size < 30 for path in tmp_path.rglob("*") if path.is_file())
 
 
-def test_a_relative_cache_is_not_used(runs, monkeypatch, tmp_path):
+def test_a_relative_cache_is_not_used(machine, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
-    native._serves("info_nce", 0, ())
-    assert all(tmp_path / "home/.cache/fedkernels" in path.parents for path in files(tmp_path))
-    assert files(tmp_path)
+    assert serves()
+    (file,) = machine.files()
+    assert tmp_path / "home/.cache/fedkernels" in file.parents
 
 
 def test_a_card_is_described(monkeypatch):
@@ -157,49 +272,11 @@ def test_the_build_is_known():
     assert (len(self_test_outcomes.build()) == 64) == (native.module is not None)
 
 
-def test_a_test_may_wait_and_puts_the_device_back(monkeypatch):
-    """With torch's functions pretended: there need not be a GPU."""
-    modes, devices = ["error"], []
-
-    @contextmanager
-    def device(gpu):
-        devices.append(gpu)
-        yield
-
-    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-    monkeypatch.setattr(torch.cuda, "device", device)
-    with first_contact._on(3) as there:
-        assert there == torch.device("cuda", 3)
-        assert modes[-1] == "default"
-    assert modes[-1] == "error"
-    assert devices == [3]
-
-
-def test_a_capture_is_seen(monkeypatch):
-    answers = iter([True, False, True, False, False])
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: next(answers))
-    monkeypatch.setattr(torch.cuda, "device", lambda gpu: nullcontext())
-    assert first_contact._is_captured(1)
-    assert first_contact._is_captured(1)
-    assert not first_contact._is_captured(1)
-
-
-def test_threads_test_an_operator_once(runs):
-    threads = [threading.Thread(target=native._serves, args=("info_nce", 0, ())) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert runs == ["info_nce"]
-
-
-def test_the_environment_turns_it_off(runs, monkeypatch):
-    self_test_outcomes.save(CARD, BROKEN)
+def test_the_environment_turns_it_off(machine, monkeypatch):
+    self_test_outcomes.save(CARD, {"nt_xent": Result(CARD.name, "nt_xent", FAILED, "wrong")})
     monkeypatch.setenv("FEDKERNELS_SELF_TEST", "0")
-    assert native._serves("info_nce", 0, ())
-    assert native._serves("nt_xent", 0, ())
-    assert not runs
+    assert serves("nt_xent")
+    assert not machine.tested
 
 
 def test_tensors_on_the_cpu_never_come_here(monkeypatch):
@@ -214,14 +291,67 @@ def test_tensors_on_the_cpu_never_come_here(monkeypatch):
     fedkernels.delta_gram([x], [[y]])
 
 
-def test_build_info_tells_what_is_tested(runs, monkeypatch):
-    monkeypatch.setattr(native, "CUDA", frozenset({"info_nce", "nt_xent", "two_views"}))
-    native._serves("info_nce", 0, ())
-    with pytest.warns(UserWarning, match="self-test"):
-        native._serves("nt_xent", 0, ())
+def test_build_info_tells_what_is_tested(machine):
+    assert native._self_tests_of(0) == f"not yet {ALL}"
+    machine.child(of_nt_xent='tell(name, "FAILED", "wrong", 0.1)')
+    assert serves()
+    self_test_outcomes.save(CARD, {"nt_xent": Result(CARD.name, "nt_xent", FAILED, "wrong")})
     for _ in range(2):
-        assert native._self_tests_of(0) == f"tested info_nce, failed nt_xent ({BROKEN.reason}), not yet two_views"
-        new_process(monkeypatch)
+        assert native._self_tests_of(0) == "tested client_weights two_views, failed nt_xent (wrong)"
+        machine.new_process()
+
+
+# What a child does
+
+
+def fails(error):
+    def call(*_):
+        raise error
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("kernel", "reference", "outcome"),
+    [
+        (RuntimeError("misaligned address"), None, FAILED),
+        (RuntimeError("CUDA error: out of memory"), None, NOT_TESTED),  # as where code is loaded
+        (torch.OutOfMemoryError("CUDA out of memory"), None, NOT_TESTED),
+        (RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), None, NOT_TESTED),
+        (None, RuntimeError("no such function"), NOT_TESTED),
+        (None, None, PASSED),
+    ],
+)
+def test_an_error_of_the_kernel_fails_and_no_memory_does_not(monkeypatch, kernel, reference, outcome):
+    one = torch.ones(2)
+    functions = [fails(error) if error else lambda x: [x] for error in (kernel, reference)]
+    case = self_test_cases.Case("float32", [one], *functions, 1e-5)
+    monkeypatch.setattr(self_test_cases, "cases_of", lambda *_: iter([case]))
+    found, reason = self_test_process.run("info_nce", torch.device("cpu"))
+    assert found == outcome
+    assert (reason == "") == (outcome == PASSED)
+
+
+@pytest.mark.parametrize(("works", "told"), [(True, 3), (False, 2)])
+def test_a_child_ends_where_cuda_is_broken(monkeypatch, capsys, works, told):
+    monkeypatch.setattr(self_test_process, "_open", lambda gpu: torch.device("cpu"))
+    monkeypatch.setattr(self_test_process, "_still_works", lambda device: works)
+    monkeypatch.setattr(self_test_process, "run", lambda operator, device: (FAILED, "an illegal memory access"))
+    monkeypatch.setattr(self_test_process.faulthandler, "dump_traceback_later", lambda *_, **__: None)
+    monkeypatch.setattr(self_test_outcomes, "card_of", lambda gpu: CARD)
+    self_test_process.run_as_child(0, ["info_nce", "nt_xent"])
+    assert capsys.readouterr().out.count("\nfedkernels.self_test: [") == told
+
+
+def test_a_child_imports_what_this_process_has(monkeypatch):
+    monkeypatch.syspath_prepend("/added")
+    program = (
+        "import fedkernels, json, sys; print('fedkernels.self_test: ' + json.dumps([sys.path, fedkernels.__file__]))"
+    )
+    ((folders, file),), code, _ = self_test_process._watch([sys.executable, "-c", program], 60)
+    assert code == 0
+    assert "/added" in folders
+    assert file == fedkernels.__file__
 
 
 def test_every_operator_has_cases_of_every_dtype():
