@@ -59,8 +59,11 @@ class LocalRound:
     previous: dict[str, Tensor] | None = None
     _logged: dict[str, list[float | Tensor]] = field(default_factory=lambda: defaultdict(list))
 
-    def generator(self, purpose: str) -> torch.Generator:
-        return generator_for(self.seed, "client", self.client.index, "round", self.number, purpose)
+    def generator(self, purpose: str, device: torch.device | str = "cpu") -> torch.Generator:
+        """Return this round's generator for a purpose. Draw orders of images on the CPU, where their rows are needed,
+        and what a step computes with on the model's device: the host then neither draws nor copies it.
+        """
+        return generator_for(self.seed, "client", self.client.index, "round", self.number, purpose, device=device)
 
     def views(
         self, images: Tensor, samples: Tensor, purpose: str, epoch: int = 0, count: int = 2

@@ -19,8 +19,13 @@ def seed_for(seed: int, *path: str | int) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
-def generator_for(seed: int, *path: str | int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed_for(seed, *path))
+def generator_for(seed: int, *path: str | int, device: torch.device | str = "cpu") -> torch.Generator:
+    """Return a generator of its own seed on a device; what it draws depends on the kind of device.
+
+    The CPU draws the same everywhere. A GPU draws something else, and so may another model of GPU, as torch spreads a
+    draw over as many threads as the card can run.
+    """
+    return torch.Generator(device).manual_seed(seed_for(seed, *path))
 
 
 @contextmanager

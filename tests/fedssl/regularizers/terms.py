@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 import torch.nn.functional as F
 
@@ -12,11 +14,12 @@ from fedssl.regularizers.uniformity import sphere_samples
 class Local:
     """As much of a client's round as the terms look at."""
 
-    def __init__(self):
+    def __init__(self, device="cpu"):
         self.logged = {}
+        self.client = SimpleNamespace(model=SimpleNamespace(device=torch.device(device)))
 
-    def generator(self, purpose):
-        return torch.Generator().manual_seed(0)
+    def generator(self, purpose, device):
+        return torch.Generator(device).manual_seed(0)
 
     def log(self, name, value):
         self.logged.setdefault(name, []).append(value)

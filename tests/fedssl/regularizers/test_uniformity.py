@@ -14,6 +14,7 @@ from fedssl.evaluation.metrics import effective_rank
 from fedssl.federation import build_federation
 from fedssl.objectives.base import Step
 from fedssl.regularizers import uniformity
+from fedssl.regularizers.sliced_uniformity import SlicedUniformity
 from fedssl.regularizers.uniformity import Uniformity, sphere_samples
 from tests.fedssl.regularizers.terms import Local, representations, step_of
 
@@ -157,6 +158,17 @@ def test_samples_are_on_the_sphere_and_new_for_each_step():
     term = Uniformity(**FUR).start_round(Local())
     z, _ = representations("random")
     assert term(step_of(z[:8])) != term(step_of(z[:8]))
+
+
+@pytest.mark.parametrize("term", [Uniformity(**FUR), SlicedUniformity(name="sliced_uniformity")])
+def test_samples_are_drawn_on_the_models_device(term, monkeypatch):
+    """A GPU that is not here: its generator is one of the CPU that names it, and what is drawn there is noted."""
+    gpu, drawn, draw = torch.device("cuda", 1), [], torch.randn
+    local = Local(gpu)
+    monkeypatch.setattr(local, "generator", lambda _, device: SimpleNamespace(device=device))
+    monkeypatch.setattr(torch, "randn", lambda *size, generator, device: drawn.append(device) or draw(*size))
+    assert term.start_round(local)(step_of(draw(8, 6))).isfinite()
+    assert set(drawn) == {gpu}
 
 
 def test_both_terms_take_the_views_that_there_are(tiny):
