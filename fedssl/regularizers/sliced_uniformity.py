@@ -51,8 +51,9 @@ class SlicedUniformity(Regularizer):
     """weight * sum over views of a sliced Wasserstein distance between projections and uniform points of the sphere.
 
     Each step draws B uniform points s_j of the unit sphere and B tangent spaces, at uniform points t_p, each with
-    `directions` Gaussian directions v_pq, on the model's device, where a GPU draws others than the CPU. The sphere's logarithm maps the l2-normalised projector outputs of each view
-    and the points s_j into the tangent spaces, where they are compared along the directions (`sliced_distance`):
+    `directions` Gaussian directions v_pq; all are drawn on the model's device, and a GPU draws others than the CPU. The
+    sphere's logarithm maps the l2-normalised projector outputs of each view and the points s_j into the tangent spaces,
+    where they are compared along the directions (`sliced_distance`):
 
         1/6 * sum over p of the mean over q and j of (sorted <Log_t_p(z), v_pq> - sorted <Log_t_p(s), v_pq>)^2_j
 

@@ -42,7 +42,7 @@ class Dispatched(TorchDispatchMode):
 
 
 def test_more_images_take_no_more_operations_but_their_draws():
-    """Each image draws two operations, each by two numbers at the most: an operation to draw one, another to read it."""
+    """Each image draws two operations, each by two numbers at the most, which are drawn and read."""
     counts = []
     for images in (500, 1000):
         with Dispatched() as dispatched:
