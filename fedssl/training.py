@@ -74,6 +74,12 @@ class TrainingOptions(Options):
         "with bfloat16 or float16 the contrastive losses of simclr, moco_v3, fedx and global_distillation take rows "
         "that are rounded to it, and sum in float32",
     )
+    deterministic: bool = Field(
+        False,
+        description="whether a run on a GPU, its evaluation included, takes operations alone that always round alike: "
+        "two runs on one model of GPU are then bit-identical, and an operation that cannot do so is an error. Runs on "
+        "the CPU are bit-identical without it",
+    )
     join_views: bool = Field(
         False,
         description="whether all views of a batch pass through each network in one call, with about half of a step's "
