@@ -60,8 +60,8 @@ class LocalRound:
     _logged: dict[str, list[float | Tensor]] = field(default_factory=lambda: defaultdict(list))
 
     def generator(self, purpose: str, device: torch.device | str = "cpu") -> torch.Generator:
-        """Return this round's generator for a purpose. Draw orders of images on the CPU, where their rows are needed,
-        and what a step computes with on the model's device: the host then neither draws nor copies it.
+        """Return this round's generator for a purpose: for orders of images on the CPU, where rows are read, and for
+        what a step computes with on the model's device.
         """
         return generator_for(self.seed, "client", self.client.index, "round", self.number, purpose, device=device)
 

@@ -26,11 +26,7 @@ def seed_for(seed: int, *path: str | int) -> int:
 
 
 def generator_for(seed: int, *path: str | int, device: torch.device | str = "cpu") -> torch.Generator:
-    """Return a generator of its own seed on a device; what it draws depends on the kind of device.
-
-    The CPU draws the same everywhere. A GPU draws something else, and so may another model of GPU, as torch spreads a
-    draw over as many threads as the card can run.
-    """
+    """Return a generator on a device. CPUs draw the same everywhere, a model of GPU something of its own."""
     return torch.Generator(device).manual_seed(seed_for(seed, *path))
 
 

@@ -2,73 +2,36 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-_OPERATIONS_AN_IMAGE = 2
-_MAGNITUDE, _MAGNITUDES = 9, 31  # torchvision's defaults: the ninth after 0 of so many equal steps
-
 
 def rand_augment(images: Tensor) -> Tensor:
-    """Return uint8 images [n, 1 or 3, H, W], each after two random operations, on their device.
+    """Return uint8 images [n, 1 or 3, H, W] after torchvision's RandAugment (Cubuk et al. 2020), on their device.
 
-    Cubuk et al. 2020, RandAugment, with torchvision's operations and default magnitude. Draws from torch's global
-    generator of the CPU, image by image, what `torchvision.transforms.RandAugment` draws for each image, so that both
-    make the same images of the same seed.
+    Draws from torch's global generator of the CPU, image by image, what `torchvision.transforms.RandAugment` draws for
+    each with its defaults, and makes the same images of it. That class gives a whole batch one set of operations.
     """
-    operations = _operations(*images.shape[-2:])
-    drawn = [[_draw(operations) for _ in range(_OPERATIONS_AN_IMAGE)] for _ in range(len(images))]
+    from torchvision.transforms.autoaugment import RandAugment, _apply_op  # here, as importing it takes a second
+
+    one = RandAugment()
+    table = one._augmentation_space(one.num_magnitude_bins, tuple(images.shape[-2:]))
+    space = [(name, float(m[one.magnitude]) if m.dim() else 0.0, signed) for name, (m, signed) in table.items()]
+
+    def drawn() -> tuple[str, float]:
+        name, magnitude, signed = space[int(torch.randint(len(space), (1,)))]
+        return name, -magnitude if signed and torch.randint(2, (1,)) else magnitude
+
+    operations = [[drawn() for _ in range(one.num_ops)] for _ in range(len(images))]
     images = images.clone()
-    for stage in range(_OPERATIONS_AN_IMAGE):
-        rows_of: dict[tuple[int, float], list[int]] = {}
-        for row, of_image in enumerate(drawn):
-            rows_of.setdefault(of_image[stage], []).append(row)
-        for (number, magnitude), rows in rows_of.items():
-            places = torch.tensor(rows, device=images.device)
-            images[places] = operations[number][0](images[places], magnitude)
+    for stage in zip(*operations, strict=True):
+        for name, magnitude in dict.fromkeys(stage):
+            rows = [row for row, of_image in enumerate(stage) if of_image == (name, magnitude)]
+            if name == "Equalize":
+                images[rows] = equalized(images[rows])
+            else:
+                images[rows] = _apply_op(images[rows], name, magnitude, one.interpolation, fill=None)
     return images
-
-
-#: what is done with uint8 images [m, C, H, W], given a magnitude; the magnitude; whether its sign is drawn
-_Operation = tuple[Callable[[Tensor, float], Tensor], float, bool]
-
-
-def _draw(operations: list[_Operation]) -> tuple[int, float]:
-    """Return the number of an operation and its magnitude."""
-    number = int(torch.randint(len(operations), (1,)))
-    _, magnitude, signed = operations[number]
-    return number, -magnitude if signed and torch.randint(2, (1,)) else magnitude
-
-
-def _operations(height: int, width: int) -> list[_Operation]:
-    """Return torchvision's operations in its order."""
-    from torchvision.transforms import functional as F  # here, as importing it takes a second
-
-    def moved(x: Tensor, translate: tuple[float, float] = (0, 0), shear: tuple[float, float] = (0, 0)) -> Tensor:
-        center = [0, 0] if any(shear) else None
-        pixels, degrees = [int(t) for t in translate], [math.degrees(math.atan(s)) for s in shear]
-        return F.affine(x, angle=0.0, translate=pixels, scale=1.0, shear=degrees, center=center)
-
-    def share(largest: float) -> float:
-        return float(torch.linspace(0.0, largest, _MAGNITUDES)[_MAGNITUDE])
-
-    enhancements = (F.adjust_brightness, F.adjust_saturation, F.adjust_contrast, F.adjust_sharpness)
-    return [
-        (lambda x, m: x, 0.0, False),
-        (lambda x, m: moved(x, shear=(m, 0)), share(0.3), True),
-        (lambda x, m: moved(x, shear=(0, m)), share(0.3), True),
-        (lambda x, m: moved(x, translate=(m, 0)), share(150 / 331 * width), True),
-        (lambda x, m: moved(x, translate=(0, m)), share(150 / 331 * height), True),
-        (lambda x, m: F.rotate(x, m), share(30.0), True),
-        *((lambda x, m, change=change: change(x, 1.0 + m), share(0.9), True) for change in enhancements),
-        (lambda x, m: F.posterize(x, int(m)), 7.0, False),
-        (lambda x, m: F.solarize(x, m), 255.0 - share(255.0), False),
-        (lambda x, m: F.autocontrast(x), 0.0, False),
-        (lambda x, m: equalized(x), 0.0, False),
-    ]
 
 
 def equalized(images: Tensor) -> Tensor:
