@@ -60,10 +60,12 @@ class LocalRound:
     _logged: dict[str, list[float | Tensor]] = field(default_factory=lambda: defaultdict(list))
 
     def generator(self, purpose: str, device: torch.device | str = "cpu") -> torch.Generator:
-        """Return this round's generator for a purpose: for orders of images on the CPU, where rows are read, and for
-        what a step computes with on the model's device.
-        """
+        """Return this round's generator for a purpose."""
         return generator_for(self.seed, "client", self.client.index, "round", self.number, purpose, device=device)
+
+    def device_generator(self, purpose: str) -> torch.Generator:
+        """Return `generator` on the model's device, for what a step computes with."""
+        return self.generator(purpose, self.client.model.device)
 
     def views(
         self, images: Tensor, samples: Tensor, purpose: str, epoch: int = 0, count: int = 2

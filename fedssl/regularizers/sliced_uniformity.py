@@ -83,8 +83,7 @@ class SlicedUniformity(Regularizer):
             raise UserError("sliced_uniformity works on the projector's output, and this objective has no projector")
 
     def start_round(self, local: LocalRound) -> StepLoss:
-        device = local.client.model.device
-        generator = local.generator("sliced_uniformity", device)
+        generator = local.device_generator("sliced_uniformity")
 
         def term(step: Step) -> Tensor:
             z = F.normalize(torch.stack(step.projections).float(), dim=-1)
@@ -92,7 +91,7 @@ class SlicedUniformity(Regularizer):
             spaces = self.tangent_spaces or rows
             samples = sphere_samples(rows, features, generator)
             base = sphere_samples(spaces, features, generator)
-            direction = torch.randn(spaces, self.directions, features, generator=generator, device=device)
+            direction = torch.randn(spaces, self.directions, features, generator=generator, device=generator.device)
             if self.scale == "mean":
                 along_base = (direction * base.unsqueeze(1)).sum(-1, keepdim=True)
                 direction = F.normalize(direction - along_base * base.unsqueeze(1), dim=-1)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import torch
 import torch.nn.functional as F
 
@@ -14,12 +12,11 @@ from fedssl.regularizers.uniformity import sphere_samples
 class Local:
     """As much of a client's round as the terms look at."""
 
-    def __init__(self, device="cpu"):
+    def __init__(self):
         self.logged = {}
-        self.client = SimpleNamespace(model=SimpleNamespace(device=torch.device(device)))
 
-    def generator(self, purpose, device):
-        return torch.Generator(device).manual_seed(0)
+    def device_generator(self, purpose):
+        return torch.Generator().manual_seed(0)
 
     def log(self, name, value):
         self.logged.setdefault(name, []).append(value)
