@@ -59,8 +59,13 @@ class LocalRound:
     previous: dict[str, Tensor] | None = None
     _logged: dict[str, list[float | Tensor]] = field(default_factory=lambda: defaultdict(list))
 
-    def generator(self, purpose: str) -> torch.Generator:
-        return generator_for(self.seed, "client", self.client.index, "round", self.number, purpose)
+    def generator(self, purpose: str, device: torch.device | str = "cpu") -> torch.Generator:
+        """Return this round's generator for a purpose."""
+        return generator_for(self.seed, "client", self.client.index, "round", self.number, purpose, device=device)
+
+    def device_generator(self, purpose: str) -> torch.Generator:
+        """Return `generator` on the model's device, for what a step computes with."""
+        return self.generator(purpose, self.client.model.device)
 
     def views(
         self, images: Tensor, samples: Tensor, purpose: str, epoch: int = 0, count: int = 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -21,7 +22,7 @@ from .messages import Message, Transport, from_transport, merge, to_transport
 from .models.model import Model
 from .models.stages import StagedEncoder
 from .objectives.base import Objective
-from .randomness import seeded
+from .randomness import deterministic_on, seeded
 from .regularizers.base import Regularizer
 from .schedules.base import Plan, Schedule
 from .training import TrainingOptions, train_before_rounds, train_locally
@@ -63,12 +64,16 @@ class Method:
         """Return the server's state before any round."""
 
         def train(local: LocalRound, epochs: int) -> None:
-            train_before_rounds(local, self.training, epochs)
+            with self._deterministic(local.client):
+                train_before_rounds(local, self.training, epochs)
 
         states = [a.initial_state(self.global_model) for a in self.aggregators]
         with seeded(self.seed, "server", "public images"):
             trained = [a.train_on_public_images(self._server_round(), train) for a in self.aggregators if a.trains]
         return merge([*states, *trained]).copy()
+
+    def _deterministic(self, client: Client) -> AbstractContextManager[None]:
+        return deterministic_on(client.model.device, self.training.deterministic)
 
     def _server_round(self) -> LocalRound:
         """Return the server as a client numbered -1 that holds the public images and the first global model."""
@@ -188,13 +193,14 @@ class Method:
 
     def client_round(self, client: Client, received: Message, round_number: int) -> Message:
         """Receive, train, answer; nothing is trained in the opening round, 0. Changes the client's model and memory."""
-        if round_number:
-            return self.counted_round(client, received, round_number)[0]
-        local = self._local_round(client, received, 0)
-        if local.received.tensors:
-            self.local_update.receive(local)
-            client.model.reset_target()
-        return self._reply(local, [a for a in self.aggregators if a.opening_round])
+        with self._deterministic(client):
+            if round_number:
+                return self.counted_round(client, received, round_number)[0]
+            local = self._local_round(client, received, 0)
+            if local.received.tensors:
+                self.local_update.receive(local)
+                client.model.reset_target()
+            return self._reply(local, [a for a in self.aggregators if a.opening_round])
 
     def counted_round(
         self, client: Client, received: Message, round_number: int, most_steps: int | None = None

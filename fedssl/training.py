@@ -70,7 +70,15 @@ class TrainingOptions(Options):
     precision: Precision = Field(
         "float32",
         description="in which type networks compute while they train; weights, gradients, losses and evaluation stay "
-        "float32. float16 needs CUDA",
+        "float32. tf32 and float16 need CUDA. There tf32 forms all products of training in tf32, losses included, and "
+        "with bfloat16 or float16 the contrastive losses of simclr, moco_v3, fedx and global_distillation take rows "
+        "that are rounded to it, and sum in float32",
+    )
+    deterministic: bool = Field(
+        False,
+        description="whether a run on a GPU, its evaluation included, takes operations alone that always round alike: "
+        "two runs on one model of GPU are then bit-identical, and an operation that cannot do so is an error. Runs on "
+        "the CPU are bit-identical without it",
     )
     join_views: bool = Field(
         False,

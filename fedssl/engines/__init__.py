@@ -43,7 +43,8 @@ def resume(
 ) -> Run:
     """Continue an interrupted run to its end and read it back; a finished run is only read.
 
-    On the same machine and thread count the result is bit-identical to that of a run that was never interrupted.
+    On the same machine and thread count the result is bit-identical to that of a run that was never interrupted; on a
+    GPU with `training.deterministic` alone.
 
     Args:
         path: the run's folder.

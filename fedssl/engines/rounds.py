@@ -19,7 +19,7 @@ from ..federation import Federation
 from ..guard import refused_in
 from ..messages import Message
 from ..models.model import Model
-from ..randomness import seed_for
+from ..randomness import deterministic_on, seed_for
 from ..recipe.recipe import Recipe
 from ..run_folder.directory import IMAGE_SHAPE, MetricRow, RunDirectory
 from ..run_folder.storage import csv_text
@@ -202,13 +202,14 @@ def evaluate_after(federation: Federation, model: Model, number: int) -> tuple[d
     measures: dict[str, float] = {}
     spectrum = torch.empty(0, dtype=torch.float64)
     at_an_end, after = number in (0, recipe.rounds), number == recipe.rounds
-    if len(dataset.measured_images):
-        fine_tune, views = after and dataset.labelled, recipe.augmentation
-        measures, spectrum = evaluate_model(
-            model, dataset, options, seed, linear=at_an_end, fine_tune=fine_tune, augmentation=views
-        )
-    if at_an_end:
-        measures |= evaluate_downstream(model, federation.downstream, options, seed, after=after)
+    with deterministic_on(model.device, recipe.training.deterministic):
+        if len(dataset.measured_images):
+            fine_tune, views = after and dataset.labelled, recipe.augmentation
+            measures, spectrum = evaluate_model(
+                model, dataset, options, seed, linear=at_an_end, fine_tune=fine_tune, augmentation=views
+            )
+        if at_an_end:
+            measures |= evaluate_downstream(model, federation.downstream, options, seed, after=after)
     return measures, spectrum
 
 

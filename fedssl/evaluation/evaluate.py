@@ -23,7 +23,7 @@ from ..models.encoders import probe
 from ..models.model import CLASSIFIER, Model
 from ..options import Options
 from ..randomness import seed_for
-from .features import extract_features, extract_view_features
+from .features import extract_features, extract_view_features, measured_on
 from .fine_tuning import (
     FineTuneOptions,
     SemiSupervisedOptions,
@@ -99,7 +99,9 @@ def evaluate_model(
 ) -> tuple[dict[str, float], Tensor]:
     """Measure a model's encoder.
 
-    The labels of the whole training set are used here, and nowhere in self-supervised training.
+    The labels of the whole training set are used here, and nowhere in self-supervised training. On a GPU kNN and the
+    linear evaluation run there if its free memory is at least eight times the representations'; other measures are in
+    float64, and run on the CPU.
 
     Args:
         model: its encoder is measured, on the model's device.
@@ -127,14 +129,15 @@ def evaluate_model(
         views = _view_features(model, dataset.measured_images, augmentation, seed)
         metrics = measured_values(MeasuredImages(features, views=views))
         if linear and dataset.train_targets is not None and dataset.test_targets is not None:
-            train = extract_features(encoder, dataset.train_images)
-            auroc = linear_auroc(train, dataset.train_targets, features, dataset.test_targets, options.linear, seed)
+            train, test = measured_on(model.device, extract_features(encoder, dataset.train_images), features)
+            auroc = linear_auroc(train, dataset.train_targets, test, dataset.test_targets, options.linear, seed)
             if auroc is not None:
                 metrics["linear_auroc"] = auroc
         return metrics, singular_values(features)
     train = extract_features(encoder, dataset.train_images)
     test = extract_features(encoder, dataset.test_images)
-    labelled = (train, dataset.train_labels, test, dataset.test_labels)
+    train, test_on_device = measured_on(model.device, train, test)
+    labelled = (train, dataset.train_labels, test_on_device, dataset.test_labels)
     metrics = {"knn": knn_accuracy(*labelled, neighbors=options.neighbors, temperature=options.temperature)}
     metrics |= measured_values(MeasuredImages(test, dataset.test_labels))
     if own_classes and CLASSIFIER in model.online:

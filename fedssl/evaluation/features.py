@@ -11,6 +11,8 @@ from ..data.pixels import normalize
 from ..data.stored_images import Images
 from ..errors import UserError
 
+# What measuring takes on a GPU, in units of the features' size: standardising forms float64 copies.
+_WORKING_COPIES = 8
 # Bound the memory of a forward pass; the results do not depend on them.
 _IMAGES_AT_A_TIME = 500
 _PIXELS_AT_A_TIME = 500 * 64 * 64
@@ -58,6 +60,15 @@ def extract_outputs(network: nn.Module, images: Images, prepare: Callable[[Tenso
         for module, mode in modes.items():
             module.training = mode
     return torch.cat(outputs)
+
+
+def measured_on(device: torch.device, *features: Tensor) -> tuple[Tensor, ...]:
+    """Return features on the device that is to compare or train on them; on the CPU where a GPU has no room for it."""
+    if device.type == "cuda":
+        needed = _WORKING_COPIES * sum(part.nbytes for part in features)
+        if needed > torch.cuda.mem_get_info(device)[0]:
+            return features
+    return tuple(part.to(device) for part in features)
 
 
 def require_finite(name: str, features: Tensor) -> None:

@@ -23,6 +23,7 @@ from ..errors import UserError
 from ..options import Options
 from ..randomness import seed_for, seeded_on
 from .features import device_of, extract_features, extract_outputs
+from .rand_augment import rand_augment
 
 Augmentation = Literal["none", "crop_and_flip", "rand_augment"]
 
@@ -261,7 +262,7 @@ def fine_tuned_network(
             for batch in torch.randperm(len(images), generator=generator).split(tuning.batch_size):
                 # BatchNorm refuses the statistics of one image, which mean nothing: use the running ones.
                 network.train(len(batch) > 1)
-                prepared = prepare(images[batch], batch, epoch).to(device)
+                prepared = prepare(images[batch].to(device), batch, epoch)
                 loss = F.cross_entropy(network(prepared), labels[batch].to(device))
                 optimizer.zero_grad()
                 loss.backward()
@@ -273,18 +274,14 @@ def fine_tuned_network(
 def _preparation(
     augmentation: Augmentation, seed: int, device: torch.device
 ) -> Callable[[Tensor, Tensor, int], Tensor]:
-    """From uint8 images [n, C, H, W], their row numbers [n] and the epoch to normalised float32 [n, C, H, W]."""
+    """From uint8 images [n, C, H, W] on the device, their row numbers [n] and the epoch to normalised float32 ones."""
     if augmentation == "crop_and_flip":
         key = ViewKey(seed_for(seed, "fine-tuning", "views"))
         return lambda images, rows, epoch: draw_views(
             _CROP_AND_FLIP, images, rows, key._replace(epoch=epoch), device, count=1
         )[0]
     if augmentation == "rand_augment":
-        from torchvision.transforms import RandAugment
-
-        rand_augment = RandAugment()
-        # One by one, as a call draws one set of operations.
-        return lambda images, rows, epoch: normalize(torch.stack([rand_augment(image) for image in images]))
+        return lambda images, rows, epoch: normalize(rand_augment(images))
     return lambda images, rows, epoch: normalize(images)
 
 

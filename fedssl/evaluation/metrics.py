@@ -118,15 +118,15 @@ def knn_accuracy(
     voters = min(neighbors, len(keys))
     chunk = max(1, _SIMILARITIES_AT_A_TIME // len(keys))
 
-    correct = 0
+    correct = torch.zeros((), dtype=torch.int64, device=device)  # read once, as each look waits for a GPU
     for query, label in zip(queries.split(chunk), test_labels.to(device).split(chunk), strict=True):
         similarity, index = (query @ keys.T).topk(voters, dim=1)
         # The first is the highest; relative to it the weights cannot overflow, and the winner is the same.
         weight = ((similarity - similarity[:, :1]) / temperature).exp()
         votes = torch.zeros(len(query), classes, dtype=dtype, device=device)
         votes.scatter_add_(1, key_labels[index], weight)
-        correct += int((votes.argmax(dim=1) == label).sum())
-    return 100.0 * correct / len(queries)
+        correct += (votes.argmax(dim=1) == label).sum()
+    return 100.0 * int(correct) / len(queries)
 
 
 def singular_values(features: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import UserError
@@ -47,6 +48,8 @@ class Model(nn.Module):
         self.target.requires_grad_(False)
         #: whether all views of a batch pass through a network in one call; training.join_views
         self.joins_views = False
+        #: in which contrastive losses take their rows; training.precision
+        self.rows_dtype = torch.float32
         #: whether this process has a share of every batch and others the rest; training.processes
         self.shares_batches = False
         #: by which two views pass through a network at a time, while the model trains
@@ -79,6 +82,10 @@ class Model(nn.Module):
         """
         outputs = self._passes(self.online, self._batches(views), _outputs)
         return tuple(_by_view(list(network_outputs), views) for network_outputs in zip(*outputs, strict=True))
+
+    def unit_rows(self, outputs: Tensor) -> Tensor:
+        """Return outputs [n, d] as rows of length 1, in the dtype that contrastive losses take in this training."""
+        return F.normalize(outputs, dim=1).to(self.rows_dtype)
 
     def target_project(self, images: Tensor) -> Tensor:
         """Return the target network's output for normalised images, without gradient: [n, d]."""

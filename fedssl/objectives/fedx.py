@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
@@ -35,5 +34,5 @@ class FedX(Objective):
 
     def step(self, model: Model, views: tuple[Tensor, ...], labels: Tensor) -> Step:
         representations, projections, predictions = model.outputs_of_views(views)
-        first, second = (F.normalize(p, dim=1) for p in projections)
+        first, second = map(model.unit_rows, projections)
         return Step(nt_xent(first, second, self.temperature), representations, projections, predictions)

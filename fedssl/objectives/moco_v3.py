@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
@@ -55,8 +54,8 @@ class MoCoV3(Objective):
 
     def step(self, model: Model, views: tuple[Tensor, ...], labels: Tensor) -> Step:
         representations, projections, predictions = model.outputs_of_views(views)
-        first, second = (F.normalize(p, dim=1) for p in predictions)
-        first_key, second_key = (F.normalize(key, dim=1) for key in model.target_of_views(views))
+        first, second = map(model.unit_rows, predictions)
+        first_key, second_key = map(model.unit_rows, model.target_of_views(views))
         info_nce = losses(model.shares_batches).info_nce
         loss = info_nce(first, second_key, self.temperature) + info_nce(second, first_key, self.temperature)
         return Step(loss, representations, projections, predictions)

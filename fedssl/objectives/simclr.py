@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
@@ -35,6 +34,6 @@ class SimCLR(Objective):
 
     def step(self, model: Model, views: tuple[Tensor, ...], labels: Tensor) -> Step:
         representations, projections = model.outputs_of_views(views)
-        first, second = (F.normalize(projection, dim=1) for projection in projections)
+        first, second = map(model.unit_rows, projections)
         loss = losses(model.shares_batches).nt_xent(first, second, self.temperature)
         return Step(loss, representations, projections)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
@@ -45,6 +44,7 @@ class GlobalDistillation(Regularizer):
             raise UserError(f"{self.name} trains the predictor, and this objective has none: use fedx")
 
     def start_round(self, local: LocalRound) -> StepLoss:
+        unit_rows = local.client.model.unit_rows
         global_network = frozen_copy(local.client.model, local.received.tensors)
         others = other_images(local, self.batch_size, "global_distillation")
 
@@ -52,8 +52,7 @@ class GlobalDistillation(Regularizer):
             with torch.no_grad():
                 second = global_network(step.views[step.first_view + 1])
                 projected = global_network(next(others))
-            first = F.normalize(step.predictions[0], dim=1)
-            contrast = nt_xent(first, F.normalize(second, dim=1), self.temperature)
+            contrast = nt_xent(unit_rows(step.predictions[0]), unit_rows(second), self.temperature)
             relation = relational_loss(step.predictions[0], step.predictions[1], projected, self.temperature)
             local.log("global_contrastive_loss", contrast.detach())
             local.log("global_relational_loss", relation.detach())

@@ -51,8 +51,9 @@ class SlicedUniformity(Regularizer):
     """weight * sum over views of a sliced Wasserstein distance between projections and uniform points of the sphere.
 
     Each step draws B uniform points s_j of the unit sphere and B tangent spaces, at uniform points t_p, each with
-    `directions` Gaussian directions v_pq. The sphere's logarithm maps the l2-normalised projector outputs of each view
-    and the points s_j into the tangent spaces, where they are compared along the directions (`sliced_distance`):
+    `directions` Gaussian directions v_pq; all are drawn on the model's device, and a GPU draws others than the CPU. The
+    sphere's logarithm maps the l2-normalised projector outputs of each view and the points s_j into the tangent spaces,
+    where they are compared along the directions (`sliced_distance`):
 
         1/6 * sum over p of the mean over q and j of (sorted <Log_t_p(z), v_pq> - sorted <Log_t_p(s), v_pq>)^2_j
 
@@ -82,19 +83,19 @@ class SlicedUniformity(Regularizer):
             raise UserError("sliced_uniformity works on the projector's output, and this objective has no projector")
 
     def start_round(self, local: LocalRound) -> StepLoss:
-        generator = local.generator("sliced_uniformity")
+        generator = local.device_generator("sliced_uniformity")
 
         def term(step: Step) -> Tensor:
             z = F.normalize(torch.stack(step.projections).float(), dim=-1)
             _, rows, features = z.shape
             spaces = self.tangent_spaces or rows
-            samples = sphere_samples(rows, features, generator).to(z.device, non_blocking=True)
+            samples = sphere_samples(rows, features, generator)
             base = sphere_samples(spaces, features, generator)
-            direction = torch.randn(spaces, self.directions, features, generator=generator)
+            direction = torch.randn(spaces, self.directions, features, generator=generator, device=generator.device)
             if self.scale == "mean":
                 along_base = (direction * base.unsqueeze(1)).sum(-1, keepdim=True)
                 direction = F.normalize(direction - along_base * base.unsqueeze(1), dim=-1)
-            distances = sliced_distance(z, samples, *(t.to(z.device, non_blocking=True) for t in (base, direction)))
+            distances = sliced_distance(z, samples, base, direction)
             view_distances = distances.mean(-1) if self.scale == "mean" else distances.sum(-1) / RELEASED_DIVISOR
             local.log("sliced_distance", view_distances.detach().mean())
             return self.weight * view_distances.sum()

@@ -19,8 +19,8 @@ from .base import Regularizer, StepLoss
 
 
 def sphere_samples(rows: int, features: int, generator: torch.Generator) -> Tensor:
-    """Draw uniform samples of the unit sphere, float32 [rows, features] on the CPU."""
-    return F.normalize(torch.randn(rows, features, generator=generator), dim=1)
+    """Draw uniform samples of the unit sphere, float32 [rows, features] on the generator's device."""
+    return F.normalize(torch.randn(rows, features, generator=generator, device=generator.device), dim=1)
 
 
 class Uniformity(Regularizer):
@@ -46,7 +46,8 @@ class Uniformity(Regularizer):
     `layer: encoder`. benchmarks/results/fedu2_cifar10_small tells what each of them did.
 
     Deviation in the draws: with the paper's one set of samples a step, only 14 to 20 % of the term's gradient is
-    signal; the rest tells which samples were drawn. The mean over eight sets follows it better (same page).
+    signal; the rest tells which samples were drawn. The mean over eight sets follows it better (same page). They are
+    drawn on the model's device: a GPU draws others than the CPU.
 
     With unit masses the value is a sum over the batch while the objective is a mean over it. The paper's lambda_U = 0.1
     stands beside the sum and batches of 128; with `reduction: mean`, for any batch size, that is 0.1 * 128 = 12.8.
@@ -73,13 +74,13 @@ class Uniformity(Regularizer):
             raise UserError(f"uniformity's layer is {self.layer}, which this objective's model does not have")
 
     def start_round(self, local: LocalRound) -> StepLoss:
-        generator = local.generator("uniformity")
+        generator = local.device_generator("uniformity")
 
         def term(step: Step) -> Tensor:
             outputs = step.representations if self.layer == "encoder" else step.projections
             z = F.normalize(torch.stack(outputs).float(), dim=-1)
             views, rows, features = z.shape
-            samples = sphere_samples(self.draws * rows, features, generator).to(z.device, non_blocking=True)
+            samples = sphere_samples(self.draws * rows, features, generator)
             # [views, rows, draws * rows] -> a problem for each view and draw
             cost = (1.0 - z @ samples.T).view(views, rows, self.draws, rows).transpose(1, 2)
             plan, info = unbalanced_ot_plan(cost.detach(), 1.0, 1.0, self.tau_a, self.tau_b, tol=self.tolerance)

@@ -3,6 +3,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import save
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fedssl.messages import Message, merge
 from fedssl.run_folder.storage import read_message, write_message
@@ -64,3 +65,10 @@ def test_a_state_of_an_earlier_version_is_read(tmp_path):
     assert state.numbers == {"rounds_taken": 2.0}
     assert state.config == {"form": "mean"}
     assert state.metrics == {"eua_weight/3": 0.25}
+
+
+def test_a_copy_is_on_the_cpu_wherever_the_message_is():
+    """The card holds one client's model, however many answer."""
+    with FakeTensorMode():
+        reply = Message({"weight": torch.empty(3, device="cuda")}).copy()
+    assert reply.tensors["weight"].device.type == "cpu"

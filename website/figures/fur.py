@@ -22,7 +22,7 @@ class OneRound:
     def __init__(self) -> None:
         self.metrics: dict[str, float] = {}
 
-    def generator(self, name: str) -> torch.Generator:
+    def device_generator(self, name: str) -> torch.Generator:
         return torch.Generator().manual_seed(0)
 
     def log(self, name: str, value: Any) -> None:

@@ -6,13 +6,14 @@ import dataclasses
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fedssl.data.datasets import Dataset
 from fedssl.errors import UserError
 from fedssl.evaluation import evaluate
 from fedssl.evaluation import features as features_module
 from fedssl.evaluation.evaluate import EvaluationOptions
-from fedssl.evaluation.features import extract_features
+from fedssl.evaluation.features import extract_features, measured_on
 from fedssl.models.model import Model
 from tests.fedssl.evaluation.bright_quarters import bright_quarters
 
@@ -75,9 +76,28 @@ def test_all_measures_share_the_features_of_one_pass(labels, monkeypatch):
         passes.append(len(images))
         return extract_features(encoder, images)
 
+    compared: list[torch.Tensor] = []
+
+    def noted(measure):
+        return lambda *arguments, **options: compared.extend(arguments[0:3:2]) or measure(*arguments, **options)
+
+    for name in ("knn_accuracy", "linear_accuracy", "linear_auroc"):
+        monkeypatch.setattr(evaluate, name, noted(getattr(evaluate, name)))
+    # in place of a copy on a GPU
+    monkeypatch.setattr(evaluate, "measured_on", lambda _, *features: tuple(part.double() for part in features))
     monkeypatch.setattr(evaluate, "extract_features", counted)
     model = Model({"encoder": nn.Sequential(nn.Flatten(), nn.Linear(64, 4))})
     options = EvaluationOptions(neighbors=3, linear={"epochs": 1})
     metrics, _ = evaluate.evaluate_model(model, dataset, options, 0, linear=True)
     assert {"linear", "linear_auroc"} & metrics.keys()
     assert sorted(passes) == [20, 40]
+    assert {part.dtype for part in compared} == {torch.float64}  # all on the device
+
+
+def test_features_are_measured_on_a_gpu_that_has_room_for_it(monkeypatch):
+    """Two sets of 100 numbers of 4 bytes, and eight times as much to work with; no GPU is needed for fake tensors."""
+    for free, device in ((8 * 2 * 400, "cuda"), (8 * 2 * 400 - 1, "cpu")):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=free: (free, 2**40))
+        with FakeTensorMode():
+            moved = measured_on(torch.device("cuda"), torch.empty(25, 4), torch.empty(25, 4))
+        assert [part.device.type for part in moved] == [device, device]

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from sklearn.neighbors import KNeighborsClassifier
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fedssl.errors import UserError
 from fedssl.evaluation import metrics
@@ -82,6 +83,18 @@ def test_chunks_do_not_matter(monkeypatch):
     for size in (1, 7 * 90, 90 * 60):  # one test sample a time, seven, all
         monkeypatch.setattr(metrics, "_SIMILARITIES_AT_A_TIME", size)
         assert knn_accuracy(*data) == expected
+
+
+def test_on_a_gpu_the_number_of_classes_and_the_accuracy_alone_are_read(monkeypatch):
+    """Each reading waits for the device. Fake tensors know their device and refuse what mixes two of them."""
+    read = []
+    monkeypatch.setattr(torch.Tensor, "__int__", lambda value: read.append(value.device.type) or 3)
+    monkeypatch.setattr(metrics, "require_finite", lambda *_: None)
+    monkeypatch.setattr(metrics, "_SIMILARITIES_AT_A_TIME", 90)  # one test sample at a time
+    with FakeTensorMode():
+        train, test = torch.empty(90, 5, device="cuda"), torch.empty(60, 5, device="cuda")
+        assert knn_accuracy(train, torch.zeros(90), test, torch.zeros(60)) == 100 * 3 / 60
+    assert read == ["cuda", "cuda"]
 
 
 def test_fewer_training_samples_than_neighbors_uses_all():

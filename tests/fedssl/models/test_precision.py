@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import copy
 import warnings
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+import fedkernels
 from fedssl.client import LocalRound
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from fedssl.messages import Message
 from fedssl.models import precision
-from fedssl.models.precision import check_precision, networks_compute_in
+from fedssl.models.precision import Precision, check_precision, contrastive_dtype, networks_compute_in
+from fedssl.objectives import fedx
 from fedssl.objectives.base import Step
 from fedssl.recipe.overrides import recipe_names
 from fedssl.recipe.recipe import Recipe
+from fedssl.regularizers import global_distillation
 from fedssl.regularizers.base import Regularizer, StepLoss
 from fedssl.training import train_locally
 from tests.fedssl.conftest import AVERAGED
@@ -161,10 +164,61 @@ def test_a_failed_forward_pass_leaves_no_autocast(tiny):
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-def test_float16_needs_cuda(tiny):
-    with pytest.raises(UserError, match=r"training\.precision float16 needs a CUDA device, got device cpu: use"):
-        build_federation(training(tiny, precision="float16"))
-    check_precision("float16", torch.device("cuda"))
+@pytest.mark.parametrize(("name", "instead"), [("float16", "bfloat16"), ("tf32", "float32")])
+def test_some_precisions_need_cuda(name, instead, tiny):
+    message = rf"training\.precision {name} needs a CUDA device, got device cpu: use training\.precision={instead}$"
+    with pytest.raises(UserError, match=message):
+        build_federation(training(tiny, precision=name))
+    check_precision(name, torch.device("cuda"))
+
+
+@pytest.mark.parametrize("before", ["none", "ieee", "tf32"])
+def test_tf32_is_allowed_in_training_alone(before, tiny):
+    """torch raises an error where its older setting disagrees, so both are read."""
+    model, matmul = build_federation(tiny()).new_model(0), torch.backends.cuda.matmul
+    try:
+        matmul.allow_tf32 = before == "tf32"
+        matmul.fp32_precision = before
+        for name in ("float32", "tf32"):
+            with networks_compute_in(model, name):
+                allowed = matmul.fp32_precision, matmul.allow_tf32
+            assert allowed == (("tf32", True) if name == "tf32" else (before, before == "tf32"))
+            assert (matmul.fp32_precision, matmul.allow_tf32) == (before, before == "tf32")
+    finally:
+        matmul.allow_tf32 = False
+        matmul.fp32_precision = "none"
+
+
+def test_contrastive_losses_take_shorter_rows_on_cuda_alone():
+    cuda = torch.device("cuda", 1)
+    found = {name: (contrastive_dtype(name, cuda), contrastive_dtype(name, CPU)) for name in get_args(Precision)}
+    assert found == {
+        "float32": (torch.float32, torch.float32),
+        "tf32": (torch.float32, torch.float32),
+        "bfloat16": (torch.bfloat16, torch.float32),
+        "float16": (torch.float16, torch.float32),
+    }
+
+
+@pytest.mark.parametrize(("name", "losses"), [("fedsimclr", 1), ("fedmoco_v3", 2), ("fedx", 2)])
+def test_contrastive_losses_of_rounded_rows_are_float32s_but_for_rounding(name, losses, monkeypatch):
+    """As on CUDA. The networks compute in float32, so that the rows alone are rounded."""
+    exact, exact_gradients = one_step(small(name))
+    rows: list[torch.dtype] = []
+
+    def noting(loss: Any) -> Any:
+        return lambda first, *rest: rows.append(first.dtype) or loss(first, *rest)
+
+    for module in (fedkernels, fedx, global_distillation):
+        for loss in {"nt_xent", "info_nce"} & vars(module).keys():
+            monkeypatch.setattr(module, loss, noting(getattr(module, loss)))
+    monkeypatch.setattr(precision, "contrastive_dtype", lambda *_: torch.bfloat16)
+    rounded, gradients = one_step(small(name))
+    assert rows == [torch.bfloat16] * losses
+    assert rounded.client.model.rows_dtype == torch.float32
+    assert 0 < abs(rounded.logged()["loss"] / exact.logged()["loss"] - 1) < 1e-3
+    one, other = (torch.cat([g.flatten() for g in of.values()]) for of in (gradients, exact_gradients))
+    assert torch.cosine_similarity(one, other, dim=0) > 0.999
 
 
 def test_a_processor_on_which_bfloat16_is_slow_is_named_once(monkeypatch):

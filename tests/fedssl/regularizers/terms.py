@@ -15,7 +15,7 @@ class Local:
     def __init__(self):
         self.logged = {}
 
-    def generator(self, purpose):
+    def device_generator(self, purpose):
         return torch.Generator().manual_seed(0)
 
     def log(self, name, value):

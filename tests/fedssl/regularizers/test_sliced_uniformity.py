@@ -79,7 +79,7 @@ def test_the_term_is_the_released_one(monkeypatch):
     views = [torch.randn(5, 4, generator=generator) for _ in range(2)]
     drawn = iter([samples, base])
     monkeypatch.setattr(sliced_uniformity, "sphere_samples", lambda *_: next(drawn))
-    monkeypatch.setattr(torch, "randn", lambda *size, generator: direction if size == (5, 6, 4) else None)
+    monkeypatch.setattr(torch, "randn", lambda *size, generator, device: direction if size == (5, 6, 4) else None)
     local = Local()
     value = SlicedUniformity(**SLICED).start_round(local)(step_of(*views))
     expected = [released_term(F.normalize(view, dim=1), samples, base, direction) for view in views]

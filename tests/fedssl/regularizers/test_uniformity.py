@@ -9,11 +9,14 @@ import torch
 import torch.nn.functional as F
 
 from fedkernels import unbalanced_ot, unbalanced_ot_plan
+from fedssl.client import LocalRound
 from fedssl.errors import UserError
 from fedssl.evaluation.metrics import effective_rank
 from fedssl.federation import build_federation
+from fedssl.messages import Message
 from fedssl.objectives.base import Step
 from fedssl.regularizers import uniformity
+from fedssl.regularizers.sliced_uniformity import SlicedUniformity
 from fedssl.regularizers.uniformity import Uniformity, sphere_samples
 from tests.fedssl.regularizers.terms import Local, representations, step_of
 
@@ -157,6 +160,19 @@ def test_samples_are_on_the_sphere_and_new_for_each_step():
     term = Uniformity(**FUR).start_round(Local())
     z, _ = representations("random")
     assert term(step_of(z[:8])) != term(step_of(z[:8]))
+
+
+@pytest.mark.parametrize("term", [Uniformity(**FUR), SlicedUniformity(name="sliced_uniformity")])
+def test_samples_are_drawn_on_the_models_device(term, monkeypatch):
+    """On a GPU that is not here; what is drawn there is noted, and drawn on the CPU."""
+    gpu, drawn, draw = torch.device("cuda", 1), [], torch.randn
+    client = SimpleNamespace(index=0, model=SimpleNamespace(device=gpu))
+    local = LocalRound(client, Message(), 1, 0, None, None)
+    generator = lambda device: SimpleNamespace(manual_seed=lambda _: SimpleNamespace(device=device))  # noqa: E731
+    monkeypatch.setattr(torch, "Generator", generator)
+    monkeypatch.setattr(torch, "randn", lambda *size, generator, device: drawn.append(device) or draw(*size))
+    assert term.start_round(local)(step_of(draw(8, 6))).isfinite()
+    assert set(drawn) == {gpu}
 
 
 def test_both_terms_take_the_views_that_there_are(tiny):
