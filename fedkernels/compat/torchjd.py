@@ -25,6 +25,7 @@ except ImportError:
             super().__init__()
             self.gramian_weighting = gramian_weighting
 
+
 __all__ = ["MGDA", "MGDAWeighting"]
 
 

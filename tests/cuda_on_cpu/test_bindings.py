@@ -30,7 +30,7 @@ from fedkernels import (
     supervised_contrastive_loss,
     unbalanced_ot,
 )
-from fedkernels.internal import checks, linear_cka_cuda, native
+from fedkernels.internal import checks, contrastive_cuda, linear_cka_cuda, native
 from tests.cuda_on_cpu.emulation import ORDERS, ROOT, SANITIZED, planted
 from tests.cuda_on_cpu.host_reads import HostReadError, no_host_reads
 from tests.fedkernels import test_cuda
@@ -51,8 +51,9 @@ from tests.fedkernels.test_cuda import (
 
 OPS = ROOT / "csrc/ops"
 SOURCES = sorted(OPS.glob("*_cuda.cpp"))
-# What fedkernels/linear_cka.py registers for CUDA.
+# What fedkernels/linear_cka.py and fedkernels/internal/contrastive.py register for CUDA.
 IN_PYTHON = {
+    **contrastive_cuda.OPERATORS,
     "linear_cka_large": linear_cka_cuda.linear_cka,
     "linear_cka_to_kernel": linear_cka_cuda.linear_cka_to_kernel,
     "linear_cka_pairwise": linear_cka_cuda.linear_cka_pairwise,
@@ -65,14 +66,13 @@ pytestmark = [
 
 
 def without_those_for_the_cpu(operator: Callable[..., object]) -> Callable[..., object]:
-    alone = {*native.CPU_ONLY, "similarity_logsumexp_gradients"}
-    return lambda name, *tensors: None if name in alone else operator(name, *tensors)
+    return lambda name, *tensors: None if name in native.CPU_ONLY else operator(name, *tensors)
 
 
 class Bindings:
     """The operators of some C++ as torch.ops.<library>'s."""
 
-    def __init__(self, compiler, texts: Sequence[str], library: str) -> None:
+    def __init__(self, compiler, texts: Sequence[str], library: str, kernels: str = "*.cu") -> None:
         if native.module is None:
             pytest.skip("the operators are declared by fedkernels._C, which is not compiled")
         text = "\n".join(texts)  # of all files, for torch's headers are most of the work
@@ -80,7 +80,7 @@ class Bindings:
         self.declared = torch.library.Library(library, "FRAGMENT")
         for name in names:
             self.declared.define(name + native.SCHEMAS[name])
-        self.handle = compiler.bindings(text, library)
+        self.handle = compiler.bindings(text, library, kernels)
         self.operators = {name: getattr(getattr(torch.ops, library), name).default for name in names}
 
     @contextmanager
@@ -258,7 +258,8 @@ def check(bindings, name):
 
 
 def test_every_operator_is_there(bindings):
-    assert {*native.COMPILED, *native.PARTS} - native.CPU_ONLY <= {*bindings.operators, *IN_PYTHON}
+    parts = {*native.PARTS, *native.CONTRASTIVE_PARTS}
+    assert {*native.COMPILED, *parts} - native.CPU_ONLY <= {*bindings.operators, *IN_PYTHON}
 
 
 @pytest.mark.parametrize("name", CASES)
