@@ -33,7 +33,9 @@ __device__ inline double log_of_sum(double x, double y) {
 
 __device__ inline int64_t positive_of(const ContrastiveTile& tile, int64_t row) {
   if (tile.positives) return tile.positives[row];
-  return tile.shift < 0 ? -1 : (row + tile.shift) % tile.all_columns;
+  if (tile.shift < 0) return -1;
+  const int64_t column = row + tile.shift;
+  return column < tile.all_columns ? column : column - tile.all_columns;
 }
 
 __device__ inline bool left_out(const ContrastiveTile& tile, int64_t row, int64_t column, int64_t positive) {
@@ -45,7 +47,7 @@ __device__ inline bool left_out(const ContrastiveTile& tile, int64_t row, int64_
 
 // One block a row.
 template <typename Number>
-__global__ void __launch_bounds__(THREADS) row_sums_kernel(ContrastiveTile tile, double* sums, double* of_positives) {
+__global__ void __launch_bounds__(THREADS, 4) row_sums_kernel(ContrastiveTile tile, double* sums, double* of_positives) {
   SHARED(largest_of_warps, Number[THREADS / 32]);
   SHARED(total_of_warps, double[THREADS / 32]);
   const int64_t row = tile.first_row + blockIdx.x, positive = positive_of(tile, row);

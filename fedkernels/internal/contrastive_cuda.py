@@ -11,7 +11,7 @@ functions have the schemas of the operators and run below autograd, as in linear
 """
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,35 +57,30 @@ class _Pairs(NamedTuple):
         return self.scale, self.shift, *(empty if one is None else one for one in given), self.leave_out_self
 
 
+def _holds_all_keys(pairs: _Pairs, key_gradient: bool) -> bool:
+    """Does a tile hold all keys of its queries?"""
+    queries, keys = pairs.shape
+    fewest = _FEWEST_ROWS_OF_KEY_GRADIENT if key_gradient else _FEWEST_ROWS
+    return _TILE_BYTES // pairs.sums.itemsize // keys >= min(queries, fewest)
+
+
 class _Tiles:
     """How a problem is cut into tiles, and the memory of one."""
 
     def __init__(self, pairs: _Pairs, key_gradient: bool, weights: bool) -> None:
         queries, keys = pairs.shape
         entries = _TILE_BYTES // pairs.sums.itemsize
-        self.whole_rows = len(pairs.keys) == 1 and self.holds_all_keys(pairs, key_gradient)
-        self.rows = min(entries // keys if self.whole_rows else _TILE_ROWS, queries)
-        self.columns = keys if self.whole_rows else min(entries // _TILE_ROWS, keys)
+        all_keys = _holds_all_keys(pairs, key_gradient)
+        self.rows = min(entries // keys if all_keys else _TILE_ROWS, queries)
+        self.columns = keys if all_keys else min(entries // _TILE_ROWS, keys)
         like, size, self._dtype = pairs.queries[0], self.rows * self.columns, pairs.dtype
         self._products = like.new_empty(size, dtype=pairs.sums)
         narrow = weights and pairs.dtype != pairs.sums
         self._weights = like.new_empty(size, dtype=pairs.dtype) if narrow else self._products
 
-    @staticmethod
-    def holds_all_keys(pairs: _Pairs, key_gradient: bool) -> bool:
-        queries, keys = pairs.shape
-        fewest = _FEWEST_ROWS_OF_KEY_GRADIENT if key_gradient else _FEWEST_ROWS
-        return _TILE_BYTES // pairs.sums.itemsize // keys >= min(queries, fewest)
-
     def products(self, query: Tensor, key: Tensor) -> Tensor:
         out = self._products[: len(query) * len(key)].view(len(query), len(key))
-        query, key = query.to(self._dtype), key.to(self._dtype)
-        if query.dtype == out.dtype:
-            torch.mm(query, key.T, out=out)
-        elif query.is_cpu:  # torch returns products as wide as their sums on CUDA only; tests come here
-            torch.mm(query.to(out.dtype), key.T.to(out.dtype), out=out)
-        else:
-            torch.mm(query, key.T, out_dtype=out.dtype, out=out)
+        _multiply(query.to(self._dtype), key.to(self._dtype).T, out)
         return out
 
     def weights(self, products: Tensor) -> Tensor:
@@ -135,13 +130,22 @@ def _rows_from(parts: Sequence[Tensor], first: int, count: int) -> Tensor:
     return parts[0][:0]
 
 
+def _multiply(first: Tensor, second: Tensor, to: Tensor) -> None:
+    if first.dtype == to.dtype:
+        torch.mm(first, second, out=to)
+    elif not first.is_cpu:  # where torch cannot return products of 16-bit rows as wide as their sums
+        torch.mm(first, second, out_dtype=to.dtype, out=to)
+    else:
+        torch.mm(first.to(to.dtype), second.to(to.dtype), out=to)
+
+
 def _add_product(to: Tensor, first: Tensor, second: Tensor, factor: float) -> None:
     if first.dtype == to.dtype:
         to.addmm_(first, second, alpha=factor)
-    elif first.is_cpu:
-        to.addmm_(first.to(to.dtype), second.to(to.dtype), alpha=factor)
-    else:
+    elif not first.is_cpu:
         torch.addmm(to, first, second, out_dtype=to.dtype, alpha=factor, out=to)
+    else:
+        to.addmm_(first.to(to.dtype), second.to(to.dtype), alpha=factor)
 
 
 def _add_sums(pairs: _Pairs, results: _Results) -> None:
@@ -163,17 +167,17 @@ def _gradients(
 ) -> None:
     """Writes the gradients that are wanted, times `unit`. `fresh` results are filled on the way, or before.
 
-    One pass serves both gradients where the keys' has the dtype of its sums: it is its own sums, of all keys. The sums of
-    a narrower one are those of some keys at a time, in a pass of its own.
+    One pass serves both gradients where the keys' one has the dtype of its sums, and is added to in place. A narrower
+    one has a pass of its own, with sums of some keys at a time.
     """
     if of_query is not None and of_key is not None and pairs.sums != of_key.dtype:
         _gradients(pairs, given, of_query, None, unit, fresh)
         _gradients(pairs, given, None, of_key, unit)
         return
-    tiles, options = _Tiles(pairs, key_gradient=of_key is not None, weights=True), pairs.options()
-    if fresh is not None and not tiles.whole_rows:
+    if fresh is not None and not _holds_all_keys(pairs, of_key is not None):
         _add_sums(pairs, fresh)
         fresh = None
+    tiles, options = _Tiles(pairs, key_gradient=of_key is not None, weights=True), pairs.options()
     queries, keys = pairs.shape
     empty, narrow = pairs.queries[0].new_empty(0), pairs.dtype != pairs.sums
     scale = _WEIGHT_SCALE if narrow else 1.0
@@ -181,7 +185,9 @@ def _gradients(
     of_weights = [empty if one is None else one for one in given]
     rest = pairs.queries[0].new_zeros(queries if narrow else 0, dtype=pairs.sums)
 
-    def add(first: int, query: Tensor, first_key: int, key: Tensor, to_query: Tensor | None, to_key: Tensor | None):
+    def add(
+        first: int, query: Tensor, first_key: int, key: Tensor, to_query: Tensor | None, to_key: Tensor | None
+    ) -> None:
         products = tiles.products(query, key)
         place = products, first, first_key, keys
         if fresh is not None:
@@ -201,9 +207,11 @@ def _gradients(
         elif to is not sums:
             to.copy_(sums)
 
+    most = tiles.columns if of_query is None else tiles.rows
+    memory = pairs.queries[0].new_empty((most, pairs.queries[0].shape[1]), dtype=pairs.sums)
     if of_query is None and of_key is not None:
         for first_key, key in _pieces(pairs.keys, tiles.columns):
-            sums = key.new_zeros(key.shape, dtype=pairs.sums)
+            sums = memory[: len(key)].zero_()
             for first, query in _pieces(pairs.queries, tiles.rows):
                 add(first, query, first_key, key, None, sums)
             positives = _rows_from(pairs.queries, first_key, len(key))
@@ -212,12 +220,12 @@ def _gradients(
     if of_key is not None:
         of_key.zero_()
     for first, query in _pieces(pairs.queries, tiles.rows):
-        sums = query.new_zeros(query.shape, dtype=pairs.sums)
+        sums = memory[: len(query)].zero_()
         for first_key, key in _pieces(pairs.keys, tiles.columns):
             to_key = None if of_key is None else of_key[first_key : first_key + len(key)]
             add(first, query, first_key, key, sums, to_key)
         positives = _rows_from(pairs.keys, (first + pairs.shift) % keys, len(query))
-        if of_query is not None:
+        if of_query is not None:  # as it is here
             finish(sums, positives, rest[first : first + len(query)], of_query[first : first + len(query)])
     if of_key is not None:
         finish(of_key, _rows_from(pairs.queries, 0, keys), rest, of_key)
@@ -247,9 +255,10 @@ def _in_one(query: Tensor, key: Tensor) -> bool:
     width = query.shape[1]
     if query.dtype != key.dtype or query.dtype.itemsize != 2 or width > _WIDEST_IN_ONE:
         return False
-    if width <= 128 or not query.device.type == "cuda":
+    if width <= 128 or query.device.type != "cuda":
         return True
-    return torch.cuda.get_device_properties(query.device).shared_memory_per_block_optin >= 160 << 10
+    properties = torch.cuda.get_device_properties(query.device)
+    return bool(properties.shared_memory_per_block_optin >= 160 << 10)  # type: ignore[attr-defined]
 
 
 def info_nce(
@@ -308,7 +317,7 @@ def _views(view1: Tensor, view2: Tensor, temperature: float) -> _Pairs:
     """The rows of two views against all of them."""
     dtype, views = _multiplied(view1, view2), [view1, view2]
     pairs = _Pairs(views, views, dtype, 1 / temperature, shift=len(view1), leave_out_self=True)
-    if _Tiles.holds_all_keys(pairs, False):  # then a small copy saves half of the launches
+    if _holds_all_keys(pairs, False):  # then a small copy saves half of the launches
         pairs = pairs._replace(keys=[torch.cat([one.to(dtype) for one in views])])
     return pairs
 
@@ -340,8 +349,9 @@ def nt_xent_gradients(view1: Tensor, view2: Tensor, temperature: float, weights:
 
 
 def _similarities(query: Tensor, key: Tensor, *options: Tensor) -> _Pairs:
-    given = (option if option.numel() else None for option in options)
-    return _Pairs([query], [key], compute_dtype(query, key), 1.0, -1, *given)
+    names = "positives", "query_labels", "key_labels", "excluded"
+    given: dict[str, Any] = {name: one for name, one in zip(names, options, strict=True) if one.numel()}
+    return _Pairs([query], [key], compute_dtype(query, key), **given)
 
 
 def similarity_logsumexp(

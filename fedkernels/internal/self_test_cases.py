@@ -140,8 +140,8 @@ def _contrastive_case(
         if dtype == _FP32:
             of_losses = of_gradients = products
         floating = [one.to(dtype) if one.is_floating_point() else one for one in inputs]
-        functions = (_with_gradients(function, gradients) for function in (kernel, reference))
-        yield Case(_name(dtype, name), floating, *functions, of_losses, of_gradients)
+        by_kernel, by_reference = (_with_gradients(function, gradients) for function in (kernel, reference))
+        yield Case(_name(dtype, name), floating, by_kernel, by_reference, of_losses, of_gradients)
 
 
 def _info_nce(products: float) -> Iterator[Case]:

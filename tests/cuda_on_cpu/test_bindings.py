@@ -45,7 +45,6 @@ from tests.fedkernels.test_cuda import (
     assert_equal,
     assert_near,
     randn,
-    weighted,
     with_gradients,
 )
 
@@ -134,6 +133,7 @@ def of_batches(make: type[CKAAccumulator] | type[MinibatchCKA]) -> Callable[...,
     return call
 
 
+SIMILARITIES = {"similarity_logsumexp", "similarity_logsumexp_gradients"}
 # What has no CUDA kernels of its own: the kernels of others that it calls, or none where its reference serves.
 WITHOUT_OWN_KERNELS = {
     "info_nce, a tensor of temperature": (
@@ -150,7 +150,7 @@ WITHOUT_OWN_KERNELS = {
         ),
     ),
     "info_nce, positives and labels": (
-        set(),
+        SIMILARITIES,
         Case(
             with_gradients(
                 lambda q, k: info_nce(q, k, 0.3, positives=NUMBERS[1:38], labels=(NUMBERS[:37] % 5, NUMBERS % 5))
@@ -161,7 +161,7 @@ WITHOUT_OWN_KERNELS = {
         ),
     ),
     "info_nce, excluded": (
-        set(),
+        SIMILARITIES,
         Case(
             with_gradients(lambda q, k: info_nce(q, k, 0.3, excluded=NUMBERS[:37, None] % 7 == NUMBERS % 5)),
             [ROWS, MORE],
@@ -173,17 +173,17 @@ WITHOUT_OWN_KERNELS = {
         {"nt_xent"},
         Case(with_gradients(lambda p, q, t: nt_xent(p, q, t)), [ROWS, MORE[:37], torch.tensor(0.3)], FP32, 1e-5),
     ),
-    "clip_loss": ({"info_nce"}, Case(with_gradients(lambda p, q: clip_loss(p, q, 0.7)), [ROWS, MORE[:37]], FP32, 1e-5)),
+    "clip_loss": (SIMILARITIES, Case(with_gradients(lambda p, q: clip_loss(p, q, 0.7)), [ROWS, MORE[:37]], FP32, 1e-5)),
     "supervised_contrastive_loss, an even number of rows": (
         {"nt_xent", "nt_xent_gradients"},
         Case(with_gradients(lambda z: supervised_contrastive_loss(z, NUMBERS[:36] % 5, 2.0)), [ROWS[:36]], FP32, 1e-5),
     ),
     "supervised_contrastive_loss, an odd number of rows": (
-        set(),
+        SIMILARITIES,
         Case(with_gradients(lambda z: supervised_contrastive_loss(z, NUMBERS[:37] % 5, 2.0)), [ROWS], FP32, 1e-5),
     ),
     "sigmoid_loss": (
-        set(),
+        {"sigmoid_loss"},
         Case(with_gradients(lambda p, q: sigmoid_loss(p, q, 0.7, -2.0)), [ROWS, MORE[:37]], FP32, 1e-5),
     ),
     "linear_cka_to_kernel, a gradient in the kernel": (
@@ -223,8 +223,7 @@ FAULTS = {
     ),
     "delta_gram": ("delta_gram", "sizes.data(), tensors, lists.clients,", "sizes.data(), tensors, lists.clients - 1,"),
     "client_weights": ("client_weights", "device.stream()", "nullptr"),
-    "info_nce, float32": ("info_nce", "pass.column_share = pass.row_share", "pass.column_share = pass.row_largest"),
-    "nt_xent, float32": ("nt_xent", "pass.shift = batch;", "pass.shift = batch - 1;"),
+    "info_nce, float32": ("contrastive", "tile.scale = scale;", "tile.scale = 1;"),
     "linear_cka": ("linear_cka", "centered, floats(values)", "!centered, floats(values)"),
     "linear_cka_pairwise, more than one call takes": ("linear_cka_large", "column * z.element_size()", "column"),
     "two_views": ("two_views", "batch.views[1] = data_or_null(second)", "batch.views[1] = data_or_null(first)"),
@@ -275,32 +274,8 @@ def test_without_own_kernels(bindings, name):
     truth = case.call(*(tensor.double() for tensor in inputs))
     with bindings.on_cuda() as called, nullcontext() if "interior" in name else no_host_reads(inputs):
         found = case.call(*inputs)
-    assert set(called) == kernels
+    assert {name for name in called if not name.startswith("contrastive_")} == kernels
     assert_near(found, truth, case.tolerance)
-
-
-@pytest.fixture(scope="module")
-def few_rows(compiler):
-    """info_nce whose sums have room for 128 rows, where it is thousands."""
-    header = planted(OPS / "contrastive_cuda.h", "cuda::CONTRASTIVE_SUMS_AT_A_TIME", "1").replace("#pragma once", "")
-    text = planted(OPS / "info_nce_cuda.cpp", '#include "ops/contrastive_cuda.h"\n', header)
-    return Bindings(compiler, [text], "cuda_on_cpu_few_rows")
-
-
-@pytest.mark.parametrize(
-    ("of_query", "of_key", "tolerance"), [(BF16, BF16, 1e-2), (FP16, FP16, 2e-3), (BF16, FP32, 1e-2)]
-)
-def test_gradients_of_some_rows_at_a_time(few_rows, of_query, of_key, tolerance):
-    """Gradients that are narrower than their sums."""
-    inputs = [randn(150, 40).to(of_query), randn(300, 40, seed=1).to(of_key)]
-    call = with_gradients(
-        lambda q, k: weighted(info_nce(q, k, 0.3, "none", recompute=True)) / 100
-    )  # float16 holds that
-    with few_rows.on_cuda() as called, no_host_reads(inputs):
-        found = call(*inputs)
-    assert called == ["info_nce", "info_nce_gradients"]
-    assert [one.dtype for one in found[1:]] == [of_query, of_key]
-    assert_near(found, call(*(tensor.double() for tensor in inputs)), tolerance)
 
 
 def test_no_problems(bindings):
@@ -332,10 +307,11 @@ def test_bad_arguments_are_refused(bindings):
         ("delta_gram", ([x], [x[:3]]), "the sizes of global_params"),
         ("delta_gram", ([x], [x.T.contiguous().T]), "client_params must be contiguous"),
         ("client_weights", (torch.ones(129, 129), 1e-8), "K <= 128"),
-        ("info_nce", (x, x[:3], 0.5, "mean", True, True, False), "N >= B"),
-        ("info_nce", (x, x, 0.5, "most", True, True, False), "reduction must be"),
-        ("info_nce_gradients", (x, x, 0.5, torch.ones(4), True, True, False), "weights must be float64"),
-        ("nt_xent", (x, x[:3], 0.5, "mean", True, False), "the same shape"),
+        ("contrastive_in_one", (half, half[:3], 0.5, True), "N >= B"),
+        ("contrastive_in_one", (half, x, 0.5, True), "both float16"),
+        ("contrastive_sigmoid", (x, 0, 1, 3, x[:, 0].double().contiguous(), True), "a tile of a matrix"),
+        ("contrastive_sigmoid", (half, 0, 0, 3, x[:, 0].double().contiguous(), True), "float32 or float64"),
+        ("contrastive_sigmoid", (x, 1, 0, 3, x[:, 0].double().contiguous(), True), "long enough"),
         ("linear_cka", (long, long, False, True, True), "L must be 1 to 512"),
         ("linear_cka", (x.double(), x, False, True, True), "must not be float64"),
         ("linear_cka_prepare", ([x, x[:3]], False), "the same L"),

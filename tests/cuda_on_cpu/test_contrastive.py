@@ -4,6 +4,7 @@ Torch's products are those of the CPU here, of rows that are widened first. The 
 """
 
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -145,7 +146,7 @@ def test_one_pair_of_views_has_the_loss_0(bindings, dtype):
 @pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("dtype", [BF16, FP32, FP64])
 def test_nan_stays_in_its_row(bindings, dtype):
-    query, key = FEW.to(dtype), MANY.to(dtype)
+    query, key = FEW.to(dtype, copy=True), MANY.to(dtype)
     query[17, 3] = torch.nan
     call = with_gradients(lambda q, k: info_nce(q, k, 0.3, "none"))
     losses, of_query, of_key = run(bindings, call, [query, key])
@@ -160,7 +161,7 @@ def test_nan_stays_in_its_row(bindings, dtype):
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 def test_logits_beyond_float16(bindings, dtype):
     """Logits of 1e6, which float32 rounds to 1 / 16."""
-    call = with_gradients(lambda q, k: info_nce(100 * q, 100 * k, 0.01))
+    call = with_gradients(lambda q, k: info_nce(128 * q, 128 * k, 0.01, recompute=True) / 4**10)
     inputs = [FEW.to(dtype), MANY.to(dtype)]
     found, truth = run(bindings, call, inputs), call(*(one.double() for one in inputs))
     assert all(one.isfinite().all() for one in found)
@@ -181,11 +182,12 @@ def test_losses_that_count_differently(bindings, scale):
 
 
 class LiveBytes(TorchDispatchMode):
-    """The most bytes that were alive at once, of what was made in here."""
+    """The most bytes that were alive at once, beside those of the inputs."""
 
-    def __init__(self):
+    def __init__(self, inputs):
         super().__init__()
-        self.storages, self.live, self.most = {}, 0, 0
+        self.storages = {one.untyped_storage()._cdata: 0 for one in inputs}
+        self.live = self.most = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
@@ -205,12 +207,30 @@ class LiveBytes(TorchDispatchMode):
         self.live -= self.storages.pop(key)
 
 
-# Bytes of a tile's logits and weights, of the sums of its rows, and of vectors beside them. See csrc/cuda/README.md.
-@pytest.mark.parametrize(("dtype", "most"), [(BF16, 64e6), (FP32, 64e6)])
-@pytest.mark.parametrize("width", [128, 1024])
-def test_memory_at_65536(monkeypatch, dtype, most, width):
-    """Nothing is computed: fake tensors have sizes alone. The tiles are a GPU's."""
-    with FakeTensorMode(), LiveBytes() as bytes_, pytest.MonkeyPatch.context() as patch:
-        query, key = (torch.empty(65_536, width, dtype=dtype) for _ in range(2))
-        for name in ("sums", "weights", "sigmoid"):
-            patch.setattr(contrastive_cuda._ops, f"contrastive_{name}", lambda *arguments: None)
+def no_operator(*_):
+    pass
+
+
+@pytest.mark.parametrize("dtypes", [(BF16, BF16), (FP32, BF16)], ids=str)
+@pytest.mark.parametrize("name", contrastive_cuda.OPERATORS)
+def test_less_than_64_MB_beside_the_results(monkeypatch, name, dtypes):
+    """Of 65,536 queries and keys on the meta device, which has sizes and computes nothing."""
+    names = ("contrastive_sums", "contrastive_weights", "contrastive_sigmoid")
+    monkeypatch.setattr(contrastive_cuda, "_ops", SimpleNamespace(**dict.fromkeys(names, no_operator)))
+    rows, width = 65_536 // (2 if name.startswith("nt_xent") else 1), 1024
+    first, second = (torch.empty(rows, width, dtype=dtype, device="meta") for dtype in dtypes)
+    empty, vector = first.new_empty(0), first.new_empty(2 * rows, dtype=FP64)
+    of_rows, missing = vector[:rows], (empty,) * 4
+    arguments = {
+        "info_nce": (0.3, "mean", True, True, False),
+        "info_nce_gradients": (0.3, of_rows, True, True, False),
+        "nt_xent": (0.3, "mean", True, False),
+        "nt_xent_gradients": (0.3, vector, False),
+        "similarity_logsumexp": (*missing, True),
+        "similarity_logsumexp_gradients": (*missing, of_rows, of_rows, of_rows, of_rows, empty, True, True),
+        "sigmoid_loss": (True, True),
+    }[name]
+    with LiveBytes([first, second, vector]) as live:
+        results = contrastive_cuda.OPERATORS[name](first, second, *arguments)
+    results = results if isinstance(results, tuple) else (results,)
+    assert live.most - sum(one.untyped_storage().nbytes() for one in results) < 64e6
