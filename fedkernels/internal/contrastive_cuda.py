@@ -225,7 +225,7 @@ def _gradients(
             to_key = None if of_key is None else of_key[first_key : first_key + len(key)]
             add(first, query, first_key, key, sums, to_key)
         positives = _rows_from(pairs.keys, (first + pairs.shift) % keys, len(query))
-        if of_query is not None:  # as it is here
+        if of_query is not None:
             finish(sums, positives, rest[first : first + len(query)], of_query[first : first + len(query)])
     if of_key is not None:
         finish(of_key, _rows_from(pairs.queries, 0, keys), rest, of_key)
