@@ -17,82 +17,80 @@ static T* optional_on_cuda(const Tensor& tensor, ScalarType dtype, const Tensor&
   return static_cast<T*>(tensor.data_ptr());
 }
 
-static cuda::ContrastiveTile tile_of(const Tensor& products, int64_t first_row, int64_t first_column,
-                                     int64_t all_columns) {
+static cuda::ContrastiveTile tile_of(const Tensor& products, const std::vector<int64_t>& place) {
   const Array array = cuda_array_of(products, "products", products.get_device_index());
-  STD_TORCH_CHECK(products.dim() == 2 && products.numel() > 0 && first_row >= 0 && first_column >= 0 &&
-                      first_column + products.size(1) <= all_columns,
-                  "products must be a tile of a matrix");
   STD_TORCH_CHECK(array.dtype == DType::f32 || array.dtype == DType::f64, "products must be float32 or float64");
-  cuda::ContrastiveTile tile = {array.data,  array.dtype == DType::f64, products.size(0), products.size(1), first_row,
-                                first_column, all_columns, 1, 0, nullptr, nullptr, nullptr, nullptr, false};
+  STD_TORCH_CHECK(products.dim() == 2 && products.numel() > 0 && place.size() == 5 && place[0] >= 0 && place[1] >= 0 &&
+                      place[1] + products.size(1) <= place[2],
+                  "products must be a tile of a matrix");
+  cuda::ContrastiveTile tile = {};
+  tile.products = array.data;
+  tile.wide = array.dtype == DType::f64;
+  tile.rows = products.size(0);
+  tile.columns = products.size(1);
+  tile.first_row = place[0];
+  tile.first_column = place[1];
+  tile.all_columns = place[2];
+  tile.shift = place[3];
+  tile.leave_out_self = place[4];
+  tile.scale = 1;
   return tile;
 }
 
-static cuda::ContrastiveTile tile_with(const Tensor& products, int64_t first_row, int64_t first_column,
-                                       int64_t all_columns, double scale, int64_t shift, const Tensor& positives,
-                                       const Tensor& row_labels, const Tensor& column_labels, const Tensor& excluded,
-                                       bool leave_out_self) {
-  cuda::ContrastiveTile tile = tile_of(products, first_row, first_column, all_columns);
-  const int64_t rows = first_row + tile.rows;
+static cuda::ContrastiveTile tile_with(const Tensor& products, const std::vector<int64_t>& place, double scale,
+                                       const std::vector<Tensor>& options) {
+  cuda::ContrastiveTile tile = tile_of(products, place);
+  const int64_t rows = tile.first_row + tile.rows, columns = tile.all_columns;
   tile.scale = scale;
-  tile.shift = shift;
-  tile.positives = optional_on_cuda<const int64_t>(positives, ScalarType::Long, products, rows);
-  tile.row_labels = optional_on_cuda<const int64_t>(row_labels, ScalarType::Long, products, rows);
-  tile.column_labels = optional_on_cuda<const int64_t>(column_labels, ScalarType::Long, products, all_columns);
-  tile.excluded = optional_on_cuda<const bool>(excluded, ScalarType::Bool, products, rows * all_columns);
-  tile.leave_out_self = leave_out_self;
+  STD_TORCH_CHECK(options.size() == 4, "options must be four tensors");
+  tile.positives = optional_on_cuda<const int64_t>(options[0], ScalarType::Long, products, rows);
+  tile.row_labels = optional_on_cuda<const int64_t>(options[1], ScalarType::Long, products, rows);
+  tile.column_labels = optional_on_cuda<const int64_t>(options[2], ScalarType::Long, products, columns);
+  tile.excluded = optional_on_cuda<const bool>(options[3], ScalarType::Bool, products, rows * columns);
   STD_TORCH_CHECK(!tile.row_labels == !tile.column_labels, "labels must be given for both sides or for none");
   return tile;
 }
 
-static void contrastive_sums_cuda(Tensor products, int64_t first_row, int64_t first_column, int64_t all_columns,
-                                  double scale, int64_t shift, Tensor positives, Tensor row_labels,
-                                  Tensor column_labels, Tensor excluded, bool leave_out_self, Tensor rows,
-                                  Tensor columns, Tensor of_positives) {
+static void contrastive_sums_cuda(Tensor products, std::vector<int64_t> place, double scale,
+                                  std::vector<Tensor> options, Tensor rows, Tensor columns, Tensor of_positives) {
   const OnDevice device(products);
-  const auto tile = tile_with(products, first_row, first_column, all_columns, scale, shift, positives, row_labels,
-                              column_labels, excluded, leave_out_self);
-  const int64_t last = first_row + tile.rows;
-  double* const of_rows = optional_on_cuda<double>(rows, ScalarType::Double, products, last);
-  STD_TORCH_CHECK(of_rows, "rows must not be empty");
-  check_cuda(cuda_contrastive_sums(&tile, of_rows,
-                                   optional_on_cuda<double>(columns, ScalarType::Double, products, all_columns),
-                                   optional_on_cuda<double>(of_positives, ScalarType::Double, products, last),
-                                   device.stream()));
-}
-
-static void contrastive_weights_cuda(Tensor products, int64_t first_row, int64_t first_column, int64_t all_columns,
-                                     double scale, int64_t shift, Tensor positives, Tensor row_labels,
-                                     Tensor column_labels, Tensor excluded, bool leave_out_self, Tensor rows,
-                                     Tensor columns, Tensor row_weights, Tensor column_weights,
-                                     Tensor positive_weights, double factor, Tensor weights, Tensor rest) {
-  const OnDevice device(products);
-  const auto tile = tile_with(products, first_row, first_column, all_columns, scale, shift, positives, row_labels,
-                              column_labels, excluded, leave_out_self);
-  const int64_t last = first_row + tile.rows;
+  const auto tile = tile_with(products, place, scale, options);
   const auto doubles = [&](const Tensor& tensor, int64_t count) {
-    return optional_on_cuda<const double>(tensor, ScalarType::Double, products, count);
+    return optional_on_cuda<double>(tensor, ScalarType::Double, products, count);
   };
-  const cuda::ContrastiveWeights given = {
-      doubles(rows, last), doubles(columns, all_columns), doubles(row_weights, last),
-      doubles(column_weights, all_columns), doubles(positive_weights, last), factor,
-      cuda_array_of(weights, "weights", products.get_device_index()),
-      optional_on_cuda<float>(rest, ScalarType::Float, products, last)};
-  const bool half = given.weights.dtype == DType::bf16 || given.weights.dtype == DType::f16;
-  STD_TORCH_CHECK(weights.numel() == products.numel() && (half || weights.scalar_type() == products.scalar_type()) &&
-                      (given.rows || !given.row_weights) && (given.columns || !given.column_weights),
-                  "weights must have the products' shape, and their dtype or 16 bits, and belong to sums");
-  check_cuda(cuda_contrastive_weights(&tile, &given, device.stream()));
+  const int64_t last = tile.first_row + tile.rows;
+  STD_TORCH_CHECK(rows.numel() > 0, "rows must not be empty");
+  check_cuda(cuda_contrastive_sums(&tile, doubles(rows, last), doubles(columns, tile.all_columns),
+                                   doubles(of_positives, last), device.stream()));
 }
 
-static void contrastive_sigmoid_cuda(Tensor products, int64_t first_row, int64_t first_column, int64_t all_columns,
-                                     Tensor rows, bool derivatives) {
+static void contrastive_weights_cuda(Tensor products, std::vector<int64_t> place, double scale,
+                                     std::vector<Tensor> options, std::vector<Tensor> given, double factor,
+                                     Tensor weights, Tensor rest) {
   const OnDevice device(products);
-  const auto tile = tile_of(products, first_row, first_column, all_columns);
-  double* const of_rows = optional_on_cuda<double>(rows, ScalarType::Double, products, first_row + tile.rows);
-  STD_TORCH_CHECK(of_rows, "rows must not be empty");
-  check_cuda(cuda_contrastive_sigmoid(&tile, of_rows, derivatives, device.stream()));
+  const auto tile = tile_with(products, place, scale, options);
+  const int64_t last = tile.first_row + tile.rows;
+  STD_TORCH_CHECK(given.size() == 5, "given must be five tensors");
+  const auto doubles = [&](int index, int64_t count) {
+    return optional_on_cuda<const double>(given[index], ScalarType::Double, products, count);
+  };
+  const cuda::ContrastiveWeights of_tile = {
+      doubles(0, last), doubles(1, tile.all_columns), doubles(2, last), doubles(3, tile.all_columns), doubles(4, last),
+      factor, cuda_array_of(weights, "weights", products.get_device_index()),
+      optional_on_cuda<float>(rest, ScalarType::Float, products, last)};
+  const bool half = of_tile.weights.dtype == DType::bf16 || of_tile.weights.dtype == DType::f16;
+  STD_TORCH_CHECK(weights.numel() == products.numel() && (half || weights.scalar_type() == products.scalar_type()) &&
+                      (of_tile.rows || !of_tile.row_weights) && (of_tile.columns || !of_tile.column_weights),
+                  "weights must have the products' shape, and their dtype or 16 bits, and belong to sums");
+  check_cuda(cuda_contrastive_weights(&tile, &of_tile, device.stream()));
+}
+
+static void contrastive_sigmoid_cuda(Tensor products, std::vector<int64_t> place, Tensor rows, bool derivatives) {
+  const OnDevice device(products);
+  const auto tile = tile_of(products, place);
+  STD_TORCH_CHECK(rows.numel() > 0, "rows must not be empty");
+  double* const sums = optional_on_cuda<double>(rows, ScalarType::Double, products, tile.first_row + tile.rows);
+  check_cuda(cuda_contrastive_sigmoid(&tile, sums, derivatives, device.stream()));
 }
 
 // -> the losses [B] and the gradient of their sum in the queries, both float32; without rows where the width does not

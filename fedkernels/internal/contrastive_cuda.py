@@ -10,7 +10,7 @@ bits, but for the positives', whose rounding is made good: there p - 1 may be an
 functions have the schemas of the operators and run below autograd, as in linear_cka_cuda.py.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -51,10 +51,16 @@ class _Pairs(NamedTuple):
     def shape(self) -> tuple[int, int]:
         return sum(map(len, self.queries)), sum(map(len, self.keys))
 
-    def options(self) -> tuple[object, ...]:
+    def place(self, first: int, first_key: int) -> list[int]:
+        """What the kernels take of a tile that begins with this query and this key."""
+        return [first, first_key, self.shape[1], self.shift, int(self.leave_out_self)]
+
+    def or_empty(self, tensors: Iterable[Tensor | None]) -> list[Tensor]:
         empty = self.queries[0].new_empty(0)
-        given = (self.positives, self.query_labels, self.key_labels, self.excluded)
-        return self.scale, self.shift, *(empty if one is None else one for one in given), self.leave_out_self
+        return [empty if one is None else one for one in tensors]
+
+    def options(self) -> tuple[float, list[Tensor]]:
+        return self.scale, self.or_empty((self.positives, self.query_labels, self.key_labels, self.excluded))
 
 
 def _holds_all_keys(pairs: _Pairs, key_gradient: bool) -> bool:
@@ -154,7 +160,7 @@ def _add_sums(pairs: _Pairs, results: _Results) -> None:
     for first, query in _pieces(pairs.queries, tiles.rows):
         for first_key, key in _pieces(pairs.keys, tiles.columns):
             products = tiles.products(query, key)
-            _ops.contrastive_sums(products, first, first_key, pairs.shape[1], *options, *results)
+            _ops.contrastive_sums(products, pairs.place(first, first_key), *options, *results)
 
 
 def _gradients(
@@ -179,21 +185,21 @@ def _gradients(
         fresh = None
     tiles, options = _Tiles(pairs, key_gradient=of_key is not None, weights=True), pairs.options()
     queries, keys = pairs.shape
-    empty, narrow = pairs.queries[0].new_empty(0), pairs.dtype != pairs.sums
+    narrow = pairs.dtype != pairs.sums
     scale = _WEIGHT_SCALE if narrow else 1.0
     factor = pairs.scale / scale
-    of_weights = [empty if one is None else one for one in given]
+    of_weights = pairs.or_empty(given)
     rest = pairs.queries[0].new_zeros(queries if narrow else 0, dtype=pairs.sums)
 
     def add(
         first: int, query: Tensor, first_key: int, key: Tensor, to_query: Tensor | None, to_key: Tensor | None
     ) -> None:
         products = tiles.products(query, key)
-        place = products, first, first_key, keys
+        place = products, pairs.place(first, first_key)
         if fresh is not None:
             _ops.contrastive_sums(*place, *options, *fresh)
         weights = tiles.weights(products)
-        _ops.contrastive_weights(*place, *options, *of_weights, scale, weights, rest)
+        _ops.contrastive_weights(*place, *options, of_weights, scale, weights, rest)
         if to_query is not None:
             _add_product(to_query, weights, key.to(pairs.dtype), factor)
         if to_key is not None:
@@ -396,7 +402,7 @@ def similarity_logsumexp_gradients(
 
 
 def sigmoid_loss(query: Tensor, key: Tensor, query_gradient: bool, key_gradient: bool) -> tuple[Tensor, Tensor, Tensor]:
-    pairs = _Pairs([query], [key], compute_dtype(query, key))
+    pairs = _Pairs([query], [key], compute_dtype(query, key), shift=0)
     losses = query.new_zeros(len(query), dtype=torch.float64)
     of_query = query.new_zeros(query.shape if query_gradient else 0, dtype=pairs.dtype)
     of_key = key.new_zeros(key.shape if key_gradient else 0, dtype=pairs.dtype)
@@ -406,7 +412,7 @@ def sigmoid_loss(query: Tensor, key: Tensor, query_gradient: bool, key_gradient:
             for first_key, others in _pieces(pairs.keys, tiles.columns):
                 products = tiles.products(some, others)
                 wanted = query_gradient or key_gradient
-                _ops.contrastive_sigmoid(products, first, first_key, len(key), losses, wanted)
+                _ops.contrastive_sigmoid(products, pairs.place(first, first_key), losses, wanted)
                 if query_gradient:
                     _add_product(of_query[first : first + len(some)], products, others.to(pairs.dtype), 1.0)
                 if key_gradient:
