@@ -51,10 +51,10 @@ extern "C" const char* cuda_contrastive_sigmoid(const fedkernels::cuda::Contrast
 
 namespace fedkernels::cuda {
 
-// InfoNCE of 16-bit rows, row i's positive being column i.
+// InfoNCE of 16-bit rows, row i's positive being column i. They begin at multiples of 16 bytes.
 struct ContrastivePass {
   Array rows, columns;  // [row_count, width] and [column_count, width], both bfloat16 or both float16
-  int64_t row_count, column_count, width;
+  int64_t row_count, column_count, width;  // width: 64, 128 or 256
   double temperature;
   float* losses;    // [row_count]
   float* gradient;  // [row_count, width], of the sum of the losses; or null
@@ -62,8 +62,6 @@ struct ContrastivePass {
 
 }  // namespace fedkernels::cuda
 
-// Does the current device have the shared memory for rows of this width?
-extern "C" bool cuda_contrastive_fits(int64_t width);
 // Bytes of device memory, aligned to 16, that the pass works in.
 extern "C" int64_t cuda_contrastive_memory(const fedkernels::cuda::ContrastivePass* pass);
 extern "C" const char* cuda_contrastive(const fedkernels::cuda::ContrastivePass* pass, void* memory,

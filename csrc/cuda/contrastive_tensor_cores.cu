@@ -8,12 +8,9 @@
 // The warps of a block stand in a grid: for the logits across the tile's columns, for the gradient across its width.
 // Weights go from the one to the other through shared memory, rounded to the inputs' dtype.
 //
-// Rows lie in memory with exactly WIDTH entries, from a multiple of 16 bytes on; those that do not are copied. The end
-// of the matrices and the positives are met in few tiles: one test for the whole block finds these.
+// The end of the matrices and the positives are met in few tiles: one test for the whole block finds these.
 //
 // csrc/cuda/model.py tells from the compiled loop what limits it.
-#include <tuple>
-
 #include "cuda/contrastive.h"
 #include "cuda/dtype.h"
 #include "cuda/launch.h"
@@ -28,7 +25,7 @@ using Entry = uint16_t;
 
 struct Pass {
   const Entry *rows, *columns;
-  int row_count, column_count, width;
+  int row_count, column_count;
   float temperature, scale;           // scale: log2(e) / temperature
   int parts, tiles_of_part;           // of the columns; tiles of columns in each
   float *largest, *total, *positive;  // [parts, row_count]
@@ -270,14 +267,11 @@ __global__ void __launch_bounds__(THREADS, 1) contrastive_kernel(Pass pass) {
         pass.positive[part + row] = positive_logit[in_block];
       }
       if constexpr (GRADIENT) {
-        float* const to = pass.gradient + (part + row) * pass.width;
+        float* const to = pass.gradient + (part + row) * T::WIDTH + own_width + 2 * t;
 #pragma unroll
         for (int n = 0; n < T::OF_WIDTH; ++n) {
 #pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            const int column = own_width + n * 8 + 2 * t + e;
-            if (column < pass.width) to[column] = gradient[m][n][2 * h + e];
-          }
+          for (int e = 0; e < 2; ++e) to[n * 8 + e] = gradient[m][n][2 * h + e];
         }
       }
     }
@@ -285,7 +279,7 @@ __global__ void __launch_bounds__(THREADS, 1) contrastive_kernel(Pass pass) {
 }
 
 // One block a row: joins the parts in their order.
-template <typename Precision>
+template <typename T>
 __global__ void __launch_bounds__(128) join_kernel(Pass pass, float* losses, float* gradient) {
   const int row = blockIdx.x;
   float top = LOWEST, total = 0, logit = 0;
@@ -297,22 +291,14 @@ __global__ void __launch_bounds__(128) join_kernel(Pass pass, float* losses, flo
   }
   if (threadIdx.x == 0) losses[row] = logf(total) + (top - logit) / pass.temperature;
   if (!gradient) return;
-  for (int column = threadIdx.x; column < pass.width; column += blockDim.x) {
+  for (int column = threadIdx.x; column < T::WIDTH; column += blockDim.x) {
     float sum = 0;
     for (int part = 0; part < pass.parts; ++part) {
       const int64_t at = static_cast<int64_t>(part) * pass.row_count + row;
-      sum += pass.gradient[at * pass.width + column] * exp2f((pass.largest[at] - top) * pass.scale);
+      sum += pass.gradient[at * T::WIDTH + column] * exp2f((pass.largest[at] - top) * pass.scale);
     }
-    const int64_t at = static_cast<int64_t>(row) * pass.width + column;
-    gradient[at] = (sum / total - Precision::wide(pass.columns[at])) / pass.temperature;
-  }
-}
-
-// One block a row: the row, and behind it zeros to the width of the tiles.
-__global__ void __launch_bounds__(128) pad_kernel(const Entry* rows, int width, Entry* padded, int padded_width) {
-  const int64_t row = blockIdx.x;
-  for (int column = threadIdx.x; column < padded_width; column += blockDim.x) {
-    padded[row * padded_width + column] = column < width ? rows[row * width + column] : static_cast<Entry>(0);
+    const int64_t at = static_cast<int64_t>(row) * T::WIDTH + column;
+    gradient[at] = (sum / total - T::Precision::wide(pass.columns[at])) / pass.temperature;
   }
 }
 
@@ -337,79 +323,42 @@ int parts_of(int64_t row_blocks, int64_t column_tiles) {
 
 int64_t up(int64_t count, int64_t multiple) { return (count + multiple - 1) / multiple * multiple; }
 
-// The width of the tiles that serve: 0 where none does.
-int tile_width(int64_t width) {
-  const size_t limit = shared_limit();
-  if (width <= 64 && Tiles<BFloat16, 64>::BYTES <= limit) return 64;
-  if (width <= 128 && Tiles<BFloat16, 128>::BYTES <= limit) return 128;
-  return width <= 256 && Tiles<BFloat16, 256>::BYTES <= limit ? 256 : 0;
-}
-
-// How a pass is laid out in memory: the parts' sums and gradients, then the padded rows where these are needed.
-struct Layout {
-  int parts;
-  bool padded;
-  int64_t at_padded, bytes;  // both in bytes, multiples of 16
-};
-
-Layout layout_of(const ContrastivePass& pass) {
-  const int width = tile_width(pass.width);
-  const auto aligned = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };
-  Layout layout = {};
-  layout.parts = parts_of(up(pass.row_count, ROWS) / ROWS, up(pass.column_count, COLUMNS) / COLUMNS);
-  layout.padded = pass.width != width || !aligned(pass.rows.data) || !aligned(pass.columns.data);
-  const int64_t of_row = 3 + (pass.gradient && layout.parts > 1 ? pass.width : 0);
-  layout.at_padded = layout.bytes = up(layout.parts * pass.row_count * of_row * 4, 16);
-  if (layout.padded) layout.bytes += (pass.row_count + pass.column_count) * width * 2;
-  return layout;
+int parts_of(const ContrastivePass& pass) {
+  return parts_of(up(pass.row_count, ROWS) / ROWS, up(pass.column_count, COLUMNS) / COLUMNS);
 }
 
 template <typename T>
 const char* run(const ContrastivePass& given, void* memory, Stream stream) {
-  const Layout layout = layout_of(given);
+  if (T::BYTES > shared_limit()) return "the width is too large for this device";
   Pass pass = {};
   pass.rows = static_cast<const Entry*>(given.rows.data);
   pass.columns = static_cast<const Entry*>(given.columns.data);
   pass.row_count = static_cast<int>(given.row_count);
   pass.column_count = static_cast<int>(given.column_count);
-  pass.width = static_cast<int>(given.width);
   pass.temperature = static_cast<float>(given.temperature);
   pass.scale = static_cast<float>(1.4426950408889634 / given.temperature);
-  const int tiles = static_cast<int>(up(given.column_count, COLUMNS) / COLUMNS);
-  pass.tiles_of_part = (tiles + layout.parts - 1) / layout.parts;
+  const int tiles = static_cast<int>(up(given.column_count, COLUMNS) / COLUMNS), most = parts_of(given);
+  pass.tiles_of_part = (tiles + most - 1) / most;
   pass.parts = (tiles + pass.tiles_of_part - 1) / pass.tiles_of_part;
   const int64_t sums = static_cast<int64_t>(pass.parts) * given.row_count;
   pass.largest = static_cast<float*>(memory);
   pass.total = pass.largest + sums;
   pass.positive = pass.total + sums;
-  pass.gradient = layout.parts > 1 ? pass.positive + sums : given.gradient;
-  Pass of_kernel = pass;
-  if (layout.padded) {
-    Entry* const rows = reinterpret_cast<Entry*>(static_cast<char*>(memory) + layout.at_padded);
-    Entry* const columns = rows + given.row_count * T::WIDTH;
-    for (const auto& [from, count, to] : {std::tuple{pass.rows, pass.row_count, rows},
-                                          std::tuple{pass.columns, pass.column_count, columns}}) {
-      const Shape shape = {dim3(static_cast<unsigned>(count)), dim3(128)};
-      if (const char* error = launch(shape, stream, pad_kernel, from, pass.width, to, T::WIDTH)) return error;
-    }
-    of_kernel.rows = rows;
-    of_kernel.columns = columns;
-  }
+  pass.gradient = most > 1 ? pass.positive + sums : given.gradient;
   const unsigned row_blocks = static_cast<unsigned>(up(given.row_count, ROWS) / ROWS);
   const Shape shape = {dim3(row_blocks, static_cast<unsigned>(pass.parts)), dim3(THREADS), T::BYTES};
   const auto kernel = given.gradient ? contrastive_kernel<T, true> : contrastive_kernel<T, false>;
-  if (const char* error = launch(shape, stream, kernel, of_kernel)) return error;
-  return launch({dim3(static_cast<unsigned>(given.row_count)), dim3(128)}, stream, join_kernel<typename T::Precision>,
-                pass, given.losses, given.gradient);
+  if (const char* error = launch(shape, stream, kernel, pass)) return error;
+  return launch({dim3(static_cast<unsigned>(given.row_count)), dim3(128)}, stream, join_kernel<T>, pass, given.losses,
+                given.gradient);
 }
 
 template <typename Precision>
 const char* run_any(const ContrastivePass& pass, void* memory, Stream stream) {
-  const int width = tile_width(pass.width);
-  if (width == 64) return run<Tiles<Precision, 64>>(pass, memory, stream);
-  if (width == 128) return run<Tiles<Precision, 128>>(pass, memory, stream);
-  if (width == 256) return run<Tiles<Precision, 256>>(pass, memory, stream);
-  return "the width is too large for this device";
+  if (pass.width == 64) return run<Tiles<Precision, 64>>(pass, memory, stream);
+  if (pass.width == 128) return run<Tiles<Precision, 128>>(pass, memory, stream);
+  if (pass.width == 256) return run<Tiles<Precision, 256>>(pass, memory, stream);
+  return "rows must have 64, 128 or 256 columns";
 }
 
 }  // namespace
@@ -418,9 +367,10 @@ const char* run_any(const ContrastivePass& pass, void* memory, Stream stream) {
 
 using namespace fedkernels::cuda;
 
-extern "C" bool cuda_contrastive_fits(int64_t width) { return tile_width(width) != 0; }
-
-extern "C" int64_t cuda_contrastive_memory(const ContrastivePass* pass) { return layout_of(*pass).bytes; }
+extern "C" int64_t cuda_contrastive_memory(const ContrastivePass* pass) {
+  const int64_t parts = parts_of(*pass);
+  return parts * pass->row_count * (3 + (pass->gradient && parts > 1 ? pass->width : 0)) * 4;
+}
 
 extern "C" const char* cuda_contrastive(const ContrastivePass* pass, void* memory, Stream stream) {
   const bool bfloat = pass->rows.dtype == fedkernels::DType::bf16;

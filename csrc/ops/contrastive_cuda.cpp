@@ -93,8 +93,7 @@ static void contrastive_sigmoid_cuda(Tensor products, std::vector<int64_t> place
   check_cuda(cuda_contrastive_sigmoid(&tile, sums, derivatives, device.stream()));
 }
 
-// -> the losses [B] and the gradient of their sum in the queries, both float32; without rows where the width does not
-// fit the device's shared memory.
+// -> the losses [B] and the gradient of their sum in the queries, both float32.
 static std::tuple<Tensor, Tensor> contrastive_in_one_cuda(Tensor query, Tensor key, double temperature, bool gradient) {
   check_info_nce(query, key);
   const OnDevice device(query);
@@ -103,8 +102,9 @@ static std::tuple<Tensor, Tensor> contrastive_in_one_cuda(Tensor query, Tensor k
   pass.columns = cuda_array_of(key, "key", query.get_device_index());
   const ScalarType dtype = query.scalar_type();
   STD_TORCH_CHECK(dtype == key.scalar_type() && (dtype == ScalarType::BFloat16 || dtype == ScalarType::Half) &&
-                      cuda_contrastive_fits(query.size(1)) && key.size(0) < (1 << 30),
-                  "query and key must be bfloat16 or both float16, of a width that fits the shared memory");
+                      key.size(0) < (1 << 30) && reinterpret_cast<uintptr_t>(pass.rows.data) % 16 == 0 &&
+                      reinterpret_cast<uintptr_t>(pass.columns.data) % 16 == 0,
+                  "query and key must be bfloat16 or both float16, from multiples of 16 bytes on");
   pass.row_count = query.size(0);
   pass.column_count = key.size(0);
   pass.width = query.size(1);

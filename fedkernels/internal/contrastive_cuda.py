@@ -267,6 +267,14 @@ def _in_one(query: Tensor, key: Tensor) -> bool:
     return bool(properties.shared_memory_per_block_optin >= 160 << 10)  # type: ignore[attr-defined]
 
 
+def _padded(rows: Tensor) -> Tensor:
+    """The rows as that kernel reads them: of 64, 128 or 256 columns, from a multiple of 16 bytes on."""
+    missing = next(width for width in (64, 128, _WIDEST_IN_ONE) if width >= rows.shape[1]) - rows.shape[1]
+    if missing:
+        return torch.nn.functional.pad(rows, (0, missing))
+    return rows.clone() if rows.data_ptr() % 16 else rows
+
+
 def info_nce(
     query: Tensor,
     key: Tensor,
@@ -279,8 +287,9 @@ def info_nce(
     dtype, later = compute_dtype(query, key), reduction == "none" and key_gradient
     query_gradient, key_gradient = query_gradient and not later, key_gradient and not later
     if not key_gradient and _in_one(query, key):
-        losses, of_query = _ops.contrastive_in_one(query, key, temperature, query_gradient)
-        of_query = of_query if query_gradient else of_query.new_empty(0)
+        rows = (_padded(one) for one in (query, key))
+        losses, of_query = _ops.contrastive_in_one(*rows, temperature, query_gradient)
+        of_query = of_query[:, : query.shape[1]].contiguous() if query_gradient else of_query.new_empty(0)
         return _reduced(losses, reduction, dtype), of_query, key.new_empty(0, dtype=dtype)
     of_query, of_key = (
         one.new_empty(one.shape if wanted else 0, dtype=dtype)

@@ -87,14 +87,9 @@ FAULTS = [
         "total[m][h] *= FAULT ? 1 : factor;",
     ),
     Fault(
-        *("pad_kernel", "all", "info_nce", "contrastive_tensor_cores.cu"),
-        "column < width ? rows",
-        "column < width - FAULT ? rows",
-    ),
-    Fault(
         *("join_kernel", "all", "info_nce", "contrastive_tensor_cores.cu"),
-        "sum / total - Precision",
-        "sum / (total + FAULT) - Precision",
+        "sum / total - T::Precision",
+        "sum / (total + FAULT) - T::Precision",
     ),
     Fault(
         *("row_sums_kernel", "float32", "nt_xent", "contrastive_tiles.cu"),

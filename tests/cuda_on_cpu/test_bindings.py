@@ -310,6 +310,7 @@ def test_bad_arguments_are_refused(bindings):
         ("client_weights", (torch.ones(129, 129), 1e-8), "K <= 128"),
         ("contrastive_in_one", (half, half[:3], 0.5, True), "N >= B"),
         ("contrastive_in_one", (half, x, 0.5, True), "both float16"),
+        ("contrastive_in_one", (half, half, 0.5, True), "64, 128 or 256 columns"),
         ("contrastive_sigmoid", (x, [0, 1, 3, 0, 0], x[:, 0].double().contiguous(), True), "a tile of a matrix"),
         ("contrastive_sigmoid", (half, [0, 0, 3, 0, 0], x[:, 0].double().contiguous(), True), "float32 or float64"),
         ("contrastive_sigmoid", (x, [1, 0, 3, 0, 0], x[:, 0].double().contiguous(), True), "long enough"),

@@ -181,6 +181,20 @@ def test_losses_that_count_differently(bindings, scale):
         )
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("width", [64, 128, 200])
+def test_in_one_kernel(bindings, dtype, width):
+    """Of several blocks and parts, the last of each not full; rows that begin at no multiple of 16 bytes."""
+    query, key = (
+        torch.cat([torch.zeros(1, dtype=dtype), (randn(rows, width, seed=rows) / 8).to(dtype).flatten()])[1:]
+        for rows in (150, 600)
+    )
+    assert query.data_ptr() % 16
+    query, key = query.view(150, width), key.view(600, width)
+    call = with_gradients(lambda q: weighted(info_nce(q, key.to(q.dtype), 0.2, "none")))
+    check(bindings, call, [query.double()], dtype)
+
+
 class LiveBytes(TorchDispatchMode):
     """The most bytes that were alive at once, beside those of the inputs."""
 
