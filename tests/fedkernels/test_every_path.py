@@ -393,6 +393,7 @@ RECORDS = {
     "self_test": Because("it tests the others"),
 }
 
+WITHIN_CONTRASTIVE = Because("called below autograd, by the contrastive losses of tensors on CUDA")
 WITHIN_LARGE_CKA = Because("a part of linear_cka_large, which torch.compile takes as one operator")
 BY_WEIGHTS = "fedkernels/test_compiled_operators.py::test_gradients_by_weights"
 # The opcheck of every operator that is registered.
@@ -405,6 +406,7 @@ OPERATORS = {name: f"{OPCHECK}[{name}]" for name in native.COMPILED} | {
     "distributed_gradients": DISTRIBUTED + "opcheck_of_the_gradients",
     "linear_cka_large": "cuda_on_cpu/test_linear_cka_large.py::test_opcheck",
     **dict.fromkeys(native.PARTS, WITHIN_LARGE_CKA),
+    **dict.fromkeys(native.CONTRASTIVE_PARTS, WITHIN_CONTRASTIVE),
 }
 
 
