@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from benchmarks.case import Bar, Case, Floor, Implementation, Inputs, Outputs, Work, value_and_gradients
 from fedkernels import info_nce
+from fedkernels.internal import contrastive_cuda
 
 TEMPERATURE = 0.2
 NAIVE = "naive cross-entropy"
@@ -112,6 +114,8 @@ def _gpu_case(rows: int, width: int, dtype: torch.dtype, *, keys_learn: bool, qu
         if not keys_learn:
             bars += (Bar(share=0.5),) if quick else (Bar(faster_than=(COMPILED,), times=2.0), Bar(share=0.5))
             bars += (Bar(extra_mib=95.0),) if rows == 65536 else ()
+    if not keys_learn:
+        peers.append(Implementation(f"{OURS}, by tiles", _by_tiles, note="the products by torch, whatever the width"))
     products = 3 if keys_learn else 2
     return Case(
         size=f"{str(dtype)[6:]}, B = N = {rows}, d = {width}, "
@@ -188,6 +192,11 @@ def _gradients(loss: Tensor, inputs: Inputs) -> Outputs:
 
 def _ours(inputs: Inputs, *, recompute: bool = False) -> Outputs:
     return _gradients(info_nce(inputs["query"], inputs["key"], TEMPERATURE, recompute=recompute), inputs)
+
+
+def _by_tiles(inputs: Inputs) -> Outputs:
+    with mock.patch.object(contrastive_cuda, "_WIDEST_IN_ONE", 0):
+        return _ours(inputs)
 
 
 def _naive_loss(query: Tensor, key: Tensor, target: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from fedkernels.info_nce import info_nce
 from fedkernels.internal import checks, native
 from fedkernels.internal.autograd import has_tangent
 from fedkernels.internal.contrastive import scaled_rows
@@ -23,9 +22,8 @@ def clip_loss(image: Tensor, text: Tensor, logit_scale: float | Tensor, reductio
     The rows are used as given: normalise them first (``torch.nn.functional.normalize``), as CLIP does. Source: Radford
     et al. 2021, "Learning Transferable Visual Models From Natural Language Supervision", Figure 3.
 
-    On the CPU both directions come from one pass over the B x B logits, which are not held; the backward pass forms
-    them once more. On CUDA the loss is two calls of `info_nce`, which does not hold them either. Under torch.func's
-    transforms and in forward mode the reference holds them.
+    Both directions come from one pass over the B x B logits, which are not held; the backward pass forms them once
+    more. Under torch.func's transforms and in forward mode the reference holds them.
 
     Args:
         image: [B, d], float16, bfloat16, float32 or float64, any strides.
@@ -53,8 +51,6 @@ def clip_loss(image: Tensor, text: Tensor, logit_scale: float | Tensor, reductio
     checks.one_of("reduction", reduction, checks.REDUCTIONS)
     dtype = compute_dtype(image, text)
     scaled = scaled_rows(image, logit_scale, dtype)
-    if image.is_cuda:
-        return (info_nce(scaled, text, 1.0, reduction) + info_nce(text, scaled, 1.0, reduction)) / 2
     if has_tangent(scaled, text) or native.operator("similarity_logsumexp", image, text) is None:
         return _reference(scaled, text, 1.0, reduction)
     numbers = torch.arange(image.shape[0], device=image.device)

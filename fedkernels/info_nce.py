@@ -34,8 +34,7 @@ def info_nce(
     Predictive Coding", Eq. 4.
 
     `labels` and `excluded` leave out pairs that are known to be false negatives; a positive is never left out. With
-    them, or with a tensor of positives, the compiled operator for CPUs forms the logits once more in the backward
-    pass, and CUDA runs the reference in plain PyTorch, which holds the B x N logits.
+    them, or with a tensor of positives, the compiled operators form the logits once more in the backward pass.
 
     Args:
         query: [B, d], float16, bfloat16, float32 or float64, any strides.
@@ -49,15 +48,14 @@ def info_nce(
         excluded: bool [B, N + M]: pairs that are left out where it is True.
         recompute: form the gradients in the backward pass, from the logits once more. Usually they are formed with the
             loss, while the logits are at hand, and wait in float32 or wider. This saves that memory for one product of
-            B x N x d in addition to two or three. On CUDA the gradients then leave the kernels in the dtype of the
-            inputs: for B = N = 65,536, d = 512 in bfloat16 both take less than 100 MB beside themselves.
+            B x N x d in addition to two or three, on CUDA one more where an input has 16 bits: its gradient then has
+            no float32 sums of all rows. For B = N = 65,536 this takes less than 64 MB beside the gradients.
 
     Returns:
         A scalar, or [B] for "none"; float64 where query, key or negatives is float64, else float32. Products and sums
         have that precision too, under autocast as well. Gradients come back in each input's dtype. NaN in gives NaN
         out. On CUDA float32 products use tf32, 1e-3 relative, where torch's setting for matrices allows it
-        (``torch.backends.cuda.matmul.fp32_precision``) and the rows fit the device's shared memory (d <= 512 on an
-        H100, 400 on an A100, 240 where a block has 99 KB).
+        (``torch.backends.cuda.matmul.fp32_precision``).
 
     Raises:
         TypeError: an input is not a tensor of the right dtype, or temperature neither a number nor a floating tensor.

@@ -25,9 +25,8 @@ def sigmoid_loss(
     The rows are used as given: normalise them first (``torch.nn.functional.normalize``), as SigLIP does. Source: Zhai
     et al. 2023, "Sigmoid Loss for Language Image Pre-Training", Algorithm 1.
 
-    On the CPU one pass over the B x B logits gives the loss and its gradients, and the logits are not held. On CUDA,
-    for "none", under torch.func's transforms and in forward mode the reference in plain PyTorch serves, which holds
-    them.
+    One pass over the B x B logits gives the loss and its gradients, and the logits are not held. For "none", under
+    torch.func's transforms and in forward mode the reference in plain PyTorch serves, which holds them.
 
     Args:
         image: [B, d], float16, bfloat16, float32 or float64, any strides.
@@ -57,8 +56,7 @@ def sigmoid_loss(
     logit_bias = checks.number_or_tensor("logit_bias", logit_bias, image.device)
     checks.one_of("reduction", reduction, checks.REDUCTIONS)
     scaled, text = contrastive.with_bias(image, text, logit_scale, logit_bias)
-    has_operator = reduction != "none" and not image.is_cuda
-    operator = contrastive.operator("sigmoid_loss", scaled, text) if has_operator else None
+    operator = None if reduction == "none" else contrastive.operator("sigmoid_loss", scaled, text)
     if operator is None:
         return _reference(scaled, text, 1.0, 0.0, reduction)
     total: Tensor = operator(scaled, text, needs_gradient(scaled), needs_gradient(text))[0]

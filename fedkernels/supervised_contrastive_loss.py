@@ -25,9 +25,9 @@ def supervised_contrastive_loss(
     Learning", Eq. 2 (L_out); several views of an image are rows with the same label.
 
     The mean over the positives is the product with the sum of their rows, so only the log-sum-exp looks at all pairs.
-    For an even B it is that of `nt_xent`, compiled for the CPU and CUDA, which does not hold the B x B logits. That
-    takes 2.5 products of B x B x d on the CPU; an odd B, and a dynamic one in torch.export, take 4. On CUDA these two,
-    and torch.func's transforms and forward mode everywhere, take the reference in plain PyTorch. It holds the logits.
+    For an even B it is that of `nt_xent`, for an odd B, and a dynamic one in torch.export, that of CLIP's loss; neither
+    holds the B x B logits. They take 2.5 and 4 products of B x B x d on the CPU, 4 and 4 on CUDA. torch.func's
+    transforms and forward mode take the reference in plain PyTorch, which holds the logits.
 
     Args:
         features: [B, d], float16, bfloat16, float32 or float64, any strides.

@@ -1,5 +1,5 @@
-// The passes that info_nce and nt_xent are made of: on the tensor cores (contrastive_tensor_cores.h) for rows in half
-// precision, and in float32 that may be multiplied in tf32; contrastive_wide.cu for float32 and float64 as they are.
+// The contrastive losses between torch's products (contrastive_tiles.cu), and the one kernel that forms its products
+// itself (contrastive_tensor_cores.cu). fedkernels/internal/contrastive_cuda.py tells which serves and calls them.
 #pragma once
 
 #include <stddef.h>
@@ -10,67 +10,59 @@
 
 namespace fedkernels::cuda {
 
-// What one row of logits s_rc = rows_r . columns_c has to do with the rest of the problem. What the pointers that have
-// no type show is float64 where the rows are, else float32.
-struct ContrastivePass {
-  Array rows, columns;  // [row_count, width] and [column_count, width], both in one dtype
-  int64_t row_count, column_count, width;
-  double temperature;
-  // The positive of row r is column r + shift; a row for which that is not below `positives` has none.
-  int64_t shift, positives;
-  // SimCLR's mode: rows equal columns, the diagonal is masked, and the index of a positive wraps around.
+// A tile of the products q_i . k_j of all queries and keys. A logit is a product times `scale`.
+struct ContrastiveTile {
+  void* products;  // [rows, columns], float64 if `wide`, else float32
+  bool wide;
+  int64_t rows, columns, first_row, first_column, all_columns;
+  double scale;
+  // Below, i and j count all queries and keys. The positive of i is positives[i], or where this is null
+  // (i + shift) % all_columns, or none if shift < 0. Pairs that are left out, unless they are positives: those of equal
+  // labels, those that `excluded` marks, and i == j with `leave_out_self`. Null pointers leave out nothing.
+  int64_t shift;
+  const int64_t *positives, *row_labels, *column_labels;
+  const bool* excluded;  // [all rows, all_columns]
   bool leave_out_self;
-
-  // What the loss of a row or a column counts is u v.
-  // First pass. Sums over each row: largest logit, share = v_r / sum_c exp((s_rc - largest_r) / t) and the loss
-  // log(sum) + (largest - s_positive) / t; and, where asked for,
-  // gradient_r = u v_r (sum_c p_rc columns_c - positive_r) / t.
-  // Second pass, with given sums: gradient_r = u (sum_c w_rc columns_c - n_r positive_r) / t, where w_rc is v_r p_rc by
-  // the sums of the row and / or v_c p_rc by those of the column, and n_r is v_r and / or the v of the positive.
-  bool given;
-  void *row_largest, *row_share;               // [row_count]; written by the first pass; null in the second: not used
-  const void *column_largest, *column_share;   // [column_count]; second pass: null: not used
-  const void *row_weight, *column_weight;      // v, [row_count] and [column_count]; null: each is 1
-  const void* weight_unit;                     // u; null: 1
-  void* losses;                                // [row_count]; first pass
-  Array gradient;                              // [row_count, width], of any dtype, or without data
 };
 
-// Entries of a gradient that are summed in memory of their own at a time: 32 MB of float32.
-constexpr int64_t CONTRASTIVE_SUMS_AT_A_TIME = 1 << 23;
+// What the weights of a tile's pairs are made of, all indexed by i or j; null: not used.
+//   weight_ij = factor (row_weights_i exp(logit_ij - rows_i) + column_weights_j exp(logit_ij - columns_j)
+//                       + positive_weights_i if j is the positive of i)
+struct ContrastiveWeights {
+  const double *rows, *columns, *row_weights, *column_weights, *positive_weights;
+  double factor;
+  Array weights;  // [rows, columns]: the tile's own memory, or 16-bit memory beside it
+  float* rest;    // what the rounding to 16 bits takes away from the positives' weights, by i
+};
 
 }  // namespace fedkernels::cuda
 
-// For rows in bfloat16, in float16, and in float32 that are rounded to tf32; sums and the gradient are float32. The
-// second pass has the sums of the columns, and may have those of the rows.
-//   fits: does the current device have the shared memory for rows of this width?
-//   memory: bytes of device memory, aligned to 16, that the pass works in
-extern "C" bool cuda_contrastive_bfloat16_fits(int64_t width);
-extern "C" bool cuda_contrastive_float16_fits(int64_t width);
-extern "C" bool cuda_contrastive_tf32_fits(int64_t width);
-
-extern "C" int64_t cuda_contrastive_bfloat16_memory(const fedkernels::cuda::ContrastivePass* pass);
-extern "C" int64_t cuda_contrastive_float16_memory(const fedkernels::cuda::ContrastivePass* pass);
-extern "C" int64_t cuda_contrastive_tf32_memory(const fedkernels::cuda::ContrastivePass* pass);
-
-extern "C" const char* cuda_contrastive_bfloat16(const fedkernels::cuda::ContrastivePass* pass, void* memory,
-                                                 fedkernels::cuda::Stream stream);
-extern "C" const char* cuda_contrastive_float16(const fedkernels::cuda::ContrastivePass* pass, void* memory,
+// Each joins the tile to what the tiles before left: rows_i = log(exp(rows_i) + sum_j exp(logit_ij)), so columns_j by
+// the sum over i. A positive in the tile writes its logit. `columns` and `of_positives` may be null.
+extern "C" const char* cuda_contrastive_sums(const fedkernels::cuda::ContrastiveTile* tile, double* rows,
+                                             double* columns, double* of_positives, fedkernels::cuda::Stream stream);
+extern "C" const char* cuda_contrastive_weights(const fedkernels::cuda::ContrastiveTile* tile,
+                                                const fedkernels::cuda::ContrastiveWeights* given,
                                                 fedkernels::cuda::Stream stream);
-extern "C" const char* cuda_contrastive_tf32(const fedkernels::cuda::ContrastivePass* pass, void* memory,
-                                             fedkernels::cuda::Stream stream);
+// rows_i += sum_j log(1 + exp(-z logit_ij)) with z = 1 for the positive and -1 for the others; the derivatives take the
+// products' place if they are wanted.
+extern "C" const char* cuda_contrastive_sigmoid(const fedkernels::cuda::ContrastiveTile* tile, double* rows,
+                                                bool derivatives, fedkernels::cuda::Stream stream);
 
-// The same for float32 and float64, of any width.
-extern "C" int64_t cuda_contrastive_wide_memory(const fedkernels::cuda::ContrastivePass* pass);
+namespace fedkernels::cuda {
 
-extern "C" const char* cuda_contrastive_wide(const fedkernels::cuda::ContrastivePass* pass, void* memory,
-                                             fedkernels::cuda::Stream stream);
+// InfoNCE of 16-bit rows, row i's positive being column i. They begin at multiples of 16 bytes.
+struct ContrastivePass {
+  Array rows, columns;  // [row_count, width] and [column_count, width], both bfloat16 or both float16
+  int64_t row_count, column_count, width;  // width: 64, 128 or 256
+  double temperature;
+  float* losses;    // [row_count]
+  float* gradient;  // [row_count, width], of the sum of the losses; or null
+};
 
-// What each loss counts, as a pass takes it: given = u weights with u > 0, so that the finite ones are at most 1 and
-// fit half precision. weights is [count + 1] in float32 or float64, u its last entry.
-extern "C" const char* cuda_contrastive_weights(const double* given, int64_t count, const fedkernels::Array* weights,
-                                                fedkernels::cuda::Stream stream);
+}  // namespace fedkernels::cuda
 
-// result = (sum of the losses) / divisor, in float64 until the end; both are float32 or float64.
-extern "C" const char* cuda_contrastive_sum(const fedkernels::Array* losses, int64_t count, double divisor,
-                                            const fedkernels::Array* result, fedkernels::cuda::Stream stream);
+// Bytes of device memory, aligned to 16, that the pass works in.
+extern "C" int64_t cuda_contrastive_memory(const fedkernels::cuda::ContrastivePass* pass);
+extern "C" const char* cuda_contrastive(const fedkernels::cuda::ContrastivePass* pass, void* memory,
+                                        fedkernels::cuda::Stream stream);

@@ -1,6 +1,6 @@
 """Prints what limits the main loop of a compiled kernel: a model, made from the machine code (SASS) without a GPU.
 
-    python csrc/cuda/model.py build/.../contrastive_bfloat16.o --architecture 90 --kernel Li256E
+    python csrc/cuda/model.py build/.../contrastive_tensor_cores.o --architecture 90 --kernel Li256E
 
 For each kernel with products on the tensor cores it finds the loop around them and counts the instructions that one
 block issues in one turn, which is one tile, by the pipe that executes them. For each pipe it prints the cycles that
@@ -38,6 +38,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 SCHEDULERS = 4  # of a multiprocessor
+WARPS = 8  # of a block of each kernel whose loop is modelled
 REGISTERS = 65536
 TENSOR_RATE = {"80": 1024, "86": 512, "89": 512, "90": 2048}
 FLOAT_RATE = {"80": 64, "86": 128, "89": 128, "90": 128}
@@ -47,7 +48,6 @@ _CODE = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;\s+/\* 0x[0-9a-f]{16} \
 _CONTROL = re.compile(r"^\s+/\* 0x([0-9a-f]{16}) \*/")
 _REGISTER = re.compile(r"\bR(\d+)\b")
 _BYTES = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
-_KINDS = "sums", "sums and gradient", "given columns", "given both"
 
 
 @dataclass(frozen=True)
@@ -81,22 +81,14 @@ class Kernel:
 
     @property
     def label(self) -> str:
-        pattern = r"TilesINS\w+?\d([A-Z]\w+?)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)E.*PassKindE(\d)"
-        if match := re.search(pattern, self.name):
-            precision, width, down, across, of_rows, columns = match.group(1, 2, 3, 4, 5, 6)
-            rows = 16 * int(down) * int(of_rows)
-            return f"{precision} d={width} {rows}x{columns}, {down}x{across} warps, {_KINDS[int(match[7])]}"
+        if match := re.search(r"TilesINS\w+?\d([A-Z]\w+?)ELi(\d+)E.*Lb([01])E", self.name):
+            return f"{match[1]} d={match[2]}, {'loss and query gradient' if match[3] == '1' else 'loss'}"
         return self.name
-
-    @property
-    def warps(self) -> int:
-        match = re.search(r"TilesINS\w+?ELi\d+ELi(\d+)ELi(\d+)E", self.name)
-        return int(match[1]) * int(match[2]) if match else 8
 
     @property
     def blocks_by_registers(self) -> int:
         """How many blocks a multiprocessor has registers for; a warp takes them in units of 256."""
-        return REGISTERS // (-(-self.registers * 32 // 256) * 256 * self.warps)
+        return REGISTERS // (-(-self.registers * 32 // 256) * 256 * WARPS)
 
 
 @dataclass(frozen=True)
@@ -212,8 +204,8 @@ def cycles(kernel: Kernel, loop: Loop) -> dict[str, float]:
     of_pipes: Counter[str] = Counter()
     for instruction in loop.code:
         for pipe, amount in _work(instruction, kernel.architecture):
-            of_pipes[pipe] += kernel.warps * amount
-    of_scheduler = -(-kernel.warps // SCHEDULERS)
+            of_pipes[pipe] += WARPS * amount
+    of_scheduler = -(-WARPS // SCHEDULERS)
     return {**{pipe: of_pipes[pipe] for pipe in PIPES}, "serial": of_scheduler * sum(i.stall for i in loop.code)}
 
 

@@ -1,6 +1,6 @@
 """One rank's queries against the keys of one rank: log-sum-exps or sigmoid terms, and their gradients.
 
-Where there is no compiled operator, as on CUDA, the logits are formed for some queries at a time: no matrix of all
+Where there is no compiled operator the logits are formed for some queries at a time: no matrix of all
 of them is held.
 """
 
@@ -61,7 +61,7 @@ def block_gradients(
         exclude_diagonal: query i leaves out key i.
         key_gradient: False gives None for the gradient in key.
     """
-    if native.operator("similarity_logsumexp_gradients", query, key) is not None:
+    if native.operator("similarity_logsumexp", query, key) is not None:
         of_query, of_key = similarity_gradients(
             query,
             key,

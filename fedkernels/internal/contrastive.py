@@ -5,9 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedkernels.internal import checks, native
+from fedkernels.internal import checks, contrastive_cuda, native
 from fedkernels.internal.autograd import has_tangent
 from fedkernels.reference._precision import compute_dtype, no_autocast
+
+if "info_nce" in native.CUDA:
+    for _name, _function in contrastive_cuda.OPERATORS.items():
+        torch.library.impl(f"fedkernels::{_name}", "cuda", _function)
 
 
 def operator(name: str, first: Tensor, second: Tensor) -> Any:

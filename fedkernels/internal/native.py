@@ -45,12 +45,12 @@ CPU_ONLY = frozenset(
         "debiased_cka_pairwise",
         "delta_gram",
         "hsic_pairwise",
-        "sigmoid_loss",
-        "similarity_logsumexp",
     }
 )
-# Operators for CUDA only, which fedkernels/internal/linear_cka_cuda.py calls before and after torch's products.
+# Operators for CUDA only, which fedkernels/internal/linear_cka_cuda.py and contrastive_cuda.py call between torch's
+# products.
 PARTS = ("linear_cka_combine", "linear_cka_prepare")
+CONTRASTIVE_PARTS = ("contrastive_in_one", "contrastive_sigmoid", "contrastive_sums", "contrastive_weights")
 _PACKAGE = Path(__file__).parent.parent
 _NOTE = _PACKAGE / "_C.missing"  # written by the installation if it could not compile
 
@@ -117,10 +117,12 @@ def _on_cuda(names: tuple[str, ...]) -> frozenset[str]:
 
 
 # The operators that run on CUDA. Those with kernels in csrc/ops/<name>_cuda.cpp, if the module was compiled with CUDA,
-# and those that fedkernels/linear_cka.py builds from the parts.
+# and those that fedkernels/linear_cka.py and fedkernels/internal/contrastive.py build from the parts.
 CUDA = _on_cuda(COMPILED)
 if _on_cuda(PARTS) == frozenset(PARTS):
     CUDA |= {"linear_cka", "linear_cka_pairwise", "linear_cka_to_kernel"}
+if _on_cuda(CONTRASTIVE_PARTS) == frozenset(CONTRASTIVE_PARTS):
+    CUDA |= {"info_nce", "nt_xent", "sigmoid_loss", "similarity_logsumexp"}
 
 
 _unusable: dict[int, str] = {}  # by GPU, once it was checked: why it cannot run the kernels, or ""

@@ -15,6 +15,8 @@ from fedkernels.reference.client_weights import client_weights
 from fedkernels.reference.info_nce import info_nce
 from fedkernels.reference.linear_cka import linear_cka, linear_cka_pairwise, linear_cka_to_kernel
 from fedkernels.reference.nt_xent import nt_xent
+from fedkernels.reference.sigmoid_loss import sigmoid_loss
+from fedkernels.reference.similarity_logsumexp import similarity_logsumexp
 from fedkernels.reference.two_views import two_views, view_parameters
 from fedkernels.reference.unbalanced_ot import objective, solve
 from fedkernels.view_options import ViewKey, ViewOptions
@@ -44,16 +46,19 @@ def cases_of(operator: str, allow_tf32: bool = False) -> Iterator[Case]:
 
     Args:
         operator: its name.
-        allow_tf32: may torch multiply float32 matrices in tf32? Those of a linear CKA are torch's products.
+        allow_tf32: may torch multiply float32 matrices in tf32? Those of a linear CKA and of the contrastive losses are
+            torch's products.
     """
     products = 5e-3 if allow_tf32 else 1e-5
     cases: Iterator[Case] = {
         "client_weights": _client_weights,
-        "info_nce": _info_nce,
+        "info_nce": lambda: _info_nce(products),
         "linear_cka": lambda: _linear_cka(products),
         "linear_cka_pairwise": lambda: _linear_cka_pairwise(products),
         "linear_cka_to_kernel": lambda: _linear_cka_to_kernel(products),
-        "nt_xent": _nt_xent,
+        "nt_xent": lambda: _nt_xent(products),
+        "sigmoid_loss": lambda: _sigmoid_loss(products),
+        "similarity_logsumexp": lambda: _similarity_logsumexp(products),
         "two_views": _two_views,
         "unbalanced_ot": _unbalanced_ot,
     }[operator]()
@@ -111,88 +116,111 @@ def _contrastive_inputs(rows: int, more: int, width: int) -> tuple[Tensor, Tenso
     return queries / width**0.5, keys * torch.linspace(0.3, 1.2, more, dtype=_FP64)[:, None] / width**0.5
 
 
-# dtype, tf32, what the gradients may be off by: their weights are rounded to the inputs' precision on tensor cores.
-_CONTRASTIVE = (
-    (_BF16, False, 6e-3),
-    (_FP16, False, 2e-3),
-    (_FP32, True, 2e-3),
-    (_FP32, False, 1e-5),
-    (_FP64, False, 1e-12),
-)
+# By dtype what the gradients may be off by: their weights are rounded to 16 bits where the inputs have them.
+_OF_GRADIENTS = {_BF16: 6e-3, _FP16: 2e-3, _FP32: 1e-5, _FP64: 1e-12}
 _TEMPERATURE = 0.2
 _EVEN_WIDTHS = (64, 128, 256, 512)  # the usual ones, whose rows need no padding
 
 
-def _info_nce() -> Iterator[Case]:
-    for dtype, tf32, of_gradients in _CONTRASTIVE:
-        of_losses = 1e-3 if tf32 else _OF_SUMS[dtype]
-        # 300 keys: parts that are joined. 300 columns: two blocks of the gradient, or tiles of fewer rows. The widths
-        # are of each kernel for tensor cores.
-        wide = ((9, 20, 700, "mean", 2), (9, 20, 1000, "mean", 2)) if dtype in (_BF16, _FP16) else ()
-        for rows, keys, width, reduction, gradients in (
-            (37, 300, 40, "mean", 2),
-            (19, 70, 40, "none", 2),
-            (19, 70, 43, "sum", 1),
-            (9, 20, 300, "none", 2),
-            (130, 140, 200, "mean", 2),
-            (9, 20, 100, "mean", 2),
-            *((9, 20, width, "mean", 2) for width in _EVEN_WIDTHS),
-            *wide,
-        ):
-            yield Case(
-                _name(dtype, *["tf32"] * tf32, f"{rows} x {keys} x {width}, {reduction}, {gradients} gradients"),
-                [tensor.to(dtype) for tensor in _contrastive_inputs(rows, keys, width)],
-                _with_gradients(_info_nce_kernel(reduction, gradients == 2, tf32), gradients),
-                _with_gradients(_of_reference(info_nce, reduction), gradients),
-                of_losses,
-                of_gradients,
-            )
+def _contrastive_case(
+    name: str,
+    inputs: Sequence[Tensor],
+    kernel: Callable[..., Tensor],
+    reference: Callable[..., Tensor],
+    products: float,
+    gradients: int = 2,
+) -> Iterator[Case]:
+    """In each dtype. `products`: the precision of torch's products in float32."""
+    for dtype in _FLOATING:
+        of_losses, of_gradients = _OF_SUMS[dtype], _OF_GRADIENTS[dtype]
+        if dtype == _FP32:
+            of_losses = of_gradients = products
+        floating = [one.to(dtype) if one.is_floating_point() else one for one in inputs]
+        by_kernel, by_reference = (_with_gradients(function, gradients) for function in (kernel, reference))
+        yield Case(_name(dtype, name), floating, by_kernel, by_reference, of_losses, of_gradients)
+
+
+def _info_nce(products: float) -> Iterator[Case]:
+    # One gradient: by the kernel that forms its products itself, in each of its widths. 600 keys: joined parts.
+    for rows, keys, width, reduction, key_gradient in (
+        (37, 300, 40, "mean", True),
+        (19, 70, 43, "none", True),
+        (37, 600, 43, "sum", False),
+        (9, 20, 100, "mean", False),
+        (130, 140, 200, "none", False),
+        *((9, 20, width, "mean", key_gradient) for width in _EVEN_WIDTHS for key_gradient in (True, False)),
+    ):
+        yield from _contrastive_case(
+            f"{rows} x {keys} x {width}, {reduction}, {1 + key_gradient} gradients",
+            _contrastive_inputs(rows, keys, width),
+            _info_nce_kernel(reduction, key_gradient),
+            _of_reference(info_nce, reduction),
+            products,
+            1 + key_gradient,
+        )
     query, key = _contrastive_inputs(9, 20, 40)
     yield Case(
         _name(_BF16, "keys of float16"),
         [query.to(_BF16), key.to(_FP16)],
-        _with_gradients(_info_nce_kernel("mean", True, False)),
+        _with_gradients(_info_nce_kernel("mean", True)),
         _with_gradients(_of_reference(info_nce, "mean")),
-        1e-5,
+        products,
     )
 
 
-def _info_nce_kernel(reduction: str, key_gradient: bool, tf32: bool) -> Callable[..., Tensor]:
+def _info_nce_kernel(reduction: str, key_gradient: bool) -> Callable[..., Tensor]:
     def loss(query: Tensor, key: Tensor) -> Tensor:
-        value: Tensor = _ops.info_nce(query, key, _TEMPERATURE, reduction, True, key_gradient, tf32)[0]
+        value: Tensor = _ops.info_nce(query, key, _TEMPERATURE, reduction, True, key_gradient, False)[0]
         return value
 
     return loss
 
 
-def _nt_xent() -> Iterator[Case]:
-    for dtype, tf32, of_gradients in _CONTRASTIVE:
-        of_losses = 1e-3 if tf32 else _OF_SUMS[dtype]
-        widths = (*_EVEN_WIDTHS, 100, 200, *((700, 1000) if dtype in (_BF16, _FP16) else ()))
-        for rows, width, reduction in (
-            *((150, 40, "mean"), (37, 43, "none"), (9, 300, "sum")),
-            *((9, width, "mean") for width in widths),
-        ):
-            yield Case(
-                _name(dtype, *["tf32"] * tf32, f"2 x {rows} x {width}, {reduction}"),
-                [tensor.to(dtype) for tensor in _contrastive_inputs(rows, rows, width)],
-                _with_gradients(_nt_xent_kernel(reduction, tf32)),
-                _with_gradients(_of_reference(nt_xent, reduction)),
-                of_losses,
-                of_gradients,
-            )
-
-
-def _nt_xent_kernel(reduction: str, tf32: bool) -> Callable[..., Tensor]:
-    def loss(view1: Tensor, view2: Tensor) -> Tensor:
-        value: Tensor = _ops.nt_xent(view1, view2, _TEMPERATURE, reduction, True, tf32)[0]
-        return value
-
-    return loss
+def _nt_xent(products: float) -> Iterator[Case]:
+    for rows, width, reduction in (
+        *((150, 40, "mean"), (37, 43, "none"), (9, 300, "sum")),
+        *((9, width, "mean") for width in _EVEN_WIDTHS),
+    ):
+        yield from _contrastive_case(
+            f"2 x {rows} x {width}, {reduction}",
+            _contrastive_inputs(rows, rows, width),
+            lambda view1, view2, reduction=reduction: _ops.nt_xent(view1, view2, _TEMPERATURE, reduction, True, False)[
+                0
+            ],
+            _of_reference(nt_xent, reduction),
+            products,
+        )
 
 
 def _of_reference(loss: Callable[..., Tensor], reduction: str) -> Callable[..., Tensor]:
     return lambda first, second: loss(first, second, _TEMPERATURE, reduction)
+
+
+def _similarity_logsumexp(products: float) -> Iterator[Case]:
+    numbers = torch.arange(300)
+    excluded = numbers[:37, None] % 7 == numbers % 5
+    inputs = [*_contrastive_inputs(37, 300, 43), numbers[:37] * 3 % 50, numbers[:37] % 11, numbers % 9, excluded]
+
+    def of_reference(query: Tensor, key: Tensor, positives: Tensor, *left_out: Tensor) -> Tensor:
+        return torch.cat(similarity_logsumexp(query, key, positives, left_out[:2], left_out[2]))  # type: ignore[arg-type]
+
+    yield from _contrastive_case(
+        "37 x 300 x 43, all options",
+        inputs,
+        lambda *tensors: torch.cat(_ops.similarity_logsumexp(*tensors, True)),
+        of_reference,
+        products,
+    )
+
+
+def _sigmoid_loss(products: float) -> Iterator[Case]:
+    yield from _contrastive_case(
+        "300 x 300 x 43",
+        _contrastive_inputs(300, 300, 43),
+        lambda query, key: _ops.sigmoid_loss(query, key, True, True)[0],
+        lambda query, key: sigmoid_loss(query, key, 1.0, 0.0, "sum"),
+        products,
+    )
 
 
 # Linear CKA

@@ -28,8 +28,8 @@ def similarity_logsumexp(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Log-sum-exps of q_i . k_j over the keys, over the queries, and the positives' q_i . k_p(i).
 
-    The compiled operator forms all of them from one pass over the B x N products, which it never holds; what it saves
-    for the backward pass is its inputs and results. Elsewhere the reference holds the B x N products.
+    The compiled operators form all of them from one pass over the B x N products, which they never hold; what they save
+    for the backward pass is their inputs and results. Elsewhere the reference holds the B x N products.
 
     Args:
         query: [B, d], floating.
@@ -75,14 +75,14 @@ def similarity_gradients(
         [B, d] and [N, d], float64 where an input is float64, else float32.
     """
     with torch.no_grad():
-        operator = native.operator("similarity_logsumexp_gradients", query, key)
-        if operator is None:
+        if native.operator("similarity_logsumexp", query, key) is None:
             return _reference.similarity_gradients(
                 query, key, rows, row_weights, columns, column_weights, positives, positive_weights, labels, excluded
             )
         results = (rows, columns, row_weights, column_weights, positive_weights)
         given = (query.new_empty(0) if one is None else one.double().contiguous() for one in results)
         tensors = _as_tensors(query, positives, labels, excluded)
+        operator = torch.ops.fedkernels.similarity_logsumexp_gradients.default
         gradients: tuple[Tensor, Tensor] = operator(query.contiguous(), key.contiguous(), *tensors, *given, True, True)
         return gradients
 

@@ -26,7 +26,7 @@ class Compiled:
     def __init__(self, path: str) -> None:
         self.path = path
 
-    def bindings(self, text: str, name: str) -> ctypes.CDLL:
+    def bindings(self, text: str, name: str, kernels: str) -> ctypes.CDLL:
         return ctypes.CDLL(self.path)
 
 

@@ -161,17 +161,17 @@ class Compiler:
         path = ROOT / source if "/" in source else ROOT / "csrc/cuda" / source
         return self.compile(planted(path, old, new), path.stem)
 
-    def bindings(self, text: str, name: str) -> ctypes.CDLL:
-        """C++ of csrc/ops for CUDA with all emulated kernels. Its operators are torch.ops.<name>'s, for the CPU."""
+    def bindings(self, text: str, name: str, kernels: str = "*.cu") -> ctypes.CDLL:
+        """C++ of csrc/ops for CUDA with emulated kernels. Its operators are torch.ops.<name>'s, for the CPU."""
         require_headers_of_torch()
-        kernels = [self.load(path.name).kernel for path in sorted((ROOT / "csrc/cuda").glob("*.cu"))]
+        kernel_files = [self.load(path.name).kernel for path in sorted((ROOT / "csrc/cuda").glob(kernels))]
         folder = Path(tempfile.mkdtemp(prefix=name, dir=self.folder))
         (folder / "bindings.cpp").write_text(text, encoding="utf-8")
         flags = [flag for flag in _FLAGS if flag != "-O1"]  # they compile in half the time without
         flags += ["-fvisibility=hidden", f"-DCUDA_ON_CPU_LIBRARY={name}", f"-DTORCH_TARGET_VERSION={TORCH_TARGET}"]
         include = [f"-I{HERE / 'include'}", f"-I{ROOT / 'csrc'}", "-isystem", TORCH / "include"]
         _run([_COMPILER, *flags, *include, "-c", folder / "bindings.cpp", "-o", folder / "bindings.o"])
-        objects = [folder / "bindings.o", *kernels, self.folder / "runtime.o"]
+        objects = [folder / "bindings.o", *kernel_files, self.folder / "runtime.o"]
         library = folder / f"{name}.so"
         _run([_COMPILER, *_FLAGS, "-shared", *objects, f"-L{TORCH / 'lib'}", "-ltorch_cpu", "-o", library])
         return ctypes.CDLL(str(library))

@@ -10,10 +10,7 @@ from tests.cuda_on_cpu.emulation import ROOT, Compiler
 
 CUDA = ROOT / "csrc/cuda"
 # Headers that hold kernels, or parts of them: their text stands in the files that include them.
-HEADERS = (
-    *("contrastive_launch.h", "contrastive_tensor_cores.h", "contrastive_precisions.h", "contrastive_join.h"),
-    "unbalanced_ot_solver.h",
-)
+HEADERS = ("unbalanced_ot_solver.h",)
 PRELUDE = 'extern "C" {\n__attribute__((weak)) int fedkernels_fault = 0;\n}\n'
 
 
@@ -47,90 +44,69 @@ FAULTS = [
         "const double weight = solver.solve(gram, FAULT ? 0 : problem * entries, tol);",
     ),
     Fault(
-        *("contrastive_kernel", "bfloat16", "info_nce", "contrastive_precisions.h"),
-        "pack_bfloat(first, second)",
-        "pack_bfloat(first, FAULT ? first : second)",
+        *("contrastive_kernel", "bfloat16", "info_nce", "contrastive_tensor_cores.cu"),
+        "return pack_bfloat(first, second);",
+        "return pack_bfloat(first, FAULT ? first : second);",
     ),
     Fault(
-        *("contrastive_kernel", "float16", "nt_xent", "contrastive_precisions.h"),
-        "pack_half(first, second)",
-        "pack_half(first, FAULT ? first : second)",
+        *("contrastive_kernel", "float16", "info_nce", "contrastive_tensor_cores.cu"),
+        "return pack_half(first, second);",
+        "return pack_half(first, FAULT ? first : second);",
     ),
     Fault(
-        *("contrastive_kernel", "tf32", "info_nce", "contrastive_precisions.h"),
-        "__float_as_uint(from[PITCH + 8])",
-        "__float_as_uint(from[FAULT ? 8 : PITCH + 8])",
+        *("contrastive_kernel", "all, the last tile", "info_nce", "contrastive_tensor_cores.cu"),
+        "if (column >= pass.column_count) logits",
+        "if (column >= pass.column_count + FAULT) logits",
     ),
     Fault(
-        *("contrastive_kernel", "all, the last tile", "nt_xent", "contrastive_tensor_cores.h"),
-        "if (column >= pass.column_count || (pass.leave_out_self && column == row)) {",
-        "if (column >= pass.column_count + FAULT || (pass.leave_out_self && column == row)) {",
-    ),
-    Fault(
-        *("contrastive_kernel", "all, scaling of sums", "info_nce", "contrastive_tensor_cores.h"),
+        *("contrastive_kernel", "all, scaling of sums", "info_nce", "contrastive_tensor_cores.cu"),
         "total[m][h] *= factor;",
         "total[m][h] *= FAULT ? 1 : factor;",
     ),
     Fault(
-        *("contrastive_kernel", "all, the second pass", "info_nce", "contrastive_tensor_cores.h"),
-        "column_share[e] = from[T::COLUMNS + e] * WEIGHT_SCALE;",
-        "column_share[e] = from[T::COLUMNS + (FAULT ? 0 : e)] * WEIGHT_SCALE;",
+        *("join_kernel", "all", "info_nce", "contrastive_tensor_cores.cu"),
+        "sum / total - T::Precision",
+        "sum / (total + FAULT) - T::Precision",
     ),
     Fault(
-        *("contrastive_kernel", "bfloat16 and float16, wide rows", "nt_xent", "contrastive_tensor_cores.h"),
-        "const int half = ONE ? d : n % 2;",
-        "const int half = ONE ? (FAULT ? 0 : d) : n % 2;",
+        *("row_sums_kernel", "float32", "nt_xent", "contrastive_tiles.cu"),
+        "if (left_out(tile, row, tile.first_column + c, positive)) continue;",
+        "if (left_out(tile, row, tile.first_column + c + (FAULT && sizeof(Number) == 4), positive)) continue;",
     ),
     Fault(
-        *("contrastive_kernel", "all, both sums given", "nt_xent", "contrastive_tensor_cores.h"),
-        "(logit - largest[m][h]) * pass.scale) * total[m][h];",
-        "(logit - largest[m][h]) * pass.scale) * total[m][FAULT ? 0 : h];",
+        *("row_sums_kernel", "float64", "info_nce", "contrastive_tiles.cu"),
+        "if (of_positives && in_tile >= 0 &&",
+        "if (of_positives && in_tile >= (FAULT && sizeof(Number) == 8) &&",
     ),
     Fault(
-        *("pad_kernel", "all", "info_nce", "contrastive_launch.h"),
-        "column < width ? Precision::rounded(",
-        "column < width - FAULT ? Precision::rounded(",
+        *("column_sums_kernel", "float32", "similarity_logsumexp", "contrastive_tiles.cu"),
+        "r < rows; r += GROUPS) {\n    if (counts(r)) total",
+        "r < rows - (FAULT && sizeof(Number) == 4); r += GROUPS) {\n    if (counts(r)) total",
     ),
     Fault(
-        *("contrastive_wide_kernel", "float32", "nt_xent", "contrastive_wide.cu"),
-        "total[i] *= factor;",
-        "total[i] *= FAULT && sizeof(T) == 4 ? T(1) : factor;",
+        *("weights_kernel", "bfloat16", "nt_xent", "contrastive_tiles.cu"),
+        "return bfloat_to_float(bits);",
+        "return bfloat_to_float(bits) + FAULT * 1e3f;",
     ),
     Fault(
-        *("contrastive_wide_kernel", "float64", "info_nce", "contrastive_wide.cu"),
-        "if (column < pass.width) to[column] = gradient[i][n][e];",
-        "if (column < pass.width) to[column] = gradient[i][n][FAULT && sizeof(T) == 8 ? 0 : e];",
+        *("weights_kernel", "float16", "info_nce", "contrastive_tiles.cu"),
+        "const uint16_t bits = float_to_half(static_cast<float>(value));",
+        "const uint16_t bits = float_to_half(static_cast<float>(value)) & (FAULT ? 0xff00 : 0xffff);",
     ),
     Fault(
-        *("join_kernel", "sums in float32", "info_nce", "contrastive_join.h"),
-        "const Number factor = pass.given ?",
-        "const Number factor = pass.given || (FAULT && sizeof(Number) == 4) ?",
+        *("weights_kernel", "float32", "similarity_logsumexp", "contrastive_tiles.cu"),
+        "given.column_weights, column, tile.scale);",
+        "given.column_weights, column + (FAULT && sizeof(Number) == 4 && column > 0 ? -1 : 0), tile.scale);",
     ),
     Fault(
-        *("join_kernel", "sums in float64", "info_nce", "contrastive_join.h"),
-        "times = 1;\n",
-        "times = 1 - (FAULT && sizeof(Number) == 8) * 1e-6;\n",
+        *("weights_kernel", "float64", "info_nce", "contrastive_tiles.cu"),
+        "static_cast<Number>(weights[index]) : 0;",
+        "static_cast<Number>(weights[index] * (1 + (FAULT && sizeof(Number) == 8) * 1e-6)) : 0;",
     ),
     Fault(
-        *("join_kernel", "bfloat16, gradients of that dtype", "info_nce", "contrastive_join.h"),
-        "gradient, static_cast<int64_t>(row) * pass.width + column, (sum * share - taken) / pass.temperature * by);",
-        "gradient, static_cast<int64_t>(row) * pass.width + column,\n"
-        "              FAULT && gradient.dtype == DType::bf16 ? 0 : (sum * share - taken) / pass.temperature * by);",
-    ),
-    Fault(
-        *("sum_kernel", "all", "info_nce", "contrastive_losses.cu"),
-        "write_one(result, 0, sum / divisor);",
-        "write_one(result, 0, FAULT ? sum / (divisor + 1) : sum / divisor);",
-    ),
-    Fault(
-        *("weights_kernel", "float32", "info_nce", "contrastive_losses.cu"),
-        "static_cast<Number>(given[i] / unit);",
-        "static_cast<Number>(given[FAULT && sizeof(Number) == 4 ? 0 : i] / unit);",
-    ),
-    Fault(
-        *("weights_kernel", "float64", "nt_xent", "contrastive_losses.cu"),
-        "weights[count] = static_cast<Number>(unit);",
-        "weights[count] = static_cast<Number>(FAULT && sizeof(Number) == 8 ? unit / 2 : unit);",
+        *("sigmoid_kernel", "float32", "sigmoid_loss", "contrastive_tiles.cu"),
+        "const Number sign = c == positive ?",
+        "const Number sign = c == positive + (FAULT && sizeof(Number) == 4) ?",
     ),
     Fault(
         *("maxima_kernel", "float32", "linear_cka", "linear_cka_prepare.cu"),

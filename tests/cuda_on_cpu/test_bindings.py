@@ -33,7 +33,7 @@ from fedkernels import (
     supervised_contrastive_loss,
     unbalanced_ot,
 )
-from fedkernels.internal import checks, linear_cka_cuda, native, transport_warnings
+from fedkernels.internal import checks, contrastive_cuda, linear_cka_cuda, native, transport_warnings
 from fedssl.regularizers.uniformity import Uniformity
 from tests.cuda_on_cpu.emulation import ORDERS, ROOT, SANITIZED, planted
 from tests.cuda_on_cpu.host_reads import HostReadError, no_host_reads
@@ -49,7 +49,6 @@ from tests.fedkernels.test_cuda import (
     assert_equal,
     assert_near,
     randn,
-    weighted,
     with_gradients,
 )
 from tests.fedssl.regularizers.terms import Local, step_of
@@ -57,8 +56,9 @@ from tests.fedssl.regularizers.terms import Local, step_of
 OPS = ROOT / "csrc/ops"
 SOURCES = sorted(OPS.glob("*_cuda.cpp"))
 OF_REFERENCES = "apply_deltas", "delta_gram"  # which have no CUDA kernels
-# What fedkernels/linear_cka.py registers for CUDA.
+# What fedkernels/linear_cka.py and fedkernels/internal/contrastive.py register for CUDA.
 IN_PYTHON = {
+    **contrastive_cuda.OPERATORS,
     "linear_cka": linear_cka_cuda.linear_cka,
     "linear_cka_to_kernel": linear_cka_cuda.linear_cka_to_kernel,
     "linear_cka_pairwise": linear_cka_cuda.linear_cka_pairwise,
@@ -71,8 +71,7 @@ pytestmark = [
 
 
 def without_those_for_the_cpu(operator: Callable[..., object]) -> Callable[..., object]:
-    alone = {*native.CPU_ONLY, "similarity_logsumexp_gradients"}
-    return lambda name, *tensors: None if name in alone else operator(name, *tensors)
+    return lambda name, *tensors: None if name in native.CPU_ONLY else operator(name, *tensors)
 
 
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -84,7 +83,7 @@ def host_copy(tensor: torch.Tensor) -> torch.Tensor:
 class Bindings:
     """The operators of some C++ as torch.ops.<library>'s."""
 
-    def __init__(self, compiler, texts: Sequence[str], library: str) -> None:
+    def __init__(self, compiler, texts: Sequence[str], library: str, kernels: str = "*.cu") -> None:
         if native.module is None:
             pytest.skip("the operators are declared by fedkernels._C, which is not compiled")
         text = "\n".join(texts)  # of all files, for torch's headers are most of the work
@@ -92,7 +91,7 @@ class Bindings:
         self.declared = torch.library.Library(library, "FRAGMENT")
         for name in names:
             self.declared.define(name + native.SCHEMAS[name])
-        self.handle = compiler.bindings(text, library)
+        self.handle = compiler.bindings(text, library, kernels)
         self.operators = {name: getattr(getattr(torch.ops, library), name).default for name in names}
         self.arrival = Mock(**{"query.return_value": True})  # of what is copied to the host meanwhile
 
@@ -154,6 +153,7 @@ def of_batches(make: type[CKAAccumulator] | type[MinibatchCKA]) -> Callable[...,
     return call
 
 
+SIMILARITIES = {"similarity_logsumexp", "similarity_logsumexp_gradients"}
 # What has no CUDA kernels of its own: the kernels of others that it calls, or none where its reference serves.
 WITHOUT_OWN_KERNELS = {
     "info_nce, a tensor of temperature": (
@@ -170,7 +170,7 @@ WITHOUT_OWN_KERNELS = {
         ),
     ),
     "info_nce, positives and labels": (
-        set(),
+        SIMILARITIES,
         Case(
             with_gradients(
                 lambda q, k: info_nce(q, k, 0.3, positives=NUMBERS[1:38], labels=(NUMBERS[:37] % 5, NUMBERS % 5))
@@ -181,7 +181,7 @@ WITHOUT_OWN_KERNELS = {
         ),
     ),
     "info_nce, excluded": (
-        set(),
+        SIMILARITIES,
         Case(
             with_gradients(lambda q, k: info_nce(q, k, 0.3, excluded=NUMBERS[:37, None] % 7 == NUMBERS % 5)),
             [ROWS, MORE],
@@ -193,17 +193,17 @@ WITHOUT_OWN_KERNELS = {
         {"nt_xent"},
         Case(with_gradients(lambda p, q, t: nt_xent(p, q, t)), [ROWS, MORE[:37], torch.tensor(0.3)], FP32, 1e-5),
     ),
-    "clip_loss": ({"info_nce"}, Case(with_gradients(lambda p, q: clip_loss(p, q, 0.7)), [ROWS, MORE[:37]], FP32, 1e-5)),
+    "clip_loss": (SIMILARITIES, Case(with_gradients(lambda p, q: clip_loss(p, q, 0.7)), [ROWS, MORE[:37]], FP32, 1e-5)),
     "supervised_contrastive_loss, an even number of rows": (
         {"nt_xent", "nt_xent_gradients"},
         Case(with_gradients(lambda z: supervised_contrastive_loss(z, NUMBERS[:36] % 5, 2.0)), [ROWS[:36]], FP32, 1e-5),
     ),
     "supervised_contrastive_loss, an odd number of rows": (
-        set(),
+        SIMILARITIES,
         Case(with_gradients(lambda z: supervised_contrastive_loss(z, NUMBERS[:37] % 5, 2.0)), [ROWS], FP32, 1e-5),
     ),
     "sigmoid_loss": (
-        set(),
+        {"sigmoid_loss"},
         Case(with_gradients(lambda p, q: sigmoid_loss(p, q, 0.7, -2.0)), [ROWS, MORE[:37]], FP32, 1e-5),
     ),
     "linear_cka_to_kernel, a gradient in the kernel": (
@@ -242,8 +242,7 @@ WITHOUT_OWN_KERNELS = {
 # In a file of csrc/ops, and the case that finds it.
 FAULTS = {
     "client_weights": ("client_weights", "device.stream()", "nullptr"),
-    "info_nce, float32": ("info_nce", "pass.column_share = pass.row_share", "pass.column_share = pass.row_largest"),
-    "nt_xent, float32": ("nt_xent", "pass.shift = batch;", "pass.shift = batch - 1;"),
+    "info_nce, float32": ("contrastive", "tile.scale = scale;", "tile.scale = 1.01 * scale;"),
     "linear_cka, centered": ("linear_cka", "given.centered = centered;", "given.centered = !centered;"),
     "two_views": ("two_views", "batch.views[1] = data_or_null(second)", "batch.views[1] = data_or_null(first)"),
     "unbalanced_ot": ("unbalanced_ot", "tau_a,\n                                     tau_b", "tau_b, tau_a"),
@@ -268,7 +267,8 @@ def check(bindings, name):
     with bindings.on_cuda() as called, no_host_reads(inputs) as watch:
         found = case.call(*inputs)
     assert called
-    assert watch.seen_in_bindings  # it sees what C++ calls
+    # It sees what C++ calls; that of the contrastive losses calls nothing.
+    assert watch.seen_in_bindings or any(one.startswith("contrastive_") for one in called)
     assert_near(found, truth, case.tolerance)
     with bindings.on_cuda(ORDERS[1]):
         again = case.call(*inputs)
@@ -276,7 +276,8 @@ def check(bindings, name):
 
 
 def test_every_operator_is_there(bindings):
-    assert {*native.COMPILED, *native.PARTS} - native.CPU_ONLY <= {*bindings.operators, *IN_PYTHON}
+    parts = {*native.PARTS, *native.CONTRASTIVE_PARTS}
+    assert {*native.COMPILED, *parts} - native.CPU_ONLY <= {*bindings.operators, *IN_PYTHON}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -292,32 +293,8 @@ def test_without_own_kernels(bindings, name):
     truth = case.call(*(tensor.double() for tensor in inputs))
     with bindings.on_cuda() as called, nullcontext() if "interior" in name else no_host_reads(inputs):
         found = case.call(*inputs)
-    assert set(called) == kernels
+    assert {name for name in called if not name.startswith("contrastive_")} == kernels
     assert_near(found, truth, case.tolerance)
-
-
-@pytest.fixture(scope="module")
-def few_rows(compiler):
-    """info_nce whose sums have room for 128 rows, where it is thousands."""
-    header = planted(OPS / "contrastive_cuda.h", "cuda::CONTRASTIVE_SUMS_AT_A_TIME", "1").replace("#pragma once", "")
-    text = planted(OPS / "info_nce_cuda.cpp", '#include "ops/contrastive_cuda.h"\n', header)
-    return Bindings(compiler, [text], "cuda_on_cpu_few_rows")
-
-
-@pytest.mark.parametrize(
-    ("of_query", "of_key", "tolerance"), [(BF16, BF16, 1e-2), (FP16, FP16, 2e-3), (BF16, FP32, 1e-2)]
-)
-def test_gradients_of_some_rows_at_a_time(few_rows, of_query, of_key, tolerance):
-    """Gradients that are narrower than their sums."""
-    inputs = [randn(150, 40).to(of_query), randn(300, 40, seed=1).to(of_key)]
-    call = with_gradients(
-        lambda q, k: weighted(info_nce(q, k, 0.3, "none", recompute=True)) / 100
-    )  # float16 holds that
-    with few_rows.on_cuda() as called, no_host_reads(inputs):
-        found = call(*inputs)
-    assert called == ["info_nce", "info_nce_gradients"]
-    assert [one.dtype for one in found[1:]] == [of_query, of_key]
-    assert_near(found, call(*(tensor.double() for tensor in inputs)), tolerance)
 
 
 def test_no_problems(bindings):
@@ -344,10 +321,12 @@ def test_bad_arguments_are_refused(bindings):
     x, half = torch.ones(4, 3), torch.ones(4, 3, dtype=FP16)
     for name, arguments, message in (
         ("client_weights", (torch.ones(129, 129), 1e-8), "K <= 128"),
-        ("info_nce", (x, x[:3], 0.5, "mean", True, True, False), "N >= B"),
-        ("info_nce", (x, x, 0.5, "most", True, True, False), "reduction must be"),
-        ("info_nce_gradients", (x, x, 0.5, torch.ones(4), True, True, False), "weights must be float64"),
-        ("nt_xent", (x, x[:3], 0.5, "mean", True, False), "the same shape"),
+        ("contrastive_in_one", (half, half[:3], 0.5, True), "N >= B"),
+        ("contrastive_in_one", (half, x, 0.5, True), "both float16"),
+        ("contrastive_in_one", (half, half, 0.5, True), "64, 128 or 256 columns"),
+        ("contrastive_sigmoid", (x, [0, 1, 3, 0, 0], x[:, 0].double().contiguous(), True), "a tile of a matrix"),
+        ("contrastive_sigmoid", (half, [0, 0, 3, 0, 0], x[:, 0].double().contiguous(), True), "float32 or float64"),
+        ("contrastive_sigmoid", (x, [1, 0, 3, 0, 0], x[:, 0].double().contiguous(), True), "long enough"),
         ("linear_cka_prepare", ([x, x[:3]], False), "the same L"),
         ("linear_cka_prepare", ([x, x.int()], False), "must be float16"),
         ("linear_cka_combine", (half[None], half[None], torch.ones(1, 2), True, True, True), "float32 or float64"),

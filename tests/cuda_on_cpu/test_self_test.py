@@ -10,6 +10,7 @@ import torch
 import fedkernels
 from fedkernels import reference
 from fedkernels.internal import first_contact, native, self_test_cases, self_test_process
+from fedkernels.internal.contrastive import with_bias
 from fedkernels.internal.self_test_outcomes import PASSED, Result
 from tests.cuda_on_cpu.emulated_card import CARD, EmulatedCard
 from tests.cuda_on_cpu.emulation import ROOT, SANITIZED
@@ -70,6 +71,14 @@ CALLS = {
     "nt_xent": (
         lambda: gradient(lambda x, y: fedkernels.nt_xent(x, y, 0.3)),
         lambda: gradient(lambda x, y: reference.nt_xent.nt_xent(x, y, 0.3)),
+    ),
+    "sigmoid_loss": (
+        lambda: gradient(lambda x, y: fedkernels.sigmoid_loss(x, y, 2.0, -1.0)),
+        lambda: gradient(lambda x, y: reference.sigmoid_loss.sigmoid_loss(*with_bias(x, y, 2.0, -1.0), 1.0, 0.0)),
+    ),
+    "similarity_logsumexp": (
+        lambda: gradient(lambda x, y: fedkernels.clip_loss(x, y, 2.0)),
+        lambda: gradient(lambda x, y: reference.clip_loss.clip_loss(x, y, 2.0)),
     ),
     "two_views": (
         lambda: fedkernels.two_views(IMAGES, torch.arange(2), fedkernels.ViewKey(1))[0],

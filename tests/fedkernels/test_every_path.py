@@ -404,6 +404,7 @@ RECORDS = {
     "self_test": Because("it tests the others"),
 }
 
+WITHIN_CONTRASTIVE = Because("called below autograd, by the contrastive losses of tensors on CUDA")
 WITHIN_CKA = Because("a part of linear_cka, which torch.compile takes as one operator")
 BY_WEIGHTS = "fedkernels/test_compiled_operators.py::test_gradients_by_weights"
 # The opcheck of every operator that is registered.
@@ -415,6 +416,7 @@ OPERATORS = {name: f"{OPCHECK}[{name}]" for name in native.COMPILED} | {
     "distributed_losses": DISTRIBUTED + "opcheck",
     "distributed_gradients": DISTRIBUTED + "opcheck_of_the_gradients",
     **dict.fromkeys(native.PARTS, WITHIN_CKA),
+    **dict.fromkeys(native.CONTRASTIVE_PARTS, WITHIN_CONTRASTIVE),
 }
 
 

@@ -1,0 +1,221 @@
+// The contrastive losses between torch's products: sums of the exponentials of a tile of logits by its rows and
+// columns, and the weights of its pairs, which two more products make gradients of.
+//
+// A tile lies in the second-level cache, so each kernel may read it twice. Log-sum-exps are float64 in memory, and a
+// difference to one is formed in two steps: a float32 exponent is as exact where logits are thousands as where they
+// are small.
+#include "cuda/contrastive.h"
+#include "cuda/dtype.h"
+#include "cuda/launch.h"
+#include "cuda/reduce.h"
+
+namespace fedkernels::cuda {
+
+namespace {
+
+constexpr int THREADS = 256, GROUPS = 32, ROWS_OF_BLOCK = 16;
+
+__device__ inline float exponential(float x) { return expf(x); }
+__device__ inline double exponential(double x) { return exp(x); }
+__device__ inline float log_of_one_and(float x) { return log1pf(x); }
+__device__ inline double log_of_one_and(double x) { return log1p(x); }
+
+// exp((x - y) scale); equal infinities count as equal numbers.
+template <typename Number>
+__device__ inline Number exponential_of_difference(Number x, Number y, Number scale) {
+  return x == y ? 1 : exponential((x - y) * scale);
+}
+
+__device__ inline double log_of_sum(double x, double y) {
+  const double larger = x < y ? y : x, smaller = x < y ? x : y;
+  return larger + log1p(x == y ? 1 : exp(smaller - larger));
+}
+
+__device__ inline int64_t positive_of(const ContrastiveTile& tile, int64_t row) {
+  if (tile.positives) return tile.positives[row];
+  if (tile.shift < 0) return -1;
+  const int64_t column = row + tile.shift;
+  return column < tile.all_columns ? column : column - tile.all_columns;
+}
+
+__device__ inline bool left_out(const ContrastiveTile& tile, int64_t row, int64_t column, int64_t positive) {
+  if (column == positive) return false;
+  return (tile.leave_out_self && column == row) ||
+         (tile.row_labels && tile.row_labels[row] == tile.column_labels[column]) ||
+         (tile.excluded && tile.excluded[row * tile.all_columns + column]);
+}
+
+// One block a row.
+template <typename Number>
+__global__ void __launch_bounds__(THREADS, 4) row_sums_kernel(ContrastiveTile tile, double* sums, double* of_positives) {
+  SHARED(largest_of_warps, Number[THREADS / 32]);
+  SHARED(total_of_warps, double[THREADS / 32]);
+  const int64_t row = tile.first_row + blockIdx.x, positive = positive_of(tile, row);
+  const Number* const products = static_cast<const Number*>(tile.products) + blockIdx.x * tile.columns;
+  const Number scale = static_cast<Number>(tile.scale);
+  Number largest = -INFINITY, total = 0;
+  for (int64_t c = threadIdx.x; c < tile.columns; c += THREADS) {
+    if (!left_out(tile, row, tile.first_column + c, positive)) largest = Greatest()(largest, products[c]);
+  }
+  largest = block_reduce(largest, largest_of_warps, Greatest());
+  for (int64_t c = threadIdx.x; c < tile.columns; c += THREADS) {
+    if (left_out(tile, row, tile.first_column + c, positive)) continue;
+    total += exponential_of_difference(products[c], largest, scale);
+  }
+  const double sum = block_reduce(static_cast<double>(total), total_of_warps, Sum());
+  if (threadIdx.x) return;
+  sums[row] = log_of_sum(sums[row], largest * tile.scale + log(sum));
+  const int64_t in_tile = positive - tile.first_column;
+  if (of_positives && in_tile >= 0 && in_tile < tile.columns) of_positives[row] = products[in_tile] * tile.scale;
+}
+
+// One block for 32 columns: a lane has a column, a warp every 32nd row of them.
+template <typename Number>
+__global__ void __launch_bounds__(32 * GROUPS) column_sums_kernel(ContrastiveTile tile, double* sums) {
+  SHARED(of_groups, Number[GROUPS][32]);
+  const int lane = threadIdx.x % 32, group = threadIdx.x / 32;
+  const int64_t c = static_cast<int64_t>(blockIdx.x) * 32 + lane, column = tile.first_column + c;
+  const int64_t rows = c < tile.columns ? tile.rows : 0;
+  const Number* const products = static_cast<const Number*>(tile.products) + c;
+  const Number scale = static_cast<Number>(tile.scale);
+  const auto counts = [&](int64_t r) {
+    return !left_out(tile, tile.first_row + r, column, positive_of(tile, tile.first_row + r));
+  };
+  Number largest = -INFINITY, total = 0;
+  for (int64_t r = group; r < rows; r += GROUPS) {
+    if (counts(r)) largest = Greatest()(largest, products[r * tile.columns]);
+  }
+  of_groups[group][lane] = largest;
+  __syncthreads();
+  for (int i = 0; i < GROUPS; ++i) largest = Greatest()(largest, of_groups[i][lane]);
+  for (int64_t r = group; r < rows; r += GROUPS) {
+    if (counts(r)) total += exponential_of_difference(products[r * tile.columns], largest, scale);
+  }
+  __syncthreads();  // all have read the largest
+  of_groups[group][lane] = total;
+  __syncthreads();
+  if (group || c >= tile.columns) return;
+  double sum = 0;
+  for (int i = 0; i < GROUPS; ++i) sum += of_groups[i][lane];
+  sums[column] = log_of_sum(sums[column], largest * tile.scale + log(sum));
+}
+
+// A log-sum-exp in units of the products, and the weight of its exponentials.
+template <typename Number>
+struct Sums {
+  Number high, low, weight;
+
+  __device__ void read(const double* sums, const double* weights, int64_t index, double scale) {
+    const double sum = weights ? sums[index] / scale : -INFINITY;
+    high = static_cast<Number>(sum);
+    low = fabs(sum) < INFINITY ? static_cast<Number>(sum - high) : 0;
+    weight = weights ? static_cast<Number>(weights[index]) : 0;
+  }
+  // Where nothing was summed, nothing has a weight.
+  __device__ Number weight_of(Number product, Number scale) const {
+    return high == -INFINITY ? 0 : exponential((product - high - low) * scale) * weight;
+  }
+};
+
+// Writes the value, and returns it as it was rounded.
+template <typename Number>
+__device__ inline Number stored(const Array& to, int64_t at, Number value) {
+  if (to.dtype == DType::bf16) {
+    const uint16_t bits = float_to_bfloat(static_cast<float>(value));
+    static_cast<uint16_t*>(to.data)[at] = bits;
+    return bfloat_to_float(bits);
+  }
+  if (to.dtype == DType::f16) {
+    const uint16_t bits = float_to_half(static_cast<float>(value));
+    static_cast<uint16_t*>(to.data)[at] = bits;
+    return half_to_float(bits);
+  }
+  static_cast<Number*>(to.data)[at] = value;
+  return value;
+}
+
+// A thread has a column, and some rows of it.
+template <typename Number>
+__global__ void __launch_bounds__(THREADS) weights_kernel(ContrastiveTile tile, ContrastiveWeights given) {
+  SHARED(of_rows, Sums<Number>[ROWS_OF_BLOCK]);
+  SHARED(positives, int64_t[ROWS_OF_BLOCK]);
+  const int64_t first = static_cast<int64_t>(blockIdx.y) * ROWS_OF_BLOCK;
+  const int rows = static_cast<int>(tile.rows - first < ROWS_OF_BLOCK ? tile.rows - first : ROWS_OF_BLOCK);
+  if (static_cast<int>(threadIdx.x) < rows) {
+    const int64_t row = tile.first_row + first + threadIdx.x;
+    of_rows[threadIdx.x].read(given.rows, given.row_weights, row, tile.scale);
+    positives[threadIdx.x] = positive_of(tile, row);
+  }
+  __syncthreads();
+  const int64_t c = static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x, column = tile.first_column + c;
+  if (c >= tile.columns) return;
+  Sums<Number> of_column;
+  of_column.read(given.columns, given.column_weights, column, tile.scale);
+  const Number* const products = static_cast<const Number*>(tile.products);
+  const Number scale = static_cast<Number>(tile.scale), factor = static_cast<Number>(given.factor);
+  for (int r = 0; r < rows; ++r) {
+    const int64_t row = tile.first_row + first + r, at = (first + r) * tile.columns + c;
+    const Number product = products[at];
+    Number weight = 0;
+    if (!left_out(tile, row, column, positives[r])) {
+      weight = of_rows[r].weight_of(product, scale) + of_column.weight_of(product, scale);
+    }
+    const bool positive = column == positives[r];
+    if (positive && given.positive_weights) weight += static_cast<Number>(given.positive_weights[row]);
+    const Number rest = weight * factor - stored(given.weights, at, weight * factor);
+    if (positive && given.rest) given.rest[row] = static_cast<float>(rest);
+  }
+}
+
+// One block a row.
+template <typename Number>
+__global__ void __launch_bounds__(THREADS) sigmoid_kernel(ContrastiveTile tile, double* sums, bool derivatives) {
+  SHARED(of_warps, double[THREADS / 32]);
+  const int64_t row = tile.first_row + blockIdx.x, positive = positive_of(tile, row) - tile.first_column;
+  Number* const products = static_cast<Number*>(tile.products) + blockIdx.x * tile.columns;
+  const Number scale = static_cast<Number>(tile.scale);
+  Number total = 0;
+  for (int64_t c = threadIdx.x; c < tile.columns; c += THREADS) {
+    const Number sign = c == positive ? 1 : -1, margin = sign * products[c] * scale;
+    const Number small = exponential(margin < 0 ? margin : -margin);  // exp(-|margin|)
+    total += log_of_one_and(small) + (margin < 0 ? -margin : 0);
+    if (derivatives) products[c] = -sign * (margin < 0 ? 1 / (1 + small) : small / (1 + small));
+  }
+  const double sum = block_reduce(static_cast<double>(total), of_warps, Sum());
+  if (threadIdx.x == 0) sums[row] += sum;
+}
+
+unsigned blocks(int64_t count, int64_t of_block) { return static_cast<unsigned>((count + of_block - 1) / of_block); }
+
+template <typename Number>
+const char* sums_of(const ContrastiveTile& tile, double* rows, double* columns, double* of_positives, Stream stream) {
+  const Shape of_rows = {dim3(blocks(tile.rows, 1)), dim3(THREADS)};
+  const char* error = launch(of_rows, stream, row_sums_kernel<Number>, tile, rows, of_positives);
+  if (error || !columns) return error;
+  const Shape of_columns = {dim3(blocks(tile.columns, 32)), dim3(32 * GROUPS)};
+  return launch(of_columns, stream, column_sums_kernel<Number>, tile, columns);
+}
+
+}  // namespace
+
+}  // namespace fedkernels::cuda
+
+using namespace fedkernels::cuda;
+
+extern "C" const char* cuda_contrastive_sums(const ContrastiveTile* tile, double* rows, double* columns,
+                                             double* of_positives, Stream stream) {
+  const auto sums = tile->wide ? sums_of<double> : sums_of<float>;
+  return sums(*tile, rows, columns, of_positives, stream);
+}
+
+extern "C" const char* cuda_contrastive_weights(const ContrastiveTile* tile, const ContrastiveWeights* given,
+                                                Stream stream) {
+  const Shape shape = {dim3(blocks(tile->columns, THREADS), blocks(tile->rows, ROWS_OF_BLOCK)), dim3(THREADS)};
+  return launch(shape, stream, tile->wide ? weights_kernel<double> : weights_kernel<float>, *tile, *given);
+}
+
+extern "C" const char* cuda_contrastive_sigmoid(const ContrastiveTile* tile, double* rows, bool derivatives,
+                                                Stream stream) {
+  const Shape shape = {dim3(blocks(tile->rows, 1)), dim3(THREADS)};
+  return launch(shape, stream, tile->wide ? sigmoid_kernel<double> : sigmoid_kernel<float>, *tile, rows, derivatives);
+}
