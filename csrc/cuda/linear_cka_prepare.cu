@@ -144,7 +144,7 @@ __device__ inline double add_warps(const double (&mine)[4]) {
 
 // sums[block, WIDTH]: the sums of the columns, of which the first row is subtracted.
 template <typename T>
-__global__ void __launch_bounds__(THREADS) column_sums_kernel(const CKAMatrices given, const T* maxima, double* sums) {
+__global__ void __launch_bounds__(THREADS) means_kernel(const CKAMatrices given, const T* maxima, double* sums) {
   const Part part(given);
   const T scale = scale_for(part.largest(maxima));
   T first[4];
@@ -222,7 +222,7 @@ const char* prepare(const CKAMatrices& given, T* z, double* scales, double* memo
   for (int i = 0; i < given.count; ++i) pitch += given.widths[i];
   const char* error = launch(shape_of(blocks), stream, maxima_kernel<T>, given, maxima);
   if (!error && given.centered) {
-    error = launch(shape_of(blocks), stream, column_sums_kernel<T>, given, maxima, sums);
+    error = launch(shape_of(blocks), stream, means_kernel<T>, given, maxima, sums);
   }
   if (error) return error;
   return launch(shape_of(blocks), stream, write_kernel<T>, given, maxima, sums, z, pitch, scales);

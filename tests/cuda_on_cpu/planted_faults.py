@@ -114,12 +114,12 @@ FAULTS = [
         "if (threadIdx.x == 0) maxima[blockIdx.x] = FAULT ? T(1) : largest;",
     ),
     Fault(
-        *("column_sums_kernel", "float32", "linear_cka", "linear_cka_prepare.cu"),
+        *("means_kernel", "float32", "linear_cka", "linear_cka_prepare.cu"),
         "mine[e] += static_cast<double>(values[e] * scale - first[e] * scale);",
         "mine[e] += static_cast<double>(values[e] * scale - first[FAULT && sizeof(T) == 4 ? 0 : e] * scale);",
     ),
     Fault(
-        *("column_sums_kernel", "float64", "linear_cka_pairwise", "linear_cka_prepare.cu"),
+        *("means_kernel", "float64", "linear_cka_pairwise", "linear_cka_prepare.cu"),
         "if (threadIdx.x < WIDTH) sums[",
         "if (threadIdx.x < (FAULT && sizeof(T) == 8 ? 1 : WIDTH)) sums[",
     ),

@@ -200,5 +200,5 @@ def test_a_first_use_may_be_traced(card, kind):
     with card.in_use("info_nce", test=test) as called, warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         value = kind(lambda x, y: fedkernels.info_nce(x, y, 0.3))(x, y)
-        assert called == ["info_nce"]
+        assert called[0] == "info_nce"
     torch.testing.assert_close(value, reference.info_nce.info_nce(x, y, 0.3))
