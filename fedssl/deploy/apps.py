@@ -1,8 +1,7 @@
 """The Flower app of a recipe, and the site's check that only apps approved by its owner run there.
 
 An app is the code that a site executes for a run. Flower's SuperNode gets it from the SuperLink and trusts the digest,
-name and version that the SuperLink states, by which it finds the code again on the site's disk. Here the site computes
-all of these from the app itself.
+name and version that the SuperLink states. Here the site computes all of these from the app itself.
 """
 
 from __future__ import annotations

@@ -83,8 +83,7 @@ def write_request(folder: Path) -> tuple[Path, str]:
 def answer_request(request: Path, folder: Path, consortium: Consortium) -> list[str]:
     """Accept a request, of which the name and the key alone count, in the coordinator's folder.
 
-    Register a site's public key, or issue the server's certificate; return a line for each thing done, with the
-    fingerprint that must be compared.
+    Register a site's key, or issue the server's certificate; return a line for each thing done, with the fingerprint.
 
     Raises:
         UserError: the request is damaged or not of this consortium; the site has another key, or this one was revoked.
