@@ -156,7 +156,11 @@ def build_federation(recipe: Recipe, dataset: Dataset | None = None, owner: int 
     check_precision(recipe.training.precision, device)
     images = dataset or load_dataset(recipe.data, recipe.seed)
     check_data(recipe, images)
-    client_rows = _deal(recipe, images, owner)
+    if owner is None:
+        client_rows = deal(images, recipe.partition, recipe.seed)
+    else:
+        client_rows = [torch.empty(0, dtype=torch.int64) for _ in architectures]
+        client_rows[owner] = torch.arange(len(images.train_labels))
     check_shares(recipe, client_rows, owner)
 
     def model_of(architecture: str, owner: str) -> Model:
@@ -216,14 +220,6 @@ def require_same_data(folder: Path, digests: Digests) -> None:
             f"the data of {folder} have changed since the run began: {listed(list(changed.values()), most=5)}; put the "
             "data back as they were, or start a new run"
         )
-
-
-def _deal(recipe: Recipe, dataset: Dataset, owner: int | None) -> list[Tensor]:
-    if owner is None:
-        return deal(dataset, recipe.partition, recipe.seed)
-    client_rows = [torch.empty(0, dtype=torch.int64) for _ in range(recipe.partition.clients)]
-    client_rows[owner] = torch.arange(len(dataset.train_labels))
-    return client_rows
 
 
 def _build_model(recipe: Recipe, dataset: Dataset, architecture: str, weights: Mapping[str, Weights]) -> Model:

@@ -1,8 +1,7 @@
 """The server's guard: an answer that cannot be right is refused, named, and left out of its round.
 
 It runs in `Method.aggregate`, before every aggregator and under every engine. It finds broken answers, not malicious
-ones: a client that sends plausible but wrong numbers passes. In doubt it accepts an answer, because leaving out an
-honest client is the greater harm.
+ones: plausible but wrong numbers pass. In doubt it accepts: leaving out an honest client is the greater harm.
 """
 
 from __future__ import annotations

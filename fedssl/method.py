@@ -284,8 +284,7 @@ class Method:
     def kept_entries(self, model: Model) -> list[str]:
         """Return the state-dict names of a client's model that its next round needs.
 
-        Online weights that the server sends anew, and a target network that starts every round as a copy of the online
-        one, are not among them.
+        The online weights that the server sends anew are not among them, nor a target network that each round copies.
         """
         renewed = ["online."] if self.starts_from_server else []
         if self.schedule.cuts or self.objective.fresh_target:

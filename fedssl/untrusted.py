@@ -42,11 +42,7 @@ def open_regular_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def read_regular_file(path: Path, most_bytes: int | None = None) -> bytes:
-    """Return the content of a regular file, see `open_regular_file`.
-
-    Args:
-        path: the file, or a link to it.
-        most_bytes: the largest size that is read; any size by default.
+    """Return the content of a regular file of at most `most_bytes` (default: any size); see `open_regular_file`.
 
     Raises:
         OSError: the file cannot be opened, is not a regular file, or is too large.
@@ -94,9 +90,7 @@ _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u20
 def printable(text: str | Path, keep: str = "") -> str:
     r"""Return a text with control characters and undecodable bytes escaped: a newline as `\n`, ESC as `\x1b`.
 
-    Args:
-        text: any text, or a path.
-        keep: characters that are not escaped, such as `"\n"` where several lines are printed.
+    Characters in `keep` are not escaped, such as `"\n"` where several lines are printed.
     """
 
     def escape(match: re.Match[str]) -> str:
@@ -138,11 +132,7 @@ def parse_yaml(text: str, source: str) -> Any:
 
     A plain word is a number, true or false only in the form in which YAML itself writes that value, so that
     `scalar_text` gives back what was written. Others, such as 2020-01-01, 0x10, 1.50, 12:30, on and True, are texts, of
-    which options read numbers and booleans. Keys are always texts.
-
-    Args:
-        text: one document.
-        source: the text's name in error messages.
+    which options read numbers and booleans. Keys are always texts. Error messages call the text `source`.
 
     Raises:
         UserError: the text is not YAML; a key occurs twice or is not text; a value is not what its tag promises; an
@@ -285,8 +275,7 @@ def own_parts(values: dict[str, Any]) -> list[str]:
 def own_part_file(name: str) -> Path | None:
     """Return the file with a custom part's code, found without running any code; None if there is none.
 
-    Args:
-        name: an absolute path of a .py file, a dotted module, or `module:Class`; `__main__` is the running script.
+    `name` is an absolute path of a .py file, a dotted module, or `module:Class`; `__main__` is the running script.
     """
     if name.endswith(".py"):
         return Path(name)

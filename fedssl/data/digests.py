@@ -29,11 +29,8 @@ def data_digests(
 ) -> Digests:
     """Digest the decoded images, labels and class names, in their order, so that file names and times do not count.
 
-    Args:
-        dataset: the run's.
-        client_rows: which training images each client holds, int64 row numbers.
-        downstream: other data that the models are evaluated on, by label.
-        clients: those whose training images are digested; all by default.
+    `client_rows` and `downstream` are those of a `Federation`; `clients` are those whose training images are digested,
+    all by default.
     """
     parts: dict[str, tuple[Images | None, tuple[Tensor | None, ...], Dataset]] = {}
     images, labels, targets = dataset.train_images, dataset.train_labels, dataset.train_targets

@@ -94,8 +94,7 @@ def list_files(folder: Path) -> tuple[list[Path], list[Path]]:
     Only regular files count: opening a pipe would wait for ever. A folder that links lead to twice is listed once.
 
     Returns:
-        The files whose names end as an image's or that begin as a DICOM file, and the others that the user may have
-        meant, in a fixed order.
+        The files whose names end as an image's or that begin as a DICOM file, and the others, in a fixed order.
     """
 
     def refuse(error: OSError) -> None:

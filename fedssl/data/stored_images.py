@@ -14,7 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from importlib.util import find_spec
 from itertools import islice
 from multiprocessing.reduction import DupFd
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import UserError
-from ..run_folder.storage import cannot_write, make_folder, write_atomically
+from ..run_folder.storage import make_folder, write_atomically, writing
 from ..untrusted import printable
 from .files import listed, notify
 from .image_files import BrokenImageError, ImageKind, image_kind, read_pixels, value_range
@@ -280,19 +280,14 @@ def _new_file(path: Path, size: int) -> Iterator[IO[bytes]]:
             f"{readable_bytes(free)} are free; free some space, let XDG_CACHE_HOME name a folder on another disk, "
             "or raise data.memory_limit"
         )
-    temporary: Path | None = None
-    try:
+    with writing(path), ExitStack() as stack:
         with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".partial", delete=False) as file:
             temporary = Path(file.name)
+            stack.callback(temporary.unlink, missing_ok=True)
             yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError as error:
-        raise cannot_write(path, error) from error
-    finally:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
 
 
 def report_broken(files: Sequence[Path], faults: dict[int, str], broken: Literal["refuse", "skip"]) -> None:

@@ -75,7 +75,6 @@ def summarise(data: Mapping[str, Any]) -> DataSummary | None:
 
 
 def _of_npz(path: Path) -> DataSummary:
-    """Read the header of the array with the training images."""
     from .npz import NpzArchive
 
     with NpzArchive(path) as archive:

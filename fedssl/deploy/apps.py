@@ -1,8 +1,7 @@
 """The Flower app of a recipe, and the site's check that only apps approved by its owner run there.
 
 An app is the code that a site executes for a run. Flower's SuperNode gets it from the SuperLink and trusts the digest,
-name and version that the SuperLink states, by which it finds the code again on the site's disk. Here the site computes
-all of these from the app itself.
+name and version that the SuperLink states. Here the site computes all of these from the app itself.
 """
 
 from __future__ import annotations
@@ -33,41 +32,8 @@ from ..errors import UserError, installed_distribution
 from ..recipe.recipe import Recipe
 from ..run_folder.creation import default_folder
 from ..run_folder.storage import make_folder, write_atomically
+from ..templates import fill_template
 from ..untrusted import own_parts, printable
-
-_PROJECT = """\
-[project]
-name = {name}
-version = "1.0.0"
-description = {description}
-license = "Apache-2.0"
-requires-python = ">=3.10"
-dependencies = ["{distribution}[flower]=={version}"] # installed at every site beforehand, not by Flower
-
-[build-system]
-requires = ["setuptools"]
-build-backend = "setuptools.build_meta"
-
-[tool.flwr.app]
-publisher = "fedssl"
-
-[tool.flwr.app.components]
-serverapp = "fedssl_app.server_app:app"
-clientapp = "fedssl_app.client_app:app"
-
-[tool.flwr.app.config]
-output = {output} # the run's folder, where the SuperLink runs; the same one continues an interrupted run
-"""
-
-_MODULE = '''\
-"""The {what} app of the recipe beside this file."""
-
-from pathlib import Path
-
-from fedssl.engines.flower.{what} import make_{what}_app
-
-app = make_{what}_app(Path(__file__).with_name("recipe.yaml"))
-'''
 
 # JSON's escapes are valid in TOML, except those of characters beyond 16 bits
 _toml = partial(json.dumps, ensure_ascii=False)
@@ -97,7 +63,9 @@ def write_app(recipe: Recipe, folder: Path, output: str | None = None) -> None:
     if folder.exists() and any(folder.iterdir()) and not (folder / "fedssl_app" / "recipe.yaml").is_file():
         raise UserError(f"{folder} is not empty and not the folder of a Flower app: name a new folder")
     name = re.sub(r"[^a-z0-9]+", "-", f"fedssl-{recipe.name}".lower()).strip("-")[:32].strip("-")
-    project = _PROJECT.format(
+    project = fill_template(
+        "fedssl.deploy",
+        "app.toml.jinja",
         name=_toml(name),
         description=_toml(" ".join(recipe.description.split()) or recipe.name),
         distribution=installed_distribution(),
@@ -107,8 +75,8 @@ def write_app(recipe: Recipe, folder: Path, output: str | None = None) -> None:
     files = {
         "pyproject.toml": project,
         "fedssl_app/__init__.py": "",
-        "fedssl_app/server_app.py": _MODULE.format(what="server"),
-        "fedssl_app/client_app.py": _MODULE.format(what="client"),
+        "fedssl_app/server_app.py": fill_template("fedssl.deploy", "app_module.py.jinja", what="server"),
+        "fedssl_app/client_app.py": fill_template("fedssl.deploy", "app_module.py.jinja", what="client"),
         "fedssl_app/recipe.yaml": recipe.to_yaml(),
     }
     make_folder(folder / "fedssl_app")

@@ -205,6 +205,5 @@ def _run_entry_point(entry: Callable[[], None], command: list[str], environment:
 
 
 def _exit_code(child: int) -> int | None:
-    """Return a child's exit code; None while it runs."""
     ended, status = os.waitpid(child, os.WNOHANG)
     return os.waitstatus_to_exitcode(status) if ended else None

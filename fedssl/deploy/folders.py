@@ -16,9 +16,10 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import NameOID
 
 from ..errors import UserError
-from ..run_folder.storage import cannot_write, write_atomically
+from ..run_folder.storage import write_atomically, writing
+from ..templates import fill_template
 from ..untrusted import read_regular_file
-from . import certificates, keys, pages
+from . import certificates, keys
 from .certificates import Authority
 from .consortium import MEMBER_FILE, Consortium, Member, load_member
 from .keys import PublicKey, key_fingerprint
@@ -52,7 +53,7 @@ def provision(consortium: Consortium, folder: Path, keys_at_sites: bool) -> list
     for path in (folder, authority_folder, server, server / SITES):
         _make_private_folder(path)
     authority = Authority(authority_folder, consortium.name)
-    _write_text(authority_folder / "README.md", pages.AUTHORITY_PAGE.format(consortium=consortium.name))
+    _fill(authority_folder / "README.md", "authority.md", consortium=consortium.name)
     done = _prepare_server(consortium, server, authority, keys_at_sites)
     for client in range(len(consortium.sites)):
         done += _prepare_site(consortium, client, folder, authority, keys_at_sites)
@@ -82,8 +83,7 @@ def write_request(folder: Path) -> tuple[Path, str]:
 def answer_request(request: Path, folder: Path, consortium: Consortium) -> list[str]:
     """Accept a request, of which the name and the key alone count, in the coordinator's folder.
 
-    Register a site's public key, or issue the server's certificate; return a line for each thing done, with the
-    fingerprint that must be compared.
+    Register a site's key, or issue the server's certificate; return a line for each thing done, with the fingerprint.
 
     Raises:
         UserError: the request is damaged or not of this consortium; the site has another key, or this one was revoked.
@@ -170,8 +170,9 @@ def _prepare_server(consortium: Consortium, folder: Path, authority: Authority, 
             "copy it to the server and restart the server"
         )
     unit = _write_member_files(folder, consortium, "server", f"Server of {consortium.name} (fedssl)")
-    _write_text(folder / "STEPS.md", pages.server_page(consortium, unit, has_key=public is not None))
-    _write_text(folder / "start.sh", pages.server_start(consortium), executable=True)
+    about = {"consortium": consortium.name, "server": consortium.server}
+    _fill(folder / "STEPS.md", "server_steps.md", **about, unit=unit, has_key=public is not None)
+    _fill(folder / "start.sh", "server_start.sh", **about)
     return done
 
 
@@ -188,9 +189,10 @@ def _prepare_site(
     _make_private_folder(site)
     _write_authority_certificate(site / "ca.crt", authority)
     if not (site / "site.yaml").exists():  # the site may have changed it
-        _write_text(site / "site.yaml", pages.SITE_YAML.format(site=name, client=client))
+        _fill(site / "site.yaml", "site.yaml", site=name, client=client)
     unit = _write_member_files(site, consortium, name, f"{name} in {consortium.name} (fedssl)")
-    _write_text(site / "STEPS.md", pages.site_page(consortium.name, name, unit, has_key or public.exists()))
+    about = {"consortium": consortium.name, "site": name}
+    _fill(site / "STEPS.md", "site_steps.md", **about, unit=unit, has_key=has_key or public.exists())
     done = []
     if has_key:
         key = keys.site_key(site / "site.key").public_key()
@@ -199,9 +201,7 @@ def _prepare_site(
         done.append(f"{name}: client {client}, key {key_fingerprint(key)}")
     elif not public.exists():
         done.append(f"{name}: client {client}; its key is made at the site: fedssl provision request, then answer")
-    server = consortium.server
-    script = pages.SITE_START.format(consortium=consortium.name, site=name, address=server.address, port=server.port)
-    _write_text(site / "start.sh", script, executable=True)
+    _fill(site / "start.sh", "site_start.sh", **about, server=consortium.server)
     return done
 
 
@@ -210,7 +210,7 @@ def _write_member_files(folder: Path, consortium: Consortium, name: str, descrip
     member = Member(consortium=consortium.name, name=name, server=consortium.server)
     _write_text(folder / MEMBER_FILE, yaml.safe_dump(member.model_dump(), sort_keys=False))
     unit = f"fedssl-{consortium.name}-{name}.service"
-    _write_text(folder / unit, pages.SYSTEMD_UNIT.format(description=description, folder=name))
+    _fill(folder / unit, "systemd.service", description=description, folder=name)
     return unit
 
 
@@ -232,8 +232,8 @@ def _write_fingerprints(folder: Path) -> None:
     paths = sorted((folder / "server" / SITES).glob("*.pub"))
     fingerprints = {path.stem: key_fingerprint(keys.read_public(path)) for path in paths}
     name = certificate.subject.rfc4514_string().removeprefix("CN=")
-    page = pages.fingerprints_page(name, certificates.certificate_fingerprint(certificate), fingerprints)
-    _write_text(folder / "fingerprints.md", page)
+    authority = certificates.certificate_fingerprint(certificate)
+    _fill(folder / "fingerprints.md", "fingerprints.md", consortium=name, authority=authority, keys=fingerprints)
 
 
 def _known_sites(folder: Path) -> list[str]:
@@ -267,21 +267,20 @@ def _read_request(path: Path) -> tuple[str, PublicKey]:
     return name, key
 
 
-def _write_text(path: Path, text: str, executable: bool = False) -> None:
+def _fill(path: Path, template: str, **values: object) -> None:
+    _write_text(path, fill_template("fedssl.deploy", f"{template}.jinja", **values))
+
+
+def _write_text(path: Path, text: str) -> None:
     """Write a text file that only its user can read; a start script can also be executed."""
-    try:
-        if path.exists() and path.read_text(encoding="utf-8") == text:
-            return
-        write_atomically(path, text.encode())
-        path.chmod(0o700 if executable else 0o600)
-    except OSError as error:
-        raise cannot_write(path, error) from error
+    with writing(path):
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            write_atomically(path, text.encode())
+            path.chmod(0o700 if path.suffix == ".sh" else 0o600)
 
 
 def _make_private_folder(path: Path) -> None:
     """Make a folder that only its user can enter, with those above it."""
-    try:
+    with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.mkdir(mode=0o700, exist_ok=True)
-    except OSError as error:
-        raise cannot_write(path, error) from error

@@ -7,68 +7,8 @@ from pathlib import Path
 
 from ..errors import UserError
 from ..run_folder.storage import write_atomically
+from ..templates import fill_template
 from .limits import LARGEST_BODY
-
-_TEXT = """\
-# Written by fedssl superlink --reverse-proxy. Start: nginx -c {path}   Stop: nginx -c {path} -s quit
-pid "{folder}/nginx.pid";
-error_log "{folder}/nginx.log" warn;
-
-events {{
-    worker_connections 1024;
-}}
-
-http {{
-    access_log off;
-    server_tokens off;
-    client_body_temp_path "{folder}/nginx-body";
-    proxy_temp_path "{folder}/nginx-proxy";
-    fastcgi_temp_path "{folder}/nginx-unused";
-    uwsgi_temp_path "{folder}/nginx-unused";
-    scgi_temp_path "{folder}/nginx-unused";
-
-    # Beyond these nginx answers 503, after which a SuperNode waits and tries again. A SuperNode has a few connections
-    # and sends some 40 requests a second; several sites may share an address.
-    limit_conn_zone $binary_remote_addr zone=connections:1m;
-    limit_req_zone $binary_remote_addr zone=requests:1m rate=200r/s;
-
-    upstream superlink {{
-        server {superlink};
-        keepalive 16;
-    }}
-
-    server {{
-        listen {port} ssl;
-        ssl_certificate "{folder}/server.crt";
-        ssl_certificate_key "{folder}/server.key";
-        ssl_protocols TLSv1.2 TLSv1.3;
-
-        client_max_body_size {megabytes}m;
-        client_header_timeout 10s;
-        client_body_timeout 10s;
-        send_timeout 10s;
-        limit_conn connections 64;
-        limit_req zone=requests burst=1000 nodelay;
-
-        location /v1/fleet/ {{
-            # On this machine, so its name is not checked again.
-            proxy_pass https://superlink;
-            proxy_http_version 1.1;
-            proxy_set_header Connection "";
-            proxy_set_header Host $host;
-            proxy_set_header X-Forwarded-For $remote_addr;
-            # The SuperLink looks at a site's key before it takes a body: nothing is kept here.
-            proxy_request_buffering off;
-            proxy_buffering off;
-            proxy_read_timeout 180s;
-        }}
-
-        location / {{
-            return 403;
-        }}
-    }}
-}}
-"""
 
 
 def write_reverse_proxy(folder: Path, port: int, superlink_host: str, superlink_port: int) -> Path:
@@ -95,8 +35,7 @@ def write_reverse_proxy(folder: Path, port: int, superlink_host: str, superlink_
         raise UserError(f"nginx cannot read the folder's name {str(folder)!r}: use one without quotes, \\ and $")
     host = f"[{superlink_host}]" if ":" in superlink_host else superlink_host
     path = folder / "nginx.conf"
-    text = _TEXT.format(
-        folder=folder, path=path, port=port, superlink=f"{host}:{superlink_port}", megabytes=LARGEST_BODY // 2**20
-    )
+    values = {"folder": folder, "path": path, "port": port, "superlink": f"{host}:{superlink_port}"}
+    text = fill_template("fedssl.deploy", "nginx.conf.jinja", **values, megabytes=LARGEST_BODY // 2**20)
     write_atomically(path, text.encode())
     return path

@@ -92,7 +92,6 @@ def _key(folder: Path) -> tuple[str, str | None]:
 
 
 def _server(member: Member, folder: Path) -> Iterator[Check]:
-    """Check the server's port, its clock and its certificate."""
     address, port = member.server.address, member.server.port
     try:
         socket.create_connection((address, port), _CONNECT_SECONDS).close()

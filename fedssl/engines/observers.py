@@ -15,7 +15,7 @@ from ..errors import UserError
 from ..parts import load_file, only_class
 from ..recipe.recipe import Recipe
 from ..run_folder.directory import MetricRow
-from ..run_folder.storage import cannot_write
+from ..run_folder.storage import cannot_write, writing
 from ..untrusted import expand_home
 
 
@@ -111,10 +111,8 @@ class TensorBoard(Observer):
     def round_ended(self, number: int, rows: Sequence[MetricRow]) -> None:
         # One event for all values of a round: with a hundred clients, an event each takes as long as some clients.
         values = [Summary.Value(tag=f"{metric}/{who}", simple_value=value) for _, who, metric, value in rows]
-        try:
+        with writing(self._path):
             self._writer._get_file_writer().add_summary(Summary(value=values), number)
-        except OSError as error:
-            raise cannot_write(self._path, error) from error
 
     def run_ended(self, finished: bool) -> None:
         with suppress(OSError):  # raised by `round_ended` already, and the events are no part of a checkpoint

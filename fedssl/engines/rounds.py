@@ -101,7 +101,6 @@ def _opening(federation: Federation, clients: Clients, observer: Observer) -> _O
 
 
 def _round(federation: Federation, server: Message, clients: Clients, number: int, observer: Observer) -> _Outcome:
-    """Run a training round."""
     recipe = federation.recipe
     chosen = federation.sampled_clients(number)
     answering = federation.answering_clients(number, chosen)

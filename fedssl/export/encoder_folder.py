@@ -16,6 +16,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Collection
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from fedkernels import __version__
 
 from ..errors import UserError
 from ..models.encoders import SmallConvNet, build_encoder, has_small_image_stem, timm_arguments
-from ..run_folder.storage import cannot_write, make_folder, sync_path, write_atomically
+from ..run_folder.storage import make_folder, sync_path, write_atomically, writing
 from ..untrusted import read_regular_file
 from .compiled_formats import MEAN, STD, FormatName, write_format
 from .load_script import load_script
@@ -62,7 +63,8 @@ def export_encoder(
     parent = output.absolute().parent
     make_folder(parent)
     preparing = parent / f".{output.name}.{secrets.token_hex(8)}"
-    try:
+    with writing(output), ExitStack() as stack:
+        stack.callback(shutil.rmtree, preparing, ignore_errors=True)
         preparing.mkdir()
         weights = {name: tensor.contiguous() for name, tensor in network.state_dict().items()}
         write_atomically(preparing / WEIGHTS, save_tensors(weights, metadata={"format": "pt"}))
@@ -73,10 +75,6 @@ def export_encoder(
             write_format(name, chosen.encoder, preparing)
         os.rename(preparing, output)
         sync_path(parent)
-    except OSError as error:
-        raise cannot_write(output, error) from error
-    finally:
-        shutil.rmtree(preparing, ignore_errors=True)
     return output
 
 

@@ -162,7 +162,6 @@ class _Passes(torch.autograd.Function):
 def _backward(
     outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]
 ) -> Sequence[Tensor | None]:
-    """Run the backward pass of one view; return each parameter's gradient, or None."""
     pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None]
     if not pairs:
         return [None] * len(parameters)

@@ -172,9 +172,7 @@ def read_text(model: type[Options], keys: Sequence[str], text: str, source: str)
 def flatten_keys(values: Any, prefix: str = "") -> dict[str, Any]:
     """Turn nested mappings and lists into one mapping with dotted keys: `{"a": {"b": [1]}}` into `{"a.b.0": 1}`.
 
-    Args:
-        values: mappings and lists of any depth. An empty mapping or list counts as a value.
-        prefix: the key of `values` itself; every key begins with it.
+    An empty mapping or list counts as a value. Every key begins with `prefix`, the key of `values` itself.
     """
     if not isinstance(values, (dict, list)) or not values:
         return {prefix: values}

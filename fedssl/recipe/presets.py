@@ -81,10 +81,7 @@ class AppliedPreset(NamedTuple):
 def apply_preset(values: dict[str, Any], overrides: Sequence[str], source: str) -> AppliedPreset:
     """Apply overrides to a recipe, and fill in its open keys by the preset that it names or else the data's preset.
 
-    Args:
-        values: the recipe as YAML gives it; it is not changed.
-        overrides: `training.batch_size=64` and the like.
-        source: what error messages call the recipe.
+    `values`, the recipe as YAML gives it, is not changed. Error messages call the recipe `source`.
 
     Raises:
         UserError: an override does not fit, the preset is unknown, or no preset is named and the data cannot be read.
@@ -215,7 +212,6 @@ def _adapt_partition(values: dict[str, Any], given: dict[str, Any], data: DataSu
 
 
 def _choose_image_size(values: dict[str, Any], summary: DataSummary | None) -> list[str]:
-    """Bring image files to one size."""
     data = values.get("data")
     if summary is None or not summary.from_files or not isinstance(data, dict) or "image_size" in data:
         return []

@@ -95,9 +95,7 @@ def parse_recipe(values: dict[str, Any], source: str = "recipe") -> Recipe:
 def check_keys(values: dict[str, Any], source: str) -> Recipe:
     """Check every key and value of a recipe by itself; `parse_recipe` and rules.py check what goes together.
 
-    Args:
-        values: the recipe as YAML gives it; it is not changed.
-        source: what error messages call the recipe.
+    `values`, the recipe as YAML gives it, is not changed. Error messages call the recipe `source`.
 
     Raises:
         UserError: a key or value is not allowed; the message names all of them.

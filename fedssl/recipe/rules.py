@@ -60,9 +60,8 @@ def check_data(recipe: Recipe, dataset: Dataset) -> None:
 def check_shares(recipe: Recipe, client_rows: list[Tensor], owner: int | None) -> None:
     """Raise a UserError if a client has too few images for a batch, or more than secure aggregation counts.
 
-    Args:
-        client_rows: the row numbers of each client's images.
-        owner: the client whose own images they are; the others then hold none here. None: all are dealt here.
+    `client_rows` are the row numbers of each client's images. With an `owner`, whose own images they are, the others
+    hold none here.
     """
     if owner is None and recipe.partition.name == "sites":
         return  # each site checks its own
@@ -84,11 +83,7 @@ def check_shares(recipe: Recipe, client_rows: list[Tensor], owner: int | None) -
 
 
 def check_models(recipe: Recipe, build: Callable[[str], Model]) -> None:
-    """Build each architecture once, and raise a UserError if a part cannot work with it.
-
-    Args:
-        build: makes the model of an architecture; it refuses an unknown one.
-    """
+    """Build each architecture once, and raise a UserError if a part cannot work with it or `build` does not know it."""
     for name in dict.fromkeys(recipe.architectures):
         model = build(name)
         for part in (*recipe.regularizers, *recipe.aggregators, recipe.local_update):

@@ -57,14 +57,8 @@ class ResolvedRecipe:
 def resolve_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> ResolvedRecipe:
     """Read a recipe, apply overrides, and fill in the preset's values and the defaults.
 
-    Each key is checked by itself. What goes together is checked by `reading.load_recipe` and when a run begins.
-
-    Args:
-        name_or_path: name of a shipped recipe, or path of a YAML file.
-        overrides: `training.batch_size=64` and the like.
-
-    Raises:
-        UserError: see `reading.load_recipe`.
+    Each key is checked by itself. What goes together is checked by `reading.load_recipe`, which has the same arguments
+    and errors, and when a run begins.
     """
     source = str(name_or_path)
     filled = apply_preset(read_values(name_or_path), overrides, source)
@@ -77,14 +71,10 @@ def resolve_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> R
 def _settings(
     options: Options, given: Any, complete: Any, section: str, overridden: Sequence[str]
 ) -> Iterator[Setting]:
-    """Yield the settings of a mapping, then those of the mappings in it.
+    """Yield the settings of a mapping with the dotted key `section`, then those of the mappings in it.
 
-    Args:
-        options: the mapping, with all defaults.
-        given: its settings in the recipe and the overrides.
-        complete: the same with the preset's values.
-        section: its dotted key.
-        overridden: the keys of the overrides.
+    `options` has all defaults, `given` what the recipe and the overrides set, and `complete` also the preset's values;
+    `overridden` are the overrides' keys.
     """
     schemas = type(options).model_json_schema()["properties"]
     given = given if isinstance(given, dict) else {}

@@ -112,8 +112,7 @@ class Collapse:
 def collapse_of_run(path: Path, trust: bool = False) -> Collapse | None:
     """Return the collapse analysis of a run's last round; make and store it unless it is stored already.
 
-    It is None if no round is finished, and not stored if the folder cannot be written. For `trust` see
-    `load_stored_recipe`.
+    It is None if no round is finished, and not stored in a read-only folder. For `trust` see `load_stored_recipe`.
 
     Raises:
         UserError: the run's data have changed or are no longer there, a state cannot be read, representations are not

@@ -32,8 +32,7 @@ from ..training import steps_of_round
 #: of the steps counted on a CPU. A step's cost is a polynomial in the batch size, of degree one for layers and two for
 #: terms that compare each image with each, so three sizes determine it at any other
 _BATCH_SIZES = (2, 3, 4)
-#: learning rate of the counted steps: their cost is the same at any rate, and on few images the recipe's own can send
-#: the weights to infinity
+#: of the counted steps: their cost is the same at any rate, and on few images the recipe's own may diverge
 _LEARNING_RATE = 1e-9
 #: seconds that the timing of one kind of step should take; the batch is smaller than the recipe's if necessary
 _TIMED_SECONDS = 0.8
@@ -66,8 +65,7 @@ def estimate(
     """Return the resources of every round, in order, with the opening round first if there is one.
 
     Clients are sampled and drop out as in the run itself; refusals by the guard are not predicted. A step of each kind
-    of round is run once for each architecture: on a CPU three small ones, which determine the figure at the recipe's
-    batch size exactly.
+    of round is run once for each architecture: on a CPU three small ones, which determine the cost at any batch size.
 
     Args:
         newcomers: count as if every client took part for the first time in every round. This is the most that layers
@@ -235,10 +233,7 @@ class _Counter:
         return self.seconds[kind]
 
     def _timed_run(self, part: _ClientRound, batch_size: int, steps: int) -> tuple[float, int]:
-        """Return the seconds of a round of a few steps, and the operations of one of them.
-
-        On a CPU it is the processor's time if that is less, which other programs do not lengthen.
-        """
+        """Return the seconds of a round of a few steps, and the operations of one of them."""
         on_gpu = self.federation.device.type == "cuda"
         if on_gpu:
             torch.cuda.synchronize(self.federation.device)
@@ -247,6 +242,7 @@ class _Counter:
         if on_gpu:
             torch.cuda.synchronize(self.federation.device)
         seconds, processor_seconds = time.perf_counter() - begin, time.process_time() - processor_begin
+        # other programs do not lengthen the processor's time
         return seconds if on_gpu else min(seconds, processor_seconds), cost.flops
 
     def _counted_run(self, part: _ClientRound, batch_size: int) -> Message:
@@ -342,9 +338,9 @@ def format_costs(costs: Sequence[RoundCost]) -> TextTable:
             format_bytes(largest.memory) if largest else "-",
             format_bytes(largest.activations) if largest else "-",
             format_flops(max(step.flops for step in steps)) if steps else "-",
-            format_flops(_mean(flops)) if flops else "-",
-            format_bytes(_mean([value for cost in rounds for value in cost.bytes_down.values()])),
-            format_bytes(_mean([value for cost in rounds for value in cost.bytes_up.values()])),
+            format_flops(mean(flops)) if flops else "-",
+            format_bytes(mean([value for cost in rounds for value in cost.bytes_down.values()])),
+            format_bytes(mean([value for cost in rounds for value in cost.bytes_up.values()])),
         )
     total = totals(costs)
     table.add_row(
@@ -354,7 +350,8 @@ def format_costs(costs: Sequence[RoundCost]) -> TextTable:
     return table
 
 
-def _mean(values: Sequence[float]) -> float:
+def mean(values: Collection[float]) -> float:
+    """Return the mean, or 0 without values."""
     return sum(values) / len(values) if values else 0.0
 
 

@@ -8,19 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import matplotlib
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.figure import Figure
 
+from ..templates import fill_template
 from .plots import png_bytes
-
-_TEMPLATES = Environment(
-    loader=PackageLoader("fedssl.reports"),
-    autoescape=True,
-    undefined=StrictUndefined,
-    trim_blocks=True,
-    lstrip_blocks=True,
-    keep_trailing_newline=True,
-)
 
 
 @dataclass(frozen=True)
@@ -73,4 +64,4 @@ def embedded_image(kind: str, data: bytes, description: str, caption: str) -> Pa
 
 def render_page(template: str, **values: object) -> str:
     """Fill a template of `templates/`, with every value escaped; a missing value raises jinja2.UndefinedError."""
-    return _TEMPLATES.get_template(template).render(values)
+    return fill_template("fedssl.reports", template, **values)

@@ -1,7 +1,6 @@
 """Charts of runs as matplotlib Figures, without pyplot, a display or global state.
 
-The methods' colours are those of Okabe and Ito, which colour-blind readers can tell apart; from the ninth method on the
-line style changes.
+The methods' colours are Okabe and Ito's, which colour-blind readers can tell apart; after eight the line style changes.
 """
 
 from __future__ import annotations

@@ -288,7 +288,6 @@ def _client_table(methods: Methods, metrics: Sequence[str]) -> PageTable | None:
 
 
 def _traffic_table(methods: Methods) -> PageTable:
-    """Return what every run sent, over all rounds and clients."""
     rows = []
     for name, runs in methods.items():
         for run in runs:

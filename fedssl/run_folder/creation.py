@@ -18,7 +18,7 @@ from pydantic import Field, ValidationError
 from ..errors import UserError
 from ..options import Options, explain_errors
 from ..untrusted import absolute_path, own_part_file, own_parts, parse_yaml, quoted, read_regular_file
-from .storage import cannot_write, digest_of, sync_path, write_atomically
+from .storage import digest_of, sync_path, write_atomically, writing
 
 STATE_FILE = r"(server|client-[0-9]{4,})\.round-[0-9]{5,}\.safetensors"
 _StateFile = Annotated[str, Field(pattern=f"^{STATE_FILE}$")]
@@ -139,14 +139,13 @@ def new_run(path: Path, files: dict[str, str], overwrite: bool = False) -> Itera
     preparing = _beside(target, "preparing")
     with ExitStack() as stack:
         try:
-            (preparing / "checkpoints").mkdir(parents=True)
-            for name, text in files.items():
-                write_atomically(preparing / name, text.encode())
-            write_manifest(preparing, _first_checkpoint(files))
-            stack.enter_context(alone_in(preparing))
-            _put_in_place(preparing, target, overwrite)
-        except OSError as error:
-            raise cannot_write(path, error) from error
+            with writing(path):
+                (preparing / "checkpoints").mkdir(parents=True)
+                for name, text in files.items():
+                    write_atomically(preparing / name, text.encode())
+                write_manifest(preparing, _first_checkpoint(files))
+                stack.enter_context(alone_in(preparing))
+                _put_in_place(preparing, target, overwrite)
         finally:
             shutil.rmtree(preparing, ignore_errors=True)
         yield

@@ -36,7 +36,6 @@ from ..messages import Message
 from ..untrusted import absolute_path, own_part_file, printable, quoted
 from .creation import STATE_FILE, Checkpoint, is_run_folder, new_run, read_manifest, write_manifest
 from .storage import (
-    cannot_write,
     csv_text,
     digest_of,
     flush_files,
@@ -45,6 +44,7 @@ from .storage import (
     remove_files,
     write_atomically,
     write_message,
+    writing,
 )
 
 MetricRow = tuple[int, str, str, float]
@@ -118,14 +118,12 @@ class RunDirectory:
 
     def _append(self, name: str, header: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:
         path = self.path / name
-        try:
+        with writing(path):
             text = csv_text(rows if path.exists() else [header, *rows])
             with open(path, "a", encoding="utf-8") as file:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
-        except OSError as error:
-            raise cannot_write(path, error) from error
 
     def read_metrics(self) -> list[MetricRow]:
         """Return the committed metrics in their order; without a manifest, as in a copy, those of all complete lines.
@@ -288,24 +286,20 @@ class RunDirectory:
         """Remove everything that an interrupted run wrote after its last commit."""
         for name in LOGS:
             path, length = self.path / name, self.checkpoint.lengths.get(name, 0)
-            try:
+            with writing(path):
                 if path.exists() and not length:
                     path.unlink()
                 elif path.exists() and path.stat().st_size > length:
                     os.truncate(path, length)
-            except OSError as error:
-                raise cannot_write(path, error) from error
         self._remove_unused()
 
     def _remove_unused(self) -> None:
         """Remove unused states, and no other files."""
         used = set(self.checkpoint.files.values())
-        try:
-            unused = [name for name in os.listdir(self.checkpoints) if name not in used]
-            ours = re.compile(rf"{STATE_FILE}(\.partial)?|manifest\.json\.partial")
-            remove_files(self.checkpoints, [name for name in unused if ours.fullmatch(name)])
-        except OSError as error:
-            raise cannot_write(self.checkpoints, error) from error
+        ours = re.compile(rf"{STATE_FILE}(\.partial)?|manifest\.json\.partial")
+        with writing(self.checkpoints):
+            unused = [name for name in os.listdir(self.checkpoints) if name not in used and ours.fullmatch(name)]
+            remove_files(self.checkpoints, unused)
 
 
 def _metric_row(row: dict[str, str]) -> MetricRow:

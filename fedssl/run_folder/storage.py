@@ -8,9 +8,9 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -73,10 +73,8 @@ def flush_files(folder: Path, names: Iterable[str]) -> None:
     """Flush files of a folder to the disk, and then the folder."""
 
     def flush(name: str) -> None:
-        try:
+        with writing(folder / name):
             sync_path(folder / name)
-        except OSError as error:
-            raise cannot_write(folder / name, error) from error
 
     with ThreadPoolExecutor(_AT_A_TIME) as threads:
         list(threads.map(flush, names))
@@ -91,8 +89,15 @@ def remove_files(folder: Path, names: Iterable[str]) -> None:
 
 def make_folder(path: Path) -> None:
     """Make a folder and those above it if they do not exist; raise UserError if that fails."""
-    try:
+    with writing(path):
         path.mkdir(parents=True, exist_ok=True)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise an OSError of the body as the UserError of `cannot_write`."""
+    try:
+        yield
     except OSError as error:
         raise cannot_write(path, error) from error
 

@@ -136,11 +136,8 @@ def _titles(table: Table, results: Results) -> list[str]:
 
 
 def _whole_table(table: Table, results: Sequence[Results]) -> tuple[int, list[str], list[list[str]]]:
-    """Return the number of columns of text, the header, and the rows, with all scenarios side by side.
-
-    The columns of text are the row's label and, in a table with a verdict, its role.
-    """
-    text_columns = 2 if table.method is not None else 1
+    """Return the number of columns of text, the header, and the rows, with all scenarios side by side."""
+    text_columns = 2 if table.method is not None else 1  # the label and, in a table with a verdict, the role
     titles = [title for scenario in results for title in _titles(table, scenario)]
     rows = [
         [*scenarios[0][:text_columns], *(cell for _, _, cells in scenarios for cell in cells)]
@@ -154,7 +151,6 @@ def _folded_description(table: Table) -> str:
 
 
 def _verdicts(table: Table, results: Sequence[Results]) -> list[str]:
-    """Return the verdict's lines, each with its scenario."""
     return [
         f"{scenario.label}: {line}" if scenario.label else line
         for scenario in results
@@ -285,11 +281,7 @@ def _cards(run: Run) -> list[Card]:
 
 
 def _mosaic(images: Images, labels: Tensor) -> NDArray[np.uint8]:
-    """Draw some images, spread evenly over all in the order of their classes, in a grid.
-
-    The images are uint8 [n, channels, height, width], the labels int64 [n]; the grid is uint8 [h, w, channels], or
-    [h, w] for one channel.
-    """
+    """Draw some images, spread evenly over all in the order of their classes, in a grid, uint8 [h, w, C] or [h, w]."""
     order = labels.argsort(stable=True)
     chosen = images[order[torch.linspace(0, len(order) - 1, _MOSAIC_ROWS * _MOSAIC_COLUMNS).long()]]
     framed = F.pad(chosen, (0, 1, 0, 1), value=255)

@@ -23,7 +23,7 @@ from ..data.datasets import Dataset
 from ..errors import UserError
 from ..federation import build_federation
 from ..recipe.recipe import Recipe
-from ..reports.cost import estimate
+from ..reports.cost import estimate, mean
 from ..run_folder.storage import csv_text, make_folder, write_atomically
 from .files import Note, markdown_table, plain_table, write_description
 from .table import RESOURCES, Metric, Table, TableRow, cell_recipe
@@ -88,11 +88,11 @@ def _count(table: Table, row: TableRow, recipe: Recipe) -> dict[Metric, float]:
     images = recipe.partition.clients * max(recipe.training.batch_size, recipe.partition.min_samples)
     federation = build_federation(recipe, noise_images(images, row.image or table.image))
     costs = estimate(federation, newcomers=row.newcomers)
-    views = 2 if recipe.objective.name == "simclr" else 1
+    passes = (2 if recipe.objective.name == "simclr" else 1) * recipe.training.local_epochs
     return {
         "memory": max(step.memory for cost in costs for step in cost.step.values()) / 1e9,
-        "flops": sum(_mean(cost.one_view_flops) for cost in costs) * views * recipe.training.local_epochs / 2 / 1e9,
-        "traffic": sum(_mean(cost.bytes_down) + _mean(cost.bytes_up) for cost in costs) / _PAPER_GB,
+        "flops": sum(mean(cost.one_view_flops.values()) for cost in costs) * passes / 2 / 1e9,
+        "traffic": sum(mean(cost.bytes_down.values()) + mean(cost.bytes_up.values()) for cost in costs) / _PAPER_GB,
     }
 
 
@@ -108,10 +108,6 @@ def noise_images(count: int, shape: tuple[int, int, int], classes: int = 2, publ
     labels = torch.arange(count) % classes
     names = tuple(map(str, range(classes)))
     return Dataset("made up", images, labels, images[:2], labels[:2], names, public_images if public else None)
-
-
-def _mean(values: dict[int, int]) -> float:
-    return sum(values.values()) / len(values) if values else 0.0
 
 
 def _compare(table: Table, row: TableRow, counted: dict[str, dict[Metric, float]]) -> dict[Metric, Figures]:

@@ -139,7 +139,9 @@ class Progress:
         left = (self.waiting - self.ended) * (time.monotonic() - self.started) / self.ended
         time_left = f"; {format_duration(left)} left" if self.ended < self.waiting else ""
         if failure is None:
-            state = _accuracies(cell.path)
+            run = read_run(cell.path)
+            values = ((metric, run.evaluated(metric, "after")) for metric in JUDGED)
+            state = ", ".join(f"{metric} {value:.1f}" for metric, value in values if value is not None)
         else:
             self.failures[cell] = failure
             state = f"failed: {failure}"
@@ -148,13 +150,6 @@ class Progress:
     def _tell(self, text: str) -> None:
         self.last_note = time.monotonic()
         self.note(text)
-
-
-def _accuracies(path: Path) -> str:
-    """Return a finished run's accuracies in a few words."""
-    run = read_run(path)
-    values = ((metric, run.evaluated(metric, "after")) for metric in JUDGED)
-    return ", ".join(f"{metric} {value:.1f}" for metric, value in values if value is not None)
 
 
 class _Rounds(Observer):
@@ -278,15 +273,12 @@ def run_table(
     """Run the cells of a table that are not finished yet, write its results into `output`, and return this folder.
 
     All recipes are checked before anything runs. The table can be stopped at any moment; the same call continues it.
-    Ctrl-C raises KeyboardInterrupt after the worker processes have ended. A cell that fails with a UserError does not
-    stop the others.
+    Ctrl-C raises KeyboardInterrupt after the worker processes have ended. A cell that fails does not stop the others.
 
-    `jobs` cells run at a time, see `run_in_processes`. `note` is called with each line of progress, and finally with
-    the table and its verdict.
+    `jobs` cells run at a time, see `run_in_processes`. `note` gets each line of progress, then the table and verdict.
 
     Raises:
-        UserError: a recipe is refused, another recipe has made a cell in `output`, a file cannot be written, or cells
-            failed.
+        UserError: a recipe is refused, another one made a cell in `output`, a file cannot be written, or cells failed.
     """
     if jobs < 1:
         raise UserError(f"jobs must be at least 1, got {jobs}")

@@ -58,8 +58,7 @@ def masked_answer(
 ) -> RecordDict:
     """Return a client's records of a stage; masked weights are an int32 tensor [1 + n], the number of samples first.
 
-    `options` are the site's own. `answer` returns the client's answer without masks; it is called only in the stage
-    that collects masked weights.
+    `options` are the site's own. `answer` returns the answer without masks; only the stage that collects it calls it.
 
     Raises:
         UserError: raised by `answer`; weights are not finite or beyond clipping_range.

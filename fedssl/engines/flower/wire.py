@@ -103,7 +103,6 @@ def from_records(records: RecordDict) -> Message:
 
 
 def _unpack(arrays: dict[str, Array], layout: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors that a layout describes."""
     read = dict.fromkeys(arrays, 0)  # bytes
     tensors = {}
     for name, dtype, shape in _entries(layout):
