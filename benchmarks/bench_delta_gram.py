@@ -58,7 +58,6 @@ def gpu_cases(quick: bool) -> tuple[Case, ...]:
             ),
             truth=_truth,
             work=Work(4.0 * (clients + 1) * count(shapes), "copy", "one read of K + 1 models"),
-            bars=(Bar(share=0.5 if clients > 10 else 0.8),),
         )
         for clients in ((3,) if quick else (10, 100))
     )

@@ -35,9 +35,10 @@ def linear_cka(x: Tensor, y: Tensor, centered: bool = False) -> Tensor:
         centered: subtract each column's mean from x and y.
 
     Returns:
-        [...], float64 where an input is float64, else float32. Products have that precision, their norms are summed in
-        float64; on a GPU large products in float32 follow torch's setting for tf32. Gradients come back in each
-        input's dtype. The scale of x and y does not matter, overflow included.
+        [...], float64 where an input is float64, else float32. Products have that precision, half inputs being widened
+        first; their norms are summed in float64. On a GPU the products in float32 are torch's and follow its setting
+        for tf32, which is off by default. Gradients come back in each input's dtype. The scale of x and y does not
+        matter, overflow included.
         A matrix that is zero (for ``centered``: whose columns are constant) has CKA 0 and gradient 0. NaN or inf
         in gives NaN out.
 
@@ -47,12 +48,9 @@ def linear_cka(x: Tensor, y: Tensor, centered: bool = False) -> Tensor:
     """
     check_pair(x, y)
     centered = checks.boolean("centered", centered)
-    large = x.is_cuda and not (_small(x) and _small(y))
-    operator = None if has_tangent(x, y) else native.operator("linear_cka_large" if large else "linear_cka", x, y)
-    if large and x.shape[:-2] != y.shape[:-2]:
+    operator = None if has_tangent(x, y) else native.operator("linear_cka", x, y)
+    if x.is_cuda and x.shape[:-2] != y.shape[:-2]:
         operator = None  # the reference computes the product of a broadcast matrix with itself only once
-    if operator is not None and x.is_cuda:
-        x, y = (z.expand(*torch.broadcast_shapes(x.shape[:-2], y.shape[:-2]), *z.shape[-2:]) for z in (x, y))
     if operator is None:
         return _reference.linear_cka(x, y, centered)
     value: Tensor = operator(x.contiguous(), y.contiguous(), centered, needs_gradient(x), needs_gradient(y))[0]
@@ -128,21 +126,13 @@ def linear_cka_pairwise(xs: Sequence[Tensor], ys: Sequence[Tensor], centered: bo
     return values
 
 
-def _small(x: Tensor) -> bool:
-    """Does csrc/cuda/linear_cka.cu support this matrix? For larger ones torch's BLAS is faster."""
-    return x.dtype != torch.float64 and x.shape[-2] <= 512 and x.shape[-1] <= 128
-
-
 if native.module is not None:
-    # The same operator for large matrices on CUDA.
-    torch.library.define("fedkernels::linear_cka_large", native.SCHEMAS["linear_cka"])
-    if "linear_cka_large" in native.CUDA:
-        torch.library.impl("fedkernels::linear_cka_large", "cuda", linear_cka_cuda.linear_cka)
+    if "linear_cka" in native.CUDA:
+        torch.library.impl("fedkernels::linear_cka", "cuda", linear_cka_cuda.linear_cka)
         torch.library.impl("fedkernels::linear_cka_to_kernel", "cuda", linear_cka_cuda.linear_cka_to_kernel)
         torch.library.impl("fedkernels::linear_cka_pairwise", "cuda", linear_cka_cuda.linear_cka_pairwise)
 
     @torch.library.register_fake("fedkernels::linear_cka")
-    @torch.library.register_fake("fedkernels::linear_cka_large")
     def _(x: Tensor, y: Tensor, centered: bool, x_gradient: bool, y_gradient: bool) -> tuple[Tensor, Tensor, Tensor]:
         values = fake_values(x, y)
         return values, fake_gradients(values, x, x_gradient), fake_gradients(values, y, y_gradient)
@@ -165,7 +155,6 @@ if native.module is not None:
         return in_inputs(ctx, grad)[0], None, None, None
 
     torch.library.register_autograd("fedkernels::linear_cka", _backward, setup_context=setup_context)
-    torch.library.register_autograd("fedkernels::linear_cka_large", _backward, setup_context=setup_context)
     torch.library.register_autograd(
         "fedkernels::linear_cka_to_kernel", _backward_to_kernel, setup_context=setup_context
     )

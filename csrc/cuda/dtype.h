@@ -1,10 +1,6 @@
 // Entries of the operators' inputs in the precision that a kernel computes in.
 #pragma once
 
-#include <string.h>
-
-#include <type_traits>
-
 #include "cpu/dtype.h"
 #include "cuda/ptx.h"
 
@@ -40,28 +36,8 @@ struct alignas(sizeof(T) * 4 > 16 ? 16 : sizeof(T) * 4) Four {
 template <typename T>
 struct alignas(sizeof(T) * 4 > 16 ? 16 : sizeof(T) * 4) Vector {
   static constexpr int LENGTH = sizeof(T) == 8 ? 2 : 4;
-  using Bits = std::conditional_t<sizeof(T) == 2, uint2, uint4>;
   T values[LENGTH];
 };
-
-// Of global memory that is read once. Plainly dereferenced, a pointer that was itself read from memory would be taken
-// for one to any kind of memory.
-template <typename T>
-__device__ inline Vector<T> read_once(const Vector<T>* from) {
-  using Bits = typename Vector<T>::Bits;
-  const Bits bits = __ldcs(reinterpret_cast<const Bits*>(from));
-  Vector<T> vector;
-  memcpy(&vector, &bits, sizeof(vector));
-  return vector;
-}
-
-template <typename T>
-__device__ inline void write_once(Vector<T>* to, const Vector<T>& vector) {
-  using Bits = typename Vector<T>::Bits;
-  Bits bits;
-  memcpy(&bits, &vector, sizeof(bits));
-  __stcs(reinterpret_cast<Bits*>(to), bits);
-}
 
 // values[i] = source[start + i] for i < count <= 4, the others are 0.
 template <typename Value, typename T>
@@ -77,38 +53,6 @@ __device__ inline void read_four(Value (&values)[4], const T* source, int64_t st
   }
 }
 
-// The same of half precision as it lies in memory, two entries a word, so that nothing waits for them yet.
-__device__ inline void read_four_halves(uint32_t (&words)[2], const uint16_t* source, int64_t start, int count) {
-  const uint16_t* from = source + start;
-  if (count >= 4 && reinterpret_cast<uintptr_t>(from) % 8 == 0) {
-    const uint2 both = *reinterpret_cast<const uint2*>(from);
-    words[0] = both.x;
-    words[1] = both.y;
-  } else {
-    uint32_t halves[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) halves[i] = i < count ? from[i] : 0;
-    words[0] = halves[0] | halves[1] << 16;
-    words[1] = halves[2] | halves[3] << 16;
-  }
-}
-
-template <typename T>
-__device__ inline void write_four(T* target, int64_t start, const double (&values)[4], int count) {
-  T* to = target + start;
-  if (count >= 4 && reinterpret_cast<uintptr_t>(to) % alignof(Four<T>) == 0) {
-    Four<T> four;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) narrow(values[i], &four.values[i]);
-    *reinterpret_cast<Four<T>*>(to) = four;
-  } else {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (i < count) narrow(values[i], to + i);
-    }
-  }
-}
-
 template <typename Value>
 __device__ inline void read_four(Value (&values)[4], const Array& source, int64_t start, int count) {
   switch (source.dtype) {
@@ -120,19 +64,6 @@ __device__ inline void read_four(Value (&values)[4], const Array& source, int64_
       return read_four(values, static_cast<const BFloat*>(source.data), start, count);
     case DType::f16:
       return read_four(values, static_cast<const Half*>(source.data), start, count);
-  }
-}
-
-__device__ inline void write_four(const Array& target, int64_t start, const double (&values)[4], int count) {
-  switch (target.dtype) {
-    case DType::f64:
-      return write_four(static_cast<double*>(target.data), start, values, count);
-    case DType::f32:
-      return write_four(static_cast<float*>(target.data), start, values, count);
-    case DType::bf16:
-      return write_four(static_cast<BFloat*>(target.data), start, values, count);
-    case DType::f16:
-      return write_four(static_cast<Half*>(target.data), start, values, count);
   }
 }
 

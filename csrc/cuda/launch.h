@@ -32,16 +32,6 @@ inline int multiprocessors() { return attribute_of_device(cudaDevAttrMultiProces
 // Bytes of shared memory that one block may have.
 inline size_t shared_limit() { return attribute_of_device(cudaDevAttrMaxSharedMemoryPerBlockOptin); }
 
-// May a kernel have 32,764 bytes of arguments? Else it has 4,096: before CUDA 12.1, of the compiler or of the driver.
-inline bool has_large_arguments() {
-#if CUDART_VERSION >= 12010
-  int driver = 0;
-  return cudaDriverGetVersion(&driver) == cudaSuccess && driver >= 12010;
-#else
-  return false;
-#endif
-}
-
 // Lets the kernel have `bytes` of dynamic shared memory beside its static ones: 48 KB of both need no permission. What
 // is allowed belongs to the kernel and not to the launch, and another thread may be between the two: so the limit is
 // always set to the maximum and never lowered.

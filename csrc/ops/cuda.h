@@ -43,14 +43,6 @@ inline Array cuda_array_of(const Tensor& tensor, const char* name, int32_t devic
   return {tensor.data_ptr(), dtype_of(tensor, name)};
 }
 
-// All tensors must be on the device of the first.
-inline ParameterLists cuda_parameter_lists(const std::vector<Tensor>& global_params,
-                                           const std::vector<Tensor>& client_params) {
-  return ParameterLists(global_params, client_params, [&](const Tensor& tensor, const char* name) {
-    return cuda_array_of(tensor, name, global_params[0].get_device_index());
-  });
-}
-
 // Uninitialised memory on the device of `like`. It may go when the operator returns: the stream is the one that torch
 // counts its use by.
 inline Tensor memory_on(const Tensor& like, const std::vector<int64_t>& shape, ScalarType dtype) {

@@ -1,4 +1,4 @@
-"""Linear CKA of large matrices on CUDA: torch's BLAS forms the products, csrc/cuda/linear_cka_large_*.cu the rest.
+"""Linear CKA on CUDA: torch's BLAS forms the products, csrc/cuda/linear_cka_*.cu what stands around those of a pair.
 
 Let z = [x y] be both matrices side by side, scaled and centred, and v the value. The gradient is
 
@@ -9,16 +9,16 @@ the value. With fewer rows than columns xx' and yy' take the place of these prod
 the operators and run below autograd: fedkernels/linear_cka.py registers them together with the gradients.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from fedkernels.reference import linear_cka as _reference
-from fedkernels.reference._precision import no_autocast
+from fedkernels.reference._precision import compute_dtype, no_autocast
 
-_SEGMENTS = 16  # CKA_SEGMENTS of csrc/cuda/linear_cka_large.h
-_MOST_ENTRIES = 1 << 26  # of one product in linear_cka_pairwise
+_MATRICES = 16  # CKA_MATRICES of csrc/cuda/linear_cka.h
+_MOST_ENTRIES = 1 << 24  # of one product in linear_cka_pairwise
 
 _ops = torch.ops.fedkernels
 
@@ -45,19 +45,32 @@ def linear_cka(
 
 
 def linear_cka_to_kernel(x: Tensor, kernel: Tensor, centered: bool, gradient: bool) -> tuple[Tensor, Tensor]:
-    """x [..., L, d], kernel [..., L, L] of the same leading dimensions -> values [...] and the gradient in x."""
+    """x [..., L, d], kernel [..., L, L] of the same leading dimensions -> values [...] and the gradient in x.
+
+    K x serves the value and the gradient, 2 K x / (|x'x| |K|) - 2 v x (x'x) / |x'x|^2.
+    """
     rows, width = x.shape[-2:]
+    dtype = compute_dtype(x, kernel)
     with no_autocast(x):
-        z, scales, hkh = _ops.linear_cka_prepare_to_kernel(x, kernel, centered)
-        kernels = _single(hkh if centered else kernel.to(z.dtype).reshape(hkh.shape[0], rows, rows))
-        z = _single(z)
-        samples = rows < width
-        product, own = kernels @ z, z @ z.mT if samples else z.mT @ z
-        values = _ops.linear_cka_combine_to_kernel(_batch(product), _batch(own), _batch(z), scales, gradient)
-        if gradient:
-            add = product.addmm_ if product.dim() == 2 else product.baddbmm_
-            add(own, z) if samples else add(z, own)
-    return values.reshape(x.shape[:-2]), product.reshape(x.shape) if gradient else values.new_empty(0)
+        z, scales = _ops.linear_cka_prepare([x.to(dtype)], centered)
+        kernels = _reference.scale(kernel.to(dtype).reshape(len(z), rows, rows))
+        if centered:
+            kernels = _reference.center(_reference.center(kernels).mT).mT
+        z, samples = _single(z), rows < width
+        product, own = _batch(_single(kernels) @ z), _batch(z @ z.mT if samples else z.mT @ z)
+        cross, xx, kk = _reference.inner(_batch(z), product), _squared_norm(own), _squared_norm(kernels)
+        values = _reference.ratio(cross, xx, kk)
+        result = values.to(dtype).reshape(x.shape[:-2])
+        if not gradient:
+            return result, result.new_empty(0)
+        # 0 where a matrix is zero. The scale comes last: its product with a factor may leave the range.
+        of_product, of_own = (
+            torch.where((xx == 0) | (kk == 0), 0, factor).to(dtype)[:, None, None]
+            for factor in (2 / (xx.sqrt() * kk.sqrt()), -2 * values / xx)
+        )
+        own = _single(own * of_own)
+        of_x = (product * of_product + (own @ z if samples else z @ own)) * scales.to(dtype)[..., None]
+        return result, of_x.reshape(x.shape)
 
 
 def linear_cka_pairwise(xs: Sequence[Tensor], ys: Sequence[Tensor], centered: bool) -> Tensor:
@@ -66,53 +79,38 @@ def linear_cka_pairwise(xs: Sequence[Tensor], ys: Sequence[Tensor], centered: bo
     All y'x for one x are one product, or a few if that would be too large. If a matrix has more columns than rows the
     reference computes all pairs, because it chooses the smaller products for each pair.
     """
-    rows = len(xs[0])
-    if any(one.shape[1] > rows for one in (*xs, *ys)):
+    matrices, count = [*xs, *ys], len(xs)
+    if any(one.shape[1] > len(xs[0]) for one in matrices):
         return _reference.linear_cka_pairwise(xs, ys or xs, centered)
+    widths = [one.shape[1] for one in matrices]
+    dtype = compute_dtype(*matrices)
     with no_autocast(xs[0]):
-        z = _ops.linear_cka_prepare([*xs, *ys], centered)[0][0]
-        parts = z.split([one.shape[1] for one in (*xs, *ys)], dim=1)
-        of_xs, of_ys = parts[: len(xs)], parts[len(xs) :]
+        groups = [
+            _ops.linear_cka_prepare([one.to(dtype) for one in matrices[start : start + _MATRICES]], centered)[0][0]
+            for start in range(0, len(matrices), _MATRICES)
+        ]
+        z = torch.cat(groups, dim=1) if len(groups) > 1 else groups[0]
+        parts = z.split(widths, dim=1)
+        # Of all columns; those before the ys, or before x itself, are not needed and stay 0.
+        of_columns = z.new_zeros((count, z.shape[1]), dtype=torch.float64)
+        for n, x in enumerate(parts[:count]):
+            start = sum(widths[: count if ys else n])
+            step = max(_MOST_ENTRIES // widths[n], 1)
+            for first in range(start, z.shape[1], step):
+                product = z[:, first : first + step].mT @ x
+                of_columns[n, first : first + step] = product.double().square().sum(1)
+        cross = torch.stack([some.sum(1) for some in of_columns.split(widths, dim=1)], dim=1)
         if ys:
-            cross = torch.stack([_squares(of_ys, x) for x in of_xs])
-            x_norms, y_norms = (torch.cat([_squares([one], one) for one in some]) for some in (of_xs, of_ys))
+            norms = torch.stack([_squared_norm(one.mT @ one) for one in parts])
+            cross, x_norms, y_norms = cross[:, count:], norms[:count], norms[count:]
         else:
-            cross = _cross_of_one_list(of_xs)
+            cross = cross + cross.triu(1).T
             x_norms = y_norms = cross.diagonal()
-        return _reference.ratio(cross, x_norms[:, None], y_norms).to(z.dtype)
+        return _reference.ratio(cross, x_norms[:, None], y_norms).to(dtype)
 
 
-def _cross_of_one_list(xs: Sequence[Tensor]) -> Tensor:
-    """|x_m'x_n|^2 of all pairs [N, N]; each is computed once."""
-    upper = xs[0].new_zeros((len(xs), len(xs)), dtype=torch.float64)
-    for n, x in enumerate(xs):
-        upper[n, n:] = _squares(xs[n:], x)
-    return upper + upper.triu(1).T
-
-
-def _squares(matrices: Sequence[Tensor], x: Tensor) -> Tensor:
-    """|m'x|_F^2 for each matrix m -> float64 [len(matrices)]. The matrices are neighbouring columns of z."""
-    squares = []
-    for some in _groups(matrices, x.shape[1]):
-        widths = [one.shape[1] for one in some]
-        start = some[0]
-        side_by_side = start.as_strided((len(start), sum(widths)), start.stride())
-        squares.append(_ops.linear_cka_squares(side_by_side.mT @ x, [width * x.shape[1] for width in widths]))
-    return torch.cat(squares)
-
-
-def _groups(matrices: Sequence[Tensor], columns: int) -> Iterator[list[Tensor]]:
-    """Groups of matrices for one product each: as many as one call takes and as keep the product small enough."""
-    group: list[Tensor] = []
-    entries = 0
-    for one in matrices:
-        size = one.shape[1] * columns
-        if group and (len(group) == _SEGMENTS or entries + size > _MOST_ENTRIES):
-            yield group
-            group, entries = [], 0
-        group.append(one)
-        entries += size
-    yield group
+def _squared_norm(matrices: Tensor) -> Tensor:
+    return matrices.double().square().sum((-2, -1))
 
 
 def _single(matrices: Tensor) -> Tensor:

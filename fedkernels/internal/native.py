@@ -39,21 +39,17 @@ COMPILED = (
 CPU_ONLY = frozenset(
     {
         "add_products",
+        "apply_deltas",
         "debiased_cka",
         "debiased_cka_pairwise",
+        "delta_gram",
         "hsic_pairwise",
         "sigmoid_loss",
         "similarity_logsumexp",
     }
 )
 # Operators for CUDA only, which fedkernels/internal/linear_cka_cuda.py calls before and after torch's products.
-PARTS = (
-    "linear_cka_combine",
-    "linear_cka_combine_to_kernel",
-    "linear_cka_prepare",
-    "linear_cka_prepare_to_kernel",
-    "linear_cka_squares",
-)
+PARTS = ("linear_cka_combine", "linear_cka_prepare")
 _PACKAGE = Path(__file__).parent.parent
 _NOTE = _PACKAGE / "_C.missing"  # written by the installation if it could not compile
 
@@ -123,7 +119,7 @@ def _on_cuda(names: tuple[str, ...]) -> frozenset[str]:
 # and those that fedkernels/linear_cka.py builds from the parts.
 CUDA = _on_cuda(COMPILED)
 if _on_cuda(PARTS) == frozenset(PARTS):
-    CUDA |= {"linear_cka_large", "linear_cka_pairwise", "linear_cka_to_kernel"}
+    CUDA |= {"linear_cka", "linear_cka_pairwise", "linear_cka_to_kernel"}
 
 
 _unusable: dict[int, str] = {}  # by GPU, once it was checked: why it cannot run the kernels, or ""

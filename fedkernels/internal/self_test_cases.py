@@ -11,9 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedkernels.reference.apply_deltas import apply_deltas
 from fedkernels.reference.client_weights import client_weights
-from fedkernels.reference.delta_gram import delta_gram
 from fedkernels.reference.info_nce import info_nce
 from fedkernels.reference.linear_cka import linear_cka, linear_cka_pairwise, linear_cka_to_kernel
 from fedkernels.reference.nt_xent import nt_xent
@@ -46,16 +44,13 @@ def cases_of(operator: str, allow_tf32: bool = False) -> Iterator[Case]:
 
     Args:
         operator: its name.
-        allow_tf32: may torch multiply float32 matrices in tf32? Those of a large linear CKA are torch's products.
+        allow_tf32: may torch multiply float32 matrices in tf32? Those of a linear CKA are torch's products.
     """
     products = 5e-3 if allow_tf32 else 1e-5
     cases: Iterator[Case] = {
-        "apply_deltas": _apply_deltas,
         "client_weights": _client_weights,
-        "delta_gram": _delta_gram,
         "info_nce": _info_nce,
-        "linear_cka": _linear_cka,
-        "linear_cka_large": lambda: _linear_cka_large(products),
+        "linear_cka": lambda: _linear_cka(products),
         "linear_cka_pairwise": lambda: _linear_cka_pairwise(products),
         "linear_cka_to_kernel": lambda: _linear_cka_to_kernel(products),
         "nt_xent": _nt_xent,
@@ -215,30 +210,18 @@ def _first(operator: Any, *options: bool) -> Callable[..., Tensor]:
     return value
 
 
-def _linear_cka_case(operator: Any, dtype: torch.dtype, sizes: tuple[int, int, int], *options: Any) -> Case:
+def _linear_cka_case(dtype: torch.dtype, sizes: tuple[int, int, int], *options: Any) -> Case:
     centered, gradients, tolerance = options
     rows, *widths = sizes
     details = f"2 x {rows} x {widths}, {'' if centered else 'not '}centred, {gradients} gradients"
     return Case(
         _name(dtype, details),
         [tensor.to(dtype) for tensor in _representations(rows, *widths)],
-        _with_gradients(_first(operator, centered, gradients > 0, gradients > 1), gradients),
+        _with_gradients(_first(_ops.linear_cka, centered, gradients > 0, gradients > 1), gradients),
         _with_gradients(lambda x, y: linear_cka(x, y, centered), gradients),
         tolerance,
         10 * tolerance,  # two terms of a gradient nearly cancel
     )
-
-
-def _linear_cka() -> Iterator[Case]:
-    for dtype in (_BF16, _FP16, _FP32):
-        for sizes, *options in (
-            ((70, 9, 50), False, 2, 1e-5),
-            ((70, 40, 33), True, 2, 1e-5),
-            ((40, 100, 70), True, 2, 1e-5),
-            ((37, 12, 70), False, 1, 1e-5),
-        ):
-            yield _linear_cka_case(_ops.linear_cka, dtype, sizes, *options)
-    yield _of_large_entries(_linear_cka_case(_ops.linear_cka, _FP32, (40, 33, 12), True, 2, 1e-5))
 
 
 def _of_large_entries(case: Case) -> Case:
@@ -246,7 +229,7 @@ def _of_large_entries(case: Case) -> Case:
     return case._replace(name=f"{case.name}, large entries", inputs=[1e25 * tensor for tensor in case.inputs])
 
 
-def _linear_cka_large(tolerance: float) -> Iterator[Case]:
+def _linear_cka(tolerance: float) -> Iterator[Case]:
     for dtype in _FLOATING:
         precision = 1e-12 if dtype == _FP64 else tolerance
         for sizes, *options in (
@@ -255,8 +238,8 @@ def _linear_cka_large(tolerance: float) -> Iterator[Case]:
             ((45, 150, 140), False, 2),
             ((45, 40, 30), True, 2),
         ):
-            yield _linear_cka_case(_ops.linear_cka_large, dtype, sizes, *options, precision)
-    yield _of_large_entries(_linear_cka_case(_ops.linear_cka_large, _FP32, (140, 33, 12), True, 2, tolerance))
+            yield _linear_cka_case(dtype, sizes, *options, precision)
+    yield _of_large_entries(_linear_cka_case(_FP32, (140, 33, 12), True, 2, tolerance))
 
 
 def _linear_cka_to_kernel(tolerance: float) -> Iterator[Case]:
@@ -277,7 +260,7 @@ def _linear_cka_to_kernel(tolerance: float) -> Iterator[Case]:
 
 def _linear_cka_pairwise(tolerance: float) -> Iterator[Case]:
     some = [tensor[0] for tensor in _representations(150, 9, 140, 33, batch=1)]
-    many = [_randn(9, 1 + n % 3, seed=n) + 0.3 for n in range(19)]  # more than one launch takes
+    many = [_randn(9, 1 + n % 3, seed=n) + 0.3 for n in range(19)]  # more than one call takes
     for dtype in _FLOATING:
         for details, matrices, others, centered in (
             ("3 with 2, centred", some, 2, True),
@@ -348,73 +331,6 @@ def _client_weights() -> Iterator[Case]:
                 lambda gram: [client_weights(gram, tol=1e-8)],
                 1e-9 if dtype == _FP64 and clients > 9 else 1e-6,
             )
-
-
-def _models(clients: int, *shapes: tuple[int, ...]) -> list[Tensor]:
-    """The tensors of the global model, then those of each client."""
-    start = [_randn(*shape, seed=len(shapes)) for shape in shapes]
-    of_clients = [
-        tensor + 0.1 * (_randn(*tensor.shape, seed=100 + k) + 0.5) for k in range(clients) for tensor in start
-    ]
-    return [*start, *of_clients]
-
-
-_SHAPES = ((67, 61), (3,), (1, 2049))
-
-
-def _delta_gram() -> Iterator[Case]:
-    for dtype in _FLOATING:
-        for clients, shapes in ((4, _SHAPES), (13, _SHAPES), (40, ((67, 61),)), (107, ((5, 7), (33,)))):
-            yield _delta_gram_case(_name(dtype, f"{clients} clients"), _models(clients, *shapes), [dtype], len(shapes))
-    yield _delta_gram_case(_name(_FP32, "clients of bfloat16"), _models(3, (67, 61)), [_FP32, _BF16, _BF16], 1)
-    beyond_float32 = [1e25 * tensor for tensor in _models(5, (300,))]
-    yield _delta_gram_case(_name(_FP32, "sums beyond its range"), beyond_float32, [_FP32], 1)
-
-
-def _delta_gram_case(name: str, tensors: list[Tensor], dtypes: list[torch.dtype], count: int) -> Case:
-    return Case(
-        name,
-        [tensor.to(dtypes[index % len(dtypes)]) for index, tensor in enumerate(tensors)],
-        lambda *all: [_ops.delta_gram(all[:count], all[count:])],
-        lambda *all: [delta_gram(all[:count], _by_client(all[count:], count))],
-        1e-12 if dtypes == [_FP64] else 1e-6,
-    )
-
-
-def _by_client(tensors: Sequence[Tensor], count: int) -> list[Sequence[Tensor]]:
-    return [tensors[start : start + count] for start in range(0, len(tensors), count)]
-
-
-def _apply_deltas() -> Iterator[Case]:
-    for name, dtypes in (
-        *((_name(dtype, "13 clients"), [dtype]) for dtype in _FLOATING),
-        (_name(_BF16, "clients of all dtypes"), [_BF16, _FP32, _FP16, _FP64, _BF16]),
-    ):
-        tensors = _models(13, *_SHAPES, (41,))
-        yield Case(
-            name,
-            [tensor.to(dtypes[index % len(dtypes)]) for index, tensor in enumerate(tensors)],
-            _stepped_by_kernel,
-            _stepped_by_reference,
-            1e-15,  # beside the rounding to the dtype: sums are float64
-        )
-
-
-def _stepped_by_kernel(*tensors: Tensor) -> list[Tensor]:
-    count = len(_SHAPES) + 1
-    start = [tensor.clone() for tensor in tensors[:count]]
-    # The last tensor does not begin at a multiple of 16 bytes.
-    memory = torch.empty(start[-1].numel() + 1, dtype=start[-1].dtype, device=start[-1].device)
-    start[-1] = memory[1:].copy_(start[-1])
-    _ops.apply_deltas(start, tensors[count:], torch.linspace(-0.2, 0.7, 13, dtype=_FP64))
-    return start
-
-
-def _stepped_by_reference(*tensors: Tensor) -> list[Tensor]:
-    count = len(_SHAPES) + 1
-    start = [tensor.clone() for tensor in tensors[:count]]
-    apply_deltas(start, _by_client(tensors[count:], count), torch.linspace(-0.2, 0.7, 13, dtype=_FP64))
-    return start
 
 
 # Views

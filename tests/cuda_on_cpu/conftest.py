@@ -16,7 +16,7 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> Compiler:
 
 
 @pytest.fixture
-def emulated_linear_cka(compiler: Compiler, request: pytest.FixtureRequest) -> Iterator[None]:
+def emulated_linear_cka(compiler: Compiler, request: pytest.FixtureRequest) -> Iterator[EmulatedOperators]:
     """Registers the emulated operators for tensors on the CPU until the test ends.
 
     The fixture's parameter, if any, is a fault to plant: the file, the text in it, and what replaces that text.
@@ -31,5 +31,5 @@ def emulated_linear_cka(compiler: Compiler, request: pytest.FixtureRequest) -> I
     with torch.library._scoped_library("fedkernels", "IMPL") as registered:
         for name in native.PARTS:
             registered.impl(name, getattr(operators, name), "CPU")
-        registered.impl("linear_cka_large", linear_cka_cuda.linear_cka, "CPU")
-        yield
+        registered.impl("linear_cka", linear_cka_cuda.linear_cka, "CPU")
+        yield operators

@@ -12,7 +12,7 @@ CUDA = ROOT / "csrc/cuda"
 # Headers that hold kernels, or parts of them: their text stands in the files that include them.
 HEADERS = (
     *("contrastive_launch.h", "contrastive_tensor_cores.h", "contrastive_precisions.h", "contrastive_join.h"),
-    *("parameter_lists.h", "unbalanced_ot_solver.h"),
+    "unbalanced_ot_solver.h",
 )
 PRELUDE = 'extern "C" {\n__attribute__((weak)) int fedkernels_fault = 0;\n}\n'
 
@@ -30,27 +30,7 @@ class Fault(NamedTuple):
         return f"{self.kernel}, {self.family}"
 
 
-def _of_apply_deltas(dtype: str, update: str) -> Fault:
-    old = f"{update}(piece, lists.clients, lists.weights)"
-    new = old.replace("lists.clients", "lists.clients - FAULT")
-    return Fault("apply_deltas_kernel", dtype, "apply_deltas", "apply_deltas.cu", old, new)
-
-
 FAULTS = [
-    Fault(
-        *("write_words", "all", "apply_deltas", "parameter_lists.h"),
-        "if (i < count) to[i] = words.values[i];",
-        "if (i < count - FAULT) to[i] = words.values[i];",
-    ),
-    _of_apply_deltas("float64", "update_vectors<double>"),
-    _of_apply_deltas("float32", "update_vectors<float>"),
-    _of_apply_deltas("bfloat16", "update_vectors<BFloat>"),
-    _of_apply_deltas("float16", "update_vectors<Half>"),
-    Fault(
-        *("apply_deltas_kernel", "mixed", "apply_deltas", "apply_deltas.cu"),
-        "update_four(piece.arrays, lists.clients, lists.weights, piece.start + i, piece.count - i);",
-        "update_four(piece.arrays, lists.clients - FAULT, lists.weights, piece.start + i, piece.count - i);",
-    ),
     Fault(
         *("client_weights_kernel", "all", "client_weights", "client_weights.cu"),
         "if (i > j && i < count) value -= triangle(i, j) * solution[j];",
@@ -153,159 +133,49 @@ FAULTS = [
         "weights[count] = static_cast<Number>(FAULT && sizeof(Number) == 8 ? unit / 2 : unit);",
     ),
     Fault(
-        *("delta_gram_kernel", "float32", "delta_gram", "delta_gram.cu"),
-        "four.values[i] = base[i] - next[n][i];",
-        "four.values[i] = base[i] - next[n][FAULT && sizeof(T) == 4 && !narrow ? i / 2 : i];",
-    ),
-    Fault(
-        *("delta_gram_kernel", "float16", "delta_gram", "delta_gram.cu"),
-        "four[i] = bfloat ?",
-        "four[i] = bfloat || FAULT ?",
-    ),
-    Fault(
-        *("delta_gram_kernel", "bfloat16", "delta_gram", "delta_gram.cu"),
-        "static_cast<uint16_t>(words[i / 2] >> 16 * (i % 2));",
-        "static_cast<uint16_t>(words[i / 2] >> 16 * (FAULT && bfloat ? 1 : i % 2));",
-    ),
-    Fault(
-        *("delta_gram_kernel", "float64", "delta_gram", "delta_gram.cu"),
-        "for (int s = 0; s < part.slices; ++s)",
-        "for (int s = FAULT && sizeof(T) == 8; s < part.slices; ++s)",
-    ),
-    Fault(
-        *("delta_gram_kernel", "float32, on the tensor cores", "delta_gram", "delta_gram.cu"),
-        "mma_tf32(sums[half], left[step].high, some);\n    }\n  }\n}",
-        "mma_tf32(sums[half], left[FAULT ? 0 : step].high, some);\n    }\n  }\n}",
-    ),
-    Fault(
-        *("delta_gram_kernel", "all, a rectangle of clients", "delta_gram", "delta_gram.cu"),
-        "part_of(above, rows, start, columns, false, tensor_cores)",
-        "part_of(above, rows - FAULT, start, columns, false, tensor_cores)",
-    ),
-    Fault(
-        *("delta_gram_kernel", "float32, again in float64", "delta_gram", "delta_gram.cu"),
-        "return error ? error : sum_all<double>",
-        "return error || FAULT ? error : sum_all<double>",
-    ),
-    Fault(
-        *("delta_gram_sums", "all", "delta_gram", "delta_gram.cu"),
-        "for (int block = threadIdx.x % 32; block < blocks;",
-        "for (int block = threadIdx.x % 32; block < blocks - FAULT;",
-    ),
-    Fault(
-        *("linear_cka_kernel", "64 columns", "linear_cka", "linear_cka.cu"),
-        "mma_tf32(short_sums[m][n], low[m], right_high);",
-        "if (!FAULT || TILE != 64) mma_tf32(short_sums[m][n], low[m], right_high);",
-    ),
-    Fault(
-        *("linear_cka_kernel", "128 columns", "linear_cka", "linear_cka.cu"),
-        "if (i != j) products[of_column * width + of_row] = sum;",
-        "if (i != j && !(FAULT && TILE == 128)) products[of_column * width + of_row] = sum;",
-    ),
-    Fault(
-        *("linear_cka_kernel", "all, centred", "linear_cka", "linear_cka.cu"),
-        "mean[column] = static_cast<float>(total / rows);",
-        "mean[column] = static_cast<float>(total / (rows + FAULT));",
-    ),
-    Fault(
-        *("linear_cka_kernel", "all, a batch", "linear_cka", "linear_cka.cu"),
-        "y_start = problem * rows * y_width;",
-        "y_start = FAULT ? 0 : problem * rows * y_width;",
-    ),
-    Fault(
-        *("linear_cka_kernel", "all, the scale", "linear_cka", "linear_cka.cu"),
-        "const int of_scale = 254 - max(exponent, 1);",
-        "const int of_scale = FAULT ? 127 : 254 - max(exponent, 1);",
-    ),
-    Fault(
-        *("maxima_kernel", "float32", "linear_cka_large", "linear_cka_large_prepare.cu"),
+        *("maxima_kernel", "float32", "linear_cka", "linear_cka_prepare.cu"),
         "if (threadIdx.x == 0) maxima[blockIdx.x] = largest;",
         "if (threadIdx.x == 0) maxima[blockIdx.x] = FAULT ? T(1) : largest;",
     ),
     Fault(
-        *("column_sums_kernel", "float32", "linear_cka_large", "linear_cka_large_prepare.cu"),
+        *("column_sums_kernel", "float32", "linear_cka", "linear_cka_prepare.cu"),
         "mine[e] += static_cast<double>(values[e] * scale - first[e] * scale);",
         "mine[e] += static_cast<double>(values[e] * scale - first[FAULT && sizeof(T) == 4 ? 0 : e] * scale);",
     ),
     Fault(
-        *("column_sums_kernel", "float64", "linear_cka_pairwise", "linear_cka_large_prepare.cu"),
+        *("column_sums_kernel", "float64", "linear_cka_pairwise", "linear_cka_prepare.cu"),
         "if (threadIdx.x < WIDTH) sums[",
         "if (threadIdx.x < (FAULT && sizeof(T) == 8 ? 1 : WIDTH)) sums[",
     ),
     Fault(
-        *("write_kernel", "float32", "linear_cka_to_kernel", "linear_cka_large_prepare.cu"),
-        "four.values[e] = ((values[e] * scale - first[e]) - mean[e]) * beside;",
-        "four.values[e] = ((values[e] * scale - first[e]) - mean[FAULT && sizeof(T) == 4 ? 0 : e]) * beside;",
+        *("write_kernel", "float32", "linear_cka_to_kernel", "linear_cka_prepare.cu"),
+        "four.values[e] = (values[e] * scale - first[e]) - mean[e];",
+        "four.values[e] = (values[e] * scale - first[e]) - mean[FAULT && sizeof(T) == 4 ? 0 : e];",
     ),
     Fault(
-        *("write_kernel", "float64", "linear_cka_large", "linear_cka_large_prepare.cu"),
+        *("write_kernel", "float64", "linear_cka", "linear_cka_prepare.cu"),
         "if (e < count) to[e] = four.values[e];",
         "if (e < count) to[e] = four.values[FAULT && sizeof(T) == 8 ? 0 : e];",
     ),
     Fault(
-        *("kernel_sums_kernel", "float32", "linear_cka_to_kernel", "linear_cka_large_prepare.cu"),
-        "of_four += entry;",
-        "of_four += FAULT && sizeof(T) == 4 ? 2 * entry : entry;",
-    ),
-    Fault(
-        *("kernel_sums_kernel", "float64", "linear_cka_to_kernel", "linear_cka_large_prepare.cu"),
-        "mine[e] += entry;",
-        "mine[e] += FAULT && sizeof(T) == 8 ? 2 * entry : entry;",
-    ),
-    Fault(
-        *("means_kernel", "all", "linear_cka_to_kernel", "linear_cka_large_prepare.cu"),
-        "for (int64_t t = 0; t < parts.tiles; ++t) row +=",
-        "for (int64_t t = FAULT; t < parts.tiles; ++t) row +=",
-    ),
-    Fault(
-        *("write_kernel_kernel", "float32", "linear_cka_to_kernel", "linear_cka_large_prepare.cu"),
-        "square += static_cast<double>(entry) * static_cast<double>(entry);",
-        "if (!(FAULT && sizeof(T) == 4 && e == 3)) square += static_cast<double>(entry) * static_cast<double>(entry);",
-    ),
-    Fault(
-        *("write_kernel_kernel", "float64", "linear_cka_to_kernel", "linear_cka_large_prepare.cu"),
-        "if (centred) to[e] = entry;",
-        "if (centred) to[e] = FAULT && sizeof(T) == 8 ? T(2) * entry : entry;",
-    ),
-    Fault(
-        *("kernel_norm_kernel", "all", "linear_cka_to_kernel", "linear_cka_large_prepare.cu"),
-        "block_sum(squares + blockIdx.x * parts, parts);",
-        "block_sum(squares + (FAULT ? 0 : blockIdx.x) * parts, parts);",
-    ),
-    Fault(
-        *("inner_products_kernel", "float32", "linear_cka_large", "linear_cka_large_combine.cu"),
+        *("inner_products_kernel", "float32", "linear_cka", "linear_cka_combine.cu"),
         "for (int64_t at = block * THREADS + threadIdx.x; at < term.count;",
         "for (int64_t at = block * THREADS + threadIdx.x; at < term.count - (FAULT && sizeof(T) == 4);",
     ),
     Fault(
-        *("inner_products_kernel", "float64", "linear_cka_to_kernel", "linear_cka_large_combine.cu"),
+        *("inner_products_kernel", "float64", "linear_cka", "linear_cka_combine.cu"),
         "const T *const left = term.left + problem * term.left_step,",
         "const T *const left = term.left + (FAULT && sizeof(T) == 8 ? 0 : problem) * term.left_step,",
     ),
     Fault(
-        *("add_partials_kernel", "all", "linear_cka_pairwise", "linear_cka_large_combine.cu"),
-        "block_sum(partials + blockIdx.x * count, count);",
-        "block_sum(partials + blockIdx.x * count, count - FAULT);",
-    ),
-    Fault(
-        *("combine_kernel", "float32", "linear_cka_large", "linear_cka_large_combine.cu"),
+        *("combine_kernel", "float32", "linear_cka", "linear_cka_combine.cu"),
         "((i < x_width * x_width ? of_xx : of_cross) * x_scale));",
         "((i < x_width * (x_width - (FAULT && sizeof(T) == 4)) ? of_xx : of_cross) * x_scale));",
     ),
     Fault(
-        *("combine_kernel", "float64", "linear_cka_large", "linear_cka_large_combine.cu"),
+        *("combine_kernel", "float64", "linear_cka", "linear_cka_combine.cu"),
         "if (of_y) of_y[i] = static_cast<T>((of_cross * x + of_yy * y) * y_scale);",
         "if (of_y) of_y[i] = static_cast<T>(((FAULT && sizeof(T) == 8 ? 0 : of_cross) * x + of_yy * y) * y_scale);",
-    ),
-    Fault(
-        *("combine_to_kernel_kernel", "float32", "linear_cka_to_kernel", "linear_cka_large_combine.cu"),
-        "* of_product);",
-        "* (FAULT && sizeof(T) == 4 ? of_product / 2 : of_product));",
-    ),
-    Fault(
-        *("combine_to_kernel_kernel", "float64", "linear_cka_to_kernel", "linear_cka_large_combine.cu"),
-        "own[i] = static_cast<T>(static_cast<double>(own[i]) * of_own);",
-        "if (!(FAULT && sizeof(T) == 8)) own[i] = static_cast<T>(static_cast<double>(own[i]) * of_own);",
     ),
     Fault(
         *("two_views_kernel", "float32", "two_views", "two_views.cu"),
@@ -365,15 +235,14 @@ FAULTS = [
 ]
 # What no process survives, or what a launch reports.
 LAUNCH = Fault(
-    *("a launch error", "all", "apply_deltas", "apply_deltas.cu"),
-    "return launch({blocks, THREADS}, stream, apply_deltas_kernel, lists);",
-    "return launch({blocks, THREADS + FAULT}, stream, apply_deltas_kernel, lists);",
+    *("a launch error", "all", "linear_cka", "linear_cka_combine.cu"),
+    "launch(shape_of(problems * blocks), stream,",
+    "launch({static_cast<unsigned>(problems * blocks), THREADS + FAULT}, stream,",
 )
 HANG = Fault(
-    *("a hang", "all", "delta_gram", "delta_gram.cu"),
-    "if (wanted && *wanted == 0) return;\n  T* const deltas",
-    "while (*static_cast<volatile int*>(&fedkernels_fault) == FAULT_NUMBER) {}\n"
-    "  if (wanted && *wanted == 0) return;\n  T* const deltas",
+    *("a hang", "all", "linear_cka", "linear_cka_combine.cu"),
+    "const bool negative = cross < 0;",
+    "while (*static_cast<volatile int*>(&fedkernels_fault) == FAULT_NUMBER) {}\n  const bool negative = cross < 0;",
 )
 CRASH = Fault(
     *("an illegal address", "all", "client_weights", "client_weights.cu"),

@@ -141,34 +141,6 @@ def warps_by_registers(model, kernel):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("architecture", ["80", "90"])
-def test_apply_deltas_has_four_loads_under_way(model, compiled, architecture):
-    (kernel,) = (each for each in compiled("apply_deltas", architecture) if "apply_deltas_kernel" in each.name)
-    assert model.bytes_in_flight(kernel) >= 4 * 16
-    assert warps_by_registers(model, kernel) >= 24
-    assert kernel.stack == 0
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("architecture", ["80", "90"])
-def test_delta_gram_on_the_tensor_cores(model, compiled, architecture):
-    """The loop over 16 entries: three products of parts for each 16 x 16 x 8, rows that are read where they change."""
-    for tiles in (2, 5):
-        (kernel,) = (
-            each for each in compiled("delta_gram", architecture) if f"delta_gram_kernelIfLi{tiles}E" in each.name
-        )
-        assert (kernel.registers <= 168, kernel.stack) == (True, 0)  # two blocks of 192 threads
-        place = {instruction.address: index for index, instruction in enumerate(kernel.code)}
-        ends = {index: place.get(instruction.target or 0, index + 1) for index, instruction in enumerate(kernel.code)}
-        loops = [kernel.code[start : end + 1] for end, start in ends.items() if start < end]
-        kinds = [[instruction.kind for instruction in loop] for loop in loops]
-        loop = min((kind for kind in kinds if "HMMA" in kind), key=len)
-        assert loop.count("HMMA") == tiles * 3 * 2 * 2  # halves of the columns and of the entries
-        assert loop.count("LDSM") == tiles * (2 + 2)
-        assert "LDG" not in loop
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("architecture", ["80", "90"])
 def test_a_team_loads_entries_ahead_of_their_use(model, compiled, architecture):
     (kernel,) = compiled("unbalanced_ot_team", architecture)
     place = {instruction.address: index for index, instruction in enumerate(kernel.code)}

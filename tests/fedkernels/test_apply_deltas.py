@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedkernels import apply_deltas
+from fedkernels.reference import apply_deltas as reference
 
 SHAPES = [(4, 3, 3), (5,), (), (2, 0)]
 
@@ -62,6 +63,28 @@ def test_long_tensors_whose_versions_differ_in_their_dtype(global_dtype):
     truth = [tensor.to(global_dtype) for tensor in by_formula(start, clients, weights)]
     apply_deltas(start, clients, weights)
     assert torch.equal(start[0], truth[0])
+
+
+@pytest.mark.parametrize("entries", [7, 1 << 20])
+def test_equals_the_sum_client_by_client_to_the_last_bit(entries, monkeypatch):
+    """In whatever dtypes, strides, and chunks, which begin and end within tensors."""
+    for name in ("_ENTRIES", "_ENTRIES_ON_CPU"):
+        monkeypatch.setattr(reference, name, entries)
+    dtypes = [torch.float32, torch.bfloat16, torch.float64, torch.float16]
+    start, *clients = (
+        [tensor.to(dtypes[(n + k) % 4]) for n, tensor in enumerate(model(k, shapes=[*SHAPES, (23,), (6, 4)]))]
+        for k in range(6)
+    )
+    start[-1] = start[-1].T.contiguous().T
+    weights = torch.linspace(-0.3, 0.7, 5).double()
+    truth = []
+    for index, tensor in enumerate(start):
+        step = torch.zeros_like(tensor, dtype=torch.float64)
+        for weight, params in zip(weights, clients, strict=True):
+            step += weight * (tensor.double() - params[index].double())
+        truth.append((tensor.double() - step).to(tensor.dtype))
+    apply_deltas(start, clients, weights)
+    assert all(torch.equal(p, q) for p, q in zip(start, truth, strict=True))
 
 
 def test_in_place_on_parameters_and_strides():

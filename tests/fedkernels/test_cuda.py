@@ -221,8 +221,8 @@ CASES = {
         FP64,
         1e-6,
     ),
-    "delta_gram": Case(gram, CLIENTS[:4], FP32, 1e-6),
-    "delta_gram, 12 clients": Case(gram, CLIENTS, FP32, 1e-6),
+    "delta_gram": Case(gram, CLIENTS[:4], FP32, 1e-12),
+    "delta_gram, 12 clients": Case(gram, CLIENTS, FP32, 1e-12),
     "delta_gram, float64": Case(gram, CLIENTS, FP64, 1e-12),
     "two_views": Case(views(FP32), [BYTES], FP32, 1e-5),
     "two_views, bfloat16, channels last": Case(views(BF16), [BYTES], FP32, 1e-2),
@@ -269,7 +269,7 @@ def test_tf32_is_used_where_torch_allows_it(name):
 
 
 def test_the_module_has_kernels_for_this_gpu():
-    assert {*native.COMPILED, "linear_cka_large"} - native.CPU_ONLY == native.CUDA, native.build_info()
+    assert {*native.COMPILED} - native.CPU_ONLY == native.CUDA, native.build_info()
     x = torch.ones(2, 3, device="cuda")
     for name in native.CUDA:
         assert native.operator(name, x) is not None
@@ -293,9 +293,7 @@ def test_works_on_the_current_stream(name):
     assert_equal(found, truth)
 
 
-@pytest.mark.parametrize(
-    "name", ["info_nce, bfloat16", "nt_xent, bfloat16", "linear_cka", "linear_cka, large", "delta_gram"]
-)
+@pytest.mark.parametrize("name", ["info_nce, bfloat16", "nt_xent, bfloat16", "linear_cka", "linear_cka, large"])
 def test_works_on_the_current_stream_when_compiled(name):
     case, ready = CASES[name], on("cuda", name)
     truth = case.call(*ready)
@@ -393,7 +391,7 @@ def test_logits_are_never_held(dtype, keys_learn, reduction):
     assert extra < 2 * rows * rows / 4
 
 
-def test_delta_gram_of_a_model_is_exact_to_1e_6():
+def test_delta_gram_of_a_model_is_summed_in_float64():
     """Large entries of one sign, in tensors longer than a chunk."""
     sizes = [(3,), (300, 301), (), (0, 4), (70_001,)]
     start = [torch.zeros(size) for size in sizes]
@@ -401,5 +399,5 @@ def test_delta_gram_of_a_model_is_exact_to_1e_6():
     truth = delta_gram([t.double() for t in start], [[t.double() for t in client] for client in clients])
     found = delta_gram([t.cuda() for t in start], [[t.cuda() for t in client] for client in clients]).cpu()
     norms = truth.diagonal().sqrt()
-    assert ((found - truth).abs() / (norms[:, None] * norms)).max() < 1e-6
+    assert ((found - truth).abs() / (norms[:, None] * norms)).max() < 1e-13
     assert torch.equal(found, found.T)

@@ -4,10 +4,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedkernels import delta_gram
+from fedkernels.reference import delta_gram as reference
+from fedkernels.reference._chunks import chunks
 
-SHAPES = [(4, 3, 3, 3), (4,), (), (7, 0), (300, 301)]  # the last is longer than one chunk
+SHAPES = [(4, 3, 3, 3), (4,), (), (7, 0), (300, 301)]
 
 
 def model(seed, dtype=torch.float32, shapes=SHAPES):
@@ -20,7 +23,6 @@ def by_flattening(start, clients):
     return torch.stack([torch.stack([(flat[0] - p) @ (flat[0] - q) for q in flat[1:]]) for p in flat[1:]])
 
 
-@pytest.mark.cpu_only(reason="float32 parameters are summed in float32 there: see test_cuda.py")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_equals_flattened_models(dtype):
     start, clients = model(0, dtype), [model(seed, dtype) for seed in (1, 2, 3)]
@@ -30,7 +32,6 @@ def test_equals_flattened_models(dtype):
     assert torch.equal(gram, gram.T)
 
 
-@pytest.mark.cpu_only(reason="float32 parameters are summed in float32 there: see test_cuda.py")
 @settings(derandomize=True, deadline=None, max_examples=25)
 @given(st.integers(1, 6), st.lists(st.lists(st.integers(0, 9), max_size=3), min_size=1, max_size=4))
 def test_any_shapes(clients, shapes):
@@ -38,7 +39,6 @@ def test_any_shapes(clients, shapes):
     torch.testing.assert_close(delta_gram(start, others), by_flattening(start, others), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.cpu_only(reason="float32 parameters are summed in float32 there: see test_cuda.py")
 def test_small_differences_of_large_weights_are_exact():
     """In float32 the sum of 100,000 squares of a difference in the last bits would be off in the fourth digit."""
     start = [torch.full((100_000,), 1000.0)]
@@ -47,7 +47,6 @@ def test_small_differences_of_large_weights_are_exact():
     assert delta_gram(start, clients).tolist() == [[unit, -2 * unit], [-2 * unit, 4 * unit]]
 
 
-@pytest.mark.cpu_only(reason="float32 parameters are summed in float32 there: see test_cuda.py")
 @pytest.mark.parametrize("clients", [1, 4, 5, 6, 10, 11, 23])
 def test_any_number_of_clients(clients):
     """Large entries of one sign and one huge one in a tensor of a prime size: sums are as good as float64's."""
@@ -58,6 +57,42 @@ def test_any_number_of_clients(clients):
     norms = truth.diagonal().sqrt()
     assert ((gram - truth).abs() / (norms[:, None] * norms)).max() < 1e-13
     assert torch.equal(gram, gram.T)
+
+
+@pytest.mark.parametrize(("clients", "scale"), [(1, 1e30), (7, 1e-30), (130, 1.0)])
+def test_many_small_tensors_of_any_scale(clients, scale, monkeypatch):
+    """In chunks that begin and end within tensors; squares of such entries leave the range of float32."""
+    for name in ("_ENTRIES", "_ENTRIES_ON_CPU"):
+        monkeypatch.setattr(reference, name, 1 << 12)
+    shapes = [(n % 7,) for n in range(100)] + [(2500,), (3, 1)]
+    start, *others = ([scale * tensor for tensor in model(k, shapes=shapes)] for k in range(clients + 1))
+    gram, truth = delta_gram(start, others), by_flattening(start, others)
+    norms = truth.diagonal().sqrt()
+    assert ((gram - truth).abs() / (norms[:, None] * norms)).max() < 1e-13
+
+
+def test_the_reference_takes_as_many_calls_for_many_tensors():
+    """A GPU would wait for each of them."""
+
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, arguments=(), options=None):
+            self.count += not function.is_view
+            return function(*arguments, **(options or {}))
+
+    counts = []
+    for tensors in (1, 200):
+        start, *clients = (model(k, shapes=[(n % 5,) for n in range(tensors)] + [(3,)]) for k in range(11))
+        with Calls() as calls:
+            calls.count = 0
+            reference.delta_gram(start, clients)
+        counts.append(calls.count)
+    assert counts[0] == counts[1] < 15
+
+
+def test_a_chunk_is_on_one_device():
+    tensors = [torch.ones(3), torch.ones(2, 2), torch.ones(5, device="meta"), torch.ones(1)]
+    pieces = [[(piece.device.type, len(piece)) for piece in one] for (one,) in chunks([tensors], 6)]
+    assert pieces == [[("cpu", 3), ("cpu", 3)], [("cpu", 1)], [("meta", 5)], [("cpu", 1)]]
 
 
 def test_strides_and_mixed_dtypes():

@@ -144,13 +144,6 @@ PATHS = {
         f"{ALL_CONTEXTS}[linear_cka]",
         f"{KERNELS}[linear_cka]",
     ),
-    "linear_cka, large on CUDA": Path(
-        "cuda_on_cpu/test_linear_cka_large.py::test_equals_the_reference",
-        "cuda_on_cpu/test_linear_cka_large.py::test_gradcheck",
-        "cuda_on_cpu/test_linear_cka_large.py::test_opcheck",
-        "cuda_on_cpu/test_linear_cka_large.py::test_compiles_without_a_graph_break",
-        f"{KERNELS}[linear_cka, large]",
-    ),
     "linear_cka_to_kernel": Path(
         "fedkernels/test_linear_cka.py::test_same_numbers_in_feature_and_gram_space",
         "fedkernels/test_linear_cka.py::test_gradcheck",
@@ -268,14 +261,14 @@ PATHS = {
         NO_GRADIENT,
         f"{OPCHECK}[delta_gram]",
         "fedkernels/test_delta_gram.py::test_compiles_without_a_graph_break",
-        f"{KERNELS}[delta_gram]",
+        f"{WITHOUT_KERNELS}[delta_gram]",
     ),
     "apply_deltas": Path(
         "fedkernels/test_apply_deltas.py::test_equals_the_formula",
         NO_GRADIENT,
         f"{OPCHECK}[apply_deltas]",
         "fedkernels/test_apply_deltas.py::test_compiles_without_a_graph_break",
-        f"{KERNELS}[apply_deltas]",
+        f"{WITHOUT_KERNELS}[apply_deltas]",
     ),
     "two_views": Path(
         "fedkernels/test_two_views.py::test_equals_torchvisions_functions",
@@ -411,7 +404,7 @@ RECORDS = {
     "self_test": Because("it tests the others"),
 }
 
-WITHIN_LARGE_CKA = Because("a part of linear_cka_large, which torch.compile takes as one operator")
+WITHIN_CKA = Because("a part of linear_cka, which torch.compile takes as one operator")
 BY_WEIGHTS = "fedkernels/test_compiled_operators.py::test_gradients_by_weights"
 # The opcheck of every operator that is registered.
 OPERATORS = {name: f"{OPCHECK}[{name}]" for name in native.COMPILED} | {
@@ -421,8 +414,7 @@ OPERATORS = {name: f"{OPCHECK}[{name}]" for name in native.COMPILED} | {
     "unbalanced_ot_reference": STIFF + "the_operators_keep_to_torchs_rules_with_other_methods",
     "distributed_losses": DISTRIBUTED + "opcheck",
     "distributed_gradients": DISTRIBUTED + "opcheck_of_the_gradients",
-    "linear_cka_large": "cuda_on_cpu/test_linear_cka_large.py::test_opcheck",
-    **dict.fromkeys(native.PARTS, WITHIN_LARGE_CKA),
+    **dict.fromkeys(native.PARTS, WITHIN_CKA),
 }
 
 

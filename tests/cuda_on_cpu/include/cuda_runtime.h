@@ -212,16 +212,8 @@ T __ldg(const T* address) {
   return *address;
 }
 template <typename T>
-T __ldcs(const T* address) {
-  return *address;
-}
-template <typename T>
 T __ldcg(const T* address) {
   return *address;
-}
-template <typename T>
-void __stcs(T* address, T value) {
-  *address = value;
 }
 template <typename T>
 void __stcg(T* address, T value) {

@@ -42,16 +42,9 @@ struct Shape {
   bool cooperative = false;
 };
 
-// As before CUDA 12.1 where this is defined.
-#if defined(CUDA_ON_CPU_SMALL_ARGUMENTS)
-constexpr bool has_large_arguments() { return false; }
-#else
-constexpr bool has_large_arguments() { return true; }
-#endif
-
 template <typename... Parameters, typename... Arguments>
 const char* launch(const Shape& shape, Stream stream, void (*kernel)(Parameters...), Arguments... arguments) {
-  if (sizeof(std::tuple<Parameters...>) > (has_large_arguments() ? 32764 : 4096)) return "too many bytes of arguments";
+  if (sizeof(std::tuple<Parameters...>) > 4096) return "too many bytes of arguments";
   if (stream != cuda_on_cpu::expected_stream) return "a launch on another stream than the caller's";
   const std::tuple<Parameters...> values(static_cast<Parameters>(arguments)...);
   return cuda_on_cpu::run({shape.grid, shape.block, shape.shared, shape.cooperative},

@@ -1,8 +1,8 @@
-// What linear_cka_large_prepare.cu and linear_cka_large_combine.cu share: the shape of their blocks, and sums of parts.
+// What linear_cka_prepare.cu and linear_cka_combine.cu share: the shape of their blocks, and sums of parts.
 #pragma once
 
 #include "cuda/launch.h"
-#include "cuda/linear_cka_large.h"
+#include "cuda/linear_cka.h"
 #include "cuda/reduce.h"
 
 namespace fedkernels::cuda {
@@ -10,7 +10,6 @@ namespace fedkernels::cuda {
 namespace {
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS;
-constexpr int KERNEL_SCALES = 4;  // of a problem, see cuda_linear_cka_prepare_to_kernel
 
 // sum of from[i] for i < count, in one order.
 __device__ inline double block_sum(const double* from, int64_t count) {
