@@ -12,8 +12,6 @@
 // Rows lie in memory with exactly WIDTH entries, from a multiple of 16 bytes on; contrastive_launch.h copies those
 // that do not. The end of the matrices, the excluded diagonal and the positives are met in few tiles: one test for the
 // whole block finds these.
-//
-// csrc/cuda/model.py tells from the compiled loop what limits it.
 #pragma once
 
 #include "cuda/contrastive_join.h"
