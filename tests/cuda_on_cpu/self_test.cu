@@ -24,18 +24,15 @@ __global__ void sum_blocks(const float* from, float* to, int count) {
 __global__ void lanes(int* to) {
   const int lane = threadIdx.x;
   to[lane] = __shfl_sync(0xffffffff, 10 * lane, lane / 2);
-  to[32 + lane] = __shfl_up_sync(0xffffffff, lane, 3);
-  to[64 + lane] = __shfl_down_sync(0xffffffff, lane, 5, 8);
-  to[96 + lane] = static_cast<int>(__ballot_sync(0xffffffff, lane % 3 == 0));
   // Two halves on their own ways.
   if (lane < 16) {
-    to[128 + lane] = __shfl_xor_sync(0x0000ffff, lane, 1);
+    to[32 + lane] = __shfl_xor_sync(0x0000ffff, lane, 1);
     __syncwarp(0x0000ffff);
   } else {
     __syncwarp(0xffff0000);
-    to[128 + lane] = __any_sync(0xffff0000, lane == 20) + 2 * __all_sync(0xffff0000, lane > 16);
+    to[32 + lane] = __any_sync(0xffff0000, lane == 20) + 2 * __any_sync(0xffff0000, lane == 2);
   }
-  to[160 + lane] = __syncthreads_count(lane < 7);
+  to[64 + lane] = __syncthreads_count(lane < 7);
 }
 
 template <int KIND>  // 0: bfloat, 1: half, 2: tf32

@@ -46,17 +46,14 @@ def test_sums_of_256_blocks(compiler):
 
 def test_lanes(compiler):
     def run(call):
-        to = poison(192, dtype=torch.int32)
+        to = poison(96, dtype=torch.int32)
         call("self_lanes", to, None)
-        return to.view(6, 32)
+        return to.view(3, 32)
 
     found = compiler.load(SELF).results(run).tolist()
     assert found[0] == [10 * (lane // 2) for lane in range(32)]
-    assert found[1] == [lane - 3 if lane >= 3 else lane for lane in range(32)]
-    assert found[2] == [lane + 5 if lane % 8 < 3 else lane for lane in range(32)]
-    assert [bits & 0xFFFFFFFF for bits in found[3]] == [sum(1 << lane for lane in range(0, 32, 3))] * 32
-    assert found[4] == [lane ^ 1 for lane in range(16)] + [1] * 16
-    assert found[5] == [7] * 32
+    assert found[1] == [lane ^ 1 for lane in range(16)] + [1] * 16
+    assert found[2] == [7] * 32
 
 
 @pytest.mark.parametrize("transposed", [False, True])

@@ -1,4 +1,7 @@
-"""What the emulation replaces in csrc/cuda: launch.h over a runtime that only pretends, and the barrier of ptx.h."""
+"""What the emulation replaces in csrc/cuda: launch.h over a runtime that only pretends, and the barrier of ptx.h.
+
+And in csrc/ops: cuda.h over functions of torch's stable ABI that only pretend.
+"""
 
 import re
 import shutil
@@ -7,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.cuda_on_cpu.emulation import ROOT, SANITIZED, planted
+from tests.cuda_on_cpu.emulation import ROOT, SANITIZED, TORCH, TORCH_TARGET, planted, require_headers_of_torch
 
 CUDA = ROOT / "csrc/cuda"
-LAUNCH, PTX = CUDA / "launch.h", CUDA / "ptx.h"
+LAUNCH, PTX, OPS = CUDA / "launch.h", CUDA / "ptx.h", ROOT / "csrc/ops/cuda.h"
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 
 pytestmark = [
@@ -149,14 +152,87 @@ int main() {
 }
 """
 
+# torch's functions for three GPUs, each with a current stream of its own that is not the default one. A tensor is its
+# device's number. They take the place of those in torch's library.
+OF_OPS = """
+#include <stdio.h>
+#include "ops/cuda.h"
+using namespace fedkernels;
 
-def run(folder: Path, main: str, **files: str) -> str:
+static int32_t current_device = 0;
+static void* streams[] = {(void*)100, (void*)101, (void*)102};  // 0: torch does not tell
+struct DeviceGuardOpaque { int32_t before; };
+struct AtenTensorOpaque { int32_t device; };
+
+extern "C" {
+#ifndef WITHOUT_CUDA
+int32_t aoti_torch_get_current_cuda_stream(int32_t device, void** stream) {
+  *stream = streams[device];
+  return !*stream;
+}
+#endif
+int32_t aoti_torch_create_device_guard(int32_t device, DeviceGuardHandle* guard) {
+  *guard = new DeviceGuardOpaque{current_device};
+  current_device = device;
+  return 0;
+}
+int32_t aoti_torch_delete_device_guard(DeviceGuardHandle guard) {
+  current_device = guard->before;
+  delete guard;
+  return 0;
+}
+int32_t aoti_torch_delete_tensor_object(AtenTensorHandle tensor) { delete tensor; return 0; }
+int32_t aoti_torch_get_device_index(AtenTensorHandle tensor, int32_t* device) { *device = tensor->device; return 0; }
+int32_t aoti_torch_get_device_type(AtenTensorHandle, int32_t* type) { *type = 1; return 0; }
+int32_t aoti_torch_device_type_cuda() { return 1; }
+int32_t aoti_torch_is_contiguous(AtenTensorHandle, bool* contiguous) { *contiguous = true; return 0; }
+int32_t aoti_torch_get_data_ptr(AtenTensorHandle, void** data) { *data = nullptr; return 0; }
+int32_t aoti_torch_get_dtype(AtenTensorHandle, int32_t* dtype) { *dtype = aoti_torch_dtype_float32(); return 0; }
+}
+
+static Tensor on(int32_t device) { return Tensor(new AtenTensorOpaque{device}); }
+static int stream_of(const OnDevice& device) { return static_cast<int>(reinterpret_cast<intptr_t>(device.stream())); }
+template <typename Body>
+static void refused(const Body& body) {
+  try {
+    body();
+    printf("accepted ");
+  } catch (const std::exception& error) {
+    printf("refused on %d ", current_device);
+  }
+}
+
+int main() {
+#ifdef WITHOUT_CUDA
+  return refused([] { OnDevice device(on(1)); }), 0;
+#endif
+  {
+    OnDevice outer(on(1));
+    printf("%d:%d ", current_device, stream_of(outer));
+    {
+      OnDevice inner(on(2));
+      printf("%d:%d ", current_device, stream_of(inner));
+    }
+    printf("%d ", current_device);
+    cuda_array_of(on(1), "x", 1);
+    refused([] { cuda_array_of(on(2), "x", 1); });
+  }
+  check_cuda(nullptr);
+  refused([] { OnDevice device(on(1)); check_cuda("a launch failed"); });
+  streams[2] = nullptr;
+  refused([] { OnDevice device(on(2)); });
+}
+"""
+
+
+def run(folder: Path, main: str, *flags: str, **files: str) -> str:
     (folder / "cuda").mkdir()
+    (folder / "ops").mkdir()
     for name, text in files.items():
         (folder / name.replace("__", "/")).with_suffix(".h").write_text(text)
     (folder / "main.cpp").write_text(main)
     command = [COMPILER, "-std=c++20", "-O1", "-pthread", f"-I{folder}", f"-I{ROOT / 'csrc'}", folder / "main.cpp"]
-    done = subprocess.run([*command, "-o", folder / "main"], capture_output=True, text=True)
+    done = subprocess.run([*command, *flags, "-o", folder / "main"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return subprocess.run([folder / "main"], capture_output=True, text=True).stdout.strip()
 
@@ -188,6 +264,46 @@ def test_faults_of_launch_are_found(tmp_path, old, new, found):
     if "before" in new:
         text = text.replace("  }).join();", "  }\n  cudaSetDevice(before);")
     assert run(tmp_path, OF_LAUNCH, cuda_runtime=RUNTIME, cuda__launch=text) == found != EXPECTED
+
+
+def run_guards(folder: Path, *flags: str, **files: str) -> str:
+    require_headers_of_torch()
+    of_torch = ["-isystem", str(TORCH / "include"), f"-DTORCH_TARGET_VERSION={TORCH_TARGET}"]
+    of_torch += [f"-L{TORCH / 'lib'}", "-Wl,--no-as-needed", "-ltorch_cpu", f"-Wl,-rpath,{TORCH / 'lib'}"]
+    return run(folder, OF_OPS, *of_torch, *flags, **files)
+
+
+# Within: the device and its stream, for two tensors, one inside the other; the outer device again; a tensor elsewhere.
+# Then the caller's device, after a kernel's error and after a stream that torch does not tell.
+GUARDED = "1:101 2:102 1 refused on 1 refused on 0 refused on 0"
+
+
+def test_device_and_stream_are_those_of_the_tensor(tmp_path):
+    assert run_guards(tmp_path) == GUARDED
+
+
+def test_a_torch_without_cuda_is_told(tmp_path):
+    assert run_guards(tmp_path, "-DWITHOUT_CUDA") == "refused on 0"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("guard_(tensor.get_device_index())", "guard_(0)"),
+        ("cuda_stream(tensor.get_device_index(), &stream)", "cuda_stream(0, &stream)"),
+        ("stream_ = static_cast<cuda::Stream>(stream);", "stream_ = nullptr;"),
+        (" && tensor.get_device_index() == device", " && device >= 0"),
+        ("torch::stable::accelerator::DeviceGuard guard_;", "torch::stable::accelerator::DeviceGuard& guard_;"),
+        ("STD_TORCH_CHECK(!error,", "STD_TORCH_CHECK(true,"),
+    ],
+)
+def test_faults_of_the_guards_are_found(tmp_path, old, new):
+    text = planted(OPS, old, new)
+    if new.endswith("& guard_;"):  # a guard that nobody ends
+        text = text.replace("guard_(tensor", "guard_(*new torch::stable::accelerator::DeviceGuard(tensor")
+        text = text.replace("get_device_index()) {", "get_device_index())) {")
+    assert run_guards(tmp_path, ops__cuda=text) != GUARDED
 
 
 def barrier(counter: str) -> str:
