@@ -1,9 +1,5 @@
-"""What the emulation replaces in csrc/cuda: launch.h over a runtime that only pretends, and the barrier of ptx.h.
+"""What the emulation replaces: cuda/launch.h and ops/cuda.h, over functions of CUDA and of torch that only pretend."""
 
-And in csrc/ops: cuda.h over functions of torch's stable ABI that only pretend.
-"""
-
-import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -12,8 +8,7 @@ import pytest
 
 from tests.cuda_on_cpu.emulation import ROOT, SANITIZED, TORCH, TORCH_TARGET, planted, require_headers_of_torch
 
-CUDA = ROOT / "csrc/cuda"
-LAUNCH, PTX, OPS = CUDA / "launch.h", CUDA / "ptx.h", ROOT / "csrc/ops/cuda.h"
+LAUNCH, OPS = ROOT / "csrc/cuda/launch.h", ROOT / "csrc/ops/cuda.h"
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 
 pytestmark = [
@@ -104,51 +99,6 @@ int main() {
   printf("%d ", why_not_on(1, kernel) == nullptr);
   printf("%d:", current_device);
   for (int device : contexts) printf("%d", device);
-}
-"""
-
-OF_BARRIER = """
-#include <atomic>
-#include <stdio.h>
-#include <stdlib.h>
-#include <thread>
-#include <vector>
-#define __device__
-struct { int x; } const threadIdx = {0};  // a block of one thread
-void __syncthreads() {}
-void __threadfence() {}
-template <typename Counter>
-Counter atomicAdd(Counter* counter, Counter value) { return std::atomic_ref(*counter).fetch_add(value); }
-thread_local long spins = 0;
-template <typename Counter>
-Counter load(Counter* counter) {
-  if (sizeof(Counter) == 4 && ++spins > 20000) {
-    puts("it hangs");
-    exit(1);
-  }
-  std::this_thread::yield();
-  return std::atomic_ref(*counter).load();
-}
-BARRIER
-int main() {
-  constexpr unsigned BLOCKS = 3;
-  COUNTER counter = static_cast<COUNTER>((1ull << 32) / BLOCKS * BLOCKS - 3 * BLOCKS);
-  std::atomic<int> round[BLOCKS] = {};
-  std::atomic<bool> together = true;
-  std::vector<std::thread> blocks;
-  for (unsigned block = 0; block < BLOCKS; ++block) {
-    blocks.emplace_back([&, block] {
-      for (int r = 1; r <= 8; ++r) {
-        round[block] = r;
-        barrier_of_blocks(&counter, BLOCKS);
-        for (const auto& other : round) {
-          if (other < r) together = false;  // it went on before another had arrived
-        }
-      }
-    });
-  }
-  for (std::thread& block : blocks) block.join();
-  puts(together ? "together" : "apart");
 }
 """
 
@@ -304,20 +254,3 @@ def test_faults_of_the_guards_are_found(tmp_path, old, new):
         text = text.replace("guard_(tensor", "guard_(*new torch::stable::accelerator::DeviceGuard(tensor")
         text = text.replace("get_device_index()) {", "get_device_index())) {")
     assert run_guards(tmp_path, ops__cuda=text) != GUARDED
-
-
-def barrier(counter: str) -> str:
-    """The barrier of ptx.h with its one instruction as C++, for a counter of this type. One of 32 bits may hang."""
-    (text,) = re.findall(r"^__device__ inline void barrier_of_blocks.*?^}$", PTX.read_text(), re.DOTALL | re.MULTILINE)
-    text, count = re.subn(r"asm volatile\(.*?\);", "arrived = load(counter);", text, flags=re.DOTALL)
-    assert count == 1
-    text = text.replace("unsigned long long", counter).replace("1ull", f"{counter}(1)")
-    return OF_BARRIER.replace("BARRIER", text).replace("COUNTER", counter)
-
-
-def test_blocks_wait_for_each_other_beyond_32_bits(tmp_path):
-    assert run(tmp_path, barrier("ulong")) == "together"
-
-
-def test_a_counter_of_32_bits_is_found(tmp_path):
-    assert run(tmp_path, barrier("unsigned")) in ("apart", "it hangs")
