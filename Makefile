@@ -47,6 +47,9 @@ demo: $(installed)
 # process more than processors, up to four, as many tests wait for processes of their own.
 # The end-to-end tests start processes of their own, Ray's and Flower's, and wait for them most of the time: they run
 # beside the others, one after another. So does mypy, which has one thread. What they print comes last.
+# Compiled with warnings as errors; FEDKERNELS_WERROR=0 in the environment takes them as warnings.
+test test-nightly: export FEDKERNELS_WERROR ?= 1
+
 test: style
 	$(python) -m mypy >"$(types)" 2>&1 & mypy=$$!; \
 	OMP_NUM_THREADS=1 $(python) -m pytest -m "not nightly" $(end_to_end) >"$(printed)" 2>&1 & beside=$$!; \

@@ -18,7 +18,7 @@ from setuptools.command.build_ext import build_ext
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "csrc"))
 from build_backend import torch_folder
-from cuda_compiler import CudaCompiler, find_cuda_compiler
+from cuda_compiler import CudaCompiler, find_cuda_compiler, warnings_are_errors
 from ninja_build import Step, StepError, run, write_if_changed
 
 # The oldest torch that the module loads into: only what its stable ABI holds is used. Two bytes, 2 and 11.
@@ -119,9 +119,12 @@ class BuildNative(build_ext):
     def build_extension(self, ext: Extension) -> None:
         module = Path(self.get_ext_fullpath(ext.name))
         note = module.parent / NOTE
+        strict = warnings_are_errors()
         try:
             compiled = self._compile()
         except Exception as error:  # a missing compiler, header or library: each has its own exception
+            if strict and isinstance(error, StepError):
+                raise SystemExit(f"FEDKERNELS_WERROR=1, but {error}") from error
             module.parent.mkdir(parents=True, exist_ok=True)
             module.unlink(missing_ok=True)  # of an earlier state of csrc/
             note.write_text(f"{type(error).__name__}: {error}\n", encoding="utf-8")
@@ -152,7 +155,7 @@ class BuildNative(build_ext):
         try:
             run(self._steps(plan), folder, JOBS)
         except StepError as error:
-            if error.step.output.parent != folder / "cuda":
+            if error.step.output.parent != folder / "cuda" or warnings_are_errors():
                 raise
             self._refuse_to_leave_out_cuda(error)
             plan = Plan(folder, torch, sets, None, str(error), glibc)
@@ -212,7 +215,7 @@ class BuildNative(build_ext):
 
     def _operator_steps(self, plan: Plan, compiler: Path) -> list[Step]:
         torch = write_if_changed(plan.folder / "torch.txt", (plan.torch / "version.py").read_text(encoding="utf-8"))
-        flags = [f"-I{plan.torch / 'include'}", *FLAGS]
+        flags = ["-isystem", str(plan.torch / "include"), *FLAGS]  # a compiler does not warn of torch's headers
         flags += [f"-DTORCH_TARGET_VERSION={TARGET}", "-DPy_LIMITED_API=0x030a0000", "-DNDEBUG"]
         flags += [f"-DFEDKERNELS_{name.upper()}=baseline" for name in INSTRUCTION_SETS if name not in plan.sets]
         about = {  # strings of csrc/ops/isa.cpp and module.cpp
@@ -243,6 +246,7 @@ class BuildNative(build_ext):
         output = folder / f"{source.stem}.o"
         include = ["-Icsrc", *(f"-I{path}" for path in self.compiler.include_dirs)]
         command = [*self.compiler.compiler_so_cxx, *include, "-c", str(source), "-o", str(output), *flags]
+        command += ["-Werror"] * warnings_are_errors()
         return Step("compile", output, (source,), (*command, "-MMD", "-MF", f"{output}.d"), depends)
 
     def _link_step(self, plan: Plan, objects: list[Path], compiler: Path) -> Step:

@@ -34,6 +34,11 @@ if source is not None and broken == source.name:
     print("some remark", file=sys.stderr)
     print(f"{{source}}(1): error: pretended", file=sys.stderr)
     sys.exit(1)
+if source is not None and os.environ.get("WARNING_IN_SOURCE") == source.name:
+    strict = "-Werror" in arguments
+    print(f"{{source}}(1): {{'error' if strict else 'warning'}}: pretended", file=sys.stderr)
+    if strict:
+        sys.exit(1)
 output.write_text(repr(arguments))
 if source is not None:
     headers, left = set(), [source]

@@ -197,6 +197,7 @@ def object_of(tree: BuildTree, name: str) -> str:
         ("FEDKERNELS_CUDA", "yes", "must be auto, 0 or 1, got 'yes'"),
         ("FEDKERNELS_CUDA_ARCHITECTURES", "hopper", "must be native, or a list as in '80 90', got 'hopper'"),
         ("FEDKERNELS_GLIBC", "old", "must be a version of glibc as in '2.28', got 'old'"),
+        ("FEDKERNELS_WERROR", "yes", "must be 0 or 1, got 'yes'"),
         ("FEDKERNELS_CPU_INSTRUCTION_SETS", "sse", "must be a list of some of baseline, avx2, avx512, got 'sse'"),
     ],
 )
@@ -232,6 +233,18 @@ def test_a_kernel_that_nvcc_refuses_ends_a_build_that_asks_for_cuda(built: Build
     built.touch("csrc/cuda/one.cu")
     built.build(fails=True, BROKEN_SOURCE="one.cu", FEDKERNELS_CUDA="1")
     assert "FEDKERNELS_CUDA=1, but nvcc failed on csrc/cuda/one.cu: " in built.printed
+
+
+@pytest.mark.parametrize("source", ["cpu/two.cpp", "ops/one.cpp", "cuda/one.cu"])
+def test_a_warning_ends_a_build_of_developers_alone(built: BuildTree, source: str) -> None:
+    """A user's newer compiler may warn of what none warned of before: it leaves nothing out."""
+    built.touch(f"csrc/{source}")
+    built.build(WARNING_IN_SOURCE=Path(source).name)
+    assert "CUDA kernels for sm_80" in built.printed
+    built.touch(f"csrc/{source}")
+    built.build(fails=True, WARNING_IN_SOURCE=Path(source).name, FEDKERNELS_WERROR="1")
+    assert f" failed on csrc/{source}: " in built.printed
+    assert "FEDKERNELS_WERROR=1, but " in built.printed
 
 
 def test_no_cuda_by_choice(tree: BuildTree) -> None:

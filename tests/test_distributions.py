@@ -22,7 +22,7 @@ from distributions import build
 
 ROOT = Path(__file__).resolve().parent.parent
 # The extras of those who change the packages; the others are their users'.
-FOR_DEVELOPMENT = ("test", "benchmarks", "browser", "docs", "drop-in", "machine-code", "wheels")
+FOR_DEVELOPMENT = ("test", "benchmarks", "browser", "docs", "drop-in", "wheels")
 
 
 class Built(NamedTuple):

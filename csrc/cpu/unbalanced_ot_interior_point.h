@@ -18,9 +18,10 @@ struct InteriorPoint {
   struct Side {
     int64_t count, pitch;
     double tau;
-    const double* masses;                 // padded with 0
-    double *duals, *step, *right, *best;  // best: the duals made as large as is feasible
-    double *sums, *offered_sums;          // of the plan, and of the plan that value() is of
+    const double* masses = nullptr;  // padded with 0
+    double *duals = nullptr, *step = nullptr, *right = nullptr;
+    double* best = nullptr;  // the duals made as large as is feasible
+    double *sums = nullptr, *offered_sums = nullptr;  // of the plan, and of the plan that value() is of
   };
   static constexpr int64_t VECTORS = 6;  // of a side, in one piece from `duals` on
 

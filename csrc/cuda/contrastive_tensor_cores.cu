@@ -9,8 +9,6 @@
 // Weights go from the one to the other through shared memory, rounded to the inputs' dtype.
 //
 // The end of the matrices and the positives are met in few tiles: one test for the whole block finds these.
-//
-// csrc/cuda/model.py tells from the compiled loop what limits it.
 #include "cuda/contrastive.h"
 #include "cuda/dtype.h"
 #include "cuda/launch.h"

@@ -31,14 +31,6 @@ struct alignas(sizeof(T) * 4 > 16 ? 16 : sizeof(T) * 4) Four {
   T values[4];
 };
 
-// What one instruction reads or writes, at a multiple of its size: four entries of half precision or float32, two of
-// float64.
-template <typename T>
-struct alignas(sizeof(T) * 4 > 16 ? 16 : sizeof(T) * 4) Vector {
-  static constexpr int LENGTH = sizeof(T) == 8 ? 2 : 4;
-  T values[LENGTH];
-};
-
 // values[i] = source[start + i] for i < count <= 4, the others are 0.
 template <typename Value, typename T>
 __device__ inline void read_four(Value (&values)[4], const T* source, int64_t start, int count) {

@@ -43,13 +43,6 @@ __device__ inline uint32_t pack_bfloat(float first, float second) {
   return bits;
 }
 
-// The nearest value with 10 bits of mantissa, as mma_tf32 takes it.
-__device__ inline uint32_t to_tf32(float value) {
-  uint32_t bits;
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(value));
-  return bits;
-}
-
 // 2^x to 2 units in the last place, in one instruction; results below the normal numbers are 0.
 __device__ inline float exp2_approximate(float x) {
   float value;
@@ -129,16 +122,6 @@ __device__ inline void mma_bfloat(float (&sums)[4], const uint32_t (&a)[4], cons
 
 __device__ inline void mma_half(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-               "{%0, %1, %2, %3};"
-               : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-
-// sums [16, 8] += a [16, 8] b [8, 8], of whose values the first 10 bits of the mantissa count.
-//   a[0]: row g, column t; a[1]: row g + 8; a[2]: row g, column t + 4; a[3]: row g + 8, column t + 4
-//   b[0]: row t, column g; b[1]: row t + 4, column g; sums as above
-__device__ inline void mma_tf32(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
                "{%0, %1, %2, %3};"
                : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));

@@ -139,7 +139,7 @@ struct Block {
     const Entries matrix = entries();
     const int64_t first = static_cast<int64_t>(blockIdx.x) * (rows * columns) + matrix.first;
     for_entries([&](int r, int c) {
-      if (matrix.inside(r, c)) write_wide(t.plan, first + r * columns + c * 32, plan_at(r, c));
+      if (matrix.inside(r, c)) write_one(t.plan, first + r * columns + c * 32, plan_at(r, c));
     });
   }
 
@@ -282,7 +282,7 @@ struct Block {
     const double nan = not_a_number();
 #pragma unroll 1
     for (int index = threadIdx.x; index < rows * columns; index += threads) {
-      write_wide(t.plan, problem * rows * columns + index, bad ? nan : 0);
+      write_one(t.plan, problem * rows * columns + index, bad ? nan : 0);
     }
     double start[1] = {penalties_part()};
     sum_over_block(start, of_warps());
@@ -383,6 +383,5 @@ extern "C" const char* cuda_unbalanced_ot_block(const fedkernels::cuda::Transpor
   using namespace fedkernels::cuda;
   const Transport& t = *transport;
   if (!fits_one_block(t)) return "the problem does not fit one block";
-  if (const char* error = check_cost(t)) return error;
   return t.problems == 0 ? nullptr : launch_blocks(t, words, stream);
 }

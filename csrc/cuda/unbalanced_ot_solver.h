@@ -98,21 +98,6 @@ __device__ inline void sum_over_block(double (&values)[COUNT], double* of_warps)
   }
 }
 
-// Of an array in float32 or float64, which the plans are.
-__device__ inline void write_wide(const Array& target, int64_t index, double value) {
-  if (target.dtype == DType::f64) {
-    static_cast<double*>(target.data)[index] = value;
-  } else {
-    static_cast<float*>(target.data)[index] = static_cast<float>(value);
-  }
-}
-
-// Returns nullptr, or what is wrong with the cost.
-inline const char* check_cost(const Transport& t) {
-  const bool known = t.cost.dtype == DType::f64 || t.cost.dtype == DType::f32;
-  return known ? nullptr : "cost must be float32 or float64";
-}
-
 // What an entry adds to its row's sum and to its column's.
 struct Pair {
   double of_row, of_column;

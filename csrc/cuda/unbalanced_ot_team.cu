@@ -355,7 +355,7 @@ struct Team {
     sum(counts);
     const bool bad = counts[0] > 0;
     const double nan = not_a_number();
-    for_entries([&](int64_t index, const Entry&) { write_wide(t.plan, first + index, bad ? nan : 0); });
+    for_entries([&](int64_t index, const Entry&) { write_one(t.plan, first + index, bad ? nan : 0); });
     double start[1] = {penalties_part()};
     sum(start);
     Certificate certificate = {start[0], start[0], -infinite(), bad ? nan : counts[1] > 0 ? infinite() : 0,
@@ -380,7 +380,7 @@ struct Team {
       });
       sum(value);
       if (certificate.improves(value[0], value[1], value[2])) {
-        for_entries([&](int64_t index, const Entry& e) { write_wide(t.plan, first + index, e.plan); });
+        for_entries([&](int64_t index, const Entry& e) { write_one(t.plan, first + index, e.plan); });
         for_rows([&](int64_t i) { of(at.best_rows)[i] = of(at.plan_rows)[i]; });
         for_columns([&](int64_t j) { of(at.best_columns)[j] = of(at.plan_columns)[j]; });
       }
@@ -464,6 +464,5 @@ extern "C" const char* cuda_unbalanced_ot_team(const fedkernels::cuda::Transport
                                                fedkernels::cuda::Stream stream) {
   using namespace fedkernels::cuda;
   const Transport& t = *transport;
-  if (const char* error = check_cost(t)) return error;
   return t.problems == 0 ? nullptr : launch_teams(t, words, stream);
 }

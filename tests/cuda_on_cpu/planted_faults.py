@@ -185,8 +185,8 @@ FAULTS = [
     ),
     Fault(
         *("solve_in_block", "float64", "unbalanced_ot", "unbalanced_ot_block.cu"),
-        "if (matrix.inside(r, c)) write_wide(t.plan,",
-        "if (matrix.inside(r + (FAULT && sizeof(Cost) == 8), c)) write_wide(t.plan,",
+        "if (matrix.inside(r, c)) write_one(t.plan,",
+        "if (matrix.inside(r + (FAULT && sizeof(Cost) == 8), c)) write_one(t.plan,",
     ),
     Fault(
         *("solve_in_block", "all, columns beyond the registers", "unbalanced_ot", "unbalanced_ot_block.cu"),

@@ -24,29 +24,19 @@ __global__ void sum_blocks(const float* from, float* to, int count) {
 __global__ void lanes(int* to) {
   const int lane = threadIdx.x;
   to[lane] = __shfl_sync(0xffffffff, 10 * lane, lane / 2);
-  to[32 + lane] = __shfl_up_sync(0xffffffff, lane, 3);
-  to[64 + lane] = __shfl_down_sync(0xffffffff, lane, 5, 8);
-  to[96 + lane] = static_cast<int>(__ballot_sync(0xffffffff, lane % 3 == 0));
   // Two halves on their own ways.
   if (lane < 16) {
-    to[128 + lane] = __shfl_xor_sync(0x0000ffff, lane, 1);
+    to[32 + lane] = __shfl_xor_sync(0x0000ffff, lane, 1);
     __syncwarp(0x0000ffff);
   } else {
     __syncwarp(0xffff0000);
-    to[128 + lane] = __any_sync(0xffff0000, lane == 20) + 2 * __all_sync(0xffff0000, lane > 16);
+    to[32 + lane] = __any_sync(0xffff0000, lane == 20) + 2 * __any_sync(0xffff0000, lane == 2);
   }
-  to[160 + lane] = __syncthreads_count(lane < 7);
-}
-
-template <int KIND>  // 0: bfloat, 1: half, 2: tf32
-__device__ void multiply(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  if constexpr (KIND == 0) mma_bfloat(sums, a, b);
-  if constexpr (KIND == 1) mma_half(sums, a, b);
-  if constexpr (KIND == 2) mma_tf32(sums, a, b);
+  to[64 + lane] = __syncthreads_count(lane < 7);
 }
 
 // c [16, 8] = a [16, 16] b [16, 8]; b is given as its transpose [8, 16] where `transposed`. 16-bit entries.
-template <int KIND>
+template <bool HALF>
 __global__ void product_16(const uint16_t* a, const uint16_t* b, float* c, bool transposed) {
   uint16_t* of_a = dynamic_shared<uint16_t>();  // [16, 16], then b
   uint16_t* of_b = of_a + 256;
@@ -65,20 +55,9 @@ __global__ void product_16(const uint16_t* a, const uint16_t* b, float* c, bool 
   }
   float sums[4] = {};
   const uint32_t right[2] = {columns[0], columns[1]};
-  multiply<KIND>(sums, of_lane, right);
+  HALF ? mma_half(sums, of_lane, right) : mma_bfloat(sums, of_lane, right);
   const int row = lane / 4, column = 2 * (lane % 4);
   for (int i = 0; i < 4; ++i) c[(row + i / 2 * 8) * 8 + column + i % 2] = sums[i];
-}
-
-// The same for a [16, 8] and b [8, 8] in float32.
-__global__ void product_tf32(const float* a, const float* b, float* c) {
-  const int g = threadIdx.x / 4, t = threadIdx.x % 4;
-  const uint32_t left[4] = {to_tf32(a[g * 8 + t]), to_tf32(a[(g + 8) * 8 + t]), to_tf32(a[g * 8 + t + 4]),
-                            to_tf32(a[(g + 8) * 8 + t + 4])};
-  const uint32_t right[2] = {to_tf32(b[t * 8 + g]), to_tf32(b[(t + 4) * 8 + g])};
-  float sums[4] = {};
-  mma_tf32(sums, left, right);
-  for (int i = 0; i < 4; ++i) c[(g + i / 2 * 8) * 8 + 2 * t + i % 2] = sums[i];
 }
 
 // Every block writes, all wait, every block reads its right neighbour's. Twice.
@@ -94,14 +73,13 @@ __global__ void around(int* values, unsigned long long* counter) {
   }
 }
 
-// What a float becomes in 16 bits, and in tf32.
+// What a float becomes in 16 bits.
 __global__ void convert(const float* from, uint32_t* to, int count) {
   const int i = threadIdx.x;
   if (i >= count) return;
-  to[4 * i] = pack_half(from[i], -from[i]);
-  to[4 * i + 1] = pack_bfloat(from[i], -from[i]);
-  to[4 * i + 2] = to_tf32(from[i]);
-  to[4 * i + 3] = __float_as_uint(half_to_float(float_to_half(from[i])) + bfloat_to_float(float_to_bfloat(from[i])));
+  to[3 * i] = pack_half(from[i], -from[i]);
+  to[3 * i + 1] = pack_bfloat(from[i], -from[i]);
+  to[3 * i + 2] = __float_as_uint(half_to_float(float_to_half(from[i])) + bfloat_to_float(float_to_bfloat(from[i])));
 }
 
 }  // namespace
@@ -115,12 +93,9 @@ extern "C" const char* self_sum_blocks(const float* from, float* to, int count, 
   return launch({blocks, 256}, stream, sum_blocks, from, to, count);
 }
 extern "C" const char* self_lanes(int* to, Stream stream) { return launch({1, 32}, stream, lanes, to); }
-extern "C" const char* self_product_16(const uint16_t* a, const uint16_t* b, float* c, int kind, bool transposed,
+extern "C" const char* self_product_16(const uint16_t* a, const uint16_t* b, float* c, int half, bool transposed,
                                        Stream stream) {
-  return launch({1, 32, 768}, stream, kind ? product_16<1> : product_16<0>, a, b, c, transposed);
-}
-extern "C" const char* self_product_tf32(const float* a, const float* b, float* c, Stream stream) {
-  return launch({1, 32}, stream, product_tf32, a, b, c);
+  return launch({1, 32, 768}, stream, half ? product_16<true> : product_16<false>, a, b, c, transposed);
 }
 extern "C" const char* self_around(int* values, unsigned long long* counter, int blocks, Stream stream) {
   return launch({static_cast<unsigned>(blocks), 64, 0, true}, stream, around, values, counter);

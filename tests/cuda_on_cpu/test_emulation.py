@@ -46,36 +46,20 @@ def test_sums_of_256_blocks(compiler):
 
 def test_lanes(compiler):
     def run(call):
-        to = poison(192, dtype=torch.int32)
+        to = poison(96, dtype=torch.int32)
         call("self_lanes", to, None)
-        return to.view(6, 32)
+        return to.view(3, 32)
 
     found = compiler.load(SELF).results(run).tolist()
     assert found[0] == [10 * (lane // 2) for lane in range(32)]
-    assert found[1] == [lane - 3 if lane >= 3 else lane for lane in range(32)]
-    assert found[2] == [lane + 5 if lane % 8 < 3 else lane for lane in range(32)]
-    assert [bits & 0xFFFFFFFF for bits in found[3]] == [sum(1 << lane for lane in range(0, 32, 3))] * 32
-    assert found[4] == [lane ^ 1 for lane in range(16)] + [1] * 16
-    assert found[5] == [7] * 32
+    assert found[1] == [lane ^ 1 for lane in range(16)] + [1] * 16
+    assert found[2] == [7] * 32
 
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_products_of_16_bits(compiler, dtype, transposed):
     product_16(compiler.load(SELF), dtype, transposed)
-
-
-def test_products_in_tf32(compiler):
-    a, b = randn(16, 8), randn(8, 8, seed=1)
-
-    def run(call):
-        c = poison(16, 8, dtype=torch.float32)
-        call("self_product_tf32", a, b, c, None)
-        return c
-
-    found = compiler.load(SELF).results(run)
-    torch.testing.assert_close(found, a @ b, rtol=0, atol=2e-2)
-    assert not torch.allclose(found, a @ b, rtol=0, atol=1e-6)  # it is tf32
 
 
 def test_blocks_wait_for_each_other(compiler):
@@ -92,17 +76,15 @@ def test_conversions(compiler):
     values = torch.cat([special, randn(100)])
 
     def run(call):
-        to = poison(4 * len(values), dtype=torch.int32)
+        to = poison(3 * len(values), dtype=torch.int32)
         call("self_convert", values, to, len(values), None)
         return to
 
-    found = compiler.load(SELF).results(run).view(-1, 4)
+    found = compiler.load(SELF).results(run).view(-1, 3)
     for column, dtype in ((0, torch.float16), (1, torch.bfloat16)):
         pairs = found[:, column].contiguous().view(dtype).view(-1, 2)
         torch.testing.assert_close(pairs, torch.stack([values, -values], 1).to(dtype), rtol=0, atol=0, equal_nan=True)
-    tf32 = found[:, 2].contiguous().view(torch.float32)
-    torch.testing.assert_close(tf32, values, rtol=2**-11, atol=1e-41, equal_nan=True)
-    back = found[:, 3].contiguous().view(torch.float32)
+    back = found[:, 2].contiguous().view(torch.float32)
     torch.testing.assert_close(back, values.half().float() + values.bfloat16().float(), rtol=0, atol=0, equal_nan=True)
 
 

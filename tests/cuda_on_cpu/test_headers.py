@@ -1,16 +1,14 @@
-"""What the emulation replaces in csrc/cuda: launch.h over a runtime that only pretends, and the barrier of ptx.h."""
+"""What the emulation replaces: cuda/launch.h and ops/cuda.h, over functions of CUDA and of torch that only pretend."""
 
-import re
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.cuda_on_cpu.emulation import ROOT, SANITIZED, planted
+from tests.cuda_on_cpu.emulation import ROOT, SANITIZED, TORCH, TORCH_TARGET, planted, require_headers_of_torch
 
-CUDA = ROOT / "csrc/cuda"
-LAUNCH, PTX = CUDA / "launch.h", CUDA / "ptx.h"
+LAUNCH, OPS = ROOT / "csrc/cuda/launch.h", ROOT / "csrc/ops/cuda.h"
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 
 pytestmark = [
@@ -104,59 +102,87 @@ int main() {
 }
 """
 
-OF_BARRIER = """
-#include <atomic>
+# torch's functions for three GPUs, each with a current stream of its own that is not the default one. A tensor is its
+# device's number. They take the place of those in torch's library.
+OF_OPS = """
 #include <stdio.h>
-#include <stdlib.h>
-#include <thread>
-#include <vector>
-#define __device__
-struct { int x; } const threadIdx = {0};  // a block of one thread
-void __syncthreads() {}
-void __threadfence() {}
-template <typename Counter>
-Counter atomicAdd(Counter* counter, Counter value) { return std::atomic_ref(*counter).fetch_add(value); }
-thread_local long spins = 0;
-template <typename Counter>
-Counter load(Counter* counter) {
-  if (sizeof(Counter) == 4 && ++spins > 20000) {
-    puts("it hangs");
-    exit(1);
-  }
-  std::this_thread::yield();
-  return std::atomic_ref(*counter).load();
+#include "ops/cuda.h"
+using namespace fedkernels;
+
+static int32_t current_device = 0;
+static void* streams[] = {(void*)100, (void*)101, (void*)102};  // 0: torch does not tell
+struct DeviceGuardOpaque { int32_t before; };
+struct AtenTensorOpaque { int32_t device; };
+
+extern "C" {
+#ifndef WITHOUT_CUDA
+int32_t aoti_torch_get_current_cuda_stream(int32_t device, void** stream) {
+  *stream = streams[device];
+  return !*stream;
 }
-BARRIER
-int main() {
-  constexpr unsigned BLOCKS = 3;
-  COUNTER counter = static_cast<COUNTER>((1ull << 32) / BLOCKS * BLOCKS - 3 * BLOCKS);
-  std::atomic<int> round[BLOCKS] = {};
-  std::atomic<bool> together = true;
-  std::vector<std::thread> blocks;
-  for (unsigned block = 0; block < BLOCKS; ++block) {
-    blocks.emplace_back([&, block] {
-      for (int r = 1; r <= 8; ++r) {
-        round[block] = r;
-        barrier_of_blocks(&counter, BLOCKS);
-        for (const auto& other : round) {
-          if (other < r) together = false;  // it went on before another had arrived
-        }
-      }
-    });
+#endif
+int32_t aoti_torch_create_device_guard(int32_t device, DeviceGuardHandle* guard) {
+  *guard = new DeviceGuardOpaque{current_device};
+  current_device = device;
+  return 0;
+}
+int32_t aoti_torch_delete_device_guard(DeviceGuardHandle guard) {
+  current_device = guard->before;
+  delete guard;
+  return 0;
+}
+int32_t aoti_torch_delete_tensor_object(AtenTensorHandle tensor) { delete tensor; return 0; }
+int32_t aoti_torch_get_device_index(AtenTensorHandle tensor, int32_t* device) { *device = tensor->device; return 0; }
+int32_t aoti_torch_get_device_type(AtenTensorHandle, int32_t* type) { *type = 1; return 0; }
+int32_t aoti_torch_device_type_cuda() { return 1; }
+int32_t aoti_torch_is_contiguous(AtenTensorHandle, bool* contiguous) { *contiguous = true; return 0; }
+int32_t aoti_torch_get_data_ptr(AtenTensorHandle, void** data) { *data = nullptr; return 0; }
+int32_t aoti_torch_get_dtype(AtenTensorHandle, int32_t* dtype) { *dtype = aoti_torch_dtype_float32(); return 0; }
+}
+
+static Tensor on(int32_t device) { return Tensor(new AtenTensorOpaque{device}); }
+static int stream_of(const OnDevice& device) { return static_cast<int>(reinterpret_cast<intptr_t>(device.stream())); }
+template <typename Body>
+static void refused(const Body& body) {
+  try {
+    body();
+    printf("accepted ");
+  } catch (const std::exception& error) {
+    printf("refused on %d ", current_device);
   }
-  for (std::thread& block : blocks) block.join();
-  puts(together ? "together" : "apart");
+}
+
+int main() {
+#ifdef WITHOUT_CUDA
+  return refused([] { OnDevice device(on(1)); }), 0;
+#endif
+  {
+    OnDevice outer(on(1));
+    printf("%d:%d ", current_device, stream_of(outer));
+    {
+      OnDevice inner(on(2));
+      printf("%d:%d ", current_device, stream_of(inner));
+    }
+    printf("%d ", current_device);
+    cuda_array_of(on(1), "x", 1);
+    refused([] { cuda_array_of(on(2), "x", 1); });
+  }
+  check_cuda(nullptr);
+  refused([] { OnDevice device(on(1)); check_cuda("a launch failed"); });
+  streams[2] = nullptr;
+  refused([] { OnDevice device(on(2)); });
 }
 """
 
 
-def run(folder: Path, main: str, **files: str) -> str:
+def run(folder: Path, main: str, *flags: str, **files: str) -> str:
     (folder / "cuda").mkdir()
+    (folder / "ops").mkdir()
     for name, text in files.items():
         (folder / name.replace("__", "/")).with_suffix(".h").write_text(text)
     (folder / "main.cpp").write_text(main)
     command = [COMPILER, "-std=c++20", "-O1", "-pthread", f"-I{folder}", f"-I{ROOT / 'csrc'}", folder / "main.cpp"]
-    done = subprocess.run([*command, "-o", folder / "main"], capture_output=True, text=True)
+    done = subprocess.run([*command, *flags, "-o", folder / "main"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return subprocess.run([folder / "main"], capture_output=True, text=True).stdout.strip()
 
@@ -190,18 +216,41 @@ def test_faults_of_launch_are_found(tmp_path, old, new, found):
     assert run(tmp_path, OF_LAUNCH, cuda_runtime=RUNTIME, cuda__launch=text) == found != EXPECTED
 
 
-def barrier(counter: str) -> str:
-    """The barrier of ptx.h with its one instruction as C++, for a counter of this type. One of 32 bits may hang."""
-    (text,) = re.findall(r"^__device__ inline void barrier_of_blocks.*?^}$", PTX.read_text(), re.DOTALL | re.MULTILINE)
-    text, count = re.subn(r"asm volatile\(.*?\);", "arrived = load(counter);", text, flags=re.DOTALL)
-    assert count == 1
-    text = text.replace("unsigned long long", counter).replace("1ull", f"{counter}(1)")
-    return OF_BARRIER.replace("BARRIER", text).replace("COUNTER", counter)
+def run_guards(folder: Path, *flags: str, **files: str) -> str:
+    require_headers_of_torch()
+    of_torch = ["-isystem", str(TORCH / "include"), f"-DTORCH_TARGET_VERSION={TORCH_TARGET}"]
+    of_torch += [f"-L{TORCH / 'lib'}", "-Wl,--no-as-needed", "-ltorch_cpu", f"-Wl,-rpath,{TORCH / 'lib'}"]
+    return run(folder, OF_OPS, *of_torch, *flags, **files)
 
 
-def test_blocks_wait_for_each_other_beyond_32_bits(tmp_path):
-    assert run(tmp_path, barrier("ulong")) == "together"
+# Within: the device and its stream, for two tensors, one inside the other; the outer device again; a tensor elsewhere.
+# Then the caller's device, after a kernel's error and after a stream that torch does not tell.
+GUARDED = "1:101 2:102 1 refused on 1 refused on 0 refused on 0"
 
 
-def test_a_counter_of_32_bits_is_found(tmp_path):
-    assert run(tmp_path, barrier("unsigned")) in ("apart", "it hangs")
+def test_device_and_stream_are_those_of_the_tensor(tmp_path):
+    assert run_guards(tmp_path) == GUARDED
+
+
+def test_a_torch_without_cuda_is_told(tmp_path):
+    assert run_guards(tmp_path, "-DWITHOUT_CUDA") == "refused on 0"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("guard_(tensor.get_device_index())", "guard_(0)"),
+        ("cuda_stream(tensor.get_device_index(), &stream)", "cuda_stream(0, &stream)"),
+        ("stream_ = static_cast<cuda::Stream>(stream);", "stream_ = nullptr;"),
+        (" && tensor.get_device_index() == device", " && device >= 0"),
+        ("torch::stable::accelerator::DeviceGuard guard_;", "torch::stable::accelerator::DeviceGuard& guard_;"),
+        ("STD_TORCH_CHECK(!error,", "STD_TORCH_CHECK(true,"),
+    ],
+)
+def test_faults_of_the_guards_are_found(tmp_path, old, new):
+    text = planted(OPS, old, new)
+    if new.endswith("& guard_;"):  # a guard that nobody ends
+        text = text.replace("guard_(tensor", "guard_(*new torch::stable::accelerator::DeviceGuard(tensor")
+        text = text.replace("get_device_index()) {", "get_device_index())) {")
+    assert run_guards(tmp_path, ops__cuda=text) != GUARDED

@@ -52,7 +52,13 @@ def reports(build, tmp_path_factory):
     folder = tmp_path_factory.mktemp("nvcc")
 
     def compile_one(source: str) -> subprocess.CompletedProcess[str]:
-        flags = [*build["NVCC_FLAGS"], *build["architecture_flags"](build["ARCHITECTURES"].split()), "-Xptxas", "-v"]
+        flags = [
+            *build["NVCC_FLAGS"],
+            *build["NVCC_WERROR"],
+            *build["architecture_flags"](build["ARCHITECTURES"].split()),
+            "-Xptxas",
+            "-v",
+        ]
         command = [nvcc, *flags, "-c", ROOT / "csrc/cuda" / source, "-o", folder / f"{source}.o"]
         return subprocess.run([str(part) for part in command], cwd=ROOT, capture_output=True, text=True)
 

@@ -27,22 +27,6 @@ struct dim3 {
   dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
 };
 
-#define CUDA_ON_CPU_VECTOR(type, name)                                                          \
-  struct alignas(2 * sizeof(type)) name##2 {                                                    \
-    type x, y;                                                                                  \
-  };                                                                                            \
-  struct alignas(sizeof(type) * 4 > 16 ? 16 : sizeof(type) * 4) name##4 {                       \
-    type x, y, z, w;                                                                            \
-  };                                                                                            \
-  inline name##2 make_##name##2(type x, type y) { return {x, y}; }                              \
-  inline name##4 make_##name##4(type x, type y, type z, type w) { return {x, y, z, w}; }
-CUDA_ON_CPU_VECTOR(float, float)
-CUDA_ON_CPU_VECTOR(double, double)
-CUDA_ON_CPU_VECTOR(int, int)
-CUDA_ON_CPU_VECTOR(unsigned, uint)
-CUDA_ON_CPU_VECTOR(unsigned short, ushort)
-#undef CUDA_ON_CPU_VECTOR
-
 typedef struct CUstream_st* cudaStream_t;
 
 namespace cuda_on_cpu {
@@ -88,12 +72,10 @@ T shuffle(unsigned mask, const char* operation, T value, int source, int width) 
 #define blockIdx (cuda_on_cpu::current->block)
 #define blockDim (cuda_on_cpu::current->block_size)
 #define gridDim (cuda_on_cpu::current->grid_size)
-constexpr int warpSize = 32;
 
 inline void __syncthreads() { cuda_on_cpu::barrier(); }
 inline int __syncthreads_count(int vote) { return cuda_on_cpu::barrier(vote != 0); }
 inline int __syncthreads_or(int vote) { return cuda_on_cpu::barrier(vote != 0) > 0; }
-inline int __syncthreads_and(int vote) { return cuda_on_cpu::barrier(vote == 0) == 0; }
 inline void __syncwarp(unsigned mask = 0xffffffff) {
   const char nothing = 0;
   cuda_on_cpu::exchange(mask, "__syncwarp", &nothing, 1);
@@ -110,76 +92,25 @@ T __shfl_xor_sync(unsigned mask, T value, int bits, int width = 32) {
   const bool inside = (source & ~(width - 1)) <= (lane & ~(width - 1));
   return cuda_on_cpu::shuffle(mask, "__shfl_xor_sync", value, inside ? source : lane, width);
 }
-template <typename T>
-T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32) {
-  const int lane = cuda_on_cpu::lane(), source = lane + delta;
-  const bool inside = (lane & (width - 1)) + (int)delta < width;
-  return cuda_on_cpu::shuffle(mask, "__shfl_down_sync", value, inside ? source : lane, width);
-}
-template <typename T>
-T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32) {
-  const int lane = cuda_on_cpu::lane(), source = lane - (int)delta;
-  const bool inside = (lane & (width - 1)) >= (int)delta;
-  return cuda_on_cpu::shuffle(mask, "__shfl_up_sync", value, inside ? source : lane, width);
-}
-
-inline unsigned __ballot_sync(unsigned mask, int vote) {
+inline int __any_sync(unsigned mask, int vote) {
   const char mine = vote != 0;
-  const char* slots = cuda_on_cpu::exchange(mask, "__ballot_sync", &mine, 1);
-  unsigned votes = 0;
-  for (unsigned lane = 0; lane < 32; ++lane) {
-    if (mask >> lane & 1 && slots[64 * lane]) votes |= 1u << lane;
-  }
-  return votes;
+  const char* slots = cuda_on_cpu::exchange(mask, "__any_sync", &mine, 1);
+  bool any = false;
+  for (unsigned lane = 0; lane < 32; ++lane) any |= mask >> lane & 1 && slots[64 * lane];
+  return any;
 }
-inline int __any_sync(unsigned mask, int vote) { return __ballot_sync(mask, vote) != 0; }
-inline int __all_sync(unsigned mask, int vote) { return __ballot_sync(mask, vote) == mask; }
 
 // Threads change places at barriers and exchanges only, so that a plain read and write is atomic.
-#define CUDA_ON_CPU_ATOMIC(name, type, expression)            \
-  inline type name(type* address, type value) {               \
-    const type old = *address;                                \
-    *address = expression;                                    \
-    return old;                                               \
-  }
-CUDA_ON_CPU_ATOMIC(atomicAdd, int, old + value)
-CUDA_ON_CPU_ATOMIC(atomicAdd, unsigned, old + value)
-CUDA_ON_CPU_ATOMIC(atomicAdd, unsigned long long, old + value)
-CUDA_ON_CPU_ATOMIC(atomicAdd, float, old + value)
-CUDA_ON_CPU_ATOMIC(atomicAdd, double, old + value)
-CUDA_ON_CPU_ATOMIC(atomicMax, int, std::max(old, value))
-CUDA_ON_CPU_ATOMIC(atomicMax, unsigned, std::max(old, value))
-CUDA_ON_CPU_ATOMIC(atomicMin, int, std::min(old, value))
-CUDA_ON_CPU_ATOMIC(atomicMin, unsigned, std::min(old, value))
-CUDA_ON_CPU_ATOMIC(atomicOr, unsigned, old | value)
-CUDA_ON_CPU_ATOMIC(atomicAnd, unsigned, old & value)
-CUDA_ON_CPU_ATOMIC(atomicExch, int, value)
-CUDA_ON_CPU_ATOMIC(atomicExch, unsigned, value)
-CUDA_ON_CPU_ATOMIC(atomicExch, float, value)
-#undef CUDA_ON_CPU_ATOMIC
 template <typename T>
-T atomicCAS(T* address, T expected, T value) {
+T atomicAdd(T* address, T value) {
   const T old = *address;
-  if (old == expected) *address = value;
+  *address = old + value;
   return old;
 }
-inline void __threadfence() {}
-inline void __threadfence_block() {}
 
 // Arithmetic. The emulation is compiled without contraction, so these are what they say.
-inline float __fmaf_rn(float x, float y, float z) { return fmaf(x, y, z); }
-inline double __fma_rn(double x, double y, double z) { return fma(x, y, z); }
-inline float __fadd_rn(float x, float y) { return x + y; }
-inline float __fsub_rn(float x, float y) { return x - y; }
-inline float __fmul_rn(float x, float y) { return x * y; }
-inline float __fdiv_rn(float x, float y) { return x / y; }
 inline double __dadd_rn(double x, double y) { return x + y; }
-inline double __dsub_rn(double x, double y) { return x - y; }
 inline double __dmul_rn(double x, double y) { return x * y; }
-inline float rsqrtf(float x) { return 1 / sqrtf(x); }
-inline double rsqrt(double x) { return 1 / sqrt(x); }
-inline float __expf(float x) { return expf(x); }
-inline float __logf(float x) { return logf(x); }
 inline float __uint_as_float(unsigned bits) {
   float value;
   memcpy(&value, &bits, 4);
@@ -200,9 +131,6 @@ inline long long __double_as_longlong(double value) {
   memcpy(&bits, &value, 8);
   return bits;
 }
-inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
-inline int __ffs(int bits) { return __builtin_ffs(bits); }
-inline int __clz(int bits) { return bits ? __builtin_clz(bits) : 32; }
 using std::max;
 using std::min;
 
@@ -214,8 +142,4 @@ T __ldg(const T* address) {
 template <typename T>
 T __ldcg(const T* address) {
   return *address;
-}
-template <typename T>
-void __stcg(T* address, T value) {
-  *address = value;
 }

@@ -45,12 +45,6 @@ inline uint32_t pack_bfloat(float first, float second) {
   return float_to_bfloat(first) | static_cast<uint32_t>(float_to_bfloat(second)) << 16;
 }
 
-inline uint32_t to_tf32(float value) {
-  const uint32_t bits = __float_as_uint(value);
-  const bool finite = (bits & 0x7f800000) != 0x7f800000;
-  return (finite ? bits + 0x1000 : bits) & 0xffffe000;  // to the nearest, ties away from 0
-}
-
 inline float exp2_approximate(float x) {
   const float value = exp2f(x);
   return fabsf(value) < 0x1p-126f ? 0 : value;  // NaN stays NaN
@@ -135,17 +129,6 @@ inline void mma_bfloat(float (&sums)[4], const uint32_t (&a)[4], const uint32_t 
 }
 inline void mma_half(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   on_cpu::mma_16(sums, a, b, "mma_half", half_to_float);
-}
-inline void mma_tf32(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  const auto value = [](uint32_t bits) { return __uint_as_float(bits & 0xffffe000); };
-  on_cpu::mma(
-      sums, {{a[0], a[1], a[2], a[3]}, {b[0], b[1]}}, "mma_tf32", 8,
-      [=](const char* slots, unsigned row, int k) {
-        return value(cuda_on_cpu::of_lane<on_cpu::Operands>(slots, row % 8 * 4 + k % 4).a[row / 8 + k / 4 * 2]);
-      },
-      [=](const char* slots, int k, unsigned column) {
-        return value(cuda_on_cpu::of_lane<on_cpu::Operands>(slots, column * 4 + k % 4).b[k / 4]);
-      });
 }
 
 inline void barrier_of_blocks(unsigned long long* counter, unsigned blocks) {
