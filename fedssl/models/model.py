@@ -48,8 +48,8 @@ class Model(nn.Module):
         self.target.requires_grad_(False)
         #: whether all views of a batch pass through a network in one call; training.join_views
         self.joins_views = False
-        #: in which contrastive losses take their rows; training.precision
-        self.rows_dtype = torch.float32
+        #: in which contrastive losses take their rows, if not as they are; training.precision
+        self.rows_dtype: torch.dtype | None = None
         #: whether this process has a share of every batch and others the rest; training.processes
         self.shares_batches = False
         #: by which two views pass through a network at a time, while the model trains
@@ -85,7 +85,8 @@ class Model(nn.Module):
 
     def unit_rows(self, outputs: Tensor) -> Tensor:
         """Return outputs [n, d] as rows of length 1, in the dtype that contrastive losses take in this training."""
-        return F.normalize(outputs, dim=1).to(self.rows_dtype)
+        rows = F.normalize(outputs, dim=1)
+        return rows if self.rows_dtype is None else rows.to(self.rows_dtype)
 
     def target_project(self, images: Tensor) -> Tensor:
         """Return the target network's output for normalised images, without gradient: [n, d]."""

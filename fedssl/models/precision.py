@@ -77,14 +77,14 @@ def networks_compute_in(model: Model, precision: Precision) -> Iterator[None]:
         with _tf32_allowed() if precision == "tf32" else nullcontext():
             yield
     finally:
-        model.rows_dtype = torch.float32
+        model.rows_dtype = None
         for handle in handles:
             handle.remove()
 
 
-def contrastive_dtype(precision: Precision, device: torch.device) -> torch.dtype:
-    """Return the dtype of the rows that contrastive losses take: the CPU would gain nothing by a shorter one."""
-    return _DTYPES.get(precision, torch.float32) if device.type == "cuda" else torch.float32
+def contrastive_dtype(precision: Precision, device: torch.device) -> torch.dtype | None:
+    """Return the dtype that rows are rounded to for contrastive losses, if any: the CPU would gain nothing by it."""
+    return _DTYPES.get(precision) if device.type == "cuda" else None
 
 
 @contextmanager

@@ -89,7 +89,7 @@ def evaluate_run(
         trust: see `load_stored_recipe`.
 
     Returns:
-        RUN/evaluation.csv, or RUN/evaluation-DATA.csv for other data: a line per client and a column per measure.
+        RUN/evaluation.csv, or RUN/evaluation-DATA.csv for other data, with a line per client and a column per measure.
 
     Raises:
         UserError: `path` is not a run's folder or has no finished round; a fraction is not in (0, 1]; the data are

@@ -93,7 +93,8 @@ def test_on_a_gpu_the_number_of_classes_and_the_accuracy_alone_are_read(monkeypa
     monkeypatch.setattr(metrics, "_SIMILARITIES_AT_A_TIME", 90)  # one test sample at a time
     with FakeTensorMode():
         train, test = torch.empty(90, 5, device="cuda"), torch.empty(60, 5, device="cuda")
-        assert knn_accuracy(train, torch.zeros(90), test, torch.zeros(60)) == 100 * 3 / 60
+        train_labels, test_labels = (torch.zeros(len(one), dtype=torch.int64) for one in (train, test))
+        assert knn_accuracy(train, train_labels, test, test_labels) == 100 * 3 / 60
     assert read == ["cuda", "cuda"]
 
 
