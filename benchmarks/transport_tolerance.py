@@ -16,7 +16,7 @@ from torch import Tensor
 from fedkernels import unbalanced_ot_plan
 
 SIZES = [(32, 64), (64, 128), (128, 128), (128, 512), (256, 256)]  # B and d
-TOLERANCES = [1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7]
+TOLERANCES = [1e-3, 1e-4, 1e-5, 1e-6, 1e-7]
 EXACT = 1e-12
 SEEDS = range(10, 18)
 TAU = 0.8
