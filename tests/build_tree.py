@@ -30,11 +30,11 @@ source = pathlib.Path(arguments[arguments.index("-c") + 1]) if "-c" in arguments
 with open("{calls}", "a") as calls:
     print(name, "linked" if source is None else f"{{output.parent.name}}/{{source.name}}", file=calls)
 broken = os.environ.get("BROKEN_SOURCE")
-if source is not None and broken == source.name:
+if source is not None and broken == source.as_posix():
     print("some remark", file=sys.stderr)
     print(f"{{source}}(1): error: pretended", file=sys.stderr)
     sys.exit(1)
-if source is not None and os.environ.get("WARNING_IN_SOURCE") == source.name:
+if source is not None and os.environ.get("WARNING_IN_SOURCE") == source.as_posix():
     strict = "-Werror" in arguments
     print(f"{{source}}(1): {{'error' if strict else 'warning'}}: pretended", file=sys.stderr)
     if strict:

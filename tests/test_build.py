@@ -208,7 +208,7 @@ def test_an_invalid_value_ends_the_build(tree: BuildTree, name: str, value: str,
 
 def test_a_source_that_fails_leaves_the_module_out(built: BuildTree) -> None:
     built.touch("csrc/cpu/two.cpp")
-    built.build(BROKEN_SOURCE="two.cpp")
+    built.build(BROKEN_SOURCE="csrc/cpu/two.cpp")
     assert note(built) == "StepError: cxx failed on csrc/cpu/two.cpp: csrc/cpu/two.cpp(1): error: pretended\n"
     assert not list((built.folder / "fedkernels").glob("*.so"))
     assert not list((built.folder / "build").glob("lib*/fedkernels/*.so"))  # what a wheel would take
@@ -219,7 +219,7 @@ def test_a_source_that_fails_leaves_the_module_out(built: BuildTree) -> None:
 
 def test_a_kernel_that_nvcc_refuses_leaves_cuda_out(built: BuildTree) -> None:
     built.touch("csrc/cuda/one.cu")
-    built.build(BROKEN_SOURCE="one.cu")
+    built.build(BROKEN_SOURCE="csrc/cuda/one.cu")
     assert (
         "compiled without CUDA: nvcc failed on csrc/cuda/one.cu: csrc/cuda/one.cu(1): error: pretended" in built.printed
     )
@@ -231,7 +231,7 @@ def test_a_kernel_that_nvcc_refuses_leaves_cuda_out(built: BuildTree) -> None:
 
 def test_a_kernel_that_nvcc_refuses_ends_a_build_that_asks_for_cuda(built: BuildTree) -> None:
     built.touch("csrc/cuda/one.cu")
-    built.build(fails=True, BROKEN_SOURCE="one.cu", FEDKERNELS_CUDA="1")
+    built.build(fails=True, BROKEN_SOURCE="csrc/cuda/one.cu", FEDKERNELS_CUDA="1")
     assert "FEDKERNELS_CUDA=1, but nvcc failed on csrc/cuda/one.cu: " in built.printed
 
 
@@ -239,10 +239,10 @@ def test_a_kernel_that_nvcc_refuses_ends_a_build_that_asks_for_cuda(built: Build
 def test_a_warning_ends_a_build_of_developers_alone(built: BuildTree, source: str) -> None:
     """A user's newer compiler may warn of what none warned of before: it leaves nothing out."""
     built.touch(f"csrc/{source}")
-    built.build(WARNING_IN_SOURCE=Path(source).name)
+    built.build(WARNING_IN_SOURCE=f"csrc/{source}")
     assert "CUDA kernels for sm_80" in built.printed
     built.touch(f"csrc/{source}")
-    built.build(fails=True, WARNING_IN_SOURCE=Path(source).name, FEDKERNELS_WERROR="1")
+    built.build(fails=True, WARNING_IN_SOURCE=f"csrc/{source}", FEDKERNELS_WERROR="1")
     assert f" failed on csrc/{source}: " in built.printed
     assert "FEDKERNELS_WERROR=1, but " in built.printed
 
