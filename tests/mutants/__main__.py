@@ -8,25 +8,16 @@ The sources are copied to build/mutants/, where faults are planted and compiled;
 """
 
 import argparse
-import filecmp
 import hashlib
 import json
-import os
 import re
-import shutil
 import subprocess
-import sys
 from pathlib import Path
 
+from tests.mutants.copied_tree import COPY, ROOT, build, copy_sources, run
 from tests.mutants.faults import FAULTS, Fault
 
-ROOT = Path(__file__).resolve().parents[2]
-COPY = ROOT / "build" / "mutants"
-RESULTS = ROOT / "tests" / "mutants" / "results.json"
-COPIED = ("benchmarks", "csrc", "docs", "examples", "fedkernels", "fedssl", "tests", "setup.py", "pyproject.toml")
-COPIED_FOR_SETUP = ("README.md", "LICENSE")
-# One instruction set is compiled, which takes a third of the time, and no nvcc runs: CUDA's tests compile for the CPU.
-BUILD = {"FEDKERNELS_CUDA": "0", "FEDKERNELS_CPU_INSTRUCTION_SETS": "baseline"}
+RESULTS = Path(__file__).with_name("results.json")
 TIME_LIMIT = 900  # seconds for the tests of a fault: a fault may make a solver endless, and then it is found
 
 
@@ -51,48 +42,15 @@ def save_results(results: dict[str, str]) -> None:
     written.replace(RESULTS)
 
 
-def copy_where_different(source: str, target: str) -> str:
-    """A file that is copied gets the time of now: so one that a killed run left with a fault is compiled again."""
-    if not (Path(target).exists() and filecmp.cmp(source, target, shallow=False)):
-        shutil.copyfile(source, target)
-    return target
-
-
-def copy_sources() -> None:
-    ignored = shutil.ignore_patterns("__pycache__", "*.so", "_C.missing")
-    for name in (*COPIED, *COPIED_FOR_SETUP):
-        if (ROOT / name).is_dir():
-            shutil.copytree(
-                ROOT / name, COPY / name, copy_function=copy_where_different, ignore=ignored, dirs_exist_ok=True
-            )
-        else:
-            copy_where_different(str(ROOT / name), str(COPY / name))
-
-
-def run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Runs Python in the copy. Raises subprocess.TimeoutExpired."""
-    environment = os.environ | {"PYTHONPATH": str(COPY), "OMP_NUM_THREADS": "1"} | variables
-    return subprocess.run(
-        [sys.executable, *command], cwd=COPY, env=environment, capture_output=True, text=True, timeout=TIME_LIMIT
-    )
-
-
-def build() -> str | None:
-    """Compiles the copy's module. Returns None, or the end of the compiler's output where that failed."""
-    done = run("setup.py", "build_ext", "--inplace", **BUILD)
-    compiled = (COPY / "fedkernels" / "_C.abi3.so").exists() and not (COPY / "fedkernels" / "_C.missing").exists()
-    return None if done.returncode == 0 and compiled else done.stdout[-2000:] + done.stderr[-2000:]
-
-
 def measure(fault: Fault) -> str:
     """The test that finds the fault, or "survived"."""
     path = COPY / fault.file
     text = path.read_text(encoding="utf-8")
     path.write_text(text.replace(fault.old, fault.new), encoding="utf-8")
     try:
-        if fault.needs_build and (error := build()):
+        if fault.needs_build and (error := build(TIME_LIMIT)):
             raise SystemExit(f"{fault.name} does not compile:\n{error}")
-        done = run("-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *fault.tests)
+        done = run("-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *fault.tests, limit=TIME_LIMIT)
     except subprocess.TimeoutExpired:
         return f"the time limit of {TIME_LIMIT} seconds"
     finally:
@@ -147,7 +105,7 @@ def main() -> None:
             raise SystemExit(f"the sources do not compile:\n{error}")
         built = True
         for fault in chosen:
-            if not built and not fault.needs_build and (error := build()):
+            if not built and not fault.needs_build and (error := build(TIME_LIMIT)):
                 raise SystemExit(f"the sources do not compile:\n{error}")
             outcome = measure(fault)
             built = not fault.needs_build  # the module still holds a fault of csrc/cpu or csrc/ops

@@ -1,0 +1,49 @@
+"""A copy of the sources, in which faults are planted and compiled; the working tree stays as it is."""
+
+import filecmp
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+COPY = ROOT / "build" / "mutants"
+COPIED = ("benchmarks", "csrc", "docs", "examples", "fedkernels", "fedssl", "tests", "setup.py", "pyproject.toml")
+COPIED_FOR_SETUP = ("README.md", "LICENSE")
+# One instruction set is compiled, which takes a third of the time, and no nvcc runs: CUDA's tests compile for the CPU.
+BUILD = {"FEDKERNELS_CUDA": "0", "FEDKERNELS_CPU_INSTRUCTION_SETS": "baseline"}
+
+
+def copy_where_different(source: str, target: str) -> str:
+    """A file that is copied gets the time of now: so one that a killed run left with a fault is compiled again."""
+    if not (Path(target).exists() and filecmp.cmp(source, target, shallow=False)):
+        shutil.copyfile(source, target)
+    return target
+
+
+def copy_sources(compiled: bool = False) -> None:
+    """Copy what differs; `compiled` also copies the compiled module, which is otherwise built by `build`."""
+    ignored = shutil.ignore_patterns("__pycache__", "_C.missing", *([] if compiled else ["*.so"]))
+    for name in (*COPIED, *COPIED_FOR_SETUP):
+        if (ROOT / name).is_dir():
+            shutil.copytree(
+                ROOT / name, COPY / name, copy_function=copy_where_different, ignore=ignored, dirs_exist_ok=True
+            )
+        else:
+            copy_where_different(str(ROOT / name), str(COPY / name))
+
+
+def run(*command: str, limit: float, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Runs Python in the copy for at most `limit` seconds. Raises subprocess.TimeoutExpired."""
+    environment = os.environ | {"PYTHONPATH": str(COPY), "OMP_NUM_THREADS": "1"} | variables
+    return subprocess.run(
+        [sys.executable, *command], cwd=COPY, env=environment, capture_output=True, text=True, timeout=limit
+    )
+
+
+def build(limit: float) -> str | None:
+    """Compiles the copy's module. Returns None, or the end of the compiler's output where that failed."""
+    done = run("setup.py", "build_ext", "--inplace", limit=limit, **BUILD)
+    compiled = (COPY / "fedkernels" / "_C.abi3.so").exists() and not (COPY / "fedkernels" / "_C.missing").exists()
+    return None if done.returncode == 0 and compiled else done.stdout[-2000:] + done.stderr[-2000:]
