@@ -1,13 +1,13 @@
 """Compiles files of csrc/cuda by g++ for the CPU and calls them. See README.md in this folder."""
 
 import ctypes
+import fcntl
+import hashlib
 import os
 import shutil
 import subprocess
-import tempfile
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +17,20 @@ from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
+CUDA, OPS = ROOT / "csrc/cuda", ROOT / "csrc/ops"
 TORCH = Path(torch.__file__).resolve().parent
-TORCH_TARGET = "0x020b000000000000"  # as in setup.py
+TORCH_FLAGS = ("-isystem", TORCH / "include", "-DTORCH_TARGET_VERSION=0x020b000000000000")  # as in setup.py
 SANITIZED = os.environ.get("FEDKERNELS_SANITIZED") == "1"  # in the process that test_emulation.py starts
 DTYPES = {torch.float64: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}  # enum class DType
 
-_COMPILER = next((path for name in ("g++", "clang++") if (path := shutil.which(name))), None)
-_FLAGS = [
-    *("-std=c++20", "-O1", "-g1", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing"),
-    *("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"),
-    *(["-fsanitize=address", "-fsanitize-recover=address", "-fno-omit-frame-pointer"] if SANITIZED else []),
-]
+COMPILER = shutil.which("g++") or shutil.which("clang++")
+_FLAGS = (
+    *("-std=c++20", "-g1", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing"),
+    *("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", f"-I{HERE / 'include'}", f"-I{ROOT / 'csrc'}"),
+    *(("-fsanitize=address", "-fsanitize-recover=address", "-fno-omit-frame-pointer") if SANITIZED else ()),
+)
+_KEPT = ROOT / "build/cuda_on_cpu"
+_WEEK = 7 * 24 * 3600  # seconds
 # What memory starts as (NaN in every dtype, or large finite numbers), and whether warps and blocks run from the last to
 # the first, blocks in turn. Results must be the same to the last bit.
 ORDERS = ((0x7FFF, False), (0x4B4B, True))
@@ -48,22 +51,37 @@ def arrays(tensors: Sequence[Tensor]) -> Any:
     return (Array * len(tensors))(*(Array(tensor.data_ptr(), DTYPES[tensor.dtype]) for tensor in tensors))
 
 
-def integers(values: Sequence[int]) -> Any:
-    return (ctypes.c_int64 * len(values))(*values)
-
-
 def poison(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
     """Memory that a kernel has to fill. It differs in the two orders, so that what is read unwritten shows."""
     entry = bytearray(_fresh_memory.to_bytes(2, "little") * (dtype.itemsize // 2))
     return torch.frombuffer(entry, dtype=dtype).expand(shape).clone(memory_format=torch.contiguous_format)
 
 
-@dataclass(frozen=True)
+def set_up(
+    library: ctypes.CDLL, order: tuple[int, bool], multiprocessors: int = 4, shared_limit: int = 227 << 10
+) -> None:
+    """The order of the threads, and the device, for the calls that follow."""
+    global _fresh_memory
+    _fresh_memory = order[0]
+    library.cuda_on_cpu_settings(order[0], int(order[1]), multiprocessors, ctypes.c_size_t(shared_limit))
+
+
+def assert_same(found: Any, again: Any) -> None:
+    """Tensors, or lists of them, of the two orders."""
+    if isinstance(found, Tensor):
+        assert torch.equal(found.nan_to_num(nan=-7e77), again.nan_to_num(nan=-7e77)), (
+            "the result depends on the order of the threads or on what memory held before"
+        )
+    else:
+        for one, other in zip(found, again, strict=True):
+            assert_same(one, other)
+
+
 class Library:
     """One .cu file and the emulation, loaded."""
 
-    handle: ctypes.CDLL
-    kernel: Path  # the object file of the .cu file alone
+    def __init__(self, path: Path) -> None:
+        self.handle = ctypes.CDLL(str(path))
 
     def call(self, function: str, *arguments: object) -> None:
         """Calls once. A tensor goes as its address; None is a null pointer, also the stream."""
@@ -79,102 +97,91 @@ class Library:
         call.restype = ctypes.c_int64
         return int(call(*(_plain(argument) for argument in arguments)))
 
-    def settings(self, poison: int, reversed_: bool, multiprocessors: int, shared_limit: int) -> None:
-        self.handle.cuda_on_cpu_settings(poison, int(reversed_), multiprocessors, ctypes.c_size_t(shared_limit))
-
-    def results(
-        self, run: Callable[[Callable[..., None]], Any], multiprocessors: int = 4, shared_limit: int = 227 << 10
-    ) -> Any:
+    def results(self, run: Callable[[Callable[..., None]], Any], **device: int) -> Any:
         """run(call) in each order of the threads, on a device like this; -> its tensors, which must be equal."""
-        global _fresh_memory
         found = []
-        for poison, reversed_ in ORDERS:
-            _fresh_memory = poison
-            self.settings(poison, reversed_, multiprocessors, shared_limit)
-
-            def call(function: str, *arguments: object, order: tuple[int, bool] = (poison, reversed_)) -> None:
-                self.settings(*order, multiprocessors, shared_limit)
-                self.call(function, *arguments)
-
-            found.append(run(call))
-        for one, other in zip(_flat(found[0]), _flat(found[1]), strict=True):
-            assert torch.equal(one.nan_to_num(nan=-7e77), other.nan_to_num(nan=-7e77)), (
-                "the result depends on the order of the threads or on what memory held before"
-            )
+        for order in ORDERS:
+            set_up(self.handle, order, **device)
+            found.append(run(self.call))
+        assert_same(*found)
         return found[0]
-
-
-def _flat(value: Any) -> list[Tensor]:
-    return [value] if isinstance(value, Tensor) else [tensor for part in value for tensor in _flat(part)]
 
 
 def _plain(argument: object) -> object:
     if isinstance(argument, Tensor):
         assert argument.is_contiguous()
         return ctypes.c_void_p(argument.data_ptr())
-    if isinstance(argument, bool) or argument is None:
-        return ctypes.c_int(argument) if isinstance(argument, bool) else ctypes.c_void_p(None)
-    if isinstance(argument, int):
-        return ctypes.c_int64(argument)
-    if isinstance(argument, float):
-        return ctypes.c_double(argument)
-    return argument
+    if argument is None:
+        return ctypes.c_void_p(None)
+    c_type = {bool: ctypes.c_int, int: ctypes.c_int64, float: ctypes.c_double}.get(type(argument))
+    return c_type(argument) if c_type else argument
 
 
 class Compiler:
-    """Compiles each file once in a session; `load` waits for it."""
+    """Compiles each file once, for all processes. What it makes is kept in build/ as long as no source changes."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.libraries: dict[str, Library | EmulationError] = {}
+    def __init__(self) -> None:
+        if COMPILER is None:
+            pytest.skip("no C++ compiler")
+        self.libraries: dict[str, Library] = {}
+        version = subprocess.run([COMPILER, "--version"], capture_output=True, text=True).stdout
+        state = hashlib.sha256(f"{COMPILER} {version} {TORCH} {torch.__version__}".encode())
+        for path in sorted(path for folder in (HERE, ROOT / "csrc") for path in folder.rglob("*.[ch]*")):
+            state.update(f"\0{path}\0".encode() + path.read_bytes())
+        self.folder = _KEPT / state.hexdigest()[:16]
+        self.folder.mkdir(parents=True, exist_ok=True)
+        os.utime(self.folder)
+        for other in _KEPT.iterdir():
+            if other.stat().st_mtime < time.time() - _WEEK:
+                shutil.rmtree(other, ignore_errors=True)
+
+    def _make(self, name: str, *flags: object, text: str | None = None) -> Path:
+        """What the compiler makes with these flags, of `text` or of the objects among them."""
+        arguments = [*map(str, (*_FLAGS, *flags)), *(["-shared"] if text is None else ["-c", "-x", "c++", "-"])]
+        digest = hashlib.sha256("\0".join([*arguments, text or ""]).encode()).hexdigest()
+        made = self.folder / f"{name}-{digest[:16]}"
+        with open(f"{made}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be making it
+            if not made.exists():
+                # Preloaded, AddressSanitizer would watch the compiler too, which then takes several times as long.
+                environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+                command = [str(COMPILER), *arguments, "-o", f"{made}.new"]
+                done = subprocess.run(command, env=environment, input=text, capture_output=True, text=True)
+                if done.returncode:
+                    raise EmulationError(f"{' '.join(command)}\n{done.stderr}")
+                os.replace(f"{made}.new", made)
+        return made
+
+    def _runtime(self) -> Path:
+        return self._make("runtime", "-O1", text=(HERE / "runtime.cpp").read_text(encoding="utf-8"))
+
+    def compile(self, text: str, name: str) -> Library:
+        kernel = self._make(name, "-O1", text=text)
+        return Library(self._make(f"{name}.so", kernel, self._runtime()))
 
     def load(self, source: str) -> Library:
         """`source`: the name of a file in csrc/cuda, or a path below the root."""
         if source not in self.libraries:
-            path = ROOT / source if "/" in source else ROOT / "csrc/cuda" / source
-            try:
-                self.libraries[source] = self.compile(path.read_text(encoding="utf-8"), path.stem)
-            except EmulationError as error:
-                self.libraries[source] = error
-        library = self.libraries[source]
-        if isinstance(library, EmulationError):
-            raise library
-        return library
-
-    def compile(self, text: str, name: str) -> Library:
-        folder = Path(tempfile.mkdtemp(prefix=name, dir=self.folder))
-        (folder / f"{name}.cpp").write_text(text, encoding="utf-8")
-        include = [f"-I{HERE / 'include'}", f"-I{ROOT / 'csrc'}"]
-        jobs = [("kernel.o", folder / f"{name}.cpp")]
-        runtime = self.folder / "runtime.o"
-        if not runtime.exists():
-            jobs.append((str(runtime), HERE / "runtime.cpp"))
-        with ThreadPoolExecutor() as pool:
-            commands = [[_COMPILER, *_FLAGS, *include, "-c", source, "-o", folder / out] for out, source in jobs]
-            list(pool.map(_run, commands))
-        library = folder / f"{name}.so"
-        _run([_COMPILER, *_FLAGS, "-shared", folder / "kernel.o", runtime, "-o", library])
-        return Library(ctypes.CDLL(str(library)), folder / "kernel.o")
+            self.libraries[source] = self.compile(_path_of(source).read_text(encoding="utf-8"), Path(source).stem)
+        return self.libraries[source]
 
     def mutant(self, source: str, old: str, new: str) -> Library:
         """The file with a fault planted: `old`, which it holds once, becomes `new`."""
-        path = ROOT / source if "/" in source else ROOT / "csrc/cuda" / source
-        return self.compile(planted(path, old, new), path.stem)
+        return self.compile(planted(_path_of(source), old, new), Path(source).stem)
 
-    def bindings(self, text: str, name: str, kernels: str = "*.cu") -> ctypes.CDLL:
-        """C++ of csrc/ops for CUDA with emulated kernels. Its operators are torch.ops.<name>'s, for the CPU."""
+    def bindings(self, library: str, kernels: dict[str, str]) -> Path:
+        """csrc/ops/*_cuda.cpp over kernels, by name their texts, as operators torch.ops.<library> for the CPU."""
         require_headers_of_torch()
-        kernel_files = [self.load(path.name).kernel for path in sorted((ROOT / "csrc/cuda").glob(kernels))]
-        folder = Path(tempfile.mkdtemp(prefix=name, dir=self.folder))
-        (folder / "bindings.cpp").write_text(text, encoding="utf-8")
-        flags = [flag for flag in _FLAGS if flag != "-O1"]  # they compile in half the time without
-        flags += ["-fvisibility=hidden", f"-DCUDA_ON_CPU_LIBRARY={name}", f"-DTORCH_TARGET_VERSION={TORCH_TARGET}"]
-        include = [f"-I{HERE / 'include'}", f"-I{ROOT / 'csrc'}", "-isystem", TORCH / "include"]
-        _run([_COMPILER, *flags, *include, "-c", folder / "bindings.cpp", "-o", folder / "bindings.o"])
-        objects = [folder / "bindings.o", *kernel_files, self.folder / "runtime.o"]
-        library = folder / f"{name}.so"
-        _run([_COMPILER, *_FLAGS, "-shared", *objects, f"-L{TORCH / 'lib'}", "-ltorch_cpu", "-o", library])
-        return ctypes.CDLL(str(library))
+        objects = [self._make(name, "-O1", text=text) for name, text in kernels.items()]
+        # Of all files at once, for torch's headers are most of the work. It takes half the time without -O1.
+        text = "\n".join(path.read_text(encoding="utf-8") for path in sorted(OPS.glob("*_cuda.cpp")))
+        flags = ("-fvisibility=hidden", f"-DCUDA_ON_CPU_LIBRARY={library}", *TORCH_FLAGS)
+        objects += [self._make(library, *flags, text=text), self._runtime()]
+        return self._make(f"{library}.so", *objects, f"-L{TORCH / 'lib'}", "-ltorch_cpu")
+
+
+def _path_of(source: str) -> Path:
+    return ROOT / source if "/" in source else CUDA / source
 
 
 def planted(path: Path, old: str, new: str) -> str:
@@ -182,19 +189,6 @@ def planted(path: Path, old: str, new: str) -> str:
     text = path.read_text(encoding="utf-8")
     assert text.count(old) == 1, f"{path} holds {text.count(old)} times: {old}"
     return text.replace(old, new)
-
-
-def _run(command: Sequence[Any]) -> None:
-    # Preloaded, AddressSanitizer would watch the compiler too, which then takes several times as long.
-    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-    done = subprocess.run([str(part) for part in command], env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise EmulationError(f"{' '.join(str(part) for part in command)}\n{done.stderr}")
-
-
-def require_compiler() -> None:
-    if _COMPILER is None:
-        pytest.skip("no C++ compiler")
 
 
 def require_headers_of_torch() -> None:

@@ -1,24 +1,139 @@
-"""Faults in the CUDA kernels, all compiled into one library and turned on one at a time.
+"""Faults in the CUDA kernels, all compiled into one library and turned on one at a time."""
 
-In the text that is planted, FAULT is true while that fault is on.
-"""
-
-from pathlib import Path
+import re
 from typing import NamedTuple
 
-from tests.cuda_on_cpu.emulation import ROOT, Compiler
+from tests.cuda_on_cpu.emulation import CUDA
 
-CUDA = ROOT / "csrc/cuda"
-# Headers that hold kernels, or parts of them: their text stands in the files that include them.
-HEADERS = ("unbalanced_ot_solver.h",)
-PRELUDE = 'extern "C" {\n__attribute__((weak)) int fedkernels_fault = 0;\n}\n'
+# As a patch: the file, the kernel, the dtypes that it concerns, and in brackets the operator whose self-test must find
+# it; then a text that the file holds once, and what replaces it, where FAULT is true while that fault is on.
+_PATCH = """
+client_weights.cu: client_weights_kernel, all (client_weights)
+-if (i > j && i < count) value -= triangle(i, j) * solution[j];
++if (i > j + FAULT && i < count) value -= triangle(i, j) * solution[j];
+client_weights.cu: client_weights_kernel, all, equal clients (client_weights)
+-if (real) entry(i, i) = 1 + ridge;
++if (real) entry(i, i) = 1 + (FAULT ? 0 : ridge);
+client_weights.cu: client_weights_kernel, all, a batch (client_weights)
+-const double weight = solver.solve(gram, problem * entries, tol);
++const double weight = solver.solve(gram, FAULT ? 0 : problem * entries, tol);
+contrastive_tensor_cores.cu: contrastive_kernel, bfloat16 (info_nce)
+-return pack_bfloat(first, second);
++return pack_bfloat(first, FAULT ? first : second);
+contrastive_tensor_cores.cu: contrastive_kernel, float16 (info_nce)
+-return pack_half(first, second);
++return pack_half(first, FAULT ? first : second);
+contrastive_tensor_cores.cu: contrastive_kernel, all, the last tile (info_nce)
+-if (column >= pass.column_count) logits
++if (column >= pass.column_count + FAULT) logits
+contrastive_tensor_cores.cu: contrastive_kernel, all, scaling of sums (info_nce)
+-total[m][h] *= factor;
++total[m][h] *= FAULT ? 1 : factor;
+contrastive_tensor_cores.cu: join_kernel, all (info_nce)
+-sum / total - T::Precision
++sum / (total + FAULT) - T::Precision
+contrastive_tiles.cu: row_sums_kernel, float32 (nt_xent)
+-if (left_out(tile, row, tile.first_column + c, positive)) continue;
++if (left_out(tile, row, tile.first_column + c + (FAULT && sizeof(Number) == 4), positive)) continue;
+contrastive_tiles.cu: row_sums_kernel, float64 (info_nce)
+-if (of_positives && in_tile >= 0 &&
++if (of_positives && in_tile >= (FAULT && sizeof(Number) == 8) &&
+contrastive_tiles.cu: column_sums_kernel, float32 (similarity_logsumexp)
+-if (counts(r)) total
++if (counts(r) && !(FAULT && sizeof(Number) == 4 && r == rows - 1)) total
+contrastive_tiles.cu: weights_kernel, bfloat16 (nt_xent)
+-return bfloat_to_float(bits);
++return bfloat_to_float(bits) + FAULT * 1e3f;
+contrastive_tiles.cu: weights_kernel, float16 (info_nce)
+-const uint16_t bits = float_to_half(static_cast<float>(value));
++const uint16_t bits = float_to_half(static_cast<float>(value)) & (FAULT ? 0xff00 : 0xffff);
+contrastive_tiles.cu: weights_kernel, float32 (similarity_logsumexp)
+-given.column_weights, column, tile.scale);
++given.column_weights, column + (FAULT && sizeof(Number) == 4 && column > 0 ? -1 : 0), tile.scale);
+contrastive_tiles.cu: weights_kernel, float64 (info_nce)
+-static_cast<Number>(weights[index]) : 0;
++static_cast<Number>(weights[index] * (1 + (FAULT && sizeof(Number) == 8) * 1e-6)) : 0;
+contrastive_tiles.cu: sigmoid_kernel, float32 (sigmoid_loss)
+-const Number sign = c == positive ?
++const Number sign = c == positive + (FAULT && sizeof(Number) == 4) ?
+linear_cka_prepare.cu: maxima_kernel, float32 (linear_cka)
+-if (threadIdx.x == 0) maxima[blockIdx.x] = largest;
++if (threadIdx.x == 0) maxima[blockIdx.x] = FAULT ? T(1) : largest;
+linear_cka_prepare.cu: means_kernel, float32 (linear_cka)
+-mine[e] += static_cast<double>(values[e] * scale - first[e] * scale);
++mine[e] += static_cast<double>(values[e] * scale - first[FAULT && sizeof(T) == 4 ? 0 : e] * scale);
+linear_cka_prepare.cu: means_kernel, float64 (linear_cka_pairwise)
+-if (threadIdx.x < WIDTH) sums[
++if (threadIdx.x < (FAULT && sizeof(T) == 8 ? 1 : WIDTH)) sums[
+linear_cka_prepare.cu: write_kernel, float32 (linear_cka_to_kernel)
+-four.values[e] = (values[e] * scale - first[e]) - mean[e];
++four.values[e] = (values[e] * scale - first[e]) - mean[FAULT && sizeof(T) == 4 ? 0 : e];
+linear_cka_prepare.cu: write_kernel, float64 (linear_cka)
+-if (e < count) to[e] = four.values[e];
++if (e < count) to[e] = four.values[FAULT && sizeof(T) == 8 ? 0 : e];
+linear_cka_combine.cu: inner_products_kernel, float32 (linear_cka)
+-for (int64_t at = block * THREADS + threadIdx.x; at < term.count;
++for (int64_t at = block * THREADS + threadIdx.x; at < term.count - (FAULT && sizeof(T) == 4);
+linear_cka_combine.cu: inner_products_kernel, float64 (linear_cka)
+-const T *const left = term.left + problem * term.left_step,
++const T *const left = term.left + (FAULT && sizeof(T) == 8 ? 0 : problem) * term.left_step,
+linear_cka_combine.cu: combine_kernel, float32 (linear_cka)
+-((i < x_width * x_width ? of_xx : of_cross) * x_scale));
++((i < x_width * (x_width - (FAULT && sizeof(T) == 4)) ? of_xx : of_cross) * x_scale));
+linear_cka_combine.cu: combine_kernel, float64 (linear_cka)
+-if (of_y) of_y[i] = static_cast<T>((of_cross * x + of_yy * y) * y_scale);
++if (of_y) of_y[i] = static_cast<T>(((FAULT && sizeof(T) == 8 ? 0 : of_cross) * x + of_yy * y) * y_scale);
+two_views.cu: two_views_kernel, float32 (two_views)
+-store(float* to, float value) { *to = value; }
++store(float* to, float value) { *to = FAULT ? -value : value; }
+two_views.cu: two_views_kernel, bfloat16 (two_views)
+-batch.channels_last ? pixel * C + c :
++batch.channels_last ? pixel * C + (FAULT ? C - 1 - c : c) :
+two_views.cu: two_views_kernel, one channel (two_views)
+-step.offset = static_cast<float>(total / area) * (1 - step.factor);
++step.offset = FAULT && C == 1 ? 0 : static_cast<float>(total / area) * (1 - step.factor);
+two_views.cu: two_views_kernel, in device memory (two_views)
+-float* const plane = memory ? memory + static_cast<int64_t>(blockIdx.x) * C * area
++float* const plane = memory ? memory + static_cast<int64_t>(blockIdx.x) * C * area + FAULT
+two_views.cu: two_views_kernel, all, the blur (two_views)
+-return index < size ? index : 2 * size - 2 - index;
++return index < size ? index : 2 * size - 2 + FAULT - index;
+unbalanced_ot_block.cu: solve_in_block, float32 (unbalanced_ot)
+-- by_column(DUALS)[c * 32 + lane];
++- (FAULT && sizeof(Cost) == 4 && c == 0 ? 0 : by_column(DUALS)[c * 32 + lane]);
+unbalanced_ot_block.cu: solve_in_block, float64 (unbalanced_ot)
+-if (matrix.inside(r, c)) write_one(t.plan,
++if (matrix.inside(r + (FAULT && sizeof(Cost) == 8), c)) write_one(t.plan,
+unbalanced_ot_block.cu: solve_in_block, all, columns beyond the registers (unbalanced_ot)
+-rest[(r * (COLUMNS - IN_REGISTERS) + c - IN_REGISTERS) * 32];
++rest[(r * (COLUMNS - IN_REGISTERS) + (FAULT ? 0 : c - IN_REGISTERS)) * 32];
+unbalanced_ot_team.cu: solve_in_team, float32 (unbalanced_ot)
+-const int64_t i = group * GROUP + threadIdx.x;
++const int64_t i = group * GROUP + threadIdx.x + (FAULT && t.cost.dtype == DType::f32 && group > 0);
+unbalanced_ot_team.cu: solve_in_team, float64 (unbalanced_ot)
+-t.v[problem * columns + j] = bad ? nan :
++t.v[problem * columns + j] = bad || (FAULT && t.cost.dtype == DType::f64) ? nan :
+unbalanced_ot_team.cu: solve_in_team, all, steepest (unbalanced_ot)
+-for_rows([&](int64_t i) { along[1] += t.tau_a * square(of(at.trial_rows)[i]); });
++for_rows([&](int64_t i) { along[1] += FAULT * 1e9 + t.tau_a * square(of(at.trial_rows)[i]); });
+client_weights.cu: a launch error, all (client_weights)
+-launch(shape, stream, client_weights_kernel,
++launch({shape.grid, dim3(shape.block.x + FAULT), shape.shared}, stream, client_weights_kernel,
+client_weights.cu: a hang, all (client_weights)
+-double* const factor = vectors + OF_VECTORS;
++while (FAULT) usleep(1000); double* const factor = vectors + OF_VECTORS;
+client_weights.cu: an illegal address, all (client_weights)
+-double* const vectors = dynamic_shared<double>();
++if (FAULT) *reinterpret_cast<volatile int*>(16) = 1; double* const vectors = dynamic_shared<double>();
+"""
+_PRELUDE = '#include <unistd.h>\nextern "C" {\n__attribute__((weak)) int fedkernels_fault = 0;\n}\n'
 
 
 class Fault(NamedTuple):
+    file: str
     kernel: str
     family: str  # the dtypes that it concerns
-    operator: str  # whose test must find it
-    file: str
+    operator: str  # whose self-test must find it
     old: str
     new: str
 
@@ -27,232 +142,29 @@ class Fault(NamedTuple):
         return f"{self.kernel}, {self.family}"
 
 
-FAULTS = [
-    Fault(
-        *("client_weights_kernel", "all", "client_weights", "client_weights.cu"),
-        "if (i > j && i < count) value -= triangle(i, j) * solution[j];",
-        "if (i > j + FAULT && i < count) value -= triangle(i, j) * solution[j];",
-    ),
-    Fault(
-        *("client_weights_kernel", "all, equal clients", "client_weights", "client_weights.cu"),
-        "if (real) entry(i, i) = 1 + ridge;",
-        "if (real) entry(i, i) = 1 + (FAULT ? 0 : ridge);",
-    ),
-    Fault(
-        *("client_weights_kernel", "all, a batch", "client_weights", "client_weights.cu"),
-        "const double weight = solver.solve(gram, problem * entries, tol);",
-        "const double weight = solver.solve(gram, FAULT ? 0 : problem * entries, tol);",
-    ),
-    Fault(
-        *("contrastive_kernel", "bfloat16", "info_nce", "contrastive_tensor_cores.cu"),
-        "return pack_bfloat(first, second);",
-        "return pack_bfloat(first, FAULT ? first : second);",
-    ),
-    Fault(
-        *("contrastive_kernel", "float16", "info_nce", "contrastive_tensor_cores.cu"),
-        "return pack_half(first, second);",
-        "return pack_half(first, FAULT ? first : second);",
-    ),
-    Fault(
-        *("contrastive_kernel", "all, the last tile", "info_nce", "contrastive_tensor_cores.cu"),
-        "if (column >= pass.column_count) logits",
-        "if (column >= pass.column_count + FAULT) logits",
-    ),
-    Fault(
-        *("contrastive_kernel", "all, scaling of sums", "info_nce", "contrastive_tensor_cores.cu"),
-        "total[m][h] *= factor;",
-        "total[m][h] *= FAULT ? 1 : factor;",
-    ),
-    Fault(
-        *("join_kernel", "all", "info_nce", "contrastive_tensor_cores.cu"),
-        "sum / total - T::Precision",
-        "sum / (total + FAULT) - T::Precision",
-    ),
-    Fault(
-        *("row_sums_kernel", "float32", "nt_xent", "contrastive_tiles.cu"),
-        "if (left_out(tile, row, tile.first_column + c, positive)) continue;",
-        "if (left_out(tile, row, tile.first_column + c + (FAULT && sizeof(Number) == 4), positive)) continue;",
-    ),
-    Fault(
-        *("row_sums_kernel", "float64", "info_nce", "contrastive_tiles.cu"),
-        "if (of_positives && in_tile >= 0 &&",
-        "if (of_positives && in_tile >= (FAULT && sizeof(Number) == 8) &&",
-    ),
-    Fault(
-        *("column_sums_kernel", "float32", "similarity_logsumexp", "contrastive_tiles.cu"),
-        "r < rows; r += GROUPS) {\n    if (counts(r)) total",
-        "r < rows - (FAULT && sizeof(Number) == 4); r += GROUPS) {\n    if (counts(r)) total",
-    ),
-    Fault(
-        *("weights_kernel", "bfloat16", "nt_xent", "contrastive_tiles.cu"),
-        "return bfloat_to_float(bits);",
-        "return bfloat_to_float(bits) + FAULT * 1e3f;",
-    ),
-    Fault(
-        *("weights_kernel", "float16", "info_nce", "contrastive_tiles.cu"),
-        "const uint16_t bits = float_to_half(static_cast<float>(value));",
-        "const uint16_t bits = float_to_half(static_cast<float>(value)) & (FAULT ? 0xff00 : 0xffff);",
-    ),
-    Fault(
-        *("weights_kernel", "float32", "similarity_logsumexp", "contrastive_tiles.cu"),
-        "given.column_weights, column, tile.scale);",
-        "given.column_weights, column + (FAULT && sizeof(Number) == 4 && column > 0 ? -1 : 0), tile.scale);",
-    ),
-    Fault(
-        *("weights_kernel", "float64", "info_nce", "contrastive_tiles.cu"),
-        "static_cast<Number>(weights[index]) : 0;",
-        "static_cast<Number>(weights[index] * (1 + (FAULT && sizeof(Number) == 8) * 1e-6)) : 0;",
-    ),
-    Fault(
-        *("sigmoid_kernel", "float32", "sigmoid_loss", "contrastive_tiles.cu"),
-        "const Number sign = c == positive ?",
-        "const Number sign = c == positive + (FAULT && sizeof(Number) == 4) ?",
-    ),
-    Fault(
-        *("maxima_kernel", "float32", "linear_cka", "linear_cka_prepare.cu"),
-        "if (threadIdx.x == 0) maxima[blockIdx.x] = largest;",
-        "if (threadIdx.x == 0) maxima[blockIdx.x] = FAULT ? T(1) : largest;",
-    ),
-    Fault(
-        *("means_kernel", "float32", "linear_cka", "linear_cka_prepare.cu"),
-        "mine[e] += static_cast<double>(values[e] * scale - first[e] * scale);",
-        "mine[e] += static_cast<double>(values[e] * scale - first[FAULT && sizeof(T) == 4 ? 0 : e] * scale);",
-    ),
-    Fault(
-        *("means_kernel", "float64", "linear_cka_pairwise", "linear_cka_prepare.cu"),
-        "if (threadIdx.x < WIDTH) sums[",
-        "if (threadIdx.x < (FAULT && sizeof(T) == 8 ? 1 : WIDTH)) sums[",
-    ),
-    Fault(
-        *("write_kernel", "float32", "linear_cka_to_kernel", "linear_cka_prepare.cu"),
-        "four.values[e] = (values[e] * scale - first[e]) - mean[e];",
-        "four.values[e] = (values[e] * scale - first[e]) - mean[FAULT && sizeof(T) == 4 ? 0 : e];",
-    ),
-    Fault(
-        *("write_kernel", "float64", "linear_cka", "linear_cka_prepare.cu"),
-        "if (e < count) to[e] = four.values[e];",
-        "if (e < count) to[e] = four.values[FAULT && sizeof(T) == 8 ? 0 : e];",
-    ),
-    Fault(
-        *("inner_products_kernel", "float32", "linear_cka", "linear_cka_combine.cu"),
-        "for (int64_t at = block * THREADS + threadIdx.x; at < term.count;",
-        "for (int64_t at = block * THREADS + threadIdx.x; at < term.count - (FAULT && sizeof(T) == 4);",
-    ),
-    Fault(
-        *("inner_products_kernel", "float64", "linear_cka", "linear_cka_combine.cu"),
-        "const T *const left = term.left + problem * term.left_step,",
-        "const T *const left = term.left + (FAULT && sizeof(T) == 8 ? 0 : problem) * term.left_step,",
-    ),
-    Fault(
-        *("combine_kernel", "float32", "linear_cka", "linear_cka_combine.cu"),
-        "((i < x_width * x_width ? of_xx : of_cross) * x_scale));",
-        "((i < x_width * (x_width - (FAULT && sizeof(T) == 4)) ? of_xx : of_cross) * x_scale));",
-    ),
-    Fault(
-        *("combine_kernel", "float64", "linear_cka", "linear_cka_combine.cu"),
-        "if (of_y) of_y[i] = static_cast<T>((of_cross * x + of_yy * y) * y_scale);",
-        "if (of_y) of_y[i] = static_cast<T>(((FAULT && sizeof(T) == 8 ? 0 : of_cross) * x + of_yy * y) * y_scale);",
-    ),
-    Fault(
-        *("two_views_kernel", "float32", "two_views", "two_views.cu"),
-        "store(float* to, float value) { *to = value; }",
-        "store(float* to, float value) { *to = FAULT ? -value : value; }",
-    ),
-    Fault(
-        *("two_views_kernel", "bfloat16", "two_views", "two_views.cu"),
-        "batch.channels_last ? pixel * C + c :",
-        "batch.channels_last ? pixel * C + (FAULT ? C - 1 - c : c) :",
-    ),
-    Fault(
-        *("two_views_kernel", "one channel", "two_views", "two_views.cu"),
-        "step.offset = static_cast<float>(total / area) * (1 - step.factor);",
-        "step.offset = FAULT && C == 1 ? 0 : static_cast<float>(total / area) * (1 - step.factor);",
-    ),
-    Fault(
-        *("two_views_kernel", "in device memory", "two_views", "two_views.cu"),
-        "float* const plane = memory ? memory + static_cast<int64_t>(blockIdx.x) * C * area",
-        "float* const plane = memory ? memory + static_cast<int64_t>(blockIdx.x) * C * area + FAULT",
-    ),
-    Fault(
-        *("two_views_kernel", "all, the blur", "two_views", "two_views.cu"),
-        "return index < size ? index : 2 * size - 2 - index;",
-        "return index < size ? index : 2 * size - 2 + FAULT - index;",
-    ),
-    Fault(
-        *("solve_in_block", "float32", "unbalanced_ot", "unbalanced_ot_block.cu"),
-        "- by_column(DUALS)[c * 32 + lane];",
-        "- (FAULT && sizeof(Cost) == 4 && c == 0 ? 0 : by_column(DUALS)[c * 32 + lane]);",
-    ),
-    Fault(
-        *("solve_in_block", "float64", "unbalanced_ot", "unbalanced_ot_block.cu"),
-        "if (matrix.inside(r, c)) write_one(t.plan,",
-        "if (matrix.inside(r + (FAULT && sizeof(Cost) == 8), c)) write_one(t.plan,",
-    ),
-    Fault(
-        *("solve_in_block", "all, columns beyond the registers", "unbalanced_ot", "unbalanced_ot_block.cu"),
-        "rest[(r * (COLUMNS - IN_REGISTERS) + c - IN_REGISTERS) * 32];",
-        "rest[(r * (COLUMNS - IN_REGISTERS) + (FAULT ? 0 : c - IN_REGISTERS)) * 32];",
-    ),
-    Fault(
-        *("solve_in_team", "float32", "unbalanced_ot", "unbalanced_ot_team.cu"),
-        "const int64_t i = group * GROUP + threadIdx.x;",
-        "const int64_t i = group * GROUP + threadIdx.x + (FAULT && t.cost.dtype == DType::f32 && group > 0);",
-    ),
-    Fault(
-        *("solve_in_team", "float64", "unbalanced_ot", "unbalanced_ot_team.cu"),
-        "t.v[problem * columns + j] = bad ? nan :",
-        "t.v[problem * columns + j] = bad || (FAULT && t.cost.dtype == DType::f64) ? nan :",
-    ),
-    Fault(
-        *("solve_in_team", "all, steepest", "unbalanced_ot", "unbalanced_ot_team.cu"),
-        "for_rows([&](int64_t i) { along[1] += t.tau_a * square(of(at.trial_rows)[i]); });",
-        "for_rows([&](int64_t i) { along[1] += FAULT * 1e9 + t.tau_a * square(of(at.trial_rows)[i]); });",
-    ),
-]
-# What no process survives, or what a launch reports.
-LAUNCH = Fault(
-    *("a launch error", "all", "client_weights", "client_weights.cu"),
-    "launch(shape, stream, client_weights_kernel,",
-    "launch({shape.grid, dim3(shape.block.x + FAULT), shape.shared}, stream, client_weights_kernel,",
-)
-HANG = Fault(
-    *("a hang", "all", "client_weights", "client_weights.cu"),
-    "double* const factor = vectors + OF_VECTORS;",
-    "while (*static_cast<volatile int*>(&fedkernels_fault) == FAULT_NUMBER) {}\n"
-    "  double* const factor = vectors + OF_VECTORS;",
-)
-CRASH = Fault(
-    *("an illegal address", "all", "client_weights", "client_weights.cu"),
-    "double* const vectors = dynamic_shared<double>();",
-    "if (FAULT) *reinterpret_cast<volatile int*>(16) = 1;\n  double* const vectors = dynamic_shared<double>();",
-)
-ALL = [*FAULTS, LAUNCH, HANG, CRASH]
+def _parsed(patch: str) -> list[Fault]:
+    faults, lines = [], patch.strip().splitlines()
+    for head, old, new in zip(lines[::3], lines[1::3], lines[2::3], strict=True):
+        place = re.fullmatch(r"(.+): (.+?), (.+) \((.+)\)", head)
+        assert place is not None, head
+        assert old[0] + new[0] == "-+", head
+        faults.append(Fault(*place.groups(), old[1:], new[1:]))
+    return faults
+
+
+ALL = _parsed(_PATCH)
+*FAULTS, LAUNCH, HANG, CRASH = ALL  # the last three: what a launch reports, and what no process survives
 
 
 def number_of(fault: Fault) -> int:
     return ALL.index(fault) + 1
 
 
-class FaultyCompiler(Compiler):
-    """Compiles the files of csrc/cuda with all faults, which are off."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self.texts = {path.name: path.read_text(encoding="utf-8") for path in CUDA.glob("*.cu")}
-        headers = {name: (CUDA / name).read_text(encoding="utf-8").replace("#pragma once", "") for name in HEADERS}
-        for fault in ALL:
-            texts = headers if fault.file in headers else self.texts
-            assert texts[fault.file].count(fault.old) == 1, f"{fault.name}: {texts[fault.file].count(fault.old)} times"
-            number = str(number_of(fault))
-            new = fault.new.replace("FAULT_NUMBER", number).replace("FAULT", f"(fedkernels_fault == {number})")
-            texts[fault.file] = texts[fault.file].replace(fault.old, new)
-        for name, header in headers.items():
-            for file, text in self.texts.items():
-                self.texts[file] = text.replace(f'#include "cuda/{name}"\n', header)
-
-    def load(self, source: str):
-        if source not in self.libraries:
-            self.libraries[source] = self.compile(PRELUDE + self.texts[source], Path(source).stem)
-        library = self.libraries[source]
-        assert not isinstance(library, Exception)
-        return library
+def faulty_kernels() -> dict[str, str]:
+    """By name the texts of csrc/cuda/*.cu with all faults, which are off."""
+    texts = {path.name: path.read_text(encoding="utf-8") for path in CUDA.glob("*.cu")}
+    for fault in ALL:
+        assert texts[fault.file].count(fault.old) == 1, f"{fault.name}: {texts[fault.file].count(fault.old)} times"
+        new = fault.new.replace("FAULT", f"(fedkernels_fault == {number_of(fault)})")
+        texts[fault.file] = texts[fault.file].replace(fault.old, new)
+    return {name.removesuffix(".cu"): _PRELUDE + text for name, text in texts.items()}
