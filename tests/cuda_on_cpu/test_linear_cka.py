@@ -180,7 +180,7 @@ def test_views_that_start_anywhere(bindings):
 
 @pytest.mark.parametrize("wanted", [NEITHER, BOTH])
 def test_opcheck(bindings, wanted):
-    """With test_faketensor's comparison by hand: here results begin behind a margin, which it takes for a difference."""
+    """With test_faketensor's comparison by hand, for it takes the margin before a result for a difference."""
     operator = torch.ops.fedkernels.linear_cka.default
     x, y = (z.requires_grad_(one) for z, one in zip(pair(23, 10, 6, (2,), (FP64, FP64)), wanted, strict=True))
     with bindings.on_cuda():
