@@ -7,6 +7,8 @@
 #include <stdlib.h>
 #include <sys/mman.h>
 
+#include <map>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -16,6 +18,11 @@
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
+#else  // the same calls, which do nothing
+inline void __sanitizer_start_switch_fiber(void**, const void*, size_t) {}
+inline void __sanitizer_finish_switch_fiber(void*, const void**, size_t*) {}
+inline void __asan_unpoison_memory_region(const void*, size_t) {}
+inline void __asan_set_error_report_callback(void (*)(const char*)) {}
 #endif
 #if !defined(__x86_64__)
 #include <ucontext.h>
@@ -29,6 +36,8 @@ const void* expected_stream = nullptr;
 namespace {
 
 // ---- fibres ----
+
+constexpr size_t STACK = 256 << 10;  // only pages that are used take memory
 
 #if defined(__x86_64__)
 extern "C" void cuda_on_cpu_switch(void** from, void* to);
@@ -53,11 +62,31 @@ cuda_on_cpu_switch:
   ret
 )");
 using Context = void*;
+
+void change(Context* from, Context* to) { cuda_on_cpu_switch(from, *to); }
+
+void prepare(Context* context, char* stack, void (*entry)()) {
+  // Stacks of many threads that began at the same distance would share a few lines of the cache.
+  char* const end = stack + STACK - reinterpret_cast<uintptr_t>(stack) / STACK % 128 * 320;
+  void** top = reinterpret_cast<void**>(end) - 2;  // after `ret` the stack is as after a call
+  *top = reinterpret_cast<void*>(entry);
+  for (int i = 0; i < 6; ++i) *--top = nullptr;
+  *context = top;
+}
 #else
 using Context = ucontext_t;
+
+void change(Context* from, Context* to) { swapcontext(from, to); }
+
+void prepare(Context* context, char* stack, void (*entry)()) {
+  getcontext(context);
+  context->uc_stack.ss_sp = stack;
+  context->uc_stack.ss_size = STACK;
+  context->uc_link = nullptr;
+  makecontext(context, entry, 0);
+}
 #endif
 
-constexpr size_t STACK = 256 << 10;  // only pages that are used take memory
 constexpr size_t BLOCKS_IN_TURN = 3;
 
 enum class State { ready, at_barrier, at_exchange, polling, ended };
@@ -65,7 +94,7 @@ enum class State { ready, at_barrier, at_exchange, polling, ended };
 struct Copy {
   void* to;
   const void* from;
-  int bytes, valid;
+  int bytes, valid, group;
 };
 
 struct Block;
@@ -73,30 +102,23 @@ struct Block;
 struct Fibre : Thread {
   Context context;
   char* stack;
-  void* fake_stack;
-  State state;
+  void* fake_stack = nullptr;
+  State state = State::ready;
   Block* of;
   unsigned warp, lane;
   const unsigned long long* counter;  // polling
   unsigned long long target;
-  std::vector<std::vector<Copy>> copies;  // groups; the last one is open
+  std::vector<Copy> copies;
+  int group = 0;  // of copies, the one that is open
 };
 
 // Lanes that exchange values; two sets of slots, for a fast lane may be at the next exchange before a slow one has read.
 struct Exchange {
-  unsigned mask, come = 0, phase = 0;
+  unsigned come = 0, phase = 0;
   const char* operation = nullptr;
   alignas(64) char slots[2][32][64];
-};
 
-struct Block {
-  std::vector<Fibre> fibres;
-  std::vector<std::vector<Exchange*>> exchanges;  // of each warp, one for each mask
-  unsigned at_barrier = 0;
-  int votes = 0, outcome = 0;
-  void* dynamic = nullptr;
-  std::vector<std::pair<const SharedVariable*, void*>> variables;
-  size_t variable_bytes = 0;
+  Exchange() {}  // the slots stay as they are
 };
 
 struct Settings {
@@ -108,7 +130,6 @@ const std::function<void()>* body;
 std::string error;
 bool failed;
 Context scheduler;
-#if defined(__SANITIZE_ADDRESS__)
 void* scheduler_fake_stack;
 const void* scheduler_stack;
 size_t scheduler_stack_size;
@@ -116,70 +137,30 @@ size_t scheduler_stack_size;
 void on_report(const char* report) {
   if (error.empty()) error = report;
 }
-#endif
 
 inline Fibre* self() { return static_cast<Fibre*>(current); }
 
 void switch_to_scheduler(bool last = false) {
   Fibre* fibre = self();
-#if defined(__SANITIZE_ADDRESS__)
   __sanitizer_start_switch_fiber(last ? nullptr : &fibre->fake_stack, scheduler_stack, scheduler_stack_size);
-#endif
-#if defined(__x86_64__)
-  cuda_on_cpu_switch(&fibre->context, scheduler);
-#else
-  swapcontext(&fibre->context, &scheduler);
-#endif
-#if defined(__SANITIZE_ADDRESS__)
+  change(&fibre->context, &scheduler);
   __sanitizer_finish_switch_fiber(fibre->fake_stack, &scheduler_stack, &scheduler_stack_size);
-#endif
-  (void)last;
 }
 
 void switch_to(Fibre* fibre) {
   current = fibre;
-#if defined(__SANITIZE_ADDRESS__)
   __sanitizer_start_switch_fiber(&scheduler_fake_stack, fibre->stack, STACK);
-#endif
-#if defined(__x86_64__)
-  cuda_on_cpu_switch(&scheduler, fibre->context);
-#else
-  swapcontext(&scheduler, &fibre->context);
-#endif
-#if defined(__SANITIZE_ADDRESS__)
+  change(&scheduler, &fibre->context);
   __sanitizer_finish_switch_fiber(scheduler_fake_stack, nullptr, nullptr);
-#endif
   current = nullptr;
 }
 
 void entry() {
-#if defined(__SANITIZE_ADDRESS__)
   __sanitizer_finish_switch_fiber(nullptr, &scheduler_stack, &scheduler_stack_size);
-#endif
   (*body)();
   self()->state = State::ended;
   switch_to_scheduler(true);
   abort();
-}
-
-void prepare(Fibre* fibre) {
-#if defined(__SANITIZE_ADDRESS__)
-  __asan_unpoison_memory_region(fibre->stack, STACK);
-#endif
-#if defined(__x86_64__)
-  // Stacks of many threads that began at the same distance would share a few lines of the cache.
-  char* const end = fibre->stack + STACK - reinterpret_cast<uintptr_t>(fibre->stack) / STACK % 128 * 320;
-  void** top = reinterpret_cast<void**>(end) - 2;  // after `ret` the stack is as after a call
-  *top = reinterpret_cast<void*>(entry);
-  for (int i = 0; i < 6; ++i) *--top = nullptr;
-  fibre->context = top;
-#else
-  getcontext(&fibre->context);
-  fibre->context.uc_stack.ss_sp = fibre->stack;
-  fibre->context.uc_stack.ss_size = STACK;
-  fibre->context.uc_link = nullptr;
-  makecontext(&fibre->context, entry, 0);
-#endif
 }
 
 // Stacks are kept for the next block.
@@ -193,6 +174,7 @@ char* take_stack() {
   }
   char* stack = free_stacks.back();
   free_stacks.pop_back();
+  __asan_unpoison_memory_region(stack, STACK);
   return stack;
 }
 
@@ -206,39 +188,44 @@ void* poisoned(size_t bytes, size_t alignment) {
   return memory;
 }
 
-Block* new_block(const Launch& launch, uint3 index) {
-  Block* block = new Block;
-  const dim3& size = launch.block;
-  const unsigned threads = size.x * size.y * size.z;
-  block->fibres.resize(threads);
-  block->exchanges.resize(threads / 32);
-  if (launch.shared) block->dynamic = poisoned(launch.shared, 128);
-  for (unsigned i = 0; i < threads; ++i) {
-    Fibre& fibre = block->fibres[i];
-    fibre.thread = {i % size.x, i / size.x % size.y, i / size.x / size.y};
-    fibre.block = index;
-    fibre.block_size = size;
-    fibre.grid_size = launch.grid;
-    fibre.stack = take_stack();
-    fibre.fake_stack = nullptr;
-    fibre.state = State::ready;
-    fibre.of = block;
-    fibre.warp = i / 32;
-    fibre.lane = i % 32;
-    prepare(&fibre);
-  }
-  return block;
-}
+unsigned threads_of(const Launch& launch) { return launch.block.x * launch.block.y * launch.block.z; }
 
-void delete_block(Block* block) {
-  for (Fibre& fibre : block->fibres) free_stacks.push_back(fibre.stack);
-  for (auto& warp : block->exchanges) {
-    for (Exchange* exchange : warp) delete exchange;
+struct Block {
+  std::vector<Fibre> fibres;
+  std::vector<std::map<unsigned, Exchange>> exchanges;  // of each warp, by their mask
+  unsigned at_barrier = 0;
+  int votes = 0, outcome = 0;
+  void* dynamic;
+  std::vector<std::pair<const SharedVariable*, void*>> variables;
+  size_t variable_bytes = 0;
+
+  Block(const Launch& launch, uint3 index)
+      : fibres(threads_of(launch)),
+        exchanges(fibres.size() / 32),
+        dynamic(launch.shared ? poisoned(launch.shared, 128) : nullptr) {
+    const dim3& size = launch.block;
+    for (unsigned i = 0; i < fibres.size(); ++i) {
+      Fibre& fibre = fibres[i];
+      fibre.thread = {i % size.x, i / size.x % size.y, i / size.x / size.y};
+      fibre.block = index;
+      fibre.block_size = size;
+      fibre.grid_size = launch.grid;
+      fibre.stack = take_stack();
+      fibre.of = this;
+      fibre.warp = i / 32;
+      fibre.lane = i % 32;
+      prepare(&fibre.context, fibre.stack, entry);
+    }
   }
-  for (auto& variable : block->variables) free(variable.second);
-  free(block->dynamic);
-  delete block;
-}
+
+  ~Block() {
+    for (Fibre& fibre : fibres) free_stacks.push_back(fibre.stack);
+    for (auto& variable : variables) free(variable.second);
+    free(dynamic);
+  }
+};
+
+using Blocks = std::vector<std::unique_ptr<Block>>;
 
 void carry_out(const Copy& copy) {
   memcpy(copy.to, copy.from, copy.valid);
@@ -247,17 +234,17 @@ void carry_out(const Copy& copy) {
 
 // ---- the scheduler ----
 
-void describe_standstill(const std::vector<Block*>& blocks) {
+void describe_standstill(const Blocks& blocks) {
   unsigned count[5] = {}, total = 0;
   std::string operation;
-  for (const Block* block : blocks) {
+  for (const auto& block : blocks) {
     for (const Fibre& fibre : block->fibres) {
       ++count[static_cast<int>(fibre.state)];
       ++total;
     }
     for (const auto& warp : block->exchanges) {
-      for (const Exchange* exchange : warp) {
-        if (exchange->come && operation.empty()) operation = std::string(" (") + exchange->operation + ")";
+      for (const auto& [mask, exchange] : warp) {
+        if (exchange.come && operation.empty()) operation = std::string(" (") + exchange.operation + ")";
       }
     }
   }
@@ -302,15 +289,15 @@ bool run_warps(Block* block, size_t* left) {
 // reversed: whatever two warps do to one place in one such interval, unordered, one of the two orders shows. The same
 // holds for the lanes of a warp between two exchanges, and for blocks that wait for each other. Blocks that do not wait
 // for each other take turns at every barrier where `in_turn` is set, so that one meets what another leaves in memory.
-void run_blocks(const std::vector<Block*>& blocks, bool in_turn) {
+void run_blocks(const Blocks& blocks, bool in_turn) {
   size_t left = 0;
-  for (const Block* block : blocks) left += block->fibres.size();
+  for (const auto& block : blocks) left += block->fibres.size();
   while (left) {
     bool moved = false;
-    for (Block* block : blocks) {
-      bool of_block = run_warps(block, &left);
+    for (const auto& block : blocks) {
+      bool of_block = run_warps(block.get(), &left);
       moved |= of_block;
-      while (of_block && !in_turn && !failed) of_block = run_warps(block, &left);
+      while (of_block && !in_turn && !failed) of_block = run_warps(block.get(), &left);
       if (failed) return;
     }
     if (!moved) return describe_standstill(blocks);
@@ -356,15 +343,7 @@ int barrier(bool vote) {
 const char* exchange(unsigned mask, const char* operation, const void* value, size_t bytes) {
   Fibre* fibre = self();
   if (!(mask >> fibre->lane & 1)) fail("%s: the lane is not in its own mask %#x", operation, mask);
-  auto& of_warp = fibre->of->exchanges[fibre->warp];
-  Exchange* exchange = nullptr;
-  for (Exchange* each : of_warp) {
-    if (each->mask == mask) exchange = each;
-  }
-  if (!exchange) {
-    of_warp.push_back(exchange = new Exchange);
-    exchange->mask = mask;
-  }
+  Exchange* exchange = &fibre->of->exchanges[fibre->warp][mask];
   if (exchange->come && strcmp(exchange->operation, operation)) {
     fail("lanes of one warp are at different operations: %s and %s", exchange->operation, operation);
   }
@@ -402,25 +381,19 @@ void copy_later(void* to, const void* from, int bytes, int valid) {
   if (reinterpret_cast<uintptr_t>(to) % bytes || reinterpret_cast<uintptr_t>(from) % bytes) {
     fail("copy_async: an address is not a multiple of %d", bytes);
   }
-  const Copy copy = {to, from, bytes, valid};
+  const Copy copy = {to, from, bytes, valid, self()->group};
   if (settings.reversed) return carry_out(copy);
-  auto& copies = self()->copies;
-  if (copies.empty()) copies.emplace_back();
-  copies.back().push_back(copy);
+  self()->copies.push_back(copy);
 }
 
-void close_copies() {
-  auto& copies = self()->copies;
-  if (copies.empty()) copies.emplace_back();
-  copies.emplace_back();
-}
+void close_copies() { ++self()->group; }
 
 void wait_for_copies(int pending) {
-  auto& copies = self()->copies;
-  while (copies.size() > static_cast<size_t>(pending) + 1) {
-    for (const Copy& copy : copies.front()) carry_out(copy);
-    copies.erase(copies.begin());
+  const int open = self()->group - pending;
+  for (const Copy& copy : self()->copies) {
+    if (copy.group < open) carry_out(copy);
   }
+  std::erase_if(self()->copies, [=](const Copy& copy) { return copy.group < open; });
 }
 
 char* dynamic_shared() {
@@ -446,7 +419,7 @@ int multiprocessors() { return settings.multiprocessors; }
 size_t shared_limit() { return settings.shared_limit; }
 
 const char* run(const Launch& launch, const std::function<void()>& of_thread) {
-  const unsigned threads = launch.block.x * launch.block.y * launch.block.z;
+  const unsigned threads = threads_of(launch);
   const size_t blocks = static_cast<size_t>(launch.grid.x) * launch.grid.y * launch.grid.z;
   failed = false;
   error.clear();
@@ -455,19 +428,17 @@ const char* run(const Launch& launch, const std::function<void()>& of_thread) {
   if (launch.shared > settings.shared_limit) error = "more dynamic shared memory than a block may have";
   if (!error.empty()) return error.c_str();
 
-#if defined(__SANITIZE_ADDRESS__)
   __asan_set_error_report_callback(on_report);
-#endif
   body = &of_thread;
-  std::vector<Block*> together;
+  Blocks together;
   const size_t at_a_time = settings.reversed ? BLOCKS_IN_TURN : 1;
   for (size_t i = 0; i < blocks && !failed; ++i) {
     const size_t index = settings.reversed ? blocks - 1 - i : i;
     const unsigned x = index % launch.grid.x, y = index / launch.grid.x % launch.grid.y;
-    together.push_back(new_block(launch, {x, y, static_cast<unsigned>(index / launch.grid.x / launch.grid.y)}));
+    const unsigned z = index / launch.grid.x / launch.grid.y;
+    together.push_back(std::make_unique<Block>(launch, uint3{x, y, z}));
     if (together.size() < (launch.cooperative ? blocks : at_a_time) && i + 1 < blocks) continue;
     run_blocks(together, !launch.cooperative);
-    for (Block* block : together) delete_block(block);
     together.clear();
   }
   return error.empty() ? nullptr : error.c_str();

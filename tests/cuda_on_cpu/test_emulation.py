@@ -91,47 +91,46 @@ def test_conversions(compiler):
 # ---- planted faults ----
 
 
-@pytest.mark.nightly
-def test_a_missing_barrier_is_found(compiler):
-    faulty = compiler.mutant(SELF, "  __syncthreads();  // before the sums are read\n", "")
-    with pytest.raises(AssertionError):
-        torch.testing.assert_close(sum_blocks(faulty, torch.ones(512)), torch.full((2,), 256.0))
+def check_sums(library, count=512):
+    found = sum_blocks(library, torch.ones(count))
+    torch.testing.assert_close(found, torch.tensor([256.0, count - 256.0]))
 
 
-@pytest.mark.nightly
-def test_a_missing_wait_is_found(compiler):
-    faulty = compiler.mutant(SELF, "  copy_async_wait<0>();\n", "")
-    with pytest.raises(AssertionError):
-        product_16(faulty, torch.bfloat16, False)
+def check_sums_of_511(library):
+    check_sums(library, 511)
 
 
-@pytest.mark.nightly
-def test_a_barrier_that_not_all_threads_reach_is_found(compiler):
-    faulty = compiler.mutant(SELF, "  __syncthreads();  // before", "  if (index < count) __syncthreads();  // before")
-    sum_blocks(faulty, torch.ones(512))  # all reach it
-    with pytest.raises(EmulationError, match="a barrier that not all threads reach: of 256 threads 255 wait"):
-        sum_blocks(faulty, torch.ones(511))
-
-
-@pytest.mark.nightly
-def test_a_shuffle_that_not_all_lanes_reach_is_found(compiler):
-    faulty = compiler.mutant(SELF, "  for (int offset = 16;", "  if (threadIdx.x != 3) for (int offset = 16;")
-    with pytest.raises(EmulationError, match=r"31 in their warp \(__shfl_xor_sync\)"):
-        sum_blocks(faulty, torch.ones(256))
+def check_product(library):
+    product_16(library, torch.bfloat16, False)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("old", "new"),
+    ("old", "new", "check", "message"),
     [
-        ("const int row = lane / 4, column = 2 * (lane % 4);", "const int row = lane % 8, column = 2 * (lane / 8);"),
-        ("{columns[0], columns[1]}", "{columns[1], columns[0]}"),
-        ("of_a + lane % 16 * 16 + lane / 16 * 8", "of_a + lane / 2 * 16 + lane % 2 * 8"),
+        ("  __syncthreads();  // before", "  // before", check_sums, None),
+        ("  copy_async_wait<0>();\n", "", check_product, None),
+        (
+            "__syncthreads();  // before",
+            "if (index < count) __syncthreads();",
+            check_sums_of_511,
+            "of 256 threads 255 wait",
+        ),
+        (
+            "for (int offset",
+            "if (threadIdx.x != 3) for (int offset",
+            check_sums,
+            r"31 in their warp \(__shfl_xor_sync\)",
+        ),
+        ("lane / 4, column = 2 * (lane % 4)", "lane % 8, column = 2 * (lane / 8)", check_product, None),
+        ("{columns[0], columns[1]}", "{columns[1], columns[0]}", check_product, None),
+        ("lane % 16 * 16 + lane / 16 * 8", "lane / 2 * 16 + lane % 2 * 8", check_product, None),
     ],
 )
-def test_a_wrong_fragment_index_is_found(compiler, old, new):
-    with pytest.raises(AssertionError):
-        product_16(compiler.mutant(SELF, old, new), torch.bfloat16, False)
+def test_a_fault_is_found(compiler, old, new, check, message):
+    check(compiler.load(SELF))
+    with pytest.raises(AssertionError, match=message):
+        check(compiler.mutant(SELF, old, new))
 
 
 # ---- the tests of all kernels under AddressSanitizer, in a process that starts with it ----

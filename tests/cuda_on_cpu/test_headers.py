@@ -1,15 +1,11 @@
 """What the emulation replaces: cuda/launch.h and ops/cuda.h, over functions of CUDA and of torch that only pretend."""
 
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.cuda_on_cpu.emulation import ROOT, SANITIZED, TORCH, TORCH_TARGET, planted, require_headers_of_torch
-
-LAUNCH, OPS = ROOT / "csrc/cuda/launch.h", ROOT / "csrc/ops/cuda.h"
-COMPILER = shutil.which("g++") or shutil.which("clang++")
+from tests.cuda_on_cpu.emulation import COMPILER, ROOT, SANITIZED, TORCH, TORCH_FLAGS, require_headers_of_torch
 
 pytestmark = [
     pytest.mark.skipif(COMPILER is None, reason="no C++ compiler"),
@@ -175,11 +171,8 @@ int main() {
 """
 
 
-def run(folder: Path, main: str, *flags: str, **files: str) -> str:
-    (folder / "cuda").mkdir()
-    (folder / "ops").mkdir()
-    for name, text in files.items():
-        (folder / name.replace("__", "/")).with_suffix(".h").write_text(text)
+def run(folder: Path, main: str, *flags: object) -> str:
+    (folder / "cuda_runtime.h").write_text(RUNTIME)
     (folder / "main.cpp").write_text(main)
     command = [COMPILER, "-std=c++20", "-O1", "-pthread", f"-I{folder}", f"-I{ROOT / 'csrc'}", folder / "main.cpp"]
     done = subprocess.run([*command, *flags, "-o", folder / "main"], capture_output=True, text=True)
@@ -187,70 +180,20 @@ def run(folder: Path, main: str, *flags: str, **files: str) -> str:
     return subprocess.run([folder / "main"], capture_output=True, text=True).stdout.strip()
 
 
-# Four launches up to 48 KB and beyond, the most that a block may have and one byte more; then a device that is asked.
-EXPECTED = "1111 10 1 0:1"
-
-
 def test_shared_memory_and_contexts(tmp_path):
-    assert run(tmp_path, OF_LAUNCH, cuda_runtime=RUNTIME) == EXPECTED
+    """Launches up to 48 KB and beyond, with the most that a block may have and a byte more; then a device is asked."""
+    assert run(tmp_path, OF_LAUNCH) == "1111 10 1 0:1"
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "found"),
-    [
-        # The static bytes were left out of what 48 KB hold, and of the limit.
-        ("if (bytes + attributes.sharedSizeBytes <= 48 << 10)", "if (bytes <= 48 << 10)", "1110 10 1 0:1"),
-        ("shared_limit() - attributes.sharedSizeBytes", "shared_limit()", "1110 00 1 0:1"),
-        # The caller's device was made current again, and got a context by it.
-        (
-            "  std::thread([&] {\n    error = cudaSetDevice(device);",
-            "  int before = 0;\n  cudaGetDevice(&before);\n  {\n    error = cudaSetDevice(device);",
-            "1111 10 1 0:01",
-        ),
-    ],
+    ("flags", "expected"),
+    [((), "1:101 2:102 1 refused on 1 refused on 0 refused on 0"), (("-DWITHOUT_CUDA",), "refused on 0")],
 )
-def test_faults_of_launch_are_found(tmp_path, old, new, found):
-    text = planted(LAUNCH, old, new)
-    if "before" in new:
-        text = text.replace("  }).join();", "  }\n  cudaSetDevice(before);")
-    assert run(tmp_path, OF_LAUNCH, cuda_runtime=RUNTIME, cuda__launch=text) == found != EXPECTED
+def test_device_and_stream_are_those_of_the_tensor(tmp_path, flags, expected):
+    """Of two tensors, one inside the other; then the outer device again, and a tensor that lies elsewhere.
 
-
-def run_guards(folder: Path, *flags: str, **files: str) -> str:
+    At last the caller's device, after a kernel's error and after a stream that torch does not tell.
+    """
     require_headers_of_torch()
-    of_torch = ["-isystem", str(TORCH / "include"), f"-DTORCH_TARGET_VERSION={TORCH_TARGET}"]
-    of_torch += [f"-L{TORCH / 'lib'}", "-Wl,--no-as-needed", "-ltorch_cpu", f"-Wl,-rpath,{TORCH / 'lib'}"]
-    return run(folder, OF_OPS, *of_torch, *flags, **files)
-
-
-# Within: the device and its stream, for two tensors, one inside the other; the outer device again; a tensor elsewhere.
-# Then the caller's device, after a kernel's error and after a stream that torch does not tell.
-GUARDED = "1:101 2:102 1 refused on 1 refused on 0 refused on 0"
-
-
-def test_device_and_stream_are_those_of_the_tensor(tmp_path):
-    assert run_guards(tmp_path) == GUARDED
-
-
-def test_a_torch_without_cuda_is_told(tmp_path):
-    assert run_guards(tmp_path, "-DWITHOUT_CUDA") == "refused on 0"
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("guard_(tensor.get_device_index())", "guard_(0)"),
-        ("cuda_stream(tensor.get_device_index(), &stream)", "cuda_stream(0, &stream)"),
-        ("stream_ = static_cast<cuda::Stream>(stream);", "stream_ = nullptr;"),
-        (" && tensor.get_device_index() == device", " && device >= 0"),
-        ("torch::stable::accelerator::DeviceGuard guard_;", "torch::stable::accelerator::DeviceGuard& guard_;"),
-        ("STD_TORCH_CHECK(!error,", "STD_TORCH_CHECK(true,"),
-    ],
-)
-def test_faults_of_the_guards_are_found(tmp_path, old, new):
-    text = planted(OPS, old, new)
-    if new.endswith("& guard_;"):  # a guard that nobody ends
-        text = text.replace("guard_(tensor", "guard_(*new torch::stable::accelerator::DeviceGuard(tensor")
-        text = text.replace("get_device_index()) {", "get_device_index())) {")
-    assert run_guards(tmp_path, ops__cuda=text) != GUARDED
+    of_torch = f"-L{TORCH / 'lib'}", "-Wl,--no-as-needed", "-ltorch_cpu", f"-Wl,-rpath,{TORCH / 'lib'}"
+    assert run(tmp_path, OF_OPS, *TORCH_FLAGS, *of_torch, *flags) == expected

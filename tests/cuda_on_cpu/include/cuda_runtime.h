@@ -8,15 +8,14 @@
 #include <string.h>
 
 #include <algorithm>
+#include <bit>
 #include <type_traits>
 
 #define __global__ __attribute__((unused))
 #define __device__
 #define __host__
-#define __constant__
 #define __forceinline__ inline __attribute__((always_inline))
 #define __launch_bounds__(...)
-#define __align__(bytes) __attribute__((aligned(bytes)))
 #define __shared__ use_SHARED_or_dynamic_shared_of_cuda_launch_h
 
 struct uint3 {
@@ -108,29 +107,10 @@ T atomicAdd(T* address, T value) {
   return old;
 }
 
-// Arithmetic. The emulation is compiled without contraction, so these are what they say.
-inline double __dadd_rn(double x, double y) { return x + y; }
-inline double __dmul_rn(double x, double y) { return x * y; }
-inline float __uint_as_float(unsigned bits) {
-  float value;
-  memcpy(&value, &bits, 4);
-  return value;
-}
-inline unsigned __float_as_uint(float value) {
-  unsigned bits;
-  memcpy(&bits, &value, 4);
-  return bits;
-}
-inline double __longlong_as_double(long long bits) {
-  double value;
-  memcpy(&value, &bits, 8);
-  return value;
-}
-inline long long __double_as_longlong(double value) {
-  long long bits;
-  memcpy(&bits, &value, 8);
-  return bits;
-}
+inline float __uint_as_float(unsigned bits) { return std::bit_cast<float>(bits); }
+inline unsigned __float_as_uint(float value) { return std::bit_cast<unsigned>(value); }
+inline double __longlong_as_double(long long bits) { return std::bit_cast<double>(bits); }
+inline long long __double_as_longlong(double value) { return std::bit_cast<long long>(value); }
 using std::max;
 using std::min;
 
