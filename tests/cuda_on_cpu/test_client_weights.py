@@ -19,16 +19,8 @@ def solve(library, grams, tol=1e-8, shared_limit=LARGE):
         weights = poison(problems, clients, dtype=torch.float64 if grams.dtype == torch.float64 else torch.float32)
         memory = poison(library.ask("cuda_client_weights_words", problems, clients))
         given = arrays([grams, weights])
-        call(
-            "cuda_client_weights",
-            ctypes.byref(given[0]),
-            problems,
-            clients,
-            tol,
-            memory,
-            ctypes.byref(given[1]),
-            None,
-        )
+        of_grams, of_weights = (ctypes.byref(one) for one in given)
+        call("cuda_client_weights", of_grams, problems, clients, tol, memory, of_weights, None)
         return weights
 
     return library.results(run, shared_limit=shared_limit)
@@ -49,10 +41,12 @@ def test_equals_quadprog(compiler, clients, correlation, spread):
 
 @pytest.mark.parametrize(("clients", "shared_limit"), [(128, LARGE), (101, SMALL)])
 def test_many_clients(compiler, clients, shared_limit):
-    gram = gram_of(clients, 300, 0.3, 1)
-    weights = solve(compiler.load("client_weights.cu"), gram[None], shared_limit=shared_limit)[0]
-    assert_optimal(gram, weights)
-    torch.testing.assert_close(weights, client_weights(gram), rtol=0, atol=1e-9)
+    """Blocks of two problems take turns, so that each meets what the other writes to memory that is not its own."""
+    grams = torch.stack([gram_of(clients, 300, 0.3, seed) for seed in range(2)])
+    found = solve(compiler.load("client_weights.cu"), grams, shared_limit=shared_limit)
+    for gram, weights in zip(grams, found, strict=True):
+        assert_optimal(gram, weights)
+        torch.testing.assert_close(weights, client_weights(gram), rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -114,17 +108,3 @@ def test_scale_does_not_matter(compiler):
     library, gram = compiler.load("client_weights.cu"), gram_of(9, 30, 1.0)
     small, large = solve(library, torch.stack([1e-150 * gram, 1e150 * gram]))
     torch.testing.assert_close(small, large, rtol=1e-12, atol=1e-14)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("      if (i == j) inverse[j] = over;\n      __syncthreads();\n", "      if (i == j) inverse[j] = over;\n"),
-        ("value -= triangle(i, k) * triangle(j, k)", "value -= triangle(i, k) * triangle(i, k)"),
-    ],
-)
-def test_a_planted_fault_is_found(compiler, old, new):
-    library, gram = compiler.mutant("client_weights.cu", old, new), gram_of(20, 60, 0.0, 3)
-    with pytest.raises(AssertionError):
-        assert_optimal(gram, solve(library, gram[None])[0])

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from tests.cuda_on_cpu import test_client_weights, test_unbalanced_ot
+from tests.cuda_on_cpu import test_unbalanced_ot
 from tests.cuda_on_cpu.emulation import EmulationError
-from tests.fedkernels.test_client_weights import gram_of
 
 FOUND = (AssertionError, EmulationError)
 TEAM = "unbalanced_ot_team.cu"
@@ -25,17 +24,9 @@ def check_block(library):
     test_unbalanced_ot.check(solved, *given, *options)
 
 
-def check_client_weights(library):
-    grams = torch.stack([gram_of(101, 300, 0.3, seed) for seed in range(2)])
-    weights = test_client_weights.solve(library, grams, shared_limit=test_client_weights.SMALL)
-    for gram, of_gram in zip(grams, weights, strict=True):
-        test_client_weights.assert_optimal(gram, of_gram)
-
-
 CHECKS = {
     TEAM: check_team,
     "unbalanced_ot_block.cu": check_block,
-    "client_weights.cu": check_client_weights,
 }
 FAULTS = {
     "a team, the turn of two buffers": (TEAM, "turn ^= 1;", ""),
@@ -43,7 +34,6 @@ FAULTS = {
     "a team, memory of its own": (TEAM, "memory + team * size.words(t)", "memory"),
     "a block, the point's memory": ("unbalanced_ot_block.cu", "points + problem * memory.point()", "points"),
     "a block, the plan's memory": ("unbalanced_ot_block.cu", "rests + problem * memory.rest()", "rests"),
-    "client_weights, the matrix's memory": ("client_weights.cu", "matrices + problem * entries", "matrices"),
 }
 
 

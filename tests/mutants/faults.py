@@ -504,7 +504,7 @@ OF_CUDA = [
         CUDA + "client_weights.cu",
         "matrices + problem * entries",
         "matrices",
-        _emulated("orders"),
+        _emulated("client_weights"),
     ),
     Fault(
         "cuda client_weights: the corrections are there",
