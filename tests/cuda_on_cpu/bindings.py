@@ -46,12 +46,12 @@ class Bindings:
         self.arrival = Mock(**{"query.return_value": True})  # of what is copied to the host meanwhile
 
     @contextmanager
-    def on_cuda(self, order: tuple[int, bool] = ORDERS[0]) -> Iterator[list[str]]:
+    def on_cuda(self, order: tuple[int, bool] = ORDERS[0], **device: int) -> Iterator[list[str]]:
         """Tensors on the CPU count as CUDA's, and fedkernels' operators are these. -> the names of those called
 
         Those for the CPU alone are not found, as on a GPU.
         """
-        set_up(self.handle, order)
+        set_up(self.handle, order, **device)
         called: list[str] = []
         operator_of = native.operator
 
@@ -77,11 +77,11 @@ class Bindings:
             patch.setattr(native, "operator", operator)
             yield called
 
-    def results(self, call: Callable[..., Any], *inputs: Any) -> Any:
-        """call(*inputs) in each order of the threads; -> its tensors, which must be equal."""
+    def results(self, call: Callable[..., Any], *inputs: Any, **device: int) -> Any:
+        """call(*inputs) in each order of the threads, on a device like this; -> its tensors, which must be equal."""
         found = []
         for order in ORDERS:
-            with self.on_cuda(order) as called:
+            with self.on_cuda(order, **device) as called:
                 found.append(call(*inputs))
             assert called
         assert_same(*found)

@@ -1,38 +1,28 @@
 """csrc/cuda/client_weights.cu against quadprog and the reference."""
 
-import ctypes
-
 import pytest
 import torch
 
 from fedkernels.reference.client_weights import client_weights
-from tests.cuda_on_cpu.emulation import arrays, poison
 from tests.fedkernels.test_client_weights import assert_optimal, by_quadprog, gram_of
 
 LARGE, SMALL = 227 << 10, 99 << 10  # bytes of shared memory: the matrix lies there, or not
 
 
-def solve(library, grams, tol=1e-8, shared_limit=LARGE):
-    problems, clients = grams.shape[:2]
+pytestmark = pytest.mark.filterwarnings("ignore:.*verriding a previously registered kernel")
 
-    def run(call):
-        weights = poison(problems, clients, dtype=torch.float64 if grams.dtype == torch.float64 else torch.float32)
-        memory = poison(library.ask("cuda_client_weights_words", problems, clients))
-        given = arrays([grams, weights])
-        of_grams, of_weights = (ctypes.byref(one) for one in given)
-        call("cuda_client_weights", of_grams, problems, clients, tol, memory, of_weights, None)
-        return weights
 
-    return library.results(run, shared_limit=shared_limit)
+def solve(bindings, grams, tol=1e-8, shared_limit=LARGE):
+    return bindings.results(torch.ops.fedkernels.client_weights.default, grams, tol, shared_limit=shared_limit)
 
 
 @pytest.mark.parametrize(
     ("clients", "correlation", "spread"),
     [(2, 0.0, 0.0), (3, 1.0, 1.0), (15, 5.0, 1.0), (31, 1.0, 0.0), (33, 0.0, 1.0), (64, 1.0, 0.5)],
 )
-def test_equals_quadprog(compiler, clients, correlation, spread):
+def test_equals_quadprog(bindings, clients, correlation, spread):
     grams = torch.stack([gram_of(clients, 2 * clients + 7, correlation, seed, spread) for seed in range(2)])
-    found = solve(compiler.load("client_weights.cu"), grams)
+    found = solve(bindings, grams)
     for gram, weights in zip(grams, found, strict=True):
         assert_optimal(gram, weights)
         torch.testing.assert_close(weights, by_quadprog(gram), rtol=0, atol=1e-7)
@@ -40,24 +30,24 @@ def test_equals_quadprog(compiler, clients, correlation, spread):
 
 
 @pytest.mark.parametrize(("clients", "shared_limit"), [(128, LARGE), (101, SMALL)])
-def test_many_clients(compiler, clients, shared_limit):
+def test_many_clients(bindings, clients, shared_limit):
     """Blocks of two problems take turns, so that each meets what the other writes to memory that is not its own."""
     grams = torch.stack([gram_of(clients, 300, 0.3, seed) for seed in range(2)])
-    found = solve(compiler.load("client_weights.cu"), grams, shared_limit=shared_limit)
+    found = solve(bindings, grams, shared_limit=shared_limit)
     for gram, weights in zip(grams, found, strict=True):
         assert_optimal(gram, weights)
         torch.testing.assert_close(weights, client_weights(gram), rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_narrow_grams(compiler, dtype):
+def test_narrow_grams(bindings, dtype):
     grams = gram_of(6, 20, 1.0)[None].to(dtype)
-    weights = solve(compiler.load("client_weights.cu"), grams)
+    weights = solve(bindings, grams)
     assert weights.dtype == torch.float32
     torch.testing.assert_close(weights.double(), client_weights(grams.double()), rtol=0, atol=1e-7)
 
 
-def test_degenerate_problems(compiler):
+def test_degenerate_problems(bindings):
     """One problem each: equal clients, a client that did not move, no Gram matrix, NaN; and what is known at once."""
     deltas = torch.randn(3, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     deltas[2] = deltas[1]
@@ -68,22 +58,22 @@ def test_degenerate_problems(compiler):
     nan[0, 2] = torch.nan
     zero, orthogonal = torch.zeros(3, 3).double(), torch.diag(torch.tensor([1.0, 2.0, 4.0])).double()
     grams = torch.stack([deltas @ deltas.T, one_did_not_move, lopsided, indefinite, nan, zero, orthogonal])
-    found = solve(compiler.load("client_weights.cu"), grams)
+    found = solve(bindings, grams)
     torch.testing.assert_close(found[0], client_weights(grams[0]), rtol=0, atol=1e-7)
     torch.testing.assert_close(found[0, 1], found[0, 2], rtol=1e-7, atol=0)
     assert found[1].tolist() == [0, 1, 0]
     assert found[2:5].isnan().all()
     torch.testing.assert_close(found[5], torch.full((3,), 1 / 3).double())
     torch.testing.assert_close(found[6], torch.tensor([4.0, 2.0, 1.0]).double() / 7)
-    assert solve(compiler.load("client_weights.cu"), torch.tensor([[[3.0]]]).double()).item() == 1
+    assert solve(bindings, torch.tensor([[[3.0]]]).double()).item() == 1
 
 
 @pytest.mark.parametrize("correlation", [0.0, 2.0])
 @pytest.mark.parametrize(("clients", "rank"), [(2, 1), (5, 3), (20, 6), (40, 10)])
-def test_deficient_rank(compiler, clients, rank, correlation):
+def test_deficient_rank(bindings, clients, rank, correlation):
     """The optimum is not unique. Without a correlation it is 0, and reached up to the square of the ridge."""
     gram = gram_of(clients, rank, correlation, clients)
-    weights = solve(compiler.load("client_weights.cu"), gram[None])[0]
+    weights = solve(bindings, gram[None])[0]
     wanted = client_weights(gram)
     assert weights.min() >= 0
     assert float(weights.sum()) == pytest.approx(1, abs=1e-12)
@@ -93,18 +83,18 @@ def test_deficient_rank(compiler, clients, rank, correlation):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_rounding_may_make_a_gram_indefinite(compiler, dtype):
+def test_rounding_may_make_a_gram_indefinite(bindings, dtype):
     """A ridge of at most 100 times what was lost by rounding."""
     gram = gram_of(12, 3, 0.0, 12)
     rounded = gram.to(dtype)
     lost = -torch.linalg.eigvalsh(rounded.double())[0]
     assert lost > 0
-    weights = solve(compiler.load("client_weights.cu"), rounded[None])[0].double()
+    weights = solve(bindings, rounded[None])[0].double()
     assert float(weights.sum()) == pytest.approx(1, abs=1e-6)
     assert weights @ rounded.double() @ weights <= 100 * lost
 
 
-def test_scale_does_not_matter(compiler):
-    library, gram = compiler.load("client_weights.cu"), gram_of(9, 30, 1.0)
-    small, large = solve(library, torch.stack([1e-150 * gram, 1e150 * gram]))
+def test_scale_does_not_matter(bindings):
+    gram = gram_of(9, 30, 1.0)
+    small, large = solve(bindings, torch.stack([1e-150 * gram, 1e150 * gram]))
     torch.testing.assert_close(small, large, rtol=1e-12, atol=1e-14)
