@@ -8,9 +8,7 @@ import pytest
 import torch
 
 import fedkernels
-from fedkernels import reference
 from fedkernels.internal import first_contact, native, self_test_cases, self_test_process
-from fedkernels.internal.contrastive import with_bias
 from fedkernels.internal.self_test_outcomes import PASSED, Result
 from tests.cuda_on_cpu.emulated_card import CARD, LIBRARY, EmulatedCard
 from tests.cuda_on_cpu.emulation import CUDA, SANITIZED
@@ -36,59 +34,25 @@ def gradient(function):
 IMAGES = torch.arange(2 * 3 * 4 * 4, dtype=torch.uint8).view(2, 3, 4, 4)
 
 
-def views_of_reference():
-    of = reference.two_views
-    options, key = fedkernels.ViewOptions(), fedkernels.ViewKey(1)
-    return of.two_views(IMAGES, of.view_parameters(torch.arange(2), key, 4, 4, options), options)[0]
-
-
-def transported(unbalanced_ot):
-    return unbalanced_ot(randn(4, 3).sigmoid(), torch.ones(4), torch.ones(3), 0.8, 0.9)
-
-
-# By operator: a call of the public function, and of the reference.
+# By operator a call of a public function that it serves.
 CALLS = {
-    "client_weights": (
-        lambda: fedkernels.client_weights(randn(3, 9) @ randn(3, 9).T),
-        lambda: reference.client_weights.client_weights(randn(3, 9) @ randn(3, 9).T),
-    ),
-    "info_nce": (
-        lambda: gradient(lambda x, y: fedkernels.info_nce(x, y, 0.3)),
-        lambda: gradient(lambda x, y: reference.info_nce.info_nce(x, y, 0.3)),
-    ),
-    "linear_cka": (
-        lambda: gradient(fedkernels.linear_cka),
-        lambda: gradient(reference.linear_cka.linear_cka),
-    ),
-    "linear_cka_pairwise": (
-        lambda: fedkernels.linear_cka_pairwise([randn(6, 4), randn(6, 3)], [randn(6, 2)]),
-        lambda: reference.linear_cka.linear_cka_pairwise([randn(6, 4), randn(6, 3)], [randn(6, 2)]),
-    ),
-    "linear_cka_to_kernel": (
-        lambda: gradient(lambda x, y: fedkernels.linear_cka_to_kernel(x, y @ y.T)),
-        lambda: gradient(lambda x, y: reference.linear_cka.linear_cka_to_kernel(x, y @ y.T)),
-    ),
-    "nt_xent": (
-        lambda: gradient(lambda x, y: fedkernels.nt_xent(x, y, 0.3)),
-        lambda: gradient(lambda x, y: reference.nt_xent.nt_xent(x, y, 0.3)),
-    ),
-    "sigmoid_loss": (
-        lambda: gradient(lambda x, y: fedkernels.sigmoid_loss(x, y, 2.0, -1.0)),
-        lambda: gradient(lambda x, y: reference.sigmoid_loss.sigmoid_loss(*with_bias(x, y, 2.0, -1.0), 1.0, 0.0)),
-    ),
-    "similarity_logsumexp": (
-        lambda: gradient(lambda x, y: fedkernels.clip_loss(x, y, 2.0)),
-        lambda: gradient(lambda x, y: reference.clip_loss.clip_loss(x, y, 2.0)),
-    ),
-    "two_views": (
-        lambda: fedkernels.two_views(IMAGES, torch.arange(2), fedkernels.ViewKey(1))[0],
-        views_of_reference,
-    ),
-    "unbalanced_ot": (
-        lambda: transported(fedkernels.unbalanced_ot),
-        lambda: transported(reference.unbalanced_ot.unbalanced_ot),
-    ),
+    "client_weights": lambda: fedkernels.client_weights(randn(3, 9) @ randn(3, 9).T),
+    "info_nce": lambda: gradient(lambda x, y: fedkernels.info_nce(x, y, 0.3)),
+    "linear_cka": lambda: gradient(fedkernels.linear_cka),
+    "linear_cka_pairwise": lambda: fedkernels.linear_cka_pairwise([randn(6, 4), randn(6, 3)], [randn(6, 2)]),
+    "linear_cka_to_kernel": lambda: gradient(lambda x, y: fedkernels.linear_cka_to_kernel(x, y @ y.T)),
+    "nt_xent": lambda: gradient(lambda x, y: fedkernels.nt_xent(x, y, 0.3)),
+    "sigmoid_loss": lambda: gradient(lambda x, y: fedkernels.sigmoid_loss(x, y, 2.0, -1.0)),
+    "similarity_logsumexp": lambda: gradient(lambda x, y: fedkernels.clip_loss(x, y, 2.0)),
+    "two_views": lambda: fedkernels.two_views(IMAGES, torch.arange(2), fedkernels.ViewKey(1))[0],
+    "unbalanced_ot": lambda: fedkernels.unbalanced_ot(randn(4, 3).sigmoid(), torch.ones(4), torch.ones(3), 0.8, 0.9),
 }
+
+
+def by_reference(call):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "operator", lambda *_: None)
+        return call()
 
 
 @pytest.fixture(scope="module")
@@ -105,8 +69,8 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_kernels_without_a_fault_serve(card, operator):
-    call, of_reference = CALLS[operator]
-    truth = of_reference()
+    call = CALLS[operator]
+    truth = by_reference(call)
     with card.in_use(operator) as called, warnings.catch_warnings():
         warnings.simplefilter("error")
         first = call()
@@ -124,8 +88,8 @@ def test_a_fault_is_found_and_the_reference_serves(card, fault, monkeypatch):
     dtypes = re.findall(r"bfloat16|float16|float32|float64|tf32|steepest", fault.family)[:1]
     cases = [case for case in self_test_cases.cases_of(fault.operator) if {*dtypes} <= {*case.name.split(", ")}]
     monkeypatch.setattr(self_test_cases, "cases_of", lambda *_: iter(cases))
-    call, of_reference = CALLS[fault.operator]
-    truth = of_reference()
+    call = CALLS[fault.operator]
+    truth = by_reference(call)
     with card.in_use(fault.operator) as called:
         card.plant(number_of(fault))
         told = (
@@ -158,21 +122,20 @@ def test_each_kernel_has_a_fault():
 )
 def test_a_child_process_meets_what_no_process_survives(card, fault, reason, monkeypatch):
     """At first use; the reference serves then, and the kernels of another operator do."""
-    monkeypatch.setattr(
-        self_test_process,
-        "_child_command",
-        lambda gpu, operators: [
-            *(sys.executable, "-W", "ignore", "-m", "tests.cuda_on_cpu.emulated_card"),
-            *(card.path, str(number_of(fault)), str(gpu), *operators),
-        ],
-    )
+
+    def command(gpu, operators):
+        card_of_child = "tests.cuda_on_cpu.emulated_card", str(card.path), str(number_of(fault))
+        return [sys.executable, "-W", "ignore", "-m", *card_of_child, str(gpu), *operators]
+
+    monkeypatch.setattr(self_test_process, "_child_command", command)
     monkeypatch.setattr(first_contact, "TIME_LIMIT", 20.0 if fault is HANG else 600.0)
+    call = CALLS["client_weights"]
+    truth = by_reference(call)
     with card.in_use("client_weights", "two_views", test=self_test_process.test) as called:
-        call, of_reference = CALLS[fault.operator]
         with pytest.warns(UserWarning, match=f"slower reference on cuda:0 .Emulated card.*{reason}"):
-            assert torch.equal(call(), of_reference())
+            assert torch.equal(call(), truth)
         assert not called
-        CALLS["two_views"][0]()
+        CALLS["two_views"]()
         assert called == ["two_views"]
 
 
@@ -193,10 +156,14 @@ def test_a_first_use_may_be_traced(card, kind):
     def test(gpu, operators, time_limit):
         return {name: Result(CARD.name, name, PASSED) for name in operators}
 
-    x, y = randn(6, 4), randn(8, 4)
+    def loss(x, y):
+        return fedkernels.info_nce(x, y, 0.3)
+
+    inputs = randn(6, 4), randn(8, 4)
+    truth = by_reference(lambda: loss(*inputs))
     torch.compiler.reset()
     with card.in_use("info_nce", test=test) as called, warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        value = kind(lambda x, y: fedkernels.info_nce(x, y, 0.3))(x, y)
+        value = kind(loss)(*inputs)
         assert called[0] == "info_nce"
-    torch.testing.assert_close(value, reference.info_nce.info_nce(x, y, 0.3))
+    torch.testing.assert_close(value, truth)
