@@ -155,13 +155,7 @@ void switch_to(Fibre* fibre) {
   current = nullptr;
 }
 
-void entry() {
-  __sanitizer_finish_switch_fiber(nullptr, &scheduler_stack, &scheduler_stack_size);
-  (*body)();
-  self()->state = State::ended;
-  switch_to_scheduler(true);
-  abort();
-}
+void entry();
 
 // Stacks are kept for the next block.
 std::vector<char*> free_stacks;
@@ -193,7 +187,7 @@ unsigned threads_of(const Launch& launch) { return launch.block.x * launch.block
 struct Block {
   std::vector<Fibre> fibres;
   std::vector<std::map<unsigned, Exchange>> exchanges;  // of each warp, by their mask
-  unsigned at_barrier = 0;
+  unsigned at_barrier = 0, ended = 0;
   int votes = 0, outcome = 0;
   void* dynamic;
   std::vector<std::pair<const SharedVariable*, void*>> variables;
@@ -224,6 +218,15 @@ struct Block {
     free(dynamic);
   }
 };
+
+void entry() {
+  __sanitizer_finish_switch_fiber(nullptr, &scheduler_stack, &scheduler_stack_size);
+  (*body)();
+  self()->state = State::ended;
+  ++self()->of->ended;
+  switch_to_scheduler(true);
+  abort();
+}
 
 using Blocks = std::vector<std::unique_ptr<Block>>;
 
@@ -257,30 +260,21 @@ void describe_standstill(const Blocks& blocks) {
   failed = true;
 }
 
-// Runs these fibres as far as they can go without others. -> whether any of them moved
-bool run_as_far_as_possible(Fibre* first, size_t count, size_t* left) {
-  bool moved = false, moved_now = true;
-  while (moved_now && !failed) {
-    moved_now = false;
-    for (size_t i = 0; i < count && !failed; ++i) {
-      Fibre* const fibre = first + (settings.reversed ? count - 1 - i : i);
-      if (fibre->state == State::polling && *fibre->counter >= fibre->target) fibre->state = State::ready;
-      if (fibre->state != State::ready) continue;
-      moved = moved_now = true;
-      switch_to(fibre);
-      *left -= fibre->state == State::ended;
-    }
-  }
-  return moved;
-}
-
-// Each warp of the block once, as far as it can go. -> whether any of them moved
-bool run_warps(Block* block, size_t* left) {
+// Each warp of the block, as far as it can go without others. -> whether any of them moved
+bool run_warps(Block* block) {
   bool moved = false;
-  const size_t warps = block->fibres.size() / 32;
-  for (size_t i = 0; i < warps && !failed; ++i) {
-    const size_t warp = settings.reversed ? warps - 1 - i : i;
-    moved |= run_as_far_as_possible(&block->fibres[32 * warp], 32, left);
+  const size_t threads = block->fibres.size();
+  for (size_t first = 0; first < threads; first += 32) {
+    for (bool moved_now = true; moved_now && !failed;) {
+      moved_now = false;
+      for (size_t i = first; i < first + 32 && !failed; ++i) {
+        Fibre* const fibre = &block->fibres[settings.reversed ? threads - 1 - i : i];
+        if (fibre->state == State::polling && *fibre->counter >= fibre->target) fibre->state = State::ready;
+        if (fibre->state != State::ready) continue;
+        moved = moved_now = true;
+        switch_to(fibre);
+      }
+    }
   }
   return moved;
 }
@@ -290,14 +284,13 @@ bool run_warps(Block* block, size_t* left) {
 // holds for the lanes of a warp between two exchanges, and for blocks that wait for each other. Blocks that do not wait
 // for each other take turns at every barrier where `in_turn` is set, so that one meets what another leaves in memory.
 void run_blocks(const Blocks& blocks, bool in_turn) {
-  size_t left = 0;
-  for (const auto& block : blocks) left += block->fibres.size();
-  while (left) {
+  const auto goes_on = [](const auto& block) { return block->ended < block->fibres.size(); };
+  while (std::any_of(blocks.begin(), blocks.end(), goes_on)) {
     bool moved = false;
     for (const auto& block : blocks) {
-      bool of_block = run_warps(block.get(), &left);
+      bool of_block = run_warps(block.get());
       moved |= of_block;
-      while (of_block && !in_turn && !failed) of_block = run_warps(block.get(), &left);
+      while (of_block && !in_turn) of_block = run_warps(block.get());
       if (failed) return;
     }
     if (!moved) return describe_standstill(blocks);
