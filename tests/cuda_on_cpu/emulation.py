@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -132,8 +133,9 @@ class Compiler:
         self.folder.mkdir(parents=True, exist_ok=True)
         os.utime(self.folder)
         for other in _KEPT.iterdir():
-            if other.stat().st_mtime < time.time() - _WEEK:
-                shutil.rmtree(other, ignore_errors=True)
+            with suppress(OSError):  # another process may do the same
+                if other.stat().st_mtime < time.time() - _WEEK:
+                    shutil.rmtree(other)
 
     def _make(self, name: str, *flags: object, text: str | None = None) -> Path:
         """What the compiler makes with these flags, of `text` or of the objects among them."""

@@ -21,7 +21,6 @@ RUNTIME = """
 #define __device__
 #define __align__(bytes) __attribute__((aligned(bytes)))
 #define __shared__
-#define CUDART_VERSION 13000
 enum cudaError_t { cudaSuccess, cudaErrorInvalidValue };
 enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount, cudaDevAttrMaxSharedMemoryPerBlockOptin };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
@@ -50,7 +49,6 @@ inline cudaError_t cudaSetDevice(int device) {
   current_device = device;
   return cudaSuccess;
 }
-inline cudaError_t cudaDriverGetVersion(int* version) { *version = 13000; return cudaSuccess; }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) { *value = OPT_IN; return cudaSuccess; }
 inline cudaError_t cudaMemsetAsync(void*, int, size_t, cudaStream_t) { return cudaSuccess; }
 template <typename T>
@@ -63,11 +61,6 @@ template <typename T>
 cudaError_t cudaFuncSetAttribute(T*, cudaFuncAttribute, int bytes) {
   if (bytes + static_bytes > OPT_IN) return cudaErrorInvalidValue;
   allowed = bytes;
-  return cudaSuccess;
-}
-template <typename T>
-cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, T*, int, size_t) {
-  *blocks = 1;
   return cudaSuccess;
 }
 template <typename... Parameters, typename... Arguments>
