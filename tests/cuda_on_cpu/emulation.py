@@ -119,7 +119,7 @@ def _plain(argument: object) -> object:
 
 
 class Compiler:
-    """Compiles each file once, for all processes. What it makes is kept in build/ as long as no source changes."""
+    """Compiles each file once, for all processes. What it makes is kept until it has not been used for a week."""
 
     def __init__(self) -> None:
         if COMPILER is None:
@@ -127,21 +127,20 @@ class Compiler:
         self.libraries: dict[str, Library] = {}
         version = subprocess.run([COMPILER, "--version"], capture_output=True, text=True).stdout
         state = hashlib.sha256(f"{COMPILER} {version} {TORCH} {torch.__version__}".encode())
-        for path in sorted(path for folder in (HERE, ROOT / "csrc") for path in folder.rglob("*.[ch]*")):
-            state.update(f"\0{path}\0".encode() + path.read_bytes())
-        self.folder = _KEPT / state.hexdigest()[:16]
-        self.folder.mkdir(parents=True, exist_ok=True)
-        os.utime(self.folder)
-        for other in _KEPT.iterdir():
+        for header in sorted(header for folder in (HERE, ROOT / "csrc") for header in folder.rglob("*.h")):
+            state.update(f"\0{header}\0".encode() + header.read_bytes())
+        self.state = state.hexdigest()
+        _KEPT.mkdir(parents=True, exist_ok=True)
+        for path in _KEPT.iterdir():
             with suppress(OSError):  # another process may do the same
-                if other.stat().st_mtime < time.time() - _WEEK:
-                    shutil.rmtree(other)
+                if path.stat().st_mtime < time.time() - _WEEK:
+                    path.unlink()
 
     def _make(self, name: str, *flags: object, text: str | None = None) -> Path:
         """What the compiler makes with these flags, of `text` or of the objects among them."""
         arguments = [*map(str, (*_FLAGS, *flags)), *(["-shared"] if text is None else ["-c", "-x", "c++", "-"])]
-        digest = hashlib.sha256("\0".join([*arguments, text or ""]).encode()).hexdigest()
-        made = self.folder / f"{name}-{digest[:16]}"
+        digest = hashlib.sha256("\0".join([self.state, *arguments, text or ""]).encode()).hexdigest()
+        made = _KEPT / f"{name}-{digest[:16]}"
         with open(f"{made}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be making it
             if not made.exists():
@@ -152,6 +151,7 @@ class Compiler:
                 if done.returncode:
                     raise EmulationError(f"{' '.join(command)}\n{done.stderr}")
                 os.replace(f"{made}.new", made)
+            os.utime(made)
         return made
 
     def _runtime(self) -> Path:

@@ -30,7 +30,11 @@ bool is_reversed();
 
 namespace fedkernels {
 
-constexpr int64_t MARGIN = 256;     // bytes, a multiple of every alignment
+#if defined(__SANITIZE_ADDRESS__)
+constexpr int64_t MARGIN = 0;  // AddressSanitizer has its own, which kernels must not even read
+#else
+constexpr int64_t MARGIN = 256;  // bytes, a multiple of every alignment
+#endif
 static std::vector<Tensor> memory;  // with its margins: all that the binding at work was given
 
 class OnDevice {
