@@ -42,6 +42,7 @@ help:
 demo: $(installed)
 	"$(VENV)/bin/fedssl" run-table digits_demo --jobs $(JOBS)
 
+# The tests of what is compiled and packed are left out where nothing of it has changed since they passed.
 # One thread a process: the processes share the cores. A file's tests stay together, as they share what is compiled.
 # Files are started in the order of tests/conftest.py, the longest first, and not by their number of tests. There is one
 # process more than processors, up to four, as many tests wait for processes of their own.
@@ -54,8 +55,10 @@ test: style
 	$(python) -m mypy >"$(types)" 2>&1 & mypy=$$!; \
 	OMP_NUM_THREADS=1 $(python) -m pytest -m "not nightly" $(end_to_end) >"$(printed)" 2>&1 & beside=$$!; \
 	trap "kill $$mypy; kill -INT $$beside" INT TERM; \
-	OMP_NUM_THREADS=1 $(python) -m pytest -m "not nightly" -n $$($(python) -c "$(count)") --dist loadfile --no-loadscope-reorder $(end_to_end:%=--ignore=%); \
-	failed=$$?; wait $$beside || failed=1; cat "$(printed)"; wait $$mypy || failed=1; cat "$(types)"; exit $$failed
+	OMP_NUM_THREADS=1 $(python) -m pytest -m "not nightly" -n $$($(python) -c "$(count)") --dist loadfile \
+	--no-loadscope-reorder $$($(python) -m tests.of_the_build) $(end_to_end:%=--ignore=%); \
+	failed=$$?; test $$failed = 0 && $(python) -m tests.of_the_build --passed; \
+	wait $$beside || failed=1; cat "$(printed)"; wait $$mypy || failed=1; cat "$(types)"; exit $$failed
 
 test-nightly: $(installed)
 	OMP_NUM_THREADS=1 $(python) -m pytest -m nightly

@@ -38,7 +38,6 @@ LONGEST = (
     "fedssl/test_shipped_recipes.py",
     "fedssl/test_no_label_leak.py",
     "test_build.py",
-    "test_benchmarks.py",
     "fedkernels/test_properties.py",
     "fedkernels/test_two_views.py",
     "cuda_on_cpu/test_unbalanced_ot.py",
