@@ -37,7 +37,7 @@ LONGEST = (
     "fedssl/run_folder/test_stored_states.py",
     "fedssl/test_shipped_recipes.py",
     "fedssl/test_no_label_leak.py",
-    "test_build.py",
+    "packaging/test_setup.py",
     "fedkernels/test_properties.py",
     "fedkernels/test_two_views.py",
     "cuda_on_cpu/test_unbalanced_ot.py",

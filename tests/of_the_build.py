@@ -1,4 +1,4 @@
-"""The tests of what is compiled and packed. `make test` runs them where what they depend on has changed since they passed.
+"""Whether to run the tests of what is compiled and packed: `make test` does where that has changed since they passed.
 
     python -m tests.of_the_build            # prints pytest's options that leave them out, or nothing
     python -m tests.of_the_build --passed   # keeps in the environment that they have passed

@@ -58,6 +58,7 @@ def canned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return page
 
 
+@pytest.mark.nightly  # a process for each implementation
 def test_quick_run_writes_results_and_leaves_the_page_alone(tmp_path: Path) -> None:
     before = SPEED_PAGE.read_bytes()
     arguments = [sys.executable, "-m", "benchmarks", "apply_deltas", "--quick", "--repeats", "2", "--threads", "1"]

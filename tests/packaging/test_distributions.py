@@ -91,7 +91,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Both:
         shutil.copy(ROOT / name, copy)
     for name in ("CONTRIBUTING.md", "Makefile"):
         shutil.copy(ROOT / name, copy)
-    for name in (*PACKAGES, "csrc", "tests"):
+    for name in ("fedkernels", "fedssl", "csrc", "tests"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
 
     build_sdist = "import sys, setuptools.build_meta as backend; backend.build_sdist(sys.argv[1])"
