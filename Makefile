@@ -3,6 +3,7 @@
 
 VENV ?= .venv
 PYTHON ?= python3
+TORCH ?= "torch>=2.11" torchvision
 JOBS ?= 2
 PYTHONS := 3.10 3.11 3.12 3.13
 
@@ -36,6 +37,7 @@ help:
 	@echo 'make clean     remove .venv, caches and build outputs; what you ran (runs/) stays'
 	@echo
 	@echo 'PYTHON=python3.12  the Python that makes the environment, 3.10 to 3.13 (default: python3)'
+	@echo 'TORCH="torch==..." what pip installs first (default: torch>=2.11 and torchvision)'
 	@echo 'VENV=DIR           where the environment lives (default: .venv)'
 	@echo 'JOBS=N             runs at a time in make demo (default: 2)'
 
@@ -97,7 +99,7 @@ clean:
 # The mark is the last step, so an installation that fails or is killed is taken up again by the next call.
 $(installed): pyproject.toml setup.py $(wildcard csrc/*.py csrc/*/*) fedkernels/_schemas.inc | check-python
 	$(python) -m pip --version >/dev/null 2>&1 || "$(PYTHON)" -m venv "$(VENV)"
-	$(python) -m pip install "torch>=2.11" torchvision
+	$(python) -m pip install $(TORCH)
 	$(python) -m pip install --editable ".[test,flower,export,dicom,privacy,mlflow]"
 	@touch "$@"
 
