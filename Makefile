@@ -66,7 +66,9 @@ test-nightly: $(installed)
 	OMP_NUM_THREADS=1 $(python) -m pytest -m nightly
 
 mutants: $(installed)
-	$(python) -m tests.mutants
+	$(python) -m tests.mutants.kernels
+	$(python) -c "import cosmic_ray" 2>/dev/null || $(python) -m pip install cosmic-ray
+	$(python) -m tests.mutants.python_sources
 
 lint: style
 	$(python) -m mypy
