@@ -75,6 +75,6 @@ def flower_module(name: str) -> ModuleType:
     try:
         import_module("flwr")
     except ModuleNotFoundError as error:
-        remedy = install_command("flower") if sys.version_info >= (3, 11) else "use Python 3.11 or newer, which it needs"
+        remedy = install_command("flower") if sys.version_info >= (3, 11) else "use Python 3.11 or newer"
         raise UserError(f"engine flower needs Flower: {remedy}") from error
     return import_module(f"fedssl.{name}")
