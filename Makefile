@@ -3,6 +3,7 @@
 
 VENV ?= .venv
 PYTHON ?= python3
+TORCH ?= "torch>=2.11" torchvision
 JOBS ?= 2
 PYTHONS := 3.10 3.11 3.12 3.13
 
@@ -36,12 +37,14 @@ help:
 	@echo 'make clean     remove .venv, caches and build outputs; what you ran (runs/) stays'
 	@echo
 	@echo 'PYTHON=python3.12  the Python that makes the environment, 3.10 to 3.13 (default: python3)'
+	@echo 'TORCH="torch==..." what pip installs first (default: torch>=2.11 and torchvision)'
 	@echo 'VENV=DIR           where the environment lives (default: .venv)'
 	@echo 'JOBS=N             runs at a time in make demo (default: 2)'
 
 demo: $(installed)
 	"$(VENV)/bin/fedssl" run-table digits_demo --jobs $(JOBS)
 
+# The tests of what is compiled and packed are left out where nothing of it has changed since they passed.
 # One thread a process: the processes share the cores. A file's tests stay together, as they share what is compiled.
 # Files are started in the order of tests/conftest.py, the longest first, and not by their number of tests. There is one
 # process more than processors, up to four, as many tests wait for processes of their own.
@@ -54,14 +57,18 @@ test: style
 	$(python) -m mypy >"$(types)" 2>&1 & mypy=$$!; \
 	OMP_NUM_THREADS=1 $(python) -m pytest -m "not nightly" $(end_to_end) >"$(printed)" 2>&1 & beside=$$!; \
 	trap "kill $$mypy; kill -INT $$beside" INT TERM; \
-	OMP_NUM_THREADS=1 $(python) -m pytest -m "not nightly" -n $$($(python) -c "$(count)") --dist loadfile --no-loadscope-reorder $(end_to_end:%=--ignore=%); \
-	failed=$$?; wait $$beside || failed=1; cat "$(printed)"; wait $$mypy || failed=1; cat "$(types)"; exit $$failed
+	OMP_NUM_THREADS=1 $(python) -m pytest -m "not nightly" -n $$($(python) -c "$(count)") --dist loadfile \
+	--no-loadscope-reorder $$($(python) -m tests.of_the_build) $(end_to_end:%=--ignore=%); \
+	failed=$$?; test $$failed = 0 && $(python) -m tests.of_the_build --passed; \
+	wait $$beside || failed=1; cat "$(printed)"; wait $$mypy || failed=1; cat "$(types)"; exit $$failed
 
 test-nightly: $(installed)
 	OMP_NUM_THREADS=1 $(python) -m pytest -m nightly
 
 mutants: $(installed)
-	$(python) -m tests.mutants
+	$(python) -m tests.mutants.kernels
+	$(python) -c "import cosmic_ray" 2>/dev/null || $(python) -m pip install cosmic-ray
+	$(python) -m tests.mutants.python_sources
 
 lint: style
 	$(python) -m mypy
@@ -94,7 +101,7 @@ clean:
 # The mark is the last step, so an installation that fails or is killed is taken up again by the next call.
 $(installed): pyproject.toml setup.py $(wildcard csrc/*.py csrc/*/*) fedkernels/_schemas.inc | check-python
 	$(python) -m pip --version >/dev/null 2>&1 || "$(PYTHON)" -m venv "$(VENV)"
-	$(python) -m pip install "torch>=2.11" torchvision
+	$(python) -m pip install $(TORCH)
 	$(python) -m pip install --editable ".[test,flower,export,dicom,privacy,mlflow]"
 	@touch "$@"
 

@@ -1,32 +1,21 @@
-"""Each example runs as a user runs it, and what it prints means what examples/README.md says."""
+"""Each example runs, and what it prints means what examples/README.md says."""
 
-import os
 import re
-import subprocess
-import sys
+import runpy
 from pathlib import Path
 
 import pytest
-
-import fedkernels
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 pytestmark = pytest.mark.skipif(not EXAMPLES.is_dir(), reason="not a source tree")
 
 
-def printed(name: str) -> str:
-    package = Path(fedkernels.__file__).resolve().parent
-    env = os.environ | {
-        "PYTHONPATH": str(package.parent),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONWARNINGS": "error::RuntimeWarning",
-    }
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / name)], capture_output=True, text=True, env=env, cwd=EXAMPLES.parent
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.fixture
+def out(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> str:
+    """What the example of the test's name prints."""
+    runpy.run_path(str(EXAMPLES / f"{request.node.name.removeprefix('test_')}.py"), run_name="__main__")
+    return capsys.readouterr().out
 
 
 def numbers(pattern: str, text: str) -> list[float]:
@@ -36,8 +25,7 @@ def numbers(pattern: str, text: str) -> list[float]:
     return [float(number) for number in ([found[0]] if isinstance(found[0], str) else found[0])]
 
 
-def test_simclr():
-    out = printed("simclr.py")
+def test_simclr(out):
     before, after = numbers(r"([\d.]+)% before, ([\d.]+)% after", out)
     assert before > 50
     assert after > before + 3
@@ -45,15 +33,14 @@ def test_simclr():
     assert losses[-1] < losses[0]
 
 
-def test_moco():
-    out = printed("moco.py")
+def test_moco(out):
     before, after = numbers(r"([\d.]+)% before, ([\d.]+)% after", out)
     assert 12.5 < before < 75  # of eight classes
     assert after > 90
 
 
-def test_compare_networks():
-    same, other = re.findall(r"layer by layer: (.+)", printed("compare_networks.py"))
+def test_compare_networks(out):
+    same, other = re.findall(r"layer by layer: (.+)", out)
     same, other = ([float(value) for value in line.split(", ")] for line in (same, other))
     assert len(same) == len(other) == 5
     assert min(same) > 0.7
@@ -61,8 +48,7 @@ def test_compare_networks():
     assert other[-1] < other[0] - 0.2  # on the way to the output
 
 
-def test_align_to_kernel():
-    out = printed("align_to_kernel.py")
+def test_align_to_kernel(out):
     steps = [[float(value) for value in step] for step in re.findall(r"CKA ([\d.]+), accuracy .* ([\d.]+)%", out)]
     (teacher,) = numbers(r"teacher: accuracy from 50 labels ([\d.]+)%", out)
     (first_cka, first), (last_cka, last) = steps[0], steps[-1]
@@ -71,8 +57,7 @@ def test_align_to_kernel():
     assert last > teacher - 5
 
 
-def test_transport():
-    out = printed("transport.py")
+def test_transport(out):
     angle, shift = numbers(r"step 120: .* angle ([\d.]+), shift off by ([\d.]+)", out)
     assert abs(angle - 20) < 0.5
     assert shift < 0.02
@@ -83,8 +68,7 @@ def test_transport():
     assert others < 1
 
 
-def test_weigh_clients():
-    out = printed("weigh_clients.py")
+def test_weigh_clients(out):
     (many, one), (weighted_many, weighted_one) = (
         (float(a), float(b)) for a, b in re.findall(r"([\d.]+)% on the digits 0 to 4, ([\d.]+)% on 5 to 9", out)
     )
@@ -94,8 +78,7 @@ def test_weigh_clients():
     assert weighted_one > 40
 
 
-def test_run_a_recipe():
-    out = printed("run_a_recipe.py")
+def test_run_a_recipe(out):
     before, after = numbers(r"([\d.]+)% before, ([\d.]+)% after", out)
     assert min(before, after) > 70  # of ten classes
     first, last = (numbers(rf"round {number}: loss ([\d.]+)", out)[0] for number in (1, 2))

@@ -58,6 +58,7 @@ struct Products {
   int64_t width_of(int64_t i) const { return i < count ? problem.widths[i] : count + 1; }
   int64_t panels_of(int64_t i) const { return up(width_of(i), WIDE) / WIDE; }
   T* packed_of(int64_t block, int64_t panel) const { return packed + (block * panels + panel) * PANEL; }
+  // fault: block * TILE_DEPTH) -> block * TILE_DEPTH - 1)
   int64_t depth_of(int64_t block) const { return least(TILE_DEPTH, problem.rows - block * TILE_DEPTH); }
 
   template <class Body>
@@ -131,6 +132,7 @@ struct Products {
     const int64_t across_end = least(at.across + ACROSS, y.panels), down_end = least(at.down + DOWN, z.panels);
     for (int64_t p = at.across; p < across_end; ++p) {
       const T* const right = packed_of(block, y.panel + p);
+      // fault: p + 1) -> p)
       const int64_t end = at.i == at.j ? least(down_end, p + 1) : down_end, columns = least(WIDE, y.width - p * WIDE);
       for (int64_t q = at.down; q < end; ++q) {
         const T* const left = packed_of(block, z.panel + q);

@@ -95,6 +95,7 @@ struct AllLogits {
     for_each(threads, panels, [&](int64_t panel, int64_t) {
       for (int64_t i = panel * WIDE; i < least(count, (panel + 1) * WIDE); ++i) {
         const T* column = own + panel * own_size() + i % WIDE;
+        // fault: (first + i) -> (i)
         for (int64_t c = 0; c < width; ++c) to_query[(first + i) * width + c] = column[c * WIDE];
       }
     });
@@ -124,6 +125,7 @@ struct AllLogits {
     for_each(threads, up(panels, of_task) / of_task, [&](int64_t task, int64_t) {
       for (int64_t index = 0; index < of_span; ++index) {
         for (int64_t panel = task * of_task; panel < least(panels, (task + 1) * of_task); ++panel) {
+          // fault: packed(start + index) -> packed(index)
           query_gradient<true, KEYS>(packed(start + index), keys_of(start + index),
                                      chunks + panel * pitch + index * KEYS * WIDE, width, own + panel * own_size());
         }

@@ -19,11 +19,13 @@ void apply_deltas(const Array* arrays, const double* weights, int64_t clients, i
     const int64_t ahead = count - done - size < TILE ? count - done - size : TILE;
     prefetch(arrays[0], start + done + size, ahead);
     read(base, arrays[0].data, arrays[0].dtype, start + done, size);
+    // fault: i < size; -> i < size && !done;
     for (int64_t i = 0; i < size; ++i) step[i] = 0;
     for (int64_t k = 0; k < clients; ++k) {
       const double weight = weights[k];
       prefetch(arrays[k + 1], start + done + size, ahead);
       if (arrays[k + 1].dtype == DType::f32) {
+        // fault: start + done; -> start;
         const float* entries = (const float*)arrays[k + 1].data + start + done;
         for (int64_t i = 0; i < size; ++i) step[i] += weight * (base[i] - entries[i]);
       } else {

@@ -123,6 +123,7 @@ struct Solver {
   static void eliminate(double* row, const double (*triangle)[BLOCK], int64_t size) {
     for (int64_t j = 0; j < size; ++j) {
       const double value = row[j] *= triangle[j][j];
+      // fault: triangle[j][k] -> triangle[k][j]
       for (int64_t k = j + 1; k < size; ++k) row[k] -= value * triangle[j][k];
     }
   }
@@ -157,6 +158,7 @@ struct Solver {
         triangle[j - first][j - first] = 1 / row[j];
         for (int64_t k = first; k < j; ++k) triangle[k - first][j - first] = row[k];
       }
+      // fault: i < count -> i + 1 < count
       for (int64_t i = last; i < count; ++i) eliminate(factor + i * pitch + first, triangle, last - first);
     }
     return true;
@@ -234,6 +236,7 @@ struct Solver {
   bool finish(double tol, double* weights) {
     double total = 0;
     for (int64_t i = 0; i < clients; ++i) {
+      // fault: w[i] <= TIE * right[i] -> false
       if (!positive[i] && w[i] <= TIE * right[i]) return false;
       x[i] = x[i] > 0 ? x[i] : 0;
       total += x[i] * right[i];

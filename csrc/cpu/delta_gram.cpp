@@ -29,6 +29,7 @@ struct Next {
 template <int WIDTH, int DIAGONAL>
 inline void add_products(const double* x, const double* y, int64_t tile, int64_t count, Vec* sums, int64_t pitch,
                          const Next& next) {
+  // fault: r <= c -> r < c
   const auto wanted = [](int r, int c) { return DIAGONAL < 0 || r <= c + DIAGONAL; };
   Vec part[ROWS][WIDTH];
   for (int r = 0; r < ROWS; ++r) {
@@ -91,6 +92,7 @@ void delta_gram(const Array* arrays, int64_t clients, int64_t start, int64_t cou
     for (int64_t k = 0; k < clients; ++k) {
       double* const delta = deltas + k * tile;
       subtract(base, arrays[k + 1], start + done, size, delta);
+      // fault: i = size; -> i = size + 1;
       for (int64_t i = size; i < even; ++i) delta[i] = 0;
     }
     int64_t block = 0, fetched = 0;

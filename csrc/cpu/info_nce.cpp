@@ -93,6 +93,7 @@ struct InfoNCE {
         logits(keys, size, width, own.packed_queries + panel * WIDE * width, own.chunk);
         find_positives(own.chunk, block, first + panel * WIDE, now.positive);
         T* const gradient = own.gradient + panel * room;
+        // fault: block > 0 -> block > 1
         meet(own.chunk, size, now, to_query && block > 0 ? gradient : nullptr);
         if (!to_query) continue;
         if (block == 0) {
@@ -118,6 +119,7 @@ struct InfoNCE {
     }
     exponentials(chunk, size, now.largest, scale, sums);
     for (int64_t lane = 0; lane < WIDE; ++lane) {
+      // fault: * (double)factor[lane] + -> +
       now.total[lane] = now.total[lane] * (double)factor[lane] + (double)sums[lane];
       same &= factor[lane] == 1;
     }
@@ -220,6 +222,7 @@ struct InfoNCE {
         T* const chunk = s.exponentials + panel * pitch + block * KEYS * WIDE;
         exponentials(chunk, keys_of(block), s.largest + panel * WIDE, scale, s.sums_of + block * lanes + panel * WIDE);
         // A lane that holds no query has the logits 0 * key, which may be NaN: it must give the keys nothing.
+        // fault: panel * WIDE; -> panel * WIDE + 1;
         for (int64_t lane = count - panel * WIDE; lane < WIDE; ++lane) {
           for (int64_t j = 0; j < keys_of(block); ++j) chunk[j * WIDE + lane] = 0;
         }
@@ -259,6 +262,7 @@ struct InfoNCE {
       const T* rows = query.block(first + start, size, buffer);
       for (int64_t lane = 0; lane < WIDE; ++lane) {
         const int64_t i = start + lane;
+        // fault: weight(first + i) -> weight(i)
         const T by = lane < size ? (T)(weight(first + i) / (problem.temperature * s.total[i])) : 0;
         for (int64_t c = 0; c < up(width, WIDE); ++c) {
           s.weighted_queries[c / WIDE * room + i * WIDE + c % WIDE] =

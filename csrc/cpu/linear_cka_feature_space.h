@@ -80,6 +80,7 @@ struct FeatureSpace {
       for_each(threads, blocks * count, [&](int64_t index, int64_t worker) {
         const int64_t block = index / count, i = index % count, start = block * DEPTH;
         const int64_t depth = least(DEPTH, size - start);
+        // fault: first + start -> start
         const T* from = matrices.matrix[i].block(first + start, depth, matrices.buffer(worker));
         pack_columns<WIDE>(packed + (block * panels + first_panel[i]) * PANEL, PANEL, from, depth, width(i));
         if (matrices.debiased) matrices.find_row_norms(i, first + start, depth, from);
@@ -110,6 +111,7 @@ struct FeatureSpace {
         const int64_t rows = least(WIDE, down - q * WIDE);
         for (int64_t r = 0; r < rows; r += TILE_ROWS) {
           if (q + 1 < at.end) soon(left + PANEL + r * DEPTH, TILE_ROWS * DEPTH * (int64_t)sizeof(T));
+          // fault: first > 0 || block -> block
           product_tile<true>(first > 0 || block > 0, left + r, 0, right, depth,
                              of.out + (q * WIDE + r) * across + at.right * WIDE, across, rows - r,
                              across - at.right * WIDE);
@@ -130,6 +132,7 @@ struct FeatureSpace {
       T* const opposite = of.out + at.right * WIDE * across + q * WIDE;
       double sum = 0;
       for (int64_t r = 0; r < rows; ++r) sum += inner(block + r * across, block + r * across, columns);
+      // fault: twice ? 2 * sum : sum -> sum
       total += twice ? 2 * sum : sum;
       for (int64_t c = 0; twice && whole && c < columns; ++c) {
         for (int64_t r = 0; r < rows; ++r) opposite[c * across + r] = block[r * across + c];
@@ -157,6 +160,7 @@ struct FeatureGradients {
                     double by) {
     for (int64_t k = 0; k < height; ++k) {
       for (int64_t c = 0; c < WIDE; ++c) {
+        // fault: c < columns -> c + 1 < columns
         out[k * WIDE + c] = c < columns ? (T)((double)product[k * down + c * across] * by) : 0;
       }
     }

@@ -148,6 +148,7 @@ struct Matrices {
   double norm(int64_t i) const { return inner[i * count + i]; }
   // Of |z_j'z_i|^2.
   double product_scale(int64_t i, int64_t j) const {
+    // fault: matrix[i].scale * matrix[i].scale * -> matrix[i].scale *
     return matrix[i].scale * matrix[i].scale * matrix[j].scale * matrix[j].scale;
   }
 

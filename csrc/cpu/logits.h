@@ -134,6 +134,7 @@ static inline void join(T top, double sum, double temperature, T& largest, doubl
   const auto to_both = [&](T from, double value) {
     return value == 0 ? 0 : value * __builtin_exp(((double)from - (double)both) / temperature);
   };
+  // fault: to_both(largest, total) + -> total +
   total = to_both(largest, total) + to_both(top, sum);
   largest = both;
 }

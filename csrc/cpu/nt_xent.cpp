@@ -85,6 +85,7 @@ struct NTXent {
       const int64_t i = start + lane;
       if (i >= end) {
         for (int64_t j = 0; j < keys_of(block); ++j) chunk[j * WIDE + lane] = (T)-__builtin_inf();
+      // fault: i / KEYS == block -> i / KEYS == block && i > 0
       } else if (i / KEYS == block) {
         chunk[(i - block * KEYS) * WIDE + lane] = (T)-__builtin_inf();
       }
@@ -96,6 +97,7 @@ struct NTXent {
       const int64_t j = partner(i);
       if (j / KEYS != block) continue;
       positive[i] = chunk[(j - block * KEYS) * WIDE + i - start];
+      // fault: j >= end -> false
       if (j >= end) positive[j] = positive[i];
     }
   }
@@ -180,6 +182,7 @@ struct NTXent {
     for_each(threads, panels, [&](int64_t panel, int64_t) {
       for (int64_t i = panel * WIDE; i < least(size, (panel + 1) * WIDE); ++i) {
         const T* column = own + panel * own_size() + i % WIDE;
+        // fault: (first + i) -> (i)
         for (int64_t c = 0; c < width; ++c) gradient[(first + i) * width + c] += column[c * WIDE];
       }
     });

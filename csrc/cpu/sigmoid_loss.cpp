@@ -93,6 +93,7 @@ struct SigmoidLoss {
       if (j < 0 || j >= b.keys) continue;
       const double x = (double)positive[lane], e = __builtin_exp(x < 0 ? x : -x);
       sum += (x < 0 ? -x : 0) + __builtin_log1p(e);
+      // fault: x < 0 ? 1 : e -> x < 0 ? e : 1
       chunk[j * WIDE + lane] = (T)(-(x < 0 ? 1 : e) / (1 + e));
     }
   }

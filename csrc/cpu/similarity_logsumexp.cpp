@@ -71,6 +71,7 @@ struct Similarity {
       if (problem.query_labels) leave_out_equal_labels(b, chunk, start, size);
       if (problem.excluded) {
         for (int64_t lane = 0; lane < size; ++lane) {
+          // fault: + b.block * KEYS; -> ;
           const bool* row = problem.excluded + (start + lane) * problem.keys + b.block * KEYS;
           for (int64_t j = 0; j < b.keys; ++j) {
             if (row[j]) chunk[j * WIDE + lane] = (T)-INFINITE;
@@ -79,6 +80,7 @@ struct Similarity {
       }
       for (int64_t lane = 0; lane < size; ++lane) {
         const int64_t j = positive_in(b, start + lane);
+        // fault: j >= 0 -> j > 0
         if (j >= 0) chunk[j * WIDE + lane] = kept[lane];
       }
     }
@@ -95,6 +97,7 @@ struct Similarity {
     const int64_t* of_keys = problem.key_labels + b.block * KEYS;
     for (int64_t j = 0; j < b.keys; ++j) {
       T* const at = chunk + j * WIDE;
+      // fault: labels[lane] == -> labels[0] ==
       for (int64_t lane = 0; lane < WIDE; ++lane) at[lane] = labels[lane] == of_keys[j] ? (T)-INFINITE : at[lane];
     }
   }

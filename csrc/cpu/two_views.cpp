@@ -71,6 +71,7 @@ inline void apply(const Steps& steps, Floats (&pixel)[C]) {
         for (int c = 0; c < C; ++c) pixel[c] = clamp_to_one(pixel[c] * step.factor);
         break;
       case CONTRAST:
+        // fault: + step.offset ->
         for (int c = 0; c < C; ++c) pixel[c] = clamp_to_one(pixel[c] * step.factor + step.offset);
         break;
       case SATURATION:
@@ -112,6 +113,7 @@ struct Columns {
   void fill(int64_t width, int64_t pitch, int64_t length, bool flip) const {
     for (int64_t x = 0; x < pitch; ++x) {
       const int64_t inside = x < width ? x : width - 1;
+      // fault: width - 1 - inside -> width - inside
       const Position at = position(flip ? width - 1 - inside : inside, width, length);
       offset[x] = (int32_t)at.first;
       weight[x] = at.weight;

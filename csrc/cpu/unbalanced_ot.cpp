@@ -233,6 +233,7 @@ struct Solver : Candidates {
     if (curvature_of_move(weight) <= curvature * move_square) {
       const bool restart = move_advance < 0;  // the momentum points uphill
       const double next = (1 + __builtin_sqrt(1 + 4 * momentum * momentum)) / 2;
+      // fault: (momentum - 1) -> momentum
       weight = restart ? 0 : (momentum - 1) / next;
       momentum = restart ? 1 : next;
       curvature = max(curvature * 0.9, 1e-3 * single);
@@ -291,6 +292,7 @@ struct Solver : Candidates {
     for (int64_t i = 0; i < rows; ++i) {
       for (int64_t j = 0; j < columns; ++j) row[j] = 0;
       for (int64_t k = first[i]; k < first[i] + count[i]; ++k) row[column[k]] = best.entries[k];
+      // fault: i * columns, row -> i * rows, row
       write(solution.plan.data, solution.plan.dtype, solution.plan_start + i * columns, row, columns);
     }
   }

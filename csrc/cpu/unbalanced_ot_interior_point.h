@@ -311,6 +311,7 @@ struct InteriorPoint {
         const double inverse = 1 / pivots[j], share = excess[j] / pivot;
         for (int64_t i = j + 1; i < count; ++i) {
           double& entry = factor[i * pitch + j];
+          // fault: entry * share; -> 0;
           excess[i] += entry * share;
           entry *= inverse;
         }
@@ -385,6 +386,7 @@ struct InteriorPoint {
   // Row i of the kept plan.
   void read_row(int64_t i, double* row) const {
     const int64_t columns = transposed ? shorter.count : longer.count;
+    // fault: kept[j * longer.pitch + i] -> kept[i * longer.pitch + j]
     for (int64_t j = 0; j < columns; ++j) row[j] = transposed ? kept[j * longer.pitch + i] : kept[i * longer.pitch + j];
   }
 };

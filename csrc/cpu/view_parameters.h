@@ -94,6 +94,7 @@ struct ViewWords {
 
 // Words 4 block to 4 block + 3 as numbers from 0 to 1, without 1.
 FEDKERNELS_HOST_DEVICE static inline void draw_four(const ViewWords& of, uint32_t block, double (&numbers)[4]) {
+  // fault: (uint32_t)(of.sample >> 32) -> 0
   const PhiloxWords drawn = philox({{(uint32_t)of.sample, (uint32_t)(of.sample >> 32), of.view, block}}, of.key);
   for (int i = 0; i < 4; ++i) numbers[i] = drawn.words[i] * 0x1p-32;
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
@@ -74,5 +75,6 @@ def flower_module(name: str) -> ModuleType:
     try:
         import_module("flwr")
     except ModuleNotFoundError as error:
-        raise UserError(f"engine flower needs Flower: {install_command('flower')}") from error
+        remedy = install_command("flower") if sys.version_info >= (3, 11) else "use Python 3.11 or newer"
+        raise UserError(f"engine flower needs Flower: {remedy}") from error
     return import_module(f"fedssl.{name}")

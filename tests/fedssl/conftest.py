@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import copy
+import hashlib
+import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from filelock import FileLock
 
+import fedssl
 from fedssl.recipe.reading import parse_recipe
 from fedssl.recipe.recipe import Recipe
 
@@ -68,20 +73,57 @@ def tiny() -> Callable[..., Recipe]:
 
 
 @pytest.fixture(scope="session")
-def noisy(tmp_path_factory) -> Callable[..., Recipe]:
+def shared_folder(tmp_path_factory) -> Path:
+    """A folder of the session that all of its processes share."""
+    folder = tmp_path_factory.getbasetemp()
+    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+
+
+@pytest.fixture(scope="session")
+def noisy(shared_folder) -> Callable[..., Recipe]:
     """Build the tiny recipe on images of noise: the digits would import scikit-learn in each of an engine's processes.
 
     `public` is the number of public images.
     """
-    path = tmp_path_factory.mktemp("noise") / "noise.npz"
-    random = np.random.default_rng(0)
-    images = {f"x_{part}": random.integers(0, 256, (size, 8, 8), np.uint8) for part, size in SIZES.items()}
-    labels = {f"y_{part}": np.arange(size) % 10 for part, size in SIZES.items()}
-    np.savez(path, **images, **labels)
+    path = shared_folder / "noise.npz"
+    with FileLock(path.with_suffix(".lock")):
+        if not path.exists():
+            random = np.random.default_rng(0)
+            images = {f"x_{part}": random.integers(0, 256, (size, 8, 8), np.uint8) for part, size in SIZES.items()}
+            labels = {f"y_{part}": np.arange(size) % 10 for part, size in SIZES.items()}
+            np.savez(path, **images, **labels)
     data = {"name": "npz", "path": str(path), "train_limit": 120}
     return lambda public=30, **changes: parse_recipe(
         tiny_values(**({"data": data | {"public_holdout": public}} | changes))
     )
+
+
+@pytest.fixture(scope="session")
+def finished(shared_folder) -> Iterator[Callable[[Recipe], Path]]:
+    """Return the folder of the recipe's finished run, made once in a session: read it only, or copy it.
+
+    The first process to ask makes it for all. A test that changes a file of it fails the session.
+    """
+    used: dict[Path, list[tuple[str, int, int]]] = {}
+
+    def folder_of(recipe: Recipe) -> Path:
+        digest = hashlib.sha256(recipe.model_dump_json().encode()).hexdigest()[:16]
+        path = shared_folder / f"finished-{digest}"
+        with FileLock(path.with_suffix(".lock")):
+            if not path.exists():
+                fedssl.run(recipe, path.with_suffix(".new")).path.rename(path)
+        used.setdefault(path, files_of(path))
+        return path
+
+    yield folder_of
+    for path, files in used.items():
+        assert files_of(path) == files, f"a test has changed {path}, which others read: let it copy the folder"
+
+
+def files_of(folder: Path) -> list[tuple[str, int, int]]:
+    """The name, size and time of each file."""
+    found = [(path, path.stat()) for path in sorted(folder.rglob("*")) if path.is_file()]
+    return [(str(path.relative_to(folder)), stat.st_size, stat.st_mtime_ns) for path, stat in found]
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@
     python -m tests.mutants.python_sources fedssl/guard.py --tests tests/fedssl/test_guard.py --sample 12
 
 The changes are those of cosmic-ray: a comparison turned round, a number one more, a condition negated, a loop that does
-nothing. The tests of a source are those of its mirrored file and folder, then those of all of `fedssl` that name it.
+nothing. Asked are the tests of the mirrored file, of its folder, of all files that name the source, and of all recipes.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from cosmic_ray.plugins import get_operator
 
 from tests.mutants.copied_tree import COPY, ROOT, copy_sources, run
 
-RESULTS = Path(__file__).with_name("python_results.json")
+RESULTS = Path(__file__).with_name("python_sources.json")
 SOURCES = (
+    "fedkernels/reference/*.py",
     "fedssl/objectives/*.py",
     "fedssl/regularizers/*.py",
     "fedssl/schedules/*.py",

@@ -1,9 +1,11 @@
-"""fedkernels and fedssl as distributions of their own: what each holds and needs, and the wheels that are built."""
+"""The distributions: both packages in one, and fedkernels and fedssl on their own. What each holds and needs."""
 
 import ast
+import importlib.metadata
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -16,34 +18,27 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from packaging.specifiers import SpecifierSet
 
 import fedkernels
 from distributions import build
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 # The extras of those who change the packages; the others are their users'.
 FOR_DEVELOPMENT = ("test", "benchmarks", "browser", "docs", "drop-in", "wheels")
+
+
+class Both(NamedTuple):
+    sdist: set[str]
+    wheel: set[str]
+    metadata: Message
+    module: str  # the compiled one, or the note that says why there is none
 
 
 class Built(NamedTuple):
     sdist: Path
     files: set[str]  # of the sdist, relative to its root
     metadata: Message
-
-
-@pytest.fixture(scope="module")
-def sdists(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Built]:
-    folder = tmp_path_factory.mktemp("sdists")
-    built = {}
-    for name in build.SOURCES:
-        path = build.build_sdist(name, folder / "work", folder / "dist")
-        with tarfile.open(path) as tar:
-            files = {member.name.partition("/")[2] for member in tar.getmembers() if member.isfile()}
-            top = path.name.removesuffix(".tar.gz")
-            text = tar.extractfile(f"{top}/PKG-INFO")
-            assert text is not None
-            built[name] = Built(path, files, Parser().parsestr(text.read().decode()))
-    return built
 
 
 def package_files(name: str) -> set[str]:
@@ -69,13 +64,102 @@ def pyproject(folder: Path) -> dict[str, Any]:
     return tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))
 
 
+# In place of the C++ compiler: it reads each file with all that it includes, which takes a tenth of compiling it, and
+# writes an empty module. That the files compile, the installation has shown.
+READING_COMPILER = """#!/bin/sh
+case " $* " in
+    *" -shared "*) for module; do :; done; : >"$module" ;;
+    *) exec {compiler} "$@" -E ;;
+esac
+"""
+
+
+def run(*command: str | Path, cwd: Path, **variables: str) -> str:
+    env = os.environ | variables
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Both:
+    """The sdist of a copy of the sources, and the wheel of that sdist: no build output lands in the tree."""
+    folder = tmp_path_factory.mktemp("packaging")
+    copy = folder / "copy"
+    copy.mkdir()
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md"):
+        shutil.copy(ROOT / name, copy)
+    for name in ("CONTRIBUTING.md", "Makefile"):
+        shutil.copy(ROOT / name, copy)
+    for name in ("fedkernels", "fedssl", "csrc", "tests"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+
+    build_sdist = "import sys, setuptools.build_meta as backend; backend.build_sdist(sys.argv[1])"
+    run(sys.executable, "-c", build_sdist, folder, cwd=copy)
+    (archive,) = folder.glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        sdist = {name.partition("/")[2] for name in tar.getnames()}
+        tar.extraction_filter = getattr(tarfile, "data_filter", None)  # not in every 3.10 and 3.11
+        tar.extractall(folder / "unpacked")
+
+    (unpacked,) = (folder / "unpacked").iterdir()
+    pip = (sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index")
+    compiler, module = shutil.which("g++") or shutil.which("clang++"), "fedkernels/_C.missing"
+    variables = {"FEDKERNELS_CUDA": "0", "FEDKERNELS_CPU_INSTRUCTION_SETS": "baseline"}
+    if compiler and (Path(torch.__file__).parent / "include/torch/csrc/stable/library.h").is_file():
+        reading, module = folder / "reading_compiler", "fedkernels/_C.abi3.so"
+        reading.write_text(READING_COMPILER.format(compiler=compiler))
+        reading.chmod(0o755)
+        variables |= {"CC": str(reading), "CXX": str(reading)}
+    run(*pip, "--wheel-dir", folder, unpacked, cwd=folder, **variables)
+    (archive,) = folder.glob("*.whl")
+    with zipfile.ZipFile(archive) as wheel:
+        return Both(sdist, set(wheel.namelist()), contents(archive)[1], module)
+
+
+@pytest.fixture(scope="module")
+def sdists(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Built]:
+    folder = tmp_path_factory.mktemp("sdists")
+    built = {}
+    for name in build.SOURCES:
+        path = build.build_sdist(name, folder / "work", folder / "dist")
+        with tarfile.open(path) as tar:
+            files = {member.name.partition("/")[2] for member in tar.getmembers() if member.isfile()}
+            top = path.name.removesuffix(".tar.gz")
+            text = tar.extractfile(f"{top}/PKG-INFO")
+            assert text is not None
+            built[name] = Built(path, files, Parser().parsestr(text.read().decode()))
+    return built
+
+
 def test_versions_agree() -> None:
-    versions = {pyproject(ROOT / "distributions" / name)["project"]["version"] for name in build.SOURCES}
-    assert versions | {pyproject(ROOT)["project"]["version"]} == {fedkernels.__version__}
+    versions = {
+        pyproject(ROOT / folder)["project"]["version"]
+        for folder in ("distributions/fedkernels", "distributions/fedssl", ".")
+    }
+    newest = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)[0]
+    assert versions | {newest, importlib.metadata.version("fedkernels-fedssl")} == {fedkernels.__version__}
 
 
-def test_fedkernels_needs_torch_alone(sdists: dict[str, Built]) -> None:
-    assert sdists["fedkernels"].metadata.get_all("Requires-Dist") == ["torch>=2.11"]
+def test_both_in_one(both: Both) -> None:
+    files = package_files("fedkernels") | package_files("fedssl")
+    outside = {name for name in both.wheel if ".dist-info/" not in name}
+    # The compiled module is one for all Pythons; without a compiler a note says why there is none.
+    assert outside == files | {both.module}
+    assert (
+        files | package_files("csrc") | {"LICENSE", "CHANGELOG.md", "csrc/README.md", "tests/of_the_build.py"}
+        <= both.sdist
+    )
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in both.wheel)
+    assert both.metadata["License-Expression"] == "Apache-2.0"
+    assert str(both.metadata.get_payload()).strip() == (ROOT / "README.md").read_text(encoding="utf-8").strip()
+
+
+def test_requires_python_is_what_the_makefile_accepts(both: Both) -> None:
+    found = re.search(r"^PYTHONS := (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert found
+    accepted = SpecifierSet(both.metadata["Requires-Python"])
+    assert [f"3.{minor}" for minor in range(30) if f"3.{minor}.1" in accepted] == found[1].split()
 
 
 def test_no_file_of_fedkernels_imports_another_package_than_torch() -> None:
@@ -88,34 +172,27 @@ def test_no_file_of_fedkernels_imports_another_package_than_torch() -> None:
             assert packages <= {*sys.stdlib_module_names, "torch", "fedkernels"}, file
 
 
-def test_fedssl_is_described_as_in_the_installation_from_source() -> None:
-    both, alone = pyproject(ROOT), pyproject(ROOT / "distributions/fedssl")
-    wanted, project = both["project"], alone["project"]
+def test_each_is_described_as_in_the_installation_from_source() -> None:
+    both = pyproject(ROOT)
+    for name in build.SOURCES:
+        alone = pyproject(ROOT / "distributions" / name)
+        for key in ("requires-python", "license", "authors"):
+            assert alone["project"][key] == both["project"][key]
+        data = both["tool"]["setuptools"]["package-data"][name]
+        assert alone["tool"]["setuptools"]["package-data"] == {name: data}
+    assert pyproject(ROOT / "distributions/fedkernels")["build-system"] == both["build-system"]
+    wanted, project = both["project"], alone["project"]  # of fedssl, the last
     assert project["dependencies"] == [f"fedkernels=={wanted['version']}", *wanted["dependencies"]]
     extras = wanted["optional-dependencies"]
     assert project["optional-dependencies"] == {name: extras[name] for name in extras if name not in FOR_DEVELOPMENT}
-    for key in ("requires-python", "license", "authors", "scripts"):
-        assert project[key] == wanted[key]
-    data = both["tool"]["setuptools"]["package-data"]
-    assert alone["tool"]["setuptools"]["package-data"] == {"fedssl": data["fedssl"]}
+    assert project["scripts"] == wanted["scripts"]
 
 
-def test_fedkernels_is_described_as_in_the_installation_from_source() -> None:
-    both, alone = pyproject(ROOT), pyproject(ROOT / "distributions/fedkernels")
-    assert alone["build-system"] == both["build-system"]
-    for key in ("requires-python", "license", "authors"):
-        assert alone["project"][key] == both["project"][key]
-    data = both["tool"]["setuptools"]["package-data"]
-    assert alone["tool"]["setuptools"]["package-data"] == {"fedkernels": data["fedkernels"]}
-
-
-def test_source_distribution_of_fedkernels(sdists: dict[str, Built]) -> None:
+def test_source_distributions(sdists: dict[str, Built]) -> None:
+    assert sdists["fedkernels"].metadata.get_all("Requires-Dist") == ["torch>=2.11"]
     files = sdists["fedkernels"].files
     assert package_files("fedkernels") | package_files("csrc") | {"csrc/README.md", "setup.py", "LICENSE"} <= files
     assert not [name for name in files if name.startswith("fedssl") or name.endswith((".so", ".pyc"))]
-
-
-def test_source_distribution_of_fedssl(sdists: dict[str, Built]) -> None:
     files = sdists["fedssl"].files
     assert package_files("fedssl") | {"LICENSE"} <= files
     assert not [name for name in files if name.startswith(("fedkernels", "csrc")) or name == "setup.py"]
@@ -135,12 +212,6 @@ def test_a_wheel_without_the_module_is_refused(tmp_path: Path) -> None:
         archive.writestr("fedkernels/_C.missing", "RuntimeError: no compiler\n")
     with pytest.raises(RuntimeError, match=r"needs the compiled module: RuntimeError: no compiler$"):
         build._require_module(wheel)
-
-
-def test_an_unknown_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        build.main(["fedkernel"])
-    assert "NAME must be one of fedkernels, fedssl, got 'fedkernel'" in capsys.readouterr().err
 
 
 # In an environment of its own, which sees torch: nothing of this repository's folder may be imported there.

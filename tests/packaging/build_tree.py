@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 # Each writes its arguments to calls.txt, the object, and the headers that the source includes as compilers do by -MMD.
 COMPILER = """#!{python} -IS

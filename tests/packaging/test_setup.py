@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.build_tree import BuildTree
+from tests.packaging.build_tree import BuildTree
 
 pytestmark = pytest.mark.skipif(
     platform.system() != "Linux" or platform.machine() != "x86_64", reason="the instruction sets are those of x86-64"

@@ -17,8 +17,7 @@ pytest.importorskip("benchmarks", reason="the benchmarks are not part of the sdi
 
 from benchmarks import __main__ as command
 from benchmarks import on_gpu, simulation, timing
-from benchmarks.case import Bar, Case, Implementation, Outputs, Work
-from benchmarks.measure import ROOT, Settings, finish, load_cases, measure_case, not_measured
+from benchmarks.measure import ROOT, Settings, load_cases, measure_case
 from fedssl.recipe.reading import load_recipe
 
 pytestmark = pytest.mark.usefixtures("no_collections")
@@ -52,82 +51,7 @@ def test_the_implementations_agree_with_the_truth(operator: str, index: int, mon
         assert ("share" in row) == (measured.get("work", {}).get("rate") in REHEARSAL.rates)
 
 
-def test_which_bars_are_met() -> None:
-    bars = (
-        *(Bar(faster_than=("a",), times=2.0), Bar(faster_than=("a",), times=3.0), Bar(faster_than=("b",), times=1.0)),
-        *(Bar(share=0.4), Bar(share=0.5), Bar(extra_mib=100), Bar(milliseconds=2)),
-    )
-    case = Case("", lambda device: {}, (), work=Work(4e5, "copy", "one read"), bars=bars)
-    ours: dict[str, Any] = {"implementation": "ours", "status": "ok", "times": [1e-3], "extra": 200 * 2**20}
-    peers: list[dict[str, Any]] = [
-        {"implementation": "a", "status": "ok", "times": [2.5e-3]},
-        {"implementation": "b", "status": "not installed"},
-    ]
-    judged = finish(case, [ours, *peers], None, {"copy": 1e9})["bars"]
-    outcomes = ["met", "missed", "not measured", "met", "missed", "missed", "met"]
-    assert [one["outcome"] for one in judged] == outcomes
-    assert judged[2]["measured"] == "not installed"
-    assert [one["bar"] for one in judged[3::2]] == [">= 40% of the copy rate", "<= 100 MiB beyond outputs"]
-
-
-def test_bars_of_a_case_that_was_not_measured() -> None:
-    names = ("fedkernels.x", "a")
-    implementations = tuple(Implementation(name, lambda inputs: {}) for name in names)
-    bars = (Bar(faster_than=("a",), times=2.0), Bar(share=0.4), Bar(milliseconds=2))
-    case = Case("", lambda device: {}, implementations, work=Work(4e5, "copy", "one read"), bars=bars)
-    judged = not_measured(case, "no time was left")["bars"]
-    assert [one["outcome"] for one in judged] == 3 * ["not measured"]
-    assert judged[0]["measured"] == "not measured: no time was left"
-
-
-def test_a_peer_that_fails_is_a_row_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(inputs: Any) -> Any:
-        raise KeyError("no such thing")
-
-    good = Implementation("fedkernels.x", lambda inputs: {"value": torch.ones(1)})
-    peers = (Implementation("failing", fail), Implementation("absent", fail, package="no-such-distribution"))
-    case = Case("", lambda device: {}, (good, *peers), truth=lambda inputs: {"value": torch.ones(1)})
-    monkeypatch.setattr("benchmarks.measure.load_cases", lambda operator, settings: (case,))
-    rows = measure_case("x", 0, REHEARSAL)["rows"]
-    assert [row["status"] for row in rows] == ["ok", "failed: 'no such thing'", "not installed"]
-    assert rows[0]["kernels"] == []
-
-
-def test_calls_are_timed_in_turn_with_a_reset_before_each() -> None:
-    order: list[str] = []
-
-    def implementation(name: str) -> Implementation:
-        def note(inputs: Any) -> Outputs:
-            order.append(name)
-            return {}
-
-        return Implementation(name, note)
-
-    both = (implementation("x"), implementation("y"))
-    case = Case("", lambda device: {}, both, reset=lambda inputs: order.append("reset"))
-    answer = timing.time_case(case, list(both), torch.device("cpu"), timing.HostClock(), 2)
-    assert order[-8:] == 2 * ["reset", "x", "reset", "y"]
-    assert order[::2] == len(order) // 2 * ["reset"]
-    assert [len(row["times"]) for row in answer["rows"].values()] == [2, 2]
-
-
 REHEARSE = ("--device", "cuda", "--rehearse")
-
-
-@pytest.mark.nightly
-def test_a_rehearsal_writes_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "LONGEST", 0.0)
-    page = (ROOT / "docs" / "speed.md").read_bytes()
-    assert command.main(["delta_gram", "linear_cka", *REHEARSE, "--output", str(tmp_path)]) == 0
-    assert (ROOT / "docs" / "speed.md").read_bytes() == page
-    results = json.loads((tmp_path / "results.json").read_text())
-    assert [len(results[operator]["cases"]) for operator in ("delta_gram", "linear_cka")] == [1, 2]
-    assert set(results["delta_gram"]["environment"]["rates"]) == {"copy", "bf16", "tf32", "fp32"}
-    text = (tmp_path / "results.md").read_text()
-    assert text.startswith("# Operators on a GPU")
-    assert "| float32, K = 3, P = 0.000314 M in 4 tensors | **fedkernels.delta_gram** |" in text
-    assert " of copy |" in text
-    assert "| error <= 1e-12 |" in text
 
 
 def test_a_run_without_time_says_so(tmp_path: Path) -> None:
@@ -135,19 +59,6 @@ def test_a_run_without_time_says_so(tmp_path: Path) -> None:
     (case,) = json.loads((tmp_path / "results.json").read_text())["delta_gram"]["cases"]
     assert {row["status"] for row in case["rows"]} == {"not measured: no time was left"}
     assert case["bars"][0]["outcome"] == "not measured"
-
-
-def test_a_rehearsal_of_the_cpu_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        command.main(["--rehearse"])
-    assert "--rehearse needs --device cuda" in capsys.readouterr().err
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
-def test_without_a_gpu_nothing_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        command.main(["--device", "cuda"])
-    assert "torch finds no CUDA device" in capsys.readouterr().err
 
 
 # ---- on_gpu.sh ----------------------------------------------------------------------------------------------

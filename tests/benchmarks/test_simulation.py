@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import csv
 import json
-import multiprocessing
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("benchmarks", reason="the benchmarks are not part of the sdist")
 
-from benchmarks import phases, simulation, simulation_peers, simulation_tables
+from benchmarks import simulation, simulation_peers, simulation_tables
 from benchmarks.phases import PHASES, PhaseClock, Place, places, require_calls, timed_places
 from benchmarks.simulation import Simulation, Sizes, measure_rounds
 from benchmarks.simulation_peers import LocalTraining, Loop
-from benchmarks.two_at_a_time import two_at_a_time
 from fedssl.objectives.byol import BYOL
-from fedssl.objectives.simclr import SimCLR
 from fedssl.recipe.reading import load_recipe
 from fedssl.recipe.recipe import Recipe
 
@@ -65,88 +60,6 @@ def test_a_call_within_a_phase_belongs_to_it() -> None:
     inner()
     assert clock.take() == ({"regularizer": 7.0, "augment": 2.0}, {"x:outer": 1, "x:inner": 2})
     assert clock.take() == ({}, {})
-
-
-def test_a_call_in_another_thread_takes_no_time_of_a_round() -> None:
-    """What this thread waits for counts where it waits."""
-    now = Clock()
-    clock = PhaseClock(CPU, now)
-
-    def spend() -> None:
-        now.now += 2
-
-    drawn = clock.timed(Place("augment", "x:drawn"), spend)
-
-    def backward() -> None:
-        with ThreadPoolExecutor(1) as other:
-            other.submit(drawn).result()
-        now.now += 1
-
-    clock.timed(Place("backward", "x:backward"), backward)()
-    with ThreadPoolExecutor(1) as other:
-        other.submit(drawn).result()
-    assert clock.take() == ({"backward": 3.0}, {"x:backward": 1, "x:drawn": 2})
-
-
-def test_a_networks_pass_within_a_regularizer_is_forward() -> None:
-    now = Clock()
-    clock = PhaseClock(CPU, now)
-
-    def spend(seconds: float) -> None:
-        now.now += seconds
-
-    represent = clock.timed(Place("forward", "x:represent", interrupts=("regularizer",)), lambda: spend(2))
-
-    def outer() -> None:
-        spend(1)
-        represent()
-        spend(4)
-
-    clock.timed(Place("regularizer", "x:outer"), outer)()
-    clock.timed(Place("evaluate", "x:outer"), outer)()
-    assert clock.take()[0] == {"regularizer": 5.0, "forward": 2.0, "evaluate": 7.0}
-
-
-def test_a_call_that_fails_ends_its_phase() -> None:
-    now = Clock()
-    clock = PhaseClock(CPU, now)
-
-    def fail() -> None:
-        now.now += 3
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        clock.timed(Place("forward", "x:f"), fail)()
-    with clock.phase("backward"):
-        now.now += 1
-    assert clock.take()[0] == {"forward": 3.0, "backward": 1.0}
-
-
-def test_a_regularizers_term_is_timed_too() -> None:
-    now = Clock()
-    clock = PhaseClock(CPU, now)
-
-    def start_round() -> Any:
-        now.now += 1
-
-        def term() -> None:
-            now.now += 10
-
-        return term
-
-    clock.timed(Place("regularizer", "x:start_round", returns_function=True), start_round)()()
-    assert clock.take()[0] == {"regularizer": 11.0}
-
-
-def test_the_functions_are_as_before_afterwards() -> None:
-    before = BYOL.step, SimCLR.__dict__.get("after_step"), torch.Tensor.backward
-    timed = [Place("forward", f"{BYOL.__module__}:BYOL.step"), Place("EMA", f"{SimCLR.__module__}:SimCLR.after_step")]
-    timed.append(Place("backward", "torch:Tensor.backward"))
-    with timed_places(timed, PhaseClock(CPU)):
-        assert BYOL.step is not before[0]
-        assert "after_step" in SimCLR.__dict__
-    assert (BYOL.step, SimCLR.__dict__.get("after_step"), torch.Tensor.backward) == before
-    assert "after_step" not in SimCLR.__dict__  # inherited, as before
 
 
 @pytest.mark.parametrize(
@@ -202,19 +115,6 @@ def test_the_phases_of_a_round_add_up_to_its_time(one: Simulation, tmp_path: Pat
         assert a_round.images == simulation.CLIENTS * one.batch_size * one.steps
 
 
-def test_each_function_is_called_as_often_as_the_run_needs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: dict[str, int] = {}
-    monkeypatch.setattr(phases, "require_calls", lambda timed, counted: calls.update(counted))
-    recipe = recipe_of(TINY, 3, tmp_path)
-    measure_rounds(recipe, tmp_path / "run", phases=True)
-    steps, clients = simulation.CLIENTS * TINY.steps, simulation.CLIENTS
-    assert calls["torch:Tensor.backward"] == calls["torch.optim:SGD.step"] == steps
-    assert calls["fedssl.objectives.byol:BYOL.step"] == calls["fedssl.objectives.byol:BYOL.after_step"] == steps
-    assert calls["fedssl.method:Method._reply"] == calls["fedssl.engines.in_process:ClientStates.store"] == clients
-    assert calls["fedssl.method:Method.aggregate"] == calls["fedssl.engines.rounds:_evaluate"] == 1
-    assert calls["fedssl.run_folder.directory:RunDirectory.commit"] == 1
-
-
 # ---- the peers ----------------------------------------------------------------------------------------------
 
 
@@ -227,12 +127,6 @@ def test_everyone_trains_the_same_network(name: str, objective: str) -> None:
     loop = simulation_peers.make_loop(name, training, [])
     assert loop.parameters == simulation_peers.make_loop("fedssl", training, []).parameters
     loop.run()
-
-
-def test_fedssl_has_the_views_that_the_peers_have() -> None:
-    augmentation = simulation_peers.training_federation(TINY_TRAINING, []).recipe.augmentation
-    of_peers = asdict(simulation_peers.VIEWS)
-    assert {name: getattr(augmentation, name) for name in of_peers} == of_peers
 
 
 def test_a_peer_with_another_network_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,32 +151,6 @@ def test_loops_run_in_turn_and_a_missing_one_says_so(monkeypatch: pytest.MonkeyP
     assert [len(row["times"]) for row in rows.values()] == [2, 2, 0, 2, 2]
     assert rows["kornia"]["status"] == "not installed"
     assert rows["fedssl, two at a time"]["images"] == 2 * rows["fedssl"]["images"] == 2 * TINY_TRAINING.images
-
-
-def test_two_at_a_time_are_no_loop_for_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(simulation, "missing_package", lambda name: None if name == "fedssl" else "not installed")
-    monkeypatch.setattr(simulation, "make_loop", lambda name, *_: Loop(int, 1))
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    assert list(simulation.measure_training(TINY_TRAINING, 1, [])["rows"]) == list(simulation_peers.LOOPS)
-
-
-@pytest.mark.nightly  # each of its processes imports everything
-def test_two_of_fedssls_loop_run_in_processes_of_their_own() -> None:
-    before = set(multiprocessing.active_children())  # other tests of this process may have left some
-    loop = two_at_a_time("fedssl", TINY_TRAINING, [])
-    try:
-        assert loop.parameters == simulation_peers.make_loop("fedssl", TINY_TRAINING, []).parameters
-        assert len(set(multiprocessing.active_children()) - before) == 2
-        loop.run()
-    finally:
-        loop.close()
-    assert set(multiprocessing.active_children()) <= before
-
-
-@pytest.mark.nightly  # as before
-def test_a_process_that_ends_while_it_is_set_up_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match="two of fedssl's loop at a time: a process ended while it was set up"):
-        two_at_a_time("fedssl", TINY_TRAINING, ["no_such_key=1"])
 
 
 # ---- the command --------------------------------------------------------------------------------------------
@@ -311,31 +179,6 @@ def test_the_command_writes_its_figures(tmp_path: Path) -> None:
     assert "| byol, small_convnet, batch 4 | fedssl |" in text
     assert "|  | lightly | - | - | - | **not installed** |" in text
     assert sorted(path.name for path in tmp_path.iterdir()) == ["simulation.json", "simulation.md"]
-
-
-@pytest.mark.usefixtures("small")
-def test_without_time_left_nothing_is_measured(tmp_path: Path) -> None:
-    assert simulation.main(["--seconds", "-1", "--output", str(tmp_path)]) == 1
-    text = (tmp_path / "simulation.md").read_text()
-    assert text.count("**not measured: no time was left**") == 2
-
-
-@pytest.mark.usefixtures("small")
-def test_memory_that_runs_out_is_a_row_that_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
-
-    monkeypatch.setattr(simulation, "measure_simulation", fail)
-    monkeypatch.setattr(simulation, "measure_training", fail)
-    assert simulation.main(["--repeats", "1", "--output", str(tmp_path)]) == 1
-    assert (tmp_path / "simulation.md").read_text().count("**out of memory**") == 2
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_the_command_refuses_to_measure_on_one(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        simulation.main(["--device", "cuda"])
-    assert "torch finds no CUDA device; leave out --device cuda" in capsys.readouterr().err
 
 
 def test_overhead_and_bars() -> None:

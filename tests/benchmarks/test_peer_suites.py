@@ -53,6 +53,7 @@ def suites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "suites"
 
 
+@pytest.mark.nightly  # two processes of pytest
 def test_new_failures_and_calls_are_those_of_the_drop_in(suites: Path, tmp_path: Path) -> None:
     assert peer_suites.main(["--suites", str(suites), "--output", str(tmp_path / "out")]) == 0
     result = json.loads((tmp_path / "out" / "results.json").read_text(encoding="utf-8"))["mine"]

@@ -1,0 +1,115 @@
+"""Plants the faults that comments of csrc/cpu describe, one at a time, and tells which test finds each.
+
+    python -m tests.mutants.kernels                # all without a result in kernels.json; a second call goes on
+    python -m tests.mutants.kernels nt_xent.cpp    # those of these files, whether or not they have a result
+
+A comment such as `// fault: r <= c -> r < c` stands above the line that it changes, and moves with it. The sources are
+copied to build/mutants/, where the faults are planted and compiled; the working tree stays as it is.
+"""
+
+import argparse
+import hashlib
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.mutants.copied_tree import COPY, ROOT, build, copy_sources, run
+
+RESULTS = Path(__file__).with_name("kernels.json")
+MARK = re.compile(r"^ *// fault: (.+?) ->(?: (.+))?$")
+TIME_LIMIT = 900  # seconds for the tests of a fault: a fault may make a solver endless, and then it is found
+# A source whose tests do not have its name: those that find its faults.
+TESTS = {
+    "all_logits": "clip_loss",
+    "linear_cka_feature_space": "linear_cka",
+    "linear_cka_matrices": "hsic_pairwise",
+    "logits": "nt_xent",
+    "unbalanced_ot_interior_point": "unbalanced_ot_stiff",
+    "view_parameters": "two_views",
+}
+
+
+class Fault(NamedTuple):
+    file: str
+    line: int  # that is changed, from 1
+    old: str
+    new: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.file}: {self.old} -> {self.new}".rstrip()
+
+    @property
+    def tests(self) -> str:
+        stem = Path(self.file).stem
+        return f"tests/fedkernels/test_{TESTS.get(stem, stem)}.py"
+
+
+def faults() -> list[Fault]:
+    found = []
+    for path in sorted((ROOT / "csrc" / "cpu").iterdir()):
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            if mark := MARK.match(line):
+                found.append(Fault(str(path.relative_to(ROOT)), number + 1, mark[1], mark[2] or ""))
+    return found
+
+
+def planted(fault: Fault, text: str) -> str:
+    lines = text.splitlines(keepends=True)
+    line = lines[fault.line - 1]
+    if line.count(fault.old) != 1:
+        raise ValueError(f"{fault.file}:{fault.line} must hold {fault.old!r} once, got {line.strip()!r}")
+    lines[fault.line - 1] = line.replace(fault.old, fault.new)
+    return "".join(lines)
+
+
+def measure(fault: Fault) -> str:
+    """The test that finds the fault, or "survived"."""
+    path = COPY / fault.file
+    text = path.read_text(encoding="utf-8")
+    path.write_text(planted(fault, text), encoding="utf-8")
+    try:
+        if error := build(TIME_LIMIT):
+            raise SystemExit(f"{fault.name} does not compile:\n{error}")
+        done = run("-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", fault.tests, limit=TIME_LIMIT)
+    except subprocess.TimeoutExpired:
+        return f"the time limit of {TIME_LIMIT} seconds"
+    finally:
+        path.write_text(text, encoding="utf-8")
+    if done.returncode == 0:
+        return "survived"
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+    if done.returncode == 1 and failed:
+        return failed[1].removeprefix("tests/")
+    if done.returncode < 0:
+        return "a crash"
+    raise SystemExit(f"pytest could not run the tests of {fault.name}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Plants the faults of csrc/cpu and tells which test finds each.")
+    parser.add_argument("files", nargs="*", help="names of files, as in nt_xent.cpp (default: what has no result yet)")
+    given = parser.parse_args()
+    kept: dict[str, list[str]] = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    results = {}
+    COPY.mkdir(parents=True, exist_ok=True)
+    copy_sources()
+    for fault in faults():
+        texts = ((ROOT / name).read_bytes() for name in (fault.file, fault.tests))
+        digest = hashlib.sha256(b"".join(texts)).hexdigest()[:16]
+        outcome = kept.get(fault.name, ["", ""])
+        if Path(fault.file).name in given.files or (not given.files and outcome[0] != digest):
+            outcome = [digest, measure(fault)]
+            print(f"{fault.name}: {outcome[1]}", flush=True)
+        if outcome[0]:
+            results[fault.name] = outcome
+        RESULTS.write_text(json.dumps(kept | results, indent=1) + "\n", encoding="utf-8")
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    survived = [name for name, (_, found) in results.items() if found == "survived"]
+    print(f"{len(results)} faults, {len(survived)} survived", *survived, sep="\n")
+
+
+if __name__ == "__main__":
+    main()
