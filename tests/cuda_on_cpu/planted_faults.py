@@ -126,6 +126,47 @@ client_weights.cu: an illegal address, all (client_weights)
 -double* const vectors = dynamic_shared<double>();
 +if (FAULT) *reinterpret_cast<volatile int*>(16) = 1; double* const vectors = dynamic_shared<double>();
 """
+# As above: barriers that are missing, and memory that problems share. What finds them is one of the two orders.
+_PATCH_OF_ORDERS = """
+client_weights.cu: client_weights_kernel, the matrix's memory (client_weights)
+-matrices + problem * entries
++matrices + (FAULT ? 0 : problem * entries)
+client_weights.cu: client_weights_kernel, the corrections (client_weights)
+-    if (i < count) values[chosen[i]] = part;
+-    __syncthreads();
++    if (i < count) values[chosen[i]] = part;
++    if (!FAULT) __syncthreads();
+two_views.cu: two_views_kernel, the view before (two_views)
+-__syncthreads();  // the view before is written
++if (!FAULT) __syncthreads();
+two_views.cu: two_views_kernel, before the blur (two_views)
+-    if (!radius) continue;
+-    __syncthreads();
++    if (!radius) continue;
++    if (!FAULT) __syncthreads();
+two_views.cu: two_views_kernel, a row (two_views)
+-      __syncwarp();
+-      for (int x = lane
++      if (!FAULT) __syncwarp();
++      for (int x = lane
+linear_cka_prepare.cu: means_kernel, the sums of the warps (linear_cka)
+-(threadIdx.x % 32) + e] = mine[e];
+-  __syncthreads();
++(threadIdx.x % 32) + e] = mine[e];
++  if (!FAULT) __syncthreads();
+linear_cka_prepare.cu: write_kernel, the means (linear_cka)
+-  __syncthreads();
+-
+-  const int column = part.lane_column()
++  if (!FAULT) __syncthreads();
++  const int column = part.lane_column()
+contrastive_tiles.cu: column_sums_kernel, the largest (similarity_logsumexp)
+-__syncthreads();  // all have read the largest
++if (!FAULT) __syncthreads();
+contrastive_tensor_cores.cu: contrastive_kernel, the weights (info_nce)
+-__syncthreads();  // all warps across have written their weights
++if (!FAULT) __syncthreads();
+"""
 _PRELUDE = '#include <unistd.h>\nextern "C" {\n__attribute__((weak)) int fedkernels_fault = 0;\n}\n'
 
 
@@ -143,17 +184,18 @@ class Fault(NamedTuple):
 
 
 def _parsed(patch: str) -> list[Fault]:
-    faults, lines = [], patch.strip().splitlines()
-    for head, old, new in zip(lines[::3], lines[1::3], lines[2::3], strict=True):
-        place = re.fullmatch(r"(.+): (.+?), (.+) \((.+)\)", head)
-        assert place is not None, head
-        assert old[0] + new[0] == "-+", head
-        faults.append(Fault(*place.groups(), old[1:], new[1:]))
+    faults = []
+    for place, *texts in re.findall(r"^(\w.*)\n((?:-.*\n)+)((?:\+.*\n)+)", patch, re.MULTILINE):
+        head = re.fullmatch(r"(.+): (.+?), (.+) \((.+)\)", place)
+        assert head is not None, place
+        faults.append(Fault(*head.groups(), *(re.sub("^.", "", one[:-1], flags=re.MULTILINE) for one in texts)))
+    assert len(faults) == len(re.findall(r"^\w", patch, re.MULTILINE)), "an entry has no text to replace"
     return faults
 
 
-ALL = _parsed(_PATCH)
-*FAULTS, LAUNCH, HANG, CRASH = ALL  # the last three: what a launch reports, and what no process survives
+OF_ORDERS = _parsed(_PATCH_OF_ORDERS)
+*FAULTS, LAUNCH, HANG, CRASH = _parsed(_PATCH)  # the last three: what a launch reports, and what no process survives
+ALL = [*FAULTS, LAUNCH, HANG, CRASH, *OF_ORDERS]
 
 
 def number_of(fault: Fault) -> int:

@@ -12,7 +12,7 @@ from fedkernels.internal import first_contact, native, self_test_cases, self_tes
 from fedkernels.internal.self_test_outcomes import PASSED, Result
 from tests.cuda_on_cpu.emulated_card import CARD, LIBRARY, EmulatedCard
 from tests.cuda_on_cpu.emulation import CUDA, SANITIZED
-from tests.cuda_on_cpu.planted_faults import CRASH, FAULTS, HANG, LAUNCH, faulty_kernels, number_of
+from tests.cuda_on_cpu.planted_faults import CRASH, FAULTS, HANG, LAUNCH, OF_ORDERS, faulty_kernels, number_of
 
 OPERATORS = sorted({*native.COMPILED} - native.CPU_ONLY)
 
@@ -105,6 +105,23 @@ def test_a_fault_is_found_and_the_reference_serves(card, fault, monkeypatch):
         assert not called
     assert torch.equal(first, truth)
     assert torch.equal(second, truth)
+
+
+def check_cases_in_both_orders(card, operator):
+    for case in self_test_cases.cases_of(operator):
+        wide = [one.double() if one.is_floating_point() else one for one in case.inputs]
+        results = card.results(case.kernel, *case.inputs, multiprocessors=1)
+        assert not self_test_cases.difference(case, results, case.reference(*wide))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("fault", OF_ORDERS, ids=lambda fault: fault.name)
+def test_an_order_shows_a_missing_barrier_or_shared_memory(card, fault):
+    card.plant(0)
+    check_cases_in_both_orders(card, fault.operator)
+    card.plant(number_of(fault))
+    with pytest.raises(AssertionError):
+        check_cases_in_both_orders(card, fault.operator)
 
 
 def test_each_kernel_has_a_fault():
