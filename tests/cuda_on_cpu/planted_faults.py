@@ -126,11 +126,8 @@ client_weights.cu: an illegal address, all (client_weights)
 -double* const vectors = dynamic_shared<double>();
 +if (FAULT) *reinterpret_cast<volatile int*>(16) = 1; double* const vectors = dynamic_shared<double>();
 """
-# As above: barriers that are missing, and memory that problems share. What finds them is one of the two orders.
+# As above: barriers that are missing. What finds them is one of the two orders.
 _PATCH_OF_ORDERS = """
-client_weights.cu: client_weights_kernel, the matrix's memory (client_weights)
--matrices + problem * entries
-+matrices + (FAULT ? 0 : problem * entries)
 client_weights.cu: client_weights_kernel, the corrections (client_weights)
 -    if (i < count) values[chosen[i]] = part;
 -    __syncthreads();
