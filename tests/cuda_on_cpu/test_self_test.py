@@ -122,7 +122,7 @@ def test_an_order_shows_a_missing_barrier(card, fault):
     card.plant(0)
     check_cases_in_both_orders(card, fault.operator)
     card.plant(number_of(fault))
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, RuntimeError)):  # the latter where a barrier waits for ever
         check_cases_in_both_orders(card, fault.operator)
 
 
