@@ -21,6 +21,7 @@ import torch
 from fedkernels.internal import self_test_cases, self_test_outcomes
 from fedkernels.internal.self_test_outcomes import FAILED, NOT_TESTED, PASSED, Card, Result
 
+_START_LIMIT = 120.0  # seconds, at least, until the first word of a child: a busy machine may need them to import torch
 _MARK = "fedkernels.self_test: "  # before what a child process tells
 _FOLDER = Path(__file__).parents[2]  # which holds fedkernels
 _SIGNALS: dict[int | None, str] = {-one: one.name for one in signal.Signals}  # by the exit code of what it ended
@@ -53,7 +54,8 @@ def _test_in_child(gpu: int, card: Card, operators: Sequence[str], time_limit: f
     except (OSError, RuntimeError) as error:  # RuntimeError: while Python ends
         return not_started(f"no child process can be started ({error})")
     ended_with = _SIGNALS.get(code, f"exit code {code}")
-    end = f"it did not end within {time_limit:g} s" if code is None else f"its process ended with {ended_with}"
+    limit = time_limit if messages else max(time_limit, _START_LIMIT)
+    end = f"it did not end within {limit:g} s" if code is None else f"its process ended with {ended_with}"
     end += f": {last_error}" if last_error else ""
     if not messages:
         return not_started(end)
@@ -72,7 +74,7 @@ def _child_command(gpu: int, operators: Sequence[str]) -> list[str]:
 
 
 def _watch(command: Sequence[str], time_limit: float) -> tuple[list[list[Any]], int | None, str]:
-    """Runs the command until it tells nothing new for the time limit.
+    """Runs the command until it tells nothing new for the time limit, which holds from its first word on.
 
     Returns:
         What it told, its exit code (None if it had to be ended), and its last line of errors.
@@ -85,8 +87,8 @@ def _watch(command: Sequence[str], time_limit: float) -> tuple[list[list[Any]], 
             command, stdin=subprocess.DEVNULL, stdout=told, stderr=errors, cwd=_FOLDER, env=environment
         )
         try:
-            size, since = 0, time.monotonic()
-            while process.poll() is None and time.monotonic() - since < time_limit:
+            size, since, limit_of_start = 0, time.monotonic(), max(time_limit, _START_LIMIT)
+            while process.poll() is None and time.monotonic() - since < (time_limit if size else limit_of_start):
                 time.sleep(0.02)
                 if size != (size := os.fstat(told.fileno()).st_size):
                     since = time.monotonic()

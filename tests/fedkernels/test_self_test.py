@@ -117,6 +117,8 @@ def test_a_fault_is_met_by_the_child_and_the_reference_serves(machine, monkeypat
     child, reason, kept = FAULTS[name]
     machine.child(**child)
     monkeypatch.setattr(first_contact, "TIME_LIMIT", 2.0)
+    if name == "no start":
+        monkeypatch.setattr(self_test_process, "_START_LIMIT", 2.0)
     told = "did not pass the self-test" if kept else "could not be tested"
     with pytest.warns(UserWarning, match=f"{told}: .*{reason}.*python -m fedkernels.self_test") as warned:
         assert not native._serves("nt_xent", 0)
