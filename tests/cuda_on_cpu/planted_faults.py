@@ -9,8 +9,6 @@ from typing import NamedTuple
 from tests.cuda_on_cpu.emulation import ROOT, Compiler
 
 CUDA = ROOT / "csrc/cuda"
-# Headers that hold kernels, or parts of them: their text stands in the files that include them.
-HEADERS = ("unbalanced_ot_solver.h",)
 PRELUDE = 'extern "C" {\n__attribute__((weak)) int fedkernels_fault = 0;\n}\n'
 
 
@@ -179,34 +177,39 @@ FAULTS = [
         "return index < size ? index : 2 * size - 2 + FAULT - index;",
     ),
     Fault(
-        *("solve_in_block", "float32", "unbalanced_ot", "unbalanced_ot_block.cu"),
-        "- by_column(DUALS)[c * 32 + lane];",
-        "- (FAULT && sizeof(Cost) == 4 && c == 0 ? 0 : by_column(DUALS)[c * 32 + lane]);",
+        *("unbalanced_ot_kernel", "float32, one block", "unbalanced_ot", "unbalanced_ot.cu"),
+        "lane / 4 < at.count) to[",
+        "lane / 4 < at.count - (FAULT && t.cost.dtype == DType::f32)) to[",
     ),
     Fault(
-        *("solve_in_block", "float64", "unbalanced_ot", "unbalanced_ot_block.cu"),
-        "if (matrix.inside(r, c)) write_one(t.plan,",
-        "if (matrix.inside(r + (FAULT && sizeof(Cost) == 8), c)) write_one(t.plan,",
+        *("unbalanced_ot_kernel", "float64, one block", "unbalanced_ot", "unbalanced_ot.cu"),
+        "{ write_one(t.plan, index, e.plan); }",
+        "{ write_one(t.plan, index, FAULT && ALONE && t.cost.dtype == DType::f64 ? 0 : e.plan); }",
     ),
     Fault(
-        *("solve_in_block", "all, columns beyond the registers", "unbalanced_ot", "unbalanced_ot_block.cu"),
-        "rest[(r * (COLUMNS - IN_REGISTERS) + c - IN_REGISTERS) * 32];",
-        "rest[(r * (COLUMNS - IN_REGISTERS) + (FAULT ? 0 : c - IN_REGISTERS)) * 32];",
+        *("unbalanced_ot_kernel", "float32, beyond shared memory", "unbalanced_ot", "unbalanced_ot.cu"),
+        "memory + (place - layout.in_shared);",
+        "memory + (FAULT && ALONE ? 0 : place - layout.in_shared);",
     ),
     Fault(
-        *("solve_in_team", "float32", "unbalanced_ot", "unbalanced_ot_team.cu"),
-        "const int64_t i = group * GROUP + threadIdx.x;",
-        "const int64_t i = group * GROUP + threadIdx.x + (FAULT && t.cost.dtype == DType::f32 && group > 0);",
+        *("unbalanced_ot_kernel", "float32, several blocks", "unbalanced_ot", "unbalanced_ot.cu"),
+        "if (thread >= at.count) return;",
+        "if (thread >= at.count - (FAULT && t.cost.dtype == DType::f32 && group > 0)) return;",
     ),
     Fault(
-        *("solve_in_team", "float64", "unbalanced_ot", "unbalanced_ot_team.cu"),
+        *("unbalanced_ot_kernel", "float64, several blocks", "unbalanced_ot", "unbalanced_ot.cu"),
         "t.v[problem * columns + j] = bad ? nan :",
-        "t.v[problem * columns + j] = bad || (FAULT && t.cost.dtype == DType::f64) ? nan :",
+        "t.v[problem * columns + j] = bad || (FAULT && !ALONE && t.cost.dtype == DType::f64) ? nan :",
     ),
     Fault(
-        *("solve_in_team", "all, steepest", "unbalanced_ot", "unbalanced_ot_team.cu"),
-        "for_rows([&](int64_t i) { along[1] += t.tau_a * square(of(at.trial_rows)[i]); });",
-        "for_rows([&](int64_t i) { along[1] += FAULT * 1e9 + t.tau_a * square(of(at.trial_rows)[i]); });",
+        *("unbalanced_ot_kernel", "steepest, one block", "unbalanced_ot", "unbalanced_ot.cu"),
+        "for_rows([&](int i) { along[1] += t.tau_a * square(by_row(OF_TRIAL)[i]); });",
+        "for_rows([&](int i) { along[1] += FAULT * ALONE * 1e9 + t.tau_a * square(by_row(OF_TRIAL)[i]); });",
+    ),
+    Fault(
+        *("unbalanced_ot_kernel", "steepest, several blocks", "unbalanced_ot", "unbalanced_ot.cu"),
+        "for_shared_columns([&](int j) { along[1] += t.tau_b",
+        "for_shared_columns([&](int j) { along[1] += FAULT * !ALONE * 1e9 + t.tau_b",
     ),
 ]
 # What no process survives, or what a launch reports.
@@ -239,16 +242,12 @@ class FaultyCompiler(Compiler):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.texts = {path.name: path.read_text(encoding="utf-8") for path in CUDA.glob("*.cu")}
-        headers = {name: (CUDA / name).read_text(encoding="utf-8").replace("#pragma once", "") for name in HEADERS}
         for fault in ALL:
-            texts = headers if fault.file in headers else self.texts
-            assert texts[fault.file].count(fault.old) == 1, f"{fault.name}: {texts[fault.file].count(fault.old)} times"
+            text = self.texts[fault.file]
+            assert text.count(fault.old) == 1, f"{fault.name}: {text.count(fault.old)} times"
             number = str(number_of(fault))
             new = fault.new.replace("FAULT_NUMBER", number).replace("FAULT", f"(fedkernels_fault == {number})")
-            texts[fault.file] = texts[fault.file].replace(fault.old, new)
-        for name, header in headers.items():
-            for file, text in self.texts.items():
-                self.texts[file] = text.replace(f'#include "cuda/{name}"\n', header)
+            self.texts[fault.file] = text.replace(fault.old, new)
 
     def load(self, source: str):
         if source not in self.libraries:
