@@ -16,7 +16,7 @@ namespace fedkernels::cuda {
 
 namespace {
 
-constexpr int GROUP = 8;  // rows that a crew sums together: the threads of a warp, or where there are several blocks all of one
+constexpr int GROUP = 8;  // rows that a crew sums together: a warp, or where a team has several blocks one of these
 constexpr int LOADS = 4;  // entries that a thread loads at a time
 constexpr int MOST_SUMS = 3;
 constexpr int ALONE_LIMIT = 128;  // rows, and columns, of a problem that one block solves alone
@@ -27,8 +27,6 @@ constexpr int MOST_BLOCKS = 64;
 constexpr int CHECK_EVERY = 10;  // steps between two checks of the gap, as in the reference
 constexpr double ROUNDING = 8 * 2.2204460492503131e-16;  // as in the reference
 
-__device__ inline double infinite() { return __longlong_as_double(0x7ff0000000000000); }
-__device__ inline double not_a_number() { return __longlong_as_double(0x7ff8000000000000); }
 __device__ inline double square(double x) { return x * x; }
 __device__ inline double least(double x, double y) { return y < x ? y : x; }
 __device__ inline double positive_part(double x) { return x > 0 ? x : 0; }
@@ -68,13 +66,12 @@ struct Certificate {
   }
 };
 
-// values[r] of all lanes reduced -> lane l has that of r = l / (32 / COUNT). An exchange halves what a lane still
-// holds.
-template <int COUNT, typename Operation>
-__device__ __forceinline__ double reduce_rows(double (&values)[COUNT], Operation operation) {
-  int offset = 16;
+// values[r] of all lanes reduced -> lane l has that of r = l / 4. An exchange halves what a lane still holds.
+template <typename Operation>
+__device__ __forceinline__ double reduce_rows(double (&values)[GROUP], Operation operation) {
 #pragma unroll
-  for (int half = COUNT / 2; half > 0; half /= 2, offset /= 2) {
+  for (int half = GROUP / 2; half > 0; half /= 2) {
+    const int offset = 4 * half;
     const bool upper = threadIdx.x & offset;
 #pragma unroll
     for (int k = 0; k < half; ++k) {
@@ -82,10 +79,8 @@ __device__ __forceinline__ double reduce_rows(double (&values)[COUNT], Operation
       values[k] = operation(kept, __shfl_xor_sync(ALL_LANES, sent, offset));
     }
   }
-  double value = values[0];
-#pragma unroll
-  for (; offset > 0; offset /= 2) value = operation(value, __shfl_xor_sync(ALL_LANES, value, offset));
-  return value;
+  const double value = operation(values[0], __shfl_xor_sync(ALL_LANES, values[0], 2));
+  return operation(value, __shfl_xor_sync(ALL_LANES, value, 1));
 }
 
 // The vectors of a problem over its rows and over its columns.
@@ -136,35 +131,20 @@ struct Team {
   double* const memory;               // in global memory
   unsigned long long* const counter;  // of barriers
   Scratch& scratch;
-  const int rows, columns, blocks, rank;          // rank: of this block in its team
-  const int threads, thread, warp, lane;            // of the block
-  const int crew_threads, of_crew;                  // of_crew: this thread's place
-  const int crews, crew;                          // of the team
+
+  const int rows = layout.rows, columns = layout.columns, threads = ALONE ? blockDim.x : TEAM_THREADS;
+  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+  const int blocks = ALONE ? 1 : layout.blocks, rank = ALONE ? 0 : blockIdx.x % layout.blocks;  // of the team
+  // A crew, its threads and this thread's place.
+  const int crews = ALONE ? threads / 32 : blocks, crew = ALONE ? warp : rank;
+  const int crew_threads = ALONE ? 32 : TEAM_THREADS, of_crew = ALONE ? lane : thread;
   int turn = 0;
 
-  __device__ Team(const Transport& t, const Layout& layout, int64_t problem, double* memory, unsigned long long* counter,
-                  Scratch& scratch)
-      : t(t),
-        layout(layout),
-        problem(problem),
-        memory(memory),
-        counter(counter),
-        scratch(scratch),
-        rows(layout.rows),
-        columns(layout.columns),
-        blocks(ALONE ? 1 : layout.blocks),
-        rank(ALONE ? 0 : blockIdx.x % layout.blocks),
-        threads(blockDim.x),
-        thread(threadIdx.x),
-        warp(thread / 32),
-        lane(thread % 32),
-        crew_threads(ALONE ? 32 : TEAM_THREADS),
-        of_crew(ALONE ? lane : thread),
-        crews(ALONE ? threads / 32 : blocks),
-        crew(ALONE ? warp : rank) {}
-
   // The vectors and sums of a block that is alone are in shared memory, and the compiler knows it.
-  __device__ double* of(int64_t place) const { return ALONE ? dynamic_shared<double>() + place : keep_here(memory) + place; }
+  // Places are formed where they are used: kept during the whole solve they would take the registers of the entries.
+  __device__ double* of(int64_t place) const {
+    return ALONE ? dynamic_shared<double>() + place : keep_here(memory) + place;
+  }
   __device__ double* entries_of(int64_t place) const {
     return place < layout.in_shared ? dynamic_shared<double>() + place : memory + (place - layout.in_shared);
   }
@@ -218,16 +198,14 @@ struct Team {
     int row[LOADS];
 #pragma unroll
     for (int r = 0; r < LOADS; ++r) row[r] = first + r < at.count ? first + r : at.count - 1;
+    const auto load_cost = [&](const auto* cost) {
+#pragma unroll
+      for (int r = 0; r < LOADS; ++r) entries[r].cost = __ldg(cost + at.first + (row[r] * columns + j));
+    };
     if (t.cost.dtype == DType::f64) {
-#pragma unroll
-      for (int r = 0; r < LOADS; ++r) {
-        entries[r].cost = __ldg(static_cast<const double*>(t.cost.data) + at.first + (row[r] * columns + j));
-      }
+      load_cost(static_cast<const double*>(t.cost.data));
     } else {
-#pragma unroll
-      for (int r = 0; r < LOADS; ++r) {
-        entries[r].cost = __ldg(static_cast<const float*>(t.cost.data) + at.first + (row[r] * columns + j));
-      }
+      load_cost(static_cast<const float*>(t.cost.data));
     }
     const double of_column = at.v[j];
 #pragma unroll
@@ -356,7 +334,7 @@ struct Team {
 
   // The largest u for v and v for u: min_j(cost_ij - v_j) and min_i(cost_ij - u_i), at most tau_a a_i and tau_b b_j.
   __device__ void largest_feasible(int from, int to) {
-    reduce_entries(infinite(), Least(), from, to, [&](const Entry& e) -> Pair { return {e.cost - e.v, e.cost - e.u}; });
+    reduce_entries(INFINITY, Least(), from, to, [&](const Entry& e) -> Pair { return {e.cost - e.v, e.cost - e.u}; });
     for_rows([&](int i) { by_row(to)[i] = least(t.tau_a * by_row(MASSES)[i], by_row(to)[i]); });
     wait();
     double* const reduced = of(layout.reduced());
@@ -447,7 +425,7 @@ struct Team {
 
   // FedU2's Eq. 6 with the reference's guards. The point is the plan.
   __device__ void steepest_step(double& shorten) {
-    const auto gradient = [](const Entry& e) { return e.cost < infinite() ? e.cost - e.u - e.v : 0; };
+    const auto gradient = [](const Entry& e) { return e.cost < INFINITY ? e.cost - e.u - e.v : 0; };
     double along[2] = {};
     reduce_entries(0, Sum(), DUALS, OF_TRIAL, [&](const Entry& e) -> Pair {
       const double value = gradient(e);
@@ -505,31 +483,30 @@ struct Team {
     double counts[2] = {};  // entries that are not finite numbers, entries worth their cost
     for_rows([&](int i) {
       const double mass = read_one(t.a, problem * rows + i);
-      counts[0] += !(fabs(mass) < infinite());
+      counts[0] += !(fabs(mass) < INFINITY);
       by_row(MASSES)[i] = mass;
       by_row(DUALS)[i] = t.tau_a * mass;
       by_row(OF_PLAN)[i] = by_row(OF_POINT)[i] = by_row(OF_BEST)[i] = 0;
     });
     for_columns([&](int j) {
       const double mass = read_one(t.b, problem * columns + j);
-      counts[0] += !(fabs(mass) < infinite());
+      counts[0] += !(fabs(mass) < INFINITY);
       by_column(MASSES)[j] = mass;
       by_column(DUALS)[j] = t.tau_b * mass;
       by_column(OF_PLAN)[j] = by_column(OF_POINT)[j] = by_column(OF_BEST)[j] = 0;
     });
     __syncthreads();
     for_entries([&](int64_t, const Entry& e) {
-      counts[0] += !(e.cost > -infinite());
+      counts[0] += !(e.cost > -INFINITY);
       counts[1] += e.u + e.v - e.cost > 0;
       *e.plan_at = *e.point_at = 0;
     });
     sum(counts);
     const bool bad = counts[0] > 0;
-    const double nan = not_a_number();
-    for_entries([&](int64_t index, const Entry&) { write_one(t.plan, index, bad ? nan : 0); });
+    for_entries([&](int64_t index, const Entry&) { write_one(t.plan, index, bad ? NAN : 0); });
     double start[1] = {penalties_part()};
     sum(start);
-    Certificate certificate = {start[0], start[0], -infinite(), bad ? nan : counts[1] > 0 ? infinite() : 0,
+    Certificate certificate = {start[0], start[0], -INFINITY, bad ? NAN : counts[1] > 0 ? INFINITY : 0,
                                ROUNDING * start[0]};
     Search search = {t.tau_a + t.tau_b, 1, 0};
     double shorten = 1;
@@ -547,17 +524,17 @@ struct Team {
     __syncthreads();
     double mass[1] = {};
     for_rows([&](int i) {
-      t.u[problem * rows + i] = bad ? nan : t.tau_a * (by_row(MASSES)[i] - by_row(OF_BEST)[i]);
+      t.u[problem * rows + i] = bad ? NAN : t.tau_a * (by_row(MASSES)[i] - by_row(OF_BEST)[i]);
       mass[0] += by_row(OF_BEST)[i];
     });
     sum(mass);
     if (rank != 0) return;
     for_columns([&](int j) {
-      t.v[problem * columns + j] = bad ? nan : t.tau_b * (by_column(MASSES)[j] - by_column(OF_BEST)[j]);
+      t.v[problem * columns + j] = bad ? NAN : t.tau_b * (by_column(MASSES)[j] - by_column(OF_BEST)[j]);
     });
     if (thread == 0) {
-      t.value[problem] = bad ? nan : certificate.value;
-      t.mass[problem] = bad ? nan : mass[0];
+      t.value[problem] = bad ? NAN : certificate.value;
+      t.mass[problem] = bad ? NAN : mass[0];
       t.gap[problem] = certificate.gap;
       t.iterations[problem] = iteration;
     }
@@ -571,7 +548,8 @@ __global__ void __launch_bounds__(ALONE ? ALONE_THREADS : TEAM_THREADS, ALONE ? 
   SHARED(scratch, Scratch);
   const int64_t team = blockIdx.x / layout.blocks;
   for (int64_t problem = team; problem < t.problems; problem += teams) {
-    Team<ALONE> solver(t, layout, problem, memory + team * (layout.end() - layout.in_shared), counters + team, scratch);
+    double* const own = memory + team * (layout.end() - layout.in_shared);
+    Team<ALONE> solver = {t, layout, problem, own, counters + team, scratch};
     solver.solve();
     solver.wait();  // its memory is the next problem's
   }
@@ -579,32 +557,31 @@ __global__ void __launch_bounds__(ALONE ? ALONE_THREADS : TEAM_THREADS, ALONE ? 
 
 // ---- on the host ----
 
-bool alone(const Transport& t) { return t.rows <= ALONE_LIMIT && t.columns <= ALONE_LIMIT; }
-
 struct Teams {
   Layout layout;
   int64_t count;
+  bool alone;
 
-  int64_t words() const { return count * (layout.end() - layout.in_shared); }
+  int64_t counters() const { return alone ? 0 : count; }
+  int64_t words() const { return counters() + count * (layout.end() - layout.in_shared); }
 };
 
-// A warp for each group. In shared memory are the vectors, then as many groups of the point and of the plan as have room.
-Teams of_one_block(const Transport& t) {
+Teams teams_of(const Transport& t) {
   const int rows = static_cast<int>(t.rows), columns = static_cast<int>(t.columns), groups = (rows + GROUP - 1) / GROUP;
-  Layout layout = {rows, columns, groups, 1, groups};
-  const int64_t room = (shared_limit() - sizeof(Scratch)) / sizeof(double);
-  const int fit = static_cast<int>((room - layout.point(0)) / (GROUP * columns));
-  layout.in_shared = fit < 2 * groups ? layout.point(fit) : layout.end();
-  return {layout, t.problems};
-}
-
-Teams of_several_blocks(const Transport& t) {
-  const int rows = static_cast<int>(t.rows), columns = static_cast<int>(t.columns), groups = (rows + GROUP - 1) / GROUP;
+  if (rows <= ALONE_LIMIT && columns <= ALONE_LIMIT) {
+    // A warp for each group. In shared memory are the vectors, then as many groups of the point, then of the plan, as
+    // have room.
+    Layout layout = {rows, columns, groups, 1, groups};
+    const int64_t room = (shared_limit() - sizeof(Scratch)) / sizeof(double);
+    const int fit = static_cast<int>((room - layout.point(0)) / (GROUP * columns));
+    layout.in_shared = fit < 2 * groups ? layout.point(fit) : layout.end();
+    return {layout, t.problems, true};
+  }
   const int most = groups < MOST_BLOCKS ? groups : MOST_BLOCKS;
   const int room = multiprocessors() * blocks_at_a_time({1, TEAM_THREADS}, unbalanced_ot_kernel<false>);
   const int blocks = most < room ? most : room > 0 ? room : 1;
   const int64_t teams = room / blocks < t.problems ? room / blocks : t.problems;
-  return {{rows, columns, groups, blocks, blocks}, teams > 0 ? teams : 1};
+  return {{rows, columns, groups, blocks, blocks}, teams > 0 ? teams : 1, false};
 }
 
 }  // namespace
@@ -612,26 +589,21 @@ Teams of_several_blocks(const Transport& t) {
 }  // namespace fedkernels::cuda
 
 extern "C" int64_t cuda_unbalanced_ot_words(const fedkernels::cuda::Transport* transport) {
-  using namespace fedkernels::cuda;
-  if (alone(*transport)) return of_one_block(*transport).words();
-  const Teams teams = of_several_blocks(*transport);
-  return teams.count + teams.words();
+  return fedkernels::cuda::teams_of(*transport).words();
 }
 
 extern "C" const char* cuda_unbalanced_ot(const fedkernels::cuda::Transport* transport, double* words,
                                           fedkernels::cuda::Stream stream) {
   using namespace fedkernels::cuda;
-  const Transport& t = *transport;
-  if (t.problems == 0) return nullptr;
-  if (alone(t)) {
-    const Teams teams = of_one_block(t);
-    const Shape shape = {static_cast<unsigned>(teams.count), 32u * teams.layout.crews,
-                         sizeof(double) * static_cast<size_t>(teams.layout.in_shared)};
-    return launch(shape, stream, unbalanced_ot_kernel<true>, t, teams.layout, teams.count, words, nullptr);
-  }
-  const Teams teams = of_several_blocks(t);
-  if (const char* error = fill_zero(words, sizeof(double) * teams.count, stream)) return error;
-  const Shape shape = {static_cast<unsigned>(teams.layout.blocks * teams.count), TEAM_THREADS, 0, true};
-  return launch(shape, stream, unbalanced_ot_kernel<false>, t, teams.layout, teams.count, words + teams.count,
-                reinterpret_cast<unsigned long long*>(words));
+  if (transport->problems == 0) return nullptr;
+  const Teams teams = teams_of(*transport);
+  const Layout& layout = teams.layout;
+  const unsigned blocks = static_cast<unsigned>(layout.blocks * teams.count);
+  const Shape alone = {blocks, 32u * layout.crews, sizeof(double) * layout.in_shared};
+  const Shape several = {blocks, TEAM_THREADS, 0, true};
+  const char* error = teams.alone ? nullptr : fill_zero(words, sizeof(double) * teams.counters(), stream);
+  if (error) return error;
+  return launch(teams.alone ? alone : several, stream,
+                teams.alone ? unbalanced_ot_kernel<true> : unbalanced_ot_kernel<false>, *transport, layout, teams.count,
+                words + teams.counters(), reinterpret_cast<unsigned long long*>(words));
 }

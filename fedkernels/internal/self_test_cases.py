@@ -170,7 +170,7 @@ def _info_nce(products: float) -> Iterator[Case]:
 
 def _info_nce_kernel(reduction: str, key_gradient: bool) -> Callable[..., Tensor]:
     def loss(query: Tensor, key: Tensor) -> Tensor:
-        value: Tensor = _ops.info_nce(query, key, _TEMPERATURE, reduction, True, key_gradient, False)[0]
+        value: Tensor = _ops.info_nce(query, key, _TEMPERATURE, reduction, True, key_gradient)[0]
         return value
 
     return loss
@@ -184,9 +184,7 @@ def _nt_xent(products: float) -> Iterator[Case]:
         yield from _contrastive_case(
             f"2 x {rows} x {width}, {reduction}",
             _contrastive_inputs(rows, rows, width),
-            lambda view1, view2, reduction=reduction: _ops.nt_xent(view1, view2, _TEMPERATURE, reduction, True, False)[
-                0
-            ],
+            lambda view1, view2, reduction=reduction: _ops.nt_xent(view1, view2, _TEMPERATURE, reduction, True)[0],
             _of_reference(nt_xent, reduction),
             products,
         )

@@ -536,7 +536,7 @@ OF_CUDA = [
         CUDA + "unbalanced_ot.cu",
         "    __syncthreads();  // u and v have been read\n",
         "",
-        (*_emulated("unbalanced_ot"), "-k", "one_block and (20 or 33)"),
+        (*_emulated("unbalanced_ot"), "-k", "steepest"),
     ),
     Fault(
         "cuda unbalanced_ot: groups beyond shared memory",
