@@ -178,7 +178,7 @@ def test_threads_agree_to_the_last_bit(name):
                 masses = torch.ones(370).double()
                 arguments = (randn(370, 370).abs(), masses, masses, 0.8, 0.9, 1e-3, 1000, "accelerated")
             elif name == "info_nce":  # several groups of queries and blocks of keys
-                arguments = (randn(700, 20), randn(900, 20, seed=1), 0.3, "mean", True, True, False)
+                arguments = (randn(700, 20), randn(900, 20, seed=1), 0.3, "mean", True, True)
             elif name == "add_products":  # several blocks of rows and pieces of columns
                 sums = [torch.zeros(width, width).double() for width in (300, 170)]
                 arguments = (randn(500, 470), [300, 170], 1, torch.zeros(300, 170).double(), sums)
@@ -187,7 +187,7 @@ def test_threads_agree_to_the_last_bit(name):
             elif name == "similarity_logsumexp":
                 arguments = similarity_problem(700, 900)
             elif name == "nt_xent":
-                arguments = (randn(700, 20), randn(700, 20, seed=1), 0.3, "mean", True, False)
+                arguments = (randn(700, 20), randn(700, 20, seed=1), 0.3, "mean", True)
             else:
                 arguments = problems()[name]
             result = getattr(torch.ops.fedkernels, name)(*arguments)

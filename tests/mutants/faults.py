@@ -542,8 +542,8 @@ OF_CUDA = [
         "cuda unbalanced_ot: groups beyond shared memory",
         "index",
         CUDA + "unbalanced_ot.cu",
-        "layout.in_shared = fit < 2 * groups ? layout.point(fit) : layout.end();",
-        "layout.in_shared = fit < 2 * groups ? layout.point(fit) + 1 : layout.end();",
+        "memory + (place - layout.in_shared)",
+        "memory",
         (*_emulated("unbalanced_ot"), "-k", "wherever"),
     ),
     Fault(
