@@ -11,7 +11,8 @@ namespace fedkernels {
 static Solutions unbalanced_ot_cuda(Tensor cost, Tensor a, Tensor b, double tau_a, double tau_b, double tol,
                                     int64_t max_iterations, std::string method) {
   const TransportShapes shapes(cost, a, b);
-  STD_TORCH_CHECK(std::max(shapes.rows, shapes.columns) <= cuda::TRANSPORT_LIMIT, "cost has too many rows or columns");
+  STD_TORCH_CHECK(std::max(shapes.rows, shapes.columns) <= cuda::TRANSPORT_LIMIT,
+                  "cost must have at most 2^24 rows and columns on CUDA");
   const OnDevice device(cost);
   const int32_t index = cost.get_device_index();
   const DType dtype = dtype_of(cost, "cost");

@@ -319,6 +319,7 @@ def test_bad_arguments_are_refused(bindings):
     images, samples, options = torch.ones(2, 3, 4, 4, dtype=torch.uint8), torch.arange(2), ViewOptions().numbers()
     wide = torch.ones(2, 3, 4, 1025, dtype=torch.uint8)
     x, half = torch.ones(4, 3), torch.ones(4, 3, dtype=FP16)
+    one, long = torch.ones(1), torch.ones(1).expand(1, 2**24 + 1)
     for name, arguments, message in (
         ("client_weights", (torch.ones(129, 129), 1e-8), "K <= 128"),
         ("contrastive_in_one", (half, half[:3], 0.5, True), "N >= B"),
@@ -335,6 +336,7 @@ def test_bad_arguments_are_refused(bindings):
         ("two_views", (images, samples.int(), 1, 2, 3, 4, options, False, False), "samples must be contiguous int64"),
         ("two_views", (wide, samples, 1, 2, 3, 4, options, False, False), "sides of at most 1024"),
         ("unbalanced_ot", (x, x[0], x[0], 0.8, 0.9, 1e-3, 9, "steepest"), "a and b must have shapes"),
+        ("unbalanced_ot", (long, one, long[0], 0.8, 0.9, 1e-3, 9, "accelerated"), "at most 2.24 rows and columns"),
     ):
         with pytest.raises(RuntimeError, match=message):
             ops[name](*arguments)
