@@ -198,8 +198,8 @@ FAULTS = [
     ),
     Fault(
         *("unbalanced_ot_kernel", "float64, several blocks", "unbalanced_ot", "unbalanced_ot.cu"),
-        "t.v[problem * columns + j] = bad ? nan :",
-        "t.v[problem * columns + j] = bad || (FAULT && !ALONE && t.cost.dtype == DType::f64) ? nan :",
+        "t.v[problem * columns + j] = bad ? NAN :",
+        "t.v[problem * columns + j] = bad || (FAULT && !ALONE && t.cost.dtype == DType::f64) ? NAN :",
     ),
     Fault(
         *("unbalanced_ot_kernel", "steepest, one block", "unbalanced_ot", "unbalanced_ot.cu"),

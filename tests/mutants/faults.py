@@ -568,7 +568,7 @@ OF_CUDA = [
         CUDA + "unbalanced_ot.cu",
         "    __syncthreads();  // the group before has been read\n",
         "",
-        (*_emulated("unbalanced_ot"), "-k", "team_of_blocks"),
+        _emulated("orders"),
     ),
     Fault(
         "cuda two_views: the view before",
