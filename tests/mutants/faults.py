@@ -544,7 +544,7 @@ OF_CUDA = [
         CUDA + "unbalanced_ot.cu",
         "memory + (place - layout.in_shared)",
         "memory",
-        (*_emulated("unbalanced_ot"), "-k", "wherever"),
+        _emulated("orders"),
     ),
     Fault(
         "cuda unbalanced_ot: the turn of buffers",
