@@ -86,7 +86,7 @@ def info_nce(
     operator = contrastive.operator("info_nce", query, key)
     if operator is None:
         return _reference(query, key, temperature, reduction)
-    options = temperature, reduction, *wanted, contrastive.allows_tf32()
+    options = temperature, reduction, *wanted
     loss: Tensor = operator(query.contiguous(), key.contiguous(), *options)[0]
     return loss
 
@@ -161,7 +161,6 @@ if native.module is not None:
         reduction: str,
         query_gradient: bool,
         key_gradient: bool,
-        tf32: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         dtype, (of_query, of_key) = compute_dtype(query, key), _formed(reduction, query_gradient, key_gradient)
         return (
@@ -178,7 +177,6 @@ if native.module is not None:
         weights: Tensor,
         query_gradient: bool,
         key_gradient: bool,
-        tf32: bool,
     ) -> tuple[Tensor, Tensor]:
         return query.new_empty(query.shape if query_gradient else 0), key.new_empty(key.shape if key_gradient else 0)
 
@@ -194,7 +192,7 @@ if native.module is not None:
 
     def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
         keep_missing_as_none(ctx)
-        query, key, ctx.temperature, ctx.reduction, *wanted, ctx.tf32 = inputs
+        query, key, ctx.temperature, ctx.reduction, *wanted = inputs
         ctx.formed = _formed(ctx.reduction, *wanted)
         ctx.rows, ctx.dtypes = query.shape[0], (query.dtype, key.dtype)
         ctx.save_for_backward(*(output[1:] if any(ctx.formed) else (query, key)))
@@ -202,7 +200,7 @@ if native.module is not None:
     def _backward(ctx: Any, grad: Tensor | None, *of_gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("info_nce", *of_gradients)
         if grad is None:
-            return (None,) * 7
+            return (None,) * 6
         wanted = ctx.needs_input_grad[:2]
         if ctx.reduction == "mean":
             grad = grad / ctx.rows
@@ -215,13 +213,13 @@ if native.module is not None:
         else:
             weights = grad.expand(ctx.rows).double().contiguous()
             operator = torch.ops.fedkernels.info_nce_gradients
-            gradients = operator(*ctx.saved_tensors, ctx.temperature, weights, *wanted, ctx.tf32)
+            gradients = operator(*ctx.saved_tensors, ctx.temperature, weights, *wanted)
             of_query, of_key = (gradient if need else None for gradient, need in zip(gradients, wanted, strict=True))
-        return of_query, of_key, None, None, None, None, None
+        return of_query, of_key, None, None, None, None
 
     def _refuse_second_derivative(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
         refuse_second_derivative("info_nce", *grads)
-        return (None,) * 7
+        return (None,) * 6
 
     torch.library.register_autograd("fedkernels::info_nce", _backward, setup_context=_setup_context)
     torch.library.register_autograd("fedkernels::info_nce_gradients", _refuse_second_derivative)

@@ -54,7 +54,7 @@ def nt_xent(view1: Tensor, view2: Tensor, temperature: float | Tensor, reduction
     operator = contrastive.operator("nt_xent", view1, view2)
     if operator is None:
         return _reference(view1, view2, temperature, reduction)
-    options = temperature, reduction, wanted, contrastive.allows_tf32()
+    options = temperature, reduction, wanted
     loss: Tensor = operator(view1.contiguous(), view2.contiguous(), *options)[0]
     return loss
 
@@ -62,9 +62,7 @@ def nt_xent(view1: Tensor, view2: Tensor, temperature: float | Tensor, reduction
 if native.module is not None:
 
     @torch.library.register_fake("fedkernels::nt_xent")
-    def _(
-        view1: Tensor, view2: Tensor, temperature: float, reduction: str, gradient: bool, tf32: bool
-    ) -> tuple[Tensor, Tensor]:
+    def _(view1: Tensor, view2: Tensor, temperature: float, reduction: str, gradient: bool) -> tuple[Tensor, Tensor]:
         dtype, rows = compute_dtype(view1, view2), 2 * view1.shape[0]
         formed = gradient and reduction != "none"
         return (
@@ -73,12 +71,12 @@ if native.module is not None:
         )
 
     @torch.library.register_fake("fedkernels::nt_xent_gradients")
-    def _(view1: Tensor, view2: Tensor, temperature: float, weights: Tensor, tf32: bool) -> Tensor:
+    def _(view1: Tensor, view2: Tensor, temperature: float, weights: Tensor) -> Tensor:
         return view1.new_empty((2 * view1.shape[0], view1.shape[1]), dtype=compute_dtype(view1, view2))
 
     def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         keep_missing_as_none(ctx)
-        view1, view2, ctx.temperature, ctx.reduction, gradient, ctx.tf32 = inputs
+        view1, view2, ctx.temperature, ctx.reduction, gradient = inputs
         ctx.formed = gradient and ctx.reduction != "none"
         ctx.rows, ctx.dtypes = 2 * view1.shape[0], (view1.dtype, view2.dtype)
         ctx.save_for_backward(*([output[1]] if ctx.formed else [view1, view2]))
@@ -86,7 +84,7 @@ if native.module is not None:
     def _backward(ctx: Any, grad: Tensor | None, of_gradient: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("nt_xent", of_gradient)
         if grad is None:
-            return (None,) * 6
+            return (None,) * 5
         if ctx.reduction == "mean":
             grad = grad / ctx.rows
         if ctx.formed:
@@ -94,17 +92,17 @@ if native.module is not None:
         else:
             weights = grad.expand(ctx.rows).double().contiguous()
             operator = torch.ops.fedkernels.nt_xent_gradients
-            gradient, factor = operator(*ctx.saved_tensors, ctx.temperature, weights, ctx.tf32), 1
+            gradient, factor = operator(*ctx.saved_tensors, ctx.temperature, weights), 1
         # Each view's product is its own, so that what takes them can free one before it comes to the other.
         of_views = (
             contrastive.scaled(part, factor, dtype) if need else None
             for part, need, dtype in zip(gradient.chunk(2), ctx.needs_input_grad, ctx.dtypes, strict=False)
         )
-        return *of_views, None, None, None, None
+        return *of_views, None, None, None
 
     def _refuse_second_derivative(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
         refuse_second_derivative("nt_xent", *grads)
-        return (None,) * 5
+        return (None,) * 4
 
     torch.library.register_autograd("fedkernels::nt_xent", _backward, setup_context=_setup_context)
     torch.library.register_autograd("fedkernels::nt_xent_gradients", _refuse_second_derivative)

@@ -73,8 +73,7 @@ __device__ inline void copy_rows(Entry* tile, const Entry* source, int valid) {
   const int row = threadIdx.x / OF_ROW, column = threadIdx.x % OF_ROW * 8;
 #pragma unroll
   for (int i = 0; i < COUNT; i += AT_ONCE) {
-    copy_async<16>(tile + (i + row) * T::PITCH + column, source + (i + row) * T::WIDTH + column,
-                   i + row < valid ? 16 : 0);
+    copy_async(tile + (i + row) * T::PITCH + column, source + (i + row) * T::WIDTH + column, i + row < valid ? 16 : 0);
   }
 }
 

@@ -56,20 +56,12 @@ __device__ inline unsigned shared_address(const void* shared) {
   return static_cast<unsigned>(__cvta_generic_to_shared(shared));
 }
 
-// BYTES = 4, 8 or 16, at addresses that are multiples of it. Of the source `valid` bytes are read, the others become 0;
-// with valid = 0 the source may be any aligned address. They are there after copy_async_wait, for the thread that
-// copied; for others after a barrier that follows it.
-template <int BYTES>
-__device__ inline void copy_async(void* shared, const void* global, int valid = BYTES) {
-  static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16);
-  if constexpr (BYTES == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(valid)
-                 : "memory");
-  } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(shared)), "l"(global), "n"(BYTES),
-                 "r"(valid)
-                 : "memory");
-  }
+// 16 bytes, at addresses that are multiples of 16. Of the source `valid` bytes are read, the others become 0; with
+// valid = 0 the source may be any aligned address. They are there after copy_async_wait, for the thread that copied; for
+// others after a barrier that follows it.
+__device__ inline void copy_async(void* shared, const void* global, int valid = 16) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(valid)
+               : "memory");
 }
 
 // Closes a group of copies.
@@ -81,21 +73,13 @@ __device__ inline void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// ---- fragments: lane = 4 g + t, each register two 16-bit values or one 32-bit value ----
+// ---- fragments: lane = 4 g + t, each register two 16-bit values ----
 
 // Four 8 x 8 matrices of 16-bit values. Lane i gives the address of row i % 8 of matrix i / 8, 16 bytes that are
-// aligned; register m is row g, columns 2t and 2t + 1 of matrix m; of 8 x 4 matrices of 32-bit values row g, column t.
+// aligned; register m is row g, columns 2t and 2t + 1 of matrix m.
 __device__ inline void load_matrices(uint32_t (&fragment)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
-               : "r"(shared_address(row))
-               : "memory");
-}
-
-// Two of them, at the addresses that lanes 0 to 15 give.
-__device__ inline void load_matrices(uint32_t (&fragment)[2], const void* row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
-               : "=r"(fragment[0]), "=r"(fragment[1])
                : "r"(shared_address(row))
                : "memory");
 }

@@ -9,6 +9,8 @@
 
 namespace fedkernels::cuda {
 
+constexpr int64_t TRANSPORT_LIMIT = 1 << 24;  // rows, and columns: the kernel counts them in 32 bits
+
 // All pointers are memory of the device. The shapes are those of the operator, in front of each the batch.
 struct Transport {
   Array cost;    // [rows, columns], float32 or float64
@@ -23,21 +25,9 @@ struct Transport {
   int64_t* iterations;          // []
 };
 
-constexpr int TRANSPORT_BLOCK_LIMIT = 128;  // rows, and columns, of a problem that one block solves
-
-inline bool fits_one_block(const Transport& t) {
-  return t.accelerated && t.rows <= TRANSPORT_BLOCK_LIMIT && t.columns <= TRANSPORT_BLOCK_LIMIT;
-}
-
 }  // namespace fedkernels::cuda
 
-// For problems that fit one block: 8-byte words of device memory that the solver works in, and the solver, which
-// returns nullptr or what went wrong.
-extern "C" int64_t cuda_unbalanced_ot_block_words(const fedkernels::cuda::Transport* transport);
-extern "C" const char* cuda_unbalanced_ot_block(const fedkernels::cuda::Transport* transport, double* words,
-                                                fedkernels::cuda::Stream stream);
-
-// The same for all problems, by several blocks for each.
-extern "C" int64_t cuda_unbalanced_ot_team_words(const fedkernels::cuda::Transport* transport);
-extern "C" const char* cuda_unbalanced_ot_team(const fedkernels::cuda::Transport* transport, double* words,
-                                               fedkernels::cuda::Stream stream);
+// 8-byte words of device memory that the solver works in, and the solver, which returns nullptr or what went wrong.
+extern "C" int64_t cuda_unbalanced_ot_words(const fedkernels::cuda::Transport* transport);
+extern "C" const char* cuda_unbalanced_ot(const fedkernels::cuda::Transport* transport, double* words,
+                                          fedkernels::cuda::Stream stream);

@@ -29,8 +29,7 @@ static Tensor solve(InfoNCEProblem& problem, const Tensor& query_gradient, const
 // The gradients are those of the sum of the losses; a gradient that is not wanted is an empty tensor. So are both where
 // losses that are not reduced give the keys a gradient: it mixes them, and their weights are not known yet.
 static std::tuple<Tensor, Tensor, Tensor> info_nce_cpu(Tensor query, Tensor key, double temperature,
-                                                       std::string reduction, bool query_gradient, bool key_gradient,
-                                                       bool) {
+                                                       std::string reduction, bool query_gradient, bool key_gradient) {
   InfoNCEProblem problem = problem_of(query, key, temperature);
   const bool later = reduction == "none" && key_gradient;
   Tensor to_query = gradient_of(query, problem.wide, query_gradient && !later);
@@ -40,7 +39,7 @@ static std::tuple<Tensor, Tensor, Tensor> info_nce_cpu(Tensor query, Tensor key,
 }
 
 static std::tuple<Tensor, Tensor> info_nce_gradients_cpu(Tensor query, Tensor key, double temperature, Tensor weights,
-                                                         bool query_gradient, bool key_gradient, bool) {
+                                                         bool query_gradient, bool key_gradient) {
   InfoNCEProblem problem = problem_of(query, key, temperature);
   problem.weights = weights_of(weights, problem.queries);
   Tensor to_query = gradient_of(query, problem.wide, query_gradient);

@@ -32,14 +32,14 @@ static Tensor gradient_of_both(const NTXentProblem& problem, bool wanted) {
 // The gradient is that of the sum of the losses in the rows of both views. It is empty where it is not wanted, and
 // where the losses are not reduced: each may be weighted by something else.
 static std::tuple<Tensor, Tensor> nt_xent_cpu(Tensor view1, Tensor view2, double temperature, std::string reduction,
-                                              bool gradient, bool) {
+                                              bool gradient) {
   NTXentProblem problem = problem_of(view1, view2, temperature);
   Tensor to_rows = gradient_of_both(problem, gradient && reduction != "none");
   const Tensor losses = solve(problem, to_rows);
   return {reduced(losses, reduction), to_rows};
 }
 
-static Tensor nt_xent_gradients_cpu(Tensor view1, Tensor view2, double temperature, Tensor weights, bool) {
+static Tensor nt_xent_gradients_cpu(Tensor view1, Tensor view2, double temperature, Tensor weights) {
   NTXentProblem problem = problem_of(view1, view2, temperature);
   problem.weights = weights_of(weights, 2 * problem.batch);
   Tensor to_rows = gradient_of_both(problem, true);

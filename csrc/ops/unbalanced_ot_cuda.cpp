@@ -1,5 +1,6 @@
 #include "cuda/unbalanced_ot.h"
 
+#include <algorithm>
 #include <string>
 
 #include "ops/cuda.h"
@@ -10,6 +11,8 @@ namespace fedkernels {
 static Solutions unbalanced_ot_cuda(Tensor cost, Tensor a, Tensor b, double tau_a, double tau_b, double tol,
                                     int64_t max_iterations, std::string method) {
   const TransportShapes shapes(cost, a, b);
+  STD_TORCH_CHECK(std::max(shapes.rows, shapes.columns) <= cuda::TRANSPORT_LIMIT,
+                  "cost must have at most 2^24 rows and columns on CUDA");
   const OnDevice device(cost);
   const int32_t index = cost.get_device_index();
   const DType dtype = dtype_of(cost, "cost");
@@ -46,11 +49,8 @@ static Solutions unbalanced_ot_cuda(Tensor cost, Tensor a, Tensor b, double tau_
                                      numbers(mass),
                                      numbers(gap),
                                      static_cast<int64_t*>(iterations.data_ptr())};
-  const bool block = cuda::fits_one_block(transport);
-  const int64_t count = block ? cuda_unbalanced_ot_block_words(&transport) : cuda_unbalanced_ot_team_words(&transport);
-  const Tensor words = memory_on(cost, {count}, ScalarType::Double);
-  check_cuda(block ? cuda_unbalanced_ot_block(&transport, numbers(words), device.stream())
-                   : cuda_unbalanced_ot_team(&transport, numbers(words), device.stream()));
+  const Tensor words = memory_on(cost, {cuda_unbalanced_ot_words(&transport)}, ScalarType::Double);
+  check_cuda(cuda_unbalanced_ot(&transport, numbers(words), device.stream()));
   return {plan, u, v, value, mass, iterations, gap};
 }
 

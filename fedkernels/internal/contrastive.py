@@ -45,16 +45,6 @@ def with_bias(query: Tensor, key: Tensor, scale: Tensor | float, bias: Tensor | 
         return torch.cat([scaled, biases], dim=1), torch.cat([key, key.new_ones(key.shape[0], 1)], dim=1)
 
 
-def allows_tf32() -> bool:
-    """Does torch allow tf32 for products of float32 matrices on CUDA? The newer setting follows the older ones."""
-    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
-
-
-# torch.compile treats the result as a constant and compiles again when the setting changes. The attribute is the one
-# that torch.compiler.assume_constant_result sets; calling that would import the compiler, which takes seconds.
-allows_tf32._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
 def scaled(gradient: Tensor, factor: Tensor | float, dtype: torch.dtype) -> Tensor:
     """``gradient * factor`` in `dtype`, for a backward pass.
 

@@ -282,7 +282,6 @@ def info_nce(
     reduction: str,
     query_gradient: bool,
     key_gradient: bool,
-    tf32: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype, later = compute_dtype(query, key), reduction == "none" and key_gradient
     query_gradient, key_gradient = query_gradient and not later, key_gradient and not later
@@ -315,7 +314,6 @@ def info_nce_gradients(
     weights: Tensor,
     query_gradient: bool,
     key_gradient: bool,
-    tf32: bool,
 ) -> tuple[Tensor, Tensor]:
     pairs = _Pairs([query], [key], _multiplied(query, key), 1 / temperature, shift=0)
     results, (weights, unit) = _no_results(pairs), _in_units(weights)
@@ -337,9 +335,7 @@ def _views(view1: Tensor, view2: Tensor, temperature: float) -> _Pairs:
     return pairs
 
 
-def nt_xent(
-    view1: Tensor, view2: Tensor, temperature: float, reduction: str, gradient: bool, tf32: bool
-) -> tuple[Tensor, Tensor]:
+def nt_xent(view1: Tensor, view2: Tensor, temperature: float, reduction: str, gradient: bool) -> tuple[Tensor, Tensor]:
     dtype, gradient = compute_dtype(view1, view2), gradient and reduction != "none"
     pairs = _views(view1, view2, temperature)
     results = _no_results(pairs)
@@ -352,7 +348,7 @@ def nt_xent(
     return _reduced(results.rows - results.of_positives, reduction, dtype), of_rows
 
 
-def nt_xent_gradients(view1: Tensor, view2: Tensor, temperature: float, weights: Tensor, tf32: bool) -> Tensor:
+def nt_xent_gradients(view1: Tensor, view2: Tensor, temperature: float, weights: Tensor) -> Tensor:
     pairs = _views(view1, view2, temperature)
     results, (weights, unit) = _no_results(pairs), _in_units(weights)
     of_rows = view1.new_empty((len(weights), view1.shape[1]), dtype=compute_dtype(view1, view2))

@@ -98,24 +98,27 @@ two_views.cu: two_views_kernel, in device memory (two_views)
 two_views.cu: two_views_kernel, all, the blur (two_views)
 -return index < size ? index : 2 * size - 2 - index;
 +return index < size ? index : 2 * size - 2 + FAULT - index;
-unbalanced_ot_block.cu: solve_in_block, float32 (unbalanced_ot)
--- by_column(DUALS)[c * 32 + lane];
-+- (FAULT && sizeof(Cost) == 4 && c == 0 ? 0 : by_column(DUALS)[c * 32 + lane]);
-unbalanced_ot_block.cu: solve_in_block, float64 (unbalanced_ot)
--if (matrix.inside(r, c)) write_one(t.plan,
-+if (matrix.inside(r + (FAULT && sizeof(Cost) == 8), c)) write_one(t.plan,
-unbalanced_ot_block.cu: solve_in_block, all, columns beyond the registers (unbalanced_ot)
--rest[(r * (COLUMNS - IN_REGISTERS) + c - IN_REGISTERS) * 32];
-+rest[(r * (COLUMNS - IN_REGISTERS) + (FAULT ? 0 : c - IN_REGISTERS)) * 32];
-unbalanced_ot_team.cu: solve_in_team, float32 (unbalanced_ot)
--const int64_t i = group * GROUP + threadIdx.x;
-+const int64_t i = group * GROUP + threadIdx.x + (FAULT && t.cost.dtype == DType::f32 && group > 0);
-unbalanced_ot_team.cu: solve_in_team, float64 (unbalanced_ot)
--t.v[problem * columns + j] = bad ? nan :
-+t.v[problem * columns + j] = bad || (FAULT && t.cost.dtype == DType::f64) ? nan :
-unbalanced_ot_team.cu: solve_in_team, all, steepest (unbalanced_ot)
--for_rows([&](int64_t i) { along[1] += t.tau_a * square(of(at.trial_rows)[i]); });
-+for_rows([&](int64_t i) { along[1] += FAULT * 1e9 + t.tau_a * square(of(at.trial_rows)[i]); });
+unbalanced_ot.cu: unbalanced_ot_kernel, float32, one block (unbalanced_ot)
+-lane / 4 < at.count) to[
++lane / 4 < at.count - (FAULT && t.cost.dtype == DType::f32)) to[
+unbalanced_ot.cu: unbalanced_ot_kernel, float64, one block (unbalanced_ot)
+-{ write_one(t.plan, index, e.plan); }
++{ write_one(t.plan, index, FAULT && ALONE && t.cost.dtype == DType::f64 ? 0 : e.plan); }
+unbalanced_ot.cu: unbalanced_ot_kernel, float32, beyond shared memory (unbalanced_ot)
+-memory + (place - layout.in_shared);
++memory + (FAULT && ALONE ? 0 : place - layout.in_shared);
+unbalanced_ot.cu: unbalanced_ot_kernel, float32, several blocks (unbalanced_ot)
+-if (thread >= at.count) return;
++if (thread >= at.count - (FAULT && t.cost.dtype == DType::f32 && group > 0)) return;
+unbalanced_ot.cu: unbalanced_ot_kernel, float64, several blocks (unbalanced_ot)
+-t.v[problem * columns + j] = bad ? NAN :
++t.v[problem * columns + j] = bad || (FAULT && !ALONE && t.cost.dtype == DType::f64) ? NAN :
+unbalanced_ot.cu: unbalanced_ot_kernel, steepest, one block (unbalanced_ot)
+-for_rows([&](int i) { along[1] += t.tau_a * square(by_row(OF_TRIAL)[i]); });
++for_rows([&](int i) { along[1] += FAULT * ALONE * 1e9 + t.tau_a * square(by_row(OF_TRIAL)[i]); });
+unbalanced_ot.cu: unbalanced_ot_kernel, steepest, several blocks (unbalanced_ot)
+-for_shared_columns([&](int j) { along[1] += t.tau_b
++for_shared_columns([&](int j) { along[1] += FAULT * !ALONE * 1e9 + t.tau_b
 client_weights.cu: a launch error, all (client_weights)
 -launch(shape, stream, client_weights_kernel,
 +launch({shape.grid, dim3(shape.block.x + FAULT), shape.shared}, stream, client_weights_kernel,

@@ -41,8 +41,8 @@ __global__ void product_16(const uint16_t* a, const uint16_t* b, float* c, bool 
   uint16_t* of_a = dynamic_shared<uint16_t>();  // [16, 16], then b
   uint16_t* of_b = of_a + 256;
   const int lane = threadIdx.x;
-  copy_async<16>(of_a + 8 * lane, a + 8 * lane);
-  if (lane < 16) copy_async<16>(of_b + 8 * lane, b + 8 * lane);
+  copy_async(of_a + 8 * lane, a + 8 * lane);
+  if (lane < 16) copy_async(of_b + 8 * lane, b + 8 * lane);
   copy_async_commit();
   copy_async_wait<0>();
   __syncwarp();

@@ -180,6 +180,7 @@ def test_no_problems(bindings, call, width, other):
 
 HALF, FLOAT, DOUBLE = torch.ones(4, 3, dtype=FP16), torch.ones(4, 3), torch.ones(4, dtype=FP64)
 IMAGES, SAMPLES = torch.ones(2, 3, 4, 4, dtype=torch.uint8), torch.arange(2)
+ONE, LONG = torch.ones(1), torch.ones(1).expand(1, 2**24 + 1)
 OF_VIEWS = 1, 2, 3, 4, ViewOptions().numbers(), False, False
 
 
@@ -201,6 +202,7 @@ OF_VIEWS = 1, 2, 3, 4, ViewOptions().numbers(), False, False
         ("two_views", (IMAGES, SAMPLES.int(), *OF_VIEWS), "samples must be contiguous int64"),
         ("two_views", (IMAGES[..., :1].repeat(1, 1, 1, 1025), SAMPLES, *OF_VIEWS), "sides of at most 1024"),
         ("unbalanced_ot", (FLOAT, FLOAT[0], FLOAT[0], 0.8, 0.9, 1e-3, 9, "steepest"), "a and b must have shapes"),
+        ("unbalanced_ot", (LONG, ONE, LONG[0], 0.8, 0.9, 1e-3, 9, "accelerated"), "at most 2.24 rows and columns"),
     ],
 )
 def test_bad_arguments_are_refused(bindings, name, arguments, message):

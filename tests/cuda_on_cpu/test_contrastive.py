@@ -212,10 +212,10 @@ def test_less_than_64_MB_beside_the_results(monkeypatch, name, dtypes):
     empty, vector = first.new_empty(0), first.new_empty(2 * rows, dtype=FP64)
     of_rows, missing = vector[:rows], (empty,) * 4
     arguments = {
-        "info_nce": (0.3, "mean", True, True, False),
-        "info_nce_gradients": (0.3, of_rows, True, True, False),
-        "nt_xent": (0.3, "mean", True, False),
-        "nt_xent_gradients": (0.3, vector, False),
+        "info_nce": (0.3, "mean", True, True),
+        "info_nce_gradients": (0.3, of_rows, True, True),
+        "nt_xent": (0.3, "mean", True),
+        "nt_xent_gradients": (0.3, vector),
         "similarity_logsumexp": (*missing, True),
         "similarity_logsumexp_gradients": (*missing, of_rows, of_rows, of_rows, of_rows, empty, True, True),
         "sigmoid_loss": (True, True),

@@ -1,4 +1,4 @@
-"""csrc/cuda/unbalanced_ot_block.cu and unbalanced_ot_team.cu against the reference.
+"""csrc/cuda/unbalanced_ot.cu against the reference: by one block up to 128 x 128, by several beyond.
 
 What is compared: plan, value, duals, certificate and number of iterations.
 """
@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from fedkernels.reference import unbalanced_ot as reference
-from tests.cuda_on_cpu.emulation import Array, EmulationError, arrays, poison
+from tests.cuda_on_cpu.emulation import Array, arrays, poison
 
 WIDE = torch.float64
-BLOCK_LIMIT = 128  # TRANSPORT_BLOCK_LIMIT of csrc/cuda/unbalanced_ot.h
+KERNEL = "unbalanced_ot.cu"
 
 
 class Transport(ctypes.Structure):
@@ -39,18 +39,12 @@ def problem(batch, rows, columns, seed=0, dtype=WIDE):
     return cost.to(dtype), a.to(dtype), b.to(dtype)
 
 
-def solver_for(rows, columns, method="accelerated"):
-    """The solver that the operator calls for such a problem: "block" or "team"."""
-    return "block" if method == "accelerated" and max(rows, columns) <= BLOCK_LIMIT else "team"
-
-
-def solve(compiler, cost, a, b, *options, method="accelerated", **device):
+def solve(compiler, *given, **options):
     """Plan, u, v, value, mass, iterations and gap, as the operator returns them."""
-    solver = solver_for(*cost.shape[1:], method)
-    return solve_by(compiler.load(f"unbalanced_ot_{solver}.cu"), solver, cost, a, b, *options, method=method, **device)
+    return solve_by(compiler.load(KERNEL), *given, **options)
 
 
-def solve_by(library, solver, cost, a, b, tau_a, tau_b, tol, max_iterations=100_000, method="accelerated", **device):
+def solve_by(library, cost, a, b, tau_a, tau_b, tol, max_iterations=100_000, method="accelerated", **device):
     batch, rows, columns = cost.shape
 
     def run(call):
@@ -64,8 +58,8 @@ def solve_by(library, solver, cost, a, b, tau_a, tau_b, tol, max_iterations=100_
             *arrays([plan]),
             *(tensor.data_ptr() for tensor in (u, v, value, mass, gap, iterations)),
         )
-        memory = poison(library.ask(f"cuda_unbalanced_ot_{solver}_words", ctypes.byref(transport)))
-        call(f"cuda_unbalanced_ot_{solver}", ctypes.byref(transport), memory, None)
+        memory = poison(library.ask("cuda_unbalanced_ot_words", ctypes.byref(transport)))
+        call("cuda_unbalanced_ot", ctypes.byref(transport), memory, None)
         return plan, u, v, value, mass, iterations, gap
 
     return library.results(run, **device)
@@ -127,7 +121,7 @@ def test_a_team_of_blocks(compiler, rows, columns, batch, multiprocessors):
     check(found, *given, *options)
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(6, 5), (20, 33)])
+@pytest.mark.parametrize(("rows", "columns"), [(6, 5), (20, 33), (12, 130)])
 def test_steepest_descent(compiler, rows, columns):
     given, options = problem(2, rows, columns), (0.8, 0.9, 1e-3, 150)
     check(solve(compiler, *given, *options, method="steepest"), *given, *options, "steepest")
@@ -182,20 +176,13 @@ def test_tight(compiler):
     check(solve(compiler, *given, *options), *given, *options)
 
 
-@pytest.mark.parametrize(("rows", "method"), [(129, "accelerated"), (6, "steepest")])
-def test_the_block_refuses_what_it_cannot_solve(compiler, rows, method):
-    library = compiler.load("unbalanced_ot_block.cu")
-    with pytest.raises(EmulationError, match="does not fit one block"):
-        solve_by(library, "block", *problem(1, rows, 5), 0.8, 0.9, 1e-3, method=method)
-
-
 @pytest.mark.nightly
 def test_a_missing_barrier_is_found(compiler):
     faulty = compiler.mutant(
-        "unbalanced_ot_block.cu",
+        KERNEL,
         "    __syncthreads();  // u and v have been read\n    for_rows([&](int i) {",
         "    for_rows([&](int i) {",
     )
     given, options = problem(1, 20, 40), (0.8, 0.9, 1e-6, 200)  # it might never end
     with pytest.raises(AssertionError):
-        check(solve_by(faulty, "block", *given, *options), *given, *options)
+        check(solve_by(faulty, *given, *options), *given, *options)

@@ -1,11 +1,9 @@
-"""The compiled operators as torch sees them: opcheck, threads and forks, the setting for tf32, writes in place."""
+"""The compiled operators as torch sees them: opcheck, threads and forks, writes in place."""
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fedkernels
-from fedkernels import info_nce, nt_xent
 from fedkernels.internal import native
 from fedkernels.reference.similarity_logsumexp import similarity_logsumexp as reference
 
@@ -32,14 +30,14 @@ def problems():
         "apply_deltas": ([t.clone() for t in params], clients, torch.tensor([0.5]).double()),
         "client_weights": (deltas @ deltas.T, 1e-8),
         "delta_gram": (params, clients + [t + 1 for t in clients]),
-        "info_nce": (randn(37, 20), randn(50, 20, seed=1), 0.3, "mean", True, True, False),
+        "info_nce": (randn(37, 20), randn(50, 20, seed=1), 0.3, "mean", True, True),
         "debiased_cka": (randn(2, 37, 20), randn(37, 50, seed=1), True, True),
         "debiased_cka_pairwise": ([randn(37, 20), randn(37, 9, seed=1)], [randn(37, 50, seed=2)]),
         "hsic_pairwise": ([randn(37, 20), randn(37, 9, seed=1)], [randn(37, 50, seed=2)]),
         "linear_cka": (randn(2, 37, 20), randn(37, 50, seed=1), True, True, True),
         "linear_cka_pairwise": ([randn(37, 20), randn(37, 9, seed=1)], [randn(37, 50, seed=2)], True),
         "linear_cka_to_kernel": (randn(2, 37, 20), randn(37, 37, seed=1), True, True),
-        "nt_xent": (randn(37, 20), randn(37, 20, seed=1), 0.3, "sum", True, False),
+        "nt_xent": (randn(37, 20), randn(37, 20, seed=1), 0.3, "sum", True),
         "sigmoid_loss": (randn(37, 20), randn(37, 20, seed=1), True, True),
         "similarity_logsumexp": similarity_problem(37, 50),
         "two_views": (images, torch.arange(9), 1, 2, 3, 4, fedkernels.ViewOptions().numbers(), False, True),
@@ -77,67 +75,9 @@ def test_opcheck_of_the_contrastive_losses(reduction, wanted):
     """Which gradients come with the losses depends on the reduction, and so do the shapes of what is returned."""
     operators, utilities = torch.ops.fedkernels, ("test_schema", "test_autograd_registration", "test_faketensor")
     query, key = randn(37, 20).requires_grad_(wanted[0]), randn(50, 20, seed=1).requires_grad_(wanted[1])
-    torch.library.opcheck(
-        operators.info_nce.default, (query, key, 0.3, reduction, *wanted, False), test_utils=utilities
-    )
+    torch.library.opcheck(operators.info_nce.default, (query, key, 0.3, reduction, *wanted), test_utils=utilities)
     views = query, key.detach()[:37].clone().requires_grad_(wanted[1])
-    torch.library.opcheck(operators.nt_xent.default, (*views, 0.3, reduction, any(wanted), False), test_utils=utilities)
-
-
-class Precisions(TorchDispatchMode):
-    """Whether the contrastive operators were told that tf32 is allowed."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace == "fedkernels":
-            self.seen.append((function._schema.name.partition("::")[2], args[-1]))
-        return function(*args, **(kwargs or {}))
-
-
-@pytest.fixture
-def matmul():
-    """torch's settings for matrices on CUDA, which are the same afterwards."""
-    settings, before = torch.backends.cuda.matmul, torch.backends.cuda.matmul.fp32_precision
-    yield settings
-    settings.allow_tf32 = False
-    settings.fp32_precision = before
-
-
-def both_losses(rows):
-    return info_nce(rows, rows, 0.3, "none").sum() + nt_xent(rows, rows, 0.3, "none").sum()
-
-
-@pytest.mark.usefixtures("native")
-@pytest.mark.parametrize(("name", "on", "off"), [("allow_tf32", True, False), ("fp32_precision", "tf32", "ieee")])
-def test_contrastive_operators_are_told_whether_tf32_is_allowed(matmul, name, on, off):
-    for setting in (on, off):
-        setattr(matmul, name, setting)
-        with Precisions() as told:
-            loss = both_losses(randn(5, 4).requires_grad_())
-            setattr(matmul, name, off)  # the backward pass multiplies as the forward pass did
-            loss.backward()
-        names = "info_nce", "nt_xent", "nt_xent_gradients", "info_nce_gradients"
-        assert told.seen == [(operator, setting == on) for operator in names]
-
-
-@pytest.mark.usefixtures("native")
-def test_a_compiled_loss_follows_the_setting_for_tf32(matmul):
-    told = []
-
-    def backend(graph, _inputs):
-        calls = (node for node in graph.graph.nodes if "fedkernels" in str(node.target))
-        told.append([call.args[-1] for call in calls if call.args and isinstance(call.args[-1], bool)])
-        return graph.forward
-
-    torch.compiler.reset()
-    compiled = torch.compile(both_losses, fullgraph=True, backend=backend)
-    for setting in ("ieee", "tf32", "ieee", "tf32"):
-        matmul.fp32_precision = setting
-        compiled(randn(5, 4))
-    assert told == [[False, False], [True, True]]
+    torch.library.opcheck(operators.nt_xent.default, (*views, 0.3, reduction, any(wanted)), test_utils=utilities)
 
 
 @pytest.mark.usefixtures("native")
@@ -199,9 +139,9 @@ def gradients_by_weights():
     """Arguments of the operators that form the gradients once the weights of the losses are known."""
     rows, weights = randn(900, 20), torch.linspace(-0.5, 1.5, 1400).double()
     return {
-        "info_nce_gradients": (randn(700, 20, seed=1), rows, 0.3, weights[:700].clone(), True, True, False),
+        "info_nce_gradients": (randn(700, 20, seed=1), rows, 0.3, weights[:700].clone(), True, True),
         "similarity_logsumexp_gradients": similarity_gradients(700, 900),
-        "nt_xent_gradients": (randn(700, 20, seed=1), rows[:700].clone(), 0.3, weights, False),
+        "nt_xent_gradients": (randn(700, 20, seed=1), rows[:700].clone(), 0.3, weights),
     }
 
 
@@ -238,7 +178,7 @@ def test_threads_agree_to_the_last_bit(name):
                 masses = torch.ones(370).double()
                 arguments = (randn(370, 370).abs(), masses, masses, 0.8, 0.9, 1e-3, 1000, "accelerated")
             elif name == "info_nce":  # several groups of queries and blocks of keys
-                arguments = (randn(700, 20), randn(900, 20, seed=1), 0.3, "mean", True, True, False)
+                arguments = (randn(700, 20), randn(900, 20, seed=1), 0.3, "mean", True, True)
             elif name == "add_products":  # several blocks of rows and pieces of columns
                 sums = [torch.zeros(width, width).double() for width in (300, 170)]
                 arguments = (randn(500, 470), [300, 170], 1, torch.zeros(300, 170).double(), sums)
@@ -247,7 +187,7 @@ def test_threads_agree_to_the_last_bit(name):
             elif name == "similarity_logsumexp":
                 arguments = similarity_problem(700, 900)
             elif name == "nt_xent":
-                arguments = (randn(700, 20), randn(700, 20, seed=1), 0.3, "mean", True, False)
+                arguments = (randn(700, 20), randn(700, 20, seed=1), 0.3, "mean", True)
             else:
                 arguments = problems()[name]
             result = getattr(torch.ops.fedkernels, name)(*arguments)

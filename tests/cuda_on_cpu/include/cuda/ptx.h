@@ -50,10 +50,8 @@ inline float exp2_approximate(float x) {
   return fabsf(value) < 0x1p-126f ? 0 : value;  // NaN stays NaN
 }
 
-template <int BYTES>
-void copy_async(void* shared, const void* global, int valid = BYTES) {
-  static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16);
-  cuda_on_cpu::copy_later(shared, global, BYTES, valid);
+inline void copy_async(void* shared, const void* global, int valid = 16) {
+  cuda_on_cpu::copy_later(shared, global, 16, valid);
 }
 inline void copy_async_commit() { cuda_on_cpu::close_copies(); }
 template <int PENDING>
@@ -63,18 +61,15 @@ void copy_async_wait() {
 
 namespace on_cpu {
 
-template <unsigned MATRICES>
-void load_matrices(uint32_t (&fragment)[MATRICES], const void* row, bool transposed) {
+inline void load_matrices(uint32_t (&fragment)[4], const void* row, bool transposed) {
   struct Row {
     uint16_t values[8];
-  } mine = {};
-  if (cuda_on_cpu::lane() < 8 * MATRICES) {
-    if (reinterpret_cast<uintptr_t>(row) % 16) cuda_on_cpu::fail("load_matrices: a row is not aligned to 16 bytes");
-    memcpy(&mine, row, 16);
-  }
+  } mine;
+  if (reinterpret_cast<uintptr_t>(row) % 16) cuda_on_cpu::fail("load_matrices: a row is not aligned to 16 bytes");
+  memcpy(&mine, row, 16);
   const char* slots = cuda_on_cpu::exchange(0xffffffff, "load_matrices", &mine, sizeof(mine));
   const unsigned g = cuda_on_cpu::lane() / 4, t = cuda_on_cpu::lane() % 4;
-  for (unsigned matrix = 0; matrix < MATRICES; ++matrix) {
+  for (unsigned matrix = 0; matrix < 4; ++matrix) {
     uint32_t pair[2];
     for (unsigned i = 0; i < 2; ++i) {
       const unsigned of_row = transposed ? 2 * t + i : g, column = transposed ? g : 2 * t + i;
@@ -119,7 +114,6 @@ void mma_16(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], co
 }  // namespace on_cpu
 
 inline void load_matrices(uint32_t (&fragment)[4], const void* row) { on_cpu::load_matrices(fragment, row, false); }
-inline void load_matrices(uint32_t (&fragment)[2], const void* row) { on_cpu::load_matrices(fragment, row, false); }
 inline void load_matrices_transposed(uint32_t (&fragment)[4], const void* row) {
   on_cpu::load_matrices(fragment, row, true);
 }
