@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,10 +13,12 @@ import pytest
 from rich.console import Console
 
 from fedssl.engines.in_process import resume, run
+from fedssl.engines.observers import Observers
 from fedssl.engines.progress import ProgressBars
 from fedssl.engines.time_left import TimeLeft, format_duration, past_seconds
-from fedssl.run_folder.directory import MetricRow, RunDirectory
-from tests.fedssl.conftest import AVERAGED, FEDU2
+from fedssl.run_folder.directory import RunDirectory
+from tests.fedssl.conftest import FEDU2
+from tests.fedssl.engines.stopped_runs import Stopped, StopsAfterRoundOne
 
 
 @dataclass
@@ -218,38 +221,11 @@ def test_on_a_terminal_the_time_left_counts_down_between_events(tiny, new_run):
     assert "left" not in shown.get()
 
 
-class StopsAfterRound1(ProgressBars):
-    def round_ended(self, round_number: int, rows: list[MetricRow]) -> None:
-        super().round_ended(round_number, rows)
-        if round_number == 1:
-            raise KeyboardInterrupt
-
-
-SPEED = r"[\d.,]+ images/s"
-
-
-@pytest.mark.parametrize("method", [AVERAGED, FEDU2 | {"objective": {"name": "byol", "output_features": 16}}])
-def test_a_run_and_its_continuation_tell_speed_and_time_left(tiny, tmp_path, method):
-    recipe = tiny(**method, rounds=3, evaluation={"every": 2, "neighbors": 3, "linear": {"epochs": 1}})
-    bars = StopsAfterRound1(Console(file=io.StringIO(), width=160))
-    with pytest.raises(KeyboardInterrupt):
-        run(recipe, tmp_path / "run", bars)
-    before, first = lines(bars)
-    assert re.fullmatch(r"round 0/3  knn [\d.]+", before)
-    assert re.fullmatch(rf"round 1/3  loss \S+  {SPEED}  \d+ (s|min) left", first)
-
-    bars = ProgressBars(Console(file=io.StringIO(), width=160))
-    resume(tmp_path / "run", bars)
-    second, third = lines(bars)
-    assert re.fullmatch(rf"round 2/3  loss .*  {SPEED}  \d+ (s|min) left", second)
-    assert re.fullmatch(rf"round 3/3  loss .*  {SPEED}", third)
-
-
 class RecordingTimeLeft(TimeLeft):
     """Keeps what it is told of a run."""
 
     def __init__(self) -> None:
-        super().__init__(Clock())
+        super().__init__(time.monotonic)
         self.started: list[tuple] = []
         self.trained: list[tuple] = []
         self.evaluated: list[int] = []
@@ -267,28 +243,41 @@ class RecordingTimeLeft(TimeLeft):
         super().evaluating(number)
 
 
-def recording(kind: type[ProgressBars] = ProgressBars) -> tuple[ProgressBars, RecordingTimeLeft]:
-    bars, recorder = kind(Console(file=io.StringIO())), RecordingTimeLeft()
+def recording() -> tuple[ProgressBars, RecordingTimeLeft]:
+    bars, recorder = ProgressBars(Console(file=io.StringIO(), width=160)), RecordingTimeLeft()
     bars._time_left = recorder
     return bars, recorder
 
 
-def test_an_engine_tells_images_evaluations_and_earlier_rounds(tiny, tmp_path):
-    changes = {"training": {"local_epochs": 2, "batch_size": 8}, "evaluation": {"every": 2, "linear": {"epochs": 1}}}
-    path = tmp_path / "run"
-    stopping, interrupted = recording(StopsAfterRound1)
-    with pytest.raises(KeyboardInterrupt):
-        run(tiny(**AVERAGED, rounds=3, **changes), path, stopping)
-    bars, resumed = recording()
+def test_a_run_and_its_continuation_tell_speed_and_time_left(tiny, tmp_path):
+    """And the engine tells them of images, evaluations and earlier rounds."""
+    path, speed = tmp_path / "run", r"[\d.,]+ images/s"
+    training, evaluation = {"local_epochs": 2, "batch_size": 8}, {"every": 2, "neighbors": 3, "linear": {"epochs": 1}}
+    bars, before = recording()
+    with pytest.raises(Stopped):
+        run(
+            tiny(**FEDU2, rounds=3, training=training, evaluation=evaluation),
+            path,
+            Observers([bars, StopsAfterRoundOne()]),
+        )
+    start, first = lines(bars)
+    assert re.fullmatch(r"round 0/3  knn [\d.]+", start)
+    assert re.fullmatch(rf"round 1/3  loss \S+  {speed}  \d+ (s|min) left", first)
+
+    bars, after = recording()
     directory = resume(path, bars)
+    second, third = lines(bars)
+    assert re.fullmatch(rf"round 2/3  loss .*  {speed}  \d+ (s|min) left", second)
+    assert re.fullmatch(rf"round 3/3  loss .*  {speed}", third)
+
     counts = [sum(map(int, line.split(",")[1:])) for line in (path / "partition.csv").read_text().splitlines()[1:]]
     images = [2 * (count // 8) * 8 for count in counts]
-    assert interrupted.trained + resumed.trained == [(number, images) for number in (1, 2, 3)]
-    assert interrupted.evaluated + resumed.evaluated == [0, 2, 3]
+    assert before.trained + after.trained == [(number, images) for number in (1, 2, 3)]
+    assert before.evaluated + after.evaluated == [0, 2, 3]
     past = past_seconds(directory)
     assert list(past) == [0, 1, 2, 3]
-    assert interrupted.started == [(0, 3, [0, 2, 3], {})]
-    assert resumed.started == [(2, 3, [0, 2, 3], {number: past[number] for number in (0, 1)})]
+    assert before.started == [(0, 3, [0, 2, 3], {})]
+    assert after.started == [(2, 3, [0, 2, 3], {number: past[number] for number in (0, 1)})]
 
 
 def test_nothing_is_trained_where_the_schedule_trains_nothing(tiny, tmp_path):

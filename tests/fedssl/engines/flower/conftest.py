@@ -1,14 +1,18 @@
-"""Fixtures of the Flower engine's tests. Flower is imported inside them: some tests run without it."""
+"""Fixtures of the Flower engine's tests, which are left out where Flower is not installed (pip install .[flower])."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 
 import pytest
 
 from fedssl.recipe.reading import parse_recipe
 from fedssl.recipe.recipe import Recipe
 from tests.fedssl.conftest import tiny_values
+
+if find_spec("flwr") is None:
+    collect_ignore_glob = ["test_*.py"]
 
 WAITS = {"round_seconds": 100, "connect_seconds": 10}
 
@@ -19,6 +23,11 @@ def flower_process() -> None:
     from flwr.supercore.task_identity import TaskIdentity
 
     TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1
+
+
+@pytest.fixture(autouse=True)
+def _flower_process(flower_process) -> None:
+    """For all tests of this folder."""
 
 
 @pytest.fixture

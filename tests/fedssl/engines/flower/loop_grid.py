@@ -7,11 +7,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
-
-pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
-
 from flwr.app import Context, RecordDict
 from flwr.app import Message as FlowerMessage
 from flwr.app.error import Error

@@ -9,14 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
-
 from fedssl.engines import in_process
 from fedssl.engines.flower import wire
 from fedssl.engines.flower.wire import from_records, on_disk, to_shared_records
 from fedssl.messages import Message
 from tests.fedssl.engines.flower.loop_grid import KINDS, run_on, start
-from tests.fedssl.engines.test_in_process import contents
+from tests.fedssl.engines.stopped_runs import contents
 
 
 @pytest.fixture
@@ -69,7 +67,6 @@ def test_without_space_on_the_disk_it_stays_in_memory(every_answer, tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.usefixtures("flower_process")
 @pytest.mark.parametrize("kind", ["hetero_ssfl", "fedu2", "lw_fedssl", "weighted_mean", "lw_fedssl, bfloat16"])
 def test_a_run_with_its_answers_on_the_disk_is_the_one_in_this_process_bit_for_bit(
     kind, tiny, tmp_path, every_answer, monkeypatch

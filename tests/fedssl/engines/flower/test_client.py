@@ -6,16 +6,11 @@ import signal
 
 import pytest
 
-pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
-
-
 from fedssl.engines.flower.client import _site_from_file
 from fedssl.errors import UserError
 from fedssl.method import Method
 from tests.fedssl.conftest import AVERAGED
 from tests.fedssl.engines.flower.loop_grid import run_on, start, write_sites
-
-pytestmark = pytest.mark.usefixtures("flower_process")
 
 
 def test_an_app_that_crashes_is_named(quick, tmp_path, monkeypatch):

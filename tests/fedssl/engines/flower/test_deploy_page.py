@@ -13,8 +13,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
-
 from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.engines.flower.deployment import (
     MARK,

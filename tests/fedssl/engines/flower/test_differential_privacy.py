@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 
-pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
 pytest.importorskip("dp_accounting", reason="dp-accounting is not installed: pip install .[privacy]")
 
 
@@ -19,9 +18,7 @@ from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import AVERAGED, FEDU2
 from tests.fedssl.engines.flower.loop_grid import run_on
 from tests.fedssl.engines.flower.secure_runs import EQUAL, FEDEMA, HUGE, LAYER_WISE, assert_close, start_stages, weights
-from tests.fedssl.engines.test_in_process import metric
-
-pytestmark = pytest.mark.usefixtures("flower_process", "one_thread")
+from tests.fedssl.engines.stopped_runs import metric
 
 
 def test_the_servers_noise_is_scaled_by_the_clients_in_the_mean(tiny):

@@ -9,8 +9,6 @@ import pytest
 import torch
 import yaml
 
-pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
-
 from fedssl.engines.flower.site import load_site, site_federation
 from fedssl.export.embed import embed_images
 from fedssl.export.encoder_folder import export_encoder
@@ -23,7 +21,6 @@ from tests.fedssl.data.image_samples import save_array
 from tests.fedssl.engines.flower.loop_grid import run_on, start, write_sites
 from tests.fedssl.export.finished_runs import write_images
 
-pytestmark = pytest.mark.usefixtures("flower_process")
 DEPLOYED = AVERAGED | {
     "partition": {"name": "sites", "clients": 2},
     "data": {"name": "none", "image_shape": [1, 8, 8]},

@@ -11,8 +11,6 @@ from contextlib import suppress
 
 import pytest
 
-pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
-
 from tests.fedssl.conftest import AVERAGED, METHODS
 from tests.fedssl.engines.flower.deployment import PATIENCE, Deployment, missing_tools
 from tests.fedssl.engines.flower.test_deployment import replay

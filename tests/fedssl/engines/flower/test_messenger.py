@@ -9,9 +9,6 @@ from collections.abc import Iterable
 from types import SimpleNamespace
 
 import pytest
-
-pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
-
 from flwr.app import Array, ConfigRecord, RecordDict
 from flwr.app import Message as FlowerMessage
 from flwr.app.error import Error
@@ -32,8 +29,6 @@ from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from tests.fedssl.conftest import AVERAGED
 from tests.fedssl.engines.flower.loop_grid import WarningRecorder, run_on, start
-
-pytestmark = pytest.mark.usefixtures("flower_process")
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-
-pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
-
 from flwr.app import ConfigRecord, Context, RecordDict
 from flwr.app import Message as FlowerMessage
 
@@ -17,8 +14,6 @@ from fedssl.errors import UserError
 from fedssl.messages import Message
 from fedssl.recipe.recipe import FlowerOptions
 from tests.fedssl.engines.flower.secure_runs import HUGE
-
-pytestmark = pytest.mark.usefixtures("flower_process", "one_thread")
 
 
 def answer(options: dict, received: Message, reply: Message) -> Message:

@@ -7,7 +7,6 @@ import math
 
 import pytest
 
-pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
 pytest.importorskip("dp_accounting", reason="dp-accounting is not installed: pip install .[privacy]")
 
 from dp_accounting import GaussianDpEvent
@@ -28,9 +27,7 @@ from fedssl.run_folder.record import read_run
 from tests.fedssl.conftest import AVERAGED
 from tests.fedssl.engines.flower.loop_grid import run_on
 from tests.fedssl.engines.flower.secure_runs import EQUAL, start_stages
-from tests.fedssl.engines.test_in_process import metric
-
-pytestmark = pytest.mark.usefixtures("flower_process", "one_thread")
+from tests.fedssl.engines.stopped_runs import metric
 
 LOCAL = {"name": "local_dp", "clipping_norm": 1.0, "epsilon": 0.5, "delta": 1e-5}
 CENTRAL = {"name": "fixed_clipping", "clipping_norm": 0.5, "noise_multiplier": 4.0}

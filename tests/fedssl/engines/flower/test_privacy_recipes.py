@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
-
-
 from fedssl.engines.flower.site import load_site, site_federation
 from fedssl.errors import UserError
 from fedssl.federation import build_federation

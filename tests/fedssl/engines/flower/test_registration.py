@@ -7,9 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-
-pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
-
 from flwr.app import ConfigRecord
 
 from fedssl.engines.flower.registration import DataForm
@@ -17,9 +14,7 @@ from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from tests.fedssl.conftest import ALIGNED, AVERAGED
 from tests.fedssl.engines.flower.loop_grid import KINDS, run_on, start, write_sites
-from tests.fedssl.engines.test_in_process import metric
-
-pytestmark = pytest.mark.usefixtures("flower_process")
+from tests.fedssl.engines.stopped_runs import metric
 
 
 def test_a_client_that_is_not_connected_is_told_and_the_run_begins(quick, tmp_path):

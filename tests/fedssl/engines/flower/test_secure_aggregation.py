@@ -6,9 +6,6 @@ import math
 
 import pytest
 import torch
-
-pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
-
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key, Stage
 
 from fedssl.aggregators.weighted_mean import weighted_mean
@@ -32,9 +29,7 @@ from tests.fedssl.engines.flower.secure_runs import (
     start_stages,
     weights,
 )
-from tests.fedssl.engines.test_in_process import metric
-
-pytestmark = pytest.mark.usefixtures("flower_process", "one_thread")
+from tests.fedssl.engines.stopped_runs import metric
 
 
 @pytest.mark.parametrize(("clients", "expected"), [(2, 2**30), (3, 2**30), (4, 2**29), (10, 2**28), (1023, 2**22)])

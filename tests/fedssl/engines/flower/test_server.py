@@ -7,9 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
-
 from flwr.app import Context, MetricRecord, RecordDict
 
 from fedssl.engines import in_process
@@ -24,9 +21,7 @@ from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import ALIGNED, AVERAGED, FEDU2
 from tests.fedssl.data.data_files import random_pixels
 from tests.fedssl.engines.flower.loop_grid import KINDS, run_on, start, write_sites
-from tests.fedssl.engines.test_in_process import contents, metric
-
-pytestmark = pytest.mark.usefixtures("flower_process")
+from tests.fedssl.engines.stopped_runs import contents, metric
 
 
 @pytest.mark.parametrize("kind", KINDS)

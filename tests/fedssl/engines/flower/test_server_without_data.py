@@ -8,8 +8,6 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
-
 from fedssl.data.options import DataOptions
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
@@ -21,7 +19,6 @@ from tests.fedssl.data.data_files import random_pixels
 from tests.fedssl.data.image_samples import save_array
 from tests.fedssl.engines.flower.loop_grid import WarningRecorder, run_on, start, write_sites
 
-pytestmark = pytest.mark.usefixtures("flower_process")
 SITES = {"partition": {"name": "sites", "clients": 2}}
 NO_DATA = {"data": {"name": "none", "image_shape": [1, 8, 8]}}
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
-
-
 from fedssl.engines.flower import simulation
 from fedssl.errors import UserError
 

@@ -6,9 +6,6 @@ import pytest
 import torch
 import yaml
 
-pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
-
-
 from fedssl.engines.flower.site import load_site, site_federation
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
@@ -16,9 +13,7 @@ from fedssl.reports.evaluation import evaluate_run
 from fedssl.reports.report import write_report
 from tests.fedssl.conftest import ALIGNED, AVERAGED
 from tests.fedssl.engines.flower.loop_grid import run_on, start, write_sites
-from tests.fedssl.engines.test_in_process import metric
-
-pytestmark = pytest.mark.usefixtures("flower_process")
+from tests.fedssl.engines.stopped_runs import metric
 
 
 def test_a_site_brings_its_own_images_and_architecture(quick, tmp_path):

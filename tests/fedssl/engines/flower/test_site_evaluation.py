@@ -7,8 +7,6 @@ import math
 import pytest
 import torch
 
-pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
-
 from fedssl.engines.flower.messenger import Messenger
 from fedssl.engines.flower.site import SiteEvaluation, evaluation_fault
 from tests.fedssl.engines.flower.loop_grid import run_on, start
@@ -60,7 +58,7 @@ def test_a_spectrum_that_no_model_has_is_refused(spectrum, fault):
     assert (evaluation_fault(SiteEvaluation(MEASURES, spectrum)) or "").startswith(fault)
 
 
-def test_evaluations_and_registrations_may_be_small_only(quick, tmp_path, monkeypatch, flower_process):
+def test_evaluations_and_registrations_may_be_small_only(quick, tmp_path, monkeypatch):
     sizes, kinds = set(), {}
     send, collect = Messenger.send, Messenger.collect
 

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
-
 from flwr.app import ConfigRecord
 from flwr.app import Message as FlowerMessage
 
 from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import ALIGNED, AVERAGED, FEDU2, LW_FEDSSL
 from tests.fedssl.engines.flower.loop_grid import LoopGrid, run_on, start
-from tests.fedssl.engines.test_in_process import metric
-
-pytestmark = pytest.mark.usefixtures("flower_process")
+from tests.fedssl.engines.stopped_runs import metric
 
 KINDS = {"aligned": ALIGNED, "averaged": AVERAGED, "fedu2": FEDU2, "layer_wise": LW_FEDSSL}
 FIRST_NODE = 11  # of client 0; the others follow

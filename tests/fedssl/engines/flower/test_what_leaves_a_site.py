@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
-
 from flwr.app import Message as FlowerMessage
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 
@@ -15,8 +12,6 @@ from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from tests.fedssl.conftest import AVERAGED
 from tests.fedssl.engines.flower.loop_grid import KINDS, run_on, start, write_sites
-
-pytestmark = pytest.mark.usefixtures("flower_process")
 
 
 def images_in(data: bytes, images: torch.Tensor) -> int:

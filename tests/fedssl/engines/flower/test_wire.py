@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
-
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from flwr.app import Message as FlowerMessage
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
@@ -16,8 +13,6 @@ from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from fedssl.messages import Message
 from fedssl.recipe.reading import load_recipe
-
-pytestmark = pytest.mark.usefixtures("flower_process")
 
 
 def test_every_dtype_travels_as_it_is():
