@@ -21,7 +21,7 @@ from fedssl.method import Method
 from fedssl.models.model import Model
 from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import ALIGNED, AVERAGED, LW_FEDSSL, METHODS
-from tests.fedssl.engines.stopped_runs import Stopped, StopsInRoundTwo
+from tests.fedssl.engines.short_runs import Stopped, StopsInRoundTwo
 
 DATA = {"name": "digits", "train_limit": 900, "test_limit": 60}
 

@@ -19,7 +19,7 @@ from fedssl.messages import Message
 from fedssl.models.data_parallel import visible_device
 from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import AVERAGED, LW_FEDSSL
-from tests.fedssl.engines.stopped_runs import Stopped, StopsInRoundTwo, contents
+from tests.fedssl.engines.short_runs import Stopped, StopsInRoundTwo, contents
 
 METHODS: dict[str, dict[str, Any]] = {
     "fedbyol": AVERAGED,

@@ -22,14 +22,9 @@ from fedssl.federation import build_federation
 from fedssl.run_folder import storage
 from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import ALIGNED, AVERAGED
-from tests.fedssl.engines.stopped_runs import Stopped, StopsInRoundTwo, contents, metric
+from tests.fedssl.engines.short_runs import SMALL, Stopped, StopsInRoundTwo, contents, metric
 from tests.fedssl.forked_command import start_command
 
-#: what makes a run take half the time
-SMALL = {
-    "data": {"name": "digits", "train_limit": 60, "test_limit": 20, "public_holdout": 20},
-    "evaluation": {"neighbors": 3, "linear": {"epochs": 1}},
-}
 SMALL_ALIGNED = ALIGNED | SMALL | {"architectures": ["small_convnet"]}
 METHODS = {
     "local": SMALL,

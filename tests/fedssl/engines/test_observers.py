@@ -18,7 +18,7 @@ from fedssl.errors import UserError
 from fedssl.recipe.recipe import Recipe
 from fedssl.run_folder.directory import MetricRow, RunDirectory
 from tests.fedssl.conftest import AVERAGED
-from tests.fedssl.engines.stopped_runs import contents
+from tests.fedssl.engines.short_runs import contents
 from website.repository_files import ROOT
 
 PAGE = ROOT / "docs" / "log_elsewhere.md"

@@ -16,7 +16,7 @@ from fedssl.federation import build_federation
 from fedssl.messages import Message
 from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import ALIGNED, AVERAGED, FEDU2, LW_FEDSSL
-from tests.fedssl.engines.stopped_runs import Stopped, StopsInRoundTwo, results
+from tests.fedssl.engines.short_runs import Stopped, StopsInRoundTwo, results
 
 ORCHESTRA: dict[str, Any] = {
     "objective": {"name": "orchestra", "clusters": 8, "memory": 16, "features": 8},

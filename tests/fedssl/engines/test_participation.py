@@ -14,7 +14,7 @@ from fedssl.federation import build_federation
 from fedssl.method import Method
 from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import ALIGNED, AVERAGED
-from tests.fedssl.engines.stopped_runs import Stopped, StopsAfterRoundOne, contents, metric
+from tests.fedssl.engines.short_runs import Stopped, StopsAfterRoundOne, contents, metric
 
 MANY = {
     "data": {"name": "digits", "test_limit": 20},

@@ -18,7 +18,7 @@ from fedssl.engines.progress import ProgressBars
 from fedssl.engines.time_left import TimeLeft, format_duration, past_seconds
 from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import FEDU2
-from tests.fedssl.engines.stopped_runs import Stopped, StopsAfterRoundOne
+from tests.fedssl.engines.short_runs import Stopped, StopsAfterRoundOne
 
 
 @dataclass

@@ -12,7 +12,7 @@ from fedssl.federation import build_federation
 from fedssl.messages import Message, from_transport, to_transport
 from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import ALIGNED, AVERAGED, LW_FEDSSL
-from tests.fedssl.engines.stopped_runs import contents, stopped_before_commit
+from tests.fedssl.engines.short_runs import contents, stopped_before_commit
 
 KINDS = {
     "weights": AVERAGED,

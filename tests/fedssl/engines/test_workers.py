@@ -24,7 +24,7 @@ from fedssl.messages import Message
 from fedssl.recipe.recipe import Recipe
 from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import AVERAGED
-from tests.fedssl.engines.stopped_runs import results
+from tests.fedssl.engines.short_runs import results
 
 WAYS: dict[str, dict[str, Any]] = {"two clients at a time": {"clients_parallel": 2}, "two processes a client": {}}
 if not dist.is_available():

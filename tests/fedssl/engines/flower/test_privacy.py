@@ -1,6 +1,8 @@
-"""What leaves a client with Flower's differential privacy: clipped, noised, and nothing that tells of its images."""
+"""Flower's differential privacy: what leaves a client, the server's noise, and how far the mean moves."""
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 import pytest
@@ -8,12 +10,17 @@ import torch
 from flwr.app import ConfigRecord, Context, RecordDict
 from flwr.app import Message as FlowerMessage
 
-from fedssl.engines.flower.privacy import private_answer
+from fedssl.engines.flower.privacy import private_answer, private_federation
 from fedssl.engines.flower.wire import from_records, to_records
 from fedssl.errors import UserError
+from fedssl.federation import build_federation
 from fedssl.messages import Message
 from fedssl.recipe.recipe import FlowerOptions
-from tests.fedssl.engines.flower.secure_runs import HUGE
+from fedssl.run_folder.directory import RunDirectory
+from tests.fedssl.conftest import FEDU2
+from tests.fedssl.engines.flower.loop_grid import run_on
+from tests.fedssl.engines.flower.secure_runs import EQUAL, HUGE, LAYER_WISE, assert_close, start_stages, weights
+from tests.fedssl.engines.short_runs import SMALL, metric
 
 
 def answer(options: dict, received: Message, reply: Message) -> Message:
@@ -105,3 +112,52 @@ def test_an_update_that_cannot_be_clipped_stays_where_it_is():
     more = TRAINED | {"representation.0": torch.ones(3)}
     with pytest.raises(UserError, match=r"representation\.0 was not received from the server"):
         answer({"differential_privacy": HUGE}, Message(RECEIVED), Message(more, {"samples": 7}))
+
+
+# Runs
+
+
+def test_the_servers_noise_is_scaled_by_the_clients_in_the_mean(tiny):
+    privacy = {"name": "fixed_clipping", "clipping_norm": 0.5, "noise_multiplier": 1.2}
+    recipe = tiny(**EQUAL, engine="flower", flower={"differential_privacy": privacy})
+    plain = build_federation(recipe).method
+    state = plain.initial_state()
+    reply = Message(dict(state.tensors), {"samples": 1})
+    broken = Message(dict(state.tensors), {"samples": float("nan")})
+    noisy = private_federation(build_federation(recipe)).method.aggregate(state, {0: reply, 1: reply, 2: broken}, 1)
+    floats = [name for name, t in state.tensors.items() if t.is_floating_point()]
+    weights = [name for name in floats if not name.endswith("running_var")]
+    noise = torch.cat([(noisy.tensors[name] - state.tensors[name]).flatten() for name in weights])
+    assert len(noise) > 4000
+    assert float(noise.std()) == pytest.approx(1.2 * 0.5 / 2, rel=0.06)
+    for name, tensor in state.tensors.items():
+        assert noisy.tensors[name].dtype == tensor.dtype
+        if name not in floats:
+            assert torch.equal(noisy.tensors[name], tensor)
+        if name.endswith("running_var"):
+            assert float(noisy.tensors[name].min()) >= 0
+    assert noisy.config == {"refused/2": "samples is nan, expected a positive number"}
+
+
+@pytest.mark.parametrize("method", [FEDU2 | SMALL, LAYER_WISE], ids=["fedu2", "layers"])
+def test_without_noise_and_clipping_the_run_is_the_plain_one(method, private, finished, tiny, tmp_path):
+    method = method | {"partition": EQUAL["partition"]}
+    privacy = {"name": "local_dp", "clipping_norm": 1e6, "epsilon": 1e30, "delta": 1e-5}
+    recipe = private(dp=privacy, **method)
+    assert run_on(recipe, *start_stages(recipe, tmp_path / "private")) == []
+    assert_close(finished(tiny(**method)), tmp_path / "private", atol=1e-6)
+    start = build_federation(recipe).method.initial_state().tensors
+    counters = {name: t for name, t in start.items() if not t.is_floating_point()}
+    state = RunDirectory.open(tmp_path / "private").server_state().tensors
+    assert counters
+    assert all(torch.equal(state[name], tensor) for name, tensor in counters.items())
+    assert metric(tmp_path / "private", "loss", 1) == {}
+
+
+def test_a_small_clipping_norm_bounds_how_far_the_mean_moves(private, tmp_path):
+    privacy = HUGE | {"clipping_norm": 0.01}
+    recipe = private(dp=privacy, **EQUAL, rounds=1)
+    run_on(recipe, *start_stages(recipe, tmp_path / "private"))
+    start = build_federation(recipe).method.initial_state().tensors
+    moved = sum(float((t.double() - start[name]).square().sum()) for name, t in weights(tmp_path / "private").items())
+    assert 0 < math.sqrt(moved) <= 0.01 * (1 + 1e-3)

@@ -24,10 +24,9 @@ from fedssl.recipe.recipe import FixedClipping, FlowerOptions, LocalDP
 from fedssl.reports.report import build_report
 from fedssl.run_folder.directory import RunDirectory
 from fedssl.run_folder.record import read_run
-from tests.fedssl.conftest import AVERAGED
 from tests.fedssl.engines.flower.loop_grid import run_on
 from tests.fedssl.engines.flower.secure_runs import EQUAL, start_stages
-from tests.fedssl.engines.stopped_runs import metric
+from tests.fedssl.engines.short_runs import metric, stopped_before_commit
 
 LOCAL = {"name": "local_dp", "clipping_norm": 1.0, "epsilon": 0.5, "delta": 1e-5}
 CENTRAL = {"name": "fixed_clipping", "clipping_norm": 0.5, "noise_multiplier": 4.0}
@@ -66,19 +65,10 @@ def test_rounds_within_a_budget():
 
 @pytest.mark.parametrize("dp", [LOCAL, CENTRAL], ids=["local", "central"])
 def test_a_resumed_run_continues_the_count(dp, private, tmp_path):
-    recipe = private(dp=dp, **AVERAGED | EQUAL, rounds=3)
+    recipe = private(dp=dp, **EQUAL, rounds=3)
     directory, grid = start_stages(recipe, tmp_path / "run")
-    broken = RunDirectory.commit
-
-    def killed_in_round_2(self, number, server, finished):
-        if number == 2:
-            raise KeyboardInterrupt
-        broken(self, number, server, finished)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RunDirectory, "commit", killed_in_round_2)
-        with pytest.raises(KeyboardInterrupt):
-            run_on(recipe, directory, grid)
+    with stopped_before_commit(2):
+        run_on(recipe, directory, grid)
     grid.silent = {12}  # client 1 answers no more
     directory = RunDirectory.open(tmp_path / "run")
     directory.roll_back()
@@ -98,7 +88,7 @@ def test_a_resumed_run_continues_the_count(dp, private, tmp_path):
 def test_the_budget_stops_a_run_before_the_round_that_would_pass_it(private, tmp_path):
     privacy = FixedClipping(**CENTRAL)
     budget = (epsilon_after(privacy, 2) + epsilon_after(privacy, 3)) / 2
-    recipe = private(dp=CENTRAL, **AVERAGED | EQUAL, rounds=5)
+    recipe = private(dp=CENTRAL, **EQUAL, rounds=5)
     recipe = recipe.model_copy(update={"flower": recipe.flower.model_copy(update={"epsilon_budget": budget})})
     directory, grid = start_stages(recipe, tmp_path / "run")
     left = budget - epsilon_after(privacy, 2)
@@ -110,7 +100,7 @@ def test_the_budget_stops_a_run_before_the_round_that_would_pass_it(private, tmp
 
 
 def test_a_run_without_its_count_is_not_continued(private, tmp_path):
-    recipe = private(dp=CENTRAL, **AVERAGED | EQUAL, rounds=2)
+    recipe = private(dp=CENTRAL, **EQUAL, rounds=2)
     directory, grid = start_stages(recipe, tmp_path / "run")
     run_on(recipe, directory, grid)
     options = FlowerOptions(differential_privacy=CENTRAL)

@@ -14,7 +14,7 @@ from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from tests.fedssl.conftest import ALIGNED, AVERAGED
 from tests.fedssl.engines.flower.loop_grid import KINDS, run_on, start, write_sites
-from tests.fedssl.engines.stopped_runs import metric
+from tests.fedssl.engines.short_runs import metric
 
 
 def test_a_client_that_is_not_connected_is_told_and_the_run_begins(quick, tmp_path):

@@ -9,14 +9,12 @@ import torch
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key, Stage
 
 from fedssl.aggregators.weighted_mean import weighted_mean
-from fedssl.engines import in_process
 from fedssl.engines.flower.secure_aggregation import quantization_range
 from fedssl.engines.flower.wire import from_records, to_records
 from fedssl.errors import UserError
 from fedssl.messages import Message
 from fedssl.method import Method
 from fedssl.run_folder.directory import RunDirectory
-from tests.fedssl.conftest import AVERAGED
 from tests.fedssl.engines.flower.loop_grid import run_on, write_sites
 from tests.fedssl.engines.flower.secure_runs import (
     EQUAL,
@@ -24,12 +22,13 @@ from tests.fedssl.engines.flower.secure_runs import (
     HUGE,
     LAYER_WISE,
     SECURE,
+    WEIGHTS,
     assert_close,
     quantisation_error,
     start_stages,
     weights,
 )
-from tests.fedssl.engines.stopped_runs import metric
+from tests.fedssl.engines.short_runs import metric
 
 
 @pytest.mark.parametrize(("clients", "expected"), [(2, 2**30), (3, 2**30), (4, 2**29), (10, 2**28), (1023, 2**22)])
@@ -39,14 +38,13 @@ def test_the_sum_of_what_clients_send_stays_below_the_modulus(clients, expected)
 
 
 @pytest.mark.parametrize("sites", [False, True], ids=["simulated", "sites"])
-def test_the_secure_mean_is_the_plain_one_to_the_quantisation_error(sites, private, tiny, tmp_path):
-    in_process.run(tiny(**AVERAGED, rounds=1), tmp_path / "plain")
-    recipe = private(secure=SECURE, **AVERAGED, rounds=1)
+def test_the_secure_mean_is_the_plain_one_to_the_quantisation_error(sites, private, finished, tiny, tmp_path):
+    recipe = private(secure=SECURE, **WEIGHTS, rounds=1)
     directory, grid = start_stages(recipe, tmp_path / "secure", write_sites(tmp_path) if sites else None)
     assert run_on(recipe, directory, grid) == []
     error = quantisation_error(recipe)
     assert error < 1e-6
-    assert_close(tmp_path / "plain", tmp_path / "secure", atol=error)
+    assert_close(finished(tiny(**WEIGHTS, rounds=1)), tmp_path / "secure", atol=error)
     assert len(grid.stages) == 3 * 4
     assert metric(tmp_path / "secure", "bytes_up", 1).keys() == {"0", "1", "2"}
 
@@ -93,12 +91,11 @@ def test_in_every_round_the_server_gets_the_mean_of_what_was_trained(method, pri
         assert held.items() <= states[-1].numbers.items()
 
 
-def test_local_noise_and_clipping_go_under_the_masks(private, tiny, tmp_path):
-    in_process.run(tiny(**AVERAGED | EQUAL, rounds=1), tmp_path / "plain")
-    recipe = private(dp=HUGE, secure=SECURE, **AVERAGED | EQUAL, rounds=1)
+def test_local_noise_and_clipping_go_under_the_masks(private, finished, tiny, tmp_path):
+    recipe = private(dp=HUGE, secure=SECURE, **EQUAL, rounds=1)
     assert run_on(recipe, *start_stages(recipe, tmp_path / "secure")) == []
-    assert_close(tmp_path / "plain", tmp_path / "secure", atol=1e-6)
-    noisy = private(dp=HUGE | {"noise_multiplier": 3e-9}, secure=SECURE, **AVERAGED | EQUAL, rounds=1)
+    assert_close(finished(tiny(**EQUAL, rounds=1)), tmp_path / "secure", atol=1e-6)
+    noisy = private(dp=HUGE | {"noise_multiplier": 3e-9}, secure=SECURE, **EQUAL, rounds=1)
     assert run_on(noisy, *start_stages(noisy, tmp_path / "noisy")) == []
     first, second = weights(tmp_path / "secure"), weights(tmp_path / "noisy")
     noise = torch.cat([(second[name] - t).flatten() for name, t in first.items() if "running_var" not in name])
@@ -106,7 +103,7 @@ def test_local_noise_and_clipping_go_under_the_masks(private, tiny, tmp_path):
 
 
 def test_what_leaves_a_client_under_secure_aggregation(private, trained, tmp_path):
-    recipe = private(secure=SECURE, **AVERAGED, rounds=1)
+    recipe = private(secure=SECURE, **WEIGHTS, rounds=1)
     directory, grid = start_stages(recipe, tmp_path / "secure")
     run_on(recipe, directory, grid)
     answers = [reply.content for reply in grid.sent if "tensors" in reply.content]
@@ -127,35 +124,33 @@ def test_what_leaves_a_client_under_secure_aggregation(private, trained, tmp_pat
     assert {dict(content["data"])["public"] for content in others if "data" in content} == {""}
 
 
-@pytest.mark.parametrize("stage", [Stage.SETUP, Stage.SHARE_KEYS, Stage.COLLECT_MASKED_VECTORS])
-def test_a_client_that_is_lost_before_its_weights_came_is_left_out_of_the_mean(stage, private, tiny, tmp_path):
-    four = AVERAGED | {"partition": {"name": "disjoint_classes", "clients": 4, "classes_per_client": 3}, "rounds": 1}
+def test_a_client_that_is_lost_before_its_weights_came_is_left_out_of_the_mean(private, tmp_path):
+    four = WEIGHTS | {"partition": {"name": "iid", "clients": 4}, "rounds": 1}
     plain = private(**four)
     directory, grid = start_stages(plain, tmp_path / "plain")
     grid.silent = {12}
     run_on(plain, directory, grid)
     recipe = private(secure=SECURE, **four)
-    directory, grid = start_stages(recipe, tmp_path / "secure")
-    grid.loses = lambda node, at, number: (node, at) == (12, stage)
-    assert run_on(recipe, directory, grid) == ["round 1: client 1 is left out: no answer within 100 s"]
-    assert_close(tmp_path / "plain", tmp_path / "secure", atol=quantisation_error(recipe))
-    assert metric(tmp_path / "secure", "missing", 1) == {"1": 1.0}
-    assert directory.client_round(1) is None
-    assert directory.client_round(0) == 1
+    for lost in (Stage.SETUP, Stage.SHARE_KEYS, Stage.COLLECT_MASKED_VECTORS):
+        directory, grid = start_stages(recipe, tmp_path / lost)
+        grid.loses = lambda node, stage, number, lost=lost: (node, stage) == (12, lost)
+        assert run_on(recipe, directory, grid) == ["round 1: client 1 is left out: no answer within 100 s"]
+        assert_close(tmp_path / "plain", tmp_path / lost, atol=quantisation_error(recipe))
+        assert metric(tmp_path / lost, "missing", 1) == {"1": 1.0}
+        assert [directory.client_round(k) for k in range(4)] == [1, None, 1, 1]
 
 
-def test_a_client_that_is_lost_after_its_weights_came_counts(private, tiny, tmp_path):
-    in_process.run(tiny(**AVERAGED, rounds=1), tmp_path / "plain")
-    recipe = private(secure=SECURE, **AVERAGED, rounds=1)
+def test_a_client_that_is_lost_after_its_weights_came_counts(private, finished, tiny, tmp_path):
+    recipe = private(secure=SECURE, **WEIGHTS, rounds=1)
     directory, grid = start_stages(recipe, tmp_path / "secure")
     grid.loses = lambda node, stage, number: (node, stage) == (12, Stage.UNMASK)
     assert run_on(recipe, directory, grid) == []
-    assert_close(tmp_path / "plain", tmp_path / "secure", atol=quantisation_error(recipe))
+    assert_close(finished(tiny(**WEIGHTS, rounds=1)), tmp_path / "secure", atol=quantisation_error(recipe))
     assert directory.client_round(1) == 1
 
 
 def test_with_too_few_left_a_round_changes_nothing_and_the_next_one_goes_on(private, tmp_path):
-    recipe = private(secure=SECURE, **AVERAGED)
+    recipe = private(secure=SECURE, **WEIGHTS)
     directory, grid = start_stages(recipe, tmp_path / "secure")
     grid.loses = lambda node, stage, number: (node, stage) in ((12, Stage.UNMASK), (13, Stage.UNMASK)) and number == "1"
     warnings = run_on(recipe, directory, grid)
@@ -183,7 +178,7 @@ def test_weights_that_the_sum_cannot_hold_are_refused_by_their_client(value, rea
         return reply
 
     monkeypatch.setattr(Method, "client_round", spoil)
-    recipe = private(secure=SECURE, **AVERAGED, rounds=1)
+    recipe = private(secure=SECURE, **WEIGHTS, rounds=1)
     directory, grid = start_stages(recipe, tmp_path / "secure")
     warnings = run_on(recipe, directory, grid)
     assert len(warnings) == 1, warnings
@@ -193,7 +188,7 @@ def test_weights_that_the_sum_cannot_hold_are_refused_by_their_client(value, rea
 
 
 def test_invalid_masked_weights_are_left_out(private, tmp_path):
-    recipe = private(secure=SECURE, **AVERAGED, rounds=1)
+    recipe = private(secure=SECURE, **WEIGHTS, rounds=1)
     directory, grid = start_stages(recipe, tmp_path / "secure")
 
     def shorten(node, reply):
@@ -210,7 +205,7 @@ def test_invalid_masked_weights_are_left_out(private, tmp_path):
 
 
 def test_invalid_keys_do_not_end_the_run(private, tmp_path):
-    recipe = private(secure=SECURE, **AVERAGED, rounds=1)
+    recipe = private(secure=SECURE, **WEIGHTS, rounds=1)
     directory, grid = start_stages(recipe, tmp_path / "secure")
 
     def spoil(node, reply):
@@ -226,8 +221,8 @@ def test_invalid_keys_do_not_end_the_run(private, tmp_path):
 
 def test_a_server_that_does_not_ask_for_masks_gets_nothing(private, tmp_path, monkeypatch):
     """Whether a client masks its weights is decided by its own copy of the recipe."""
-    recipe = private(secure=SECURE, **AVERAGED, rounds=1)
+    recipe = private(secure=SECURE, **WEIGHTS, rounds=1)
     directory, grid = start_stages(recipe, tmp_path / "secure")
     with pytest.raises(UserError, match=r"round 1: 0 of 3 clients answered, .* is 1; client 0: "):
-        run_on(private(**AVERAGED, rounds=1), directory, grid)
+        run_on(private(**WEIGHTS, rounds=1), directory, grid)
     assert not any("tensors" in reply.content for reply in grid.sent if reply.has_content())

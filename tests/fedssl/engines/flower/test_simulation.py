@@ -18,7 +18,7 @@ from tests.fedssl.conftest import AVERAGED, LW_FEDSSL, METHODS
 from tests.fedssl.data.image_samples import write_two_classes
 from tests.fedssl.engines.flower.deployment import MARK, PATIENCE, kill_marked, marked, poll, with_package
 from tests.fedssl.engines.flower.secure_runs import assert_close, quantisation_error
-from tests.fedssl.engines.stopped_runs import contents
+from tests.fedssl.engines.short_runs import contents
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SIMULATED = {"engine": "flower-simulation", "flower": {"cpus": 2, "object_store_megabytes": 100}}
