@@ -11,24 +11,18 @@ from pathlib import Path
 import pytest
 
 from fedssl.engines.in_process import resume, run
-from fedssl.engines.observers import Observer
 from fedssl.errors import UserError
-from fedssl.run_folder.directory import MetricRow, RunDirectory
+from fedssl.run_folder.directory import RunDirectory
 from fedssl.run_folder.record import read_run
-
-
-class StopsAfterARound(Observer):
-    def round_ended(self, round_number: int, rows: list[MetricRow]) -> None:
-        if round_number == 1:
-            raise KeyboardInterrupt
+from tests.fedssl.engines.short_runs import SMALL, Stopped, StopsAfterRoundOne, everything
 
 
 @pytest.fixture(scope="module")
 def stopped(tiny, tmp_path_factory) -> Path:
     """A run that was stopped after the first of two rounds."""
     path = tmp_path_factory.mktemp("stopped") / "run"
-    with pytest.raises(KeyboardInterrupt):
-        run(tiny(evaluation={"neighbors": 3, "linear": {"epochs": 1}}), path, StopsAfterARound())
+    with pytest.raises(Stopped):
+        run(tiny(**SMALL), path, StopsAfterRoundOne())
     return path
 
 
@@ -36,10 +30,6 @@ def stopped(tiny, tmp_path_factory) -> Path:
 def copy(stopped, tmp_path) -> Path:
     shutil.copytree(stopped, tmp_path / "run")
     return tmp_path / "run"
-
-
-def everything(folder: Path) -> dict[str, bytes]:
-    return {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*") if f.is_file()}
 
 
 def state(path: Path, owner: str) -> Path:

@@ -13,19 +13,19 @@ from fedssl.messages import Message
 
 def many_records(records: RecordDict) -> None:
     """Tiny records, each an object of its own in the SuperLink's database."""
-    for i in range(20_000):
+    for i in range(2_000):
         records[f"record {i}"] = ConfigRecord({"i": i})
 
 
 def equal_pieces(records: RecordDict) -> None:
-    """500 MiB of zeros: Flower sends them as one piece of 5 MiB, to which the array refers 100 times."""
-    data = bytes(100 * 5 * 2**20)
+    """300 MiB of zeros: Flower sends them as one piece of 5 MiB, to which the array refers 60 times."""
+    data = bytes(60 * 5 * 2**20)
     records["tensors"] = ArrayRecord({"uint8": Array("uint8", (len(data),), "torch.raw", data)})
 
 
 def many_measures(records: RecordDict) -> None:
-    """An evaluation of 40,000 measures."""
-    measures = {f"evaluation/fine_tune_{i}": 1.0 for i in range(40_000)}
+    """An evaluation of 5,000 measures."""
+    measures = {f"evaluation/fine_tune_{i}": 1.0 for i in range(5_000)}
     records["numbers"] = MetricRecord(dict(records["numbers"]) | measures)
 
 

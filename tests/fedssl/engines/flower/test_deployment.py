@@ -1,13 +1,9 @@
-"""SuperLink and three SuperNodes on loopback, with TLS and authentication: the same result, and faults survived.
-
-One SuperLink and its sites serve all tests of this file, as starting them takes longer than a run.
-"""
+"""SuperLink and three SuperNodes on loopback, with TLS and authentication: the same result, and faults survived."""
 
 from __future__ import annotations
 
 import csv
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,21 +18,16 @@ from fedssl.recipe.recipe import Recipe
 from fedssl.reports.cost import estimate, totals
 from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import AVERAGED, METHODS
-from tests.fedssl.engines.flower.deployment import PATIENCE, Deployment, make_authority, missing_tools
+from tests.fedssl.engines.flower.deployment import PATIENCE, make_authority, missing_tools
 from tests.fedssl.engines.flower.flower_command import GONE_SECONDS
 from tests.fedssl.engines.flower.secure_runs import assert_close
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.skipif(missing_tools() is not None, reason=str(missing_tools())),
-]
+pytestmark = pytest.mark.skipif(missing_tools() is not None, reason=str(missing_tools()))
 
 # large layers and many public images, so that what Flower adds to each tensor is little beside it
 KINDS = {
     "hetero_ssfl": METHODS["hetero_ssfl"]
     | {"objective": {"name": "byol", "hidden_features": 32, "output_features": 256}, "public": 600},
-    "fedu2": METHODS["fedu2"]
-    | {"objective": {"name": "byol", "hidden_features": 1024, "output_features": 256}, "rounds": 1},
     "lw_fedssl": METHODS["lw_fedssl"]
     | {
         "objective": {"name": "moco_v3", "hidden_features": 768, "output_features": 256},
@@ -45,20 +36,6 @@ KINDS = {
 }
 EQUAL = AVERAGED | {"partition": {"name": "iid", "clients": 3}, "rounds": 1}  # as privacy counts the clients
 WAITS = {"round_seconds": PATIENCE, "connect_seconds": PATIENCE}
-
-
-@pytest.fixture(scope="module")
-def deployment(tmp_path_factory) -> Iterator[Deployment]:
-    """A SuperLink and three sites."""
-    started = Deployment(tmp_path_factory.mktemp("deployment"))
-    try:
-        started.start_superlink()
-        started.register("site0", "site1", "site2")
-        for k in range(3):
-            started.start_node(k)
-        yield started
-    finally:
-        started.close()
 
 
 @dataclass
@@ -163,7 +140,7 @@ def deadline(private: Path) -> int:
     Twice as long as a round took whose sites were asked four times one after another, where they will be asked once.
     """
     with open(private / "timings.csv") as file:
-        return max(30, round(2 * max(float(row["seconds"]) for row in csv.DictReader(file))))
+        return max(20, round(2 * max(float(row["seconds"]) for row in csv.DictReader(file))))
 
 
 def test_faults(deployment, private, noisy, tmp_path):

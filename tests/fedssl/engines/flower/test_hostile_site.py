@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import csv
-import shutil
 import socket
 import ssl
-from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
 
+from fedssl.recipe.recipe import FlowerOptions, Recipe
 from tests.fedssl.conftest import AVERAGED, METHODS
-from tests.fedssl.engines.flower.deployment import PATIENCE, Deployment, missing_tools
+from tests.fedssl.engines.flower.deployment import PATIENCE, missing_tools
 from tests.fedssl.engines.flower.test_deployment import replay
+from tests.fedssl.engines.short_runs import metric
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.skipif(missing_tools() is not None, reason=str(missing_tools())),
-]
+pytestmark = pytest.mark.skipif(missing_tools() is not None, reason=str(missing_tools()))
 #: each run's method and, by round, what the hostile site makes of its answer
 ATTACKS = {
     "aligned": (METHODS["hetero_ssfl"], {0: "rows", 1: "records", 2: "pieces", 3: "measures"}),
@@ -34,44 +31,37 @@ REASONS = {
 
 
 @pytest.fixture(scope="module")
-def deployment(tmp_path_factory) -> Iterator[Deployment]:
-    """A SuperLink and three sites; where nginx is installed, a reverse proxy between them."""
-    started = Deployment(tmp_path_factory.mktemp("hostile"), reverse_proxy=shutil.which("nginx") is not None)
-    try:
-        started.start_superlink()
-        started.register("site0", "site1", "site2")
-        for k in range(3):
-            started.start_node(k)
-        yield started
-    finally:
-        started.close()
+def attacked(deployment, noisy) -> dict[str, Recipe]:
+    """The runs of all kinds, made at the same time."""
+    recipes, runs = {}, []
+    for seed, (kind, (method, faults)) in enumerate(ATTACKS.items(), start=10):
+        waits = {"round_seconds": PATIENCE, "connect_seconds": PATIENCE}
+        recipes[kind] = noisy(**method, rounds=max(faults), seed=seed, engine="flower", flower=waits)
+        for number, fault in faults.items():
+            deployment.break_round(recipes[kind], 1, number, fault)
+        runs.append(deployment.submit(recipes[kind], deployment.folder / kind))
+    for run in runs:
+        assert deployment.finish(run) == "finished:completed", deployment.logs()
+    return recipes
 
 
 @pytest.mark.parametrize("kind", ATTACKS)
-def test_the_honest_sites_end_with_their_result(kind, deployment, noisy, tmp_path):
+def test_the_honest_sites_end_with_their_result(kind, attacked, deployment, tmp_path):
     """The run is that of the honest sites, as if the hostile one had not answered. A later run starts."""
-    method, faults = ATTACKS[kind]
-    waits = {"round_seconds": PATIENCE, "connect_seconds": PATIENCE}
-    attacked = noisy(**method, rounds=3, engine="flower", flower=waits)
-    for number, fault in faults.items():
-        deployment.break_round(attacked, 1, number, fault)
-    output = deployment.folder / kind
-    run = deployment.submit(attacked, output)
-    assert deployment.finish(run) == "finished:completed", deployment.logs()
-    assert not list(deployment.faults.iterdir())
+    recipe, faults = attacked[kind], ATTACKS[kind][1]
+    output, last = deployment.folder / kind, recipe.rounds
+    assert not [file for file in deployment.faults.iterdir() if file.name.startswith(f"seed-{recipe.seed}-")]
     with open(output / "refused.csv") as file:
-        refused = {int(row["round"]): row["reason"] for row in csv.DictReader(file) if row["client"] == "1"}
-        file.seek(0)
-        assert {row["client"] for row in csv.DictReader(file)} == {"1"}
-    left_out = {number: fault for number, fault in faults.items() if fault in REASONS}
+        refused = {(row["client"], int(row["round"])): row["reason"] for row in csv.DictReader(file)}
+    left_out = {("1", number): fault for number, fault in faults.items() if fault in REASONS}
     assert refused.keys() == left_out.keys(), refused
-    for number, fault in left_out.items():
-        assert REASONS[fault] in refused[number]
-    with open(output / "metrics.csv") as file:
-        evaluated = {row["client"] for row in csv.DictReader(file) if row["round"] == "3" and row["metric"] == "knn"}
+    for place, fault in left_out.items():
+        assert REASONS[fault] in refused[place]
+    evaluated = metric(output, "knn", last).keys()
     assert evaluated == ({"0", "2", "mean"} if kind == "aligned" else {"global"})
-    replay(noisy(**method, rounds=3), tmp_path / "replayed", {number: {1} for number in left_out})
-    state = "checkpoints/server.round-00003.safetensors"
+    here = recipe.model_copy(update={"engine": "in-process", "flower": FlowerOptions()})
+    replay(here, tmp_path / "replayed", {number: {1} for _, number in left_out})
+    state = f"checkpoints/server.round-{last:05d}.safetensors"
     assert (output / state).read_bytes() == (tmp_path / "replayed" / state).read_bytes()
 
 
@@ -102,12 +92,10 @@ def test_who_has_no_key_fills_no_memory(place, deployment):
     assert deployment.memory("superlink") - before < 2**25
 
 
-@pytest.mark.parametrize(
-    "path", ["/v1/control/list-runs", "/v1/runtime/acquire-task", "/docs", "/v1/fleet/../control/x"]
-)
-def test_the_reverse_proxy_lets_sites_reach_their_interface_alone(path, deployment):
+def test_the_reverse_proxy_lets_sites_reach_their_interface_alone(deployment):
     if deployment.reverse_proxy is None:
         pytest.skip("nginx is not installed")
-    assert post(deployment.reverse_proxy, path, 0) == 403
+    for path in ("/v1/control/list-runs", "/v1/runtime/acquire-task", "/docs", "/v1/fleet/../control/x"):
+        assert post(deployment.reverse_proxy, path, 0) == 403, path
     assert post(deployment.reverse_proxy, "/v1/fleet/get-run", 0) == 401  # who has no key
     assert post(deployment.port, "/docs", 0) != 403  # on the SuperLink's own machine

@@ -42,7 +42,7 @@ def sites(tmp_path) -> list[Path]:
     return files
 
 
-def test_a_server_without_data_has_the_weights_of_one_with_data_exports_the_encoder_and_starts_from_it(quick, tmp_path, sites):
+def test_a_server_without_data_trains_as_one_with_data_exports_the_encoder_and_starts_from_it(quick, tmp_path, sites):
     recipe = quick(**AVERAGED, **SITES, **NO_DATA)
     federation = build_federation(recipe)
     assert len(federation.dataset.train_images) == len(federation.dataset.test_images) == 0
