@@ -109,18 +109,20 @@ def test_answers_are_those_that_came_and_were_accepted(kind, broken, tiny, tmp_p
 
 def test_a_run_with_dropout_is_reproducible_and_resumes(tiny, tmp_path):
     recipe = tiny(**AVERAGED, **MANY | {"clients_per_round": 8}, client_dropout=0.3)
-    run(recipe, tmp_path / "a")
+    stored = run(recipe, tmp_path / "a").client_rounds
     with pytest.raises(Stopped):
         run(recipe, tmp_path / "b", StopsAfterRoundOne())
     resume(tmp_path / "b")
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
-    federation = build_federation(recipe)
+    federation, answered = build_federation(recipe), set[int]()
     for number in (1, 2):
         sampled = federation.sampled_clients(number)
         answering = federation.answering_clients(number, sampled)
         assert 0 < len(answering) < 8
+        answered |= set(answering)
         assert clients_with(tmp_path / "a", "bytes_up", number) == answering
         assert clients_with(tmp_path / "a", "bytes_down", number) == sampled
+    assert stored.keys() == answered
 
 
 @pytest.mark.parametrize("kind", [AVERAGED, ALIGNED], ids=["averaged", "aligned"])

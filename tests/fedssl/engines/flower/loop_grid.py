@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from flwr.app import Context, RecordDict
 from flwr.app import Message as FlowerMessage
@@ -70,6 +72,20 @@ class LoopGrid:
 
     def pull_messages(self, names):
         return [self.replies.pop(name) for name in list(names) if name in self.replies]
+
+
+#: what is done to a grid before its run, such as `changed`
+Prepare = Callable[[LoopGrid, pytest.MonkeyPatch], object]
+
+
+def changed(change: Callable[[RecordDict], object], client: int = 1) -> Prepare:
+    """Change a client's answers in rounds on their way."""
+
+    def tamper(node: int, reply: FlowerMessage) -> None:
+        if (node, reply.metadata.message_type) == (11 + client, "train") and reply.has_content():
+            change(reply.content)
+
+    return lambda grid, patch: setattr(grid, "tamper", tamper)
 
 
 class WarningRecorder(Observer):

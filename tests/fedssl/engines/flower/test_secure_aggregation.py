@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
+from flwr.app import RecordDict
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key, Stage
 
 from fedssl.aggregators.weighted_mean import weighted_mean
@@ -15,7 +17,7 @@ from fedssl.errors import UserError
 from fedssl.messages import Message
 from fedssl.method import Method
 from fedssl.run_folder.directory import RunDirectory
-from tests.fedssl.engines.flower.loop_grid import run_on, write_sites
+from tests.fedssl.engines.flower.loop_grid import LoopGrid, Prepare, changed, run_on, write_sites
 from tests.fedssl.engines.flower.secure_runs import (
     EQUAL,
     FEDEMA,
@@ -161,62 +163,59 @@ def test_with_too_few_left_a_round_changes_nothing_and_the_next_one_goes_on(priv
     assert directory.client_round(0) == 2
 
 
+def with_first_weight(value: float) -> Prepare:
+    """Client 2 trains a weight of this value."""
+
+    def prepare(grid: LoopGrid, patch: pytest.MonkeyPatch) -> None:
+        real = Method.client_round
+
+        def client_round(method, client, *arguments):
+            reply = real(method, client, *arguments)
+            if client.index == 2:
+                next(iter(reply.tensors.values())).view(-1)[0] = value
+            return reply
+
+        patch.setattr(Method, "client_round", client_round)
+
+    return prepare
+
+
+def shorten(content: RecordDict) -> None:
+    if "tensors" in content:
+        content.update(to_records(Message({"masked": torch.zeros(5, dtype=torch.int32)})))
+
+
+def without_key(content: RecordDict) -> None:
+    content.get(RECORD_KEY_CONFIGS, {}).pop(Key.PUBLIC_KEY_1, None)
+
+
 @pytest.mark.parametrize(
-    ("value", "reason"),
+    ("prepare", "lost", "reason"),
     [
-        (65.0, " holds a value beyond flower.secure_aggregation.clipping_range (64): raise that option"),
-        (float("nan"), "not finite"),
+        (
+            with_first_weight(65.0),
+            [2],
+            r" holds a value beyond flower.secure_aggregation.clipping_range \(64\): raise that option",
+        ),
+        (with_first_weight(float("nan")), [2], "not finite"),
+        (
+            changed(shorten, client=2),
+            [2],
+            r"its masked weights are invalid: expected torch.int32 \[\d+\], got torch.int32 \[5\]$",
+        ),
+        (changed(without_key, client=2), [0, 1, 2], "secure aggregation failed: KeyError"),
     ],
+    ids=["beyond the range", "not finite", "short", "invalid keys"],
 )
-def test_weights_that_the_sum_cannot_hold_are_refused_by_their_client(value, reason, private, tmp_path, monkeypatch):
-    real = Method.client_round
-
-    def spoil(method, client, *arguments):
-        reply = real(method, client, *arguments)
-        if client.index == 2:
-            next(iter(reply.tensors.values())).view(-1)[0] = value
-        return reply
-
-    monkeypatch.setattr(Method, "client_round", spoil)
+def test_what_the_sum_cannot_hold_is_left_out_and_does_not_end_the_run(
+    prepare, lost, reason, private, tmp_path, monkeypatch
+):
     recipe = private(secure=SECURE, **WEIGHTS, rounds=1)
     directory, grid = start_stages(recipe, tmp_path / "secure")
+    prepare(grid, monkeypatch)
     warnings = run_on(recipe, directory, grid)
-    assert len(warnings) == 1, warnings
-    warning = warnings[0]
-    assert warning.startswith("round 1: client 2 is left out: ")
-    assert reason in warning
-
-
-def test_invalid_masked_weights_are_left_out(private, tmp_path):
-    recipe = private(secure=SECURE, **WEIGHTS, rounds=1)
-    directory, grid = start_stages(recipe, tmp_path / "secure")
-
-    def shorten(node, reply):
-        if node == 13 and "tensors" in reply.content:
-            short = to_records(Message({"masked": torch.zeros(5, dtype=torch.int32)}))
-            reply.content["tensors"], reply.content["layout"] = short["tensors"], short["layout"]
-
-    grid.tamper = shorten
-    warnings = run_on(recipe, directory, grid)
-    assert len(warnings) == 1, warnings
-    warning = warnings[0]
-    assert warning.startswith("round 1: client 2 is left out: its masked weights are invalid: expected torch.int32 [")
-    assert warning.endswith("], got torch.int32 [5]")
-
-
-def test_invalid_keys_do_not_end_the_run(private, tmp_path):
-    recipe = private(secure=SECURE, **WEIGHTS, rounds=1)
-    directory, grid = start_stages(recipe, tmp_path / "secure")
-
-    def spoil(node, reply):
-        record = reply.content.get(RECORD_KEY_CONFIGS, {})
-        if node == 13 and Key.PUBLIC_KEY_1 in record:
-            del record[Key.PUBLIC_KEY_1]
-
-    grid.tamper = spoil
-    warnings = run_on(recipe, directory, grid)
-    assert len(warnings) == 3
-    assert "secure aggregation failed: KeyError" in warnings[0]
+    assert [warning.partition(" is left out: ")[0] for warning in warnings] == [f"round 1: client {k}" for k in lost]
+    assert re.search(reason, warnings[0])
 
 
 def test_a_server_that_does_not_ask_for_masks_gets_nothing(private, tmp_path, monkeypatch):

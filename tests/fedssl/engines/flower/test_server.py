@@ -29,7 +29,7 @@ from fedssl.recipe.recipe import Recipe
 from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import ALIGNED, AVERAGED, FEDU2
 from tests.fedssl.data.data_files import random_pixels
-from tests.fedssl.engines.flower.loop_grid import KINDS, LoopGrid, run_on, start, write_sites
+from tests.fedssl.engines.flower.loop_grid import KINDS, LoopGrid, Prepare, changed, run_on, start, write_sites
 from tests.fedssl.engines.flower.test_wire import mappings
 from tests.fedssl.engines.short_runs import SMALL, contents, metric, stopped_before_commit
 
@@ -114,19 +114,6 @@ def test_interrupted_between_rounds_the_run_continues_from_the_same_states(finis
 
 
 # Answers that do not count
-
-
-Prepare = Callable[[LoopGrid, pytest.MonkeyPatch], object]
-
-
-def changed(change: Callable[[RecordDict], object], kind: str = "train") -> Prepare:
-    """Client 1's answers are changed on their way."""
-
-    def tamper(node: int, reply: FlowerMessage) -> None:
-        if (node, reply.metadata.message_type) == (12, kind):
-            change(reply.content)
-
-    return lambda grid, patch: setattr(grid, "tamper", tamper)
 
 
 def with_error(code: int) -> Prepare:
