@@ -20,7 +20,7 @@ from fedssl.method import Method
 from fedssl.models.model import Model
 from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import ALIGNED, AVERAGED, FEDU2, LW_FEDSSL
-from tests.fedssl.engines.short_runs import Stopped, StopsInRoundTwo
+from tests.fedssl.engines.short_runs import SMALL, Stopped, StopsInRoundTwo
 
 DATA = {"name": "digits", "train_limit": 900, "test_limit": 60}
 
@@ -84,14 +84,14 @@ def test_on_the_disk_memory_does_not_grow_with_the_clients(tiny, tmp_path, monke
 
 
 def test_both_places_give_the_same_run(finished, tiny):
-    changes = AVERAGED | {"clients_per_round": 2, "rounds": 3}
+    changes = AVERAGED | SMALL | {"clients_per_round": 2, "rounds": 3}
     disk, memory = (finished(tiny(**changes, client_states=place)) for place in ("disk", "memory"))
     assert states(disk) == states(memory)
     assert (disk / "metrics.csv").read_bytes() == (memory / "metrics.csv").read_bytes()
 
 
 def test_a_round_that_was_cut_off_leaves_no_state_behind(finished, tiny, tmp_path):
-    recipe = tiny(**AVERAGED, client_states="memory")
+    recipe = tiny(**AVERAGED | SMALL, client_states="memory")
     with pytest.raises(Stopped):
         run(recipe, tmp_path / "cut", StopsInRoundTwo())
     # the first client's state of round 2 lies there, and nothing points at it
@@ -146,7 +146,7 @@ def test_nothing_is_missing(method, finished, tiny, tmp_path, monkeypatch):
     Two of three clients take part in a round, so that models are reused and clients return.
     """
     place = "memory" if method in ("fedbyol", "moon", "hetero_ssfl") else "disk"
-    changes = STORED[method][0] | {"clients_per_round": 2, "client_states": place}
+    changes = STORED[method][0] | SMALL | {"clients_per_round": 2, "client_states": place}
     if method != "lw_fedssl":
         changes["rounds"] = 4
     kept = finished(tiny(**changes))

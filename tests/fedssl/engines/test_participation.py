@@ -14,7 +14,7 @@ from fedssl.federation import build_federation
 from fedssl.method import Method
 from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import ALIGNED, AVERAGED
-from tests.fedssl.engines.short_runs import Stopped, StopsAfterRoundOne, contents, metric
+from tests.fedssl.engines.short_runs import SMALL, Stopped, StopsAfterRoundOne, contents, metric
 
 MANY = {
     "data": {"name": "digits", "test_limit": 20},
@@ -88,9 +88,14 @@ def broken(monkeypatch) -> set[int]:
 @pytest.mark.parametrize("kind", [AVERAGED, ALIGNED], ids=["averaged", "aligned"])
 def test_answers_are_those_that_came_and_were_accepted(kind, broken, tiny, tmp_path):
     """Of five clients four are sampled, one drops out and one is refused: each wrong count is another number."""
-    settings = kind | {"rounds": 1, "partition": {"name": "iid", "clients": 5}, "clients_per_round": 4}
+    settings = kind | {
+        "evaluation": SMALL["evaluation"],
+        "rounds": 1,
+        "partition": {"name": "iid", "clients": 5},
+        "clients_per_round": 4,
+    }
     for seed in range(100):
-        recipe = tiny(**settings, client_dropout=0.3, seed=seed)
+        recipe = tiny(**settings, evaluation=SMALL["evaluation"], client_dropout=0.3, seed=seed)
         federation = build_federation(recipe)
         sampled = federation.sampled_clients(1)
         refused, *counted = federation.answering_clients(1, sampled)
@@ -127,7 +132,7 @@ def test_a_run_with_dropout_is_reproducible_and_resumes(tiny, tmp_path):
 
 @pytest.mark.parametrize("kind", [AVERAGED, ALIGNED], ids=["averaged", "aligned"])
 def test_a_round_in_which_nobody_answers_changes_nothing(tiny, tmp_path, kind):
-    recipe = tiny(**kind, clients_per_round=1, client_dropout=0.9, rounds=3)
+    recipe = tiny(**kind | SMALL, clients_per_round=1, client_dropout=0.9, rounds=3)
     federation = build_federation(recipe)
     assert not any(federation.answering_clients(n, federation.sampled_clients(n)) for n in (1, 2, 3))
     directory = run(recipe, tmp_path / "a")

@@ -12,7 +12,7 @@ from fedssl.federation import build_federation
 from fedssl.messages import Message, from_transport, to_transport
 from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import ALIGNED, AVERAGED, LW_FEDSSL
-from tests.fedssl.engines.short_runs import contents, stopped_before_commit
+from tests.fedssl.engines.short_runs import SMALL, contents, stopped_before_commit
 
 KINDS = {
     "weights": AVERAGED,
@@ -100,8 +100,8 @@ def traffic(path: Path, name: str) -> list[float]:
 @pytest.mark.parametrize("transport", SHARES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_fewer_bytes_travel_and_a_stopped_run_continues_bit_for_bit(kind, transport, finished, tiny, tmp_path):
-    recipe = tiny(**KINDS[kind], transport=transport)
-    whole, rounded = finished(tiny(**KINDS[kind])), run(recipe, tmp_path / "a").path
+    recipe = tiny(**KINDS[kind] | SMALL, transport=transport)
+    whole, rounded = finished(tiny(**KINDS[kind] | SMALL)), run(recipe, tmp_path / "a").path
     for name in ("bytes_up", "bytes_down"):
         assert len(traffic(whole, name)) == len(traffic(rounded, name))
         assert sum(traffic(rounded, name)) <= SHARES[transport] * sum(traffic(whole, name))

@@ -23,8 +23,9 @@ from fedssl.federation import build_federation
 from fedssl.recipe.recipe import Recipe
 from fedssl.run_folder.directory import SITES_RUN, RunDirectory
 from tests.fedssl.conftest import ALIGNED, AVERAGED, FEDU2, LW_FEDSSL
+from tests.fedssl.engines.short_runs import SMALL
 
-KINDS: dict[str, dict[str, Any]] = {
+METHODS: dict[str, dict[str, Any]] = {
     "hetero_ssfl": ALIGNED,
     "fedu2": FEDU2,
     "lw_fedssl": LW_FEDSSL,
@@ -36,6 +37,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "one_optimizer": {"local_update": {"name": "keep_own", "keep_optimizer": True}},
     "personal": AVERAGED | {"local_update": "personal", "regularizers": ["distance_to_global"]},
 }
+#: in short runs
+KINDS = {kind: method | SMALL for kind, method in METHODS.items()}
 
 
 class LoopGrid:
@@ -78,11 +81,11 @@ class LoopGrid:
 Prepare = Callable[[LoopGrid, pytest.MonkeyPatch], object]
 
 
-def changed(change: Callable[[RecordDict], object], client: int = 1) -> Prepare:
-    """Change a client's answers in rounds on their way."""
+def changed(change: Callable[[RecordDict], object], client: int = 1, kind: str = "train") -> Prepare:
+    """Change a client's answers of a kind (train, evaluate or query) on their way."""
 
     def tamper(node: int, reply: FlowerMessage) -> None:
-        if (node, reply.metadata.message_type) == (11 + client, "train") and reply.has_content():
+        if (node, reply.metadata.message_type) == (11 + client, kind) and reply.has_content():
             change(reply.content)
 
     return lambda grid, patch: setattr(grid, "tamper", tamper)

@@ -13,7 +13,7 @@ from fedssl.engines.flower.registration import DataForm
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from tests.fedssl.conftest import ALIGNED
-from tests.fedssl.engines.flower.loop_grid import KINDS, run_on, start, write_sites
+from tests.fedssl.engines.flower.loop_grid import KINDS, changed, run_on, start, write_sites
 from tests.fedssl.engines.flower.secure_runs import WEIGHTS
 from tests.fedssl.engines.short_runs import SMALL, metric
 
@@ -136,7 +136,7 @@ def test_other_classes_are_refused_where_the_objective_trains_on_them(classes, e
 )
 def test_other_classes_give_a_warning_only_where_sites_are_evaluated_on_them(kind, classes, warned, quick, tmp_path):
     """A site with one class has no labels to speak of."""
-    recipe = quick(**KINDS[kind] | SMALL, rounds=1)
+    recipe = quick(**KINDS[kind], rounds=1)
     sites = write_sites(tmp_path)
     with_data(sites, 1, write_images(tmp_path / "a.npz", classes=classes))
     directory, grid = start(recipe, tmp_path / "b", sites)
@@ -168,7 +168,7 @@ def test_a_site_that_comes_later_with_other_images_is_left_out(quick, tmp_path):
 
 @pytest.mark.parametrize(("kind", "sent"), [("weighted_mean", []), ("local", list("0123456789"))])
 def test_a_site_describes_no_more_of_its_data_than_is_needed(kind, sent, quick, tmp_path):
-    recipe = quick(**KINDS[kind] | SMALL, rounds=1)
+    recipe = quick(**KINDS[kind], rounds=1)
     directory, grid = start(recipe, tmp_path / "b", write_sites(tmp_path))
     run_on(recipe, directory, grid)
     described = [dict(reply.content["data"]) for reply in grid.sent if "data" in reply.content]
@@ -198,14 +198,10 @@ def test_under_privacy_a_site_does_not_tell_how_many_images_it_has(privacy, priv
         *({"images": images} for images in (-1, 10**12, 40.0)),
     ],
 )
-def test_a_site_that_does_not_describe_its_images_is_left_out(change, quick, tmp_path):
+def test_a_site_that_does_not_describe_its_images_is_left_out(change, quick, tmp_path, monkeypatch):
     recipe = quick(**WEIGHTS, rounds=1)
     directory, grid = start(recipe, tmp_path / "b", write_sites(tmp_path))
-
-    def tamper(node, reply):
-        if node == 12 and "data" in reply.content:
-            reply.content["data"] = ConfigRecord(dict(reply.content["data"]) | change)
-
-    grid.tamper = tamper
+    describe = changed(lambda content: content.update(data=ConfigRecord(dict(content["data"]) | change)), kind="query")
+    describe(grid, monkeypatch)
     told = "it does not describe its images: expected valid shape, classes, public and images"
     assert run_on(recipe, directory, grid)[0] == f"node 12 is left out: {told}"

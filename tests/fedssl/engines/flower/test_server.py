@@ -27,7 +27,7 @@ from fedssl.method import Method
 from fedssl.recipe.reading import load_recipe
 from fedssl.recipe.recipe import Recipe
 from fedssl.run_folder.directory import RunDirectory
-from tests.fedssl.conftest import ALIGNED, AVERAGED, FEDU2
+from tests.fedssl.conftest import AVERAGED, FEDU2
 from tests.fedssl.data.data_files import random_pixels
 from tests.fedssl.engines.flower.loop_grid import KINDS, LoopGrid, Prepare, changed, run_on, start, write_sites
 from tests.fedssl.engines.flower.test_wire import mappings
@@ -102,7 +102,7 @@ def test_this_search_finds_an_image_that_leaves(quick, tmp_path, monkeypatch):
 
 
 def test_interrupted_between_rounds_the_run_continues_from_the_same_states(finished, quick, tiny, tmp_path):
-    recipe = quick(**ALIGNED)
+    recipe = quick(**KINDS["hetero_ssfl"])
     directory, grid = start(recipe, tmp_path / "b", write_sites(tmp_path))
     with stopped_before_commit(2):
         run_on(recipe, directory, grid)
@@ -110,7 +110,8 @@ def test_interrupted_between_rounds_the_run_continues_from_the_same_states(finis
     assert directory.checkpoint.round == 1  # round 2 was trained at the sites, and is trained again
     directory.roll_back()
     run_on(recipe, directory, grid)
-    assert (finished(tiny(**ALIGNED)) / "metrics.csv").read_bytes() == (tmp_path / "b" / "metrics.csv").read_bytes()
+    alone = finished(tiny(**KINDS["hetero_ssfl"]))
+    assert (alone / "metrics.csv").read_bytes() == (tmp_path / "b" / "metrics.csv").read_bytes()
 
 
 # Answers that do not count
@@ -270,15 +271,14 @@ def test_what_the_servers_parts_log_of_a_client_no_client_says_itself(quick, tmp
     assert sum(row[3] for row in rows) == pytest.approx(1)
 
 
+def say_more(content: RecordDict) -> None:
+    content["numbers"] = MetricRecord(dict(content["numbers"]) | {"evaluation/bytes_up": 1e9})
+
+
 def test_an_evaluation_that_says_more_than_measures_is_left_out(quick, tmp_path):
     recipe = quick(**SMALL, rounds=1)
     directory, grid = start(recipe, tmp_path / "b")
-
-    def tamper(node, reply):
-        if node == 12 and "numbers" in reply.content:
-            reply.content["numbers"] = MetricRecord(dict(reply.content["numbers"]) | {"evaluation/bytes_up": 1e9})
-
-    grid.tamper = tamper
+    grid.tamper = lambda node, reply: node == 12 and "numbers" in reply.content and say_more(reply.content)
     assert run_on(recipe, directory, grid) == [
         f"round {n}: client 1 is not evaluated: its evaluation holds 'bytes_up', which is not a measure of a model"
         for n in (0, 1)
