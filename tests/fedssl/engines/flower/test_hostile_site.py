@@ -36,7 +36,7 @@ def attacked(deployment, noisy) -> dict[str, Recipe]:
     recipes, runs = {}, []
     for seed, (kind, (method, faults)) in enumerate(ATTACKS.items(), start=10):
         waits = {"round_seconds": PATIENCE, "connect_seconds": PATIENCE}
-        recipes[kind] = noisy(**method, rounds=max(faults), seed=seed, engine="flower", flower=waits)
+        recipes[kind] = noisy(**method, rounds=3, seed=seed, engine="flower", flower=waits)
         for number, fault in faults.items():
             deployment.break_round(recipes[kind], 1, number, fault)
         runs.append(deployment.submit(recipes[kind], deployment.folder / kind))
@@ -49,7 +49,7 @@ def attacked(deployment, noisy) -> dict[str, Recipe]:
 def test_the_honest_sites_end_with_their_result(kind, attacked, deployment, tmp_path):
     """The run is that of the honest sites, as if the hostile one had not answered. A later run starts."""
     recipe, faults = attacked[kind], ATTACKS[kind][1]
-    output, last = deployment.folder / kind, recipe.rounds
+    output = deployment.folder / kind
     assert not [file for file in deployment.faults.iterdir() if file.name.startswith(f"seed-{recipe.seed}-")]
     with open(output / "refused.csv") as file:
         refused = {(row["client"], int(row["round"])): row["reason"] for row in csv.DictReader(file)}
@@ -57,11 +57,11 @@ def test_the_honest_sites_end_with_their_result(kind, attacked, deployment, tmp_
     assert refused.keys() == left_out.keys(), refused
     for place, fault in left_out.items():
         assert REASONS[fault] in refused[place]
-    evaluated = metric(output, "knn", last).keys()
+    evaluated = metric(output, "knn", 3).keys()
     assert evaluated == ({"0", "2", "mean"} if kind == "aligned" else {"global"})
     here = recipe.model_copy(update={"engine": "in-process", "flower": FlowerOptions()})
     replay(here, tmp_path / "replayed", {number: {1} for _, number in left_out})
-    state = f"checkpoints/server.round-{last:05d}.safetensors"
+    state = "checkpoints/server.round-00003.safetensors"
     assert (output / state).read_bytes() == (tmp_path / "replayed" / state).read_bytes()
 
 
