@@ -46,18 +46,15 @@ def few_rows(message: Message) -> None:
             message.tensors[name] = torch.ones(5, tensor.shape[1])
 
 
-def huge_weights(message: Message) -> None:
-    """Weights just below what the guard allows in any case, which would spoil the mean."""
-    for tensor in message.tensors.values():
-        if tensor.is_floating_point():
-            tensor.fill_(9e5)
+def weights_of(value: float) -> Callable[[Message], None]:
+    """Weights of a value: 9e5 is just below what the guard allows in any case, and would spoil the mean."""
 
+    def change(message: Message) -> None:
+        for tensor in message.tensors.values():
+            if tensor.is_floating_point():
+                tensor.fill_(value)
 
-def enormous_weights(message: Message) -> None:
-    """Weights of 1e30."""
-    for tensor in message.tensors.values():
-        if tensor.is_floating_point():
-            tensor.fill_(1e30)
+    return change
 
 
 def many_samples(message: Message) -> None:
@@ -70,7 +67,7 @@ HOSTILE: dict[str, Callable[[RecordDict], None]] = {
     "pieces": equal_pieces,
     "measures": many_measures,
     "rows": _changed(few_rows),
-    "weights": _changed(huge_weights),
-    "1e30": _changed(enormous_weights),
+    "weights": _changed(weights_of(9e5)),
+    "1e30": _changed(weights_of(1e30)),
     "samples": _changed(many_samples),
 }

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from flwr.app import Message as FlowerMessage
 
-from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import ALIGNED, AVERAGED, FEDU2, LW_FEDSSL
+from tests.fedssl.engines.every_tensor import assert_same
 from tests.fedssl.engines.flower.loop_grid import LoopGrid, run_on, start
 from tests.fedssl.engines.flower.secure_runs import SECURE
 from tests.fedssl.engines.short_runs import SMALL, metric
@@ -19,15 +18,9 @@ Key = tuple[int, int]  # client and round
 
 
 def swap_answers(grid: LoopGrid, kind: str, place: Key, taken: Key) -> list[dict]:
-    """Let the server get, in place of the answers that one client gives in one round, those of `taken`.
+    """Let the server get, in place of one client's answers in one round, those that `taken` gave.
 
-    Args:
-        grid: the nodes.
-        kind: of the messages, `train` or `evaluate`; the others pass.
-        place, taken: client and round.
-
-    Returns:
-        The records that came in place of an answer, one entry for each; filled while the run goes on.
+    Returns the records that came in their place, filled while the run goes on. Messages of other kinds pass.
     """
     given: dict[Key, list[dict]] = {}
     replaced: list[dict] = []
@@ -59,28 +52,12 @@ def swap_answers(grid: LoopGrid, kind: str, place: Key, taken: Key) -> list[dict
 
 def without_answers(grid: LoopGrid, place: Key) -> None:
     """Let one client's answer in one round never come."""
-    pull = grid.pull_messages
+    pull, answer = grid.pull_messages, {"client": place[0], "round": place[1]}
 
     def pull_messages(names):
-        replies = pull(names)
-        return [
-            r for r in replies if r.metadata.message_type == "query" or dict(r.content["answer"]) != as_answer(place)
-        ]
+        return [r for r in pull(names) if r.metadata.message_type == "query" or dict(r.content["answer"]) != answer]
 
     grid.pull_messages = pull_messages
-
-
-def as_answer(place: Key) -> dict[str, int]:
-    return {"client": place[0], "round": place[1]}
-
-
-def same_server(one: RunDirectory, other: RunDirectory) -> bool:
-    a, b = one.server_state(), other.server_state()
-    return (
-        a.numbers == b.numbers
-        and a.tensors.keys() == b.tensors.keys()
-        and all(torch.equal(tensor, b.tensors[name]) for name, tensor in a.tensors.items())
-    )
 
 
 @pytest.mark.parametrize(
@@ -108,7 +85,7 @@ def test_the_round_goes_on_as_if_no_answer_had_come(kind, place, taken, quick, t
     silent, grid = start(quick(**KINDS[kind]), tmp_path / "silent")
     without_answers(grid, place)
     run_on(quick(**KINDS[kind]), silent, grid)
-    assert same_server(directory, silent)
+    assert_same(directory.server_state(), silent.server_state())
     assert [directory.client_round(k) for k in range(3)] == [silent.client_round(k) for k in range(3)]
 
 
