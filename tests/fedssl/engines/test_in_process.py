@@ -11,10 +11,8 @@ from collections.abc import Callable
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fedssl.engines.in_process import resume, run
 from fedssl.errors import UserError
@@ -107,14 +105,6 @@ def test_metrics_hold_evaluation_training_and_traffic(finished, tiny):
     with open(path / "spectrum.csv") as file:
         values = [float(row["value"]) for row in csv.DictReader(file) if row["client"] == "0"]
     assert values == sorted(values, reverse=True)
-    assert events(path) == {(r, f"{m}/{who}"): np.float32(v) for r, who, m, v in RunDirectory.open(path).read_metrics()}
-
-
-def events(path: Path) -> dict[tuple[int, str], float]:
-    """The values in a run's TensorBoard events, by round and tag."""
-    read = EventAccumulator(str(path / "tensorboard"), {"scalars": 0})
-    read.Reload()
-    return {(event.step, tag): event.value for tag in read.Tags()["scalars"] for event in read.Scalars(tag)}
 
 
 def test_fine_tuning_is_measured_after_training_where_asked(tiny, tmp_path):

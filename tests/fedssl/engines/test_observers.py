@@ -138,6 +138,7 @@ MINE = "from fedssl import Observer\nclass Mine(Observer):\n    pass\n"
     ("name", "text", "message"),
     [
         ("missing.py", None, r"an observer is an existing \.py file with one subclass of fedssl\.Observer, got "),
+        ("mine.txt", MINE, r"an observer is an existing \.py file .*mine\.txt"),
         ("mine.py", "x = 1\n", r"mine\.py must define exactly one subclass of Observer, got 0"),
         (
             "two.py",
