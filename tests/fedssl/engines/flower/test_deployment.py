@@ -144,31 +144,33 @@ def deadline(private: Path) -> int:
 
 
 def test_faults(deployment, private, noisy, tmp_path):
-    """One run of three rounds, in which everything goes wrong.
+    """One run of four rounds, in which everything goes wrong.
 
-    round 1: site 1 sends NaN, site 2 a wrong shape: both are refused by name
-    round 2: site 1 is killed while it trains, site 2 hangs: both are dropped at the deadline
-    round 3: the SuperLink is killed and started again, site 1 too; the run is started again and continues
+    round 1: site 1 sends weights that would spoil the mean
+    round 2: site 1 says that it has a trillion images, site 2 sends a wrong shape: all are refused by name
+    round 3: site 1 is killed while it trains, site 2 hangs: both are dropped at the deadline
+    round 4: the SuperLink is killed and started again, site 1 too; the run is started again and continues
     meanwhile a node with an unknown key and one that trusts another authority try to get in
     """
     seconds = deadline(private)
     print(f"the round's deadline: {seconds} s")
-    recipe = noisy(**AVERAGED, rounds=3, engine="flower", flower=WAITS | {"round_seconds": seconds})
-    deployment.break_round(recipe, 1, 1, "nan")
-    deployment.break_round(recipe, 2, 1, "shape")
-    faults = [deployment.break_round(recipe, k, 2, "hang") for k in (1, 2)]
+    recipe = noisy(**AVERAGED, rounds=4, engine="flower", flower=WAITS | {"round_seconds": seconds})
+    deployment.break_round(recipe, 1, 1, "weights")
+    deployment.break_round(recipe, 1, 2, "samples")
+    deployment.break_round(recipe, 2, 2, "shape")
+    faults = [deployment.break_round(recipe, k, 3, "hang") for k in (1, 2)]
     output = deployment.folder / "run"
     first = deployment.submit(recipe, output)
-    deployment.wait_for(lambda: not any(file.exists() for file in faults), "sites 1 and 2 hang in round 2")
+    deployment.wait_for(lambda: not any(file.exists() for file in faults), "sites 1 and 2 hang in round 3")
     deployment.kill("site1")
     killed = time.monotonic()
     make_authority(tmp_path)
     deployment.register("misled")
     deployment.start_node(0, "unknown")
     deployment.start_node(0, "misled", authority=tmp_path / "ca.crt")
-    deployment.wait_for(lambda: deployment.committed(output) >= 2, "round 2 is committed without them")
+    deployment.wait_for(lambda: deployment.committed(output) >= 3, "round 3 is committed without them")
     deployment.kill("superlink")
-    assert deployment.committed(output) == 2
+    assert deployment.committed(output) == 3
     kept = (output / "metrics.csv").read_bytes()[: RunDirectory.open(output).checkpoint.lengths["metrics.csv"]]
 
     deployment.start_superlink()
@@ -182,17 +184,18 @@ def test_faults(deployment, private, noisy, tmp_path):
 
     with open(output / "refused.csv") as file:
         lost = {(int(row["round"]), int(row["client"])): row["reason"] for row in csv.DictReader(file)}
-    assert list(lost) == [(1, 1), (1, 2), (2, 1), (2, 2)], f"{lost}\n{deployment.logs()}"
+    assert list(lost) == [(1, 1), (2, 1), (2, 2), (3, 1), (3, 2)], f"{lost}\n{deployment.logs()}"
     name = next(iter(build_federation(recipe).method.initial_state().tensors))
-    assert lost[1, 1] == f"{name} holds NaN"
-    assert lost[1, 2].startswith(f"{name} has shape ")
+    assert " holds 9e+05 in magnitude, far above the round's median: expected at most 1e+03" in lost[1, 1]
+    assert lost[2, 1].startswith("samples is 1e+12, more than twice ")
+    assert lost[2, 2].startswith(f"{name} has shape ")
     # whichever comes first: the deadline at the server or the SuperLink, or the time after which Flower takes a
     # silent node for gone
     late = {f"no answer within {seconds} s", "no answer in time"}
-    assert lost[2, 1] in late | {"its node is no longer connected"}
-    assert lost[2, 2] in late
-    replay(noisy(**AVERAGED, rounds=3), tmp_path / "replayed", {1: {1, 2}, 2: {1, 2}})
-    state = "checkpoints/server.round-00003.safetensors"
+    assert lost[3, 1] in late | {"its node is no longer connected"}
+    assert lost[3, 2] in late
+    replay(noisy(**AVERAGED, rounds=4), tmp_path / "replayed", {1: {1}, 2: {1, 2}, 3: {1, 2}})
+    state = "checkpoints/server.round-00004.safetensors"
     assert (output / state).read_bytes() == (tmp_path / "replayed" / state).read_bytes()
 
     for intruder in ("unknown", "misled"):
