@@ -56,17 +56,15 @@ def runs(deployment, noisy) -> Runs:
     ids = {}
     for kind, method in KINDS.items():
         ids[kind] = deployment.submit(noisy(**method, engine="flower", flower=WAITS), deployment.folder / kind)
-    for kind, method in KINDS.items():
-        in_process.run(noisy(**method), deployment.folder / f"{kind} here")
     for run in (failed, *ids.values()):
         deployment.finish(run)
     return Runs(ids, failed, deployment.proxy.bytes - before)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_across_machines_the_run_is_the_one_in_this_process_bit_for_bit(kind, deployment, runs):
+def test_across_machines_the_run_is_the_one_in_this_process_bit_for_bit(kind, deployment, runs, finished, noisy):
     assert deployment.look(runs.ids[kind])["status"] == "finished:completed", deployment.logs()
-    here, there = deployment.folder / f"{kind} here", deployment.folder / kind
+    here, there = finished(noisy(**KINDS[kind])), deployment.folder / kind
     last = RunDirectory.open(here).checkpoint.round
     for name in ("metrics.csv", "spectrum.csv", f"checkpoints/server.round-{last:05d}.safetensors"):
         assert (here / name).read_bytes() == (there / name).read_bytes(), name
@@ -108,10 +106,9 @@ def private(deployment, runs, noisy) -> Path:
     return output
 
 
-def test_with_secure_aggregation_and_clipping_the_mean_is_the_same(private, noisy, tmp_path):
+def test_with_secure_aggregation_and_clipping_the_mean_is_the_same(private, finished, noisy):
     """A client's keys outlive its process."""
-    in_process.run(noisy(**EQUAL), tmp_path / "here")
-    assert_close(tmp_path / "here", private, atol=1e-5)
+    assert_close(finished(noisy(**EQUAL)), private, atol=1e-5)
 
 
 class Dropping(LocalClients):
