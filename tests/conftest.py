@@ -34,7 +34,7 @@ LONGEST = (
     "fedssl/engines/flower/test_server.py",
     "fedssl/engines/flower/test_stale_answers.py",
     "fedssl/reports/test_collapse.py",
-    "fedssl/run_folder/test_stored_states.py",
+    "fedssl/engines/test_workers.py",
     "fedssl/test_shipped_recipes.py",
     "fedssl/test_no_label_leak.py",
     "packaging/test_setup.py",

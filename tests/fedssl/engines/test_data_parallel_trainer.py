@@ -1,13 +1,8 @@
-"""Runs whose clients are trained by two processes each: the run of one process, its errors, and no process left."""
+"""Runs whose clients are trained by two processes each: the run of one process; and what cannot be shared by two."""
 
 from __future__ import annotations
 
 import multiprocessing
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +12,6 @@ import torch.distributed as dist
 
 from fedssl.engines import workers
 from fedssl.engines.in_process import resume, run
-from fedssl.engines.observers import Observer
 from fedssl.engines.workers import DataParallelTrainer, check_devices
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
@@ -25,12 +19,10 @@ from fedssl.messages import Message
 from fedssl.models.data_parallel import visible_device
 from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import AVERAGED, LW_FEDSSL
-from tests.fedssl.engines.test_in_process import contents
-from tests.fedssl.engines.test_parallel_clients import processes_of_session
+from tests.fedssl.engines.short_runs import Stopped, StopsInRoundTwo, contents
 
 METHODS: dict[str, dict[str, Any]] = {
     "fedbyol": AVERAGED,
-    "fedema": AVERAGED | {"local_update": "fedema"},
     # Without Adam, which makes full steps of a gradient that is 0 but for rounding, and without MoCo v3, whose
     # rounds enlarge rounding until no digit is left; in float64 test_one_round.py compares that.
     "lw_fedssl": LW_FEDSSL
@@ -46,10 +38,7 @@ TWO_CLIENTS: dict[str, Any] = {
     "evaluation": {"neighbors": 3, "linear": {"epochs": 1}},
 }
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed"),
-]
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed")
 
 
 @pytest.fixture(scope="module")
@@ -70,12 +59,11 @@ def metrics_of(path: Path) -> dict[tuple[str, ...], float]:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_two_processes_a_client_give_the_run_of_one(method, recipe_of, tmp_path):
+def test_two_processes_a_client_give_the_run_of_one(method, recipe_of, finished, tmp_path):
     """Up to float32's rounding, which the steps of two rounds enlarge."""
-    for processes in (1, 2):
-        run(recipe_of(method, processes), tmp_path / str(processes))
+    one = RunDirectory.open(finished(recipe_of(method, 1)))
+    two = run(recipe_of(method, 2), tmp_path / "two")
     assert multiprocessing.active_children() == []
-    one, two = (RunDirectory.open(tmp_path / name) for name in "12")
     states = [(one.server_state(), two.server_state())]
     states += [(one.client_state(k), two.client_state(k)) for k in range(2)]
     compared = 0
@@ -99,66 +87,13 @@ def test_two_processes_a_client_give_the_run_of_one(method, recipe_of, tmp_path)
 
 @pytest.mark.parametrize("precision", [pytest.param("float32", marks=pytest.mark.nightly), "bfloat16"])
 def test_a_stopped_run_resumes_bit_identically(precision, recipe_of, tmp_path):
-    class StopsInTheSecondRound(Observer):
-        def client_began(self, round_number: int, index: int, position: int, clients: int) -> None:
-            if (round_number, index) == (2, 1):
-                raise KeyboardInterrupt
-
     recipe = recipe_of("centralised", 2, training={"precision": precision})
     run(recipe, tmp_path / "whole")
-    with pytest.raises(KeyboardInterrupt):
-        run(recipe, tmp_path / "stopped", StopsInTheSecondRound())
+    with pytest.raises(Stopped):
+        run(recipe, tmp_path / "stopped", StopsInRoundTwo())
     assert multiprocessing.active_children() == []
     resume(tmp_path / "stopped")
     assert contents(tmp_path / "stopped") == contents(tmp_path / "whole")
-
-
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.nightly), 1])
-def test_a_killed_process_is_told_with_its_client_and_the_run_resumes(rank, recipe_of, tmp_path):
-    class KillsOne(Observer):
-        def client_began(self, round_number: int, index: int, position: int, clients: int) -> None:
-            if (round_number, index) == (2, 1):
-                workers = sorted(multiprocessing.active_children(), key=lambda worker: worker.name)
-                os.kill(workers[rank].pid, signal.SIGKILL)
-
-    with pytest.raises(UserError, match=r"the worker process of client 1 was ended by signal SIGKILL: most likely"):
-        run(recipe_of("fedbyol", 2), tmp_path / "a", KillsOne())
-    assert multiprocessing.active_children() == []
-    assert RunDirectory.open(tmp_path / "a").checkpoint.round == 1
-    resume(tmp_path / "a")
-    assert RunDirectory.open(tmp_path / "a").checkpoint.finished
-
-
-PART = """
-import os, signal
-from typing import ClassVar
-from fedssl.models.data_parallel import own_share
-from fedssl.regularizers.base import Regularizer
-
-class Mine(Regularizer):
-    data_parallel: ClassVar[bool] = True
-    what: str
-
-    def start_round(self, local):
-        steps = []
-        def term(step):
-            steps.append(1)
-            if len(steps) == 2 and own_share().rank == 1:
-                if self.what == "dies":
-                    os.kill(os.getpid(), signal.SIGKILL)
-                raise ZeroDivisionError("in my part")
-            return step.loss * 0
-        return term
-"""
-
-
-def test_a_process_that_dies_in_a_step_is_found_by_the_others(recipe_of, tmp_path):
-    """The other process loses it in the middle of an exchange, and fails too: the one that died is named."""
-    (tmp_path / "mine.py").write_text(PART)
-    recipe = recipe_of("fedbyol", 2, regularizers=[{"name": str(tmp_path / "mine.py"), "what": "dies"}])
-    with pytest.raises(UserError, match="the worker process of client 0 was ended by signal SIGKILL"):
-        run(recipe, tmp_path / "a")
-    assert multiprocessing.active_children() == []
 
 
 class Worker:
@@ -196,66 +131,20 @@ def test_a_process_that_dies_is_named_even_if_another_one_tells_first(recipe_of)
     other_end.close()
 
 
-def test_an_error_in_one_process_ends_the_others(recipe_of, tmp_path):
-    (tmp_path / "mine.py").write_text(PART)
-    recipe = recipe_of("fedbyol", 2, regularizers=[{"name": str(tmp_path / "mine.py"), "what": "fails"}])
-    with pytest.raises(RuntimeError, match=r"client 0: (?s:.*)mine\.py(?s:.*)ZeroDivisionError: in my part"):
-        run(recipe, tmp_path / "a")
-    assert multiprocessing.active_children() == []
-
-
-def test_a_diverging_client_gives_the_same_error(recipe_of, tmp_path):
-    told = []
-    for processes in (1, 2):
-        recipe = recipe_of("fedbyol", processes, objective="supervised", training={"learning_rate": 1e30})
-        with pytest.raises(UserError, match="client 0's loss became") as error:
-            run(recipe, tmp_path / str(processes))
-        told.append(str(error.value))
-    assert told[0] == told[1]
-    assert multiprocessing.active_children() == []
-
-
-@pytest.mark.parametrize("kind", ["SIGKILL", pytest.param("SIGINT", marks=pytest.mark.nightly)])
-def test_a_stopped_command_leaves_no_process(kind, recipe_of, tmp_path):
-    """Ctrl-C goes to all processes of a terminal, SIGKILL to the command alone."""
-    (tmp_path / "recipe.yaml").write_text(recipe_of("fedbyol", 2, rounds=1000).to_yaml())
-    path = tmp_path / "stopped"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "fedssl", "run", str(tmp_path / "recipe.yaml"), "--output", str(path)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    while process.poll() is None and not (path / "timings.csv").exists():
-        time.sleep(0.02)
-    assert len(processes_of_session(process.pid)) >= 3
-    if kind == "SIGINT":
-        os.killpg(process.pid, signal.SIGINT)
-    else:
-        process.kill()
-    output, errors = process.communicate(timeout=120)
-    assert errors == ""
-    if kind == "SIGINT":
-        assert process.returncode == 130
-        assert f"continue with: fedssl run --resume {path}" in output
-    deadline = time.monotonic() + 60
-    while (left := processes_of_session(process.pid)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert left == []
-
-
 # What is refused
 
 
-SHUFFLED_VIEWS = """
-from typing import ClassVar
-from fedssl.augmentations.random_views import RandomViews
-
-class Mine(RandomViews):
-    uses_global_generators: ClassVar[bool] = True
-"""
+OWN_PARTS = [
+    # it derives from an objective that can, and may compute another loss
+    ("objective", "from fedssl.objectives.byol import BYOL\nclass Mine(BYOL):\n    pass\n", ""),
+    # its views depend on the batch
+    (
+        "augmentation",
+        "from typing import ClassVar\nfrom fedssl.augmentations.random_views import RandomViews\n"
+        "class Mine(RandomViews):\n    uses_global_generators: ClassVar[bool] = True\n",
+        ", whose views",
+    ),
+]
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "uneven": ({"training": {"batch_size": 9}}, "training.processes=2 does not divide training.batch_size 9"),
     "engine": ({"engine": "flower-simulation"}, "is for engine in-process, got engine flower-simulation"),
@@ -276,19 +165,11 @@ def test_what_cannot_be_shared_is_refused(what, recipe_of):
         build_federation(recipe_of("fedbyol", 2, **changes))
 
 
-def test_an_objective_that_derives_from_a_known_one_must_say_it_itself(recipe_of, tmp_path):
-    """It may compute another loss."""
-    text = "from fedssl.objectives.byol import BYOL\nclass Mine(BYOL):\n    pass\n"
+@pytest.mark.parametrize(("kind", "text", "told"), OWN_PARTS)
+def test_an_own_part_must_say_itself_that_it_can_be_shared(kind, text, told, recipe_of, tmp_path):
     (tmp_path / "mine.py").write_text(text)
-    with pytest.raises(UserError, match=r"does not go with objective .*mine\.py"):
-        build_federation(recipe_of("fedbyol", 2, objective=str(tmp_path / "mine.py")))
-
-
-def test_views_that_depend_on_the_batch_are_refused(recipe_of, tmp_path):
-    (tmp_path / "mine.py").write_text(SHUFFLED_VIEWS)
-    recipe = recipe_of("fedbyol", 2, augmentation=str(tmp_path / "mine.py"))
-    with pytest.raises(UserError, match=r"does not go with augmentation .*mine\.py, whose views"):
-        build_federation(recipe)
+    with pytest.raises(UserError, match=rf"does not go with {kind} .*mine\.py{told}"):
+        build_federation(recipe_of("fedbyol", 2, **{kind: str(tmp_path / "mine.py")}))
 
 
 def test_a_network_that_drops_values_at_random_is_refused(recipe_of, monkeypatch):

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest.mock import Mock, call
 
 import pytest
 from rich.console import Console
 
 from fedssl.engines.in_process import resume, run
+from fedssl.engines.observers import Observers
 from fedssl.engines.progress import ProgressBars
 from fedssl.engines.time_left import TimeLeft, format_duration, past_seconds
-from fedssl.run_folder.directory import MetricRow, RunDirectory
-from tests.fedssl.conftest import AVERAGED, FEDU2
+from fedssl.run_folder.directory import RunDirectory
+from tests.fedssl.conftest import FEDU2
+from tests.fedssl.engines.short_runs import Stopped, StopsAfterRoundOne
 
 
 @dataclass
@@ -33,7 +36,6 @@ class Timetable:
     rounds: int = 6
     images: tuple[int, ...] = (100, 2000, 300)
     evaluations: Mapping[int, float] = field(default_factory=dict)
-    commit: float = 0.0
 
     def training(self, clients: slice = slice(None)) -> float:
         return sum(self.images[clients]) / 20
@@ -94,7 +96,7 @@ def test_a_short_evaluation_is_taken_for_a_long_one_until_it_was_measured():
 
 
 @pytest.mark.parametrize("every", [1, 2, 0], ids="every_{}".format)
-@pytest.mark.parametrize("first", [3, 5, 6])
+@pytest.mark.parametrize("first", [3, 6])
 def test_a_resumed_run_knows_from_its_earlier_rounds(first, every):
     """Where every round was evaluated, an evaluation cannot be told from training until one was measured."""
     evaluations = {0: 50.0} | {n: 7.0 for n in range(1, 6) if every and n % every == 0} | {6: 50.0}
@@ -102,16 +104,15 @@ def test_a_resumed_run_knows_from_its_earlier_rounds(first, every):
         assert left == pytest.approx(truth, abs=7.0 if every == 1 else 1e-6), name
 
 
-def test_a_run_resumed_before_its_first_round_knows_as_much_as_a_new_one():
-    new, resumed = (list(Timetable(evaluations=EVERY_OTHER).follow(first)) for first in (0, 1))
-    begin = [name for name, *_ in new].index("training 1")
-    assert resumed[1:] == new[begin:]
+def started(first: int, rounds: int, evaluations: Sequence[int] = ()) -> tuple[Clock, TimeLeft]:
+    clock = Clock()
+    estimate = TimeLeft(clock)
+    estimate.start(first, rounds, evaluations, {})
+    return clock, estimate
 
 
 def test_a_later_stage_that_takes_longer_replaces_what_was_measured():
-    clock = Clock()
-    estimate = TimeLeft(clock)
-    estimate.start(1, 20, [20], {})
+    clock, estimate = started(1, 20, [20])
     for number in range(1, 11):
         estimate.training(number, [10])
         clock.now += 1 if number <= 5 else 3
@@ -121,11 +122,8 @@ def test_a_later_stage_that_takes_longer_replaces_what_was_measured():
 
 
 def test_unknown_numbers_of_images_leave_the_time_known_and_the_speed_not():
-    events = list(Timetable(images=(0, 0, 0), evaluations={}).follow())
-    assert {rate for *_, rate in events} == {None}
-    clock = Clock()
-    estimate = TimeLeft(clock)
-    estimate.start(1, 4, [], {})
+    assert {rate for *_, rate in Timetable(images=(0, 0, 0)).follow()} == {None}
+    clock, estimate = started(1, 4)
     estimate.training(1, [0, 0])
     clock.now += 10
     estimate.clients_done(1)
@@ -134,9 +132,7 @@ def test_unknown_numbers_of_images_leave_the_time_known_and_the_speed_not():
 
 
 def test_a_round_in_which_nobody_answers_keeps_the_speed():
-    clock = Clock()
-    estimate = TimeLeft(clock)
-    estimate.start(1, 3, [], {})
+    clock, estimate = started(1, 3)
     estimate.training(1, [20])
     clock.now += 1
     estimate.round_done()
@@ -218,83 +214,48 @@ def test_on_a_terminal_the_time_left_counts_down_between_events(tiny, new_run):
     assert "left" not in shown.get()
 
 
-class StopsAfterRound1(ProgressBars):
-    def round_ended(self, round_number: int, rows: list[MetricRow]) -> None:
-        super().round_ended(round_number, rows)
-        if round_number == 1:
-            raise KeyboardInterrupt
-
-
-SPEED = r"[\d.,]+ images/s"
-
-
-@pytest.mark.parametrize("method", [AVERAGED, FEDU2 | {"objective": {"name": "byol", "output_features": 16}}])
-def test_a_run_and_its_continuation_tell_speed_and_time_left(tiny, tmp_path, method):
-    recipe = tiny(**method, rounds=3, evaluation={"every": 2, "neighbors": 3, "linear": {"epochs": 1}})
-    bars = StopsAfterRound1(Console(file=io.StringIO(), width=160))
-    with pytest.raises(KeyboardInterrupt):
-        run(recipe, tmp_path / "run", bars)
-    before, first = lines(bars)
-    assert re.fullmatch(r"round 0/3  knn [\d.]+", before)
-    assert re.fullmatch(rf"round 1/3  loss \S+  {SPEED}  \d+ (s|min) left", first)
-
+def recording() -> tuple[ProgressBars, Mock]:
+    """Bars, and the calls of the estimate behind them."""
     bars = ProgressBars(Console(file=io.StringIO(), width=160))
-    resume(tmp_path / "run", bars)
-    second, third = lines(bars)
-    assert re.fullmatch(rf"round 2/3  loss .*  {SPEED}  \d+ (s|min) left", second)
-    assert re.fullmatch(rf"round 3/3  loss .*  {SPEED}", third)
+    bars._time_left = Mock(wraps=bars._time_left)
+    return bars, bars._time_left
 
 
-class RecordingTimeLeft(TimeLeft):
-    """Keeps what it is told of a run."""
+def test_a_run_and_its_continuation_tell_speed_and_time_left(tiny, tmp_path):
+    """And the engine tells them of images, evaluations and earlier rounds."""
+    path, speed = tmp_path / "run", r"[\d.,]+ images/s"
+    training, evaluation = {"local_epochs": 2, "batch_size": 8}, {"every": 2, "neighbors": 3, "linear": {"epochs": 1}}
+    bars, before = recording()
+    with pytest.raises(Stopped):
+        run(
+            tiny(**FEDU2, rounds=3, training=training, evaluation=evaluation),
+            path,
+            Observers([bars, StopsAfterRoundOne()]),
+        )
+    start, first = lines(bars)
+    assert re.fullmatch(r"round 0/3  knn [\d.]+", start)
+    assert re.fullmatch(rf"round 1/3  loss \S+  {speed}  \d+ (s|min) left", first)
 
-    def __init__(self) -> None:
-        super().__init__(Clock())
-        self.started: list[tuple] = []
-        self.trained: list[tuple] = []
-        self.evaluated: list[int] = []
-
-    def start(self, *arguments) -> None:
-        self.started.append(arguments)
-        super().start(*arguments)
-
-    def training(self, *arguments) -> None:
-        self.trained.append(arguments)
-        super().training(*arguments)
-
-    def evaluating(self, number: int) -> None:
-        self.evaluated.append(number)
-        super().evaluating(number)
-
-
-def recording(kind: type[ProgressBars] = ProgressBars) -> tuple[ProgressBars, RecordingTimeLeft]:
-    bars, recorder = kind(Console(file=io.StringIO())), RecordingTimeLeft()
-    bars._time_left = recorder
-    return bars, recorder
-
-
-def test_an_engine_tells_images_evaluations_and_earlier_rounds(tiny, tmp_path):
-    changes = {"training": {"local_epochs": 2, "batch_size": 8}, "evaluation": {"every": 2, "linear": {"epochs": 1}}}
-    path = tmp_path / "run"
-    stopping, interrupted = recording(StopsAfterRound1)
-    with pytest.raises(KeyboardInterrupt):
-        run(tiny(**AVERAGED, rounds=3, **changes), path, stopping)
-    bars, resumed = recording()
+    bars, after = recording()
     directory = resume(path, bars)
+    second, third = lines(bars)
+    assert re.fullmatch(rf"round 2/3  loss .*  {speed}  \d+ (s|min) left", second)
+    assert re.fullmatch(rf"round 3/3  loss .*  {speed}", third)
+
     counts = [sum(map(int, line.split(",")[1:])) for line in (path / "partition.csv").read_text().splitlines()[1:]]
     images = [2 * (count // 8) * 8 for count in counts]
-    assert interrupted.trained + resumed.trained == [(number, images) for number in (1, 2, 3)]
-    assert interrupted.evaluated + resumed.evaluated == [0, 2, 3]
+    assert before.training.mock_calls + after.training.mock_calls == [call(number, images) for number in (1, 2, 3)]
+    assert before.evaluating.mock_calls + after.evaluating.mock_calls == [call(0), call(2), call(3)]
     past = past_seconds(directory)
     assert list(past) == [0, 1, 2, 3]
-    assert interrupted.started == [(0, 3, [0, 2, 3], {})]
-    assert resumed.started == [(2, 3, [0, 2, 3], {number: past[number] for number in (0, 1)})]
+    assert before.start.mock_calls == [call(0, 3, [0, 2, 3], {})]
+    assert after.start.mock_calls == [call(2, 3, [0, 2, 3], {number: past[number] for number in (0, 1)})]
 
 
 def test_nothing_is_trained_where_the_schedule_trains_nothing(tiny, tmp_path):
     bars, recorder = recording()
     run(tiny(schedule="untrained", rounds=1), tmp_path / "run", bars)
-    assert recorder.trained == [(1, [0, 0, 0])]
+    assert recorder.training.mock_calls == [call(1, [0, 0, 0])]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -10,30 +12,27 @@ from fedssl.federation import build_federation
 from fedssl.messages import Message, from_transport, to_transport
 from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import ALIGNED, AVERAGED, LW_FEDSSL
-from tests.fedssl.engines.test_in_process import contents
-
-pytestmark = pytest.mark.usefixtures("one_thread")
+from tests.fedssl.engines.short_runs import SMALL, contents, stopped_before_commit
 
 KINDS = {
-    "weights": AVERAGED | {"rounds": 2},
-    "layers": LW_FEDSSL | {"rounds": 2},
-    "factors": ALIGNED | {"rounds": 2},
+    "weights": AVERAGED,
+    "layers": LW_FEDSSL,
+    "factors": ALIGNED,
     "kernels": ALIGNED
     | {
-        "rounds": 2,
         "architectures": ["small_convnet"],
         "aggregators": [{"name": "representation_mean", "send": "kernel"}],
     },
     "dictionary": AVERAGED
     | {
-        "rounds": 2,
         "objective": {"name": "simclr", "hidden_features": 32, "output_features": 16},
         "aggregators": ["weighted_mean", {"name": "dictionary"}],
     },
 }
-BFLOAT16 = {"transport": "bfloat16"}
 #: of the bytes of float32; numbers, metrics and integers travel as they are, and with int8 vectors and scales
 SHARES = {"bfloat16": 0.53, "int8": 0.31}
+#: which runs are stopped in their second round, too
+STOPPED = {("weights", "int8"), ("layers", "bfloat16"), ("factors", "int8"), ("dictionary", "bfloat16")}
 
 
 def test_float32_is_rounded_half_to_even_and_nothing_else_is():
@@ -94,39 +93,28 @@ def test_what_clients_share_is_rounded_once(transport):
     assert sent[0].tensors["w"] is sent[1].tensors["w"]
 
 
-def traffic(path, name: str) -> list[float]:
+def traffic(path: Path, name: str) -> list[float]:
     return [value for _, _, metric, value in RunDirectory.open(path).read_metrics() if metric == name]
 
 
 @pytest.mark.parametrize("transport", SHARES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_fewer_bytes_travel_and_a_killed_run_continues_bit_for_bit(kind, transport, tiny, tmp_path, monkeypatch):
-    recipe = tiny(**KINDS[kind], transport=transport)
-    run(tiny(**KINDS[kind]), tmp_path / "float32")
-    run(recipe, tmp_path / "a")
+def test_fewer_bytes_travel_and_a_stopped_run_continues_bit_for_bit(kind, transport, finished, tiny, tmp_path):
+    recipe = tiny(**KINDS[kind] | SMALL, transport=transport)
+    whole, rounded = finished(tiny(**KINDS[kind] | SMALL)), run(recipe, tmp_path / "a").path
     for name in ("bytes_up", "bytes_down"):
-        whole, fewer = traffic(tmp_path / "float32", name), traffic(tmp_path / "a", name)
-        assert len(whole) == len(fewer)
-        assert sum(fewer) <= SHARES[transport] * sum(whole)
-    assert (tmp_path / "a/metrics.csv").read_bytes() != (tmp_path / "float32/metrics.csv").read_bytes()
-
-    commit = RunDirectory.commit
-
-    def killed_in_round_2(self, number, server, finished):
-        if number == 2:
-            raise KeyboardInterrupt
-        commit(self, number, server, finished)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(RunDirectory, "commit", killed_in_round_2)
-        with pytest.raises(KeyboardInterrupt):
-            run(recipe, tmp_path / "killed")
-    resume(tmp_path / "killed")
-    assert contents(tmp_path / "killed") == contents(tmp_path / "a")
+        assert len(traffic(whole, name)) == len(traffic(rounded, name))
+        assert sum(traffic(rounded, name)) <= SHARES[transport] * sum(traffic(whole, name))
+    assert (rounded / "metrics.csv").read_bytes() != (whole / "metrics.csv").read_bytes()
+    if (kind, transport) in STOPPED:
+        with stopped_before_commit(2):
+            run(recipe, tmp_path / "stopped")
+        resume(tmp_path / "stopped")
+        assert contents(tmp_path / "stopped") == contents(rounded)
 
 
 def test_the_server_computes_in_float32(tiny, tmp_path):
-    recipe = tiny(**AVERAGED, **BFLOAT16)
+    recipe = tiny(**AVERAGED, transport="bfloat16")
     method = build_federation(recipe).method
     server = method.initial_state()
     name = next(n for n, t in server.tensors.items() if t.dtype == torch.float32 and n.startswith("online."))

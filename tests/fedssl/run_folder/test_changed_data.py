@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from fedssl.data.digests import DATA_DIGESTS, data_digests
 from fedssl.engines import flower_module, in_process
-from fedssl.engines.observers import Observer
 from fedssl.errors import UserError
 from fedssl.federation import build_federation, require_same_data
 from fedssl.recipe.reading import load_recipe
@@ -23,33 +20,45 @@ from fedssl.reports.report import write_report
 from tests.fedssl.conftest import AVERAGED
 from tests.fedssl.data.data_files import random_pixels
 from tests.fedssl.data.image_samples import save_array
-from tests.fedssl.run_folder.test_changed_runs import StopsAfterARound, everything
+from tests.fedssl.engines.short_runs import SMALL, Stopped, StopsAfterRoundOne, everything
 
 OTHERS = "no longer has the same images and labels in the same order"
 
 
-@pytest.fixture
-def images(tmp_path, monkeypatch) -> Path:
-    """Fifteen training and five test images of each of two classes; the cache is beside them."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+@pytest.fixture(scope="module")
+def begun(tiny, tmp_path_factory) -> tuple[Path, Path]:
+    """A run of three clients that was stopped after the first of two rounds, and its folder of images.
+
+    These are fifteen training and five test images of each of two classes.
+    """
+    folder = tmp_path_factory.mktemp("begun")
     for number in range(40):
         split, kind = "train" if number < 30 else "test", "ab"[number % 2]
-        save_array(tmp_path / "images" / split / kind / f"{number:02}.bmp", random_pixels(8, 8, seed=number))
-    return tmp_path / "images"
+        save_array(folder / "images" / split / kind / f"{number:02}.bmp", random_pixels(8, 8, seed=number))
+    data = {"name": "folder", "path": str(folder / "images"), "image_size": 8}
+    recipe = tiny(**AVERAGED, data=data, partition={"name": "iid", "clients": 3}, evaluation=SMALL["evaluation"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        with pytest.raises(Stopped):
+            in_process.run(recipe, folder / "run", StopsAfterRoundOne())
+    return folder / "run", folder / "images"
 
 
 @pytest.fixture
-def begin(tiny, images, tmp_path) -> Callable[..., Path]:
-    """Make a run of three clients; it is stopped after its first of two rounds unless an observer is given."""
+def run(begun, tmp_path, monkeypatch) -> Path:
+    """A copy of the run; the cache is beside it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    shutil.copytree(begun[0], tmp_path / "run")
+    return tmp_path / "run"
 
-    def make(observer: Observer | None = None, **data: Any) -> Path:
-        data = {"name": "folder", "path": str(images), "image_size": 8, **data}
-        recipe = tiny(**AVERAGED, data=data, partition={"name": "iid", "clients": 3})
-        with suppress(KeyboardInterrupt):
-            in_process.run(recipe, tmp_path / "run", observer or StopsAfterARound())
-        return tmp_path / "run"
 
-    return make
+@pytest.fixture
+def images(begun, tmp_path) -> Iterator[Path]:
+    """The run's images, which a test may change."""
+    shutil.copytree(begun[1], tmp_path / "original")
+    yield begun[1]
+    begun[1].unlink() if begun[1].is_symlink() else shutil.rmtree(begun[1])
+    shutil.move(tmp_path / "original", begun[1])
 
 
 def replace(file: Path, seed: int = 99) -> None:
@@ -90,17 +99,16 @@ CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_with_changed_data_a_run_is_not_continued_and_nothing_in_it_is_lost(change, begin, images):
-    path = begin()
+def test_with_changed_data_a_run_is_not_continued_and_nothing_in_it_is_lost(change, run, images):
     make, says = CHANGES[change]
     make(images)
-    with open(path / "timings.csv", "a") as file:
+    with open(run / "timings.csv", "a") as file:
         file.write("2,half a li")  # which a run that goes on cuts off
-    before = everything(path)
+    before = everything(run)
     with pytest.raises(UserError, match=says) as caught:
-        in_process.resume(path)
+        in_process.resume(run)
     assert "the data of" in str(caught.value)
-    assert everything(path) == before
+    assert everything(run) == before
 
 
 def test_public_and_downstream_data_count_too(tiny, tmp_path):
@@ -127,48 +135,44 @@ def test_public_and_downstream_data_count_too(tiny, tmp_path):
         np.savez(tmp_path / f"{name}.npz", **arrays)
 
 
-def test_digests_of_images_in_a_file_are_those_in_memory(begin, images):
-    in_memory = load_recipe(begin() / "recipe.yaml")
+def test_digests_of_images_in_a_file_are_those_in_memory(run):
+    in_memory = load_recipe(run / "recipe.yaml")
     in_a_file = in_memory.model_copy(update={"data": in_memory.data.model_copy(update={"memory_limit": 0.0})})
     assert build_federation(in_memory).data_digests() == build_federation(in_a_file).data_digests()
 
 
-def test_moved_data_with_new_times_and_no_cache_are_the_same(begin, images, tmp_path):
-    path = begin(memory_limit=0)
+def test_moved_data_with_new_times_and_no_cache_are_the_same(run, images, tmp_path):
     shutil.copytree(images, tmp_path / "elsewhere", copy_function=shutil.copyfile)
     shutil.rmtree(images)
-    shutil.rmtree(tmp_path / "cache")
     images.symlink_to(tmp_path / "elsewhere")
-    assert in_process.resume(path).checkpoint.finished
+    assert in_process.resume(run).checkpoint.finished
 
 
-def test_of_a_run_without_digests_the_data_cannot_be_checked(begin, images, tmp_path, caplog):
-    path = begin()
+def test_of_a_run_without_digests_the_data_cannot_be_checked(run, images, caplog):
     replace(images / "train" / "a" / "02.bmp")
-    (path / DATA_DIGESTS).unlink()
-    federation = build_federation(load_recipe(path / "recipe.yaml"))
-    require_same_data(path, federation.data_digests())
+    (run / DATA_DIGESTS).unlink()
+    federation = build_federation(load_recipe(run / "recipe.yaml"))
+    require_same_data(run, federation.data_digests())
     assert [record.getMessage() for record in caplog.records if "cannot be checked" in record.getMessage()] != []
 
 
-def test_a_finished_run_is_measured_and_drawn_with_its_own_data_alone(begin, images):
-    path = begin(Observer())
-    assert in_process.resume(path).checkpoint.finished
+def test_a_finished_run_is_measured_and_drawn_with_its_own_data_alone(run, images):
+    assert in_process.resume(run).checkpoint.finished
     replace(images / "test" / "b" / "31.bmp")
     with pytest.raises(UserError, match=f"the test set {OTHERS}"):
-        evaluate_run(path)
-    assert not (path / "evaluation.csv").exists()
-    assert "have changed since the run began: the test set no longer has" in write_report([path]).read_text()
+        evaluate_run(run)
+    assert not (run / "evaluation.csv").exists()
+    assert "have changed since the run began: the test set no longer has" in write_report([run]).read_text()
 
 
-def test_a_simulation_by_flower_is_not_continued_either(begin, images, monkeypatch):
+def test_a_simulation_by_flower_is_not_continued_either(run, images, monkeypatch):
     pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
     pytest.importorskip("ray", reason="ray is not installed: pip install .[flower]")
-    path, simulation = begin(), flower_module("engines.flower.simulation")
+    simulation = flower_module("engines.flower.simulation")
     replace(images / "train" / "a" / "02.bmp")
     monkeypatch.setattr(simulation, "_simulate", lambda *arguments: pytest.fail("the simulation began"))
     with pytest.raises(UserError, match=f"client . {OTHERS}"):
-        simulation.resume(path)
+        simulation.resume(run)
 
 
 def test_images_that_change_clients_are_noticed(tiny):

@@ -11,24 +11,18 @@ from pathlib import Path
 import pytest
 
 from fedssl.engines.in_process import resume, run
-from fedssl.engines.observers import Observer
 from fedssl.errors import UserError
-from fedssl.run_folder.directory import MetricRow, RunDirectory
+from fedssl.run_folder.directory import RunDirectory
 from fedssl.run_folder.record import read_run
-
-
-class StopsAfterARound(Observer):
-    def round_ended(self, round_number: int, rows: list[MetricRow]) -> None:
-        if round_number == 1:
-            raise KeyboardInterrupt
+from tests.fedssl.engines.short_runs import SMALL, Stopped, StopsAfterRoundOne, everything
 
 
 @pytest.fixture(scope="module")
 def stopped(tiny, tmp_path_factory) -> Path:
     """A run that was stopped after the first of two rounds."""
     path = tmp_path_factory.mktemp("stopped") / "run"
-    with pytest.raises(KeyboardInterrupt):
-        run(tiny(evaluation={"neighbors": 3, "linear": {"epochs": 1}}), path, StopsAfterARound())
+    with pytest.raises(Stopped):
+        run(tiny(**SMALL), path, StopsAfterRoundOne())
     return path
 
 
@@ -38,12 +32,10 @@ def copy(stopped, tmp_path) -> Path:
     return tmp_path / "run"
 
 
-def everything(folder: Path) -> dict[str, bytes]:
-    return {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*") if f.is_file()}
-
-
-def state(path: Path, owner: str) -> Path:
-    return path / "checkpoints" / RunDirectory.open(path).checkpoint.files[owner]
+def file_of(path: Path, name: str) -> Path:
+    """A file of a run by its name, or the state of `server` or of a client."""
+    state = RunDirectory.open(path).checkpoint.files.get(name)
+    return path / "checkpoints" / state if state else path / name
 
 
 def with_crlf(path: Path) -> None:
@@ -66,39 +58,34 @@ def as_a_pipe(path: Path) -> None:
     os.mkfifo(path)
 
 
-CHANGES: dict[str, tuple[Callable[[Path], Path], Callable[[Path], object]]] = {
-    "metrics with CRLF": (lambda path: path / "metrics.csv", with_crlf),
-    "metrics deleted": (lambda path: path / "metrics.csv", Path.unlink),
-    "metrics without a line": (lambda path: path / "metrics.csv", without_a_line),
-    "metrics emptied": (lambda path: path / "metrics.csv", lambda file: file.write_bytes(b"")),
-    "metrics a pipe": (lambda path: path / "metrics.csv", as_a_pipe),
-    "timings without a line": (lambda path: path / "timings.csv", without_a_line),
-    "fewer rounds": (
-        lambda path: path / "recipe.yaml",
-        lambda file: file.write_text(file.read_text().replace("rounds: 2", "rounds: 1")),
-    ),
-    "another learning rate": (
-        lambda path: path / "recipe.yaml",
-        lambda file: file.write_text(file.read_text().replace("learning_rate: 0.0", "learning_rate: 0.1")),
-    ),
-    "recipe a pipe": (lambda path: path / "recipe.yaml", as_a_pipe),
-    "another partition": (lambda path: path / "partition.csv", lambda file: file.write_text("client,0\n0,5\n")),
-    "a bit of the server's state": (lambda path: state(path, "server"), with_a_flipped_bit),
-    "a bit of a client's state": (lambda path: state(path, "client-0001"), with_a_flipped_bit),
-    "a state deleted": (lambda path: state(path, "client-0001"), Path.unlink),
-    "a state a pipe": (lambda path: state(path, "client-0001"), as_a_pipe),
-    "a bit of the manifest": (
-        lambda path: path / "checkpoints" / "manifest.json",
-        lambda file: file.write_text(file.read_text().replace('"round": 1', '"round": 0')),
-    ),
-    "the manifest deleted": (lambda path: path / "checkpoints" / "manifest.json", Path.unlink),
+def replaced(old: str, new: str) -> Callable[[Path], object]:
+    return lambda file: file.write_text(file.read_text().replace(old, new))
+
+
+CHANGES: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "metrics with CRLF": ("metrics.csv", with_crlf),
+    "metrics deleted": ("metrics.csv", Path.unlink),
+    "metrics without a line": ("metrics.csv", without_a_line),
+    "metrics emptied": ("metrics.csv", lambda file: file.write_bytes(b"")),
+    "metrics a pipe": ("metrics.csv", as_a_pipe),
+    "timings without a line": ("timings.csv", without_a_line),
+    "fewer rounds": ("recipe.yaml", replaced("rounds: 2", "rounds: 1")),
+    "another learning rate": ("recipe.yaml", replaced("learning_rate: 0.0", "learning_rate: 0.1")),
+    "recipe a pipe": ("recipe.yaml", as_a_pipe),
+    "another partition": ("partition.csv", lambda file: file.write_text("client,0\n0,5\n")),
+    "a bit of the server's state": ("server", with_a_flipped_bit),
+    "a bit of a client's state": ("client-0001", with_a_flipped_bit),
+    "a state deleted": ("client-0001", Path.unlink),
+    "a state a pipe": ("client-0001", as_a_pipe),
+    "a bit of the manifest": ("checkpoints/manifest.json", replaced('"round": 1', '"round": 0')),
+    "the manifest deleted": ("checkpoints/manifest.json", Path.unlink),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_run_is_not_continued_and_nothing_in_it_is_lost(change, copy):
-    which, make = CHANGES[change]
-    file = which(copy)
+    name, make = CHANGES[change]
+    file = file_of(copy, name)
     make(file)
     before = everything(copy)
     with pytest.raises(UserError, match=r"put back|is not a run's folder") as caught:
@@ -108,12 +95,8 @@ def test_a_changed_run_is_not_continued_and_nothing_in_it_is_lost(change, copy):
     assert everything(copy) == before
 
 
-def test_an_unchanged_run_is_continued(copy):
+def test_an_unchanged_run_is_continued_and_told_of_changes_when_it_has_finished(copy):
     assert resume(copy).checkpoint.finished
-
-
-def test_a_finished_run_that_was_changed_is_told_too(copy):
-    resume(copy)
     with_crlf(copy / "metrics.csv")
     for call in (resume, read_run):
         with pytest.raises(UserError, match=r"metrics\.csv was changed since the run wrote it"):
@@ -134,7 +117,7 @@ def test_a_run_of_an_earlier_version_is_continued_and_holds_digests_from_then_on
     assert directory.checkpoint.finished
     assert "metrics.csv" in directory.checkpoint.digests
     RunDirectory.open(copy).require_unchanged()
-    with_a_flipped_bit(state(copy, "server"))
+    with_a_flipped_bit(file_of(copy, "server"))
     with pytest.raises(UserError, match=r"server.*was changed"):
         resume(copy)
 

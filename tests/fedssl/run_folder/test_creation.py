@@ -11,12 +11,9 @@ from fedssl.engines import in_process
 from fedssl.errors import UserError
 from fedssl.run_folder.creation import alone_in, default_folder, new_run, refuse_existing
 from fedssl.run_folder.directory import RunDirectory
+from tests.fedssl.engines.short_runs import everything
 
 FILES = {"recipe.yaml": "name: a\n"}
-
-
-def everything(folder: Path) -> dict[str, bytes]:
-    return {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*") if f.is_file()}
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from fedssl.run_folder.storage import (
     write_message,
 )
 from fedssl.untrusted import printable
+from tests.fedssl.engines.every_tensor import assert_same, every_kind_of_tensor
 
 ROWS = [["who", "what"], ["0", 'a, "b"'], ["1", "é"]]
 
@@ -73,12 +75,6 @@ def test_a_temporary_file_that_is_a_link_is_not_followed(tmp_path):
     assert not (tmp_path / "file").is_symlink()
 
 
-def test_a_path_below_a_file_cannot_be_written(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="file/a cannot be written: Not a directory"):
-        write_atomically(tmp_path / "file" / "a", b"")
-
-
 @pytest.mark.parametrize(
     ("number", "message"),
     [
@@ -100,41 +96,26 @@ def test_a_write_that_fails_keeps_the_old_file(number, message, tmp_path, monkey
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_folder_below_a_file_cannot_be_made(tmp_path):
+def test_what_is_below_a_file_cannot_be_written(tmp_path):
     make_folder(tmp_path / "a" / "b")
     make_folder(tmp_path / "a" / "b")
     assert (tmp_path / "a" / "b").is_dir()
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="file/b cannot be written"):
         make_folder(tmp_path / "file" / "b")
-
-
-def every_kind_of_tensor() -> Message:
-    """Dtypes, shapes and strides that a state may have; the odd numbers of bytes come before larger entries."""
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randint(0, 256, (3, 5, 7), generator=generator, dtype=torch.uint8)
-    noise = torch.randn(6, 4, 3, 3, generator=generator)
-    dtypes = (torch.bool, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16)
-    tensors = {f"as {dtype}": images.to(dtype) for dtype in dtypes}
-    tensors |= {"a byte": images[0, 0, :1], "images": images, "noise": noise, "double": noise.double()}
-    tensors |= {"scalar": torch.tensor(7), "empty": torch.empty(0, 3), "transposed": noise[0, 0].T}
-    tensors |= {"channels last": noise.to(memory_format=torch.channels_last), "slice": noise[1:, 2]}
-    tensors |= {"trains": noise.clone().requires_grad_(), "shared": noise, "complex": torch.tensor([1 + 2j])}
-    return Message(tensors, {"number": 0.1}, {"text": '\u00e9 "quoted"', "switch": True}, {"loss/3": 1e-300})
+    with pytest.raises(UserError, match="file/a cannot be written: Not a directory"):
+        write_atomically(tmp_path / "file" / "a", b"")
 
 
 def test_a_message_is_read_as_it_was_written_also_by_the_library(tmp_path):
     message, path = every_kind_of_tensor(), tmp_path / "state.safetensors"
+    message.tensors["complex"] = torch.tensor([1 + 2j])
     digest = write_message(path, message)
     assert digest == hashlib.sha256(path.read_bytes()).hexdigest()
     read = read_message(path)
-    assert (read.numbers, read.config, read.metrics) == (message.numbers, message.config, message.metrics)
-    for tensors in (read.tensors, load_file(path)):
-        assert tensors.keys() == message.tensors.keys()
-        for name, tensor in tensors.items():
-            assert tensor.dtype == message.tensors[name].dtype
-            assert torch.equal(tensor, message.tensors[name]), name
-            assert tensor.is_contiguous()
+    assert_same(read, message)
+    assert_same(replace(read, tensors=load_file(path)), message)
+    assert all(tensor.is_contiguous() for tensor in read.tensors.values())
 
 
 def test_tensors_in_a_file_are_aligned_and_in_one_order(tmp_path):

@@ -116,7 +116,7 @@ class Exchange:
             client = self.federation.client(k, self.states.get(k, Message()))
             up[k] = self.method.client_round(client, down[k], number)
             if k != break_client:
-                # the whole model, for tests to look at; what a round needs of it is in test_stored_states.py
+                # the whole model, for tests to look at; what a round needs of it is in test_client_states.py
                 self.states[k] = self.federation.client_state(client, self.federation.recipe.rounds)
         if break_client is not None:
             up[break_client].tensors.popitem()

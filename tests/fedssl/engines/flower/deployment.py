@@ -154,7 +154,7 @@ class Deployment:
         options = ["--reverse-proxy", str(self.reverse_proxy)] if self.reverse_proxy else []
         self.start("superlink", ["superlink", "superlink", "--port", str(self.port), *options])
         self.wait_for(self.listening, "the SuperLink listens")
-        if self.reverse_proxy:
+        if self.reverse_proxy and "nginx" not in self.processes:
             self._start_reverse_proxy(self.reverse_proxy)
         self.proxy.open()
 
@@ -189,7 +189,7 @@ class Deployment:
     def kill(self, name: str) -> None:
         """SIGKILL to the process and everything that it started."""
         if name == "superlink":
-            self.proxy.close()  # as long as nothing listens behind it, nothing listens before it
+            self.proxy.cut()  # as long as nothing listens behind it, nothing listens before it
         process = self.processes.pop(name)
         process.kill()
         kill_marked(self._mark(name))

@@ -31,7 +31,7 @@ from fedssl.method import Method
 from tests.fedssl.engines.flower.hostile_answers import HOSTILE
 
 #: seconds after which Flower takes a silent site to be disconnected; a minute otherwise
-GONE_SECONDS = 30
+GONE_SECONDS = 20
 #: how long after the deadline a late answer is sent
 LATE_SECONDS = 5.0
 #: the largest file of a full disk: less than a state, more than what a SuperNode logs until then

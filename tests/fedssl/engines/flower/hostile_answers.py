@@ -13,19 +13,19 @@ from fedssl.messages import Message
 
 def many_records(records: RecordDict) -> None:
     """Tiny records, each an object of its own in the SuperLink's database."""
-    for i in range(20_000):
+    for i in range(2_000):
         records[f"record {i}"] = ConfigRecord({"i": i})
 
 
 def equal_pieces(records: RecordDict) -> None:
-    """500 MiB of zeros: Flower sends them as one piece of 5 MiB, to which the array refers 100 times."""
-    data = bytes(100 * 5 * 2**20)
+    """300 MiB of zeros: Flower sends them as one piece of 5 MiB, to which the array refers 60 times."""
+    data = bytes(60 * 5 * 2**20)
     records["tensors"] = ArrayRecord({"uint8": Array("uint8", (len(data),), "torch.raw", data)})
 
 
 def many_measures(records: RecordDict) -> None:
-    """An evaluation of 40,000 measures."""
-    measures = {f"evaluation/fine_tune_{i}": 1.0 for i in range(40_000)}
+    """An evaluation of 5,000 measures."""
+    measures = {f"evaluation/fine_tune_{i}": 1.0 for i in range(5_000)}
     records["numbers"] = MetricRecord(dict(records["numbers"]) | measures)
 
 
@@ -46,18 +46,15 @@ def few_rows(message: Message) -> None:
             message.tensors[name] = torch.ones(5, tensor.shape[1])
 
 
-def huge_weights(message: Message) -> None:
-    """Weights just below what the guard allows in any case, which would spoil the mean."""
-    for tensor in message.tensors.values():
-        if tensor.is_floating_point():
-            tensor.fill_(9e5)
+def weights_of(value: float) -> Callable[[Message], None]:
+    """Weights of a value: 9e5 is just below what the guard allows in any case, and would spoil the mean."""
 
+    def change(message: Message) -> None:
+        for tensor in message.tensors.values():
+            if tensor.is_floating_point():
+                tensor.fill_(value)
 
-def enormous_weights(message: Message) -> None:
-    """Weights of 1e30."""
-    for tensor in message.tensors.values():
-        if tensor.is_floating_point():
-            tensor.fill_(1e30)
+    return change
 
 
 def many_samples(message: Message) -> None:
@@ -70,7 +67,7 @@ HOSTILE: dict[str, Callable[[RecordDict], None]] = {
     "pieces": equal_pieces,
     "measures": many_measures,
     "rows": _changed(few_rows),
-    "weights": _changed(huge_weights),
-    "1e30": _changed(enormous_weights),
+    "weights": _changed(weights_of(9e5)),
+    "1e30": _changed(weights_of(1e30)),
     "samples": _changed(many_samples),
 }

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-
-pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
-
 from flwr.app import Context, RecordDict
 from flwr.app import Message as FlowerMessage
 from flwr.app.error import Error
@@ -25,8 +23,9 @@ from fedssl.federation import build_federation
 from fedssl.recipe.recipe import Recipe
 from fedssl.run_folder.directory import SITES_RUN, RunDirectory
 from tests.fedssl.conftest import ALIGNED, AVERAGED, FEDU2, LW_FEDSSL
+from tests.fedssl.engines.short_runs import SMALL
 
-KINDS: dict[str, dict[str, Any]] = {
+METHODS: dict[str, dict[str, Any]] = {
     "hetero_ssfl": ALIGNED,
     "fedu2": FEDU2,
     "lw_fedssl": LW_FEDSSL,
@@ -38,6 +37,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "one_optimizer": {"local_update": {"name": "keep_own", "keep_optimizer": True}},
     "personal": AVERAGED | {"local_update": "personal", "regularizers": ["distance_to_global"]},
 }
+#: in short runs
+KINDS = {kind: method | SMALL for kind, method in METHODS.items()}
 
 
 class LoopGrid:
@@ -74,6 +75,20 @@ class LoopGrid:
 
     def pull_messages(self, names):
         return [self.replies.pop(name) for name in list(names) if name in self.replies]
+
+
+#: what is done to a grid before its run, such as `changed`
+Prepare = Callable[[LoopGrid, pytest.MonkeyPatch], object]
+
+
+def changed(change: Callable[[RecordDict], object], client: int = 1, kind: str = "train") -> Prepare:
+    """Change a client's answers of a kind (train, evaluate or query) on their way."""
+
+    def tamper(node: int, reply: FlowerMessage) -> None:
+        if (node, reply.metadata.message_type) == (11 + client, kind) and reply.has_content():
+            change(reply.content)
+
+    return lambda grid, patch: setattr(grid, "tamper", tamper)
 
 
 class WarningRecorder(Observer):

@@ -5,39 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 import torch
-
-pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
-
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key
 
 from fedssl.engines.flower.secure_aggregation import quantization_range
 from fedssl.federation import build_federation
 from fedssl.recipe.recipe import Recipe
 from fedssl.run_folder.directory import RunDirectory
-from tests.fedssl.conftest import AVERAGED
+from tests.fedssl.conftest import AVERAGED, LW_FEDSSL
 from tests.fedssl.engines.flower.loop_grid import LoopGrid, start
+from tests.fedssl.engines.short_runs import SMALL
 
 HUGE = {"name": "fixed_clipping", "clipping_norm": 1e9, "noise_multiplier": 0}
-
-
 SECURE = {"name": "secagg_plus", "max_weight": 60}
-
-
-EQUAL = {"partition": {"name": "iid", "clients": 3}}  # differential privacy counts all clients the same
-
-
-LAYER_WISE = AVERAGED | {
-    "architectures": ["small_resnet10"],
-    "objective": {"name": "moco_v3", "hidden_features": 16, "output_features": 8},
-    "schedule": {"name": "layer_wise", "rounds_per_stage": 1},
-    "rounds": 4,
-    "training": {"local_epochs": 1, "batch_size": 20, "learning_rate": 0.001},
-}
-
-
-FEDEMA = AVERAGED | {"local_update": "fedema"}
+WEIGHTS = AVERAGED | SMALL
+EQUAL = WEIGHTS | {"partition": {"name": "iid", "clients": 3}}  # differential privacy counts all clients the same
+FEDEMA = WEIGHTS | {"local_update": "fedema"}
+#: with small steps: rounding by the masks or by clipping stays small
+LAYER_WISE = LW_FEDSSL | SMALL | {"training": {"local_epochs": 1, "batch_size": 8, "learning_rate": 0.001}}
 
 
 class StageGrid(LoopGrid):

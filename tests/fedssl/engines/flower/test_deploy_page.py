@@ -8,12 +8,9 @@ import shutil
 import socket
 import subprocess
 import sysconfig
-import threading
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
 
 from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.engines.flower.deployment import (
@@ -24,7 +21,6 @@ from tests.fedssl.engines.flower.deployment import (
     marked,
     missing_tools,
     poll,
-    run_flwr,
     with_package,
 )
 
@@ -57,76 +53,37 @@ def is_free(port: int) -> bool:
     return True
 
 
-class Shell:
-    """One bash that is given commands one at a time."""
-
-    def __init__(self, folder: Path):
-        home = folder / "home"
-        home.mkdir()
-        self.mark = f"{folder}/"
-        path = {"PATH": f"{SCRIPTS}{os.pathsep}{os.environ['PATH']}", MARK: self.mark}
-        settings = {"HOME": str(home), "FLWR_HOME": str(home / ".flwr"), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-        self.process = subprocess.Popen(
-            ["bash", "--norc"],
-            cwd=folder,
-            env=with_package() | settings | path,
-            stdin=subprocess.PIPE,
+@pytest.mark.nightly  # what the commands do is tested in test_deployment.py
+def test_every_command_of_the_page_works_as_written(tmp_path):
+    """One after another in one shell; `flwr list` is repeated until the run has finished."""
+    port = 8000 if is_free(8000) else free_port()
+    script = ["set -e"]
+    for line in commands():
+        command = line.replace("8000", str(port))
+        if command.startswith("flwr list"):
+            command = f"until {command} > list.txt && grep finished list.txt; do sleep 1; done"
+        script.append(command)
+    script.append("kill $(jobs -p); wait || true")
+    (tmp_path / "home").mkdir()
+    home = {"HOME": str(tmp_path / "home"), "FLWR_HOME": str(tmp_path / "home" / ".flwr"), "COLUMNS": "200"}
+    path = {"PATH": f"{SCRIPTS}{os.pathsep}{os.environ['PATH']}", MARK: f"{tmp_path}/", "OMP_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run(
+            ["bash", "--norc", "-x", "-c", "\n".join(script)],
+            cwd=tmp_path,
+            env=with_package() | home | path,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            timeout=PATIENCE,
         )
-
-    def run(self, command: str) -> str:
-        """What a command prints; AssertionError where it fails, or takes very long."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        watch = threading.Timer(PATIENCE, kill_marked, [self.mark])
-        watch.start()
-        try:
-            self.process.stdin.write(f'{command}\necho "ended with $?"\n')
-            self.process.stdin.flush()
-            printed = ""
-            for line in self.process.stdout:
-                code = re.search(r"ended with (\d+)$", line)
-                if code:
-                    assert code[1] == "0", f"{command}: code {code[1]}\n{printed}"
-                    return printed
-                printed += line
-            raise AssertionError(f"{command}: the shell ended\n{printed}")
-        finally:
-            watch.cancel()
-
-    def close(self) -> None:
-        kill_marked(self.mark)
-        self.process.wait()
-
-
-@pytest.mark.nightly  # what the commands do is tested in test_deployment.py
-def test_every_command_of_the_page_works_as_written(tmp_path):
-    port = 8000 if is_free(8000) else free_port()
-    shell = Shell(tmp_path)
-    try:
-        printed = {}
-        for line in commands():
-            command = line.replace("8000", str(port))
-            if command.startswith("flwr list"):
-                poll(lambda: finished(tmp_path), "flwr list says that the run has finished", pause=1.0)
-            printed[line] = shell.run(command)
-        assert "finished:completed" in " ".join(printed["flwr list consortium"].split())
+        assert done.returncode == 0, done.stdout
+        assert "finished:completed" in " ".join(done.stdout.split()), done.stdout
         [run] = (tmp_path / "runs").iterdir()
         assert RunDirectory.open(run).checkpoint.finished
         assert {row[0] for row in RunDirectory.open(run).read_metrics()} == {0, 1, 2}
         assert (run / "report.html").stat().st_size > 10_000
         assert len(list(tmp_path.glob("state-*/*/client-*"))) >= 2
-        shell.run("kill $(jobs -p)")
-        shell.run("wait; true")
-        poll(lambda: marked(shell.mark) == [shell.process.pid], "nothing but the shell is left")
+        poll(lambda: marked(f"{tmp_path}/") == [], "nothing is left")
     finally:
-        shell.close()
-
-
-def finished(folder: Path) -> bool:
-    text, trouble = run_flwr(folder / "home" / ".flwr", "list", "consortium", "--format=json")
-    assert '"status"' in text, (text, trouble)
-    assert "finished:failed" not in text, (folder / "superlink.log").read_text(errors="replace")[-5000:]
-    return "finished:completed" in text
+        kill_marked(f"{tmp_path}/")

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
-
-
 from fedssl.engines.flower.site import load_site, site_federation
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
@@ -17,19 +14,13 @@ from tests.fedssl.engines.flower.secure_runs import SECURE
 
 WEIGHTS = ["fedbyol", "feddecorr", "fedema", "fedmoco_v3", "fedsimclr", "fedsimsiam", "fedu", "fedu2_without_eua"]
 WEIGHTS += ["fedx", "lw_fedssl", "prog_fedssl", "supervised_fedavg"]
-
-
 OWN_RULE = {"fedu2": "eua", "fedu2_without_fur": "eua", "fedu2_released": "mgda", "l_dawa": "l_dawa"}
-
-
 NO_WEIGHTS = {
     "hetero_ssfl": r"aggregators.0 representation_mean has clients send something else",
     "fedca": r"aggregators.1 dictionary has clients send something else",
     "orchestra": r"aggregators.1 orchestra_clusters has clients send something else",
     "local_only": r"aggregators \[\] exchange none",
 }
-
-
 OPTIONS = {
     "local_dp": ["flower.differential_privacy={name: local_dp, clipping_norm: 1, epsilon: 0.5, delta: 1.0e-5}"],
     "fixed_clipping": ["flower.differential_privacy={name: fixed_clipping, clipping_norm: 1, noise_multiplier: 1}"],
@@ -38,36 +29,30 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("name", WEIGHTS)
-def test_recipes_that_average_weights_take_all(name, option):
-    load_recipe(name, ["engine=flower-simulation", *OPTIONS[option]])
-
-
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("name", OWN_RULE)
-def test_recipes_with_a_rule_of_their_own_take_local_noise_alone(name, option):
-    overrides = ["engine=flower", *OPTIONS[option]]
-    if option == "local_dp":
-        load_recipe(name, overrides)
-        return
+def test_which_recipes_take_it(option):
+    """Those that average weights; those with a rule of their own take local noise alone."""
     key = "secure_aggregation" if option == "secagg_plus" else "differential_privacy"
-    expected = rf"flower\.{key} {option} does not go with aggregators\.0 {OWN_RULE[name]}, which looks at each"
-    with pytest.raises(UserError, match=expected) as caught:
-        load_recipe(name, overrides)
-    assert "\n" not in str(caught.value)
+    for name in WEIGHTS:
+        load_recipe(name, ["engine=flower-simulation", *OPTIONS[option]])
+    for name, rule in OWN_RULE.items():
+        if option == "local_dp":
+            load_recipe(name, ["engine=flower", *OPTIONS[option]])
+            continue
+        expected = rf"flower\.{key} {option} does not go with aggregators\.0 {rule}, which looks at each"
+        with pytest.raises(UserError, match=expected) as caught:
+            load_recipe(name, ["engine=flower", *OPTIONS[option]])
+        assert "\n" not in str(caught.value)
+    for name, why in NO_WEIGHTS.items():
+        with pytest.raises(UserError, match=rf"flower\.{key} {option} works on .*{why}"):
+            load_recipe(name, ["engine=flower", *OPTIONS[option]])
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("name", NO_WEIGHTS)
-def test_recipes_whose_clients_send_more_or_else_are_refused(name, option):
-    with pytest.raises(UserError, match=rf"flower\.\w+ {option} works on .*{NO_WEIGHTS[name]}"):
-        load_recipe(name, ["engine=flower", *OPTIONS[option]])
-
-
-@pytest.mark.parametrize("option", OPTIONS)
-def test_the_engine_in_this_process_refuses_it(option):
+def test_it_goes_neither_with_the_engine_in_this_process_nor_with_rounded_weights(option):
     with pytest.raises(UserError, match=rf"{option} is Flower's: use engine=flower-simulation or engine=flower"):
         load_recipe("fedbyol", OPTIONS[option])
+    with pytest.raises(UserError, match=rf"transport bfloat16 does not go with flower\.\w+ {option}: .* use transport"):
+        load_recipe("fedbyol", ["engine=flower", "transport=bfloat16", *OPTIONS[option]])
 
 
 @pytest.mark.parametrize(
@@ -92,12 +77,6 @@ def test_the_engine_in_this_process_refuses_it(option):
 def test_wrong_options(override, expected):
     with pytest.raises(UserError, match=expected):
         load_recipe("fedbyol", ["engine=flower", f"flower.{override}"])
-
-
-@pytest.mark.parametrize("option", OPTIONS)
-def test_weights_that_travel_rounded_are_refused_with_all(option):
-    with pytest.raises(UserError, match=rf"transport bfloat16 does not go with flower\.\w+ {option}: .* use transport"):
-        load_recipe("fedbyol", ["engine=flower", "transport=bfloat16", *OPTIONS[option]])
 
 
 def test_secure_aggregation_needs_a_second_client():

@@ -3,38 +3,34 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
-
-pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
-
+from flwr.app import RecordDict
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key, Stage
 
 from fedssl.aggregators.weighted_mean import weighted_mean
-from fedssl.engines import in_process
 from fedssl.engines.flower.secure_aggregation import quantization_range
 from fedssl.engines.flower.wire import from_records, to_records
 from fedssl.errors import UserError
 from fedssl.messages import Message
 from fedssl.method import Method
 from fedssl.run_folder.directory import RunDirectory
-from tests.fedssl.conftest import AVERAGED
-from tests.fedssl.engines.flower.loop_grid import run_on, write_sites
+from tests.fedssl.engines.flower.loop_grid import LoopGrid, Prepare, changed, run_on, write_sites
 from tests.fedssl.engines.flower.secure_runs import (
     EQUAL,
     FEDEMA,
     HUGE,
     LAYER_WISE,
     SECURE,
+    WEIGHTS,
     assert_close,
     quantisation_error,
     start_stages,
     weights,
 )
-from tests.fedssl.engines.test_in_process import metric
-
-pytestmark = pytest.mark.usefixtures("flower_process", "one_thread")
+from tests.fedssl.engines.short_runs import metric
 
 
 @pytest.mark.parametrize(("clients", "expected"), [(2, 2**30), (3, 2**30), (4, 2**29), (10, 2**28), (1023, 2**22)])
@@ -44,14 +40,13 @@ def test_the_sum_of_what_clients_send_stays_below_the_modulus(clients, expected)
 
 
 @pytest.mark.parametrize("sites", [False, True], ids=["simulated", "sites"])
-def test_the_secure_mean_is_the_plain_one_to_the_quantisation_error(sites, private, tiny, tmp_path):
-    in_process.run(tiny(**AVERAGED, rounds=1), tmp_path / "plain")
-    recipe = private(secure=SECURE, **AVERAGED, rounds=1)
+def test_the_secure_mean_is_the_plain_one_to_the_quantisation_error(sites, private, finished, tiny, tmp_path):
+    recipe = private(secure=SECURE, **WEIGHTS, rounds=1)
     directory, grid = start_stages(recipe, tmp_path / "secure", write_sites(tmp_path) if sites else None)
     assert run_on(recipe, directory, grid) == []
     error = quantisation_error(recipe)
     assert error < 1e-6
-    assert_close(tmp_path / "plain", tmp_path / "secure", atol=error)
+    assert_close(finished(tiny(**WEIGHTS, rounds=1)), tmp_path / "secure", atol=error)
     assert len(grid.stages) == 3 * 4
     assert metric(tmp_path / "secure", "bytes_up", 1).keys() == {"0", "1", "2"}
 
@@ -94,16 +89,15 @@ def test_in_every_round_the_server_gets_the_mean_of_what_was_trained(method, pri
             else:
                 assert torch.equal(state.tensors[name], states[0].tensors[name])
     if method is LAYER_WISE:
-        held = {f"schedule/held/{k}": 3.0 for k in range(3)}
+        held = {f"schedule/held/{k}": 2.0 for k in range(3)}
         assert held.items() <= states[-1].numbers.items()
 
 
-def test_local_noise_and_clipping_go_under_the_masks(private, tiny, tmp_path):
-    in_process.run(tiny(**AVERAGED | EQUAL, rounds=1), tmp_path / "plain")
-    recipe = private(dp=HUGE, secure=SECURE, **AVERAGED | EQUAL, rounds=1)
+def test_local_noise_and_clipping_go_under_the_masks(private, finished, tiny, tmp_path):
+    recipe = private(dp=HUGE, secure=SECURE, **EQUAL, rounds=1)
     assert run_on(recipe, *start_stages(recipe, tmp_path / "secure")) == []
-    assert_close(tmp_path / "plain", tmp_path / "secure", atol=1e-6)
-    noisy = private(dp=HUGE | {"noise_multiplier": 3e-9}, secure=SECURE, **AVERAGED | EQUAL, rounds=1)
+    assert_close(finished(tiny(**EQUAL, rounds=1)), tmp_path / "secure", atol=1e-6)
+    noisy = private(dp=HUGE | {"noise_multiplier": 3e-9}, secure=SECURE, **EQUAL, rounds=1)
     assert run_on(noisy, *start_stages(noisy, tmp_path / "noisy")) == []
     first, second = weights(tmp_path / "secure"), weights(tmp_path / "noisy")
     noise = torch.cat([(second[name] - t).flatten() for name, t in first.items() if "running_var" not in name])
@@ -111,7 +105,7 @@ def test_local_noise_and_clipping_go_under_the_masks(private, tiny, tmp_path):
 
 
 def test_what_leaves_a_client_under_secure_aggregation(private, trained, tmp_path):
-    recipe = private(secure=SECURE, **AVERAGED, rounds=1)
+    recipe = private(secure=SECURE, **WEIGHTS, rounds=1)
     directory, grid = start_stages(recipe, tmp_path / "secure")
     run_on(recipe, directory, grid)
     answers = [reply.content for reply in grid.sent if "tensors" in reply.content]
@@ -132,35 +126,33 @@ def test_what_leaves_a_client_under_secure_aggregation(private, trained, tmp_pat
     assert {dict(content["data"])["public"] for content in others if "data" in content} == {""}
 
 
-@pytest.mark.parametrize("stage", [Stage.SETUP, Stage.SHARE_KEYS, Stage.COLLECT_MASKED_VECTORS])
-def test_a_client_that_is_lost_before_its_weights_came_is_left_out_of_the_mean(stage, private, tiny, tmp_path):
-    four = AVERAGED | {"partition": {"name": "disjoint_classes", "clients": 4, "classes_per_client": 3}, "rounds": 1}
+def test_a_client_that_is_lost_before_its_weights_came_is_left_out_of_the_mean(private, tmp_path):
+    four = WEIGHTS | {"partition": {"name": "iid", "clients": 4}, "rounds": 1}
     plain = private(**four)
     directory, grid = start_stages(plain, tmp_path / "plain")
     grid.silent = {12}
     run_on(plain, directory, grid)
     recipe = private(secure=SECURE, **four)
-    directory, grid = start_stages(recipe, tmp_path / "secure")
-    grid.loses = lambda node, at, number: (node, at) == (12, stage)
-    assert run_on(recipe, directory, grid) == ["round 1: client 1 is left out: no answer within 100 s"]
-    assert_close(tmp_path / "plain", tmp_path / "secure", atol=quantisation_error(recipe))
-    assert metric(tmp_path / "secure", "missing", 1) == {"1": 1.0}
-    assert directory.client_round(1) is None
-    assert directory.client_round(0) == 1
+    for lost in (Stage.SETUP, Stage.SHARE_KEYS, Stage.COLLECT_MASKED_VECTORS):
+        directory, grid = start_stages(recipe, tmp_path / lost)
+        grid.loses = lambda node, stage, number, lost=lost: (node, stage) == (12, lost)
+        assert run_on(recipe, directory, grid) == ["round 1: client 1 is left out: no answer within 100 s"]
+        assert_close(tmp_path / "plain", tmp_path / lost, atol=quantisation_error(recipe))
+        assert metric(tmp_path / lost, "missing", 1) == {"1": 1.0}
+        assert [directory.client_round(k) for k in range(4)] == [1, None, 1, 1]
 
 
-def test_a_client_that_is_lost_after_its_weights_came_counts(private, tiny, tmp_path):
-    in_process.run(tiny(**AVERAGED, rounds=1), tmp_path / "plain")
-    recipe = private(secure=SECURE, **AVERAGED, rounds=1)
+def test_a_client_that_is_lost_after_its_weights_came_counts(private, finished, tiny, tmp_path):
+    recipe = private(secure=SECURE, **WEIGHTS, rounds=1)
     directory, grid = start_stages(recipe, tmp_path / "secure")
     grid.loses = lambda node, stage, number: (node, stage) == (12, Stage.UNMASK)
     assert run_on(recipe, directory, grid) == []
-    assert_close(tmp_path / "plain", tmp_path / "secure", atol=quantisation_error(recipe))
+    assert_close(finished(tiny(**WEIGHTS, rounds=1)), tmp_path / "secure", atol=quantisation_error(recipe))
     assert directory.client_round(1) == 1
 
 
 def test_with_too_few_left_a_round_changes_nothing_and_the_next_one_goes_on(private, tmp_path):
-    recipe = private(secure=SECURE, **AVERAGED)
+    recipe = private(secure=SECURE, **WEIGHTS)
     directory, grid = start_stages(recipe, tmp_path / "secure")
     grid.loses = lambda node, stage, number: (node, stage) in ((12, Stage.UNMASK), (13, Stage.UNMASK)) and number == "1"
     warnings = run_on(recipe, directory, grid)
@@ -171,68 +163,65 @@ def test_with_too_few_left_a_round_changes_nothing_and_the_next_one_goes_on(priv
     assert directory.client_round(0) == 2
 
 
+def with_first_weight(value: float) -> Prepare:
+    """Client 2 trains a weight of this value."""
+
+    def prepare(grid: LoopGrid, patch: pytest.MonkeyPatch) -> None:
+        real = Method.client_round
+
+        def client_round(method, client, *arguments):
+            reply = real(method, client, *arguments)
+            if client.index == 2:
+                next(iter(reply.tensors.values())).view(-1)[0] = value
+            return reply
+
+        patch.setattr(Method, "client_round", client_round)
+
+    return prepare
+
+
+def shorten(content: RecordDict) -> None:
+    if "tensors" in content:
+        content.update(to_records(Message({"masked": torch.zeros(5, dtype=torch.int32)})))
+
+
+def without_key(content: RecordDict) -> None:
+    content.get(RECORD_KEY_CONFIGS, {}).pop(Key.PUBLIC_KEY_1, None)
+
+
 @pytest.mark.parametrize(
-    ("value", "reason"),
+    ("prepare", "lost", "reason"),
     [
-        (65.0, " holds a value beyond flower.secure_aggregation.clipping_range (64): raise that option"),
-        (float("nan"), "not finite"),
+        (
+            with_first_weight(65.0),
+            [2],
+            r" holds a value beyond flower.secure_aggregation.clipping_range \(64\): raise that option",
+        ),
+        (with_first_weight(float("nan")), [2], "not finite"),
+        (
+            changed(shorten, client=2),
+            [2],
+            r"its masked weights are invalid: expected torch.int32 \[\d+\], got torch.int32 \[5\]$",
+        ),
+        (changed(without_key, client=2), [0, 1, 2], "secure aggregation failed: KeyError"),
     ],
+    ids=["beyond the range", "not finite", "short", "invalid keys"],
 )
-def test_weights_that_the_sum_cannot_hold_are_refused_by_their_client(value, reason, private, tmp_path, monkeypatch):
-    real = Method.client_round
-
-    def spoil(method, client, *arguments):
-        reply = real(method, client, *arguments)
-        if client.index == 2:
-            next(iter(reply.tensors.values())).view(-1)[0] = value
-        return reply
-
-    monkeypatch.setattr(Method, "client_round", spoil)
-    recipe = private(secure=SECURE, **AVERAGED, rounds=1)
+def test_what_the_sum_cannot_hold_is_left_out_and_does_not_end_the_run(
+    prepare, lost, reason, private, tmp_path, monkeypatch
+):
+    recipe = private(secure=SECURE, **WEIGHTS, rounds=1)
     directory, grid = start_stages(recipe, tmp_path / "secure")
+    prepare(grid, monkeypatch)
     warnings = run_on(recipe, directory, grid)
-    assert len(warnings) == 1, warnings
-    warning = warnings[0]
-    assert warning.startswith("round 1: client 2 is left out: ")
-    assert reason in warning
-
-
-def test_invalid_masked_weights_are_left_out(private, tmp_path):
-    recipe = private(secure=SECURE, **AVERAGED, rounds=1)
-    directory, grid = start_stages(recipe, tmp_path / "secure")
-
-    def shorten(node, reply):
-        if node == 13 and "tensors" in reply.content:
-            short = to_records(Message({"masked": torch.zeros(5, dtype=torch.int32)}))
-            reply.content["tensors"], reply.content["layout"] = short["tensors"], short["layout"]
-
-    grid.tamper = shorten
-    warnings = run_on(recipe, directory, grid)
-    assert len(warnings) == 1, warnings
-    warning = warnings[0]
-    assert warning.startswith("round 1: client 2 is left out: its masked weights are invalid: expected torch.int32 [")
-    assert warning.endswith("], got torch.int32 [5]")
-
-
-def test_invalid_keys_do_not_end_the_run(private, tmp_path):
-    recipe = private(secure=SECURE, **AVERAGED, rounds=1)
-    directory, grid = start_stages(recipe, tmp_path / "secure")
-
-    def spoil(node, reply):
-        record = reply.content.get(RECORD_KEY_CONFIGS, {})
-        if node == 13 and Key.PUBLIC_KEY_1 in record:
-            del record[Key.PUBLIC_KEY_1]
-
-    grid.tamper = spoil
-    warnings = run_on(recipe, directory, grid)
-    assert len(warnings) == 3
-    assert "secure aggregation failed: KeyError" in warnings[0]
+    assert [warning.partition(" is left out: ")[0] for warning in warnings] == [f"round 1: client {k}" for k in lost]
+    assert re.search(reason, warnings[0])
 
 
 def test_a_server_that_does_not_ask_for_masks_gets_nothing(private, tmp_path, monkeypatch):
     """Whether a client masks its weights is decided by its own copy of the recipe."""
-    recipe = private(secure=SECURE, **AVERAGED, rounds=1)
+    recipe = private(secure=SECURE, **WEIGHTS, rounds=1)
     directory, grid = start_stages(recipe, tmp_path / "secure")
     with pytest.raises(UserError, match=r"round 1: 0 of 3 clients answered, .* is 1; client 0: "):
-        run_on(private(**AVERAGED, rounds=1), directory, grid)
+        run_on(private(**WEIGHTS, rounds=1), directory, grid)
     assert not any("tensors" in reply.content for reply in grid.sent if reply.has_content())

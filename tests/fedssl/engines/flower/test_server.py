@@ -3,85 +3,236 @@
 from __future__ import annotations
 
 import re
+import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from flwr.app import ConfigRecord, Context, MetricRecord, RecordDict
+from flwr.app import Message as FlowerMessage
+from flwr.app.error import Error
+from flwr.common.constant import ErrorCode
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+from google.protobuf.message import DecodeError
 
-pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
-
-from flwr.app import Context, MetricRecord, RecordDict
-
-from fedssl.engines import in_process
+from fedssl.aggregators.weighted_mean import WeightedMean
+from fedssl.engines.flower import simulation, wire
 from fedssl.engines.flower.server import make_server_app
-from fedssl.engines.flower.wire import from_records, to_records
+from fedssl.engines.flower.wire import from_records, on_disk, to_records
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
+from fedssl.messages import Message
+from fedssl.method import Method
 from fedssl.recipe.reading import load_recipe
 from fedssl.recipe.recipe import Recipe
-from fedssl.run_folder.creation import alone_in
 from fedssl.run_folder.directory import RunDirectory
-from tests.fedssl.conftest import ALIGNED, AVERAGED, FEDU2
+from tests.fedssl.conftest import AVERAGED, FEDU2
 from tests.fedssl.data.data_files import random_pixels
-from tests.fedssl.engines.flower.loop_grid import KINDS, run_on, start, write_sites
-from tests.fedssl.engines.test_in_process import contents, metric
-
-pytestmark = pytest.mark.usefixtures("flower_process")
+from tests.fedssl.engines.flower.loop_grid import KINDS, LoopGrid, Prepare, changed, run_on, start, write_sites
+from tests.fedssl.engines.flower.test_wire import mappings
+from tests.fedssl.engines.short_runs import SMALL, contents, metric, stopped_before_commit
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_run_is_the_one_in_this_process_bit_for_bit(kind, tiny, tmp_path):
+def test_the_run_is_the_one_in_this_process_bit_for_bit(kind, finished, tiny, tmp_path, monkeypatch):
+    """With its answers on the server's disk, where otherwise only large ones go."""
+    kept: list[Message] = []
+    monkeypatch.setattr(wire, "_SMALL_ANSWER", 0)
+    monkeypatch.setattr(
+        "fedssl.engines.flower.server.on_disk",
+        lambda message, folder: kept.append(on_disk(message, folder)) or kept[-1],
+    )
     recipe = tiny(**KINDS[kind])
-    in_process.run(recipe, tmp_path / "a")
     run_on(recipe, *start(recipe, tmp_path / "b"))
-    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+    assert contents(tmp_path / "b") == contents(finished(recipe))
+    assert len(mappings(tmp_path / "b")) == sum(bool(message.tensors) for message in kept)
+    widened = [m for m in kept if all(t.dtype == torch.float32 for t in m.tensors.values() if t.is_floating_point())]
+    assert len(widened) == (len(kept) / 2 if "bfloat16" in kind else len(kept)) > 0
 
 
-@pytest.mark.parametrize("kind", ["hetero_ssfl", "fedu2", "lw_fedssl", "one_optimizer", "personal"])
-def test_clients_keep_their_states_at_their_sites(kind, quick, tiny, tmp_path):
-    in_process.run(tiny(**KINDS[kind]), tmp_path / "a")
-    recipe = quick(**KINDS[kind])
+def images_in(data: bytes, images: torch.Tensor) -> int:
+    """How many of the images stand in some bytes, as they are, scaled to 0..1, or in any float type of that."""
+    count = 0
+    for image in images:
+        forms = [image, image.float(), image.float() / 255, image.half(), (image.float() / 255).bfloat16()]
+        forms += [2 * (image.float() / 255) - 1]
+        count += any(form.contiguous().view(torch.uint8).numpy().tobytes() in data for form in forms)
+    return count
+
+
+def bytes_of(messages: list[FlowerMessage]) -> bytes:
+    return b"".join(part.deflate() for message in messages for part in get_all_nested_objects(message).values())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sites_keep_their_states_and_no_image_or_label_leaves_them(kind, finished, quick, tiny, tmp_path):
+    recipe, alone = quick(**KINDS[kind]), finished(tiny(**KINDS[kind]))
     directory, grid = start(recipe, tmp_path / "b", write_sites(tmp_path))
     assert run_on(recipe, directory, grid) == []
     for name in ("metrics.csv", "spectrum.csv", "partition.csv", "checkpoints/server.round-00002.safetensors"):
-        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+        assert (alone / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
     for k in range(3):
         [*_, newest] = sorted((tmp_path / f"state{k}" / "run").glob("client-*"))
-        assert newest.read_bytes() == (tmp_path / "a" / "checkpoints" / newest.name).read_bytes()
+        assert newest.read_bytes() == (alone / "checkpoints" / newest.name).read_bytes()
     assert not list((tmp_path / "b" / "checkpoints").glob("client*"))
     with pytest.raises(UserError, match="client 0's model is at its own site"):
         directory.client_state(0)
+    federation = build_federation(recipe)
+    assert len(grid.sent) >= 6
+    assert images_in(bytes_of(grid.sent), federation.dataset.train_images) == 0
+    labels = federation.dataset.train_labels[federation.client_rows[0]]
+    assert labels.numpy().tobytes() not in bytes_of(grid.sent)
 
 
-def test_interrupted_between_rounds_the_run_continues_from_the_same_states(quick, tiny, tmp_path, monkeypatch):
-    in_process.run(tiny(**ALIGNED, rounds=3), tmp_path / "a")
-    recipe = quick(**ALIGNED, rounds=3)
+def test_this_search_finds_an_image_that_leaves(quick, tmp_path, monkeypatch):
+    real = WeightedMean.collect
+
+    def leak(part, local, travelling):
+        message = real(part, local, travelling)
+        message.tensors["batch"] = local.client.images[:5].float() / 255
+        return message
+
+    monkeypatch.setattr(WeightedMean, "collect", leak)
+    recipe = quick(**AVERAGED)
     directory, grid = start(recipe, tmp_path / "b", write_sites(tmp_path))
-    monkeypatch.setattr(RunDirectory, "commit", interrupt_after(2, RunDirectory.commit))
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(UserError, match="batch was not asked for"):
         run_on(recipe, directory, grid)
-    monkeypatch.undo()
+    assert images_in(bytes_of(grid.sent), build_federation(recipe).dataset.train_images) >= 5
+
+
+def test_interrupted_between_rounds_the_run_continues_from_the_same_states(finished, quick, tiny, tmp_path):
+    recipe = quick(**KINDS["hetero_ssfl"])
+    directory, grid = start(recipe, tmp_path / "b", write_sites(tmp_path))
+    with stopped_before_commit(2):
+        run_on(recipe, directory, grid)
     directory = RunDirectory.open(tmp_path / "b")
     assert directory.checkpoint.round == 1  # round 2 was trained at the sites, and is trained again
     directory.roll_back()
     run_on(recipe, directory, grid)
-    assert (tmp_path / "a" / "metrics.csv").read_bytes() == (tmp_path / "b" / "metrics.csv").read_bytes()
+    alone = finished(tiny(**KINDS["hetero_ssfl"]))
+    assert (alone / "metrics.csv").read_bytes() == (tmp_path / "b" / "metrics.csv").read_bytes()
 
 
-def interrupt_after(commits: int, real):
-    calls = []
+# Answers that do not count
 
-    def commit(*arguments, **keys):
-        calls.append(None)
-        if len(calls) > commits:
-            raise KeyboardInterrupt
-        real(*arguments, **keys)
 
-    return commit
+def with_error(code: int) -> Prepare:
+    """The SuperLink answers in client 1's place."""
+
+    def prepare(grid: LoopGrid, patch: pytest.MonkeyPatch) -> None:
+        def app(message, context):
+            if (message.metadata.dst_node_id, message.metadata.message_type) == (12, "train"):
+                return FlowerMessage(Error(code, "odd"), reply_to=message)
+            return real(message, context)
+
+        real, grid.app = grid.app, app
+
+    return prepare
+
+
+def while_training(work: Callable[[], object]) -> Prepare:
+    """Client 1 does something else instead of its training."""
+
+    def prepare(grid: LoopGrid, patch: pytest.MonkeyPatch) -> None:
+        real = Method.client_round
+
+        def client_round(method, client, *arguments):
+            if client.index == 1:
+                work()
+            return real(method, client, *arguments)
+
+        patch.setattr(Method, "client_round", client_round)
+
+    return prepare
+
+
+def crash() -> None:
+    raise RuntimeError("no such\nkernel")
+
+
+def hang() -> None:
+    assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 100
+    signal.raise_signal(signal.SIGALRM)  # as the timer does when the time is over
+
+
+def unreadable(grid: LoopGrid, patch: pytest.MonkeyPatch) -> None:
+    pull = grid.pull_messages
+
+    def pull_messages(names):
+        replies = pull(names)
+        if any((r.metadata.message_type, r.metadata.src_node_id) == ("train", 12) for r in replies):
+            raise DecodeError("Error parsing message")
+        return replies
+
+    patch.setattr(grid, "pull_messages", pull_messages)
+
+
+def spoil(content: RecordDict) -> None:
+    message = from_records(content)
+    next(iter(message.tensors.values())).fill_(float("nan"))
+    content["tensors"] = to_records(message)["tensors"]
+
+
+def with_metrics(metrics: dict[str, float]) -> Prepare:
+    return changed(lambda content: content.update(metrics=MetricRecord(dict(content["metrics"]) | metrics)))
+
+
+def said_to_be(answer: dict[str, int | float]) -> Prepare:
+    return changed(lambda content: content.update(answer=ConfigRecord(answer)))
+
+
+ANOTHERS = "client 1 is left out: its answer belongs to another round or client: expected client 1, round 1, got .*"
+#: what happens to client 1's answer, and what is told, as a pattern
+LEFT_OUT: dict[str, tuple[Prepare, str]] = {
+    "silent": (lambda grid, patch: grid.silent.add(12), "client 1 is left out: no answer within 100 s"),
+    "a crash": (while_training(crash), "client 1 is left out: its app failed: no such kernel"),
+    "late": (
+        while_training(hang),
+        r"client 1 is left out: its work was stopped after 100 s, the round's deadline \(flower.round_seconds\)",
+    ),
+    "gone": (with_error(ErrorCode.NODE_UNAVAILABLE), "client 1 is left out: its node is no longer connected"),
+    "expired": (with_error(ErrorCode.MESSAGE_UNAVAILABLE), "client 1 is left out: no answer in time"),
+    "no reply": (with_error(ErrorCode.REPLY_MESSAGE_UNAVAILABLE), "client 1 is left out: no answer in time"),
+    "unknown": (with_error(ErrorCode.UNKNOWN), "client 1 is left out: its app failed: odd"),
+    "unreadable": (unreadable, "client 1 is left out: its answer cannot be read: Error parsing message"),
+    "NaN": (changed(spoil), r"the answer of client 1 is left out: online\.\S+ holds NaN"),
+    "a metric of the server": (
+        with_metrics({"bytes_up": 1.0}),
+        "the answer of client 1 is left out: the metric bytes_up has a name that only the server may use",
+    ),
+    "many metrics": (
+        with_metrics({f"m{i}": 1.0 for i in range(1000)}),
+        r"the answer of client 1 is left out: it has 100\d numbers and metrics, more than 1000.*",
+    ),
+    "nobody's": (changed(lambda content: content.pop("answer")), ANOTHERS),
+    "without address": (said_to_be({}), ANOTHERS),
+    "without round": (said_to_be({"client": 1}), ANOTHERS),
+    "without client": (said_to_be({"round": 1}), ANOTHERS),
+    "half a client": (said_to_be({"client": 1.5, "round": 1}), ANOTHERS),
+}
+
+
+@pytest.mark.parametrize("what", LEFT_OUT)
+def test_an_answer_that_is_missing_or_broken_is_named_and_does_not_count(what, quick, tmp_path, monkeypatch):
+    prepare, told = LEFT_OUT[what]
+    recipe = quick(**AVERAGED | SMALL, rounds=1, guard={"minimum_answers": 2}, clients_per_round=3)
+    directory, grid = start(recipe, tmp_path / "b")
+    prepare(grid, monkeypatch)
+    [warning] = run_on(recipe, directory, grid)
+    assert re.fullmatch(f"round 1: {told}", warning)
+    reason = warning.partition(" is left out: ")[2]
+    assert f"1,1,{reason}" in (tmp_path / "b" / "refused.csv").read_text().replace('"', "")
+    kinds = ("refused", "missing") if told.startswith("the answer") else ("missing", "refused")
+    assert [metric(tmp_path / "b", kind, 1) for kind in kinds] == [{"1": 1.0}, {}]
+    assert metric(tmp_path / "b", "answers", 1) == {"global": 2.0}
+    assert metric(tmp_path / "b", "bytes_up", 1).keys() == {"0", "2"}
+    assert [directory.client_round(k) for k in range(3)] == [1, None, 1]
 
 
 def test_a_site_that_lost_its_state_is_left_out_and_named(quick, tmp_path):
-    recipe = quick(**AVERAGED)
+    recipe = quick(**AVERAGED | SMALL)
     directory, grid = start(recipe, tmp_path / "b", write_sites(tmp_path))
 
     def lose(node, reply):
@@ -89,121 +240,54 @@ def test_a_site_that_lost_its_state_is_left_out_and_named(quick, tmp_path):
             file.unlink()
 
     grid.tamper = lose
-    warnings = run_on(recipe, directory, grid)
-    assert len(warnings) == 1
-    assert "round 2: client 1 is left out: " in warnings[0]
-    assert "cannot be read as a checkpoint" in warnings[0]
+    [warning] = run_on(recipe, directory, grid)
+    assert "round 2: client 1 is left out: " in warning
+    assert "cannot be read as a checkpoint" in warning
     assert metric(tmp_path / "b", "missing", 2) == {"1": 1.0}
 
 
-def test_stragglers_are_dropped_and_counted(quick, tmp_path):
-    recipe = quick(**AVERAGED, guard={"minimum_answers": 2})
+@pytest.mark.parametrize(
+    ("silent", "minimum", "told"),
+    [
+        ({12}, 3, r"round 1: 2 of 2 answers .*minimum_answers is 3; client 1: no answer within"),
+        ({11, 12, 13}, 1, r"round 1: 0 of 3 clients answered, but guard.minimum_answers is 1; client 0: no answer"),
+    ],
+)
+def test_under_the_minimum_the_run_ends_with_what_was_committed(silent, minimum, told, quick, tmp_path):
+    recipe = quick(**AVERAGED | SMALL, guard={"minimum_answers": minimum})
     directory, grid = start(recipe, tmp_path / "b")
-    grid.silent = {12}
-    warnings = run_on(recipe, directory, grid)
-    assert warnings == [f"round {n}: client 1 is left out: no answer within 100 s" for n in (1, 2)]
-    assert metric(tmp_path / "b", "missing", 1) == {"1": 1.0}
-    assert metric(tmp_path / "b", "bytes_up", 1).keys() == {"0", "2"}
-    assert "1,1,no answer within 100 s" in (tmp_path / "b" / "refused.csv").read_text()
-    assert directory.client_round(1) is None
-    assert directory.client_round(0) == 2
-
-
-def test_under_the_minimum_the_run_ends_with_what_was_committed(quick, tmp_path):
-    recipe = quick(**AVERAGED, guard={"minimum_answers": 3})
-    directory, grid = start(recipe, tmp_path / "b")
-    grid.silent = {12}
-    with pytest.raises(UserError, match=r"round 1: 2 of 2 answers .*minimum_answers is 3; client 1: no answer within"):
+    grid.silent = silent
+    with pytest.raises(UserError, match=told):
         run_on(recipe, directory, grid)
     assert RunDirectory.open(tmp_path / "b").checkpoint.round == 0
 
 
-def test_a_round_without_any_answer_is_under_every_minimum(quick, tmp_path):
-    recipe = quick(**AVERAGED)
+def test_what_the_servers_parts_log_of_a_client_no_client_says_itself(quick, tmp_path, monkeypatch):
+    recipe = quick(**FEDU2 | SMALL, rounds=1)
     directory, grid = start(recipe, tmp_path / "b")
-    grid.silent = {11, 12, 13}
-    with pytest.raises(
-        UserError, match=r"round 1: 0 of 3 clients answered, but guard.minimum_answers is 1; client 0: no answer"
-    ):
-        run_on(recipe, directory, grid)
-    assert RunDirectory.open(tmp_path / "b").checkpoint.round == 0
-
-
-def test_a_run_is_worked_on_by_one_process_at_a_time(tmp_path):
-    with (
-        alone_in(tmp_path),
-        pytest.raises(UserError, match="another process is at work on this run"),
-        alone_in(tmp_path),
-    ):
-        pass
-    with alone_in(tmp_path):
-        pass
-
-
-def test_refused_answers_are_named_and_their_clients_train_on_from_before(quick, tmp_path):
-    recipe = quick(**AVERAGED, guard={"minimum_answers": 2})
-    directory, grid = start(recipe, tmp_path / "b", write_sites(tmp_path))
-    last = next(iter(build_federation(recipe).method.initial_state().tensors))
-
-    def poison(node, reply):
-        if node == 12 and "tensors" in reply.content and reply.content["answer"]["round"] == 1:
-            message = from_records(reply.content)
-            message.tensors[last].fill_(float("nan"))
-            reply.content["tensors"] = to_records(message)["tensors"]
-
-    grid.tamper = poison
-    warnings = run_on(recipe, directory, grid)
-    assert warnings == [f"round 1: the answer of client 1 is left out: {last} holds NaN"]
-    assert metric(tmp_path / "b", "refused", 1) == {"1": 1.0}
-    assert directory.client_round(1) == 2
-
-
-def test_an_answer_of_many_numbers_or_with_the_engines_metrics_is_refused(quick, tmp_path):
-    recipe = quick(**AVERAGED, rounds=1)
-    directory, grid = start(recipe, tmp_path / "b")
-    extra = {12: {"bytes_up": 1.0}, 13: {f"m{i}": 1.0 for i in range(1000)}}
-
-    def tamper(node, reply):
-        if node in extra and "metrics" in reply.content:
-            reply.content["metrics"] = MetricRecord(dict(reply.content["metrics"]) | extra[node])
-
-    grid.tamper = tamper
-    [shadow, many] = run_on(recipe, directory, grid)
-    assert shadow.endswith("client 1 is left out: the metric bytes_up has a name that only the server may use")
-    assert re.search(r"client 2 is left out: it has 100\d numbers and metrics, more than 1000", many)
-    assert metric(tmp_path / "b", "bytes_up", 1).keys() == {"0"}
-
-
-def test_what_the_servers_parts_log_of_a_client_no_client_says_itself(quick, tmp_path):
-    recipe = quick(**FEDU2, rounds=1)
-    directory, grid = start(recipe, tmp_path / "b")
-
-    def tamper(node, reply):
-        if node == 12 and "metrics" in reply.content:
-            reply.content["metrics"] = MetricRecord(dict(reply.content["metrics"]) | {"eua_weight": 123.0})
-
-    grid.tamper = tamper
+    with_metrics({"eua_weight": 123.0})(grid, monkeypatch)
     assert run_on(recipe, directory, grid) == []
     rows = [row for row in directory.read_metrics() if row[2] == "eua_weight"]
     assert [row[1] for row in rows] == ["0", "1", "2"]
     assert sum(row[3] for row in rows) == pytest.approx(1)
 
 
+def say_more(content: RecordDict) -> None:
+    content["numbers"] = MetricRecord(dict(content["numbers"]) | {"evaluation/bytes_up": 1e9})
+
+
 def test_an_evaluation_that_says_more_than_measures_is_left_out(quick, tmp_path):
-    recipe = quick(rounds=1)
+    recipe = quick(**SMALL, rounds=1)
     directory, grid = start(recipe, tmp_path / "b")
-
-    def tamper(node, reply):
-        if node == 12 and "numbers" in reply.content:
-            reply.content["numbers"] = MetricRecord(dict(reply.content["numbers"]) | {"evaluation/bytes_up": 1e9})
-
-    grid.tamper = tamper
-    warnings = run_on(recipe, directory, grid)
-    assert warnings == [
+    grid.tamper = lambda node, reply: node == 12 and "numbers" in reply.content and say_more(reply.content)
+    assert run_on(recipe, directory, grid) == [
         f"round {n}: client 1 is not evaluated: its evaluation holds 'bytes_up', which is not a measure of a model"
         for n in (0, 1)
     ]
     assert metric(tmp_path / "b", "knn", 1).keys() == {"0", "2", "mean"}
+
+
+# The apps
 
 
 def serve(recipe: Recipe, folder: Path, grid) -> None:
@@ -214,7 +298,7 @@ def serve(recipe: Recipe, folder: Path, grid) -> None:
 
 
 def test_a_failed_run_goes_on_with_other_waits_and_another_minimum(quick, tmp_path):
-    recipe = quick(**AVERAGED, guard={"minimum_answers": 3})
+    recipe = quick(**AVERAGED | SMALL, guard={"minimum_answers": 3})
     _, grid = start(recipe, tmp_path / "nodes", write_sites(tmp_path))
     grid.silent = {12}
     with pytest.raises(UserError, match=r"guard.minimum_answers is 3"):
@@ -240,15 +324,11 @@ def test_a_failed_run_goes_on_with_other_waits_and_another_minimum(quick, tmp_pa
     assert "no answer within 50 s" in (tmp_path / "run" / "refused.csv").read_text()
 
 
-def labelled(count: int) -> dict[str, np.ndarray]:
-    return {"x": random_pixels(count, 8, 8), "y": np.arange(count) % 10}
-
-
 def test_a_server_whose_test_images_have_changed_does_not_go_on(quick, tmp_path):
-    arrays = {f"{kind}_{part}": values for part in ("train", "test") for kind, values in labelled(60).items()}
+    arrays = {f"x_{part}": random_pixels(60, 8, 8) for part in ("train", "test")}
+    arrays |= {f"y_{part}": np.arange(60) % 10 for part in ("train", "test")}
     np.savez(tmp_path / "own.npz", **arrays)
-    data = {"name": "npz", "path": str(tmp_path / "own.npz")}
-    recipe = quick(**AVERAGED, data=data, guard={"minimum_answers": 3})
+    recipe = quick(**AVERAGED, data={"name": "npz", "path": str(tmp_path / "own.npz")}, guard={"minimum_answers": 3})
     _, grid = start(recipe, tmp_path / "nodes", write_sites(tmp_path))
     grid.silent = {12}
     with pytest.raises(UserError, match=r"guard.minimum_answers is 3"):
@@ -258,3 +338,12 @@ def test_a_server_whose_test_images_have_changed_does_not_go_on(quick, tmp_path)
     with pytest.raises(UserError, match="have changed since the run began: the test set no longer has"):
         serve(recipe, tmp_path, grid)
     assert contents(tmp_path / "run") == before
+
+
+def test_a_simulation_is_refused_without_ray_and_for_a_deployment(quick, tiny, tmp_path, monkeypatch):
+    with pytest.raises(UserError, match="write its app with fedssl app"):
+        simulation.run(quick(), tmp_path / "a")
+    monkeypatch.setattr(simulation, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"needs Ray: pip install '(fedkernels-)?fedssl\[flower\]'"):
+        simulation.run(tiny(engine="flower-simulation"), tmp_path / "a")
+    assert not (tmp_path / "a").exists()

@@ -1,17 +1,20 @@
-"""Sites with folders of unlabelled images, and a server that holds no data."""
+"""Sites with folders of unlabelled images, and a server that holds no data: the encoder out, and weights in."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 import yaml
 from pydantic import ValidationError
 
-pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
-
 from fedssl.data.options import DataOptions
+from fedssl.engines.flower.site import load_site, site_federation
 from fedssl.errors import UserError
+from fedssl.export.embed import embed_images
+from fedssl.export.encoder_folder import export_encoder
 from fedssl.federation import build_federation
 from fedssl.reports.evaluation import evaluate_run
 from fedssl.reports.report import write_report
@@ -20,8 +23,8 @@ from tests.fedssl.conftest import AVERAGED
 from tests.fedssl.data.data_files import random_pixels
 from tests.fedssl.data.image_samples import save_array
 from tests.fedssl.engines.flower.loop_grid import WarningRecorder, run_on, start, write_sites
+from tests.fedssl.export.finished_runs import write_images
 
-pytestmark = pytest.mark.usefixtures("flower_process")
 SITES = {"partition": {"name": "sites", "clients": 2}}
 NO_DATA = {"data": {"name": "none", "image_shape": [1, 8, 8]}}
 
@@ -39,8 +42,8 @@ def sites(tmp_path) -> list[Path]:
     return files
 
 
-def test_averaged_weights_need_no_data_at_the_server(quick, tmp_path, sites):
-    recipe = quick(**(AVERAGED | SITES | NO_DATA))
+def test_a_server_without_data_trains_as_one_with_data_exports_the_encoder_and_starts_from_it(quick, tmp_path, sites):
+    recipe = quick(**AVERAGED, **SITES, **NO_DATA)
     federation = build_federation(recipe)
     assert len(federation.dataset.train_images) == len(federation.dataset.test_images) == 0
     directory, grid = start(recipe, tmp_path / "run", sites)
@@ -48,11 +51,48 @@ def test_averaged_weights_need_no_data_at_the_server(quick, tmp_path, sites):
     run = read_run(tmp_path / "run")
     assert run.finished
     assert run.overall("loss").keys() == {1, 2}
-    assert run.overall("effective_rank") == {}
-    page = write_report([tmp_path / "run"]).read_text()
-    assert "there are no images" in page
+    assert run.overall("effective_rank") == run.overall("knn") == {}
+    assert "there are no images" in write_report([tmp_path / "run"]).read_text()
     with pytest.raises(UserError, match=r"names no images to evaluate on \(data\.name=none\)"):
         evaluate_run(tmp_path / "run")
+    with_data = quick(**AVERAGED, **SITES, data={"name": "digits", "test_limit": 60})
+    known, grid = start(with_data, tmp_path / "with_data", sites)
+    assert run_on(with_data, known, grid) == []
+    last, theirs = directory.server_state().tensors, known.server_state().tensors
+    assert last.keys() == theirs.keys()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in last.items())
+
+    folder = export_encoder(tmp_path / "run", tmp_path / "encoder")
+    assert "at the clients' sites" in (folder / "README.md").read_text()
+    embed_images(folder, tmp_path / "images0", tmp_path / "features.npz")
+    with np.load(tmp_path / "features.npz") as arrays:
+        assert arrays["features"].shape == (20, 128)
+
+    continued = quick(**AVERAGED, **SITES, **NO_DATA, model={"weights": str(folder)})
+    federation = build_federation(continued)
+    assert federation.method.global_model is not None
+    first = federation.method.global_model.encoder.state_dict()
+    assert all(torch.equal(tensor, last[f"online.encoder.{name}"]) for name, tensor in first.items())
+    # the sites do not have the server's files: their weights come with the first message
+    evaluation = {"downstream": {"other": {"name": "npz", "path": str(tmp_path / "only_at_the_server.npz")}}}
+    absent = quick(
+        **AVERAGED, **SITES, **NO_DATA, model={"weights": str(tmp_path / "only_at_the_server")}, evaluation=evaluation
+    )
+    at_site = site_federation(absent, load_site(sites[0]))
+    assert (at_site.weights, at_site.downstream) == ({}, {})
+    write_images(tmp_path / "labelled.npz")
+    evaluation = {"downstream": {"other": {"name": "npz", "path": str(tmp_path / "labelled.npz")}}}
+    continued = quick(**AVERAGED, **SITES, **NO_DATA, model={"weights": str(folder)}, evaluation=evaluation)
+    directory, grid = start(continued, tmp_path / "continued", sites)
+    assert run_on(continued, directory, grid) == []
+    run = read_run(tmp_path / "continued")
+    assert run.finished
+    for when in ("before", "after"):
+        assert run.evaluated("downstream_other_knn", when) is not None
+    assert run.evaluated("knn", "after") is None
+    header, row = evaluate_run(tmp_path / "continued").read_text().splitlines()
+    assert header.split(",")[:2] == ["client", "downstream_other_knn"]
+    assert float(row.split(",")[1]) == pytest.approx(run.evaluated("downstream_other_knn", "after"), abs=0.006)
 
 
 def test_sites_evaluate_the_models_that_they_keep(quick, tmp_path, sites):
@@ -94,6 +134,17 @@ def test_other_sizes_are_refused(quick, tmp_path, sites):
         UserError, match=r"its images are 1 x 8 x 8 \(channels x height x width\), but the server's are 3"
     ):
         run_on(recipe, directory, grid)
+
+
+def test_a_site_brings_its_images_to_the_size_that_the_recipe_says(quick, tmp_path):
+    recipe = quick(**AVERAGED, **SITES, data=NO_DATA["data"] | {"image_shape": [1, 12, 12]})
+    (site,) = write_sites(tmp_path, 1, data={"name": "digits", "train_limit": 40, "test_limit": 60})
+    assert site_federation(recipe, load_site(site)).dataset.train_images.shape[1:] == (1, 12, 12)
+
+
+def test_a_server_without_data_must_know_the_classes_of_labels(quick):
+    with pytest.raises(UserError, match=r"as data\.class_names"):
+        build_federation(quick(**AVERAGED, **SITES, **NO_DATA, objective="supervised"))
 
 
 def test_no_data_is_for_sites(tiny):

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
 pytest.importorskip("ray", reason="ray is not installed: pip install .[flower]")
 
-from fedssl.engines import engine_of, in_process
+from fedssl.engines import engine_of
 from fedssl.recipe.reading import load_recipe
 from fedssl.run_folder.directory import RunDirectory
-from tests.fedssl.conftest import AVERAGED, LW_FEDSSL, METHODS
+from tests.fedssl.conftest import AVERAGED, METHODS
 from tests.fedssl.data.image_samples import write_two_classes
 from tests.fedssl.engines.flower.deployment import MARK, PATIENCE, kill_marked, marked, poll, with_package
 from tests.fedssl.engines.flower.secure_runs import assert_close, quantisation_error
-from tests.fedssl.engines.test_in_process import contents
+from tests.fedssl.engines.short_runs import results
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 SIMULATED = {"engine": "flower-simulation", "flower": {"cpus": 2, "object_store_megabytes": 100}}
 
 #: `fedssl` whose terminal sends Ctrl-C, to all its processes, when round 1 is committed
@@ -43,52 +39,41 @@ main()
 """
 
 
-def without_engine(path: Path) -> dict[str, bytes]:
-    """A run's folder but for its recipe, which names the engine, and the recipe's digest."""
-    files = {name: data for name, data in contents(path).items() if name != "recipe.yaml"}
-    manifest = json.loads(files["checkpoints/manifest.json"])
-    del manifest["digests"]["recipe.yaml"]
-    return files | {"checkpoints/manifest.json": json.dumps(manifest).encode()}
-
-
-# lw_fedssl is interrupted below
-@pytest.mark.parametrize("kind", ["hetero_ssfl", pytest.param("fedu2", marks=pytest.mark.nightly)])
-def test_simulated_the_run_is_the_same_bit_for_bit(kind, noisy, tmp_path):
-    in_process.run(noisy(**METHODS[kind]), tmp_path / "here")
+@pytest.mark.nightly  # a run that was interrupted is compared below
+@pytest.mark.parametrize("kind", ["fedu2", "lw_fedssl"])
+def test_simulated_the_run_is_the_same_bit_for_bit(kind, finished, noisy, tmp_path):
     recipe = noisy(**METHODS[kind], **SIMULATED)
     engine_of(recipe).run(recipe, tmp_path / "simulated")
-    assert without_engine(tmp_path / "here") == without_engine(tmp_path / "simulated")
+    assert results(finished(noisy(**METHODS[kind]))) == results(tmp_path / "simulated")
 
 
 @pytest.mark.nightly  # what is Ray's own here; deployment and runs in one process are tested always
-def test_simulated_on_images_without_labels_in_a_file_the_run_is_the_same_bit_for_bit(noisy, tmp_path, monkeypatch):
+def test_simulated_on_images_without_labels_in_a_file_the_run_is_the_same_bit_for_bit(
+    finished, noisy, tmp_path, monkeypatch
+):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = write_two_classes(tmp_path / "images")
     own = {
         "data": {"name": "images", "path": str(folder), "image_size": 8, "memory_limit": 0},
         "partition": {"name": "iid", "clients": 3},
     }
-    in_process.run(noisy(**own), tmp_path / "here")
     recipe = noisy(**own, **SIMULATED)
     engine_of(recipe).run(recipe, tmp_path / "simulated")
-    assert without_engine(tmp_path / "here") == without_engine(tmp_path / "simulated")
+    assert results(finished(noisy(**own))) == results(tmp_path / "simulated")
 
 
 @pytest.mark.nightly
-def test_simulated_with_secure_aggregation_the_mean_is_the_same(noisy, tmp_path):
+def test_simulated_with_secure_aggregation_the_mean_is_the_same(finished, noisy, tmp_path):
     """A client's keys outlive its process."""
-    in_process.run(noisy(**AVERAGED, rounds=1), tmp_path / "plain")
     options = SIMULATED["flower"] | {"secure_aggregation": {"name": "secagg_plus"}}
     recipe = noisy(**AVERAGED, rounds=1, engine="flower-simulation", flower=options)
     engine_of(recipe).run(recipe, tmp_path / "secure")
-    assert_close(tmp_path / "plain", tmp_path / "secure", atol=quantisation_error(recipe) + 1e-5)
+    assert_close(finished(noisy(**AVERAGED, rounds=1)), tmp_path / "secure", atol=quantisation_error(recipe) + 1e-5)
 
 
-def test_interrupted_by_ctrl_c_and_resumed_the_run_is_the_same_bit_for_bit(noisy, tmp_path):
-    """Interrupted between LW-FedSSL's stages, so that the second begins with what was stored."""
-    in_process.run(noisy(**LW_FEDSSL), tmp_path / "here")
+def test_interrupted_by_ctrl_c_and_resumed_the_run_is_the_same_bit_for_bit(finished, noisy, tmp_path):
     recipe, path = tmp_path / "recipe.yaml", tmp_path / "simulated"
-    recipe.write_text(noisy(**LW_FEDSSL, **SIMULATED).to_yaml())
+    recipe.write_text(noisy(**METHODS["hetero_ssfl"], **SIMULATED).to_yaml())
     try:
         stopped = subprocess.run(
             [sys.executable, "-c", INTERRUPTED, "run", str(recipe), "--output", str(path)],
@@ -107,4 +92,4 @@ def test_interrupted_by_ctrl_c_and_resumed_the_run_is_the_same_bit_for_bit(noisy
     finally:
         kill_marked(f"{tmp_path}/")
     engine_of(load_recipe(recipe)).resume(path)
-    assert without_engine(tmp_path / "here") == without_engine(path)
+    assert results(finished(noisy(**METHODS["hetero_ssfl"]))) == results(path)

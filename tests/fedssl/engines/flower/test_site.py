@@ -1,24 +1,21 @@
-"""A site's own data, architecture and device, and a site file that is wrong."""
+"""A site's own data, architecture and device, a site file that is wrong, and evaluations that no model gives."""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 import torch
 import yaml
 
-pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
-
-
-from fedssl.engines.flower.site import load_site, site_federation
+from fedssl.engines.flower.client import _site_from_file
+from fedssl.engines.flower.messenger import Messenger
+from fedssl.engines.flower.site import SiteEvaluation, evaluation_fault, load_site, site_federation
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
-from fedssl.reports.evaluation import evaluate_run
-from fedssl.reports.report import write_report
 from tests.fedssl.conftest import ALIGNED, AVERAGED
 from tests.fedssl.engines.flower.loop_grid import run_on, start, write_sites
-from tests.fedssl.engines.test_in_process import metric
-
-pytestmark = pytest.mark.usefixtures("flower_process")
+from tests.fedssl.engines.short_runs import metric
 
 
 def test_a_site_brings_its_own_images_and_architecture(quick, tmp_path):
@@ -37,68 +34,108 @@ def test_a_site_brings_its_own_images_and_architecture(quick, tmp_path):
     assert metric(tmp_path / "b", "knn", 2).keys() == {"0", "1", "2", "mean"}
 
 
-def test_a_site_file_that_is_wrong(tmp_path, quick):
-    file = tmp_path / "site.yaml"
-    with pytest.raises(UserError, match=r"the site's file .* cannot be read"):
-        load_site(file)
-    file.write_text("client: 0\nstate: x\narchitektur: y\n")
-    with pytest.raises(UserError, match=r"architektur: unknown key; did you mean architecture\?"):
-        load_site(file)
-    file.write_text("client: 0\n")
-    with pytest.raises(UserError, match="state: missing"):
-        load_site(file)
-    file.write_text("client: 3\nstate: x\n")
-    with pytest.raises(
-        UserError, match=r"the site's client is 3, but the recipe has partition.clients=3: expected 0 to 2"
-    ):
-        site_federation(quick(**AVERAGED), load_site(file))
-    file.write_text("client: 0\nstate: x\narchitecture: small_resnet10\n")
-    with pytest.raises(UserError, match="differ, but weighted_mean exchanges weights"):
-        site_federation(quick(**AVERAGED), load_site(file))
-    file.write_text("client: 0\nstate: x\n")
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (None, r"the site's file .* cannot be read"),
+        ("client: 0\nstate: x\narchitektur: y\n", r"architektur: unknown key; did you mean architecture\?"),
+        ("client: 0\n", "state: missing"),
+        ("client: 3\nstate: x\n", r"the site's client is 3, but the recipe has partition.clients=3: expected 0 to 2"),
+        (
+            "client: 0\nstate: x\narchitecture: small_resnet10\n",
+            "differ, but weighted_mean exchanges weights",
+        ),
+    ],
+)
+def test_a_site_file_that_is_wrong(text, told, quick, tmp_path):
+    if text is not None:
+        (tmp_path / "site.yaml").write_text(text)
+    with pytest.raises(UserError, match=told):
+        site_federation(quick(**AVERAGED), load_site(tmp_path / "site.yaml"))
+
+
+def test_a_site_of_its_own_data_needs_data_and_the_flower_engine(quick, tiny, tmp_path):
+    [site] = write_sites(tmp_path, 1)
+    sites = {"partition": {"name": "sites", "clients": 2}}
     with pytest.raises(UserError, match=r"the site's data is missing: the recipe has partition.name=sites"):
-        site_federation(quick(partition={"name": "sites", "clients": 2}), load_site(file))
-
-
-def test_sites_of_their_own_data_are_for_the_flower_engine(tiny):
+        site_federation(quick(**sites), load_site(site))
     with pytest.raises(UserError, match="partition sites needs engine flower"):
-        build_federation(tiny(partition={"name": "sites", "clients": 2}))
+        build_federation(tiny(**sites))
 
 
-NO_DATA = {"name": "none", "image_shape": [1, 8, 8]}
-SITES = {"name": "sites", "clients": 2}
+def test_the_runs_name_cannot_leave_the_sites_folder(quick, tmp_path):
+    [site] = write_sites(tmp_path, 1)
+    (tmp_path / "recipe.yaml").write_text(quick(**AVERAGED).to_yaml())
+    states = _site_from_file(str(tmp_path / "recipe.yaml"), (("site", str(site)),)).states
+    with pytest.raises(UserError, match="the server's name of the run is invalid: expected 1 to 64 letters"):
+        states("../elsewhere")
 
 
-def test_a_server_without_data_trains_what_the_sites_hold(quick, tmp_path):
-    recipe = quick(**AVERAGED, data=NO_DATA, partition=SITES)
-    sites = write_sites(tmp_path, 2, data={"name": "digits", "train_limit": 40, "test_limit": 60})
-    directory, grid = start(recipe, tmp_path / "without", sites)
-    assert run_on(recipe, directory, grid) == []
-    assert {name for _, _, name, _ in directory.read_metrics()} & {"knn", "linear"} == set()
-    with_data = quick(**AVERAGED, data={"name": "digits", "test_limit": 60}, partition=SITES)
-    others = tmp_path / "others"
-    others.mkdir()
-    known, grid = start(with_data, tmp_path / "with", write_sites(others, 2, data=own_digits()))
-    assert run_on(with_data, known, grid) == []
-    ours, theirs = directory.server_state().tensors, known.server_state().tensors
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    with pytest.raises(UserError, match="names no images to evaluate on"):
-        evaluate_run(directory.path)
-    write_report([directory.path])
-    assert "there are no images" in (directory.path / "report.html").read_text(encoding="utf-8")
+# A client's evaluation of its own model is checked like any other answer
 
 
-def own_digits():
-    return {"name": "digits", "train_limit": 40, "test_limit": 60}
+MEASURES = {"knn": 80.0, "linear": 100.0, "effective_rank": 2.7, "fine_tune_f1": 0.0}
+SPECTRUM = torch.tensor([3.0, 1.0, 0.0], dtype=torch.float64)
 
 
-def test_a_site_brings_its_images_to_the_size_that_the_recipe_says(quick, tmp_path):
-    recipe = quick(**AVERAGED, data=NO_DATA | {"image_shape": [1, 12, 12]}, partition=SITES)
-    (site,) = write_sites(tmp_path, 1, data=own_digits())
-    assert site_federation(recipe, load_site(site)).dataset.train_images.shape[1:] == (1, 12, 12)
+def test_a_sound_evaluation_has_no_fault():
+    assert evaluation_fault(SiteEvaluation(MEASURES, SPECTRUM)) is None
+    on_other_data = {"downstream_mine_uniformity": -3.0, "downstream_mine_effective_rank": 300.0}
+    assert evaluation_fault(SiteEvaluation(MEASURES | on_other_data, SPECTRUM)) is None
 
 
-def test_a_server_without_data_must_know_the_classes_of_labels(quick):
-    with pytest.raises(UserError, match=r"as data\.class_names"):
-        build_federation(quick(**AVERAGED, data=NO_DATA, partition=SITES, objective="supervised"))
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        (
+            {"downstream_mine_alignment": 5.0},
+            "its evaluation has an invalid downstream_mine_alignment: expected 0 to 4.01, got 5.0",
+        ),
+        ({"knn": 101.0}, "its evaluation has an invalid knn: expected 0 to 100, got 101.0"),
+        ({"knn": -1.0}, "its evaluation has an invalid knn: expected 0 to 100, got -1.0"),
+        ({"linear": math.nan}, "its evaluation has an invalid linear: expected 0 to 100, got nan"),
+        ({"effective_rank": 1e9}, "its evaluation has an invalid effective_rank: expected 0 to 4, got 1000000000.0"),
+        ({f"fine_tune_{i}": 1.0 for i in range(40_000)}, "its evaluation has 40004 measures, more than 100"),
+        ({"fine_tune_" + "x" * 10**6: 1.0}, f"its evaluation holds 'fine_tune_{'x' * 90}', which is not a measure"),
+        ({"bytes_up": 1.0}, "its evaluation holds 'bytes_up', which is not a measure"),
+    ],
+)
+def test_measures_that_no_evaluation_gives_are_refused(changes, fault):
+    assert (evaluation_fault(SiteEvaluation(MEASURES | changes, SPECTRUM)) or "").startswith(fault)
+
+
+@pytest.mark.parametrize(
+    ("spectrum", "fault"),
+    [
+        (None, "its evaluation has no valid spectrum"),
+        (torch.ones(2, 2), "its evaluation has no valid spectrum"),
+        (torch.ones(3, dtype=torch.int64), "its evaluation has no valid spectrum"),
+        (torch.zeros(10**6), "its evaluation's spectrum has 1000000 values, more than 65536"),
+        (torch.tensor([1.0, -1.0]), "its evaluation's spectrum is invalid"),
+        (torch.tensor([math.inf, 1.0]), "its evaluation's spectrum is invalid"),
+        (torch.tensor([1.0, math.nan]), "its evaluation's spectrum is invalid"),
+    ],
+)
+def test_a_spectrum_that_no_model_has_is_refused(spectrum, fault):
+    assert (evaluation_fault(SiteEvaluation(MEASURES, spectrum)) or "").startswith(fault)
+
+
+def test_evaluations_and_registrations_may_be_small_only(quick, tmp_path, monkeypatch):
+    sizes, kinds = set(), {}
+    send, collect = Messenger.send, Messenger.collect
+
+    def send_and_note(messenger, kind, *arguments):
+        ids = send(messenger, kind, *arguments)
+        kinds.update(dict.fromkeys(ids, kind))
+        return ids
+
+    def collect_and_note(messenger, waiting, seconds, largest):
+        sizes.update((kinds[name], largest) for name in waiting)
+        return collect(messenger, waiting, seconds, largest)
+
+    monkeypatch.setattr(Messenger, "send", send_and_note)
+    monkeypatch.setattr(Messenger, "collect", collect_and_note)
+    run_on(quick(rounds=1), *start(quick(rounds=1), tmp_path / "b"))
+    largest = dict(sizes)
+    assert (largest["query"], largest["evaluate"]) == (2**22, 2**22)
+    assert largest["train"] >= 2**28

@@ -3,36 +3,24 @@
 from __future__ import annotations
 
 import pytest
-import torch
-
-pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
-
-from flwr.app import ConfigRecord
 from flwr.app import Message as FlowerMessage
 
-from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import ALIGNED, AVERAGED, FEDU2, LW_FEDSSL
+from tests.fedssl.engines.every_tensor import assert_same
 from tests.fedssl.engines.flower.loop_grid import LoopGrid, run_on, start
-from tests.fedssl.engines.test_in_process import metric
+from tests.fedssl.engines.flower.secure_runs import SECURE
+from tests.fedssl.engines.short_runs import SMALL, metric
 
-pytestmark = pytest.mark.usefixtures("flower_process")
-
-KINDS = {"aligned": ALIGNED, "averaged": AVERAGED, "fedu2": FEDU2, "layer_wise": LW_FEDSSL}
-FIRST_NODE = 11  # of client 0; the others follow
+METHODS = {"aligned": ALIGNED, "averaged": AVERAGED, "fedu2": FEDU2, "layer_wise": LW_FEDSSL}
+KINDS = {kind: method | SMALL for kind, method in METHODS.items()}
 CLIENT, OTHER = 1, 0
 Key = tuple[int, int]  # client and round
 
 
 def swap_answers(grid: LoopGrid, kind: str, place: Key, taken: Key) -> list[dict]:
-    """Let the server get, in place of the answers that one client gives in one round, those of `taken`.
+    """Let the server get, in place of one client's answers in one round, those that `taken` gave.
 
-    Args:
-        grid: the nodes.
-        kind: of the messages, `train` or `evaluate`; the others pass.
-        place, taken: client and round.
-
-    Returns:
-        The records that came in place of an answer, one entry for each; filled while the run goes on.
+    Returns the records that came in their place, filled while the run goes on. Messages of other kinds pass.
     """
     given: dict[Key, list[dict]] = {}
     replaced: list[dict] = []
@@ -64,36 +52,22 @@ def swap_answers(grid: LoopGrid, kind: str, place: Key, taken: Key) -> list[dict
 
 def without_answers(grid: LoopGrid, place: Key) -> None:
     """Let one client's answer in one round never come."""
-    pull = grid.pull_messages
+    pull, answer = grid.pull_messages, {"client": place[0], "round": place[1]}
 
     def pull_messages(names):
-        replies = pull(names)
-        return [
-            r for r in replies if r.metadata.message_type == "query" or dict(r.content["answer"]) != as_answer(place)
-        ]
+        return [r for r in pull(names) if r.metadata.message_type == "query" or dict(r.content["answer"]) != answer]
 
     grid.pull_messages = pull_messages
-
-
-def as_answer(place: Key) -> dict[str, int]:
-    return {"client": place[0], "round": place[1]}
-
-
-def same_server(one: RunDirectory, other: RunDirectory) -> bool:
-    a, b = one.server_state(), other.server_state()
-    return (
-        a.numbers == b.numbers
-        and a.tensors.keys() == b.tensors.keys()
-        and all(torch.equal(tensor, b.tensors[name]) for name, tensor in a.tensors.items())
-    )
 
 
 @pytest.mark.parametrize(
     ("kind", "place", "taken"),
     [
-        *((kind, (CLIENT, 2), (CLIENT, 1)) for kind in KINDS),  # late, from the round before
-        *((kind, (CLIENT, 2), (OTHER, 2)) for kind in KINDS),  # another client's, twice in the mean
+        ("averaged", (CLIENT, 2), (CLIENT, 1)),  # late, from the round before
+        ("layer_wise", (CLIENT, 2), (CLIENT, 1)),
         ("averaged", (CLIENT, 2), (OTHER, 1)),
+        ("fedu2", (CLIENT, 2), (OTHER, 2)),  # another client's, twice in the mean
+        ("aligned", (CLIENT, 2), (OTHER, 2)),
         ("aligned", (CLIENT, 1), (CLIENT, 0)),  # of the opening round
         ("aligned", (CLIENT, 0), (OTHER, 0)),
     ],
@@ -111,14 +85,14 @@ def test_the_round_goes_on_as_if_no_answer_had_come(kind, place, taken, quick, t
     silent, grid = start(quick(**KINDS[kind]), tmp_path / "silent")
     without_answers(grid, place)
     run_on(quick(**KINDS[kind]), silent, grid)
-    assert same_server(directory, silent)
+    assert_same(directory.server_state(), silent.server_state())
     assert [directory.client_round(k) for k in range(3)] == [silent.client_round(k) for k in range(3)]
 
 
 def test_its_client_trains_on_from_the_round_before(quick, tmp_path):
     """What it trained in that round is undone, for the server does not have it."""
-    settings = AVERAGED | {"rounds": 3}
-    directory, grid = start(quick(**settings), tmp_path / "run")
+    recipe = quick(**AVERAGED | SMALL, rounds=3)
+    directory, grid = start(recipe, tmp_path / "run")
     swap_answers(grid, "train", (CLIENT, 2), (CLIENT, 1))
     started: dict[Key, int] = {}
     app = grid.app
@@ -130,46 +104,24 @@ def test_its_client_trains_on_from_the_round_before(quick, tmp_path):
         return app(message, context)
 
     grid.app = note
-    run_on(quick(**settings), directory, grid)
+    run_on(recipe, directory, grid)
     assert started[CLIENT, 3] == 1
     assert started[OTHER, 3] == 2
     assert [directory.client_round(k) for k in range(3)] == [3, 3, 3]
 
 
-@pytest.mark.parametrize("taken", [(OTHER, 0), (2, 0)])
-def test_an_evaluation_of_another_client_is_not_its_own(taken, quick, tmp_path):
+def test_an_evaluation_of_another_client_is_not_its_own(quick, tmp_path):
     """Without weights that travel every client's own model is measured, here before the first round."""
     directory, grid = start(quick(), tmp_path / "run")
-    swap_answers(grid, "evaluate", (CLIENT, 0), taken)
+    swap_answers(grid, "evaluate", (CLIENT, 0), (OTHER, 0))
     [warning] = run_on(quick(), directory, grid)
     assert warning.startswith(f"round 0: client {CLIENT} is not evaluated: ")
     assert metric(tmp_path / "run", "knn", 0).keys() == {"0", "2", "mean"}
 
 
-@pytest.mark.parametrize(
-    "said", [None, {}, {"client": CLIENT}, {"round": 1}, {"client": float(CLIENT) + 0.5, "round": 1}]
-)
-def test_an_answer_that_does_not_say_whose_it_is_is_left_out(said, quick, tmp_path):
-    directory, grid = start(quick(**AVERAGED, rounds=1), tmp_path / "run")
-
-    def change(node, reply):
-        if node == FIRST_NODE + CLIENT and reply.metadata.message_type == "train":
-            del reply.content["answer"]
-            if said is not None:
-                reply.content["answer"] = ConfigRecord(said)
-
-    grid.tamper = change
-    [warning] = run_on(quick(**AVERAGED, rounds=1), directory, grid)
-    assert warning.startswith(f"round 1: client {CLIENT} is left out: ")
-    assert metric(tmp_path / "run", "missing", 1) == {str(CLIENT): 1.0}
-
-
 @pytest.mark.parametrize("taken", [(CLIENT, 1), (OTHER, 2)])
-def test_under_secure_aggregation_it_is_in_no_sum(taken, quick, tmp_path):
-    waits = {"round_seconds": 100, "connect_seconds": 10}
-    secure = {"flower": waits | {"secure_aggregation": {"name": "secagg_plus", "max_weight": 60}}}
-    four = {"partition": {"name": "iid", "clients": 4}, "data": {"name": "digits", "train_limit": 80, "test_limit": 20}}
-    made = quick(**AVERAGED, **secure, **four)
+def test_under_secure_aggregation_it_is_in_no_sum(taken, private, tmp_path):
+    made = private(secure=SECURE, **AVERAGED | SMALL, partition={"name": "iid", "clients": 4})
     directory, grid = start(made, tmp_path / "run")
     replaced = swap_answers(grid, "train", (CLIENT, 2), taken)
     warnings = run_on(made, directory, grid)

@@ -1,45 +1,48 @@
-"""Messages as Flower's records: what travels arrives as it was, and broken records are refused."""
+"""Messages as Flower's records, and answers on the server's disk: the same bits, and broken records are refused."""
 
 from __future__ import annotations
 
+import gc
+import resource
+from pathlib import Path
+
 import pytest
 import torch
-
-pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
-
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from flwr.app import Message as FlowerMessage
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 
-from fedssl.engines.flower.wire import from_records, to_records
+from fedssl.engines.flower import wire
+from fedssl.engines.flower.wire import from_records, on_disk, to_records, to_shared_records
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from fedssl.messages import Message
 from fedssl.recipe.reading import load_recipe
+from tests.fedssl.engines.every_tensor import assert_same, every_kind_of_tensor
 
-pytestmark = pytest.mark.usefixtures("flower_process")
+
+@pytest.fixture
+def every_answer(monkeypatch) -> None:
+    """Small answers go to the disk, too."""
+    monkeypatch.setattr(wire, "_SMALL_ANSWER", 0)
 
 
-def test_every_dtype_travels_as_it_is():
-    dtypes = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8]
-    tensors = {str(dtype): (torch.rand(3, 5) * 100).to(dtype) for dtype in dtypes}
-    tensors |= {"bool": torch.tensor([True, False]), "scalar": torch.tensor(7), "empty": torch.empty(0, 4)}
-    tensors["transposed"] = torch.arange(6.0).reshape(2, 3).T
-    tensors["not finite"] = torch.tensor([float("nan"), float("inf")])
-    message = Message(
-        tensors, {"samples": 3, "loss": 0.1}, {"layer": "encoder", "centered": True, "rounds": 2, "t": 0.5}
-    )
+def through_records(message: Message, folder: Path) -> Message:
     records = to_records(message)
     inflated = RecordDict.inflate(records.deflate(), records.children)
     for name, record in inflated.items():
         inflated[name] = type(record).inflate(record.deflate(), record.children)
-    received = from_records(inflated)
-    assert list(received.tensors) == list(tensors)
-    for name, tensor in tensors.items():
-        assert received.tensors[name].dtype == tensor.dtype
-        torch.testing.assert_close(received.tensors[name], tensor, rtol=0, atol=0, equal_nan=True)
-    assert (received.numbers, received.config) == (message.numbers, message.config)
-    assert type(received.numbers["samples"]) is int
+    return from_records(inflated)
+
+
+@pytest.mark.parametrize("way", [through_records, on_disk])
+def test_a_message_arrives_bit_for_bit(way, every_answer, tmp_path):
+    message = every_kind_of_tensor()
+    received = way(message, tmp_path)
+    assert_same(received, message)
+    assert list(received.tensors) == list(message.tensors)
+    if way is on_disk:
+        assert all(tensor.data_ptr() % 64 == 0 for tensor in received.tensors.values())
 
 
 def floats(count: int, dtype: str = "float32", serialisation: str = "torch.raw") -> Array:
@@ -108,3 +111,48 @@ def test_what_flower_sends_is_the_message_and_little_more():
     parts = get_all_nested_objects(sent).values()
     assert message.num_bytes < sum(len(part.deflate()) for part in parts) < 1.01 * message.num_bytes
     assert len(parts) < 15 < len(message.tensors)  # each is sent by a request of its own
+
+
+def test_messages_with_the_same_tensors_share_their_arrays():
+    weights, other = {"w": torch.rand(5)}, {"w": torch.rand(5)}
+    messages = {0: Message(weights, {"n": 1}), 1: Message(dict(weights), {"n": 2}), 2: Message(other, {"n": 3})}
+    records = to_shared_records(messages)
+    data = {k: content["tensors"]["float32"].data for k, content in records.items()}
+    assert data[0] is data[1]
+    assert data[0] is not data[2]
+    for k, message in messages.items():
+        read = from_records(records[k])
+        assert torch.equal(read.tensors["w"], message.tensors["w"])
+        assert read.numbers == message.numbers
+
+
+# Answers on the disk
+
+
+def mappings(folder: Path) -> list[str]:
+    """The files of a folder that this process has mapped."""
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if f" {folder}/" in line]
+
+
+def test_the_file_has_no_name_and_ends_with_its_message(every_answer, tmp_path):
+    message = on_disk(Message({"a": torch.ones(1000)}), tmp_path)
+    assert not list(tmp_path.iterdir())
+    assert len(mappings(tmp_path)) == 1
+    del message
+    gc.collect()
+    assert not mappings(tmp_path)
+
+
+def test_a_small_message_stays_in_memory(tmp_path):
+    message = Message({"a": torch.ones(10)})
+    assert on_disk(message, tmp_path) is message
+
+
+def test_without_space_on_the_disk_it_stays_in_memory(every_answer, tmp_path):
+    message = Message({"a": torch.ones(10_000)})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        assert on_disk(message, tmp_path) is message
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

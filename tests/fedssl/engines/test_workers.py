@@ -1,0 +1,222 @@
+"""Worker processes, for several clients at a time or for one client: errors, ends, and what they are sent."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fedssl.data.stored_images import open_stored_images
+from fedssl.engines.in_process import resume, run
+from fedssl.engines.observers import Observer
+from fedssl.engines.workers import pack, unpack
+from fedssl.errors import UserError
+from fedssl.recipe.recipe import Recipe
+from fedssl.run_folder.directory import RunDirectory
+from tests.fedssl.conftest import AVERAGED
+from tests.fedssl.engines.every_tensor import assert_same, every_kind_of_tensor
+from tests.fedssl.engines.short_runs import results
+
+WAYS: dict[str, dict[str, Any]] = {"two clients at a time": {"clients_parallel": 2}, "two processes a client": {}}
+if not dist.is_available():
+    del WAYS["two processes a client"]
+
+
+@pytest.fixture(scope="module")
+def recipe_of(noisy):
+    """Build a recipe whose clients are trained in one of `WAYS`, or in this process."""
+
+    def build(way: str | None = None, training: dict[str, Any] | None = None, **changes: Any) -> Recipe:
+        processes = 2 if way == "two processes a client" else 1
+        own = {"local_epochs": 1, "batch_size": 8, "processes": processes} | (training or {})
+        evaluation = {"neighbors": 3, "linear": {"epochs": 1}}
+        partition = {"name": "iid", "clients": 3}
+        values = AVERAGED | {"evaluation": evaluation, "partition": partition} | changes
+        return noisy(**values, training=own, **WAYS.get(way or "", {}))
+
+    return build
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_diverging_client_gives_the_error_of_one_process(way, recipe_of, tmp_path):
+    told = []
+    for name in (None, way):
+        with pytest.raises(
+            UserError, match=r"client 0's loss became .* in round 1, step \d+; lower training.learning_rate"
+        ) as error:
+            run(recipe_of(name, objective="supervised", training={"learning_rate": 1e30}), tmp_path / str(name))
+        told.append(str(error.value))
+    assert told[0] == told[1]
+    assert multiprocessing.active_children() == []
+
+
+PART = """
+import os, signal
+from typing import ClassVar
+from fedssl.models.data_parallel import own_share
+from fedssl.regularizers.base import Regularizer
+
+class Mine(Regularizer):
+    data_parallel: ClassVar[bool] = True
+    what: str
+
+    def start_round(self, local):
+        steps = []
+        def term(step):
+            steps.append(1)
+            if len(steps) == 2 and own_share().rank == own_share().processes - 1:
+                if self.what == "dies":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise ZeroDivisionError("in my part")
+            return step.loss * 0
+        return term
+"""
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("what", "kind", "told"),
+    [
+        ("fails", RuntimeError, r"client \d: (?s:.*)mine\.py(?s:.*)ZeroDivisionError: in my part"),
+        ("dies", UserError, r"the worker process of client \d was ended by signal SIGKILL: most likely"),
+    ],
+)
+def test_an_error_comes_with_its_traceback_and_a_process_that_dies_is_named(what, kind, told, way, recipe_of, tmp_path):
+    """Another process of the same client loses it in the middle of an exchange, and fails too."""
+    (tmp_path / "mine.py").write_text(PART)
+    with pytest.raises(kind, match=told):
+        run(recipe_of(way, regularizers=[{"name": str(tmp_path / "mine.py"), "what": what}]), tmp_path / "a")
+    assert multiprocessing.active_children() == []
+
+
+class KillsWorkers(Observer):
+    """Kills workers of these numbers, or all, when the second client of the second round is about to begin."""
+
+    def __init__(self, which: slice) -> None:
+        self.which = which
+        self.clients: list[int] = []  # that have begun in the second round
+
+    def client_began(self, round_number: int, index: int, position: int, clients: int) -> None:
+        if round_number == 2:
+            self.clients.append(index)
+        if len(self.clients) == 2:
+            for worker in sorted(multiprocessing.active_children(), key=lambda worker: worker.name)[self.which]:
+                os.kill(worker.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("way", "which"),
+    [
+        ("two clients at a time", slice(None)),
+        ("two processes a client", slice(1, 2)),
+        pytest.param("two processes a client", slice(0, 1), marks=pytest.mark.nightly),
+    ],
+)
+def test_a_killed_worker_is_told_with_its_client_and_the_run_resumes(way, which, recipe_of, finished, tmp_path):
+    progress = KillsWorkers(which)
+    with pytest.raises(UserError, match=r"the worker process of client \d was ended by signal SIGKILL") as error:
+        run(recipe_of(way), tmp_path / "a", progress)
+    assert len(progress.clients) == 2
+    assert int(str(error.value).split("client ")[1].split()[0]) in progress.clients
+    assert multiprocessing.active_children() == []
+    assert RunDirectory.open(tmp_path / "a").checkpoint.round == 1
+    assert resume(tmp_path / "a").checkpoint.finished
+    if way == "two clients at a time":
+        assert results(tmp_path / "a") == results(finished(recipe_of()))
+
+
+def processes_of_session(session: int) -> list[int]:
+    """The living processes of a session: the command's, its workers and the server that they are forked from."""
+    alive = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended
+            continue
+        if int(fields[3]) == session and fields[0] != "Z":
+            alive.append(int(stat.parent.name))
+    return alive
+
+
+@pytest.mark.parametrize(
+    ("way", "kind"),
+    [
+        ("two clients at a time", "SIGINT"),
+        ("two processes a client", "SIGKILL"),
+        pytest.param("two clients at a time", "SIGKILL", marks=pytest.mark.nightly),
+        pytest.param("two processes a client", "SIGINT", marks=pytest.mark.nightly),
+    ],
+)
+def test_a_stopped_command_leaves_no_process_and_resumes(way, kind, recipe_of, finished, tmp_path):
+    """Ctrl-C goes to all processes of a terminal, SIGKILL to the command alone."""
+    changes = {"rounds": 12, "evaluation": {"neighbors": 3, "linear": {"epochs": 1}, "every": 0}}
+    (tmp_path / "recipe.yaml").write_text(recipe_of(way, **changes).to_yaml())
+    path = tmp_path / "stopped"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fedssl", "run", str(tmp_path / "recipe.yaml"), "--output", str(path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    while process.poll() is None and not (path / "timings.csv").exists():
+        time.sleep(0.02)
+    assert len(processes_of_session(process.pid)) >= 3
+    if kind == "SIGINT":
+        os.killpg(process.pid, signal.SIGINT)
+    else:
+        process.kill()
+    output, errors = process.communicate(timeout=120)
+    assert errors == ""
+    if kind == "SIGINT":
+        assert process.returncode == 130
+        assert f"continue with: fedssl run --resume {path}" in output
+    deadline = time.monotonic() + 60
+    while (left := processes_of_session(process.pid)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert left == []
+    assert not RunDirectory.open(path).checkpoint.finished
+    if way == "two clients at a time":
+        resume(path)
+        assert results(path) == results(finished(recipe_of(**changes)))
+
+
+# What workers are sent
+
+
+def test_a_message_is_the_same_after_the_pipe():
+    message = every_kind_of_tensor()
+    taken = unpack(pack(message))
+    assert_same(taken, message)
+    assert list(taken.tensors) == list(message.tensors)
+    dense = set(message.tensors) - {"expanded", "cut", "slice"}
+    assert all(taken.tensors[name].stride() == message.tensors[name].stride() for name in dense)
+
+
+def _send_rows(connection, images) -> None:
+    connection.send(images[torch.tensor([2, 0])].tolist())
+
+
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+def test_images_in_a_file_are_read_by_another_process_where_the_file_was_deleted(start_method, tmp_path):
+    pixels = torch.arange(3 * 4, dtype=torch.uint8).reshape(3, 1, 2, 2)
+    (tmp_path / "images").write_bytes(pixels.numpy().tobytes())
+    images = open_stored_images(tmp_path / "images", (1, 2, 2), 3)
+    (tmp_path / "images").unlink()
+    context = multiprocessing.get_context(start_method)
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_send_rows, args=(theirs, images))
+    process.start()
+    theirs.close()
+    assert ours.recv() == pixels[[2, 0]].tolist()
+    process.join()
