@@ -1,7 +1,5 @@
 """Every sample on exactly one client, the shares that each partition promises, and what is refused."""
 
-import resource
-import signal
 import sys
 
 import pytest
@@ -13,6 +11,7 @@ from torch import Tensor
 from fedssl.data.partitions import PartitionOptions, class_counts, format_partition, partition_indices
 from fedssl.errors import UserError
 from fedssl.reports.plots import draw_partition, write_figure
+from tests.fedssl.data.data_files import full_disk
 
 
 def balanced_labels(classes: int, each: int) -> Tensor:
@@ -227,15 +226,6 @@ def test_a_chart_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
         write_figure(tmp_path / "chart.xyz", figure)
     with pytest.raises(UserError, match=r"nowhere/chart\.png cannot be written: No such file"):
         write_figure(tmp_path / "nowhere" / "chart.png", figure)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    previous = signal.signal(
-        signal.SIGXFSZ, signal.SIG_IGN
-    )  # so that a write that is too large fails, as on a full disk
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
-        with pytest.raises(UserError, match=r"no space left to write .*full\.png"):
-            write_figure(tmp_path / "full.png", figure)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, previous)
+    with full_disk(1000), pytest.raises(UserError, match=r"no space left to write .*full\.png"):
+        write_figure(tmp_path / "full.png", figure)
     assert [file.name for file in tmp_path.iterdir()] == ["chart.svg"]

@@ -2,8 +2,6 @@
 
 import gc
 import os
-import resource
-import signal
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,7 @@ from fedssl.data.datasets import Dataset, load_dataset
 from fedssl.data.options import DataOptions
 from fedssl.data.stored_images import ChosenImages, Images, StoredImages, rows_in_place
 from fedssl.errors import UserError
-from tests.fedssl.data.data_files import random_pixels, refused
+from tests.fedssl.data.data_files import full_disk, random_pixels, refused
 from tests.fedssl.data.image_samples import save_array
 
 
@@ -172,20 +170,12 @@ def test_gray_images_take_a_third(tmp_path, monkeypatch):
 
 
 def test_a_full_disk_leaves_nothing(folder, monkeypatch):
-    options = options_of(folder)
+    with full_disk(5000):
+        refused(r"no space left to write .*decoded", options_of(folder))
     usage = type("usage", (), {"free": 1000})
     monkeypatch.setattr("fedssl.data.stored_images.shutil.disk_usage", lambda path: usage)
-    refused(r"the decoded images need 0\.0 MB in .*, where 0\.0 MB are free; free some space", options)
-    monkeypatch.undo()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(folder.parent / "cache"))
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))
-        refused(r"no space left to write .*decoded", options)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, previous)
+    says = r"the decoded images need 0\.0 MB in .*, where 0\.0 MB are free; free some space"
+    refused(says, options_of(folder))
     assert list(decoded(folder).iterdir()) == []
 
 
