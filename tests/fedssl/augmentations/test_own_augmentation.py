@@ -101,23 +101,19 @@ class KilledInRoundTwo(Observer):
             raise Killed
 
 
-def test_a_run_with_it_is_repeated_and_resumed_bit_for_bit(noise, noisy, finished, tmp_path):
+def test_a_run_is_resumed_bit_for_bit_and_read_only_where_its_code_is_trusted(noise, noisy, finished, tmp_path):
     recipe = noisy(**AVERAGED, augmentation={"name": str(noise), "strength": 0.2})
     straight = run(recipe, tmp_path / "straight").path
     with pytest.raises(Killed):
         run(recipe, tmp_path / "killed", KilledInRoundTwo())
     resume(tmp_path / "killed")
-    metrics = [
+    metrics, resumed, without = (
         (path / "metrics.csv").read_bytes() for path in (straight, tmp_path / "killed", finished(noisy(**AVERAGED)))
-    ]
-    assert metrics[0] == metrics[1] != metrics[2]
-
-
-def test_a_stored_recipe_runs_its_code_only_if_it_is_trusted(noise, tmp_path):
-    values = tiny_values(**AVERAGED, rounds=1, augmentation={"name": str(noise)})
-    assert own_parts(values) == [str(noise)]
-    run(parse_recipe(values), tmp_path / "run")
-    directory = RunDirectory.open(tmp_path / "run")
+    )
+    assert metrics == resumed != without
+    # its code runs only if it is trusted
+    assert own_parts(recipe.model_dump()) == [str(noise)]
+    directory = RunDirectory.open(straight)
     with pytest.raises(UserError, match=r"names the part .*noise\.py, whose code would be run.*--trust"):
         load_stored_recipe(directory)
     assert type(load_stored_recipe(directory, resuming=True).augmentation).__name__ == "Noise"

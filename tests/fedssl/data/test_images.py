@@ -234,9 +234,12 @@ def test_a_column_is_a_partition(tmp_path):
 def test_files_and_table_that_do_not_agree(tmp_path, caplog):
     table = a_table(tmp_path)
     write_image(tmp_path / "images" / "extra.png", 1)
+    (tmp_path / "images" / "gone.png").symlink_to("nowhere")
+    (tmp_path / "images" / "table.csv").symlink_to(table)  # which is no image that is left out
     assert len(load(tmp_path / "images", labels=table).train_images) == 8
-    assert "1 file is left out" in caplog.text
+    assert "2 files are left out" in caplog.text
     assert "extra.png" in caplog.text
+    assert "gone.png" in caplog.text
     assert "on a line of the table" in caplog.text
     (tmp_path / "images" / "deep" / "3.png").unlink()
     options = options_of(tmp_path / "images", labels=table)

@@ -15,7 +15,6 @@ from fedssl.run_folder.record import read_run
 from tests.fedssl.conftest import AVERAGED, METHODS
 from tests.fedssl.data.data_files import good_arrays, random_pixels, save
 from tests.fedssl.data.image_samples import write_two_classes
-from tests.fedssl.data.test_images import write_table
 
 IID = {"name": "iid", "clients": 3}
 MEASURES = {"effective_rank", "alignment", "uniformity"}
@@ -100,22 +99,10 @@ def results_of(run: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in (run / "metrics.csv", *states)}
 
 
-def test_a_column_deals_the_images(folder, tiny, tmp_path):
-    files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.png"))
-    rows = [{"file": name, "site": "xyz"[number // 30]} for number, name in enumerate(files)]
-    table = write_table(tmp_path / "table.csv", rows)
-    data = data_of(folder, labels=str(table), label_column=None)
-    federation = build_federation(tiny(data=data, partition={"name": "column", "column": "site", "clients": 2}))
-    assert list(map(len, federation.client_rows)) == [30, 30]
-
-
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        (
-            {"objective": "supervised"},
-            r"objective supervised trains on labels, and the images of data\.name=images have",
-        ),
+        ({"objective": "supervised"}, r"objective supervised trains on labels, and the images of data\.name=images"),
         ({"partition": {"name": "disjoint_classes"}}, r"partition\.name=disjoint_classes divides the classes"),
         ({"partition": {"name": "dirichlet", "clients": 3}}, r"set partition='\{name: iid, clients: 3\}'"),
         ({"evaluation": {"semi_supervised": [0.1]}}, r"semi-supervised evaluation needs labels"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -19,7 +18,7 @@ from fedssl.federation import build_federation
 from fedssl.messages import Message
 from fedssl.models import data_parallel
 from fedssl.models.data_parallel import Share, StatisticsOfWholeBatch
-from fedssl.models.model import Model, untouched_running_statistics
+from fedssl.models.model import untouched_running_statistics
 from fedssl.objectives.base import Step
 from fedssl.parts import part_class, part_names
 from fedssl.recipe.recipe import Recipe
@@ -27,7 +26,8 @@ from fedssl.regularizers.base import Regularizer, StepLoss
 from fedssl.regularizers.representation_alignment import STAGE
 from fedssl.training import train_locally
 from tests.fedkernels.distributed.ranks import Ranks
-from tests.fedssl.conftest import AVERAGED, LW_FEDSSL
+from tests.fedssl.conftest import AVERAGED
+from tests.fedssl.models.double import Double
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed")
 
@@ -179,19 +179,6 @@ ROUNDS: dict[str, dict[str, Any]] = {
 }
 
 
-class Double:
-    """An objective in float64, so that the order of a sum does not matter."""
-
-    def __init__(self, objective: Any):
-        self._objective = objective
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._objective, name)
-
-    def step(self, model: Model, views: tuple[Tensor, ...], labels: Tensor) -> Step:
-        return self._objective.step(model, tuple(view.double() for view in views), labels)
-
-
 class DoubleViews(Regularizer):
     """A term whose own models get float64 views, too."""
 
@@ -228,18 +215,6 @@ def train(recipe: Recipe, dtype: torch.dtype = torch.float64) -> tuple[dict[str,
     terms = [DoubleViews(term=regularizer) for regularizer in recipe.regularizers]
     train_locally(local, recipe.training, terms, recipe.rounds)
     return client.model.state_dict(), local.logged()
-
-
-def train_stages(recipe: Recipe) -> dict[str, Tensor]:
-    """Client 0's model after two whole rounds, in each of which it receives its own weights."""
-    join_group()
-    federation = build_federation(recipe)
-    method: Any = dataclasses.replace(federation.method, objective=Double(federation.method.objective))
-    client = federation.client(0, Message())
-    client.model.double()
-    for number in (1, 2):
-        method.counted_round(client, Message(client.model.online_state()), number)
-    return client.model.state_dict()
 
 
 @pytest.fixture
@@ -279,13 +254,6 @@ def test_every_part_that_says_that_it_can_be_shared_is_in_a_round_above():
     terms = {term["name"] for values in ROUNDS.values() for term in values.get("regularizers", [])}
     for folder, tested in (("objectives", objectives), ("regularizers", terms)):
         assert {name for name in part_names(folder) if part_class(folder, name).is_data_parallel()} == tested
-
-
-def test_a_stage_with_frozen_layers(recipe_of, two_ranks):
-    training = {"local_epochs": 1, "learning_rate": 0.01}
-    recipe = recipe_of(objective=MOCO, training=training, schedule=LW_FEDSSL["schedule"])
-    alone = train_stages(recipe)
-    assert_same(*two_ranks(train_stages, recipe), alone, 1e-8)
 
 
 def test_networks_that_compute_in_bfloat16(recipe_of, two_ranks):
