@@ -186,9 +186,12 @@ def test_an_image_of_which_pixels_would_be_left_out_is_an_error(name, side, whol
 
 
 def test_images_that_are_not_square_are_checked_in_both_directions(noisy, tmp_path):
-    np.savez(tmp_path / "wide.npz", x_train=np.zeros((24, 66, 64), np.uint8))
-    data = {"name": "npz", "path": str(tmp_path / "wide.npz")}
-    with pytest.raises(UserError, match=r"the last 2 of 66x64; set data\.image_size=64"):
-        build_federation(noisy(architectures=["convnext_atto"], data=data, partition={"name": "iid", "clients": 1}))
-    with pytest.raises(UserError, match="'small_vit' does not take 66x64 pixels and 1 channels"):
-        build_federation(noisy(architectures=["small_vit"], data=data, partition={"name": "iid", "clients": 1}))
+    for name, height, width, says in (
+        ("convnext_atto", 66, 64, r"the last 2 of 66x64; set data\.image_size=64"),
+        ("convnext_atto", 64, 66, r"the last 2 of 64x66; set data\.image_size=64"),
+        ("small_vit", 66, 64, "'small_vit' does not take 66x64 pixels and 1 channels"),
+    ):
+        np.savez(tmp_path / "wide.npz", x_train=np.zeros((24, height, width), np.uint8))
+        data = {"name": "npz", "path": str(tmp_path / "wide.npz")}
+        with pytest.raises(UserError, match=says):
+            build_federation(noisy(architectures=[name], data=data, partition={"name": "iid", "clients": 1}))
