@@ -12,7 +12,7 @@ from fedssl.data.datasets import Dataset, load_dataset
 from fedssl.data.options import DataOptions
 from fedssl.data.partitions import PartitionOptions, deal
 from fedssl.errors import UserError
-from tests.fedssl.data.data_files import good_arrays, load_npz, refused, save, write_image
+from tests.fedssl.data.data_files import refused, write_image
 
 
 def options_of(path: Path, **options: object) -> DataOptions:
@@ -183,12 +183,6 @@ def test_a_class_is_the_same_in_composed_and_decomposed_names(tmp_path, name):
     data = load_dataset(of_classes(tmp_path, name), 0)
     assert data.class_names == ("z", "é", "ê")
     assert data.train_labels.tolist() == data.test_labels.tolist() == [0, 1, 2]
-
-
-def test_class_names_of_an_array_are_composed_too(tmp_path):
-    names = {"class_names": np.array(["a", unicodedata.normalize("NFD", "é"), "z"])}
-    save(tmp_path / "data.npz", **good_arrays(), **names)
-    assert load_npz(tmp_path / "data.npz").class_names == ("a", "é", "z")
 
 
 def test_files_that_differ_in_the_form_of_accents_alone_are_refused(tmp_path):

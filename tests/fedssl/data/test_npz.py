@@ -5,6 +5,7 @@ import pickle
 import resource
 import struct
 import tracemalloc
+import unicodedata
 import zipfile
 from pathlib import Path
 
@@ -87,11 +88,10 @@ def test_dark_test_floats_have_the_training_scale(tmp_path):
     assert load_npz(save(tmp_path / "a.npz", **arrays)).test_images.unique().tolist() == [1]
 
 
-def test_class_names_that_are_no_text_are_escaped(tmp_path):
-    names = np.array(["a\nb", "\x1b[31m", "\udce9"])
-    assert load_npz(save(tmp_path / "a.npz", **good_arrays(), class_names=names)).class_names == (
-        *(r"a\nb", r"\x1b[31m", r"\udce9"),
-    )
+def test_class_names_are_escaped_where_they_are_no_text_and_composed(tmp_path):
+    names = np.array(["a\nb", "\x1b[31m", "\udce9", unicodedata.normalize("NFD", "é")])
+    loaded = load_npz(save(tmp_path / "a.npz", **good_arrays(), class_names=names))
+    assert loaded.class_names == (r"a\nb", r"\x1b[31m", r"\udce9", "é")
 
 
 def spoiled_pixels(value: float, count: int) -> np.ndarray:
