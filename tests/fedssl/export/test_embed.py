@@ -57,7 +57,7 @@ def test_every_array_of_an_npz_file_is_embedded(exported, embedded, tmp_path):
     _, run, federation = exported
     train, test = federation.dataset.train_images[:3], federation.dataset.test_images
     np.savez(tmp_path / "images.npz", x_test=test[:, 0].numpy(), x_train=train[:, 0].numpy(), y_train=[0] * 3)
-    features, files, _ = embedded(tmp_path / "images.npz")
+    features, files, _ = embedded(tmp_path / "images.npz", batch_size=2)
     assert files[:4] == ["x_train/0", "x_train/1", "x_train/2", "x_test/0"]
     expected = features_of_run(run, federation, torch.cat([train, test]))
     torch.testing.assert_close(features, expected, rtol=0, atol=1e-5)
