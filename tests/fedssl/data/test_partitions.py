@@ -188,6 +188,9 @@ def test_table_of_few_classes():
 
 
 def test_table_of_many_classes_names_the_largest():
+    assert format_partition(torch.full((1, 12), 3), "abcdefghijkl").split()[1:13] == list(
+        "abcdefghijkl"
+    )  # the most of few
     counts = torch.zeros(2, 100, dtype=torch.int64)
     counts[0, 5], counts[0, 7], counts[1] = 40, 2, 1
     lines = format_partition(counts, [f"c{i}" for i in range(100)]).splitlines()

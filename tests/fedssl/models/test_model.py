@@ -62,6 +62,11 @@ def model(noisy) -> Model:
     return model
 
 
+def test_images_are_represented_by_the_encoder_or_the_whole_online_network(model):
+    images = torch.randn(3, 1, 8, 8)
+    assert [model.represent(images, layer).shape for layer in ("encoder", "predictor")] == [(3, 128), (3, 8)]
+
+
 def of(model: Model, part: str) -> Tensor:
     return torch.cat([parameter.flatten() for parameter in model.target[part].parameters()])
 
