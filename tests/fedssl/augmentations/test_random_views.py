@@ -86,7 +86,8 @@ def test_any_number_of_views_begins_with_the_same_two(count):
 def test_every_seed_client_round_purpose_and_epoch_has_its_own_views():
     before = torch.get_rng_state()
     local, views = client_of_alike_images(), []
-    for local.seed, local.client.index, local.number in itertools.product((0, 1, 2**70), (-1, 0, 1), (0, 1, 2)):
+    for seed, client, number in itertools.product((0, 1, 2**70), (-1, 0, 1), (0, 1, 2)):
+        local.seed, local.client.index, local.number = seed, client, number
         for purpose, epoch in itertools.product(("training", "public_objective", "memory"), (0, 1)):
             views += local.views(ALIKE[:1], ROWS[:1], purpose, epoch)
     assert len(views) == 3 * 3 * 3 * 3 * 2 * 2
