@@ -74,6 +74,17 @@ def test_colour_and_other_sizes_are_brought_to_the_encoders_form(exported, embed
     assert torch.cosine_similarity(features[:1], features_of_run(run, federation, grey)) > 0.9
 
 
+def test_deep_pixels_are_read_through_the_window_that_is_given(exported, embedded, tmp_path):
+    _, run, federation = exported
+    pixels = federation.dataset.test_images[:2]
+    for number, image in enumerate(pixels):
+        save(tmp_path / "deep" / f"{number}.png", image[0].numpy().astype("u2") * 257)
+    with pytest.raises(UserError, match=r"0\.png has pixels of more than 8 bits, .*: give --window LOW,HIGH"):
+        embedded(tmp_path / "deep")
+    features, *_ = embedded(tmp_path / "deep", window=(0, 65535))
+    torch.testing.assert_close(features, features_of_run(run, federation, pixels), rtol=0, atol=1e-5)
+
+
 def test_grey_is_repeated_and_colour_becomes_its_luma():
     colours = torch.tensor([[255, 0, 0], [0, 255, 0], [9, 9, 9]], dtype=torch.uint8)[:, :, None, None]
     assert in_channels(colours, 1).flatten().tolist() == pytest.approx([76, 150, 9], abs=1)
