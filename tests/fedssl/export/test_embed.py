@@ -98,7 +98,7 @@ def test_broken_files_are_all_named_and_refused_or_left_out(embedded, tmp_path):
         save(folder / name, np.zeros((8, 8), np.uint8))
     (folder / "2.png").write_bytes(b"not an image")
     (folder / "empty.jpg").write_bytes(b"")
-    says = r"2 of 4 files cannot be read: \S*2\.png \(.*\), \S*empty\.jpg \(.*--skip-broken"
+    says = r"2 of 4 files cannot be read: \S*2\.png \(.*\), \S*empty\.jpg \([^)]*\); repair .*--skip-broken"
     with pytest.raises(UserError, match=says):
         embedded(folder, batch_size=1)
     assert not (tmp_path / "out.npz").exists()
