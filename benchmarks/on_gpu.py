@@ -81,7 +81,7 @@ def steps(stage: str, names: list[str], device: str, folder: Path, temporary: Pa
     pytest += ["--timeout", "60"] if importlib.util.find_spec("pytest_timeout") else []
     workers = ["-n", "6"] if importlib.util.find_spec("xdist") else []
     if stage == "tests":
-        both = ["tests/fedkernels", "tests/fedssl/data/test_device_batches.py"]
+        both = ["tests/fedkernels", "tests/fedssl/data/test_batches.py"]
         selection = ["tests/fedkernels/test_cuda.py"] if rehearse else ["-m", "gpu", *both]
         return {"self-test": [python, "-m", "fedkernels.self_test"], "tests": [*pytest, *workers, *selection]}
     if stage == "sanitizer":

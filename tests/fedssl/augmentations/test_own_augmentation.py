@@ -84,42 +84,36 @@ def test_it_draws_from_generators_that_are_seeded_by_key_and_samples_and_restore
         ((IMAGES[:6].float(), IMAGES.float()), r"got \[float32 \[6, 3"),
     ],
 )
-def test_what_it_returns_is_checked(returned, got):
-    class Wrong(Augmentation):
-        def views(self, images, samples, key):
-            return returned
-
-    with pytest.raises(
-        UserError,
-        match=rf"augmentation mine: views must return two tensors, each float32 \[12, 3, 8, 8\] on cpu, {got}",
-    ):
-        draw_views(Wrong(name="mine"), IMAGES, ROWS, KEY, CPU)
+def test_what_it_returns_is_checked(returned, got, monkeypatch):
+    monkeypatch.setattr(Noise, "views", lambda *_: returned)
+    needed = r"augmentation mine: views must return two tensors, each float32 \[12, 3, 8, 8\] on cpu, "
+    with pytest.raises(UserError, match=needed + got):
+        draw_views(Noise(name="mine"), IMAGES, ROWS, KEY, CPU)
 
 
-def test_a_run_with_it_is_repeated_and_resumed_bit_for_bit(noise, tmp_path):
-    class Killed(BaseException):
-        """Stands for SIGKILL."""
+class Killed(BaseException):
+    """Stands for SIGKILL."""
 
-    class KilledInRoundTwo(Observer):
-        def client_began(self, round_number, index, position, clients):
-            if (round_number, position) == (2, 1):
-                raise Killed
 
-    recipe = parse_recipe(tiny_values(**AVERAGED, augmentation={"name": str(noise), "strength": 0.2}))
-    run(recipe, tmp_path / "straight")
+class KilledInRoundTwo(Observer):
+    def client_began(self, round_number, index, position, clients):
+        if (round_number, position) == (2, 1):
+            raise Killed
+
+
+def test_a_run_is_resumed_bit_for_bit_and_read_only_where_its_code_is_trusted(noise, noisy, finished, tmp_path):
+    recipe = noisy(**AVERAGED, augmentation={"name": str(noise), "strength": 0.2})
+    straight = run(recipe, tmp_path / "straight").path
     with pytest.raises(Killed):
         run(recipe, tmp_path / "killed", KilledInRoundTwo())
     resume(tmp_path / "killed")
-    run(parse_recipe(tiny_values(**AVERAGED, augmentation={"name": str(noise)})), tmp_path / "weaker")
-    straight, killed, weaker = (tmp_path / name / "metrics.csv" for name in ("straight", "killed", "weaker"))
-    assert straight.read_bytes() == killed.read_bytes() != weaker.read_bytes()
-
-
-def test_a_stored_recipe_runs_its_code_only_if_it_is_trusted(noise, tmp_path):
-    values = tiny_values(**AVERAGED, rounds=1, augmentation={"name": str(noise)})
-    assert own_parts(values) == [str(noise)]
-    run(parse_recipe(values), tmp_path / "run")
-    directory = RunDirectory.open(tmp_path / "run")
+    metrics, resumed, without = (
+        (path / "metrics.csv").read_bytes() for path in (straight, tmp_path / "killed", finished(noisy(**AVERAGED)))
+    )
+    assert metrics == resumed != without
+    # its code runs only if it is trusted
+    assert own_parts(recipe.model_dump()) == [str(noise)]
+    directory = RunDirectory.open(straight)
     with pytest.raises(UserError, match=r"names the part .*noise\.py, whose code would be run.*--trust"):
         load_stored_recipe(directory)
     assert type(load_stored_recipe(directory, resuming=True).augmentation).__name__ == "Noise"
@@ -138,12 +132,14 @@ def test_an_app_for_sites_that_would_lack_its_file_is_refused(noise, tmp_path):
 
 def test_a_preset_gives_its_options_to_random_views_alone(noise, monkeypatch):
     monkeypatch.chdir(noise.parent)
-    for override in ("augmentation.name=./noise.py", "augmentation=./noise.py", "augmentation={name: ./noise.py}"):
-        for preset in ("digits", "natural", "paper:fedu2"):
-            recipe = load_recipe("fedbyol", [f"preset={preset}", override])
-            assert recipe.augmentation.model_dump() == {"name": str(noise), "strength": 0.1}
-            shown = resolve_recipe("fedbyol", [f"preset={preset}", override])
-            assert shown.text == recipe.to_yaml()
+    for override, preset in (
+        ("augmentation.name=./noise.py", "digits"),
+        ("augmentation=./noise.py", "natural"),
+        ("augmentation={name: ./noise.py}", "paper:fedu2"),
+    ):
+        recipe = load_recipe("fedbyol", [f"preset={preset}", override])
+        assert recipe.augmentation.model_dump() == {"name": str(noise), "strength": 0.1}
+        assert resolve_recipe("fedbyol", [f"preset={preset}", override]).text == recipe.to_yaml()
     plain = load_recipe("fedbyol", ["preset=digits"])
     assert plain.augmentation.blur == 0.0
     for override in ("augmentation.name=random_views", "augmentation=random_views"):

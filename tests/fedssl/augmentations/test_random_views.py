@@ -4,45 +4,51 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import types
 
 import pytest
 import torch
 from pydantic import ValidationError
 
 from fedkernels import ViewKey, ViewOptions, two_views
-from fedkernels.internal import native
+from fedssl.aggregators.orchestra_clusters import fill_memory
 from fedssl.augmentations.base import draw_views
 from fedssl.augmentations.random_views import RandomViews
-from fedssl.client import Client, LocalRound
-from fedssl.messages import Message
+from fedssl.client import LocalRound
+from fedssl.data.datasets import Dataset
+from fedssl.evaluation import evaluate, fine_tuning
+from fedssl.evaluation.evaluate import EvaluationOptions
+from fedssl.evaluation.fine_tuning import FineTuning, fine_tuned_network
 from fedssl.models.model import Model
-from fedssl.objectives.simsiam import SimSiam
+from fedssl.regularizers.public_objective import PublicObjective
+from fedssl.regularizers.relational_distillation import other_images
+from tests.fedssl.evaluation.bright_quarters import TinyEncoder, bright_quarters
+from tests.fedssl.small_models import local_round, scalar_model
 
 KEY, CPU = ViewKey(7, client=1, round=2, epoch=3), torch.device("cpu")
 IMAGES = torch.randint(0, 256, (12, 3, 17, 13), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
 ROWS = torch.arange(12)
+#: six images that are all alike, so two equal views would have been drawn alike
+ALIKE = torch.randint(0, 256, (1, 1, 8, 8), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+ALIKE = ALIKE.expand(6, -1, -1, -1).contiguous()
 
 
-def local_round(seed: int = 0, client: int = 0, number: int = 1) -> LocalRound:
-    model = Model({"encoder": torch.nn.Linear(1, 1)})
-    return LocalRound(
-        Client(client, IMAGES, torch.zeros(12, dtype=torch.int64), None, model),
-        Message(),
-        number,
-        seed,
-        SimSiam(),
-        RandomViews(),
-    )
+def distinct(*views: torch.Tensor) -> bool:
+    flat = torch.cat(views).flatten(1)
+    return len(flat.unique(dim=0)) == len(flat)
 
 
-def test_the_options_have_the_names_and_defaults_of_fedkernels():
+def client_of_alike_images() -> LocalRound:
+    local = local_round(scalar_model(), images=ALIKE)
+    local.augmentation = RandomViews(jitter_probability=1.0, brightness=0.9)  # no view is left as it is
+    return local
+
+
+def test_the_options_are_those_of_fedkernels():
     assert RandomViews().model_dump(exclude={"name"}) == dataclasses.asdict(ViewOptions())
-
-
-def test_the_options_reach_fedkernels():
-    part = RandomViews(crop_scale=(0.3, 0.6), solarize=0.5, hue=0.0, blur_sigma=(0.5, 3))
-    options = ViewOptions(crop_scale=(0.3, 0.6), solarize=0.5, hue=0.0, blur_sigma=(0.5, 3))
-    for one, other in zip(part.views(IMAGES, ROWS, KEY), two_views(IMAGES, ROWS, KEY, options), strict=True):
+    options = {"crop_scale": (0.3, 0.6), "solarize": 0.5, "hue": 0.0, "blur_sigma": (0.5, 3)}
+    views = RandomViews(**options).views(IMAGES, ROWS, KEY)
+    for one, other in zip(views, two_views(IMAGES, ROWS, KEY, ViewOptions(**options)), strict=True):
         assert torch.equal(one, other)
 
 
@@ -67,17 +73,7 @@ def test_bad_options_are_refused(wrong):
         RandomViews(**wrong)
 
 
-def test_views_do_not_depend_on_the_batch():
-    local = local_round()
-    expected = local.views(IMAGES, ROWS, "training", epoch=2)
-    order = torch.randperm(12, generator=torch.Generator().manual_seed(1))
-    for size in (1, 5, 12):
-        for rows in order.split(size):
-            views = local.views(IMAGES[rows], rows, "training", epoch=2)
-            assert all(torch.equal(one, other[rows]) for one, other in zip(views, expected, strict=True))
-
-
-@pytest.mark.parametrize("count", [0, 1, 2, 3, 4])
+@pytest.mark.parametrize("count", [0, 1, 4])
 def test_any_number_of_views_begins_with_the_same_two(count):
     views = draw_views(RandomViews(), IMAGES, ROWS, KEY, CPU, count)
     assert len(views) == count
@@ -88,25 +84,91 @@ def test_any_number_of_views_begins_with_the_same_two(count):
 
 
 def test_every_seed_client_round_purpose_and_epoch_has_its_own_views():
-    image, row = IMAGES[:1], ROWS[:1]
-    views = [
-        view
-        for seed, client, number in itertools.product((0, 1, 2**70), (-1, 0, 1), (0, 1, 2))
-        for purpose, epoch in itertools.product(("training", "public_objective", "memory"), (0, 1))
-        for view in local_round(seed, client, number).views(image, row, purpose, epoch)
-    ]
-    flat = torch.cat(views).flatten(1)
-    assert len(flat.unique(dim=0)) == len(flat) == 3 * 3 * 3 * 3 * 2 * 2
-
-
-def test_views_without_the_compiled_module_are_the_same(monkeypatch):
-    compiled = local_round().views(IMAGES, ROWS, "training")
-    monkeypatch.setattr(native, "module", None)
-    for one, other in zip(compiled, local_round().views(IMAGES, ROWS, "training"), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=2e-5)
-
-
-def test_torchs_generators_are_left_alone():
-    local, before = local_round(), torch.get_rng_state()
-    local.views(IMAGES, ROWS, "training")
+    before = torch.get_rng_state()
+    local, views = client_of_alike_images(), []
+    for seed, client, number in itertools.product((0, 1, 2**70), (-1, 0, 1), (0, 1, 2)):
+        local.seed, local.client.index, local.number = seed, client, number
+        for purpose, epoch in itertools.product(("training", "public_objective", "memory"), (0, 1)):
+            views += local.views(ALIKE[:1], ROWS[:1], purpose, epoch)
+    assert len(views) == 3 * 3 * 3 * 3 * 2 * 2
+    assert distinct(*views)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+# Parts that draw views beside the training step: each purpose and pass over the images has its own
+
+
+def test_fedx_draws_other_views_in_every_pass_and_not_those_of_the_step():
+    local = client_of_alike_images()
+    batches = list(itertools.islice(other_images(local, 4, "relational_distillation"), 5))
+    step = local.views(ALIKE, torch.arange(6), "training")
+    assert distinct(*batches, *step)
+
+
+def test_the_public_objective_draws_other_views_in_every_pass():
+    local = client_of_alike_images()
+    local.client.public_images = ALIKE
+    seen: list[torch.Tensor] = []
+
+    def step(model, views, labels):
+        seen.extend(views)
+        return types.SimpleNamespace(loss=torch.zeros(()))
+
+    local.objective = types.SimpleNamespace(step=step)
+    term = PublicObjective(batch_size=4).start_round(local)
+    for _ in range(5):
+        term(None)
+    assert [len(views) for views in seen] == [4] * 10
+    assert distinct(*seen, *local.views(ALIKE, torch.arange(6), "training"))
+
+
+def test_orchestras_memory_has_several_views_of_each_of_few_images(monkeypatch):
+    """A memory of 15 places and 6 images: the third time round there are 3 left."""
+    seen: list[torch.Tensor] = []
+    local = client_of_alike_images()
+    model = types.SimpleNamespace(memory=torch.zeros(15, 2), remember=lambda projections: None)
+
+    class Target:
+        def train(self):
+            return self
+
+        def target_project(self, views):
+            seen.append(views)
+            return torch.ones(len(views), 2)
+
+    monkeypatch.setattr("fedssl.aggregators.orchestra_clusters.copy.deepcopy", lambda _: Target())
+    fill_memory(local, model)
+    assert len(seen[0]) == 15
+    assert distinct(*seen)
+
+
+def test_alignment_does_not_depend_on_how_many_views_are_made_at_a_time(monkeypatch):
+    images, labels = bright_quarters(30)
+    dataset = Dataset("unlabelled", images, labels, images, labels, (), None)
+    measured = []
+    for at_a_time in (7, 30):
+        monkeypatch.setattr(evaluate, "_VIEWS_AT_A_TIME", at_a_time)
+        torch.manual_seed(0)
+        model = Model({"encoder": TinyEncoder()})
+        measured.append(evaluate.evaluate_model(model, dataset, EvaluationOptions(), 3, linear=False)[0]["alignment"])
+    assert measured[0] == pytest.approx(measured[1], rel=1e-6)
+    assert measured[0] > 0
+
+
+def test_fine_tuning_draws_other_crops_in_every_epoch(monkeypatch):
+    images, labels = bright_quarters(20)
+    drawn = []
+    real = fine_tuning.draw_views
+
+    def record(augmentation, images, samples, key, device, count):
+        drawn.append((key, samples.tolist()))
+        return real(augmentation, images, samples, key, device, count)
+
+    monkeypatch.setattr(fine_tuning, "draw_views", record)
+    tuning = FineTuning(3, 8, "sgd", 0.01, augmentation="crop_and_flip")
+    for seed in (0, 1):
+        generator = torch.Generator().manual_seed(seed)
+        fine_tuned_network(TinyEncoder(), images, labels, 4, tuning, seed, generator)
+    assert [key.epoch for key, _ in drawn] == [0, 0, 0, 1, 1, 1, 2, 2, 2] * 2
+    assert sorted(drawn[0][1] + drawn[1][1] + drawn[2][1]) == list(range(20))
+    assert drawn[0][0].seed != drawn[9][0].seed

@@ -1,5 +1,9 @@
 """Data files that tests write and load."""
 
+import resource
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -42,3 +46,16 @@ def refused(says: str, options: DataOptions) -> None:
 def write_image(path: Path, value: int, mode: str = "RGB", size: tuple[int, int] = (20, 12)) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.new(mode, size, value if mode == "L" else (value, 0, 255 - value)).save(path)
+
+
+@contextmanager
+def full_disk(most_bytes: int) -> Iterator[None]:
+    """Within it a file that grows larger cannot be written, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, before[1]))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)

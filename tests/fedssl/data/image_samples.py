@@ -20,25 +20,23 @@ def save_array(path: Path, pixels: np.ndarray, kind: str | None = None, **option
     return path
 
 
-def png_chunk(kind: bytes, content: bytes) -> bytes:
-    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+def png(side: int, bits: int, colour: int, rows: bytes = b"") -> bytes:
+    """A PNG as Pillow cannot write it: `rows` need not be as many as its header announces."""
+    header = struct.pack(">IIBBBBB", side, side, bits, colour, 0, 0, 0)
+    content = b"\x89PNG\r\n\x1a\n"
+    for kind, part in ((b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b"")):
+        content += struct.pack(">I", len(part)) + kind + part + struct.pack(">I", zlib.crc32(kind + part))
+    return content
 
 
-def deep_colour_png(value: int = 300, size: int = 8) -> bytes:
-    """A PNG of 16 bits a channel in colour, which Pillow cannot write."""
-    rows = b"".join(b"\0" + np.full((size, 3), value, ">u2").tobytes() for _ in range(size))
-    header = struct.pack(">IIBBBBB", size, size, 16, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + b"".join(
-        [png_chunk(b"IHDR", header), png_chunk(b"IDAT", zlib.compress(rows)), png_chunk(b"IEND", b"")]
-    )
+def deep_colour_png(value: int = 300, side: int = 8) -> bytes:
+    """16 bits a channel."""
+    return png(side, 16, 2, b"".join(b"\0" + np.full((side, 3), value, ">u2").tobytes() for _ in range(side)))
 
 
 def bomb_png(side: int = 30_000) -> bytes:
-    """A PNG of a few bytes that announces 900 million pixels."""
-    header = struct.pack(">IIBBBBB", side, side, 8, 0, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + b"".join(
-        [png_chunk(b"IHDR", header), png_chunk(b"IDAT", zlib.compress(b"")), png_chunk(b"IEND", b"")]
-    )
+    """A few bytes that announce 900 million pixels."""
+    return png(side, 8, 0)
 
 
 def encoded(image: Image.Image, kind: str, **options: object) -> bytes:

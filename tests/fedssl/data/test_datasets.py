@@ -1,17 +1,24 @@
-"""The digits, and what the seed and the limits decide."""
+"""The digits and torchvision's sets, what the seed and the limits decide, and public images from files of their own."""
+
+import hashlib
+import pickle
+import struct
+from urllib.error import URLError
 
 import numpy as np
+import pytest
+import scipy.io
 import torch
 from torch import Tensor
+from torchvision import datasets as torchvision_datasets
 
 from fedssl.data.datasets import load_dataset
-from fedssl.data.options import DataOptions
+from fedssl.data.options import SOURCES, DataOptions, DataSource
+from tests.fedssl.data.data_files import good_arrays, load_npz, random_pixels, refused, save
 
-from .data_files import good_arrays, load_npz, save
 
-
-def image_set(images: Tensor) -> set[bytes]:
-    return {image.numpy().tobytes() for image in images}
+def bytes_of(images: Tensor) -> list[bytes]:
+    return [image.numpy().tobytes() for image in images]
 
 
 def test_digits():
@@ -29,20 +36,15 @@ def test_digits():
     assert ((shares - 0.2).abs() < 0.005).all()
 
 
-def test_the_test_split_does_not_depend_on_the_seed():
-    options = DataOptions(test_limit=55, train_limit=100)
-    first, other = load_dataset(options, 0), load_dataset(options, 1)
-    assert torch.equal(first.test_images, other.test_images)
-    assert image_set(first.train_images) != image_set(other.train_images)
-
-
-def test_limits_are_balanced_and_seeded():
+def test_limits_are_balanced_and_the_seed_decides_on_training_images_alone():
     options = DataOptions(train_limit=104, test_limit=55)
-    digits, again = load_dataset(options, 7), load_dataset(options, 7)
+    digits, again, other = (load_dataset(options, seed) for seed in (7, 7, 1))
     assert set(digits.train_labels.bincount().tolist()) == {10, 11}
     assert set(digits.test_labels.bincount().tolist()) == {5, 6}
     assert len(digits.train_labels) == 104
     assert torch.equal(digits.train_images, again.train_images)
+    assert torch.equal(digits.test_images, other.test_images)
+    assert set(bytes_of(digits.train_images)) != set(bytes_of(other.train_images))
     whole = load_dataset(DataOptions(train_limit=10**6), 7)
     assert torch.equal(whole.train_images, load_dataset(DataOptions(), 0).train_images)
 
@@ -60,13 +62,13 @@ def test_holdout_moves_images_to_the_public_set():
     assert len(digits.public_images) == 300
     assert len(digits.train_images) == len(digits.train_labels) == 1137
     together = torch.cat((digits.public_images, digits.train_images))
-    assert sorted(i.numpy().tobytes() for i in together) == sorted(i.numpy().tobytes() for i in whole.train_images)
-    # Labels stay with their images.
-    label_of = {i.numpy().tobytes(): int(y) for i, y in zip(whole.train_images, whole.train_labels, strict=True)}
-    assert [label_of[i.numpy().tobytes()] for i in digits.train_images] == digits.train_labels.tolist()
+    assert sorted(bytes_of(together)) == sorted(bytes_of(whole.train_images))
+    label_of = dict(zip(bytes_of(whole.train_images), whole.train_labels.tolist(), strict=True))
+    assert [label_of[image] for image in bytes_of(digits.train_images)] == digits.train_labels.tolist()
     again, other = load_dataset(options, 3), load_dataset(options, 4)
     assert torch.equal(again.public_images, digits.public_images)
     assert not torch.equal(other.public_images, digits.public_images)
+    refused(r"public_holdout=1437 leaves no training image of 1437", DataOptions(public_holdout=1437))
 
 
 def test_a_public_limit_does_not_change_the_training_images():
@@ -74,7 +76,7 @@ def test_a_public_limit_does_not_change_the_training_images():
     full = load_dataset(options, 3)
     limited = load_dataset(options.model_copy(update={"public_limit": 40}), 3)
     assert len(limited.public_images) == 40
-    assert image_set(limited.public_images) <= image_set(full.public_images)
+    assert set(bytes_of(limited.public_images)) <= set(bytes_of(full.public_images))
     assert torch.equal(limited.train_images, full.train_images)
 
 
@@ -83,3 +85,135 @@ def test_image_size_resizes():
     assert digits.train_images.shape == (20, 1, 16, 16)
     assert digits.test_images.shape == (360, 1, 16, 16)
     assert digits.train_images.dtype == torch.uint8
+
+
+def test_images_of_one_pixel_are_refused(tmp_path):
+    arrays = good_arrays() | {"x_train": np.zeros((12, 1, 1), "u1"), "x_test": np.zeros((5, 1, 1), "u1")}
+    path = save(tmp_path / "a.npz", **arrays)
+    refused(r"training images are 1x1 pixels; expected at least 2 a side", DataOptions(name="npz", path=path))
+    assert load_npz(path, image_size=4).train_images.shape == (12, 1, 4, 4)
+
+
+# Public images
+
+
+def test_public_npz_is_brought_to_the_training_shape(tmp_path):
+    arrays, gray = good_arrays(), random_pixels(7, 6, 8)
+    path = save(tmp_path / "a.npz", **arrays)
+
+    def public(**public_arrays: np.ndarray) -> Tensor:
+        images = load_npz(path, public_path=save(tmp_path / "p.npz", **public_arrays)).public_images
+        assert images is not None
+        return images
+
+    same = public(x=arrays["x_test"], index=np.arange(5))
+    assert np.array_equal(same.permute(0, 2, 3, 1).numpy(), arrays["x_test"])
+    assert np.array_equal(public(anything=gray).numpy(), np.stack([gray] * 3, 1))
+    assert public(x_train=random_pixels(4, 18, 24, 3), y_train=np.arange(4)).shape == (4, 3, 6, 8)
+
+
+def test_public_images_are_shrunk_with_a_filter_after_their_centre_is_cut(tmp_path):
+    """A checkerboard of single pixels becomes gray; a wide image's outer columns are cut, not squeezed in."""
+    board = ((np.indices((64, 64)).sum(0) % 2) * 255).astype(np.uint8)[None]
+    wide = np.zeros((1, 8, 16), np.uint8)
+    wide[:, :, 4:12] = 200
+    gray, middle = (
+        load_dataset(DataOptions(public_path=save(tmp_path / "p.npz", x=array)), 0).public_images
+        for array in (board, wide)
+    )
+    assert gray.shape == (1, 1, 8, 8)
+    assert ((gray.int() - 127).abs() <= 12).all()
+    assert middle.unique().tolist() == [200]
+
+
+@pytest.mark.parametrize(
+    ("arrays", "says"),
+    [
+        ({"x": random_pixels(4, 8, 8, 3)}, r"in colour but the training images are gray; convert"),
+        ({"x": np.full((4, 8, 8), np.nan)}, r"x in .* 256 pixels that are NaN"),
+        ({"x": random_pixels(0, 8, 8)}, r"x in .* is empty"),
+        ({"x": np.array(3)}, r"x in .* has shape \[\]"),
+        ({"a": random_pixels(4, 8, 8), "b": np.arange(4)}, r"arrays a, b; expected one of x, x_train"),
+        ({}, r"arrays \(none\); expected"),
+    ],
+)
+def test_bad_public_npz(tmp_path, arrays, says):
+    refused(says, DataOptions(public_path=save(tmp_path / "p.npz", **arrays)))
+
+
+def test_missing_public_images(tmp_path):
+    refused(r"no file or folder .*gone; set data\.public_path", DataOptions(public_path=tmp_path / "gone"))
+    (tmp_path / "bare").mkdir()
+    refused(r"bare holds no image", DataOptions(public_path=tmp_path / "bare"))
+
+
+# torchvision's sets, from files that are written as theirs are
+
+
+def test_fashion_mnist_from_its_files(tmp_path):
+    raw = tmp_path / "FashionMNIST" / "raw"
+    raw.mkdir(parents=True)
+    images = random_pixels(6, 28, 28)
+    for split, count in (("train", 6), ("t10k", 4)):
+        for kind, array in (("images-idx3", images[:count]), ("labels-idx1", np.arange(count, dtype=np.uint8))):
+            header = struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape)
+            (raw / f"{split}-{kind}-ubyte").write_bytes(header + array.tobytes())
+    fashion = load_dataset(DataOptions(name="fashion_mnist", path=tmp_path), 0)
+    assert np.array_equal(fashion.train_images[:, 0].numpy(), images)
+    assert fashion.test_images.shape == (4, 1, 28, 28)
+    assert fashion.test_labels.tolist() == [0, 1, 2, 3]
+    assert fashion.class_names[9] == "Ankle boot"
+    (raw / "train-images-idx3-ubyte").write_bytes(b"cut")
+    refused("fashion_mnist is not complete", DataOptions(name="fashion_mnist", path=tmp_path))
+
+
+def test_cifar10_from_its_files(tmp_path, monkeypatch):
+    base = tmp_path / "cifar-10-batches-py"
+    base.mkdir()
+
+    def write(name: str, content: object) -> list[str]:
+        data = pickle.dumps(content)
+        (base / name).write_bytes(data)
+        return [name, hashlib.md5(data).hexdigest()]
+
+    names = [f"class{i}" for i in range(10)]
+    images = random_pixels(4, 3 * 32 * 32)
+    kind = torchvision_datasets.CIFAR10
+    monkeypatch.setattr(kind, "train_list", [write("train", {"data": images, "labels": [3, 1, 2, 9]})])
+    monkeypatch.setattr(kind, "test_list", [write("test", {"data": images[:2], "labels": [0, 5]})])
+    meta, digest = write("meta", {"label_names": names})
+    monkeypatch.setattr(kind, "meta", {"filename": meta, "key": "label_names", "md5": digest})
+    cifar = load_dataset(DataOptions(name="cifar10", path=tmp_path), 0)
+    assert np.array_equal(cifar.train_images.numpy(), images.reshape(4, 3, 32, 32))
+    assert cifar.train_labels.tolist() == [3, 1, 2, 9]
+    assert cifar.class_names == tuple(names)
+
+
+def test_another_set_is_one_entry_of_the_table(tmp_path, monkeypatch):
+    images = random_pixels(32, 32, 3, 4)
+    files = {}
+    for split in ("train", "test"):
+        path = tmp_path / f"{split}_32x32.mat"
+        scipy.io.savemat(path, {"X": images, "y": np.array([[1], [10], [3], [9]], np.uint8)})
+        files[split] = ["", path.name, hashlib.md5(path.read_bytes()).hexdigest()]
+    monkeypatch.setattr(torchvision_datasets.SVHN, "split_list", files)
+    splits = ({"split": "train"}, {"split": "test"})
+    entry = DataSource("datasets:load_torchvision_set", 73_257, 10, (3, 32, 32), "SVHN", splits)
+    monkeypatch.setitem(SOURCES, "svhn", entry)
+    svhn = load_dataset(DataOptions(name="cifar10", path=tmp_path).model_copy(update={"name": "svhn"}), 0)
+    assert np.array_equal(svhn.train_images.numpy(), images.transpose(3, 2, 0, 1))
+    assert svhn.train_labels.tolist() == svhn.test_labels.tolist() == [1, 0, 3, 9]
+    assert svhn.class_names == tuple("0123456789")
+
+
+def test_torchvision_sets_that_are_missing_or_cannot_be_downloaded(tmp_path, monkeypatch):
+    for name in ("cifar10", "cifar100", "fashion_mnist"):
+        says = rf"{name} is not complete under .*; set data\.download=true"
+        refused(says, DataOptions(name=name, path=tmp_path))
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise URLError("no network")
+
+    monkeypatch.setattr(torchvision_datasets, "CIFAR10", fail)
+    options = DataOptions(name="cifar10", path=tmp_path, download=True)
+    refused(r"cifar10 could not be downloaded to .*no network", options)

@@ -1,36 +1,30 @@
-"""Any folder of images: flat or nested, without labels, with labels from folders or from a table."""
+"""Folders of images: flat or nested, without labels, with labels from folders or from a table."""
 
-import csv
 import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from pydantic import ValidationError
 
 from fedssl.data.datasets import Dataset, load_dataset
 from fedssl.data.options import DataOptions
 from fedssl.data.partitions import PartitionOptions, deal
 from fedssl.errors import UserError
-from tests.fedssl.data.data_files import good_arrays, load_npz, refused, save, write_image
+from tests.fedssl.data.data_files import refused, write_image
 
 
 def options_of(path: Path, **options: object) -> DataOptions:
     return DataOptions(name="images", path=path, image_size=8, **options)
 
 
+def of_classes(path: Path, name: str) -> DataOptions:
+    """A folder's classes by either of the two names of such data."""
+    return options_of(path, labels="folders") if name == "images" else DataOptions(name=name, path=path, image_size=8)
+
+
 def load(path: Path, **options: object) -> Dataset:
     return load_dataset(options_of(path, **options), 0)
-
-
-def write_table(path: Path, rows: list[dict[str, object]]) -> Path:
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(rows[0]), delimiter="\t" if path.suffix == ".tsv" else ",")
-        writer.writeheader()
-        writer.writerows(rows)
-    return path
 
 
 def reds(data: Dataset) -> list[int]:
@@ -55,14 +49,6 @@ def test_a_flat_folder_without_labels(tmp_path, caplog):
     assert "images are resized to 32 x 32 pixels; set data.image_size for another size" in caplog.text
 
 
-def test_nested_folders_without_labels(tmp_path):
-    for number, name in enumerate(["a.jpg", "x/b.png", "x/y/c.tif", "z/d.webp"]):
-        write_image(tmp_path / name, 40 * number)
-    data = load(tmp_path)
-    assert len(data.train_images) == 4
-    assert not data.labelled
-
-
 def test_train_and_test_folders_are_the_splits(tmp_path, caplog):
     for name in ("train/1.png", "train/deep/2.png", "test/3.png"):
         write_image(tmp_path / name, 10 * int(Path(name).stem))
@@ -70,10 +56,12 @@ def test_train_and_test_folders_are_the_splits(tmp_path, caplog):
     assert reds(data) == [10, 20]
     assert data.test_images[:, 0, 4, 4].tolist() == [30]
     assert data.measured_images is data.test_images
-    write_image(tmp_path / "val" / "4.png", 40)
+    for name in ("val/4.tif", "val/x/y/5.webp"):
+        write_image(tmp_path / name, 40)
     assert reds(load(tmp_path)) == [10, 20]
-    assert "1 file is left out of" in caplog.text
-    assert "val/4.png; images end with jpg" in caplog.text
+    assert len(load(tmp_path / "val").train_images) == 2
+    assert "2 files are left out of" in caplog.text
+    assert "val/4.tif, val/x/y/5.webp; images end with jpg" in caplog.text
     assert "each must be in train/ or test/" in caplog.text
 
 
@@ -97,30 +85,52 @@ def test_labels_from_folders_hold_out_a_stratified_test_set(tmp_path):
     assert sorted(i.numpy().tobytes() for i in together) == sorted(i.numpy().tobytes() for i in plain.train_images)
 
 
-def test_labels_from_folders_with_train_and_test(tmp_path):
-    for name in ("train/b/1.png", "train/a/2.png", "test/b/3.png"):
-        write_image(tmp_path / name, 10 * int(Path(name).stem))
-    data = load(tmp_path, labels="folders")
-    assert data.class_names == ("a", "b")
-    assert (data.train_labels.tolist(), data.test_labels.tolist()) == ([0, 1], [1])
-    (tmp_path / "train" / "c").mkdir()
-    refused(
-        r"train needs one folder of images a class, .*; without an image: c", options_of(tmp_path, labels="folders")
-    )
+@pytest.mark.parametrize("name", ["images", "folder"])
+def test_labels_from_folders_with_train_and_test(tmp_path, name):
+    for number, file in enumerate(("train/bee/1.png", "train/bee/2.png", "train/ant/3.png", "train/cow/4.png")):
+        write_image(tmp_path / file, 10 * number)
+    for file in ("test/cow/5.png", "test/ant/6.png"):
+        write_image(tmp_path / file, 50)
+    options = of_classes(tmp_path, name)
+    data = load_dataset(options, 0)
+    assert data.train_images.shape == (4, 3, 8, 8)
+    assert data.class_names == ("ant", "bee", "cow")
+    assert data.train_labels.tolist() == [0, 1, 1, 2]
+    assert reds(data) == [20, 0, 10, 30]
+    assert data.test_labels.tolist() == [0, 2]  # numbered as in train/
+    (tmp_path / "train" / "dog").mkdir()
+    refused(r"train needs one folder of images a class, .*; without an image: dog", options)
+    (tmp_path / "train" / "dog").rmdir()
+    write_image(tmp_path / "test" / "dog" / "7.png", 1)
+    refused(r"classes that train/ lacks: dog", options)
 
 
-def a_table(tmp_path: Path, suffix: str = ".csv") -> Path:
-    rows = []
+def test_gray_folders_have_one_channel(tmp_path):
+    for file in ("train/a/1.png", "test/a/1.png"):
+        write_image(tmp_path / file, 50, "L")
+    for file in ("deep/1.PNG", "2.jpeg"):
+        write_image(tmp_path / "public" / file, 90, "L")
+    (tmp_path / "public" / "notes.txt").write_text("not an image")
+    options = DataOptions(name="folder", path=tmp_path, public_path=tmp_path / "public")
+    folder = load_dataset(options, 0)
+    assert folder.train_images.shape == (1, 1, 32, 32)
+    assert folder.train_images.unique().tolist() == [50]
+    assert folder.public_images.shape == (2, 1, 32, 32)
+    write_image(tmp_path / "public" / "3.png", 30)
+    refused("in colour", options)
+
+
+def a_table(tmp_path: Path) -> Path:
+    lines = ["site,file,label"]
     for number in range(10):
         write_image(tmp_path / "images" / "deep" / f"{number}.png", 20 * number)
-        site = ["York", "Aachen", "Bern"][number % 3]
-        rows.append({"site": site, "file": f"deep/{number}.png", "label": [2, 10][number % 2]})
-    return write_table(tmp_path / f"table{suffix}", rows)
+        lines.append(f"{['York', 'Aachen', 'Bern'][number % 3]},deep/{number}.png,{[2, 10][number % 2]}")
+    (tmp_path / "table.csv").write_text("\n".join(lines))
+    return tmp_path / "table.csv"
 
 
-@pytest.mark.parametrize("suffix", [".csv", ".tsv"])
-def test_labels_from_a_table(tmp_path, suffix):
-    table = a_table(tmp_path, suffix)
+def test_labels_from_a_table(tmp_path):
+    table = a_table(tmp_path)
     data = load(tmp_path / "images", labels=table)
     assert data.class_names == ("2", "10")  # by value, as they are numbers
     assert len(data.test_images) == 2
@@ -169,16 +179,9 @@ def test_a_class_is_the_same_in_composed_and_decomposed_names(tmp_path, name):
     for form, split in (("NFC", "train"), ("NFD", "test")):
         for label in ("é", "ê", "z"):
             write_image(tmp_path / split / unicodedata.normalize(form, label) / "1.bmp", 10)
-    options = options_of(tmp_path, labels="folders") if name == "images" else DataOptions(name="folder", path=tmp_path)
-    data = load_dataset(options, 0)
+    data = load_dataset(of_classes(tmp_path, name), 0)
     assert data.class_names == ("z", "é", "ê")
     assert data.train_labels.tolist() == data.test_labels.tolist() == [0, 1, 2]
-
-
-def test_class_names_of_an_array_are_composed_too(tmp_path):
-    names = {"class_names": np.array(["a", unicodedata.normalize("NFD", "é"), "z"])}
-    save(tmp_path / "data.npz", **good_arrays(), **names)
-    assert load_npz(tmp_path / "data.npz").class_names == ("a", "é", "z")
 
 
 def test_files_that_differ_in_the_form_of_accents_alone_are_refused(tmp_path):
@@ -214,9 +217,12 @@ def test_a_column_is_a_partition(tmp_path):
 def test_files_and_table_that_do_not_agree(tmp_path, caplog):
     table = a_table(tmp_path)
     write_image(tmp_path / "images" / "extra.png", 1)
+    (tmp_path / "images" / "gone.png").symlink_to("nowhere")
+    (tmp_path / "images" / "table.csv").symlink_to(table)  # which is no image that is left out
     assert len(load(tmp_path / "images", labels=table).train_images) == 8
-    assert "1 file is left out" in caplog.text
+    assert "2 files are left out" in caplog.text
     assert "extra.png" in caplog.text
+    assert "gone.png" in caplog.text
     assert "on a line of the table" in caplog.text
     (tmp_path / "images" / "deep" / "3.png").unlink()
     options = options_of(tmp_path / "images", labels=table)
@@ -241,47 +247,25 @@ def test_files_and_table_that_do_not_agree(tmp_path, caplog):
         ("file,label\na.png,1\n./a.png,2\n", r"1 files on more than one line: a\.png"),
         ('file,label\n"a.png,1\n', r"cannot be read as a table"),
         ("file,label\n", r"holds no image that can be used"),
+        (b"\xff\xfe\x00", r"cannot be read as a table"),
+        (None, r"there is no table .*table\.csv; set data\.labels"),
     ],
 )
 def test_bad_tables(tmp_path, content, says):
     write_image(tmp_path / "images" / "a.png", 1)
     table = tmp_path / "table.csv"
-    table.write_text(content)
+    if content is not None:
+        table.write_bytes(content if isinstance(content, bytes) else content.encode())
     refused(says, options_of(tmp_path / "images", labels=table))
-
-
-def test_unreadable_tables(tmp_path):
-    write_image(tmp_path / "a.png", 1)
-    refused(r"there is no table .*gone\.csv; set data\.labels", options_of(tmp_path, labels=tmp_path / "gone.csv"))
-    (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00")
-    refused(r"cannot be read as a table", options_of(tmp_path, labels=tmp_path / "binary.csv"))
 
 
 def test_bad_folders(tmp_path):
     refused(r"there is no folder .*gone; set data\.path", options_of(tmp_path / "gone"))
     refused(r"holds no image that can be used", options_of(tmp_path))
+    refused(r"no folder .*train; data\.path must hold", of_classes(tmp_path, "folder"))
     write_image(tmp_path / "a" / "1.png", 1)
     refused(r"data\.test_fraction=0\.2 leaves no test image of 1", options_of(tmp_path, labels="folders"))
     write_image(tmp_path / "test" / "a" / "1.png", 1)
     (tmp_path / "train").mkdir()
     refused(r"train holds no image that can be used", options_of(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"name": "images"}, "name=images needs path=a folder of images"),
-        ({"labels": "folders"}, "labels is for name=images, not for name=digits"),
-        ({"name": "images", "path": ".", "test_fraction": 1}, "test_fraction"),
-        ({"name": "images", "path": ".", "memory_limit": -1}, "memory_limit"),
-    ],
-)
-def test_bad_options(options, says):
-    with pytest.raises(ValidationError, match=says):
-        DataOptions(**options)
-
-
-@pytest.mark.parametrize("options", [{"name": "column"}, {"name": "iid", "column": "site"}])
-def test_a_column_belongs_to_its_partition(options):
-    with pytest.raises(ValidationError, match=r"name=column needs column=NAME|column is for name=column"):
-        PartitionOptions(**options)
+    refused(r"train needs one folder of images a class", of_classes(tmp_path, "folder"))

@@ -1,14 +1,26 @@
-"""Reading .npz files, and a one-line error for each way in which one can be wrong."""
+"""Reading .npz files, and a one-line error for each way in which one can be wrong or made to do harm."""
 
+import io
 import pickle
+import resource
+import struct
+import tracemalloc
+import unicodedata
+import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from fedssl.data.datasets import load_dataset
 from fedssl.data.options import DataOptions
+from fedssl.data.stored_images import available_memory
 from tests.fedssl.data.data_files import good_arrays, load_npz, random_pixels, refused, save
+
+
+def of(path: Path | str) -> DataOptions:
+    return DataOptions(name="npz", path=path)
 
 
 def test_npz_of_both_kinds(tmp_path):
@@ -19,16 +31,14 @@ def test_npz_of_both_kinds(tmp_path):
     assert np.array_equal(plain.train_images.permute(0, 2, 3, 1).numpy(), arrays["x_train"])
     assert plain.train_labels.tolist() == arrays["y_train"].tolist()
     assert plain.class_names == ("cat", "dog", "owl")
-    medmnist = load_npz(
-        save(
-            tmp_path / "b.npz",
-            train_images=arrays["x_train"],
-            train_labels=arrays["y_train"][:, None].astype(np.uint8),
-            val_images=arrays["x_test"],
-            test_images=arrays["x_test"],
-            test_labels=arrays["y_test"][:, None].astype(np.uint8),
-        )
-    )
+    of_medmnist = {
+        "train_images": arrays["x_train"],
+        "train_labels": arrays["y_train"][:, None].astype(np.uint8),
+        "val_images": arrays["x_test"],
+        "test_images": arrays["x_test"],
+        "test_labels": arrays["y_test"][:, None].astype(np.uint8),
+    }
+    medmnist = load_npz(save(tmp_path / "b.npz", **of_medmnist))
     assert torch.equal(medmnist.train_images, plain.train_images)
     assert torch.equal(medmnist.test_labels, plain.test_labels)
     assert medmnist.test_labels.dtype == torch.int64
@@ -45,10 +55,9 @@ def test_npz_of_both_kinds(tmp_path):
         ((3, 6, 3), (3, 3, 6)),
     ],
 )
-def test_npz_layouts(tmp_path, stored, expected):
+def test_layouts(tmp_path, stored, expected):
     arrays = good_arrays() | {"x_train": random_pixels(12, *stored), "x_test": random_pixels(5, *stored)}
-    loaded = load_npz(save(tmp_path / "a.npz", **arrays))
-    assert loaded.train_images.shape == (12, *expected)
+    assert load_npz(save(tmp_path / "a.npz", **arrays)).train_images.shape == (12, *expected)
 
 
 def test_masks_of_0_and_1(tmp_path, caplog):
@@ -63,14 +72,12 @@ def test_masks_of_0_and_1(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("dtype", ["f4", "f8", "f2", ">f4", "i8"])
-def test_npz_pixel_types(tmp_path, dtype):
+def test_pixel_types(tmp_path, dtype):
     arrays = good_arrays()
     wanted = load_npz(save(tmp_path / "a.npz", **arrays))
-    as_255 = {key: arrays[key].astype(dtype) if key[0] == "x" else arrays[key] for key in arrays}
-    assert torch.equal(load_npz(save(tmp_path / "b.npz", **as_255)).train_images, wanted.train_images)
-    if dtype != "i8":
-        as_1 = {key: (arrays[key] / 255).astype(dtype) if key[0] == "x" else arrays[key] for key in arrays}
-        assert torch.equal(load_npz(save(tmp_path / "c.npz", **as_1)).train_images, wanted.train_images)
+    for scale in (1, 255) if dtype != "i8" else (1,):
+        scaled = {key: (array / scale).astype(dtype) if key[0] == "x" else array for key, array in arrays.items()}
+        assert torch.equal(load_npz(save(tmp_path / "b.npz", **scaled)).train_images, wanted.train_images)
 
 
 def test_dark_test_floats_have_the_training_scale(tmp_path):
@@ -81,8 +88,10 @@ def test_dark_test_floats_have_the_training_scale(tmp_path):
     assert load_npz(save(tmp_path / "a.npz", **arrays)).test_images.unique().tolist() == [1]
 
 
-def without(key: str) -> dict[str, np.ndarray]:
-    return {name: array for name, array in good_arrays().items() if name != key}
+def test_class_names_are_escaped_where_they_are_no_text_and_composed(tmp_path):
+    names = np.array(["a\nb", "\x1b[31m", "\udce9", unicodedata.normalize("NFD", "é")])
+    loaded = load_npz(save(tmp_path / "a.npz", **good_arrays(), class_names=names))
+    assert loaded.class_names == (r"a\nb", r"\x1b[31m", r"\udce9", "é")
 
 
 def spoiled_pixels(value: float, count: int) -> np.ndarray:
@@ -105,50 +114,56 @@ def spoiled_pixels(value: float, count: int) -> np.ndarray:
         ({"y_train": np.arange(12) - 1}, r"y_train in .* 1 negative labels"),
         ({"y_train": np.arange(12) / 2}, r"y_train in .* type float64; labels must be integers"),
         ({"y_train": np.eye(12, dtype=int)}, r"y_train in .* shape \[12, 12\]"),
+        ({"y_train": np.array(3)}, r"y_train in .* has shape \[\]; expected"),
         ({"y_train": np.arange(12) * 10**9}, r"renumber the classes"),
         ({"x_train": np.array([None] * 12)}, r"x_train is an object array"),
         ({"y_test": np.array([0, 1, 2, "a", None], dtype=object)}, r"y_test is an object array"),
         ({"x_train": np.array(["a"] * 12)}, r"x_train in .* type <U1"),
         ({"x_train": random_pixels(12, 48)}, r"x_train in .* shape \[12, 48\]"),
+        ({"x_train": random_pixels(12)}, r"x_train in .* has shape \[12\]; expected \[n, H, W\]"),
+        ({"x_train": np.array(3)}, r"x_train in .* has shape \[\]; expected \[n, H, W\]"),
+        ({"x_test": np.array(3)}, r"x_test in .* has shape \[\]; expected \[n, H, W\]"),
         ({"x_train": random_pixels(12, 6, 8, 4)}, r"shape \[12, 6, 8, 4\].* 1 or 3 channels"),
         ({"x_test": random_pixels(5, 8, 8, 3)}, r"training images are 3x6x8 but test images are 3x8x8"),
         ({"x_test": random_pixels(5, 6, 8)}, r"training images are 3x6x8 but test images are 1x6x8"),
         ({"class_names": np.array(["cat", "dog"])}, r"class_names has shape \[2\] but the labels reach 2"),
     ],
 )
-def test_bad_npz_contents(tmp_path, change, says):
-    path = save(tmp_path / "bad.npz", **(good_arrays() | change))
-    refused(says, DataOptions(name="npz", path=path))
+def test_bad_contents(tmp_path, change, says):
+    refused(says, of(save(tmp_path / "bad.npz", **(good_arrays() | change))))
 
 
 def test_wrong_keys_are_listed(tmp_path):
-    path = save(tmp_path / "bad.npz", **without("y_test"))
+    arrays = good_arrays()
+    del arrays["y_test"]
     refused(
-        r"arrays x_train, y_train, x_test; expected x_train, .* or train_images,", DataOptions(name="npz", path=path)
+        r"arrays x_train, y_train, x_test; expected x_train, .* or train_images,",
+        of(save(tmp_path / "a.npz", **arrays)),
     )
     many = save(tmp_path / "many.npz", **{f"key{i}": np.zeros(1) for i in range(40)})
-    refused(r"and 30 more", DataOptions(name="npz", path=many))
+    refused(r"and 30 more", of(many))
 
 
 def test_missing_and_unreadable_files(tmp_path):
-    def npz(path: Path) -> DataOptions:
-        return DataOptions(name="npz", path=path)
-
-    refused(r"no file .*nothing\.npz; set data\.path", npz(tmp_path / "nothing.npz"))
-    refused(r"is a folder.*data\.name=folder", npz(tmp_path))
-    (tmp_path / "text.npz").write_text("no archive")
-    refused(r"text\.npz cannot be read as an \.npz", npz(tmp_path / "text.npz"))
-    (tmp_path / "empty.npz").touch()
-    refused(r"empty\.npz cannot be read", npz(tmp_path / "empty.npz"))
-    np.save(tmp_path / "single.npy", np.zeros(3))
-    refused(r"single array", npz(tmp_path / "single.npy"))
     whole = save(tmp_path / "whole.npz", **good_arrays()).read_bytes()
-    (tmp_path / "cut.npz").write_bytes(whole[: len(whole) // 2])
-    refused(r"cut\.npz cannot be read", npz(tmp_path / "cut.npz"))
     flipped = bytearray(whole)
     flipped[500] ^= 255  # inside the first array's pixels: the archive's checksum tells
-    (tmp_path / "flipped.npz").write_bytes(flipped)
-    refused(r"x_train is corrupt", npz(tmp_path / "flipped.npz"))
+    npy = io.BytesIO()
+    np.save(npy, np.zeros(3))
+    for name, content, says in (
+        ("text.npz", b"no archive", r"text\.npz cannot be read as an \.npz"),
+        ("empty.npz", b"", r"empty\.npz cannot be read"),
+        ("single.npy", npy.getvalue(), r"single array"),
+        ("cut.npz", whole[: len(whole) // 2], r"cut\.npz cannot be read"),
+        ("flipped.npz", flipped, r"x_train is corrupt"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        refused(says, of(tmp_path / name))
+    refused(r"no file .*nothing\.npz; set data\.path", of(tmp_path / "nothing.npz"))
+    refused(r"is a folder.*data\.name=folder", of(tmp_path))
+
+
+# Files that are made to do harm
 
 
 def test_pickles_are_never_run(tmp_path):
@@ -157,8 +172,104 @@ def test_pickles_are_never_run(tmp_path):
             return (Path.touch, (tmp_path / "sprung",))
 
     (tmp_path / "trap.npz").write_bytes(pickle.dumps(Trap()))
-    refused("cannot be read", DataOptions(name="npz", path=tmp_path / "trap.npz"))
-    path = save(tmp_path / "inner.npz", **(good_arrays() | {"x_train": np.array([Trap()] * 12)}))
-    refused("object array", DataOptions(name="npz", path=path))
+    refused("cannot be read", of(tmp_path / "trap.npz"))
+    refused("object array", of(save(tmp_path / "inner.npz", **(good_arrays() | {"x_train": np.array([Trap()] * 12)}))))
     refused("object array", DataOptions(public_path=save(tmp_path / "public.npz", x=np.array([Trap()]))))
     assert not (tmp_path / "sprung").exists()
+
+
+def npy(header: str, content: bytes = b"", version: tuple[int, int] = (1, 0)) -> bytes:
+    """A .npy file with a header of one's own."""
+    text = header.encode("latin1") + b"\n"
+    return b"\x93NUMPY" + bytes(version) + struct.pack("<H", len(text)) + text + content
+
+
+def described(shape: str, dtype: str = "|u1") -> str:
+    return f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': {shape}, }}"
+
+
+def write_npz(path: Path, kind: int = zipfile.ZIP_STORED, **members: bytes) -> Path:
+    """The good arrays with some members replaced by raw bytes."""
+    with zipfile.ZipFile(path, "w", kind) as archive:
+        for name, array in good_arrays().items():
+            content = io.BytesIO()
+            np.save(content, array)
+            archive.writestr(f"{name}.npy", members.get(name, content.getvalue()))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (npy(described("(10000000, 1000, 1000)")), r"announces 10,000,000,000,000 bytes, but the file holds 0"),
+        (npy(described(f"({10**30},)")), r"announces 10\^30 bytes"),
+        (npy(described("(12, 6, 8)"), b"x"), r"announces 576 bytes, but the file holds 1;"),
+        (npy(described("(2, 3)"), b"x" * 100), r"announces 6 bytes, but the file holds 100"),
+        (npy(described("(-1, 6)")), r"invalid shape"),
+        (npy(described("(True,)")), r"corrupt"),
+        (npy(described("'abc'")), r"shape is not valid"),
+        (npy(described("(1,)", "nothing")), r"corrupt"),
+        (npy("{'descr': '|u1'"), r"corrupt"),
+        (npy("[" * 5000), r"corrupt"),
+        (npy("{}" + " " * 30000), r"corrupt"),
+        (npy(described("(1,)"), b"x", (9, 9)), r"version"),
+        (b"\x93NUMPY", r"corrupt"),
+        (b"", r"corrupt"),
+        (b"no array at all", r"corrupt"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else repr(value[10:60]),
+)
+def test_headers_that_lie(tmp_path, content, says):
+    for key in ("x_train", "y_test"):
+        refused(rf"{key} is corrupt.*{says}|{key} is {says}", of(write_npz(tmp_path / "a.npz", **{key: content})))
+
+
+@pytest.mark.parametrize("kind", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_damaged_compression(tmp_path, kind):
+    path = write_npz(tmp_path / "a.npz", kind)
+    load_dataset(of(path), 0)
+    with zipfile.ZipFile(path) as archive:
+        member = archive.getinfo("x_train.npy")
+    begin = member.header_offset + 30 + len("x_train.npy")
+    whole = path.read_bytes()
+    for offset in (9, 20, member.compress_size // 2):  # after the header, whose bytes are not all used
+        damaged = bytearray(whole)
+        damaged[begin + offset : begin + offset + 3] = b"\xff\x00\xff"
+        path.write_bytes(damaged)
+        refused(r"x_train is corrupt", of(path))
+
+
+def test_an_unknown_compression_is_refused(tmp_path):
+    path = write_npz(tmp_path / "a.npz")
+    damaged = bytearray(path.read_bytes())
+    local, central = damaged.index(b"PK\x03\x04") + 8, damaged.index(b"PK\x01\x02") + 10
+    damaged[local : local + 2] = damaged[central : central + 2] = b"\x63\x00"
+    path.write_bytes(damaged)
+    refused(r"x_train is corrupt", of(path))
+
+
+def test_a_file_that_unpacks_to_gigabytes_is_not_read(tmp_path, monkeypatch):
+    """64 MB of zeros in some kB, read where 20 MB of memory are available."""
+    zeros = np.zeros((16, 2048, 2048), np.uint8)
+    path = tmp_path / "bomb.npz"
+    np.savez_compressed(path, **(good_arrays() | {"x_train": zeros, "y_train": np.zeros(16, int)}))
+    monkeypatch.setattr("fedssl.data.npz.available_memory", lambda: 20_000_000)
+    tracemalloc.start()
+    says = (
+        r"the arrays take 67\.1 MB of memory \(x_train alone 67\.1 MB\), but only 20\.0 MB are available; store fewer"
+    )
+    refused(says, of(path))
+    assert tracemalloc.get_traced_memory()[1] < 8_000_000
+    tracemalloc.stop()
+    refused(r"the arrays take 67\.1 MB", DataOptions(public_path=save(tmp_path / "p.npz", x=zeros)))
+
+
+def test_the_available_memory_heeds_the_address_space():
+    assert available_memory() > 0
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (used + 50_000_000, hard))
+        assert 0 < available_memory() <= 50_000_000
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

@@ -2,19 +2,17 @@
 
 import gc
 import os
-import resource
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from fedssl.data import stored_images
-from fedssl.data.datasets import load_dataset
+from fedssl.data.datasets import Dataset, load_dataset
 from fedssl.data.options import DataOptions
-from fedssl.data.stored_images import ChosenImages, StoredImages, rows_in_place
+from fedssl.data.stored_images import ChosenImages, Images, StoredImages, rows_in_place
 from fedssl.errors import UserError
-from tests.fedssl.data.data_files import random_pixels, refused
+from tests.fedssl.data.data_files import full_disk, random_pixels, refused
 from tests.fedssl.data.image_samples import save_array
 
 
@@ -27,51 +25,53 @@ def folder(tmp_path, monkeypatch) -> Path:
     return tmp_path / "images"
 
 
-def options_of(folder: Path, **options: object) -> DataOptions:
-    return DataOptions(name="images", path=folder, labels="folders", image_size=16, **options)
+def options_of(folder: Path, memory_limit: float | None = 0, **options: object) -> DataOptions:
+    given = {"labels": "folders", "image_size": 16} | options
+    return DataOptions(name="images", path=folder, memory_limit=memory_limit, **given)
+
+
+def both(folder: Path, **options: object) -> tuple[Dataset, Dataset]:
+    """The dataset in memory, and in a file."""
+    in_memory, stored = (load_dataset(options_of(folder, limit, **options), 3) for limit in (None, 0))
+    assert isinstance(in_memory.train_images, torch.Tensor)
+    assert isinstance(stored.train_images, StoredImages)
+    assert stored.train_labels.equal(in_memory.train_labels)
+    return in_memory, stored
+
+
+def decoded(folder: Path) -> Path:
+    return folder.parent / "cache" / "fedssl" / "decoded"
+
+
+def assert_same(ours: Images, expected: Images) -> None:
+    """In every way in which images are taken."""
+    count = len(expected)
+    assert ours.shape == expected.shape
+    some = torch.arange(count) % 3 == 0
+    for index in (torch.tensor([3, 0, count - 1, 3]), slice(1, 3), slice(None), some, 2, torch.arange(0)):
+        assert ours[index].equal(expected[index])
+        assert ours[index].stride() == expected[index].stride()
+        assert ours[index].dtype == torch.uint8
+    for part, other in zip(ours.split(4), expected.split(4), strict=True):
+        assert part.equal(other)
 
 
 def test_both_ways_give_the_same_images(folder, caplog):
-    memory = load_dataset(options_of(folder), 3)
-    stored = load_dataset(options_of(folder, memory_limit=0), 3)
+    memory, stored = both(folder)
     assert "decoding 30 images once, into" in caplog.text
-    assert isinstance(memory.train_images, torch.Tensor)
-    assert isinstance(stored.train_images, StoredImages)
-    assert stored.train_images.shape == memory.train_images.shape == (24, 3, 16, 16)
-    assert len(stored.test_images) == len(memory.test_images) == 6
-    assert stored.train_labels.equal(memory.train_labels)
-    for index in (
-        torch.tensor([5, 0, 23, 5]),
-        slice(3, 9),
-        slice(None),
-        torch.arange(24) % 3 == 0,
-        7,
-        torch.tensor([], dtype=torch.int64),
-    ):
-        ours, expected = stored.train_images[index], memory.train_images[index]
-        assert ours.equal(expected)
-        assert ours.stride() == expected.stride()
-        assert ours.dtype == torch.uint8
-    for ours, expected in zip(stored.test_images.split(4), memory.test_images.split(4), strict=True):
-        assert ours.equal(expected)
+    assert memory.train_images.shape == (24, 3, 16, 16)
+    assert_same(stored.train_images, memory.train_images)
+    assert_same(stored.test_images, memory.test_images)
     some = stored.train_images.of_rows(torch.tensor([9, 2, 4])).of_rows(slice(1, 3))
     assert some[:].equal(memory.train_images[torch.tensor([2, 4])])
 
 
 def test_rows_in_place_are_the_images_of_these_rows(folder):
     rows = torch.tensor([9, 2, 4, 9, 0])
-    memory = load_dataset(options_of(folder), 3).train_images
-    stored = load_dataset(options_of(folder, memory_limit=0), 3).train_images
-    expected = memory[rows]
-    for images in (rows_in_place(memory, rows), rows_in_place(stored, rows)):
-        assert len(images) == 5
-        assert images.shape == expected.shape
-        for index in (torch.tensor([3, 0, 0]), slice(1, 3), slice(None), torch.arange(5) % 2 == 0, 4, rows[:0]):
-            assert images[index].equal(expected[index])
-            assert images[index].stride() == expected[index].stride()
-        for ours, part in zip(images.split(2), expected.split(2), strict=True):
-            assert ours.equal(part)
-    assert rows_in_place(memory, rows).nbytes == expected.nbytes
+    memory, stored = (data.train_images for data in both(folder))
+    for images in (memory, stored):
+        assert_same(rows_in_place(images, rows), memory[rows])
+    assert rows_in_place(memory, rows).nbytes == memory[rows].nbytes
 
 
 def test_a_client_copies_no_image_before_it_asks_for_it():
@@ -83,9 +83,7 @@ def test_a_client_copies_no_image_before_it_asks_for_it():
 
 
 def test_holdout_and_limits_are_the_same(folder):
-    changed = {"public_holdout": 5, "train_limit": 9, "test_limit": 3}
-    memory = load_dataset(options_of(folder, **changed), 1)
-    stored = load_dataset(options_of(folder, memory_limit=0, **changed), 1)
+    memory, stored = both(folder, public_holdout=5, train_limit=9, test_limit=3)
     assert stored.train_images[:].equal(memory.train_images)
     assert stored.test_images[:].equal(memory.test_images)
     assert stored.public_images.equal(memory.public_images)
@@ -93,7 +91,7 @@ def test_holdout_and_limits_are_the_same(folder):
 
 
 def test_files_are_decoded_once(folder, monkeypatch):
-    options = options_of(folder, memory_limit=0)
+    options = options_of(folder)
     first = load_dataset(options, 0)
     monkeypatch.setattr(stored_images, "read_pixels", None)  # whoever decodes fails
     monkeypatch.setattr(stored_images, "image_kind", None)
@@ -108,7 +106,7 @@ def test_files_are_decoded_once(folder, monkeypatch):
 
 
 def test_a_file_that_changes_is_decoded_again(folder):
-    options = options_of(folder, memory_limit=0)
+    options = options_of(folder)
     before = load_dataset(options, 0).train_images
     save_array(folder / "a" / "0.png", random_pixels(20, 16, 3, seed=99))
     os.utime(folder / "a" / "0.png", ns=(1, 1))
@@ -117,11 +115,10 @@ def test_a_file_that_changes_is_decoded_again(folder):
     assert before[:].equal(before[:])  # still open, and as it was
 
 
-def test_a_cache_that_is_not_whole_is_not_read(folder, tmp_path):
-    options = options_of(folder, memory_limit=0)
+def test_a_cache_that_is_not_whole_is_not_read(folder):
+    options = options_of(folder)
     wanted = load_dataset(options, 0).train_images[:]
-    (pixels,) = (tmp_path / "cache" / "fedssl" / "decoded").glob("*.images")
-    (description,) = (tmp_path / "cache" / "fedssl" / "decoded").glob("*.json")
+    (pixels,), (description,) = (list(decoded(folder).glob(f"*.{suffix}")) for suffix in ("images", "json"))
     whole = pixels.read_bytes()
     for damage in (
         lambda: pixels.write_bytes(pixels.read_bytes()[:-1]),
@@ -137,8 +134,8 @@ def test_a_cache_that_is_not_whole_is_not_read(folder, tmp_path):
 
 
 def test_a_run_survives_the_end_of_its_cache(folder, tmp_path):
-    images = load_dataset(options_of(folder, memory_limit=0), 0).train_images
-    (pixels,) = (tmp_path / "cache" / "fedssl" / "decoded").glob("*.images")
+    images = load_dataset(options_of(folder), 0).train_images
+    (pixels,) = decoded(folder).glob("*.images")
     wanted = images[:]
     pixels.rename(tmp_path / "moved")
     assert images[:].equal(wanted)
@@ -152,55 +149,41 @@ def test_broken_files_are_remembered(folder, caplog):
     (folder / "a" / "4.png").write_bytes(b"")
     whole = (folder / "b" / "5.png").read_bytes()
     (folder / "b" / "5.png").write_bytes(whole[: len(whole) // 2])
-    refused(r"2 of 30 files cannot be read as images", options_of(folder, memory_limit=0))
-    decoded = folder.parent / "cache" / "fedssl" / "decoded"
-    assert list(decoded.iterdir()) == []
-    skip = options_of(folder, memory_limit=0, broken="skip")
-    memory = load_dataset(options_of(folder, broken="skip"), 0)
+    refused(r"2 of 30 files cannot be read as images", options_of(folder))
+    assert list(decoded(folder).iterdir()) == []
     for _ in range(2):
         caplog.clear()
-        stored = load_dataset(skip, 0)
-        assert "2 of 30 files cannot be read as images" in caplog.text
+        memory, stored = both(folder, broken="skip")
+        assert caplog.text.count("2 of 30 files cannot be read as images") == 2
         assert stored.train_images[:].equal(memory.train_images)
-        assert stored.train_labels.equal(memory.train_labels)
-    refused(r"2 of 30 files cannot be read as images", options_of(folder, memory_limit=0))
+    refused(r"2 of 30 files cannot be read as images", options_of(folder))
 
 
 def test_gray_images_take_a_third(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for number in range(10):
         save_array(tmp_path / "gray" / f"{number}.png", random_pixels(16, 16, seed=number))
-    options = DataOptions(name="images", path=tmp_path / "gray", image_size=100, memory_limit=0.0002)
-    assert isinstance(load_dataset(options, 0).train_images, torch.Tensor)  # 100 kB; in colour they were 300 kB
-    stored = load_dataset(options.model_copy(update={"memory_limit": 0.00005}), 0).train_images
+    large, small = (options_of(tmp_path / "gray", limit, labels=None, image_size=100) for limit in (0.0002, 0.00005))
+    assert isinstance(load_dataset(large, 0).train_images, torch.Tensor)  # 100 kB; in colour they were 300 kB
+    stored = load_dataset(small, 0).train_images
     assert stored.shape == (10, 1, 100, 100)
 
 
 def test_a_full_disk_leaves_nothing(folder, monkeypatch):
-    options = options_of(folder, memory_limit=0)
+    with full_disk(5000):
+        refused(r"no space left to write .*decoded", options_of(folder))
     usage = type("usage", (), {"free": 1000})
     monkeypatch.setattr("fedssl.data.stored_images.shutil.disk_usage", lambda path: usage)
-    refused(r"the decoded images need 0\.0 MB in .*, where 0\.0 MB are free; free some space", options)
-    monkeypatch.undo()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(folder.parent / "cache"))
-    import signal
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))
-        refused(r"no space left to write .*decoded", options)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, previous)
-    assert list((folder.parent / "cache" / "fedssl" / "decoded").iterdir()) == []
+    says = r"the decoded images need 0\.0 MB in .*, where 0\.0 MB are free; free some space"
+    refused(says, options_of(folder))
+    assert list(decoded(folder).iterdir()) == []
 
 
 def test_the_file_is_closed(folder):
-    load_dataset(options_of(folder, memory_limit=0), 0)
+    load_dataset(options_of(folder), 0)
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))
-    images = load_dataset(options_of(folder, memory_limit=0), 0).train_images
+    images = load_dataset(options_of(folder), 0).train_images
     assert len(os.listdir("/proc/self/fd")) == before + 1
     del images
     gc.collect()
@@ -209,14 +192,12 @@ def test_the_file_is_closed(folder):
 
 def test_rows_are_read_and_not_mapped(folder):
     """A limit on the address space would count a mapped file whole."""
-    images = load_dataset(options_of(folder, memory_limit=0), 0).train_images
+    images = load_dataset(options_of(folder), 0).train_images
     images[:]
     assert ".images" not in Path("/proc/self/maps").read_text()
 
 
 def test_the_default_limit_is_a_share_of_the_memory(folder, monkeypatch):
-    monkeypatch.setattr(stored_images, "available_memory", lambda: 30 * 3 * 16 * 16)
-    assert isinstance(load_dataset(options_of(folder), 0).train_images, StoredImages)
-    monkeypatch.setattr(stored_images, "available_memory", lambda: 4 * 30 * 3 * 16 * 16)
-    assert isinstance(load_dataset(options_of(folder), 0).train_images, torch.Tensor)
-    assert np.prod(load_dataset(options_of(folder), 0).train_images.shape) == 24 * 3 * 16 * 16
+    for share, kind in ((1, StoredImages), (4, torch.Tensor)):
+        monkeypatch.setattr(stored_images, "available_memory", lambda share=share: share * 30 * 3 * 16 * 16)
+        assert isinstance(load_dataset(options_of(folder, None), 0).train_images, kind)

@@ -24,7 +24,7 @@ from tests.fedssl.engines.short_runs import Stopped, StopsInRoundTwo, contents
 METHODS: dict[str, dict[str, Any]] = {
     "fedbyol": AVERAGED,
     # Without Adam, which makes full steps of a gradient that is 0 but for rounding, and without MoCo v3, whose
-    # rounds enlarge rounding until no digit is left; in float64 test_one_round.py compares that.
+    # rounds enlarge rounding until no digit is left; in float64 models/test_data_parallel.py compares that.
     "lw_fedssl": LW_FEDSSL
     | {
         "objective": {"name": "simclr", "hidden_features": 16, "output_features": 8},

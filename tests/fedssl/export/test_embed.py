@@ -21,57 +21,68 @@ def exported(tmp_path_factory):
     return export_encoder(run, folder / "encoder"), run, federation
 
 
-def embedded(path):
-    with np.load(path) as arrays:
-        return torch.from_numpy(arrays["features"]), arrays["files"].tolist()
+@pytest.fixture
+def embedded(exported, tmp_path):
+    """Embeds images; gives the features, the files' names, and what was left out."""
+
+    def embed(images, **options):
+        left_out = embed_images(exported[0], images, tmp_path / "out.npz", **options)
+        with np.load(tmp_path / "out.npz") as arrays:
+            return torch.from_numpy(arrays["features"]), arrays["files"].tolist(), left_out
+
+    return embed
 
 
-def test_a_nested_folder_gives_the_runs_features_by_file(exported, tmp_path):
-    encoder, run, federation = exported
+def save(path, pixels):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels).save(path)
+
+
+def test_a_nested_folder_gives_the_runs_features_by_file(exported, embedded, tmp_path):
+    _, run, federation = exported
     pixels = federation.dataset.test_images[:5]
     names = ["a/2.png", "a/10.png", "b/c/1.png", "0.png", "z.PNG"]
     for name, image in zip(names, pixels, strict=True):
-        path = tmp_path / "images" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(image[0].numpy()).save(path)
+        save(tmp_path / "images" / name, image[0].numpy())
     (tmp_path / "images" / "notes.txt").write_text("no image")
     expected = features_of_run(run, federation, pixels)
     for size in (2, 256):
-        assert embed_images(encoder, tmp_path / "images", tmp_path / "out.npz", batch_size=size) == ""
-        features, files = embedded(tmp_path / "out.npz")
-        assert files == sorted(names)
+        features, files, left_out = embedded(tmp_path / "images", batch_size=size)
+        assert (files, left_out) == (sorted(names), "")
         order = [names.index(name) for name in files]
         torch.testing.assert_close(features, expected[order], rtol=0, atol=1e-5)
 
 
-def test_every_array_of_an_npz_file_is_embedded(exported, tmp_path):
-    encoder, run, federation = exported
-    dataset = federation.dataset
-    path = tmp_path / "images.npz"
-    np.savez(
-        path, x_test=dataset.test_images[:, 0].numpy(), x_train=dataset.train_images[:3, 0].numpy(), y_train=[0] * 3
-    )
-    embed_images(encoder, path, tmp_path / "out.npz")
-    features, files = embedded(tmp_path / "out.npz")
+def test_every_array_of_an_npz_file_is_embedded(exported, embedded, tmp_path):
+    _, run, federation = exported
+    train, test = federation.dataset.train_images[:3], federation.dataset.test_images
+    np.savez(tmp_path / "images.npz", x_test=test[:, 0].numpy(), x_train=train[:, 0].numpy(), y_train=[0] * 3)
+    features, files, _ = embedded(tmp_path / "images.npz", batch_size=2)
     assert files[:4] == ["x_train/0", "x_train/1", "x_train/2", "x_test/0"]
-    images = torch.cat([dataset.train_images[:3], dataset.test_images])
-    torch.testing.assert_close(features, features_of_run(run, federation, images), rtol=0, atol=1e-5)
+    expected = features_of_run(run, federation, torch.cat([train, test]))
+    torch.testing.assert_close(features, expected, rtol=0, atol=1e-5)
 
 
-def test_colour_and_other_sizes_are_brought_to_the_encoders_form(exported, tmp_path):
-    encoder, run, federation = exported
+def test_colour_and_other_sizes_are_brought_to_the_encoders_form(exported, embedded, tmp_path):
+    _, run, federation = exported
     grey = federation.dataset.test_images[:1]
-    large = grey[0].repeat_interleave(4, dim=1).repeat_interleave(4, dim=2)
-    (tmp_path / "images").mkdir()
-    Image.fromarray(large[0].numpy()).resize((32, 64)).save(tmp_path / "images" / "tall.png")
-    Image.fromarray(large.expand(3, -1, -1).permute(1, 2, 0).contiguous().numpy()).save(
-        tmp_path / "images" / "colour.png"
-    )
-    embed_images(encoder, tmp_path / "images", tmp_path / "out.npz")
-    features, files = embedded(tmp_path / "out.npz")
+    large = grey[0, 0].repeat_interleave(4, dim=0).repeat_interleave(4, dim=1).numpy()
+    save(tmp_path / "images" / "tall.png", np.asarray(Image.fromarray(large).resize((32, 64))))
+    save(tmp_path / "images" / "colour.png", np.stack([large] * 3, axis=2))
+    features, files, _ = embedded(tmp_path / "images")
     assert files == ["colour.png", "tall.png"]
-    expected = features_of_run(run, federation, grey)
-    assert torch.cosine_similarity(features[:1], expected) > 0.9
+    assert torch.cosine_similarity(features[:1], features_of_run(run, federation, grey)) > 0.9
+
+
+def test_deep_pixels_are_read_through_the_window_that_is_given(exported, embedded, tmp_path):
+    _, run, federation = exported
+    pixels = federation.dataset.test_images[:2]
+    for number, image in enumerate(pixels):
+        save(tmp_path / "deep" / f"{number}.png", image[0].numpy().astype("u2") * 257)
+    with pytest.raises(UserError, match=r"0\.png has pixels of more than 8 bits, .*: give --window LOW,HIGH"):
+        embedded(tmp_path / "deep")
+    features, *_ = embedded(tmp_path / "deep", window=(0, 65535))
+    torch.testing.assert_close(features, features_of_run(run, federation, pixels), rtol=0, atol=1e-5)
 
 
 def test_grey_is_repeated_and_colour_becomes_its_luma():
@@ -81,46 +92,37 @@ def test_grey_is_repeated_and_colour_becomes_its_luma():
     assert in_channels(colours, 3) is colours
 
 
-def test_broken_files_are_all_named_and_refused_or_left_out(exported, tmp_path):
-    encoder, *_ = exported
+def test_broken_files_are_all_named_and_refused_or_left_out(embedded, tmp_path):
     folder = tmp_path / "images"
-    folder.mkdir()
     for name in ("1.png", "2.png", "3.png"):
-        Image.fromarray(np.zeros((8, 8), np.uint8)).save(folder / name)
+        save(folder / name, np.zeros((8, 8), np.uint8))
     (folder / "2.png").write_bytes(b"not an image")
     (folder / "empty.jpg").write_bytes(b"")
-    output = tmp_path / "out.npz"
-    with pytest.raises(
-        UserError, match=r"2 of 4 files cannot be read: \S*2\.png \(.*\), \S*empty\.jpg \(.*--skip-broken"
-    ):
-        embed_images(encoder, folder, output, batch_size=1)
-    assert not output.exists()
-    left_out = embed_images(encoder, folder, output, batch_size=2, skip_broken=True)
+    says = r"2 of 4 files cannot be read: \S*2\.png \(.*\), \S*empty\.jpg \([^)]*\); repair .*--skip-broken"
+    with pytest.raises(UserError, match=says):
+        embedded(folder, batch_size=1)
+    assert not (tmp_path / "out.npz").exists()
+    features, files, left_out = embedded(folder, batch_size=2, skip_broken=True)
     assert "2.png" in left_out
     assert "empty.jpg" in left_out
-    features, files = embedded(output)
     assert files == ["1.png", "3.png"]
     assert len(features) == 2
-    for name in ("1.png", "3.png"):
+    for name in files:
         (folder / name).unlink()
     with pytest.raises(UserError, match="none of the 2 files"):
-        embed_images(encoder, folder, output, skip_broken=True)
+        embedded(folder, skip_broken=True)
 
 
-def test_what_is_not_there_is_said(exported, tmp_path):
+def test_what_cannot_be_embedded_is_said(exported, tmp_path):
     encoder, run, _ = exported
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="holds no image"):
-        embed_images(encoder, tmp_path / "empty", tmp_path / "out.npz")
-    with pytest.raises(UserError, match="there is no folder or file"):
-        embed_images(encoder, tmp_path / "nothing", tmp_path / "out.npz")
-    with pytest.raises(UserError, match="is a run's folder: export its encoder first"):
-        embed_images(run, tmp_path, tmp_path / "out.npz")
-    with pytest.raises(UserError, match="is not an exported encoder"):
-        embed_images(tmp_path, tmp_path, tmp_path / "out.npz")
-
-
-def test_deep_pixels_of_an_array_are_refused_with_an_advice_that_embed_takes(exported, tmp_path):
     np.savez(tmp_path / "deep.npz", x=np.full((2, 8, 8), 4095, np.uint16))
-    with pytest.raises(UserError, match=r"set --window \[4095,4095\] or .*--window full .*--window per_image"):
-        embed_images(exported[0], tmp_path / "deep.npz", tmp_path / "features.npz")
+    for folder, images, says in (
+        (encoder, "empty", "holds no image"),
+        (encoder, "nothing", "there is no folder or file"),
+        (encoder, "deep.npz", r"set --window \[4095,4095\] or .*--window full .*--window per_image"),
+        (run, "empty", "is a run's folder: export its encoder first"),
+        (tmp_path, "empty", "is not an exported encoder"),
+    ):
+        with pytest.raises(UserError, match=says):
+            embed_images(folder, tmp_path / images, tmp_path / "out.npz")

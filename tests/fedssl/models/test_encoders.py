@@ -16,40 +16,21 @@ SMALL = ["small_convnet", "small_convnet_wide", "small_resnet10", "small_resnet1
 
 
 def documented_rows():
-    """The rows of the module's table: name, parameters, two multiply-add counts, features."""
+    """The rows of the module's table: name, parameters, two multiply-add counts in millions, features."""
     for line in encoders.__doc__.splitlines():
-        cells = [cell.strip() for cell in line.strip("| ").split("|")]
-        if cells[0].startswith("`small_"):
-            name, parameters, small, large, features = cells
-            yield (
-                name.strip("`"),
-                int(parameters.replace(",", "")),
-                float(small.removesuffix(" M")),
-                float(large.removesuffix(" M")),
-                int(features),
-            )
-
-
-def count_parameters(module):
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
-def multiply_adds(module, image):
-    counter = StepCounter(module)
-    with counter.forward(), torch.no_grad():
-        module.eval()(image)
-    return counter.flops / 2
-
-
-def test_encoder_names_are_the_small_ones():
-    assert encoder_names() == SMALL
+        cells = [cell.strip("` M") for cell in line.replace(",", "").strip("| ").split("|")]
+        if cells[0].startswith("small_"):
+            yield cells[0], *map(float, cells[1:])
 
 
 @pytest.mark.parametrize("name", [*SMALL, "resnet18", "mobilenetv3_small_050"])
-@pytest.mark.parametrize(("channels", "side"), [(1, 8), (3, 32), (1, 28)])
+@pytest.mark.parametrize(("channels", "side"), [(1, 8), (3, 32)])
 def test_output_is_one_vector_an_image_with_gradients(name, channels, side):
     encoder = build_encoder(name, channels, side)
     assert all(module.training for module in encoder.modules())
+    for entry, tensor in encoder.named_buffers():  # nothing is left of the images that probe the network
+        assert not entry.endswith("num_batches_tracked") or int(tensor) == 0
+        assert not entry.endswith("running_var") or bool((tensor == 1).all())
     output = encoder(torch.randn(3, channels, side, side))
     assert output.shape == (3, encoder.num_features)
     output.square().sum().backward()
@@ -71,14 +52,17 @@ def test_the_patches_of_tiny_vision_transformers_keep_their_size(name, side, pat
 def test_documented_sizes_are_true(row):
     name, parameters, small, large, features = row
     grey, colour = build_encoder(name, 1, 8), build_encoder(name, 3, 32)
-    assert count_parameters(grey) == parameters
+    assert sum(parameter.numel() for parameter in grey.parameters()) == parameters
     assert grey.num_features == colour.num_features == features
-    assert multiply_adds(grey, torch.zeros(1, 1, 8, 8)) / 1e6 == pytest.approx(small, abs=0.05)
-    assert multiply_adds(colour, torch.zeros(1, 3, 32, 32)) / 1e6 == pytest.approx(large, abs=0.05)
+    for encoder, image, million in ((grey, torch.zeros(1, 1, 8, 8), small), (colour, torch.zeros(1, 3, 32, 32), large)):
+        counter = StepCounter(encoder)
+        with counter.forward(), torch.no_grad():
+            encoder.eval()(image)
+        assert counter.flops / 2e6 == pytest.approx(million, abs=0.05)
 
 
 def test_the_table_documents_every_small_encoder():
-    assert sorted(row[0] for row in documented_rows()) == encoder_names()
+    assert sorted(row[0] for row in documented_rows()) == encoder_names() == SMALL
 
 
 @pytest.mark.parametrize(
@@ -100,23 +84,24 @@ def test_convnet_averages_over_positions():
     torch.testing.assert_close(encoder(images), encoder.blocks(images).flatten(2).mean(dim=2))
 
 
-@pytest.mark.parametrize("name", ["small_resnet10", "small_resnet18", "resnet18", "resnet18d", "resnet50_gn"])
-def test_small_images_get_a_stride_one_stem_without_pooling(name):
+@pytest.mark.parametrize(
+    ("name", "width"),
+    [
+        *(("small_resnet10", 16), ("small_resnet10_wide", 24), ("small_resnet18", 16)),  # as the first stage has
+        *(("resnet18", 64), ("resnet18d", 64), ("test_resnet", 32)),
+    ],
+)
+def test_small_images_get_a_stride_one_stem_without_pooling(name, width):
     encoder = build_encoder(name, 3, 32)
     assert isinstance(encoder, ResNet)
     assert isinstance(encoder.conv1, nn.Conv2d)
-    assert (encoder.conv1.kernel_size, encoder.conv1.stride) == ((3, 3), (1, 1))
+    assert (encoder.conv1.kernel_size, encoder.conv1.stride, encoder.conv1.out_channels) == ((3, 3), (1, 1), width)
     assert isinstance(encoder.maxpool, nn.Identity)
     # The first stage sees the full image.
     seen = []
     encoder.layer1.register_forward_hook(lambda module, inputs, output: seen.append(output.shape[-1]))
     encoder.eval()(torch.zeros(1, 3, 32, 32))
     assert seen == [32]
-
-
-def test_stem_is_as_wide_as_the_first_stage_of_the_small_resnets():
-    for name, width in (("small_resnet10", 16), ("small_resnet10_wide", 24), ("small_resnet18", 16)):
-        assert build_encoder(name, 1, 8).conv1.out_channels == width
 
 
 def test_large_images_keep_the_stem_of_timm():
@@ -134,7 +119,7 @@ def test_residual_branches_start_full_in_small_resnets_and_at_zero_in_timms(name
     assert all(bool((norm.weight == start).all()) for norm in norms)
 
 
-@pytest.mark.parametrize(("side", "patch"), [(64, 8), (32, 4), (28, 4), (24, 2), (16, 2), (8, 2)])
+@pytest.mark.parametrize(("side", "patch"), [(64, 8), (28, 4), (24, 2), (8, 2)])
 def test_vision_transformer_patch_size(side, patch):
     encoder = build_encoder("vit_tiny_patch16_224", 1, side)
     assert encoder.patch_embed.patch_size == (patch, patch)
@@ -160,30 +145,21 @@ def test_initialisation_comes_from_the_global_generator():
         assert not all(other)
 
 
-def test_building_leaves_no_trace_of_the_probe_in_batch_norm():
-    for name, tensor in build_encoder("resnet18", 1, 8).named_buffers():
-        if name.endswith("num_batches_tracked"):
-            assert int(tensor) == 0
-        if name.endswith("running_var"):
-            assert bool((tensor == 1).all())
-
-
 @pytest.mark.parametrize(
-    ("name", "suggestion"),
-    [("resnet81", "resnet18"), ("small_resnet11", "small_resnet10"), ("zzqq", "small_convnet")],
+    ("name", "channels", "side", "says"),
+    [
+        ("resnet81", 3, 32, "architecture: unknown name 'resnet81'; .*resnet18"),
+        ("small_resnet11", 3, 32, "architecture: unknown name 'small_resnet11'; .*small_resnet10"),
+        ("zzqq", 3, 32, "architecture: unknown name 'zzqq'; .*small_convnet"),
+        ("hf_hub:timm/resnet18.a1_in1k", 3, 32, "architecture: unknown name"),  # nothing is fetched
+        ("pit_ti_224", 3, 8, "architecture: timm's 'pit_ti_224' does not take 8x8 pixels"),
+        ("small_convnet", 0, 8, "in_channels: expected at least 1, got 0"),
+        ("small_convnet", 1, 0, "image_size: expected at least 1, got 0"),
+    ],
 )
-def test_unknown_name_is_an_error_with_close_matches(name, suggestion):
-    with pytest.raises(UserError) as caught:
-        build_encoder(name, 3, 32)
-    message = str(caught.value)
-    assert message.startswith(f"architecture: unknown name {name!r}")
-    assert suggestion in message
-    assert "\n" not in message
-
-
-def test_images_too_small_for_a_timm_model_are_an_error():
-    with pytest.raises(UserError, match="architecture: timm's 'pit_ti_224' does not take 8x8 pixels") as caught:
-        build_encoder("pit_ti_224", 3, 8)
+def test_what_cannot_be_built_is_one_line(name, channels, side, says):
+    with pytest.raises(UserError, match=says) as caught:
+        build_encoder(name, channels, side)
     assert "\n" not in str(caught.value)
 
 
@@ -209,21 +185,13 @@ def test_an_image_of_which_pixels_would_be_left_out_is_an_error(name, side, whol
     assert not torch.equal(encoder(images), encoder(corner))
 
 
-def test_images_that_are_not_square_are_checked_in_both_directions(tiny, tmp_path):
-    np.savez(tmp_path / "wide.npz", x_train=np.zeros((24, 66, 64), np.uint8))
-    data = {"name": "npz", "path": str(tmp_path / "wide.npz")}
-    with pytest.raises(UserError, match=r"the last 2 of 66x64; set data\.image_size=64"):
-        build_federation(tiny(architectures=["convnext_atto"], data=data, partition={"name": "iid", "clients": 1}))
-    with pytest.raises(UserError, match="'small_vit' does not take 66x64 pixels and 1 channels"):
-        build_federation(tiny(architectures=["small_vit"], data=data, partition={"name": "iid", "clients": 1}))
-
-
-def test_remote_models_are_never_fetched():
-    with pytest.raises(UserError, match="unknown name"):
-        build_encoder("hf_hub:timm/resnet18.a1_in1k", 3, 32)
-
-
-@pytest.mark.parametrize(("channels", "side", "name"), [(0, 8, "in_channels"), (1, 0, "image_size")])
-def test_sizes_below_one_are_errors(channels, side, name):
-    with pytest.raises(UserError, match=f"{name}: expected at least 1, got 0"):
-        build_encoder("small_convnet", channels, side)
+def test_images_that_are_not_square_are_checked_in_both_directions(noisy, tmp_path):
+    for name, height, width, says in (
+        ("convnext_atto", 66, 64, r"the last 2 of 66x64; set data\.image_size=64"),
+        ("convnext_atto", 64, 66, r"the last 2 of 64x66; set data\.image_size=64"),
+        ("small_vit", 66, 64, "'small_vit' does not take 66x64 pixels and 1 channels"),
+    ):
+        np.savez(tmp_path / "wide.npz", x_train=np.zeros((24, height, width), np.uint8))
+        data = {"name": "npz", "path": str(tmp_path / "wide.npz")}
+        with pytest.raises(UserError, match=says):
+            build_federation(noisy(architectures=[name], data=data, partition={"name": "iid", "clients": 1}))

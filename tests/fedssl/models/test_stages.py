@@ -37,18 +37,15 @@ def first_parts(names: list[str]) -> set[str]:
 
 
 @pytest.mark.parametrize(("name", "layers", "side", "bottom", "top"), CUTS)
-def test_the_whole_encoder_computes_what_it_computed_uncut(name, layers, side, bottom, top):
+def test_an_encoder_of_each_family_is_cut(name, layers, side, bottom, top):
+    """Whole it computes what it computed uncut; at each depth it has full width, and its newest layer alone learns."""
     torch.manual_seed(0)
     encoder = build_encoder(name, 1, side)
     cut = StagedEncoder(copy.deepcopy(encoder))
     assert cut.layers == cut.depth == layers
     assert cut.num_features == encoder.num_features
     assert torch.equal(cut.eval()(images(side)), encoder.eval()(images(side)))
-
-
-@pytest.mark.parametrize(("name", "layers", "side", "bottom", "top"), CUTS)
-def test_every_entry_belongs_to_one_layer_or_to_the_top(name, layers, side, bottom, top):
-    cut = staged(name, side)
+    # every entry belongs to one layer or to the top
     by_layer = [cut.names([layer]) for layer in range(layers)]
     everything = [n for names in by_layer for n in names] + cut.names([], top=layers)
     assert sorted(everything) == sorted(n for n in cut.state_dict() if not n.startswith("reshape."))
@@ -56,19 +53,15 @@ def test_every_entry_belongs_to_one_layer_or_to_the_top(name, layers, side, bott
     assert first_parts(by_layer[0]) == bottom | blocks
     assert first_parts(cut.names([], top=1)) == top
     assert all(len(names) > 0 for names in by_layer)
-
-
-@pytest.mark.parametrize(("name", "layers", "side", "bottom", "top"), CUTS)
-def test_at_every_depth_the_output_has_full_width_and_only_the_newest_layer_learns(name, layers, side, bottom, top):
-    cut = staged(name, side)
+    cut.train()
+    parameters = dict(cut.named_parameters())
     for depth in range(1, layers + 1):
         cut.use(active=[depth - 1], frozen=range(depth - 1))
         cut.zero_grad(set_to_none=True)
         output = cut(images(side))
         assert output.shape == (3, cut.num_features)
         (output * torch.arange(float(cut.num_features))).sum().backward()
-        learned = {n for n, p in cut.named_parameters() if p.grad is not None}
-        parameters = dict(cut.named_parameters())
+        learned = {n for n, p in parameters.items() if p.grad is not None}
         assert learned == set(cut.names([depth - 1], top=depth)) & set(parameters)
         assert learned == {n for n, p in parameters.items() if p.requires_grad}
 

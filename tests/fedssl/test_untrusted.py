@@ -1,17 +1,78 @@
-"""YAML from somebody else: each attack is one line that names the line of the file, and takes no time."""
+"""Files, names and YAML from somebody else: nothing hangs, moves a cursor, begins a formula or takes long."""
 
 from __future__ import annotations
 
+import os
+import re
+
 import pytest
 import yaml
+from matplotlib.figure import Figure
 
 from fedssl.errors import UserError
-from fedssl.untrusted import MOST_BYTES, parse_yaml, scalar_text
+from fedssl.untrusted import (
+    MOST_BYTES,
+    NAME_PATTERN,
+    absolute_path,
+    expand_home,
+    parse_yaml,
+    plot_text,
+    printable,
+    read_regular_file,
+    scalar_text,
+)
 
+HOSTILE = ("\x1b[31m", "a\rb", "a\nb", "a\0b", "\x9b2J", "\u202egnp.exe", "a\u2028b", "\ud800")
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in zip("abcdefgh", "bcdefghi", strict=True)
 )
 CHAIN = "a0: &a0 [1]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 300))
+
+
+def test_a_regular_file_is_read_also_through_a_link(tmp_path):
+    (tmp_path / "file").write_bytes(b"abc")
+    (tmp_path / "link").symlink_to("file")
+    assert read_regular_file(tmp_path / "link", most_bytes=3) == b"abc"
+    with pytest.raises(OSError, match="expected at most 2 bytes, the file has 3"):
+        read_regular_file(tmp_path / "file", most_bytes=2)
+
+
+def test_a_pipe_a_device_and_a_folder_are_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path, "/dev/zero"):
+        with pytest.raises(OSError, match="expected a regular file"):
+            read_regular_file(path)
+
+
+def test_paths_that_lead_nowhere_are_errors(tmp_path):
+    for call in (lambda: expand_home("~nosuchuser/a"), lambda: absolute_path(tmp_path, "~nosuchuser/a")):
+        with pytest.raises(UserError, match="'~nosuchuser/a' begins with an unknown user's home folder"):
+            call()
+    assert absolute_path(tmp_path, "b/../c") == tmp_path / "c"
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_control_characters_are_escaped_and_no_name_holds_them(text):
+    assert printable(text).isprintable()
+    assert not re.match(NAME_PATTERN, text) or text == "\ud800"  # YAML and UTF-8 refuse half a character themselves
+    printable(text).encode()
+
+
+def test_harmless_text_stays_as_it_is():
+    for text in ("Hetero-SSFL (λ = 0.1), 50 %", "naïve", "日本", "a/b", r"a\b"):
+        assert printable(text) == text
+        assert re.match(NAME_PATTERN, text)
+    assert printable("a\nb", keep="\n") == "a\nb"
+    assert not re.match(NAME_PATTERN, "")
+    assert not re.match(NAME_PATTERN, "a" * 201)
+
+
+@pytest.mark.parametrize("text", [r"$\frac{$", "$", "$$", "a$b$c", r"\$x\$", "$x$\n$y$"])
+def test_a_chart_shows_dollar_signs_literally(text):
+    drawn = Figure().text(0, 0, plot_text(text))
+    drawn.figure.canvas.draw()
+    shown, is_formula = drawn._preprocess_math(drawn.get_text())
+    assert (shown, is_formula) == (text, False)
 
 
 @pytest.mark.parametrize(

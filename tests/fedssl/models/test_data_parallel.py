@@ -1,0 +1,295 @@
+"""A client's training by two processes against that by one: BatchNorm's layers, and whole rounds in float64."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fedssl.aggregators.base_model import BASE
+from fedssl.client import LocalRound
+from fedssl.errors import UserError
+from fedssl.federation import build_federation
+from fedssl.messages import Message
+from fedssl.models import data_parallel
+from fedssl.models.data_parallel import Share, StatisticsOfWholeBatch
+from fedssl.models.model import untouched_running_statistics
+from fedssl.objectives.base import Step
+from fedssl.parts import part_class, part_names
+from fedssl.recipe.recipe import Recipe
+from fedssl.regularizers.base import Regularizer, StepLoss
+from fedssl.regularizers.representation_alignment import STAGE
+from fedssl.training import train_locally
+from tests.fedkernels.distributed.ranks import Ranks
+from tests.fedssl.conftest import AVERAGED
+from tests.fedssl.models.double import Double
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed")
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Stopped with the last test of the file: other tests of the same process count its children."""
+    group = Ranks(2, tmp_path_factory.mktemp("ranks"))
+    yield group
+    group.stop()
+
+
+# BatchNorm
+
+LAYERS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
+    "vectors": ({}, (6, 5)),
+    "one row a process": ({}, (2, 5)),
+    "sequences": ({}, (6, 5, 3)),
+    "images": ({}, (6, 5, 4, 3)),
+    "without weights": ({"affine": False}, (6, 5, 4, 3)),
+    "without running statistics": ({"track_running_stats": False}, (6, 5)),
+    "mean over all batches": ({"momentum": None}, (6, 5)),
+}
+
+
+def drawn(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def made(options: dict[str, Any], dims: int, dtype: torch.dtype) -> nn.Module:
+    """A layer with weights and running statistics of its own."""
+    layer = (nn.BatchNorm2d if dims == 4 else nn.BatchNorm1d)(5, **options).to(dtype)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for tensor in (*layer.parameters(), *layer.buffers()):
+            if tensor.is_floating_point():
+                tensor.copy_(torch.rand(5, generator=generator) + 0.5)
+    return layer
+
+
+def outcome(layer: nn.Module, x: Tensor, by_output: Tensor) -> list[Tensor]:
+    """Of two steps: outputs, the gradient in x, those in the weights, and the layer's buffers."""
+    found = []
+    for _ in range(2):
+        x = x.detach().requires_grad_()
+        out = layer(x)
+        (out.to(by_output.dtype) * by_output).sum().backward()
+        assert x.grad is not None
+        found += [out.detach(), x.grad]
+        x = out
+    return [*found, *(p.grad for p in layer.parameters()), *(b.clone() for b in layer.buffers())]
+
+
+def of_share(x: Tensor, by_output: Tensor, options: dict[str, Any], dtype: torch.dtype) -> list[Tensor]:
+    rank = dist.get_rank()
+    with StatisticsOfWholeBatch():
+        found = outcome(made(options, x.dim(), dtype), x.chunk(2)[rank], by_output.chunk(2)[rank])
+    weights = [found[i] for i in range(4, 4 + 2 * options.get("affine", True))]
+    Share(rank, 2).average(weights)
+    return found
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_layers_are_those_of_the_whole_batch(layer, two_ranks):
+    options, shape = LAYERS[layer]
+    x, by_output = 3 + drawn(shape, 1), drawn(shape, 2)
+    whole = outcome(made(options, x.dim(), torch.float64), x, by_output)
+    shares = two_ranks(of_share, x, by_output, options, torch.float64)
+    for number, expected in enumerate(whole):
+        if number < 4:  # outputs and gradients in x are those of the shares
+            got = torch.cat([share[number] for share in shares])
+        elif number < 4 + 2 * options.get("affine", True):  # averaged over the two processes
+            got = 2 * shares[0][number]
+        else:
+            got = shares[0][number]
+        torch.testing.assert_close(got, expected, atol=1e-12, rtol=1e-12)
+    for one, other in zip(shares[0][4:], shares[1][4:], strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_narrow_inputs_have_float32_statistics(dtype, two_ranks):
+    """As under autocast: the layer's weights are float32, its output has the dtype of its input."""
+    x = (100 + drawn((8, 5, 6, 6), 2)).to(dtype).contiguous(memory_format=torch.channels_last)
+    by_output = drawn(tuple(x.shape), 3, torch.float32)
+    whole = outcome(made({}, 4, torch.float32), x, by_output)
+    shares = two_ranks(of_share, x, by_output, {}, torch.float32)
+    tolerance = 1e-3 if dtype is torch.float32 else 0.05  # of a mean of 100 and a deviation of 1
+    for number in range(2):
+        got = torch.cat([share[number] for share in shares])
+        assert got.dtype == dtype
+        torch.testing.assert_close(got, whole[number], atol=tolerance, rtol=tolerance)
+        assert shares[0][number].is_contiguous(memory_format=torch.channels_last)
+    for got, expected in zip(shares[0][-3:-1], whole[-3:-1], strict=True):
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got, expected, atol=1e-3, rtol=1e-3)
+
+
+def of_share_in_other_modes(x: Tensor) -> list[Tensor]:
+    share = x.chunk(2)[dist.get_rank()]
+    layer = made({}, 2, torch.float64)
+    with StatisticsOfWholeBatch():
+        with untouched_running_statistics(layer):
+            untouched = layer(share)
+        return [untouched.detach(), layer.eval()(share).detach(), layer.running_mean]
+
+
+def test_other_modes_are_torchs_own(two_ranks):
+    """Running statistics that shall stay as they are do, and evaluation mode normalises by them."""
+    x, layer = drawn((6, 5), 4), made({}, 2, torch.float64)
+    shares = two_ranks(of_share_in_other_modes, x)
+    before = layer.running_mean.clone()
+    torch.testing.assert_close(torch.cat([share[1] for share in shares]), layer.eval()(x).detach())
+    torch.testing.assert_close(torch.cat([share[0] for share in shares]), layer.train()(x).detach())
+    assert torch.equal(shares[0][2], before)
+
+
+# Whole rounds
+
+HEADS = {"hidden_features": 16, "output_features": 8}
+BYOL = {"name": "byol", **HEADS}
+SIMSIAM = {"name": "simsiam", "bottleneck_features": 8, "output_features": 16}
+# at its own temperature of 0.05 a difference in the last bit grows to 1e-9 within ten steps
+MOCO = {"name": "moco_v3", "temperature": 0.5, **HEADS}
+#: changes of a round; the convolutional network has BatchNorm, as have all heads but `supervised`'s
+ROUNDS: dict[str, dict[str, Any]] = {
+    "byol": {"objective": BYOL},
+    "one direction": {"objective": BYOL | {"symmetric": False}},
+    "simsiam": {"objective": SIMSIAM},
+    "simclr": {"objective": {"name": "simclr", **HEADS}},
+    "BatchNorm in the heads alone": {"objective": MOCO, "architectures": ["small_vit"]},
+    "no BatchNorm": {"objective": {"name": "supervised"}, "architectures": ["small_vit"]},
+    "activations within BatchNorm": {"objective": SIMSIAM, "architectures": ["test_efficientnet"]},
+    "joined views": {"objective": MOCO, "training": {"join_views": True}},
+    "Adam and a number of steps": {"objective": MOCO, "training": {"optimizer": "adam", "local_steps": 7}},
+    "terms of weights": {
+        "objective": BYOL,
+        "regularizers": [
+            {"name": "proximal", "weight": 1.0},
+            {"name": "distance_to_global", "of": "weights"},
+            {"name": "base_alignment", "weight": 1.0},
+        ],
+        "aggregators": ["weighted_mean", "base_model"],
+    },
+    "terms of representations": {
+        "objective": BYOL,
+        "regularizers": [{"name": "representation_alignment"}, {"name": "distance_to_global"}],
+    },
+}
+
+
+class DoubleViews(Regularizer):
+    """A term whose own models get float64 views, too."""
+
+    term: Any
+
+    def start_round(self, local: LocalRound) -> StepLoss:
+        term = self.term.start_round(local)
+
+        def of_double(step: Step) -> Tensor:
+            step.views = tuple(view.double() for view in step.views)
+            return term(step)
+
+        return of_double
+
+
+def join_group() -> None:
+    """Where this process is one of a group, it trains on its share from now on."""
+    data_parallel._share = Share(dist.get_rank(), 2) if dist.is_initialized() else Share()
+
+
+def train(recipe: Recipe, dtype: torch.dtype = torch.float64) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Client 0's round, from a received model and a previous one that differ from its own."""
+    join_group()
+    federation = build_federation(recipe)
+    client = federation.client(0, Message())
+    client.model.to(dtype).train()
+    others = [build_federation(recipe.model_copy(update={"seed": seed})).new_model(0) for seed in (1, 2)]
+    received, previous = ({name: t.to(dtype) for name, t in other.online_state().items()} for other in others)
+    base = {f"{BASE}{name}": t.to(dtype) for name, t in others[0].encoder.state_dict().items()}
+    client.memory.numbers[STAGE] = 1
+    objective: Any = Double(recipe.objective) if dtype is torch.float64 else recipe.objective
+    augmentation = federation.method.augmentation
+    local = LocalRound(client, Message({**received, **base}), 1, 0, objective, augmentation, previous)
+    terms = [DoubleViews(term=regularizer) for regularizer in recipe.regularizers]
+    train_locally(local, recipe.training, terms, recipe.rounds)
+    return client.model.state_dict(), local.logged()
+
+
+@pytest.fixture
+def recipe_of(noisy):
+    def build(training: dict[str, Any] | None = None, **changes: Any) -> Recipe:
+        training = {"local_epochs": 2, "batch_size": 8} | (training or {})
+        return noisy(**AVERAGED | {"partition": {"name": "iid", "clients": 6}, "training": training} | changes)
+
+    return build
+
+
+def assert_same(one: dict[str, Tensor], other: dict[str, Tensor], alone: dict[str, Tensor], tolerance: float) -> None:
+    for name, tensor in alone.items():
+        torch.testing.assert_close(
+            one[name], tensor, atol=tolerance, rtol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
+        )
+        assert torch.equal(one[name], other[name]), name
+
+
+@pytest.mark.parametrize("name", ROUNDS)
+def test_a_round_is_that_of_one_process(name, recipe_of, two_ranks):
+    recipe = recipe_of(**ROUNDS[name])
+    alone, metrics = train(recipe)
+    one, other = two_ranks(train, recipe)
+    start = build_federation(recipe).new_model(0).double().state_dict()
+    assert any((alone[entry] - start[entry]).abs().max() > 1e-3 for entry in alone)
+    assert_same(one[0], other[0], alone, 1e-8)
+    assert one[1] == other[1]
+    assert one[1].keys() == metrics.keys()
+    for metric in metrics.keys() - {"memory"}:
+        assert one[1][metric] == pytest.approx(metrics[metric], rel=1e-6), metric
+    assert one[1]["memory"] < metrics["memory"]
+
+
+def test_every_part_that_says_that_it_can_be_shared_is_in_a_round_above():
+    objectives = {values["objective"]["name"] for values in ROUNDS.values()}
+    terms = {term["name"] for values in ROUNDS.values() for term in values.get("regularizers", [])}
+    for folder, tested in (("objectives", objectives), ("regularizers", terms)):
+        assert {name for name in part_names(folder) if part_class(folder, name).is_data_parallel()} == tested
+
+
+def test_networks_that_compute_in_bfloat16(recipe_of, two_ranks):
+    """BatchNorm then gets bfloat16 and float32 weights; the result is as near as bfloat16's 8 bits let it be."""
+    recipe = recipe_of(objective=ROUNDS["simclr"]["objective"], training={"precision": "bfloat16", "local_steps": 3})
+    alone, metrics = train(recipe, torch.float32)
+    one, other = two_ranks(train, recipe, torch.float32)
+    assert one[1]["loss"] == pytest.approx(metrics["loss"], rel=0.02)
+    assert_same(one[0], other[0], alone, 0.05)
+
+
+class ExplodesInOne(Regularizer):
+    """Not a number in the second process alone, in the first step."""
+
+    def start_round(self, local: LocalRound) -> StepLoss:
+        numbers = itertools.count(1)
+
+        def term(step: Step) -> Tensor:
+            bad = next(numbers) == 1 and data_parallel.own_share().rank == 1
+            return step.loss.new_tensor(float("nan") if bad else 0.0)
+
+        return term
+
+
+def error_of_training(recipe: Recipe) -> str:
+    join_group()
+    federation = build_federation(recipe)
+    method, client = federation.method, federation.client(0, Message())
+    local = LocalRound(client, Message(), 1, 0, method.objective, method.augmentation)
+    with pytest.raises(UserError) as error:
+        train_locally(local, method.training, [ExplodesInOne(name="explodes")], 1)
+    return str(error.value)
+
+
+def test_all_processes_tell_the_same_first_step_that_diverged(recipe_of, two_ranks):
+    """The losses are looked at once an epoch: by then nan is in the first process's weights, too, and in its losses."""
+    told = two_ranks(error_of_training, recipe_of(objective=SIMSIAM))
+    assert "client 0's loss became nan in round 1, step 1;" in told[0]
+    assert told[0] == told[1]
