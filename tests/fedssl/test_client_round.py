@@ -68,7 +68,9 @@ def first_and_second_round(federation: Federation) -> tuple[Client, State, Messa
     return client, between, received
 
 
-@pytest.mark.parametrize(("objective", "fresh"), [(BYOL, False), (MOCO_V3, True)])
+@pytest.mark.parametrize(
+    ("objective", "fresh"), [(BYOL, False), (MOCO_V3, True), (MOCO_V3 | {"fresh_target_each_round": False}, False)]
+)
 def test_a_target_starts_as_the_first_online_network_and_goes_on_unless_it_is_fresh(
     objective, fresh, tiny, at_first_step
 ):
