@@ -245,6 +245,7 @@ def test_clients_must_not_send_what_the_evaluation_or_an_engine_writes():
     assert not {"loss", "flops", "local_model_distance"} & reserved
     assert is_reserved("semi_supervised_0.3")
     assert is_reserved("downstream_mine_knn")
+    assert is_reserved("classifier")
 
 
 def test_images_without_labels_have_other_measures():
