@@ -251,7 +251,7 @@ def test_a_client_whose_answer_was_refused_is_sent_the_layers_again(staged):
 
 
 def test_the_target_network_starts_every_round_as_the_online_one(staged, monkeypatch):
-    exchange = Exchange(staged())
+    exchange = Exchange(staged(objective="byol"))
     exchange.round(1, [0])
     moved = exchange.states[0].tensors
     name = "encoder.network.conv1.weight"
