@@ -28,16 +28,17 @@ from tests.fedssl.small_models import Flat, Scale
 LABELS = torch.tensor([0, 1])
 #: Two views of two images of two pixels. Once normalised the first view is e1, e2 and the second e2, e2.
 ONE, TWO = torch.tensor([[3.0, 0.0], [0.0, 1.0]]), torch.tensor([[0.0, 4.0], [0.0, 2.0]])
+COSINE = 1 / math.sqrt(2)  # of d = (e1 + e2) / sqrt(2) with e1 and with e2
 VIEWS = (ONE.view(2, 1, 1, 2), TWO.view(2, 1, 1, 2))
 
 
 def plain_model(part: Objective) -> Model:
-    """Its networks hand on what they get; the target projector turns rows by 90 degrees, e1 to e2 and e2 to -e1."""
+    """Its networks hand on what they get; the target projector turns e1 to (e1 + e2) / sqrt(2)."""
     model = part.build(Flat(), 2)
     for name in model.online:
         model.online[name] = nn.Flatten()
     if model.target:
-        model.target["projector"] = Scale([[0.0, -1.0], [1.0, 0.0]]).requires_grad_(False)
+        model.target["projector"] = Scale([[1.0, 0.0], [1.0, 1.0]]).requires_grad_(False)
     return model
 
 
@@ -48,17 +49,18 @@ def nt_xent_by_hand(s: float) -> float:
 
 
 def info_nce_by_hand(s: float) -> float:
-    """The keys are turned: of the first view e2, -e1, of the second -e1, -e1. (e1, e2) against (-e1, -e1) is log 2 in
-    each row; (e2, e2) against (e2, -e1) is log(e^s + 1) - s in the first row and log(e^s + 1) in the second."""
-    return math.log(2) + math.log(math.exp(s) + 1) - s / 2
+    """The keys of the first view are d = (e1 + e2) / sqrt(2) and e2, those of the second e2, e2. (e1, e2) against the
+    second's is log 2 in each row. In (e2, e2) against the first's the cosines are c = 1 / sqrt(2) and 1 in each row, of
+    which the first is the first row's positive and the second the second's."""
+    return math.log(2) + math.log(math.exp(COSINE * s) + math.exp(s)) - s * (1 + COSINE) / 2
 
 
 @pytest.mark.parametrize(
     ("part", "expected"),
     [
-        # (e1, e2) against -e1, -e1 has the cosines -1 and 0, a loss of 3; (e2, e2) against e2, -e1 has 1 and 0, so 1
-        (BYOL(), 2.0),
-        (BYOL(symmetric=False), 3.0),
+        # (e1, e2) against e2, e2 has the cosines 0 and 1, a loss of 1; (e2, e2) against d, e2 has c and 1, so 1 - c
+        (BYOL(), (1 + 1 - COSINE) / 2),
+        (BYOL(symmetric=False), 1.0),
         (SimSiam(), -0.5),  # the cosines of the two pairs are 0 and 1
         (SimSiam(stop_gradient=False), -0.5),
         (SimCLR(), nt_xent_by_hand(1 / 0.5)),
