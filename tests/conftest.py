@@ -41,7 +41,7 @@ LONGEST = (
     "fedkernels/test_properties.py",
     "fedkernels/test_two_views.py",
     "cuda_on_cpu/test_unbalanced_ot.py",
-    "fedssl/test_own_images_page.py",
+    "fedssl/test_pages.py",
     "fedssl/tables/test_resources.py",
     "docs/test_pages.py",
     "fedssl/reports/test_cost.py",

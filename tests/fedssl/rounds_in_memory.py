@@ -15,28 +15,28 @@ class Rounds:
     Attributes:
         server: the server's state after the last round.
         clients: the clients' states after the last round, by client.
-        replies: by round (0 is the opening one) and client.
+        sent, replies: what went down and up, by round (0 is the opening one) and client.
     """
 
     server: Message
     clients: dict[int, Message]
+    sent: dict[int, dict[int, Message]] = field(default_factory=dict)
     replies: dict[int, dict[int, Message]] = field(default_factory=dict)
 
 
-def train_rounds(federation: Federation, rounds: int) -> Rounds:
-    """Run the opening round, where the method has one, and so many rounds of all clients after it."""
-    method, everyone = federation.method, list(range(len(federation.client_rows)))
-    done = Rounds(method.initial_state(), {k: Message() for k in everyone})
+def train_rounds(federation: Federation, rounds: int, clients: list[int] | None = None) -> Rounds:
+    """Run the opening round, where the method has one, and so many rounds after it, of all clients or of some."""
+    method, asked = federation.method, clients or list(range(len(federation.client_rows)))
+    done = Rounds(method.initial_state(), {k: Message() for k in asked})
     for number in range(0 if method.opening_round else 1, rounds + 1):
         if number:
-            sent = method.broadcast(done.server, everyone, number)
+            done.sent[number] = method.broadcast(done.server, asked, number)
         else:
-            sent = method.broadcast_opening(done.server, everyone)
+            done.sent[number] = method.broadcast_opening(done.server, asked)
         done.replies[number] = {}
-        for k in everyone:
+        for k in asked:
             client = federation.client(k, done.clients[k])
-            reply = method.client_round(client, sent[k], number)
+            done.replies[number][k] = method.client_round(client, done.sent[number][k], number)
             done.clients[k] = federation.client_state(client, number)
-            done.replies[number][k] = reply
         done.server = method.aggregate(done.server, done.replies[number], number)
     return done

@@ -21,6 +21,15 @@ FIRST_TWO = ((1.0, 0.0, 0.0, 0.0), (0.0, 1.0, 0.0, 0.0))
 SWAPPED = ((0.0, 1.0, 0.0, 0.0), (1.0, 0.0, 0.0, 0.0))
 
 
+class Flat(nn.Module):
+    """An encoder that changes nothing, for images of two pixels."""
+
+    num_features = 2
+
+    def forward(self, images):
+        return images.flatten(1)
+
+
 class Scale(nn.Module):
     """A linear layer without bias: one weight [out, in] to compute with."""
 
@@ -44,10 +53,13 @@ def flat_model(projector, predictor=((1.0, 0.0), (0.0, 1.0))) -> Model:
     return Model({"encoder": nn.Flatten(), "projector": Scale(projector), "predictor": Scale(predictor)})
 
 
-def local_round(model, received=None, number=1, images=None, objective=None, index=0, memory=None) -> LocalRound:
+def local_round(
+    model, received=None, number=1, images=None, objective=None, index=0, memory=None, previous=None
+) -> LocalRound:
     images = torch.zeros(4, 1, 2, 2, dtype=torch.uint8) if images is None else images
     client = Client(index, images, torch.zeros(len(images)), None, model, memory or Message())
-    return LocalRound(client, received or Message(), number, 0, objective or BYOL(), RandomViews(crop_scale=(1, 1)))
+    views = RandomViews(crop_scale=(1, 1))
+    return LocalRound(client, received or Message(), number, 0, objective or BYOL(), views, previous)
 
 
 def value(model: Model, name: str) -> float:

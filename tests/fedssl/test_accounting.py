@@ -113,7 +113,7 @@ def test_clients_with_equal_steps_are_counted_once(tiny, monkeypatch):
     assert counters.used == 4
 
 
-@pytest.mark.parametrize("name", ["fedca", "lw_fedssl", "fedu2", "per_ssfl", "hetero_ssfl"])
+@pytest.mark.parametrize("name", ["fedca", "lw_fedssl", "hetero_ssfl"])
 def test_what_a_round_takes_does_not_depend_on_what_was_counted_before(name, monkeypatch):
     """Terms that begin later, stages, unequal clients: every client's figures are those of its own count."""
     partition = "partition={name: dirichlet, clients: 3, alpha: 0.5, min_samples: 10}"

@@ -20,6 +20,7 @@ from fedssl.recipe.reading import parse_recipe
 from fedssl.regularizers.base_alignment import BaseAlignment
 from fedssl.regularizers.representation_alignment import RepresentationAlignment
 from tests.fedssl.conftest import tiny_values
+from tests.fedssl.rounds_in_memory import train_rounds
 
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "byol": {"hidden_features": 16, "output_features": 8},
@@ -67,28 +68,14 @@ def two_rounds(objective: str, regularizers: list[str], aggregators: list[str], 
         partition={"name": "iid", "clients": 1},
     )
     federation = build_federation(parse_recipe(values), DATASET)
-    method, state, losses = federation.method, Message(), []
     try:
-        server = method.initial_state()
-        for number in range(0 if method.opening_round else 1, 3):
-            client = federation.client(0, state)
-            if number:
-                reply = method.client_round(client, method.broadcast(server, [0], number)[0], number)
-                losses.append(reply.metrics["total_loss"])
-            else:
-                reply = method.client_round(client, method.broadcast_opening(server, [0])[0], 0)
-            state = federation.client_state(client, number)
-            server = method.aggregate(server, {0: reply}, number)
+        replies = train_rounds(federation, 2).replies
     except UserError as error:
         raise AssertionError(f"refused only while it ran: {error}") from error
-    return losses
+    return [replies[number][0].metrics["total_loss"] for number in (1, 2)]
 
 
-def test_all_objectives_are_tried():
-    assert {name.partition(",")[0] for name in OBJECTIVES} == set(part_names("objectives"))
-
-
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("objective", [*OBJECTIVES, *sorted(set(part_names("objectives")) - set(OBJECTIVES))])
 def test_every_regularizer_works_with_an_objective_or_is_refused(objective):
     for regularizer in part_names("regularizers"):
         aggregators = ["weighted_mean", *([READS[regularizer]] if regularizer in READS else [])]
@@ -98,7 +85,6 @@ def test_every_regularizer_works_with_an_objective_or_is_refused(objective):
                 two_rounds(objective, [regularizer], aggregators, "replace")
         else:
             losses = two_rounds(objective, [regularizer], aggregators, "replace")
-            assert len(losses) == 2, regularizer
             assert all(map(math.isfinite, losses)), regularizer
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 import yaml
 
 import fedssl
+from fedssl import parts
 from fedssl.aggregators.weighted_mean import WeightedMean
 from fedssl.augmentations.random_views import RandomViews
 from fedssl.engines.in_process import run
@@ -25,15 +25,7 @@ from tests.fedssl.conftest import AVERAGED, tiny_values
 
 PAGE = (Path(__file__).parents[2] / "docs" / "compose_in_python.md").read_text(encoding="utf-8")
 PROGRAM, REPLACED = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-WITHOUT_PART = """
-import sys, fedssl
-try:
-    fedssl.resume(sys.argv[1])
-except fedssl.UserError as error:
-    print(error)
-"""
 SCRIPT = """
-import sys
 from pathlib import Path
 
 import fedssl
@@ -44,11 +36,10 @@ class Mine(Imported):
     pass
 
 
-recipe = fedssl.load_recipe("tiny.yaml").model_copy(update={"regularizers": [Mine()]})
-try:
-    print(fedssl.resume("run").finished if "again" in sys.argv else interrupt(recipe, Path("run")))
-except fedssl.UserError as error:
-    print(error)
+if again:
+    fedssl.resume("run")
+else:
+    interrupt(fedssl.load_recipe("tiny.yaml").model_copy(update={"regularizers": [Mine()]}), Path("run"))
 """
 
 
@@ -68,20 +59,20 @@ class Other(Imported):
 def composed(**changes) -> fedssl.Recipe:
     """The tiny recipe with averaged weights, of Python objects."""
     values = tiny_values(**AVERAGED | changes)
-    parts = {
+    by_part = {
         "objective": BYOL(hidden_features=32, output_features=16),
         "augmentation": RandomViews(flip=0.0),
         "schedule": EndToEnd(),
         "aggregators": [WeightedMean()],
         "local_update": Replace(),
     }
-    return fedssl.Recipe(**values | parts | changes)
+    return fedssl.Recipe(**values | by_part | changes)
 
 
-def in_a_cell(name: str = "Cell") -> type[fedssl.Regularizer]:
+def in_a_cell() -> type[fedssl.Regularizer]:
     """A class as a notebook's cell defines it."""
-    cell = f"""
-class {name}(Regularizer):
+    cell = """
+class Cell(Regularizer):
     weight: float = 1.0
 
     def start_round(self, local):
@@ -89,7 +80,7 @@ class {name}(Regularizer):
 """
     namespace = {"__name__": "__main__", "Regularizer": fedssl.Regularizer}
     exec(cell, namespace)
-    return namespace[name]
+    return namespace["Cell"]
 
 
 def interrupt(recipe: fedssl.Recipe, path: Path) -> None:
@@ -101,11 +92,6 @@ def interrupt(recipe: fedssl.Recipe, path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         run(recipe, path, Interrupted())
-
-
-def resumed_elsewhere(path: Path) -> str:
-    """Resume a run in another process; return what that prints."""
-    return subprocess.run([sys.executable, "-c", WITHOUT_PART, path], capture_output=True, text=True, check=True).stdout
 
 
 def test_the_program_of_the_page_runs_and_is_short(tmp_path, monkeypatch, capsys):
@@ -120,17 +106,13 @@ def test_the_program_of_the_page_runs_and_is_short(tmp_path, monkeypatch, capsys
     assert (recipe.name, recipe.preset, recipe.regularizers[0].weight) == ("fedbyol", "digits", 2.0)
 
 
-def test_a_composed_recipe_is_the_one_of_its_yaml(tmp_path):
-    recipe = composed()
-    assert recipe == parse_recipe(tiny_values(**AVERAGED))
+def test_a_composed_recipe_is_the_one_of_its_yaml_with_its_figures(finished, tmp_path):
+    recipe, written = composed(), parse_recipe(tiny_values(**AVERAGED))
+    assert recipe == written
     (tmp_path / "stored.yaml").write_text(recipe.to_yaml())
     assert fedssl.load_recipe(tmp_path / "stored.yaml") == recipe
-
-
-def test_a_composed_recipe_gives_the_figures_of_its_yaml(tmp_path):
-    fedssl.run(composed(), tmp_path / "python")
-    fedssl.run(parse_recipe(tiny_values(**AVERAGED)), tmp_path / "yaml")
-    assert (tmp_path / "python" / "metrics.csv").read_bytes() == (tmp_path / "yaml" / "metrics.csv").read_bytes()
+    fedssl.run(recipe, tmp_path / "python")
+    assert (tmp_path / "python" / "metrics.csv").read_bytes() == (finished(written) / "metrics.csv").read_bytes()
 
 
 def test_a_class_of_a_module_is_stored_by_module_and_name(tmp_path):
@@ -157,39 +139,41 @@ def test_a_changed_module_is_refused(tmp_path, monkeypatch):
     assert fedssl.resume(tmp_path / "run").finished
 
 
-def test_a_class_from_a_notebooks_cell_runs_and_resumes_in_its_process_alone(tmp_path):
+def test_a_class_from_a_notebooks_cell_runs_and_resumes_in_its_process_alone(tmp_path, monkeypatch):
     recipe = composed(regularizers=[in_a_cell()(weight=0.5)])
     assert recipe.regularizers[0].name == "__main__:Cell"
     interrupt(recipe, tmp_path / "run")
-    refusal = resumed_elsewhere(tmp_path / "run")
+    with monkeypatch.context() as other_process:
+        other_process.setattr(parts, "_session_classes", {})
+        with pytest.raises(fedssl.UserError) as caught:
+            fedssl.resume(tmp_path / "run")
+    refusal = str(caught.value)
     assert "regularizers.0.name: the class Cell was defined in a notebook or a script" in refusal
     assert "put it into a file, for instance my_part.py" in refusal
     assert "from my_part import Cell" in refusal
-    assert refusal.count("\n") == 1
+    assert "\n" not in refusal
+    with pytest.raises(fedssl.UserError, match="class Cell was defined in a notebook or a script, which other"):
+        fedssl.resume(tmp_path / "run", clients_parallel=2)
     resumed = fedssl.resume(tmp_path / "run")
     assert resumed.finished
     assert resumed.values == fedssl.run(recipe, tmp_path / "whole").values
     assert fedssl.evaluate(tmp_path / "run") == fedssl.evaluate(tmp_path / "whole")
 
 
-def test_a_script_resumes_what_it_began_until_it_changes(tmp_path):
-    (tmp_path / "tiny.yaml").write_text(composed().to_yaml())
+def test_a_script_resumes_what_it_began_until_it_changes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.yaml").write_text(composed().to_yaml())
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
 
-    def run_script(*arguments):
-        command = [sys.executable, script, *arguments]
-        environment = os.environ | {
-            "PYTHONPATH": str(Path(__file__).parents[2])
-        }  # for what the script imports from here
-        done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path, env=environment)
-        return done.stdout
+    def run_script(text, again):
+        script.write_text(text)
+        runpy.run_path(str(script), {"again": again}, run_name="__main__")
 
-    run_script()
-    script.write_text(SCRIPT + "# changed\n")
-    assert "__main__:Mine, a part of run/recipe.yaml, was changed since the run began" in run_script("again")
-    script.write_text(SCRIPT)
-    assert run_script("again") == "True\n"
+    run_script(SCRIPT, again=False)
+    with pytest.raises(fedssl.UserError, match=r"__main__:Mine, a part of run/recipe.yaml, was changed since the run"):
+        run_script(SCRIPT + "# changed\n", again=True)
+    run_script(SCRIPT, again=True)
+    assert fedssl.read_run("run").finished
 
 
 @pytest.mark.parametrize(
@@ -203,21 +187,13 @@ def test_a_script_resumes_what_it_began_until_it_changes(tmp_path):
 )
 def test_other_processes_cannot_have_a_class_from_a_cell(tmp_path, changes):
     recipe = composed(regularizers=[in_a_cell()()], **changes)
-    with pytest.raises(
-        fedssl.UserError, match="class Cell was defined in a notebook or a script, which other"
-    ) as caught:
+    refusal = r"^[^\n]*class Cell was defined in a notebook or a script, which other"
+    with pytest.raises(fedssl.UserError, match=refusal):
         build_federation(recipe)
-    assert "\n" not in str(caught.value)
     if changes.get("engine") != "flower":
-        with pytest.raises(fedssl.UserError, match="class Cell"):
+        with pytest.raises(fedssl.UserError, match=refusal):
             fedssl.run(recipe, tmp_path / "run")
     assert not (tmp_path / "run").exists()
-
-
-def test_a_resume_with_workers_is_refused_for_a_class_from_a_cell(tmp_path):
-    interrupt(composed(regularizers=[in_a_cell()()]), tmp_path / "run")
-    with pytest.raises(fedssl.UserError, match="class Cell was defined in a notebook or a script, which other"):
-        fedssl.resume(tmp_path / "run", clients_parallel=2)
 
 
 def test_a_name_of_a_module_and_a_class_is_not_run_unasked(tmp_path):

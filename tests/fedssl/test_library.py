@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -24,16 +25,9 @@ sys.exit(f"imported: {heavy}" if heavy else 0)
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory) -> Path:
-    """The folder of a run that was started through the library, as a string of its path gave it."""
-    folder = tmp_path_factory.mktemp("library")
-    recipe_file = folder / "tiny.yaml"
-    recipe_file.write_text(parse_recipe(tiny_values()).to_yaml())
-    recipe = fedssl.load_recipe(str(recipe_file), ["rounds=1"])
-    run = fedssl.run(recipe, str(folder / "run"))
-    assert isinstance(run, fedssl.Run)
-    assert run.finished
-    return folder / "run"
+def run_folder(finished, tmp_path_factory) -> Path:
+    """A copy of the folder of a finished run."""
+    return Path(shutil.copytree(finished(parse_recipe(tiny_values())), tmp_path_factory.mktemp("library") / "run"))
 
 
 def test_importing_it_imports_nothing_heavy():
@@ -65,31 +59,34 @@ def test_an_unknown_name_is_refused():
         _ = fedssl.trian
 
 
-@pytest.mark.parametrize("kind", [str, Path])
-def test_a_run_is_read_resumed_evaluated_and_reported(finished, tmp_path, kind):
-    run = fedssl.read_run(kind(finished))
-    after = run.evaluated("knn", "after")
-    assert after is not None
-    assert fedssl.resume(kind(finished)).values == run.values
-    measures = fedssl.evaluate(kind(finished), semi_supervised=[0.5])
+def test_a_run_is_made_read_resumed_evaluated_and_reported(run_folder, tmp_path):
+    """By paths and by strings of them."""
+    run = fedssl.read_run(str(run_folder))
+    (tmp_path / "tiny.yaml").write_text(parse_recipe(tiny_values()).to_yaml())
+    recipe = fedssl.load_recipe(str(tmp_path / "tiny.yaml"), ["rounds=2"])
+    made = fedssl.run(recipe, str(tmp_path / "run"))
+    assert isinstance(made, fedssl.Run)
+    assert made.finished
+    assert made.values == run.values == fedssl.resume(run_folder).values
+    measures = fedssl.evaluate(str(run_folder), semi_supervised=[0.5])
     assert list(measures) == ["0", "1", "2", "mean"]
-    assert measures["mean"]["knn"] == pytest.approx(after, abs=0.006)
+    assert measures["mean"]["knn"] == pytest.approx(run.evaluated("knn", "after"), abs=0.006)
     assert "semi_supervised_0.5" in measures["0"]
     short = {"collapse": False, "images": False}
-    one = fedssl.write_report(kind(finished), **short)
-    assert one == finished / "report.html"
-    several = fedssl.write_report([kind(finished), finished], kind(tmp_path / "both.html"), **short)
-    assert several == tmp_path / "both.html"
-    assert several.is_file()
+    assert fedssl.write_report(run_folder, **short) == run_folder / "report.html"
+    both = fedssl.write_report([str(run_folder), tmp_path / "run"], str(tmp_path / "both.html"), **short)
+    assert both == tmp_path / "both.html"
+    assert both.is_file()
 
 
-def test_an_existing_folder_is_kept_unless_overwrite(finished):
-    recipe = fedssl.load_recipe(finished / "recipe.yaml")
-    before = (finished / "metrics.csv").read_bytes()
+def test_an_existing_folder_is_kept_unless_overwrite(run_folder):
+    recipe = fedssl.load_recipe(run_folder / "recipe.yaml", ["rounds=1"])
+    before = (run_folder / "metrics.csv").read_bytes()
     with pytest.raises(fedssl.UserError, match="exists"):
-        fedssl.run(recipe, finished)
-    assert fedssl.run(recipe, finished, overwrite=True).finished
-    assert (finished / "metrics.csv").read_bytes() == before
+        fedssl.run(recipe, run_folder)
+    assert (run_folder / "metrics.csv").read_bytes() == before
+    assert fedssl.run(recipe, run_folder, overwrite=True).finished
+    assert len((run_folder / "metrics.csv").read_bytes()) < len(before)
 
 
 @pytest.mark.parametrize("function", [fedssl.read_run, fedssl.resume, fedssl.evaluate, fedssl.write_report])

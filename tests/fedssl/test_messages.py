@@ -10,8 +10,10 @@ from fedssl.run_folder.storage import read_message, write_message
 
 
 def test_bytes_are_the_tensors_data_and_eight_a_number():
-    message = Message({"a": torch.zeros(3, 2), "b": torch.zeros(5, dtype=torch.float16)}, {"samples": 4})
-    assert message.num_bytes == 3 * 2 * 4 + 5 * 2 + 8
+    message = Message(
+        {"a": torch.zeros(3, 2), "b": torch.zeros(5, dtype=torch.float16)}, {"samples": 4}, {}, {"cka": 1}
+    )
+    assert message.num_bytes == 3 * 2 * 4 + 5 * 2 + 8 + 8
 
 
 def test_a_copy_shares_no_memory_and_carries_no_gradient():
@@ -23,7 +25,8 @@ def test_a_copy_shares_no_memory_and_carries_no_gradient():
     assert not copy.tensors["a"].requires_grad
 
 
-def test_merge_refuses_a_name_that_two_parts_send():
+def test_metrics_are_merged_and_a_name_that_two_parts_send_is_refused():
+    assert merge([Message(metrics={"loss": 0.5}), Message(metrics={"cka": 1.0})]).metrics == {"loss": 0.5, "cka": 1.0}
     with pytest.raises(ValueError, match="both send 'a'"):
         merge([Message({"a": torch.zeros(1)}), Message({"a": torch.zeros(1)})])
 
@@ -36,24 +39,15 @@ def test_a_stored_message_comes_back_bit_for_bit(tmp_path):
         "empty": torch.zeros(0, 3),
         "transposed": torch.randn(4, 3).T,
     }
-    message = Message(tensors, {"loss": 0.1 + 0.2, "samples": 3}, {"layer": "encoder", "centered": True})
+    message = Message(tensors, {"loss": 0.1 + 0.2, "samples": 3}, {"layer": "encoder", "centered": True}, {"cka": 0.5})
     write_message(tmp_path / "m.safetensors", message)
     back = read_message(tmp_path / "m.safetensors")
-    assert back.numbers == message.numbers
-    assert back.config == message.config
+    assert (back.numbers, back.config, back.metrics) == (message.numbers, message.config, message.metrics)
+    assert message.copy().metrics == {"cka": 0.5}
     assert back.tensors.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert back.tensors[name].dtype == tensor.dtype
         assert torch.equal(back.tensors[name], tensor)
-
-
-def test_metrics_count_as_payload_and_are_stored(tmp_path):
-    message = Message({"a": torch.zeros(2)}, {"samples": 4.0}, {"form": "mean"}, {"loss": 0.5})
-    assert message.num_bytes == 2 * 4 + 8 + 8
-    write_message(tmp_path / "state", message)
-    assert read_message(tmp_path / "state").metrics == {"loss": 0.5}
-    assert message.copy().metrics == {"loss": 0.5}
-    assert merge([message, Message(metrics={"cka": 1.0})]).metrics == {"loss": 0.5, "cka": 1.0}
 
 
 def test_a_state_of_an_earlier_version_is_read(tmp_path):

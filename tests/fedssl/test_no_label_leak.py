@@ -60,7 +60,7 @@ def trained(seed: int, objective: str = "fedx", **parts: Any) -> Rounds:
         local_update=parts.get("local_update", "replace"),
         schedule=with_options([parts.get("schedule", "end_to_end")])[0],
         partition={"name": "iid", "clients": CLIENTS},
-        training={"local_epochs": 2, "batch_size": 4},
+        training={"local_epochs": 1, "batch_size": 4},
     )
     names = tuple(f"class {i}" for i in range(CLASSES))
     dataset = Dataset("noise", noise(IMAGES), labels(seed), noise(8), labels(seed, 8), names, noise(9))
@@ -87,10 +87,6 @@ def assert_labels_do_not_matter(**parts: Any) -> None:
     assert_same_message(one.server, other.server)
 
 
-def label_free_objectives() -> list[str]:
-    return [name for name in part_names("objectives") if not part_class("objectives", name).needs_labels]  # type: ignore[attr-defined]
-
-
 def test_the_two_labellings_put_the_images_in_different_orders():
     """Otherwise nothing of what follows could fail."""
     for rows in torch.arange(IMAGES).chunk(CLIENTS):
@@ -106,38 +102,30 @@ def test_a_supervised_objective_does_look_at_labels():
         assert_labels_do_not_matter(objective="supervised")
 
 
-@pytest.mark.parametrize("objective", label_free_objectives())
-def test_an_objective_does_not_look_at_labels(objective):
-    assert_labels_do_not_matter(objective=objective)
+def parts() -> list[dict[str, Any]]:
+    """Each part of each kind, with what it needs."""
+    found: list[dict[str, Any]] = [
+        {"objective": name}
+        for name in part_names("objectives")
+        if not part_class("objectives", name).needs_labels  # type: ignore[attr-defined]
+    ]
+    for name in part_names("regularizers"):
+        read = [READS[name]] if name in READS else []
+        found.append({"regularizers": [name], "aggregators": ["weighted_mean", *read]})
+    for name in set(part_names("aggregators")) - {"orchestra_clusters"}:  # it is that objective's
+        joins: Any = part_class("aggregators", name)
+        found.append({"aggregators": [name] if joins.exchanges_weights else ["weighted_mean", name]})
+    for name in part_names("local_updates"):
+        part: Any = part_class("local_updates", name)
+        exchanges_weights = part.trains_global_copy or not part.personal
+        aggregators = ["weighted_mean"] if exchanges_weights else ["representation_mean"]
+        found.append({"local_update": name, "aggregators": aggregators})
+    return found + [{"schedule": name} for name in part_names("schedules")]
 
 
-@pytest.mark.parametrize("regularizer", part_names("regularizers"))
-def test_a_regularizer_does_not_look_at_labels(regularizer):
-    read = [READS[regularizer]] if regularizer in READS else []
-    assert_labels_do_not_matter(regularizers=[regularizer], aggregators=["weighted_mean", *read])
-
-
-@pytest.mark.parametrize("aggregator", part_names("aggregators"))
-def test_an_aggregator_does_not_look_at_labels(aggregator):
-    if aggregator == "orchestra_clusters":
-        assert_labels_do_not_matter(objective="orchestra")
-    elif part_class("aggregators", aggregator).exchanges_weights:  # type: ignore[attr-defined]
-        assert_labels_do_not_matter(aggregators=[aggregator])
-    else:
-        assert_labels_do_not_matter(aggregators=["weighted_mean", aggregator])
-
-
-@pytest.mark.parametrize("local_update", part_names("local_updates"))
-def test_a_local_update_does_not_look_at_labels(local_update):
-    part: Any = part_class("local_updates", local_update)
-    exchanges_weights = part.trains_global_copy or not part.personal
-    aggregators = ["weighted_mean"] if exchanges_weights else ["representation_mean"]
-    assert_labels_do_not_matter(local_update=local_update, aggregators=aggregators)
-
-
-@pytest.mark.parametrize("schedule", part_names("schedules"))
-def test_a_schedule_does_not_look_at_labels(schedule):
-    assert_labels_do_not_matter(schedule=schedule)
+@pytest.mark.parametrize("part", sorted(parts(), key=str), ids=str)
+def test_a_part_does_not_look_at_labels(part):
+    assert_labels_do_not_matter(**part)
 
 
 def checkpoints(path: Path) -> dict[str, bytes]:

@@ -1,16 +1,34 @@
+"""Seeds and generators, and what a client draws in a round: its own, and the same if that round is run again."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
 import os
+from collections.abc import Iterator
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from fedssl import method
+from fedssl.client import LocalRound
+from fedssl.data.datasets import Dataset
 from fedssl.engines import in_process, rounds
 from fedssl.errors import UserError
+from fedssl.federation import Federation, build_federation
+from fedssl.messages import Message
+from fedssl.objectives.simsiam import SimSiam
 from fedssl.randomness import deterministic_on, generator_for, seed_for, seeded
-from tests.fedssl.conftest import AVERAGED
+from fedssl.recipe.reading import parse_recipe
+from fedssl.training import train_locally
+from tests.fedssl.conftest import AVERAGED, tiny_values
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+IMAGES, BATCH_SIZE, EPOCHS = 12, 4, 2
+ROUNDS_OF_CLIENTS = list(itertools.product((0, 1), (1, 2)))  # client, round
 
 
 def test_seeds_are_fixed_for_all_time():
@@ -71,3 +89,130 @@ def test_rounds_and_evaluations_of_a_run_are_deterministic_if_asked_for(tiny, tm
     in_process.run(recipe, tmp_path / "a")
     clients = ["round"] * recipe.partition.clients
     assert asked == [(where, CPU, True) for where in ("evaluation", *clients, "evaluation")]
+
+
+# What a client draws in a round
+
+
+@dataclasses.dataclass
+class Draws:
+    """What one client drew in one round.
+
+    Attributes:
+        order: the images' places in the client's data, [steps, BATCH_SIZE].
+        views: what the steps were given, [steps, views, BATCH_SIZE, C, H, W].
+        network: a number from the generator that dropout draws from, [steps].
+    """
+
+    order: Tensor
+    views: Tensor
+    network: Tensor
+
+
+def twins() -> Federation:
+    """Two clients with the same images, all alike, whose labels are their places: only what is drawn can differ."""
+    images = torch.randint(256, (1, 1, 8, 8), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    images = images.expand(IMAGES, -1, -1, -1).contiguous()
+    places = torch.arange(IMAGES)
+    dataset = Dataset("twins", images, places, images, places, tuple(map(str, range(IMAGES))), None)
+    values = tiny_values(
+        objective={"name": "simsiam", "output_features": 8, "bottleneck_features": 4},
+        partition={"name": "iid", "clients": 2},
+        training={"local_epochs": EPOCHS, "batch_size": BATCH_SIZE},
+        aggregators=["weighted_mean"],
+        local_update="replace",
+    )
+    federation = build_federation(parse_recipe(values), dataset)
+    return dataclasses.replace(federation, client_rows=[places, places])
+
+
+@pytest.fixture(scope="module")
+def draw() -> Iterator[Any]:
+    """A client's draws in a round: `draw(client, round)`; always from the client's first state."""
+    federation, steps = twins(), []
+    real = SimSiam.step
+
+    def step(objective: SimSiam, model: Any, views: tuple[Tensor, ...], labels: Tensor) -> Any:
+        steps.append((labels, torch.stack(views), torch.rand(())))
+        return real(objective, model, views, labels)
+
+    def run(client: int, number: int) -> Draws:
+        steps.clear()
+        sent = federation.method.broadcast(federation.method.initial_state(), [client], number)
+        federation.method.client_round(federation.client(client, Message()), sent[client], number)
+        assert len(steps) == EPOCHS * IMAGES // BATCH_SIZE
+        return Draws(*(torch.stack(parts) for parts in zip(*steps, strict=True)))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SimSiam, "step", step)
+        yield run
+
+
+@pytest.fixture(scope="module")
+def draws(draw) -> dict[tuple[int, int], Draws]:
+    return {key: draw(*key) for key in ROUNDS_OF_CLIENTS}
+
+
+@pytest.mark.parametrize("what", ["order", "views", "network"])
+def test_clients_and_rounds_draw_differently_and_a_round_that_is_run_again_alike(what, draw, draws):
+    for one, other in itertools.combinations(ROUNDS_OF_CLIENTS, 2):
+        assert not torch.equal(getattr(draws[one], what), getattr(draws[other], what)), (one, other)
+    torch.rand(3)  # what was drawn before must not matter
+    for key in reversed(ROUNDS_OF_CLIENTS):
+        assert torch.equal(getattr(draw(*key), what), getattr(draws[key], what)), key
+
+
+def test_every_epoch_has_its_own_order_of_all_images_and_every_view_is_augmented_on_its_own(draws):
+    """The images are all alike, so two equal views would have been augmented alike."""
+    for key, drawn in draws.items():
+        epochs = drawn.order.reshape(EPOCHS, IMAGES)
+        assert not torch.equal(epochs[0], epochs[1]), key
+        assert torch.equal(epochs.sort(dim=1)[0], torch.arange(IMAGES).expand(EPOCHS, -1)), key
+        views = drawn.views.flatten(0, 2).flatten(1)
+        assert len(views.unique(dim=0)) == len(views), key
+
+
+@pytest.mark.parametrize("steps", [None, 7])
+def test_a_views_number_is_its_place_and_its_epoch_and_not_its_batch(steps, monkeypatch):
+    """Seven steps of four of twelve images begin a third epoch; in it the epoch is 2."""
+    federation = twins()
+    method, client = federation.method, federation.client(1, Message())
+    drawn: list[tuple[Tensor, tuple[Tensor, ...]]] = []
+    real = SimSiam.step
+
+    def step(objective: SimSiam, model: Any, views: tuple[Tensor, ...], labels: Tensor) -> Any:
+        drawn.append((labels, views))
+        return real(objective, model, views, labels)
+
+    monkeypatch.setattr(SimSiam, "step", step)
+    local = LocalRound(client, Message(), 2, method.seed, method.objective, method.augmentation)
+    train_locally(local, method.training.model_copy(update={"local_steps": steps}), [], rounds=3)
+    assert len(drawn) == (steps or EPOCHS * IMAGES // BATCH_SIZE)
+    for number, (places, views) in enumerate(drawn):
+        for index, place in enumerate(places):
+            row = place[None]
+            alone = local.views(client.images[row], row, "training", number // (IMAGES // BATCH_SIZE))
+            assert all(torch.equal(view[index], one[0]) for view, one in zip(views, alone, strict=True))
+
+
+def test_a_parts_generator_is_of_the_seed_the_client_the_round_and_the_purpose():
+    federation = twins()
+    numbers: dict[tuple[int, int, int, str], Tensor] = {}
+    for seed, k, number, purpose in itertools.product((0, 1), (0, 1), (1, 2), ("dictionary", "public")):
+        client, recipe = federation.client(k, Message()), federation.recipe
+        local = LocalRound(client, Message(), number, seed, recipe.objective, recipe.augmentation)
+        numbers[seed, k, number, purpose] = torch.rand(4, generator=local.generator(purpose))
+        assert torch.equal(torch.rand(4, generator=local.generator(purpose)), numbers[seed, k, number, purpose])
+    for one, other in itertools.combinations(numbers, 2):
+        assert not torch.equal(numbers[one], numbers[other]), (one, other)
+
+
+def test_who_is_sampled_and_who_drops_out_changes_from_round_to_round(tiny):
+    clients = 6
+    partition = {"name": "iid", "clients": clients}
+    recipe = tiny(partition=partition, clients_per_round=clients // 2, client_dropout=0.5, training={"batch_size": 8})
+    federation = build_federation(recipe)
+    sampled = [federation.sampled_clients(number) for number in range(1, 9)]
+    assert len(set(map(tuple, sampled))) > 1
+    answering = [federation.answering_clients(number, list(range(clients))) for number in range(1, 9)]
+    assert len(set(map(tuple, answering))) > 1

@@ -57,8 +57,9 @@ def operations_of_round(recipe: Recipe, most_steps: int | None = None) -> Operat
     return operations
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "precision"), [*((name, "float32") for name in METHODS), ("hetero_ssfl", "bfloat16")]
+)
 def test_an_epoch_of_steps_does_not_wait(method, precision, tiny):
     recipe = tiny(**METHODS[method], training={"local_epochs": 1, "batch_size": 8, "precision": precision})
     assert operations_of_round(recipe).waiting == []

@@ -9,7 +9,6 @@ import pytest
 import quadprog
 import torch
 
-from fedkernels import delta_gram
 from fedssl.aggregators.eua import EUA, least_norm_step, moved_clients
 from fedssl.aggregators.mgda import MGDA
 from fedssl.aggregators.weighted_mean import WeightedMean
@@ -44,7 +43,9 @@ def test_eua_by_hand():
     d* ~ 0.2 (2, 0) + 0.8 (0, 1) = 0.4 delta_0 + 0.4 delta_1: as a convex combination both count 1/2, so the new model
     is (-1/2, -1). Its deviations are 1/4 + 1 = 5/4 from each client: c_0 = (1 - 5/4) / 1, c_1 = (4 - 5/4) / 4.
     """
-    state = EUA(name="eua").aggregate(server_at([0.0, 0.0]), HAND)
+    server = server_at([0.0, 0.0])
+    state = EUA().aggregate(server, HAND)
+    assert torch.equal(server.tensors[WEIGHT], torch.zeros(2))  # not in place
     torch.testing.assert_close(state.tensors[WEIGHT], torch.tensor([-0.5, -1.0]))
     numbers = {"weight/0": 0.2, "weight/1": 0.8, "share/0": 0.5, "share/1": 0.5}
     rates = {"rate_min/global": -0.25, "rate_max/global": 0.6875}
@@ -57,11 +58,11 @@ def test_eua_by_hand():
 
 def test_eua_takes_the_printed_step_where_it_is_given():
     """eta = 0.2, phi = 0.5: d* = eta / phi * (0.4, 0.8) = (0.16, 0.32), and theta - eta d* = (-0.032, -0.064)."""
-    state = EUA(name="eua", step_size=0.2, phi=0.5).aggregate(server_at([0.0, 0.0]), HAND)
+    state = EUA(step_size=0.2, phi=0.5).aggregate(server_at([0.0, 0.0]), HAND)
     torch.testing.assert_close(state.tensors[WEIGHT], torch.tensor([-0.032, -0.064]))
 
 
-@pytest.mark.parametrize("part", [MGDA(name="mgda"), EUA(name="eua", divide_updates_by="length")])
+@pytest.mark.parametrize("part", [MGDA(), EUA(divide_updates_by="length")])
 def test_unit_updates_by_hand(part):
     """Unit updates (1, 0) and (0, 1): p = (1/2, 1/2). The lengths 1 and 2 have by samples 1 : 3 the mean 7/4, so the
     step is 7/4 (1/2, 1/2), in which delta_0 has 7/8 and delta_1 7/16.
@@ -77,8 +78,8 @@ def test_unit_updates_by_hand(part):
 def test_the_released_step_has_a_fixed_rate():
     """With a rate of 0.1 it is 0.1 (1/2, 1/2), whatever the lengths; 0.1 = step_size^2 / phi gives eua the same."""
     for part in (
-        MGDA(name="mgda", learning_rate=0.1),
-        EUA(name="eua", divide_updates_by="length", step_size=0.1, phi=0.1),
+        MGDA(learning_rate=0.1),
+        EUA(divide_updates_by="length", step_size=0.1, phi=0.1),
     ):
         state = part.aggregate(server_at([0.0, 0.0]), HAND)
         torch.testing.assert_close(state.tensors[WEIGHT], torch.tensor([-0.05, -0.05]))
@@ -88,9 +89,9 @@ def test_where_all_move_in_one_direction_mgda_takes_the_step_of_fedavg():
     """Lengths 1, 2 and 5 by samples 2 : 1 : 1 have the mean 9/4; the convex combination would stay below it."""
     direction = torch.tensor([0.6, -0.8])
     replies = {k: reply(length * direction, samples=n) for k, (length, n) in enumerate([(1.0, 2), (2.0, 1), (5.0, 1)])}
-    plain = WeightedMean(name="weighted_mean").aggregate(server_at([0.0, 0.0]), replies)
+    plain = WeightedMean().aggregate(server_at([0.0, 0.0]), replies)
     torch.testing.assert_close(plain.tensors[WEIGHT], 9 / 4 * direction)
-    state = MGDA(name="mgda").aggregate(server_at([0.0, 0.0]), replies)
+    state = MGDA().aggregate(server_at([0.0, 0.0]), replies)
     torch.testing.assert_close(state.tensors[WEIGHT], plain.tensors[WEIGHT])
 
 
@@ -98,7 +99,7 @@ def test_orthogonal_updates_of_any_length_are_averaged_evenly():
     """G = diag(4 / u), so p_k ~ u_k, and the shares p_k / u_k are equal: p tells nothing of them."""
     lengths = torch.arange(1.0, 11.0)
     weights = -torch.diag(lengths)
-    state = EUA(name="eua").aggregate(server_at(torch.zeros(10)), {k: reply(w) for k, w in enumerate(weights)})
+    state = EUA().aggregate(server_at(torch.zeros(10)), {k: reply(w) for k, w in enumerate(weights)})
     torch.testing.assert_close(state.tensors[WEIGHT], weights.mean(0))
     numbers = logged(state, "eua")
     assert [numbers[f"share/{k}"] for k in range(10)] == pytest.approx([0.1] * 10)
@@ -106,7 +107,7 @@ def test_orthogonal_updates_of_any_length_are_averaged_evenly():
     assert (numbers["weight/0"], numbers["weight/9"]) == pytest.approx((0.003, 0.26), abs=5e-4)
 
 
-@pytest.mark.parametrize("part", [EUA(name="eua"), EUA(name="eua", step_size=0.3), MGDA(name="mgda")])
+@pytest.mark.parametrize("part", [EUA(), EUA(step_size=0.3), MGDA()])
 def test_the_shares_are_those_of_the_new_model(part):
     start, ends = random_clients(5, 40, 1, correlation=0.4, spread=0.4)
     state = part.aggregate(server_at(start), {k: reply(end) for k, end in enumerate(ends)})
@@ -126,12 +127,12 @@ def random_clients(clients, entries, seed, correlation=0.0, spread=0.0):
     return start, start - deltas
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 def test_theorem_1_all_deviations_change_at_one_rate(seed):
     """Measured from the models before and after a short step, not from the Gram matrix."""
     start, ends = random_clients(6, 400, seed, correlation=0.3, spread=0.2)
     replies = {k: reply(end) for k, end in enumerate(ends)}
-    state = EUA(name="eua", step_size=1e-3).aggregate(server_at(start), replies)
+    state = EUA(step_size=1e-3).aggregate(server_at(start), replies)
     weights = [logged(state, "eua")[f"weight/{k}"] for k in range(6)]
     assert min(weights) > 1e-3
 
@@ -151,7 +152,7 @@ def test_theorem_1_all_deviations_change_at_one_rate(seed):
 
 def test_clients_without_weight_change_at_the_same_or_a_better_rate():
     start, ends = random_clients(12, 30, 3, correlation=1.0, spread=1.0)
-    state = EUA(name="eua", step_size=1e-4).aggregate(server_at(start), {k: reply(end) for k, end in enumerate(ends)})
+    state = EUA(step_size=1e-4).aggregate(server_at(start), {k: reply(end) for k, end in enumerate(ends)})
     weights = torch.tensor([logged(state, "eua")[f"weight/{k}"] for k in range(12)])
     before, after = (start - ends).square().sum(1), (state.tensors[WEIGHT] - ends).square().sum(1)
     rates = (before - after) / before
@@ -170,7 +171,7 @@ def by_quadprog(gram):
 
 
 def problem(seed):
-    """One of 200: K from 2 to 100, correlated, lengths over orders of magnitude, duplicates, one that did not move."""
+    """One of 40: K from 2 to 100, correlated, lengths over orders of magnitude, duplicates, one that did not move."""
     chance = np.random.default_rng(seed)
     clients = int(chance.choice([2, 3, 5, 10, 20, 50, 100]))
     entries = int(chance.choice([clients // 2 + 1, 2 * clients, 300]))
@@ -182,11 +183,11 @@ def problem(seed):
     return start, ends
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", range(40))
 def test_weights_reach_the_optimum(seed):
     start, ends = problem(seed)
     clients = len(ends)
-    state = EUA(name="eua").aggregate(server_at(start), {k: reply(end) for k, end in enumerate(ends)})
+    state = EUA().aggregate(server_at(start), {k: reply(end) for k, end in enumerate(ends)})
     p = np.array([logged(state, "eua")[f"weight/{k}"] for k in range(clients)])
     assert p.min() >= 0
     assert p.sum() == pytest.approx(1, abs=1e-9)
@@ -202,16 +203,7 @@ def test_weights_reach_the_optimum(seed):
     assert p[moved] @ gram @ p[moved] <= best @ gram @ best + 1e-6 * gram.diagonal().min()
 
 
-def test_the_problems_are_of_every_kind():
-    problems = [problem(seed) for seed in range(200)]
-    assert {len(ends) for _, ends in problems} == {2, 3, 5, 10, 20, 50, 100}
-    assert sum(bool((ends[1] == start).all()) for start, ends in problems) > 30
-    assert sum(bool((ends[-1] == ends[0]).all()) for _, ends in problems) > 30
-    conditions = [float(torch.linalg.cond(delta_gram([start], [[end] for end in ends]))) for start, ends in problems]
-    assert sum(value > 1e8 for value in conditions) > 30
-
-
-@pytest.mark.parametrize("part", [EUA(name="eua"), MGDA(name="mgda")])
+@pytest.mark.parametrize("part", [EUA(), MGDA()])
 def test_one_client_is_taken_as_it_is(part):
     state = part.aggregate(server_at([1.0, 2.0]), {4: reply([3.0, -1.0], samples=7, mean=5.0, count=3)})
     torch.testing.assert_close(state.tensors[WEIGHT], torch.tensor([3.0, -1.0]))
@@ -219,7 +211,7 @@ def test_one_client_is_taken_as_it_is(part):
     assert logged(state, part.name)["share/4"] == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("part", [EUA(name="eua"), MGDA(name="mgda"), EUA(name="eua", step_size=1.0)])
+@pytest.mark.parametrize("part", [EUA(), MGDA(), EUA(step_size=1.0)])
 def test_where_no_client_moved_the_model_stays_and_weights_are_by_samples(part):
     start = [1.0, 2.0]
     state = part.aggregate(server_at(start), {0: reply(start, samples=1, mean=4.0), 2: reply(start, samples=3)})
@@ -229,7 +221,7 @@ def test_where_no_client_moved_the_model_stays_and_weights_are_by_samples(part):
     assert logged(state, part.name) == {"weight/0": 0.25, "weight/2": 0.75} | shares  # and no rates
 
 
-@pytest.mark.parametrize("part", [EUA(name="eua"), MGDA(name="mgda"), EUA(name="eua", step_size=1.0)])
+@pytest.mark.parametrize("part", [EUA(), MGDA(), EUA(step_size=1.0)])
 def test_a_client_that_did_not_move_has_no_weight(part):
     state = part.aggregate(server_at([0.0, 0.0]), HAND | {2: reply([0.0, 0.0], samples=100)})
     alone = part.aggregate(server_at([0.0, 0.0]), HAND)
@@ -239,7 +231,7 @@ def test_a_client_that_did_not_move_has_no_weight(part):
 
 def test_opposite_updates_cancel():
     """grad log u = (2) and (-2/3) with u = (1, 9): p = (1/4, 3/4) gives 0, and no step improves both."""
-    state = EUA(name="eua").aggregate(server_at([0.0]), {0: reply([-1.0]), 1: reply([3.0])})
+    state = EUA().aggregate(server_at([0.0]), {0: reply([-1.0]), 1: reply([3.0])})
     assert logged(state, "eua")["weight/0"] == pytest.approx(0.25, abs=1e-6)
     assert abs(float(state.tensors[WEIGHT][0])) < 1e-5
 
@@ -250,15 +242,9 @@ def test_rounding_is_no_movement():
     assert least_norm_step(gram, "squared_length", [1.0, 1.0])[0].tolist() == [1.0, 0.0]
 
 
-def test_the_server_state_is_not_changed_in_place():
-    server = server_at([0.0, 0.0])
-    EUA(name="eua").aggregate(server, HAND)
-    assert torch.equal(server.tensors[WEIGHT], torch.zeros(2))
-
-
 def test_half_precision_weights_keep_their_dtype():
     replies = {k: reply(torch.tensor(w, dtype=torch.bfloat16)) for k, w in enumerate([[-1.0, 0.0], [0.0, -2.0]])}
-    state = EUA(name="eua").aggregate(server_at(torch.zeros(2, dtype=torch.bfloat16)), replies)
+    state = EUA().aggregate(server_at(torch.zeros(2, dtype=torch.bfloat16)), replies)
     assert state.tensors[WEIGHT].dtype == torch.bfloat16
     assert state.tensors[WEIGHT].tolist() == [-0.5, -1.0]
     assert not math.isnan(logged(state, "eua")["rate_min/global"])

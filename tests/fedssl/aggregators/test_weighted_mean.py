@@ -31,13 +31,13 @@ def test_the_mean_by_hand():
         2: Message({WEIGHT: torch.tensor([8.0, 0.0]), counter: torch.tensor(3)}, {"samples": 1.0}),
         5: Message({WEIGHT: torch.tensor([0.0, 4.0]), counter: torch.tensor(4)}, {"samples": 3.0}),
     }
-    state = WeightedMean(name="weighted_mean").aggregate(Message(replies[2].tensors), replies)
+    state = WeightedMean().aggregate(Message(replies[2].tensors), replies)
     assert state.tensors[WEIGHT].tolist() == [2.0, 3.0]
     assert state.tensors[counter].item() == 4  # 3.75
     assert state.tensors[counter].dtype == torch.int64
 
 
-@pytest.mark.parametrize("part", [WeightedMean(name="weighted_mean"), EUA(name="eua"), LDawa(name="l_dawa")])
+@pytest.mark.parametrize("part", [WeightedMean(), EUA(), LDawa()])
 def test_the_distance_between_local_models_by_hand(part):
     """(0, 0), (3, 0) and (0, 4) are 3, 4 and 5 apart; running means count in no distance."""
     replies = {0: at(0, 0, mean=100), 4: at(3, 0), 7: at(0, 4, mean=-7)}
@@ -49,7 +49,7 @@ def test_the_distance_between_local_models_by_hand(part):
 
 
 def test_there_is_no_distance_of_one_client_or_of_a_mean_that_stands_for_all():
-    part, server = WeightedMean(name="weighted_mean"), Message(at(1, 1).tensors)
+    part, server = WeightedMean(), Message(at(1, 1).tensors)
     assert DISTANCE not in part.aggregate(server, {2: at(0, 0)}).metrics
     generator = torch.Generator().manual_seed(0)
     mean = {WEIGHT: torch.randn(5000, generator=generator)}

@@ -1,22 +1,241 @@
-"""The table of metrics: what follows from an entry."""
+"""kNN against a loop and scikit-learn, other measures by hand or on a known spectrum, and the table of metrics."""
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import pytest
 import torch
+from sklearn.neighbors import KNeighborsClassifier
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fedssl.errors import UserError
+from fedssl.evaluation import metrics
 from fedssl.evaluation.metrics import (
     EVALUATED,
     METRICS,
     MeasuredImages,
+    alignment,
+    effective_rank,
     is_accuracy,
     is_reserved,
+    knn_accuracy,
     measured_values,
     metric_title,
     short_title,
+    singular_values,
+    uniformity,
 )
 
-FEATURES = torch.randn(20, 4, generator=torch.Generator().manual_seed(0))
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+# Nearest neighbours
+
+
+def blobs(train=90, test=60, dimension=5, classes=4, noise=1.0, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    centres = torch.randn(classes, dimension, generator=generator, dtype=torch.float64)
+    labels = torch.randint(classes, (train + test,), generator=generator)
+    points = centres[labels] + noise * torch.randn(train + test, dimension, generator=generator, dtype=torch.float64)
+    return points[:train], labels[:train], points[train:], labels[train:]
+
+
+def loop_accuracy(train, train_labels, test, test_labels, neighbors, temperature):
+    """Wu et al. 2018, one sample and one neighbour at a time."""
+
+    def cosine(x, y):
+        return sum(a * b for a, b in zip(x, y, strict=True)) / math.hypot(*x) / math.hypot(*y)
+
+    correct = 0
+    for point, label in zip(test.tolist(), test_labels.tolist(), strict=True):
+        ranked = sorted(
+            ((cosine(point, key), other) for key, other in zip(train.tolist(), train_labels.tolist(), strict=True)),
+            reverse=True,
+        )
+        votes = {}
+        for similarity, other in ranked[:neighbors]:
+            votes[other] = votes.get(other, 0.0) + math.exp(similarity / temperature)
+        correct += max(votes, key=votes.get) == label
+    return 100 * correct / len(test)
+
+
+@pytest.mark.parametrize(
+    ("neighbors", "temperature", "seed"), [(1, 0.1, 0), (5, 0.1, 1), (20, 0.1, 2), (20, 1.0, 0), (90, 0.02, 1)]
+)
+def test_knn_equals_the_loop(neighbors, temperature, seed):
+    data = blobs(seed=seed)
+    expected = loop_accuracy(*data, neighbors, temperature)
+    assert 30 < expected < 100  # otherwise the case distinguishes nothing
+    assert knn_accuracy(*data, neighbors=neighbors, temperature=temperature) == pytest.approx(expected)
+
+
+def test_knn_weights_the_votes_by_the_temperature():
+    # The nearest is of class 1; two farther ones, at cosine 0.6, are of class 0. 2 exp(0.6 / t) > exp(1 / t)
+    # where t > 0.4 / log 2 = 0.577.
+    train = torch.tensor([[1.0, 0.0], [0.6, 0.8], [0.6, -0.8]])
+    labels = torch.tensor([1, 0, 0])
+    query, truth = torch.tensor([[3.0, 0.0]]), torch.tensor([1])
+    assert knn_accuracy(train, labels, query, truth, neighbors=3, temperature=0.57) == 100.0
+    assert knn_accuracy(train, labels, query, truth, neighbors=3, temperature=0.59) == 0.0
+
+
+def test_knn_agrees_with_scikit_learn():
+    train, train_labels, test, test_labels = blobs(noise=0.7)
+    classifier = KNeighborsClassifier(
+        n_neighbors=11,
+        metric="cosine",
+        weights=lambda distance: torch.exp(torch.tensor(-distance / 0.1)).numpy(),
+    ).fit(train.numpy(), train_labels.numpy())
+    expected = 100 * classifier.score(test.numpy(), test_labels.numpy())
+    assert knn_accuracy(train, train_labels, test, test_labels, neighbors=11) == pytest.approx(expected)
+
+
+def test_knn_does_not_depend_on_chunks_scales_or_a_tiny_temperature(monkeypatch):
+    train, train_labels, test, test_labels = data = blobs()
+    expected = knn_accuracy(*data)
+    assert knn_accuracy(1e3 * train, train_labels, 1e-3 * test, test_labels) == expected
+    assert knn_accuracy(*data, temperature=1e-6) == knn_accuracy(*data, neighbors=1)
+    for size in (1, 7 * 90, 90 * 60):  # one test sample a time, seven, all
+        monkeypatch.setattr(metrics, "_SIMILARITIES_AT_A_TIME", size)
+        assert knn_accuracy(*data) == expected
+    few = blobs(train=8)
+    assert knn_accuracy(*few, neighbors=20) == knn_accuracy(*few, neighbors=8)
+
+
+def test_on_a_gpu_the_number_of_classes_and_the_accuracy_alone_are_read(monkeypatch):
+    """Each reading waits for the device. Fake tensors know their device and refuse what mixes two of them."""
+    read = []
+    monkeypatch.setattr(torch.Tensor, "__int__", lambda value: read.append(value.device.type) or 3)
+    monkeypatch.setattr(metrics, "require_finite", lambda *_: None)
+    monkeypatch.setattr(metrics, "_SIMILARITIES_AT_A_TIME", 90)  # one test sample at a time
+    with FakeTensorMode():
+        train, test = torch.empty(90, 5, device="cuda"), torch.empty(60, 5, device="cuda")
+        train_labels, test_labels = (torch.zeros(len(one), dtype=torch.int64) for one in (train, test))
+        assert knn_accuracy(train, train_labels, test, test_labels) == 100 * 3 / 60
+    assert read == ["cuda", "cuda"]
+
+
+def test_knn_of_half_precision_is_computed_wider():
+    train, train_labels, test, test_labels = (tensor[:50] for tensor in blobs())
+    halves = (train.half(), train_labels, test.half(), test_labels)
+    assert knn_accuracy(*halves) == knn_accuracy(halves[0].double(), train_labels, halves[2].double(), test_labels)
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "message"),
+    [
+        ({0: torch.full((90, 5), torch.nan)}, {}, "train_features: contains NaN"),
+        ({2: torch.full((60, 5), torch.inf)}, {}, "test_features: contains NaN"),
+        ({1: torch.full((90,), 0.4)}, {}, r"train_labels: expected integers .* got torch\.float32"),
+        ({}, {"neighbors": 0}, "neighbors: expected"),
+        ({}, {"temperature": 0.0}, "temperature: expected"),
+        ({}, {"temperature": math.nan}, "temperature: expected"),
+    ],
+)
+def test_bad_input_of_knn_is_named(change, options, message):
+    data = [change.get(position, tensor) for position, tensor in enumerate(blobs())]
+    with pytest.raises(UserError, match=message):
+        knn_accuracy(*data, **options)
+
+
+# Alignment and uniformity
+
+
+def test_alignment_by_hand():
+    # normalised: (1, 0) and (0, 1) are sqrt(2) apart, (0, 1) and (0, 1) nothing
+    assert alignment(torch.tensor([[1.0, 0], [0, 2]]), torch.tensor([[0.0, 3], [0, 1]])) == pytest.approx(1.0)
+    views = normal(5, 3)
+    assert alignment(views, 7 * views) == pytest.approx(0.0, abs=1e-12)
+    assert alignment(views, -views) == pytest.approx(4.0)
+
+
+def test_uniformity_by_hand():
+    # squared distances 2, 4 and 2
+    points = torch.tensor([[1.0, 0], [0, 5], [-2, 0]])
+    assert uniformity(points) == pytest.approx(math.log((2 * math.exp(-4) + math.exp(-8)) / 3))
+    assert uniformity(torch.ones(9, 4)) == pytest.approx(0.0, abs=1e-12)
+    # in d dimensions the cosine of two uniform points has mean 0 and variance 1 / d: log E exp(4 cos - 4) is -4 + 8 / d
+    assert uniformity(normal(1000, 400)) == pytest.approx(-4 + 8 / 400, abs=0.01)
+    with pytest.raises(UserError, match=r"at least two representations, got 1; raise data\.test_limit"):
+        uniformity(torch.ones(1, 3))
+
+
+# Singular values and the effective rank
+
+
+def features_with_spectrum(values, samples=40, dimension=7, seed=0):
+    """float64 [samples, dimension] whose centred matrix over sqrt(samples) has the given singular values."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = torch.randn(samples, len(values), generator=generator, dtype=torch.float64)
+    left = torch.linalg.qr(draw - draw.mean(dim=0)).Q  # columns orthonormal and of mean zero
+    right = torch.linalg.qr(torch.randn(dimension, len(values), generator=generator, dtype=torch.float64)).Q
+    return samples**0.5 * left @ torch.diag(torch.tensor(values, dtype=torch.float64)) @ right.T
+
+
+def test_singular_values_are_those_built_in():
+    values = [3.0, 2.0, 0.5]
+    got = singular_values(features_with_spectrum(values) + 100.0)
+    assert got.dtype == torch.float64
+    torch.testing.assert_close(got, torch.tensor([*values, 0, 0, 0, 0], dtype=torch.float64), atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("shape", [(50, 6), (6, 50)])
+def test_their_squares_are_the_eigenvalues_of_the_covariance(shape):
+    features = normal(*shape)
+    covariance = np.atleast_2d(np.cov(features.double().numpy(), rowvar=False, bias=True))
+    eigenvalues = np.sort(np.linalg.eigvalsh(covariance))[::-1][: min(shape)]
+    got = singular_values(features)
+    assert got.shape == (min(shape),)
+    np.testing.assert_allclose(got.square().numpy(), eigenvalues, atol=1e-12)
+
+
+def test_effective_rank_by_hand():
+    for rank in (1, 2, 5, 7):
+        assert effective_rank(features_with_spectrum([2.0] * rank)) == pytest.approx(rank)
+    # p = (1/2, 1/4, 1/4): the entropy is (1/2 + 1/2) log 2 + 1/2 log 2 = 3/2 log 2.
+    assert effective_rank(features_with_spectrum([2.0, 1.0, 1.0])) == pytest.approx(2**1.5)
+    expected = math.exp(-sum(share * math.log(share) for share in (0.7, 0.2, 0.1)))
+    assert effective_rank(features_with_spectrum([70.0, 20.0, 10.0])) == pytest.approx(expected)
+
+
+def test_effective_rank_ignores_scale_shift_and_rotation():
+    features = features_with_spectrum([3.0, 2.0, 0.5])
+    rotation = torch.linalg.qr(normal(7, 7, seed=1).double()).Q
+    assert effective_rank(1e-6 * features @ rotation + 3.0) == pytest.approx(effective_rank(features), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "features",
+    [
+        torch.zeros(10, 3),
+        torch.full((10, 3), 0.1),
+        torch.rand(1, 5),
+        torch.rand(1, 5).expand(30, 5).half(),
+        # A collapsed encoder as it comes out of float32 arithmetic: the last bit differs from row to row.
+        torch.full((64, 32), 0.3) * (1 + 1e-7 * normal(64, 32)),
+    ],
+    ids=["zero", "constant", "one sample", "half precision", "rounding noise"],
+)
+def test_collapsed_representations_have_effective_rank_one(features):
+    assert effective_rank(features) == 1.0
+
+
+def test_small_variation_around_a_large_mean_is_no_collapse():
+    assert effective_rank(1e-3 * normal(2000, 8) + 1.0) == pytest.approx(8, abs=0.1)
+
+
+@pytest.mark.parametrize("function", [singular_values, effective_rank])
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_a_spectrum_of_what_is_not_finite_is_refused(function, value):
+    with pytest.raises(UserError, match="features: contains NaN or infinite"):
+        function(torch.tensor([[1.0, value]]))
+
+
+# The table of metrics
 
 
 def test_clients_must_not_send_what_the_evaluation_or_an_engine_writes():
@@ -26,14 +245,15 @@ def test_clients_must_not_send_what_the_evaluation_or_an_engine_writes():
     assert not {"loss", "flops", "local_model_distance"} & reserved
     assert is_reserved("semi_supervised_0.3")
     assert is_reserved("downstream_mine_knn")
+    assert is_reserved("classifier")
 
 
 def test_images_without_labels_have_other_measures():
-    labels = torch.arange(20) % 2
-    assert list(measured_values(MeasuredImages(FEATURES, labels))) == ["effective_rank"]
-    without = measured_values(MeasuredImages(FEATURES, views=[FEATURES, FEATURES + 0.1]))
+    features, labels = normal(20, 4), torch.arange(20) % 2
+    assert list(measured_values(MeasuredImages(features, labels))) == ["effective_rank"]
+    without = measured_values(MeasuredImages(features, views=[features, features + 0.1]))
     assert list(without) == ["effective_rank", "alignment", "uniformity"]
-    one = FEATURES[:1]
+    one = features[:1]
     assert list(measured_values(MeasuredImages(one, views=[one, one]))) == ["effective_rank", "alignment"]
 
 
@@ -46,8 +266,5 @@ def test_titles():
     assert metric_title("memory") == "memory of a training step (bytes)"
     assert metric_title("linear@resnet18") == "linear accuracy (%), resnet18"
     assert metric_title("public_loss") == "public loss"
-    assert [short_title(name) for name in ("knn", "linear_auroc", "alignment")] == [
-        "kNN %",
-        "linear AUROC %",
-        "alignment",
-    ]
+    titles = [short_title(name) for name in ("knn", "linear_auroc", "alignment")]
+    assert titles == ["kNN %", "linear AUROC %", "alignment"]

@@ -18,7 +18,7 @@ def test_fedema_mixes_by_each_clients_divergence_and_sets_lambda_once():
     0.7 * 1.5 + 0.3 * 10 = 4.05 and 0.7 * 3 + 0.3 * 10 = 5.1, and end at 4.3 and 9.1.
     Round 3 brings 20: 0.35 * 4.3 + 0.65 * 20 = 14.505, and 9.1 unchanged.
     """
-    part = FedEMA(name="fedema")
+    part = FedEMA()
     rows = {"a": (0.5, 0.25, 1.4, 4.05, 14.505, 0.35), "b": (2.0, 4.0, 0.35, 5.1, 9.1, 1.0)}
     for by1, by2, rate, start2, start3, mu3 in rows.values():
         model, memory = scalar_model(), Message()
@@ -35,7 +35,7 @@ def test_fedema_mixes_by_each_clients_divergence_and_sets_lambda_once():
 
 
 def test_fedema_takes_the_global_model_after_a_round_without_the_client():
-    part, model, memory = FedEMA(name="fedema"), scalar_model(), Message()
+    part, model, memory = FedEMA(), scalar_model(), Message()
     one_round(part, model, memory, online(scalar_model(1.0)), 1, by=0.5)
     local = one_round(part, model, memory, online(scalar_model(10.0)), 3, by=0.5)
     assert local.logged()["mu"] == 0
@@ -45,7 +45,7 @@ def test_fedema_takes_the_global_model_after_a_round_without_the_client():
 
 
 def test_fedema_without_movement_has_no_lambda_yet():
-    part, model, memory = FedEMA(name="fedema"), scalar_model(), Message()
+    part, model, memory = FedEMA(), scalar_model(), Message()
     one_round(part, model, memory, online(scalar_model(1.0)), 1, by=0.0)
     assert "fedema.lambda" not in memory.numbers
     one_round(part, model, memory, online(scalar_model(10.0)), 2, by=0.5)

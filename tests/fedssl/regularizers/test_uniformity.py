@@ -1,7 +1,8 @@
-"""FUR, and why it does nothing as printed."""
+"""FUR, why it does nothing as printed, and the sliced distance that FedU2's authors released in its place."""
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -10,18 +11,43 @@ import torch.nn.functional as F
 
 from fedkernels import unbalanced_ot, unbalanced_ot_plan
 from fedssl.client import LocalRound
-from fedssl.errors import UserError
-from fedssl.evaluation.metrics import effective_rank
-from fedssl.federation import build_federation
 from fedssl.messages import Message
 from fedssl.objectives.base import Step
-from fedssl.regularizers import uniformity
-from fedssl.regularizers.sliced_uniformity import SlicedUniformity
+from fedssl.regularizers import sliced_uniformity, uniformity
+from fedssl.regularizers.sliced_uniformity import SlicedUniformity, sliced_distance, tangent_coordinates
 from fedssl.regularizers.uniformity import Uniformity, sphere_samples
-from tests.fedssl.regularizers.terms import Local, representations, step_of
 
-FUR = {"name": "uniformity"}
-ONE_DRAW = FUR | {"draws": 1}
+
+class Local:
+    """As much of a client's round as the terms look at."""
+
+    def __init__(self):
+        self.logged = {}
+
+    def device_generator(self, purpose):
+        return torch.Generator().manual_seed(0)
+
+    def log(self, name, value):
+        self.logged.setdefault(name, []).append(value)
+
+
+def step_of(*views):
+    return Step(torch.tensor(0.0), representations=views, projections=views)
+
+
+def representations(kind):
+    """B = 128 unit vectors of 512 entries, and as many samples of the sphere."""
+    generator = torch.Generator().manual_seed(0)
+    if kind == "random":
+        z = torch.randn(128, 512, generator=generator)
+    elif kind == "low rank":
+        z = torch.randn(128, 5, generator=generator) @ torch.randn(5, 512, generator=generator)
+    else:
+        z = torch.randn(1, 512, generator=generator) + 1e-3 * torch.randn(128, 512, generator=generator)
+    return F.normalize(z, dim=1), sphere_samples(128, 512, generator)
+
+
+# FUR
 
 
 def test_fur_by_hand(monkeypatch):
@@ -37,7 +63,7 @@ def test_fur_by_hand(monkeypatch):
     two = torch.tensor([[0.0, -3.0]], requires_grad=True)
     local = Local()
     with pytest.warns(UserWarning, match="transports nothing in 1 of 2"):
-        value = Uniformity(**ONE_DRAW).start_round(local)(step_of(one, two))
+        value = Uniformity(draws=1).start_round(local)(step_of(one, two))
     value.backward()
     assert float(value.detach()) == pytest.approx(0.14875, rel=1e-4)
     torch.testing.assert_close(one.grad, torch.tensor([[0.0, -0.01875]]), rtol=1e-2, atol=1e-6)
@@ -47,24 +73,25 @@ def test_fur_by_hand(monkeypatch):
     assert local.logged["uniformity_iterations"][0] >= 1
 
 
+def test_the_gradient_is_that_of_unbalanced_ot(monkeypatch):
+    """The plan is solved for once and its gradient written by hand."""
+    z, samples = (t[:16].clone() for t in representations("low rank"))
+    z.requires_grad_()
+    monkeypatch.setattr(uniformity, "sphere_samples", lambda *_: samples)
+    value = Uniformity(draws=1, weight=1.0, tolerance=1e-8).start_round(Local())(step_of(z))
+    truth = unbalanced_ot(1 - F.normalize(z, dim=1) @ samples.T, 1.0, 1.0, 0.8, 0.8, tol=1e-8)
+    torch.testing.assert_close(value, truth)
+    (gradient,), (expected,) = torch.autograd.grad(value, z), torch.autograd.grad(truth, z)
+    torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6)
+
+
 def test_fur_of_the_named_layer():
     encoded, projected = torch.randn(2, 1, 8, 6, generator=torch.Generator().manual_seed(0)).requires_grad_()
     step = Step(torch.tensor(0.0), representations=(encoded[0],), projections=(projected[0],))
-    for layer, taken in (("encoder", encoded), ("projector", projected)):
-        term = Uniformity(**FUR, layer=layer).start_round(Local())
+    for options, taken in (({"layer": "encoder"}, encoded), ({}, projected)):
+        term = Uniformity(**options).start_round(Local())
         found = torch.autograd.grad(term(step), [encoded, projected], allow_unused=True)
         assert [gradient is not None for gradient in found] == [taken is encoded, taken is projected]
-
-
-def test_by_default_fur_is_of_the_projector_and_of_several_draws():
-    """An encoder that ends in a ReLU cannot cover the sphere, and most of one draw's gradient is noise."""
-    assert Uniformity(**FUR).layer == "projector"
-    assert Uniformity(**FUR).draws == 8
-
-
-def test_fur_of_a_layer_that_is_not_there(tiny):
-    with pytest.raises(UserError, match="uniformity's layer is projector"):
-        build_federation(tiny(objective={"name": "supervised"}, regularizers=[FUR]))
 
 
 def test_several_draws_are_averaged(monkeypatch):
@@ -73,13 +100,13 @@ def test_several_draws_are_averaged(monkeypatch):
     draws = [F.normalize(part, dim=1) for part in (samples[:8], samples[8:])]
     z = F.normalize(z[:8], dim=1).requires_grad_()
 
-    def term(drawn, **options):
+    def term(drawn, draws):
         monkeypatch.setattr(uniformity, "sphere_samples", lambda rows, *_: drawn if len(drawn) == rows else None)
-        value = Uniformity(**FUR | {"draws": 1, "tolerance": 1e-9} | options).start_round(Local())(step_of(z, -z))
+        value = Uniformity(draws=draws, tolerance=1e-9).start_round(Local())(step_of(z, -z))
         return torch.stack([value, *torch.autograd.grad(value, z)[0].flatten()])
 
     both = term(torch.cat(draws), draws=2)
-    torch.testing.assert_close(both, (term(draws[0]) + term(draws[1])) / 2, rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(both, (term(draws[0], 1) + term(draws[1], 1)) / 2, rtol=1e-3, atol=1e-6)
 
 
 def test_the_mean_over_the_batch_does_not_depend_on_its_size(monkeypatch):
@@ -89,7 +116,7 @@ def test_the_mean_over_the_batch_does_not_depend_on_its_size(monkeypatch):
     for rows in (1, 4):
         z = torch.eye(8)[:rows] + 0.1 * torch.eye(8)[4 : 4 + rows]
         for reduction in ("sum", "mean"):
-            term = Uniformity(**ONE_DRAW, tolerance=1e-8, reduction=reduction).start_round(Local())
+            term = Uniformity(draws=1, tolerance=1e-8, reduction=reduction).start_round(Local())
             values[rows, reduction] = float(term(step_of(z)))
     assert values[1, "mean"] == pytest.approx(values[4, "mean"], rel=1e-4) == pytest.approx(values[1, "sum"])
     assert values[4, "sum"] == pytest.approx(4 * values[4, "mean"])
@@ -112,57 +139,19 @@ def test_as_printed_it_does_nothing_and_as_it_is_here_it_moves_mass(kind, moved)
     assert float(info.transported_mass) / 128 == pytest.approx(moved, abs=0.01)
 
 
-def test_a_collapsed_batch_is_dispersed():
-    """Free points, moved against the gradient alone: their mean cosine falls and their effective rank rises."""
-    generator = torch.Generator().manual_seed(1)
-    line = torch.randn(1, 32, generator=generator)
-    z = torch.randn(1, 32, generator=generator) + 0.3 * torch.randn(24, 1, generator=generator) * line
-    z = F.normalize(z, dim=1).requires_grad_()
-
-    def mean_cosine():
-        unit = F.normalize(z.detach(), dim=1)
-        return float((unit @ unit.T).mean())
-
-    before, rank_before = mean_cosine(), effective_rank(z)
-    term = Uniformity(**FUR, weight=1.0).start_round(Local())
-    for _ in range(60):
-        z.grad = None
-        term(step_of(z)).backward()
-        with torch.no_grad():
-            z -= 0.5 * z.grad
-    assert before > 0.8
-    assert mean_cosine() < 0.5
-    assert rank_before < 1.5
-    assert effective_rank(z) > 5
-
-
-def test_the_gradient_is_that_of_unbalanced_ot():
-    """The plan is solved for once and its gradient written by hand."""
-    z, samples = (t[:16] for t in representations("low rank"))
-    z = z.clone().requires_grad_()
-    patched = SimpleNamespace(start=uniformity.sphere_samples)
-    uniformity.sphere_samples = lambda *_: samples
-    try:
-        value = Uniformity(**ONE_DRAW, weight=1.0, tolerance=1e-8).start_round(Local())(step_of(z))
-    finally:
-        uniformity.sphere_samples = patched.start
-    (gradient,) = torch.autograd.grad(value, z)
-    truth = unbalanced_ot(1 - F.normalize(z, dim=1) @ samples.T, 1.0, 1.0, 0.8, 0.8, tol=1e-8)
-    (expected,) = torch.autograd.grad(truth, z)
-    torch.testing.assert_close(value, truth)
-    torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6)
+# The samples of both terms
 
 
 def test_samples_are_on_the_sphere_and_new_for_each_step():
     samples = sphere_samples(2000, 3, torch.Generator().manual_seed(0))
     torch.testing.assert_close(samples.norm(dim=1), torch.ones(2000))
     torch.testing.assert_close(samples.T @ samples / 2000, torch.eye(3) / 3, rtol=0, atol=0.03)
-    term = Uniformity(**FUR).start_round(Local())
     z, _ = representations("random")
-    assert term(step_of(z[:8])) != term(step_of(z[:8]))
+    for term in (Uniformity().start_round(Local()), SlicedUniformity().start_round(Local())):
+        assert term(step_of(z[:8])) != term(step_of(z[:8]))
 
 
-@pytest.mark.parametrize("term", [Uniformity(**FUR), SlicedUniformity(name="sliced_uniformity")])
+@pytest.mark.parametrize("term", [Uniformity(), SlicedUniformity()])
 def test_samples_are_drawn_on_the_models_device(term, monkeypatch):
     """On a GPU that is not here; what is drawn there is noted, and drawn on the CPU."""
     gpu, drawn, draw = torch.device("cuda", 1), [], torch.randn
@@ -175,14 +164,87 @@ def test_samples_are_drawn_on_the_models_device(term, monkeypatch):
     assert set(drawn) == {gpu}
 
 
-def test_both_terms_take_the_views_that_there_are(tiny):
-    """Symmetric BYOL has two online views, one-directed BYOL one."""
-    for symmetric, views in ((True, 2), (False, 1)):
-        objective = {"name": "byol", "hidden_features": 32, "output_features": 16, "symmetric": symmetric}
-        federation = build_federation(tiny(objective=objective, regularizers=[FUR, {"name": "sliced_uniformity"}]))
-        method, generator = federation.method, torch.Generator().manual_seed(0)
-        images = tuple(torch.randn(4, 1, 8, 8, generator=generator) for _ in range(2))
-        step = method.objective.step(federation.new_model(0), images, torch.zeros(4))
-        assert len(step.representations) == views
-        for regularizer in method.regularizers:
-            assert regularizer.start_round(Local())(step).isfinite()
+# The sliced distance
+
+
+def angles(*values):
+    """Points of the circle."""
+    t = torch.tensor(values)
+    return torch.stack([t.cos(), t.sin()], dim=1)
+
+
+def test_sliced_distance_by_hand():
+    """On the circle, from the base (1, 0) along (0, 1), the coordinate of a point is its angle. Points at 0.5 and 0.1,
+    samples at 0.7 and -0.2; sorted 0.1, 0.5 against -0.2, 0.7: (0.3^2 + 0.2^2) / 2 = 0.065. From the base (0, 1) along
+    (1, 0) the coordinate is pi / 2 - angle: the same distance. Along (0, 3) it is nine times that.
+    """
+    base = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    direction = torch.tensor([[[0.0, 1.0]], [[1.0, 0.0]]])
+    points, samples = angles(0.5, 0.1), angles(0.7, -0.2)
+    expected = torch.tensor([[[0.5], [math.pi / 2 - 0.5]], [[0.1], [math.pi / 2 - 0.1]]])
+    torch.testing.assert_close(tangent_coordinates(points, base, direction), expected)
+    torch.testing.assert_close(sliced_distance(points, samples, base, direction), torch.full((2,), 0.065))
+    both = sliced_distance(torch.stack([points, samples]), samples, base[:1], 3 * direction[:1])
+    torch.testing.assert_close(both, torch.tensor([[9 * 0.065], [0.0]]))
+
+
+def released_term(points, samples, base, direction):
+    """The released term in float64, one tangent space, direction and point after the other.
+
+    For each tangent space: the logarithms of samples and points as (angle / |u|) u with u = z - <z, t> t; their
+    products with Gaussian directions; sorted; the mean of the squared differences over directions and points. The sum
+    over the tangent spaces is divided by 6.
+    """
+    total = 0.0
+    for t, directions in zip(base.double(), direction.double(), strict=True):
+        squares = []
+        for v in directions:
+            values = []
+            for group in (points.double(), samples.double()):
+                coordinates = []
+                for z in group:
+                    u = z - (z @ t) * t
+                    coordinates.append(float(torch.acos((z @ t).clamp(-1, 1)) * (u / u.norm()) @ v))
+                values.append(sorted(coordinates))
+            squares += [(a - b) ** 2 for a, b in zip(*values, strict=True)]
+        total += sum(squares) / len(squares)
+    return total / 6
+
+
+def test_the_sliced_term_is_the_released_one(monkeypatch):
+    """Two views of 5 images in 4 dimensions, weight 0.01, beside the released formula in float64."""
+    generator = torch.Generator().manual_seed(3)
+    samples, base = (F.normalize(torch.randn(5, 4, generator=generator), dim=1) for _ in range(2))
+    direction = torch.randn(5, 6, 4, generator=generator)
+    views = [torch.randn(5, 4, generator=generator) for _ in range(2)]
+    drawn = iter([samples, base])
+    monkeypatch.setattr(sliced_uniformity, "sphere_samples", lambda *_: next(drawn))
+    monkeypatch.setattr(torch, "randn", lambda *size, generator, device: direction if size == (5, 6, 4) else None)
+    local = Local()
+    value = SlicedUniformity().start_round(local)(step_of(*views))
+    expected = [released_term(F.normalize(view, dim=1), samples, base, direction) for view in views]
+    assert float(value) == pytest.approx(0.01 * sum(expected), rel=1e-5)
+    assert local.logged == {"sliced_distance": [pytest.approx(sum(expected) / 2, rel=1e-5)]}
+
+
+@pytest.mark.parametrize(("rows", "width"), [(128, 512), (50, 128)])
+def test_how_much_larger_the_released_term_is_than_the_mean(rows, width):
+    """B tangent spaces over 6, and Gaussian directions with d - 1 times the square of a unit tangent vector."""
+    z = F.normalize(torch.randn(1, width) + 0.1 * torch.randn(rows, width), dim=1)
+    released, mean = (
+        float(SlicedUniformity(scale=scale, directions=50).start_round(Local())(step_of(z)))
+        for scale in ("released", "mean")
+    )
+    assert released / mean == pytest.approx(rows * (width - 1) / 6, rel=0.05)
+
+
+def test_collapsed_points_are_farther_from_uniform_and_the_gradient_is_finite_everywhere():
+    collapsed, random = (
+        SlicedUniformity().start_round(Local())(step_of(representations(kind)[0])) for kind in ("collapsed", "random")
+    )
+    assert collapsed > 5 * random
+    base = torch.tensor([[1.0, 0.0, 0.0]])
+    z = torch.cat([base, -base]).requires_grad_()  # at the base and opposite to it
+    distance = sliced_distance(z, F.normalize(torch.ones(2, 3), dim=1), base, torch.tensor([[[0.0, 1.0, 0.0]]]))
+    distance.sum().backward()
+    assert z.grad.isfinite().all()

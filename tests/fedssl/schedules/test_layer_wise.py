@@ -3,37 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 
-from fedssl.engines.in_process import resume, run
-from fedssl.engines.observers import Observer
+from fedssl.engines.in_process import run
 from fedssl.errors import UserError
 from fedssl.evaluation.evaluate import evaluate_model
 from fedssl.federation import Federation, build_federation
 from fedssl.messages import Message
 from fedssl.recipe.recipe import Recipe
-from fedssl.run_folder.directory import RunDirectory
 from fedssl.schedules.base import Plan
 from fedssl.schedules.layer_wise import LayerWise
 from fedssl.schedules.progressive import Progressive
 from tests.fedssl.conftest import AVERAGED
+from tests.fedssl.killed_runs import contents, killed_and_resumed
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 OBJECTIVES = {
     "moco_v3": {"name": "moco_v3", "hidden_features": 16, "output_features": 8},
     "byol": {"name": "byol", "hidden_features": 16, "output_features": 8},
     "simclr": {"name": "simclr", "hidden_features": 16, "output_features": 8},
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -54,18 +46,18 @@ def staged(tiny) -> Callable[..., Recipe]:
 
 def test_plans_of_the_papers_setting():
     """12 layers, one a stage, 15 rounds each."""
-    layer_wise = LayerWise(name="layer_wise", rounds_per_stage=15)
+    layer_wise = LayerWise(rounds_per_stage=15)
     assert layer_wise.plan(12, 1, 0) == layer_wise.plan(12, 15, 0) == Plan(1, 1, active=(0,))
     assert layer_wise.plan(12, 16, 0) == Plan(2, 2, active=(1,), frozen=(0,), done=1)
     assert layer_wise.plan(12, 180, 0) == Plan(12, 12, active=(11,), frozen=tuple(range(11)), done=11)
-    progressive = Progressive(name="progressive", rounds_per_stage=15)
+    progressive = Progressive(rounds_per_stage=15)
     assert progressive.plan(12, 16, 0) == Plan(2, 2, active=(0, 1))
     assert progressive.plan(12, 180, 0) == Plan(12, 12, active=tuple(range(12)))
 
 
 @pytest.mark.parametrize(("layers_per_stage", "stages"), [(2, 6), (3, 4), (4, 3), (6, 2)])
 def test_several_layers_a_stage(layers_per_stage, stages):
-    part = LayerWise(name="layer_wise", layers_per_stage=layers_per_stage, rounds_per_stage=180 // stages)
+    part = LayerWise(layers_per_stage=layers_per_stage, rounds_per_stage=180 // stages)
     last = part.plan(12, 180, 0)
     assert (last.stage, last.depth, last.done) == (stages, 12, 12 - layers_per_stage)
     assert last.active == tuple(range(12 - layers_per_stage, 12))
@@ -76,7 +68,7 @@ def test_several_layers_a_stage(layers_per_stage, stages):
 
 def test_depth_dropout_keeps_the_first_layer_and_draws_the_others_anew():
     options = {"rounds_per_stage": 15, "kept_layers": 5}
-    layer_wise, progressive = LayerWise(name="layer_wise", **options), Progressive(name="progressive", **options)
+    layer_wise, progressive = LayerWise(**options), Progressive(**options)
     plans = {number: layer_wise.plan(12, number, seed=3) for number in range(1, 181)}
     for number, plan in plans.items():
         assert len(plan.frozen) == min(plan.stage - 1, 5)
@@ -132,7 +124,9 @@ class Exchange:
         return found
 
 
-@pytest.fixture(scope="module", params=[(o, a) for o in OBJECTIVES for a in ("small_resnet10", "small_vit")], ids=str)
+@pytest.fixture(
+    scope="module", params=[("moco_v3", "small_vit"), ("byol", "small_resnet10"), ("simclr", "small_resnet10")], ids=str
+)
 def two_stages(request, staged):
     """Two stages of two layers and two rounds: objective, architecture, and all that was sent and kept, by round."""
     objective, architecture = request.param
@@ -155,9 +149,8 @@ def test_nothing_but_the_newest_layers_and_the_heads_is_in_a_message(two_stages)
         assert heads == ({"projector"} if objective == "simclr" else {"projector", "predictor"})
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
-def test_in_progressive_training_all_layers_so_far_travel(staged, objective):
-    exchange = Exchange(staged("progressive", "small_vit", objective=objective))
+def test_in_progressive_training_all_layers_so_far_travel(staged):
+    exchange = Exchange(staged("progressive", "small_vit"))
     for number in range(1, 5):
         down, up = exchange.round(number, [0, 1])
         for k in (0, 1):
@@ -201,10 +194,10 @@ def test_later_layers_are_untouched_and_reshaping_layers_are_left_behind(staged)
             assert mine not in state
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_the_optimiser_holds_only_what_trains(staged, optimizer, monkeypatch):
     held: list[int] = []
-    kind = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[optimizer]
+    kind = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[optimizer]
     step = kind.step
 
     def counting(self, *arguments, **options):
@@ -258,7 +251,7 @@ def test_a_client_whose_answer_was_refused_is_sent_the_layers_again(staged):
 
 
 def test_the_target_network_starts_every_round_as_the_online_one(staged, monkeypatch):
-    exchange = Exchange(staged())
+    exchange = Exchange(staged(objective="byol"))
     exchange.round(1, [0])
     moved = exchange.states[0].tensors
     name = "encoder.network.conv1.weight"
@@ -298,26 +291,7 @@ def test_a_client_that_lacks_dropped_layers_gets_them_too(staged):
 # Whole runs
 
 
-def contents(path: Path) -> dict[str, bytes]:
-    return {f.name: f.read_bytes() for f in [*(path / "checkpoints").glob("*.safetensors"), path / "metrics.csv"]}
-
-
-class Killed(BaseException):
-    """Stands for SIGKILL: no handler of the code under test may catch it."""
-
-
-class KilledAt(Observer):
-    """Dies in a round after its first client has stored its state."""
-
-    def __init__(self, round_number: int):
-        self.at = (round_number, 1)
-
-    def client_began(self, round_number: int, index: int, position: int, clients: int) -> None:
-        if (round_number, position) == self.at:
-            raise Killed
-
-
-@pytest.mark.parametrize("schedule", ["layer_wise", "progressive"])
+@pytest.mark.parametrize("schedule", ["layer_wise", pytest.param("progressive", marks=pytest.mark.nightly)])
 def test_killed_around_a_stages_end_and_resumed_it_ends_alike(schedule, staged, tmp_path):
     """Rounds 2 and 3 are the last of the first stage and the first of the second; two of three clients take part."""
     recipe = staged(
@@ -327,15 +301,11 @@ def test_killed_around_a_stages_end_and_resumed_it_ends_alike(schedule, staged, 
         regularizers=["representation_alignment", "proximal"],
     )
     run(recipe, tmp_path / "undisturbed")
-    with pytest.raises(Killed):
-        run(recipe, tmp_path / "killed", KilledAt(2))
-    with pytest.raises(Killed):
-        resume(tmp_path / "killed", KilledAt(3))
-    resume(tmp_path / "killed")
-    assert contents(tmp_path / "killed") == contents(tmp_path / "undisturbed")
+    killed = killed_and_resumed(recipe, tmp_path / "killed", rounds=(2, 3))
+    assert contents(killed) == contents(tmp_path / "undisturbed")
 
 
-def test_a_run_is_evaluated_at_its_depth_and_counts_the_late_layers(staged, tmp_path, monkeypatch):
+def test_a_run_is_evaluated_at_its_depth(staged, tmp_path, monkeypatch):
     depths = []
 
     def watching(model, *arguments, **options):
@@ -343,16 +313,8 @@ def test_a_run_is_evaluated_at_its_depth_and_counts_the_late_layers(staged, tmp_
         return evaluate_model(model, *arguments, **options)
 
     monkeypatch.setattr("fedssl.engines.rounds.evaluate_model", watching)
-    recipe = staged(evaluation={"every": 1, "neighbors": 5, "linear": {"epochs": 1}})
-    run(recipe, tmp_path / "a")
+    run(staged(evaluation={"every": 1, "neighbors": 5, "linear": {"epochs": 1}}), tmp_path / "a")
     assert depths == [4, 1, 2, 3, 4]  # before training the untrained encoder, whole
-    found = {(r, who, m): v for r, who, m, v in RunDirectory.open(tmp_path / "a").read_metrics()}
-    exchange = Exchange(recipe)
-    size = {n: t.numel() * t.element_size() for n, t in exchange.server.tensors.items()}
-    for number in (1, 2, 3, 4):
-        newest = exchange.names([number - 1], top=number)
-        late = exchange.names([number - 2]) if number > 1 else set()
-        assert found[number, "0", "bytes_down"] == sum(size[name] for name in newest | late)
 
 
 def test_other_aggregators_and_regularizers_work_on_the_layers_that_travel(staged):

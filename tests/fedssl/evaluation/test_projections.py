@@ -1,4 +1,4 @@
-"""Alignment, uniformity, the sphere, the covariance's singular values and t-SNE, against values found by hand."""
+"""The sphere, the covariance's singular values and t-SNE, against values found by hand."""
 
 from __future__ import annotations
 
@@ -7,30 +7,11 @@ import math
 import pytest
 import torch
 
-from fedssl.errors import UserError
-from fedssl.evaluation.metrics import alignment, uniformity
 from fedssl.evaluation.projections import log_covariance_singular_values, sphere_coverage, sphere_points, tsne_together
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def test_alignment_by_hand():
-    # normalised: (1, 0) and (0, 1) are sqrt(2) apart, (0, 1) and (0, 1) nothing
-    assert alignment(torch.tensor([[1.0, 0], [0, 2]]), torch.tensor([[0.0, 3], [0, 1]])) == pytest.approx(1.0)
-    views = normal(5, 3)
-    assert alignment(views, 7 * views) == pytest.approx(0.0, abs=1e-12)
-    assert alignment(views, -views) == pytest.approx(4.0)
-
-
-def test_uniformity_by_hand():
-    # squared distances 2, 4 and 2
-    points = torch.tensor([[1.0, 0], [0, 5], [-2, 0]])
-    assert uniformity(points) == pytest.approx(math.log((2 * math.exp(-4) + math.exp(-8)) / 3))
-    assert uniformity(torch.ones(9, 4)) == pytest.approx(0.0, abs=1e-12)
-    # in d dimensions the cosine of two uniform points has mean 0 and variance 1 / d: log E exp(4 cos - 4) is -4 + 8 / d
-    assert uniformity(normal(1000, 400)) == pytest.approx(-4 + 8 / 400, abs=0.01)
 
 
 def test_log_singular_values_of_the_covariance_by_hand():
@@ -55,8 +36,7 @@ def test_a_point_and_an_arc_stay_what_they_are():
     torch.testing.assert_close(sphere_points(one), torch.tensor([[1.0, 0, 0]] * 2, dtype=torch.float64))
     angle = torch.linspace(-0.6, 0.6, 30, dtype=torch.float64)
     plane = torch.linalg.qr(normal(7, 2).double()).Q
-    arc = torch.stack([angle.cos(), angle.sin()], dim=1) @ plane.T
-    points = sphere_points(2.5 * arc)
+    points = sphere_points(2.5 * torch.stack([angle.cos(), angle.sin()], dim=1) @ plane.T)
     torch.testing.assert_close(points[:, 2], torch.zeros(30, dtype=torch.float64), atol=1e-7, rtol=0)
     torch.testing.assert_close(points[:, 0], angle.cos())
     torch.testing.assert_close(points[:, 1].abs(), angle.sin().abs())
@@ -67,9 +47,7 @@ def test_the_first_axis_points_at_the_middle_whatever_the_dimension():
     assert sphere_points(features).tolist() == [[1.0, 0.0, 0.0]] * 50
     assert sphere_points(-features).tolist() == [[1.0, 0.0, 0.0]] * 50
     assert sphere_points(normal(50, 12) + 0.5)[:, 0].mean() > 0.5
-
-
-def test_a_row_without_a_direction_is_zero():
+    # a row without a direction is zero
     assert sphere_points(torch.tensor([[0.0, 0], [1, 0]])).tolist() == [[0, 0, 0], [1, 0, 0]]
 
 
@@ -91,15 +69,9 @@ def test_tsne_puts_alike_near_alike_and_repeats():
     assert first.shape == second.shape == (30, 2)
     nearest = torch.cdist(second, first).argmin(dim=1)
     assert (nearest % 3 == torch.arange(30) % 3).all()
-    again = tsne_together(features, other, seed=3)
-    torch.testing.assert_close(again, (first, second))
+    torch.testing.assert_close(tsne_together(features, other, seed=3), (first, second))
 
 
 def test_tsne_of_a_collapsed_representation_does_not_fail():
     first, second = tsne_together(torch.ones(8, 4), torch.ones(6, 4), seed=0)
     assert torch.isfinite(torch.cat([first, second])).all()
-
-
-def test_one_representation_has_no_uniformity():
-    with pytest.raises(UserError, match=r"at least two representations, got 1; raise data\.test_limit"):
-        uniformity(torch.ones(1, 3))

@@ -1,0 +1,356 @@
+"""Fine-tuning on few labels and on all, and the scores in which every class counts alike."""
+
+from __future__ import annotations
+
+import copy
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fedssl.data.datasets import Dataset, load_dataset
+from fedssl.data.options import DataOptions
+from fedssl.engines.in_process import run
+from fedssl.errors import UserError
+from fedssl.evaluation.evaluate import EvaluationOptions, evaluate_model
+from fedssl.evaluation.fine_tuning import (
+    PROTOCOLS,
+    FineTuneOptions,
+    FineTuning,
+    SemiSupervisedOptions,
+    classification_scores,
+    fine_tuned_network,
+    fine_tuned_scores,
+    labeled_subset,
+    learning_rate_factor,
+    semi_supervised_accuracy,
+)
+from fedssl.models.encoders import build_encoder
+from fedssl.models.model import Model
+from fedssl.reports.evaluation import evaluate_run
+from tests.fedssl.conftest import AVERAGED
+from tests.fedssl.evaluation.bright_quarters import TinyEncoder, bright_quarters
+
+BREASTMNIST = Path(__file__).parents[4] / "shared" / "data" / "breastmnist28_full.npz"
+SCORES = ["accuracy", "per_class_accuracy", "precision", "recall", "f1"]
+
+
+class Recorder(TinyEncoder):
+    """Notes the images of each batch that it trains on, and whether its BatchNorm takes their statistics."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps = []
+
+    def forward(self, images):
+        if torch.is_grad_enabled():
+            self.steps.append((images.clone(), self.training))
+        return super().forward(images)
+
+    def __deepcopy__(self, memo):
+        return self
+
+
+def accuracy(encoder, seed=0, train=400, fraction=0.1, **options):
+    train_images, train_labels = bright_quarters(train, seed=1)
+    test_images, test_labels = bright_quarters(200, seed=2)
+    dataset = Dataset("quarters", train_images, train_labels, test_images, test_labels, tuple("abcd"), None)
+    return semi_supervised_accuracy(encoder, dataset, fraction, SemiSupervisedOptions(**options), seed)
+
+
+# The labels
+
+
+def test_a_subset_takes_the_fraction_of_every_class_and_at_least_one():
+    labels = torch.tensor([0] * 200 + [1] * 50 + [2] * 3 + [4])
+    labels = labels[torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))]
+    subset = labeled_subset(labels, 0.1, torch.Generator().manual_seed(0))
+    assert torch.equal(subset, subset.unique())  # ascending, none twice
+    assert labels[subset].bincount().tolist() == [20, 5, 1, 0, 1]
+    assert labeled_subset(torch.tensor([1, 0, 0, 2]), 1.0, torch.Generator()).tolist() == [0, 1, 2, 3]
+
+
+def test_a_subset_is_random_but_reproducible():
+    labels = torch.arange(1000) % 10
+    first, again, other = (labeled_subset(labels, 0.1, torch.Generator().manual_seed(seed)) for seed in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+@pytest.mark.parametrize("fraction", [0.0, -0.1, 1.01, float("nan")])
+def test_a_fraction_out_of_range_is_refused(encoder, fraction):
+    with pytest.raises(UserError, match="fraction: expected above 0 and at most 1"):
+        accuracy(encoder, fraction=fraction)
+
+
+# The protocols
+
+
+def test_a_name_gives_all_values_and_single_ones_can_be_set():
+    hetero_ssfl = FineTuning(epochs=100, batch_size=512, optimizer="nesterov", learning_rate=0.05)
+    assert SemiSupervisedOptions().tuning(0.1) == SemiSupervisedOptions().tuning(0.011) == hetero_ssfl
+    assert SemiSupervisedOptions().tuning(0.01) == hetero_ssfl._replace(batch_size=256)
+    assert SemiSupervisedOptions(batch_size=31).tuning(0.01).batch_size == 31
+    fedu2 = SemiSupervisedOptions(name="fedu2")
+    assert fedu2.tuning(0.01) == fedu2.tuning(0.1)
+    assert fedu2.tuning(0.1) == FineTuning(
+        epochs=200,
+        batch_size=128,
+        optimizer="sgd",
+        learning_rate=0.001,
+        classifier_learning_rate=0.3,
+        augmentation="crop_and_flip",
+    )
+    shorter = SemiSupervisedOptions(name="fedu2", epochs=7, augmentation="none")
+    assert shorter.tuning(0.1) == fedu2.tuning(0.1)._replace(epochs=7, augmentation="none")
+    # LW-FedSSL's is the same as fine-tuning on all labels by its protocol
+    assert SemiSupervisedOptions(name="lw_fedssl").tuning(0.1) == FineTuneOptions().tuning()
+    assert SemiSupervisedOptions(name="lw_fedssl", epochs=8, warmup_epochs=2).tuning(0.1).warmup_epochs == 2
+
+
+def test_a_warm_up_that_is_not_shorter_than_the_training_is_refused():
+    with pytest.raises(ValueError, match="warmup_epochs must be below epochs, 8, got 10 with the protocol lw_fedssl"):
+        SemiSupervisedOptions(name="lw_fedssl", epochs=8)
+    with pytest.raises(ValueError, match="warmup_epochs must be below epochs, 5"):
+        FineTuneOptions(epochs=5)
+
+
+def test_the_learning_rate_rises_for_ten_epochs_and_falls_as_a_cosine():
+    options = FineTuneOptions()
+    factors = [learning_rate_factor(step, 3, options.epochs, options.warmup_epochs) for step in range(120)]
+    assert factors[:3] == pytest.approx([1 / 30, 2 / 30, 3 / 30])
+    assert factors[29] == 1.0
+    assert factors[30] == 1.0
+    assert factors[75] == pytest.approx(0.5)
+    assert factors[119] == pytest.approx(0.5 * (1 + np.cos(np.pi * 89 / 90)))
+    assert all(a < b for a, b in pairwise(factors[:30]))
+    assert all(a > b for a, b in pairwise(factors[30:]))
+
+
+@pytest.mark.parametrize("name", PROTOCOLS)
+def test_every_protocol_learns_from_few_labels(encoder, name):
+    warmup = {"warmup_epochs": 1} if name == "lw_fedssl" else {}
+    assert accuracy(encoder, fraction=0.5, name=name, epochs=40, batch_size=16, augmentation="none", **warmup) > 60
+
+
+@pytest.mark.parametrize(
+    ("name", "rates", "nesterov"), [("hetero_ssfl", (0.05, 0.05), True), ("fedu2", (0.001, 0.3), False)]
+)
+def test_it_equals_plain_sgd_on_the_whole_network(monkeypatch, name, rates, nesterov):
+    # An encoder without randomness and one batch of all images, so that the loop can be written down plainly.
+    torch.manual_seed(0)
+    encoder = nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.BatchNorm1d(8), nn.ReLU())
+    images, labels = bright_quarters(40)
+    layers = []
+    original = nn.Linear.__init__
+
+    def remember(layer, *arguments, **keywords):
+        original(layer, *arguments, **keywords)
+        layers.append(copy.deepcopy(layer))
+
+    monkeypatch.setattr(nn.Linear, "__init__", remember)
+    tuning = PROTOCOLS[name]._replace(epochs=4, augmentation="none")
+    generator = torch.Generator().manual_seed(5)
+    got = fine_tuned_network(encoder, images, labels, 4, tuning, 5, generator)
+    monkeypatch.undo()
+    assert len(layers) == 1
+
+    network = nn.Sequential(copy.deepcopy(encoder), layers[0]).train()
+    inputs = (images.float() / 255 - 0.5) / 0.25
+    velocity = [torch.zeros_like(parameter) for parameter in network.parameters()]
+    rate_of = [rates[0]] * 4 + [rates[1]] * 2
+    for _ in range(4):
+        network.zero_grad()
+        nn.functional.cross_entropy(network(inputs), labels).backward()
+        with torch.no_grad():  # as torch defines it: v = 0.9 v + g, a step along v, with Nesterov along g + 0.9 v
+            for parameter, v, rate in zip(network.parameters(), velocity, rate_of, strict=True):
+                v.mul_(0.9).add_(parameter.grad)
+                parameter -= rate * (parameter.grad + 0.9 * v if nesterov else v)
+    for own, expected in zip(got.parameters(), network.parameters(), strict=True):
+        torch.testing.assert_close(own, expected, rtol=1e-3, atol=1e-5)
+
+
+# The images
+
+
+def seen_in_training(augmentation):
+    """The images that reach the network in training, with the protocol's batch."""
+    images, labels = bright_quarters(40)
+    options = SemiSupervisedOptions(epochs=1, augmentation=augmentation, name="fedu2", batch_size=40)
+    dataset = Dataset("quarters", images, labels, images, labels, tuple("abcd"), None)
+    recorder = Recorder()
+    semi_supervised_accuracy(recorder, dataset, 1.0, options, 0)
+    return torch.cat([seen for seen, training in recorder.steps if training]), (images.float() / 255 - 0.5) / 0.25
+
+
+def rows_of(images):
+    return {tuple(image.flatten().tolist()) for image in (images * 1000).round()}
+
+
+def test_labelled_images_are_cropped_and_mirrored_or_left_as_they_are():
+    plain, images = seen_in_training("none")
+    assert rows_of(plain) == rows_of(images)
+    cropped, _ = seen_in_training("crop_and_flip")
+    assert cropped.shape == images.shape
+    own, mirrored = rows_of(images), rows_of(images.flip(-1))
+    assert rows_of(cropped) & mirrored - own
+    assert rows_of(cropped) - mirrored - own  # cropped
+    assert images.min() <= cropped.min() < cropped.max() <= images.max()
+
+
+@pytest.mark.parametrize(("batch_size", "sizes"), [(1, [1] * 5), (2, [2, 2, 1]), (4, [4, 1])])
+def test_a_batch_of_one_image_takes_the_running_statistics(batch_size, sizes):
+    """BatchNorm refuses those of one image."""
+    images, labels = bright_quarters(5)
+    recorder, tuning = Recorder(), FineTuning(1, batch_size, "sgd", 0.005)
+    fine_tuned_network(recorder, images, labels, 4, tuning, 0, torch.Generator().manual_seed(0))
+    steps = [(len(seen), training) for seen, training in recorder.steps]
+    assert steps[-len(sizes) :] == [(size, size > 1) for size in sizes]
+
+
+def test_one_labelled_image_of_a_resnet_does_not_crash():
+    images, labels = torch.zeros(5, 1, 8, 8, dtype=torch.uint8), torch.zeros(5, dtype=torch.int64)
+    small = build_encoder("small_resnet10", 1, 8)
+    dataset = Dataset("one class", images, labels, images, labels, tuple("ab"), None)
+    assert semi_supervised_accuracy(small, dataset, 0.01, SemiSupervisedOptions(epochs=2), 0) == 100.0
+
+
+# What stays as it was
+
+
+def test_the_encoder_and_the_global_generator_stay_as_they_were(encoder):
+    encoder.train().requires_grad_(False)  # a target network, say
+    before = copy.deepcopy(encoder.state_dict())
+    random_state = torch.get_rng_state()
+    frozen = accuracy(encoder, epochs=3)
+    assert all(torch.equal(before[key], value) for key, value in encoder.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert all(module.training for module in encoder.modules())
+    assert not any(parameter.requires_grad for parameter in encoder.parameters())
+    # and what is frozen is fine-tuned all the same, also where gradients are switched off
+    with torch.no_grad():
+        assert accuracy(encoder, epochs=3) == accuracy(encoder.requires_grad_(True), epochs=3) == frozen
+
+
+def test_reproducible_from_the_seed_alone(encoder):
+    results = []
+    for global_seed in (1, 2):
+        torch.manual_seed(global_seed)
+        results.append(accuracy(encoder, seed=3, epochs=2))
+    assert results[0] == results[1]
+    assert len({accuracy(encoder, seed=seed, epochs=2) for seed in range(5)}) > 1
+
+
+# All labels
+
+
+def quarters(validation: bool = True) -> Dataset:
+    """400 training images whose labels are wrong, 200 validation images with the right ones, 200 test images."""
+    (train, labels), (validated, right), (test, truth) = (
+        bright_quarters(count, seed) for count, seed in ((400, 1), (200, 3), (200, 2))
+    )
+    extra = (validated, right) if validation else (None, None)
+    return Dataset("quarters", train, (labels + 1) % 4, test, truth, tuple("abcd"), None, *extra)
+
+
+def test_scores_by_hand():
+    labels = torch.tensor([0, 0, 0, 0, 1, 1, 2, 2])
+    predicted = torch.tensor([0, 0, 0, 1, 1, 2, 1, 1])
+    scores = classification_scores(predicted, labels)
+    precision, recall = [3 / 3, 1 / 4, 0 / 1], [3 / 4, 1 / 2, 0.0]
+    f1 = [2 * p * r / (p + r) if p + r else 0.0 for p, r in zip(precision, recall, strict=True)]
+    assert scores["accuracy"] == pytest.approx(100 * 4 / 8)
+    assert scores["precision"] == pytest.approx(100 * sum(precision) / 3)
+    assert scores["recall"] == scores["per_class_accuracy"] == pytest.approx(100 * sum(recall) / 3)
+    assert scores["f1"] == pytest.approx(100 * sum(f1) / 3)
+    # a class without test images does not count
+    scores = classification_scores(torch.tensor([0, 2, 1]), torch.tensor([0, 0, 1]))
+    assert (scores["recall"], scores["precision"]) == pytest.approx((75.0, 100.0))
+
+
+def test_it_learns_from_the_split_that_is_named(encoder):
+    options = FineTuneOptions(epochs=12, warmup_epochs=2, batch_size=32, learning_rate=0.02, rand_augment=False)
+    right = fine_tuned_scores(encoder, quarters(), options.model_copy(update={"images": "validation"}), 0)
+    wrong = fine_tuned_scores(encoder, quarters(), options, 0)
+    assert list(right) == SCORES
+    assert right["accuracy"] > 85
+    assert wrong["accuracy"] < 15
+
+
+def test_the_seed_and_the_augmentation_decide(encoder):
+    options = FineTuneOptions(epochs=2, warmup_epochs=1, batch_size=64)
+    scores = [fine_tuned_scores(encoder, quarters(), options, seed) for seed in (0, 0, 1)]
+    assert scores[0] == scores[1] != scores[2]
+    plain = options.model_copy(update={"rand_augment": False})
+    assert fine_tuned_scores(encoder, quarters(), plain, 0) != scores[0]
+
+
+def test_divergence_and_a_missing_split_are_told(encoder, tiny, tmp_path):
+    with pytest.raises(UserError, match="learning_rate: fine-tuning diverged at 1e\\+30"):
+        accuracy(encoder, learning_rate=1e30, epochs=5)
+    with pytest.raises(UserError, match="the data have no validation split: use train"):
+        fine_tuned_scores(encoder, quarters(validation=False), FineTuneOptions(images="validation"), 0)
+    with pytest.raises(UserError, match="no validation split"):
+        run(tiny(**AVERAGED, evaluation={"fine_tune": {"images": "validation"}}), tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+
+
+# In a run
+
+
+def test_a_run_fine_tunes_after_training_and_so_does_evaluate(tiny, tmp_path):
+    fine_tune = {"epochs": 2, "warmup_epochs": 1, "batch_size": 64}
+    evaluation = {"neighbors": 5, "linear": {"epochs": 1}, "fine_tune": fine_tune}
+    directory = run(tiny(**AVERAGED, rounds=1, evaluation=evaluation), tmp_path / "a")
+    found = {m.removeprefix("fine_tune_"): (r, v) for r, _, m, v in directory.read_metrics() if "fine_tune" in m}
+    assert list(found) == SCORES
+    assert {number for number, _ in found.values()} == {1}
+    header, row = evaluate_run(tmp_path / "a").read_text().splitlines()
+    again = dict(zip(header.split(","), row.split(","), strict=True))
+    assert float(again["fine_tune_f1"]) == pytest.approx(found["f1"][1], abs=0.006)
+    with pytest.raises(UserError, match="no validation split"):
+        evaluate_run(tmp_path / "a", fine_tune=FineTuneOptions(images="validation"))
+
+
+def test_a_models_evaluation_follows_the_named_protocol(encoder):
+    (train, labels), (test, truth) = bright_quarters(200, seed=1), bright_quarters(200, seed=2)
+    dataset = Dataset("quarters", train, labels, test, truth, tuple("abcd"), None)
+    protocol = SemiSupervisedOptions(name="fedu2", epochs=2)
+    options = EvaluationOptions(semi_supervised=[0.5], semi_supervised_protocol=protocol)
+    metrics, _ = evaluate_model(Model({"encoder": encoder}), dataset, options, 3, linear=False, fine_tune=True)
+    given = (encoder, dataset, 0.5)
+    assert metrics["semi_supervised_0.5"] == semi_supervised_accuracy(*given, protocol, 3)
+    assert metrics["semi_supervised_0.5"] != semi_supervised_accuracy(*given, SemiSupervisedOptions(epochs=2), 3)
+
+
+@pytest.mark.parametrize("medmnist", [False, True])
+def test_a_validation_split_is_read_and_kept_from_the_clients(tmp_path, medmnist):
+    images = np.random.default_rng(0).integers(0, 256, (24, 8, 8), dtype=np.uint8)
+    labels = (np.arange(24) % 3)[:, None].astype(np.uint8)
+    arrays = {}
+    for name, rows in {"train": slice(0, 12), "val": slice(12, 18), "test": slice(18, 24)}.items():
+        x, y = (f"{name}_images", f"{name}_labels") if medmnist else (f"x_{name}", f"y_{name}")
+        arrays |= {x: images[rows], y: labels[rows]}
+    np.savez(tmp_path / "a.npz", **arrays)
+    data = load_dataset(DataOptions(name="npz", path=tmp_path / "a.npz"), 0)
+    assert data.train_images.shape == (12, 1, 8, 8)
+    assert np.array_equal(data.validation_images[:, 0].numpy(), images[12:18])
+    assert data.validation_labels.tolist() == [0, 1, 2, 0, 1, 2]
+    assert np.array_equal(data.test_images[:, 0].numpy(), images[18:])
+    resized = load_dataset(DataOptions(name="npz", path=tmp_path / "a.npz", image_size=16), 0)
+    assert resized.validation_images.shape == (6, 1, 16, 16)
+    x = "val_images" if medmnist else "x_val"
+    np.savez(tmp_path / "b.npz", **arrays | {x: np.zeros((6, 9, 9), np.uint8)})
+    with pytest.raises(UserError, match="validation images are 1x9x9"):
+        load_dataset(DataOptions(name="npz", path=tmp_path / "b.npz"), 0)
+
+
+@pytest.mark.skipif(not BREASTMNIST.is_file(), reason=f"needs {BREASTMNIST}")
+def test_breastmnist_has_its_official_splits():
+    data = load_dataset(DataOptions(name="npz", path=BREASTMNIST), 0)
+    assert [len(x) for x in (data.train_images, data.validation_images, data.test_images)] == [546, 78, 156]
+    labels = (data.train_labels, data.validation_labels, data.test_labels)
+    assert [x.bincount().tolist() for x in labels] == [[147, 399], [21, 57], [42, 114]]

@@ -1,0 +1,151 @@
+"""The objectives' losses by hand, the sizes of their heads, and what their target networks follow."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from fedkernels import ViewKey
+from fedssl.augmentations.random_views import RandomViews
+from fedssl.data.datasets import load_dataset
+from fedssl.data.options import DataOptions
+from fedssl.data.pixels import normalize
+from fedssl.federation import build_federation
+from fedssl.models.model import Model
+from fedssl.objectives.base import Objective
+from fedssl.objectives.byol import BYOL
+from fedssl.objectives.fedx import FedX
+from fedssl.objectives.moco_v3 import MoCoV3
+from fedssl.objectives.simclr import SimCLR
+from fedssl.objectives.simsiam import SimSiam
+from fedssl.objectives.supervised import Supervised
+from tests.fedssl.conftest import AVERAGED
+from tests.fedssl.small_models import Flat, Scale
+
+LABELS = torch.tensor([0, 1])
+#: Two views of two images of two pixels. Once normalised the first view is e1, e2 and the second e2, e2.
+ONE, TWO = torch.tensor([[3.0, 0.0], [0.0, 1.0]]), torch.tensor([[0.0, 4.0], [0.0, 2.0]])
+COSINE = 1 / math.sqrt(2)  # of d = (e1 + e2) / sqrt(2) with e1 and with e2
+VIEWS = (ONE.view(2, 1, 1, 2), TWO.view(2, 1, 1, 2))
+
+
+def plain_model(part: Objective) -> Model:
+    """Its networks hand on what they get; the target projector turns e1 to (e1 + e2) / sqrt(2)."""
+    model = part.build(Flat(), 2)
+    for name in model.online:
+        model.online[name] = nn.Flatten()
+    if model.target:
+        model.target["projector"] = Scale([[1.0, 0.0], [1.0, 1.0]]).requires_grad_(False)
+    return model
+
+
+def nt_xent_by_hand(s: float) -> float:
+    """Over e1, e2, e2, e2: the first row's three others are at cosine 0, the third's positive too and two others at 1;
+    the second's and the fourth's positive is at 1, one of their others at 1 and one at 0."""
+    return (math.log(3) + 3 * math.log(2 * math.exp(s) + 1) - 2 * s) / 4
+
+
+def info_nce_by_hand(s: float) -> float:
+    """The keys of the first view are d = (e1 + e2) / sqrt(2) and e2, those of the second e2, e2. (e1, e2) against the
+    second's is log 2 in each row. In (e2, e2) against the first's the cosines are c = 1 / sqrt(2) and 1 in each row, of
+    which the first is the first row's positive and the second the second's."""
+    return math.log(2) + math.log(math.exp(COSINE * s) + math.exp(s)) - s * (1 + COSINE) / 2
+
+
+@pytest.mark.parametrize(
+    ("part", "expected"),
+    [
+        # (e1, e2) against e2, e2 has the cosines 0 and 1, a loss of 1; (e2, e2) against d, e2 has c and 1, so 1 - c
+        (BYOL(), (1 + 1 - COSINE) / 2),
+        (BYOL(symmetric=False), 1.0),
+        (SimSiam(), -0.5),  # the cosines of the two pairs are 0 and 1
+        (SimSiam(stop_gradient=False), -0.5),
+        (SimCLR(), nt_xent_by_hand(1 / 0.5)),
+        (FedX(), nt_xent_by_hand(1 / 0.1)),
+        (MoCoV3(), info_nce_by_hand(1 / 0.05)),
+        (MoCoV3(temperature=0.5), info_nce_by_hand(2.0)),
+        (Supervised(), (math.log(math.exp(3) + 1) - 3 + math.log(math.e + 1) - 1) / 2),  # pixels as logits
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_the_loss_by_hand(part, expected):
+    step = part.step(plain_model(part), VIEWS[: part.views], LABELS)
+    assert float(step.loss) == pytest.approx(expected, rel=1e-6)
+    assert len(step.representations) == part.online_views
+    for outputs in (step.representations, step.projections, step.predictions):
+        assert all(torch.equal(output, view) for output, view in zip(outputs, (ONE, TWO), strict=False))
+
+
+@pytest.mark.parametrize(
+    ("part", "sizes"),
+    [
+        (BYOL(), {"projector": [2, 4096, 2048], "predictor": [2048, 4096, 2048]}),
+        (FedX(), {"projector": [2, 256, 256], "predictor": [256, 256, 256]}),
+        (MoCoV3(), {"projector": [2, 512, 512, 256], "predictor": [256, 512, 256]}),
+        (SimCLR(), {"projector": [2, 2048, 128]}),
+        (SimSiam(), {"projector": [2, 2048, 2048, 2048], "predictor": [2048, 512, 2048]}),
+    ],
+)
+def test_the_heads_have_the_papers_sizes(part, sizes):
+    heads = {name: network for name, network in part.build(Flat(), 2).online.items() if name != "encoder"}
+    layers = {name: [layer for layer in head if isinstance(layer, nn.Linear)] for name, head in heads.items()}
+    assert {name: [of[0].in_features, *(one.out_features for one in of)] for name, of in layers.items()} == sizes
+    normed = {name for name, head in heads.items() if isinstance(head[-1], nn.BatchNorm1d) and not head[-1].affine}
+    assert normed == {"moco_v3": {"projector", "predictor"}, "simsiam": {"projector"}}.get(part.name, set())
+
+
+@pytest.mark.parametrize("kind", [BYOL, MoCoV3])
+def test_no_gradient_reaches_the_target_network_which_follows_by_its_momentum(kind):
+    torch.manual_seed(0)
+    part = kind(hidden_features=4, output_features=3, target_momentum=0.75)
+    encoder = nn.Sequential(nn.Flatten(), nn.Linear(2, 2))
+    encoder.num_features = 2
+    model = part.build(encoder, 2)
+    assert set(model.target) == {"encoder", "projector"}
+    before = {name: p.clone() for name, p in model.target.named_parameters()}
+    part.step(model, (torch.randn(4, 1, 1, 2), torch.randn(4, 1, 1, 2)), LABELS).loss.backward()
+    assert all(p.grad is None for p in model.target.parameters())
+    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in model.online["encoder"].parameters())
+    with torch.no_grad():
+        for parameter in model.online.parameters():
+            parameter += 1.0
+    part.after_step(model)
+    for name, parameter in model.target.named_parameters():
+        torch.testing.assert_close(parameter, before[name] + 0.25)
+        assert not parameter.requires_grad
+
+
+class Cut(nn.Module):
+    def forward(self, x):
+        return x.detach()
+
+
+@pytest.mark.parametrize("stop", [True, False])
+def test_simsiam_without_stop_gradient_moves_the_targets_too(stop):
+    """With predictions cut off from the graph, only the targets can carry a gradient."""
+    part = SimSiam(stop_gradient=stop)
+    model = plain_model(part)
+    model.online["predictor"] = Cut()
+    loss = part.step(model, tuple(view.clone().requires_grad_() for view in VIEWS), LABELS).loss
+    assert loss.requires_grad is not stop
+
+
+def test_supervised_training_is_cropped_a_little_and_mirrored_as_the_recipe_says(tiny):
+    hard = {"flip": 0.3, "crop_scale": [0.1, 0.2], "solarize": 0.5}
+    objectives = {"supervised": "supervised", "as it is": {"name": "supervised", "mild_augmentation": False}}
+    built = {
+        kind: build_federation(tiny(**AVERAGED | {"augmentation": hard, "objective": objective})).method.augmentation
+        for kind, objective in (objectives | {"byol": "byol"}).items()
+    }
+    mild = built["supervised"]
+    assert (mild.crop_scale, mild.crop_ratio, mild.flip) == ((0.64, 1.0), (1.0, 1.0), 0.3)
+    assert (mild.jitter_probability, mild.grayscale, mild.blur, mild.solarize) == (0, 0, 0, 0)
+    assert built["as it is"] == built["byol"] == RandomViews(**hard)
+    # no colour changes
+    images = load_dataset(DataOptions(name="digits", train_limit=30, test_limit=10), 0).train_images
+    constant = torch.full_like(images, 77)
+    views, _ = Supervised().training_augmentation(RandomViews(flip=0.0)).views(constant, torch.arange(30), ViewKey(0))
+    torch.testing.assert_close(views, normalize(constant))

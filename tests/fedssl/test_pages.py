@@ -1,0 +1,151 @@
+"""What the README and the pages of docs/ show works as written."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from fedssl.cli import app, main
+from fedssl.engines.in_process import run
+from fedssl.recipe.reading import load_recipe, parse_recipe
+from tests.fedssl.conftest import AVERAGED, tiny_values
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", DOCS / "methods.md", DOCS / "demo.md", DOCS / "add_a_method.md"]
+TEXT = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+#: what makes the runs of docs/own_images.md short; the page's own settings stay
+SHORT = ("rounds=1", "training.local_epochs=1", "training.batch_size=16", "evaluation.linear.epochs=2")
+
+
+def block(start: str) -> str:
+    return next(code for code in re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL) if start in code)
+
+
+@pytest.fixture
+def fedssl_prints(monkeypatch, capsys):
+    """Run a command in this folder; return what it prints."""
+
+    def prints(words: list[str]) -> str:
+        monkeypatch.setattr(sys, "argv", words)
+        with pytest.raises(SystemExit) as ended:
+            main()
+        printed = capsys.readouterr()
+        assert (ended.value.code or 0) == 0, (words, printed.err)
+        return printed.out
+
+    return prints
+
+
+def test_the_readme_is_short():
+    assert len(PAGES[0].read_text(encoding="utf-8").split()) <= 1300
+
+
+@pytest.mark.parametrize("page", sorted([ROOT / "README.md", *DOCS.glob("*.md")]), ids=lambda page: page.name)
+def test_every_link_to_a_file_has_one(page):
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8"))
+    assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == []
+
+
+def test_the_regularizer_of_the_docs_is_under_60_lines_and_runs(tmp_path):
+    code, part = block("class Variance"), tmp_path / "variance.py"
+    assert len(code.splitlines()) < 60
+    part.write_text(code)
+    recipe = parse_recipe(tiny_values(**AVERAGED, regularizers=[{"name": str(part), "weight": 2.0}]))
+    rows = run(recipe, tmp_path / "run").read_metrics()
+    assert len([row for row in rows if row[2] == "deviation" and row[1] == "0"]) == 2
+    total, loss = (next(v for _, who, m, v in rows if m == name and who == "0") for name in ("total_loss", "loss"))
+    assert total > loss
+    with pytest.raises(Exception, match=r"regularizers.0.weigth: unknown key; did you mean weight\?"):
+        parse_recipe(tiny_values(regularizers=[{"name": str(part), "weigth": 2.0}]))
+
+
+def test_the_augmentation_of_the_docs_is_under_60_lines_and_runs(tmp_path):
+    code, part = block("class Turned"), tmp_path / "turned.py"
+    assert len(code.splitlines()) < 60
+    part.write_text(code)
+    run(parse_recipe(tiny_values(**AVERAGED, augmentation={"name": str(part), "brightness": 0.1})), tmp_path / "run")
+    assert (tmp_path / "run" / "metrics.csv").exists()
+
+
+def test_the_operator_example_runs():
+    exec(block("from fedkernels import"), {})
+
+
+def test_every_command_of_the_readme_is_one_that_exists_and_every_override_is_valid(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder, count in (("my_images", 20), ("photos", 1)):
+        Path(folder).mkdir()
+        for i in range(count):
+            Image.new("RGB", (40, 40)).save(f"{folder}/{i}.png")
+    np.savez("mine.npz", x_train=np.zeros((90, 32, 32, 3), np.uint8), y_train=np.arange(90) % 3)
+    lines = re.sub(r"\\\n\s*", "", TEXT).splitlines()
+    commands = [shlex.split(line, comments=True) for line in lines if re.match(r"\s+fedssl [a-z]", line)]
+    assert len(commands) >= 7
+    known = {command.name or command.callback.__name__ for command in app.registered_commands}
+    for command in commands:
+        assert command[1] in known
+        if command[1] in ("run", "partition"):
+            overrides = [word for word in command[3:] if "={name: ./" not in word and "=[{name: ./" not in word]
+            load_recipe(command[2], overrides)
+
+
+def test_every_step_of_own_images_works_in_the_pages_order(tmp_path, monkeypatch, fedssl_prints):
+    """On a small folder of images without labels."""
+    pytest.importorskip("onnxscript")
+    pytest.importorskip("onnxruntime")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "load", raising=False)
+    random = np.random.default_rng(0)
+    for number in range(60):
+        path = Path("photos") / ("" if number % 2 else "older") / f"{number:02}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(random.integers(0, 256, (32, 40, 3), np.uint8)).save(path)
+    labelled = {"x_train": (40, 28, 28), "x_test": (20, 28, 28)}
+    arrays = {name: random.integers(0, 256, shape, np.uint8) for name, shape in labelled.items()}
+    np.savez("labelled.npz", **arrays, y_train=np.arange(40) % 2, y_test=np.arange(20) % 2)
+
+    page = (DOCS / "own_images.md").read_text(encoding="utf-8")
+    steps = re.findall(r"```python\n(.*?)```|^    (fedssl .*?[^\\])$", page, re.DOTALL | re.MULTILINE)
+    assert len([code for code, _ in steps if code]) == 3
+    assert len(steps) >= 12
+    for code, command in steps:
+        if code:
+            exec(code, {})
+            continue
+        words = shlex.split(re.sub(r"\\\n\s*", "", command))
+        if words[1] == "run":
+            words = [*words[:3], *(word for word in words[3:] if not word.startswith("rounds=")), *SHORT]
+        if "--fine-tune" in words:  # forty epochs of RandAugment: checked elsewhere
+            words = words[: words.index("--fine-tune")]
+        fedssl_prints(words)
+    assert "Images as the encoder sees them" in Path("runs/photos/report.html").read_text()
+    assert "downstream_mine_knn" in Path("runs/measured/metrics.csv").read_text()
+    with np.load("features.npz") as features:
+        assert features["features"].shape == (60, 128)
+        assert "older/00.png" in features["files"]
+
+
+def test_how_long_will_my_run_take_prints_what_the_page_shows(tmp_path, monkeypatch, fedssl_prints):
+    """docs/speed.md: its table file and its commands, as they stand."""
+    monkeypatch.chdir(tmp_path)
+    section = (DOCS / "speed.md").read_text(encoding="utf-8").partition("## How long will my run take")[2]
+    (table,) = re.findall(r"```yaml\n(.*?)```", section, re.DOTALL)
+    Path("mine.yaml").write_text(table)
+    commands = [shlex.split(line, comments=True) for line in re.findall(r"^    (fedssl .*)", section, re.MULTILINE)]
+    assert [command[1] for command in commands] == ["run-table", "cost"]
+    lines = [re.split(r"\s{2,}", line.strip()) for line in fedssl_prints(commands[0]).splitlines()]
+    fedssl_prints(commands[1])
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.yaml"]
+
+    header, row = (re.search(rf"^ *({start}.*)", section, re.MULTILINE)[1] for start in ("row  ", "mine  "))
+    assert re.split(r"\s{2,}", header.strip()) in lines
+    *counted, _ = re.split(r"\s{2,}", row.strip())  # the hours are another machine's
+    assert counted in [line[:-1] for line in lines]
