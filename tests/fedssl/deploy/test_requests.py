@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,6 @@ from fedssl.deploy.consortium import Consortium, load_consortium
 from fedssl.deploy.folders import answer_request, revoke, write_request
 from fedssl.deploy.keys import key_fingerprint, read_public, server_key, site_key
 from fedssl.errors import UserError
-from tests.fedssl.cli.conftest import fedssl  # noqa: F401 - a fixture
 
 
 @pytest.fixture
@@ -49,6 +49,7 @@ def test_a_request_and_its_answer_register_a_site_without_its_private_key(withou
     assert path == site / "hospital-a.request"
     assert (site / "site.key").stat().st_mode & 0o777 == 0o600
     assert "PRIVATE" not in path.read_text()
+    assert write_request(site) == (path, fingerprint)  # which keeps the key
     done = answer_request(path, without_keys, consortium)
     assert fingerprint in done[0]
     public = read_public(without_keys / "server" / "sites" / "hospital-a.pub")
@@ -63,14 +64,6 @@ def test_a_request_of_the_server_gives_it_a_certificate(without_keys, consortium
     certificate = read_certificate(without_keys / "server" / "server.crt")
     assert certificate.public_key() == server_key(without_keys / "server" / "server.key").public_key()
     certificate.verify_directly_issued_by(read_certificate(without_keys / "hospital-a" / "ca.crt"))
-
-
-def test_a_request_that_is_written_again_keeps_the_key(without_keys):
-    site = without_keys / "hospital-a"
-    _, first = write_request(site)
-    key = (site / "site.key").read_bytes()
-    assert write_request(site)[1] == first
-    assert (site / "site.key").read_bytes() == key
 
 
 def test_a_call_again_leaves_keys_that_are_at_the_sites(without_keys, provisioned, consortium):
@@ -136,24 +129,23 @@ def test_a_site_without_a_key_cannot_be_revoked(provisioned):
             revoke(name, folder)
 
 
-def test_the_commands_print_what_to_compare_and_what_to_do(consortium_file, fedssl):  # noqa: F811
+def test_the_commands_print_what_to_compare_and_what_to_do(consortium_file, fedssl):
     file = str(consortium_file())
-    code, out, err = fedssl("provision", file, "--output", "made", "--keys-at-sites", columns=300)
-    assert code == 0, err
+
+    def printed(*arguments: str, expected_code: int = 0) -> str:
+        code, out, err = fedssl("provision", *arguments, columns=300)
+        assert code == expected_code, err
+        return out or err
+
+    out = printed(file, "--output", "made", "--keys-at-sites")
     assert "hospital-a: client 0; its key is made at the site: fedssl provision request, then answer" in out
-    code, out, _ = fedssl("provision", "request", "made/hospital-a", columns=300)
-    assert code == 0
-    fingerprint = out.split()[-1]
+    fingerprint = printed("request", "made/hospital-a").split()[-1]
     assert fingerprint.startswith("SHA256:")
-    code, out, _ = fedssl("provision", "answer", file, "made/hospital-a/hospital-a.request", "--output", "made")
-    assert code == 0
-    assert fingerprint in out
-    code, out, _ = fedssl("provision", "revoke", "hospital-a", "--output", "made", columns=300)
-    assert code == 0
-    assert "its key is no longer in made/server/sites" in out
-    code, _, err = fedssl("provision", "revoke", "hospital-a", "--output", "made", columns=300)
-    assert code == 2
-    assert "sites with a key are none" in err
-    code, _, err = fedssl("provision", "folders", columns=300)
-    assert code == 2
-    assert "name the consortium's file" in err
+    assert fingerprint in printed("answer", file, "made/hospital-a/hospital-a.request", "--output", "made")
+    revocation = ("revoke", "hospital-a", "--output", "made")
+    assert "its key is no longer in made/server/sites" in printed(*revocation)
+    assert "sites with a key are none" in printed(*revocation, expected_code=2)
+    assert "name the consortium's file" in printed("folders", expected_code=2)
+    out = printed(file, "--output", "other")
+    assert out.startswith("server: wrote server.crt, valid until ")
+    assert re.search(r"^hospital-a: client 0, key SHA256:\S+\nhospital-b: client 1, key SHA256:", out, re.MULTILINE)
