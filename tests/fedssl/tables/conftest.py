@@ -1,0 +1,1 @@
+from tests.fedssl.cli.conftest import fedssl  # noqa: F401 - a fixture
