@@ -34,9 +34,9 @@ KINDS = {
     "aligned, two architectures, sampled, bfloat16 on the wire": ALIGNED
     | {"clients_per_round": 2, "rounds": 3, "transport": "bfloat16"},
     "uneven clients that drop out": AVERAGED | UNEVEN | {"client_dropout": 0.4, "rounds": 3},
-    "uneven clients with equal steps": AVERAGED
+    "uneven clients with equal steps, quadratic in the batch": AVERAGED
     | UNEVEN
-    | {"training": {"local_steps": 5, "local_epochs": 3, "batch_size": 8}, "rounds": 1},
+    | {"training": {"local_steps": 5, "local_epochs": 3, "batch_size": 8}, "rounds": 1, "regularizers": ["uniformity"]},
     "two processes a client": AVERAGED
     | {"training": {"local_epochs": 1, "batch_size": 8, "processes": 2}, "rounds": 1},
     "layer-wise, joining late, int8 on the wire": LAYER_WISE | {"clients_per_round": 1, "transport": "int8"},

@@ -55,7 +55,7 @@ def table(tmp_path):
     return path
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def short_timings(monkeypatch):
     """One step of each kind is timed, in the smallest batch."""
     monkeypatch.setattr(cost, "_TIMED_SECONDS", 0.0)
@@ -75,6 +75,7 @@ def test_runs_and_the_papers_figures_are_listed_and_nothing_is_written(table, fe
     assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.usefixtures("short_timings")
 @pytest.mark.parametrize("values", [AVERAGED, ALIGNED, STAGED], ids=["averaged", "aligned", "staged"])
 def test_operations_are_those_of_fedssl_cost(values):
     recipe = parse_recipe(tiny_values(**values))
@@ -90,6 +91,7 @@ def test_leaving_the_products_out_changes_no_count():
     assert whole == without
 
 
+@pytest.mark.usefixtures("short_timings")
 def test_sampled_clients_and_dropout_count_on_average():
     recipe = parse_recipe(tiny_values(**AVERAGED))
     data, known_steps = training_data(recipe.data, 0, None), {}
@@ -100,6 +102,7 @@ def test_sampled_clients_and_dropout_count_on_average():
     assert one.flops == pytest.approx(whole.flops / recipe.partition.clients)
 
 
+@pytest.mark.usefixtures("short_timings")
 def test_missing_data_is_named_and_counted_where_the_table_expects_it(table):
     npz = load_table(table).model_copy(update={"settings": {"preset": "digits", "data": {"name": "npz"}}})
     text = listed(npz)
