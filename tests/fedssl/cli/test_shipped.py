@@ -117,23 +117,21 @@ def test_another_part_shows_its_own_values_and_not_the_recipes(fedssl):
     assert "symmetric" not in out
 
 
-@pytest.mark.parametrize("name", shipped_names("recipe"))
-def test_yaml_is_the_recipe_that_run_resolves(fedssl, name):
-    overrides = ["seed=3", "training.learning_rate=1e-3", "evaluation.fine_tune={}"]
+CHANGES = ["seed=3", "training.learning_rate=1e-3", "evaluation.fine_tune={}"]
+PRIVACY = "flower.differential_privacy={name: local_dp, clipping_norm: 1, epsilon: 2, delta: 1e-5}"
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [*((name, CHANGES) for name in shipped_names("recipe")), ("fedbyol", ["engine=flower-simulation", PRIVACY])],
+)
+def test_yaml_is_the_recipe_that_run_resolves(fedssl, tmp_path, name, overrides):
     code, out, _ = fedssl("show", name, *overrides, "--yaml")
     assert code == 0
-    assert out == load_recipe(name, overrides).to_yaml()
-
-
-def test_yaml_of_flowers_options_is_the_recipe_that_run_resolves(fedssl, tmp_path):
-    overrides = [
-        "engine=flower-simulation",
-        "flower.differential_privacy={name: local_dp, clipping_norm: 1, epsilon: 2, delta: 1e-5}",
-    ]
-    _, out, _ = fedssl("show", "fedbyol", *overrides, "--yaml")
-    assert out == load_recipe("fedbyol", overrides).to_yaml()
+    resolved = load_recipe(name, overrides)
+    assert out == resolved.to_yaml()
     (tmp_path / "shown.yaml").write_text(out)
-    assert load_recipe("shown.yaml") == load_recipe("fedbyol", overrides)
+    assert load_recipe(tmp_path / "shown.yaml") == resolved
 
 
 @pytest.mark.parametrize("key", ["./own.py", "{name: ./own.py, strength: 2}"])
