@@ -122,7 +122,7 @@ def test_settings_are_merged_and_lists_and_parts_replaced(cell):
     assert recipe.architectures == ["small_convnet_wide"]
     assert recipe.rounds == 1
     assert recipe.regularizers[0].model_dump()["weight"] == 0.25
-    assert (recipe.objective.name, recipe.objective.output_features) == ("simsiam", 2048)
+    assert (recipe.objective.name, recipe.objective.output_features) == ("simsiam", 256)  # the preset's
 
 
 def test_a_scenario_stands_between_the_table_and_the_row(cell, tmp_path):
