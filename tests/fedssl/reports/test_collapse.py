@@ -218,6 +218,7 @@ def test_tsne_leaves_out_methods_without_a_global_model():
     figure = draw_tsne({"alone": alone, "both": both})
     assert figure is not None
     (axes,) = figure.axes
+    assert axes.get_title() == "global model and client 0"
     circles, crosses = axes.collections
     assert circles.get_offsets().tolist() == [[0, 0], [1, 1]]
     assert crosses.get_offsets().tolist() == [[2, 2], [3, 3]]
