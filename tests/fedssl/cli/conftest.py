@@ -15,7 +15,8 @@ def fedssl(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
 
     def call(*arguments: str, columns: int = 200) -> tuple[int, str, str]:
-        monkeypatch.setenv("COLUMNS", str(columns))
+        for variable in ("COLUMNS", "TERMINAL_WIDTH"):
+            monkeypatch.setenv(variable, str(columns))
         monkeypatch.setattr(sys, "argv", ["fedssl", *arguments])
         with pytest.raises(SystemExit) as caught:
             main()

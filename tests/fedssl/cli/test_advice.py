@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import shlex
+import shutil
 from pathlib import Path
 from typing import Union
 
@@ -31,6 +33,7 @@ SETTING = re.compile(r"(?<![\w.-])([a-z_]+(?:\.[a-z_0-9]+)*)=('[^']*'|\[[^\]]*\]
 PLACES = {"LOW": "0", "HIGH": "1", "NUMBER": "1", "N": "1"}  # of what the user fills in
 
 
+@functools.cache
 def texts() -> list[tuple[str, str]]:
     """Every text of the sources, with its place; what an f-string fills in is `{}`."""
     found = []
@@ -93,9 +96,9 @@ def test_every_window_that_a_text_shows_can_be_given():
     assert [parse_window(filled_in(window)) for window in windows] == [(0.0, 1.0)]
 
 
-def test_a_folder_with_a_space_is_one_word_of_the_advised_command(tiny, tmp_path):
+def test_a_folder_with_a_space_is_one_word_of_the_advised_command(tiny, finished, tmp_path):
     path = tmp_path / "my runs" / "one"
-    run(tiny(rounds=1, evaluation={"linear": {"epochs": 1}}), path)
+    shutil.copytree(finished(tiny()), path)
     with pytest.raises(UserError) as caught:
         run(tiny(), path)
     advised = re.search(r"fedssl (run --resume .*), or give --overwrite", str(caught.value))

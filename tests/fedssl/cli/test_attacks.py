@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from fedssl.engines.in_process import run
 from fedssl.recipe.reading import parse_recipe
 from fedssl.run_folder.creation import alone_in
 from fedssl.run_folder.directory import RunDirectory
@@ -38,16 +39,20 @@ def recipe_text(**changes) -> str:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory) -> Path:
-    """A run whose recipe names a part file beside it, and a table that was run."""
-    from fedssl.engines.in_process import run
-    from fedssl.recipe.reading import load_recipe
-
-    folder = tmp_path_factory.mktemp("finished")
+def with_part(tmp_path_factory) -> Path:
+    """A run whose recipe names a part file beside it."""
+    folder = tmp_path_factory.mktemp("with_part")
     (folder / "evil.py").write_text(PART)
-    (folder / "mine.yaml").write_text(recipe_text(regularizers=[str(folder / "evil.py")]))
-    run(load_recipe(folder / "mine.yaml"), folder / "run")
+    run(parse_recipe(tiny_values(rounds=1, regularizers=[str(folder / "evil.py")])), folder / "run")
     return folder / "run"
+
+
+@pytest.fixture
+def tiny_file(tmp_path) -> Path:
+    """A recipe of one round, in the folder in which the command is called."""
+    path = tmp_path / "tiny.yaml"
+    path.write_text(recipe_text())
+    return path
 
 
 def everything(folder: Path) -> dict[str, bytes]:
@@ -114,13 +119,11 @@ def test_hostile_yaml(change, message, fedssl, tmp_path):
         ("\x1b[2Jrounds=3", "unknown key"),
     ],
 )
-def test_hostile_overrides(override, message, fedssl, tmp_path):
-    (tmp_path / "mine.yaml").write_text(recipe_text())
-    before = everything(tmp_path)
-    code, _, err = fedssl("run", "mine.yaml", override)
+def test_hostile_overrides(override, message, fedssl, tiny_file, tmp_path):
+    code, _, err = fedssl("run", "tiny.yaml", override)
     one_line(code, err)
     assert any(part in err for part in message.split("|")), err
-    assert everything(tmp_path) == before
+    assert list(everything(tmp_path)) == ["tiny.yaml"]
 
 
 @pytest.mark.parametrize(
@@ -146,8 +149,7 @@ def test_hostile_overrides(override, message, fedssl, tmp_path):
         ("cost", "tiny.yaml", "--rounds", "tiny.yaml/x.csv"),
     ],
 )
-def test_paths_that_lead_nowhere_or_would_wait_for_ever(command, fedssl, tmp_path):
-    (tmp_path / "tiny.yaml").write_text(recipe_text())
+def test_paths_that_lead_nowhere_or_would_wait_for_ever(command, fedssl, tiny_file, tmp_path):
     before = everything(tmp_path)
     os.mkfifo(tmp_path / "pipe")
     os.mkfifo(tmp_path / "pipe.py")
@@ -158,8 +160,8 @@ def test_paths_that_lead_nowhere_or_would_wait_for_ever(command, fedssl, tmp_pat
 
 
 @pytest.mark.parametrize("file", ["recipe.yaml", "metrics.csv", "partition.csv", "checkpoints/manifest.json"])
-def test_a_received_run_with_a_pipe_in_it_does_not_hang(file, fedssl, finished, tmp_path):
-    shutil.copytree(finished, tmp_path / "run")
+def test_a_received_run_with_a_pipe_in_it_does_not_hang(file, fedssl, with_part, tmp_path):
+    shutil.copytree(with_part, tmp_path / "run")
     (tmp_path / "run" / file).unlink()
     os.mkfifo(tmp_path / "run" / file)
     for command in (("report", "run"), ("evaluate", "run"), ("run", "--resume", "run")):
@@ -170,13 +172,12 @@ def test_a_received_run_with_a_pipe_in_it_does_not_hang(file, fedssl, finished, 
 # Folders
 
 
-def test_overwrite_deletes_nothing_but_runs_that_nobody_works_on(fedssl, finished, tmp_path):
-    shutil.copytree(finished, tmp_path / "run")
+def test_overwrite_deletes_nothing_but_runs_that_nobody_works_on(fedssl, with_part, tiny_file, tmp_path):
+    shutil.copytree(with_part, tmp_path / "run")
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "one.tex").write_text("years of work")
     (tmp_path / "run.preparing").mkdir()
     (tmp_path / "run.preparing" / "notes").write_text("precious")
-    (tmp_path / "tiny.yaml").write_text(recipe_text())
     before = everything(tmp_path)
     for output in ("thesis", ".", "..", "run.preparing", "tiny.yaml"):
         code, _, err = fedssl("run", "tiny.yaml", "--output", output, "--overwrite")
@@ -192,15 +193,20 @@ def test_overwrite_deletes_nothing_but_runs_that_nobody_works_on(fedssl, finishe
     assert (tmp_path / "run.preparing" / "notes").read_text() == "precious"
 
 
-@pytest.mark.parametrize("largest_file", [500, 700, 1200, 3000])
-def test_a_full_disk_at_any_file_is_one_line_and_the_run_continues(largest_file, fedssl, tmp_path):
-    """A real limit on file size: of the recipe, the manifest, TensorBoard's events, a state."""
-    (tmp_path / "tiny.yaml").write_text(recipe_text())
-    path, errors = tmp_path / "run", tmp_path / "errors"
-    process = start_command(["run", str(tmp_path / "tiny.yaml"), "--output", str(path)], errors, largest_file)
+def with_full_disk(largest_file: int, *arguments: str | Path) -> str:
+    """The one line with which a command ends that may not write files larger than so many bytes."""
+    errors = Path("errors")
+    process = start_command([*map(str, arguments)], errors, largest_file)
     process.join()
     one_line(process.exitcode, errors.read_text())
-    assert "no space left to write" in errors.read_text()
+    return errors.read_text()
+
+
+@pytest.mark.parametrize("largest_file", [500, 700, 1200, 3000])
+def test_a_full_disk_at_any_file_is_one_line_and_the_run_continues(largest_file, fedssl, tiny_file, tmp_path):
+    """A real limit on file size: of the recipe, the manifest, TensorBoard's events, a state."""
+    path = tmp_path / "run"
+    assert "no space left to write" in with_full_disk(largest_file, "run", tiny_file, "--output", path)
     assert not list(tmp_path.rglob("*.partial"))
     assert not list(tmp_path.glob(".run.*"))
     if path.exists():
@@ -208,13 +214,12 @@ def test_a_full_disk_at_any_file_is_one_line_and_the_run_continues(largest_file,
         assert RunDirectory.open(path).checkpoint.finished
 
 
-def test_a_full_disk_under_tensorboard_is_one_line(fedssl, tmp_path, monkeypatch):
+def test_a_full_disk_under_tensorboard_is_one_line(fedssl, tiny_file, tmp_path, monkeypatch):
     """Its writes are a thread's, which keeps the error for the next call and would print a traceback."""
 
     def record_writer(*arguments):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    (tmp_path / "tiny.yaml").write_text(recipe_text())
     monkeypatch.setattr("tensorboard.summary.writer.record_writer.RecordWriter.write", record_writer)
     code, _, err = fedssl("run", "tiny.yaml", "--output", "run")
     one_line(code, err)
@@ -223,24 +228,21 @@ def test_a_full_disk_under_tensorboard_is_one_line(fedssl, tmp_path, monkeypatch
     assert RunDirectory.open(tmp_path / "run").checkpoint.round < 1
 
 
-def test_a_full_disk_under_a_chart_leaves_none(fedssl, tmp_path):
-    (tmp_path / "tiny.yaml").write_text(recipe_text())
-    (tmp_path / "chart.png").write_bytes(b"old")
-    arguments = ["partition", str(tmp_path / "tiny.yaml"), "--chart", str(tmp_path / "chart.png")]
-    process = start_command(arguments, tmp_path / "errors", largest_file=500)
-    process.join()
-    one_line(process.exitcode, (tmp_path / "errors").read_text())
-    assert (tmp_path / "chart.png").read_bytes() == b"old"
+def test_a_full_disk_under_a_chart_leaves_none(fedssl, tiny_file, tmp_path):
+    chart = tmp_path / "chart.png"
+    chart.write_bytes(b"old")
+    with_full_disk(500, "partition", tiny_file, "--chart", chart)
+    assert chart.read_bytes() == b"old"
     assert not list(tmp_path.glob("*.partial"))
 
 
 # The code of a received run
 
 
-def received(finished: Path, folder: Path, where: str) -> Path:
+def received(run: Path, folder: Path, where: str) -> Path:
     """A copy of the run, made elsewhere, whose recipe names a part in its folder, beside it, or a module."""
-    shutil.copytree(finished, folder / "received")
-    old = str(finished.parent / "evil.py")
+    shutil.copytree(run, folder / "received")
+    old = str(run.parent / "evil.py")
     name = {"inside": "./evil.py", "beside": "../evil.py", "module": "evil_package.evil"}[where]
     file = folder / "received" / "recipe.yaml"
     file.write_text(file.read_text().replace(old, name))
@@ -254,34 +256,30 @@ def received(finished: Path, folder: Path, where: str) -> Path:
 
 
 @pytest.mark.parametrize("where", ["inside", "beside", "module"])
-def test_reading_a_received_run_never_runs_its_code(where, fedssl, finished, tmp_path, monkeypatch):
-    mark = received(finished, tmp_path, where)
+def test_reading_a_received_run_never_runs_its_code(where, fedssl, with_part, tmp_path, monkeypatch):
+    mark = received(with_part, tmp_path, where)
     monkeypatch.syspath_prepend(tmp_path)  # as `python -m fedssl` has the working folder
-    code, _, err = fedssl("evaluate", "received")
-    one_line(code, err)
-    assert "--trust" in err
-    assert "evil" in err
-    code, _, err = fedssl("run", "--resume", "received")
-    one_line(code, err)
-    assert "--trust" in err
+    for command in (("evaluate", "received"), ("run", "--resume", "received")):
+        code, _, err = fedssl(*command)
+        one_line(code, err)
+        assert "--trust" in err
+        assert "evil" in err
     assert fedssl("report", "received")[0] == 0
     page = (tmp_path / "received" / "report.html").read_text()
-    assert "no collapse analysis" in page
-    assert "--trust" in page
-    assert "kNN accuracy" in page
+    for text in ("no collapse analysis", "--trust", "kNN accuracy"):
+        assert text in page
     assert not mark.exists()
     assert fedssl("evaluate", "received", "--trust")[0] == 0
     assert mark.exists()
 
 
-def test_ones_own_run_needs_no_flag_to_continue_as_long_as_its_part_is_unchanged(fedssl, finished):
-    assert fedssl("run", "--resume", str(finished))[0] == 0
-    part = finished.parent / "evil.py"
+def test_ones_own_run_needs_no_flag_to_continue_as_long_as_its_part_is_unchanged(fedssl, with_part):
+    assert fedssl("run", "--resume", str(with_part))[0] == 0
+    part = with_part.parent / "evil.py"
     text = part.read_text()
     part.write_text(text + "\n# changed\n")
-    code, _, err = fedssl("run", "--resume", str(finished))
+    code, _, err = fedssl("run", "--resume", str(with_part))
     part.write_text(text)
     one_line(code, err)
-    assert "evil.py" in err
-    assert "was changed since the run began" in err
-    assert "--trust" in err
+    for told in ("evil.py", "was changed since the run began", "--trust"):
+        assert told in err

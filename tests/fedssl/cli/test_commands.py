@@ -2,50 +2,45 @@
 
 from __future__ import annotations
 
+import csv
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from fedssl.recipe.reading import parse_recipe
+from fedssl.run_folder.directory import RunDirectory
+from tests.fedssl.cli.test_attacks import one_line, recipe_text
 from tests.fedssl.conftest import ALIGNED, tiny_values
 
 
-@pytest.fixture
-def tiny_file(tmp_path):
-    path = tmp_path / "tiny.yaml"
-    path.write_text(parse_recipe(tiny_values(**ALIGNED)).to_yaml())
-    return str(path)
-
-
-def test_run_evaluate_report_and_resume(fedssl, tiny_file, tmp_path):
-    code, out, _ = fedssl("run", tiny_file, "rounds=1")
+def test_run_evaluate_report_and_resume(fedssl, tmp_path):
+    """`fedssl evaluate` repeats the run's own final figures."""
+    (tmp_path / "tiny.yaml").write_text(parse_recipe(tiny_values(**ALIGNED)).to_yaml())
+    folder = tmp_path / "runs" / "tiny-seed0"
+    code, out, _ = fedssl("run", "tiny.yaml", "rounds=1")
     assert code == 0
     assert "kNN %" in out
     assert "fedssl report runs/tiny-seed0" in out
     code, out, _ = fedssl("evaluate", "runs/tiny-seed0", "--semi-supervised", "0.1")
     assert code == 0
     assert "semi_supervised_0.1" in out
-    header, *rows = (tmp_path / "runs/tiny-seed0/evaluation.csv").read_text().splitlines()
-    assert header == "client,knn,effective_rank,linear,semi_supervised_0.1"
-    assert [row.split(",")[0] for row in rows] == ["0", "1", "2", "mean"]
-    code, out, _ = fedssl("report", "runs/tiny-seed0")
-    assert code == 0
-    assert "data:image" in (tmp_path / "runs/tiny-seed0/report.html").read_text()
+    with open(folder / "evaluation.csv", newline="") as file:
+        evaluated = {row.pop("client"): row for row in csv.DictReader(file)}
+    assert list(evaluated) == ["0", "1", "2", "mean"]
+    assert list(evaluated["0"]) == ["knn", "effective_rank", "linear", "semi_supervised_0.1"]
+    logged = {
+        (who, name): value for number, who, name, value in RunDirectory.open(folder).read_metrics() if number == 1
+    }
+    for who, row in evaluated.items():
+        for name in ("knn", "effective_rank", "linear"):
+            assert float(row[name]) == pytest.approx(logged[who, name], abs=0.006)
+    assert fedssl("report", "runs/tiny-seed0")[0] == 0
+    page = (folder / "report.html").read_text()
+    assert "Collapse of the representations" in page
+    assert "Images as the encoder sees them" in page
     assert fedssl("run", "--resume", "runs/tiny-seed0")[0] == 0
-
-
-def test_evaluate_repeats_the_runs_own_final_figures(fedssl, tiny_file, tmp_path):
-    fedssl("run", tiny_file, "rounds=1")
-    fedssl("evaluate", "runs/tiny-seed0")
-    metrics = (tmp_path / "runs/tiny-seed0/metrics.csv").read_text().splitlines()
-    logged = {tuple(line.split(",")[1:3]): float(line.split(",")[3]) for line in metrics if line.startswith("1,")}
-    lines = (tmp_path / "runs/tiny-seed0/evaluation.csv").read_text().splitlines()
-    names = lines[0].split(",")
-    for line in lines[1:]:
-        who, *values = line.split(",")
-        for name, value in zip(names[1:], values, strict=True):
-            assert float(value) == pytest.approx(logged[who, name], abs=0.006)
 
 
 def test_lists_and_partition(fedssl, tmp_path):
@@ -77,7 +72,6 @@ def images(path, **changes):
     [
         (["run"], "name a recipe"),
         (["run", "heterossfl"], "did you mean hetero_ssfl?"),
-        (["run", "hetero_ssfl", "bogus=1"], "bogus: unknown key"),
         (["run", "--resume", "nowhere"], "nowhere is not a run's folder"),
         (["run", "rounds=9", "--resume", "nowhere"], "--resume takes only the run's folder and clients_parallel=N"),
         (["run", "clients_parallel=0", "--resume", "nowhere"], "clients_parallel must be a whole number of at least 1"),
@@ -86,14 +80,8 @@ def images(path, **changes):
         (["run", *NPZ, "data.path=nokeys.npz"], "x_train"),
         (["run", *NPZ, "data.path=nan.npz"], "nan.npz"),
         (["run", *NPZ, "data.path=two.npz", TWO], "the data have only 2; lower partition.clients to 2"),
-        (
-            ["run", "hetero_ssfl", "data.public_holdout=0"],
-            "representation_mean needs public images|cka_alignment needs",
-        ),
         (["run", "local_only", "training.batch_size=5000"], "fewer than training.batch_size 5000"),
         (["run", "local_only", "partition={name: iid, clients: 1130}"], "min_samples|batch_size"),
-        (["run", "local_only", "architectures=[resnet1000]"], "resnet1000"),
-        (["run", "local_only", "clients_per_round=9"], "clients_per_round is 9"),
         (["evaluate", "nowhere"], "nowhere"),
         (["evaluate", "nowhere", "--data", "digits"], "--data: expected KEY=VALUE pairs"),
         (["export", "nowhere", "out"], "nowhere is not a run's folder"),
@@ -130,3 +118,52 @@ def test_privacy_is_foretold(fedssl):
     assert "0, 1, 2, 3, 4" in out
     assert "4.98331" in out  # dp-accounting's PLDAccountant of five Gaussian events of noise multiplier 2
     assert "allows 2 rounds of a client, which is too little: a client is asked in 5 rounds" in out
+
+
+# Observers
+
+LOGGER = """
+from pathlib import Path
+
+from fedssl import Observer
+
+
+class Logger(Observer):
+    def run_began(self, recipe, path, first_round):
+        self.log = open(Path(__file__).with_suffix(".log"), "a")
+        self.log.write(f"began {first_round}\\n")
+
+    def round_ended(self, number, rows):
+        self.log.write("".join(f"{row}\\n" for row in rows))
+        if number == STOP_AFTER:
+            raise KeyboardInterrupt
+
+    def run_ended(self, finished):
+        self.log.write(f"ended {finished}\\n")
+        self.log.close()
+"""
+
+
+def test_observers_are_called_by_a_run_and_its_continuation(fedssl, tmp_path):
+    (tmp_path / "tiny.yaml").write_text(recipe_text())
+    (tmp_path / "stops.py").write_text(f"STOP_AFTER = 1\n{LOGGER}")
+    (tmp_path / "goes_on.py").write_text(f"STOP_AFTER = None\n{LOGGER}")
+    both = ["--observer", "./goes_on.py", "--observer", "./stops.py"]
+    code, out, _ = fedssl("run", "tiny.yaml", "rounds=2", "--output", "run", *both)
+    assert code == 130
+    assert "continue with: fedssl run --resume run" in out
+    assert fedssl("run", "--resume", "run", "--observer", "goes_on.py")[0] == 0
+    rows = RunDirectory.open(Path("run")).read_metrics()
+    before, after = ([f"{row}" for row in rows if (row[0] <= 1) == first] for first in (True, False))
+    assert Path("stops.log").read_text().splitlines() == ["began 0", *before, "ended False"]
+    assert Path("goes_on.log").read_text().splitlines() == [
+        *("began 0", *before, "ended False"),
+        *("began 2", *after, "ended True"),
+    ]
+
+
+def test_a_missing_observer_is_one_line_and_nothing_runs(fedssl, tmp_path):
+    code, _, err = fedssl("run", "local_only", "--output", "run", "--observer", "./nothing.py")
+    one_line(code, err)
+    assert "an observer is an existing .py file with one subclass of fedssl.Observer, got nothing.py" in err
+    assert not (tmp_path / "run").exists()

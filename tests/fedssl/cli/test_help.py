@@ -4,31 +4,14 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
-import sys
 from typing import Any, get_type_hints
 
 import pytest
 
-from fedssl.cli import app, main
+from fedssl.cli import app
 from fedssl.errors import installed_distribution
 
 COMMANDS = {command.name or command.callback.__name__: command.callback for command in app.registered_commands}
-
-
-@pytest.fixture
-def printed(monkeypatch, capsys):
-    """Call `fedssl` at a width in columns, expect success, and give what it prints."""
-
-    def call(*arguments: str, columns: int = 80) -> str:
-        monkeypatch.setenv("COLUMNS", str(columns))
-        monkeypatch.setenv("TERMINAL_WIDTH", str(columns))
-        monkeypatch.setattr(sys, "argv", ["fedssl", *arguments])
-        with pytest.raises(SystemExit) as caught:
-            main()
-        assert not caught.value.code
-        return capsys.readouterr().out
-
-    return call
 
 
 def plain(text: str) -> str:
@@ -44,8 +27,9 @@ def parameters(callback: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("columns", [80, 120])
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_argument_and_option_is_explained_in_the_rendered_help(printed, name, columns):
-    text = printed(name, "--help", columns=columns)
+def test_every_argument_and_option_is_explained_in_the_rendered_help(fedssl, name, columns):
+    code, text, _ = fedssl(name, "--help", columns=columns)
+    assert code == 0
     assert max(map(len, text.splitlines())) <= columns
     shown = plain(text)
     for parameter, declared in parameters(COMMANDS[name]).items():
@@ -55,13 +39,13 @@ def test_every_argument_and_option_is_explained_in_the_rendered_help(printed, na
 
 
 @pytest.mark.parametrize("columns", [80, 120])
-def test_every_command_is_explained_in_one_line_where_all_are_listed(printed, columns):
-    shown = plain(printed("--help", columns=columns))
+def test_every_command_is_explained_in_one_line_where_all_are_listed(fedssl, columns):
+    shown = plain(fedssl("--help", columns=columns)[1])
     for name, callback in COMMANDS.items():
         first_line = callback.__doc__.splitlines()[0]
         assert f"{name} {first_line}".replace("`", "") in shown.replace("`", "")
     assert "--version" in shown
 
 
-def test_version(printed):
-    assert printed("--version") == f"fedssl {importlib.metadata.version(installed_distribution())}\n"
+def test_version(fedssl):
+    assert fedssl("--version")[1] == f"fedssl {importlib.metadata.version(installed_distribution())}\n"

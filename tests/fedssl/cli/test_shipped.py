@@ -8,20 +8,22 @@ import subprocess
 import sys
 
 import pytest
-import yaml
 
 from fedssl.recipe.overrides import read_values, shipped_names
 from fedssl.recipe.reading import load_recipe
 
 HEAVY = ("torch", "torchvision", "timm", "sklearn", "numpy", "matplotlib")
+LISTS = (["recipes"], ["tables"], ["presets"], ["--version"], ["--help"], ["run", "--help"])
 WITHOUT_HEAVY_PACKAGES = f"""
 import sys
 from fedssl.cli import main
-try:
-    main()
-except SystemExit as exit:
-    heavy = [name for name in {HEAVY} if name in sys.modules]
-    sys.exit(exit.code or (f"imported: {{heavy}}" if heavy else 0))
+for arguments in {LISTS}:
+    sys.argv = ["fedssl", *arguments]
+    try:
+        main()
+    except SystemExit as exit:
+        assert not exit.code, arguments
+    assert not (heavy := [name for name in {HEAVY} if name in sys.modules]), (arguments, heavy)
 """
 OWN_PART = '''"""A term of one's own."""
 
@@ -49,20 +51,9 @@ def fedssl(fedssl):
     return functools.partial(fedssl, columns=80)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["recipes"],
-        ["tables"],
-        ["presets"],
-        ["--version"],
-        ["--help"],
-        ["run", "--help"],
-    ],
-)
-def test_what_only_lists_imports_neither_torch_nor_other_heavy_packages(arguments):
+def test_what_only_lists_imports_neither_torch_nor_other_heavy_packages():
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_HEAVY_PACKAGES, *arguments], capture_output=True, text=True, env=os.environ
+        [sys.executable, "-c", WITHOUT_HEAVY_PACKAGES], capture_output=True, text=True, env=os.environ
     )
     assert done.returncode == 0, done.stderr
 
@@ -110,11 +101,10 @@ def test_show_tells_value_origin_and_meaning_of_every_key(fedssl, columns):
 def dotted(values, prefix=""):
     """The keys of all values that are no mapping and no part, as overrides name them."""
     for key, value in values.items():
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            value = dict(enumerate(value))
         if isinstance(value, dict):
             yield from dotted(value, f"{prefix}{key}.")
-        elif isinstance(value, list) and value and isinstance(value[0], dict):
-            for i, one in enumerate(value):
-                yield from dotted(one, f"{prefix}{key}.{i}.")
         else:
             yield f"{prefix}{key}"
 
@@ -127,23 +117,21 @@ def test_another_part_shows_its_own_values_and_not_the_recipes(fedssl):
     assert "symmetric" not in out
 
 
-@pytest.mark.parametrize("name", shipped_names("recipe"))
-def test_yaml_is_the_recipe_that_run_resolves(fedssl, name):
-    overrides = ["seed=3", "training.learning_rate=1e-3", "evaluation.fine_tune={}"]
+CHANGES = ["seed=3", "training.learning_rate=1e-3", "evaluation.fine_tune={}"]
+PRIVACY = "flower.differential_privacy={name: local_dp, clipping_norm: 1, epsilon: 2, delta: 1e-5}"
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [*((name, CHANGES) for name in shipped_names("recipe")), ("fedbyol", ["engine=flower-simulation", PRIVACY])],
+)
+def test_yaml_is_the_recipe_that_run_resolves(fedssl, tmp_path, name, overrides):
     code, out, _ = fedssl("show", name, *overrides, "--yaml")
     assert code == 0
-    assert out == load_recipe(name, overrides).to_yaml()
-
-
-def test_yaml_of_flowers_options_is_the_recipe_that_run_resolves(fedssl, tmp_path):
-    overrides = [
-        "engine=flower-simulation",
-        "flower.differential_privacy={name: local_dp, clipping_norm: 1, epsilon: 2, delta: 1e-5}",
-    ]
-    _, out, _ = fedssl("show", "fedbyol", *overrides, "--yaml")
-    assert out == load_recipe("fedbyol", overrides).to_yaml()
+    resolved = load_recipe(name, overrides)
+    assert out == resolved.to_yaml()
     (tmp_path / "shown.yaml").write_text(out)
-    assert load_recipe("shown.yaml") == load_recipe("fedbyol", overrides)
+    assert load_recipe(tmp_path / "shown.yaml") == resolved
 
 
 @pytest.mark.parametrize("key", ["./own.py", "{name: ./own.py, strength: 2}"])
@@ -161,11 +149,9 @@ def test_a_part_of_ones_own_is_shown_like_any_other(fedssl, tmp_path, key):
     "arguments",
     [
         ["heterossfl"],
-        ["hetero_ssfl", "bogus=1"],
+        ["hetero_ssfl", "seed"],
         ["hetero_ssfl", "seed=-1", "data.bogus=1", "training.optimizer=sgdd"],
-        ["hetero_ssfl", "objective.symetric=1"],
         ["hetero_ssfl", "objective=none"],
-        ["hetero_ssfl", "regularizers=none"],
         ["hetero_ssfl", "regularizers.0.weight=-1", "training.batch_size=many"],
         ["hetero_ssfl", "flower.differential_privacy={name: local_dp, clipping_norm: 0}"],
         ["hetero_ssfl", "flower.differential_privacy={name: other}"],
@@ -173,8 +159,6 @@ def test_a_part_of_ones_own_is_shown_like_any_other(fedssl, tmp_path, key):
         ["hetero_ssfl", "augmentation.crop_scale=[1]"],
         ["hetero_ssfl", "architectures=[]"],
         ["hetero_ssfl", "rounds=.nan"],
-        ["hetero_ssfl", "seed"],
-        ["hetero_ssfl", "regularizers=[{name: ./missing.py}]"],
     ],
 )
 def test_show_refuses_a_wrong_key_or_value_with_the_message_of_run(fedssl, tmp_path, arguments):
@@ -184,4 +168,3 @@ def test_show_refuses_a_wrong_key_or_value_with_the_message_of_run(fedssl, tmp_p
     assert err.startswith("fedssl: ")
     assert err.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
-    assert yaml.safe_load(out) is None

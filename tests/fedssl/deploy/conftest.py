@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
-from tests.fedssl.engines.flower.conftest import flower_process, no_waiting, quick  # noqa: F401 - fixtures
+from tests.fedssl.cli.conftest import fedssl  # noqa: F401 - a fixture
+from tests.fedssl.engines.flower.conftest import flower_process  # noqa: F401 - a fixture
 
 EXAMPLE = {
     "name": "our-consortium",
@@ -42,3 +44,11 @@ def provisioned(consortium_file, tmp_path) -> Callable[..., Path]:
         return folder
 
     return write
+
+
+@pytest.fixture
+def umask() -> Iterator[None]:
+    """As most users have it; it is put back, because the commands that start Flower's processes change it."""
+    before = os.umask(0o022)
+    yield
+    os.umask(before)

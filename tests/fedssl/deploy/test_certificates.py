@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from datetime import datetime, timedelta, timezone
 from ipaddress import ip_address
@@ -19,7 +18,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import NameOID
 
 from fedssl.deploy import nodes
-from fedssl.deploy.certificates import require_authority, require_server
+from fedssl.deploy.certificates import require_server
 from fedssl.deploy.keys import read_site_key
 from fedssl.errors import UserError
 from tests.fedssl.engines.flower.deployment import make_authority, make_key, missing_tools
@@ -58,6 +57,12 @@ class Owner:
         return self.key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
 
 
+AUTHORITY = Owner("authority")
+SERVER = Owner("server", AUTHORITY)
+EXPIRED, EARLY = {"last": NOW - DAY / 2}, {"first": NOW + DAY / 2}
+NO_KEY = "server.key is not a private key in PEM format"
+
+
 @pytest.fixture
 def check(tmp_path):
     """Writes the SuperLink's three files and checks them."""
@@ -71,17 +76,13 @@ def check(tmp_path):
     return run
 
 
-AUTHORITY = Owner("authority")
-SERVER = Owner("server", AUTHORITY)
-
-
 def test_what_fits_is_taken(check):
     check(AUTHORITY.pem, SERVER.pem, SERVER.key_pem)
     check(SERVER.pem, SERVER.pem, SERVER.key_pem)
     between = Owner("between", AUTHORITY)
     server = Owner("server", between)
     check(AUTHORITY.pem, server.pem + between.pem, server.key_pem)
-    check(Owner("former", last=NOW - DAY / 2).pem + AUTHORITY.pem, SERVER.pem, SERVER.key_pem)
+    check(Owner("former", **EXPIRED).pem + AUTHORITY.pem, SERVER.pem, SERVER.key_pem)
 
 
 @needs_openssl
@@ -91,63 +92,43 @@ def test_what_the_page_makes_is_taken(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("authority", "server", "key", "expected"),
+    ("authority", "server", "expected"),
     [
-        (
-            AUTHORITY,
-            Owner("server", AUTHORITY, last=NOW - DAY / 2),
-            None,
-            r"server.crt has expired: CN=server was valid",
-        ),
-        (
-            AUTHORITY,
-            Owner("server", AUTHORITY, NOW + DAY / 2),
-            None,
-            r"server.crt is not valid yet: CN=server is valid ",
-        ),
-        (Owner("authority", last=NOW - DAY / 2), SERVER, None, r"ca.crt has expired: CN=authority was valid until 20"),
-        (Owner("authority", None, NOW + DAY / 2), SERVER, None, "ca.crt is not valid yet: CN=authority is valid from"),
-        (AUTHORITY, SERVER, AUTHORITY, r"server.key is not the private key of .*server.crt: use the key that"),
-        (Owner("another"), SERVER, None, r"server.crt was not issued by .*ca.crt: sign it with that"),
-        (Owner("authority"), SERVER, None, r"server.crt was not issued by .*ca.crt"),  # of the same name
+        (AUTHORITY, Owner("server", AUTHORITY, **EXPIRED), "server.crt has expired: CN=server was valid"),
+        (AUTHORITY, Owner("server", AUTHORITY, **EARLY), "server.crt is not valid yet: CN=server is valid "),
+        (Owner("authority", **EXPIRED), SERVER, "ca.crt has expired: CN=authority was valid until 20"),
+        (Owner("authority", **EARLY), SERVER, "ca.crt is not valid yet: CN=authority is valid from"),
+        (Owner("another"), SERVER, r"server.crt was not issued by .*ca.crt: sign it with that"),
+        (Owner("authority"), SERVER, r"server.crt was not issued by .*ca.crt"),  # of the same name
     ],
 )
-def test_what_does_not_fit_is_refused(authority, server, key, expected, check):
+def test_what_does_not_fit_is_refused(authority, server, expected, check):
     with pytest.raises(UserError, match=expected):
-        check(authority.pem, server.pem, (key or server).key_pem)
+        check(authority.pem, server.pem, server.key_pem)
 
 
 @pytest.mark.parametrize(
-    ("files", "expected"),
+    ("authority", "certificate", "key", "expected"),
     [
-        ((b"none", SERVER.pem, SERVER.key_pem), "ca.crt is not a certificate in PEM format"),
-        ((AUTHORITY.pem, SERVER.pem, b"none"), "server.key is not a private key in PEM format"),
-        ((AUTHORITY.pem, SERVER.pem, SERVER.pem), "server.key is not a private key in PEM format"),
-        (
-            (AUTHORITY.pem, SERVER.pem + Owner("x").pem, SERVER.key_pem),
-            "server.crt is a broken chain: CN=x has not issued CN=server",
-        ),
+        (b"none", SERVER.pem, SERVER.key_pem, "ca.crt is not a certificate in PEM format"),
+        (AUTHORITY.pem, b"none", SERVER.key_pem, "server.crt is not a certificate in PEM format"),
+        (AUTHORITY.pem, SERVER.pem, b"none", NO_KEY),
+        (AUTHORITY.pem, SERVER.pem, SERVER.pem, NO_KEY),
+        (AUTHORITY.pem, SERVER.pem, AUTHORITY.key_pem, r"server.key is not the private key of .*server.crt: use the"),
+        (AUTHORITY.pem, SERVER.pem + AUTHORITY.pem + SERVER.pem, SERVER.key_pem, "CN=server has not issued CN=auth"),
     ],
 )
-def test_files_that_are_something_else_are_refused(files, expected, check):
+def test_files_that_are_something_else_are_refused(authority, certificate, key, expected, check):
     with pytest.raises(UserError, match=expected):
-        check(*files)
+        check(authority, certificate, key)
 
 
-def test_a_site_refuses_an_authority_that_has_expired(tmp_path):
-    (tmp_path / "ca.crt").write_bytes(Owner("authority", last=NOW - DAY / 2).pem)
-    with pytest.raises(UserError, match=r"ca.crt has expired: CN=authority"):
-        require_authority(tmp_path / "ca.crt")
+def test_a_site_refuses_an_authority_that_has_expired(tmp_path, umask):
+    (tmp_path / "ca.crt").write_bytes(Owner("authority", **EXPIRED).pem)
     (tmp_path / "site.key").touch()
     (tmp_path / "site.yaml").write_text("client: 0\nstate: x\n")
-    before = os.umask(0o022)
-    try:
-        with pytest.raises(UserError, match=r"ca.crt has expired"):
-            nodes.supernode(
-                tmp_path / "site.yaml", "127.0.0.1:1", tmp_path / "ca.crt", tmp_path / "site.key", insecure=False
-            )
-    finally:
-        os.umask(before)
+    with pytest.raises(UserError, match=r"ca.crt has expired: CN=authority"):
+        nodes.supernode(tmp_path / "site.yaml", "127.0.0.1:1", tmp_path / "ca.crt", tmp_path / "site.key", False)
 
 
 @needs_openssl
@@ -163,6 +144,6 @@ def test_a_sites_key_is_a_private_one_as_flower_takes_it(tmp_path):
     other = tmp_path / "other.key"
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(other)], check=True, capture_output=True)
     with pytest.raises(
-        UserError, match=r"other.key must be a key on an elliptic curve, got .*: make one with ssh-keygen -t ecdsa"
+        UserError, match=r"other.key must be a key on an elliptic curve, got .* with ssh-keygen -t ecdsa"
     ):
         read_site_key(other)

@@ -11,9 +11,8 @@ SERVER = {"address": "localhost"}
 
 
 def test_the_example_is_valid(tmp_path):
-    path = tmp_path / "consortium.yaml"
-    path.write_text(EXAMPLE)
-    consortium = load_consortium(path)
+    (tmp_path / "consortium.yaml").write_text(EXAMPLE)
+    consortium = load_consortium(tmp_path / "consortium.yaml")
     assert consortium.sites == ["hospital-a", "hospital-b"]
     assert consortium.server.wall
 
@@ -44,15 +43,12 @@ def test_a_wrong_entry_is_named(changes, expected, consortium_file):
     assert expected in str(caught.value)
 
 
-def test_a_file_that_holds_no_mapping_or_is_missing_is_refused(tmp_path):
+def test_a_file_that_is_none_or_missing_and_a_folder_that_provision_did_not_write_are_refused(tmp_path):
     path = tmp_path / "consortium.yaml"
     with pytest.raises(UserError, match=r"cannot be read: No such file.*fedssl provision --example prints one"):
         load_consortium(path)
     path.write_text("- hospital-a\n")
     with pytest.raises(UserError, match="must hold the keys name, server, sites, valid_days, got list"):
         load_consortium(path)
-
-
-def test_a_folder_that_provision_did_not_write_is_refused(tmp_path):
     with pytest.raises(UserError, match="name a folder that fedssl provision wrote"):
         load_member(tmp_path)

@@ -16,7 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -40,8 +40,10 @@ from tests.fedssl.engines.flower.deployment import (
 )
 from tests.fedssl.engines.flower.operator_attempts import ATTEMPTS, SiteAttempts
 
-#: the digits of scikit-learn, as in docs/deploy.md
+#: the digits of scikit-learn, as in docs/deploy.md; few of them
 APP = ("hetero_ssfl", "app", "rounds=2", "partition.clients=2", "partition.classes_per_client=5")
+APP += ("training.local_epochs=1", "data.train_limit=300", "data.test_limit=60", "data.public_holdout=30")
+APP += ("architectures=[small_convnet, small_convnet_wide]", "evaluation.linear.epochs=2")
 HAS_NGINX = shutil.which("nginx", path=f"{os.environ.get('PATH', os.defpath)}:/usr/sbin") is not None
 
 #: the operator's interface, written so that it may look like the sites' to one of the two servers that read it
@@ -67,10 +69,10 @@ def end_by_sigterm_with_parent() -> None:
 
 
 class Members:
-    """The coordinator, the server and the sites, each with the `fedssl` that is tested, on one machine."""
+    """The coordinator, the server and the sites on one machine; only start scripts call `fedssl` as a process."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    def __init__(self, folder: Path, fedssl: Callable[..., tuple[int, str, str]]):
+        self.folder, self._fedssl = folder, fedssl
         self.consortium = folder / "consortium"
         self.port, self.internal_port = free_port(), free_port()
         self.processes: dict[str, subprocess.Popen] = {}
@@ -81,12 +83,10 @@ class Members:
         variables = {"PATH": f"{command.parent}:{os.environ.get('PATH', os.defpath)}", "OMP_NUM_THREADS": "1"}
         self.environment = with_package() | variables | {MARK: f"{folder}/", "FLWR_HOME": str(folder / "home")}
 
-    def fedssl(self, *arguments: str, expected_code: int = 0) -> str:
-        done = subprocess.run(
-            ["fedssl", *arguments], cwd=self.folder, env=self.environment, capture_output=True, text=True
-        )
-        assert done.returncode == expected_code, done.stdout + done.stderr + self.logs()
-        return done.stdout
+    def fedssl(self, *arguments: str) -> str:
+        code, out, err = self._fedssl(*arguments)
+        assert code == 0, out + err + self.logs()
+        return out
 
     def start(self, member: str) -> None:
         with open(self.log(member), "ab") as log:
@@ -152,8 +152,8 @@ class Members:
 
 
 @pytest.fixture
-def members(tmp_path) -> Iterator[Members]:
-    made = Members(tmp_path)
+def members(tmp_path, fedssl) -> Iterator[Members]:
+    made = Members(tmp_path, fedssl)
     yield made
     made.close()
 
@@ -212,7 +212,7 @@ def test_from_an_empty_folder_to_a_finished_run_of_two_sites(members):
     # the server
     members.start("server")
     members.wait_for("server", "registered the key of hospital-b")
-    printed = members.fedssl("app", *APP, "--output", str(members.folder / "run"), "training.local_epochs=1")
+    printed = members.fedssl("app", *APP, "--output", str(members.folder / "run"))
     [digest] = re.findall("[0-9a-f]{64}", printed)
 
     # the sites: one approves the app, the other one has approved another app
@@ -229,9 +229,7 @@ def test_from_an_empty_folder_to_a_finished_run_of_two_sites(members):
     run = str(answer["run-id"])
     members.wait_for("hospital-b", f"the app has the digest {digest}, and the approved digest is {'0' * 64}")
     assert members.status(run) == "running"
-    assert not (members.consortium / "hospital-b" / "state").exists() or not any(
-        (members.consortium / "hospital-b" / "state").iterdir()
-    )
+    assert not list(members.consortium.glob("hospital-b/state/*"))
     require_reverse_proxy(members, run)
     members.approve("hospital-b", digest)  # while it runs
     poll(lambda: members.status(run).startswith("finished"), "the run ends", pause=0.5)

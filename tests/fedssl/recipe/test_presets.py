@@ -66,27 +66,20 @@ def test_all_images_of_ones_own_are_dealt_where_no_part_uses_public_images(tmp_p
 
 
 def test_a_quarter_at_most_becomes_public_where_a_part_needs_it(tmp_path):
-    few = load_recipe("hetero_ssfl", images(tmp_path / "few.npz", 700, (28, 28)))
-    assert few.data.public_holdout == 175
-    given = load_recipe("hetero_ssfl", [*images(tmp_path / "few.npz", 700, (28, 28)), "data.public_holdout=9"])
-    assert given.data.public_holdout == 9
-    elsewhere = load_recipe("hetero_ssfl", [*images(tmp_path / "few.npz", 700, (28, 28)), "data.public_path=p.npz"])
-    assert elsewhere.data.public_holdout == 0
+    own = images(tmp_path / "few.npz", 700, (28, 28))
+    for changes, holdout in ([], 175), (["data.public_holdout=9"], 9), (["data.public_path=p.npz"], 0):
+        assert load_recipe("hetero_ssfl", [*own, *changes]).data.public_holdout == holdout
 
 
-def test_batches_fit_the_smallest_data(tmp_path):
+def test_batches_fit_the_smallest_data_and_images_without_labels_are_dealt_in_equal_shares(tmp_path):
     own = images(tmp_path / "own.npz", 100, (28, 28))
     recipe = load_recipe("fedbyol", own)
-    assert (recipe.training.batch_size, recipe.partition.min_samples) == (8, 8)
+    assert (recipe.training.batch_size, recipe.partition.name, recipe.partition.min_samples) == (8, "dirichlet", 8)
     assert load_recipe("fedbyol", [*own, "training.batch_size=16"]).training.batch_size == 16
     many = load_recipe("fedbyol", images(tmp_path / "many.npz", 3000, (28, 28)))
     assert many.training.batch_size == 64
-
-
-def test_images_without_labels_are_dealt_in_equal_shares(tmp_path):
-    own = images(tmp_path / "own.npz", 100, (28, 28), labelled=False)
-    assert load_recipe("fedbyol", own).partition.name == "iid"
-    assert load_recipe("fedbyol", images(tmp_path / "own.npz", 100, (28, 28))).partition.name == "dirichlet"
+    unlabelled = images(tmp_path / "own.npz", 100, (28, 28), labelled=False)
+    assert load_recipe("fedbyol", unlabelled).partition.name == "iid"
 
 
 def test_what_the_recipe_or_an_override_says_goes_first(tmp_path):
@@ -106,13 +99,15 @@ def test_a_resolved_recipe_is_read_back_without_its_data(tmp_path):
     assert load_recipe(tmp_path / "stored.yaml") == recipe
 
 
-def test_none_takes_the_defaults_and_an_unknown_preset_is_refused():
+def test_none_takes_the_defaults_and_an_unknown_preset_or_data_that_are_not_there_are_refused():
     plain = load_recipe("fedbyol", ["preset=none", "rounds=1", "architectures=[small_convnet]"])
     assert plain.training == Recipe.model_fields["training"].default
     with pytest.raises(UserError, match="preset: 'natura' is unknown; did you mean natural"):
         load_recipe("fedbyol", ["preset=natura"])
     with pytest.raises(UserError, match=r"no file or folder .*name one with preset=NAME"):
         load_recipe("fedbyol", ["data={name: npz, path: /nowhere.npz}"])
+    with pytest.raises(UserError, match="there is no file or folder 2024"):
+        load_recipe("fedbyol", ["data.name=images", "data.path=2024"])
     elsewhere = ["data={name: npz, path: /nowhere.npz}", "preset=natural"]
     assert load_recipe("fedbyol", elsewhere).training.batch_size == 64
 
@@ -213,8 +208,5 @@ def test_what_cannot_be_looked_at_is_refused_in_one_line(tmp_path, content):
     with pytest.raises(UserError, match=r"broken\.npz cannot be read as an \.npz file") as caught:
         load_recipe("fedbyol", [f"data={{name: npz, path: {tmp_path / 'broken.npz'}}}"])
     assert "\n" not in str(caught.value)
-
-
-def test_a_folder_without_images_is_refused(tmp_path):
     with pytest.raises(UserError, match="holds no image"):
         load_recipe("fedbyol", [f"data={{name: folder, path: {tmp_path}}}"])

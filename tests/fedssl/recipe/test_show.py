@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 from fedssl.parts import part_class, part_names
@@ -12,6 +14,7 @@ from fedssl.untrusted import PART_KEYS
 PARTS = [(folder, name) for folder, _ in PART_KEYS.values() for name in part_names(folder)]
 
 
+@functools.cache
 def schemas() -> dict[str, dict]:
     """Every option model's schema by the name that a message calls it by, without those of the parts' bases."""
     recipe = Recipe.model_json_schema()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from fedssl.engines.in_process import run
 from fedssl.errors import UserError
 from fedssl.evaluation.features import extract_features
 from fedssl.evaluation.metrics import effective_rank
@@ -34,10 +34,10 @@ SAMPLED = {"clients_per_round": 2}
 
 
 @pytest.fixture(scope="module")
-def averaged(tiny, tmp_path_factory) -> Path:
+def averaged(tiny, finished, tmp_path_factory) -> Path:
     """A finished run with a global model and three clients, of whom each round trains two."""
     path = tmp_path_factory.mktemp("averaged") / "run"
-    run(tiny(**AVERAGED, **SAMPLED), path)
+    shutil.copytree(finished(tiny(**AVERAGED, **SAMPLED)), path)
     return path
 
 
@@ -49,29 +49,22 @@ def analysed(averaged) -> Collapse:
 
 
 def test_the_global_model_and_the_latest_local_models_are_looked_at(tiny, averaged, analysed):
-    federation = build_federation(tiny(**AVERAGED, **SAMPLED))
-    last = federation.sampled_clients(2)
-    who = list(analysed.models)
-    assert who[0] == "global"
-    # those of the last round first, drawn by the run's seed
-    assert sorted(map(int, who[1:3])) == last
-    assert len(analysed.labels) == len(federation.dataset.test_labels)
-
-
-def test_the_numbers_are_those_of_the_stored_models(tiny, averaged, analysed):
+    """The numbers are those of the stored models."""
     federation, directory = build_federation(tiny(**AVERAGED, **SAMPLED)), RunDirectory.open(averaged)
     images = federation.dataset.test_images
-    model = federation.method.load_global(directory.server_state(), lambda: federation.new_model(None))
-    rank = effective_rank(extract_features(model.encoder, images))
-    assert analysed.models["global"].effective_rank == pytest.approx(rank, rel=1e-6)
+    assert len(analysed.labels) == len(images)
+    shared, *local = analysed.models
+    assert shared == "global"
+    # those of the last round first, drawn by the run's seed
+    assert sorted(map(int, local[:2])) == federation.sampled_clients(2)
+    models = {"global": federation.method.load_global(directory.server_state(), lambda: federation.new_model(None))}
+    for who, geometry in analysed.models.items():
+        model = models.get(who) or federation.client(int(who), directory.client_state(int(who))).model
+        rank = effective_rank(extract_features(model.encoder, images))
+        assert geometry.effective_rank == pytest.approx(rank, rel=1e-6)
+        assert geometry.dimension == model.encoder.num_features
     logged = {(n, who, m): v for n, who, m, v in directory.read_metrics()}
-    assert logged[2, "global", "effective_rank"] == pytest.approx(rank, rel=1e-6)
-    k = analysed.models.keys() - {"global"}
-    for who in k:
-        local = federation.client(int(who), directory.client_state(int(who))).model
-        rank = effective_rank(extract_features(local.encoder, images))
-        assert analysed.models[who].effective_rank == pytest.approx(rank, rel=1e-6)
-        assert analysed.models[who].dimension == local.encoder.num_features
+    assert logged[2, "global", "effective_rank"] == pytest.approx(analysed.models["global"].effective_rank, rel=1e-6)
 
 
 def test_it_is_stored_and_read_again(averaged, analysed, monkeypatch):
@@ -81,12 +74,6 @@ def test_it_is_stored_and_read_again(averaged, analysed, monkeypatch):
         assert (averaged / "figures" / name).read_bytes().startswith(b"\x89PNG")
     assert json.loads((averaged / "collapse.json").read_text())["round"] == 2
     monkeypatch.setattr(collapse, "analyse_collapse", None)
-    assert collapse_of_run(averaged) == analysed
-
-
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": 0}', '{"format": 1, "models": {"0": {"a": 1}}}'])
-def test_what_is_stored_and_no_analysis_is_made_anew(content, averaged, analysed):
-    (averaged / "collapse.json").write_text(content)
     assert collapse_of_run(averaged) == analysed
 
 
@@ -104,10 +91,16 @@ def changed(values: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("path", "value"),
     [
+        ("", ""),
+        ("", "[]"),
+        ("", "{}"),
+        ("format", 0),
+        ("round", 1),
         ("labels", [99]),
         ("labels", "x"),
         ("class_names", []),
         ("models", {}),
+        ("models", {"0": {"a": 1}}),
         ("models.global.sphere", [[0.0, 0.0]]),
         ("models.global.dimension", 10**12),
         ("models.global.alignment", float("nan")),
@@ -118,9 +111,15 @@ def changed(values: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
         ("tsne.x", [[0.0, 1.0]]),
     ],
 )
-def test_a_stored_analysis_that_cannot_be_drawn_is_made_anew(path, value, averaged, analysed):
-    (averaged / "collapse.json").write_text(json.dumps(changed(asdict(analysed), path, value)))
-    assert collapse_of_run(averaged) == analysed
+def test_what_is_stored_and_no_analysis_that_can_be_drawn_is_made_anew(path, value, averaged, analysed, monkeypatch):
+    stored = averaged / "collapse.json"
+    text = stored.read_text()
+    monkeypatch.setattr(collapse, "analyse_collapse", lambda *_: "made anew")  # takes seconds
+    monkeypatch.setattr(collapse, "_write", lambda *_: None)
+    stored.write_text(json.dumps(changed(asdict(analysed), path, value)) if path else value)
+    made = collapse_of_run(averaged)
+    stored.write_text(text)
+    assert made == "made anew"
 
 
 def test_a_run_whose_clients_are_elsewhere_shows_its_global_model(analysed):
@@ -129,17 +128,14 @@ def test_a_run_whose_clients_are_elsewhere_shows_its_global_model(analysed):
     assert draw_spheres({"a": alone}) is not None
 
 
-def test_a_method_without_a_global_model_shows_its_clients(tiny, tmp_path):
-    run(tiny(architectures=["small_convnet", "small_resnet10"], rounds=1), tmp_path / "run")
+def test_a_method_without_a_global_model_shows_its_clients(tiny, finished, tmp_path):
+    shutil.copytree(finished(tiny()), tmp_path / "run")
     found = collapse_of_run(tmp_path / "run")
     assert found is not None
     assert found.shared is None
     assert sorted(found.models) == ["0", "1", "2"]
     assert found.tsne == {}
-    assert sorted(file.name for file in (tmp_path / "run" / "figures").iterdir()) == [
-        "log_singular_values.png",
-        "sphere.png",
-    ]
+    assert {file.name for file in (tmp_path / "run" / "figures").iterdir()} == {"log_singular_values.png", "sphere.png"}
 
 
 def test_before_any_training_there_is_none(tiny, tmp_path):
@@ -149,7 +145,7 @@ def test_before_any_training_there_is_none(tiny, tmp_path):
 
 
 def test_the_report_shows_it(averaged, analysed, tmp_path):
-    page = Page(write_report([averaged], tmp_path / "page.html"))
+    page = Page(write_report([averaged], tmp_path / "page.html", images=False))
     rows = page.table("method", "model", "alignment")
     assert [row[1] for row in rows] == ["global model", f"mean of {len(analysed.local)} local models"]
     shared, local = analysed.models["global"], analysed.local
@@ -161,7 +157,9 @@ def test_the_report_shows_it(averaged, analysed, tmp_path):
     ]
     assert rows[1][2] == f"{sum(one.alignment for one in local) / len(local):.3f}"
     assert "Collapse of the representations" in page.text
-    assert "Collapse of" not in Page(write_report([averaged], tmp_path / "page.html", collapse=False)).text
+    assert (
+        "Collapse of" not in Page(write_report([averaged], tmp_path / "page.html", collapse=False, images=False)).text
+    )
 
 
 def test_the_report_says_why_there_is_none(tiny, averaged, tmp_path, monkeypatch):
@@ -169,7 +167,7 @@ def test_the_report_says_why_there_is_none(tiny, averaged, tmp_path, monkeypatch
         raise UserError("images.npz is no longer there")
 
     monkeypatch.setattr("fedssl.reports.report.collapse_of_run", gone)
-    page = Page(write_report([averaged], tmp_path / "page.html"))
+    page = Page(write_report([averaged], tmp_path / "page.html", images=False))
     assert "tiny: no collapse analysis: images.npz is no longer there" in page.text
 
 
@@ -187,13 +185,8 @@ def made_up(**models: Geometry) -> Collapse:
 
 
 def test_singular_values_stand_as_they_are_and_local_ones_as_their_mean():
-    found = made_up(
-        **{
-            "global": geometry([-1.0, -2], []),
-            "client0": geometry([-1.0, -3], []),
-            "client4": geometry([-3.0, -4, -5], []),
-        }
-    )
+    shared, *local = (geometry(values, []) for values in ([-1.0, -2], [-1.0, -3], [-3.0, -4, -5]))
+    found = made_up(**{"global": shared, "client0": local[0], "client4": local[1]})
     left, right = draw_log_singular_values({"ours": found}).axes
     assert left.get_title(loc="left") == "global model"
     assert left.lines[0].get_xydata().tolist() == [[1, -1], [2, -2]]
@@ -225,6 +218,7 @@ def test_tsne_leaves_out_methods_without_a_global_model():
     figure = draw_tsne({"alone": alone, "both": both})
     assert figure is not None
     (axes,) = figure.axes
+    assert axes.get_title() == "global model and client 0"
     circles, crosses = axes.collections
     assert circles.get_offsets().tolist() == [[0, 0], [1, 1]]
     assert crosses.get_offsets().tolist() == [[2, 2], [3, 3]]

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from fedssl.errors import UserError
+from fedssl.reports import report
 from fedssl.reports.plots import Card, draw_table_picture, png_bytes, write_figure
 from fedssl.reports.report import write_report
 from fedssl.run_folder.record import read_run
@@ -26,32 +28,33 @@ def charts(page: Path) -> list[str]:
     return [base64.b64decode(one).decode() for one in found]
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-def test_a_report_is_drawn_whatever_names_a_site_and_a_recipe_chose(name, tiny, tmp_path):
-    rows = [row for number in range(3) for row in evaluated(number, name, [1.0, 2.0])]
-    rows += evaluated(0, "knn", [40.0]) + evaluated(2, "knn", [50.0])
-    own = name if name in ODD else "odd"
-    recipe = tiny(name=own, description=own)
-    for path, another in ((tmp_path / "a", recipe), (tmp_path / "b", tiny(name="other"))):
-        write_run(path, another, rows, counts=[[1, 2]], class_names=(own, "dog"), spectrum={"0": [2.0, 1.0]})
-    page = write_report([tmp_path / "a", tmp_path / "b"], tmp_path / "page.html", collapse=False)
+def test_a_report_is_drawn_whatever_names_sites_and_recipes_chose(tiny, tmp_path):
+    """A run of each odd name; the sites of each have logged metrics of all hostile names."""
+    rows = evaluated(0, "knn", [40.0]) + evaluated(2, "knn", [50.0])
+    rows += [row for name in HOSTILE for number in (1, 2) for row in evaluated(number, name, [1.0])]
+    paths = [tmp_path / str(k) for k in range(len(ODD))]
+    for k, name in enumerate(ODD):
+        recipe = tiny(name=name, description=name)
+        write_run(paths[k], recipe, rows, counts=[[1, k]], class_names=(name, "dog"), spectrum={"0": [2.0, 1.0]})
+    page = write_report(paths, tmp_path / "page.html", collapse=False, images=False)
     text = page.read_text()
     assert all(character == "\n" or character.isprintable() or character in "\u00a0" for character in text)
     assert "<script>" not in text
-    assert len(charts(page)) >= 4
-    lines = (tmp_path / "a" / "metrics.csv").read_text().split("\n")
-    assert len(lines) == len(rows) + 2
+    # curves of the metrics, kNN before and after, the spectrum, and who holds what
+    assert len(charts(page)) >= len(HOSTILE) + 2 + len(ODD)
+    assert len((paths[0] / "metrics.csv").read_text().split("\n")) == len(rows) + 2
 
 
-def test_a_site_that_invents_thousands_of_metrics_does_not_fill_the_page(tiny, tmp_path):
+def test_a_site_that_invents_thousands_of_metrics_does_not_fill_the_page(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "_MOST_CURVES", 3)
     rows = [(number, "mean", f"m{i}", 1.0) for number in (1, 2) for i in range(1000)]
     write_run(tmp_path / "a", tiny(), [*evaluated(0, "knn", [40.0]), *rows, *evaluated(2, "knn", [50.0])])
     page = write_report([tmp_path / "a"], collapse=False)
-    assert len(charts(page)) == 40
-    assert "Only 40 metrics are drawn; metrics.csv holds all of them." in page.read_text()
+    assert len(charts(page)) == 3
+    assert "Only 3 metrics are drawn; metrics.csv holds all of them." in page.read_text()
 
 
-@pytest.mark.parametrize("value", ["inf", "-inf", "nan", "1e308", "-1e308"])
+@pytest.mark.parametrize("value", ["inf", "nan", "-1e308"])
 def test_a_report_is_written_whatever_the_values_are(value, tiny, tmp_path):
     number = float(value)
     rows = [*evaluated(0, "knn", [40.0]), (1, "0", "bytes_up", number), (1, "mean", "loss", number)]
@@ -61,11 +64,11 @@ def test_a_report_is_written_whatever_the_values_are(value, tiny, tmp_path):
     assert write_report([tmp_path / "0", tmp_path / "1"], tmp_path / "page.html", collapse=False).is_file()
 
 
-@pytest.mark.parametrize("text", ODD)
+@pytest.mark.parametrize("text", [ODD[0], ODD[2], ODD[4]])
 def test_a_tables_picture_is_drawn_whatever_its_labels_are(text):
-    bars = {"knn": [(text, "method", [1.0], [2.0, 3.0]), ("b", "control", [1.0], [2.0, 3.0])]}
-    figure = draw_table_picture(text, text, [Card(text, text, np.zeros((3, 3), np.uint8))], bars, {}, text)
-    assert png_bytes(figure).startswith(b"\x89PNG")
+    bars = {"knn": [(label, "method", [1.0], [2.0, 3.0]) for label in ODD]}
+    cards = [Card(label, label, np.zeros((3, 3), np.uint8)) for label in ODD]
+    assert png_bytes(draw_table_picture(text, text, cards, bars, {}, text)).startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
@@ -106,8 +109,6 @@ def test_received_figures_that_no_run_has_are_told(file, line, tiny, tmp_path):
 
 
 def test_a_figure_of_an_unknown_kind_is_told(tmp_path):
-    from matplotlib.figure import Figure
-
     with pytest.raises(UserError, match=r"no image can be written as \.xyz; expected one of .*png"):
         write_figure(tmp_path / "a.xyz", Figure())
     write_figure(tmp_path / "a", Figure())

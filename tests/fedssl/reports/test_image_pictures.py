@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -71,71 +72,75 @@ def test_thumbnails_keep_their_look(channels, side, drawn):
 
 
 def colours_in(figure):
-    pixels = np.asarray(Image.open(io.BytesIO(png_bytes(figure))).convert("RGB"))
-    return {tuple(pixel) for pixel in pixels.reshape(-1, 3)[::3].tolist()}
+    pixels = np.asarray(Image.open(io.BytesIO(png_bytes(figure))).convert("RGB"), np.int64)
+    return set((pixels @ (2**16, 2**8, 1)).ravel().tolist())
 
 
 def test_classes_are_marked_where_there_are_labels():
     images = torch.full((12, 1, 8, 8), 90, dtype=torch.uint8)
     queries, nearest = torch.tensor([0]), torch.tensor([[1, 2]])
-    green, orange = (0, 158, 115), (213, 94, 0)
+    green, orange, blue = 0x009E73, 0xD55E00, 0x1F77B4
     labels = torch.tensor([0, 0, 1] + [1] * 9)
     with_labels = colours_in(draw_neighbours(images, queries, nearest, torch.ones(1, 2), labels))
     assert {green, orange} <= with_labels
     assert not {green, orange} & colours_in(draw_neighbours(images, queries, nearest, torch.ones(1, 2), None))
     points = torch.rand(12, 2)
-    blue = (31, 119, 180)
     assert blue in colours_in(draw_map(images, points, labels, ("a", "b")))
     assert blue not in colours_in(draw_map(images, points, None))
 
 
-def test_a_run_is_drawn_once_and_again_after_more_rounds(noisy, tmp_path, monkeypatch):
-    in_process.run(noisy(rounds=1, **AVERAGED), tmp_path / "run")
-    pictures = image_pictures_of_run(tmp_path / "run")
+@pytest.fixture
+def few_neighbours(monkeypatch):
+    """A sheet of eight rows takes seconds to draw."""
+    monkeypatch.setattr(images, "_QUERIES", 2)
+    monkeypatch.setattr(images, "_NEIGHBOURS", 3)
+
+
+def test_a_run_is_drawn_once_and_again_where_a_file_is_missing_or_none_of_it(
+    tiny, finished, few_neighbours, tmp_path, monkeypatch
+):
+    path = tmp_path / "run"
+    shutil.copytree(finished(tiny(**AVERAGED)), path)
+    pictures = image_pictures_of_run(path)
     assert pictures is not None
     assert (pictures.model, pictures.source, pictures.searched, pictures.mapped) == ("global", "test", 60, 60)
     assert pictures.same_class is not None
     assert 0 <= pictures.same_class <= 1
-    files = ImagePictures.files(tmp_path / "run")
+    files = ImagePictures.files(path)
     before = [file.read_bytes() for file in files]
     with monkeypatch.context() as patch:
         patch.setattr(images, "federation_of_run", lambda *_: pytest.fail("the stored pictures are there"))
-        assert image_pictures_of_run(tmp_path / "run") == pictures
+        assert image_pictures_of_run(path) == pictures
     files[0].unlink()
-    assert image_pictures_of_run(tmp_path / "run") == pictures
+    assert image_pictures_of_run(path) == pictures
     assert [file.read_bytes() for file in files] == before
-    stored = tmp_path / "run" / "image_pictures.json"
-    with monkeypatch.context() as patch:
-        patch.setattr(images, "_draw", lambda *_: None)  # drawing them takes seconds
-        for changed in ({"round": 0}, {"same_class": "x"}, {"searched": None}, {"format": 99}):
-            stored.write_text(json.dumps(dataclasses.asdict(pictures) | changed))
-            assert image_pictures_of_run(tmp_path / "run") is None
-        stored.write_text(json.dumps(dataclasses.asdict(pictures)))
-        assert image_pictures_of_run(tmp_path / "run") == pictures
+    stored = path / "image_pictures.json"
+    monkeypatch.setattr(images, "_draw", lambda *_: None)  # drawing them takes seconds
+    for changed in ({"round": 0}, {"same_class": "x"}, {"searched": None}, {"format": 99}):
+        stored.write_text(json.dumps(dataclasses.asdict(pictures) | changed))
+        assert image_pictures_of_run(path) is None
+    stored.write_text(json.dumps(dataclasses.asdict(pictures)))
+    assert image_pictures_of_run(path) == pictures
 
 
-def test_images_without_labels_and_without_a_test_set(noisy, tmp_path):
-    random = np.random.default_rng(0)
-    np.savez(tmp_path / "images.npz", x_train=random.integers(0, 256, (60, 12, 12, 3), np.uint8))
-    data = {"name": "npz", "path": str(tmp_path / "images.npz")}
-    partition = {"name": "iid", "clients": 2}
-    in_process.run(noisy(rounds=1, data=data, partition=partition), tmp_path / "run")
+def test_images_without_labels_and_without_a_test_set_and_images_that_are_gone(tiny, few_neighbours, tmp_path):
+    file = tmp_path / "images.npz"
+    np.savez(file, x_train=np.random.default_rng(0).integers(0, 256, (60, 12, 12, 3), np.uint8))
+    data, partition = {"name": "npz", "path": str(file)}, {"name": "iid", "clients": 2}
+    for folder, changes in (("run", {}), ("gone", AVERAGED)):
+        in_process.run(tiny(rounds=1, data=data, partition=partition, **changes), tmp_path / folder)
     pictures = image_pictures_of_run(tmp_path / "run")
     assert pictures is not None
     assert (pictures.model, pictures.source, pictures.same_class) == ("0", "training", None)
-    page = write_report([tmp_path / "run"]).read_text()
+    page = write_report([tmp_path / "run"], collapse=False).read_text()
     assert "Images as the encoder sees them" in page
     assert "60 training images" in page
     assert "green line" not in page
-    assert "Images as the encoder" not in write_report([tmp_path / "run"], images=False).read_text()
-
-
-def test_a_run_whose_data_are_gone_says_why_there_are_no_pictures(noisy, tmp_path):
-    np.savez(tmp_path / "images.npz", x_train=np.random.default_rng(0).integers(0, 256, (60, 8, 8), np.uint8))
-    data = {"name": "npz", "path": str(tmp_path / "images.npz")}
-    in_process.run(noisy(rounds=1, **AVERAGED, data=data, partition={"name": "iid", "clients": 2}), tmp_path / "run")
-    (tmp_path / "images.npz").unlink()
+    page = write_report([tmp_path / "run"], collapse=False, images=False).read_text()
+    assert "Images as the encoder" not in page
+    file.unlink()
     with pytest.raises(UserError, match="there is no file"):
-        image_pictures_of_run(tmp_path / "run")
-    assert "no pictures of images: there is no file" in write_report([tmp_path / "run"]).read_text()
-    assert not (tmp_path / "run" / "image_pictures.json").exists()
+        image_pictures_of_run(tmp_path / "gone")
+    page = write_report([tmp_path / "gone"], collapse=False).read_text()
+    assert "no pictures of images: there is no file" in page
+    assert not (tmp_path / "gone" / "image_pictures.json").exists()

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 import yaml
+from PIL import Image
 
-from fedssl.cli import main
 from fedssl.data.options import DataOptions
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from fedssl.recipe.reading import parse_recipe
+from fedssl.reports import cost
 from fedssl.reports.cost import estimate, totals
 from fedssl.tables.dry_run import dry_run, run_cost, training_data
 from fedssl.tables.table import ExpectedData, load_table
@@ -56,14 +55,16 @@ def table(tmp_path):
     return path
 
 
-def test_runs_and_the_papers_figures_are_listed_and_nothing_is_written(table, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture
+def short_timings(monkeypatch):
+    """One step of each kind is timed, in the smallest batch."""
+    monkeypatch.setattr(cost, "_TIMED_SECONDS", 0.0)
+
+
+def test_runs_and_the_papers_figures_are_listed_and_nothing_is_written(table, fedssl, tmp_path):
     before = sorted(tmp_path.rglob("*"))
-    monkeypatch.setattr(sys, "argv", ["fedssl", "run-table", str(table), "--dry-run"])
-    with pytest.raises(SystemExit) as caught:
-        main()
-    assert not caught.value.code
-    out = capsys.readouterr().out
+    code, out, err = fedssl("run-table", str(table), "--dry-run", columns=80)
+    assert code == 0, err
     assert "8 runs: 2 rows x 2 scenarios x 2 seeds (0, 1)" in out
     few, many = out.split("\nfew\n")[1].split("\nmany\n")
     assert "paper: kNN %" in few
@@ -74,13 +75,14 @@ def test_runs_and_the_papers_figures_are_listed_and_nothing_is_written(table, tm
     assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.usefixtures("short_timings")
 @pytest.mark.parametrize("values", [AVERAGED, ALIGNED, STAGED], ids=["averaged", "aligned", "staged"])
 def test_operations_are_those_of_fedssl_cost(values):
     recipe = parse_recipe(tiny_values(**values))
     data = training_data(recipe.data, recipe.seed, None)
-    cost = run_cost(recipe, data, {})
-    assert cost.flops == totals(estimate(build_federation(recipe)))["flops"]
-    assert cost.seconds > 0
+    found = run_cost(recipe, data, {})
+    assert found.flops == totals(estimate(build_federation(recipe)))["flops"]
+    assert found.seconds > 0
 
 
 def test_leaving_the_products_out_changes_no_count():
@@ -89,6 +91,7 @@ def test_leaving_the_products_out_changes_no_count():
     assert whole == without
 
 
+@pytest.mark.usefixtures("short_timings")
 def test_sampled_clients_and_dropout_count_on_average():
     recipe = parse_recipe(tiny_values(**AVERAGED))
     data, known_steps = training_data(recipe.data, 0, None), {}
@@ -99,6 +102,7 @@ def test_sampled_clients_and_dropout_count_on_average():
     assert one.flops == pytest.approx(whole.flops / recipe.partition.clients)
 
 
+@pytest.mark.usefixtures("short_timings")
 def test_missing_data_is_named_and_counted_where_the_table_expects_it(table):
     npz = load_table(table).model_copy(update={"settings": {"preset": "digits", "data": {"name": "npz"}}})
     text = listed(npz)
@@ -119,8 +123,6 @@ def test_the_published_sizes_are_known_without_the_data(tmp_path):
 
 
 def test_image_files_are_counted_by_their_folders(tmp_path):
-    from PIL import Image
-
     for name in ("train/cat", "train/dog", "test/cat", "test/dog"):
         (tmp_path / name).mkdir(parents=True)
         for number in range(3):

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from fedssl.tables.files import format_table, write_results
+from fedssl.tables.files import format_table, markdown_table, plain_table, write_results
 from fedssl.tables.results import Results, read_results, verdict
 from fedssl.tables.table import Table, cell_path
 from tests.fedssl.reports.parsed_page import HOSTILE, Page
@@ -23,63 +23,67 @@ def results(knn: dict[str, list[float]], linear: dict[str, list[float]] | None =
     return Results(before=before, after=after)
 
 
-def knn_verdict(ours: list[float], *, table: Table | None = None, **rivals: list[float]) -> str:
-    knn = {
-        "ours": ours,
-        "alone": [50.0, 52.0],
-        "control 1": [50.0, 52.0],
-        "control 2": [50.0, 52.0],
-        "other": [99.0, 99.0],
-    }
-    knn |= {label.replace("_", " "): values for label, values in rivals.items()}
-    return verdict(table or make_table(), results(knn)).splitlines()[0]
+def knn_verdict(table: Table, knn: dict[str, list[float]]) -> str:
+    """The verdict on kNN accuracy, without the metric's name; rows that are not named have 50 and 52, `other` 99."""
+    others = {label: [50.0, 52.0] for label in ("alone", "control 1", "control 2")} | {"other": [99.0, 99.0]}
+    return verdict(table, results(others | knn)).splitlines()[0].removeprefix("kNN accuracy: ")
 
 
-def test_a_gain_is_said_where_every_baseline_and_control_is_beaten_beyond_the_spread():
-    # each spread is sqrt(2), so a lead must be more than 2.83
-    assert knn_verdict([53.0, 55.0]) == (
-        "kNN accuracy: a collaboration gain. ours with 54.0 ± 1.4 beats every baseline and every control by more than "
-        "the spread: alone by 3.0, control 1 by 3.0 and control 2 by 3.0."
-    )
+ALL = "beats every baseline and every control by more than the spread: alone by 3.0, control 1 by 3.0 and control 2 by"
 
 
-def test_a_lead_within_the_spread_is_no_gain():
-    assert knn_verdict([53.0, 55.0], control_2=[51.0, 53.0]) == (
-        "kNN accuracy: no collaboration gain. ours with 54.0 ± 1.4 does not beat control 2 (2.0 above, within the "
-        "spread of 2.8). It beats alone by 3.0 and control 1 by 3.0."
-    )
+@pytest.mark.parametrize(
+    ("knn", "expected"),
+    [
+        # each spread is sqrt(2), so a lead must be more than 2.83
+        ({"ours": [53.0, 55.0]}, f"a collaboration gain. ours with 54.0 ± 1.4 {ALL} 3.0."),
+        ({"ours": [53.0, 55.0], "other": [0.0, 0.0]}, f"a collaboration gain. ours with 54.0 ± 1.4 {ALL} 3.0."),
+        (
+            {"ours": [53.0, 55.0], "control 2": [51.0, 53.0]},
+            "no collaboration gain. ours with 54.0 ± 1.4 does not beat control 2 (2.0 above, within the spread of "
+            "2.8). It beats alone by 3.0 and control 1 by 3.0.",
+        ),
+        (
+            {"ours": [53.0, 55.0], "alone": [60.0, 60.0]},
+            "no collaboration gain. ours with 54.0 ± 1.4 does not beat alone (6.0 below). It beats control 1 by 3.0 "
+            "and control 2 by 3.0.",
+        ),
+        (
+            {"ours": [40.0, 40.0], "control 1": [40.0, 41.0], "control 2": [40.0, 40.0]},
+            "no collaboration gain. ours with 40.0 ± 0.0 does not beat alone (11.0 below), control 1 (0.5 below, "
+            "within the spread of 0.7) and control 2 (less than 0.1 away, within the spread of less than 0.1).",
+        ),
+    ],
+)
+def test_a_gain_is_said_where_every_baseline_and_control_is_beaten_beyond_the_spread(knn, expected):
+    assert knn_verdict(make_table(), knn) == expected
 
 
 def test_a_lead_equal_to_the_spread_is_no_gain():
     # three seeds one apart have a spread of exactly 1, so a lead must be more than 2
-    rivals = {label: [49.0, 50.0, 51.0] for label in ("alone", "control_1", "control_2")}
+    rivals = {label: [49.0, 50.0, 51.0] for label in ("alone", "control 1", "control 2")}
     table = make_table(seeds=[0, 1, 2])
     linear = [1.0, 2.0, 3.0]
     for lead, gain in ((2.0, False), (2.0001, True)):
-        knn = {"ours": [49 + lead, 50 + lead, 51 + lead]} | {k.replace("_", " "): v for k, v in rivals.items()}
+        knn = {"ours": [49 + lead, 50 + lead, 51 + lead]} | rivals
         text = verdict(table, results(knn, dict.fromkeys(knn, linear)))
         assert (": a collaboration gain" in text) == gain
         assert text.count("no collaboration gain") == 2 - gain
 
 
-def test_a_baseline_alone_can_deny_the_gain():
-    assert knn_verdict([53.0, 55.0], alone=[60.0, 60.0]) == (
-        "kNN accuracy: no collaboration gain. ours with 54.0 ± 1.4 does not beat alone (6.0 below). "
-        "It beats control 1 by 3.0 and control 2 by 3.0."
-    )
-
-
-def test_a_method_that_beats_nobody():
-    assert knn_verdict([40.0, 40.0], control_1=[40.0, 41.0], control_2=[40.0, 40.0]) == (
-        "kNN accuracy: no collaboration gain. ours with 40.0 ± 0.0 does not beat alone (11.0 below), control 1 "
-        "(0.5 below, within the spread of 0.7) and control 2 (less than 0.1 away, within the spread of less than 0.1)."
-    )
-
-
-def test_other_rows_do_not_enter_the_verdict():
-    with_other, without = knn_verdict([53.0, 55.0]), knn_verdict([53.0, 55.0], other=[0.0, 0.0])
-    assert with_other == without
-    assert "other" not in with_other
+@pytest.mark.parametrize(
+    ("knn", "expected"),
+    [
+        (
+            {"control 1": [53.0, 53.0], "control 2": [57.0, 57.0]},
+            "alone by 3.0. It does not beat control 1 (1.0 above, within the spread of 1.4) and control 2 (3.0 below).",
+        ),
+        ({}, "alone by 3.0, control 1 by 3.0 and control 2 by 3.0."),
+    ],
+)
+def test_a_comparison_says_what_the_method_beats_and_what_not(knn, expected):
+    table = make_table(verdict="comparison", controls=[], baselines=["alone", "control 1", "control 2"])
+    assert knn_verdict(table, {"ours": [53.0, 55.0]} | knn) == f"ours with 54.0 ± 1.4 beats {expected}"
 
 
 def test_each_metric_is_judged_for_itself():
@@ -100,19 +104,28 @@ def test_a_method_not_above_the_untrained_encoder_is_told():
     assert "untrained" not in verdict(table, results(knn, start=40.0))
 
 
-def test_without_spread_controls_or_all_runs_nothing_is_said():
-    undecided = "kNN accuracy: nothing can be said about a collaboration gain: "
-    assert knn_verdict([90.0], table=make_table(seeds=[0])) == undecided + (
-        "one seed has no spread, at least two are needed."
-    )
-    assert knn_verdict([90.0, 90.0], table=make_table(controls=[])) == undecided + "the table has no controls."
-    assert knn_verdict([90.0, 90.0], table=make_table(baselines=[])) == undecided + "the table has no baselines."
-    assert knn_verdict([90.0, 90.0], control_1=[1.0]) == undecided + "runs of control 1 are missing."
-    assert knn_verdict([90.0], alone=[]) == undecided + "runs of ours and alone are missing."
-    assert verdict(make_table(method=None), results({})) == ""
+@pytest.mark.parametrize(
+    ("changes", "knn", "reason"),
+    [
+        ({"seeds": [0]}, {"ours": [90.0]}, "one seed has no spread, at least two are needed."),
+        ({"controls": []}, {}, "the table has no controls."),
+        ({"baselines": []}, {}, "the table has no baselines."),
+        ({}, {"control 1": [1.0]}, "runs of control 1 are missing."),
+        ({}, {"ours": [90.0], "alone": []}, "runs of ours and alone are missing."),
+        ({"seeds": [0], "verdict": "comparison"}, {"ours": [53.0]}, "one seed has no spread, at least two are needed."),
+    ],
+)
+def test_without_spread_controls_or_all_runs_nothing_is_said(changes, knn, reason):
+    about = "the order" if "verdict" in changes else "a collaboration gain"
+    found = knn_verdict(make_table(**changes), {"ours": [90.0, 90.0]} | knn)
+    assert found == f"nothing can be said about {about}: {reason}"
+
+
+def test_without_a_method_or_labels_nothing_is_judged():
     without_labels = results({})
+    assert verdict(make_table(method=None), without_labels) == ""
     without_labels.finished.update({label: [0, 1] for label in ("ours", "alone", "control 1", "control 2")})
-    assert verdict(make_table(metrics=["knn"]), without_labels) == undecided + (
+    assert verdict(make_table(metrics=["knn"]), without_labels).endswith(
         "ours, alone, control 1 and control 2 ran on images without labels, which have no accuracy."
     )
 
@@ -137,22 +150,10 @@ def test_the_table_has_the_untrained_row_first_and_the_papers_figures_beside(tmp
     assert "words" in text
 
 
-def test_a_comparison_says_what_the_method_beats_and_what_not():
-    table = make_table(verdict="comparison", controls=[], baselines=["alone", "control 1", "control 2"])
-    text = knn_verdict([53.0, 55.0], table=table, control_1=[53.0, 53.0], control_2=[57.0, 57.0])
-    assert text == (
-        "kNN accuracy: ours with 54.0 ± 1.4 beats alone by 3.0. It does not beat control 1 (1.0 above, within the "
-        "spread of 1.4) and control 2 (3.0 below)."
-    )
-    text = knn_verdict([53.0, 55.0], table=table)
-    assert text.endswith("with 54.0 ± 1.4 beats alone by 3.0, control 1 by 3.0 and control 2 by 3.0.")
-    text = knn_verdict([53.0], table=make_table(verdict="comparison", seeds=[0]))
-    assert text == "kNN accuracy: nothing can be said about the order: one seed has no spread, at least two are needed."
-
-
-@pytest.fixture
-def two_scenarios(tiny, tmp_path):
+@pytest.fixture(scope="module")
+def two_scenarios(tiny, tmp_path_factory):
     """A table of two scenarios, whose second is not finished, and what it wrote."""
+    folder = tmp_path_factory.mktemp("two_scenarios")
     scenarios = [
         {"label": "cross-silo (K = 3)", "paper": {"ours": {"knn": "71.20"}}},
         {"label": "cross-device", "paper": {"alone": {"knn": "60.1"}, "ours": {"knn": "62.3"}}},
@@ -165,9 +166,9 @@ def two_scenarios(tiny, tmp_path):
                 rows = evaluated(0, "knn", [40.0]) + evaluated(2, "knn", [after])
                 if slug == "cross-device" and label == "alone":
                     rows = rows[:2]
-                write_run(tmp_path / label / slug / f"seed-{seed}", tiny(name=f"{label} ({scenario})", seed=seed), rows)
-    write_results(table, [read_results(table, tmp_path, one) for one in table.all_scenarios], tmp_path)
-    return tmp_path
+                write_run(folder / label / slug / f"seed-{seed}", tiny(name=f"{label} ({scenario})", seed=seed), rows)
+    write_results(table, [read_results(table, folder, one) for one in table.all_scenarios], folder)
+    return folder
 
 
 def test_scenarios_stand_side_by_side_with_the_papers_figures(two_scenarios):
@@ -247,3 +248,19 @@ def test_a_metric_of_an_architecture_is_the_mean_over_its_clients(tiny, tmp_path
     assert "linear %, small_convnet" in text.replace("accuracy (%)", "%")
     with pytest.raises(ValueError, match="unknown metric"):
         make_table(metrics=["memory@resnet18"])
+
+
+def test_markdown_escapes_bars_and_folds_white_space():
+    assert markdown_table(["row", "of\nwhat", "n"], [["a | b", "c", "1"]], text_columns=2) == (
+        "| row | of what | n |\n|---|---|---:|\n| a \\| b | c | 1 |"
+    )
+
+
+def test_plain_text_aligns_the_first_column_left_and_the_others_right():
+    assert plain_table(["", "kNN %", "x"], [["ours", "9.1", ""], ["a", "10.2", "-"]]).splitlines() == [
+        "      kNN %  x",
+        "--------------",
+        "ours    9.1",
+        "a      10.2  -",
+    ]
+    assert plain_table(["only"], []) == "only\n----"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,27 +32,33 @@ MANY = 5000
 needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
 
 
-@pytest.fixture
-def tiny_recipe(tmp_path) -> Callable[..., str]:
-    """Write a recipe that runs in a second, with top-level keys replaced; gives its path."""
+@pytest.fixture(scope="module")
+def images(tmp_path_factory) -> Path:
+    """Images of noise: with digits each worker process would import scikit-learn."""
     random = np.random.default_rng(0)
     arrays: dict[str, Any] = {}
     for part, n in (("train", 80), ("test", 30)):
         arrays |= {f"x_{part}": random.integers(0, 256, (n, 8, 8, 1), np.uint8), f"y_{part}": np.arange(n) % 10}
-    np.savez(tmp_path / "images.npz", **arrays)
-    # no digits: the worker processes need not import scikit-learn then
-    data = {"name": "npz", "path": str(tmp_path / "images.npz"), "public_holdout": 20}
+    path = tmp_path_factory.mktemp("images") / "images.npz"
+    np.savez(path, **arrays)
+    return path
+
+
+@pytest.fixture(scope="module")
+def tiny_recipe(images) -> Callable[..., str]:
+    """Write a recipe that runs in a second, with top-level keys replaced; gives its path."""
+    data = {"name": "npz", "path": str(images), "public_holdout": 20}
     partition = {"name": "disjoint_classes", "clients": 2, "classes_per_client": 5}
 
     def write(name: str, **changes: Any) -> str:
-        path = tmp_path / f"{name}.yaml"
+        path = images.with_name(f"{name}.yaml")
         path.write_text(yaml.safe_dump(tiny_values(data=data, partition=partition, **changes)))
         return str(path)
 
     return write
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def tiny_table(tiny_recipe) -> Table:
     """Two rows of recipes that run in a second."""
     ours, alone = tiny_recipe("ours", **(ALIGNED | {"architectures": ["small_convnet"]})), tiny_recipe("alone")
@@ -59,21 +66,42 @@ def tiny_table(tiny_recipe) -> Table:
     return make_table(baselines=["Alone!"], controls=[], rows=rows)
 
 
-def test_a_table_whose_data_have_changed_is_not_continued(tiny_table, tmp_path):
-    run_table(tiny_table.model_copy(update={"seeds": [0]}), tmp_path / "out")
-    before = states(tmp_path / "out")
-    with np.load(tmp_path / "images.npz") as arrays:
-        changed = {name: values[::-1] for name, values in arrays.items()}
-    np.savez(tmp_path / "images.npz", **changed)
-    with pytest.raises(UserError, match="have changed since the run began: client 0 now has 31 images"):
-        run_table(tiny_table, tmp_path / "out")
-    assert states(tmp_path / "out") == before
+@pytest.fixture(scope="module")
+def bad_row(tiny_recipe) -> dict[str, Any]:
+    """A row whose cells are refused when they are run, not before."""
+    return {"label": "bad", "recipe": tiny_recipe("bad", training={"batch_size": 5000})}
 
 
-def states(output: Path) -> dict[str, bytes]:
-    """All runs' files, without wall-clock times."""
-    files = [f for f in sorted(output.glob("*/seed-*/**/*")) if f.is_file() and "tensorboard" not in f.parts]
-    return {str(f.relative_to(output)): f.read_bytes() for f in files if f.name != "timings.csv"}
+CHANGES = ["training.learning_rate=0.05"]
+
+
+@pytest.fixture(scope="module")
+def ran(tiny_table, tmp_path_factory) -> tuple[Path, list[str]]:
+    """The folder of the finished table, which is only read, and what was told meanwhile."""
+    lines: list[str] = []
+    output = tmp_path_factory.mktemp("tables") / "out"
+    assert run_table(tiny_table, output, CHANGES, note=lines.append) == output
+    return output, lines
+
+
+@pytest.fixture
+def copied(ran, tmp_path) -> Path:
+    """A copy of the finished table's folder."""
+    return Path(shutil.copytree(ran[0], tmp_path / "out"))
+
+
+def states(output: Path, seed: str = "*", *left_out: str) -> dict[str, bytes]:
+    """All runs' files, without wall-clock times and files of the names that are left out."""
+    files = [f for f in sorted(output.glob(f"*/seed-{seed}/**/*")) if f.is_file() and "tensorboard" not in f.parts]
+    return {str(f.relative_to(output)): f.read_bytes() for f in files if f.name not in ("timings.csv", *left_out)}
+
+
+def require_refusal(message: str, table: Table, output: Path, *overrides: str) -> None:
+    """The table is not continued, and its folder stays as it is."""
+    before = states(output)
+    with pytest.raises(UserError, match=message):
+        run_table(table, output, overrides)
+    assert states(output) == before
 
 
 def test_a_bad_cell_names_its_row_before_anything_runs(tiny_table, tmp_path):
@@ -90,10 +118,8 @@ def test_a_bad_cell_names_its_row_before_anything_runs(tiny_table, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_table_is_run_and_not_run_again(tiny_table, tmp_path, monkeypatch):
-    lines: list[str] = []
-    output = run_table(tiny_table, tmp_path / "out", ["training.learning_rate=0.05"], note=lines.append)
-    assert output == tmp_path / "out"
+def test_a_table_is_run(tiny_table, ran):
+    output, lines = ran
     for row, folder in zip(tiny_table.rows, ("ours", "alone"), strict=True):
         for seed in (0, 1):
             directory = RunDirectory.open(output / folder / f"seed-{seed}")
@@ -117,13 +143,35 @@ def test_a_table_is_run_and_not_run_again(tiny_table, tmp_path, monkeypatch):
         assert "nothing can be said about a collaboration gain: the table has no controls." in text
     assert [line[:3] for line in lines[1:5]] == ["1/4", "2/4", "3/4", "4/4"]
 
-    before = states(output)
+
+def test_a_finished_table_is_written_and_not_run_again(tiny_table, copied, monkeypatch):
+    """Cells from before an option existed count as made with its default."""
+    markdown = (copied / "table.md").read_text(encoding="utf-8")
+    for path in copied.glob("*/seed-*/recipe.yaml"):
+        recipe = yaml.safe_load(path.read_text())
+        assert recipe["training"].pop("processes") == 1
+        path.write_text(yaml.safe_dump(recipe))
+    before = states(copied)
     monkeypatch.setattr(in_process, "run", None)
     monkeypatch.setattr(in_process, "resume", None)
-    (output / "table.md").unlink()
-    run_table(tiny_table, output, ["training.learning_rate=0.05"])
-    assert states(output) == before
-    assert (output / "table.md").read_text(encoding="utf-8") == markdown
+    (copied / "table.md").unlink()
+    run_table(tiny_table, copied, CHANGES)
+    assert states(copied) == before
+    assert (copied / "table.md").read_text(encoding="utf-8") == markdown
+    message = "was made with training.processes=1, now it is 2"
+    require_refusal(message, tiny_table, copied, *CHANGES, "training.processes=2")
+
+
+def test_cells_of_another_recipe_and_of_other_data_are_not_mixed_in(tiny_table, copied, images):
+    message = r"seed-0 was made with rounds=2, now it is 1: name another output"
+    require_refusal(message, tiny_table, copied, *CHANGES, "rounds=1")
+    kept = images.read_bytes()
+    with np.load(images) as arrays:
+        changed = {name: values[::-1] for name, values in arrays.items()}
+    np.savez(images, **changed)
+    message = "have changed since the run began: client 0 now has 31 images"
+    require_refusal(message, tiny_table, copied, *CHANGES)
+    images.write_bytes(kept)
 
 
 def test_every_row_is_run_in_every_scenario(tiny_table, tmp_path, monkeypatch):
@@ -132,11 +180,8 @@ def test_every_row_is_run_in_every_scenario(tiny_table, tmp_path, monkeypatch):
     table = Table.model_validate(tiny_table.model_dump() | changes | {"method": None, "baselines": []})
     lines: list[str] = []
     output = run_table(table, tmp_path / "out", note=lines.append)
-    stored = {
-        name: yaml.safe_load((output / "alone" / name / "seed-0" / "recipe.yaml").read_text())
-        for name in ("all", "sampled")
-    }
-    assert [(one["name"], one["clients_per_round"], one["rounds"]) for one in stored.values()] == [
+    stored = [yaml.safe_load((output / f"alone/{name}/seed-0/recipe.yaml").read_text()) for name in ("all", "sampled")]
+    assert [(one["name"], one["clients_per_round"], one["rounds"]) for one in stored] == [
         ("Alone! (all)", None, 2),
         ("Alone! (sampled)", 1, 1),
     ]
@@ -146,32 +191,6 @@ def test_every_row_is_run_in_every_scenario(tiny_table, tmp_path, monkeypatch):
     ]  # fmt: skip
     monkeypatch.setattr(in_process, "run", None)
     run_table(table, output)
-
-
-def test_cells_of_another_recipe_are_not_mixed_in(tiny_table, tmp_path):
-    one_seed = tiny_table.model_copy(update={"seeds": [0]})
-    run_table(one_seed, tmp_path / "out", ["rounds=1"])
-    before = states(tmp_path / "out")
-    with pytest.raises(UserError, match=r"seed-0 was made with rounds=1, now it is 2: name another output"):
-        run_table(tiny_table, tmp_path / "out")
-    with pytest.raises(UserError, match=r"was made with training.batch_size=8, now it is 4"):
-        run_table(tiny_table, tmp_path / "out", ["rounds=1", "training.batch_size=4"])
-    assert states(tmp_path / "out") == before
-
-
-def test_cells_from_before_an_option_existed_count_as_made_with_its_default(tiny_table, tmp_path, monkeypatch):
-    one_seed = tiny_table.model_copy(update={"seeds": [0]})
-    output = run_table(one_seed, tmp_path / "out")
-    for path in output.glob("*/seed-0/recipe.yaml"):
-        recipe = yaml.safe_load(path.read_text())
-        assert recipe["training"].pop("processes") == 1
-        path.write_text(yaml.safe_dump(recipe))
-    before = states(output)
-    monkeypatch.setattr(in_process, "run", None)
-    run_table(one_seed, output)
-    assert states(output) == before
-    with pytest.raises(UserError, match=r"was made with training.processes=1, now it is 2"):
-        run_table(one_seed, output, ["training.processes=2"])
 
 
 def test_a_folder_with_other_things_is_refused(tiny_table, tmp_path):
@@ -184,8 +203,8 @@ def test_a_folder_with_other_things_is_refused(tiny_table, tmp_path):
     assert [f.name for f in (tmp_path / "home").iterdir()] == ["letter.txt"]
 
 
-def test_a_stopped_table_continues_where_it_was(tiny_table, tmp_path, monkeypatch):
-    run_table(tiny_table, tmp_path / "undisturbed")
+def test_a_stopped_table_continues_where_it_was(tiny_table, ran, tmp_path, monkeypatch):
+    table, output = tiny_table.model_copy(update={"seeds": [0]}), tmp_path / "stopped"
     rounds = 0
     inner = runner._Rounds.round_ended
 
@@ -199,19 +218,13 @@ def test_a_stopped_table_continues_where_it_was(tiny_table, tmp_path, monkeypatc
     with monkeypatch.context() as patch:
         patch.setattr(runner._Rounds, "round_ended", stop_in_the_second_cell)
         with pytest.raises(KeyboardInterrupt):
-            run_table(tiny_table, tmp_path / "stopped")
-    second = cell_path(tmp_path / "stopped", tiny_table.rows[1].label, tiny_table.seeds[0])
-    assert RunDirectory.open(second).checkpoint.round == 1
+            run_table(table, output, CHANGES)
+    assert RunDirectory.open(cell_path(output, table.rows[1].label, 0)).checkpoint.round == 1
     lines: list[str] = []
-    run_table(tiny_table, tmp_path / "stopped", note=lines.append)
-    assert "4 runs, 1 of them finished already" in lines[0]
-    assert states(tmp_path / "stopped") == states(tmp_path / "undisturbed")
-
-
-@pytest.fixture
-def bad_row(tiny_recipe) -> dict[str, Any]:
-    """A row whose cells are refused when they are run, not before."""
-    return {"label": "bad", "recipe": tiny_recipe("bad", training={"batch_size": 5000})}
+    run_table(table, output, CHANGES, note=lines.append)
+    assert "2 runs, 1 of them finished already" in lines[0]
+    # the manifest has the length of the wall-clock times
+    assert states(output, "0", "manifest.json") == states(ran[0], "0", "manifest.json")
 
 
 def test_a_failing_cell_is_named_and_the_others_go_on(bad_row, tiny_table, tmp_path):

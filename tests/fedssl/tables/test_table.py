@@ -69,16 +69,10 @@ def test_recipes_and_part_files_are_seen_from_the_tables_folder(tmp_path, monkey
         ({"paper": {"x": {"knn": "90.1"}}}, "paper names 'x'"),
         ({"baselines": ["ours"]}, "'ours' is named more than once"),
         ({"rows": []}, "rows: "),
-        (
-            {"rows": [*ROWS, {"label": "Control-1", "recipe": "a"}]},
-            "'control 1' and 'Control-1' need labels that differ",
-        ),
+        ({"rows": [*ROWS, {"label": "Control-1", "recipe": "a"}]}, "'control 1' and 'Control-1' need labels that "),
         ({"rows": [*ROWS, ROWS[0]]}, "'ours' and 'ours' need labels that differ"),
         ({"rows": [*ROWS, {"label": "untrained", "recipe": "a"}]}, "'untrained' is the label of"),
-        (
-            {"rows": [{"label": "ours", "recipe": "a", "sets": {}}]},
-            "rows.0.sets: unknown key; .*label, recipe, settings",
-        ),
+        ({"rows": [{"label": "ours", "recipe": "a", "sets": {}}]}, "rows.0.sets: unknown key; .*label, recipe, set"),
         ({"scenarios": [{"settings": {}}]}, "every scenario needs a label"),
         ({"scenarios": [{"label": "a b"}, {"label": "A-b"}]}, "scenarios 'a b' and 'A-b' need labels that differ"),
         ({"scenarios": [{"label": "a", "paper": {"x": {"knn": "1"}}}]}, "paper names 'x'"),
@@ -97,73 +91,57 @@ def test_a_bad_table_is_refused_in_one_line(changes, message, tmp_path):
     assert "\n" not in str(error.value)
 
 
-def test_a_table_that_is_not_there(tmp_path):
+def test_a_table_that_is_not_there_or_none(tmp_path):
     with pytest.raises(UserError, match="no table 'digits_dem': did you mean digits_demo"):
         load_table("digits_dem")
-    (tmp_path / "list.yaml").write_text("- 1")
-    with pytest.raises(UserError, match="must hold a mapping of table keys, it holds list"):
-        load_table(tmp_path / "list.yaml")
-    (tmp_path / "bad.yaml").write_text("{")
-    with pytest.raises(UserError, match="is not YAML"):
-        load_table(tmp_path / "bad.yaml")
+    for text, message in ("- 1", "must hold a mapping of table keys, it holds list"), ("{", "is not YAML"):
+        (tmp_path / "table.yaml").write_text(text)
+        with pytest.raises(UserError, match=message):
+            load_table(tmp_path / "table.yaml")
 
 
-def test_settings_are_merged_and_lists_replaced(tmp_path):
-    base = tmp_path / "base.yaml"
-    base.write_text(yaml.safe_dump(tiny_values(**ALIGNED)))
-    row = {
-        "label": "ours",
-        "recipe": str(base),
-        "settings": {"training": {"batch_size": 6}, "architectures": ["small_convnet_wide"]},
-    }
-    table = make_table(
-        baselines=[],
-        controls=[],
-        rows=[row],
-        settings={"training": {"batch_size": 4, "learning_rate": 0.5}, "rounds": 9},
-    )
-    recipe = cell_recipe(table, table.rows[0], 3, ["rounds=1", "regularizers.0.weight=0.25"])
-    assert recipe.training.batch_size == 6
-    assert recipe.training.learning_rate == 0.5
-    assert recipe.training.local_epochs == 1
+@pytest.fixture
+def cell(tmp_path):
+    """The recipes of a table's only row, one for each scenario; the row has the tiny recipe and settings of its own."""
+
+    def build(row_settings, overrides=(), **changes):
+        (tmp_path / "base.yaml").write_text(yaml.safe_dump(tiny_values(**ALIGNED)))
+        row = {"label": "ours", "recipe": str(tmp_path / "base.yaml"), "settings": row_settings}
+        table = make_table(baselines=[], controls=[], rows=[row], **changes)
+        return [cell_recipe(table, table.rows[0], 3, overrides, scenario) for scenario in table.all_scenarios]
+
+    return build
+
+
+def test_settings_are_merged_and_lists_and_parts_replaced(cell):
+    row = {"training": {"batch_size": 6}, "architectures": ["small_convnet_wide"], "objective": {"name": "simsiam"}}
+    settings = {"training": {"batch_size": 4, "learning_rate": 0.5}, "rounds": 9}
+    [recipe] = cell(row, ["rounds=1", "regularizers.0.weight=0.25"], settings=settings)
+    training = recipe.training
+    assert (training.batch_size, training.learning_rate, training.local_epochs) == (6, 0.5, 1)
     assert recipe.architectures == ["small_convnet_wide"]
     assert recipe.rounds == 1
     assert recipe.regularizers[0].model_dump()["weight"] == 0.25
+    assert (recipe.objective.name, recipe.objective.output_features) == ("simsiam", 256)  # the preset's
 
 
-def test_a_scenario_stands_between_the_table_and_the_row(tmp_path):
-    base = tmp_path / "base.yaml"
-    base.write_text(yaml.safe_dump(tiny_values()))
-    row = {"label": "ours", "recipe": str(base), "settings": {"training": {"batch_size": 6}}}
+def test_a_scenario_stands_between_the_table_and_the_row(cell, tmp_path):
     scenario = {"label": "few clients", "settings": {"training": {"batch_size": 5, "local_epochs": 3}, "rounds": 7}}
-    values = {"rows": [row], "scenarios": [scenario, {"label": "as it is"}], "settings": {"rounds": 9}}
-    table = make_table(baselines=[], controls=[], **values)
-    first, second = (cell_recipe(table, table.rows[0], 3, scenario=one) for one in table.all_scenarios)
+    scenarios = [scenario, {"label": "as it is"}]
+    first, second = cell({"training": {"batch_size": 6}}, scenarios=scenarios, settings={"rounds": 9})
     assert (first.name, second.name) == ("ours (few clients)", "ours (as it is)")
     assert (first.training.batch_size, first.training.local_epochs, first.rounds) == (6, 3, 7)
     assert (second.training.batch_size, second.training.local_epochs, second.rounds) == (6, 1, 9)
     assert cell_path(tmp_path, "ours", 3, "few clients") == tmp_path / "ours" / "few-clients" / "seed-3"
     assert cell_path(tmp_path, "ours", 3) == tmp_path / "ours" / "seed-3"
-
-
-def test_a_table_without_scenarios_is_one_scenario():
     table = make_table(paper={"ours": {"knn": "71.2"}})
     assert [(one.label, one.settings, one.paper) for one in table.all_scenarios] == [("", {}, table.paper)]
 
 
-def test_another_part_does_not_inherit_the_old_parts_options(tmp_path):
-    base = tmp_path / "base.yaml"
-    base.write_text(yaml.safe_dump(tiny_values()))
-    row = {"label": "ours", "recipe": str(base), "settings": {"objective": {"name": "simsiam"}}}
-    table = make_table(baselines=[], controls=[], rows=[row])
-    assert cell_recipe(table, table.rows[0], 0).objective.name == "simsiam"
-
-
 def test_overrides_do_not_leak_into_the_table(tmp_path):
-    base = tmp_path / "base.yaml"
-    base.write_text(yaml.safe_dump(tiny_values(**ALIGNED)))
     settings = {"regularizers": [{"name": "cka_alignment", "weight": 2.0, "batch_size": 16}]}
-    table = make_table(baselines=[], controls=[], rows=[{"label": "ours", "recipe": str(base)}], settings=settings)
+    rows = [{"label": "ours", "recipe": "hetero_ssfl"}]
+    table = make_table(baselines=[], controls=[], rows=rows, settings=settings)
     cell_recipe(table, table.rows[0], 0, ["regularizers.0.weight=5"])
     assert cell_recipe(table, table.rows[0], 0).regularizers[0].model_dump()["weight"] == 2.0
 

@@ -1,0 +1,275 @@
+"""The Flower app of a recipe, and that a site runs the apps that its owner has approved and no others."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import shutil
+import sys
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
+
+from flwr.app import Message, RecordDict
+from flwr.cli.build import build_fab_from_disk
+from flwr.cli.config_utils import load as load_toml
+from flwr.clientapp import ClientApp
+from flwr.serverapp import ServerApp
+from flwr.supercore.constant import TaskType
+from flwr.supercore.fab import Fab
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
+from flwr.supercore.object_ref import load_app
+from flwr.supercore.object_store import ObjectStoreFactory
+from flwr.supercore.run import Run
+from flwr.supernode.nodestate import NodeStateFactory
+
+from fedssl.deploy import apps
+from fedssl.deploy.apps import AppRefused, ApprovedApps, digest_of_app, pull_approved, require_digest, write_app
+from fedssl.errors import UserError
+from fedssl.recipe.reading import load_recipe
+
+RUN, NODE = 7, 1
+
+pytestmark = pytest.mark.usefixtures("flower_process")
+
+
+def digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+@pytest.fixture(scope="module")
+def app(tiny, tmp_path_factory) -> Path:
+    """The folder of an app; read it only."""
+    folder = tmp_path_factory.mktemp("app")
+    write_app(tiny(engine="flower"), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def content(app) -> bytes:
+    """The app as Flower sends it."""
+    return build_fab_from_disk(app)
+
+
+@pytest.fixture(scope="module")
+def other_content(app, tmp_path_factory) -> bytes:
+    """An app of the same name and version with other code."""
+    folder = tmp_path_factory.mktemp("other") / "app"
+    shutil.copytree(app, folder)
+    code = folder / "fedssl_app" / "client_app.py"
+    code.write_text(code.read_text() + "\nprint('other')\n")
+    return build_fab_from_disk(folder)
+
+
+# The folder of an app
+
+
+def test_the_apps_folder_holds_the_recipe_and_is_replaced_but_nothing_else_is(tiny, tmp_path):
+    recipe = tiny(engine="flower")
+    for seed in (0, 1):
+        write_app(recipe.model_copy(update={"seed": seed}), tmp_path / "app")
+        assert load_recipe(tmp_path / "app" / "fedssl_app" / "recipe.yaml").seed == seed
+    project = (tmp_path / "app" / "pyproject.toml").read_text()
+    assert 'serverapp = "fedssl_app.server_app:app"' in project
+    assert 'output = "runs/tiny-seed1"' in project
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").touch()
+    with pytest.raises(UserError, match="is not empty and not the folder of a Flower app"):
+        write_app(recipe, tmp_path / "mine")
+    with pytest.raises(UserError, match="a Flower app needs a recipe with engine=flower, got engine=in-process"):
+        write_app(tiny(), tmp_path / "other")
+
+
+def test_any_description_makes_an_app_that_flower_builds(tiny, tmp_path):
+    description = 'Größe, 联邦学习, \U0001f600, a "quote", and a \\'
+    recipe = tiny(engine="flower", name="größe", description=description)
+    write_app(recipe, tmp_path / "app", "runs/größe \U0001f600")
+    project = load_toml(tmp_path / "app" / "pyproject.toml")
+    assert project is not None
+    assert project["project"]["description"] == description
+    assert project["tool"]["flwr"]["app"]["config"]["output"] == "runs/größe \U0001f600"
+    assert load_recipe(tmp_path / "app" / "fedssl_app" / "recipe.yaml") == recipe
+    assert len(build_fab_from_disk(tmp_path / "app")) > 1000
+
+
+@pytest.mark.parametrize("earlier", [False, True], ids=["this version", "an earlier version"])
+@pytest.mark.parametrize(("what", "kind"), [("server", ServerApp), ("client", ClientApp)])
+def test_an_app_folder_is_loaded_by_flower(what, kind, earlier, app, tmp_path, monkeypatch):
+    """Apps of an earlier version import from the package itself, as it was one module then."""
+    shutil.copytree(app, tmp_path / "app")
+    module = tmp_path / "app" / "fedssl_app" / f"{what}_app.py"
+    written = f"from fedssl.engines.flower.{what} import make_{what}_app"
+    assert written in module.read_text()
+    if earlier:
+        module.write_text(module.read_text().replace(written, f"from fedssl.engines.flower import make_{what}_app"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in [name for name in sys.modules if name.startswith("fedssl_app")]:
+        monkeypatch.delitem(sys.modules, name)
+    assert isinstance(load_app(f"fedssl_app.{what}_app:app", ValueError, tmp_path / "app"), kind)
+
+
+# A site that approves apps
+
+
+@pytest.fixture
+def site_file(tmp_path) -> Path:
+    path = tmp_path / "site.yaml"
+    approve(path)
+    return path
+
+
+def approve(site_file: Path, *digests: str) -> None:
+    site_file.write_text(yaml.safe_dump({"client": 0, "state": "state", "approved_apps": [*digests]}))
+
+
+class SuperNode:
+    """What Flower's SuperNode keeps, and a SuperLink that sends it one message of a run of an app."""
+
+    def __init__(self, content: bytes, **described):
+        objects = ObjectStoreFactory()
+        self.state = NodeStateFactory(objectstore_factory=objects).state()
+        self.state.set_node_id(NODE)
+        self.store = objects.store()
+        self.digest = digest(content)
+        self.fab = Fab(self.digest, content, {})
+        named = {"fab_id": "fedssl/fedssl-tiny", "fab_version": "1.0.0", "fab_hash": self.digest}
+        self.run = replace(Run.create_empty(RUN), **(named | described))
+
+    def pull(self, approved: ApprovedApps) -> None:
+        message = Message(RecordDict(), dst_node_id=NODE, message_type="query")
+        message.metadata.__dict__["_run_id"] = RUN
+        message.metadata.__dict__["_message_id"] = message.object_id
+        pulled = pull_approved(
+            approved,
+            receive=lambda: (message, get_object_tree(message)),
+            get_run=lambda number: self.run,
+            get_fab=lambda digest, number: self.fab,
+            state=self.state,
+            object_store=self.store,
+            node_config={},
+            pull_object=lambda number, object_id: get_all_nested_objects(message)[object_id].deflate(),
+            confirm_message_received=lambda number, message_id: None,
+            trusted_entities=None,
+        )
+        assert pulled == RUN
+
+    def accepts(self, approved: ApprovedApps) -> bool:
+        """Whether the app and a task that executes it are kept."""
+        self.pull(approved)
+        return self.state.get_fab(self.digest) is not None and self.state.get_run(RUN) is not None
+
+    def refusal(self, approved: ApprovedApps) -> str:
+        """The text that the server gets as the answer."""
+        assert not self.accepts(approved)
+        [reply] = self.state.get_messages_legacy(run_ids=[RUN], is_reply=True)
+        return reply.error.reason
+
+
+def test_approved_apps_run_and_of_others_the_server_is_told_both_digests(
+    app, content, other_content, site_file, capsys
+):
+    approved = ApprovedApps(site_file, [digest_of_app(app)], ask=False)
+    assert SuperNode(content).accepts(approved)
+    expected = f"the app has the digest {digest(other_content)}, and the approved digest is {digest(content)}"
+    assert expected in SuperNode(other_content).refusal(approved)
+    assert f"run {RUN} is refused: " in capsys.readouterr().err
+    many = ApprovedApps(site_file, [letter * 64 for letter in "3241"], ask=False)
+    told = SuperNode(other_content).refusal(many)
+    assert told.endswith(f"the approved digests are {'1' * 64}, {'2' * 64} and 2 more")
+
+
+def test_the_sites_file_is_read_again_for_every_app(content, site_file):
+    approved = ApprovedApps(site_file, [], ask=False)
+    assert SuperNode(content).refusal(approved).endswith("and no app is approved")
+    approve(site_file, digest(content))
+    assert SuperNode(content).accepts(approved)
+    site_file.write_text("client: [")
+    assert "this site's file cannot be read any more" in SuperNode(content).refusal(approved)
+
+
+@pytest.mark.parametrize(
+    ("described", "expected"),
+    [
+        ({"fab_hash": "0" * 64}, "the server calls the app"),
+        ({"fab_id": "fedssl/other"}, "the server calls the app fedssl/other 1.0.0, but it is"),
+        ({"fab_version": "2.0.0"}, "2.0.0, but it is"),
+        ({"primary_task_type": TaskType.AGENT_APP}, "the server asks for an agent"),
+    ],
+)
+def test_an_approved_app_that_the_server_describes_as_another_is_refused(described, expected, content, site_file):
+    approved = ApprovedApps(site_file, [digest(content)], ask=False)
+    assert expected in SuperNode(content, **described).refusal(approved)
+
+
+def test_other_content_under_an_approved_digest_is_refused(content, other_content, site_file):
+    """The digest is computed from what arrived, whatever the server calls it."""
+    node = SuperNode(content)
+    node.fab = Fab(node.digest, other_content, {})
+    assert digest(other_content) in node.refusal(ApprovedApps(site_file, [node.digest], ask=False))
+
+
+def test_the_supernodes_own_function_is_replaced(site_file, monkeypatch):
+    """`refuse_other_apps` is called in the process that then runs flower-supernode."""
+    module = apps.start_client_internal
+    monkeypatch.setattr(module, "_pull_and_store_message", module._pull_and_store_message)
+    called = []
+    monkeypatch.setattr(apps, "pull_approved", lambda approved, **others: called.append((approved, others)))
+    approved = ApprovedApps(site_file, [], ask=False)
+    apps.refuse_other_apps(approved)
+    module._pull_and_store_message(state="a state")
+    assert called == [(approved, {"state": "a state"})]
+
+
+@pytest.mark.parametrize(("answer", "runs"), [("yes", True), ("no", False), ("", False), (None, False)])
+def test_with_ask_the_owner_sees_the_app_and_decides(answer, runs, content, site_file, monkeypatch, capsys):
+    asked = []
+
+    def reply(prompt):
+        asked.append(prompt)
+        if answer is None:
+            raise EOFError
+        return answer
+
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("builtins.input", reply)
+    approved = ApprovedApps(site_file, [], ask=True)
+    for _ in range(2):
+        if runs:
+            approved.require(digest(content), content)
+        else:
+            with pytest.raises(AppRefused, match=digest(content)):
+                approved.require(digest(content), content)
+    assert len(asked) == (1 if runs else 2)
+    out = capsys.readouterr().out
+    assert digest(content) in out
+    assert "--- fedssl_app/client_app.py" in out
+
+
+def test_what_is_shown_cannot_move_the_cursor(site_file, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("builtins.input", lambda prompt: "no")
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("a\x1b[2J.py", "print()\x1b[1A\n" + "x" * 30_000)
+        archive.writestr("b.py", "hidden")
+    for content in (file.getvalue(), b"no zip"):
+        with pytest.raises(AppRefused):
+            ApprovedApps(site_file, [], ask=True).require("0" * 64, content)
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert "The app is longer than this" in out
+    assert "The app cannot be read" in out
+
+
+def test_a_digest_that_is_none_and_a_question_without_a_terminal_are_refused(site_file, monkeypatch):
+    assert require_digest(" " + "A" * 64) == "a" * 64
+    with pytest.raises(UserError, match="must have 64 hexadecimal digits, got 'abc'"):
+        ApprovedApps(site_file, ["abc"], ask=False)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: False)
+    with pytest.raises(UserError, match="--ask needs a terminal to ask on"):
+        ApprovedApps(site_file, [], ask=True)

@@ -1,0 +1,206 @@
+"""What the SuperLink's port lets in, and what it takes of an answer, without a SuperLink."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from base64 import b64encode
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
+
+from fastapi import HTTPException
+from flwr.app import ConfigRecord, Metadata, RecordDict
+from flwr.app.message import Message, make_message
+from flwr.common.constant import TIMESTAMP_HEADER
+from flwr.common.serde import message_to_proto
+from flwr.proto.fleet_pb2 import PushMessagesRequest, PushMessagesResponse
+from flwr.proto.node_pb2 import Node
+from flwr.supercore import sql_mixin
+from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER
+from flwr.supercore.date import now
+from flwr.supercore.inflatable.inflatable_object import get_object_tree
+from flwr.supercore.primitives.asymmetric import generate_key_pairs, public_key_to_bytes, sign_message
+from flwr.superlink import extensions
+from flwr.superlink.servicer.fleet import fleet_handlers
+
+from fedssl.deploy import limits
+from fedssl.deploy.limits import (
+    LARGEST_BODY,
+    LARGEST_BODY_WITHOUT_KEY,
+    MOST_OBJECTS,
+    RequestLimits,
+    limit_superlink,
+    push_messages,
+)
+from fedssl.engines.flower.messenger import REFUSED_BY_SUPERLINK
+
+PIECE = 2**16
+HERE, ELSEWHERE = "127.0.0.1", "203.0.113.7"
+PRIVATE, PUBLIC = generate_key_pairs()
+OTHER_PRIVATE, OTHER_PUBLIC = generate_key_pairs()
+KNOWN = public_key_to_bytes(PUBLIC)
+OTHERS = 2  # objects of an answer besides its records' content: the message itself and its records
+
+# Requests
+
+
+def signed(private=PRIVATE, key=KNOWN, age=0.0):
+    """The headers with which a site shows its key."""
+    timestamp = (now() - timedelta(seconds=age)).isoformat()
+    signature = sign_message(private, timestamp.encode())
+    return {
+        FLEET_HTTP_PUBLIC_KEY_HEADER: b64encode(key).decode(),
+        FLEET_HTTP_SIGNATURE_HEADER: b64encode(signature).decode(),
+        TIMESTAMP_HEADER: timestamp,
+    }
+
+
+def post(path, size, client=ELSEWHERE, headers=None, announced=True, server="192.0.2.1"):
+    """A request of `size` bytes: its status, the bytes that the application got, and those that were read."""
+    state = SimpleNamespace(get_node_id_by_public_key=lambda key: 5 if key == KNOWN else None)
+    factory = SimpleNamespace(state=lambda: state)
+    given = dict(headers or {}) | ({"content-length": str(size)} if announced else {})
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": path,
+        "headers": [(name.lower().encode(), value.encode()) for name, value in given.items()],
+        "client": (client, 1),
+        "server": (server, 8000),
+        "app": SimpleNamespace(state=SimpleNamespace(linkstate_factory=factory)),
+    }
+    got, read, sent = [], 0, []
+
+    async def receive():
+        nonlocal read
+        piece = min(PIECE, size - read)
+        read += piece
+        return {"type": "http.request", "body": bytes(piece), "more_body": read < size}
+
+    async def send(message):
+        sent.append(message)
+
+    async def app(scope, receive, send):
+        more = True
+        while more:
+            message = await receive()
+            got.append(len(message["body"]))
+            more = message["more_body"]
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    asyncio.run(RequestLimits(app)(scope, receive, send))
+    return sent[0]["status"], sum(got), read
+
+
+@pytest.mark.parametrize("path", ["/v1/control/start-run", "/v1/runtime/push-object", "/docs", "/v1/fleet", "/"])
+def test_all_but_the_sites_interface_is_for_the_own_machine_alone(path):
+    assert post(path, 10) == (403, 0, 0)
+    assert post(path, 10**7, HERE) == (200, 10**7, 10**7)
+    assert post(path, 10, "192.0.2.1") == (200, 10, 10)  # the SuperLink's own address
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_large_body_is_not_read(announced):
+    """Announced or in pieces; without a key it may have little more than a node's name."""
+    read = 0 if announced else LARGEST_BODY + PIECE
+    path = "/v1/fleet/push-object"
+    assert post(path, LARGEST_BODY, headers=signed(), announced=announced)[:2] == (200, LARGEST_BODY)
+    assert post(path, 2**26, headers=signed(), announced=announced) == (413, 0, read)
+    assert post(path, LARGEST_BODY_WITHOUT_KEY, announced=announced)[:2] == (200, LARGEST_BODY_WITHOUT_KEY)
+    read = 0 if announced else LARGEST_BODY_WITHOUT_KEY + PIECE
+    assert post(path, 2**26, announced=announced) == (413, 0, read)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        signed(OTHER_PRIVATE, public_key_to_bytes(OTHER_PUBLIC)),
+        signed(OTHER_PRIVATE),
+        signed(age=3600),
+        signed() | {TIMESTAMP_HEADER: "yesterday"},
+        signed() | {FLEET_HTTP_SIGNATURE_HEADER: "?"},
+        signed() | {FLEET_HTTP_PUBLIC_KEY_HEADER: "AAAA"},
+    ],
+    ids=["unknown key", "another's key", "old", "no time", "no signature", "no key"],
+)
+def test_only_a_registered_sites_signature_lets_a_large_body_in(headers):
+    assert post("/v1/fleet/push-object", 2**20, headers=headers)[0] == 413
+
+
+# Answers
+
+
+def announcement(records: int, node: int = 7) -> PushMessagesRequest:
+    """What node 7 announces of an answer with so many records, and node 7's or another's name on it."""
+    content = RecordDict({f"r{i}": ConfigRecord({"i": i}) for i in range(records)})
+    answer = make_message(Metadata(1, "", node, 1, "asked", "", time.time(), 60.0, "train"), content=content)
+    answer.metadata.__dict__["_message_id"] = answer.object_id
+    tree = get_object_tree(answer)
+    bare = make_message(answer.metadata, content=RecordDict())
+    return PushMessagesRequest(
+        node=Node(node_id=7), messages_list=[message_to_proto(bare)], message_object_trees=[tree]
+    )
+
+
+@pytest.fixture
+def taken(monkeypatch) -> list[PushMessagesRequest]:
+    """The announcements that reach Flower's own handler."""
+    requests: list[PushMessagesRequest] = []
+
+    def handler(request, state):
+        requests.append(request)
+        return PushMessagesResponse(objects_to_push=["some"], session_id="session")
+
+    monkeypatch.setattr(limits, "_push_messages", handler)
+    return requests
+
+
+def test_an_answer_of_the_most_objects_is_taken_as_it_is(taken):
+    request = announcement(MOST_OBJECTS - OTHERS)
+    assert list(push_messages(request, None).objects_to_push) == ["some"]
+    assert taken == [request]
+
+
+def test_in_the_place_of_an_answer_with_more_stands_an_error(taken):
+    stored = []
+    state = SimpleNamespace(store_object=lambda *arguments: stored.append(arguments))
+    request = announcement(MOST_OBJECTS - OTHERS + 1)
+    answer = push_messages(request, state)
+    assert not answer.objects_to_push
+    assert list(answer.results) == [request.messages_list[0].metadata.message_id]
+    [[run, session, name, content]] = stored
+    refusal = Message.inflate(content)
+    assert (refusal.error.code, run, session) == (REFUSED_BY_SUPERLINK, 1, "session")
+    assert refusal.error.reason == "its answer has 1001 pieces, more than 1000, the most that the SuperLink takes"
+    [passed] = taken
+    assert passed.messages_list[0].metadata.reply_to_message_id == "asked"
+    assert passed.messages_list[0].metadata.message_id == passed.message_object_trees[0].object_id == name
+
+
+def test_an_answer_in_another_sites_name_or_with_other_objects_is_refused(taken):
+    with pytest.raises(HTTPException, match="a site may answer in its own name only"):
+        push_messages(announcement(3, node=8), None)
+    swapped = announcement(3)
+    swapped.message_object_trees[0].CopyFrom(announcement(4).message_object_trees[0])
+    with pytest.raises(HTTPException, match="the objects are not those of the message"):
+        push_messages(swapped, None)
+    with pytest.raises(HTTPException, match="expected one message and its objects"):
+        push_messages(PushMessagesRequest(node=Node(node_id=7)), None)
+    assert not taken
+
+
+def test_the_limits_are_where_flower_looks_for_them(monkeypatch):
+    """Flower's modules as they are named here: another version may have others."""
+    monkeypatch.setattr(extensions, "get_middleware", extensions.get_middleware)
+    monkeypatch.setattr(fleet_handlers, "push_messages", fleet_handlers.push_messages)
+    monkeypatch.setattr(sql_mixin, "SQLITE_PRAGMAS", sql_mixin.SQLITE_PRAGMAS)
+    limit_superlink()
+    from flwr.superlink import main
+
+    assert main._get_middleware()[0].cls is RequestLimits
+    assert fleet_handlers.push_messages is push_messages
+    assert dict(sql_mixin.SQLITE_PRAGMAS)["busy_timeout"] == "120000"
