@@ -48,12 +48,13 @@ def with_scalars(inputs: Inputs, *scalars: float) -> Inputs:
     return lambda *sizes: [*inputs(*sizes), *(torch.tensor(scalar, dtype=FP64) for scalar in scalars)]
 
 
-def labels_of(rows: Tensor, classes: int = 5) -> Tensor:
-    return torch.arange(len(rows), device=rows.device) % classes
+def labels_of(*matrices: Tensor, classes: int = 5) -> Tensor:
+    """For their rows, one below the other."""
+    return torch.arange(sum(matrix.shape[0] for matrix in matrices), device=matrices[0].device) % classes
 
 
 def mask_of(query: Tensor, key: Tensor) -> Tensor:
-    return labels_of(query, 7)[:, None] == labels_of(key)
+    return labels_of(query, classes=7)[:, None] == labels_of(key)
 
 
 # What is summed in the value, and in the gradient of each input: rounding is as large as the dtype's part of it.

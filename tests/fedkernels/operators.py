@@ -142,12 +142,12 @@ def info_nce(**options: Any) -> Callable[..., Tensor]:
 
 
 def between(query: Tensor, key: Tensor) -> dict[str, Tensor]:
-    return {"positives": labels_of(query) % len(key), "excluded": mask_of(query, key)}
+    return {"positives": labels_of(query) % key.shape[0], "excluded": mask_of(query, key)}
 
 
 def left_out(query: Tensor, key: Tensor, negatives: Tensor, **options: Any) -> Tensor:
     """By label, beside positives by number."""
-    labels = labels_of(query, 3), labels_of(torch.cat([key, negatives]), 4)
+    labels = labels_of(query, classes=3), labels_of(key, negatives, classes=4)
     return fk.info_nce(query, key, **{"temperature": 0.3} | options, negatives=negatives, labels=labels)
 
 
@@ -157,7 +157,7 @@ def supervised(features: Tensor, temperature: float | Tensor = 2.0, **options: A
 
 def by_offset(query: Tensor, key: Tensor, negatives: Tensor, **options: Any) -> Tensor:
     """The positives of half the queries are the last keys."""
-    offset = len(key) // 2
+    offset = key.shape[0] // 2
     options = {"temperature": 0.3} | options
     return fk.info_nce(query[offset:], key, positives=offset, negatives=negatives, **options)
 
@@ -225,8 +225,7 @@ OF_CONTRASTIVE = {
         {"features": R, "labels": LABELS, "temperature": TEMPERATURE, "reduction": REDUCTION},
         {
             "even": loss(supervised, features(0)),
-            "odd": loss(supervised, features(1)),
-            "temperature": loss(supervised, with_scalars(features(0), 0.25), REDUCTIONS),
+            "odd, temperature": loss(supervised, with_scalars(features(1), 0.25), REDUCTIONS),
         },
         [
             ({"features": R[:0], "labels": LABELS[:0]}, "features must not be empty in B or d, got shape [0, 3]"),
@@ -384,10 +383,9 @@ OF_PLANS = {
         OF_TRANSPORT,
         {
             "": transport(),
-            "a batch": transport(problems),
-            "masks": transport(of_inputs=masks),
+            "a batch, masks": transport(problems, of_inputs=masks),
             "interior point": transport(method="interior_point"),
-            "masks, interior point": transport(method="interior_point", of_inputs=masks),
+            "interior point, masks": transport(method="interior_point", of_inputs=masks),
             "steepest descent": transport(one_pair, method="steepest"),
         },
         OF_PROBLEMS,
