@@ -91,9 +91,8 @@ def three(rows: int, columns: int, more: int, seed: int) -> list[Tensor]:
     return [*representations(rows, columns, more, seed), randn(rows, 9, seed=seed + 2) + 0.1]
 
 
-def at_least_four(inputs: Inputs) -> Inputs:
-    """Rows, which debiased CKA needs."""
-    return lambda rows, *sizes: inputs(max(rows, 4), *sizes)
+def at_least(fewest: int, inputs: Inputs) -> Inputs:
+    return lambda rows, *sizes: inputs(max(rows, fewest), *sizes)
 
 
 def with_kernel(inputs: Inputs) -> Inputs:

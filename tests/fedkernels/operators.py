@@ -36,7 +36,7 @@ import fedkernels as fk
 from tests.fedkernels.inputs import (
     FP64,
     Inputs,
-    at_least_four,
+    at_least,
     batches,
     features,
     gram,
@@ -156,10 +156,9 @@ def supervised(features: Tensor, temperature: float | Tensor = 2.0, **options: A
 
 
 def by_offset(query: Tensor, key: Tensor, negatives: Tensor, **options: Any) -> Tensor:
-    """The positives of half the queries are the last keys."""
-    offset = key.shape[0] // 2
+    """The positive of each query but the first is the key of its number."""
     options = {"temperature": 0.3} | options
-    return fk.info_nce(query[offset:], key, positives=offset, negatives=negatives, **options)
+    return fk.info_nce(query[1:], key, positives=1, negatives=negatives, **options)
 
 
 R, WIDE, LABELS = torch.ones(4, 3), torch.ones(4, 2), torch.tensor([0, 0, 1, 1])
@@ -182,7 +181,7 @@ OF_CONTRASTIVE = {
             "not reduced": loss(info_nce(reduction="none"), queries_and_keys, {}),
             "recompute": loss(info_nce(recompute=True), queries_and_keys),
             "temperature": loss(of("info_nce"), with_scalars(queries_and_keys, 0.25), REDUCTIONS),
-            "offset and negatives": loss(by_offset, with_negatives),
+            "offset and negatives": loss(by_offset, at_least(2, with_negatives)),
             "positives and excluded": loss(info_nce(of_inputs=between), queries_and_keys),
             "labels and negatives": loss(left_out, with_negatives),
         },
@@ -320,20 +319,18 @@ OF_SIMILARITIES = {
     "debiased_cka": Operator(
         {"x": R, "y": WIDE},
         {
-            "": Path(of("debiased_cka"), at_least_four(representations), certified=CANCELS),
-            "a batch": Path(of("debiased_cka"), at_least_four(batches), certified=CANCELS),
+            "": Path(of("debiased_cka"), at_least(4, representations), certified=CANCELS),
+            "a batch": Path(of("debiased_cka"), at_least(4, batches), certified=CANCELS),
         },
         [*OF_PAIRS, ({"x": R[:3], "y": R[:3]}, "x must have at least 4 rows for debiased CKA, got 3")],
     ),
     "debiased_cka_pairwise": Operator(
         {"xs": [R, R], "ys": [WIDE]},
         {
-            "": Path(
-                lists("debiased_cka_pairwise"), at_least_four(three), by_reference=KEEPS_NOTHING, certified=CANCELS
-            ),
+            "": Path(lists("debiased_cka_pairwise"), at_least(4, three), by_reference=KEEPS_NOTHING, certified=CANCELS),
             "with itself": Path(
                 with_itself("debiased_cka_pairwise"),
-                at_least_four(three),
+                at_least(4, three),
                 by_reference=KEEPS_NOTHING,
                 certified=CANCELS,
             ),

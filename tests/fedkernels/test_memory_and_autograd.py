@@ -124,25 +124,44 @@ def test_tensor_subclasses(name):
 # ---- derivatives of derivatives -----------------------------------------------------------------------------
 
 
+OF_REFERENCE = "sigmoid_loss, not reduced"  # which has second derivatives
+FIRST_ONLY = [name for name in DIFFERENTIABLE if not PATHS[name].by_reference and name != OF_REFERENCE]
+
+
 @pytest.mark.usefixtures("native")
-@pytest.mark.parametrize("name", [name for name in DIFFERENTIABLE if not PATHS[name].by_reference])
-def test_second_derivatives_of_compiled_operators_are_refused(name):
-    """And are not taken for zero."""
+@pytest.mark.parametrize("name", FIRST_ONLY)
+def test_second_derivatives_are_refused(name):
+    """And not taken for zero, in whichever two inputs."""
     path = PATHS[name]
-    leaf, *rest = path.leaves(path.inputs(*SIZES))
-    if name == "sigmoid_loss, not reduced":
-        pytest.skip("its reference serves, which has them")
-    (gradient,) = torch.autograd.grad(path.call(leaf, *rest).sum(), leaf, create_graph=True)
-    with pytest.raises(RuntimeError, match="has no second derivative"):
-        torch.autograd.grad(gradient.square().sum(), leaf)
+    leaves = path.leaves(path.inputs(*SIZES))
+    learned = [leaf for leaf in leaves if leaf.requires_grad]
+    for one in learned:
+        (gradient,) = torch.autograd.grad(path.call(*leaves).sum(), one, create_graph=True)
+        for other in learned:
+            with pytest.raises(RuntimeError, match="has no second derivative"):
+                torch.autograd.grad(gradient.square().sum() + other.sum(), other, retain_graph=True)
 
 
-@pytest.mark.usefixtures("native")
-@pytest.mark.parametrize("function", [info_nce, nt_xent])
-def test_a_hessian_is_refused(function):
-    query, key = randn(4, 3, seed=1), randn(4, 3, seed=2)
-    with pytest.raises(RuntimeError, match=f"the compiled {function.__name__} has no second derivative"):
-        torch.autograd.functional.hessian(lambda q: function(q, key, 0.5), query)
+@pytest.mark.parametrize("name", [name for name in DIFFERENTIABLE if name.startswith("unbalanced_ot,")])
+def test_second_derivatives_of_transport_are_refused_under_transforms(name):
+    """Which take the references of the other operators."""
+    path = PATHS[name]
+    inputs = path.inputs(*SIZES)
+    for number in range(3):
+        gradient = torch.func.grad(lambda *given: path.call(*given).sum(), number)
+        mapped = torch.func.vmap(gradient)
+        for of, arguments in ((gradient, inputs), (mapped, [x[None] for x in inputs])):
+            for other in range(3):
+                with pytest.raises(RuntimeError, match="unbalanced_ot has no second derivative"):
+                    torch.func.grad(lambda *given, of=of: of(*given).square().sum(), other)(*arguments)
+
+
+def test_what_a_transport_problem_is_multiplied_by_has_a_second_derivative():
+    path = PATHS["unbalanced_ot"]
+    cost, *masses = path.leaves(path.inputs(*SIZES))
+    factor = torch.tensor(2.0, dtype=FP64, requires_grad=True)
+    (gradient,) = torch.autograd.grad(factor * path.call(cost, *masses), cost, create_graph=True)
+    torch.testing.assert_close(torch.autograd.grad(gradient.sum(), factor)[0], gradient.sum() / factor)
 
 
 def test_the_reference_has_second_derivatives():
