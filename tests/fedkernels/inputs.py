@@ -65,8 +65,10 @@ def of_similarities(tensors: list[Tensor], **options: Any) -> tuple[float, list[
     matrices, scalars = [x for x in tensors if x.ndim == 2], [x for x in tensors if x.ndim == 0]
     largest, rows = max(float(x.detach().abs().max()) for x in matrices), len(matrices[0])
     factor = options.get("logit_scale") or 1 / options.get("temperature", 0.2)
-    value = 1 + (rows if options.get("reduction") == "sum" else 1) * largest**2 * factor
-    return value, [largest * factor] * len(matrices) + [value * factor] * len(scalars)
+    reduction = options.get("reduction")
+    value = 1 + (rows if reduction == "sum" else 1) * largest**2 * factor
+    of_scalar = (1 if reduction == "mean" else rows) * (1 + largest**2 * factor) * factor
+    return value, [largest * factor] * len(matrices) + [of_scalar] * len(scalars)
 
 
 def of_all_pairs(tensors: list[Tensor], **options: Any) -> tuple[float, list[float]]:
