@@ -26,13 +26,14 @@ test_cuda.py: what only a GPU shows, on cases of its own sizes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-import fedkernels as fk
+import fedkernels as fk  # on a GPU conftest.py replaces its functions
 from tests.fedkernels.inputs import (
     FP64,
     Inputs,
@@ -66,7 +67,7 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 class Path(NamedTuple):
     """A path of a public function. Its floating inputs are differentiable, or `no_gradient` says why they are not."""
 
-    call: Callable[..., Tensor]  # of the inputs, and of options by name
+    call: Callable[..., Tensor]  # of the inputs, and of options by name; of REFERENCES where these are the `source`
     inputs: Inputs  # see inputs.py
     draws: Mapping[str, Sequence[Any]] = NOTHING  # options and the values that random examples draw for them
     scale: Callable[..., tuple[float, list[float]]] | None = None  # what is summed, see inputs.py
@@ -116,12 +117,46 @@ class Operator(NamedTuple):
     misfits: Sequence[tuple[Mapping[str, Any], str]]  # arguments that do not fit the others, and the message
 
 
-def of(name: str, *numbers: Any, of_inputs: Callable[..., dict[str, Any]] | None = None, **options: Any) -> Any:
-    """A call of fedkernels' function: inputs, then `numbers`; options come last from what is drawn."""
+def info_nce_densely(
+    query: Tensor,
+    key: Tensor,
+    temperature: float | Tensor,
+    reduction: str = "mean",
+    *,
+    positives: int | Tensor = 0,
+    negatives: Tensor | None = None,
+    labels: tuple[Tensor, Tensor] | None = None,
+    excluded: Tensor | None = None,
+    recompute: bool = False,
+) -> Tensor:
+    """By cross-entropy, with all its options."""
+    key = key if negatives is None else torch.cat([key, negatives])
+    rows = torch.arange(len(query))
+    positives = positives if isinstance(positives, Tensor) else rows + positives
+    left_out = torch.zeros(len(query), len(key), dtype=torch.bool) if excluded is None else excluded.clone()
+    if labels is not None:
+        left_out |= labels[0][:, None] == labels[1]
+    left_out[rows, positives] = False
+    logits = (query @ key.T / temperature).masked_fill(left_out, -torch.inf)
+    return F.cross_entropy(logits, positives, reduction=reduction)
 
-    def call(*tensors: Tensor, **drawn: Any) -> Tensor:
+
+OF_SAME_NAME = "nt_xent", "clip_loss", "sigmoid_loss", "supervised_contrastive_loss", "linear_cka"
+# What the public functions are held to, under their names.
+REFERENCES = SimpleNamespace(
+    info_nce=info_nce_densely,
+    linear_cka_to_kernel=fk.reference.linear_cka.linear_cka_to_kernel,
+    linear_cka_pairwise=fk.reference.linear_cka.linear_cka_pairwise,
+    **{name: getattr(getattr(fk.reference, name), name) for name in OF_SAME_NAME},
+)
+
+
+def of(name: str, *numbers: Any, of_inputs: Callable[..., dict[str, Any]] | None = None, **options: Any) -> Any:
+    """A call of the function in `source`: of inputs, then `numbers`; options come last from what is drawn."""
+
+    def call(*tensors: Tensor, source: Any = fk, **drawn: Any) -> Tensor:
         more = of_inputs(*tensors) if of_inputs is not None else {}
-        result = getattr(fk, name)(*tensors, *numbers, **options | more | drawn)  # on a GPU conftest.py replaces it
+        result = getattr(source, name)(*tensors, *numbers, **options | more | drawn)
         return result if isinstance(result, Tensor) else result[0]
 
     return call
@@ -145,20 +180,20 @@ def between(query: Tensor, key: Tensor) -> dict[str, Tensor]:
     return {"positives": labels_of(query) % key.shape[0], "excluded": mask_of(query, key)}
 
 
-def left_out(query: Tensor, key: Tensor, negatives: Tensor, **options: Any) -> Tensor:
+def left_out(query: Tensor, key: Tensor, negatives: Tensor, source: Any = fk, **options: Any) -> Tensor:
     """By label, beside positives by number."""
     labels = labels_of(query, classes=3), labels_of(key, negatives, classes=4)
-    return fk.info_nce(query, key, **{"temperature": 0.3} | options, negatives=negatives, labels=labels)
+    return source.info_nce(query, key, **{"temperature": 0.3} | options, negatives=negatives, labels=labels)
 
 
-def supervised(features: Tensor, temperature: float | Tensor = 2.0, **options: Any) -> Tensor:
-    return fk.supervised_contrastive_loss(features, labels_of(features), temperature, **options)
-
-
-def by_offset(query: Tensor, key: Tensor, negatives: Tensor, **options: Any) -> Tensor:
+def by_offset(query: Tensor, key: Tensor, negatives: Tensor, source: Any = fk, **options: Any) -> Tensor:
     """The positive of each query but the first is the key of its number."""
     options = {"temperature": 0.3} | options
-    return fk.info_nce(query[1:], key, positives=1, negatives=negatives, **options)
+    return source.info_nce(query[1:], key, positives=1, negatives=negatives, **options)
+
+
+def supervised(features: Tensor, temperature: float | Tensor = 2.0, source: Any = fk, **options: Any) -> Tensor:
+    return source.supervised_contrastive_loss(features, labels_of(features), temperature, **options)
 
 
 R, WIDE, LABELS = torch.ones(4, 3), torch.ones(4, 2), torch.tensor([0, 0, 1, 1])
@@ -257,11 +292,11 @@ OF_CONTRASTIVE = {
 
 
 def lists(name: str, **options: Any) -> Callable[..., Tensor]:
-    return lambda x, y, z, **drawn: getattr(fk, name)([x, y], [z, x], **options | drawn)
+    return lambda x, y, z, source=fk, **drawn: getattr(source, name)([x, y], [z, x], **options | drawn)
 
 
 def with_itself(name: str, **options: Any) -> Callable[..., Tensor]:
-    return lambda *layers, **drawn: getattr(fk, name)(layers, layers, **options | drawn)
+    return lambda *layers, source=fk, **drawn: getattr(source, name)(layers, layers, **options | drawn)
 
 
 KEEPS_NOTHING = "the compiled operator keeps no products, which the gradients need"

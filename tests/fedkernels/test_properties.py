@@ -20,7 +20,7 @@ from fedkernels import reference
 from fedkernels.reference import unbalanced_ot as reference_ot
 from tests.fedkernels.conftest import by_reference, rounding_of_weights
 from tests.fedkernels.inputs import FP64, randn
-from tests.fedkernels.operators import DIFFERENTIABLE, PATHS, value_and_gradients
+from tests.fedkernels.operators import DIFFERENTIABLE, PATHS, REFERENCES, value_and_gradients
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -87,15 +87,14 @@ def compare(name: str, sizes, seed: int, dtypes, layouts, needed, options) -> No
         narrow.append(tensor.requires_grad_(need and path.learns(number, tensor)))
     wide = [tensor.detach().double().requires_grad_(tensor.requires_grad) for tensor in narrow]
 
-    def weighted(*tensors: Tensor) -> Tensor:
-        value = path.call(*tensors, **options)
+    def weighted(*tensors: Tensor, **source) -> Tensor:
+        value = path.call(*tensors, **options, **source)
         values.append(value)
         return value * (0.5 + torch.rand(value.shape, generator=torch.Generator().manual_seed(seed), dtype=FP64))
 
     values: list[Tensor] = []
     _, *gradients = value_and_gradients(weighted, narrow)
-    with by_reference():
-        _, *truths = value_and_gradients(weighted, wide)
+    _, *truths = value_and_gradients(weighted, wide, source=REFERENCES)
     tol, (scale, scales) = precision(*narrow), path.scale(wide, **options)
     assert values[0].dtype == (FP64 if tol < 1e-5 else FP32)
     assert_near(values[0].detach(), values[1].detach(), scale, tol)
