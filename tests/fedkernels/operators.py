@@ -12,7 +12,7 @@ test_properties.py: values and gradients of every path against its reference in 
     path, of all its inputs and of each alone, compiled and by reference.
 test_contexts.py: of every path torch.compile(fullgraph=True) with values and gradients, compiled and by reference, with
     dynamic sizes and without; torch.export for batches of any size, compiled and by reference; autocast; narrow inputs
-    summed wide; torch.func's grad, vmap and jvp; forward mode; several gradients at once; 1, 2 and 4 threads; forked
+    summed wide; torch.func's grad, vmap and jvp; forward mode; several gradients at once; 1 and 4 threads; forked
     workers; meta and fake tensors. Only the reference of two_views under torch.compile is left to test_two_views.py.
     Of the modules of fedkernels.nn that they are their functions, with values and gradients, print, compile and export.
 test_compiled_operators.py: opcheck of every registered operator, its options and gradients; threads to the last bit.
