@@ -8,7 +8,7 @@ from torch import Tensor
 from fedkernels.internal import checks, contrastive, native
 from fedkernels.internal.autograd import keep_missing_as_none, needs_gradient, refuse_second_derivative
 from fedkernels.internal.similarity_logsumexp import similarity_logsumexp
-from fedkernels.reference._precision import compute_dtype
+from fedkernels.reference._precision import compute_dtype, no_autocast
 from fedkernels.reference._reduce import reduce
 from fedkernels.reference.info_nce import info_nce as _reference
 
@@ -79,7 +79,8 @@ def info_nce(
         scaled = contrastive.scaled_rows(query, 1 / temperature, compute_dtype(query, key))
         return _by_similarities(scaled, key, reduction, positives, labels, excluded)
     if positives > 0:
-        key = key.roll(-positives, 0)  # so that key i is the positive of query i
+        with no_autocast(key):  # under autocast to bfloat16 roll of float16 raises an error
+            key = key.roll(-positives, 0)  # so that key i is the positive of query i
     if isinstance(temperature, Tensor):
         query, temperature = contrastive.scaled_rows(query, 1 / temperature, compute_dtype(query, key)), 1.0
     wanted = (False, False) if recompute else (needs_gradient(query), needs_gradient(key))

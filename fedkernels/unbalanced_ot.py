@@ -299,6 +299,7 @@ def _mask(name: str, mask: Tensor, masses: Tensor, cost: Tensor) -> Tensor:
         raise TypeError(f"{name} must be a bool tensor or None, got {type(mask).__name__}")
     if mask.dtype != torch.bool:
         raise TypeError(f"{name} must be a bool tensor or None, got dtype {mask.dtype}")
+    checks.dense(name, mask)
     checks.same_device(**{"cost": cost, name: mask})
     wanted = list(masses.shape)
     if mask.ndim == 0 or mask.shape[-1] != wanted[-1]:

@@ -153,7 +153,7 @@ def parameter_lists(global_params: Sequence[Tensor], client_params: Sequence[Seq
         for index, (tensor, (shape, device)) in enumerate(zip(params, wanted, strict=True)):
             # There are thousands of tensors and their names take longer than the checks: only a bad one gets its name.
             good = isinstance(tensor, Tensor) and tensor.dtype in _FLOATING and tensor.layout == torch.strided
-            if good and tensor.shape == shape and tensor.device == device:
+            if good and not tensor.is_nested and tensor.shape == shape and tensor.device == device:
                 continue
             name = f"client_params[{client}][{index}]"
             floating(name, tensor)

@@ -2,7 +2,8 @@
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -10,23 +11,22 @@ import torch
 from torch import Tensor
 
 import fedkernels
-from fedkernels.internal import native as _native
+from fedkernels.internal import native
+from tests.fedkernels.operators import OPERATORS
 
-FUNCTIONS = {name: getattr(fedkernels, name) for name in fedkernels.__all__ if name[0].islower()}
-NO_OPERATORS = "build_info", "self_test"
-FUNCTIONS = {name: function for name, function in FUNCTIONS.items() if callable(function) and name not in NO_OPERATORS}
-OF_PARTS = "accumulate_cka", "clip_loss", "supervised_contrastive_loss"  # which call compiled operators of other names
-COMPILED = {f"test_{name}" for name in (*_native.COMPILED, *OF_PARTS)} | {"test_unbalanced_ot_stiff", "test_export"}
-OF_ALL = {"test_adversarial", "test_contexts", "test_memory_and_autograd", "test_properties", "test_refusals"}
-OF_OPERATORS = {f"test_{name}" for name in FUNCTIONS} | COMPILED | OF_ALL
+FUNCTIONS = {name: getattr(fedkernels, name) for name in OPERATORS}
+OF_PARTS = "accumulate_cka", "clip_loss", "supervised_contrastive_loss", "unbalanced_ot_stiff"  # call others' operators
+COMPILED = {f"test_{name}" for name in (*native.COMPILED, *OF_PARTS)}
+OF_TABLE = {"test_adversarial", "test_contexts", "test_memory_and_autograd", "test_properties", "test_refusals"}
+OF_OPERATORS = {f"test_{name}" for name in FUNCTIONS} | COMPILED | OF_TABLE
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    module = metafunc.module.__name__.rpartition(".")[2]
+    module, marked = metafunc.module.__name__.rpartition(".")[2], metafunc.definition.get_closest_marker
     if module not in OF_OPERATORS:
         return
-    wanted: list[Any] = ["native", "reference"] if module in COMPILED else ["cpu"]
-    if not metafunc.definition.get_closest_marker("cpu_only"):
+    wanted: list[Any] = ["native", "reference"] if module in COMPILED or marked("references_too") else ["cpu"]
+    if not marked("cpu_only"):
         wanted.append(pytest.param("cuda", marks=pytest.mark.gpu))
     if len(wanted) > 1:
         metafunc.parametrize("implementation", wanted, indirect=True)
@@ -36,9 +36,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = getattr(request, "param", None)
     if wanted == "reference":
-        monkeypatch.setattr(_native, "module", None)
-    elif wanted == "native" and _native.module is None:
-        pytest.skip(f"fedkernels._C is {_native.build_info()['native']}")
+        monkeypatch.setattr(native, "module", None)
+    elif wanted == "native" and native.module is None:
+        pytest.skip(f"fedkernels._C is {native.build_info()['native']}")
     elif request.node.get_closest_marker("gpu"):
         need_gpu()
     if wanted == "cuda":
@@ -46,6 +46,14 @@ def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
             for module in (fedkernels, fedkernels.nn, request.module):
                 if getattr(module, name, None) is function:
                     monkeypatch.setattr(module, name, on_gpu(function))
+
+
+@contextmanager
+def by_reference() -> Iterator[None]:
+    """As it is without the compiled module."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "module", None)
+        yield
 
 
 def need_gpu() -> None:
@@ -106,8 +114,8 @@ def moved(value: Any, move: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
-@pytest.fixture
-def native() -> None:
+@pytest.fixture(name="native")
+def needs_native() -> None:
     """For tests of the compiled module itself."""
-    if _native.module is None:
-        pytest.skip(f"fedkernels._C is {_native.build_info()['native']}")
+    if native.module is None:
+        pytest.skip(f"fedkernels._C is {native.build_info()['native']}")

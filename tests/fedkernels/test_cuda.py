@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import fedkernels
 from fedkernels import (
     ViewKey,
     ViewOptions,
@@ -26,14 +27,11 @@ from fedkernels import (
     unbalanced_ot_plan,
 )
 from fedkernels.internal import native
+from tests.fedkernels.inputs import FP64, randn
 
 pytestmark = pytest.mark.gpu
 
-BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-
-
-def randn(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=FP64)
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 def with_gradients(function: Callable[..., Tensor]) -> Callable[..., list[Tensor]]:
@@ -43,6 +41,10 @@ def with_gradients(function: Callable[..., Tensor]) -> Callable[..., list[Tensor
         return [value.detach(), *torch.autograd.grad(value.sum(), leaves)]
 
     return call
+
+
+def centered_cka(x, y):
+    return linear_cka(x, y, True)
 
 
 def to_kernel(centered: bool) -> Callable[..., list[Tensor]]:
@@ -123,92 +125,84 @@ class Case(NamedTuple):
     tolerance: float  # of each output, relative to its largest entry
 
 
+ROUNDING = {BF16: 1e-2, FP16: 2e-3, FP32: 1e-5, FP64: 1e-12}
+
+
+def of(function: Callable[..., Tensor], tensors: list[Tensor], dtype: torch.dtype, *, tf32: bool = False) -> Case:
+    """The value and the gradients in all tensors."""
+    call = with_gradients(function)
+    return Case(in_tf32(call), tensors, dtype, 2e-3) if tf32 else Case(call, tensors, dtype, ROUNDING[dtype])
+
+
+def contrastive(name: str, tensors: list[Tensor], *not_reduced: torch.dtype) -> dict[str, Case]:
+    """In every dtype, and in these with a gradient for each row's loss."""
+    loss = getattr(fedkernels, name)
+
+    def losses(p, q):
+        return weighted(loss(p, q, 0.3, "none"))
+
+    cases = {}
+    for dtype in ROUNDING:
+        of_dtype = str(dtype).removeprefix("torch.")
+        cases[f"{name}, {of_dtype}"] = of(lambda p, q: loss(p, q, 0.3), tensors, dtype)
+        if dtype in not_reduced:
+            cases[f"{name}, not reduced, {of_dtype}"] = of(losses, tensors, dtype)
+    cases[f"{name}, tf32"] = of(lambda p, q: loss(p, q, 0.3), tensors, FP32, tf32=True)
+    cases[f"{name}, not reduced, tf32"] = of(losses, tensors, FP32, tf32=True)
+    return cases
+
+
+def weights_of(gram: Tensor, dtype: torch.dtype = FP64, tolerance: float = 1e-6) -> Case:
+    return Case(lambda g: [client_weights(g)], [gram], dtype, tolerance)
+
+
 ROWS, MORE = randn(37, 40, seed=1) / 6, randn(150, 40, seed=2) / 6
-WIDE_ROWS, WIDE_MORE = randn(20, 600, seed=5) / 24, randn(30, 600, seed=6) / 24
+WIDE = [randn(20, 600, seed=5) / 24, randn(30, 600, seed=6) / 24]
 COST = (2 * randn(3, 30, 20, seed=3)).sigmoid()
 LARGE_COST = (2 * randn(150, 140, seed=4)).sigmoid()  # more than one block holds
+PROBLEMS, LARGE_PROBLEM = (
+    [cost, *(torch.ones((*cost.shape[:-2], size)).double() for size in cost.shape[-2:])] for cost in (COST, LARGE_COST)
+)
 CLIENTS = [randn(67, 61, seed=10 + k) for k in range(13)]
+GRAM = CLIENTS[0][:9] @ CLIENTS[0][:9].T
 SAMPLES = randn(600, 20, seed=7)  # what two representations have in common
 LARGE = [SAMPLES @ randn(20, d, seed=d) + randn(600, d, seed=d + 1) for d in (150, 140)]
-KERNEL = LARGE[1] @ LARGE[1].T
+KERNEL = [LARGE[0], LARGE[1] @ LARGE[1].T]
 BYTES, LARGE_BYTES = (
     torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(0)).double()
     for shape in ((7, 3, 20, 35), (3, 3, 90, 200))
 )
 CASES = {
-    "info_nce, bfloat16": Case(with_gradients(lambda q, k: info_nce(q, k, 0.3)), [ROWS, MORE], BF16, 1e-2),
-    "info_nce, float16": Case(with_gradients(lambda q, k: info_nce(q, k, 0.3)), [ROWS, MORE], FP16, 2e-3),
-    "info_nce, float32": Case(with_gradients(lambda q, k: info_nce(q, k, 0.3)), [ROWS, MORE], FP32, 1e-5),
-    "info_nce, float64": Case(with_gradients(lambda q, k: info_nce(q, k, 0.3)), [ROWS, MORE], FP64, 1e-12),
-    "info_nce, tf32": Case(in_tf32(with_gradients(lambda q, k: info_nce(q, k, 0.3))), [ROWS, MORE], FP32, 2e-3),
-    "info_nce, not reduced, tf32": Case(
-        in_tf32(with_gradients(lambda q, k: weighted(info_nce(q, k, 0.3, "none")))), [ROWS, MORE], FP32, 2e-3
+    **contrastive("info_nce", [ROWS, MORE], BF16, FP16, FP32),
+    **contrastive("nt_xent", [ROWS, MORE[:37]], BF16, FP64),
+    "info_nce, recomputed, bfloat16": of(lambda q, k: info_nce(q, k, 0.3, recompute=True), [ROWS, MORE], BF16),
+    "info_nce, two dtypes": of(lambda q, k: info_nce(q, k.half(), 0.3), [ROWS, MORE], BF16),
+    "info_nce, wide rows": of(lambda q, k: info_nce(q, k, 0.3), WIDE, BF16),
+    "info_nce, query alone": of(lambda q: info_nce(q, q.detach(), 0.3), [ROWS], BF16),
+    "info_nce, key alone": of(lambda k: weighted(info_nce(k[:37].detach(), k, 0.3, "none")), [MORE], FP64),
+    "nt_xent, tf32, 300 columns": of(
+        lambda p, q: nt_xent(p, q, 0.3), [WIDE[0][:, :300], WIDE[1][:20, :300]], FP32, tf32=True
     ),
-    "info_nce, recomputed, bfloat16": Case(
-        with_gradients(lambda q, k: info_nce(q, k, 0.3, recompute=True)), [ROWS, MORE], BF16, 1e-2
-    ),
-    "info_nce, two dtypes": Case(with_gradients(lambda q, k: info_nce(q, k.half(), 0.3)), [ROWS, MORE], BF16, 1e-2),
-    "info_nce, wide rows": Case(with_gradients(lambda q, k: info_nce(q, k, 0.3)), [WIDE_ROWS, WIDE_MORE], BF16, 1e-2),
-    "info_nce, query alone": Case(with_gradients(lambda q: info_nce(q, q.detach(), 0.3)), [ROWS], BF16, 1e-2),
-    "info_nce, not reduced, bfloat16": Case(
-        with_gradients(lambda q, k: weighted(info_nce(q, k, 0.3, "none"))), [ROWS, MORE], BF16, 1e-2
-    ),
-    "info_nce, not reduced, float16": Case(
-        with_gradients(lambda q, k: weighted(info_nce(q, k, 0.3, "none"))), [ROWS, MORE], FP16, 2e-3
-    ),
-    "info_nce, not reduced, float32": Case(
-        with_gradients(lambda q, k: weighted(info_nce(q, k, 0.3, "none"))), [ROWS, MORE], FP32, 1e-5
-    ),
-    "info_nce, not reduced, key alone": Case(
-        with_gradients(lambda k: weighted(info_nce(k[:37].detach(), k, 0.3, "none"))), [MORE], FP64, 1e-12
-    ),
-    "nt_xent, bfloat16": Case(with_gradients(lambda p, q: nt_xent(p, q, 0.3)), [ROWS, MORE[:37]], BF16, 1e-2),
-    "nt_xent, float32": Case(with_gradients(lambda p, q: nt_xent(p, q, 0.3)), [ROWS, MORE[:37]], FP32, 1e-5),
-    "nt_xent, tf32": Case(in_tf32(with_gradients(lambda p, q: nt_xent(p, q, 0.3))), [ROWS, MORE[:37]], FP32, 2e-3),
-    "nt_xent, tf32, 300 columns": Case(
-        in_tf32(with_gradients(lambda p, q: nt_xent(p, q, 0.3))), [WIDE_ROWS[:, :300], WIDE_MORE[:20, :300]], FP32, 2e-3
-    ),
-    "nt_xent, float64": Case(with_gradients(lambda p, q: nt_xent(p, q, 0.3)), [ROWS, MORE[:37]], FP64, 1e-12),
-    "nt_xent, not reduced, bfloat16": Case(
-        with_gradients(lambda p, q: weighted(nt_xent(p, q, 0.3, "none"))), [ROWS, MORE[:37]], BF16, 1e-2
-    ),
-    "nt_xent, not reduced, float64": Case(
-        with_gradients(lambda p, q: weighted(nt_xent(p, q, 0.3, "none"))), [ROWS, MORE[:37]], FP64, 1e-12
-    ),
-    "linear_cka": Case(with_gradients(linear_cka), [randn(3, 70, 9), randn(3, 70, 50, seed=1)], FP32, 1e-5),
-    "linear_cka, centered": Case(
-        with_gradients(lambda x, y: linear_cka(x, y, True)), [randn(2, 40, 100), randn(2, 40, 70, seed=1)], FP32, 1e-5
-    ),
-    "linear_cka, large": Case(with_gradients(linear_cka), LARGE, FP32, 1e-5),
-    "linear_cka, large, bfloat16": Case(with_gradients(lambda x, y: linear_cka(x, y, True)), LARGE, BF16, 1e-2),
-    "linear_cka, large, a batch": Case(
-        with_gradients(lambda x, y: linear_cka(x, y, True)), [torch.stack([z, z.flip(0)]) for z in LARGE], FP32, 1e-5
-    ),
-    "linear_cka, wide": Case(
-        with_gradients(linear_cka), [randn(3, 40, 200), randn(3, 40, 170, seed=1) + randn(3, 40, 1)], FP32, 1e-5
-    ),
-    "linear_cka, float64": Case(with_gradients(lambda x, y: linear_cka(x, y, True)), LARGE, FP64, 1e-12),
-    "linear_cka_to_kernel": Case(to_kernel(False), [LARGE[0], KERNEL], FP32, 1e-5),
-    "linear_cka_to_kernel, centered": Case(to_kernel(True), [LARGE[0], KERNEL], FP32, 2e-5),
-    "linear_cka_to_kernel, float64": Case(to_kernel(True), [LARGE[0], KERNEL], FP64, 1e-11),
+    "linear_cka": of(linear_cka, [randn(3, 70, 9), randn(3, 70, 50, seed=1)], FP32),
+    "linear_cka, centered": of(centered_cka, [randn(2, 40, 100), randn(2, 40, 70, seed=1)], FP32),
+    "linear_cka, large": of(linear_cka, LARGE, FP32),
+    "linear_cka, large, bfloat16": of(centered_cka, LARGE, BF16),
+    "linear_cka, large, a batch": of(centered_cka, [torch.stack([z, z.flip(0)]) for z in LARGE], FP32),
+    "linear_cka, wide": of(linear_cka, [randn(3, 40, 200), randn(3, 40, 170, seed=1) + randn(3, 40, 1)], FP32),
+    "linear_cka, float64": of(centered_cka, LARGE, FP64),
+    "linear_cka_to_kernel": Case(to_kernel(False), KERNEL, FP32, 1e-5),
+    "linear_cka_to_kernel, centered": Case(to_kernel(True), KERNEL, FP32, 2e-5),
+    "linear_cka_to_kernel, float64": Case(to_kernel(True), KERNEL, FP64, 1e-11),
     "linear_cka_pairwise": Case(pairwise, [*LARGE, SAMPLES], FP32, 1e-5),
-    "unbalanced_ot": Case(transport, [COST, torch.ones(3, 30).double(), torch.ones(3, 20).double()], FP32, 1e-2),
-    "unbalanced_ot, large": Case(
-        transport, [LARGE_COST, torch.ones(150).double(), torch.ones(140).double()], FP32, 1e-2
+    "unbalanced_ot": Case(transport, PROBLEMS, FP32, 1e-2),
+    "unbalanced_ot, large": Case(transport, LARGE_PROBLEM, FP32, 1e-2),
+    "unbalanced_ot, masks": Case(masked_transport, PROBLEMS, FP32, 1e-2),
+    "client_weights": weights_of(GRAM),
+    "client_weights, a batch": weights_of(torch.stack([c[:40] @ c[:40].T for c in CLIENTS[:3]])),
+    "client_weights, equal clients": weights_of(
+        torch.stack([randn(4, 4) @ randn(4, 4).T, torch.ones(4, 4)]), FP32, 1e-5
     ),
-    "unbalanced_ot, masks": Case(
-        masked_transport, [COST, torch.ones(3, 30).double(), torch.ones(3, 20).double()], FP32, 1e-2
-    ),
-    "client_weights": Case(lambda g: [client_weights(g)], [CLIENTS[0][:9] @ CLIENTS[0][:9].T], FP64, 1e-6),
-    "client_weights, a batch": Case(
-        lambda g: [client_weights(g)], [torch.stack([c[:40] @ c[:40].T for c in CLIENTS[:3]])], FP64, 1e-6
-    ),
-    "client_weights, equal clients": Case(
-        lambda g: [client_weights(g)], [torch.stack([randn(4, 4) @ randn(4, 4).T, torch.ones(4, 4)])], FP32, 1e-5
-    ),
-    "client_weights, one did not move": Case(
-        lambda g: [client_weights(g)], [torch.tensor([1.0, 0, 2]).diag()], FP32, 0
-    ),
+    "client_weights, one did not move": weights_of(torch.tensor([1.0, 0, 2]).diag(), FP32, 0),
     "client_weights, more clients than entries": Case(
         lambda g: [client_weights(g) @ g @ client_weights(g)],  # the weights are not unique
         [randn(9, 4, seed=3) @ randn(9, 4, seed=3).T + 1],
@@ -217,7 +211,7 @@ CASES = {
     ),
     "client_weights, lower bounds": Case(
         lambda g: [client_weights(g, lower_bounds=0.1 / g.diagonal()), client_weights(g, lower_bounds=0.01)],
-        [CLIENTS[0][:9] @ CLIENTS[0][:9].T],
+        [GRAM],
         FP64,
         1e-6,
     ),
@@ -276,11 +270,8 @@ def test_the_module_has_kernels_for_this_gpu():
         assert native.operator(name, x, x.cpu()) is None
 
 
-@EVERY
-def test_works_on_the_current_stream(name):
+def on_late_inputs(call: Callable[..., list[Tensor]], ready: list[Tensor]) -> list[Tensor]:
     """The inputs are written late on a stream of their own: who reads them on another finds NaN."""
-    case, ready = CASES[name], on("cuda", name)
-    truth = case.call(*ready)
     late = [torch.full_like(tensor, torch.nan) for tensor in ready]
     stream = torch.cuda.Stream()
     torch.cuda.synchronize()
@@ -288,28 +279,26 @@ def test_works_on_the_current_stream(name):
         torch.cuda._sleep(50_000_000)  # cycles: some 30 ms
         for tensor, value in zip(late, ready, strict=True):
             tensor.copy_(value)
-        found = case.call(*late)
+        found = call(*late)
     stream.synchronize()
-    assert_equal(found, truth)
+    return found
+
+
+@EVERY
+def test_works_on_the_current_stream(name):
+    case, ready = CASES[name], on("cuda", name)
+    truth = case.call(*ready)
+    assert_equal(on_late_inputs(case.call, ready), truth)
 
 
 @pytest.mark.parametrize("name", ["info_nce, bfloat16", "nt_xent, bfloat16", "linear_cka", "linear_cka, large"])
 def test_works_on_the_current_stream_when_compiled(name):
     case, ready = CASES[name], on("cuda", name)
     truth = case.call(*ready)
-    late = [torch.full_like(tensor, torch.nan) for tensor in ready]
     torch.compiler.reset()
     compiled = torch.compile(case.call, backend="aot_eager")
     compiled(*ready)
-    stream = torch.cuda.Stream()
-    torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(50_000_000)
-        for tensor, value in zip(late, ready, strict=True):
-            tensor.copy_(value)
-        found = compiled(*late)
-    stream.synchronize()
-    assert_near(found, truth, 1e-5)
+    assert_near(on_late_inputs(compiled, ready), truth, 1e-5)
 
 
 @EVERY
@@ -362,9 +351,7 @@ def test_works_beside_the_current_device(name):
 def test_inputs_on_different_devices_are_refused():
     here, there = torch.ones(4, 3), torch.ones(4, 3, device="cuda")
     for call in (
-        lambda: info_nce(there, here, 0.5),
         lambda: info_nce(here, there, 0.5),
-        lambda: nt_xent(there, here, 0.5),
         lambda: linear_cka(there, here),
         lambda: delta_gram([there], [[there], [here]]),
         lambda: apply_deltas([here], [[there]], [1.0]),

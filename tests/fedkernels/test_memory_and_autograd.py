@@ -1,46 +1,17 @@
 """Inputs and outputs that share memory, inputs that change before the backward pass, subclasses, second derivatives."""
 
-import math
-
 import pytest
 import torch
 
-from fedkernels import (
-    client_weights,
-    delta_gram,
-    info_nce,
-    linear_cka,
-    linear_cka_pairwise,
-    linear_cka_to_kernel,
-    nt_xent,
-    unbalanced_ot,
-    unbalanced_ot_plan,
-)
-from fedkernels.internal import native
+from fedkernels import info_nce, linear_cka, linear_cka_to_kernel, nt_xent
+from tests.fedkernels.conftest import by_reference
+from tests.fedkernels.inputs import FP64, randn
+from tests.fedkernels.operators import DIFFERENTIABLE, PATHS, value_and_gradients
 
-FP32, FP64 = torch.float32, torch.float64
-NAN, INF = math.nan, math.inf
-
-
-def randn(*shape, seed=0, dtype=FP64):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=FP64).to(dtype)
-
-
+pytestmark = pytest.mark.filterwarnings("ignore:the optimum transports nothing")
+SIZES = 4, 4, 0, 1
+OF_FLOATS = [name for name, path in PATHS.items() if path.inputs(*SIZES)[0].is_floating_point()]
 MEMORY = torch.arange(24, dtype=FP64).sin()
-# name: function of one tensor [4, 4]
-OF_ONE = {
-    "info_nce": lambda x: info_nce(x, x, 0.5),
-    "info_nce, not reduced": lambda x: info_nce(x, x, 0.5, "none"),
-    "nt_xent": lambda x: nt_xent(x, x, 0.5),
-    "linear_cka": lambda x: linear_cka(x, x[:, :2]),
-    "linear_cka_to_kernel": lambda x: linear_cka_to_kernel(x, x @ x.T),
-    "linear_cka_pairwise": lambda x: linear_cka_pairwise([x, x[:, :2]], [x]),
-    "unbalanced_ot": lambda x: unbalanced_ot(x, x[:, 0].abs(), x[0].abs(), 0.8, 0.9, tol=1e-9),
-    "unbalanced_ot_plan": lambda x: unbalanced_ot_plan(x, 1.0, 1.0, 0.8, 0.9)[0],
-    "client_weights": lambda x: client_weights((x + x.T) * torch.ones(4) + 9 * torch.eye(4)),
-    "client_weights, as given": lambda x: client_weights((x.T @ x).as_strided((4, 4), (4, 1))),
-    "delta_gram": lambda x: delta_gram([x], [[x], [x.T], [x[:1].expand(4, 4)]]),
-}
 OVERLAPPING = {
     "windows": MEMORY.as_strided((4, 4), (1, 1)),
     "one row": MEMORY[:4].expand(4, 4),
@@ -51,134 +22,151 @@ OVERLAPPING = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:the optimum transports nothing")
-@pytest.mark.parametrize("name", OF_ONE)
-@pytest.mark.parametrize("view", OVERLAPPING)
-def test_overlapping_input_is_read_as_if_it_did_not(name, view):
-    function, before = OF_ONE[name], MEMORY.clone()
-    leaf, plain = OVERLAPPING[view].detach().requires_grad_(), OVERLAPPING[view].clone().requires_grad_()
-    value, truth = function(leaf), function(plain)
-    torch.testing.assert_close(value, truth)
-    if value.requires_grad:
-        grads = torch.autograd.grad(value.sum(), leaf)[0], torch.autograd.grad(truth.sum(), plain)[0]
-        torch.testing.assert_close(*grads)
-    assert torch.equal(MEMORY, before)
+@pytest.mark.parametrize("name", OF_FLOATS)
+def test_overlapping_input_is_read_as_if_it_did_not(name):
+    """The first input, in a batch too, and each other that has its shape: all are views of one memory."""
+    path, before = PATHS[name], MEMORY.clone()
+    for view in OVERLAPPING.values():
+        inputs = path.inputs(*SIZES)
+        if 0 in path.symmetric:
+            view = view[:1, :1].expand(4, 4)
+        overlapping = [view.expand(x.shape) if x.shape[-2:] == (4, 4) else x for x in inputs]
+        found = value_and_gradients(
+            path.call, [x.detach().requires_grad_(path.learns(n, x)) for n, x in enumerate(overlapping)]
+        )
+        truth = value_and_gradients(path.call, path.leaves([x.contiguous() for x in overlapping]))
+        for one, true in zip(found, truth, strict=True):
+            torch.testing.assert_close(one, true)
+        assert torch.equal(MEMORY, before)
 
 
-@pytest.mark.parametrize("name", OF_ONE)
+@pytest.mark.parametrize("name", PATHS)
 def test_outputs_never_share_memory_with_inputs(name):
-    leaf = randn(4, 4, seed=1).requires_grad_()
-    version, value = leaf._version, OF_ONE[name](leaf)
-    outputs = [value]
-    if value.requires_grad:
-        outputs += torch.autograd.grad(value.sum(), leaf)
-    assert len({tensor.untyped_storage().data_ptr() for tensor in [leaf, *outputs]}) == 1 + len(outputs)
-    assert leaf._version == version
+    path = PATHS[name]
+    leaves = path.leaves(path.inputs(*SIZES))
+    versions = [leaf._version for leaf in leaves]
+    outputs = value_and_gradients(path.call, leaves)
+    given, made = ({x.untyped_storage().data_ptr() for x in tensors} for tensors in (leaves, outputs))
+    assert not given & made
+    assert [leaf._version for leaf in leaves] == versions
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in OF_ONE if not name.startswith(("unbalanced_ot_p", "client", "delta"))]
-)
+@pytest.mark.parametrize("name", [name for name in DIFFERENTIABLE if "plan" not in name])
 def test_a_leaf_may_be_used_again(name):
-    """Twice in one call, in two calls, and for two backward passes."""
-    function, leaf = OF_ONE[name], randn(4, 4, seed=1).requires_grad_()
-    value = function(leaf).sum()
+    """Twice in one call, in two calls, and for two backward passes; two names for the same values are two inputs."""
+    path = PATHS[name]
+    inputs = path.inputs(*SIZES)
+    leaf = inputs[0].clone().requires_grad_()
+
+    same = [path.learns(number, x) and x.shape == leaf.shape for number, x in enumerate(inputs)]
+
+    def total():
+        return path.call(*(leaf if is_leaf else x for is_leaf, x in zip(same, inputs, strict=True))).sum()
+
+    value = total()
     once = torch.autograd.grad(value, leaf, retain_graph=True)[0]
     assert torch.equal(torch.autograd.grad(value, leaf, retain_graph=True)[0], once)
     value.backward()
     torch.testing.assert_close(leaf.grad, once, rtol=0, atol=0)
-    (function(leaf).sum() + function(leaf).sum()).backward()
+    (total() + total()).backward()
     torch.testing.assert_close(leaf.grad, 3 * once)
-    # Two names for the same values are two inputs, whose gradients add up.
-    other = leaf.detach().clone().requires_grad_()
-    if name == "info_nce":
-        torch.testing.assert_close(sum(torch.autograd.grad(info_nce(leaf, other, 0.5), [leaf, other])), once)
-    if name == "nt_xent":
-        torch.testing.assert_close(sum(torch.autograd.grad(nt_xent(leaf, other, 0.5), [leaf, other])), once)
+    apart = [leaf.detach().clone().requires_grad_() if is_leaf else x for is_leaf, x in zip(same, inputs, strict=True)]
+    torch.testing.assert_close(sum(value_and_gradients(path.call, apart)[1:]), once)
 
 
 @pytest.mark.usefixtures("native")
-@pytest.mark.parametrize("name", ["info_nce", "nt_xent", "linear_cka"])
+@pytest.mark.parametrize("name", ["info_nce", "nt_xent", "linear_cka", "sigmoid_loss", "debiased_cka"])
 def test_gradients_formed_with_the_value_do_not_read_their_inputs_again(name):
-    leaf = randn(4, 4, seed=1).requires_grad_()
-    truth = torch.autograd.grad(OF_ONE[name](leaf), leaf)[0]
-    inside = leaf.clone()
-    value = OF_ONE[name](inside)
+    path = PATHS[name]
+    leaves = path.leaves(path.inputs(*SIZES))
+    inside = [leaf.clone() for leaf in leaves]
+    value = path.call(*inside)
     with torch.no_grad():
-        inside.zero_()
-    torch.testing.assert_close(torch.autograd.grad(value, leaf)[0], truth)
+        for tensor in inside:
+            tensor.zero_()
+    torch.testing.assert_close(list(torch.autograd.grad(value, leaves)), value_and_gradients(path.call, leaves)[1:])
 
 
 @pytest.mark.cpu_only(reason="the copy is not changed")
-def test_gradients_that_wait_for_their_weights_notice_a_change():
-    for function in (info_nce, nt_xent):
-        leaf = randn(4, 4, seed=1).requires_grad_()
-        inside = leaf.clone()
-        losses = function(inside, inside, 0.5, "none")
-        with torch.no_grad():
-            inside.zero_()
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            losses.sum().backward()
+@pytest.mark.parametrize("name", ["info_nce, not reduced", "info_nce, recompute", "nt_xent, not reduced", "clip_loss"])
+def test_gradients_that_wait_for_their_weights_notice_a_change(name):
+    path = PATHS[name]
+    inside = [leaf.clone() for leaf in path.leaves(path.inputs(*SIZES))]
+    value = path.call(*inside)
+    with torch.no_grad():
+        inside[1].zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        value.sum().backward()
 
 
 class Tagged(torch.Tensor):
     pass
 
 
-@pytest.mark.parametrize("name", OF_ONE)
+@pytest.mark.parametrize("name", OF_FLOATS)
 def test_tensor_subclasses(name):
-    rows = randn(4, 4, seed=1)
-    truth = OF_ONE[name](rows)
-    tagged = OF_ONE[name](rows.clone().as_subclass(Tagged))
+    path = PATHS[name]
+    inputs = path.inputs(*SIZES)
+    truth = path.call(*inputs)
+    tagged = path.call(*(x.clone().as_subclass(Tagged) for x in inputs))
     assert torch.equal(tagged.detach().as_subclass(torch.Tensor), truth)
-    parameter = OF_ONE[name](torch.nn.Parameter(rows.clone()))
-    if name in (
-        "linear_cka_to_kernel",
-        "linear_cka_pairwise",
-    ):  # the reference serves its gradient
-        torch.testing.assert_close(parameter.detach(), truth, rtol=1e-12, atol=0)
-    else:
-        assert torch.equal(parameter.detach(), truth)
+    parameter = path.call(*(torch.nn.Parameter(x.clone()) if x.is_floating_point() else x for x in inputs))
+    rounding = 1e-12 if "kernel" in name or path.by_reference else 0  # where the reference serves the gradient
+    torch.testing.assert_close(parameter.detach(), truth, rtol=rounding, atol=0)
     with torch.inference_mode():
-        assert torch.equal(OF_ONE[name](rows.clone()), truth)
-    conjugate = torch.complex(torch.zeros_like(rows), -rows).conj().imag  # its sign is a flag, not in memory
-    assert conjugate.is_neg()
-    torch.testing.assert_close(OF_ONE[name](conjugate), truth)
+        assert torch.equal(path.call(*(x.clone() for x in inputs)), truth)
+    # Their sign is a flag, not in memory.
+    negative = [torch.complex(torch.zeros_like(x), -x).conj().imag for x in inputs]
+    assert all(x.is_neg() for x in negative)
+    torch.testing.assert_close(path.call(*negative), truth)
 
 
 # ---- derivatives of derivatives -----------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("native")
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("function", [info_nce, nt_xent])
-def test_second_derivatives_are_refused(function, reduction):
-    query, key = randn(4, 3, seed=1).requires_grad_(), randn(4, 3, seed=2).requires_grad_()
-    loss = function(query, key, 0.5, reduction).sum()
-    grads = torch.autograd.grad(loss, [query, key], create_graph=True)
-    message = f"the compiled {function.__name__} has no second derivative"
-    with pytest.raises(RuntimeError, match=message):
-        torch.autograd.grad(grads[0].square().sum() + grads[1].sum(), query)
-    with pytest.raises(RuntimeError, match=message):
-        torch.autograd.functional.hessian(lambda q: function(q, key, 0.5, reduction).sum(), query)
+OF_REFERENCE = "sigmoid_loss, not reduced"  # which has second derivatives
+FIRST_ONLY = [name for name in DIFFERENTIABLE if not PATHS[name].by_reference and name != OF_REFERENCE]
 
 
 @pytest.mark.usefixtures("native")
-def test_second_derivatives_of_cka_are_refused():
-    x, y = randn(4, 3, seed=1).requires_grad_(), randn(4, 2, seed=2).requires_grad_()
-    kernel = (y @ y.T).detach()
-    for name, function in (
-        ("linear_cka", linear_cka),
-        ("linear_cka_to_kernel", lambda x, _: linear_cka_to_kernel(x, kernel)),
-    ):
-        grad = torch.autograd.grad(function(x, y), x, create_graph=True)[0]
-        with pytest.raises(RuntimeError, match=f"the compiled {name} has no second derivative"):
-            torch.autograd.grad(grad.square().sum(), x)
+@pytest.mark.parametrize("name", FIRST_ONLY)
+def test_second_derivatives_are_refused(name):
+    """And not taken for zero, in whichever two inputs."""
+    path = PATHS[name]
+    leaves = path.leaves(path.inputs(*SIZES))
+    learned = [leaf for leaf in leaves if leaf.requires_grad]
+    for one in learned:
+        (gradient,) = torch.autograd.grad(path.call(*leaves).sum(), one, create_graph=True)
+        for other in learned:
+            with pytest.raises(RuntimeError, match="has no second derivative"):
+                torch.autograd.grad(gradient.square().sum() + other.sum(), other, retain_graph=True)
 
 
-def test_the_reference_has_second_derivatives(monkeypatch):
-    monkeypatch.setattr(native, "module", None)
+@pytest.mark.parametrize("name", [name for name in DIFFERENTIABLE if name.startswith("unbalanced_ot,")])
+def test_second_derivatives_of_transport_are_refused_under_transforms(name):
+    """Which take the references of the other operators."""
+    path = PATHS[name]
+    inputs = path.inputs(*SIZES)
+    for number in range(3):
+        gradient = torch.func.grad(lambda *given: path.call(*given).sum(), number)
+        mapped = torch.func.vmap(gradient)
+        for of, arguments in ((gradient, inputs), (mapped, [x[None] for x in inputs])):
+            for other in range(3):
+                with pytest.raises(RuntimeError, match="unbalanced_ot has no second derivative"):
+                    torch.func.grad(lambda *given, of=of: of(*given).square().sum(), other)(*arguments)
+
+
+def test_what_a_transport_problem_is_multiplied_by_has_a_second_derivative():
+    path = PATHS["unbalanced_ot"]
+    cost, *masses = path.leaves(path.inputs(*SIZES))
+    factor = torch.tensor(2.0, dtype=FP64, requires_grad=True)
+    (gradient,) = torch.autograd.grad(factor * path.call(cost, *masses), cost, create_graph=True)
+    torch.testing.assert_close(torch.autograd.grad(gradient.sum(), factor)[0], gradient.sum() / factor)
+
+
+def test_the_reference_has_second_derivatives():
     tensors = randn(3, 2, seed=1).requires_grad_(), randn(3, 2, seed=2).requires_grad_()
-    for function in (info_nce, nt_xent):
-        assert torch.autograd.gradgradcheck(lambda p, q, f=function: f(p, q, 0.5), tensors)
-    assert torch.autograd.gradgradcheck(linear_cka, tensors)
+    with by_reference():
+        for function in (lambda p, q: info_nce(p, q, 0.5), lambda p, q: nt_xent(p, q, 0.5), linear_cka):
+            assert torch.autograd.gradgradcheck(function, tensors)
+        assert torch.autograd.gradgradcheck(lambda x, y: linear_cka_to_kernel(x, y @ y.T), tensors)

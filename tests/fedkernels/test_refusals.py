@@ -1,184 +1,210 @@
-"""Arguments that every operator refuses: dtypes, layouts, devices, sizes; and empty ones that it accepts."""
+"""What every argument of every operator refuses, in one line that names it; and empty ones that are fine."""
 
 import math
-import re
 from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
+import fedkernels
 from fedkernels import (
     ViewKey,
     ViewOptions,
     apply_deltas,
     client_weights,
-    clip_loss,
     delta_gram,
     info_nce,
     linear_cka,
     linear_cka_pairwise,
     linear_cka_to_kernel,
     nt_xent,
-    sigmoid_loss,
-    supervised_contrastive_loss,
     unbalanced_ot,
-    unbalanced_ot_plan,
     view_parameters,
 )
+from tests.fedkernels.operators import LABELS, OPERATORS, Choice, R, Scalar
 
-FP32, FP64 = torch.float32, torch.float64
-NAN, INF = math.nan, math.inf
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:the optimum transports nothing", "ignore:Sparse CSR tensor support is in beta", "ignore:.*nested tensors"
+)
+FLOATING = "must be float16, bfloat16, float32 or float64"
 
 
-def randn(*shape, seed=0, dtype=FP64):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=FP64).to(dtype)
+def arguments_of(name: str) -> dict:
+    good = OPERATORS[name].arguments
+    return {argument: getattr(value, "value", value) for argument, value in good.items()}
 
 
-R, LABELS = torch.ones(4, 3), torch.tensor([0, 0, 1, 1])
-# name, argument: a call with `bad` in the place of that argument
-CALLS = {
-    ("info_nce", "query"): lambda bad: info_nce(bad, R, 0.5),
-    ("info_nce", "key"): lambda bad: info_nce(R, bad, 0.5),
-    ("nt_xent", "view1"): lambda bad: nt_xent(bad, R, 0.5),
-    ("nt_xent", "view2"): lambda bad: nt_xent(R, bad, 0.5),
-    ("clip_loss", "image"): lambda bad: clip_loss(bad, R, 0.5),
-    ("clip_loss", "text"): lambda bad: clip_loss(R, bad, 0.5),
-    ("sigmoid_loss", "image"): lambda bad: sigmoid_loss(bad, R, 0.5, 0.0),
-    ("sigmoid_loss", "text"): lambda bad: sigmoid_loss(R, bad, 0.5, 0.0),
-    ("supervised_contrastive_loss", "features"): lambda bad: supervised_contrastive_loss(bad, LABELS, 0.5),
-    ("linear_cka", "x"): lambda bad: linear_cka(bad, R),
-    ("linear_cka", "y"): lambda bad: linear_cka(R, bad),
-    ("linear_cka_to_kernel", "x"): lambda bad: linear_cka_to_kernel(bad, torch.eye(4)),
-    ("linear_cka_to_kernel", "kernel"): lambda bad: linear_cka_to_kernel(R, bad),
-    ("linear_cka_pairwise", "xs[1]"): lambda bad: linear_cka_pairwise([R, bad], [R]),
-    ("linear_cka_pairwise", "ys[0]"): lambda bad: linear_cka_pairwise([R], [bad]),
-    ("unbalanced_ot", "cost"): lambda bad: unbalanced_ot(bad, 1.0, 1.0, 0.8, 0.8),
-    ("unbalanced_ot", "a"): lambda bad: unbalanced_ot(R, bad, 1.0, 0.8, 0.8),
-    ("unbalanced_ot", "b"): lambda bad: unbalanced_ot(R, 1.0, bad, 0.8, 0.8),
-    ("unbalanced_ot_plan", "cost"): lambda bad: unbalanced_ot_plan(bad, 1.0, 1.0, 0.8, 0.8),
-    ("client_weights", "gram"): client_weights,
-    ("delta_gram", "global_params[1]"): lambda bad: delta_gram([R, bad], [[R, R]]),
-    ("delta_gram", "client_params[0][1]"): lambda bad: delta_gram([R, R], [[R, bad]]),
-    ("apply_deltas", "global_params[1]"): lambda bad: apply_deltas([R.clone(), bad], [[R, R]], [1.0]),
-    ("apply_deltas", "client_params[0][1]"): lambda bad: apply_deltas([R.clone(), R.clone()], [[R, bad]], [1.0]),
-    ("apply_deltas", "weights"): lambda bad: apply_deltas([R.clone()], [[R]], bad),
+def tensors_within(value, label: str):
+    """Every tensor of a list or a list of lists, with its name: (name, tensor, the value with another in its place)."""
+    if isinstance(value, Tensor):
+        yield label, value, lambda other: other
+    elif isinstance(value, (list, tuple)):
+        for number, one in enumerate(value):
+            for name, tensor, put in tensors_within(one, f"{label}[{number}]"):
+                around = value[:number], value[number + 1 :]
+                yield (
+                    name,
+                    tensor,
+                    lambda other, put=put, around=around: type(value)([*around[0], put(other), *around[1]]),
+                )
+
+
+MAY_BE_LEFT_OUT = "negatives", "excluded", "row_mask", "column_mask"
+ANYWHERE = "gram", "weights"  # no other tensor says on which device
+
+
+def refused(name: str, label: str, good: Tensor):
+    """What an argument refuses in the place of `good`, and how the message begins."""
+    floating, flat = good.is_floating_point(), good.ndim == 2
+    kinds = {torch.float32, torch.int32, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn}
+    for dtype in kinds - ({torch.float32} if floating else {good.dtype}):
+        yield good.to(dtype), f"{label} {FLOATING}, got {dtype}" if floating else f"{label} must be "
+    others = [good.to_sparse(), *([good.to_sparse_csr()] if flat else []), *([good.to_mkldnn()] if floating else [])]
+    for other in others:
+        yield other, f"{label} must be a dense tensor, got layout {other.layout}"
+    if floating and flat:
+        yield torch.nested.nested_tensor([good, good]), f"{label} must be a dense tensor, got a nested one"
+    if label not in ANYWHERE and name != "view_parameters":
+        yield good.to("meta"), " must be on the device of "
+    if "params" not in label:  # which may have any shape
+        yield good[0], f"{label} must "
+    for other in ("R", None, 1j, object(), *([good.numpy()] if label != "weights" else [])):
+        if other is not None or label not in MAY_BE_LEFT_OUT:
+            yield other, f"{label} must be "
+
+
+def assert_refused(name: str, changes: dict, message: str, error: type[Exception] | None = None) -> None:
+    with pytest.raises((TypeError, ValueError)) as caught:
+        getattr(fedkernels, name)(**arguments_of(name) | changes)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    if error is not None:
+        assert caught.type is error
+
+
+TENSORS = {
+    (name, label): (argument, good, put)
+    for name in OPERATORS
+    for argument, value in arguments_of(name).items()
+    for label, good, put in tensors_within(value, argument)
 }
-NOT_FLOATING = [
-    R.int(),
-    R.long(),
-    R.bool(),
-    R.to(torch.complex64),
-    R.to(torch.float8_e4m3fn),
+
+
+@pytest.mark.parametrize("place", TENSORS, ids=", ".join)
+def test_other_tensors_are_refused(place):
+    (name, label), (argument, good, put) = place, TENSORS[place]
+    for bad, message in refused(name, label, good):
+        assert_refused(name, {argument: put(bad)}, message, None if isinstance(bad, Tensor) else TypeError)
+    if not good.is_floating_point() and good.ndim < 3:  # other strides are fine
+        call, strided = getattr(fedkernels, name), torch.stack([good, good], dim=-1)[..., 0]
+        values = [call(**arguments_of(name) | {argument: put(one)}) for one in (strided, good)]
+        torch.testing.assert_close(*values, rtol=0, atol=0)
+
+
+LISTS = [
+    (name, argument)
+    for name in OPERATORS
+    for argument, value in arguments_of(name).items()
+    if isinstance(value, (list, tuple)) and isinstance(value[0], (Tensor, list))
 ]
 
 
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
-@pytest.mark.parametrize("call", CALLS)
-def test_other_dtypes_and_layouts_are_refused(call):
-    for bad in NOT_FLOATING:
-        with pytest.raises(TypeError) as caught:
-            CALLS[call](bad)
-        assert str(caught.value) == f"{call[1]} must be float16, bfloat16, float32 or float64, got {bad.dtype}"
-    for bad in (R.to_sparse(), R.to_sparse_csr(), R.to_mkldnn()):
-        with pytest.raises(TypeError) as caught:
-            CALLS[call](bad)
-        assert str(caught.value) == f"{call[1]} must be a dense tensor, got layout {bad.layout}"
+@pytest.mark.parametrize(("name", "argument"), LISTS)
+def test_what_is_no_list_is_refused(name, argument):
+    for bad in (R, 3.0, {"R": R}):
+        assert_refused(name, {argument: bad}, f"{argument} must be a ", TypeError)
 
 
-@pytest.mark.parametrize("argument", ["labels", "labels[0]", "labels[1]", "positives", "excluded"])
-def test_labels_and_masks_are_exact_and_dense(argument):
-    """So classes .2 and .4 cannot become one."""
-
-    def call(bad):
-        if argument == "labels":
-            return supervised_contrastive_loss(R, bad, 0.5)
-        if argument in ("positives", "excluded"):
-            return info_nce(R, R, 0.5, **{argument: bad})
-        return info_nce(R, R, 0.5, labels=(bad, LABELS) if argument == "labels[0]" else (LABELS, bad))
-
-    good = torch.eye(4, dtype=torch.bool) if argument == "excluded" else LABELS
-    kind = "bool" if argument == "excluded" else "int64"
-    for dtype in (torch.float32, torch.int32, torch.uint8):
-        with pytest.raises(TypeError, match=rf"^{re.escape(argument)} must be {kind}, got {dtype}"):
-            call(good.to(dtype))
-    with pytest.raises(TypeError, match=rf"^{re.escape(argument)} must be a dense tensor"):
-        call(good.to_sparse())
-    with pytest.raises(ValueError, match=rf"^{re.escape(argument)} must have shape \[[BN].*, got \[3"):
-        call(good[:3])
-    with pytest.raises(ValueError, match=rf"^{re.escape(argument)} must be on the device of"):
-        call(good.to("meta"))
-    strided = torch.stack([good, good], dim=-1)[..., 0]
-    torch.testing.assert_close(call(strided), call(good), rtol=0, atol=0)
+OPTIONS = [
+    (name, argument)
+    for name in OPERATORS
+    for argument, value in OPERATORS[name].arguments.items()
+    if isinstance(value, (Scalar, Choice, bool, int))
+]
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested_tensors_are_refused():
-    with pytest.raises(TypeError, match="query must be a dense tensor, got a nested one"):
-        info_nce(torch.nested.nested_tensor([R, R]), R, 0.5)
+@pytest.mark.parametrize(("name", "argument"), OPTIONS)
+def test_other_options_are_refused(name, argument):
+    """Numbers of numpy and fractions are numbers, True and arrays of one entry are none; a truth is True or False."""
+    good = OPERATORS[name].arguments[argument]
+    if isinstance(good, Choice):
+        for bad in ("max", 3, np.ones(2)):
+            assert_refused(name, {argument: bad}, f"{argument} must be one of {good.value}", ValueError)
+        return
+    if isinstance(good, bool):
+        for bad in (1, "no", np.int64(1), R):
+            assert_refused(
+                name, {argument: bad}, f"{argument} must be True or False, got {type(bad).__name__}", TypeError
+            )
+        assert_equal_calls(name, {argument: np.True_}, {argument: True})
+        return
+    for bad in (True, np.True_, np.array([1.0]), "1", np.str_("1"), 1j, [1.0]):
+        assert_refused(name, {argument: bad}, f", got {type(bad).__name__}", TypeError)
+    if isinstance(good, int):
+        for bad in (1.0, np.float64(1), Fraction(1)):
+            assert_refused(name, {argument: bad}, f", got {type(bad).__name__}", TypeError)
+        assert_equal_calls(name, *({argument: number} for number in (np.uint8(9), np.int64(9), np.array(9), 9)))
+        return
+    if good.kind != "vector":
+        infinite = "positive and finite" if good.least is not None else "finite"
+        for bad in (math.nan, math.inf, 10**400, *([0.0, -1.0] if good.least is not None else [])):
+            assert_refused(name, {argument: bad}, f"{argument} must be {infinite}, got ", ValueError)
+    if good.kind == "entry":
+        for bad, message in (
+            (torch.ones(2), "must be a number or a tensor of one entry, got shape [2]"),
+            (torch.tensor(1), FLOATING),
+            (torch.ones(1, device="meta"), "must be on the device of the rows"),
+            *(
+                [(torch.tensor(-1.0), "must be positive"), (torch.tensor(math.nan), "must be positive")]
+                if good.least is not None
+                else []
+            ),
+        ):
+            assert_refused(name, {argument: bad}, f"{argument} {message}")
+    elif good.kind == "number":
+        assert_refused(
+            name, {argument: torch.tensor(1.0)}, f"{argument} must be a Python number, got Tensor", TypeError
+        )
+    else:
+        for bad, message in (
+            (torch.ones(4).long(), FLOATING),
+            (torch.ones(4, device="meta"), "must be on the device of"),
+        ):
+            assert_refused(name, {argument: bad}, f"{argument} {message}")
+    one = 1 if argument != "lower_bounds" else 0
+    numbers = [
+        kind(one)
+        for kind in (np.uint8, np.int64, np.float16, np.float32, np.float64, np.longdouble, np.array, Fraction)
+    ]
+    assert_equal_calls(name, *({argument: number} for number in [*numbers, one, float(one)]))
 
 
-def test_truths_of_numpy_are_truths():
-    rows = randn(5, 3)
-    assert linear_cka(rows, rows[:, :2], np.True_) == linear_cka(rows, rows[:, :2], True)
-    for bad in (1, "no", None, np.int64(1)):
-        with pytest.raises(TypeError, match="recompute must be True or False"):
-            info_nce(rows, rows, 0.5, recompute=bad)
+def assert_equal_calls(name: str, *changes: dict) -> None:
+    values = [getattr(fedkernels, name)(**arguments_of(name) | one) for one in changes]
+    for value in values[1:]:
+        torch.testing.assert_close(value, values[0], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("call", CALLS)
-def test_what_is_no_tensor_is_refused(call):
-    for bad in ("R", None, R.numpy(), object()):
-        with pytest.raises(TypeError) as caught:
-            CALLS[call](bad)
-        assert str(caught.value).startswith(f"{call[1]} must be a ")
-        assert str(caught.value).endswith(f"got {type(bad).__name__}")
+@pytest.mark.parametrize(
+    ("name", "number"), [(name, number) for name in OPERATORS for number in range(len(OPERATORS[name].misfits))]
+)
+def test_what_does_not_fit_is_refused(name, number):
+    changes, message = OPERATORS[name].misfits[number]
+    assert_refused(name, dict(changes), message)
 
 
-@pytest.mark.parametrize("call", [call for call in CALLS if call[1] not in ("a", "b", "weights", "gram", "cost")])
-def test_another_device_is_refused(call):
-    with pytest.raises(ValueError, match="must be on the device of") as caught:
-        CALLS[call](torch.eye(4, device="meta") if call[1] == "kernel" else R.to("meta"))
-    assert "\n" not in str(caught.value)
-
-
-# ---- numbers ------------------------------------------------------------------------------------------------
-
-ID = torch.eye(1, dtype=FP64)
-# name, argument: a call with a number in the place of that argument
-NUMBERS = {
-    ("info_nce", "temperature"): lambda number: info_nce(R, R, number),
-    ("nt_xent", "temperature"): lambda number: nt_xent(R, R, number),
-    ("clip_loss", "logit_scale"): lambda number: clip_loss(R, R, number),
-    ("sigmoid_loss", "logit_scale"): lambda number: sigmoid_loss(R, R, number, 0.5),
-    ("sigmoid_loss", "logit_bias"): lambda number: sigmoid_loss(R, R, 0.5, number),
-    ("supervised_contrastive_loss", "temperature"): lambda number: supervised_contrastive_loss(R, LABELS, number),
-    ("unbalanced_ot", "a"): lambda number: unbalanced_ot(R, number, 2.0, 0.8, 0.8),
-    ("unbalanced_ot", "tau_b"): lambda number: unbalanced_ot(R, 2.0, 2.0, 0.8, number),
-    ("unbalanced_ot_plan", "tol"): lambda number: unbalanced_ot_plan(R, 2.0, 2.0, 0.8, 0.8, tol=number)[0],
-    ("client_weights", "lower_bounds"): lambda number: client_weights(ID, lower_bounds=number),
-    ("client_weights", "tol"): lambda number: client_weights(ID, tol=number),
-    ("ViewOptions", "solarize"): lambda number: torch.tensor(ViewOptions(solarize=number).numbers()),
-    ("ViewOptions", "crop_scale"): lambda number: torch.tensor(ViewOptions(crop_scale=(0.5, number)).numbers()),
-}
-INTEGERS = {
-    ("info_nce", "positives"): lambda number: info_nce(R[:3], R, 0.5, positives=number),
-    ("unbalanced_ot", "max_iterations"): lambda number: unbalanced_ot(R, 0.5, 0.5, 0.8, 0.8, max_iterations=number),
-    ("view_parameters", "key.seed"): lambda number: view_parameters(LABELS, ViewKey(number), 4, 4).factors,
-}
-
-
-@pytest.mark.filterwarnings("ignore:the optimum transports nothing")
-@pytest.mark.parametrize("call", NUMBERS | INTEGERS)
-def test_numbers_of_numpy_are_numbers(call):
-    """And so are integers and fractions where a float is meant; True and arrays of one entry are none."""
-    compute = (NUMBERS | INTEGERS)[call]
-    others = [np.float16(1), np.float32(1), np.float64(1), np.longdouble(1), np.array(1.0), Fraction(1), 1]
-    for number in [np.uint8(1), np.int64(1), np.array(1), *(others if call in NUMBERS else [])]:
-        torch.testing.assert_close(compute(number), compute(1.0 if call in NUMBERS else 1), rtol=0, atol=0)
-    for bad in (True, np.True_, np.array([1.0]), "1", np.str_("1"), 1j, *([] if call in NUMBERS else others[:-1])):
-        with pytest.raises(TypeError, match=rf"^{call[1]} must be .*, got {type(bad).__name__}"):
-            compute(bad)
+def test_options_of_views_take_numbers_of_numpy():
+    plain = ViewOptions(solarize=1.0, crop_scale=(0.5, 1.0)).numbers()
+    for number in (np.float32(1), np.array(1.0), Fraction(1), 1):
+        assert ViewOptions(solarize=number, crop_scale=(0.5, number)).numbers() == plain
+    for bad in (True, np.array([1.0]), "1"):
+        with pytest.raises(TypeError, match=f"solarize must be .*, got {type(bad).__name__}"):
+            ViewOptions(solarize=bad)
+    factors = [view_parameters(LABELS, ViewKey(seed), 4, 4).factors for seed in (np.int64(3), np.array(3), 3)]
+    assert torch.equal(factors[0], factors[2])
+    assert torch.equal(factors[1], factors[2])
 
 
 # ---- sizes --------------------------------------------------------------------------------------------------
@@ -211,26 +237,6 @@ def test_two_to_the_31_rows_are_checked_before_they_are_touched(call, message):
         call()
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda: info_nce(R[:0], R, 0.5),
-        lambda: info_nce(R[:, :0], R[:, :0], 0.5),
-        lambda: nt_xent(R[:0], R[:0], 0.5),
-        lambda: nt_xent(R[:, :0], R[:, :0], 0.5),
-        lambda: linear_cka(R[:0], R[:0]),
-        lambda: linear_cka(R, R[:, :0]),
-        lambda: linear_cka_to_kernel(R[:0], R[:0, :0]),
-        lambda: linear_cka_pairwise([R[:, :0]], [R]),
-        lambda: unbalanced_ot(R[:0], 1.0, 1.0, 1.0, 1.0),
-        lambda: client_weights(R[:0, :0]),
-    ],
-)
-def test_empty_problems_are_refused(call):
-    with pytest.raises(ValueError, match=r"must not be empty in .*, got shape \["):
-        call()
-
-
 def test_empty_batches_and_parameters_are_fine():
     assert linear_cka(torch.ones(0, 4, 3), R).shape == (0,)
     assert linear_cka_to_kernel(torch.ones(2, 0, 4, 3), torch.eye(4)).shape == (2, 0)
@@ -240,6 +246,3 @@ def test_empty_batches_and_parameters_are_fine():
     empty = R[:0].clone()
     apply_deltas([empty], [[R[:0]]], [1.0])
     assert empty.shape == (0, 3)
-
-
-# ---- memory -------------------------------------------------------------------------------------------------
