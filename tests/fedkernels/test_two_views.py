@@ -185,7 +185,7 @@ def test_no_images():
         assert view.dtype == BF16
 
 
-def compiled_it_gives_the_same(options=ViewOptions(), epochs=1, dynamic=None):
+def compiled_it_gives_the_same(options=STRONG, epochs=1, dynamic=None):
     images, samples = random_bytes(4, 3, 12, 14), numbers(4)
     torch.compiler.reset()
     compiled = torch.compile(two_views, fullgraph=True, dynamic=dynamic, backend="aot_eager")
