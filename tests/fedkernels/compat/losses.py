@@ -34,9 +34,13 @@ def original(loss: Loss) -> ModuleType:
     return pytest.importorskip(loss.original, reason=f"{loss.original.partition('.')[0]} is not installed")
 
 
+def is_drop_in(losses: ModuleType) -> bool:
+    return losses.__name__.startswith("fedkernels")
+
+
 def of_ours(losses: ModuleType, **options: Any) -> dict[str, Any]:
     """The options, which only the drop-in has."""
-    return options if losses.__name__.startswith("fedkernels") else {}
+    return options if is_drop_in(losses) else {}
 
 
 def value_and_gradients(function: Callable[..., Tensor], *given: Any) -> list[Tensor]:
@@ -94,13 +98,14 @@ def of_labels(labels: Tensor, all_positives: bool) -> Callable[[Tensor], Tensor]
         negative = labels[:, None] != labels
         if not positive.any() or not negative.any():
             return 0 * x.sum()
-        others = positive | negative
-        terms = [
-            [logits[a, others[a] if all_positives else negative[a].index_fill(0, p, True)].logsumexp(0) - logits[a, p]]
-            for a, p in positive.nonzero()
-        ]
-        of_pairs, anchors = torch.stack([term for (term,) in terms]), positive.nonzero()[:, 0]
-        return (of_pairs / positive.sum(1)[anchors]).sum() / positive.any(1).sum() if all_positives else of_pairs.mean()
+        terms = []
+        for a, p in positive.nonzero():
+            counted = positive[a] | negative[a] if all_positives else negative[a].index_fill(0, p, True)
+            terms.append(logits[a, counted].logsumexp(0) - logits[a, p])
+        if not all_positives:
+            return torch.stack(terms).mean()
+        of_each = positive.sum(1)[positive.nonzero()[:, 0]]
+        return (torch.stack(terms) / of_each).sum() / positive.any(1).sum()
 
     return loss
 
@@ -140,17 +145,15 @@ def labelled(name: str, labels: list[int]) -> Loss:
     def make(losses: ModuleType) -> Callable[[Tensor], Tensor]:
         return lambda x: getattr(losses, name)(0.2)(x, classes)
 
-    return Loss(
-        *("pytorch_metric_learning.losses", make, of_labels(classes, name == "SupConLoss"), columns(1)),
-        rows=len(labels),
-        one_graph=False,  # the numbers of rows of each class are counted in Python
-    )
+    # The numbers of rows of each class are counted in Python.
+    definition = of_labels(classes, all_positives=name == "SupConLoss")
+    return Loss("pytorch_metric_learning.losses", make, definition, columns(1), rows=len(labels), one_graph=False)
 
 
 def of_embeddings(name: str = "MultipleNegativesRankingLoss", **options: Any) -> Callable[[ModuleType], Any]:
     def make(losses: ModuleType) -> Callable[..., Tensor]:
         given = dict(options)
-        if "similarity_fct" in given and not of_ours(losses, name=True):
+        if "similarity_fct" in given and not is_drop_in(losses):
             given["similarity_fct"] = importlib.import_module("sentence_transformers.util").dot_score
         loss = getattr(losses, name)(nn.Sequential(nn.Identity()), **given)
         return lambda *embeddings: loss.compute_loss_from_embeddings(list(embeddings), None)
