@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from torch import distributed as dist
 
 from fedkernels import (
@@ -13,11 +12,14 @@ from fedkernels import (
     linear_cka,
     linear_cka_pairwise,
 )
+from tests.fedkernels.distributed.conftest import ranks  # noqa: F401  (a fixture)
+from tests.fedkernels.test_debiased_cka import song_hsic
 from tests.fedkernels.test_linear_cka import matrix
 
 pytestmark = pytest.mark.cpu_only(reason="batches on a GPU have no kernels of their own")
 
 SIZES = (5, 64, 1, 30)  # of the batches
+BOTH = pytest.mark.parametrize("make", [CKAAccumulator, MinibatchCKA])
 
 
 def pair(dtype=torch.float64, offset=0.0):
@@ -59,32 +61,26 @@ def wide_pair(rows=2500, offset=0.0):
     return x.float(), (y + x[:, :40]).float()
 
 
-def test_a_large_mean_costs_no_precision():
-    x, y = wide_pair(offset=3e4)
-    accumulator = accumulated(x, y, sizes=(300, 1500, 1, 699))
+DRIFT = torch.linspace(0, 20, 2500)[:, None]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        # Near 3e4 float32 entries are multiples of 1/512, whose sums of squares float32 rounds down more often than up.
+        pytest.param(lambda x, y: (x + 3e4, y + 3e4), id="a large mean"),
+        # The first batch's means are ten standard deviations away from those of all samples.
+        pytest.param(lambda x, y: (x + DRIFT, y - DRIFT), id="means that drift"),
+        pytest.param(lambda x, y: (1e14 * x, 1e-14 * y), id="cubes out of range"),
+    ],
+)
+def test_large_numbers_cost_no_precision(change):
+    x, y = change(*wide_pair())
+    accumulator = accumulated(x, y, sizes=(250, 1500, 1, 749))
     assert accumulator.count == 2500
     exact = x.double(), y.double()
-    # Near 3e4 float32 entries are multiples of 1/512, whose sums of squares float32 rounds down more often than up.
-    plain, debiased = linear_cka(*exact, centered=True), debiased_cka(*exact)
-    torch.testing.assert_close(accumulator.compute(), plain, rtol=5e-6, atol=0, check_dtype=False)
-    torch.testing.assert_close(accumulator.compute(debiased=True), debiased, rtol=5e-6, atol=0, check_dtype=False)
-
-
-def test_means_that_drift_from_batch_to_batch():
-    """The first batch's means are ten standard deviations away from those of all samples."""
-    x, y = wide_pair()
-    drift = torch.linspace(0, 20, len(x))[:, None]
-    x, y = x + drift, y - drift
-    accumulator = accumulated(x, y, sizes=(250,) * 10)
-    truth = debiased_cka(x.double(), y.double())
-    torch.testing.assert_close(accumulator.compute(True), truth, rtol=1e-5, atol=0, check_dtype=False)
-
-
-def test_cubes_of_entries_may_be_out_of_range():
-    x, y = wide_pair()
-    truth = debiased_cka(x.double(), y.double())
-    value = accumulated(x * 1e14, y * 1e-14, sizes=(250,) * 10).compute(debiased=True)
-    torch.testing.assert_close(value, truth, rtol=1e-5, atol=0, check_dtype=False)
+    for debiased, truth in ((False, linear_cka(*exact, centered=True)), (True, debiased_cka(*exact))):
+        torch.testing.assert_close(accumulator.compute(debiased), truth, rtol=5e-6, atol=0, check_dtype=False)
 
 
 @pytest.mark.parametrize("sizes", [(300, 2200), (300, 724, 1024, 452), (300, 1, 2199)])
@@ -113,7 +109,7 @@ def test_lists_of_representations():
     torch.testing.assert_close(accumulator.compute(True), debiased_cka_pairwise(xs, ys), rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("make", [CKAAccumulator, MinibatchCKA])
+@BOTH
 def test_two_workers_join(make):
     xs, ys = layers()
     whole = accumulated(xs, ys, make, (50, 30, 20))
@@ -128,7 +124,7 @@ def test_two_workers_join(make):
         assert joined.count == 100
 
 
-@pytest.mark.parametrize("make", [CKAAccumulator, MinibatchCKA])
+@BOTH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_what_was_joined_goes_on_alone(make, dtype):
     """In the dtype of the accumulators that it was made of, which its further batches do not change."""
@@ -141,7 +137,7 @@ def test_what_was_joined_goes_on_alone(make, dtype):
     assert torch.equal(first.compute(), before)
 
 
-@pytest.mark.parametrize("make", [CKAAccumulator, MinibatchCKA])
+@BOTH
 @pytest.mark.parametrize("wide", ["x", "y"])
 def test_one_float64_makes_all_float64(make, wide):
     x, y = pair()
@@ -152,7 +148,7 @@ def test_one_float64_makes_all_float64(make, wide):
     assert (make() + accumulated(x, y, make, (50, 50))).compute().dtype == torch.float64
 
 
-@pytest.mark.parametrize("make", [CKAAccumulator, MinibatchCKA])
+@BOTH
 def test_later_batches_are_taken_in_the_dtype_of_the_first(make):
     x, y = pair(torch.float32)
     mixed = accumulated(x, y, make, (50,))
@@ -168,41 +164,39 @@ def test_later_minibatches_are_rounded_to_the_dtype_of_the_first():
     assert torch.equal(mixed.compute(), accumulated(x.float(), y.float(), MinibatchCKA, (50, 50)).compute())
 
 
-def work(rank, address, results):
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
-    xs, ys = layers()
-    rows = (slice(0, 50), slice(50, 100))[rank]
-    for make in (CKAAccumulator, MinibatchCKA):
-        accumulator = make()
-        accumulator.update([x[rows] for x in xs], [y[rows] for y in ys])
-        accumulator.all_reduce()
-        results[rank, make.__name__] = accumulator.compute()
-        accumulator.update([x[rows][:20] for x in xs], [y[rows][:20] for y in ys])
-        results[rank, make.__name__, "goes on"] = accumulator.compute()
-    alone = dist.new_group([1])  # without the first process of all
-    if rank == 1:
-        accumulator = accumulated([x[rows] for x in xs], [y[rows] for y in ys], sizes=(50,))
+def reduced(make):
+    """The values of 25 samples a rank: of all ranks, of all and 10 more of this one, and of the last rank's alone."""
+    rank, (xs, ys) = dist.get_rank(), layers()
+    own = slice(25 * rank, 25 * rank + 25)
+    accumulator = accumulated([x[own] for x in xs], [y[own] for y in ys], make, (25,))
+    accumulator.all_reduce()
+    values = [accumulator.compute()]
+    accumulator.update([x[own][:10] for x in xs], [y[own][:10] for y in ys])
+    values.append(accumulator.compute())
+    last = dist.get_world_size() - 1
+    alone = dist.new_group([last])  # without the first process of all
+    if rank == last:
+        accumulator = accumulated([x[own] for x in xs], [y[own] for y in ys], make, (25,))
         accumulator.all_reduce(alone)
-        results["alone"] = accumulator.compute()
-    dist.destroy_process_group()
+        values.append(accumulator.compute())
+    return values
 
 
-def test_all_reduce_over_two_processes(tmp_path):
-    xs, ys = layers()
-    with mp.Manager() as manager:
-        results = manager.dict()
-        mp.spawn(work, (f"file://{tmp_path / 'rendezvous'}", results), nprocs=2)
-        results = dict(results)
-    for make in (CKAAccumulator, MinibatchCKA):
-        truth = accumulated(xs, ys, make, (50, 50)).compute()
-        for rank in (0, 1):
-            torch.testing.assert_close(results[rank, make.__name__], truth, rtol=1e-10, atol=1e-12)
-            own = slice(50 * rank, 50 * rank + 20)  # as many as the others would hide a shift by symmetry
-            longer = [[torch.cat([z, z[own]]) for z in zs] for zs in (xs, ys)]
-            truth_of_more = accumulated(*longer, make, (50, 50, 20)).compute()
-            torch.testing.assert_close(results[rank, make.__name__, "goes on"], truth_of_more, rtol=1e-10, atol=1e-12)
-    truth = linear_cka_pairwise([x[50:] for x in xs], [y[50:] for y in ys], True)
-    torch.testing.assert_close(results["alone"], truth, rtol=1e-10, atol=1e-12)
+@BOTH
+def test_all_reduce(ranks, make):  # noqa: F811
+    results, (xs, ys) = ranks(reduced, make), layers()
+    rows = torch.arange(25 * len(results))
+    last = rows[-25:]
+    # As many more as the others have would hide a shift by symmetry.
+    expected = [
+        [(rows, len(results) * (25,)), (torch.cat([rows, part[:10]]), (*len(results) * (25,), 10))]
+        for part in rows.split(25)
+    ]
+    expected[-1].append((last, (25,)))
+    for values, cases in zip(results, expected, strict=True):
+        for value, (chosen, sizes) in zip(values, cases, strict=True):
+            truth = accumulated([x[chosen] for x in xs], [y[chosen] for y in ys], make, sizes).compute()
+            torch.testing.assert_close(value, truth, rtol=1e-10, atol=1e-12)
 
 
 def test_one_minibatch_is_debiased_cka():
@@ -238,8 +232,6 @@ def test_samples_that_are_equally_far_apart_have_debiased_cka_zero(dtype, scale)
 
 def test_minibatches_are_the_mean_of_unbiased_hsic():
     """Nguyen et al. 2021, Eq. 3, for batches of one size, by Song et al.'s formula."""
-    from tests.fedkernels.test_debiased_cka import song_hsic
-
     x, y = pair()
     sums = torch.zeros(3).double()
     for a, b in zip(x.split(20), y.split(20), strict=True):
@@ -250,7 +242,7 @@ def test_minibatches_are_the_mean_of_unbiased_hsic():
     )
 
 
-@pytest.mark.parametrize("make", [CKAAccumulator, MinibatchCKA])
+@BOTH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_constant_representations_have_cka_zero(make, dtype):
     x, y = pair(dtype)
@@ -261,14 +253,14 @@ def test_constant_representations_have_cka_zero(make, dtype):
             assert accumulator.compute(debiased=True) == 0
 
 
-@pytest.mark.parametrize("make", [CKAAccumulator, MinibatchCKA])
+@BOTH
 def test_not_finite_gives_nan(make):
     x, y = pair()
     x[60, 2] = torch.nan
     assert accumulated(x, y, make, (50, 50)).compute().isnan()
 
 
-@pytest.mark.parametrize("make", [CKAAccumulator, MinibatchCKA])
+@BOTH
 def test_inputs_with_gradients_and_autocast(make):
     x, y = wide_pair()  # more rows than a block has, whose products are formed in update()
     sizes = (300, 2200)
@@ -282,14 +274,14 @@ def test_inputs_with_gradients_and_autocast(make):
 @pytest.mark.parametrize(("make", "fullgraph"), [(CKAAccumulator, False), (MinibatchCKA, True)])
 def test_compiled_it_gives_the_same(make, fullgraph):
     """CKAAccumulator writes rows of a block in place, where torch.compile breaks its graph."""
-    xs, ys = layers()
+    x, y = pair()
 
-    def of_two_batches(xs, ys):
-        return accumulated(xs, ys, make, (60, 40)).compute()
+    def of_two_batches(x, y):
+        return accumulated(x, y, make, (50, 50)).compute()
 
     torch.compiler.reset()
     compiled = torch.compile(of_two_batches, fullgraph=fullgraph, backend="aot_eager")
-    torch.testing.assert_close(compiled(xs, ys), of_two_batches(xs, ys))
+    torch.testing.assert_close(compiled(x, y), of_two_batches(x, y))
 
 
 X = torch.ones(5, 3)
@@ -314,11 +306,7 @@ def started(make=CKAAccumulator):
             ValueError,
             r"y must have the widths \[3\] of the first batch, got \[2\]",
         ),
-        (
-            lambda: started().update([X, X], [X]),
-            ValueError,
-            r"x must have the widths \[3\] of the first batch, got \[3, 3\]",
-        ),
+        (lambda: started().update([X, X], [X]), ValueError, r"x must have the widths \[3\] of the .*, got \[3, 3\]"),
         (lambda: started().update(X.to("meta"), X.to("meta")), ValueError, "device of the first batch"),
         (lambda: started().update(X, [X]), TypeError, "x must be a list of tensors"),
         (lambda: started().update([X], [X, X[:2]]), ValueError, r"y\[1\] must have the L = 5 rows of x\[0\], got 2"),

@@ -21,14 +21,14 @@ def gram_of(clients, entries, correlation=0.0, seed=0, spread=0.0):
     return deltas @ deltas.T
 
 
-def by_quadprog(gram):
+def by_quadprog(gram, bounds=None):
     clients = len(gram)
-    ridge = 1e-13 * float(gram.trace())  # it demands a definite matrix
-    constraints = np.c_[np.ones(clients), np.eye(clients)]
-    bounds = np.r_[1.0, np.zeros(clients)]
-    p = quadprog.solve_qp(2 * (gram.numpy() + ridge * np.eye(clients)), np.zeros(clients), constraints, bounds, 1)[0]
+    bounds = torch.zeros(clients).double() if bounds is None else bounds
+    ridge = 1e-13 * float(gram.trace()) * np.eye(clients)  # it demands a definite matrix
+    constraints, limits = np.c_[np.ones(clients), np.eye(clients)], np.r_[1.0, bounds.numpy()]
+    p = quadprog.solve_qp(2 * (gram.numpy() + ridge), np.zeros(clients), constraints, limits, 1)[0]
     # It keeps to its constraints within 1e-10 only.
-    feasible = torch.from_numpy(p).clamp(min=0)
+    feasible = torch.from_numpy(p).clamp(min=bounds)
     return feasible / feasible.sum()
 
 
@@ -125,25 +125,14 @@ def test_order_and_scale_do_not_matter():
     torch.testing.assert_close(client_weights(1e-200 * gram), p)
 
 
-def test_batch_and_strides():
+def test_a_batch_is_its_problems():
     grams = torch.stack([gram_of(6, 20, 1.0, seed) for seed in range(4)]).view(2, 2, 6, 6)
     p = client_weights(grams)
     assert p.shape == (2, 2, 6)
     for i in range(2):
         for j in range(2):
             assert torch.equal(p[i, j], client_weights(grams[i, j]))
-    wide = torch.zeros(12, 12).double()
-    wide[::2, ::2] = grams[0, 0]
-    assert torch.equal(client_weights(wide[::2, ::2]), p[0, 0])
     assert client_weights(grams[:0]).shape == (0, 2, 6)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_narrow_grams_are_solved_wide(dtype):
-    gram = gram_of(6, 20, 1.0).to(dtype)
-    p = client_weights(gram)
-    assert p.dtype == torch.float32
-    torch.testing.assert_close(p.double(), client_weights(gram.double()), rtol=0, atol=1e-7)
 
 
 @pytest.fixture
@@ -185,21 +174,6 @@ def test_a_tolerance_that_is_missed_is_told(monkeypatch):
         reference.client_weights(gram_of(40, 60, 5.0, 1, 2.0))
 
 
-def test_detached():
-    gram = gram_of(3, 9).requires_grad_()
-    assert not client_weights(gram).requires_grad
-
-
-def test_the_operator_of_compiled_graphs_keeps_to_torchs_rules():
-    torch.library.opcheck(torch.ops.fedkernels.client_weights_solve.default, (gram_of(5, 20, 1.0), 1e-8))
-
-
-def test_compiles_without_a_graph_break():
-    gram = gram_of(5, 20, 1.0).requires_grad_()
-    compiled = torch.compile(lambda g: 2 * client_weights(g), fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(gram), 2 * client_weights(gram))
-
-
 def broken(i, j, value):
     gram = torch.eye(3)
     gram[i, j] = value
@@ -208,48 +182,21 @@ def broken(i, j, value):
 
 @pytest.mark.cpu_only(reason="the weights are NaN")
 @pytest.mark.parametrize(
-    ("gram", "message"),
+    ("gram", "bounds", "message"),
     [
-        (broken(0, 0, torch.nan), "gram must be finite, got 1 entries"),
-        (broken(1, 2, torch.inf), "gram must be finite"),
-        (broken(0, 1, 0.5), "gram must be symmetric"),
-        (broken(1, 1, -1.0), "gram must be positive semi-definite, got -1"),
-        (torch.eye(2).flip(0), "gram must be positive semi-definite"),
+        (broken(0, 0, torch.nan), None, "gram must be finite, got 1 entries"),
+        (broken(1, 2, torch.inf), None, "gram must be finite"),
+        (broken(0, 1, 0.5), None, "gram must be symmetric"),
+        (broken(1, 1, -1.0), None, "gram must be positive semi-definite, got -1"),
+        (torch.eye(2).flip(0), None, "gram must be positive semi-definite"),
+        (torch.eye(3), [0.1, -0.1, 0.2], "lower_bounds must not be negative or NaN, got -0.1"),
+        (torch.eye(3), [0.1, torch.nan, 0.2], "lower_bounds must not be negative or NaN, got nan"),
+        (torch.eye(3), [0.5, 0.5, 0.5], "lower_bounds must have a sum of at most 1, got 1.5"),
     ],
 )
-def test_what_is_no_gram_matrix(gram, message):
+def test_entries_that_are_refused(gram, bounds, message):
     with pytest.raises(ValueError, match=message):
-        client_weights(gram)
-
-
-@pytest.mark.cpu_only(reason="the weights are NaN")
-@pytest.mark.parametrize(
-    ("bounds", "message"),
-    [
-        ([0.1, -0.1, 0.2], "lower_bounds must not be negative or NaN, got -0.1"),
-        ([0.1, float("nan"), 0.2], "lower_bounds must not be negative or NaN, got nan"),
-        ([0.5, 0.5, 0.5], "lower_bounds must have a sum of at most 1, got 1.5"),
-    ],
-)
-def test_lower_bounds_with_invalid_values(bounds, message):
-    with pytest.raises(ValueError, match=message):
-        client_weights(torch.eye(3), lower_bounds=torch.tensor(bounds))
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: client_weights(torch.ones(2, 3)), ValueError, r"gram must have shape \[..., K, K\]"),
-        (lambda: client_weights(torch.ones(3)), ValueError, "gram must have shape"),
-        (lambda: client_weights(torch.ones(0, 0)), ValueError, "gram must not be empty"),
-        (lambda: client_weights(torch.eye(3).int()), TypeError, "gram must be float16"),
-        (lambda: client_weights([[1.0]]), TypeError, "gram must be a torch.Tensor"),
-        (lambda: client_weights(torch.eye(3), tol=0), ValueError, "tol must be positive"),
-    ],
-)
-def test_bad_input_is_named(call, error, message):
-    with pytest.raises(error, match=message):
-        call()
+        client_weights(gram, lower_bounds=None if bounds is None else torch.tensor(bounds))
 
 
 @pytest.mark.skipif(native.module is None, reason="the module is not compiled")
@@ -279,14 +226,6 @@ def test_the_smallest_and_the_largest_numbers(solve, largest):
     torch.testing.assert_close(solve(gram * largest), torch.tensor([5 / 6, 1 / 6]).double(), rtol=1e-4, atol=0)
 
 
-def with_bounds_by_quadprog(gram, bounds):
-    clients = len(gram)
-    constraints = np.c_[np.ones(clients), np.eye(clients)]
-    limits = np.r_[1.0, bounds.numpy()]
-    ridge = 1e-13 * float(gram.trace()) * np.eye(clients)
-    return torch.from_numpy(quadprog.solve_qp(2 * (gram.numpy() + ridge), np.zeros(clients), constraints, limits, 1)[0])
-
-
 @pytest.mark.parametrize("part", [0.0, 0.3, 0.9])
 def test_lower_bounds_equal_quadprog(part):
     grams = torch.stack([gram_of(8, 20, correlation=1.0, seed=seed, spread=0.5) for seed in range(4)])
@@ -295,7 +234,7 @@ def test_lower_bounds_equal_quadprog(part):
     torch.testing.assert_close(p.sum(-1), torch.ones(4).double())
     assert (p >= bounds).all()
     for k in range(4):
-        best = with_bounds_by_quadprog(grams[k], bounds[k])
+        best = by_quadprog(grams[k], bounds[k])
         value, least = p[k] @ grams[k] @ p[k], best @ grams[k] @ best
         assert -1e-9 <= (value - least) / least <= 1e-7
         torch.testing.assert_close(client_weights(grams[k], lower_bounds=bounds[k]), p[k], rtol=1e-6, atol=1e-9)
@@ -311,24 +250,3 @@ def test_lower_bounds_of_one_number_and_of_the_whole():
     half = client_weights(gram.half().float(), lower_bounds=torch.full((5,), 0.2))  # a sum of 1 but for rounding
     assert half.dtype == torch.float32
     torch.testing.assert_close(half, torch.full((5,), 0.2))
-    compiled = torch.compile(lambda gram: client_weights(gram, lower_bounds=0.1), fullgraph=True, backend="aot_eager")(
-        gram
-    )
-    torch.testing.assert_close(compiled, client_weights(gram, lower_bounds=0.1))
-
-
-@pytest.mark.parametrize(
-    ("bounds", "error", "message"),
-    [
-        (-0.1, ValueError, "lower_bounds must not be negative or NaN, got -0.1"),
-        (float("nan"), ValueError, "lower_bounds must not be negative or NaN, got nan"),
-        (0.5, ValueError, "lower_bounds must have a sum of at most 1, got 1.5"),
-        (torch.ones(2), ValueError, r"lower_bounds must be a number or have shape \[..., 3\]"),
-        (torch.zeros(4, 3), ValueError, r"lower_bounds must broadcast to \[3\]"),
-        (torch.zeros(3).int(), TypeError, "lower_bounds must be float16"),
-        ([0.1, 0.1, 0.1], TypeError, "lower_bounds must be a torch.Tensor or a Python number, got list"),
-    ],
-)
-def test_bad_lower_bounds_are_named(bounds, error, message):
-    with pytest.raises(error, match=message):
-        client_weights(torch.eye(3), lower_bounds=bounds)

@@ -5,7 +5,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import fedkernels
 from fedkernels import linear_cka, linear_cka_pairwise, linear_cka_to_kernel
 
 CENTERED = pytest.mark.parametrize("centered", [False, True])
@@ -56,17 +55,6 @@ def test_same_numbers_in_feature_and_gram_space(d1, d2):
 
 
 @CENTERED
-@pytest.mark.parametrize(("d1", "d2"), [(2, 3), (7, 3), (7, 6)])
-def test_gradcheck(centered, d1, d2):
-    x, y = matrix(5, d1, seed=1).requires_grad_(), matrix(5, d2, seed=2).requires_grad_()
-    z = matrix(5, 2, seed=3).requires_grad_()
-    assert torch.autograd.gradcheck(lambda x, y: linear_cka(x, y, centered), (x, y))
-    assert torch.autograd.gradcheck(lambda x, y, z: linear_cka_pairwise([x, z], [y, z], centered), (x, y, z))
-    # A kernel moves only among symmetric ones.
-    assert torch.autograd.gradcheck(lambda x, y: linear_cka_to_kernel(x, y @ y.T, centered), (x, y))
-
-
-@CENTERED
 def test_batch_dimensions_and_broadcasting(centered):
     x, y = matrix(2, 3, 6, 4, seed=1), matrix(3, 6, 9, seed=2)
     truth = torch.stack([torch.stack([by_gram(x[i, j], y[j], centered) for j in range(3)]) for i in range(2)])
@@ -81,23 +69,6 @@ def test_pairwise_of_ragged_widths():
     truth = torch.stack([torch.stack([by_gram(x, y, False) for y in ys]) for x in xs])
     torch.testing.assert_close(linear_cka_pairwise(xs, ys), truth)
     torch.testing.assert_close(linear_cka_pairwise(xs, xs, centered=True).diagonal(), torch.ones(3).double())
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@CENTERED
-def test_narrow_inputs_are_summed_wide(dtype, centered):
-    x, y = matrix(50, 33, seed=1, dtype=dtype).requires_grad_(), matrix(50, 70, seed=2, dtype=dtype)
-    wide_x, wide_y = x.detach().double().requires_grad_(), y.double()
-    value, truth = linear_cka(x, y, centered), by_gram(wide_x, wide_y, centered)
-    assert value.dtype == torch.float32
-    torch.testing.assert_close(value.double(), truth, rtol=2e-6, atol=0)
-    grad, wide_grad = torch.autograd.grad(value, x)[0], torch.autograd.grad(truth, wide_x)[0]
-    assert grad.dtype == dtype
-    # One rounding to the input's dtype; a gradient below float16's smallest number is lost.
-    atol = 1e-5 * float(wide_grad.abs().max()) + (6e-8 if dtype == torch.float16 else 0)
-    torch.testing.assert_close(grad.double(), wide_grad, rtol=2 * torch.finfo(dtype).eps, atol=atol)
-    kernel = (wide_y @ wide_y.T).float()
-    torch.testing.assert_close(linear_cka_to_kernel(x, kernel, centered).double(), truth, rtol=5e-6, atol=0)
 
 
 @CENTERED
@@ -156,39 +127,6 @@ def test_scale_does_not_matter_in_float64(scale, centered):
     torch.testing.assert_close(linear_cka(x * scale, y, centered), truth)
     torch.testing.assert_close(linear_cka_to_kernel(x * scale, y @ y.T * scale, centered), truth)
     torch.testing.assert_close(linear_cka_pairwise([x, x * scale], [y / scale], centered)[:, 0], truth.expand(2))
-
-
-def test_autocast_does_not_narrow():
-    x, y = matrix(20, 9, seed=1, dtype=torch.float32), matrix(20, 30, seed=2, dtype=torch.float32)
-    kernel = y @ y.T
-    plain = [linear_cka(x, y), linear_cka_to_kernel(x, kernel, True), linear_cka_pairwise([x], [y])]
-    with torch.autocast("cpu", torch.bfloat16):
-        inside = [linear_cka(x, y), linear_cka_to_kernel(x, kernel, True), linear_cka_pairwise([x], [y])]
-    assert all(torch.equal(p, q) for p, q in zip(plain, inside, strict=True))
-
-
-def test_strides_do_not_matter():
-    x, y = matrix(12, 10, seed=1)[::2, ::3], matrix(5, 6, seed=2).T
-    torch.testing.assert_close(linear_cka(x, y), linear_cka(x.contiguous(), y.contiguous()))
-    kernel = (y @ y.T).T
-    torch.testing.assert_close(linear_cka_to_kernel(x, kernel), linear_cka(x.contiguous(), y.contiguous()))
-
-
-@CENTERED
-def test_compiles_without_a_graph_break(centered):
-    x, y = matrix(6, 4, seed=1).requires_grad_(), matrix(6, 9, seed=2).requires_grad_()
-    kernel = matrix(6, 6, seed=3)
-    kernel = kernel + kernel.T
-
-    def everything(x, y):
-        values = linear_cka(x, y, centered), linear_cka_to_kernel(x, kernel, centered)
-        return torch.stack([*values, linear_cka_pairwise([x, y], [y], centered).sum()])
-
-    values, truth = torch.compile(everything, fullgraph=True, backend="aot_eager")(x, y), everything(x, y)
-    torch.testing.assert_close(values, truth)
-    torch.testing.assert_close(
-        torch.autograd.grad(values.sum(), [x, y]), torch.autograd.grad(truth.sum(), [x, y]), rtol=1e-6, atol=1e-10
-    )
 
 
 @pytest.mark.parametrize("scale", [1e15, 1e-15, 1e38])
@@ -283,42 +221,3 @@ def test_bounds_and_invariance():
     assert linear_cka(halves[:, :4], halves[:, 4:]) == 0
     gram_space = torch.cat([halves, halves], 1)
     assert linear_cka(gram_space * (torch.arange(8)[:, None] < 4), gram_space * (torch.arange(8)[:, None] >= 4)) == 0
-
-
-X = torch.ones(4, 3)
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: linear_cka(torch.ones(0, 3), torch.ones(0, 3)), ValueError, "x must not be empty"),
-        (lambda: linear_cka(X, torch.ones(4, 0)), ValueError, "y must not be empty"),
-        (lambda: linear_cka(X, torch.ones(5, 3)), ValueError, "y must have the L = 4 rows of x, got 5"),
-        (lambda: linear_cka(torch.ones(3), X), ValueError, "x must have shape"),
-        (lambda: linear_cka(torch.ones(2, 4, 3), torch.ones(3, 4, 3)), ValueError, "y must have leading dimensions"),
-        (lambda: linear_cka(X, X.int()), TypeError, "y must be float16"),
-        (lambda: linear_cka(X, X.to("meta")), ValueError, "y must be on the device of x"),
-        (lambda: linear_cka(X, X, "no"), TypeError, "centered must be True or False, got str"),
-        (lambda: linear_cka_to_kernel(X, torch.ones(4, 4), 1), TypeError, "centered must be True or False, got int"),
-        (lambda: linear_cka_pairwise([X], [X], None), TypeError, "centered must be True or False, got NoneType"),
-        (lambda: linear_cka_to_kernel(X, torch.ones(4, 5)), ValueError, r"kernel must be \[..., 4, 4\]"),
-        (lambda: linear_cka_to_kernel(X, torch.ones(4)), ValueError, "kernel must have shape"),
-        (lambda: linear_cka_to_kernel(X, torch.ones(4, 4).bool()), TypeError, "kernel must be float16"),
-        (lambda: linear_cka_pairwise([], [X]), ValueError, "xs must hold at least one"),
-        (lambda: linear_cka_pairwise([X], []), ValueError, "ys must hold at least one"),
-        (lambda: linear_cka_pairwise(X, [X]), TypeError, "xs must be a list"),
-        (lambda: linear_cka_pairwise([X, 3], [X]), TypeError, r"xs\[1\] must be a torch.Tensor"),
-        (lambda: linear_cka_pairwise([X], [X, torch.ones(5, 3)]), ValueError, r"ys\[1\] must have the L = 4"),
-        (lambda: linear_cka_pairwise([X], [torch.ones(1, 4, 3)]), ValueError, r"ys\[0\] must have shape"),
-    ],
-)
-def test_bad_input_is_named(call, error, message):
-    with pytest.raises(error, match=message):
-        call()
-
-
-def test_module_is_a_distance():
-    x, y = matrix(2, 6, 3, seed=1), matrix(2, 6, 4, seed=2)
-    loss = fedkernels.nn.CKALoss(centered=True)
-    torch.testing.assert_close(loss(x, y), 1 - linear_cka(x, y, True).mean())
-    torch.testing.assert_close(loss(x, x), torch.tensor(0.0).double())

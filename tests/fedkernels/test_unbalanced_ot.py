@@ -1,19 +1,17 @@
-"""unbalanced_ot against POT, quadprog on the dual, L-BFGS-B and the optimality conditions."""
+"""unbalanced_ot against quadprog on the dual, the steps of FISTA by its formulas and the optimality conditions."""
 
 import math
 import warnings
 
 import numpy as np
-import ot
 import pytest
 import quadprog
-import scipy.optimize
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedkernels import unbalanced_ot, unbalanced_ot_plan
+from fedkernels import TransportInfo, unbalanced_ot, unbalanced_ot_plan
 
 TIGHT = 1e-11
 
@@ -39,6 +37,12 @@ def objective(cost, a, b, tau_a, tau_b, plan):
     return (cost * plan).sum() + tau_a / 2 * rows @ rows + tau_b / 2 * columns @ columns
 
 
+def assert_certified(given, plan, info, truth, rounding=1e-9):
+    """The value is above the optimum by at most the gap that it claims, relative to the sum of what it adds up."""
+    value, size = objective(*given, plan), objective(given[0].abs(), *given[1:], plan)
+    assert -rounding * size <= value - truth <= (info.gap + rounding) * size
+
+
 def dual_active_set(cost, a, b, tau_a, tau_b):
     """The optimal value and plan by quadprog on the dual, which is strictly convex; its multipliers are the plan."""
     rows, columns = cost.shape
@@ -52,35 +56,14 @@ def dual_active_set(cost, a, b, tau_a, tau_b):
     return -value, torch.from_numpy(multipliers).view(rows, columns)
 
 
-def lbfgs(cost, a, b, tau_a, tau_b):
-    """The optimum by a general bounded minimiser."""
-
-    def value_and_gradient(flat):
-        plan = flat.reshape(cost.shape)
-        rows, columns = plan.sum(1) - a.numpy(), plan.sum(0) - b.numpy()
-        value = (cost.numpy() * plan).sum() + tau_a / 2 * rows @ rows + tau_b / 2 * columns @ columns
-        return value, (cost.numpy() + tau_a * rows[:, None] + tau_b * columns[None]).ravel()
-
-    result = scipy.optimize.minimize(
-        value_and_gradient,
-        np.zeros(cost.numel()),
-        jac=True,
-        method="L-BFGS-B",
-        bounds=[(0, None)] * cost.numel(),
-        options={"maxiter": 20_000, "maxfun": 40_000, "ftol": 1e-16, "gtol": 1e-11},
-    )
-    return result.fun
-
-
 SIZES = [(1, 1, 0.8, 0.8), (1, 6, 0.5, 2.0), (5, 4, 0.8, 0.8), (7, 7, 3.0, 0.6), (3, 11, 1.0, 1.5)]
 
 
-@pytest.mark.parametrize("method", ["accelerated", "steepest"])
+@pytest.mark.parametrize(("method", "tol"), [("accelerated", TIGHT), ("interior_point", 1e-10), ("steepest", 1e-7)])
 @pytest.mark.parametrize(("rows", "columns", "tau_a", "tau_b"), SIZES)
-def test_equals_an_active_set_solver(rows, columns, tau_a, tau_b, method):
+def test_equals_an_active_set_solver(rows, columns, tau_a, tau_b, method, tol):
     cost, a, b = problem(rows, columns, seed=rows)
     truth, truth_plan = dual_active_set(cost, a, b, tau_a, tau_b)
-    tol = TIGHT if method == "accelerated" else 1e-7
     value = unbalanced_ot(cost, a, b, tau_a, tau_b, tol=tol, method=method)
     plan, info = unbalanced_ot_plan(cost, a, b, tau_a, tau_b, tol=tol, method=method)
     assert value.item() == pytest.approx(truth, rel=2 * tol)
@@ -88,6 +71,7 @@ def test_equals_an_active_set_solver(rows, columns, tau_a, tau_b, method):
     torch.testing.assert_close(plan, truth_plan, rtol=0, atol=10 * math.sqrt(tol))
     assert (plan >= 0).all()
     assert 0 <= info.gap <= tol
+    assert info.iterations <= 30 or method != "interior_point"
     torch.testing.assert_close(info.transported_mass, plan.sum())
 
 
@@ -96,28 +80,14 @@ def test_equals_an_active_set_solver(rows, columns, tau_a, tau_b, method):
     st.integers(1, 12), st.integers(1, 12), st.floats(0.1, 5), st.floats(0.1, 5), st.floats(-1, 1), st.integers(0, 999)
 )
 def test_certificate_holds_on_ragged_problems(rows, columns, tau_a, tau_b, shift, seed):
-    """The value is above the optimum by at most the gap that it claims, negative costs included."""
+    """Negative costs included."""
     cost, a, b = problem(rows, columns, seed)
-    cost = cost + shift
-    truth, _ = dual_active_set(cost, a, b, tau_a, tau_b)
+    given = cost + shift, a, b, tau_a, tau_b
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        plan, info = unbalanced_ot_plan(cost, a, b, tau_a, tau_b, tol=1e-5)
-    size = objective(cost.abs(), a, b, tau_a, tau_b, plan)
-    assert -1e-9 * size <= objective(cost, a, b, tau_a, tau_b, plan) - truth <= (info.gap + 1e-9) * size
+        plan, info = unbalanced_ot_plan(*given, tol=1e-5)
+    assert_certified(given, plan, info, dual_active_set(*given)[0])
     assert info.gap <= 1e-5
-
-
-def test_equals_pot_and_lbfgs():
-    cost, a, b = problem(20, 15, seed=3)
-    tau_a, tau_b = 0.8, 1.3
-    value = unbalanced_ot(cost, a, b, tau_a, tau_b, tol=1e-9).item()
-    # POT's "l2" is half-squared too, so its reg_m is tau.
-    plan = ot.unbalanced.mm_unbalanced(
-        a.numpy(), b.numpy(), cost.numpy(), (tau_a, tau_b), div="l2", numItermax=30_000, stopThr=1e-12
-    )
-    assert value == pytest.approx(float(objective(cost, a, b, tau_a, tau_b, torch.from_numpy(plan))), rel=1e-6)
-    assert value == pytest.approx(lbfgs(cost, a, b, tau_a, tau_b), rel=1e-8)
 
 
 def test_optimality_conditions():
@@ -191,10 +161,9 @@ def test_entries_that_look_dear_at_first_are_found():
     costs = torch.stack([collapsed, (x - y).square(), unstructured])
     plans, info = unbalanced_ot_plan(costs, a, b, 0.8, 0.9, tol=1e-6)
     assert (info.gap <= 1e-6).all()
-    for cost, plan in zip(costs, plans, strict=True):
-        truth, _ = dual_active_set(cost, a, b, 0.8, 0.9)
-        value = objective(cost, a, b, 0.8, 0.9, plan)
-        assert -1e-9 <= (value - truth) / value <= 1e-6
+    for k in range(3):
+        given = costs[k], a, b, 0.8, 0.9
+        assert_certified(given, plans[k], TransportInfo(*(facts[k] for facts in info)), dual_active_set(*given)[0])
 
 
 def test_equal_entries_share():
@@ -204,49 +173,12 @@ def test_equal_entries_share():
     assert plan[0, 0] > 0
 
 
-@pytest.mark.parametrize("which", ["cost", "a", "b", "all"])
-def test_gradcheck(which):
-    cost, a, b = problem(4, 3, seed=5, batch=(2,))
-    for name, tensor in (("cost", cost), ("a", a), ("b", b)):
-        tensor.requires_grad_(which in (name, "all"))
-    assert torch.autograd.gradcheck(
-        lambda cost, a, b: unbalanced_ot(cost, a, b, 0.8, 1.1, tol=1e-13),
-        (cost, a, b),
-        atol=1e-5,
-        rtol=1e-4,
-        fast_mode=True,  # along random directions: a few solves, not two for each entry
-    )
-
-
-def test_gradcheck_of_steepest_descent():
-    """One pair of entries: more of them take it tens of thousands of steps."""
-    leaves = [tensor.requires_grad_() for tensor in problem(2, 1, seed=5)]
-    assert torch.autograd.gradcheck(
-        lambda cost, a, b: unbalanced_ot(cost, a, b, 0.8, 1.1, tol=1e-13, method="steepest"), leaves, rtol=1e-4
-    )
-
-
 def test_gradient_of_shared_masses_is_summed():
     cost, a, b = problem(4, 3, seed=5, batch=(2,))
     shared = a[0].clone().requires_grad_()
     assert torch.autograd.gradcheck(
         lambda a: unbalanced_ot(cost, a, b, 0.8, 1.1, tol=1e-13), (shared,), atol=1e-5, rtol=1e-4, fast_mode=True
     )
-
-
-def test_gradient_in_cost_is_the_plan():
-    cost, a, b = problem(6, 5, seed=6)
-    cost.requires_grad_()
-    grad = torch.autograd.grad(3 * unbalanced_ot(cost, a, b, 0.8, 0.8), cost)[0]
-    torch.testing.assert_close(grad, 3 * unbalanced_ot_plan(cost, a, b, 0.8, 0.8)[0])
-
-
-def test_second_derivatives_are_refused():
-    cost, a, b = problem(3, 3)
-    cost.requires_grad_()
-    grad = torch.autograd.grad(unbalanced_ot(cost, a, b, 0.8, 0.8).square(), cost, create_graph=True)[0]
-    with pytest.raises(RuntimeError, match="unbalanced_ot has no second derivative"):
-        grad.sum().backward()
 
 
 def test_a_batch_is_its_problems():
@@ -271,50 +203,6 @@ def test_masses_may_be_numbers_or_broadcast():
     torch.testing.assert_close(
         unbalanced_ot(cost, torch.full((5,), 0.7).double(), 1.0, 0.8, 0.9), full, rtol=1e-6, atol=0
     )
-
-
-def test_strides_do_not_matter():
-    cost, a, b = problem(10, 12, seed=8)
-    strided = unbalanced_ot(cost.T.contiguous().T[::2, ::3], a[::2], b[::3], 0.8, 0.9)
-    plain = unbalanced_ot(cost[::2, ::3].contiguous(), a[::2].contiguous(), b[::3].contiguous(), 0.8, 0.9)
-    torch.testing.assert_close(strided, plain)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_narrow_inputs_are_solved_wide(dtype):
-    narrow = [tensor.requires_grad_() for tensor in problem(9, 8, seed=9, dtype=dtype)]
-    wide = [tensor.detach().double().requires_grad_() for tensor in narrow]
-    value, truth = unbalanced_ot(*narrow, 0.8, 0.9), unbalanced_ot(*wide, 0.8, 0.9)
-    assert value.dtype == torch.float32
-    torch.testing.assert_close(value.double(), truth, rtol=1e-7, atol=0)
-    for grad, wide_grad in zip(torch.autograd.grad(value, narrow), torch.autograd.grad(truth, wide), strict=True):
-        assert grad.dtype == dtype
-        torch.testing.assert_close(grad, wide_grad.to(dtype), rtol=2 * torch.finfo(dtype).eps, atol=1e-7)
-    assert unbalanced_ot_plan(*narrow, 0.8, 0.9)[0].dtype == torch.float32
-    assert unbalanced_ot_plan(*wide, 0.8, 0.9)[0].dtype == torch.float64
-
-
-def test_autocast_changes_nothing():
-    cost, a, b = problem(9, 8, seed=9, dtype=torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
-        inside = unbalanced_ot(cost, a, b, 0.8, 0.9)
-    assert torch.equal(inside, unbalanced_ot(cost, a, b, 0.8, 0.9))
-
-
-@pytest.mark.parametrize("method", ["accelerated", "interior_point", "steepest"])
-def test_compiles_without_a_graph_break(method):
-    cost, a, b = problem(4, 5, seed=10)
-    cost.requires_grad_()
-    options = {"tol": 1e-3, "method": method}
-
-    def everything(cost):
-        plan, info = unbalanced_ot_plan(cost, a, b, 0.8, 0.9, **options)
-        return unbalanced_ot(2 * cost, a, 1.0, 0.8, 0.9, **options) + plan.sum() + info.gap
-
-    torch.compiler.reset()
-    value, truth = torch.compile(everything, fullgraph=True, backend="aot_eager")(cost), everything(cost)
-    torch.testing.assert_close(value, truth)
-    torch.testing.assert_close(torch.autograd.grad(value, cost), torch.autograd.grad(truth, cost))
 
 
 @pytest.mark.cpu_only(reason="it never warns")
@@ -348,22 +236,19 @@ def test_the_warning_comes_once_for_each_line_that_calls():
 @pytest.mark.parametrize("seed", [0, 1])
 def test_certificate_holds_wherever_the_steps_end(seed):
     """Early in a solve the compiled operator knows few of the entries, and the certificate is that of all."""
-    cost, a, b = problem(60, 50, seed)
-    truth = unbalanced_ot(cost, a, b, 0.8, 0.9, tol=1e-9)
+    given = *problem(60, 50, seed), 0.8, 0.9
+    truth = unbalanced_ot(*given, tol=1e-9)
     for steps in (1, 2, 5, 10, 15, 20, 30, 40, 60):
-        plan, info = unbalanced_ot_plan(cost, a, b, 0.8, 0.9, tol=1e-9, max_iterations=steps)
-        value = objective(cost, a, b, 0.8, 0.9, plan)
-        assert -1e-8 * value <= value - truth <= (info.gap + 1e-8) * value
+        assert_certified(given, *unbalanced_ot_plan(*given, tol=1e-9, max_iterations=steps), truth, rounding=1e-8)
 
 
 def test_the_certificate_is_that_of_all_entries():
     """A certificate of the entries that the compiled operator knows would end this solve 3 % above the optimum."""
     cost = torch.tensor([[5.0, 5.0], [8.0, 3.0], [6.0, 5.0]]).double()
     a, b = torch.tensor([9.0, 1.0, 5.0]).double(), torch.tensor([7.0, 2.0]).double()
-    truth, _ = dual_active_set(cost, a, b, 1.0, 8.0)
-    plan, info = unbalanced_ot_plan(cost, a, b, 1.0, 8.0)
-    value = objective(cost, a, b, 1.0, 8.0, plan)
-    assert -1e-9 * value <= value - truth <= (info.gap + 1e-9) * value
+    given = cost, a, b, 1.0, 8.0
+    plan, info = unbalanced_ot_plan(*given)
+    assert_certified(given, plan, info, dual_active_set(*given)[0])
     assert info.gap <= 1e-4
 
 
@@ -376,14 +261,12 @@ def test_exactly_at_the_threshold_nothing_moves():
 
 @pytest.mark.cpu_only(reason="it never warns")
 def test_too_few_iterations_warn_and_keep_the_best():
-    cost, a, b = problem(20, 20, seed=11)
+    given = *problem(20, 20, seed=11), 0.8, 0.8
     with pytest.warns(RuntimeWarning, match=r"max_iterations reached in 1 of 1 problems at a relative gap of up to"):
-        plan, info = unbalanced_ot_plan(cost, a, b, 0.8, 0.8, tol=1e-9, max_iterations=7)
+        plan, info = unbalanced_ot_plan(*given, tol=1e-9, max_iterations=7)
     assert info.iterations == 7
     assert info.gap > 1e-9
-    truth, _ = dual_active_set(cost, a, b, 0.8, 0.8)
-    excess = objective(cost, a, b, 0.8, 0.8, plan) - truth
-    assert 0 < excess / objective(cost, a, b, 0.8, 0.8, plan) <= info.gap
+    assert_certified(given, plan, info, dual_active_set(*given)[0])
 
 
 @pytest.mark.parametrize("method", ["accelerated", "steepest"])
@@ -394,20 +277,20 @@ def test_the_case_where_the_printed_step_divides_by_zero(method):
     assert unbalanced_ot(cost, 1.0, 1.0, 2.0, 2.0, tol=1e-10, method=method).abs() < 1e-8
 
 
-def test_infinite_cost_forbids_a_pair():
+@pytest.mark.parametrize(("method", "tol"), [("accelerated", TIGHT), ("interior_point", 1e-10), ("steepest", 1e-6)])
+def test_infinite_cost_forbids_a_pair(method, tol):
     cost, a, b = problem(4, 5, seed=12)
-    forbidden = cost.clone()
-    forbidden[1, 2] = forbidden[3] = torch.inf
-    forbidden.requires_grad_()
-    value = unbalanced_ot(forbidden, a, b, 0.8, 0.9, tol=TIGHT)
-    truth, _ = dual_active_set(forbidden.detach().clamp(max=1e3), a, b, 0.8, 0.9)
-    assert value.item() == pytest.approx(truth, rel=1e-9)
-    grad = torch.autograd.grad(value, forbidden)[0]
-    assert grad[1, 2] == 0
-    assert not grad[3].any()
+    cost[1, 2] = cost[3] = cost[:, 0] = torch.inf
+    cost.requires_grad_()
+    plan, info = unbalanced_ot_plan(cost.detach(), a, b, 0.8, 0.9, tol=tol, method=method)
+    assert info.gap <= tol
+    assert not plan[cost.isinf()].any()
+    value = unbalanced_ot(cost, a, b, 0.8, 0.9, tol=tol, method=method)
+    truth, _ = dual_active_set(cost.detach().clamp(max=1e3), a, b, 0.8, 0.9)
+    assert value.item() == pytest.approx(truth, rel=max(1e-9, 10 * tol))
+    grad = torch.autograd.grad(value, cost)[0]
+    assert not grad[cost.isinf()].any()
     assert grad.sum() > 0
-    steepest = unbalanced_ot(forbidden, a, b, 0.8, 0.9, tol=1e-6, method="steepest")
-    assert steepest.item() == pytest.approx(truth, rel=1e-5)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, -torch.inf])
@@ -435,49 +318,3 @@ def test_masses_given_as_numbers_are_not_rounded_to_half_precision(dtype):
     torch.testing.assert_close(value.double(), truth, rtol=1e-6, atol=0)
     large = unbalanced_ot(cost, 1e6, 1e6, 0.8, 0.9)  # beyond float16
     torch.testing.assert_close(large, unbalanced_ot(cost.double(), 1e6, 1e6, 0.8, 0.9).to(large), rtol=1e-3, atol=0)
-
-
-C = torch.ones(2, 3)
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: unbalanced_ot(torch.ones(0, 3), 1.0, 1.0, 1.0, 1.0), ValueError, "cost must not be empty in M or N"),
-        (lambda: unbalanced_ot(torch.ones(3, 0), 1.0, 1.0, 1.0, 1.0), ValueError, "cost must not be empty in M or N"),
-        (lambda: unbalanced_ot(torch.ones(3), 1.0, 1.0, 1.0, 1.0), ValueError, "cost must have shape"),
-        (lambda: unbalanced_ot(C.int(), 1.0, 1.0, 1.0, 1.0), TypeError, "cost must be float16"),
-        (
-            lambda: unbalanced_ot(C, torch.ones(3), 1.0, 1.0, 1.0),
-            ValueError,
-            r"a must be a number or have shape \[..., 2\]",
-        ),
-        (lambda: unbalanced_ot(C, torch.ones(1), 1.0, 1.0, 1.0), ValueError, "a must be a number or have shape"),
-        (lambda: unbalanced_ot(C, 1.0, torch.ones(4, 3), 1.0, 1.0), ValueError, r"b must broadcast to \[3\]"),
-        (lambda: unbalanced_ot(C, 1.0, torch.ones(3).long(), 1.0, 1.0), TypeError, "b must be float16"),
-        (lambda: unbalanced_ot(C, 1.0, None, 1.0, 1.0), TypeError, "b must be a torch.Tensor or a Python number"),
-        (lambda: unbalanced_ot(C, True, 1.0, 1.0, 1.0), TypeError, "a must be .* a Python number, got bool"),
-        (lambda: unbalanced_ot(C, [1.0, 1.0], 1.0, 1.0, 1.0), TypeError, "a must be .* a Python number, got list"),
-        (lambda: unbalanced_ot(C, 10**5000, 1.0, 1.0, 1.0), ValueError, "a must be finite, got an integer of"),
-        (lambda: unbalanced_ot(C, 1.0, 1.0, 10**400, 1.0), ValueError, "tau_a must be positive and finite"),
-        (lambda: unbalanced_ot(C, 1.0, 1.0, 1.0, 1.0, method=np.ones(2)), ValueError, "method must be one of"),
-        (lambda: unbalanced_ot(C, torch.ones(2, device="meta"), 1.0, 1.0, 1.0), ValueError, "a must be on the device"),
-        (lambda: unbalanced_ot(C, 1.0, 1.0, 0.0, 1.0), ValueError, "tau_a must be positive"),
-        (lambda: unbalanced_ot(C, 1.0, 1.0, 1.0, math.inf), ValueError, "tau_b must be positive"),
-        (lambda: unbalanced_ot(C, 1.0, 1.0, torch.tensor(1.0), 1.0), TypeError, "tau_a must be a Python number"),
-        (lambda: unbalanced_ot(C, 1.0, 1.0, 1.0, 1.0, tol=0.0), ValueError, "tol must be positive"),
-        (
-            lambda: unbalanced_ot(C, 1.0, 1.0, 1.0, 1.0, max_iterations=0),
-            ValueError,
-            "max_iterations must be a positive",
-        ),
-        (
-            lambda: unbalanced_ot(C, 1.0, 1.0, 1.0, 1.0, method="sinkhorn"),
-            ValueError,
-            "method must be one of accelerated",
-        ),
-    ],
-)
-def test_bad_input_is_named(call, error, message):
-    with pytest.raises(error, match=message):
-        call()

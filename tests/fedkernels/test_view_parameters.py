@@ -1,7 +1,6 @@
 """What two_views draws: Philox's published vectors, torchvision's distributions, options that are refused."""
 
 import math
-from collections import Counter
 
 import pytest
 import torch
@@ -11,7 +10,8 @@ from fedkernels.reference._philox import philox
 
 pytestmark = pytest.mark.cpu_only(reason="plain PyTorch")
 
-DRAWS = 100_000  # of each parameter; a view has one, so half as many samples
+DRAWS = 200_000  # of each parameter; a view has one, so half as many samples
+OF_TORCHVISION = 50_000  # which draws them one by one
 HEIGHT, WIDTH = 224, 160
 OPTIONS = ViewOptions(saturation=1.3, solarize=0.3)
 NUMBERS = torch.arange(DRAWS // 2)
@@ -60,7 +60,7 @@ def kolmogorov_smirnov(some, others):
 
 
 # One comparison of equal distributions in 10,000 exceeds this; the draws are fixed, so that the tests are too.
-CRITICAL = math.sqrt(-math.log(1e-4 / 2) / 2) * math.sqrt(2 / DRAWS)
+CRITICAL = math.sqrt(-math.log(1e-4 / 2) / 2) * math.sqrt(1 / DRAWS + 1 / OF_TORCHVISION)
 
 
 @pytest.fixture(scope="module")
@@ -75,19 +75,7 @@ def boxes_of_torchvision():
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         draw = transforms.RandomResizedCrop.get_params
-        return torch.tensor([draw(image, OPTIONS.crop_scale, OPTIONS.crop_ratio) for _ in range(DRAWS)])
-
-
-@pytest.fixture(scope="module")
-def jitter_of_torchvision():
-    """The orders, as tuples, and the four factors."""
-    transforms = pytest.importorskip("torchvision.transforms")
-    ranges = [(max(0.0, 1 - s), 1 + s) for s in (OPTIONS.brightness, OPTIONS.contrast, OPTIONS.saturation)]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        draw = transforms.ColorJitter.get_params
-        drawn = [draw(*ranges, (-OPTIONS.hue, OPTIONS.hue)) for _ in range(DRAWS)]
-    return [tuple(order.tolist()) for order, *_ in drawn], torch.tensor([factors for _, *factors in drawn])
+        return torch.tensor([draw(image, OPTIONS.crop_scale, OPTIONS.crop_ratio) for _ in range(OF_TORCHVISION)])
 
 
 MEASURES = {
@@ -108,24 +96,24 @@ def test_boxes_are_distributed_as_torchvisions(ours, boxes_of_torchvision, name)
     assert kolmogorov_smirnov(measure(ours.boxes.flatten(0, 1)), measure(boxes_of_torchvision)) < CRITICAL
 
 
-@pytest.mark.parametrize("index", range(4), ids=["brightness", "contrast", "saturation", "hue"])
-def test_factors_are_distributed_as_torchvisions(ours, jitter_of_torchvision, index):
-    found, truth = ours.factors.flatten(0, 1)[:, index], jitter_of_torchvision[1][:, index]
-    assert kolmogorov_smirnov(found, truth) < CRITICAL
+def evenly(low, high):
+    return low + (high - low) * (torch.arange(DRAWS) + 0.5) / DRAWS
 
 
-def chi_square(counts, expected):
-    return sum((count - expected) ** 2 / expected for count in counts)
+@pytest.mark.parametrize("name", ["brightness", "contrast", "saturation", "hue"])
+def test_factors_are_uniform_in_torchvisions_ranges(ours, name):
+    transforms = pytest.importorskip("torchvision.transforms")
+    names = "brightness", "contrast", "saturation", "hue"
+    low, high = getattr(transforms.ColorJitter(*(getattr(OPTIONS, one) for one in names)), name)
+    found = ours.factors.flatten(0, 1)[:, names.index(name)]
+    assert kolmogorov_smirnov(found, evenly(low, high)) < CRITICAL
 
 
-LARGEST_CHI_SQUARE = 60.0  # of 24 orders: 23 degrees of freedom exceed 57 once in 10,000 times
-
-
-def test_every_order_is_equally_frequent(ours, jitter_of_torchvision):
-    for orders in (map(tuple, ours.order.flatten(0, 1).tolist()), jitter_of_torchvision[0]):
-        counts = Counter(orders)
-        assert len(counts) == 24
-        assert chi_square(counts.values(), DRAWS / 24) < LARGEST_CHI_SQUARE
+def test_every_order_is_equally_frequent(ours):
+    _, counts = ours.order.flatten(0, 1).unique(dim=0, return_counts=True)
+    assert len(counts) == 24
+    chi_square = float((counts - DRAWS / 24).square().sum() / (DRAWS / 24))
+    assert chi_square < 60  # 23 degrees of freedom exceed 57 once in 10,000 times
 
 
 @pytest.mark.parametrize("name", ["flip", "jitter", "grayscale", "blur", "solarize"])
@@ -136,9 +124,7 @@ def test_choices_have_their_probability(ours, name):
 
 
 def test_sigma_is_uniform(ours):
-    low, high = OPTIONS.blur_sigma
-    even = low + (high - low) * (torch.arange(DRAWS) + 0.5) / DRAWS
-    assert kolmogorov_smirnov(ours.sigma.flatten(), even) < CRITICAL
+    assert kolmogorov_smirnov(ours.sigma.flatten(), evenly(*OPTIONS.blur_sigma)) < CRITICAL
 
 
 def test_what_is_drawn_is_independent(ours):
@@ -156,35 +142,6 @@ def test_what_is_drawn_is_independent(ours):
         off_diagonal[2:4, 0:4] = off_diagonal[0:4, 2:4] = 0  # a large box leaves little room: its sides and corner
         off_diagonal[0:2, 0:2] = 0
         assert off_diagonal.abs().max() < 5 / math.sqrt(DRAWS / 2)
-
-
-@pytest.mark.parametrize(
-    "biased",
-    [
-        {"crop_scale": (0.21, 1.0)},
-        {"crop_scale": (0.2, 0.7)},
-        {"crop_ratio": (0.76, 4 / 3)},
-        {"crop_ratio": (3 / 4, 1.30)},
-    ],
-)
-def test_a_bias_of_the_boxes_is_found(boxes_of_torchvision, biased):
-    boxes = view_parameters(NUMBERS, ViewKey(11), HEIGHT, WIDTH, ViewOptions(**biased)).boxes.flatten(0, 1)
-    distances = [kolmogorov_smirnov(measure(boxes), measure(boxes_of_torchvision)) for measure in MEASURES.values()]
-    assert max(distances) > CRITICAL
-
-
-def test_a_bias_of_positions_factors_and_orders_is_found(ours, boxes_of_torchvision, jitter_of_torchvision):
-    boxes = ours.boxes.flatten(0, 1).clone()
-    boxes[:, 0] = (boxes[:, 0] - 1).clamp_min(0)  # a row too high
-    measure = MEASURES["top in its range"]
-    assert kolmogorov_smirnov(measure(boxes), measure(boxes_of_torchvision)) > CRITICAL
-    for index in range(4):
-        factors = ours.factors.flatten(0, 1)[:, index]
-        shifted = factors + 0.02 * (factors.max() - factors.min())
-        assert kolmogorov_smirnov(shifted, jitter_of_torchvision[1][:, index]) > CRITICAL
-    counts = Counter(map(tuple, ours.order.flatten(0, 1)[: DRAWS * 9 // 10].tolist()))
-    counts[0, 1, 2, 3] += DRAWS // 10 // 24 * 3  # a tenth of the draws prefers one order
-    assert chi_square(counts.values(), sum(counts.values()) / 24) > LARGEST_CHI_SQUARE
 
 
 # ---- boxes that do not fit, and ranges ----------------------------------------------------------------------
@@ -254,27 +211,3 @@ def test_shapes_dtypes_and_numbers_of_samples():
 def test_bad_options_are_named(changes, error, message):
     with pytest.raises(error, match=message):
         ViewOptions(**changes)
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: view_parameters([1], ViewKey(0), 4, 4), TypeError, "samples must be a torch.Tensor, got list"),
-        (lambda: view_parameters(NUMBERS, ViewKey(0), 4.0, 4), TypeError, "height must be an integer, got float"),
-        (lambda: view_parameters(NUMBERS, ViewKey(0), 4, True), TypeError, "width must be an integer, got bool"),
-        (lambda: view_parameters(NUMBERS, ViewKey(0), 4, 1), ValueError, "width must be at least 2, got 1"),
-        (lambda: view_parameters(NUMBERS, 0, 4, 4), TypeError, "key must be a ViewKey, got int"),
-        (lambda: view_parameters(NUMBERS, ViewKey(0), 4, 4, None), TypeError, "options must be a ViewOptions"),
-    ],
-)
-def test_bad_input_is_named(call, error, message):
-    with pytest.raises(error, match=message):
-        call()
-
-
-def test_compiles_without_a_graph_break():
-    torch.compiler.reset()
-    compiled = torch.compile(view_parameters, fullgraph=True, backend="aot_eager")
-    arguments = torch.arange(3, 9), ViewKey(1, 2), 12, 14, OPTIONS
-    drawn, truth = compiled(*arguments), view_parameters(*arguments)
-    assert all(torch.equal(one, other) for one, other in zip(drawn, truth, strict=True))

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedkernels.compat import lightly
+from tests.fedkernels.compat.losses import CLOSE, value_and_gradients
 from tests.fedkernels.distributed.conftest import ranks  # noqa: F401  (a fixture)
 from tests.fedkernels.distributed.ranks import Ranks
 
-CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 SIZES = [(11, 5), (12, 5), (4, 5)]  # of which 6 rows are no divisor, a divisor, and more than all
 
 
@@ -49,14 +49,16 @@ def test_the_loss_is_that_of_the_positive_and_the_bank(size):
     torch.testing.assert_close(loss.memory_bank.bank, bank)
     for step in range(5):
         given = views(step)
-        out0, out1 = (F.normalize(view, dim=1) for view in given)
-        logits = torch.cat([(out0 * out1).sum(dim=1, keepdim=True), out0 @ bank.T], dim=1) / 0.3
-        expected = F.cross_entropy(logits, torch.zeros(6, dtype=torch.int64))
-        value = loss(*given)
-        torch.testing.assert_close(value, expected, **CLOSE)
-        torch.testing.assert_close(torch.autograd.grad(value, given), torch.autograd.grad(expected, given), **CLOSE)
+
+        def definition(out0: Tensor, out1: Tensor) -> Tensor:
+            out0, out1 = F.normalize(out0, dim=1), F.normalize(out1, dim=1)
+            logits = torch.cat([(out0 * out1).sum(dim=1, keepdim=True), out0 @ bank.T], dim=1) / 0.3
+            return F.cross_entropy(logits, torch.zeros(6, dtype=torch.int64))
+
+        expected = value_and_gradients(definition, *given)
+        torch.testing.assert_close(value_and_gradients(loss, *given), expected, **CLOSE)
         written = min(6, size[0] - begin)
-        bank[begin : begin + written] = out1[:written].detach()
+        bank[begin : begin + written] = F.normalize(given[1], dim=1)[:written].detach()
         begin = (begin + written) % size[0]
         torch.testing.assert_close(loss.memory_bank.bank, bank)
     assert list(dict(loss.named_buffers())) == ["memory_bank.bank", "memory_bank.bank_ptr"]

@@ -1,311 +1,125 @@
-"""Each drop-in gives its original's values and gradients; where it does not, the test shows which one is right."""
+"""Each drop-in gives its definition's values and gradients, and those of its original where that is installed."""
 
 from __future__ import annotations
-
-import itertools
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from fedkernels.compat import lightly, open_clip, pot, pytorch_metric_learning, sentence_transformers, torchjd
+from fedkernels.compat import open_clip
+from tests.fedkernels.compat.losses import (
+    CLOSE,
+    LOSSES,
+    ON_RANKS,
+    WITHOUT_GATHERED_GRADIENTS,
+    clip,
+    drop_in,
+    on_rank,
+    original,
+    pairs,
+    pairs_with_bias,
+    siglip,
+    value_and_gradients,
+)
 from tests.fedkernels.distributed.conftest import ranks  # noqa: F401  (a fixture)
 from tests.fedkernels.distributed.ranks import Ranks
 
-CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+pytestmark = pytest.mark.filterwarnings("ignore:The MultipleNegativesSymmetricRankingLoss is deprecated")
 
 
-def rows(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+@pytest.mark.parametrize("name", LOSSES)
+def test_values_and_gradients_are_the_definitions(name):
+    loss = LOSSES[name]
+    given, ours = [part.double() for part in loss.given(loss.rows)], loss.make(drop_in(loss))
+    truth = value_and_gradients(loss.definition, *given)
+    torch.testing.assert_close(value_and_gradients(ours, *given), truth, rtol=1e-7, atol=1e-9)
+    torch.compiler.reset()
+    compiled = torch.compile(ours, fullgraph=loss.one_graph, backend="aot_eager")
+    torch.testing.assert_close(value_and_gradients(compiled, *given), truth, rtol=1e-7, atol=1e-9)
 
 
-def value_and_gradients(function: Any, *tensors: Tensor) -> list[Tensor]:
-    leaves = [tensor.clone().requires_grad_() for tensor in tensors]
-    value = function(*leaves)
-    return [value.detach(), *torch.autograd.grad(value, leaves)]
+@pytest.mark.parametrize("name", LOSSES)
+def test_values_and_gradients_are_the_originals(name):
+    loss = LOSSES[name]
+    found = [value_and_gradients(loss.make(losses(loss)), *loss.given(loss.rows)) for losses in (drop_in, original)]
+    torch.testing.assert_close(*found, **CLOSE)
 
 
-def same(ours: Any, original: Any, *tensors: Tensor) -> None:
-    torch.testing.assert_close(value_and_gradients(ours, *tensors), value_and_gradients(original, *tensors), **CLOSE)
+def mean_over_ranks(results: list[list[Tensor]]) -> list[Tensor]:
+    """The mean values, gradients of all rows and of scalars."""
+    parts = (torch.stack(part) if part[0].ndim == 0 else part for part in zip(*results, strict=True))
+    return [part.mean() if isinstance(part, Tensor) else torch.cat(part) / len(results) for part in parts]
 
 
-def pairs(size: int = 9) -> tuple[Tensor, Tensor, Tensor]:
-    image, text = (F.normalize(rows(size, 7, seed=seed), dim=1) for seed in (0, 1))
-    return image, text, torch.tensor(9.0)
+@pytest.mark.parametrize("name", ON_RANKS)
+def test_on_several_ranks_it_is_the_loss_of_the_whole_batch(ranks: Ranks, name):  # noqa: F811
+    results, loss = ranks(on_rank, name, False), ON_RANKS[name]
+    truth = value_and_gradients(loss.definition, *loss.given(5 * len(results)))
+    torch.testing.assert_close(mean_over_ranks(results), truth, **CLOSE)
 
 
-# open_clip
+@pytest.mark.parametrize("name", ON_RANKS | WITHOUT_GATHERED_GRADIENTS)
+def test_on_several_ranks_it_is_the_original(ranks: Ranks, name):  # noqa: F811
+    original((ON_RANKS | WITHOUT_GATHERED_GRADIENTS)[name])
+    torch.testing.assert_close(ranks(on_rank, name, False), ranks(on_rank, name, True), **CLOSE)
 
 
-def test_open_clip_in_one_process():
-    originals = pytest.importorskip("open_clip.loss", reason="open_clip is not installed")
-    same(open_clip.ClipLoss(), originals.ClipLoss(), *pairs())
-    bias = torch.tensor(-3.0)
-    same(open_clip.ClipLoss(), originals.ClipLoss(), *pairs(), bias)
-    ours = open_clip.ClipLoss()(*pairs(), output_dict=True)
-    torch.testing.assert_close(ours, originals.ClipLoss()(*pairs(), output_dict=True), **CLOSE)
+@pytest.mark.parametrize("name", WITHOUT_GATHERED_GRADIENTS)
+def test_clip_without_gathered_gradients(ranks: Ranks, name):  # noqa: F811
+    """Its features get 1 / ranks of the whole batch's gradients; with local_loss, those of their own rows' losses."""
+    results = ranks(on_rank, name, False)
+    given = pairs(5 * len(results))
+    value, image, text, scale = value_and_gradients(clip, *given)
+    expected = [image / len(results), text / len(results)]
+    if "local=True" in name:
+        rows, logits = len(given[0]), given[2] * given[0] @ given[1].T
+        of_images, of_texts = (each.softmax(1) - torch.eye(rows) for each in (logits, logits.T))
+        expected = [given[2] / (2 * rows) * part for part in (of_images @ given[1], of_texts @ given[0])]
+    torch.testing.assert_close(mean_over_ranks(results), [value, *expected, scale], **CLOSE)
 
 
-def clip_on_ranks(local_loss: bool, gather_with_grad: bool, method: str) -> list[Any]:
-    from open_clip.loss import ClipLoss
+# ---- open_clip's arguments ----------------------------------------------------------------------------------
 
+
+@pytest.mark.parametrize(
+    ("scale", "bias"),
+    [
+        *((9.0, bias) for bias in (None, -4.0, -4, np.float32(-4), torch.tensor(-4.0), torch.tensor([-4.0]))),
+        *((scale, -4.0) for scale in (9, np.float32(9), np.float64(9), torch.tensor(9.0), torch.tensor([9.0]))),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize(("loss", "definition"), [(open_clip.ClipLoss, clip), (open_clip.SigLipLoss, siglip)])
+def test_scale_and_bias_are_numbers_or_tensors(loss, definition, scale, bias):
+    image, text, *_ = pairs(6)
+    found = value_and_gradients(loss(cache_labels=True), image, text, scale, bias)
+    expected = value_and_gradients(lambda *given: definition(*given).reshape(()), image, text, scale, bias)
+    torch.testing.assert_close(found, expected, **CLOSE)
+    as_dict = loss()(image, text, scale, bias, output_dict=True)
+    torch.testing.assert_close(as_dict, {"contrastive_loss": found[0]})
+
+
+def kinds_of_scales(local_loss: bool, gather_with_grad: bool) -> list[Tensor]:
+    """The losses of one scale given as tensors and as numbers."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    options = (local_loss, gather_with_grad, True, rank, size)
-    image, text, scale = pairs(5 * size)
-    given = image.chunk(size)[rank], text.chunk(size)[rank], scale
-    return [
-        value_and_gradients(loss, *given) for loss in (open_clip.ClipLoss(*options, method=method), ClipLoss(*options))
-    ]
-
-
-@pytest.mark.parametrize("method", ["gather", "ring"])
-@pytest.mark.parametrize(("local_loss", "gather_with_grad"), [*itertools.product([False, True], repeat=2)])
-def test_open_clip_on_several_ranks(ranks: Ranks, local_loss, gather_with_grad, method):  # noqa: F811
-    pytest.importorskip("open_clip.loss", reason="open_clip is not installed")
-    for ours, original in ranks(clip_on_ranks, local_loss, gather_with_grad, method):
-        torch.testing.assert_close(ours, original, **CLOSE)
+    image, text, scale, bias = pairs_with_bias(5 * size)
+    loss = open_clip.ClipLoss(local_loss, gather_with_grad, True, rank, size)
+    given = image.chunk(size)[rank].requires_grad_(), text.chunk(size)[rank]
+    values = [loss(*given, kind, bias) for kind in (scale, scale[None], 9.0, np.float32(9))]
+    torch.stack(values).sum().backward()
+    return [value.detach() for value in values]
 
 
 @pytest.mark.parametrize("local_loss", [False, True])
-def test_open_clip_with_gathered_gradients_is_one_process(ranks: Ranks, local_loss):  # noqa: F811
-    pytest.importorskip("open_clip.loss", reason="open_clip is not installed")
-    results = [ours for ours, _ in ranks(clip_on_ranks, local_loss, True, "ring")]
-    value, image, text, scale = value_and_gradients(open_clip.ClipLoss(), *pairs(5 * len(results)))
-    values, images, texts, scales = zip(*results, strict=True)
-    torch.testing.assert_close(torch.stack(values).mean(), value, **CLOSE)
-    torch.testing.assert_close(torch.cat(images) / len(results), image, **CLOSE)
-    torch.testing.assert_close(torch.cat(texts) / len(results), text, **CLOSE)
-    torch.testing.assert_close(torch.stack(scales).mean(), scale, **CLOSE)
+@pytest.mark.parametrize("gather_with_grad", [False, True])
+def test_clip_on_several_ranks_takes_numbers_too(ranks: Ranks, local_loss, gather_with_grad):  # noqa: F811
+    for first, *others in ranks(kinds_of_scales, local_loss, gather_with_grad):
+        torch.testing.assert_close(others, [first] * 3)
 
 
-def test_open_clip_without_gathered_gradients_divides_them(ranks: Ranks):  # noqa: F811
-    """local_loss=False, gather_with_grad=False: averaged over the ranks, 1 / world_size of one process's gradients."""
-    pytest.importorskip("open_clip.loss", reason="open_clip is not installed")
-    originals = [original for _, original in ranks(clip_on_ranks, False, False, "gather")]
-    _, image, _, scale = value_and_gradients(open_clip.ClipLoss(), *pairs(5 * len(originals)))
-    _, images, _, scales = zip(*originals, strict=True)
-    torch.testing.assert_close(torch.cat(images) / len(originals), image / len(originals), **CLOSE)
-    torch.testing.assert_close(torch.stack(scales).mean(), scale, **CLOSE)
-
-
-def test_open_clip_refuses_other_ranks():
+@pytest.mark.parametrize("loss", [open_clip.ClipLoss, open_clip.SigLipLoss])
+def test_other_ranks_are_refused(loss):
     with pytest.raises(ValueError, match=r"rank and world_size must be those of torch.distributed's default group"):
-        open_clip.ClipLoss(world_size=3)(*pairs())
-    with pytest.raises(ValueError, match=r"use_horovod must be False.*use open_clip.ClipLoss"):
-        open_clip.ClipLoss(use_horovod=True)
-
-
-# lightly
-
-
-def test_lightly_in_one_process():
-    originals = pytest.importorskip("lightly.loss", reason="lightly is not installed")
-    same(lightly.NTXentLoss(0.3), originals.NTXentLoss(0.3), rows(6, 5), rows(6, 5, seed=1))
-
-
-def nt_xent_on_ranks(method: str) -> list[Any]:
-    from lightly.loss import NTXentLoss
-
-    given = [rows(5, 6, seed=2 * dist.get_rank() + view) for view in range(2)]
-    return [
-        value_and_gradients(loss, *given)
-        for loss in (
-            lightly.NTXentLoss(0.3, gather_distributed=True, method=method),
-            NTXentLoss(0.3, gather_distributed=True),
-        )
-    ]
-
-
-@pytest.mark.parametrize("method", ["gather", "ring"])
-def test_lightly_on_several_ranks(ranks: Ranks, method):  # noqa: F811
-    pytest.importorskip("lightly.loss", reason="lightly is not installed")
-    for ours, original in ranks(nt_xent_on_ranks, method):
-        torch.testing.assert_close(ours, original, **CLOSE)
-
-
-# pytorch-metric-learning
-
-
-@pytest.mark.parametrize("loss", ["NTXentLoss", "SupConLoss"])
-@pytest.mark.parametrize(
-    "labels",
-    [[0, 1, 2, 0, 1, 2], [0, 0, 0, 1, 2, 1, 3], [5, 5, 5, 5], [0, 1, 2, 3], [2, 2, -7, 9, 2, 2, 9]],
-    ids=["two views", "odd", "no negatives", "no positives", "large classes"],
-)
-def test_pytorch_metric_learning(loss, labels):
-    originals = pytest.importorskip("pytorch_metric_learning.losses", reason="pytorch-metric-learning is not installed")
-    target = torch.tensor(labels)
-    ours, original = getattr(pytorch_metric_learning, loss)(0.2), getattr(originals, loss)(0.2)
-    same(lambda x: ours(x, target), lambda x: original(x, target), rows(len(labels), 5))
-
-
-# sentence-transformers
-
-
-class Tower(nn.Module):
-    """A model of features {"input": [B, 4]} with dropout."""
-
-    def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 6))
-
-    def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {"sentence_embedding": self.layers(features["input"])}
-
-
-DIRECTIONS = {
-    "one direction": {},
-    "both directions": {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"},
-    "dot products": {"similarity_fct": "dot_score", "scale": 1.5},
-}
-
-
-@pytest.mark.parametrize("columns", [2, 4])
-@pytest.mark.parametrize("options", DIRECTIONS.values(), ids=DIRECTIONS)
-def test_sentence_transformers(options, columns):
-    originals = pytest.importorskip(
-        "sentence_transformers.sentence_transformer.losses", reason="sentence-transformers is not installed"
-    )
-    util = pytest.importorskip("sentence_transformers.util")
-    given = dict(options)
-    if "similarity_fct" in given:
-        given["similarity_fct"] = getattr(util, given["similarity_fct"])
-    ours = sentence_transformers.MultipleNegativesRankingLoss(Tower(), **given)
-    original = originals.MultipleNegativesRankingLoss(Tower(), **given)
-    embeddings = [rows(6, 5, seed=seed) for seed in range(columns)]
-    same(
-        lambda *x: ours.compute_loss_from_embeddings(list(x), None),
-        lambda *x: original.compute_loss_from_embeddings(list(x), None),
-        *embeddings,
-    )
-
-
-def parameter_gradients(loss: nn.Module, features: list[dict[str, Tensor]]) -> list[Tensor]:
-    value = loss(features, None)
-    (2 * value).backward()
-    return [value.detach(), *(parameter.grad for parameter in loss.model.parameters())]
-
-
-@pytest.mark.filterwarnings("ignore:The MultipleNegativesSymmetricRankingLoss is deprecated")
-@pytest.mark.parametrize("name", ["MultipleNegativesRankingLoss", "MultipleNegativesSymmetricRankingLoss"])
-def test_sentence_transformers_cached(name):
-    originals = pytest.importorskip(
-        "sentence_transformers.sentence_transformer.losses", reason="sentence-transformers is not installed"
-    )
-    features = [{"input": rows(7, 4, seed=seed), "name": "x"} for seed in range(2)]
-    cached = getattr(sentence_transformers, f"Cached{name}")(Tower(), mini_batch_size=3)
-    whole = getattr(sentence_transformers, name)(Tower())
-    torch.testing.assert_close(parameter_gradients(cached, features), parameter_gradients(whole, features), **CLOSE)
-    original = getattr(originals, name)(Tower())
-    embeddings = [original.model(column)["sentence_embedding"] for column in features]
-    value = original.compute_loss_from_embeddings(embeddings, None)
-    (2 * value).backward()
-    gradients = [value.detach(), *(parameter.grad for parameter in original.model.parameters())]
-    cached.zero_grad()
-    torch.testing.assert_close(parameter_gradients(cached, features), gradients, **CLOSE)
-    with torch.no_grad():
-        torch.testing.assert_close(cached(features), value.detach(), **CLOSE)
-
-
-def test_the_cached_form_repeats_its_dropout():
-    features = [{"input": rows(4, 4, seed=seed)} for seed in range(2)]
-    gradients = []
-    for name in ("CachedMultipleNegativesRankingLoss", "MultipleNegativesRankingLoss"):
-        loss = getattr(sentence_transformers, name)(Tower(dropout=0.5))
-        torch.manual_seed(1)
-        gradients.append(parameter_gradients(loss, features))
-    torch.testing.assert_close(*gradients, **CLOSE)  # one mini-batch for a column: both draw the same numbers
-
-
-def multiple_negatives_on_ranks(both: bool) -> list[Any]:
-    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
-
-    options = DIRECTIONS["both directions" if both else "one direction"] | {"gather_across_devices": True}
-    embeddings = [rows(4, 5, seed=3 * dist.get_rank() + column) for column in range(3)]
-    return [
-        value_and_gradients(lambda *x, loss=loss: loss.compute_loss_from_embeddings(list(x), None), *embeddings)
-        for loss in (
-            sentence_transformers.MultipleNegativesRankingLoss(Tower(), **options, method="ring"),
-            MultipleNegativesRankingLoss(Tower(), **options),
-        )
-    ]
-
-
-@pytest.mark.parametrize("both", [False, True])
-def test_sentence_transformers_on_several_ranks(ranks: Ranks, both):  # noqa: F811
-    pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
-    for ours, original in ranks(multiple_negatives_on_ranks, both):
-        torch.testing.assert_close(ours, original, **CLOSE)
-
-
-def test_sentence_transformers_refuses_what_only_the_original_has():
-    with pytest.raises(ValueError, match="hardness_mode must be None"):
-        sentence_transformers.MultipleNegativesRankingLoss(Tower(), hardness_mode="all_negatives")
-    with pytest.raises(ValueError, match="directions must be"):
-        sentence_transformers.MultipleNegativesRankingLoss(Tower(), directions=("query_to_doc", "query_to_query"))
-    with pytest.raises(ValueError, match="similarity_fct must be cos_sim or dot_score"):
-        sentence_transformers.MultipleNegativesRankingLoss(Tower(), similarity_fct=torch.dot)
-
-
-# TorchJD
-
-
-@pytest.mark.parametrize("clients", [2, 10])
-def test_torchjd(clients):
-    """The original's Frank-Wolfe stops above the optimum: with its defaults, and less so with many steps."""
-    originals = pytest.importorskip("torchjd.aggregation", reason="torchjd is not installed")
-    jacobian = rows(clients, 30).double() * torch.logspace(0, 1, clients)[:, None]
-    gramian = jacobian @ jacobian.T
-    squares = []
-    for weights in (
-        torchjd.MGDAWeighting()(gramian),
-        originals.MGDAWeighting(epsilon=1e-12, max_iters=20_000)(gramian),
-        originals.MGDAWeighting()(gramian),
-    ):
-        torch.testing.assert_close(weights.sum(), torch.tensor(1.0, dtype=torch.float64))
-        squares.append(float(weights @ gramian @ weights))
-    ours, many_steps, defaults = squares
-    assert ours <= many_steps * (1 + 1e-9)
-    assert many_steps <= defaults * (1 + 1e-9)
-    assert ours == pytest.approx(many_steps, rel=1e-3)
-    torch.testing.assert_close(torchjd.MGDA()(jacobian), torchjd.MGDAWeighting()(gramian) @ jacobian)
-    excess = (jacobian @ torchjd.MGDA()(jacobian)).min() - ours  # the optimum: all inner products are at least ours
-    assert float(excess) >= -1e-7 * ours
-
-
-# POT
-
-
-@pytest.mark.parametrize("prices", [2.0, [3.0, 1.0]])
-def test_pot(prices):
-    originals = pytest.importorskip("ot.unbalanced", reason="POT is not installed")
-    generator = np.random.default_rng(0)
-    a, b, costs = generator.uniform(0.5, 1.5, 6), generator.uniform(0.5, 1.5, 8), generator.uniform(0, 1, (6, 8))
-    ours, facts = pot.mm_unbalanced(a, b, costs, prices, div="l2", log=True)
-    plan, log = originals.mm_unbalanced(a, b, costs, prices, div="l2", numItermax=200_000, log=True)
-    assert isinstance(ours, np.ndarray)
-    assert facts["total_cost"] == pytest.approx(float(log["total_cost"]), rel=1e-5)
-    np.testing.assert_allclose(ours.sum(1), plan.sum(1), atol=1e-4)
-    # With the default of 1000 steps the original stops above the optimum.
-    _, stopped = originals.mm_unbalanced(a, b, costs, prices, div="l2", log=True)
-    assert facts["total_cost"] <= float(stopped["total_cost"])
-    assert facts["gap"] <= 1e-10
-
-
-def test_pot_gives_the_gradient_of_the_total_cost():
-    costs = torch.rand(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    plan, facts = pot.mm_unbalanced([], [], costs, 5.0, div="l2", log=True)
-    (gradient,) = torch.autograd.grad(facts["total_cost"], costs)
-    torch.testing.assert_close(gradient, plan)
-
-
-def test_pot_refuses_what_only_the_original_has():
-    with pytest.raises(NotImplementedError, match="div='kl', POT's default, is another problem"):
-        pot.mm_unbalanced([], [], [[1.0]], 1.0)
-    with pytest.raises(NotImplementedError, match="leave reg = 0"):
-        pot.mm_unbalanced([], [], [[1.0]], 1.0, div="l2", reg=0.1)
+        loss(world_size=3)(*pairs_with_bias(4))

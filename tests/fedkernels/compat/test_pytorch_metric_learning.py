@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedkernels.compat import pytorch_metric_learning as ours
@@ -97,6 +98,20 @@ def test_all_pairs_by_their_indices_are_the_batch(name):
     values = [loss(EMBEDDINGS, CLASSES), loss(EMBEDDINGS, indices_tuple=pairs)]
     torch.testing.assert_close(*values)
     torch.testing.assert_close(*(torch.autograd.grad(value, loss.temperature) for value in values))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_rows_of_a_reference_are_the_others_of_each_pair(name):
+    logits = F.normalize(EMBEDDINGS, dim=1) @ F.normalize(OTHERS[:5], dim=1).T / 0.2
+    positive = CLASSES[:, None] == CLASSES[:5]
+    if name == "NTXentLoss":
+        of_negatives = logits.masked_fill(positive, -torch.inf).logsumexp(1)
+        expected = F.softplus(of_negatives[:, None] - logits)[positive].mean()
+    else:
+        losses = -logits.log_softmax(1).where(positive, 0).sum(1) / positive.sum(1).clamp(min=1)
+        expected = losses.sum() / positive.any(1).sum()
+    found = getattr(ours, name)(0.2)(EMBEDDINGS, CLASSES, ref_emb=OTHERS[:5], ref_labels=CLASSES[:5])
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("name", NAMES)

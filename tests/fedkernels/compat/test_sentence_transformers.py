@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fedkernels.compat import sentence_transformers
+from tests.fedkernels.compat.losses import CLOSE
 from tests.fedkernels.distributed.conftest import one_rank, ranks  # noqa: F401  (fixtures)
 from tests.fedkernels.distributed.ranks import Ranks
 
-CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 Features = dict[str, Any]
 LENGTHS = [3, 1, 4, 1, 5, 2, 6]
 
@@ -179,6 +179,19 @@ def test_the_cached_loss_is_the_plain_one(kind, options, symmetric):
     cached = getattr(sentence_transformers, f"Cached{name}")(Reader(), **options)
     plain = getattr(sentence_transformers, name)(Reader())
     torch.testing.assert_close(gradients(cached, features), gradients(plain, features), **CLOSE)
+
+
+def test_the_cached_loss_repeats_its_dropout_and_has_its_value_without_gradients():
+    features, found = [bag(0), bag(1)], []
+    for name in ("CachedMultipleNegativesRankingLoss", "MultipleNegativesRankingLoss"):
+        loss = getattr(sentence_transformers, name)(Reader())
+        loss.model.dropout = 0.5
+        torch.manual_seed(1)
+        with torch.no_grad():
+            value = loss([dict(column) for column in features])
+        found.append([value, *gradients(loss, features)])  # one mini-batch for a column: both draw the same numbers
+        torch.testing.assert_close(found[-1][0], found[-1][1])
+    torch.testing.assert_close(*found, **CLOSE)
 
 
 @pytest.mark.parametrize("frozen", [0, 1], ids=["anchors", "documents"])

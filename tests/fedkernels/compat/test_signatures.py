@@ -36,7 +36,6 @@ SIGNATURES: dict[str, tuple[dict[str, Any], list[str]]] = {
         "CachedMultipleNegativesSymmetric": RANKING | BATCHES | {"show_progress_bar": False},
     }.items()
 }
-MODEL = nn.Sequential(nn.Identity())
 
 
 def original(name: str) -> Any:
@@ -49,36 +48,25 @@ def drop_in(name: str) -> Any:
     return getattr(importlib.import_module(f"fedkernels.compat.{library}"), loss)
 
 
-def signature(loss: Any) -> tuple[dict[str, Any], list[str]]:
-    arguments = [p for p in inspect.signature(loss.__init__).parameters.values() if p.kind is not p.KEYWORD_ONLY]
-    defaults = {p.name: getattr(p.default, "__name__", p.default) for p in arguments if p.name not in ("self", "model")}
-    return defaults, list(inspect.signature(loss.forward).parameters)[1:]
-
-
-@pytest.mark.parametrize("name", SIGNATURES)
-def test_the_arguments_are_the_originals(name):
-    defaults, call = signature(drop_in(name))
-    assert (list(defaults.items()), call) == (list(SIGNATURES[name][0].items()), SIGNATURES[name][1])
-
-
-@pytest.mark.parametrize("name", SIGNATURES)
-def test_the_list_is_that_of_the_installed_originals(name):
-    defaults, call = signature(original(name))
-    assert (list(defaults.items()), call) == (list(SIGNATURES[name][0].items()), SIGNATURES[name][1])
+def model_of(name: str) -> list[nn.Module]:
+    return [nn.Sequential(nn.Identity())] if name.startswith("sentence_transformers") else []
 
 
 @pytest.mark.filterwarnings("ignore:The .*SymmetricRankingLoss is deprecated")
+@pytest.mark.parametrize("library", [drop_in, original])
 @pytest.mark.parametrize("name", SIGNATURES)
-def test_each_default_may_be_given_and_is_an_attribute(name):
-    model = [MODEL] if name.startswith("sentence_transformers") else []
-    defaults = SIGNATURES[name][0]
-    loss = drop_in(name)(*model, **defaults)
-    read = {key: getattr(loss, key) for key in defaults if key != "memory_bank_size"}
-    expected = {key: value for key, value in defaults.items() if key != "memory_bank_size"}
-    if "dist_impl" in defaults:
-        expected["dist_impl"] = "bidir"
-    assert read == expected
-    assert list(loss.state_dict()) == []
+def test_the_arguments_are_these(name, library):
+    """Each default may be given and is an attribute."""
+    loss, (defaults, call) = library(name), SIGNATURES[name]
+    arguments = [p for p in inspect.signature(loss.__init__).parameters.values() if p.kind is not p.KEYWORD_ONLY]
+    found = [(p.name, getattr(p.default, "__name__", p.default)) for p in arguments if p.name not in ("self", "model")]
+    assert found == list(defaults.items())
+    assert list(inspect.signature(loss.forward).parameters)[1:] == call
+    if library is drop_in:
+        made = loss(*model_of(name), **defaults)
+        expected = defaults | ({"dist_impl": "bidir"} if "dist_impl" in defaults else {})
+        assert all(getattr(made, key) == value for key, value in expected.items() if key != "memory_bank_size")
+        assert list(made.state_dict()) == []
 
 
 @pytest.mark.filterwarnings("ignore:The .*SymmetricRankingLoss is deprecated")
@@ -87,15 +75,18 @@ def test_the_originals_defaults_are_accepted_as_they_are(name):
     """Also as functions: sentence_transformers.util.cos_sim is the default there."""
     parameters = inspect.signature(original(name).__init__).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
-    model = [MODEL] if name.startswith("sentence_transformers") else []
-    ours, theirs = drop_in(name)(*model, **defaults), original(name)(*model, **defaults)
+    ours, theirs = (library(name)(*model_of(name), **defaults) for library in (drop_in, original))
     for key in (*defaults, "temperature", "eps"):
         if hasattr(theirs, key):
             assert getattr(ours, key) == getattr(theirs, key), key
-    if model:
+    if model_of(name):
         assert ours.get_config_dict() == theirs.get_config_dict()
         numbers = [re.findall(r"\d{4}\.\d{5}", loss.citation) for loss in (ours, theirs)]
         assert set(numbers[0]) == set(numbers[1])
+
+
+RANKING_LOSS = "sentence_transformers.MultipleNegativesRankingLoss"
+CACHED = "sentence_transformers.CachedMultipleNegativesRankingLoss"
 
 
 @pytest.mark.parametrize(
@@ -104,29 +95,16 @@ def test_the_originals_defaults_are_accepted_as_they_are(name):
         ("lightly.NTXentLoss", {"memory_bank_size": 10}, r"memory_bank_size must be 0, or \(rows, dim\).*got 10"),
         ("lightly.NTXentLoss", {"memory_bank_size": (4, -1)}, r"memory_bank_size must be 0.*got \(4, -1\)"),
         ("lightly.NTXentLoss", {"temperature": 0.0}, "temperature must be at least 1e-08, got 0.0"),
-        ("open_clip.ClipLoss", {"use_horovod": True}, "use_horovod must be False"),
-        (
-            "open_clip.SigLipLoss",
-            {"dist_impl": "ring"},
-            "dist_impl must be None or one of bidir, shift, reduce, gather",
-        ),
-        (
-            "sentence_transformers.MultipleNegativesRankingLoss",
-            {"partition_mode": "x"},
-            "partition_mode must be one of",
-        ),
-        (
-            "sentence_transformers.CachedMultipleNegativesRankingLoss",
-            {"show_progress_bar": True},
-            "show_progress_bar must be False",
-        ),
-        *(
-            ("sentence_transformers.CachedMultipleNegativesRankingLoss", {name: 0}, f"{name} must be at least 1, got 0")
-            for name in ("mini_batch_size", "mini_batch_num_tokens")
-        ),
+        ("open_clip.ClipLoss", {"use_horovod": True}, r"use_horovod must be False.*use open_clip.ClipLoss"),
+        ("open_clip.SigLipLoss", {"dist_impl": "ring"}, "dist_impl must be None or one of bidir, shift, reduce, gat"),
+        (RANKING_LOSS, {"partition_mode": "x"}, "partition_mode must be one of"),
+        (RANKING_LOSS, {"directions": ("query_to_doc", "query_to_query")}, "directions must be"),
+        (RANKING_LOSS, {"scale": 0.0}, "scale must be positive, got 0.0"),
+        (CACHED, {"show_progress_bar": True}, "show_progress_bar must be False"),
+        (CACHED, {"mini_batch_size": 0}, "mini_batch_size must be at least 1, got 0"),
+        (CACHED, {"mini_batch_num_tokens": 0}, "mini_batch_num_tokens must be at least 1, got 0"),
     ],
 )
 def test_what_only_the_original_has_is_refused(name, options, match):
-    model = [MODEL] if name.startswith("sentence_transformers") else []
     with pytest.raises(ValueError, match=match):
-        drop_in(name)(*model, **options)
+        drop_in(name)(*model_of(name), **options)

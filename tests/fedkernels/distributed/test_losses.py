@@ -12,13 +12,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedkernels import distributed, info_nce, supervised_contrastive_loss
+from fedkernels import distributed
 from tests.fedkernels.distributed.ranks import Ranks
 
 DIM = 12
 BIAS = -1.5
 LOSSES = ["info_nce", "nt_xent", "clip_loss", "sigmoid_loss"]
+EVERY_LOSS = [*LOSSES, "supervised_contrastive_loss", "info_nce with negatives"]
 SIZES = {"equal": (6, 6, 6, 6), "unequal": (5, 8, 1, 3)}
+LABELS = torch.tensor([0, 1, 1, 2, 0, 3, 0, 9, 1, 4, 2, 5, 0, 6, 3, 1, 8, 0, 2, 2, 4, 7, 1, 0])  # 5, 6, ... are alone
+METHOD = pytest.mark.parametrize("method", ["gather", "ring"])
+Problem = tuple[str, tuple[int, ...], torch.dtype, float]  # loss, sizes of the ranks, dtype, temperature
 
 
 def batches(seed: int, sizes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], list[Tensor]]:
@@ -29,40 +33,62 @@ def batches(seed: int, sizes: tuple[int, ...], dtype: torch.dtype = torch.float3
     return first, second
 
 
-def in_one_process(loss: str, first: Tensor, second: Tensor, temperature: Tensor) -> Tensor:
-    """The losses of all rows, from the definitions."""
+def inputs(loss: str, sizes: tuple[int, ...], dtype: torch.dtype) -> list[list[Tensor]]:
+    """The rows of all ranks, once for each input of the loss."""
+    first, second = batches(0, sizes, dtype)
+    if loss == "supervised_contrastive_loss":
+        return [first]
+    return [first, second, batches(1, sizes, dtype)[0]] if loss == "info_nce with negatives" else [first, second]
+
+
+def in_one_process(loss: str, rows: list[Tensor], temperature: Tensor) -> tuple[Tensor, int]:
+    """The losses of all rows, from the definitions, and how many of them count in the mean."""
+    numbers = torch.arange(len(rows[0]))
     if loss == "nt_xent":
-        rows = torch.cat([first, second])
-        logits = (rows @ rows.T / temperature).fill_diagonal_(-torch.inf)
-        return F.cross_entropy(logits, torch.arange(len(rows)).roll(len(first)), reduction="none")
-    logits = first @ second.T / temperature
+        both = torch.cat(rows)
+        logits = (both @ both.T / temperature).fill_diagonal_(-torch.inf)
+        return F.cross_entropy(logits, torch.arange(len(both)).roll(len(numbers)), reduction="none"), len(both)
+    if loss == "supervised_contrastive_loss":
+        log_p = (rows[0] @ rows[0].T / temperature).fill_diagonal_(-torch.inf).log_softmax(1)
+        labels = LABELS[: len(numbers)]
+        positive = (labels[:, None] == labels).fill_diagonal_(False)
+        losses = -log_p.masked_fill(~positive, 0).sum(1) / positive.sum(1).clamp(min=1)
+        return losses, int(positive.any(1).sum())
+    logits = rows[0] @ torch.cat(rows[1:]).T / temperature
     if loss == "sigmoid_loss":
-        return -F.logsigmoid((2 * torch.eye(len(first)) - 1) * (logits + BIAS)).sum(dim=1)
-    losses = F.cross_entropy(logits, torch.arange(len(first)), reduction="none")
+        return -F.logsigmoid((2 * torch.eye(len(numbers)) - 1) * (logits + BIAS)).sum(dim=1), len(numbers)
+    losses = F.cross_entropy(logits, numbers, reduction="none")
     if loss == "clip_loss":
-        losses = (losses + F.cross_entropy(logits.T, torch.arange(len(first)), reduction="none")) / 2
-    return losses
+        losses = (losses + F.cross_entropy(logits.T, numbers, reduction="none")) / 2
+    return losses, len(numbers)
 
 
-def distributed_losses(loss: str, first: Tensor, second: Tensor, temperature: Tensor, **options: Any) -> Tensor:
+def distributed_losses(
+    loss: str, rows: list[Tensor], temperature: Tensor, labels: Any = None, **options: Any
+) -> Tensor:
     if loss in ("clip_loss", "sigmoid_loss"):
         options |= {"logit_bias": BIAS} if loss == "sigmoid_loss" else {}
-        return getattr(distributed, loss)(first, second, 1 / temperature, **options)
-    return getattr(distributed, loss)(first, second, temperature, **options)
+        return getattr(distributed, loss)(*rows, 1 / temperature, **options)
+    if loss == "supervised_contrastive_loss":
+        return distributed.supervised_contrastive_loss(*rows, labels, temperature, **options)
+    if loss == "info_nce with negatives":
+        return distributed.info_nce(*rows[:2], temperature, negatives=rows[2], **options)
+    return getattr(distributed, loss)(*rows, temperature, **options)
 
 
-def on_rank(loss: str, method: str, sizes: tuple[int, ...], reduction: str, dtype: torch.dtype) -> dict[str, Tensor]:
-    rank = dist.get_rank()
-    first, second = batches(0, sizes[: dist.get_world_size()], dtype)
-    x, y = first[rank].requires_grad_(), second[rank].requires_grad_()
-    temperature = torch.tensor(0.3, requires_grad=True)
-    value = distributed_losses(loss, x, y, temperature, reduction=reduction, method=method)
-    weights = torch.linspace(0.5, 1.5, value.numel()).reshape(value.shape) if reduction == "none" else torch.tensor(1.0)
-    (value * weights).sum().backward()
-    assert x.grad is not None
-    assert y.grad is not None
-    assert x.grad.dtype == y.grad.dtype == dtype
-    return {"value": value.detach(), "first": x.grad, "second": y.grad, "temperature": temperature.grad}
+def weighted(value: Tensor) -> Tensor:
+    return (value * (torch.linspace(0.5, 1.5, value.numel()).reshape(value.shape) if value.ndim else 1)).sum()
+
+
+def on_rank(problem: Problem, method: str, reduction: str) -> list[Tensor]:
+    """The value, and the gradients of the rows and of the temperature."""
+    loss, sizes, dtype, temperature = problem
+    rank, sizes = dist.get_rank(), sizes[: dist.get_world_size()]
+    rows = [part[rank].requires_grad_() for part in inputs(loss, sizes, dtype)]
+    scale = torch.tensor(temperature, requires_grad=True)
+    labels = LABELS[: sum(sizes)].split(sizes)[rank]
+    value = distributed_losses(loss, rows, scale, labels, reduction=reduction, method=method)
+    return [value.detach(), *torch.autograd.grad(weighted(value), [*rows, scale])]
 
 
 def split_rows(loss: str, rows: Tensor, sizes: tuple[int, ...]) -> list[Tensor]:
@@ -73,55 +99,54 @@ def split_rows(loss: str, rows: Tensor, sizes: tuple[int, ...]) -> list[Tensor]:
     return [torch.cat(parts) for parts in zip(first.split(sizes), second.split(sizes), strict=True)]
 
 
+def assert_equals_one_process(results: list[list[Tensor]], problem: Problem, reduction: str) -> None:
+    loss, sizes, dtype, number = problem
+    sizes = sizes[: len(results)]
+    rows = [torch.cat(part).double().requires_grad_() for part in inputs(loss, sizes, dtype)]
+    temperature = torch.tensor(number, dtype=torch.float64, requires_grad=True)
+    losses, counted = in_one_process(loss, rows, temperature)
+    values = split_rows(loss, losses, sizes)
+    if reduction != "none":
+        values = [part.sum() * (len(sizes) / counted if reduction == "mean" else 1) for part in values]
+    *of_rows, of_temperature = torch.autograd.grad(sum(weighted(value) for value in values), [*rows, temperature])
+    found, *gradients, temperatures = zip(*results, strict=True)
+    assert {part.dtype for part in found} == {torch.float64 if dtype == torch.float64 else torch.float32}
+    for ours, truth in zip(found, values, strict=True):
+        torch.testing.assert_close(ours.double(), truth.detach(), rtol=1e-5, atol=1e-5)
+    rounding = max(5e-6, torch.finfo(dtype).eps)  # the gradients are rounded to half precision
+    for parts, truth in zip(gradients, of_rows, strict=True):
+        assert {part.dtype for part in parts} == {dtype}
+        atol = rounding * max(1.0, float(truth.abs().max()))
+        torch.testing.assert_close(torch.cat(parts).double(), truth, rtol=2 * rounding, atol=atol)
+    torch.testing.assert_close(sum(temperatures).double(), of_temperature, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-@pytest.mark.parametrize("method", ["gather", "ring"])
-@pytest.mark.parametrize("loss", LOSSES)
+@METHOD
+@pytest.mark.parametrize("loss", EVERY_LOSS)
 def test_values_and_gradients_are_those_of_one_process(ranks: Ranks, loss, method, sizes, reduction):
-    results = ranks(on_rank, loss, method, sizes, reduction, torch.float32)
-    sizes = sizes[: len(results)]
-    first, second = (torch.cat(part).double().requires_grad_() for part in batches(0, sizes))
-    temperature = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
-    losses = split_rows(loss, in_one_process(loss, first, second, temperature), sizes)
-    if reduction == "none":
-        values = losses
-        total = sum((part * torch.linspace(0.5, 1.5, len(part))).sum() for part in losses)
-    else:
-        values = [part.sum() for part in losses]
-        if reduction == "mean":
-            values = [part * len(sizes) / sum(len(rows) for rows in losses) for part in values]
-        total = sum(values)
-    total.backward()
-    if reduction == "mean":
-        torch.testing.assert_close(sum(values) / len(sizes), torch.cat(losses).mean())
-    close = {"rtol": 1e-5, "atol": 1e-5, "check_dtype": False}
-    for result, value in zip(results, values, strict=True):
-        torch.testing.assert_close(result["value"], value.detach(), **close)
-    torch.testing.assert_close(torch.cat([result["first"] for result in results]), first.grad, **close)
-    torch.testing.assert_close(torch.cat([result["second"] for result in results]), second.grad, **close)
-    torch.testing.assert_close(sum(result["temperature"] for result in results), temperature.grad, **close)
+    problem = loss, sizes, torch.float32, 0.3
+    assert_equals_one_process(ranks(on_rank, problem, method, reduction), problem, reduction)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("method", ["gather", "ring"])
-@pytest.mark.parametrize("loss", LOSSES)
-def test_half_precision_is_widened(ranks: Ranks, loss, method, dtype):
-    results = ranks(on_rank, loss, method, SIZES["unequal"], "mean", dtype)
-    sizes = SIZES["unequal"][: len(results)]
-    first, second = (torch.cat(part).double().requires_grad_() for part in batches(0, sizes, dtype))
-    losses = in_one_process(loss, first, second, torch.tensor(0.3, dtype=torch.float64))
-    (losses.mean() * len(sizes)).backward()
-    value = sum(result["value"] for result in results) / len(results)
-    assert value.dtype == torch.float32
-    torch.testing.assert_close(value, losses.mean().detach(), rtol=1e-5, atol=1e-5, check_dtype=False)
-    close = {"rtol": 0.01, "atol": 1e-3, "check_dtype": False}  # the gradients are rounded to half precision
-    torch.testing.assert_close(torch.cat([result["first"] for result in results]), first.grad, **close)
-    torch.testing.assert_close(torch.cat([result["second"] for result in results]), second.grad, **close)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@METHOD
+@pytest.mark.parametrize("loss", EVERY_LOSS)
+def test_sums_are_at_least_float32(ranks: Ranks, loss, method, dtype):
+    problem = loss, SIZES["unequal"], dtype, 0.3
+    assert_equals_one_process(ranks(on_rank, problem, method, "mean"), problem, "mean")
+
+
+@METHOD
+def test_a_small_temperature_of_labels(ranks: Ranks, method):
+    problem = "supervised_contrastive_loss", SIZES["unequal"], torch.float32, 0.01
+    assert_equals_one_process(ranks(on_rank, problem, method, "none"), problem, "none")
 
 
 def saved_elements(loss: str, method: str, rows: int) -> int:
     """The elements that are saved for the backward pass beside the inputs, and those of the inputs that are saved."""
-    first, second = (part[dist.get_rank()].requires_grad_() for part in batches(0, (rows,) * dist.get_world_size()))
+    given = [part[dist.get_rank()].requires_grad_() for part in batches(0, (rows,) * dist.get_world_size())]
     saved: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -129,13 +154,13 @@ def saved_elements(loss: str, method: str, rows: int) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        value = distributed_losses(loss, first, second, torch.tensor(0.3), method=method)
+        value = distributed_losses(loss, given, torch.tensor(0.3), method=method)
         elements = sum(saved.values())
     value.backward()
     return elements
 
 
-@pytest.mark.parametrize("method", ["gather", "ring"])
+@METHOD
 @pytest.mark.parametrize("loss", LOSSES)
 def test_what_is_saved_grows_with_this_ranks_batch_alone(ranks: Ranks, loss, method):
     rows = 256
@@ -165,11 +190,10 @@ def two_pass_gradients(method: str, cached: bool) -> list[Tensor]:
     return [gradient / dist.get_world_size() for gradient in gradients]
 
 
-@pytest.mark.parametrize("method", ["gather", "ring"])
+@METHOD
 def test_a_two_pass_gradient_cache_gives_the_same_gradients(ranks: Ranks, method):
-    cached_gradients, gradients = (ranks(two_pass_gradients, method, cached) for cached in (True, False))
-    for cached, whole in zip(cached_gradients, gradients, strict=True):
-        torch.testing.assert_close(cached, whole, rtol=1e-5, atol=1e-6)
+    found = [ranks(two_pass_gradients, method, cached) for cached in (True, False)]
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
 
 
 def in_a_subgroup() -> Tensor | None:
@@ -185,7 +209,7 @@ def test_a_subgroup_is_a_group_of_its_own(ranks: Ranks):
     results = ranks(in_a_subgroup)
     members = [1] if len(results) == 2 else [1, 3]
     first, second = (torch.cat([part[i] for i in members]).requires_grad_() for part in batches(2, SIZES["unequal"]))
-    (in_one_process("info_nce", first, second, torch.tensor(0.3)).mean() * len(members)).backward()
+    (in_one_process("info_nce", [first, second], torch.tensor(0.3))[0].mean() * len(members)).backward()
     assert [index for index, result in enumerate(results) if result is not None] == members
     torch.testing.assert_close(torch.cat([results[i] for i in members]), second.grad, rtol=1e-5, atol=1e-5)
 
@@ -196,115 +220,57 @@ def key_without_gradient(method: str) -> tuple[Tensor | None, Tensor | None]:
     return first.grad, second.grad
 
 
-@pytest.mark.parametrize("method", ["gather", "ring"])
+@METHOD
 def test_keys_without_a_gradient_get_none(ranks: Ranks, method):
     results = ranks(key_without_gradient, method)
     first, second = (torch.cat(part[: len(results)]) for part in batches(0, SIZES["equal"]))
-    (in_one_process("info_nce", first.requires_grad_(), second, torch.tensor(0.3)).mean() * len(results)).backward()
+    losses, _ = in_one_process("info_nce", [first.requires_grad_(), second], torch.tensor(0.3))
+    (losses.mean() * len(results)).backward()
     assert all(of_key is None for _, of_key in results)
     torch.testing.assert_close(torch.cat([of_query for of_query, _ in results]), first.grad, rtol=1e-5, atol=1e-5)
 
 
-LABELS = torch.tensor([0, 1, 1, 2, 0, 3, 0, 9, 1, 4, 2, 5, 0, 6, 3, 1, 8], dtype=torch.int64)  # 4, 5, ... are alone
-
-
-def supcon_on_rank(method: str, reduction: str, dtype: torch.dtype) -> list[Tensor]:
-    rank, sizes = dist.get_rank(), SIZES["unequal"]
-    features = batches(0, sizes, dtype)[0][rank].requires_grad_()
-    temperature = torch.tensor(0.01 if dtype == torch.float32 else 0.3, requires_grad=True)
-    labels = LABELS.split(sizes)[rank]
-    loss = distributed.supervised_contrastive_loss(features, labels, temperature, reduction, method=method)
-    weights = torch.linspace(0.5, 1.5, loss.numel()).reshape(loss.shape)
-    return [loss.detach(), *torch.autograd.grad((loss * weights).sum(), [features, temperature])]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("method", ["gather", "ring"])
-def test_positives_by_label_are_those_of_all_ranks(ranks: Ranks, method, reduction, dtype):
-    results = ranks(supcon_on_rank, method, reduction, dtype)
-    sizes = SIZES["unequal"][: len(results)]
-    features = torch.cat(batches(0, sizes, dtype)[0]).double().requires_grad_()
-    temperature = torch.tensor(0.01 if dtype == torch.float32 else 0.3).double().requires_grad_()
-    losses = supervised_contrastive_loss(features, LABELS[: sum(sizes)], temperature, "none").split(sizes)
-    values = losses if reduction == "none" else [part.sum() for part in losses]
-    if reduction == "mean":
-        mean = supervised_contrastive_loss(features, LABELS[: sum(sizes)], temperature)
-        values = [part * (mean * len(sizes) / sum(values)).detach() for part in values]
-    total = sum((part * torch.linspace(0.5, 1.5, part.numel()).reshape(part.shape)).sum() for part in values)
-    of_features, of_temperature = torch.autograd.grad(total, [features, temperature])
-    found, gradients, of_temperatures = zip(*results, strict=True)
-    assert {part.dtype for part in found} == {torch.float64 if dtype == torch.float64 else torch.float32}
-    assert {part.dtype for part in gradients} == {dtype}
-    rounding = 1e-3 if dtype == torch.float16 else 1e-5
-    close = {"rtol": 2 * rounding, "atol": rounding * float(of_features.abs().max())}
-    for ours, truth in zip(found, values, strict=True):
-        torch.testing.assert_close(ours.double(), truth.detach(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(torch.cat(gradients).double(), of_features, **close)
-    torch.testing.assert_close(sum(of_temperatures).double(), of_temperature, rtol=1e-4, atol=1e-4)
-
-
-def with_negatives(method: str) -> list[Tensor]:
-    rank = dist.get_rank()
-    query, key = (part[rank].requires_grad_() for part in batches(0, SIZES["unequal"]))
-    negatives = batches(1, SIZES["unequal"])[0][rank].requires_grad_()
-    loss = distributed.info_nce(query, key, 0.3, negatives=negatives, method=method)
-    return [loss.detach(), *torch.autograd.grad(loss, [query, key, negatives])]
-
-
-@pytest.mark.parametrize("method", ["gather", "ring"])
-def test_every_query_sees_the_negatives_of_all_ranks(ranks: Ranks, method):
-    results = ranks(with_negatives, method)
-    parts = *batches(0, SIZES["unequal"]), batches(1, SIZES["unequal"])[0]
-    leaves = [torch.cat(part[: len(results)]).requires_grad_() for part in parts]
-    truth = info_nce(*leaves[:2], 0.3, negatives=leaves[2])
-    values, *gradients = zip(*results, strict=True)
-    torch.testing.assert_close(torch.stack(values).mean(), truth.detach())
-    found = [torch.cat(parts) / len(results) for parts in gradients]
-    torch.testing.assert_close(found, list(torch.autograd.grad(truth, leaves)), rtol=1e-5, atol=1e-5)
+# What rank 1 gives otherwise than the others, query, key, loss and method, and the error that all get.
+SAME, LOSS = torch.ones(3, 4), distributed.info_nce
+DIFFERENT: dict[str, tuple[tuple[Any, ...], str]] = {
+    "columns": (
+        (torch.ones(3, 5), torch.ones(3, 5), LOSS, "gather"),
+        "the number of columns d must be the same on all ranks, got 4, 5",
+    ),
+    "dtype": (
+        (SAME, SAME.half(), LOSS, "gather"),
+        "the dtype of the keys must be the same on all ranks, got torch.float32, torch.float16",
+    ),
+    "method": ((SAME, SAME, LOSS, "ring"), "method must be the same on all ranks, got gather, ring"),
+    "gradient": (
+        (torch.ones(3, 4, requires_grad=True), SAME, LOSS, "gather"),
+        "whether an input requires a gradient must be the same on all ranks, got no, yes",
+    ),
+    "loss": (
+        (SAME, SAME, distributed.nt_xent, "gather"),
+        "the loss must be the same on all ranks, got info_nce or clip_loss, nt_xent",
+    ),
+    "rows": ((SAME[:0], SAME[:0], LOSS, "gather"), r"each rank must have at least one row, got \[3, 0"),
+    "keys": ((SAME, SAME[:2], LOSS, "gather"), r"each rank must have at least as many keys as queries, got \[3, 2"),
+}
 
 
 def bad_call(what: str) -> str:
-    rank = dist.get_rank()
-    query, key = torch.randn(3, 4), torch.randn(3, 4)
-    method = "gather"
-    if rank == 1:
-        if what == "columns":
-            query, key = torch.randn(3, 5), torch.randn(3, 5)
-        elif what == "dtype":
-            key = key.half()
-        elif what == "method":
-            method = "ring"
-        elif what == "gradient":
-            query.requires_grad_()
-        elif what == "rows":
-            query, key = query[:0], key[:0]
-        elif what == "keys":
-            key = key[:2]
-        elif what == "loss":
-            with pytest.raises(ValueError, match="must be the same") as error:
-                distributed.nt_xent(query, key, 0.5)
-            return str(error.value)
+    query, key, loss, method = DIFFERENT[what][0] if dist.get_rank() == 1 else (SAME, SAME, LOSS, "gather")
     with pytest.raises(ValueError, match="must") as error:
-        distributed.info_nce(query, key, 0.5, method=method)
+        loss(query, key, 0.5, method=method)
     return str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        ("columns", "the number of columns d must be the same on all ranks, got 4, 5"),
-        ("dtype", "the dtype of the keys must be the same on all ranks, got torch.float32, torch.float16"),
-        ("method", "method must be the same on all ranks, got gather, ring"),
-        ("gradient", "whether an input requires a gradient must be the same on all ranks, got no, yes"),
-        ("loss", "the loss must be the same on all ranks, got info_nce or clip_loss, nt_xent"),
-        ("rows", r"each rank must have at least one row, got \[3, 0"),
-        ("keys", r"each rank must have at least as many keys as queries, got \[3, 2"),
-    ],
-)
-def test_all_ranks_get_the_error_of_one(ranks: Ranks, what, message):
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_all_ranks_get_the_error_of_one(ranks: Ranks, what):
     for text in ranks(bad_call, what):
-        assert re.search(message, text), text
+        assert re.search(DIFFERENT[what][1], text), text
+
+
+def test_without_a_process_group():
+    with pytest.raises(RuntimeError, match=r"call torch.distributed.init_process_group, or use the loss of the same"):
+        distributed.info_nce(SAME, SAME, 0.5)
 
 
 def loss_without_rank_1(method: str) -> str:
@@ -318,7 +284,7 @@ def loss_without_rank_1(method: str) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize("method", ["gather", "ring"])
+@METHOD
 def test_a_rank_that_dies_is_an_error_on_the_others(tmp_path, method):
     group = Ranks(3, tmp_path)
     for pipe in group.pipes:

@@ -7,9 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fedkernels import distributed, info_nce, nt_xent, sigmoid_loss, supervised_contrastive_loss
+import fedkernels
+from fedkernels import distributed
 
 pytestmark = pytest.mark.usefixtures("one_rank")
+METHOD = pytest.mark.parametrize("method", ["gather", "ring"])
 
 
 def inputs(*shapes: tuple[int, ...]) -> list[Tensor]:
@@ -32,7 +34,7 @@ def numbers(loss: str, *values: float) -> list[Tensor]:
     return [torch.tensor(value, dtype=torch.float64, requires_grad=True) for value in wanted]
 
 
-@pytest.mark.parametrize("method", ["gather", "ring"])
+@METHOD
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_gradcheck(loss, method, reduction):
@@ -52,7 +54,7 @@ def test_opcheck(loss):
     )
 
 
-@pytest.mark.parametrize("method", ["gather", "ring"])
+@METHOD
 def test_opcheck_of_the_gradients(method):
     query, key = (part.detach() for part in inputs((4, 3), (4, 3)))
     scale, name = torch.tensor(2.0, dtype=torch.float64), str(dist.group.WORLD.group_name)
@@ -88,25 +90,22 @@ def test_an_exported_program_serves_batches_of_other_sizes(loss):
         torch.testing.assert_close(program(*given), Loss()(*given))
 
 
-@pytest.mark.parametrize("method", ["gather", "ring"])
+@METHOD
 def test_blocks_of_logits_join(method, monkeypatch):
     """As on CUDA: without the compiled operator, and with fewer logits at a time than there are."""
     monkeypatch.setattr("fedkernels.distributed._block._LOGITS_AT_A_TIME", 20)
     monkeypatch.setattr("fedkernels.internal.native.module", None)
     query, key = inputs((7, 3), (9, 3))
-    for ours, expected in (
-        (distributed.info_nce(query, key, 0.5, method=method), info_nce(query, key, 0.5)),
-        (
-            distributed.info_nce(query, key[:7], 0.5, negatives=key[7:], method=method),
-            info_nce(query, key[:7], 0.5, negatives=key[7:]),
-        ),
-        (distributed.nt_xent(query, key[:7], 0.5, method=method), nt_xent(query, key[:7], 0.5)),
-        (
-            distributed.supervised_contrastive_loss(torch.cat([query, key]), torch.arange(16) % 6, 0.5, method=method),
-            supervised_contrastive_loss(torch.cat([query, key]), torch.arange(16) % 6, 0.5),
-        ),
-        (distributed.sigmoid_loss(query, key[:7], 2.0, -1.0, method=method), sigmoid_loss(query, key[:7], 2.0, -1.0)),
+    of_labels = torch.cat([query, key]), torch.arange(16) % 6, 0.5
+    for name, given, options in (
+        ("info_nce", (query, key, 0.5), {}),
+        ("info_nce", (query, key[:7], 0.5), {"negatives": key[7:]}),
+        ("nt_xent", (query, key[:7], 0.5), {}),
+        ("supervised_contrastive_loss", of_labels, {}),
+        ("sigmoid_loss", (query, key[:7], 2.0, -1.0), {}),
     ):
+        ours = getattr(distributed, name)(*given, **options, method=method)
+        expected = getattr(fedkernels, name)(*given, **options)
         torch.testing.assert_close(ours, expected)
         gradients = (torch.autograd.grad(value, (query, key)) for value in (ours, expected))
         torch.testing.assert_close(*gradients)
