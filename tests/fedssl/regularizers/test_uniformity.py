@@ -18,7 +18,6 @@ from fedssl.regularizers.sliced_uniformity import SlicedUniformity, sliced_dista
 from fedssl.regularizers.uniformity import Uniformity, sphere_samples
 from tests.fedssl.regularizers.terms import Local, representations, step_of
 
-
 # FUR
 
 
