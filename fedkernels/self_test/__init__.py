@@ -21,7 +21,7 @@ def self_test(*, time_limit: float = first_contact.TIME_LIMIT) -> list[Result]:
     runs on its reference from then on.
 
     Args:
-        time_limit: seconds that a child process may take to start, and for the test of an operator.
+        time_limit: seconds for the test of an operator. A child process may take as long to start, and 120 s at least.
 
     Returns:
         One result for each operator and kind of GPU; an empty list if no CUDA kernels can run here.

@@ -20,7 +20,7 @@ def main() -> int:
         type=float,
         default=TIME_LIMIT,
         metavar="SECONDS",
-        help="for the start of a child process, and for the test of an operator (default: %(default)g)",
+        help="for the test of an operator; a child process has 120 s at least to start (default: %(default)g)",
     )
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
