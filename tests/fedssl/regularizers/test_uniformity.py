@@ -45,8 +45,8 @@ def test_fur_by_hand(monkeypatch):
 
 
 def test_the_printed_cost_by_hand(monkeypatch):
-    """z = (2, 0), normalised (1, 0), and s = (0, 1): C = |z - s|^2 = 2. With tau_a = tau_b = 2 the value C p + 2 (p - 1)^2
-    is least at p = 0.5: 1 + 0.5. The gradient is 0.5 * -2 (s - <s, z> z) / |(2, 0)| = (0, -0.5).
+    """z = (2, 0), normalised (1, 0), and s = (0, 1): C = |z - s|^2 = 2. With tau_a = tau_b = 2 the value, C p + 2 (p -
+    1)^2, is least at p = 0.5: 1 + 0.5. The gradient is 0.5 * -2 (s - <s, z> z) / |(2, 0)| = (0, -0.5).
     """
     monkeypatch.setattr(uniformity, "sphere_samples", lambda *_: torch.tensor([[0.0, 1.0]]))
     z = torch.tensor([[2.0, 0.0]], requires_grad=True)
