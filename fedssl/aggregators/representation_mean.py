@@ -77,7 +77,8 @@ class RepresentationMean(Aggregator):
 
     A_j is computed at the end of client j's round, in evaluation mode, from the public images without augmentation.
     (Algorithm 1 computes it at the start of the next round, with the same weights.) With `statistics: batch` BatchNorm
-    takes the statistics of each batch instead, as the term in `cka_alignment` does; docs/methods.md has the figures.
+    takes the statistics of each batch instead, as the term in `cka_alignment` does; docs/methods/hetero_ssfl.md has the
+    figures.
 
     The targets other than `peers` are controls, whose results were not learned from the peers: `self` is the client's
     own kernel of its previous round, and `untrained` is K-bar of the untrained networks, which never changes. With

@@ -18,6 +18,7 @@ class SimCLR(Objective):
     A row's similarity to itself is left out as -inf, as in the paper. (FedU2's released code sets it to 0.) The
     projector has two layers, 2048 -> 128 (section 4.2; ResNet-50's output has 2048 features), with BatchNorm as in
     their code. The temperature 0.5 is the best on CIFAR-10 (appendix B.9). FedU2 has 2048 -> 512, and its code 0.07.
+    LW-FedSSL prints one temperature, 0.05, which its preset has for SimCLR too.
     """
 
     data_parallel: ClassVar[bool] = True

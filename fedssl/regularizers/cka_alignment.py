@@ -29,10 +29,14 @@ class CKAAlignment(Regularizer):
     over the round's steps. A high CKA alone is not a success: a representation of rank one aligns perfectly, so read
     the effective rank beside it.
 
+    Deviation in the batch: the paper prints the CKA of all public images, 5,000 in its experiments, and Algorithm 1
+    computes their kernel once an epoch. Here a step takes `batch_size` of them, 100 by default. All 5,000 are 25 times
+    as many as the 200 images of the paper's batches; `batch_size: 5000` takes them.
+
     The paper does not tell in which mode the network runs on the public images. Here BatchNorm takes the statistics of
     the batch and leaves the running ones alone, which then tell of the client's own images only. As K-bar is computed
     with running statistics, a client's CKA with its own kernel is below 1 even with unchanged weights. With
-    `statistics: running` it is 1; docs/methods.md tells what either reached.
+    `statistics: running` it is 1; docs/methods/hetero_ssfl.md tells what either reached.
     """
 
     needs_public_images: ClassVar[bool] = True

@@ -59,7 +59,8 @@ class SlicedUniformity(Regularizer):
 
     This is what the released code of FedU2 (Liao et al. 2024, `RepresentationTagentCollapse`) computes where the paper
     describes unbalanced optimal transport (Eq. 4; that is `uniformity`), with weight 0.01. Its class takes 6 as the
-    number of tangent spaces and draws one an image, so the 6 only divides. Unlike FUR the term matches all mass.
+    number of tangent spaces and draws one an image, so the 6 only divides. Unlike FUR the term matches all mass. Its
+    BYOL loss is a sum over two directions and ours their mean, so beside `byol` the released weight is 0.005.
 
     With `scale: mean` the distance depends neither on the batch nor on the width of the projections. It is about B (d -
     1) / 6 times smaller than the released one: 10,900 times for B = 128 and d = 512.

@@ -82,7 +82,8 @@ def test_where_weights_are_replaced_there_is_no_such_option(tiny):
 
 
 @pytest.mark.parametrize("name", ["byol", "simclr", "simsiam", "moco_v3"])
-def test_centralised_recipes_keep_it(name):
+def test_centralised_recipes_keep_it_and_their_target_network(name):
     recipe = load_recipe(f"centralised_{name}")
     assert (recipe.objective.name, recipe.partition.clients, recipe.aggregators) == (name, 1, [])
     assert recipe.local_update.keeps_optimizer
+    assert not recipe.objective.fresh_target

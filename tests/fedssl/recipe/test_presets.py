@@ -156,6 +156,8 @@ def test_the_papers_settings_are_one_word():
     layers = flatten_keys(load_recipe("lw_fedssl", ["preset=paper:lw_fedssl"]).model_dump(mode="json"))
     expected = {"rounds": 180, "schedule.rounds_per_stage": 15, "training.batch_size": 512, "data.image_size": 32}
     assert {key: layers[key] for key in expected} == expected
+    contrastive = load_recipe("lw_fedssl", ["preset=paper:lw_fedssl", "objective={name: simclr}"]).objective
+    assert (contrastive.temperature, contrastive.projector_layers) == (0.05, 3)
     own = "evaluation.semi_supervised_protocol.epochs=30"
     for method, probe in (("fedu2", "fedu2"), ("lw_fedssl", "hetero_ssfl")):
         evaluation = load_recipe(method, [f"preset=paper:{method}", own]).evaluation

@@ -44,6 +44,19 @@ def test_fur_by_hand(monkeypatch):
     assert local.logged["uniformity_iterations"][0] >= 1
 
 
+def test_the_printed_cost_by_hand(monkeypatch):
+    """z = (2, 0), normalised (1, 0), and s = (0, 1): C = |z - s|^2 = 2. With tau_a = tau_b = 2 the value, C p + 2 (p -
+    1)^2, is least at p = 0.5: 1 + 0.5. The gradient is 0.5 * -2 (s - <s, z> z) / |(2, 0)| = (0, -0.5).
+    """
+    monkeypatch.setattr(uniformity, "sphere_samples", lambda *_: torch.tensor([[0.0, 1.0]]))
+    z = torch.tensor([[2.0, 0.0]], requires_grad=True)
+    part = Uniformity(cost="squared_distance", draws=1, weight=1.0, tau_a=2.0, tau_b=2.0)
+    value = part.start_round(Local())(step_of(z))
+    value.backward()
+    assert float(value.detach()) == pytest.approx(1.5, rel=1e-4)
+    torch.testing.assert_close(z.grad, torch.tensor([[0.0, -0.5]]), rtol=1e-2, atol=1e-6)
+
+
 def test_the_gradient_is_that_of_unbalanced_ot(monkeypatch):
     """The plan is solved for once and its gradient written by hand."""
     z, samples = (t[:16].clone() for t in representations("low rank"))
@@ -108,6 +121,25 @@ def test_as_printed_it_does_nothing_and_as_it_is_here_it_moves_mass(kind, moved)
         assert torch.equal(gradient, torch.zeros_like(gradient))
     _, info = unbalanced_ot_plan((1 - z @ samples.T).detach(), 1.0, 1.0, 0.8, 0.8)
     assert float(info.transported_mass) / 128 == pytest.approx(moved, abs=0.01)
+
+
+def printed_steps(cost, tau, steps):
+    """The objective after `steps` of Eq. 6 from an empty plan, without any safeguard; masses are 1."""
+    plan = torch.zeros_like(cost)
+    for _ in range(steps):
+        gradient = cost + tau * (plan.sum(1, keepdim=True) + plan.sum(0, keepdim=True) - 2)
+        sums = gradient.sum(1).square().sum() + gradient.sum(0).square().sum()
+        plan = (plan - gradient.square().sum() / (tau * sums) * gradient).clamp(min=0)
+    unmatched = (plan.sum(1) - 1).square().sum() + (plan.sum(0) - 1).square().sum()
+    return float((plan * cost).sum() + tau / 2 * unmatched)
+
+
+@pytest.mark.parametrize(("kind", "excess"), [("random", 3.8e-3), ("low rank", 2.5e-3), ("collapsed", 5.4e-5)])
+def test_the_printed_steps_converge_slowly(kind, excess):
+    z, samples = representations(kind)
+    cost = (1 - z @ samples.T).double()
+    optimum = float(unbalanced_ot(cost, 1.0, 1.0, 0.8, 0.8, tol=1e-9))
+    assert printed_steps(cost, 0.8, 1000) / optimum - 1 == pytest.approx(excess, rel=0.1)
 
 
 # The samples of both terms
