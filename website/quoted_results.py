@@ -4,33 +4,33 @@ A comment behind figures names the source of each of them, in their order:
 
     FedBYOL has 42.4 and FedU 41.1<!-- = hetero_ssfl_tables_small: linear [non-IID]: FedBYOL; FedU -->.
 
-That is the folder in benchmarks/results, a column, and rows. A column holds for the rows behind it, until another one is named:
+That is the folder in benchmarks/results, a column, and rows. A column holds for the rows behind it, until another one
+is named:
 
-- of a table of training, `knn` or another metric, with the scenario in brackets where there are several: the mean over the
-  seeds in `table.csv`, and its sample standard deviation where the page has `±`
+- of a table of training, `knn` or another metric, with the scenario in brackets where there are several: the mean over
+  the seeds in `table.csv`, and its sample standard deviation where the page has `±`
 - of a table of resources, `memory`, `flops` or `traffic`, or one of these and `ratio`
 - either of them after `paper's`: what the paper prints
+- of the operators' times, `info_nce, to the best peer`; a row is a size
+- of the loops' times, `fedssl, images/s` or `times lightly`; a row is a training
 
-`A - B` is the difference of two rows, and `best control` the control with the highest figure. A figure keeps the number of its
-decimals. The site's build inserts the tables' figures, a test fails where a page has another one, and
+`A - B` is the difference of two rows, and `best control` the control with the highest figure. A figure keeps the number
+of its decimals. The site's build inserts the tables' figures, a test fails where a page has another one, and
 `python -m website.quoted_results` writes them into the pages.
 """
 
 from __future__ import annotations
 
-import csv
 import re
-from collections import defaultdict
-from functools import cache
 from pathlib import Path
 
-from fedssl.evaluation.metrics import mean_and_spread
+from website import result_tables
 from website.repository_files import ROOT
+from website.result_tables import RESULTS
 
-RESULTS = ROOT / "benchmarks" / "results"
-#: a number with decimals, and its spread
-FIGURE = re.compile(r"(?<![\w.,])\d+\.\d+(?: ± \d+\.\d+)?(?![.\d])")
-MARK = re.compile(r"<!-- = ([^:]+?): (.+?) -->", re.DOTALL)
+#: a number with decimals and its spread, or a rate
+FIGURE = re.compile(r"(?<![\w.,])(?:\d+\.\d+(?: ± \d+\.\d+)?(?![.\d])|[\d,]+(?= images/s))")
+MARK = re.compile(r"<!-- =(.*?)-->", re.DOTALL)
 BEST_CONTROL = "best control"
 
 
@@ -70,7 +70,7 @@ def unmarked(markdown: str) -> list[str]:
 def _filled(before: str, mark: re.Match[str]) -> str:
     figures = _figures_before(before, mark)
     for figure, source in reversed(list(zip(figures, _sources(mark), strict=True))):
-        before = before[: figure.start()] + _text(mark[1], *source, like=figure[0]) + before[figure.end() :]
+        before = before[: figure.start()] + _text(*source, like=figure[0]) + before[figure.end() :]
     return before
 
 
@@ -84,13 +84,14 @@ def _figures_before(before: str, mark: re.Match[str]) -> list[re.Match[str]]:
     return figures[-count:]
 
 
-def _sources(mark: re.Match[str]) -> list[tuple[str, str]]:
-    """Return the column and the row or difference of rows of each figure that a mark names."""
+def _sources(mark: re.Match[str]) -> list[tuple[str, str, str]]:
+    """Return the folder, the column and the row or difference of rows of each figure that a mark names."""
+    folder, _, rest = " ".join(mark[1].split()).partition(": ")
     sources, column = [], ""
-    for source in " ".join(mark[2].split()).split("; "):
+    for source in rest.split("; "):
         named, colon, row = source.rpartition(": ")
         column = named if colon else column
-        sources.append((column, row))
+        sources.append((folder, column, row))
     return sources
 
 
@@ -102,57 +103,20 @@ def _text(folder: str, column: str, row: str, like: str) -> str:
         values = [[values[0][0] - values[1][0]]]
     if len(decimals) > len(values[0]):
         raise ValueError(f"{folder} has no spread of {row} in the column {column}")
-    return " ± ".join(f"{value:.{places}f}" for value, places in zip(values[0], decimals, strict=False))
+    return " ± ".join(f"{value:,.{places}f}" for value, places in zip(values[0], decimals, strict=False))
 
 
 def _values(folder: str, column: str, row: str) -> list[float]:
     """Return a figure of a table, and its spread where there is one."""
-    figures = _table(RESULTS / folder).get(column)
-    if figures is None:
-        raise ValueError(f"{folder} has no column {column!r}; it has {', '.join(_table(RESULTS / folder))}")
+    table = result_tables.read(RESULTS / folder)
+    if column not in table:
+        raise ValueError(f"{folder} has no column {column!r}; it has {'; '.join(table)}")
+    figures = table[column]
     if row == BEST_CONTROL:
-        row = max(_controls(RESULTS / folder), key=lambda control: figures[control])
+        row = max(result_tables.controls(RESULTS / folder), key=lambda control: figures[control])
     if row not in figures:
         raise ValueError(f"{folder} has no row {row!r} in the column {column}; it has {'; '.join(figures)}")
     return figures[row]
-
-
-@cache
-def _table(folder: Path) -> dict[str, dict[str, list[float]]]:
-    """Read a folder's tables: by column and row the figure, and its spread where several seeds have one."""
-    table: dict[str, dict[str, list[float]]] = defaultdict(dict)
-    seeds: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for line in _lines(folder / "table.csv"):
-        if "resource" in line:
-            for ending, ours, paper in (("", "ours", "paper"), (" ratio", "ratio", "paper_ratio")):
-                table[line["resource"] + ending][line["row"]] = [float(line[ours])]
-                if line[paper]:
-                    table[f"paper's {line['resource']}{ending}"][line["row"]] = [float(line[paper])]
-        else:
-            seeds[_column(line), line["row"]].append(float(line["value"]))
-    for (column, row), values in seeds.items():
-        table[column][row] = [figure for figure in mean_and_spread(values) if figure is not None]
-    if (folder / "summary.csv").is_file():
-        for line in _lines(folder / "summary.csv"):
-            if line["paper"]:
-                numbers = [float(number) for number in line["paper"].split(" ± ")]
-                table[f"paper's {_column(line)}"][line["row"]] = numbers
-    return table
-
-
-def _controls(folder: Path) -> list[str]:
-    return list({line["row"]: None for line in _lines(folder / "table.csv") if line["role"] == "control"})
-
-
-def _column(line: dict[str, str]) -> str:
-    return f"{line['metric']} [{line['scenario']}]" if "scenario" in line else line["metric"]
-
-
-def _lines(path: Path) -> list[dict[str, str]]:
-    if not path.is_file():
-        raise ValueError(f"{path} does not exist")
-    with path.open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def main() -> None:

@@ -1,0 +1,140 @@
+"""The figures of the pages are those of the committed results, and figures without a result are listed here."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections import Counter
+
+import pytest
+
+from benchmarks import write
+from website import quoted_results, result_tables
+from website.quoted_results import FIGURE, fill, unmarked, without_marks
+from website.repository_files import ROOT
+from website.result_tables import RESULTS
+
+#: Every number with decimals that no result holds, of the pages whose figures come from results, and what it is.
+BY_HAND = {
+    "what_reproduces_what.md": {
+        "0.1 0.1 0.5": "alpha of the Dirichlet distributions of FedU2's Table 2",
+        "0.40 0.67": "ratios that LW-FedSSL's Table 4 prints; its rounded GFLOPs give others",
+        "0.5 0.5": "beta of LW-FedSSL's Table 13",
+    },
+    "demo.md": {"0.5": "mu"},
+    "hetero_ssfl.md": {"0.5": "mu"},
+}
+#: no figures are looked for in code and equations
+CODE = re.compile(r"^```.*?^```$|`[^`\n]*`|^    .*?$|\$\$.*?\$\$|\$[^$\n]*\$", re.DOTALL | re.MULTILINE)
+LISTED_PAGES = [
+    *(ROOT / "docs" / name for name in ("what_reproduces_what.md", "demo.md")),
+    *sorted((ROOT / "docs" / "methods").glob("*.md")),
+]
+QUOTING_PAGES = [page for page in quoted_results.pages() if "<!-- = " in page.read_text(encoding="utf-8")]
+
+
+def relative(path):
+    return str(path.relative_to(ROOT))
+
+
+def results_of(folder):
+    path = write.ROOT / folder
+    return path, json.loads((path / "results.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("page", QUOTING_PAGES, ids=relative)
+def test_quoted_figures_are_those_of_the_results(page):
+    text = page.read_text(encoding="utf-8")
+    filled = fill(text)
+    changes = [
+        f"{without_marks(line)[:60]}...: {before} -> {after}"
+        for line, new in zip(text.splitlines(), filled.splitlines(), strict=True)
+        for before, after in zip(FIGURE.findall(line), FIGURE.findall(new), strict=True)
+        if before != after
+    ]
+    assert not changes, f"{relative(page)}: call python -m website.quoted_results, and read the text around: {changes}"
+
+
+@pytest.mark.parametrize("page", LISTED_PAGES, ids=lambda path: path.stem)
+def test_figures_without_a_result_are_listed(page):
+    listed = " ".join(BY_HAND.get(page.name, {})).split()
+    found = unmarked(CODE.sub("", page.read_text(encoding="utf-8")))
+    assert Counter(found) == Counter(listed), "name the result behind a figure (website/quoted_results.py), or list it"
+
+
+@pytest.mark.parametrize("summary", sorted(RESULTS.rglob("summary.csv")), ids=lambda path: relative(path.parent))
+def test_summaries_are_those_of_the_seeds(summary):
+    table = result_tables.read(summary.parent)
+    for line in result_tables.read_csv(summary):
+        if line["mean"]:
+            figures = [float(line[name]) for name in ("mean", "spread") if line[name]]
+            assert table[result_tables.column_of(line)][line["row"]] == pytest.approx(figures), line
+
+
+@pytest.mark.parametrize("folder", ["benchmarks/results/cpu/amd-epyc", "benchmarks/results/cpu/intel-xeon-processor"])
+def test_the_operators_page_of_results_is_what_their_json_gives(folder):
+    path, results = results_of(folder)
+    assert (path / "results.md").read_text(encoding="utf-8") == write.tables(results)
+
+
+def test_the_operators_table_is_what_their_json_gives():
+    path, results = results_of("benchmarks/results/cpu/amd-epyc")
+    page = write.SPEED_PAGE.read_text(encoding="utf-8")
+    shown = page.partition(f"{write.START}\n")[2].partition(write.END)[0]
+    wanted = write.short_table(results, path)
+    assert shown == wanted, "\n".join(difflib.ndiff(shown.splitlines(), wanted.splitlines()))
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    """A table of two seeds, with the paper's figures, and one of resources."""
+    folders = {
+        "trained/table.csv": "row,role,seed,metric,value\nA,method,0,knn,40\nA,method,1,knn,42\n"
+        "B,control,0,knn,30.25\nC,control,0,knn,38.04\n",
+        "trained/summary.csv": "row,role,metric,mean,spread,seeds,paper\nA,method,knn,41,1.41,2,90.1 ± 0.3\n",
+        "counted/table.csv": "row,resource,ours,ratio,paper,paper_ratio\nA,flops,12.34,0.5,13,0.52\n",
+    }
+    for name, text in folders.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(quoted_results, "RESULTS", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "filled"),
+    [
+        ("1.5 and 2.50<!-- = trained: knn: A; B --> 3.5", "41.0 and 30.25<!-- = trained: knn: A; B --> 3.5"),
+        ("9.9 and 1.5 ± 0.10<!-- = trained: knn: A -->", "9.9 and 41.0 ± 1.41<!-- = trained: knn: A -->"),
+        ("1.5<!-- = trained: knn: A - best control -->", "3.0<!-- = trained: knn: A - best control -->"),
+        ("1.5 ± 0.1<!-- = trained:\npaper's knn: A -->", "90.1 ± 0.3<!-- = trained:\npaper's knn: A -->"),
+        (
+            "1.5, 0.0, 0.00<!-- = counted: flops: A; flops ratio: A; paper's flops ratio: A -->",
+            "12.3, 0.5, 0.52<!-- = counted: flops: A; flops ratio: A; paper's flops ratio: A -->",
+        ),
+        ("v1.2.3 in 2024, 7.5 %<!-- = trained: knn: B -->", "v1.2.3 in 2024, 30.2 %<!-- = trained: knn: B -->"),
+    ],
+)
+def test_a_figure_is_filled_in_from_its_row(results, text, filled):
+    assert fill(text) == filled
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("1.5<!-- = trained -->", "trained has no column ''; it has knn"),
+        ("1.5<!-- = nothing: knn: A -->", "nothing has no table.csv"),
+        ("1.5<!-- = trained: linear: A -->", "trained has no column 'linear'; it has knn"),
+        ("1.5<!-- = trained: knn: D -->", "no row 'D' in the column knn; it has A; B; C"),
+        ("1.5 ± 0.1<!-- = trained: knn: B -->", "trained has no spread of B in the column knn"),
+        ("| 1.5 |\n| 2.5<!-- = trained: knn: A; B -->", "names 2 figures, but only 1 with decimals"),
+        ("1.5\n\n15 %<!-- = trained: knn: A -->", "names 1 figures, but only 0 with decimals"),
+    ],
+)
+def test_a_mark_without_a_figure_is_refused(results, text, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        fill(text)
+
+
+def test_figures_that_no_mark_names_are_found():
+    assert unmarked("1.5 and 2.5 and 3.5<!-- = trained: knn: A; B --> 4.5 ± 0.1") == ["1.5", "4.5 ± 0.1"]
