@@ -13,6 +13,7 @@ is named:
 - either of them after `paper's`: what the paper prints
 - of the operators' times, `info_nce, to the best peer`; a row is a size
 - of the loops' times, `fedssl, images/s` or `times lightly`; a row is a training
+- of the rounds' times, `overhead, %` or `overhead, ms`; a row is a simulation, or a number of clients
 
 `A - B` is the difference of two rows, and `best control` the control with the highest figure. A figure keeps the number
 of its decimals. The site's build inserts the tables' figures, a test fails where a page has another one, and
@@ -29,7 +30,7 @@ from website.repository_files import ROOT
 from website.result_tables import RESULTS
 
 #: a number with decimals and its spread, or a rate
-FIGURE = re.compile(r"(?<![\w.,])(?:\d+\.\d+(?: ± \d+\.\d+)?(?![.\d])|[\d,]+(?= images/s))")
+FIGURE = re.compile(r"(?<![\w.,])(?:\d+\.\d+(?: ± \d+\.\d+)?(?!\d|\.\d)|[\d,]+(?= images/s))")
 MARK = re.compile(r"<!-- =(.*?)-->", re.DOTALL)
 BEST_CONTROL = "best control"
 

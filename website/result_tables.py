@@ -33,9 +33,10 @@ def read(folder: Path) -> ResultTable:
     if (folder / "summary.csv").is_file():
         _add_the_papers(table, read_csv(folder / "summary.csv"))
     if (folder / "results.json").is_file():
-        _add_operators(table, json.loads((folder / "results.json").read_text(encoding="utf-8")))
+        results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+        (_add_rounds_of_many if "rows" in results else _add_operators)(table, results)
     if (folder / "simulation.json").is_file():
-        _add_loops(table, json.loads((folder / "simulation.json").read_text(encoding="utf-8")))
+        _add_simulations(table, json.loads((folder / "simulation.json").read_text(encoding="utf-8")))
     if not table:
         raise ValueError(f"{folder} has no table.csv, results.json or simulation.json")
     return dict(table)
@@ -87,7 +88,17 @@ def _add_operators(table: ResultTable, results: dict[str, Any]) -> None:
                 table[f"{operator}, to the best peer"][case["size"]] = [min(ratios)]
 
 
-def _add_loops(table: ResultTable, results: dict[str, Any]) -> None:
+def _add_rounds_of_many(table: ResultTable, results: dict[str, Any]) -> None:
+    for row in results["rows"]:
+        table["overhead, ms"][f"{row['clients']:,} clients"] = [1e3 * row["overhead"]]
+
+
+def _add_simulations(table: ResultTable, results: dict[str, Any]) -> None:
+    for simulation in results["simulations"]:
+        phases = simulation["phases"]
+        training = sum(phases[name] for name in ("forward", "backward", "optimizer"))
+        share = training / (sum(phases.values()) - phases["evaluate"])
+        table["overhead, %"][simulation["title"]] = [100 * (1 - share)]
     for training in results["trainings"]:
         rates = {}
         for loop, row in training["rows"].items():
