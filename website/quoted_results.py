@@ -30,7 +30,7 @@ from website.repository_files import ROOT
 from website.result_tables import RESULTS
 
 #: a number with decimals and its spread, or a rate
-FIGURE = re.compile(r"(?<![\w.,])(?:\d+\.\d+(?: ± \d+\.\d+)?(?!\d|\.\d)|[\d,]+(?= images/s))")
+FIGURE = re.compile(r"(?<![\w.,])(?:-?\d+\.\d+(?: ± \d+\.\d+)?(?!\d|\.\d)|[\d,]+(?= images/s))")
 MARK = re.compile(r"<!-- =(.*?)-->", re.DOTALL)
 BEST_CONTROL = "best control"
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import write
-from website import hooks, quoted_results, result_tables
+from website import quoted_results, result_tables
 from website.quoted_results import FIGURE, fill, unmarked
 from website.repository_files import ROOT
 from website.result_tables import RESULTS
@@ -123,6 +123,7 @@ def results(tmp_path, monkeypatch):
         ("1.5 and 2.50<!-- = trained: knn: A; B --> 3.5", "41.0 and 30.25<!-- = trained: knn: A; B --> 3.5"),
         ("9.9 and 1.5 ± 0.10<!-- = trained: knn: A -->", "9.9 and 41.0 ± 1.41<!-- = trained: knn: A -->"),
         ("1.5<!-- = trained: knn: A - best control -->", "3.0<!-- = trained: knn: A - best control -->"),
+        ("-1.5<!-- = trained: knn: B - C -->", "-7.8<!-- = trained: knn: B - C -->"),
         ("1.5 ± 0.1<!-- = trained:\npaper's knn: A -->", "90.1 ± 0.3<!-- = trained:\npaper's knn: A -->"),
         (
             "1.5, 0.0, 0.00<!-- = counted: flops: A; flops ratio: A; paper's flops ratio: A -->",
@@ -155,6 +156,9 @@ def test_a_mark_without_a_figure_is_refused(results, text, message):
 
 
 def test_the_site_shows_the_results_figures_without_their_marks(results):
+    pytest.importorskip("mkdocs")
+    from website import hooks
+
     page = SimpleNamespace(file=SimpleNamespace(src_uri="start.md"), meta={})
     assert hooks.on_page_markdown("9.9<!-- = trained: knn: A --> %", page=page) == "41.0 %"
 
