@@ -102,6 +102,30 @@ def test_the_operators_table_is_what_their_json_gives():
     assert shown == wanted, "\n".join(difflib.ndiff(shown.splitlines(), wanted.splitlines()))
 
 
+@pytest.mark.parametrize(
+    ("folder", "column", "left_out", "bound"),
+    [
+        ("lw_fedssl_resources", "flops", ("ResNet-18", "RA"), "1.5 %"),
+        ("lw_fedssl_resources", "flops ratio", ("ResNet-18", "RA"), "0.003"),
+        ("lw_fedssl_resources", "traffic", (), "1.9 %"),
+        ("lw_fedssl_resources", "traffic ratio", (), "0.006"),
+        ("lw_fedssl_resources_blood", "flops", ("Prog-FedSSL at 224 pixels",), "0.2 %"),
+        ("lw_fedssl_resources_blood", "traffic", (), "1.7 %"),
+    ],
+)
+def test_counted_resources_are_as_near_to_the_papers_as_their_page_says(folder, column, left_out, bound):
+    table = result_tables.read(RESULTS / folder)
+    pairs = [
+        (table[column][row][0], paper[0])
+        for row, paper in table[f"paper's {column}"].items()
+        if not row.endswith(left_out)
+    ]
+    number, _, percent = bound.partition(" ")
+    distances = [100 * abs(ours / paper - 1) if percent else abs(ours - paper) for ours, paper in pairs]
+    assert max(distances) <= float(number)
+    assert f"within {bound}" in (RESULTS / folder / "README.md").read_text(encoding="utf-8")
+
+
 @pytest.fixture
 def results(tmp_path, monkeypatch):
     """A table of two seeds, with the paper's figures, and one of resources."""
