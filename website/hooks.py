@@ -12,7 +12,7 @@ from mkdocs.structure.files import File
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # MkDocs runs this file by its path
 
-from website import equations, generated, repository_files
+from website import equations, generated, quoted_results, repository_files
 
 _GENERATED = re.compile(r"^<!-- generated: (.+?) -->$", re.MULTILINE)
 _FROM_ANOTHER_HOST = re.compile(r"""<(?:script|img|iframe|link)\b[^>]*\b(?:src|href)="((?:https?:)?//[^"]+)""")
@@ -32,8 +32,9 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Fill in what is generated, make links lead to pages of the site, and take the equations out."""
+    """Fill in what is generated or quoted, make links lead to pages of the site, and take the equations out."""
     uri = page.file.src_uri
+    markdown = quoted_results.without_marks(quoted_results.fill(markdown))
     if uri.startswith(repository_files.FOLDER):
         page.meta["search"] = {"boost": 0.1}  # pages that explain come before the files that they explain
     elif uri == "questions.md":

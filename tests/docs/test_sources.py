@@ -14,7 +14,6 @@ MEASURED = re.compile(r"±|\d\.\d %|images/s|\d (?:ms|s)\b|\d times as fast|poin
 SOURCE = re.compile(
     r"benchmarks/results|`python -m |demo\.md|`make demo`|fedssl run-table|by hand|speed\.md|<!-- generated"
 )
-BY_HAND = "by hand"
 #: its seconds are settings
 SETTINGS = ("deploy.md", "A reverse proxy in front of the SuperLink")
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
@@ -36,12 +35,3 @@ def test_a_section_with_measured_figures_names_their_source(page):
         if MEASURED.search(text) and not SOURCE.search(text) and (page.name, title) != SETTINGS
     ]
     assert not without, f"{page.name}: link to the result in benchmarks/results, or name the command, in {without}"
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
-def test_each_mean_with_a_spread_stands_in_a_committed_result(page):
-    results = " ".join(path.read_text(encoding="utf-8") for path in (ROOT / "benchmarks" / "results").rglob("*.md"))
-    for title, text in sections(page):
-        if BY_HAND not in text:
-            missing = {figure for figure in re.findall(r"[\d.]+ ± [\d.]*\d", text) if figure not in results}
-            assert not missing, f"{page.name}, {title}: no result has {missing}"
