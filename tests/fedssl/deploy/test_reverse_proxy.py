@@ -1,6 +1,6 @@
 """The nginx in front of the SuperLink: its configuration, and the start script that keeps it alive.
 
-In test_hostile_site.py sites train through it.
+In engines/flower/test_deployment.py sites train through it.
 """
 
 from __future__ import annotations

@@ -9,8 +9,7 @@ from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from fedssl.recipe.reading import load_recipe
 from tests.fedssl.conftest import AVERAGED
-from tests.fedssl.engines.flower.loop_grid import write_sites
-from tests.fedssl.engines.flower.secure_runs import SECURE
+from tests.fedssl.engines.flower.loop_grid import SECURE, write_sites
 
 WEIGHTS = ["fedbyol", "feddecorr", "fedema", "fedmoco_v3", "fedsimclr", "fedsimsiam", "fedu", "fedu2_without_eua"]
 WEIGHTS += ["fedx", "lw_fedssl", "prog_fedssl", "supervised_fedavg"]

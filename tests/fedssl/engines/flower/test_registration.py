@@ -13,8 +13,7 @@ from fedssl.engines.flower.registration import DataForm
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from tests.fedssl.conftest import ALIGNED
-from tests.fedssl.engines.flower.loop_grid import KINDS, changed, run_on, start, write_sites
-from tests.fedssl.engines.flower.secure_runs import WEIGHTS
+from tests.fedssl.engines.flower.loop_grid import KINDS, WEIGHTS, changed, run_on, start, write_sites
 from tests.fedssl.engines.short_runs import SMALL, metric
 
 

@@ -17,18 +17,22 @@ from fedssl.errors import UserError
 from fedssl.messages import Message
 from fedssl.method import Method
 from fedssl.run_folder.directory import RunDirectory
-from tests.fedssl.engines.flower.loop_grid import LoopGrid, Prepare, changed, run_on, write_sites
-from tests.fedssl.engines.flower.secure_runs import (
+from tests.fedssl.engines.flower.loop_grid import (
     EQUAL,
     FEDEMA,
     HUGE,
     LAYER_WISE,
     SECURE,
     WEIGHTS,
+    LoopGrid,
+    Prepare,
     assert_close,
+    changed,
     quantisation_error,
-    start_stages,
+    run_on,
+    start,
     weights,
+    write_sites,
 )
 from tests.fedssl.engines.short_runs import metric
 
@@ -42,7 +46,7 @@ def test_the_sum_of_what_clients_send_stays_below_the_modulus(clients, expected)
 @pytest.mark.parametrize("sites", [False, True], ids=["simulated", "sites"])
 def test_the_secure_mean_is_the_plain_one_to_the_quantisation_error(sites, private, finished, tiny, tmp_path):
     recipe = private(secure=SECURE, **WEIGHTS, rounds=1)
-    directory, grid = start_stages(recipe, tmp_path / "secure", write_sites(tmp_path) if sites else None)
+    directory, grid = start(recipe, tmp_path / "secure", write_sites(tmp_path) if sites else None)
     assert run_on(recipe, directory, grid) == []
     error = quantisation_error(recipe)
     assert error < 1e-6
@@ -76,7 +80,7 @@ def test_in_every_round_the_server_gets_the_mean_of_what_was_trained(method, pri
 
     monkeypatch.setattr(RunDirectory, "commit", note)
     recipe = private(secure=SECURE, **method)
-    assert run_on(recipe, *start_stages(recipe, tmp_path / "secure")) == []
+    assert run_on(recipe, *start(recipe, tmp_path / "secure")) == []
     error = quantisation_error(recipe)
     assert len(states) == 1 + recipe.rounds
     for number, state in enumerate(states[1:], start=1):
@@ -95,10 +99,10 @@ def test_in_every_round_the_server_gets_the_mean_of_what_was_trained(method, pri
 
 def test_local_noise_and_clipping_go_under_the_masks(private, finished, tiny, tmp_path):
     recipe = private(dp=HUGE, secure=SECURE, **EQUAL, rounds=1)
-    assert run_on(recipe, *start_stages(recipe, tmp_path / "secure")) == []
+    assert run_on(recipe, *start(recipe, tmp_path / "secure")) == []
     assert_close(finished(tiny(**EQUAL, rounds=1)), tmp_path / "secure", atol=1e-6)
     noisy = private(dp=HUGE | {"noise_multiplier": 3e-9}, secure=SECURE, **EQUAL, rounds=1)
-    assert run_on(noisy, *start_stages(noisy, tmp_path / "noisy")) == []
+    assert run_on(noisy, *start(noisy, tmp_path / "noisy")) == []
     first, second = weights(tmp_path / "secure"), weights(tmp_path / "noisy")
     noise = torch.cat([(second[name] - t).flatten() for name, t in first.items() if "running_var" not in name])
     assert float(noise.std()) == pytest.approx(1.0, rel=0.06)
@@ -106,7 +110,7 @@ def test_local_noise_and_clipping_go_under_the_masks(private, finished, tiny, tm
 
 def test_what_leaves_a_client_under_secure_aggregation(private, trained, tmp_path):
     recipe = private(secure=SECURE, **WEIGHTS, rounds=1)
-    directory, grid = start_stages(recipe, tmp_path / "secure")
+    directory, grid = start(recipe, tmp_path / "secure")
     run_on(recipe, directory, grid)
     answers = [reply.content for reply in grid.sent if "tensors" in reply.content]
     assert len(answers) == len(trained) == 3
@@ -129,12 +133,12 @@ def test_what_leaves_a_client_under_secure_aggregation(private, trained, tmp_pat
 def test_a_client_that_is_lost_before_its_weights_came_is_left_out_of_the_mean(private, tmp_path):
     four = WEIGHTS | {"partition": {"name": "iid", "clients": 4}, "rounds": 1}
     plain = private(**four)
-    directory, grid = start_stages(plain, tmp_path / "plain")
+    directory, grid = start(plain, tmp_path / "plain")
     grid.silent = {12}
     run_on(plain, directory, grid)
     recipe = private(secure=SECURE, **four)
     for lost in (Stage.SETUP, Stage.SHARE_KEYS, Stage.COLLECT_MASKED_VECTORS):
-        directory, grid = start_stages(recipe, tmp_path / lost)
+        directory, grid = start(recipe, tmp_path / lost)
         grid.loses = lambda node, stage, number, lost=lost: (node, stage) == (12, lost)
         assert run_on(recipe, directory, grid) == ["round 1: client 1 is left out: no answer within 100 s"]
         assert_close(tmp_path / "plain", tmp_path / lost, atol=quantisation_error(recipe))
@@ -144,7 +148,7 @@ def test_a_client_that_is_lost_before_its_weights_came_is_left_out_of_the_mean(p
 
 def test_a_client_that_is_lost_after_its_weights_came_counts(private, finished, tiny, tmp_path):
     recipe = private(secure=SECURE, **WEIGHTS, rounds=1)
-    directory, grid = start_stages(recipe, tmp_path / "secure")
+    directory, grid = start(recipe, tmp_path / "secure")
     grid.loses = lambda node, stage, number: (node, stage) == (12, Stage.UNMASK)
     assert run_on(recipe, directory, grid) == []
     assert_close(finished(tiny(**WEIGHTS, rounds=1)), tmp_path / "secure", atol=quantisation_error(recipe))
@@ -153,7 +157,7 @@ def test_a_client_that_is_lost_after_its_weights_came_counts(private, finished, 
 
 def test_with_too_few_left_a_round_changes_nothing_and_the_next_one_goes_on(private, tmp_path):
     recipe = private(secure=SECURE, **WEIGHTS)
-    directory, grid = start_stages(recipe, tmp_path / "secure")
+    directory, grid = start(recipe, tmp_path / "secure")
     grid.loses = lambda node, stage, number: (node, stage) in ((12, Stage.UNMASK), (13, Stage.UNMASK)) and number == "1"
     warnings = run_on(recipe, directory, grid)
     assert [w.split(": ", 1)[0] for w in warnings] == ["round 1"] * 3
@@ -211,7 +215,7 @@ def test_what_the_sum_cannot_hold_is_left_out_and_does_not_end_the_run(
     prepare, lost, reason, private, tmp_path, monkeypatch
 ):
     recipe = private(secure=SECURE, **WEIGHTS, rounds=1)
-    directory, grid = start_stages(recipe, tmp_path / "secure")
+    directory, grid = start(recipe, tmp_path / "secure")
     prepare(grid, monkeypatch)
     warnings = run_on(recipe, directory, grid)
     assert [warning.partition(" is left out: ")[0] for warning in warnings] == [f"round 1: client {k}" for k in lost]
@@ -221,7 +225,7 @@ def test_what_the_sum_cannot_hold_is_left_out_and_does_not_end_the_run(
 def test_a_server_that_does_not_ask_for_masks_gets_nothing(private, tmp_path, monkeypatch):
     """Whether a client masks its weights is decided by its own copy of the recipe."""
     recipe = private(secure=SECURE, **WEIGHTS, rounds=1)
-    directory, grid = start_stages(recipe, tmp_path / "secure")
+    directory, grid = start(recipe, tmp_path / "secure")
     with pytest.raises(UserError, match=r"round 1: 0 of 3 clients answered, .* is 1; client 0: "):
         run_on(private(**WEIGHTS, rounds=1), directory, grid)
     assert not any("tensors" in reply.content for reply in grid.sent if reply.has_content())

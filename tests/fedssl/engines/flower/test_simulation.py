@@ -15,7 +15,7 @@ from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import AVERAGED, METHODS
 from tests.fedssl.data.image_samples import write_two_classes
 from tests.fedssl.engines.flower.deployment import MARK, PATIENCE, kill_marked, marked, poll, with_package
-from tests.fedssl.engines.flower.secure_runs import assert_close, quantisation_error
+from tests.fedssl.engines.flower.loop_grid import assert_close, quantisation_error
 from tests.fedssl.engines.short_runs import results
 
 SIMULATED = {"engine": "flower-simulation", "flower": {"cpus": 2, "object_store_megabytes": 100}}

@@ -7,8 +7,7 @@ from flwr.app import Message as FlowerMessage
 
 from tests.fedssl.conftest import ALIGNED, AVERAGED, FEDU2, LW_FEDSSL
 from tests.fedssl.engines.every_tensor import assert_same
-from tests.fedssl.engines.flower.loop_grid import LoopGrid, run_on, start
-from tests.fedssl.engines.flower.secure_runs import SECURE
+from tests.fedssl.engines.flower.loop_grid import SECURE, LoopGrid, run_on, start
 from tests.fedssl.engines.short_runs import SMALL, metric
 
 METHODS = {"aligned": ALIGNED, "averaged": AVERAGED, "fedu2": FEDU2, "layer_wise": LW_FEDSSL}
