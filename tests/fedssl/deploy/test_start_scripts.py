@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import os
 import re
 import shutil
@@ -52,6 +51,7 @@ from tests.fedssl.engines.flower.deployment import (
     marked,
     missing_tools,
     poll,
+    read_logs,
     run_flwr,
     with_package,
 )
@@ -178,12 +178,7 @@ class Members:
         path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | {"approved_apps": [digest]}))
 
     def flwr(self, *arguments: str) -> dict:
-        text, trouble = run_flwr(self.consortium / "server" / "flower", *arguments, "--format=json")
-        try:
-            answer: dict = json.loads(text)
-        except ValueError:
-            raise AssertionError(f"flwr {' '.join(arguments)}: {text}{trouble}") from None
-        return answer
+        return run_flwr(self.consortium / "server" / "flower", *arguments)
 
     def status(self, run: str) -> str:
         return str(self.flwr("list", "consortium", "--run-id", run)["runs"][0]["status"])
@@ -206,9 +201,7 @@ class Members:
         return self.folder / f"{member}.log"
 
     def logs(self) -> str:
-        return "\n".join(
-            f"== {log.name}\n{log.read_text(errors='replace')[-4000:]}" for log in self.folder.glob("*.log")
-        )
+        return read_logs(self.folder)
 
     def stop(self) -> None:
         """As Ctrl-C or systemd stops the start scripts."""
@@ -219,16 +212,13 @@ class Members:
             process.wait()
         self.processes.clear()
 
-    def close(self) -> None:
-        self.stop()
-        kill_marked(f"{self.folder}/")
-
 
 @pytest.fixture
 def members(tmp_path, fedssl) -> Iterator[Members]:
     made = Members(tmp_path, fedssl)
     yield made
-    made.close()
+    made.stop()
+    kill_marked(f"{tmp_path}/")
 
 
 def require_reverse_proxy(members: Members, run: str) -> None:

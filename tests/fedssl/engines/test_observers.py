@@ -25,10 +25,10 @@ PAGE = ROOT / "docs" / "log_elsewhere.md"
 
 
 class Recorder(Observer):
-    """Keeps its calls; raises after the round `fails_after`."""
+    """Keeps its calls; raises after the round `fails_after`, or in the call of the name `fails_in`."""
 
-    def __init__(self, fails_after: int | None = None):
-        self.fails_after = fails_after
+    def __init__(self, fails_after: int | None = None, fails_in: str = ""):
+        self.fails_after, self.fails_in = fails_after, fails_in
         self.began: list[tuple[str, Path, int]] = []
         self.rows: list[MetricRow] = []
         self.rounds: list[int] = []
@@ -37,16 +37,21 @@ class Recorder(Observer):
 
     def run_began(self, recipe: Recipe, path: Path, first_round: int) -> None:
         self.began.append((recipe.name, path, first_round))
+        self.fail(self.fails_in == "run_began")
 
     def round_ended(self, number: int, rows: list[MetricRow]) -> None:
         self.rounds.append(number)
         self.rows += rows
         self.committed.append(RunDirectory.open(self.began[-1][1]).checkpoint.round)
-        if number == self.fails_after:
-            raise ConnectionError("the server of the logs is down")
+        self.fail(number == self.fails_after)
 
     def run_ended(self, finished: bool) -> None:
         self.ended.append(finished)
+        self.fail(self.fails_in == "run_ended")
+
+    def fail(self, when: bool) -> None:
+        if when:
+            raise ConnectionError("the server of the logs is down")
 
 
 @pytest.fixture(scope="module")
@@ -70,20 +75,25 @@ def test_a_round_is_committed_before_it_is_told_with_the_rows_of_metrics_csv(rec
     assert len(recorder.began) == len(recorder.ended) == 1
 
 
-def test_a_failing_observer_loses_no_round_and_a_resumed_run_tells_where_it_continues(recipe, undisturbed, tmp_path):
-    path, failing, after = tmp_path / "run", Recorder(fails_after=1), Recorder()
+@pytest.mark.parametrize("fails_after", [1, 3])
+def test_a_failing_observer_loses_no_round_and_a_resumed_run_tells_where_it_continues(
+    fails_after, recipe, undisturbed, tmp_path
+):
+    """By the library's functions; after its last round a run is finished, and its observers are told so."""
+    path, failing, after = tmp_path / "run", Recorder(fails_after), Recorder()
     with pytest.raises(ConnectionError, match="the server of the logs is down"):
-        run(recipe, path, Observers([failing, after]))
-    assert RunDirectory.open(path).checkpoint.round == 1
-    assert failing.ended == after.ended == [False]
-    assert (failing.rounds, after.rounds) == ([0, 1], [0])
+        fedssl.run(recipe, path, observers=[failing, after])
+    assert RunDirectory.open(path).checkpoint.round == fails_after
+    assert failing.ended == after.ended == [fails_after == 3]
+    assert failing.rounds == [*after.rounds, fails_after] == list(range(fails_after + 1))
     resumed = Recorder()
-    directory = resume(path, resumed)
-    assert resumed.began == [(recipe.name, path, 2)]
-    assert resumed.rounds == [2, 3]
-    assert failing.rows + resumed.rows == directory.read_metrics()
+    fedssl.resume(path, observers=[resumed])
+    rows = RunDirectory.open(path).read_metrics()
+    assert resumed.began == [(recipe.name, path, 2)] * (fails_after == 1)
+    assert resumed.rounds == list(range(fails_after + 1, 4))
+    assert failing.rows + resumed.rows == rows
     assert contents(path) == contents(undisturbed)
-    assert scalars(path) == scalars(undisturbed)
+    assert scalars(path) == [(number, f"{metric}/{who}", value) for number, who, metric, value in rows]
 
 
 def scalars(path: Path) -> list[tuple[int, str, float]]:
@@ -92,43 +102,14 @@ def scalars(path: Path) -> list[tuple[int, str, float]]:
     return [(event.step, v.tag, pytest.approx(v.tensor.float_val[0])) for event in events for v in event.summary.value]
 
 
-def test_tensorboard_has_the_rows_in_their_order(undisturbed):
-    rows = RunDirectory.open(undisturbed).read_metrics()
-    assert scalars(undisturbed) == [(number, f"{metric}/{who}", value) for number, who, metric, value in rows]
-
-
-class FailsToBegin(Recorder):
-    def run_began(self, recipe: Recipe, path: Path, first_round: int) -> None:
-        raise ConnectionError
-
-
-class FailsToEnd(Recorder):
-    def run_ended(self, finished: bool) -> None:
-        super().run_ended(finished)
-        raise ConnectionError
-
-
 def test_all_that_have_begun_are_ended(recipe, tmp_path):
-    first, second, third = FailsToEnd(), Recorder(), FailsToBegin()
+    first, second, third = Recorder(fails_in="run_ended"), Recorder(), Recorder(fails_in="run_began")
     with pytest.raises(ConnectionError):
         run(recipe, tmp_path / "run", Observers([first, second, third]))
     assert first.ended == second.ended == [False]
     assert third.ended == []
     assert RunDirectory.open(tmp_path / "run").checkpoint.round == -1
     assert resume(tmp_path / "run").checkpoint.finished
-
-
-def test_the_library_takes_observers_and_one_that_fails_in_the_last_round_leaves_a_finished_run(
-    recipe, undisturbed, tmp_path
-):
-    with pytest.raises(ConnectionError):
-        fedssl.run(recipe, tmp_path / "run", observers=[Recorder(fails_after=2)])
-    recorders = Recorder(), Recorder(fails_after=3)
-    with pytest.raises(ConnectionError):
-        fedssl.resume(tmp_path / "run", observers=recorders)
-    assert [recorder.rounds for recorder in recorders] == [[3], [3]]
-    assert [recorder.ended for recorder in recorders] == [[True], [True]]
-    assert contents(tmp_path / "run") == contents(undisturbed)
 
 
 MINE = "from fedssl import Observer\nclass Mine(Observer):\n    pass\n"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sysconfig
 from pathlib import Path
@@ -43,23 +42,12 @@ def commands() -> list[str]:
     return lines[1:]
 
 
-def is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
-
-
 @pytest.mark.nightly  # what the commands do is tested in test_deployment.py
 def test_every_command_of_the_page_works_as_written(tmp_path):
     """One after another in one shell; `flwr list` is repeated until the run has finished."""
-    port = 8000 if is_free(8000) else free_port()
-    script = ["set -e"]
+    script, port = ["set -e"], str(free_port())
     for line in commands():
-        command = line.replace("8000", str(port))
+        command = line.replace("8000", port)
         if command.startswith("flwr list"):
             command = f"until {command} > list.txt && grep finished list.txt; do sleep 1; done"
         script.append(command)

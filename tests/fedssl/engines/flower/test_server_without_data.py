@@ -127,15 +127,6 @@ def test_a_site_whose_images_change_during_a_run_is_left_out_and_named(quick, tm
     assert progress.warnings == [f"round {number}: client 1 is left out: {reason}" for number in (2, 3)]
 
 
-def test_other_sizes_are_refused(quick, tmp_path, sites):
-    recipe = quick(**(AVERAGED | SITES | {"data": {"name": "none", "image_shape": [3, 8, 8]}}))
-    directory, grid = start(recipe, tmp_path / "run", sites)
-    with pytest.raises(
-        UserError, match=r"its images are 1 x 8 x 8 \(channels x height x width\), but the server's are 3"
-    ):
-        run_on(recipe, directory, grid)
-
-
 def test_a_site_brings_its_images_to_the_size_that_the_recipe_says(quick, tmp_path):
     recipe = quick(**AVERAGED, **SITES, data=NO_DATA["data"] | {"image_shape": [1, 12, 12]})
     (site,) = write_sites(tmp_path, 1, data={"name": "digits", "train_limit": 40, "test_limit": 60})
