@@ -45,10 +45,14 @@ sys.exit(commands.run(command, os.environ | {"MAIN": "yes"}, ["wave"]))
 """
 
 
+def run_program(*arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-c", *arguments]
+    return subprocess.run(command, env=with_package(), capture_output=True, text=True, timeout=120)
+
+
 def test_a_copy_has_the_arguments_environment_folder_output_and_exit_code():
     """A command that is ended before it has asked disturbs no other."""
-    command = [sys.executable, "-c", PROGRAM, "unasked", "two words"]
-    done = subprocess.run(command, env=with_package(), capture_output=True, text=True, timeout=120)
+    done = run_program(PROGRAM, "unasked", "two words")
     assert done.returncode == 7, done.stderr
     code, printed, errors = json.loads(done.stdout)
     assert (code, errors) == (3, "error\n")
@@ -74,8 +78,7 @@ sys.exit(commands.run(["flower-superlink", *sys.argv[1:]], dict(os.environ), [])
 
 
 def test_what_starts_the_runs_is_started_again_where_it_fails(tmp_path):
-    command = [sys.executable, "-c", AGAIN, str(tmp_path / "begun")]
-    done = subprocess.run(command, env=with_package(), capture_output=True, text=True, timeout=120)
+    done = run_program(AGAIN, str(tmp_path / "begun"))
     assert (done.returncode, (tmp_path / "begun").read_text()) == (0, "xxx"), done.stderr
     assert done.stderr.count("fedssl: flower-superexec has ended with code 5 and is started again") == 2
 

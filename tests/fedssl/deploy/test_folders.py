@@ -21,13 +21,10 @@ from fedssl.deploy.consortium import EXAMPLE, Consortium, load_consortium, load_
 from fedssl.deploy.folders import answer_request, revoke, write_request
 from fedssl.deploy.keys import key_fingerprint, read_public, server_key, site_key, write_private
 from fedssl.errors import UserError
+from tests.fedssl.engines.short_runs import everything
 
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
 needs_ssh_keygen = pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="ssh-keygen is not installed")
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
 def run(*command: str | Path) -> str:
@@ -42,7 +39,7 @@ def test_each_member_gets_its_files_for_its_user_alone_and_no_other_members_key(
     for site in ("hospital-a", "hospital-b"):
         own = files | {"site.key", "site.yaml", f"fedssl-our-consortium-{site}.service"}
         expected |= {f"{site}/{name}" for name in own}
-    assert {name for name in contents(folder) if not name.startswith("authority/")} == expected | {"fingerprints.md"}
+    assert {name for name in everything(folder) if not name.startswith("authority/")} == expected | {"fingerprints.md"}
     assert [str(path.relative_to(folder)) for path in folder.glob("authority/*.key")] == ["authority/ca.key"]
     assert yaml.safe_load((folder / "hospital-b" / "site.yaml").read_text())["client"] == 1
     for path in (folder, *folder.rglob("*")):
@@ -106,11 +103,11 @@ def test_systemd_finds_no_fault_in_the_units(provisioned):
 def test_the_same_call_again_changes_nothing_and_a_site_added_later_gets_a_folder(provisioned):
     folder = provisioned()
     (folder / "hospital-a" / "site.yaml").write_text("client: 0\nstate: /data/state\n")
-    before = contents(folder)
+    before = everything(folder)
     provisioned()
-    assert contents(folder) == before
+    assert everything(folder) == before
     provisioned(sites=["hospital-a", "hospital-b", "hospital-c"])
-    after = contents(folder)
+    after = everything(folder)
     assert {name for name in before if after[name] != before[name]} == {"authority/sites.txt", "fingerprints.md"}
     added = {name for name in after if name not in before}
     assert {name for name in added if not name.startswith("hospital-c/")} == {"server/sites/hospital-c.pub"}
@@ -119,11 +116,11 @@ def test_the_same_call_again_changes_nothing_and_a_site_added_later_gets_a_folde
 
 def test_another_order_of_the_sites_is_refused_and_nothing_is_written(provisioned):
     folder = provisioned()
-    before = contents(folder)
+    before = everything(folder)
     for sites in (["hospital-b", "hospital-a"], ["hospital-a"], ["hospital-c", "hospital-a", "hospital-b"]):
         with pytest.raises(UserError, match=r"must begin with the sites of .* in their order"):
             provisioned(sites=sites)
-    assert contents(folder) == before
+    assert everything(folder) == before
 
 
 def test_a_certificate_of_another_address_or_that_ends_soon_is_renewed_for_the_same_key(provisioned):
@@ -147,11 +144,11 @@ def test_a_deleted_copy_of_a_sites_key_is_not_made_again(provisioned):
     folder = provisioned()
     (folder / "hospital-a" / "site.key").unlink()
     shutil.rmtree(folder / "hospital-b")
-    before = contents(folder / "server")
+    before = everything(folder / "server")
     provisioned()
     assert not (folder / "hospital-a" / "site.key").exists()
     assert not (folder / "hospital-b").exists()
-    assert contents(folder / "server") == before
+    assert everything(folder / "server") == before
 
 
 def test_without_the_authority_no_new_one_is_made(provisioned):

@@ -1,6 +1,6 @@
-"""The nginx in front of the SuperLink: its configuration, and the start script that ends with it.
+"""The nginx in front of the SuperLink: its configuration, and the start script that keeps it alive.
 
-In engines/flower/test_deployment.py sites train through it; in test_start_scripts.py it is killed and starts again.
+In engines/flower/test_deployment.py sites train through it.
 """
 
 from __future__ import annotations
@@ -99,10 +99,18 @@ def test_a_reverse_proxy_that_cannot_start_ends_the_server(start, provisioned):
     assert processes(server, "superlink") == []
 
 
-def test_when_the_superlink_ends_the_reverse_proxy_ends_too(start, provisioned):
+def test_a_killed_reverse_proxy_starts_again_without_its_old_workers_and_ends_with_the_superlink(start, provisioned):
     server = provisioned() / "server"
-    script = start(NGINX)
-    poll(lambda: len(processes(server, "nginx")) == 2 and processes(server, "superlink") != [], "both start")
+    script, first = start(NGINX), []
+
+    def starts() -> bool:
+        running = processes(server, "nginx")
+        return len(running) == 2 and not set(running) & set(first) and processes(server, "superlink") != []
+
+    poll(starts, "both start")
+    first += processes(server, "nginx")
+    os.kill(first[1], signal.SIGKILL)  # the worker comes first
+    poll(starts, "the reverse proxy starts again, and its old worker has ended")
     os.kill(*processes(server, "superlink"), signal.SIGTERM)
     assert script.wait() != 0
     poll(lambda: processes(server, "nginx") == [], "all have ended")

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from fedssl.engines.in_process import resume, run
-from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from fedssl.method import Method
 from fedssl.run_folder.directory import RunDirectory
@@ -116,8 +115,3 @@ def test_a_round_in_which_nobody_answers_changes_nothing(tiny, tmp_path, kind):
     assert metric(tmp_path / "a", "answers", 3) == {"global": 0.0}
     assert metric(tmp_path / "a", "loss", 3) == {}
     assert RunDirectory.open(tmp_path / "a").checkpoint.finished
-
-
-def test_a_probability_of_one_is_refused(tiny):
-    with pytest.raises(UserError, match=r"client_dropout: input should be less than 1, got 1"):
-        tiny(**AVERAGED, client_dropout=1)

@@ -69,30 +69,25 @@ def replace(file: Path, seed: int = 99) -> None:
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
+def move(*names: tuple[str, str]) -> Callable[[Path], object]:
+    return lambda folder: [(folder / old).rename(folder / new) for old, new in names]
+
+
 CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "an image added": (
         lambda folder: save_array(folder / "train" / "a" / "00b.bmp", random_pixels(8, 8, seed=50)),
         r"client 0 now has 11 images \(had 10\), client 1 no longer has",
     ),
-    "an image removed": (lambda folder: (folder / "train" / "a" / "02.bmp").unlink(), r"now has 9 images \(had 10\)"),
-    "an image replaced": (
-        lambda folder: replace(folder / "train" / "a" / "02.bmp"),
-        rf"began: client \d {OTHERS};",
-    ),
-    "an image of another class": (
-        lambda folder: (folder / "train" / "a" / "28.bmp").rename(folder / "train" / "b" / "28.bmp"),
-        rf"client \d {OTHERS}",
-    ),
+    "an image removed": (lambda folder: (folder / "train/a/02.bmp").unlink(), r"now has 9 images \(had 10\)"),
+    "an image replaced": (lambda folder: replace(folder / "train/a/02.bmp"), rf"began: client \d {OTHERS};"),
+    "of another class": (move(("train/a/28.bmp", "train/b/28.bmp")), rf"client \d {OTHERS}"),
     "a class renamed": (
-        lambda folder: [(folder / split / "b").rename(folder / split / "c") for split in ("train", "test")],
+        move(("train/b", "train/c"), ("test/b", "test/c")),
         rf"client 0 {OTHERS}, .*, the test set {OTHERS}",
     ),
-    "a test image replaced": (
-        lambda folder: replace(folder / "test" / "b" / "31.bmp"),
-        rf"began: the test set {OTHERS};",
-    ),
+    "a test image replaced": (lambda folder: replace(folder / "test/b/31.bmp"), rf"began: the test set {OTHERS};"),
     "a test image removed": (
-        lambda folder: (folder / "test" / "a" / "30.bmp").unlink(),
+        lambda folder: (folder / "test/a/30.bmp").unlink(),
         r"began: the test set now has 9 images \(had 10\);",
     ),
 }

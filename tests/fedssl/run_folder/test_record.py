@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from fedssl.errors import UserError
-from fedssl.run_folder.directory import RunDirectory
 from fedssl.run_folder.record import Run, read_run
 from tests.fedssl.conftest import ALIGNED
 from tests.fedssl.reports.synthetic_runs import evaluated, write_run
@@ -40,21 +39,9 @@ def test_the_global_model_stands_for_the_run_and_otherwise_the_mean(finished):
     assert finished.evaluated("knn", "after") == 60.0
     assert finished.evaluated("knn", "after", "0") == 50.0
     assert finished.evaluated("knn", "after", "7") is None
+    assert finished.total("bytes_up") == 150.0  # over rounds and clients, without the mean
     with pytest.raises(ValueError, match="when must be 'before' or 'after', got 'later'"):
         finished.evaluated("knn", "later")
-
-
-def test_a_total_is_over_rounds_and_clients_and_leaves_out_means(finished):
-    assert finished.total("bytes_up") == 150.0
-
-
-def test_an_unfinished_run_has_no_value_after_training(tiny, tmp_path):
-    write_run(tmp_path / "a", tiny(), evaluated(0, "knn", [40.0]) + evaluated(1, "knn", [45.0]))
-    run = read_run(tmp_path / "a")
-    assert not run.finished
-    assert run.evaluated("knn", "before") == 40.0
-    assert run.evaluated("knn", "after") is None
-    assert run.overall("knn") == {0: 40.0, 1: 45.0}
 
 
 def test_a_run_without_any_round_is_read(tiny, tmp_path):
@@ -64,12 +51,15 @@ def test_a_run_without_any_round_is_read(tiny, tmp_path):
 
 
 def test_what_a_killed_run_wrote_after_its_last_commit_does_not_count(tiny, tmp_path):
-    directory = write_run(tmp_path / "a", tiny(), evaluated(0, "knn", [40.0]) + evaluated(1, "knn", [50.0]))
+    """And it has no value after training."""
+    directory = write_run(tmp_path / "a", tiny(), evaluated(0, "knn", [40.0]) + evaluated(1, "knn", [45.0]))
     directory.append_metrics(evaluated(2, "knn", [99.0]))
     with open(tmp_path / "a" / "metrics.csv", "a") as file:
         file.write("2,0,lin")
-    assert read_run(tmp_path / "a").last_round == 1
-    assert {row[0] for row in RunDirectory.open(tmp_path / "a").read_metrics()} == {0, 1}
+    run = read_run(tmp_path / "a")
+    assert (run.finished, run.last_round) == (False, 1)
+    assert run.overall("knn") == {0: 40.0, 1: 45.0}
+    assert (run.evaluated("knn", "before"), run.evaluated("knn", "after")) == (40.0, None)
 
 
 def test_a_copy_without_checkpoints_is_read_up_to_its_last_whole_line(tiny, tmp_path):

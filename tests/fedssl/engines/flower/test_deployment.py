@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import csv
+import os
+import re
+import shutil
 import socket
 import ssl
+import subprocess
+import sysconfig
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,7 +26,17 @@ from fedssl.recipe.recipe import Recipe
 from fedssl.reports.cost import estimate, totals
 from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import AVERAGED, METHODS
-from tests.fedssl.engines.flower.deployment import PATIENCE, make_authority, missing_tools
+from tests.fedssl.engines.flower.deployment import (
+    MARK,
+    PATIENCE,
+    free_port,
+    kill_marked,
+    make_authority,
+    marked,
+    missing_tools,
+    poll,
+    with_package,
+)
 from tests.fedssl.engines.flower.flower_command import GONE_SECONDS
 from tests.fedssl.engines.flower.loop_grid import assert_close
 from tests.fedssl.engines.short_runs import metric
@@ -264,3 +279,56 @@ def test_who_has_no_key_fills_no_memory(place, deployment):
     statuses = [post(port, "/v1/fleet/push-object", 2**26) for _ in range(5)]
     assert set(statuses) <= {413, 0}, statuses
     assert deployment.memory("superlink") - before < 2**25
+
+
+# docs/deploy.md, from nothing to a run of two sites
+
+
+PAGE = Path(__file__).parents[4] / "docs" / "deploy.md"
+SCRIPTS = sysconfig.get_path("scripts")
+
+
+def commands() -> list[str]:
+    """The indented lines of the section, but for the installation."""
+    section = re.split(r"^## ", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    [text] = [part for part in section if part.startswith("From nothing to a run of two sites")]
+    lines = [line.strip() for line in text.splitlines() if line.startswith("    ")]
+    assert lines[0].startswith("pip install")
+    return lines[1:]
+
+
+@pytest.mark.nightly  # what the commands do is tested above
+@pytest.mark.skipif(shutil.which("fedssl", path=SCRIPTS) is None, reason="fedssl is not installed: pip install .")
+@pytest.mark.skipif(not PAGE.exists(), reason="docs/ is not here")
+def test_every_command_of_the_page_works_as_written(tmp_path):
+    """One after another in one shell; `flwr list` is repeated until the run has finished."""
+    script, port = ["set -e"], str(free_port())
+    for line in commands():
+        command = line.replace("8000", port)
+        if command.startswith("flwr list"):
+            command = f"until {command} > list.txt && grep finished list.txt; do sleep 1; done"
+        script.append(command)
+    script.append("kill $(jobs -p); wait || true")
+    (tmp_path / "home").mkdir()
+    home = {"HOME": str(tmp_path / "home"), "FLWR_HOME": str(tmp_path / "home" / ".flwr"), "COLUMNS": "200"}
+    path = {"PATH": f"{SCRIPTS}{os.pathsep}{os.environ['PATH']}", MARK: f"{tmp_path}/", "OMP_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run(
+            ["bash", "--norc", "-x", "-c", "\n".join(script)],
+            cwd=tmp_path,
+            env=with_package() | home | path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=PATIENCE,
+        )
+        assert done.returncode == 0, done.stdout
+        assert "finished:completed" in " ".join(done.stdout.split()), done.stdout
+        [run] = (tmp_path / "runs").iterdir()
+        assert RunDirectory.open(run).checkpoint.finished
+        assert {row[0] for row in RunDirectory.open(run).read_metrics()} == {0, 1, 2}
+        assert (run / "report.html").stat().st_size > 10_000
+        assert len(list(tmp_path.glob("state-*/*/client-*"))) >= 2
+        poll(lambda: marked(f"{tmp_path}/") == [], "nothing is left")
+    finally:
+        kill_marked(f"{tmp_path}/")

@@ -26,7 +26,8 @@ from tests.fedssl.engines.flower.loop_grid import WarningRecorder, run_on, start
 from tests.fedssl.export.finished_runs import write_images
 
 SITES = {"partition": {"name": "sites", "clients": 2}}
-NO_DATA = {"data": {"name": "none", "image_shape": [1, 8, 8]}}
+NONE = {"name": "none", "image_shape": [1, 8, 8]}
+NO_DATA = {"data": NONE}
 
 
 @pytest.fixture
@@ -133,29 +134,21 @@ def test_a_site_brings_its_images_to_the_size_that_the_recipe_says(quick, tmp_pa
     assert site_federation(recipe, load_site(site)).dataset.train_images.shape[1:] == (1, 12, 12)
 
 
-def test_a_server_without_data_must_know_the_classes_of_labels(quick):
+def test_a_server_without_data_must_know_the_classes_of_labels_and_is_for_sites(quick, tiny):
     with pytest.raises(UserError, match=r"as data\.class_names"):
         build_federation(quick(**AVERAGED, **SITES, **NO_DATA, objective="supervised"))
-
-
-def test_no_data_is_for_sites(tiny):
-    with pytest.raises(
-        UserError, match=r"data\.name=none is for a server whose sites bring their own images, got partition iid"
-    ):
-        build_federation(tiny(**(AVERAGED | NO_DATA | {"partition": {"name": "iid", "clients": 2}})))
+    with pytest.raises(UserError, match=r"is for a server whose sites bring their own images, got partition iid"):
+        build_federation(tiny(**AVERAGED, **NO_DATA, partition={"name": "iid", "clients": 2}))
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
         ({"name": "none"}, r"name=none needs image_shape=\[channels, height, width\]"),
-        ({"name": "none", "image_shape": [2, 8, 8]}, r"with 1 or 3 channels, got \[2, 8, 8\]"),
+        (NONE | {"image_shape": [2, 8, 8]}, r"with 1 or 3 channels, got \[2, 8, 8\]"),
         ({"image_shape": [1, 8, 8]}, "image_shape and class_names are for name=none"),
         ({"class_names": ["a"]}, "image_shape and class_names are for name=none"),
-        (
-            {"name": "none", "image_shape": [1, 8, 8], "public_holdout": 5},
-            "name=none has no images: leave path and public_holdout out",
-        ),
+        (NONE | {"public_holdout": 5}, "name=none has no images: leave path and public_holdout out"),
     ],
 )
 def test_bad_options(options, says):
