@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -245,23 +244,18 @@ def require_reverse_proxy(members: Members, run: str) -> None:
     members.wait_for("server", "the reverse proxy (nginx) has ended and is started again")
     poll(lambda: is_listening(members.port), "the reverse proxy listens again")
     require_refusals()
-    assert listening_addresses(members.internal_port) == {"127.0.0.1"}
+    assert listening_addresses(members.internal_port) == {"0100007F"}  # 127.0.0.1
     behind = SiteAttempts(f"localhost:{members.internal_port}", *files)
     assert behind.at_the_operators_interface(0, 0, b"")["list the runs"] == 200
     assert {behind.post(path) for path in DISGUISED} != {403}
 
 
 def listening_addresses(port: int) -> set[str]:
-    """The addresses of this machine at which something listens on a port (Linux)."""
-    found = set()
-    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            _, local, _, state, *_ = line.split()
-            address, _, its_port = local.partition(":")
-            if state == "0A" and int(its_port, 16) == port:
-                words = [bytes.fromhex(address[i : i + 8])[::-1] for i in range(0, len(address), 8)]
-                found.add(socket.inet_ntop(family, b"".join(words)))
-    return found
+    """The addresses of this machine at which something listens on a port, as /proc/net writes them (Linux)."""
+    lines = [line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()]
+    return {
+        local.partition(":")[0] for _, local, _, state, *_ in lines if (local[-5:], state) == (f":{port:04X}", "0A")
+    }
 
 
 def test_from_an_empty_folder_to_a_finished_run_of_two_sites(members):
