@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 
@@ -113,14 +112,20 @@ def test_measures_and_a_spectrum_that_no_model_has_are_refused(changes, fault):
 
 
 def test_evaluations_and_registrations_may_be_small_only(quick, tmp_path, monkeypatch):
-    sizes, collect = [], Messenger.collect
+    kinds, largest = {}, {}
+    send, collect = Messenger.send, Messenger.collect
 
-    def collect_and_note(messenger, waiting, seconds, largest):
-        sizes.append(largest)
-        return collect(messenger, waiting, seconds, largest)
+    def send_and_note(messenger, kind, *arguments):
+        ids = send(messenger, kind, *arguments)
+        kinds.update(dict.fromkeys(ids, kind))
+        return ids
 
+    def collect_and_note(messenger, waiting, seconds, most):
+        largest.update({kinds[name]: most for name in waiting})
+        return collect(messenger, waiting, seconds, most)
+
+    monkeypatch.setattr(Messenger, "send", send_and_note)
     monkeypatch.setattr(Messenger, "collect", collect_and_note)
     run_on(quick(rounds=1), *start(quick(rounds=1), tmp_path / "b"))
-    small, training, evaluation = [size for size, _ in itertools.groupby(sizes)]
-    assert small == evaluation == 2**22
-    assert training >= 2**28
+    assert (largest["query"], largest["evaluate"]) == (2**22, 2**22)
+    assert largest["train"] >= 2**28
