@@ -11,7 +11,7 @@ ifneq ($(words $(VENV)),1)
 $(error VENV is "$(VENV)": give a path without spaces, for example VENV=.venv)
 endif
 
-end_to_end := $(addprefix tests/fedssl/engines/flower/test_,simulation.py deployment.py hostile_site.py)
+end_to_end := $(addprefix tests/fedssl/engines/flower/test_,simulation.py deployment.py)
 python := "$(VENV)/bin/python"
 installed := $(VENV)/.installed
 count := import os; print(min(4, (os.cpu_count() or 1) + 1))

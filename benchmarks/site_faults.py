@@ -105,7 +105,7 @@ def nothing(trial: Trial) -> None:
 
 
 def answer(fault: str) -> Callable[[Trial], None]:
-    """A fault of hostile_answers.py or flower_command.py in the last site's answer."""
+    """A fault of flower_command.py in the last site's answer."""
 
     def act(trial: Trial) -> None:
         file = trial.plant(fault, trial.last)

@@ -7,8 +7,10 @@ import io
 import shutil
 import sys
 import zipfile
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -90,7 +92,6 @@ def test_any_description_makes_an_app_that_flower_builds(tiny, tmp_path):
     recipe = tiny(engine="flower", name="größe", description=description)
     write_app(recipe, tmp_path / "app", "runs/größe \U0001f600")
     project = load_toml(tmp_path / "app" / "pyproject.toml")
-    assert project is not None
     assert project["project"]["description"] == description
     assert project["tool"]["flwr"]["app"]["config"]["output"] == "runs/größe \U0001f600"
     assert load_recipe(tmp_path / "app" / "fedssl_app" / "recipe.yaml") == recipe
@@ -117,14 +118,15 @@ def test_an_app_folder_is_loaded_by_flower(what, kind, earlier, app, tmp_path, m
 
 
 @pytest.fixture
-def site_file(tmp_path) -> Path:
-    path = tmp_path / "site.yaml"
-    approve(path)
-    return path
+def approved(tmp_path) -> Callable[..., ApprovedApps]:
+    """Write a site's file that approves some apps, and read it with some that are allowed beside."""
 
+    def write(*digests: str, allowed: Sequence[str] = (), ask: bool = False) -> ApprovedApps:
+        path = tmp_path / "site.yaml"
+        path.write_text(yaml.safe_dump({"client": 0, "state": "state", "approved_apps": [*digests]}))
+        return ApprovedApps(path, [*allowed], ask=ask)
 
-def approve(site_file: Path, *digests: str) -> None:
-    site_file.write_text(yaml.safe_dump({"client": 0, "state": "state", "approved_apps": [*digests]}))
+    return write
 
 
 class SuperNode:
@@ -170,26 +172,23 @@ class SuperNode:
         return reply.error.reason
 
 
-def test_approved_apps_run_and_of_others_the_server_is_told_both_digests(
-    app, content, other_content, site_file, capsys
-):
-    approved = ApprovedApps(site_file, [digest_of_app(app)], ask=False)
-    assert SuperNode(content).accepts(approved)
+def test_approved_apps_run_and_of_others_the_server_is_told_both_digests(app, content, other_content, approved, capsys):
+    own = approved(allowed=[digest_of_app(app)])
+    assert SuperNode(content).accepts(own)
     expected = f"the app has the digest {digest(other_content)}, and the approved digest is {digest(content)}"
-    assert expected in SuperNode(other_content).refusal(approved)
+    assert expected in SuperNode(other_content).refusal(own)
     assert f"run {RUN} is refused: " in capsys.readouterr().err
-    many = ApprovedApps(site_file, [letter * 64 for letter in "3241"], ask=False)
-    told = SuperNode(other_content).refusal(many)
+    told = SuperNode(other_content).refusal(approved(allowed=[letter * 64 for letter in "3241"]))
     assert told.endswith(f"the approved digests are {'1' * 64}, {'2' * 64} and 2 more")
 
 
-def test_the_sites_file_is_read_again_for_every_app(content, site_file):
-    approved = ApprovedApps(site_file, [], ask=False)
-    assert SuperNode(content).refusal(approved).endswith("and no app is approved")
-    approve(site_file, digest(content))
-    assert SuperNode(content).accepts(approved)
-    site_file.write_text("client: [")
-    assert "this site's file cannot be read any more" in SuperNode(content).refusal(approved)
+def test_the_sites_file_is_read_again_for_every_app(content, approved, tmp_path):
+    read = approved()
+    assert SuperNode(content).refusal(read).endswith("and no app is approved")
+    approved(digest(content))
+    assert SuperNode(content).accepts(read)
+    (tmp_path / "site.yaml").write_text("client: [")
+    assert "this site's file cannot be read any more" in SuperNode(content).refusal(read)
 
 
 @pytest.mark.parametrize(
@@ -201,75 +200,79 @@ def test_the_sites_file_is_read_again_for_every_app(content, site_file):
         ({"primary_task_type": TaskType.AGENT_APP}, "the server asks for an agent"),
     ],
 )
-def test_an_approved_app_that_the_server_describes_as_another_is_refused(described, expected, content, site_file):
-    approved = ApprovedApps(site_file, [digest(content)], ask=False)
-    assert expected in SuperNode(content, **described).refusal(approved)
+def test_an_approved_app_that_the_server_describes_as_another_is_refused(described, expected, content, approved):
+    assert expected in SuperNode(content, **described).refusal(approved(digest(content)))
 
 
-def test_other_content_under_an_approved_digest_is_refused(content, other_content, site_file):
+def test_other_content_under_an_approved_digest_is_refused(content, other_content, approved):
     """The digest is computed from what arrived, whatever the server calls it."""
     node = SuperNode(content)
     node.fab = Fab(node.digest, other_content, {})
-    assert digest(other_content) in node.refusal(ApprovedApps(site_file, [node.digest], ask=False))
+    assert digest(other_content) in node.refusal(approved(node.digest))
 
 
-def test_the_supernodes_own_function_is_replaced(site_file, monkeypatch):
+def test_the_supernodes_own_function_is_replaced(approved, monkeypatch):
     """`refuse_other_apps` is called in the process that then runs flower-supernode."""
-    module = apps.start_client_internal
+    module, called = apps.start_client_internal, []
     monkeypatch.setattr(module, "_pull_and_store_message", module._pull_and_store_message)
-    called = []
     monkeypatch.setattr(apps, "pull_approved", lambda approved, **others: called.append((approved, others)))
-    approved = ApprovedApps(site_file, [], ask=False)
-    apps.refuse_other_apps(approved)
+    own = approved()
+    apps.refuse_other_apps(own)
     module._pull_and_store_message(state="a state")
-    assert called == [(approved, {"state": "a state"})]
+    assert called == [(own, {"state": "a state"})]
 
 
-@pytest.mark.parametrize(("answer", "runs"), [("yes", True), ("no", False), ("", False), (None, False)])
-def test_with_ask_the_owner_sees_the_app_and_decides(answer, runs, content, site_file, monkeypatch, capsys):
-    asked = []
+@pytest.fixture
+def terminal(monkeypatch) -> list[Any]:
+    """The answers that the owner gives at a terminal, each once; None ends the input."""
+    answers: list[Any] = []
 
-    def reply(prompt):
-        asked.append(prompt)
+    def reply(prompt: str) -> str:
+        answer = answers.pop(0)
         if answer is None:
             raise EOFError
         return answer
 
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     monkeypatch.setattr("builtins.input", reply)
-    approved = ApprovedApps(site_file, [], ask=True)
+    return answers
+
+
+@pytest.mark.parametrize(("answer", "runs"), [("yes", True), ("no", False), ("", False), (None, False)])
+def test_with_ask_the_owner_sees_the_app_and_decides(answer, runs, content, approved, terminal, capsys):
+    asking = approved(ask=True)
+    terminal += [answer, answer]
     for _ in range(2):
         if runs:
-            approved.require(digest(content), content)
+            asking.require(digest(content), content)
         else:
             with pytest.raises(AppRefused, match=digest(content)):
-                approved.require(digest(content), content)
-    assert len(asked) == (1 if runs else 2)
+                asking.require(digest(content), content)
+    assert len(terminal) == (1 if runs else 0)  # an approval is not asked for again
     out = capsys.readouterr().out
     assert digest(content) in out
     assert "--- fedssl_app/client_app.py" in out
 
 
-def test_what_is_shown_cannot_move_the_cursor(site_file, monkeypatch, capsys):
-    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
-    monkeypatch.setattr("builtins.input", lambda prompt: "no")
+def test_what_is_shown_cannot_move_the_cursor(approved, terminal, capsys):
+    terminal += ["no", "no"]
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr("a\x1b[2J.py", "print()\x1b[1A\n" + "x" * 30_000)
         archive.writestr("b.py", "hidden")
     for content in (file.getvalue(), b"no zip"):
         with pytest.raises(AppRefused):
-            ApprovedApps(site_file, [], ask=True).require("0" * 64, content)
+            approved(ask=True).require("0" * 64, content)
     out = capsys.readouterr().out
     assert "\x1b" not in out
     assert "The app is longer than this" in out
     assert "The app cannot be read" in out
 
 
-def test_a_digest_that_is_none_and_a_question_without_a_terminal_are_refused(site_file, monkeypatch):
+def test_a_digest_that_is_none_and_a_question_without_a_terminal_are_refused(approved, monkeypatch):
     assert require_digest(" " + "A" * 64) == "a" * 64
     with pytest.raises(UserError, match="must have 64 hexadecimal digits, got 'abc'"):
-        ApprovedApps(site_file, ["abc"], ask=False)
+        approved(allowed=["abc"])
     monkeypatch.setattr("sys.stdin.isatty", lambda: False)
     with pytest.raises(UserError, match="--ask needs a terminal to ask on"):
-        ApprovedApps(site_file, [], ask=True)
+        approved(ask=True)

@@ -92,35 +92,28 @@ def test_what_the_page_makes_is_taken(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("authority", "server", "expected"),
+    ("expected", "files"),
     [
-        (AUTHORITY, Owner("server", AUTHORITY, **EXPIRED), "server.crt has expired: CN=server was valid"),
-        (AUTHORITY, Owner("server", AUTHORITY, **EARLY), "server.crt is not valid yet: CN=server is valid "),
-        (Owner("authority", **EXPIRED), SERVER, "ca.crt has expired: CN=authority was valid until 20"),
-        (Owner("authority", **EARLY), SERVER, "ca.crt is not valid yet: CN=authority is valid from"),
-        (Owner("another"), SERVER, r"server.crt was not issued by .*ca.crt: sign it with that"),
-        (Owner("authority"), SERVER, r"server.crt was not issued by .*ca.crt"),  # of the same name
+        ("server.crt has expired: CN=server was valid", {"certificate": Owner("server", AUTHORITY, **EXPIRED)}),
+        ("server.crt is not valid yet: CN=server is valid ", {"certificate": Owner("server", AUTHORITY, **EARLY)}),
+        ("ca.crt has expired: CN=authority was valid until 20", {"authority": Owner("authority", **EXPIRED)}),
+        ("ca.crt is not valid yet: CN=authority is valid from", {"authority": Owner("authority", **EARLY)}),
+        (r"server.crt was not issued by .*ca.crt: sign it with that", {"authority": Owner("another")}),
+        (r"server.crt was not issued by .*ca.crt", {"authority": Owner("authority")}),  # of the same name
+        ("ca.crt is not a certificate in PEM format", {"authority": b"none"}),
+        ("server.crt is not a certificate in PEM format", {"certificate": b"none"}),
+        (NO_KEY, {"key": b"none"}),
+        (NO_KEY, {"key": SERVER.pem}),
+        (r"server.key is not the private key of .*server.crt: use the", {"key": AUTHORITY.key_pem}),
+        ("CN=server has not issued CN=auth", {"certificate": SERVER.pem + AUTHORITY.pem + SERVER.pem}),
     ],
 )
-def test_what_does_not_fit_is_refused(authority, server, expected, check):
+def test_what_does_not_fit_is_refused(expected, files, check):
+    files = {"authority": AUTHORITY, "certificate": SERVER} | files
+    key = files["certificate"].key_pem if isinstance(files["certificate"], Owner) else SERVER.key_pem
+    pem = {name: file.pem if isinstance(file, Owner) else file for name, file in files.items()}
     with pytest.raises(UserError, match=expected):
-        check(authority.pem, server.pem, server.key_pem)
-
-
-@pytest.mark.parametrize(
-    ("authority", "certificate", "key", "expected"),
-    [
-        (b"none", SERVER.pem, SERVER.key_pem, "ca.crt is not a certificate in PEM format"),
-        (AUTHORITY.pem, b"none", SERVER.key_pem, "server.crt is not a certificate in PEM format"),
-        (AUTHORITY.pem, SERVER.pem, b"none", NO_KEY),
-        (AUTHORITY.pem, SERVER.pem, SERVER.pem, NO_KEY),
-        (AUTHORITY.pem, SERVER.pem, AUTHORITY.key_pem, r"server.key is not the private key of .*server.crt: use the"),
-        (AUTHORITY.pem, SERVER.pem + AUTHORITY.pem + SERVER.pem, SERVER.key_pem, "CN=server has not issued CN=auth"),
-    ],
-)
-def test_files_that_are_something_else_are_refused(authority, certificate, key, expected, check):
-    with pytest.raises(UserError, match=expected):
-        check(authority, certificate, key)
+        check(**{"key": key} | pem)
 
 
 def test_a_site_refuses_an_authority_that_has_expired(tmp_path, umask):
@@ -133,17 +126,19 @@ def test_a_site_refuses_an_authority_that_has_expired(tmp_path, umask):
 
 @needs_openssl
 def test_a_sites_key_is_a_private_one_as_flower_takes_it(tmp_path):
+    def ssh_keygen(*arguments: str) -> None:
+        subprocess.run(["ssh-keygen", "-q", *arguments], check=True, capture_output=True)
+
     key: Path = tmp_path / "site.key"
     make_key(key)
     read_site_key(key)
-    with pytest.raises(UserError, match=r"site.key.pub is not a private key without a password"):
-        read_site_key(tmp_path / "site.key.pub")
-    subprocess.run(["ssh-keygen", "-q", "-p", "-N", "secret", "-f", str(key)], check=True, capture_output=True)
+    ssh_keygen("-t", "ed25519", "-N", "", "-f", str(tmp_path / "other.key"))
+    for name, told in (
+        ("site.key.pub", "is not a private key without a password"),
+        ("other.key", r"must be a key on an elliptic curve, got .* with ssh-keygen -t ecdsa"),
+    ):
+        with pytest.raises(UserError, match=f"{name} {told}"):
+            read_site_key(tmp_path / name)
+    ssh_keygen("-p", "-N", "secret", "-f", str(key))
     with pytest.raises(UserError, match=r"site.key is not a private key without a password"):
         read_site_key(key)
-    other = tmp_path / "other.key"
-    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(other)], check=True, capture_output=True)
-    with pytest.raises(
-        UserError, match=r"other.key must be a key on an elliptic curve, got .* with ssh-keygen -t ecdsa"
-    ):
-        read_site_key(other)

@@ -17,55 +17,49 @@ from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from fedssl.deploy.certificates import Authority, read_certificate
-from fedssl.deploy.consortium import Consortium, load_consortium
+from fedssl.deploy.consortium import EXAMPLE, Consortium, load_consortium, load_member
 from fedssl.deploy.folders import answer_request, revoke, write_request
 from fedssl.deploy.keys import key_fingerprint, read_public, server_key, site_key, write_private
 from fedssl.errors import UserError
+from tests.fedssl.engines.short_runs import everything
 
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
 needs_ssh_keygen = pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="ssh-keygen is not installed")
-PRIVATE_KEYS = ("authority/ca.key", "server/server.key", "hospital-a/site.key", "hospital-b/site.key")
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
 def run(*command: str | Path) -> str:
     return subprocess.run([*map(str, command)], check=True, capture_output=True, text=True).stdout
 
 
-def test_each_member_gets_its_files_and_no_other_members_key(provisioned):
+def test_each_member_gets_its_files_for_its_user_alone_and_no_other_members_key(provisioned):
     folder = provisioned()
-    written = set(contents(folder))
-    assert {name for name in written if name.endswith(".key")} == set(PRIVATE_KEYS)
+    files = {"ca.crt", "member.yaml", "start.sh", "STEPS.md"}
+    server = {"server.crt", "server.key", "sites/hospital-a.pub", "sites/hospital-b.pub"}
+    expected = {f"server/{name}" for name in (files | server | {"fedssl-our-consortium-server.service"})}
     for site in ("hospital-a", "hospital-b"):
-        files = {"ca.crt", "site.key", "site.yaml", "member.yaml", "start.sh", "STEPS.md"}
-        files.add(f"fedssl-our-consortium-{site}.service")
-        assert {name.partition("/")[2] for name in written if name.startswith(f"{site}/")} == files
-    files = {"ca.crt", "server.crt", "server.key", "member.yaml", "start.sh", "STEPS.md"}
-    files |= {"sites/hospital-a.pub", "sites/hospital-b.pub", "fedssl-our-consortium-server.service"}
-    assert {name.partition("/")[2] for name in written if name.startswith("server/")} == files
+        own = files | {"site.key", "site.yaml", f"fedssl-our-consortium-{site}.service"}
+        expected |= {f"{site}/{name}" for name in own}
+    assert {name for name in everything(folder) if not name.startswith("authority/")} == expected | {"fingerprints.md"}
+    assert [str(path.relative_to(folder)) for path in folder.glob("authority/*.key")] == ["authority/ca.key"]
     assert yaml.safe_load((folder / "hospital-b" / "site.yaml").read_text())["client"] == 1
-
-
-def test_private_keys_and_folders_are_for_their_user_alone(provisioned):
-    folder = provisioned()
     for path in (folder, *folder.rglob("*")):
-        expected = 0o700 if path.is_dir() or path.suffix == ".sh" else 0o600
-        assert path.suffix == ".crt" or path.stat().st_mode & 0o777 == expected, path
+        mode = 0o700 if path.is_dir() or path.suffix == ".sh" else 0o600
+        assert path.suffix == ".crt" or path.stat().st_mode & 0o777 == mode, path
 
 
 @needs_openssl
 @pytest.mark.parametrize(("address", "option"), [("fed.example.org", "-verify_hostname"), ("10.1.2.3", "-verify_ip")])
 def test_openssl_verifies_the_servers_certificate_against_the_authority(address, option, provisioned):
     folder = provisioned(server={"address": address})
-    for check in ((option, address), ("-verify_hostname", "localhost"), ("-verify_ip", "127.0.0.1")):
+
+    def verify(*check: str) -> None:
         verified = ("openssl", "verify", "-x509_strict", "-purpose", "sslserver", *check)
         run(*verified, "-CAfile", folder / "hospital-a" / "ca.crt", folder / "server" / "server.crt")
+
+    for check in ((option, address), ("-verify_hostname", "localhost"), ("-verify_ip", "127.0.0.1")):
+        verify(*check)
     with pytest.raises(subprocess.CalledProcessError):
-        run("openssl", "verify", "-verify_hostname", "other.org", "-CAfile", folder / "authority" / "ca.crt",
-            folder / "server" / "server.crt")  # fmt: skip
+        verify("-verify_hostname", "other.org")
 
 
 @needs_openssl
@@ -109,11 +103,11 @@ def test_systemd_finds_no_fault_in_the_units(provisioned):
 def test_the_same_call_again_changes_nothing_and_a_site_added_later_gets_a_folder(provisioned):
     folder = provisioned()
     (folder / "hospital-a" / "site.yaml").write_text("client: 0\nstate: /data/state\n")
-    before = contents(folder)
+    before = everything(folder)
     provisioned()
-    assert contents(folder) == before
+    assert everything(folder) == before
     provisioned(sites=["hospital-a", "hospital-b", "hospital-c"])
-    after = contents(folder)
+    after = everything(folder)
     assert {name for name in before if after[name] != before[name]} == {"authority/sites.txt", "fingerprints.md"}
     added = {name for name in after if name not in before}
     assert {name for name in added if not name.startswith("hospital-c/")} == {"server/sites/hospital-c.pub"}
@@ -122,33 +116,26 @@ def test_the_same_call_again_changes_nothing_and_a_site_added_later_gets_a_folde
 
 def test_another_order_of_the_sites_is_refused_and_nothing_is_written(provisioned):
     folder = provisioned()
-    before = contents(folder)
+    before = everything(folder)
     for sites in (["hospital-b", "hospital-a"], ["hospital-a"], ["hospital-c", "hospital-a", "hospital-b"]):
         with pytest.raises(UserError, match=r"must begin with the sites of .* in their order"):
             provisioned(sites=sites)
-    assert contents(folder) == before
+    assert everything(folder) == before
 
 
-def test_another_address_gives_another_certificate_for_the_same_key(provisioned):
+def test_a_certificate_of_another_address_or_that_ends_soon_is_renewed_for_the_same_key(provisioned):
     folder = provisioned()
-    key = (folder / "server" / "server.key").read_bytes()
+    path, key = folder / "server" / "server.crt", server_key(folder / "server" / "server.key").public_key()
     provisioned(server={"address": "10.1.2.3", "port": 8000, "internal_port": 8001})
-    assert (folder / "server" / "server.key").read_bytes() == key
-    certificate = read_certificate(folder / "server" / "server.crt")
-    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    names = read_certificate(path).extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert "10.1.2.3" in [str(one) for one in names.get_values_for_type(x509.IPAddress)]
     assert "--superlink 10.1.2.3:8000" in (folder / "hospital-a" / "start.sh").read_text()
-
-
-def test_a_certificate_that_ends_soon_is_renewed_for_the_same_key(provisioned):
-    folder = provisioned()
-    authority, path = Authority(folder / "authority", "our-consortium"), folder / "server" / "server.crt"
-    key = server_key(folder / "server" / "server.key").public_key()
+    authority = Authority(folder / "authority", "our-consortium")
     path.write_bytes(authority.issue(key, "localhost", 29).public_bytes(Encoding.PEM))
     provisioned()
     renewed = read_certificate(path)
     assert renewed.not_valid_after_utc > datetime.now(timezone.utc) + timedelta(days=300)
-    assert renewed.public_key() == key
+    assert renewed.public_key() == key == server_key(folder / "server" / "server.key").public_key()
     renewed.verify_directly_issued_by(authority.certificate)
 
 
@@ -157,11 +144,11 @@ def test_a_deleted_copy_of_a_sites_key_is_not_made_again(provisioned):
     folder = provisioned()
     (folder / "hospital-a" / "site.key").unlink()
     shutil.rmtree(folder / "hospital-b")
-    before = contents(folder / "server")
+    before = everything(folder / "server")
     provisioned()
     assert not (folder / "hospital-a" / "site.key").exists()
     assert not (folder / "hospital-b").exists()
-    assert contents(folder / "server") == before
+    assert everything(folder / "server") == before
 
 
 def test_without_the_authority_no_new_one_is_made(provisioned):
@@ -212,56 +199,41 @@ def new_key(site: Path) -> None:
     write_request(site)
 
 
-def test_with_keys_at_sites_the_coordinator_makes_the_authoritys_key_alone(without_keys):
-    assert [str(p.relative_to(without_keys)) for p in without_keys.rglob("*.key")] == ["authority/ca.key"]
-    assert not list(without_keys.rglob("*.pub"))
-    assert not (without_keys / "server" / "server.crt").exists()
-    assert "fedssl provision request FOLDER" in (without_keys / "hospital-a" / "STEPS.md").read_text()
-    assert "fedssl provision request FOLDER" in (without_keys / "server" / "STEPS.md").read_text()
+def private_keys(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*.key"))
 
 
-def test_a_request_and_its_answer_register_a_site_without_its_private_key(without_keys, consortium):
-    site = without_keys / "hospital-a"
+def test_requests_and_their_answers_register_members_without_their_private_keys(without_keys, provisioned, consortium):
+    assert private_keys(without_keys) == ["authority/ca.key"]
+    assert not [*without_keys.rglob("*.pub"), *without_keys.glob("server/server.crt")]
+    for member in ("hospital-a", "server"):
+        assert "fedssl provision request FOLDER" in (without_keys / member / "STEPS.md").read_text()
+    site, public = without_keys / "hospital-a", without_keys / "server" / "sites" / "hospital-a.pub"
     path, fingerprint = write_request(site)
     assert path == site / "hospital-a.request"
     assert (site / "site.key").stat().st_mode & 0o777 == 0o600
     assert "PRIVATE" not in path.read_text()
     assert write_request(site) == (path, fingerprint)  # which keeps the key
-    done = answer_request(path, without_keys, consortium)
-    assert fingerprint in done[0]
-    public = read_public(without_keys / "server" / "sites" / "hospital-a.pub")
-    assert key_fingerprint(public) == fingerprint == key_fingerprint(site_key(site / "site.key").public_key())
+    assert fingerprint in answer_request(path, without_keys, consortium)[0]
+    assert key_fingerprint(read_public(public)) == fingerprint
+    assert key_fingerprint(site_key(site / "site.key").public_key()) == fingerprint
     assert f"- hospital-a: {fingerprint}" in (without_keys / "fingerprints.md").read_text()
     assert not (without_keys / "server" / "sites" / "hospital-b.pub").exists()
-
-
-def test_a_request_of_the_server_gives_it_a_certificate(without_keys, consortium):
-    path, _ = write_request(without_keys / "server")
-    answer_request(path, without_keys, consortium)
+    # the server
+    answer_request(write_request(without_keys / "server")[0], without_keys, consortium)
     certificate = read_certificate(without_keys / "server" / "server.crt")
     assert certificate.public_key() == server_key(without_keys / "server" / "server.key").public_key()
-    certificate.verify_directly_issued_by(read_certificate(without_keys / "hospital-a" / "ca.crt"))
-
-
-def test_a_call_again_leaves_keys_that_are_at_the_sites(without_keys, provisioned, consortium):
-    path, _ = write_request(without_keys / "hospital-a")
-    answer_request(path, without_keys, consortium)
-    before = (without_keys / "server" / "sites" / "hospital-a.pub").read_bytes()
-    (without_keys / "hospital-a" / "site.key").unlink()  # it never was here
-    provisioned(keys_at_sites=True, sites=["hospital-a", "hospital-b", "hospital-c"])
-    assert (without_keys / "server" / "sites" / "hospital-a.pub").read_bytes() == before
-    assert [str(p.relative_to(without_keys)) for p in without_keys.rglob("*.key")] == ["authority/ca.key"]
-
-
-def test_another_key_for_a_registered_site_is_refused(without_keys, consortium):
-    site, public = without_keys / "hospital-a", without_keys / "server" / "sites" / "hospital-a.pub"
-    path, first = write_request(site)
-    answer_request(path, without_keys, consortium)
+    certificate.verify_directly_issued_by(read_certificate(site / "ca.crt"))
+    # another key for a registered site
     new_key(site)
     with pytest.raises(UserError, match="call fedssl provision revoke hospital-a first") as caught:
         answer_request(path, without_keys, consortium)
-    assert first in str(caught.value)
-    assert key_fingerprint(read_public(public)) == first
+    assert fingerprint in str(caught.value)
+    # the same call again, where the site's key never was
+    (site / "site.key").unlink()
+    provisioned(keys_at_sites=True, sites=["hospital-a", "hospital-b", "hospital-c"])
+    assert key_fingerprint(read_public(public)) == fingerprint
+    assert private_keys(without_keys) == ["authority/ca.key", "server/server.key"]
 
 
 def test_a_forged_request_and_one_of_a_stranger_are_refused(without_keys, consortium, tmp_path):
@@ -326,3 +298,53 @@ def test_the_commands_print_what_to_compare_and_what_to_do(consortium_file, feds
     out = printed(file, "--output", "other")
     assert out.startswith("server: wrote server.crt, valid until ")
     assert re.search(r"^hospital-a: client 0, key SHA256:\S+\nhospital-b: client 1, key SHA256:", out, re.MULTILINE)
+
+
+# The consortium's file: its example, and an error for each wrong entry
+
+
+SERVER = {"address": "localhost"}
+
+
+def test_the_example_is_valid(tmp_path):
+    (tmp_path / "consortium.yaml").write_text(EXAMPLE)
+    consortium = load_consortium(tmp_path / "consortium.yaml")
+    assert consortium.sites == ["hospital-a", "hospital-b"]
+    assert consortium.server.wall
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"name": "Our Consortium"}, "name"),
+        ({"name": None}, "name"),
+        ({"sites": []}, "sites"),
+        ({"sites": ["a", "b", "a"]}, "each site needs a name of its own, but a occurs more than once"),
+        ({"sites": ["server"]}, "a site cannot be named server: that is the name of another folder"),
+        ({"sites": ["../b"]}, "the site's name '../b' is invalid: expected 1 to 40 lower-case letters"),
+        ({"sites": ["a-"]}, "the site's name 'a-' is invalid"),
+        ({"server": SERVER | {"port": 0}}, "server.port"),
+        ({"server": SERVER | {"port": 8001}}, "port and internal_port must differ"),
+        ({"server": SERVER | {"address": "local host; rm"}}, "server.address"),
+        ({"server": {}}, "server.address"),
+        ({"valid_days": 0}, "valid_days"),
+        ({"site": ["a"]}, "site"),
+    ],
+)
+def test_a_wrong_entry_is_named(changes, expected, consortium_file):
+    path = consortium_file(**changes)
+    with pytest.raises(UserError) as caught:
+        load_consortium(path)
+    assert str(path) in str(caught.value)
+    assert expected in str(caught.value)
+
+
+def test_a_file_that_is_none_or_missing_and_a_folder_that_provision_did_not_write_are_refused(tmp_path):
+    path = tmp_path / "consortium.yaml"
+    with pytest.raises(UserError, match=r"cannot be read: No such file.*fedssl provision --example prints one"):
+        load_consortium(path)
+    path.write_text("- hospital-a\n")
+    with pytest.raises(UserError, match="must hold the keys name, server, sites, valid_days, got list"):
+        load_consortium(path)
+    with pytest.raises(UserError, match="name a folder that fedssl provision wrote"):
+        load_member(tmp_path)

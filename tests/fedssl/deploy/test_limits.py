@@ -103,32 +103,28 @@ def test_all_but_the_sites_interface_is_for_the_own_machine_alone(path):
     assert post(path, 10, "192.0.2.1") == (200, 10, 10)  # the SuperLink's own address
 
 
+@pytest.mark.parametrize(("headers", "most"), [(signed(), LARGEST_BODY), ({}, LARGEST_BODY_WITHOUT_KEY)])
 @pytest.mark.parametrize("announced", [True, False])
-def test_a_large_body_is_not_read(announced):
+def test_a_large_body_is_not_read(announced, headers, most):
     """Announced or in pieces; without a key it may have little more than a node's name."""
-    read = 0 if announced else LARGEST_BODY + PIECE
     path = "/v1/fleet/push-object"
-    assert post(path, LARGEST_BODY, headers=signed(), announced=announced)[:2] == (200, LARGEST_BODY)
-    assert post(path, 2**26, headers=signed(), announced=announced) == (413, 0, read)
-    assert post(path, LARGEST_BODY_WITHOUT_KEY, announced=announced)[:2] == (200, LARGEST_BODY_WITHOUT_KEY)
-    read = 0 if announced else LARGEST_BODY_WITHOUT_KEY + PIECE
-    assert post(path, 2**26, announced=announced) == (413, 0, read)
+    assert post(path, most, headers=headers, announced=announced)[:2] == (200, most)
+    assert post(path, 2**26, headers=headers, announced=announced) == (413, 0, 0 if announced else most + PIECE)
 
 
-@pytest.mark.parametrize(
-    "headers",
-    [
-        signed(OTHER_PRIVATE, public_key_to_bytes(OTHER_PUBLIC)),
-        signed(OTHER_PRIVATE),
-        signed(age=3600),
-        signed() | {TIMESTAMP_HEADER: "yesterday"},
-        signed() | {FLEET_HTTP_SIGNATURE_HEADER: "?"},
-        signed() | {FLEET_HTTP_PUBLIC_KEY_HEADER: "AAAA"},
-    ],
-    ids=["unknown key", "another's key", "old", "no time", "no signature", "no key"],
-)
-def test_only_a_registered_sites_signature_lets_a_large_body_in(headers):
-    assert post("/v1/fleet/push-object", 2**20, headers=headers)[0] == 413
+STRANGERS = {
+    "unknown key": signed(OTHER_PRIVATE, public_key_to_bytes(OTHER_PUBLIC)),
+    "another's key": signed(OTHER_PRIVATE),
+    "old": signed(age=3600),
+    "no time": signed() | {TIMESTAMP_HEADER: "yesterday"},
+    "no signature": signed() | {FLEET_HTTP_SIGNATURE_HEADER: "?"},
+    "no key": signed() | {FLEET_HTTP_PUBLIC_KEY_HEADER: "AAAA"},
+}
+
+
+@pytest.mark.parametrize("who", STRANGERS)
+def test_only_a_registered_sites_signature_lets_a_large_body_in(who):
+    assert post("/v1/fleet/push-object", 2**20, headers=STRANGERS[who])[0] == 413
 
 
 # Answers
@@ -182,14 +178,15 @@ def test_in_the_place_of_an_answer_with_more_stands_an_error(taken):
 
 
 def test_an_answer_in_another_sites_name_or_with_other_objects_is_refused(taken):
-    with pytest.raises(HTTPException, match="a site may answer in its own name only"):
-        push_messages(announcement(3, node=8), None)
     swapped = announcement(3)
     swapped.message_object_trees[0].CopyFrom(announcement(4).message_object_trees[0])
-    with pytest.raises(HTTPException, match="the objects are not those of the message"):
-        push_messages(swapped, None)
-    with pytest.raises(HTTPException, match="expected one message and its objects"):
-        push_messages(PushMessagesRequest(node=Node(node_id=7)), None)
+    for request, told in (
+        (announcement(3, node=8), "a site may answer in its own name only"),
+        (swapped, "the objects are not those of the message"),
+        (PushMessagesRequest(node=Node(node_id=7)), "expected one message and its objects"),
+    ):
+        with pytest.raises(HTTPException, match=told):
+            push_messages(request, None)
     assert not taken
 
 

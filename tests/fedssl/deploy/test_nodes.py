@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,33 +18,41 @@ pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]
 
 from fedssl.deploy import apps, nodes
 from fedssl.run_folder.creation import alone_in
-from tests.fedssl.engines.flower.deployment import free_port, make_authority, missing_tools
+from tests.fedssl.engines.flower.deployment import (
+    MARK,
+    free_port,
+    kill_marked,
+    make_authority,
+    marked,
+    missing_tools,
+    poll,
+    with_package,
+)
 
 pytestmark = pytest.mark.usefixtures("umask")
 
 
 @pytest.fixture
 def refused(fedssl):
-    """Call `fedssl`, which must refuse its arguments; gives what it prints to standard error."""
+    """Call `fedssl`, which must refuse its arguments and say why in its standard error."""
 
-    def call(*arguments: str | Path) -> str:
+    def call(told: str, *arguments: str | Path) -> None:
         code, _, err = fedssl(*map(str, arguments))
-        assert code == 2, err
-        return err
+        assert (code, told in err) == (2, True), err
 
     return call
 
 
 @pytest.fixture
-def site_file(tmp_path):
-    """Write a site's file with some keys changed."""
+def supernode(tmp_path) -> Callable[..., int]:
+    """Start a SuperNode without TLS from a site's file with some keys changed; gives the exit code."""
 
-    def write(**changes) -> Path:
+    def start(allowed: Sequence[str] = (), **changes) -> int:
         path = tmp_path / "site.yaml"
         path.write_text(yaml.safe_dump({"client": 0, "state": str(tmp_path / "state")} | changes))
-        return path
+        return nodes.supernode(path, "127.0.0.1:1", None, None, insecure=True, allowed_apps=[*allowed])
 
-    return write
+    return start
 
 
 @pytest.fixture
@@ -50,24 +64,24 @@ def started(monkeypatch) -> list[tuple]:
     return calls
 
 
-def test_the_commands_refuse_to_start_without_tls(refused, site_file, tmp_path):
-    assert "ca.crt does not exist: TLS needs it" in refused("superlink", tmp_path)
-    told = refused("supernode", site_file(), "--superlink", "127.0.0.1:1")
-    assert "give --root-certificates and --key, or --insecure" in told
-    told = refused("superlink", tmp_path, "--insecure", "--reverse-proxy", "8001")
-    assert "--reverse-proxy needs TLS: leave out --insecure or --reverse-proxy" in told
+def test_the_commands_refuse_to_start_without_tls(refused, tmp_path):
+    (tmp_path / "site.yaml").write_text("client: 0\nstate: state\n")
+    refused("ca.crt does not exist: TLS needs it", "superlink", tmp_path)
+    to_superlink = ("--superlink", "127.0.0.1:1")
+    refused("give --root-certificates and --key, or --insecure", "supernode", tmp_path / "site.yaml", *to_superlink)
+    insecure = ("superlink", tmp_path, "--insecure", "--reverse-proxy", "8001")
+    refused("--reverse-proxy needs TLS: leave out --insecure or --reverse-proxy", *insecure)
 
 
 @pytest.mark.skipif(missing_tools() is not None, reason=str(missing_tools()))
 def test_a_certificate_that_flowers_own_processes_would_not_trust_is_refused(refused, tmp_path):
     make_authority(tmp_path, names="DNS:fed.example.org,IP:10.0.0.1")
-    told = refused("superlink", tmp_path, "--host", "0.0.0.0")
-    assert "server.crt is valid for 10.0.0.1, fed.example.org, but not for 127.0.0.1" in told
+    told = "server.crt is valid for 10.0.0.1, fed.example.org, but not for 127.0.0.1"
+    refused(told, "superlink", tmp_path, "--host", "0.0.0.0")
 
 
-def test_a_site_whose_data_are_not_there_is_told_before_anything_starts(started, site_file, capfd):
-    site = site_file(data={"name": "npz", "path": "nowhere.npz"})
-    assert nodes.supernode(site, "127.0.0.1:1", None, None, insecure=True) == 2
+def test_a_site_whose_data_are_not_there_is_told_before_anything_starts(started, supernode, capfd):
+    assert supernode(data={"name": "npz", "path": "nowhere.npz"}) == 2
     told = capfd.readouterr().err  # a copy of this process loads the data
     assert "fedssl: warning: insecure: without TLS" in told
     assert "nowhere.npz" in told
@@ -80,51 +94,139 @@ def test_a_port_that_is_taken_and_a_folder_that_is_in_use_are_told(refused, tmp_
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        told = refused(*insecure, "--port", port)
-    assert f"port {port} of 127.0.0.1 is in use, perhaps by another SuperLink" in told
+        refused(f"port {port} of 127.0.0.1 is in use, perhaps by another SuperLink", *insecure, "--port", port)
     with alone_in(tmp_path):
-        told = refused(*insecure, "--port", port)
-    assert "another SuperLink keeps its database in this folder: stop it, or name another folder" in told
-    told = refused(*insecure, "--host", "203.0.113.7")
-    assert "cannot listen on port 8000 of 203.0.113.7" in told
+        refused("another SuperLink keeps its database in this folder: stop it, or", *insecure, "--port", port)
+    refused("cannot listen on port 8000 of 203.0.113.7", *insecure, "--host", "203.0.113.7")
 
 
 @pytest.mark.parametrize("command", ["superlink", "supernode"])
-def test_what_the_commands_write_is_for_their_user_alone(command, started, site_file, tmp_path, monkeypatch):
+def test_what_the_commands_write_is_for_their_user_alone(command, started, supernode, tmp_path, monkeypatch):
     monkeypatch.setattr(nodes, "run", lambda *arguments: (tmp_path / "written").touch() or 130)
     if command == "superlink":
         assert nodes.superlink(tmp_path, "127.0.0.1", free_port(), insecure=True) == 130
     else:
-        assert nodes.supernode(site_file(), "127.0.0.1:1", None, None, insecure=True) == 130
+        assert supernode() == 130
         assert (tmp_path / "state").stat().st_mode & 0o777 == 0o700
     assert (tmp_path / "written").stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.parametrize(("code", "expected"), [(0, 1), (1, 1), (130, 130)])
 def test_a_supernode_that_ends_by_itself_names_the_key_and_the_clock(
-    code, expected, started, site_file, monkeypatch, capsys
+    code, expected, started, supernode, monkeypatch, capsys
 ):
     monkeypatch.setattr(nodes, "run", lambda *arguments: code)
-    assert nodes.supernode(site_file(), "127.0.0.1:1", None, None, insecure=True) == expected
+    assert supernode() == expected
     said = capsys.readouterr().err
-    assert ("the server does not accept this site" in said) == (code == 0)
-    assert ("this machine's clock (" in said) == (code == 0)
+    for text in ("the server does not accept this site", "this machine's clock ("):
+        assert (text in said) == (code == 0)
 
 
 @pytest.mark.parametrize(
-    ("approvals", "allowed"), [({"approved_apps": []}, []), ({}, ["0" * 64]), ({}, [])], ids=["file", "allow", "none"]
+    "approvals", [{"approved_apps": []}, {"allowed": ["0" * 64]}, {}], ids=["file", "allow", "none"]
 )
 def test_a_supernode_refuses_other_apps_where_the_file_or_allow_says_so(
-    approvals, allowed, started, site_file, monkeypatch, capsys
+    approvals, started, supernode, monkeypatch, capsys
 ):
     """Then it also has a folder of its own for installed apps, in which no other app can be."""
     replaced = []
     monkeypatch.setattr(apps, "refuse_other_apps", replaced.append)
-    nodes.supernode(site_file(**approvals), "127.0.0.1:1", None, None, insecure=True, allowed_apps=allowed)
+    supernode(**approvals)
     [(_, environment, _, *prepare)] = started
     told = "every app that the server sends runs at this site" in capsys.readouterr().err
-    assert told == (not approvals and not allowed) == (prepare == [])
+    assert told == (not approvals) == (prepare == [])
     if prepare:
         assert Path(environment["FLWR_HOME"]).name.startswith("fedssl-apps-")
         prepare[0]()
         assert len(replaced) == 1
+
+
+# The commands' processes: a forked copy is the command that was asked for, and none outlives the process
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="there is no /proc")
+
+#: `main` asks for an app; both do what the arguments say
+PROGRAM = """
+import json, os, socket, subprocess, sys, time
+from fedssl.deploy import flower_commands as commands
+
+def main():
+    if "unasked" in sys.argv:  # a command that is ended before it has asked
+        for request in (b"", b"+", b"+{\\n"):
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.connect(os.environ["PATH"].split(":")[0] + "/copies")
+                connection.sendall(request)
+    environment = os.environ | {"ASKED": "yes"}
+    asked = subprocess.run(["flwr-serverapp", *sys.argv[1:]], env=environment, cwd="/", capture_output=True)
+    print(json.dumps([asked.returncode, asked.stdout.decode(), asked.stderr.decode()]))
+    sys.exit(7)
+
+def app():
+    if "sleep" in sys.argv:
+        print("sleeping", file=open(sys.argv[2], "w"))
+        time.sleep(600)
+    print("error", file=sys.stderr)
+    print(json.dumps([sys.argv, os.environ["ASKED"], os.environ["MAIN"], os.getcwd(), "wave" in sys.modules]))
+    sys.exit(3)
+
+commands._entry_point = {"flower-superlink": main, "flwr-serverapp": app}.get
+command = ["flower-superlink", *sys.argv[1:]]
+sys.exit(commands.run(command, os.environ | {"MAIN": "yes"}, ["wave"]))
+"""
+
+
+def run_program(*arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-c", *arguments]
+    return subprocess.run(command, env=with_package(), capture_output=True, text=True, timeout=120)
+
+
+@needs_proc
+def test_a_copy_has_the_arguments_environment_folder_output_and_exit_code():
+    """A command that is ended before it has asked disturbs no other."""
+    done = run_program(PROGRAM, "unasked", "two words")
+    assert done.returncode == 7, done.stderr
+    code, printed, errors = json.loads(done.stdout)
+    assert (code, errors) == (3, "error\n")
+    assert json.loads(printed) == [["flwr-serverapp", "unasked", "two words"], "yes", "yes", "/", True]
+
+
+AGAIN = """
+import os, pathlib, subprocess, sys
+from fedssl.deploy import flower_commands as commands
+
+def main():
+    sys.exit(subprocess.run(["flower-superexec", *sys.argv[1:]]).returncode)
+
+def superexec():
+    begun = pathlib.Path(sys.argv[1])
+    begun.write_text(begun.read_text() + "x" if begun.exists() else "x")
+    sys.exit(0 if len(begun.read_text()) == 3 else 5)
+
+commands._entry_point = {"flower-superlink": main, "flower-superexec": superexec}.get
+commands._RESTART_SECONDS = 0.01
+sys.exit(commands.run(["flower-superlink", *sys.argv[1:]], dict(os.environ), []))
+"""
+
+
+@needs_proc
+def test_what_starts_the_runs_is_started_again_where_it_fails(tmp_path):
+    done = run_program(AGAIN, str(tmp_path / "begun"))
+    assert (done.returncode, (tmp_path / "begun").read_text()) == (0, "xxx"), done.stderr
+    assert done.stderr.count("fedssl: flower-superexec has ended with code 5 and is started again") == 2
+
+
+@needs_proc
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 130), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
+def test_told_to_end_or_killed_it_leaves_no_copy(number, code, tmp_path):
+    begun = tmp_path / "begun"
+    environment = with_package() | {MARK: f"{tmp_path}/"}
+    process = subprocess.Popen([sys.executable, "-c", PROGRAM, "sleep", str(begun)], env=environment)
+    try:
+        poll(begun.exists, "the app sleeps", seconds=120)
+        assert len(marked(f"{tmp_path}/")) == 4  # this process, the command, the one that asked, and the app
+        os.kill(process.pid, number)
+        assert process.wait(60) == code
+        poll(lambda: not marked(f"{tmp_path}/"), "no copy is left", seconds=60)
+    finally:
+        kill_marked(f"{tmp_path}/")

@@ -1,6 +1,6 @@
 """The nginx in front of the SuperLink: its configuration, and the start script that keeps it alive.
 
-In test_hostile_site.py sites train through it.
+In engines/flower/test_deployment.py sites train through it.
 """
 
 from __future__ import annotations
@@ -52,16 +52,10 @@ def test_a_reverse_proxy_that_would_not_protect_is_refused(folder, port, host, m
 
 # The start script, with a stand-in for each command
 
-#: like nginx, which starts a worker; both write their process ids
-NGINX = """\
-#!/bin/sh
-sleep 1000 &
-echo "$! worker" >> started
-echo "$$ master" >> started
-wait
-"""
-BROKEN_NGINX = "#!/bin/sh\necho broken >> started\nexit 1\n"
-FEDSSL = '#!/bin/sh\n[ "$1" = superlink ] || exit 0\necho $$ > superlink.pid\nexec sleep 1000\n'
+#: like nginx, which starts a worker; all write their process ids
+NGINX = '#!/bin/sh\nsleep 1000 &\necho "$! $$" >> nginx.pids\nwait\n'
+BROKEN_NGINX = "#!/bin/sh\necho broken >> nginx.pids\nexit 1\n"
+FEDSSL = '#!/bin/sh\n[ "$1" = superlink ] || exit 0\necho $$ > superlink.pids\nexec sleep 1000\n'
 
 
 @pytest.fixture
@@ -84,58 +78,39 @@ def start(provisioned, tmp_path) -> Iterator[Callable[[str], subprocess.Popen]]:
     for process in started:
         process.terminate()
         process.wait()
-    for pid in processes(server):
+    for pid in (pid for name in ("nginx", "superlink") for pid in processes(server, name)):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
-def processes(server: Path, kind: str = "") -> list[int]:
-    """The process ids that the stand-ins wrote, in the order of their starts."""
-    lines = (server / "started").read_text().splitlines() if (server / "started").exists() else []
-    lines += (server / "superlink.pid").read_text().splitlines() if not kind and is_started(server) else []
-    return [int(line.split()[0]) for line in lines if line.endswith(kind) and line[0].isdigit()]
-
-
-def is_started(server: Path) -> bool:
-    return (server / "superlink.pid").exists() and bool((server / "superlink.pid").read_text())
-
-
-def runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def test_a_reverse_proxy_that_is_killed_is_started_again_without_its_old_workers(start, provisioned):
-    server = provisioned() / "server"
-    script = start(NGINX)
-    poll(lambda: len(processes(server, "master")) == 1, "the reverse proxy starts")
-    [master], [worker] = processes(server, "master"), processes(server, "worker")
-    os.kill(master, signal.SIGKILL)
-    poll(lambda: len(processes(server, "master")) == 2, "the reverse proxy starts again")
-    poll(lambda: not runs(worker), "its old worker has ended")
-    assert "the reverse proxy (nginx) has ended and is started again" in (server / "log").read_text()
-    script.terminate()
-    assert script.wait() == 143
-    poll(lambda: not any(map(runs, processes(server))), "all have ended")
+def processes(server: Path, name: str) -> list[int]:
+    """The process ids that a stand-in wrote and that still run."""
+    file = server / f"{name}.pids"
+    pids = [int(word) for word in file.read_text().split() if word.isdigit()] if file.exists() else []
+    states = [Path(f"/proc/{pid}/stat") for pid in pids]
+    return [pid for pid, stat in zip(pids, states, strict=True) if stat.exists() and ") Z" not in stat.read_text()]
 
 
 def test_a_reverse_proxy_that_cannot_start_ends_the_server(start, provisioned):
     server = provisioned() / "server"
     assert start(BROKEN_NGINX).wait() == 1
-    assert (server / "started").read_text().split() == ["broken"] * 6
-    assert (
-        "has ended 5 times and is not started again: see nginx.log; the server ends too" in (server / "log").read_text()
-    )
-    assert not any(map(runs, processes(server)))
+    assert (server / "nginx.pids").read_text().split() == ["broken"] * 6
+    assert "has ended 5 times and is not started again: see nginx.log" in (server / "log").read_text()
+    assert processes(server, "superlink") == []
 
 
-def test_when_the_superlink_ends_the_reverse_proxy_ends_too(start, provisioned):
+def test_a_killed_reverse_proxy_starts_again_without_its_old_workers_and_ends_with_the_superlink(start, provisioned):
     server = provisioned() / "server"
-    script = start(NGINX)
-    poll(lambda: len(processes(server, "master")) == 1, "the reverse proxy starts")
-    [superlink] = [int(line) for line in (server / "superlink.pid").read_text().split()]
-    os.kill(superlink, signal.SIGTERM)
+    script, first = start(NGINX), []
+
+    def starts() -> bool:
+        running = processes(server, "nginx")
+        return len(running) == 2 and not set(running) & set(first) and processes(server, "superlink") != []
+
+    poll(starts, "both start")
+    first += processes(server, "nginx")
+    os.kill(first[1], signal.SIGKILL)  # the worker comes first
+    poll(starts, "the reverse proxy starts again, and its old worker has ended")
+    os.kill(*processes(server, "superlink"), signal.SIGTERM)
     assert script.wait() != 0
-    poll(lambda: not any(map(runs, processes(server))), "all have ended")
+    poll(lambda: processes(server, "nginx") == [], "all have ended")

@@ -31,6 +31,7 @@ class Server:
 
     def __init__(self) -> None:
         self.seconds_ahead = 0.0
+        self._serves = False
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -45,20 +46,19 @@ class Server:
                 pass
 
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._http.handle_error = lambda request, address: None
         self.port: int = self._http.server_address[1]
 
     def start(self, folder: Path) -> None:
         """Serve with server.crt and server.key of a folder."""
-        self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        self._context.load_cert_chain(folder / "server.crt", folder / "server.key")
-        self._http.socket = self._context.wrap_socket(
-            self._http.socket, server_side=True, do_handshake_on_connect=False
-        )
-        self._http.handle_error = lambda request, address: None
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(folder / "server.crt", folder / "server.key")
+        self._http.socket = context.wrap_socket(self._http.socket, server_side=True, do_handshake_on_connect=False)
         threading.Thread(target=self._http.serve_forever, args=(0.05,), daemon=True).start()
+        self._serves = True
 
     def close(self) -> None:
-        if hasattr(self, "_context"):
+        if self._serves:
             self._http.shutdown()
         self._http.server_close()
 
@@ -90,12 +90,6 @@ def change(site: Path, **changes) -> None:
 
 def by_name(site: Path) -> dict[str, Check]:
     return {check.what: check for check in check_site(site)}
-
-
-def issue(folder: Path, authority: Authority, days: int) -> None:
-    """Give the server a certificate of an authority."""
-    issued = authority.issue(server_key(folder / "server" / "server.key").public_key(), "localhost", days)
-    (folder / "server" / "server.crt").write_bytes(issued.public_bytes(Encoding.PEM))
 
 
 def test_the_command_prints_a_line_for_each_check_and_what_to_do(folder, site, server, fedssl):
@@ -131,20 +125,24 @@ def test_a_wrong_clock_is_told(ahead, expected, folder, site, server):
     assert "set it with a time service (NTP)" in check.advice
 
 
-def test_the_certificate_of_another_authority_is_told(folder, site, server):
-    (folder.parent / "other").mkdir()
-    issue(folder, Authority(folder.parent / "other", "other"), 100)
+@pytest.mark.parametrize(
+    ("issuer", "days", "finding", "advice"),
+    [
+        ("other", 100, "is refused: ", "start nothing: this may not be your server"),
+        ("authority", 10, "issued by your authority; valid for 9 days", "ask the coordinator to renew it"),
+    ],
+)
+def test_the_certificate_of_another_authority_and_one_that_ends_soon_are_told(
+    issuer, days, finding, advice, folder, site, server
+):
+    (folder / issuer).mkdir(exist_ok=True)
+    key = server_key(folder / "server" / "server.key").public_key()
+    issued = Authority(folder / issuer, "our-consortium").issue(key, "localhost", days)
+    (folder / "server" / "server.crt").write_bytes(issued.public_bytes(Encoding.PEM))
     server.start(folder / "server")
     check = by_name(site)["server's certificate"]
-    assert "is refused: " in check.finding
-    assert "start nothing: this may not be your server" in check.advice
-
-
-def test_a_certificate_that_ends_soon_is_told(folder, site, server):
-    issue(folder, Authority(folder / "authority", "our-consortium"), 10)
-    server.start(folder / "server")
-    expected = "issued by your authority; valid for 9 days", "ask the coordinator to renew it"
-    assert by_name(site)["server's certificate"][1:] == expected
+    assert finding in check.finding
+    assert advice in check.advice
 
 
 # The site

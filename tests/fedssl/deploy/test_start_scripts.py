@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -24,7 +22,24 @@ import yaml
 
 pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
 
+import httpx
+from cryptography.hazmat.primitives.serialization import load_ssh_private_key
+from flwr.proto.control_pb2 import (
+    ListRunsRequest,
+    RegisterNodeRequest,
+    StartRunRequest,
+    StopRunRequest,
+    StreamLogsRequest,
+    UnregisterNodeRequest,
+)
+from flwr.proto.fab_pb2 import Fab
+from flwr.proto.node_pb2 import Node
+from flwr.proto.run_pb2 import GetRunRequest
+from flwr.supercore.control import ControlHttpClient
+from flwr.supercore.interceptors.http.runtime_version import RuntimeVersionHttpInterceptor
 from flwr.supercore.primitives.asymmetric import generate_key_pairs, public_key_to_bytes
+from flwr.supernode.fleet_http_client import FleetHttpClient
+from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
 from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.engines.flower.deployment import (
@@ -35,10 +50,10 @@ from tests.fedssl.engines.flower.deployment import (
     marked,
     missing_tools,
     poll,
+    read_logs,
     run_flwr,
     with_package,
 )
-from tests.fedssl.engines.flower.operator_attempts import ATTEMPTS, SiteAttempts
 
 #: the digits of scikit-learn, as in docs/deploy.md; few of them
 APP = ("hetero_ssfl", "app", "rounds=2", "partition.clients=2", "partition.classes_per_client=5")
@@ -61,6 +76,63 @@ pytestmark = [
     pytest.mark.skipif(missing_tools() is not None, reason=str(missing_tools())),
     pytest.mark.skipif(not HAS_NGINX, reason="nginx is not installed: apt-get install nginx-light"),
 ]
+
+
+# What a site could try at the operator's interfaces with its own registered key, and where it gets with it
+
+#: the six things that an operator does, by name: each takes Flower's client, a run, a node and a public key
+ATTEMPTS: dict[str, Callable[[ControlHttpClient, int, int, bytes], object]] = {
+    "start a run": lambda client, run, node, key: client.StartRun(StartRunRequest(fab=Fab(hash_str="0", content=b"0"))),
+    "register a key": lambda client, run, node, key: client.RegisterNode(RegisterNodeRequest(public_key=key, name="x")),
+    "unregister a key": lambda client, run, node, key: client.UnregisterNode(UnregisterNodeRequest(node_id=node)),
+    "list the runs": lambda client, run, node, key: client.ListRuns(ListRunsRequest()),
+    "stop a run": lambda client, run, node, key: client.StopRun(StopRunRequest(run_id=run)),
+    "read a run's log": lambda client, run, node, key: list(client.StreamLogs(StreamLogsRequest(run_id=run))),
+}
+
+
+class SiteAttempts:
+    """A site that signs requests with its key, as its SuperNode does, and sends them wherever it likes."""
+
+    def __init__(self, address: str, certificate: Path, private_key: Path):
+        """Reach the server at `address` (host:port) with the authority's certificate and the site's private key."""
+        key = load_ssh_private_key(private_key.read_bytes(), password=None)
+        self._address, self._certificate = address, str(certificate)
+        self._interceptors = [
+            RuntimeVersionHttpInterceptor(component_name="SuperNode"),
+            NodeAuthHttpInterceptor(key, key.public_key()),  # type: ignore[arg-type]
+        ]
+
+    def at_the_operators_interface(self, run: int, node: int, new_key: bytes) -> dict[str, int]:
+        """The HTTP status of each attempt by its name; 200 where it got through."""
+        statuses = {}
+        with ControlHttpClient.from_server_address(
+            self._address, False, self._certificate, interceptors=self._interceptors
+        ) as client:
+            for name, attempt in ATTEMPTS.items():
+                statuses[name] = _status(lambda attempt=attempt: attempt(client, run, node, new_key))
+        return statuses
+
+    def at_its_own_interface(self, run: int, node: int) -> int:
+        """The HTTP status of a request that a site may make in the name of its node: to describe a run."""
+        with FleetHttpClient.from_server_address(
+            self._address, False, self._certificate, interceptors=self._interceptors
+        ) as client:
+            return _status(lambda: client.GetRun(GetRunRequest(node=Node(node_id=node), run_id=run)))
+
+    def post(self, path: str) -> int:
+        """The HTTP status of an empty request to a path, which is sent as it stands."""
+        with httpx.Client(verify=self._certificate) as client:
+            url = httpx.URL(f"https://{self._address}").copy_with(raw_path=path.encode())
+            return client.post(url).status_code
+
+
+def _status(call: Callable[[], object]) -> int:
+    try:
+        call()
+    except httpx.HTTPStatusError as error:
+        return error.response.status_code
+    return 200
 
 
 def end_by_sigterm_with_parent() -> None:
@@ -105,12 +177,7 @@ class Members:
         path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | {"approved_apps": [digest]}))
 
     def flwr(self, *arguments: str) -> dict:
-        text, trouble = run_flwr(self.consortium / "server" / "flower", *arguments, "--format=json")
-        try:
-            answer: dict = json.loads(text)
-        except ValueError:
-            raise AssertionError(f"flwr {' '.join(arguments)}: {text}{trouble}") from None
-        return answer
+        return run_flwr(self.consortium / "server" / "flower", *arguments)
 
     def status(self, run: str) -> str:
         return str(self.flwr("list", "consortium", "--run-id", run)["runs"][0]["status"])
@@ -133,9 +200,7 @@ class Members:
         return self.folder / f"{member}.log"
 
     def logs(self) -> str:
-        return "\n".join(
-            f"== {log.name}\n{log.read_text(errors='replace')[-4000:]}" for log in self.folder.glob("*.log")
-        )
+        return read_logs(self.folder)
 
     def stop(self) -> None:
         """As Ctrl-C or systemd stops the start scripts."""
@@ -146,16 +211,13 @@ class Members:
             process.wait()
         self.processes.clear()
 
-    def close(self) -> None:
-        self.stop()
-        kill_marked(f"{self.folder}/")
-
 
 @pytest.fixture
 def members(tmp_path, fedssl) -> Iterator[Members]:
     made = Members(tmp_path, fedssl)
     yield made
-    made.close()
+    made.stop()
+    kill_marked(f"{tmp_path}/")
 
 
 def require_reverse_proxy(members: Members, run: str) -> None:
@@ -182,23 +244,18 @@ def require_reverse_proxy(members: Members, run: str) -> None:
     members.wait_for("server", "the reverse proxy (nginx) has ended and is started again")
     poll(lambda: is_listening(members.port), "the reverse proxy listens again")
     require_refusals()
-    assert listening_addresses(members.internal_port) == {"127.0.0.1"}
+    assert listening_addresses(members.internal_port) == {"0100007F"}  # 127.0.0.1
     behind = SiteAttempts(f"localhost:{members.internal_port}", *files)
     assert behind.at_the_operators_interface(0, 0, b"")["list the runs"] == 200
     assert {behind.post(path) for path in DISGUISED} != {403}
 
 
 def listening_addresses(port: int) -> set[str]:
-    """The addresses of this machine at which something listens on a port (Linux)."""
-    found = set()
-    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            _, local, _, state, *_ = line.split()
-            address, _, its_port = local.partition(":")
-            if state == "0A" and int(its_port, 16) == port:
-                words = [bytes.fromhex(address[i : i + 8])[::-1] for i in range(0, len(address), 8)]
-                found.add(socket.inet_ntop(family, b"".join(words)))
-    return found
+    """The addresses of this machine at which something listens on a port, as /proc/net writes them (Linux)."""
+    lines = [line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()]
+    return {
+        local.partition(":")[0] for _, local, _, state, *_ in lines if (local[-5:], state) == (f":{port:04X}", "0A")
+    }
 
 
 def test_from_an_empty_folder_to_a_finished_run_of_two_sites(members):

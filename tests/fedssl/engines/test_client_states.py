@@ -11,7 +11,7 @@ import torch
 
 from fedssl import method
 from fedssl.engines import rounds
-from fedssl.engines.in_process import ClientStates, resume, run
+from fedssl.engines.in_process import ClientStates, run
 from fedssl.engines.observers import Observer
 from fedssl.errors import UserError
 from fedssl.federation import Federation, build_federation
@@ -21,7 +21,7 @@ from fedssl.models.model import Model
 from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import ALIGNED, AVERAGED, FEDU2, LW_FEDSSL
 from tests.fedssl.engines.every_tensor import assert_same
-from tests.fedssl.engines.short_runs import SMALL, Stopped, StopsInRoundTwo
+from tests.fedssl.engines.short_runs import SMALL
 
 DATA = {"name": "digits", "train_limit": 900, "test_limit": 60}
 
@@ -89,17 +89,6 @@ def test_both_places_give_the_same_run(finished, tiny):
     disk, memory = (finished(tiny(**changes, client_states=place)) for place in ("disk", "memory"))
     assert states(disk) == states(memory)
     assert (disk / "metrics.csv").read_bytes() == (memory / "metrics.csv").read_bytes()
-
-
-def test_a_round_that_was_cut_off_leaves_no_state_behind(finished, tiny, tmp_path):
-    recipe = tiny(**AVERAGED | SMALL, client_states="memory")
-    with pytest.raises(Stopped):
-        run(recipe, tmp_path / "cut", StopsInRoundTwo())
-    # the first client's state of round 2 lies there, and nothing points at it
-    assert (tmp_path / "cut" / "checkpoints" / "client-0000.round-00002.safetensors").is_file()
-    assert RunDirectory.open(tmp_path / "cut").client_rounds == {0: 1, 1: 1, 2: 1}
-    resume(tmp_path / "cut")
-    assert states(tmp_path / "cut") == states(finished(recipe))
 
 
 def test_a_state_in_memory_is_the_keepers_own(tmp_path):

@@ -12,10 +12,9 @@ import torch.distributed as dist
 
 from fedssl.engines import workers
 from fedssl.engines.in_process import resume, run
-from fedssl.engines.workers import DataParallelTrainer, check_devices
+from fedssl.engines.workers import check_devices
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
-from fedssl.messages import Message
 from fedssl.models.data_parallel import visible_device
 from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import AVERAGED, LW_FEDSSL
@@ -96,80 +95,42 @@ def test_a_stopped_run_resumes_bit_identically(precision, recipe_of, tmp_path):
     assert contents(tmp_path / "stopped") == contents(tmp_path / "whole")
 
 
-class Worker:
-    """A worker whose answer lies in its pipe."""
-
-    def __init__(self, outcome: tuple[str | None, Exception | None], process: Any):
-        self.connection, theirs = multiprocessing.Pipe()
-        theirs.send(outcome)
-        self.process = process
-
-    def give(self, task: Any) -> None:
-        pass
-
-    def take(self, client: int) -> tuple[str | None, Exception | None]:
-        return self.connection.recv()
-
-    def lost(self, client: int) -> UserError:
-        return UserError(f"the worker process of client {client} has ended")
-
-
-def test_a_process_that_dies_is_named_even_if_another_one_tells_first(recipe_of):
-    """The error of the process that lost it is not the cause."""
-    ended = multiprocessing.get_context("spawn").Process(target=int)
-    ended.start()
-    ended.join()
-    sentinel, other_end = multiprocessing.Pipe()
-    alive = type("Process", (), {"sentinel": sentinel})
-    trainer = DataParallelTrainer(build_federation(recipe_of("fedbyol", 2)))
-    trainer._workers = [Worker((None, RuntimeError("Connection closed by peer")), alive), Worker(("late", None), ended)]
-    with pytest.raises(UserError, match="the worker process of client 5 has ended"):
-        trainer.train(5, Message(), Message(), 1)
-    trainer._workers = [Worker((None, RuntimeError("client 5: a fault of one's own")), alive)]
-    with pytest.raises(RuntimeError, match="client 5: a fault of one's own"):
-        trainer.train(5, Message(), Message(), 1)
-    other_end.close()
-
-
 # What is refused
 
 
-OWN_PARTS = [
-    # it derives from an objective that can, and may compute another loss
-    ("objective", "from fedssl.objectives.byol import BYOL\nclass Mine(BYOL):\n    pass\n", ""),
-    # its views depend on the batch
+#: derives from an objective that can be shared, and may compute another loss
+OWN_LOSS = "from fedssl.objectives.byol import BYOL\nclass Mine(BYOL):\n    pass\n"
+#: its views depend on the batch
+OWN_VIEWS = (
+    "from typing import ClassVar\nfrom fedssl.augmentations.random_views import RandomViews\n"
+    "class Mine(RandomViews):\n    uses_global_generators: ClassVar[bool] = True\n"
+)
+FEDX = {"name": "fedx", "output_features": 8}
+NOT_WITH = "does not go with"
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"training": {"batch_size": 9}}, "training.processes=2 does not divide training.batch_size 9"),
+    ({"engine": "flower-simulation"}, "is for engine in-process, got engine flower-simulation"),
+    ({"clients_parallel": 2}, f"{NOT_WITH} clients_parallel=2: leave one of the two at 1"),
     (
-        "augmentation",
-        "from typing import ClassVar\nfrom fedssl.augmentations.random_views import RandomViews\n"
-        "class Mine(RandomViews):\n    uses_global_generators: ClassVar[bool] = True\n",
-        ", whose views",
+        {"objective": FEDX},
+        f"{NOT_WITH} objective fedx, whose loss .*: use byol, moco_v3, simclr, simsiam, superv.*, or",
     ),
+    ({"regularizers": ["uniformity"]}, f"{NOT_WITH} regularizer uniformity, whose term"),
+    ({"regularizers": ["proximal", "decorrelation"]}, f"{NOT_WITH} regularizer decorrelation"),
+    # an own part must say itself that it can be shared
+    ({"objective": OWN_LOSS}, rf"{NOT_WITH} objective .*mine\.py"),
+    ({"augmentation": OWN_VIEWS}, rf"{NOT_WITH} augmentation .*mine\.py, whose views"),
 ]
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "uneven": ({"training": {"batch_size": 9}}, "training.processes=2 does not divide training.batch_size 9"),
-    "engine": ({"engine": "flower-simulation"}, "is for engine in-process, got engine flower-simulation"),
-    "clients_parallel": ({"clients_parallel": 2}, "does not go with clients_parallel=2: leave one of the two at 1"),
-    "fedx": (
-        {"objective": {"name": "fedx", "output_features": 8}},
-        "does not go with objective fedx, whose loss .*: use byol, moco_v3, simclr, simsiam, supervised, or",
-    ),
-    "uniformity": ({"regularizers": ["uniformity"]}, "does not go with regularizer uniformity, whose term"),
-    "decorrelation": ({"regularizers": ["proximal", "decorrelation"]}, "does not go with regularizer decorrelation"),
-}
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_be_shared_is_refused(what, recipe_of):
-    changes, message = REFUSED[what]
+@pytest.mark.parametrize(("changes", "message"), REFUSED)
+def test_what_cannot_be_shared_is_refused(changes, message, recipe_of, tmp_path):
+    for kind, text in changes.items():
+        if text in (OWN_LOSS, OWN_VIEWS):
+            (tmp_path / "mine.py").write_text(text)
+            changes = {kind: str(tmp_path / "mine.py")}
     with pytest.raises(UserError, match=message):
         build_federation(recipe_of("fedbyol", 2, **changes))
-
-
-@pytest.mark.parametrize(("kind", "text", "told"), OWN_PARTS)
-def test_an_own_part_must_say_itself_that_it_can_be_shared(kind, text, told, recipe_of, tmp_path):
-    (tmp_path / "mine.py").write_text(text)
-    with pytest.raises(UserError, match=rf"does not go with {kind} .*mine\.py{told}"):
-        build_federation(recipe_of("fedbyol", 2, **{kind: str(tmp_path / "mine.py")}))
 
 
 def test_a_network_that_drops_values_at_random_is_refused(recipe_of, monkeypatch):

@@ -16,7 +16,6 @@ import torch
 
 from fedssl.engines.in_process import resume, run
 from fedssl.errors import UserError
-from fedssl.federation import build_federation
 from fedssl.run_folder import storage
 from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import ALIGNED, AVERAGED
@@ -38,6 +37,7 @@ METHODS = {
         "local_update": "replace",
     },
     "sampled": ALIGNED | SMALL | {"clients_per_round": 2},
+    "in memory": AVERAGED | SMALL | {"client_states": "memory"},
     "bfloat16": AVERAGED | SMALL | {"training": {"local_epochs": 1, "batch_size": 8, "precision": "bfloat16"}},
     "joined views": AVERAGED | SMALL | {"training": {"local_epochs": 1, "batch_size": 8, "join_views": True}},
 }
@@ -59,7 +59,11 @@ def test_two_runs_of_one_recipe_and_seed_are_bit_identical(undisturbed, tiny, tm
 def test_a_second_run_that_is_stopped_within_a_round_ends_bit_identical(kind, finished, tiny, tmp_path):
     with pytest.raises(Stopped):
         run(tiny(**METHODS[kind]), tmp_path / "stopped", StopsInRoundTwo())
-    assert RunDirectory.open(tmp_path / "stopped").checkpoint.round == 1
+    stopped = RunDirectory.open(tmp_path / "stopped")
+    assert stopped.checkpoint.round == 1
+    if kind == "in memory":  # the first client's state of round 2 lies there, and nothing points at it
+        assert (stopped.checkpoints / "client-0000.round-00002.safetensors").is_file()
+        assert stopped.client_rounds == {0: 1, 1: 1, 2: 1}
     assert resume(tmp_path / "stopped").checkpoint.finished
     assert contents(tmp_path / "stopped") == contents(finished(tiny(**METHODS[kind])))
 
@@ -76,16 +80,6 @@ def test_the_seed_of_one_client_does_not_depend_on_the_others(finished, tiny, tm
     a, b = one.client_state(1), other.client_state(1)
     assert all(torch.equal(a.tensors[name], b.tensors[name]) for name in a.tensors)
     assert one.client_state(0).tensors.keys() != other.client_state(0).tensors.keys()
-
-
-def test_only_sampled_clients_train_and_the_others_keep_their_state(finished, tiny):
-    recipe = tiny(**METHODS["sampled"])
-    federation, directory = build_federation(recipe), RunDirectory.open(finished(recipe))
-    took_part = {number: federation.sampled_clients(number) for number in (1, 2)}
-    assert [len(chosen) for chosen in took_part.values()] == [2, 2]
-    for k in range(3):
-        last = max((number for number, chosen in took_part.items() if k in chosen), default=0)
-        assert directory.checkpoint.files[f"client-{k:04d}"].endswith(f"round-{last:05d}.safetensors")
 
 
 def test_metrics_hold_evaluation_training_and_traffic(finished, tiny):
@@ -112,10 +106,6 @@ def test_fine_tuning_is_measured_after_training_where_asked(tiny, tmp_path):
     run(tiny(**AVERAGED | SMALL | {"evaluation": evaluation}, rounds=1), tmp_path / "a")
     found = {m: r for r, _, m, v in RunDirectory.open(tmp_path / "a").read_metrics() if m.startswith("semi_supervised")}
     assert found == {"semi_supervised_0.1": 1, "semi_supervised_1": 1}
-    with pytest.raises(
-        UserError, match=r"evaluation.semi_supervised.1: input should be less than or equal to 1, got 2"
-    ):
-        tiny(evaluation={"semi_supervised": [0.1, 2]})
 
 
 def test_bad_input_leaves_nothing_behind(tiny, tmp_path):
@@ -209,18 +199,11 @@ def test_killed_during_any_file_operation_of_a_checkpoint(victim, undisturbed, t
 
 def test_a_finished_run_is_left_as_it_is_and_a_damaged_checkpoint_is_told(undisturbed, tmp_path):
     shutil.copytree(undisturbed, tmp_path / "a")
-    resume(tmp_path / "a")
+    directory = resume(tmp_path / "a")
     assert contents(tmp_path / "a") == contents(undisturbed)
-    directory = RunDirectory.open(tmp_path / "a")
-    file = directory.checkpoints / directory.checkpoint.files["server"]
-    file.write_bytes(file.read_bytes()[:1000])
+    os.truncate(directory.checkpoints / directory.checkpoint.files["server"], 1000)
     with pytest.raises(UserError, match="cannot be read as a checkpoint"):
         directory.server_state()
-
-
-def test_resuming_what_is_no_run(tmp_path):
-    with pytest.raises(UserError, match=r"is not a run's folder: it holds no recipe.yaml"):
-        resume(tmp_path)
 
 
 def test_a_full_disk_during_a_checkpoint(start, undisturbed, tmp_path):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
@@ -25,10 +24,10 @@ PAGE = ROOT / "docs" / "log_elsewhere.md"
 
 
 class Recorder(Observer):
-    """Keeps its calls; raises after the round `fails_after`."""
+    """Keeps its calls; raises after the round `fails_after`, or in the call of the name `fails_in`."""
 
-    def __init__(self, fails_after: int | None = None):
-        self.fails_after = fails_after
+    def __init__(self, fails_after: int | None = None, fails_in: str = ""):
+        self.fails_after, self.fails_in = fails_after, fails_in
         self.began: list[tuple[str, Path, int]] = []
         self.rows: list[MetricRow] = []
         self.rounds: list[int] = []
@@ -37,16 +36,21 @@ class Recorder(Observer):
 
     def run_began(self, recipe: Recipe, path: Path, first_round: int) -> None:
         self.began.append((recipe.name, path, first_round))
+        self.fail(self.fails_in == "run_began")
 
     def round_ended(self, number: int, rows: list[MetricRow]) -> None:
         self.rounds.append(number)
         self.rows += rows
         self.committed.append(RunDirectory.open(self.began[-1][1]).checkpoint.round)
-        if number == self.fails_after:
-            raise ConnectionError("the server of the logs is down")
+        self.fail(number == self.fails_after)
 
     def run_ended(self, finished: bool) -> None:
         self.ended.append(finished)
+        self.fail(self.fails_in == "run_ended")
+
+    def fail(self, when: bool) -> None:
+        if when:
+            raise ConnectionError("the server of the logs is down")
 
 
 @pytest.fixture(scope="module")
@@ -70,20 +74,25 @@ def test_a_round_is_committed_before_it_is_told_with_the_rows_of_metrics_csv(rec
     assert len(recorder.began) == len(recorder.ended) == 1
 
 
-def test_a_failing_observer_loses_no_round_and_a_resumed_run_tells_where_it_continues(recipe, undisturbed, tmp_path):
-    path, failing, after = tmp_path / "run", Recorder(fails_after=1), Recorder()
+@pytest.mark.parametrize("fails_after", [1, 3])
+def test_a_failing_observer_loses_no_round_and_a_resumed_run_tells_where_it_continues(
+    fails_after, recipe, undisturbed, tmp_path
+):
+    """By the library's functions; after its last round a run is finished, and its observers are told so."""
+    path, failing, after = tmp_path / "run", Recorder(fails_after), Recorder()
     with pytest.raises(ConnectionError, match="the server of the logs is down"):
-        run(recipe, path, Observers([failing, after]))
-    assert RunDirectory.open(path).checkpoint.round == 1
-    assert failing.ended == after.ended == [False]
-    assert (failing.rounds, after.rounds) == ([0, 1], [0])
+        fedssl.run(recipe, path, observers=[failing, after])
+    assert RunDirectory.open(path).checkpoint.round == fails_after
+    assert failing.ended == after.ended == [fails_after == 3]
+    assert failing.rounds == [*after.rounds, fails_after] == list(range(fails_after + 1))
     resumed = Recorder()
-    directory = resume(path, resumed)
-    assert resumed.began == [(recipe.name, path, 2)]
-    assert resumed.rounds == [2, 3]
-    assert failing.rows + resumed.rows == directory.read_metrics()
+    fedssl.resume(path, observers=[resumed])
+    rows = RunDirectory.open(path).read_metrics()
+    assert resumed.began == [(recipe.name, path, 2)] * (fails_after == 1)
+    assert resumed.rounds == list(range(fails_after + 1, 4))
+    assert failing.rows + resumed.rows == rows
     assert contents(path) == contents(undisturbed)
-    assert scalars(path) == scalars(undisturbed)
+    assert scalars(path) == [(number, f"{metric}/{who}", value) for number, who, metric, value in rows]
 
 
 def scalars(path: Path) -> list[tuple[int, str, float]]:
@@ -92,43 +101,14 @@ def scalars(path: Path) -> list[tuple[int, str, float]]:
     return [(event.step, v.tag, pytest.approx(v.tensor.float_val[0])) for event in events for v in event.summary.value]
 
 
-def test_tensorboard_has_the_rows_in_their_order(undisturbed):
-    rows = RunDirectory.open(undisturbed).read_metrics()
-    assert scalars(undisturbed) == [(number, f"{metric}/{who}", value) for number, who, metric, value in rows]
-
-
-class FailsToBegin(Recorder):
-    def run_began(self, recipe: Recipe, path: Path, first_round: int) -> None:
-        raise ConnectionError
-
-
-class FailsToEnd(Recorder):
-    def run_ended(self, finished: bool) -> None:
-        super().run_ended(finished)
-        raise ConnectionError
-
-
 def test_all_that_have_begun_are_ended(recipe, tmp_path):
-    first, second, third = FailsToEnd(), Recorder(), FailsToBegin()
+    first, second, third = Recorder(fails_in="run_ended"), Recorder(), Recorder(fails_in="run_began")
     with pytest.raises(ConnectionError):
         run(recipe, tmp_path / "run", Observers([first, second, third]))
     assert first.ended == second.ended == [False]
     assert third.ended == []
     assert RunDirectory.open(tmp_path / "run").checkpoint.round == -1
     assert resume(tmp_path / "run").checkpoint.finished
-
-
-def test_the_library_takes_observers_and_one_that_fails_in_the_last_round_leaves_a_finished_run(
-    recipe, undisturbed, tmp_path
-):
-    with pytest.raises(ConnectionError):
-        fedssl.run(recipe, tmp_path / "run", observers=[Recorder(fails_after=2)])
-    recorders = Recorder(), Recorder(fails_after=3)
-    with pytest.raises(ConnectionError):
-        fedssl.resume(tmp_path / "run", observers=recorders)
-    assert [recorder.rounds for recorder in recorders] == [[3], [3]]
-    assert [recorder.ended for recorder in recorders] == [[True], [True]]
-    assert contents(tmp_path / "run") == contents(undisturbed)
 
 
 MINE = "from fedssl import Observer\nclass Mine(Observer):\n    pass\n"
@@ -140,11 +120,7 @@ MINE = "from fedssl import Observer\nclass Mine(Observer):\n    pass\n"
         ("missing.py", None, r"an observer is an existing \.py file with one subclass of fedssl\.Observer, got "),
         ("mine.txt", MINE, r"an observer is an existing \.py file .*mine\.txt"),
         ("mine.py", "x = 1\n", r"mine\.py must define exactly one subclass of Observer, got 0"),
-        (
-            "two.py",
-            MINE + "class Other(Observer): pass\n",
-            r"two\.py must define exactly one subclass of Observer, got 2",
-        ),
+        ("two.py", f"{MINE}class Other(Observer): pass\n", "two.py must define exactly one subclass .*, got 2"),
         ("broken.py", "import nothing_of_that_name\n", r"broken\.py could not be imported: ModuleNotFoundError"),
         ("asks.py", MINE.replace("pass", "def __init__(self, key): ..."), r"asks\.py: Mine\(\) failed: TypeError"),
     ],
@@ -170,10 +146,14 @@ def test_an_observer_that_reaches_no_server_is_named_and_the_round_is_kept(recip
 # The page
 
 
-def observer_of_the_page(title: str, folder: Path) -> Observer:
+def with_the_pages_example(title: str, recipe: Recipe, folder: Path, stops_after: int) -> list[MetricRow]:
+    """Log a run that is stopped after a round and resumed; gives its metrics."""
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    (folder / f"{title.lower()}.py").write_text(next(block for block in blocks if f"class {title}" in block))
-    return load_observer(folder / f"{title.lower()}.py")
+    (folder / "example.py").write_text(next(block for block in blocks if f"class {title}" in block))
+    stops = Recorder(fails_after=stops_after)
+    with pytest.raises(ConnectionError):
+        run(recipe, folder / "run", Observers([load_observer(folder / "example.py"), stops]))
+    return resume(folder / "run", load_observer(folder / "example.py")).read_metrics()
 
 
 def test_the_example_for_mlflow_logs_a_run_that_is_stopped_and_resumed(recipe, tmp_path, monkeypatch):
@@ -181,43 +161,24 @@ def test_the_example_for_mlflow_logs_a_run_that_is_stopped_and_resumed(recipe, t
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # later releases ask for it
     mlflow = pytest.importorskip("mlflow")
     mlflow.set_tracking_uri((tmp_path / "mlruns").as_uri())
-    path = tmp_path / "run"
-    with pytest.raises(ConnectionError):
-        run(recipe, path, Observers([observer_of_the_page("MLflowLogger", tmp_path), Recorder(fails_after=1)]))
-    directory = resume(path, observer_of_the_page("MLflowLogger", tmp_path))
+    rows = with_the_pages_example("MLflowLogger", recipe, tmp_path, stops_after=1)
     client = mlflow.MlflowClient()
     (logged,) = client.search_runs(["0"])
     assert (logged.info.run_name, logged.info.status) == ("run", "FINISHED")
     assert logged.data.params == {"recipe": recipe.name, "seed": str(recipe.seed), "rounds": "3"}
-    rows = {
-        (m.step, m.key, m.value)
-        for key in logged.data.metrics
-        for m in client.get_metric_history(logged.info.run_id, key)
-    }
-    assert rows == {(number, f"{metric}/{who}", value) for number, who, metric, value in directory.read_metrics()}
+    history = [m for key in logged.data.metrics for m in client.get_metric_history(logged.info.run_id, key)]
+    expected = {(number, f"{metric}/{who}", value) for number, who, metric, value in rows}
+    assert {(m.step, m.key, m.value) for m in history} == expected
 
 
 def test_the_example_for_weights_and_biases_calls_it_so(recipe, tmp_path, monkeypatch):
     """Against a module that records the calls: the real one needs an account or a server."""
-    calls: list[tuple[Any, ...]] = []
-    fake = ModuleType("wandb")
-    fake_run = SimpleNamespace(
-        id="abc",
-        log=lambda values, step: calls.append(("log", step, values)),
-        finish=lambda exit_code: calls.append(("finish", exit_code)),
-    )
-
-    def init(**arguments: Any) -> SimpleNamespace:
-        calls.append(("init", arguments["id"], arguments["resume"], arguments["config"]["name"]))
-        return fake_run
-
-    monkeypatch.setattr(fake, "init", init, raising=False)
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    path = tmp_path / "run"
-    with pytest.raises(ConnectionError):
-        run(recipe, path, Observers([observer_of_the_page("WandbLogger", tmp_path), Recorder(fails_after=2)]))
-    directory = resume(path, observer_of_the_page("WandbLogger", tmp_path))
-    rows = directory.read_metrics()
-    logs = [("log", n, {f"{m}/{who}": v for number, who, m, v in rows if number == n}) for n in range(4)]
-    begin, again = ("init", None, "allow", recipe.name), ("init", "abc", "allow", recipe.name)
-    assert calls == [begin, *logs[:3], ("finish", 1), again, logs[3], ("finish", 0)]
+    wandb = Mock()
+    wandb.init.return_value.id = "abc"
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    rows = with_the_pages_example("WandbLogger", recipe, tmp_path, stops_after=2)
+    settings = {"project": "fedssl", "resume": "allow", "name": "run", "config": recipe.model_dump(mode="json")}
+    logs = [call.init().log({f"{m}/{who}": v for number, who, m, v in rows if number == n}, step=n) for n in range(4)]
+    begin, again = call.init(**settings, id=None), call.init(**settings, id="abc")
+    ends = [call.init().finish(exit_code=code) for code in (1, 0)]
+    assert wandb.mock_calls == [begin, *logs[:3], ends[0], again, logs[3], ends[1]]

@@ -57,6 +57,8 @@ def test_float32_is_rounded_half_to_even_and_nothing_else_is():
     assert message.num_bytes - sent.num_bytes == 2 * len(values)
     assert torch.equal(message.tensors["w"], values)
     assert to_transport({3: message}, "float32")[3] is message
+    shared = to_transport({0: message, 1: Message({"w": values})}, "bfloat16")
+    assert shared[0].tensors["w"] is shared[1].tensors["w"]  # what clients share is rounded once
 
 
 def test_int8_has_a_scale_for_each_matrix():
@@ -68,7 +70,8 @@ def test_int8_has_a_scale_for_each_matrix():
         "empty": torch.zeros(0, 3),
     }
     message = Message({"w": weight, "zero": torch.zeros(2, 2), **other}, {"samples": 7.5}, {"layer": "encoder"})
-    [sent] = to_transport({3: message}, "int8").values()
+    sent, shared = to_transport({3: message, 4: message}, "int8").values()
+    assert sent.tensors["w"] is shared.tensors["w"]
     assert sent.tensors["w"].tolist() == [[-127, 50, 1], [1, 0, 100]]  # of 0.02 each, half to even
     assert sent.tensors["w"].dtype == torch.int8
     assert all(sent.tensors[name] is tensor for name, tensor in other.items())
@@ -78,19 +81,9 @@ def test_int8_has_a_scale_for_each_matrix():
     assert received.tensors["zero"].tolist() == [[0, 0], [0, 0]]
     assert received.tensors["own"] is other["own"]
     assert (received.numbers, received.config) == (message.numbers, message.config)
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_int8_does_not_hide_what_is_not_finite(value):
-    [sent] = to_transport({0: Message({"w": torch.tensor([[1.0, value]])})}, "int8").values()
-    assert from_transport(sent, "int8").tensors["w"].isnan().all()
-
-
-@pytest.mark.parametrize("transport", SHARES)
-def test_what_clients_share_is_rounded_once(transport):
-    shared = torch.rand(4, 4)
-    sent = to_transport({0: Message({"w": shared}), 1: Message({"w": shared})}, transport)
-    assert sent[0].tensors["w"] is sent[1].tensors["w"]
+    for value in (float("nan"), float("inf")):  # is not hidden
+        [sent] = to_transport({0: Message({"w": torch.tensor([[1.0, value]])})}, "int8").values()
+        assert from_transport(sent, "int8").tensors["w"].isnan().all()
 
 
 def traffic(path: Path, name: str) -> list[float]:

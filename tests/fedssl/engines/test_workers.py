@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +23,7 @@ from fedssl.recipe.recipe import Recipe
 from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import AVERAGED
 from tests.fedssl.engines.every_tensor import assert_same, every_kind_of_tensor
+from tests.fedssl.engines.flower.deployment import MARK, marked, poll
 from tests.fedssl.engines.short_runs import results
 
 WAYS: dict[str, dict[str, Any]] = {"two clients at a time": {"clients_parallel": 2}, "two processes a client": {}}
@@ -134,19 +134,6 @@ def test_a_killed_worker_is_told_with_its_client_and_the_run_resumes(way, which,
         assert results(tmp_path / "a") == results(finished(recipe_of()))
 
 
-def processes_of_session(session: int) -> list[int]:
-    """The living processes of a session: the command's, its workers and the server that they are forked from."""
-    alive = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:  # it has ended
-            continue
-        if int(fields[3]) == session and fields[0] != "Z":
-            alive.append(int(stat.parent.name))
-    return alive
-
-
 @pytest.mark.parametrize(
     ("way", "kind"),
     [
@@ -167,11 +154,11 @@ def test_a_stopped_command_leaves_no_process_and_resumes(way, kind, recipe_of, f
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1", MARK: f"{tmp_path}/"},
     )
     while process.poll() is None and not (path / "timings.csv").exists():
         time.sleep(0.02)
-    assert len(processes_of_session(process.pid)) >= 3
+    assert len(marked(f"{tmp_path}/")) >= 3
     if kind == "SIGINT":
         os.killpg(process.pid, signal.SIGINT)
     else:
@@ -181,10 +168,7 @@ def test_a_stopped_command_leaves_no_process_and_resumes(way, kind, recipe_of, f
     if kind == "SIGINT":
         assert process.returncode == 130
         assert f"continue with: fedssl run --resume {path}" in output
-    deadline = time.monotonic() + 60
-    while (left := processes_of_session(process.pid)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert left == []
+    poll(lambda: marked(f"{tmp_path}/") == [], "no process is left", seconds=60)
     assert not RunDirectory.open(path).checkpoint.finished
     if way == "two clients at a time":
         resume(path)

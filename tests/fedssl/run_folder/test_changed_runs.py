@@ -1,19 +1,29 @@
-"""A run is continued only from the files that it wrote: each change is named, and nothing is lost by the refusal."""
+"""A run is continued, and measured again, only from the files that it wrote and with the data with which it began."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from fedssl.engines.in_process import resume, run
+from fedssl.data.digests import DATA_DIGESTS, data_digests
+from fedssl.engines import flower_module, in_process
+from fedssl.engines.in_process import resume
 from fedssl.errors import UserError
+from fedssl.federation import build_federation, require_same_data
+from fedssl.recipe.reading import load_recipe
+from fedssl.reports.evaluation import evaluate_run
+from fedssl.reports.report import write_report
 from fedssl.run_folder.directory import RunDirectory
 from fedssl.run_folder.record import read_run
+from tests.fedssl.conftest import AVERAGED
+from tests.fedssl.data.data_files import random_pixels
+from tests.fedssl.data.image_samples import save_array
 from tests.fedssl.engines.short_runs import SMALL, Stopped, StopsAfterRoundOne, everything
 
 
@@ -22,7 +32,7 @@ def stopped(tiny, tmp_path_factory) -> Path:
     """A run that was stopped after the first of two rounds."""
     path = tmp_path_factory.mktemp("stopped") / "run"
     with pytest.raises(Stopped):
-        run(tiny(**SMALL), path, StopsAfterRoundOne())
+        in_process.run(tiny(**SMALL), path, StopsAfterRoundOne())
     return path
 
 
@@ -184,3 +194,161 @@ def test_metrics_with_a_line_that_no_run_writes_are_told(line, copy):
         file.write(f"{line}\n")
     with pytest.raises(UserError, match=r"metrics\.csv cannot be read"):
         read_run(copy)
+
+
+# The data
+
+
+OTHERS = "no longer has the same images and labels in the same order"
+
+
+@pytest.fixture(scope="module")
+def begun(tiny, tmp_path_factory) -> tuple[Path, Path]:
+    """A run of three clients that was stopped after the first of two rounds, and its folder of images.
+
+    These are fifteen training and five test images of each of two classes.
+    """
+    folder = tmp_path_factory.mktemp("begun")
+    for number in range(40):
+        split, kind = "train" if number < 30 else "test", "ab"[number % 2]
+        save_array(folder / "images" / split / kind / f"{number:02}.bmp", random_pixels(8, 8, seed=number))
+    data = {"name": "folder", "path": str(folder / "images"), "image_size": 8}
+    recipe = tiny(**AVERAGED, data=data, partition={"name": "iid", "clients": 3}, evaluation=SMALL["evaluation"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        with pytest.raises(Stopped):
+            in_process.run(recipe, folder / "run", StopsAfterRoundOne())
+    return folder / "run", folder / "images"
+
+
+@pytest.fixture
+def run(begun, tmp_path, monkeypatch) -> Path:
+    """A copy of the run; the cache is beside it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    shutil.copytree(begun[0], tmp_path / "run")
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def images(begun, tmp_path) -> Iterator[Path]:
+    """The run's images, which a test may change."""
+    shutil.copytree(begun[1], tmp_path / "original")
+    yield begun[1]
+    begun[1].unlink() if begun[1].is_symlink() else shutil.rmtree(begun[1])
+    shutil.move(tmp_path / "original", begun[1])
+
+
+def replace(file: Path, seed: int = 99) -> None:
+    """Write another image of the same size in bytes, with the same times."""
+    before = file.stat()
+    save_array(file, random_pixels(8, 8, seed=seed))
+    assert file.stat().st_size == before.st_size
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def move(*names: tuple[str, str]) -> Callable[[Path], object]:
+    return lambda folder: [(folder / old).rename(folder / new) for old, new in names]
+
+
+DATA_CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "an image added": (
+        lambda folder: save_array(folder / "train" / "a" / "00b.bmp", random_pixels(8, 8, seed=50)),
+        r"client 0 now has 11 images \(had 10\), client 1 no longer has",
+    ),
+    "an image removed": (lambda folder: (folder / "train/a/02.bmp").unlink(), r"now has 9 images \(had 10\)"),
+    "an image replaced": (lambda folder: replace(folder / "train/a/02.bmp"), rf"began: client \d {OTHERS};"),
+    "of another class": (move(("train/a/28.bmp", "train/b/28.bmp")), rf"client \d {OTHERS}"),
+    "a class renamed": (
+        move(("train/b", "train/c"), ("test/b", "test/c")),
+        rf"client 0 {OTHERS}, .*, the test set {OTHERS}",
+    ),
+    "a test image replaced": (lambda folder: replace(folder / "test/b/31.bmp"), rf"began: the test set {OTHERS};"),
+    "a test image removed": (
+        lambda folder: (folder / "test/a/30.bmp").unlink(),
+        r"began: the test set now has 9 images \(had 10\);",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", DATA_CHANGES)
+def test_with_changed_data_a_run_is_not_continued_and_nothing_in_it_is_lost(change, run, images):
+    make, says = DATA_CHANGES[change]
+    make(images)
+    with open(run / "timings.csv", "a") as file:
+        file.write("2,half a li")  # which a run that goes on cuts off
+    before = everything(run)
+    with pytest.raises(UserError, match=says) as caught:
+        in_process.resume(run)
+    assert "the data of" in str(caught.value)
+    assert everything(run) == before
+
+
+def test_public_and_downstream_data_count_too(tiny, tmp_path):
+    arrays = {"x_train": random_pixels(30, 8, 8), "y_train": np.arange(30) % 2}
+    arrays |= {"x_test": random_pixels(10, 8, 8, seed=1), "y_test": np.arange(10) % 2}
+    arrays |= {"x_val": random_pixels(8, 8, 8, seed=2), "y_val": np.arange(8) % 2}
+    for name in ("own", "public", "other"):
+        np.savez(tmp_path / f"{name}.npz", **arrays)
+    data = {"name": "npz", "path": str(tmp_path / "own.npz"), "public_path": str(tmp_path / "public.npz")}
+    other = {"other": {"name": "npz", "path": str(tmp_path / "other.npz")}}
+    changes = {"data": data, "evaluation": {"downstream": other}, "partition": {"name": "iid", "clients": 1}}
+    before = build_federation(tiny(**changes)).data_digests()
+    expected = {
+        ("public", "x_train"): {"the set of public images"},
+        ("other", "x_train"): {"the training set of evaluation.downstream.other"},
+        ("other", "y_test"): {"the test set of evaluation.downstream.other"},
+        ("own", "x_val"): {"the validation set"},
+        ("own", "y_train"): {"client 0"},
+    }
+    for (name, key), differ in expected.items():
+        np.savez(tmp_path / f"{name}.npz", **arrays | {key: arrays[key][::-1]})
+        now = build_federation(tiny(**changes)).data_digests()
+        assert {part for part in now if now[part] != before[part]} == differ
+        np.savez(tmp_path / f"{name}.npz", **arrays)
+
+
+def test_digests_of_images_in_a_file_are_those_in_memory(run):
+    in_memory = load_recipe(run / "recipe.yaml")
+    in_a_file = in_memory.model_copy(update={"data": in_memory.data.model_copy(update={"memory_limit": 0.0})})
+    assert build_federation(in_memory).data_digests() == build_federation(in_a_file).data_digests()
+
+
+def test_moved_data_with_new_times_and_no_cache_are_the_same(run, images, tmp_path):
+    shutil.copytree(images, tmp_path / "elsewhere", copy_function=shutil.copyfile)
+    shutil.rmtree(images)
+    images.symlink_to(tmp_path / "elsewhere")
+    assert in_process.resume(run).checkpoint.finished
+
+
+def test_of_a_run_without_digests_the_data_cannot_be_checked(run, images, caplog):
+    replace(images / "train" / "a" / "02.bmp")
+    (run / DATA_DIGESTS).unlink()
+    federation = build_federation(load_recipe(run / "recipe.yaml"))
+    require_same_data(run, federation.data_digests())
+    assert [record.getMessage() for record in caplog.records if "cannot be checked" in record.getMessage()] != []
+
+
+def test_a_finished_run_is_measured_and_drawn_with_its_own_data_alone(run, images):
+    assert in_process.resume(run).checkpoint.finished
+    replace(images / "test" / "b" / "31.bmp")
+    with pytest.raises(UserError, match=f"the test set {OTHERS}"):
+        evaluate_run(run)
+    assert not (run / "evaluation.csv").exists()
+    assert "have changed since the run began: the test set no longer has" in write_report([run]).read_text()
+
+
+def test_a_simulation_by_flower_is_not_continued_either(run, images, monkeypatch):
+    pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
+    pytest.importorskip("ray", reason="ray is not installed: pip install .[flower]")
+    simulation = flower_module("engines.flower.simulation")
+    replace(images / "train" / "a" / "02.bmp")
+    monkeypatch.setattr(simulation, "_simulate", lambda *arguments: pytest.fail("the simulation began"))
+    with pytest.raises(UserError, match=f"client . {OTHERS}"):
+        simulation.resume(run)
+
+
+def test_images_that_change_clients_are_noticed(tiny):
+    federation = build_federation(tiny())
+    rows = federation.client_rows
+    before, now = (data_digests(federation.dataset, clients) for clients in (rows, [rows[1], rows[0], rows[2]]))
+    assert {name for name in now if now[name] != before[name]} == {"client 0", "client 1"}

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 
 from fedssl.errors import UserError
 from fedssl.messages import Message
+from fedssl.run_folder.record import Run, read_run
 from fedssl.run_folder.storage import (
     csv_text,
     flush_files,
@@ -25,28 +27,21 @@ from fedssl.run_folder.storage import (
     write_message,
 )
 from fedssl.untrusted import printable
+from tests.fedssl.conftest import ALIGNED
 from tests.fedssl.engines.every_tensor import assert_same, every_kind_of_tensor
-
-ROWS = [["who", "what"], ["0", 'a, "b"'], ["1", "é"]]
-
-
-def test_rows_are_read_as_they_were_written(tmp_path):
-    path = tmp_path / "file.csv"
-    write_atomically(path, csv_text(ROWS).encode())
-    assert read_csv(path) == [{"who": "0", "what": 'a, "b"'}, {"who": "1", "what": "é"}]
-    assert read_csv(tmp_path / "absent.csv") == []
+from tests.fedssl.reports.synthetic_runs import evaluated, write_run
 
 
-def test_what_is_beyond_the_length_or_not_a_whole_line_is_left_out(tmp_path):
-    path = tmp_path / "file.csv"
-    path.write_text("who,what\n0,a\n1,b\n2,c")
-    assert [row["who"] for row in read_csv(path)] == ["0", "1"]
-    assert [row["who"] for row in read_csv(path, len("who,what\n0,a\n"))] == ["0"]
-    assert [row["who"] for row in read_csv(path, len("who,what\n0,a\n1,"))] == ["0"]
-    assert read_csv(path, 0) == []
+@pytest.mark.parametrize(
+    ("length", "read"),
+    [(None, ["0", "1"]), (len("who,what\n0,a\n"), ["0"]), (len("who,what\n0,a\n1,"), ["0"]), (0, [])],
+)
+def test_what_is_beyond_the_length_or_not_a_whole_line_is_left_out(length, read, tmp_path):
+    (tmp_path / "file.csv").write_text("who,what\n0,a\n1,b\n2,c")
+    assert [row["who"] for row in read_csv(tmp_path / "file.csv", length)] == read
 
 
-@pytest.mark.parametrize("name", ["a\rb", "a\nb", "a\r\nb", "\x1b[31m", "a\0b", "\ud800", '"', ","])
+@pytest.mark.parametrize("name", ['a, "b"', "é", "a\rb", "a\nb", "a\r\nb", "\x1b[31m", "a\0b", "\ud800", '"', ","])
 def test_a_name_of_unknown_origin_stays_one_cell_of_one_line(name, tmp_path):
     path = tmp_path / "file.csv"
     write_atomically(path, csv_text([["who", name], [name, "1"]]).encode())
@@ -132,11 +127,6 @@ def test_tensors_in_a_file_are_aligned_and_in_one_order(tmp_path):
         assert entry["data_offsets"][0] % message.tensors[name].element_size() == 0, name
 
 
-def test_a_message_of_nothing(tmp_path):
-    write_message(tmp_path / "state", Message())
-    assert read_message(tmp_path / "state") == Message()
-
-
 def test_all_files_are_flushed_and_their_folder_last(tmp_path, monkeypatch):
     names = [f"{number}" for number in range(40)]
     for name in names:
@@ -159,3 +149,88 @@ def test_files_are_removed_and_others_stay(tmp_path):
     (tmp_path / "folder").mkdir()
     with pytest.raises(OSError, match="folder"):
         remove_files(tmp_path, ["folder", "kept"])
+
+
+# A run read back from its folder: which value each method gives, and what counts of a folder that was cut short
+
+
+@pytest.fixture
+def finished(tiny, tmp_path) -> Run:
+    """Two clients of two architectures over two rounds; the last round also has a global model."""
+    rows = [*evaluated(0, "knn", [40.0, 42.0]), (1, "0", "bytes_up", 100.0), (2, "1", "bytes_up", 50.0)]
+    rows += [*evaluated(2, "knn", [50.0, 54.0]), (2, "global", "knn", 60.0), (2, "mean", "bytes_up", 75.0)]
+    counts = [[3, 0], [1, 2]]
+    write_run(tmp_path / "a", tiny(**ALIGNED, seed=3), rows, counts=counts, spectrum={"0": [2.0, 1.0]})
+    return read_run(str(tmp_path / "a"))
+
+
+def test_a_run_has_what_its_folder_holds(finished, tmp_path):
+    assert (finished.path, finished.name, finished.seed) == (tmp_path / "a", "tiny", 3)
+    assert (finished.rounds, finished.last_round, finished.finished) == (2, 2, True)
+    assert list(finished.class_names) == ["cat", "dog"]
+    assert finished.class_counts == [[3, 0], [1, 2]]
+    assert finished.spectra == {"0": [2.0, 1.0]}
+    assert finished.values[2, "1", "knn"] == 54.0
+    assert [finished.architecture_of(k) for k in range(3)] == ["small_convnet", "small_convnet_wide", "small_convnet"]
+
+
+def test_the_global_model_stands_for_the_run_and_otherwise_the_mean(finished):
+    assert finished.overall("knn") == {0: 41.0, 2: 60.0}
+    assert finished.overall("no such metric") == {}
+    assert finished.evaluated("knn", "before") == 41.0
+    assert finished.evaluated("knn", "after") == 60.0
+    assert finished.evaluated("knn", "after", "0") == 50.0
+    assert finished.evaluated("knn", "after", "7") is None
+    assert finished.total("bytes_up") == 150.0  # over rounds and clients, without the mean
+    with pytest.raises(ValueError, match="when must be 'before' or 'after', got 'later'"):
+        finished.evaluated("knn", "later")
+
+
+def test_a_run_without_any_round_is_read(tiny, tmp_path):
+    write_run(tmp_path / "a", tiny(), [])
+    run = read_run(tmp_path / "a")
+    assert (run.last_round, run.values, run.class_counts, run.spectra) == (-1, {}, [], {})
+
+
+def test_what_a_killed_run_wrote_after_its_last_commit_does_not_count(tiny, tmp_path):
+    """And it has no value after training."""
+    directory = write_run(tmp_path / "a", tiny(), evaluated(0, "knn", [40.0]) + evaluated(1, "knn", [45.0]))
+    directory.append_metrics(evaluated(2, "knn", [99.0]))
+    with open(tmp_path / "a" / "metrics.csv", "a") as file:
+        file.write("2,0,lin")
+    run = read_run(tmp_path / "a")
+    assert (run.finished, run.last_round) == (False, 1)
+    assert run.overall("knn") == {0: 40.0, 1: 45.0}
+    assert (run.evaluated("knn", "before"), run.evaluated("knn", "after")) == (40.0, None)
+
+
+def test_a_copy_without_checkpoints_is_read_up_to_its_last_whole_line(tiny, tmp_path):
+    write_run(tmp_path / "a", tiny(), evaluated(0, "knn", [40.0]) + evaluated(2, "knn", [50.0]))
+    (tmp_path / "a" / "checkpoints" / "manifest.json").unlink()
+    with open(tmp_path / "a" / "metrics.csv", "a") as file:
+        file.write("2,0,torn")
+    assert read_run(tmp_path / "a").evaluated("knn", "after") == 50.0
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("recipe.yaml", "- 1\n", "cannot be read as a run's folder: .*`name` or `rounds` is missing"),
+        ("recipe.yaml", "{", "recipe.yaml is not YAML"),
+        ("partition.csv", "client,cat\n0,many\n", "cannot be read as a run's folder: .*'many'"),
+        ("metrics.csv", "round,client,metric,value\n1,0,knn,abc\n", "metrics.csv cannot be read: expected the columns"),
+        ("metrics.csv", "round,client,value\n1,0,3.5\n", "metrics.csv cannot be read: expected the columns round, cl"),
+        ("checkpoints/manifest.json", "{", "manifest.json cannot be read as a checkpoint"),
+    ],
+)
+def test_a_damaged_file_is_told_in_one_line(finished, file, content, message):
+    (finished.path / file).write_text(content)
+    with pytest.raises(UserError, match=message) as error:
+        read_run(finished.path)
+    assert "\n" not in str(error.value)
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path):
+    for folder in (tmp_path, Path("nowhere")):
+        with pytest.raises(UserError, match=r"is not a run's folder: it holds no recipe\.yaml"):
+            read_run(folder)

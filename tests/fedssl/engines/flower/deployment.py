@@ -211,12 +211,7 @@ class Deployment:
     # Flower's command line
 
     def flwr(self, *arguments: str) -> dict:
-        """Flower's command line, in this process: a new one would take seconds to import it."""
-        text, trouble = run_flwr(self.folder / "operator", *arguments, "--format=json")
-        try:
-            return json.loads(text)
-        except ValueError:
-            raise AssertionError(f"flwr {' '.join(arguments)}: {text}{trouble}") from None
+        return run_flwr(self.folder / "operator", *arguments)
 
     def register(self, *names: str) -> None:
         for name in names:
@@ -271,9 +266,7 @@ class Deployment:
         return self.folder / f"{name}.log"
 
     def logs(self) -> str:
-        return "\n".join(
-            f"== {log.name}\n{log.read_text(errors='replace')[-4000:]}" for log in self.folder.glob("*.log")
-        )
+        return read_logs(self.folder)
 
     def wait_for(self, condition: Callable[[], bool], what: str, pause: float = 0.1) -> None:
         """Wait for a condition; fails at once where a SuperLink or a site of the run has ended by itself."""
@@ -292,15 +285,25 @@ class Deployment:
         return name in self.processes and self.processes[name].poll() is not None
 
 
-def run_flwr(home: Path, *arguments: str) -> tuple[str, str]:
-    """Flower's command line in this process: its standard output, and what went wrong."""
+def run_flwr(home: Path, *arguments: str) -> dict:
+    """The answer of Flower's command line, in this process: a new one would take seconds to import it."""
     from flwr.cli.app import app
     from typer.testing import CliRunner
 
     with _standard_output() as read:
-        done = CliRunner(env={"FLWR_HOME": str(home)}).invoke(app, [*arguments])
+        done = CliRunner(env={"FLWR_HOME": str(home)}).invoke(app, [*arguments, "--format=json"])
         text = read()
-    return text, f"{done.output} {done.exception!r}"
+    try:
+        answer: dict = json.loads(text)
+    except ValueError:
+        raise AssertionError(f"flwr {' '.join(arguments)}: {text}{done.output} {done.exception!r}") from None
+    return answer
+
+
+def read_logs(folder: Path) -> str:
+    """The ends of a folder's logs."""
+    logs = sorted(folder.glob("*.log"))
+    return "\n".join(f"== {log.name}\n{log.read_text(errors='replace')[-4000:]}" for log in logs)
 
 
 class CountingProxy:

@@ -1,7 +1,7 @@
 """`fedssl superlink` and `fedssl supernode` as tests start them: flower_command.py FAULTS ARGUMENTS...
 
 They wait less, and a site breaks rounds where files in the folder FAULTS say so: seed-0-client-1-round-2 holds the name
-of a fault, one of these or of hostile_answers.py. The file is removed when that round's training is over and the fault
+of a fault, one of these or of `HOSTILE`. The file is removed when that round's training is over and the fault
 begins, so the round goes well when it is done again.
 
     nan, shape    a tensor of NaN, a tensor of a wrong shape
@@ -16,10 +16,13 @@ import resource
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from flwr.supercore import heartbeat
 from flwr.supernode import fleet_http_connection, start_client_internal
 from flwr.supernode.fleet_http_client import FleetHttpClient
@@ -27,8 +30,9 @@ from flwr.supernode.fleet_http_client import FleetHttpClient
 from fedssl.cli import main
 from fedssl.deploy import nodes
 from fedssl.engines.flower import client as client_app
+from fedssl.engines.flower.wire import from_records, to_records
+from fedssl.messages import Message
 from fedssl.method import Method
-from tests.fedssl.engines.flower.hostile_answers import HOSTILE
 
 #: seconds after which Flower takes a silent site to be disconnected; a minute otherwise
 GONE_SECONDS = 20
@@ -36,6 +40,71 @@ GONE_SECONDS = 20
 LATE_SECONDS = 5.0
 #: the largest file of a full disk: less than a state, more than what a SuperNode logs until then
 FULL_DISK_BYTES = 2**15
+
+
+# What a hostile site makes of its answer: each changes the records of an answer on their way out
+
+
+def many_records(records: RecordDict) -> None:
+    """Tiny records, each an object of its own in the SuperLink's database."""
+    for i in range(2_000):
+        records[f"record {i}"] = ConfigRecord({"i": i})
+
+
+def equal_pieces(records: RecordDict) -> None:
+    """300 MiB of zeros: Flower sends them as one piece of 5 MiB, to which the array refers 60 times."""
+    data = bytes(60 * 5 * 2**20)
+    records["tensors"] = ArrayRecord({"uint8": Array("uint8", (len(data),), "torch.raw", data)})
+
+
+def many_measures(records: RecordDict) -> None:
+    """An evaluation of 5,000 measures."""
+    measures = {f"evaluation/fine_tune_{i}": 1.0 for i in range(5_000)}
+    records["numbers"] = MetricRecord(dict(records["numbers"]) | measures)
+
+
+def _changed(change: Callable[[Message], None]) -> Callable[[RecordDict], None]:
+    def apply(records: RecordDict) -> None:
+        message = from_records(records)
+        change(message)
+        for name, record in to_records(message).items():
+            records[name] = record
+
+    return apply
+
+
+def few_rows(message: Message) -> None:
+    """Representations of five images, where all clients must send those of all public images."""
+    for name, tensor in message.tensors.items():
+        if name.startswith("representation."):
+            message.tensors[name] = torch.ones(5, tensor.shape[1])
+
+
+def weights_of(value: float) -> Callable[[Message], None]:
+    """Weights of a value: 9e5 is just below what the guard allows in any case, and would spoil the mean."""
+
+    def change(message: Message) -> None:
+        for tensor in message.tensors.values():
+            if tensor.is_floating_point():
+                tensor.fill_(value)
+
+    return change
+
+
+def many_samples(message: Message) -> None:
+    """A trillion images, beside which the others' do not count in the mean."""
+    message.numbers["samples"] = 1e12
+
+
+HOSTILE: dict[str, Callable[[RecordDict], None]] = {
+    "records": many_records,
+    "pieces": equal_pieces,
+    "measures": many_measures,
+    "rows": _changed(few_rows),
+    "weights": _changed(weights_of(9e5)),
+    "1e30": _changed(weights_of(1e30)),
+    "samples": _changed(many_samples),
+}
 
 
 def _own_name() -> str:

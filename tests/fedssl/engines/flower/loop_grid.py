@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from flwr.app import Context, RecordDict
 from flwr.app import Message as FlowerMessage
 from flwr.app.error import Error
+from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key
 
 from fedssl.engines.flower.client import make_client_app
 from fedssl.engines.flower.privacy import private_federation
+from fedssl.engines.flower.secure_aggregation import quantization_range
 from fedssl.engines.flower.server import FlowerClients
 from fedssl.engines.observers import Observer
 from fedssl.engines.rounds import first_files, run_rounds
@@ -52,6 +55,9 @@ class LoopGrid:
         self.silent: set[int] = set()  # nodes that answer no round
         self.tamper = lambda node, reply: None
         self.sent: list[FlowerMessage] = []  # by the nodes
+        #: which messages of SecAgg+ are lost, by node, stage and round
+        self.loses: Callable[[int, str, str], bool] = lambda node, stage, number: False
+        self.stages: list[tuple[int, str]] = []
 
     def get_node_ids(self):
         return list(self.configs)
@@ -63,6 +69,11 @@ class LoopGrid:
             names.append(name)
             if node in self.silent and message.metadata.message_type != "query":
                 continue
+            if record := message.content.get(RECORD_KEY_CONFIGS):
+                stage = str(record[Key.STAGE])
+                self.stages.append((node, stage))
+                if self.loses(node, stage, message.metadata.group_id):
+                    continue
             message.metadata.__dict__["_message_id"] = name
             try:
                 reply = self.app(message, self.contexts[node])
@@ -147,3 +158,37 @@ def write_sites(folder: Path, count: int = 3, **keys) -> list[Path]:
         file.write_text(yaml.safe_dump({"client": k, "state": str(folder / f"state{k}")} | keys))
         files.append(file)
     return files
+
+
+# Runs with Flower's privacy, and what their results are compared by
+
+
+HUGE = {"name": "fixed_clipping", "clipping_norm": 1e9, "noise_multiplier": 0}
+SECURE = {"name": "secagg_plus", "max_weight": 60}
+WEIGHTS = AVERAGED | SMALL
+EQUAL = WEIGHTS | {"partition": {"name": "iid", "clients": 3}}  # differential privacy counts all clients the same
+FEDEMA = WEIGHTS | {"local_update": "fedema"}
+#: with small steps: rounding by the masks or by clipping stays small
+LAYER_WISE = LW_FEDSSL | SMALL | {"training": {"local_epochs": 1, "batch_size": 8, "learning_rate": 0.001}}
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    """The floating-point weights of the server's last state."""
+    state = RunDirectory.open(path).server_state().tensors
+    return {name: t for name, t in state.items() if name.startswith("online.") and t.is_floating_point()}
+
+
+def assert_close(a: Path, b: Path, *, atol: float) -> None:
+    """The server's last weights of two runs agree."""
+    first, second = weights(a), weights(b)
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        torch.testing.assert_close(tensor, second[name], rtol=1e-5, atol=atol)
+
+
+def quantisation_error(recipe: Recipe) -> float:
+    """The largest error of the secure mean: each client's integer is off by less than one step."""
+    secure = recipe.flower.secure_aggregation
+    counts = [len(rows) for rows in build_federation(recipe).client_rows]
+    step = 2 * secure.clipping_range / quantization_range(len(counts))
+    return len(counts) * step / (sum(counts) / secure.max_weight)

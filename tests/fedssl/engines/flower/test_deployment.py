@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 import csv
+import os
+import re
+import shutil
+import socket
+import ssl
+import subprocess
+import sysconfig
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,9 +26,20 @@ from fedssl.recipe.recipe import Recipe
 from fedssl.reports.cost import estimate, totals
 from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import AVERAGED, METHODS
-from tests.fedssl.engines.flower.deployment import PATIENCE, make_authority, missing_tools
+from tests.fedssl.engines.flower.deployment import (
+    MARK,
+    PATIENCE,
+    free_port,
+    kill_marked,
+    make_authority,
+    marked,
+    missing_tools,
+    poll,
+    with_package,
+)
 from tests.fedssl.engines.flower.flower_command import GONE_SECONDS
-from tests.fedssl.engines.flower.secure_runs import assert_close
+from tests.fedssl.engines.flower.loop_grid import assert_close
+from tests.fedssl.engines.short_runs import metric
 
 pytestmark = pytest.mark.skipif(missing_tools() is not None, reason=str(missing_tools()))
 
@@ -201,3 +220,115 @@ def test_faults(deployment, private, noisy, tmp_path):
         assert "SuperNode ID" not in log, log
         assert "Exit Code: 305" in log, log
     assert "CERTIFICATE_VERIFY_FAILED" in deployment.log("misled").read_text(errors="replace")
+
+
+# A hostile site
+
+
+#: by round, what the hostile site makes of its answer, and why it is left out, if it is: an evaluation counts by itself
+ATTACKS: dict[int, tuple[str, str | None]] = {
+    0: ("rows", "representation.1 has shape [5, 16], expected [30, any]"),
+    1: ("records", " pieces, more than 1000, the most that the SuperLink takes"),
+    2: ("pieces", "its answer is larger than "),
+    3: ("measures", None),
+}
+
+
+def test_the_honest_sites_end_with_their_result(deployment, noisy, tmp_path):
+    """The run is that of the honest sites, as if the hostile one had not answered."""
+    method = METHODS["hetero_ssfl"] | {"rounds": 3, "seed": 10}
+    attacked = noisy(**method, engine="flower", flower={"round_seconds": PATIENCE, "connect_seconds": PATIENCE})
+    for number, (fault, _) in ATTACKS.items():
+        deployment.break_round(attacked, 1, number, fault)
+    output = deployment.folder / "attacked"
+    assert deployment.finish(deployment.submit(attacked, output)) == "finished:completed", deployment.logs()
+    assert not list(deployment.faults.iterdir())
+    with open(output / "refused.csv") as file:
+        refused = {(row["client"], int(row["round"])): row["reason"] for row in csv.DictReader(file)}
+    left_out = {("1", number): reason for number, (_, reason) in ATTACKS.items() if reason}
+    assert refused.keys() == left_out.keys(), refused
+    assert all(reason in refused[place] for place, reason in left_out.items()), refused
+    assert metric(output, "knn", 3).keys() == {"0", "2", "mean"}
+    replay(noisy(**method), tmp_path / "replayed", {number: {1} for _, number in left_out})
+    state = "checkpoints/server.round-00003.safetensors"
+    assert (output / state).read_bytes() == (tmp_path / "replayed" / state).read_bytes()
+
+
+def post(port: int, path: str, size: int) -> int:
+    """The status with which a request of `size` bytes is answered; the body is sent until the other end closes."""
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    with context.wrap_socket(socket.create_connection(("127.0.0.1", port))) as connection:
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/protobuf\r\n"
+        connection.sendall(f"{head}Content-Length: {size}\r\n\r\n".encode())
+        with suppress(OSError):
+            for _ in range(size // 2**20):
+                connection.sendall(bytes(2**20))
+        with suppress(OSError):
+            return int(connection.recv(2**16).split()[1])
+        return 0  # closed before the answer could be read
+
+
+@pytest.mark.parametrize("place", ["reverse proxy", "port"])
+def test_who_has_no_key_fills_no_memory(place, deployment):
+    """64 MiB to the sites' interface: refused by the reverse proxy, and by the SuperLink itself where there is none."""
+    if place == "reverse proxy" and deployment.reverse_proxy is None:
+        pytest.skip("nginx is not installed")
+    port = deployment.reverse_proxy if place == "reverse proxy" else deployment.port
+    before = deployment.memory("superlink")
+    statuses = [post(port, "/v1/fleet/push-object", 2**26) for _ in range(5)]
+    assert set(statuses) <= {413, 0}, statuses
+    assert deployment.memory("superlink") - before < 2**25
+
+
+# docs/deploy.md, from nothing to a run of two sites
+
+
+PAGE = Path(__file__).parents[4] / "docs" / "deploy.md"
+SCRIPTS = sysconfig.get_path("scripts")
+
+
+def commands() -> list[str]:
+    """The indented lines of the section, but for the installation."""
+    section = re.split(r"^## ", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    [text] = [part for part in section if part.startswith("From nothing to a run of two sites")]
+    lines = [line.strip() for line in text.splitlines() if line.startswith("    ")]
+    assert lines[0].startswith("pip install")
+    return lines[1:]
+
+
+@pytest.mark.nightly  # what the commands do is tested above
+@pytest.mark.skipif(shutil.which("fedssl", path=SCRIPTS) is None, reason="fedssl is not installed: pip install .")
+@pytest.mark.skipif(not PAGE.exists(), reason="docs/ is not here")
+def test_every_command_of_the_page_works_as_written(tmp_path):
+    """One after another in one shell; `flwr list` is repeated until the run has finished."""
+    script, port = ["set -e"], str(free_port())
+    for line in commands():
+        command = line.replace("8000", port)
+        if command.startswith("flwr list"):
+            command = f"until {command} > list.txt && grep finished list.txt; do sleep 1; done"
+        script.append(command)
+    script.append("kill $(jobs -p); wait || true")
+    (tmp_path / "home").mkdir()
+    home = {"HOME": str(tmp_path / "home"), "FLWR_HOME": str(tmp_path / "home" / ".flwr"), "COLUMNS": "200"}
+    path = {"PATH": f"{SCRIPTS}{os.pathsep}{os.environ['PATH']}", MARK: f"{tmp_path}/", "OMP_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run(
+            ["bash", "--norc", "-x", "-c", "\n".join(script)],
+            cwd=tmp_path,
+            env=with_package() | home | path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=PATIENCE,
+        )
+        assert done.returncode == 0, done.stdout
+        assert "finished:completed" in " ".join(done.stdout.split()), done.stdout
+        [run] = (tmp_path / "runs").iterdir()
+        assert RunDirectory.open(run).checkpoint.finished
+        assert {row[0] for row in RunDirectory.open(run).read_metrics()} == {0, 1, 2}
+        assert (run / "report.html").stat().st_size > 10_000
+        assert len(list(tmp_path.glob("state-*/*/client-*"))) >= 2
+        poll(lambda: marked(f"{tmp_path}/") == [], "nothing is left")
+    finally:
+        kill_marked(f"{tmp_path}/")

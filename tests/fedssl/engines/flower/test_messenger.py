@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 
 import pytest
@@ -27,6 +27,13 @@ from fedssl.federation import build_federation
 from tests.fedssl.engines.flower.loop_grid import WarningRecorder, start
 
 
+def client(pull_messages: Callable, pull_object: Callable) -> SimpleNamespace:
+    """Stands for the grid's connection to the SuperLink."""
+    return SimpleNamespace(
+        PullMessages=pull_messages, PullObject=pull_object, ConfirmMessageReceived=lambda request: None
+    )
+
+
 class PulledGrid(HttpGrid):
     """Flower's grid between machines, whose SuperLink has one answer in many objects."""
 
@@ -42,31 +49,24 @@ class PulledGrid(HttpGrid):
 
         def pull_object(request):
             self.pulled += 1
-            return PullObjectResponse(
-                object_found=True, object_available=True, object_content=objects.get(request.object_id, b"")
-            )
+            content = objects.get(request.object_id, b"")
+            return PullObjectResponse(object_found=True, object_available=True, object_content=content)
 
-        self._client = SimpleNamespace(
-            PullMessages=lambda request: answer, PullObject=pull_object, ConfirmMessageReceived=lambda request: None
-        )
+        self._client = client(lambda request: answer, pull_object)
+
+
+PIECES = (ArrayChunk(memoryview(b"%4d" % i + bytes(2**16))).deflate() for i in range(500))
+RECORDS = (ConfigRecord({"text": f"{i} " + "x" * 2**16}).deflate() for i in range(500))
+MANY = (ArrayChunk(memoryview(b"%4d" % i)).deflate() for i in range(3000))
 
 
 @pytest.mark.parametrize(
     ("contents", "reason"),
     [
-        (
-            (ArrayChunk(memoryview(b"%4d" % i + bytes(2**16))).deflate() for i in range(500)),
-            "its answer is larger than 4194304 bytes, the most that an answer may have here",
-        ),
-        (
-            (ConfigRecord({"text": f"{i} " + "x" * 2**16}).deflate() for i in range(500)),
-            "its answer's records are larger than 4194304 bytes, the most that they may have here",
-        ),
-        (
-            (ArrayChunk(memoryview(b"%4d" % i)).deflate() for i in range(3000)),
-            "its answer has more than 1004 pieces, the most that an answer may have here",
-        ),
-        ([b"nonsense"], "its answer cannot be read: not enough values to unpack (expected 3, got 1)"),
+        (PIECES, "its answer is larger than 4194304 bytes"),
+        (RECORDS, "its answer's records are larger than 4194304 bytes"),
+        (MANY, "its answer has more than 1004 pieces"),
+        ([b"nonsense"], "its answer cannot be read: not enough values to unpack"),
     ],
     ids=["pieces", "records", "many", "nonsense"],
 )
@@ -80,7 +80,8 @@ def test_an_answer_that_is_far_too_large_is_given_up_on_its_way(contents, reason
     clients = FlowerClients(grid, build_federation(recipe), directory, progress, "run", threading.Event())
     with pytest.raises(UserError, match="0 of 3 clients are connected"):
         clients.connect()
-    assert progress.warnings == [f"node 11 is left out: {reason}"]
+    [warning] = progress.warnings
+    assert warning.startswith(f"node 11 is left out: {reason}")
     assert grid.pulled < 1100
 
 
@@ -125,9 +126,7 @@ class UploadingGrid(HttpGrid):
             content = self.objects[request.object_id] if there else b""
             return PullObjectResponse(object_found=True, object_available=there, object_content=content)
 
-        self._client = SimpleNamespace(
-            PullMessages=pull_messages, PullObject=pull_object, ConfirmMessageReceived=lambda request: None
-        )
+        self._client = client(pull_messages, pull_object)
 
 
 def test_an_answer_that_is_still_uploaded_does_not_keep_the_others_waiting():
@@ -140,8 +139,8 @@ def test_an_answer_that_is_still_uploaded_does_not_keep_the_others_waiting():
     assert waiting == {"slow": 11}
     for name in grid.to_upload[:-1]:
         grid.uploaded.add(name)
-        assert list(messenger.collect(waiting, 0.0, 2**20)) == []
-        assert list(messenger.collect(waiting, 0.0, 2**20)) == []
+        for _ in range(2):
+            assert list(messenger.collect(waiting, 0.0, 2**20)) == []
     grid.uploaded.add(grid.to_upload[-1])
     (answer,) = messenger.collect(waiting, 0.0, 2**20)
     assert (answer.node, answer.content["answer"]["of"]) == (11, "slow")

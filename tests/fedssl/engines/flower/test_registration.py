@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +13,10 @@ from flwr.app import ConfigRecord
 from fedssl.engines.flower.registration import DataForm
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
+from fedssl.recipe.recipe import Recipe
+from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import ALIGNED
-from tests.fedssl.engines.flower.loop_grid import KINDS, changed, run_on, start, write_sites
-from tests.fedssl.engines.flower.secure_runs import WEIGHTS
+from tests.fedssl.engines.flower.loop_grid import KINDS, WEIGHTS, changed, run_on, start, write_sites
 from tests.fedssl.engines.short_runs import SMALL, metric
 
 
@@ -94,23 +96,30 @@ def write_images(path: Path, size: int = 8, classes: tuple[str, ...] = tuple("01
     return {"name": "npz", "path": str(path)}
 
 
-def with_data(sites: list[Path], client: int, data: dict) -> None:
-    sites[client].write_text(yaml.safe_dump(yaml.safe_load(sites[client].read_text()) | {"data": data}))
+@pytest.fixture
+def run_with(tmp_path) -> Callable[..., list[str]]:
+    """Run a recipe at three sites of which some have data of their own; gives the warnings."""
+
+    def run(recipe: Recipe, data: dict[int, dict], prepare: Callable = lambda grid, directory: None) -> list[str]:
+        sites = write_sites(tmp_path)
+        for client, own in data.items():
+            sites[client].write_text(yaml.safe_dump(yaml.safe_load(sites[client].read_text()) | {"data": own}))
+        directory, grid = start(recipe, tmp_path / "b", sites)
+        prepare(grid, directory)
+        return run_on(recipe, directory, grid)
+
+    return run
 
 
-def test_images_of_another_size_are_refused_before_the_run_begins(quick, tmp_path):
-    recipe = quick(**WEIGHTS)
-    sites = write_sites(tmp_path)
-    with_data(sites, 1, write_images(tmp_path / "a.npz", size=12))
-    with_data(sites, 2, write_images(tmp_path / "b.npz", size=16))
-    directory, grid = start(recipe, tmp_path / "b", sites)
+def test_images_of_another_size_are_refused_before_the_run_begins(quick, run_with, tmp_path):
+    others = {k: write_images(tmp_path / f"{size}.npz", size=size) for k, size in ((1, 12), (2, 16))}
     expected = (
         r"the sites' data do not fit together: client 1: its images are 1 x 12 x 12 \(channels x height x width\), "
         r"but the server's are 1 x 8 x 8; client 2: its images are 1 x 16 x 16 .*; change these sites' data"
     )
     with pytest.raises(UserError, match=expected):
-        run_on(recipe, directory, grid)
-    assert directory.checkpoint.round == -1
+        run_with(quick(**WEIGHTS), others)
+    assert RunDirectory.open(tmp_path / "b").checkpoint.round == -1
 
 
 @pytest.mark.parametrize(
@@ -121,46 +130,34 @@ def test_images_of_another_size_are_refused_before_the_run_begins(quick, tmp_pat
         (("0",), "client 1: .* it lacks '1', '2', '3' and 6 more"),
     ],
 )
-def test_other_classes_are_refused_where_the_objective_trains_on_them(classes, expected, quick, tmp_path):
-    recipe = quick(**WEIGHTS, objective="supervised")
-    sites = write_sites(tmp_path)
-    with_data(sites, 1, write_images(tmp_path / "a.npz", classes=classes))
-    directory, grid = start(recipe, tmp_path / "b", sites)
+def test_other_classes_are_refused_where_the_objective_trains_on_them(classes, expected, quick, run_with, tmp_path):
     with pytest.raises(UserError, match=expected):
-        run_on(recipe, directory, grid)
+        run_with(quick(**WEIGHTS, objective="supervised"), {1: write_images(tmp_path / "a.npz", classes=classes)})
 
 
 @pytest.mark.parametrize(
     ("kind", "classes", "warned"),
     [("local", RENAMED, True), ("local", ("0",), False), ("weighted_mean", RENAMED, False)],
 )
-def test_other_classes_give_a_warning_only_where_sites_are_evaluated_on_them(kind, classes, warned, quick, tmp_path):
+def test_other_classes_give_a_warning_only_where_sites_are_evaluated_on_them(
+    kind, classes, warned, quick, run_with, tmp_path
+):
     """A site with one class has no labels to speak of."""
-    recipe = quick(**KINDS[kind], rounds=1)
-    sites = write_sites(tmp_path)
-    with_data(sites, 1, write_images(tmp_path / "a.npz", classes=classes))
-    directory, grid = start(recipe, tmp_path / "b", sites)
+    warnings = run_with(quick(**KINDS[kind], rounds=1), {1: write_images(tmp_path / "a.npz", classes=classes)})
     expected = "client 1: its classes differ from those of client 0: it has 'x' and lacks '9'; each client is evaluated"
-    assert [warning[: len(expected)] for warning in run_on(recipe, directory, grid)] == [expected] * warned
+    assert [warning[: len(expected)] for warning in warnings] == [expected] * warned
 
 
-def test_a_site_with_other_public_images_is_left_out(quick, tmp_path):
-    recipe = quick(**ALIGNED | SMALL, rounds=1)
-    sites = write_sites(tmp_path)
-    with_data(sites, 1, {"name": "digits", "public_holdout": 31})
-    directory, grid = start(recipe, tmp_path / "b", sites)
-    assert run_on(recipe, directory, grid)[0].startswith(
-        "node 12 is left out: its public images differ from the server's"
-    )
+def test_a_site_with_other_public_images_is_left_out(quick, run_with):
+    warnings = run_with(quick(**ALIGNED | SMALL, rounds=1), {1: {"name": "digits", "public_holdout": 31}})
+    assert warnings[0].startswith("node 12 is left out: its public images differ from the server's")
 
 
-def test_a_site_that_comes_later_with_other_images_is_left_out(quick, tmp_path):
-    recipe = quick(**WEIGHTS)
-    sites = write_sites(tmp_path)
-    with_data(sites, 2, write_images(tmp_path / "a.npz", size=12))
-    directory, grid = start(recipe, tmp_path / "b", sites)
-    grid.get_node_ids = lambda: [11, 12] if directory.checkpoint.round < 1 else [11, 12, 13]
-    warnings = run_on(recipe, directory, grid)
+def test_a_site_that_comes_later_with_other_images_is_left_out(quick, run_with, tmp_path):
+    def comes_later(grid, directory):
+        grid.get_node_ids = lambda: [11, 12] if directory.checkpoint.round < 1 else [11, 12, 13]
+
+    warnings = run_with(quick(**WEIGHTS), {2: write_images(tmp_path / "a.npz", size=12)}, comes_later)
     assert warnings[0] == "client 2 is not connected: the run begins without it"
     assert any(warning.startswith("node 13 is left out: its images are 1 x 12 x 12") for warning in warnings)
     assert metric(tmp_path / "b", "missing", 2) == {"2": 1.0}
@@ -198,10 +195,8 @@ def test_under_privacy_a_site_does_not_tell_how_many_images_it_has(privacy, priv
         *({"images": images} for images in (-1, 10**12, 40.0)),
     ],
 )
-def test_a_site_that_does_not_describe_its_images_is_left_out(change, quick, tmp_path, monkeypatch):
-    recipe = quick(**WEIGHTS, rounds=1)
-    directory, grid = start(recipe, tmp_path / "b", write_sites(tmp_path))
+def test_a_site_that_does_not_describe_its_images_is_left_out(change, quick, run_with, monkeypatch):
     describe = changed(lambda content: content.update(data=ConfigRecord(dict(content["data"]) | change)), kind="query")
-    describe(grid, monkeypatch)
+    warnings = run_with(quick(**WEIGHTS, rounds=1), {}, lambda grid, directory: describe(grid, monkeypatch))
     told = "it does not describe its images: expected valid shape, classes, public and images"
-    assert run_on(recipe, directory, grid)[0] == f"node 12 is left out: {told}"
+    assert warnings[0] == f"node 12 is left out: {told}"

@@ -12,23 +12,31 @@ from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFI
 
 from fedssl.aggregators.weighted_mean import weighted_mean
 from fedssl.engines.flower.secure_aggregation import quantization_range
+from fedssl.engines.flower.site import load_site, site_federation
 from fedssl.engines.flower.wire import from_records, to_records
 from fedssl.errors import UserError
+from fedssl.federation import build_federation
 from fedssl.messages import Message
 from fedssl.method import Method
+from fedssl.recipe.reading import load_recipe
 from fedssl.run_folder.directory import RunDirectory
-from tests.fedssl.engines.flower.loop_grid import LoopGrid, Prepare, changed, run_on, write_sites
-from tests.fedssl.engines.flower.secure_runs import (
+from tests.fedssl.conftest import AVERAGED
+from tests.fedssl.engines.flower.loop_grid import (
     EQUAL,
     FEDEMA,
     HUGE,
     LAYER_WISE,
     SECURE,
     WEIGHTS,
+    LoopGrid,
+    Prepare,
     assert_close,
+    changed,
     quantisation_error,
-    start_stages,
+    run_on,
+    start,
     weights,
+    write_sites,
 )
 from tests.fedssl.engines.short_runs import metric
 
@@ -42,7 +50,7 @@ def test_the_sum_of_what_clients_send_stays_below_the_modulus(clients, expected)
 @pytest.mark.parametrize("sites", [False, True], ids=["simulated", "sites"])
 def test_the_secure_mean_is_the_plain_one_to_the_quantisation_error(sites, private, finished, tiny, tmp_path):
     recipe = private(secure=SECURE, **WEIGHTS, rounds=1)
-    directory, grid = start_stages(recipe, tmp_path / "secure", write_sites(tmp_path) if sites else None)
+    directory, grid = start(recipe, tmp_path / "secure", write_sites(tmp_path) if sites else None)
     assert run_on(recipe, directory, grid) == []
     error = quantisation_error(recipe)
     assert error < 1e-6
@@ -76,7 +84,7 @@ def test_in_every_round_the_server_gets_the_mean_of_what_was_trained(method, pri
 
     monkeypatch.setattr(RunDirectory, "commit", note)
     recipe = private(secure=SECURE, **method)
-    assert run_on(recipe, *start_stages(recipe, tmp_path / "secure")) == []
+    assert run_on(recipe, *start(recipe, tmp_path / "secure")) == []
     error = quantisation_error(recipe)
     assert len(states) == 1 + recipe.rounds
     for number, state in enumerate(states[1:], start=1):
@@ -95,10 +103,10 @@ def test_in_every_round_the_server_gets_the_mean_of_what_was_trained(method, pri
 
 def test_local_noise_and_clipping_go_under_the_masks(private, finished, tiny, tmp_path):
     recipe = private(dp=HUGE, secure=SECURE, **EQUAL, rounds=1)
-    assert run_on(recipe, *start_stages(recipe, tmp_path / "secure")) == []
+    assert run_on(recipe, *start(recipe, tmp_path / "secure")) == []
     assert_close(finished(tiny(**EQUAL, rounds=1)), tmp_path / "secure", atol=1e-6)
     noisy = private(dp=HUGE | {"noise_multiplier": 3e-9}, secure=SECURE, **EQUAL, rounds=1)
-    assert run_on(noisy, *start_stages(noisy, tmp_path / "noisy")) == []
+    assert run_on(noisy, *start(noisy, tmp_path / "noisy")) == []
     first, second = weights(tmp_path / "secure"), weights(tmp_path / "noisy")
     noise = torch.cat([(second[name] - t).flatten() for name, t in first.items() if "running_var" not in name])
     assert float(noise.std()) == pytest.approx(1.0, rel=0.06)
@@ -106,7 +114,7 @@ def test_local_noise_and_clipping_go_under_the_masks(private, finished, tiny, tm
 
 def test_what_leaves_a_client_under_secure_aggregation(private, trained, tmp_path):
     recipe = private(secure=SECURE, **WEIGHTS, rounds=1)
-    directory, grid = start_stages(recipe, tmp_path / "secure")
+    directory, grid = start(recipe, tmp_path / "secure")
     run_on(recipe, directory, grid)
     answers = [reply.content for reply in grid.sent if "tensors" in reply.content]
     assert len(answers) == len(trained) == 3
@@ -129,12 +137,12 @@ def test_what_leaves_a_client_under_secure_aggregation(private, trained, tmp_pat
 def test_a_client_that_is_lost_before_its_weights_came_is_left_out_of_the_mean(private, tmp_path):
     four = WEIGHTS | {"partition": {"name": "iid", "clients": 4}, "rounds": 1}
     plain = private(**four)
-    directory, grid = start_stages(plain, tmp_path / "plain")
+    directory, grid = start(plain, tmp_path / "plain")
     grid.silent = {12}
     run_on(plain, directory, grid)
     recipe = private(secure=SECURE, **four)
     for lost in (Stage.SETUP, Stage.SHARE_KEYS, Stage.COLLECT_MASKED_VECTORS):
-        directory, grid = start_stages(recipe, tmp_path / lost)
+        directory, grid = start(recipe, tmp_path / lost)
         grid.loses = lambda node, stage, number, lost=lost: (node, stage) == (12, lost)
         assert run_on(recipe, directory, grid) == ["round 1: client 1 is left out: no answer within 100 s"]
         assert_close(tmp_path / "plain", tmp_path / lost, atol=quantisation_error(recipe))
@@ -144,7 +152,7 @@ def test_a_client_that_is_lost_before_its_weights_came_is_left_out_of_the_mean(p
 
 def test_a_client_that_is_lost_after_its_weights_came_counts(private, finished, tiny, tmp_path):
     recipe = private(secure=SECURE, **WEIGHTS, rounds=1)
-    directory, grid = start_stages(recipe, tmp_path / "secure")
+    directory, grid = start(recipe, tmp_path / "secure")
     grid.loses = lambda node, stage, number: (node, stage) == (12, Stage.UNMASK)
     assert run_on(recipe, directory, grid) == []
     assert_close(finished(tiny(**WEIGHTS, rounds=1)), tmp_path / "secure", atol=quantisation_error(recipe))
@@ -153,7 +161,7 @@ def test_a_client_that_is_lost_after_its_weights_came_counts(private, finished, 
 
 def test_with_too_few_left_a_round_changes_nothing_and_the_next_one_goes_on(private, tmp_path):
     recipe = private(secure=SECURE, **WEIGHTS)
-    directory, grid = start_stages(recipe, tmp_path / "secure")
+    directory, grid = start(recipe, tmp_path / "secure")
     grid.loses = lambda node, stage, number: (node, stage) in ((12, Stage.UNMASK), (13, Stage.UNMASK)) and number == "1"
     warnings = run_on(recipe, directory, grid)
     assert [w.split(": ", 1)[0] for w in warnings] == ["round 1"] * 3
@@ -211,7 +219,7 @@ def test_what_the_sum_cannot_hold_is_left_out_and_does_not_end_the_run(
     prepare, lost, reason, private, tmp_path, monkeypatch
 ):
     recipe = private(secure=SECURE, **WEIGHTS, rounds=1)
-    directory, grid = start_stages(recipe, tmp_path / "secure")
+    directory, grid = start(recipe, tmp_path / "secure")
     prepare(grid, monkeypatch)
     warnings = run_on(recipe, directory, grid)
     assert [warning.partition(" is left out: ")[0] for warning in warnings] == [f"round 1: client {k}" for k in lost]
@@ -221,7 +229,85 @@ def test_what_the_sum_cannot_hold_is_left_out_and_does_not_end_the_run(
 def test_a_server_that_does_not_ask_for_masks_gets_nothing(private, tmp_path, monkeypatch):
     """Whether a client masks its weights is decided by its own copy of the recipe."""
     recipe = private(secure=SECURE, **WEIGHTS, rounds=1)
-    directory, grid = start_stages(recipe, tmp_path / "secure")
+    directory, grid = start(recipe, tmp_path / "secure")
     with pytest.raises(UserError, match=r"round 1: 0 of 3 clients answered, .* is 1; client 0: "):
         run_on(private(**WEIGHTS, rounds=1), directory, grid)
     assert not any("tensors" in reply.content for reply in grid.sent if reply.has_content())
+
+
+# Which recipes SecAgg+ and differential privacy work with, and which options are refused
+
+
+TAKEN = ["fedbyol", "feddecorr", "fedema", "fedmoco_v3", "fedsimclr", "fedsimsiam", "fedu", "fedu2_without_eua"]
+TAKEN += ["fedx", "lw_fedssl", "prog_fedssl", "supervised_fedavg"]
+OWN_RULE = {"fedu2": "eua", "fedu2_without_fur": "eua", "fedu2_released": "mgda", "l_dawa": "l_dawa"}
+NO_WEIGHTS = {
+    "hetero_ssfl": r"aggregators.0 representation_mean has clients send something else",
+    "fedca": r"aggregators.1 dictionary has clients send something else",
+    "orchestra": r"aggregators.1 orchestra_clusters has clients send something else",
+    "local_only": r"aggregators \[\] exchange none",
+}
+OPTIONS = {
+    "local_dp": ["flower.differential_privacy={name: local_dp, clipping_norm: 1, epsilon: 0.5, delta: 1.0e-5}"],
+    "fixed_clipping": ["flower.differential_privacy={name: fixed_clipping, clipping_norm: 1, noise_multiplier: 1}"],
+    "secagg_plus": ["flower.secure_aggregation={name: secagg_plus}"],
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_which_recipes_take_it(option):
+    """Those that average weights; those with a rule of their own take local noise alone."""
+    key = "secure_aggregation" if option == "secagg_plus" else "differential_privacy"
+    for name in TAKEN:
+        load_recipe(name, ["engine=flower-simulation", *OPTIONS[option]])
+    for name, rule in OWN_RULE.items():
+        if option == "local_dp":
+            load_recipe(name, ["engine=flower", *OPTIONS[option]])
+            continue
+        expected = rf"flower\.{key} {option} does not go with aggregators\.0 {rule}, which looks at each"
+        with pytest.raises(UserError, match=expected) as caught:
+            load_recipe(name, ["engine=flower", *OPTIONS[option]])
+        assert "\n" not in str(caught.value)
+    for name, why in NO_WEIGHTS.items():
+        with pytest.raises(UserError, match=rf"flower\.{key} {option} works on .*{why}"):
+            load_recipe(name, ["engine=flower", *OPTIONS[option]])
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_it_goes_neither_with_the_engine_in_this_process_nor_with_rounded_weights(option):
+    with pytest.raises(UserError, match=rf"{option} is Flower's: use engine=flower-simulation or engine=flower"):
+        load_recipe("fedbyol", OPTIONS[option])
+    with pytest.raises(UserError, match=rf"transport bfloat16 does not go with flower\.\w+ {option}: .* use transport"):
+        load_recipe("fedbyol", ["engine=flower", "transport=bfloat16", *OPTIONS[option]])
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("differential_privacy={name: fixed}", r"flower.differential_privacy: .*'local_dp', 'fixed_clipping'"),
+        ("differential_privacy={name: local_dp, clipping_norm: 1, epsilon: 0, delta: 1.0e-5}", "epsilon: .*got 0"),
+        ("differential_privacy={name: local_dp, clipping_norm: 1, epsilon: 1, delta: 2}", "delta: .*less than 1"),
+        ("differential_privacy={name: fixed_clipping, clipping_norm: 1, noise: 1}", "noise: unknown key; .*delta"),
+        ("epsilon_budget=3", "epsilon_budget limits what flower.differential_privacy spends, which is off"),
+        ("secure_aggregation={name: secagg_plus, num_shares: 4}", "needs an odd num_shares, it is 4"),
+    ],
+)
+def test_wrong_options(override, expected):
+    with pytest.raises(UserError, match=expected):
+        load_recipe("fedbyol", ["engine=flower", f"flower.{override}"])
+
+
+def test_secure_aggregation_needs_a_second_client():
+    with pytest.raises(UserError, match="needs 2 to 1023 clients a round, there are 1"):
+        load_recipe("fedbyol", ["engine=flower", *OPTIONS["secagg_plus"], "clients_per_round=1"])
+
+
+def test_a_client_with_more_images_than_max_weight_is_told(tiny, tmp_path):
+    values = AVERAGED | {"engine": "flower", "flower": {"secure_aggregation": SECURE | {"max_weight": 30}}}
+    with pytest.raises(UserError, match=r"client \d has more images than flower.secure_aggregation.max_weight 30"):
+        build_federation(tiny(**values))
+    sites = write_sites(tmp_path, 1, data={"name": "digits", "train_limit": 40, "public_holdout": 0})
+    recipe = tiny(**values | {"partition": {"name": "sites", "clients": 3}})
+    with pytest.raises(UserError, match="client 0 has more images") as caught:
+        site_federation(recipe, load_site(sites[0]))
+    assert "40" not in str(caught.value)  # the line leaves the site

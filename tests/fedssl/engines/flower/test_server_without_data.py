@@ -26,7 +26,8 @@ from tests.fedssl.engines.flower.loop_grid import WarningRecorder, run_on, start
 from tests.fedssl.export.finished_runs import write_images
 
 SITES = {"partition": {"name": "sites", "clients": 2}}
-NO_DATA = {"data": {"name": "none", "image_shape": [1, 8, 8]}}
+NONE = {"name": "none", "image_shape": [1, 8, 8]}
+NO_DATA = {"data": NONE}
 
 
 @pytest.fixture
@@ -127,44 +128,27 @@ def test_a_site_whose_images_change_during_a_run_is_left_out_and_named(quick, tm
     assert progress.warnings == [f"round {number}: client 1 is left out: {reason}" for number in (2, 3)]
 
 
-def test_other_sizes_are_refused(quick, tmp_path, sites):
-    recipe = quick(**(AVERAGED | SITES | {"data": {"name": "none", "image_shape": [3, 8, 8]}}))
-    directory, grid = start(recipe, tmp_path / "run", sites)
-    with pytest.raises(
-        UserError, match=r"its images are 1 x 8 x 8 \(channels x height x width\), but the server's are 3"
-    ):
-        run_on(recipe, directory, grid)
-
-
 def test_a_site_brings_its_images_to_the_size_that_the_recipe_says(quick, tmp_path):
     recipe = quick(**AVERAGED, **SITES, data=NO_DATA["data"] | {"image_shape": [1, 12, 12]})
     (site,) = write_sites(tmp_path, 1, data={"name": "digits", "train_limit": 40, "test_limit": 60})
     assert site_federation(recipe, load_site(site)).dataset.train_images.shape[1:] == (1, 12, 12)
 
 
-def test_a_server_without_data_must_know_the_classes_of_labels(quick):
+def test_a_server_without_data_must_know_the_classes_of_labels_and_is_for_sites(quick, tiny):
     with pytest.raises(UserError, match=r"as data\.class_names"):
         build_federation(quick(**AVERAGED, **SITES, **NO_DATA, objective="supervised"))
-
-
-def test_no_data_is_for_sites(tiny):
-    with pytest.raises(
-        UserError, match=r"data\.name=none is for a server whose sites bring their own images, got partition iid"
-    ):
-        build_federation(tiny(**(AVERAGED | NO_DATA | {"partition": {"name": "iid", "clients": 2}})))
+    with pytest.raises(UserError, match=r"is for a server whose sites bring their own images, got partition iid"):
+        build_federation(tiny(**AVERAGED, **NO_DATA, partition={"name": "iid", "clients": 2}))
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
         ({"name": "none"}, r"name=none needs image_shape=\[channels, height, width\]"),
-        ({"name": "none", "image_shape": [2, 8, 8]}, r"with 1 or 3 channels, got \[2, 8, 8\]"),
+        (NONE | {"image_shape": [2, 8, 8]}, r"with 1 or 3 channels, got \[2, 8, 8\]"),
         ({"image_shape": [1, 8, 8]}, "image_shape and class_names are for name=none"),
         ({"class_names": ["a"]}, "image_shape and class_names are for name=none"),
-        (
-            {"name": "none", "image_shape": [1, 8, 8], "public_holdout": 5},
-            "name=none has no images: leave path and public_holdout out",
-        ),
+        (NONE | {"public_holdout": 5}, "name=none has no images: leave path and public_holdout out"),
     ],
 )
 def test_bad_options(options, says):

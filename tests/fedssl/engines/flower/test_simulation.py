@@ -12,10 +12,9 @@ pytest.importorskip("ray", reason="ray is not installed: pip install .[flower]")
 from fedssl.engines import engine_of
 from fedssl.recipe.reading import load_recipe
 from fedssl.run_folder.directory import RunDirectory
-from tests.fedssl.conftest import AVERAGED, METHODS
+from tests.fedssl.conftest import METHODS
 from tests.fedssl.data.image_samples import write_two_classes
 from tests.fedssl.engines.flower.deployment import MARK, PATIENCE, kill_marked, marked, poll, with_package
-from tests.fedssl.engines.flower.secure_runs import assert_close, quantisation_error
 from tests.fedssl.engines.short_runs import results
 
 SIMULATED = {"engine": "flower-simulation", "flower": {"cpus": 2, "object_store_megabytes": 100}}
@@ -40,35 +39,17 @@ main()
 
 
 @pytest.mark.nightly  # a run that was interrupted is compared below
-@pytest.mark.parametrize("kind", ["fedu2", "lw_fedssl"])
-def test_simulated_the_run_is_the_same_bit_for_bit(kind, finished, noisy, tmp_path):
-    recipe = noisy(**METHODS[kind], **SIMULATED)
-    engine_of(recipe).run(recipe, tmp_path / "simulated")
-    assert results(finished(noisy(**METHODS[kind]))) == results(tmp_path / "simulated")
-
-
-@pytest.mark.nightly  # what is Ray's own here; deployment and runs in one process are tested always
-def test_simulated_on_images_without_labels_in_a_file_the_run_is_the_same_bit_for_bit(
-    finished, noisy, tmp_path, monkeypatch
-):
+@pytest.mark.parametrize("kind", ["lw_fedssl", "images in a file"])
+def test_simulated_the_run_is_the_same_bit_for_bit(kind, finished, noisy, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    folder = write_two_classes(tmp_path / "images")
-    own = {
-        "data": {"name": "images", "path": str(folder), "image_size": 8, "memory_limit": 0},
-        "partition": {"name": "iid", "clients": 3},
-    }
+    if kind == "images in a file":
+        data = {"name": "images", "path": str(write_two_classes(tmp_path / "images")), "image_size": 8}
+        own = {"data": data | {"memory_limit": 0}, "partition": {"name": "iid", "clients": 3}}
+    else:
+        own = METHODS[kind]
     recipe = noisy(**own, **SIMULATED)
     engine_of(recipe).run(recipe, tmp_path / "simulated")
     assert results(finished(noisy(**own))) == results(tmp_path / "simulated")
-
-
-@pytest.mark.nightly
-def test_simulated_with_secure_aggregation_the_mean_is_the_same(finished, noisy, tmp_path):
-    """A client's keys outlive its process."""
-    options = SIMULATED["flower"] | {"secure_aggregation": {"name": "secagg_plus"}}
-    recipe = noisy(**AVERAGED, rounds=1, engine="flower-simulation", flower=options)
-    engine_of(recipe).run(recipe, tmp_path / "secure")
-    assert_close(finished(noisy(**AVERAGED, rounds=1)), tmp_path / "secure", atol=quantisation_error(recipe) + 1e-5)
 
 
 def test_interrupted_by_ctrl_c_and_resumed_the_run_is_the_same_bit_for_bit(finished, noisy, tmp_path):

@@ -7,8 +7,7 @@ from flwr.app import Message as FlowerMessage
 
 from tests.fedssl.conftest import ALIGNED, AVERAGED, FEDU2, LW_FEDSSL
 from tests.fedssl.engines.every_tensor import assert_same
-from tests.fedssl.engines.flower.loop_grid import LoopGrid, run_on, start
-from tests.fedssl.engines.flower.secure_runs import SECURE
+from tests.fedssl.engines.flower.loop_grid import SECURE, LoopGrid, run_on, start
 from tests.fedssl.engines.short_runs import SMALL, metric
 
 METHODS = {"aligned": ALIGNED, "averaged": AVERAGED, "fedu2": FEDU2, "layer_wise": LW_FEDSSL}
@@ -22,28 +21,24 @@ def swap_answers(grid: LoopGrid, kind: str, place: Key, taken: Key) -> list[dict
 
     Returns the records that came in their place, filled while the run goes on. Messages of other kinds pass.
     """
-    given: dict[Key, list[dict]] = {}
+    given: dict[tuple, list[dict]] = {}
     replaced: list[dict] = []
     pull = grid.pull_messages
 
-    def key(reply: FlowerMessage) -> Key:
-        answer = reply.content["answer"]
-        return answer["client"], answer["round"]
+    def key(reply: FlowerMessage) -> tuple:
+        answer = reply.content["answer"] if reply.metadata.message_type == kind else {}
+        return answer.get("client"), answer.get("round")
 
     def note(node: int, reply: FlowerMessage) -> None:
-        if reply.metadata.message_type == kind:
-            given.setdefault(key(reply), []).append(dict(reply.content))
+        given.setdefault(key(reply), []).append(dict(reply.content))
 
     def pull_messages(names):
         replies = pull(names)
         for reply in replies:
-            if reply.metadata.message_type == kind and key(reply) == place:
-                content = given[taken][len(replaced)]
-                replaced.append(content)
-                for name in list(reply.content):
-                    del reply.content[name]
-                for name, record in content.items():
-                    reply.content[name] = record
+            if key(reply) == place:
+                replaced.append(given[taken][len(replaced)])
+                reply.content.clear()
+                reply.content.update(replaced[-1])
         return replies
 
     grid.tamper, grid.pull_messages = note, pull_messages
@@ -112,9 +107,10 @@ def test_its_client_trains_on_from_the_round_before(quick, tmp_path):
 
 def test_an_evaluation_of_another_client_is_not_its_own(quick, tmp_path):
     """Without weights that travel every client's own model is measured, here before the first round."""
-    directory, grid = start(quick(), tmp_path / "run")
+    recipe = quick(**SMALL, rounds=1)
+    directory, grid = start(recipe, tmp_path / "run")
     swap_answers(grid, "evaluate", (CLIENT, 0), (OTHER, 0))
-    [warning] = run_on(quick(), directory, grid)
+    [warning] = run_on(recipe, directory, grid)
     assert warning.startswith(f"round 0: client {CLIENT} is not evaluated: ")
     assert metric(tmp_path / "run", "knn", 0).keys() == {"0", "2", "mean"}
 

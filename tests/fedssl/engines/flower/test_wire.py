@@ -45,51 +45,34 @@ def test_a_message_arrives_bit_for_bit(way, every_answer, tmp_path):
         assert all(tensor.data_ptr() % 64 == 0 for tensor in received.tensors.values())
 
 
-def floats(count: int, dtype: str = "float32", serialisation: str = "torch.raw") -> Array:
-    return Array(dtype, (count,), serialisation, bytes(4 * count))
+def floats(count: int, dtype: str = "float32", serialisation: str = "torch.raw") -> dict[str, Array]:
+    return {"float32": Array(dtype, (count,), serialisation, bytes(4 * count))}
 
 
 LAYOUT = {"names": ["a", "b"], "dtypes": ["float32"] * 2, "dimensions": [2, 0], "sizes": [2, 3]}
-
-
-INVALID = "the message's layout is invalid: expected the names"
+OTHER_FORM = "the array float32 is invalid: expected torch.raw float32, got "
 
 
 @pytest.mark.parametrize(
     ("arrays", "layout", "expected"),
     [
-        ({"float32": floats(5)}, {}, r"the tensor a of float32 \[2, 3\] needs 24 bytes, got 20"),
-        ({"float32": floats(6)}, {}, r"the tensor b of float32 \[\] needs 4 bytes, got 0"),
-        ({"float32": floats(8)}, {}, "the array float32 has 32 bytes, but its tensors have 28"),
-        (
-            {"float32": floats(7), "int32": floats(1, "int32")},
-            {},
-            "the array int32 has 4 bytes, but its tensors have 0",
-        ),
-        (
-            {"float32": floats(7, serialisation="numpy.ndarray")},
-            {},
-            "the array float32 is invalid: expected torch.raw float32, got numpy.ndarray float32",
-        ),
-        (
-            {"float32": floats(7, "int32")},
-            {},
-            "the array float32 is invalid: expected torch.raw float32, got torch.raw int32",
-        ),
+        (floats(5), {}, r"the tensor a of float32 \[2, 3\] needs 24 bytes, got 20"),
+        (floats(6), {}, r"the tensor b of float32 \[\] needs 4 bytes, got 0"),
+        (floats(8), {}, "the array float32 has 32 bytes, but its tensors have 28"),
+        (floats(7) | {"int32": Array("int32", (1,), "torch.raw", bytes(4))}, {}, "the array int32 has 4 bytes, but"),
+        (floats(7, serialisation="numpy.ndarray"), {}, f"{OTHER_FORM}numpy.ndarray float32"),
+        (floats(7, "int32"), {}, f"{OTHER_FORM}torch.raw int32"),
         ({}, {}, "the array float32 of the tensor a is missing"),
-        ({"float32": floats(7)}, {"dtypes": ["object"] * 2}, INVALID),
-        ({"float32": floats(7)}, {"names": ["a", "a"]}, INVALID),
-        ({"float32": floats(7)}, {"names": ["a"]}, INVALID),
-        ({"float32": floats(7)}, {"names": "ab"}, INVALID),
-        ({"float32": floats(7)}, {"sizes": [2]}, INVALID),
-        ({"float32": floats(7)}, {"sizes": [-2, -3]}, INVALID),
-        ({"float32": floats(7)}, {"sizes": [2.0, 3.0]}, INVALID),
-        (
-            {"float32": floats(7)},
-            {"sizes": [10**9, 10**9]},
-            "the tensor a of float32 .* needs 4000000000000000000 bytes, got 28",
+        (floats(7), {"sizes": [10**9, 10**9]}, "the tensor a of float32 .* needs 4000000000000000000 bytes, got 28"),
+        *(
+            (floats(7), layout, "the message's layout is invalid: expected the names")
+            for layout in (
+                {"dtypes": ["object"] * 2},
+                *({"names": names} for names in (["a", "a"], ["a"], "ab")),
+                *({"sizes": sizes} for sizes in ([2], [-2, -3], [2.0, 3.0])),
+                {"dimensions": [3, -1]},
+            )
         ),
-        ({"float32": floats(7)}, {"dimensions": [3, -1]}, INVALID),
     ],
 )
 def test_invalid_records_are_refused(arrays, layout, expected):
