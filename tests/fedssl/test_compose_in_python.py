@@ -218,9 +218,3 @@ def test_a_name_of_a_module_and_a_class_is_not_run_unasked(tmp_path):
 def test_a_class_that_is_no_part_is_refused(name, message):
     with pytest.raises(fedssl.UserError, match=re.escape(message)):
         parse_recipe(tiny_values(regularizers=[{"name": name}]))
-
-
-def test_privacy_that_cannot_work_is_refused_in_python_too():
-    privacy = {"name": "local_dp", "clipping_norm": 1, "epsilon": 1, "delta": 1e-5}
-    with pytest.raises(fedssl.UserError, match="differential_privacy local_dp is Flower's: use engine="):
-        build_federation(composed(flower={"differential_privacy": privacy}))

@@ -1,26 +1,35 @@
-"""A client's training against the same steps written out: batches, views, losses, optimiser, target network."""
+"""A client's training against the same steps written out, its learning rate in each round, and the memory it keeps."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fedssl.client import Client, LocalRound
 from fedssl.data.batches import epoch_batches, round_batches
+from fedssl.engines.in_process import run
 from fedssl.errors import UserError
 from fedssl.federation import Federation, build_federation
 from fedssl.messages import Message
+from fedssl.method import Method
 from fedssl.models.model import Model
 from fedssl.objectives.base import Step
 from fedssl.objectives.byol import BYOL
 from fedssl.regularizers.base import Regularizer, StepLoss
 from fedssl.training import steps_of_round, train_before_rounds, train_locally
 from tests.fedssl.conftest import AVERAGED
+from tests.fedssl.rounds_in_memory import train_rounds
 
 EPOCHS, BATCH_SIZE, NUMBER = 2, 8, 3
 RATE, MOMENTUM, DECAY, TARGET_MOMENTUM = 0.05, 0.8, 0.01, 0.9
@@ -256,3 +265,130 @@ def test_views_pass_through_a_network_in_one_call_if_asked(name, architecture, t
         assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     else:
         assert 1e-4 < abs(losses[1] - losses[0]) < 0.3
+
+
+# The learning rate in each round
+
+FULL_RATE = 0.02
+#: cos^2(pi (r - 1) / 8), r the round: full at first, half in the middle, and not yet 0 in the last
+COSINE_OF_FOUR_ROUNDS = [
+    FULL_RATE,
+    FULL_RATE * (2 + math.sqrt(2)) / 4,
+    FULL_RATE / 2,
+    FULL_RATE * (2 - math.sqrt(2)) / 4,
+]
+SETTINGS: dict[str, Any] = AVERAGED | {
+    "rounds": 4,
+    "objective": {"name": "simsiam", "output_features": 8, "bottleneck_features": 4},
+    "data": {"name": "digits", "train_limit": 48, "test_limit": 20, "public_holdout": 16},
+    "partition": {"name": "iid", "clients": 2},
+}
+
+
+def training(**changes: Any) -> dict[str, Any]:
+    return {
+        "local_epochs": 1,
+        "batch_size": 8,
+        "learning_rate": FULL_RATE,
+        "learning_rate_schedule": "cosine",
+    } | changes
+
+
+@pytest.fixture
+def rates() -> Iterator[list[set[float]]]:
+    """The rates of all optimiser steps; a test adds a set for those that follow."""
+    noted: list[set[float]] = [set()]
+
+    def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        noted[-1].update(float(group["lr"]) for group in optimizer.param_groups)
+
+    handle = register_optimizer_step_pre_hook(note)
+    yield noted
+    handle.remove()
+
+
+@pytest.fixture
+def rates_by_round(rates, monkeypatch) -> dict[int, set[float]]:
+    """The rates of the steps in each round of the clients, not those of evaluation."""
+    by_round: dict[int, set[float]] = {}
+    real = Method.client_round
+
+    def client_round(method: Method, client: Any, received: Any, number: int) -> Any:
+        rates.append(set())
+        reply = real(method, client, received, number)
+        by_round.setdefault(number, set()).update(rates[-1])
+        rates.append(set())
+        return reply
+
+    monkeypatch.setattr(Method, "client_round", client_round)
+    return by_round
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "schedule", "expected"),
+    [
+        ("sgd", "cosine", COSINE_OF_FOUR_ROUNDS),
+        ("adamw", "cosine", COSINE_OF_FOUR_ROUNDS),
+        ("adam", "constant", [FULL_RATE] * 4),
+    ],
+)
+def test_a_round_has_the_rate_of_its_number(optimizer, schedule, expected, tiny, rates_by_round):
+    options = training(optimizer=optimizer, learning_rate_schedule=schedule)
+    train_rounds(build_federation(tiny(**SETTINGS, training=options)), rounds=4)
+    assert list(rates_by_round) == [1, 2, 3, 4]
+    for number, rate in enumerate(expected, start=1):
+        assert list(rates_by_round[number]) == pytest.approx([rate], rel=1e-12), number
+
+
+def test_the_round_counts_and_not_how_often_a_client_took_part(tiny, tmp_path, rates_by_round):
+    recipe = tiny(**SETTINGS, clients_per_round=1, training=training())
+    run(recipe, tmp_path / "run")
+    federation = build_federation(recipe)
+    assert len({tuple(federation.sampled_clients(number)) for number in (1, 2, 3, 4)}) == 2
+    assert [next(iter(rates_by_round[number])) for number in (1, 2, 3, 4)] == pytest.approx(COSINE_OF_FOUR_ROUNDS)
+
+
+def test_what_the_server_trains_before_the_rounds_has_the_full_rate(tiny, rates):
+    recipe = tiny(
+        **SETTINGS
+        | {"objective": {"name": "simclr", "hidden_features": 16, "output_features": 8}}
+        | {"aggregators": ["weighted_mean", {"name": "base_model", "epochs": 1}]},
+        training=training(),
+    )
+    method = build_federation(recipe).method
+    rates.append(set())
+    method.initial_state()
+    assert rates[-1] == {FULL_RATE}
+
+
+# Freed memory
+
+STEPS = """
+import resource
+import torch
+from fedssl.training import keep_freed_memory
+
+def step():
+    return [torch.ones(800, 1024, dtype=torch.uint8) for _ in range(70)]  # 57 MB in all
+
+keep_freed_memory()
+for _ in range(3):
+    step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(10):
+    step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another malloc decides otherwise")
+def test_steps_find_their_memory_again(monkeypatch):
+    for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES", "LD_PRELOAD"):
+        monkeypatch.delenv(name, raising=False)
+
+    found = []
+    for seed in "02":  # without the function both ask again and others do not: it depends on what the imports left
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+        done = subprocess.run([sys.executable, "-c", STEPS], capture_output=True, text=True, check=True)
+        found.append(int(done.stdout))
+    assert max(found) < 1000  # of 140,000 pages that these steps write into

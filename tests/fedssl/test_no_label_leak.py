@@ -87,16 +87,6 @@ def assert_labels_do_not_matter(**parts: Any) -> None:
     assert_same_message(one.server, other.server)
 
 
-def test_the_two_labellings_put_the_images_in_different_orders():
-    """Otherwise nothing of what follows could fail."""
-    for rows in torch.arange(IMAGES).chunk(CLIENTS):
-        one, other = labels(0)[rows], labels(1)[rows]
-        assert not torch.equal(one.argsort(stable=True), other.argsort(stable=True))
-        assert (
-            one.bincount(minlength=CLASSES).sort()[0].tolist() != other.bincount(minlength=CLASSES).sort()[0].tolist()
-        )
-
-
 def test_a_supervised_objective_does_look_at_labels():
     with pytest.raises(AssertionError):
         assert_labels_do_not_matter(objective="supervised")

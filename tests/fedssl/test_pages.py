@@ -43,10 +43,6 @@ def fedssl_prints(monkeypatch, capsys):
     return prints
 
 
-def test_the_readme_is_short():
-    assert len(PAGES[0].read_text(encoding="utf-8").split()) <= 1300
-
-
 @pytest.mark.parametrize("page", sorted([ROOT / "README.md", *DOCS.glob("*.md")]), ids=lambda page: page.name)
 def test_every_link_to_a_file_has_one(page):
     links = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8"))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import csv
+import importlib.metadata
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from fedssl.errors import installed_distribution
 from fedssl.recipe.reading import parse_recipe
 from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.cli.test_attacks import one_line, recipe_text
@@ -47,6 +49,7 @@ def test_lists_and_partition(fedssl, tmp_path):
     assert "hetero_ssfl" in fedssl("recipes")[1]
     assert "digits_demo" in fedssl("tables")[1]
     assert "torch" in fedssl("doctor")[1]
+    assert fedssl("--version")[1] == f"fedssl {importlib.metadata.version(installed_distribution())}\n"
     code, out, _ = fedssl("partition", "hetero_ssfl", "--chart", "chart.png")
     assert code == 0
     assert "total" in out.lower()

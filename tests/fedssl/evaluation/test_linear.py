@@ -6,7 +6,7 @@ from sklearn.preprocessing import StandardScaler
 from torch import nn
 
 from fedssl.errors import UserError
-from fedssl.evaluation.linear import LinearOptions, LinearProtocol, _standardized, linear_accuracy, linear_auroc
+from fedssl.evaluation.linear import LinearOptions, _standardized, linear_accuracy, linear_auroc
 
 
 def blobs(train=300, test=200, dimension=6, classes=4, noise=1.0, seed=0):
@@ -15,14 +15,6 @@ def blobs(train=300, test=200, dimension=6, classes=4, noise=1.0, seed=0):
     labels = torch.randint(classes, (train + test,), generator=generator)
     points = centres[labels] + noise * torch.randn(train + test, dimension, generator=generator)
     return points[:train], labels[:train], points[train:], labels[train:]
-
-
-def test_a_name_gives_all_values_and_single_ones_can_be_set():
-    assert LinearOptions().protocol() == LinearProtocol(epochs=100, batch_size=512, learning_rate=3e-3)
-    assert not LinearOptions().standardize
-    assert LinearOptions(name="fedu2").protocol() == LinearProtocol(epochs=200, batch_size=512, learning_rate=3e-3)
-    assert LinearOptions(name="easyfl").protocol() == LinearProtocol(epochs=200, batch_size=2048, learning_rate=3e-3)
-    assert LinearOptions(name="easyfl", epochs=9).protocol() == LinearProtocol(9, 2048, 3e-3)
 
 
 def test_the_named_protocol_is_what_is_trained():
@@ -116,12 +108,6 @@ def test_labels_that_a_cast_would_merge_are_refused():
     train, train_labels, test, test_labels = blobs()
     with pytest.raises(UserError, match=r"train_labels: expected integers .* got torch\.float32"):
         linear_accuracy(train, train_labels / 2, test, test_labels, 4, LinearOptions(epochs=1), 0)
-
-
-@pytest.mark.parametrize("options", [{"epochs": 0}, {"batch_size": 0}, {"learning_rate": 0.0}, {"epoch": 1}])
-def test_bad_options_are_refused(options):
-    with pytest.raises(ValueError, match=next(iter(options))):
-        LinearOptions(**options)
 
 
 # The mean area under the ROC curve over several labels an image
