@@ -269,14 +269,8 @@ def test_views_pass_through_a_network_in_one_call_if_asked(name, architecture, t
 
 # The learning rate in each round
 
-FULL_RATE = 0.02
 #: cos^2(pi (r - 1) / 8), r the round: full at first, half in the middle, and not yet 0 in the last
-COSINE_OF_FOUR_ROUNDS = [
-    FULL_RATE,
-    FULL_RATE * (2 + math.sqrt(2)) / 4,
-    FULL_RATE / 2,
-    FULL_RATE * (2 - math.sqrt(2)) / 4,
-]
+COSINE_OF_FOUR_ROUNDS = [RATE, RATE * (2 + math.sqrt(2)) / 4, RATE / 2, RATE * (2 - math.sqrt(2)) / 4]
 SETTINGS: dict[str, Any] = AVERAGED | {
     "rounds": 4,
     "objective": {"name": "simsiam", "output_features": 8, "bottleneck_features": 4},
@@ -286,42 +280,29 @@ SETTINGS: dict[str, Any] = AVERAGED | {
 
 
 def training(**changes: Any) -> dict[str, Any]:
-    return {
-        "local_epochs": 1,
-        "batch_size": 8,
-        "learning_rate": FULL_RATE,
-        "learning_rate_schedule": "cosine",
-    } | changes
+    options = {"local_epochs": 1, "batch_size": 8, "learning_rate": RATE, "learning_rate_schedule": "cosine"}
+    return options | changes
 
 
 @pytest.fixture
-def rates() -> Iterator[list[set[float]]]:
-    """The rates of all optimiser steps; a test adds a set for those that follow."""
-    noted: list[set[float]] = [set()]
+def rates(monkeypatch) -> Iterator[dict[int, set[float]]]:
+    """The rates of all optimiser steps: in each round of the clients, and as those of -1 in between."""
+    found: dict[int, set[float]] = {}
+    now, real = [-1], Method.client_round
 
     def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        noted[-1].update(float(group["lr"]) for group in optimizer.param_groups)
-
-    handle = register_optimizer_step_pre_hook(note)
-    yield noted
-    handle.remove()
-
-
-@pytest.fixture
-def rates_by_round(rates, monkeypatch) -> dict[int, set[float]]:
-    """The rates of the steps in each round of the clients, not those of evaluation."""
-    by_round: dict[int, set[float]] = {}
-    real = Method.client_round
+        found.setdefault(now[0], set()).update(float(group["lr"]) for group in optimizer.param_groups)
 
     def client_round(method: Method, client: Any, received: Any, number: int) -> Any:
-        rates.append(set())
+        now[0] = number
         reply = real(method, client, received, number)
-        by_round.setdefault(number, set()).update(rates[-1])
-        rates.append(set())
+        now[0] = -1
         return reply
 
     monkeypatch.setattr(Method, "client_round", client_round)
-    return by_round
+    handle = register_optimizer_step_pre_hook(note)
+    yield found
+    handle.remove()
 
 
 @pytest.mark.parametrize(
@@ -329,36 +310,31 @@ def rates_by_round(rates, monkeypatch) -> dict[int, set[float]]:
     [
         ("sgd", "cosine", COSINE_OF_FOUR_ROUNDS),
         ("adamw", "cosine", COSINE_OF_FOUR_ROUNDS),
-        ("adam", "constant", [FULL_RATE] * 4),
+        ("adam", "constant", [RATE] * 4),
     ],
 )
-def test_a_round_has_the_rate_of_its_number(optimizer, schedule, expected, tiny, rates_by_round):
+def test_a_round_has_the_rate_of_its_number(optimizer, schedule, expected, tiny, rates):
     options = training(optimizer=optimizer, learning_rate_schedule=schedule)
     train_rounds(build_federation(tiny(**SETTINGS, training=options)), rounds=4)
-    assert list(rates_by_round) == [1, 2, 3, 4]
-    for number, rate in enumerate(expected, start=1):
-        assert list(rates_by_round[number]) == pytest.approx([rate], rel=1e-12), number
+    assert {number: list(rate) for number, rate in rates.items()} == {
+        number: pytest.approx([rate], rel=1e-12) for number, rate in enumerate(expected, start=1)
+    }
 
 
-def test_the_round_counts_and_not_how_often_a_client_took_part(tiny, tmp_path, rates_by_round):
+def test_the_round_counts_and_not_how_often_a_client_took_part(tiny, tmp_path, rates):
     recipe = tiny(**SETTINGS, clients_per_round=1, training=training())
     run(recipe, tmp_path / "run")
     federation = build_federation(recipe)
     assert len({tuple(federation.sampled_clients(number)) for number in (1, 2, 3, 4)}) == 2
-    assert [next(iter(rates_by_round[number])) for number in (1, 2, 3, 4)] == pytest.approx(COSINE_OF_FOUR_ROUNDS)
+    assert [next(iter(rates[number])) for number in (1, 2, 3, 4)] == pytest.approx(COSINE_OF_FOUR_ROUNDS)
 
 
 def test_what_the_server_trains_before_the_rounds_has_the_full_rate(tiny, rates):
-    recipe = tiny(
-        **SETTINGS
-        | {"objective": {"name": "simclr", "hidden_features": 16, "output_features": 8}}
-        | {"aggregators": ["weighted_mean", {"name": "base_model", "epochs": 1}]},
-        training=training(),
-    )
-    method = build_federation(recipe).method
-    rates.append(set())
-    method.initial_state()
-    assert rates[-1] == {FULL_RATE}
+    simclr = {"name": "simclr", "hidden_features": 16, "output_features": 8}
+    aggregators = ["weighted_mean", {"name": "base_model", "epochs": 1}]
+    recipe = tiny(**SETTINGS | {"objective": simclr, "aggregators": aggregators}, training=training())
+    build_federation(recipe).method.initial_state()
+    assert rates == {-1: {RATE}}
 
 
 # Freed memory

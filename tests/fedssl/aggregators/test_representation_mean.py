@@ -16,7 +16,6 @@ from fedssl.aggregators.representation_mean import (
 from fedssl.client import LocalRound
 from fedssl.data.pixels import normalize
 from fedssl.engines.in_process import run
-from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from fedssl.messages import Message
 from tests.fedssl.conftest import ALIGNED
@@ -43,15 +42,6 @@ def test_what_is_sent_is_the_weighted_mean_kernel_or_a_factor_of_it(send):
     assert sent.shape == ((20, 8) if send == "factor" else (20, 20))
     mean = kernel_of(sent) if name == FACTOR else sent.double()
     torch.testing.assert_close(mean, 0.25 * k0 + 0.75 * k1, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("weights", "message"),
-    [([1.0], "has 1 entries for 2 clients"), ([2.0, -0.5], "must be non-negative"), ([0.0, 0.0], "positive sum")],
-)
-def test_weights_that_are_no_mean_are_refused(weights, message):
-    with pytest.raises(UserError, match=message):
-        RepresentationMean(weights=weights).check(2)
 
 
 def test_clients_that_have_not_answered_yet_shift_nobodys_weight():

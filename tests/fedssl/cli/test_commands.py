@@ -13,7 +13,7 @@ import pytest
 from fedssl.errors import installed_distribution
 from fedssl.recipe.reading import parse_recipe
 from fedssl.run_folder.directory import RunDirectory
-from tests.fedssl.cli.test_attacks import one_line, recipe_text
+from tests.fedssl.cli.test_attacks import recipe_text
 from tests.fedssl.conftest import ALIGNED, tiny_values
 
 
@@ -91,6 +91,7 @@ def images(path, **changes):
         (["embed", "nowhere", "."], "nowhere is not an exported encoder"),
         (["run", "fedbyol", "model.weights=none.pt"], "model.weights: there is no file .*none.pt"),
         (["run", "local_only", "model.weights={resnet18: none.pt}"], "model.weights names resnet18, but architectures"),
+        (["run", "local_only", "--observer", "./nothing.py"], "an observer is an existing .py file .*, got nothing.py"),
         (["report", "nowhere"], "nowhere"),
         (["run-table", "nowhere"], "nowhere"),
     ],
@@ -163,10 +164,3 @@ def test_observers_are_called_by_a_run_and_its_continuation(fedssl, tmp_path):
         *("began 0", *before, "ended False"),
         *("began 2", *after, "ended True"),
     ]
-
-
-def test_a_missing_observer_is_one_line_and_nothing_runs(fedssl, tmp_path):
-    code, _, err = fedssl("run", "local_only", "--output", "run", "--observer", "./nothing.py")
-    one_line(code, err)
-    assert "an observer is an existing .py file with one subclass of fedssl.Observer, got nothing.py" in err
-    assert not (tmp_path / "run").exists()

@@ -1,4 +1,4 @@
-"""Fine-tuning on few labels and on all, and the scores in which every class counts alike."""
+"""Fine-tuning on few labels and on all, its RandAugment, and the scores in which every class counts alike."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torchvision.transforms import RandAugment
 
 from fedssl.data.datasets import Dataset, load_dataset
 from fedssl.data.options import DataOptions
@@ -27,6 +30,7 @@ from fedssl.evaluation.fine_tuning import (
     learning_rate_factor,
     semi_supervised_accuracy,
 )
+from fedssl.evaluation.rand_augment import rand_augment
 from fedssl.models.model import Model
 from fedssl.reports.evaluation import evaluate_run
 from tests.fedssl.conftest import AVERAGED
@@ -258,14 +262,11 @@ def test_the_seed_and_the_augmentation_decide(encoder):
     assert fine_tuned_scores(encoder, quarters(), plain, 0) != scores[0]
 
 
-def test_divergence_and_a_missing_split_are_told(encoder, tiny, tmp_path):
+def test_divergence_and_a_missing_split_are_told(encoder):
     with pytest.raises(UserError, match="learning_rate: fine-tuning diverged at 1e\\+30"):
         accuracy(encoder, learning_rate=1e30, epochs=5)
     with pytest.raises(UserError, match="the data have no validation split: use train"):
         fine_tuned_scores(encoder, quarters(validation=False), FineTuneOptions(images="validation"), 0)
-    with pytest.raises(UserError, match="no validation split"):
-        run(tiny(**AVERAGED, evaluation={"fine_tune": {"images": "validation"}}), tmp_path / "a")
-    assert not (tmp_path / "a").exists()
 
 
 # In a run
@@ -281,8 +282,6 @@ def test_a_run_fine_tunes_after_training_and_so_does_evaluate(tiny, tmp_path):
     header, row = evaluate_run(tmp_path / "a").read_text().splitlines()
     again = dict(zip(header.split(","), row.split(","), strict=True))
     assert float(again["fine_tune_f1"]) == pytest.approx(found["f1"][1], abs=0.006)
-    with pytest.raises(UserError, match="no validation split"):
-        evaluate_run(tmp_path / "a", fine_tune=FineTuneOptions(images="validation"))
 
 
 def test_a_models_evaluation_follows_the_named_protocol(encoder):
@@ -316,3 +315,49 @@ def test_a_validation_split_is_read_and_kept_from_the_clients(tmp_path, medmnist
     np.savez(tmp_path / "b.npz", **arrays | {x: np.zeros((6, 9, 9), np.uint8)})
     with pytest.raises(UserError, match="validation images are 1x9x9"):
         load_dataset(DataOptions(name="npz", path=tmp_path / "b.npz"), 0)
+
+
+# RandAugment of a batch against torchvision's, which takes one image at a time
+
+
+def blurred(count, channels, height, width):
+    """Images that use a part of the grey values, some of them one value alone, as equalising treats these apart."""
+    coarse = 255 * torch.rand(count, channels, height // 8 + 1, width // 8 + 1)
+    images = F.interpolate(coarse, (height, width), mode="bilinear").to(torch.uint8)
+    images[::7] = images[::7, :, :1, :1]
+    return images
+
+
+@pytest.mark.parametrize(("channels", "height", "width"), [(1, 28, 28), (3, 40, 24), (3, 8, 8)])
+def test_a_batch_is_torchvisions_images_bit_for_bit(channels, height, width):
+    torch.manual_seed(0)
+    images, one = blurred(150, channels, height, width), RandAugment()
+    given = images.clone()
+    torch.manual_seed(1)
+    expected, state = torch.stack([one(image) for image in images]), torch.get_rng_state()
+    torch.manual_seed(1)
+    assert torch.equal(rand_augment(images), expected)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(images, given)
+    assert (expected != images).flatten(1).any(1).sum() > 100
+
+
+class Dispatched(TorchDispatchMode):
+    """Counts the operations that are dispatched."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_more_images_take_no_more_operations_but_their_draws():
+    """Each image draws two operations, each by two numbers at the most, which are drawn and read."""
+    counts = []
+    for images in (500, 1000):
+        with Dispatched() as dispatched:
+            torch.manual_seed(0)
+            rand_augment(torch.zeros(images, 1, 8, 8, dtype=torch.uint8))
+        counts.append(dispatched.count)
+    assert counts[1] - counts[0] <= 500 * 2 * 2 * 2

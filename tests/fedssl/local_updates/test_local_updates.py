@@ -29,20 +29,15 @@ def online(model: Model) -> Message:
     return Message({name: t.clone() for name, t in model.state_dict().items() if name.startswith("online.")})
 
 
-def move(model: Model, by: float, second: float | None = None, predictor: float | None = None) -> None:
-    """What stands for local training."""
-    with torch.no_grad():
-        model.encoder[0].weight += by
-        if second is not None:
-            model.encoder[1].weight += second
-        if predictor is not None:
-            model.online["predictor"].weight.fill_(predictor)
-
-
-def one_round(part, model, memory, received, number, **moved) -> LocalRound:
+def one_round(part, model, memory, received, number, by, second=0.0, predictor=None) -> LocalRound:
+    """A round in which the weights of the encoder's layers move by so much, and the predictor is set."""
     local = local_round(model, received, number, memory=memory)
     after_training = part.receive(local)
-    move(model, **moved)
+    with torch.no_grad():
+        for layer, change in zip(model.encoder, (by, second), strict=False):
+            layer.weight += change
+        if predictor is not None:
+            model.online["predictor"].weight.fill_(predictor)
     after_training()
     return local
 

@@ -142,14 +142,6 @@ def test_nothing_but_the_newest_layers_and_the_heads_is_in_a_message(two_stages)
         assert heads == ({"projector"} if objective == "simclr" else {"projector", "predictor"})
 
 
-def test_in_progressive_training_all_layers_so_far_travel(staged):
-    exchange = Exchange(staged("progressive", "small_vit"))
-    for number in range(1, 5):
-        down, up = exchange.round(number, [0, 1])
-        for k in (0, 1):
-            assert set(up[k].tensors) == set(down[k].tensors) == exchange.names(range(number), top=number)
-
-
 def test_frozen_layers_and_their_buffers_do_not_change_by_a_bit(two_stages):
     """At the server, at each client, and in a client's target network."""
     objective, architecture, exchange, rounds = two_stages
