@@ -15,13 +15,13 @@ from fedssl import parts
 from fedssl.aggregators.weighted_mean import WeightedMean
 from fedssl.augmentations.random_views import RandomViews
 from fedssl.engines.in_process import run
-from fedssl.engines.observers import Observer
 from fedssl.federation import build_federation
 from fedssl.local_updates.replace import Replace
 from fedssl.objectives.byol import BYOL
 from fedssl.recipe.reading import parse_recipe
 from fedssl.schedules.end_to_end import EndToEnd
 from tests.fedssl.conftest import AVERAGED, tiny_values
+from tests.fedssl.killed_runs import Killed, KilledIn
 
 PAGE = (Path(__file__).parents[2] / "docs" / "compose_in_python.md").read_text(encoding="utf-8")
 PROGRAM, REPLACED = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
@@ -85,13 +85,8 @@ class Cell(Regularizer):
 
 def interrupt(recipe: fedssl.Recipe, path: Path) -> None:
     """Run a recipe up to its first committed round."""
-
-    class Interrupted(Observer):
-        def round_ended(self, number, rows):
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run(recipe, path, Interrupted())
+    with pytest.raises(Killed):
+        run(recipe, path, KilledIn(2))
 
 
 def test_the_program_of_the_page_runs_and_is_short(tmp_path, monkeypatch, capsys):

@@ -52,16 +52,6 @@ def test_a_run_is_made_read_resumed_evaluated_and_reported(run_folder, tmp_path)
     assert both.is_file()
 
 
-def test_an_existing_folder_is_kept_unless_overwrite(run_folder):
-    recipe = fedssl.load_recipe(run_folder / "recipe.yaml", ["rounds=1"])
-    before = (run_folder / "metrics.csv").read_bytes()
-    with pytest.raises(fedssl.UserError, match="exists"):
-        fedssl.run(recipe, run_folder)
-    assert (run_folder / "metrics.csv").read_bytes() == before
-    assert fedssl.run(recipe, run_folder, overwrite=True).finished
-    assert len((run_folder / "metrics.csv").read_bytes()) < len(before)
-
-
 def test_one_override_instead_of_a_list_is_refused():
     with pytest.raises(TypeError, match=r"overrides: expected a list such as \['rounds=2'\]"):
         fedssl.load_recipe("fedbyol", "rounds=2")

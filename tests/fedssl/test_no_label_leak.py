@@ -19,7 +19,7 @@ from fedssl.parts import part_class, part_names
 from fedssl.recipe.reading import parse_recipe
 from tests.fedssl.conftest import tiny_values
 from tests.fedssl.rounds_in_memory import Rounds, train_rounds
-from tests.fedssl.test_combinations import AGGREGATORS, OBJECTIVES, READS
+from tests.fedssl.test_combinations import AGGREGATORS, OBJECTIVES, READS, noise
 
 CLIENTS, IMAGES, CLASSES = 2, 24, 3
 #: options without which a part does not fit a data set of so few images
@@ -36,10 +36,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def labels(seed: int, count: int = IMAGES) -> Tensor:
     """Random labels; those of two seeds are no renaming of each other, so that balanced batches would differ too."""
     return torch.randint(CLASSES, (count,), generator=torch.Generator().manual_seed(seed))
-
-
-def noise(images: int) -> Tensor:
-    return torch.randint(256, (images, 1, 8, 8), generator=torch.Generator().manual_seed(images), dtype=torch.uint8)
 
 
 def with_options(names: list[str]) -> list[dict[str, Any]]:

@@ -213,8 +213,8 @@ def test_a_client_may_send_as_many_projections_as_it_may_have_images():
     known = {0: 5, 1: 5, 2: 5}
     assert not refused(5, known)
     assert not refused(10, known)
-    assert refused(11, known) == {0: "dictionary.0 has shape [11, 3], expected [1 to 10, 3]"}
-    assert refused(0, known) == {0: "dictionary.0 has shape [0, 3], expected [1 to 10, 3]"}
+    for rows in (0, 11):
+        assert refused(rows, known) == {0: f"dictionary.0 has shape [{rows}, 3], expected [1 to 10, 3]"}
     assert not refused(11, {})
 
 

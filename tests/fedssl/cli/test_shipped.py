@@ -33,7 +33,10 @@ from fedssl.regularizers.base import Regularizer
 
 
 class Own(Regularizer):
-    """Adds nothing.\n\n    It is for a test."""
+    """Adds nothing.
+
+    It is for a test.
+    """
 
     strength: float = Field(0.5, ge=0, description="how much of nothing")
 

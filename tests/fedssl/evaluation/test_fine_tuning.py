@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.transforms import RandAugment
 
 from fedssl.data.datasets import Dataset, load_dataset
@@ -34,7 +33,8 @@ from fedssl.evaluation.rand_augment import rand_augment
 from fedssl.models.model import Model
 from fedssl.reports.evaluation import evaluate_run
 from tests.fedssl.conftest import AVERAGED
-from tests.fedssl.evaluation.bright_quarters import TinyEncoder, bright_quarters
+from tests.fedssl.evaluation.conftest import TinyEncoder, bright_quarters
+from tests.fedssl.test_synchronisations import Operations
 
 SCORES = ["accuracy", "per_class_accuracy", "precision", "recall", "f1"]
 
@@ -295,24 +295,20 @@ def test_a_models_evaluation_follows_the_named_protocol(encoder):
     assert metrics["semi_supervised_0.5"] != semi_supervised_accuracy(*given, SemiSupervisedOptions(epochs=2), 3)
 
 
-@pytest.mark.parametrize("medmnist", [False, True])
-def test_a_validation_split_is_read_and_kept_from_the_clients(tmp_path, medmnist):
+@pytest.mark.parametrize(("x", "y"), [("x_{}", "y_{}"), ("{}_images", "{}_labels")])
+def test_a_validation_split_is_read_and_kept_from_the_clients(tmp_path, x, y):
     images = np.random.default_rng(0).integers(0, 256, (24, 8, 8), dtype=np.uint8)
-    labels = (np.arange(24) % 3)[:, None].astype(np.uint8)
     arrays = {}
     for name, rows in {"train": slice(0, 12), "val": slice(12, 18), "test": slice(18, 24)}.items():
-        x, y = (f"{name}_images", f"{name}_labels") if medmnist else (f"x_{name}", f"y_{name}")
-        arrays |= {x: images[rows], y: labels[rows]}
+        arrays |= {x.format(name): images[rows], y.format(name): (np.arange(24) % 3)[rows, None]}
     np.savez(tmp_path / "a.npz", **arrays)
     data = load_dataset(DataOptions(name="npz", path=tmp_path / "a.npz"), 0)
-    assert data.train_images.shape == (12, 1, 8, 8)
+    assert np.array_equal(data.train_images[:, 0].numpy(), images[:12])
     assert np.array_equal(data.validation_images[:, 0].numpy(), images[12:18])
     assert data.validation_labels.tolist() == [0, 1, 2, 0, 1, 2]
-    assert np.array_equal(data.test_images[:, 0].numpy(), images[18:])
     resized = load_dataset(DataOptions(name="npz", path=tmp_path / "a.npz", image_size=16), 0)
     assert resized.validation_images.shape == (6, 1, 16, 16)
-    x = "val_images" if medmnist else "x_val"
-    np.savez(tmp_path / "b.npz", **arrays | {x: np.zeros((6, 9, 9), np.uint8)})
+    np.savez(tmp_path / "b.npz", **arrays | {x.format("val"): np.zeros((6, 9, 9), np.uint8)})
     with pytest.raises(UserError, match="validation images are 1x9x9"):
         load_dataset(DataOptions(name="npz", path=tmp_path / "b.npz"), 0)
 
@@ -342,22 +338,12 @@ def test_a_batch_is_torchvisions_images_bit_for_bit(channels, height, width):
     assert (expected != images).flatten(1).any(1).sum() > 100
 
 
-class Dispatched(TorchDispatchMode):
-    """Counts the operations that are dispatched."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
 def test_more_images_take_no_more_operations_but_their_draws():
     """Each image draws two operations, each by two numbers at the most, which are drawn and read."""
     counts = []
     for images in (500, 1000):
-        with Dispatched() as dispatched:
+        with Operations() as dispatched:
             torch.manual_seed(0)
             rand_augment(torch.zeros(images, 1, 8, 8, dtype=torch.uint8))
-        counts.append(dispatched.count)
+        counts.append(len(dispatched.names))
     assert counts[1] - counts[0] <= 500 * 2 * 2 * 2

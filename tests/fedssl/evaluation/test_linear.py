@@ -7,18 +7,11 @@ from torch import nn
 
 from fedssl.errors import UserError
 from fedssl.evaluation.linear import LinearOptions, _standardized, linear_accuracy, linear_auroc
-
-
-def blobs(train=300, test=200, dimension=6, classes=4, noise=1.0, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    centres = torch.randn(classes, dimension, generator=generator)
-    labels = torch.randint(classes, (train + test,), generator=generator)
-    points = centres[labels] + noise * torch.randn(train + test, dimension, generator=generator)
-    return points[:train], labels[:train], points[train:], labels[train:]
+from tests.fedssl.evaluation.conftest import blobs
 
 
 def test_the_named_protocol_is_what_is_trained():
-    train, train_labels, test, test_labels = blobs(noise=3.0)
+    train, train_labels, test, test_labels = blobs(300, 200, 6, noise=3.0)
     given = (train, train_labels, test, test_labels, 4)
     by_name = linear_accuracy(*given, LinearOptions(name="fedu2", learning_rate=1e-3), 0)
     by_value = linear_accuracy(*given, LinearOptions(epochs=200, learning_rate=1e-3), 0)
@@ -27,7 +20,7 @@ def test_the_named_protocol_is_what_is_trained():
 
 def test_equals_a_plain_training_loop():
     # The same draws in the same order, given to torch's own layer: weights, biases, a permutation an epoch.
-    train, train_labels, test, test_labels = blobs()
+    train, train_labels, test, test_labels = blobs(300, 200, 6)
     generator = torch.Generator().manual_seed(7)
     layer = nn.Linear(6, 4)
     with torch.no_grad():
@@ -49,7 +42,7 @@ def test_equals_a_plain_training_loop():
 
 
 def test_standardised_features_are_those_of_scikit_learn_but_for_constant_ones():
-    train, train_labels, test, test_labels = blobs()
+    train, train_labels, test, test_labels = blobs(300, 200, 6)
     scaler = StandardScaler().fit(train.numpy())
     scaled = [torch.from_numpy(scaler.transform(part.numpy())).float() for part in (train, test)]
     expected = linear_accuracy(scaled[0], train_labels, scaled[1], test_labels, 4, LinearOptions(epochs=5), 0)
@@ -60,7 +53,7 @@ def test_standardised_features_are_those_of_scikit_learn_but_for_constant_ones()
 
 
 def test_reproducible_from_the_seed_alone_and_nothing_given_changes():
-    data = blobs(noise=2.0, test=1000)
+    data = blobs(300, 1000, 6, noise=2.0)
     copies = [tensor.clone() for tensor in data]
     options = LinearOptions(epochs=1, batch_size=64)
     results = []
@@ -77,18 +70,18 @@ def test_reproducible_from_the_seed_alone_and_nothing_given_changes():
 
 
 def test_a_class_without_samples_and_a_last_batch_of_one_are_fine():
-    train, train_labels, test, test_labels = blobs(train=65)
+    train, train_labels, test, test_labels = blobs(65, 200, 6)
     accuracy = linear_accuracy(train, train_labels, test, test_labels, 9, LinearOptions(batch_size=64), 0)
     assert accuracy > 50
 
 
 def test_divergence_is_an_error():
     with pytest.raises(UserError, match=r"the linear evaluation diverged at 0\.003"):
-        linear_accuracy(torch.full((300, 6), torch.nan), *blobs()[1:], 4, LinearOptions(epochs=1), 0)
+        linear_accuracy(torch.full((300, 6), torch.nan), *blobs(300, 200, 6)[1:], 4, LinearOptions(epochs=1), 0)
 
 
 def test_labels_that_a_cast_would_merge_are_refused():
-    train, train_labels, test, test_labels = blobs()
+    train, train_labels, test, test_labels = blobs(300, 200, 6)
     with pytest.raises(UserError, match=r"train_labels: expected integers .* got torch\.float32"):
         linear_accuracy(train, train_labels / 2, test, test_labels, 4, LinearOptions(epochs=1), 0)
 

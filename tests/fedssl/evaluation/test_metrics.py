@@ -25,6 +25,7 @@ from fedssl.evaluation.metrics import (
     uniformity,
 )
 from fedssl.evaluation.projections import log_covariance_singular_values, sphere_coverage, sphere_points, tsne_together
+from tests.fedssl.evaluation.conftest import blobs
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -34,12 +35,8 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 # Nearest neighbours
 
 
-def blobs(train=90, test=60, dimension=5, classes=4, noise=1.0, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    centres = torch.randn(classes, dimension, generator=generator, dtype=torch.float64)
-    labels = torch.randint(classes, (train + test,), generator=generator)
-    points = centres[labels] + noise * torch.randn(train + test, dimension, generator=generator, dtype=torch.float64)
-    return points[:train], labels[:train], points[train:], labels[train:]
+def wide_blobs(train=90, test=60, seed=0):
+    return blobs(train, test, 5, seed=seed, dtype=torch.float64)
 
 
 def loop_accuracy(train, train_labels, test, test_labels, neighbors, temperature):
@@ -65,21 +62,21 @@ def loop_accuracy(train, train_labels, test, test_labels, neighbors, temperature
     ("neighbors", "temperature", "seed"), [(1, 0.1, 0), (5, 0.1, 1), (20, 0.1, 2), (20, 1.0, 0), (90, 0.02, 1)]
 )
 def test_knn_equals_the_loop(neighbors, temperature, seed):
-    data = blobs(seed=seed)
+    data = wide_blobs(seed=seed)
     expected = loop_accuracy(*data, neighbors, temperature)
     assert 30 < expected < 100  # otherwise the case distinguishes nothing
     assert knn_accuracy(*data, neighbors=neighbors, temperature=temperature) == pytest.approx(expected)
 
 
 def test_knn_does_not_depend_on_chunks_scales_or_a_tiny_temperature(monkeypatch):
-    train, train_labels, test, test_labels = data = blobs()
+    train, train_labels, test, test_labels = data = wide_blobs()
     expected = knn_accuracy(*data)
     assert knn_accuracy(1e3 * train, train_labels, 1e-3 * test, test_labels) == expected
     assert knn_accuracy(*data, temperature=1e-6) == knn_accuracy(*data, neighbors=1)
     for size in (1, 7 * 90, 90 * 60):  # one test sample a time, seven, all
         monkeypatch.setattr(metrics, "_SIMILARITIES_AT_A_TIME", size)
         assert knn_accuracy(*data) == expected
-    few = blobs(train=8)
+    few = wide_blobs(train=8)
     assert knn_accuracy(*few, neighbors=20) == knn_accuracy(*few, neighbors=8)
 
 
@@ -97,7 +94,7 @@ def test_on_a_gpu_the_number_of_classes_and_the_accuracy_alone_are_read(monkeypa
 
 
 def test_knn_of_half_precision_is_computed_wider():
-    train, train_labels, test, test_labels = (tensor[:50] for tensor in blobs())
+    train, train_labels, test, test_labels = (tensor[:50] for tensor in wide_blobs())
     halves = (train.half(), train_labels, test.half(), test_labels)
     assert knn_accuracy(*halves) == knn_accuracy(halves[0].double(), train_labels, halves[2].double(), test_labels)
 
@@ -114,7 +111,7 @@ def test_knn_of_half_precision_is_computed_wider():
     ],
 )
 def test_bad_input_of_knn_is_named(change, options, message):
-    data = [change.get(position, tensor) for position, tensor in enumerate(blobs())]
+    data = [change.get(position, tensor) for position, tensor in enumerate(wide_blobs())]
     with pytest.raises(UserError, match=message):
         knn_accuracy(*data, **options)
 

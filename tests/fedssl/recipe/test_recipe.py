@@ -9,7 +9,6 @@ import pytest
 import yaml
 
 from fedssl.engines.in_process import resume, run
-from fedssl.engines.observers import Observer
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from fedssl.parts import part_class, part_names
@@ -21,6 +20,7 @@ from fedssl.reports.evaluation import data_options, parse_data
 from fedssl.tables.table import load_table
 from fedssl.untrusted import PART_KEYS
 from tests.fedssl.conftest import ALIGNED, AVERAGED, tiny_values
+from tests.fedssl.killed_runs import Killed, KilledIn
 
 
 def test_the_resolved_recipe_holds_the_options_of_parts_and_overrides_reach_mappings_and_lists():
@@ -107,13 +107,9 @@ def test_part_files_are_seen_from_the_recipes_folder_whoever_reads_it(recipe_wit
 
 
 def test_a_run_with_a_part_file_resumes_from_another_folder(recipe_with_own_part, tmp_path, monkeypatch):
-    class Interrupted(Observer):
-        def round_ended(self, round_number, rows):
-            raise KeyboardInterrupt
-
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(KeyboardInterrupt):
-        run(load_recipe("study/mine.yaml"), tmp_path / "run", Interrupted())
+    with pytest.raises(Killed):
+        run(load_recipe("study/mine.yaml"), tmp_path / "run", KilledIn(2))
     monkeypatch.chdir("/")
     assert resume(tmp_path / "run").checkpoint.finished
     assert load_recipe(tmp_path / "run" / "recipe.yaml") == load_recipe(recipe_with_own_part)
@@ -143,7 +139,7 @@ def test_a_recipe_that_is_no_yaml_or_no_mapping(text, message, tmp_path):
         (ALIGNED | {"aggregators": [{"name": "representation_mean", "weights": [1, -2, 3]}]}, "non-negative"),
         (ALIGNED | {"aggregators": [{"name": "representation_mean", "weights": [0, 0, 0]}]}, "positive sum"),
         ({"data": {"name": "npz", "path": "nowhere.npz"}}, "nowhere.npz"),
-        ({"partition": {"name": "disjoint_classes", "clients": 11}}, "11"),
+        ({"partition": {"name": "disjoint_classes", "clients": 11}}, "the data have only 10; lower partition.clients"),
     ],
 )
 def test_parts_that_do_not_fit_are_refused_before_training(changes, message):
