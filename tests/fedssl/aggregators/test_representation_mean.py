@@ -10,7 +10,6 @@ from fedssl.aggregators.representation_mean import (
     KERNEL,
     RepresentationMean,
     canonical_factor,
-    join_factors,
     whitening_matrix,
 )
 from fedssl.client import LocalRound
@@ -95,11 +94,6 @@ def test_half_whitening_gives_the_square_root_of_the_kernel():
     a = torch.randn(30, 6, dtype=torch.float64) @ torch.diag(torch.tensor([10.0, 5, 1, 1, 0.1, 0])).double()
     kernel = kernel_of(a @ whitening_matrix(a))
     torch.testing.assert_close(kernel @ kernel, a @ a.T, atol=1e-6, rtol=1e-6)
-
-
-def test_a_client_of_weight_zero_is_left_out():
-    a, b = torch.randn(5, 2), torch.randn(5, 3)
-    torch.testing.assert_close(kernel_of(join_factors([a, b], [0.0, 1.0])), kernel_of(b))
 
 
 def test_everybody_is_asked_before_training_for_representations_of_the_public_images_and_nothing_else(tiny, tmp_path):

@@ -120,10 +120,8 @@ def test_hostile_overrides(override, message, fedssl, tiny_file, tmp_path):
     "command",
     [
         ("run", "~nosuchuser/r.yaml"),
-        ("show", "~nosuchuser/r.yaml"),
         ("run-table", "~nosuchuser/t.yaml"),
         ("run", "pipe"),
-        ("show", "pipe"),
         ("run-table", "pipe"),
         ("run", "fedbyol", "regularizers=[./pipe.py]"),
         ("run", "a" * 5000),

@@ -106,18 +106,11 @@ from fedssl import Observer
 
 
 class Logger(Observer):
-    def run_began(self, recipe, path, first_round):
-        self.log = open(Path(__file__).with_suffix(".log"), "a")
-        self.log.write(f"began {first_round}\\n")
-
     def round_ended(self, number, rows):
-        self.log.write("".join(f"{row}\\n" for row in rows))
+        with open(Path(__file__).with_suffix(".log"), "a") as log:
+            log.write(f"{number} ")
         if number == STOP_AFTER:
             raise KeyboardInterrupt
-
-    def run_ended(self, finished):
-        self.log.write(f"ended {finished}\\n")
-        self.log.close()
 """
 
 
@@ -130,10 +123,4 @@ def test_observers_are_called_by_a_run_and_its_continuation(fedssl, tmp_path):
     assert code == 130
     assert "continue with: fedssl run --resume run" in out
     assert fedssl("run", "--resume", "run", "--observer", "goes_on.py")[0] == 0
-    rows = RunDirectory.open(Path("run")).read_metrics()
-    before, after = ([f"{row}" for row in rows if (row[0] <= 1) == first] for first in (True, False))
-    assert Path("stops.log").read_text().splitlines() == ["began 0", *before, "ended False"]
-    assert Path("goes_on.log").read_text().splitlines() == [
-        *("began 0", *before, "ended False"),
-        *("began 2", *after, "ended True"),
-    ]
+    assert (Path("stops.log").read_text(), Path("goes_on.log").read_text()) == ("0 1 ", "0 1 2 ")

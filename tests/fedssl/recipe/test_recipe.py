@@ -49,6 +49,8 @@ def test_the_resolved_recipe_holds_the_options_of_parts_and_overrides_reach_mapp
         ("rounds", ["'rounds' is not key=value"]),
         ("seed.a=1", ["seed is 0 and has no entries"]),
         ("architectures=[", ["not YAML"]),
+        ("evaluation.downstream={a_b: {name: digits}}", ["the label 'a_b' must consist of letters and digits"]),
+        ("evaluation.downstream={a: {nme: digits}}", ["evaluation.downstream.a.nme: unknown key"]),
     ],
 )
 def test_a_bad_override_is_one_line_with_path_and_allowed_values(override, parts, tmp_path):
