@@ -26,12 +26,6 @@ from tests.fedssl.test_shipped_recipes import small
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-OBJECTIVES = {
-    "moco_v3": {"name": "moco_v3", "hidden_features": 16, "output_features": 8},
-    "byol": {"name": "byol", "hidden_features": 16, "output_features": 8},
-    "simclr": {"name": "simclr", "hidden_features": 16, "output_features": 8},
-}
-
 
 @pytest.fixture(scope="module")
 def staged(tiny) -> Callable[..., Recipe]:
@@ -39,7 +33,8 @@ def staged(tiny) -> Callable[..., Recipe]:
 
     def build(schedule: str = "layer_wise", architecture: str = "small_resnet10", **changes) -> Recipe:
         options = {"name": schedule, "rounds_per_stage": 1} | changes.pop("options", {})
-        objective = OBJECTIVES[changes.pop("objective", "moco_v3")]
+        name = changes.pop("objective", "moco_v3")
+        objective = {"name": name, "hidden_features": 16, "output_features": 8}
         values = AVERAGED | {"architectures": [architecture], "objective": objective, "schedule": options, "rounds": 4}
         return tiny(**(values | {"training": {"local_epochs": 1, "batch_size": 20, "optimizer": "adamw"}} | changes))
 
