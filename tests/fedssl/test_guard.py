@@ -67,7 +67,7 @@ BROKEN = [
     (but(without="samples"), "samples is missing, expected a positive number"),
     (but(numbers={"samples": -5.0}), "samples is -5.0, expected a positive number"),
     (but(numbers={"samples": math.nan}), "samples is nan"),
-    (but(numbers={"samples": 1e15}), "the number samples is 1e+15"),
+    (but(numbers={"samples": 1e15}), "the number samples is 1000000000000000"),
     (but(metrics={"loss": math.nan}), "the metric loss is nan"),
     (but(metrics={"flops": math.inf}), "the metric flops is inf"),
 ]
