@@ -254,6 +254,10 @@ def test_local_and_global_clusters_of_two_clients():
     assert chosen == [0, 1, 0, 1]
     torch.testing.assert_close(state.tensors[GLOBAL].norm(dim=1), torch.ones(2))
     assert state.metrics == {"clusters_used/global": 2}
+    one_step = OrchestraClusters(name="orchestra_clusters", local_clusters=2, steps=1)  # too short for far clusters
+    replies = {0: Message({LOCAL: on_circle(5, 20)}, {"samples": 1})}
+    far = one_step.aggregate(Message({GLOBAL: on_circle(0, 180)}), replies)
+    assert far.metrics == {"clusters_used/global": 1}
 
 
 def test_one_step_of_the_global_clustering_by_hand():
