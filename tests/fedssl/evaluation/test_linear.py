@@ -45,6 +45,7 @@ def test_standardised_features_are_those_of_scikit_learn_but_for_constant_ones()
     train, train_labels, test, test_labels = blobs(300, 200, 6)
     scaler = StandardScaler().fit(train.numpy())
     scaled = [torch.from_numpy(scaler.transform(part.numpy())).float() for part in (train, test)]
+    torch.testing.assert_close(list(_standardized(train, test)), scaled)
     expected = linear_accuracy(scaled[0], train_labels, scaled[1], test_labels, 4, LinearOptions(epochs=5), 0)
     options = LinearOptions(epochs=5, standardize=True)
     assert linear_accuracy(train, train_labels, test, test_labels, 4, options, 0) == expected
