@@ -194,7 +194,7 @@ def test_a_name_of_a_module_and_a_class_is_not_run_unasked(tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("json:loads", "json:loads must be a subclass of Regularizer"),
+        ("json:JSONDecoder", "json:JSONDecoder must be a subclass of Regularizer"),
         ("json:nothing", "json:nothing must be a subclass of Regularizer, got None"),
         ("nowhere_at_all:Part", "nowhere_at_all could not be imported"),
     ],
